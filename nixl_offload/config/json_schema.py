@@ -122,9 +122,6 @@ def _rules_of_files(tier: _Schema) -> Iterator[_Schema]:
 
 
 def _rules_of_s3(tier: _Schema) -> Iterator[_Schema]:
-    yield _when(_says("mover", "obstore"), _absent(tier, ["crt_min_size"]))
-    said = {"properties": {"crt_min_size": {"not": {"type": "null"}}}, "required": ["crt_min_size"]}
-    yield {"if": {"not": said}, "then": _absent(tier, ["crt_throughput_gbps"])}
     plain = {"properties": {"endpoint": {"type": "string", "pattern": "^[Hh][Tt][Tt][Pp]:"}}, "required": ["endpoint"]}
     yield _when(plain, _absent(tier, ["ca_bundle"]))
 

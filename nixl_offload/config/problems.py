@@ -80,7 +80,7 @@ _EXPECTED: Final = {
     "string_type": "text",
     "tuple_type": "a list",
 }
-_SIZES: Final = ("capacity", "crt_min_size", "staging", "unsaved_limit")
+_SIZES: Final = ("capacity", "staging", "unsaved_limit")
 _EXAMPLES: Final = {
     "tiers": "; for example: tiers: [{kind: slab, path: /mnt/nvme/kv, capacity: 500GiB}]",
     "path": "; for example: path: /mnt/nvme/kv",

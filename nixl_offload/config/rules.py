@@ -164,17 +164,7 @@ def _ignored_by_mover(position: int, tier: Mapping[str, Any], said: set[str]) ->
 
 
 def _ignored_of_s3(position: int, tier: Mapping[str, Any], said: set[str]) -> Iterator[Problem]:
-    mover, endpoint = tier.get("mover"), tier.get("endpoint")
-    if "crt_min_size" in said and mover == "obstore":
-        yield Problem(
-            ("tiers", position, "crt_min_size"),
-            f"has no meaning with mover: {mover}; remove it, or say mover: obj (or auto)",
-        )
-    if "crt_throughput_gbps" in said and "crt_min_size" not in said:
-        yield Problem(
-            ("tiers", position, "crt_throughput_gbps"),
-            "has no meaning without crt_min_size, which says what goes through the CRT client; say that too",
-        )
+    endpoint = tier.get("endpoint")
     if "ca_bundle" in said and isinstance(endpoint, str) and endpoint.lower().startswith("http:"):
         yield Problem(
             ("tiers", position, "ca_bundle"),

@@ -231,11 +231,6 @@ class S3Config(_Tier):
     """Requests in parallel, per rank."""
     request_timeout_s: DurationSeconds = Field(default=10.0, alias="request_timeout")
     """For one attempt of a request; there are up to three."""
-    crt_min_size_bytes: SizeBytes | None = Field(default=None, alias="crt_min_size", ge=1)
-    """Mover ``obj``: objects from this size on go through AWS's CRT client, in parallel parts. If omitted, none do."""
-    crt_throughput_gbps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Target of the CRT client in gigabits per second, which decides how many connections it opens. If omitted, its own
-    default. Only with ``crt_min_size``."""
     lookup: LookupOptions = LookupOptions()
     """How servers ask what the bucket holds."""
     required: bool = False

@@ -80,8 +80,6 @@ def object_plugin(tier: S3Config) -> NixlPlugin:
         "endpoint_override": address.endpoint,
         "region": address.region,
         "ca_bundle": ca_bundle_of(tier),
-        "crtMinLimit": None if tier.crt_min_size_bytes is None else str(tier.crt_min_size_bytes),
-        "throughput_target_gbps": None if tier.crt_throughput_gbps is None else str(tier.crt_throughput_gbps),
     }
     return NixlPlugin(
         "obj",

@@ -218,8 +218,6 @@ def test_defaults_of_a_bucket() -> None:
         ("checksums", "when_required"),
         ("connections", 16),
         ("request_timeout", "10s"),
-        ("crt_min_size", None),
-        ("crt_throughput_gbps", None),
         ("lookup", LOOKUP_DEFAULTS),
         ("required", False),
     ]
@@ -242,8 +240,6 @@ SHARED_TIERS = [
         "checksums": "when_supported",
         "connections": 64,
         "request_timeout": "1500ms",
-        "crt_min_size": "8MiB",
-        "crt_throughput_gbps": 100.0,
         "lookup": {"timeout": "2s", "present_for": "1h", "absent_for": "1s", "max_keys": 1000},
     },
 ]
@@ -315,9 +311,6 @@ _NO_ENDPOINT = "is not an endpoint; allowed: http(s)://host[:port]"
         ({**S3_TIER, "ca_bundle": "/a\0"}, "ca_bundle: '/a\\x00' contains control characters"),
         ({**S3_TIER, "connections": 0}, "connections: 0 is too small; allowed: 1 or more"),
         ({**S3_TIER, "connections": 2000}, "connections: 2000 is too large; allowed: at most 1024"),
-        ({**S3_TIER, "crt_min_size": 0}, "crt_min_size: 0 is too small; allowed: 1B or more"),
-        ({**S3_TIER, "crt_min_size": "1MiB", "crt_throughput_gbps": 0}, "crt_throughput_gbps: 0 is too small; "),
-        ({**S3_TIER, "crt_min_size": "1MiB", "crt_throughput_gbps": "fast"}, "crt_throughput_gbps: 'fast' is refused"),
         ({**S3_TIER, "layout": "tree"}, "layout: unknown field; allowed: kind, bucket, prefix, endpoint, "),
         ({**S3_TIER, "lookup": None}, "lookup: None is refused; allowed: a mapping"),
         ({**S3_TIER, "lookup": {"timeout": 1}}, "lookup.timeout: 1 is not a duration; allowed: a number with a unit"),
@@ -350,8 +343,6 @@ def test_refusals_of_shared_tiers(tier: dict[str, Any], expected: str) -> None:
             {**SLAB_TIER, "mover": "posix", "threads": 4},
             "threads: has no meaning with mover: posix; remove it, or say mover: gds_mt or kvikio (or auto)",
         ),
-        ({**S3_TIER, "mover": "obstore", "crt_min_size": "8MiB"}, "crt_min_size: has no meaning with mover: obstore; "),
-        ({**S3_TIER, "crt_throughput_gbps": 10}, "crt_throughput_gbps: has no meaning without crt_min_size, "),
         (
             {**S3_TIER, "endpoint": "http://minio:9000", "ca_bundle": "/etc/ca.pem"},
             "ca_bundle: has no meaning with an endpoint without TLS; remove it, or say https:// there",
@@ -365,9 +356,9 @@ def test_what_would_be_ignored_is_refused(tier: dict[str, Any], expected: str) -
 
 
 def test_null_says_nothing() -> None:
-    tier = parse_config({"tiers": [{**S3_TIER, "mover": "obstore", "crt_min_size": None, "ca_bundle": None}]}).tiers[0]
+    tier = parse_config({"tiers": [{**S3_TIER, "mover": "obstore", "ca_bundle": None}]}).tiers[0]
     assert isinstance(tier, S3Config)
-    assert tier.crt_min_size_bytes is None
+    assert tier.ca_bundle is None
 
 
 def test_the_whole_schema_is_read_and_rendered_back(tmp_path: Path) -> None:
@@ -723,7 +714,7 @@ _FIELDS = st.sampled_from(
             "capacity",
         ),
         *("promote", "unsaved", "unsaved_limit", "drain_timeout", "store_after", "slow_hits", "policy"),
-        *("layout", "bucket", "prefix", "endpoint", "region", "mover", "ttl", "ca_bundle", "lookup", "crt_min_size"),
+        *("layout", "bucket", "prefix", "endpoint", "region", "mover", "ttl", "ca_bundle", "lookup"),
         "threads",
     ]
 )

@@ -146,8 +146,6 @@ FAMILIES: dict[str, list[list[dict[str, Any]]]] = {
         _tiers_of(
             S3,
             mover=[..., "auto", "obj", "obstore", "posix"],
-            crt_min_size=[..., None, "8MiB", 0],
-            crt_throughput_gbps=[..., None, 10, 0, "fast"],
             endpoint=[..., None, "http://minio:9000", "https://minio:9000/", "minio:9000"],
             ca_bundle=[..., None, "/etc/ca.pem"],
         )
