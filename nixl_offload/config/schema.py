@@ -224,9 +224,6 @@ class S3Config(_Tier):
     omitted, gc needs ``--max-size``."""
     ca_bundle: AbsoluteFile | None = None
     """File of certificates to trust for https. If omitted, the AWS chain's, else those of the system."""
-    checksums: Literal["when_required", "when_supported"] = "when_required"
-    """The AWS SDK's checksums of requests and responses. With ``when_supported`` it sends trailers that some servers
-    store as data."""
     connections: int = Field(default=16, ge=1, le=1024)
     """Requests in parallel, per rank."""
     request_timeout_s: DurationSeconds = Field(default=10.0, alias="request_timeout")

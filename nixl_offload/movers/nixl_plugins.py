@@ -69,14 +69,13 @@ def object_plugin(tier: S3Config) -> NixlPlugin:
     inside it cannot be called back.
     """
     address = S3Address.of(tier)
-    checksums = "required" if tier.checksums == "when_required" else "supported"
     params = {
         "bucket": address.bucket,
         "scheme": "http" if address.plain_http else "https",
         "use_virtual_addressing": str(not address.path_style).lower(),
         "num_threads": str(tier.connections),
-        "req_checksum": checksums,
-        "resp_checksum": checksums,
+        "req_checksum": "required",  # with "supported" the SDK sends trailers that some servers store as data
+        "resp_checksum": "required",
         "endpoint_override": address.endpoint,
         "region": address.region,
         "ca_bundle": ca_bundle_of(tier),

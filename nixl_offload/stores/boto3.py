@@ -72,8 +72,8 @@ def make_client(tier: S3Config) -> tuple[Any, Any]:
         read_timeout=tier.request_timeout_s,
         retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
         max_pool_connections=tier.connections,
-        request_checksum_calculation=tier.checksums,
-        response_checksum_validation=tier.checksums,
+        request_checksum_calculation="when_required",  # else it sends trailers that some servers store as data
+        response_checksum_validation="when_required",
         s3={"addressing_style": "path" if address.path_style else "virtual"},
     )
     with translating("look for credentials", address):

@@ -296,8 +296,6 @@ class ObstoreStore(BucketStore[S3Store]):
         endpoint = address.endpoint if address.path_style else address.virtual_endpoint
         if endpoint is not None:
             config["endpoint"] = endpoint
-        if tier.checksums == "when_supported":
-            config["checksum_algorithm"] = "SHA256"
         if address.region is not None:
             config["region"] = address.region
         retries: Any = {

@@ -205,7 +205,6 @@ def test_obj_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
             "region": "eu-1",
             "addressing": "virtual",
             "ca_bundle": "/etc/ca.pem",
-            "checksums": "when_supported",
             "connections": 3,
         }
     )
@@ -215,8 +214,8 @@ def test_obj_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
         "scheme": "http",
         "use_virtual_addressing": "true",
         "num_threads": "3",
-        "req_checksum": "supported",
-        "resp_checksum": "supported",
+        "req_checksum": "required",
+        "resp_checksum": "required",
         "endpoint_override": "http://host:9000",
         "region": "eu-1",
         "ca_bundle": "/etc/ca.pem",
