@@ -72,15 +72,15 @@ def memory_catalog(keys: Keys, ranks: int = 1) -> Catalog:
 
 def bucket_catalog(keys: Keys) -> Catalog:
     """A shared tier that believes in all of ``keys``."""
-    options = LookupOptions.model_validate({"max_keys": max(1000, keys.count)})
     tier = SharedTier(
         0,
         Bucket(lambda: 0.0),
         SMALL.namespace(),
-        lookup=options,
+        lookup=LookupOptions(),
         ttl_s=None,
         name="measured",
         threads=0,
+        max_keys=max(1000, keys.count),
         clock=lambda: 0.0,
     )
     for first in range(0, keys.count, 1000):

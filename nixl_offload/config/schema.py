@@ -85,8 +85,6 @@ class LookupOptions(_Model):
     """How long a chunk that was found counts as present. If it is deleted meanwhile, a load fails."""
     absent_for_s: DurationSeconds = Field(default=10.0, alias="absent_for")
     """How long a chunk that was not found counts as absent."""
-    max_keys: int = Field(default=1_000_000, ge=1000)
-    """How many chunks to remember as present; about 110 bytes of host memory each."""
 
 
 class _Tier(_Model):

@@ -175,7 +175,7 @@ KNOWN: Final = _of(
     TIER,
     "chunks",
     "Chunks in a bucket or shared directory that this engine believes present.",
-    "Near lookup.max_keys: raise that",
+    "At most 1,000,000; at that, the least recently used are asked about anew",
 )
 NOT_STORED: Final = _of(
     "unstored_chunks",

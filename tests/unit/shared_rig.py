@@ -168,9 +168,7 @@ def keys_of(count: int, first: int = 0, group: int = 0) -> list[Key]:
 
 def options(**changes: object) -> LookupOptions:
     """Return lookup options that wait long, unless told otherwise."""
-    return LookupOptions.model_validate(
-        {"timeout": "20s", "present_for": "10m", "absent_for": "10s", "max_keys": 100_000, **changes}
-    )
+    return LookupOptions.model_validate({"timeout": "20s", "present_for": "10m", "absent_for": "10s", **changes})
 
 
 class Rig:
@@ -184,6 +182,7 @@ class Rig:
         ttl_s: float | None = None,
         threads: int = 16,
         namespace: Namespace | None = None,
+        max_keys: int = 100_000,
         **lookup: object,
     ) -> None:
         self.store = store
@@ -198,6 +197,7 @@ class Rig:
             ttl_s=ttl_s,
             name="Tier under test",
             threads=threads,
+            max_keys=max_keys,
             clock=self.now,
             wall=lambda: time.time() + self.ahead_s,
         )

@@ -20,6 +20,9 @@ _READY = State.READY
 _ROW_BYTES = 1
 """All rows are of one size class, so that one queue says what to forget first."""
 
+MAX_KEYS = 1_000_000
+"""About 110 bytes of host memory each."""
+
 
 class Presence:
     """At most ``max_keys`` chunks believed present; the least recently used unpinned one is forgotten for a new one.

@@ -27,7 +27,7 @@ from nixl_offload.tiers.shared.health import StorageHealth
 from nixl_offload.tiers.shared.lookup_queue import LookupQueue, SearchKind
 from nixl_offload.tiers.shared.maintenance import Maintenance
 from nixl_offload.tiers.shared.naming import manifest_name, shards_of, witness_of
-from nixl_offload.tiers.shared.presence import Presence
+from nixl_offload.tiers.shared.presence import MAX_KEYS, Presence
 from nixl_offload.tiers.shared.prober import Prober
 from nixl_offload.tiers.shared.prober_events import ProbeAnswer, ProbeCounts, ProbeResult, SearchEnd, TaskEnd, TrialEnd
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, key_group
@@ -89,6 +89,7 @@ class SharedTier:
         eviction: Callable[[], Eviction] | None = None,
         is_local: bool = False,
         threads: int = 16,
+        max_keys: int = MAX_KEYS,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -112,7 +113,7 @@ class SharedTier:
         self._taken_in = False
         """Whether what has been found was taken in since the last step."""
         self._presence = Presence(
-            present_for_s=lookup.present_for_s, absent_for_s=lookup.absent_for_s, max_keys=lookup.max_keys
+            present_for_s=lookup.present_for_s, absent_for_s=lookup.absent_for_s, max_keys=max_keys
         )
         self._lookups = LookupQueue(lookup.timeout_s)
         self._health = StorageHealth(name)

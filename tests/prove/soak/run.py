@@ -248,7 +248,7 @@ def _look_at_disk(outcome: Outcome, samples: Samples, base: Path) -> None:
 
 
 def _config(base: Path, bucket: dict[str, Any]) -> dict[str, Any]:
-    lookup = {"timeout": "500ms", "present_for": "5s", "absent_for": "1s", "max_keys": 1000}
+    lookup = {"timeout": "500ms", "present_for": "5s", "absent_for": "1s"}
     tiers = [
         {"kind": "memory", "capacity": MEMORY},
         {"kind": "slab", "path": str(base / "slab"), "capacity": SLAB},
