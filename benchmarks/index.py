@@ -1,7 +1,7 @@
 """Index: ns per call, bytes per key, collector pauses, seconds to reopen, for 1 M and 10 M keys.
 
 Calls are given in CPU time, which other processes disturb less; reopening and writing in seconds on the clock.
-Run ``python -m benchmarks.index [--keys N ...] [--policy lru] [--directory DIR] [--json]``. Each case runs in a process
+Run ``python -m benchmarks.index [--keys N ...] [--directory DIR] [--json]``. Each case runs in a process
 of its own, so that memory figures do not mix. 10 M keys take about 3 GB of memory, 3 GB of disk and some minutes.
 """
 
@@ -71,7 +71,7 @@ def ns_per_call(call: Callable[[Key], object], make_keys: Callable[[], list[Key]
     return sorted(results)[ROUNDS // 2]
 
 
-def measure_memory(count: int, policy: str) -> dict[str, Any]:
+def measure_memory(count: int) -> dict[str, Any]:
     """Fill an index, then measure single calls on it."""
     material = np.random.default_rng(1).bytes(32 * count)
     absent = np.random.default_rng(2).bytes(32 * CHAIN)
@@ -79,7 +79,7 @@ def measure_memory(count: int, policy: str) -> dict[str, Any]:
     gc.collect()
     before_bytes = resident_bytes()
     start_s = time.thread_time()
-    index = Index(policy)
+    index = Index()
     for number, key in enumerate(keys_of(material, range(count))):
         index.insert_ready(key, Location(0, number * SLOT_BYTES, SLOT_BYTES))
     filled_s = time.thread_time() - start_s
@@ -122,11 +122,11 @@ def measure_memory(count: int, policy: str) -> dict[str, Any]:
     return figures
 
 
-def reopen(path: str, count: int, policy: str) -> tuple[float, float]:
+def reopen(path: str, count: int) -> tuple[float, float]:
     """Do what a slab tier does at its start. Returns seconds on the clock and of this thread's CPU time."""
     start_s, start_cpu_s = time.perf_counter(), time.thread_time()
     journal, rows = DurableIndex.open(path, GEOMETRY)
-    index = Index(policy)
+    index = Index()
     stale = adopt_rows(rows, 0, index, SlabAllocator((count + EXTENT_SLOTS) * SLOT_BYTES, [SLOT_BYTES], EXTENT_BYTES))
     took = time.perf_counter() - start_s, time.thread_time() - start_cpu_s
     assert len(index) == count
@@ -135,7 +135,7 @@ def reopen(path: str, count: int, policy: str) -> tuple[float, float]:
     return took
 
 
-def reopen_beside_a_busy_thread(path: str, count: int, policy: str) -> float:
+def reopen_beside_a_busy_thread(path: str, count: int) -> float:
     """Return the seconds on the clock while another thread computes without a pause."""
     done = threading.Event()
 
@@ -147,13 +147,13 @@ def reopen_beside_a_busy_thread(path: str, count: int, policy: str) -> float:
     busy = threading.Thread(target=compute)
     busy.start()
     try:
-        return reopen(path, count, policy)[0]
+        return reopen(path, count)[0]
     finally:
         done.set()
         busy.join()
 
 
-def measure_reopen(count: int, policy: str, directory: str) -> dict[str, Any]:
+def measure_reopen(count: int, directory: str) -> dict[str, Any]:
     """Write a journal of ``count`` keys, then open it and fill a new index and allocator from it.
 
     Most keys ascend, so that writing them does not take all day; writing is measured with random keys at the end.
@@ -177,9 +177,9 @@ def measure_reopen(count: int, policy: str, directory: str) -> dict[str, Any]:
 
     gc.collect()
     before_bytes = peak_bytes()
-    reopened_s, reopened_cpu_s = reopen(path, count, policy)
+    reopened_s, reopened_cpu_s = reopen(path, count)
     reopened_peak_bytes = peak_bytes() - before_bytes
-    beside_s = reopen_beside_a_busy_thread(path, count, policy)
+    beside_s = reopen_beside_a_busy_thread(path, count)
     os.unlink(path)
     return {
         "reopen_s": round(reopened_s, 2),
@@ -192,9 +192,9 @@ def measure_reopen(count: int, policy: str, directory: str) -> dict[str, Any]:
     }
 
 
-def run_case(what: str, count: int, policy: str, directory: str) -> dict[str, Any]:
+def run_case(what: str, count: int, directory: str) -> dict[str, Any]:
     """Measure in a new process."""
-    command = [sys.executable, "-m", "benchmarks.index", "--case", what, "--keys", str(count), "--policy", policy]
+    command = [sys.executable, "-m", "benchmarks.index", "--case", what, "--keys", str(count)]
     output = subprocess.run([*command, "--directory", directory], check=True, stdout=subprocess.PIPE, text=True).stdout
     figures: dict[str, Any] = json.loads(output)
     return figures
@@ -203,7 +203,6 @@ def run_case(what: str, count: int, policy: str, directory: str) -> dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keys", type=int, nargs="+", default=[1_000_000, 10_000_000])
-    parser.add_argument("--policy", choices=["lru", "s3fifo"], nargs="+", default=["lru", "s3fifo"])
     parser.add_argument("--directory", default=None, help="where the database is written; default: a temporary one")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--case", choices=["memory", "reopen"], help=argparse.SUPPRESS)
@@ -212,28 +211,23 @@ def main() -> None:
         parser.error(f"--keys: at least {CHAIN}")
 
     if arguments.case == "memory":
-        print(json.dumps(measure_memory(arguments.keys[0], arguments.policy[0])))
+        print(json.dumps(measure_memory(arguments.keys[0])))
         return
     if arguments.case == "reopen":
-        print(json.dumps(measure_reopen(arguments.keys[0], arguments.policy[0], arguments.directory)))
+        print(json.dumps(measure_reopen(arguments.keys[0], arguments.directory)))
         return
 
     results = []
     with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="nixl-offload-bench-") as directory:
         for count in arguments.keys:
-            for policy in arguments.policy:
-                result = {
-                    "keys": count,
-                    "policy": policy,
-                    **run_case("memory", count, policy, directory),
-                }
-                if policy == arguments.policy[0]:
-                    result.update(run_case("reopen", count, policy, directory))
-                results.append(result)
-                if not arguments.json:
-                    print(
-                        ", ".join(f"{name} {value:,}" if name != "policy" else value for name, value in result.items())
-                    )
+            result = {
+                "keys": count,
+                **run_case("memory", count, directory),
+                **run_case("reopen", count, directory),
+            }
+            results.append(result)
+            if not arguments.json:
+                print(", ".join(f"{name} {value:,}" for name, value in result.items()))
     if arguments.json:
         print(json.dumps({"python": sys.version.split()[0], "cpus": os.cpu_count(), "results": results}, indent=2))
 

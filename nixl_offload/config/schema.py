@@ -46,8 +46,6 @@ OWNED_EXTRA_KEYS: Final = ("config", "spec_name", "spec_module_path", "block_siz
 VLLM_KEYS: Final = ("offload_prompt_only", "self_describing_kv_events", "canonical_layout")
 """Those that vLLM itself looks at where this connector runs: the only ones that ``vllm:`` takes."""
 
-PolicyName = Literal["lru", "s3fifo"]
-
 
 class _Model(BaseModel):
     """Strict (no coercion), closed (unknown fields are errors), frozen."""
@@ -116,8 +114,6 @@ class MemoryConfig(_Tier):
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
     """Host memory for the chunks of all ranks together, those of the data-parallel engines on this machine included.
     Allocated whole at start. If an engine spans several machines, each machine provides the share of its own ranks."""
-    policy: PolicyName = "lru"
-    """What to evict: ``lru``, the least recently used; ``s3fifo``, likewise, and one-time prompts first."""
     promote: bool = True
     """Keep in memory what a farther tier serves."""
     unsaved: Literal["pin", "drop"] = "pin"
@@ -173,8 +169,6 @@ class SlabConfig(DirectoryConfig):
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
     """What the directory may hold, all ranks and data-parallel engines together; never exceeded. Slabs grow up to it
     and do not shrink. In an emptyDir, stay below its ``sizeLimit``, at which the kubelet evicts the pod."""
-    policy: PolicyName = "lru"
-    """What to evict, as in memory."""
 
 
 class SharedDirConfig(DirectoryConfig):

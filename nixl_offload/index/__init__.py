@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from nixl_offload.index.durable import DurableIndex
-from nixl_offload.index.index import Index
-from nixl_offload.index.size_class import Occupancy
+from nixl_offload.index.index import Index, Occupancy
 from nixl_offload.index.states import State
 
 __all__ = ["DurableIndex", "Index", "Occupancy", "State"]

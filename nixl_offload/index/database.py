@@ -13,16 +13,15 @@ import os
 import sqlite3
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-
-import numpy as np
-import numpy.typing as npt
+from itertools import accumulate, pairwise
 
 from nixl_offload.chunk.header import MAX_KEY_BYTES
 from nixl_offload.errors import TierError
-from nixl_offload.index.rows import Row, Rows
 from nixl_offload.keep import keep_in_children
 from nixl_offload.types import Key
+
+Row = tuple[Key, int, int]
+"""key, offset, slot_bytes."""
 
 BATCH_OPS = 1024
 """Most operations in one transaction."""
@@ -150,7 +149,7 @@ class Database:
             if os.path.lexists(name):
                 os.unlink(name)
 
-    def read_rows(self, newest: int) -> Iterator[Rows]:
+    def read_rows(self, newest: int) -> Iterator[list[Row]]:
         """Yield rows with seq up to ``newest``, oldest first, in short reads: between them the writer can commit.
 
         Raises sqlite3.Error when a read fails, or finds damage; what was yielded before is good.
@@ -274,16 +273,15 @@ def translate(error: Exception, path: str) -> TierError:
     return translated
 
 
-def _parse(digits: bytes, lengths: bytes, offsets: bytes, slot_bytes: bytes) -> Rows:
-    """Make columns of what ``_READ`` has put in a row."""
+def _parse(digits: bytes, lengths: bytes, offsets: bytes, slot_bytes: bytes) -> list[Row]:
+    """Make rows of what ``_READ`` has put in one: fetched singly, each would wait for the interpreter."""
     joined = bytes.fromhex(digits.decode())
-    ends = np.cumsum(_numbers(lengths)).tolist()
-    keys = [Key(joined[start:end]) for start, end in pairwise((0, *ends))]
-    return Rows(keys, _numbers(offsets), _numbers(slot_bytes))
+    keys = [Key(joined[start:end]) for start, end in pairwise(accumulate(_numbers(lengths), initial=0))]
+    return list(zip(keys, _numbers(offsets), _numbers(slot_bytes), strict=True))
 
 
-def _numbers(listed: bytes) -> npt.NDArray[np.int64]:
-    return np.fromstring(listed.decode(), dtype=np.int64, sep=",")
+def _numbers(listed: bytes) -> Iterator[int]:
+    return map(int, listed.split(b","))
 
 
 def _connect(path: str, timeout_s: float) -> sqlite3.Connection:

@@ -14,8 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 
-from nixl_offload.index.database import BATCH_OPS, Database, Delete, Put, UnusableError, is_damage, translate
-from nixl_offload.index.rows import Rows
+from nixl_offload.index.database import BATCH_OPS, Database, Delete, Put, Row, UnusableError, is_damage, translate
 from nixl_offload.types import Key, Location
 
 _log = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class DurableIndex:
         batch_delay_s: float = 0.05,
         retry_interval_s: float = 5.0,
         max_queued_ops: int = 1_000_000,
-    ) -> tuple[DurableIndex, Iterator[Rows]]:
+    ) -> tuple[DurableIndex, Iterator[list[Row]]]:
         """Open or create the database at ``path``, whose directory must exist, and start the writer.
 
         ``geometry`` is all that gives offsets their meaning. Returns the journal and the rows it held, thousands at a
@@ -171,7 +170,7 @@ class DurableIndex:
             self._note_failure(error)
         return 0
 
-    def _rows(self, newest: int) -> Iterator[Rows]:
+    def _rows(self, newest: int) -> Iterator[list[Row]]:
         if not newest:
             return
         try:

@@ -1,32 +1,144 @@
-"""The index of one tier in memory: key -> location, state and pins, for tens of millions of keys.
+"""The index of one tier in memory: key -> location, state and pins. The least recently used key is evicted first.
 
 Threading: none; every method is called by one thread at a time: the one that reopens a tier, then the scheduler's. No
 I/O, no clock, no logging.
-Memory: columns by *node*, a small number that a key has while it is here (``key_table.py``); no Python object per key.
-docs/decisions/0003-index.md has the figures.
+Memory: some 330 bytes per key; a node of 30 TB has one or two million. docs/decisions/0003-index.md has the figures.
 Failure: a method that raises has changed nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
-from typing import Any
-
-import numpy as np
+from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
+from itertools import count, pairwise
+from typing import Final
 
 from nixl_offload.errors import IndexStateError
-from nixl_offload.index.key_table import KeyTable
-from nixl_offload.index.links import Links
-from nixl_offload.index.places import Places
-from nixl_offload.index.policy import POLICY_NAMES, Policy, make_policy
-from nixl_offload.index.rows import Rows
-from nixl_offload.index.size_class import Occupancy, SizeClass
 from nixl_offload.index.states import STATE_OF_PHASE, Event, Phase, State, next_phase
 from nixl_offload.types import Key, Location
 
-_GROWTH = 4096
-"""Most nodes that the columns grow by at a time: some microseconds."""
+_SHARDS: Final = 128
+"""Dictionaries of a size class, by the highest bits of a key's hash, so that each is small: one that grows is copied at
+once, and ``next(iter(...))`` passes over what was removed since."""
+_SHARD_SHIFT: Final = 57
+"""``hash(key) >> _SHARD_SHIFT`` is -64 to 63. Not the lowest bits, by which a dictionary places its keys."""
+_OFFSET_BITS: Final = 56
+_OFFSET_MASK: Final = (1 << _OFFSET_BITS) - 1
+_PAGE_SLOTS: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """How many slots of one size class are taken, by what."""
+
+    slot_bytes: int
+    writing: int
+    ready: int
+    """Unpinned: could be evicted now."""
+    pinned: int
+    """READY and pinned."""
+    evicting: int
+    """Dropped, but still held by a writer or by readers."""
+
+    @property
+    def slots(self) -> int:
+        """All slots taken."""
+        return self.writing + self.ready + self.pinned + self.evicting
+
+    @property
+    def bytes_total(self) -> int:
+        """All bytes taken, on each rank."""
+        return self.slots * self.slot_bytes
+
+
+@dataclass(slots=True)
+class _Held:
+    """A key that its writer or its readers hold."""
+
+    phase: Phase
+    location: Location
+    pins: int = 0
+
+
+class _SizeClass:
+    """The slots of one size.
+
+    Plain dictionaries of bytes and numbers: the garbage collector does not look into these, and would take 0.2 s for
+    half a million keys of an OrderedDict.
+    """
+
+    __slots__ = ("_has_head", "_heads", "counts", "ready", "slot_bytes", "slots")
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.ready: tuple[dict[Key, int], ...] = tuple({} for _ in range(_SHARDS))
+        """READY and unpinned keys -> last use and offset, in one number; the least recently used first."""
+        self._heads: list[tuple[int, int]] = []
+        """A heap of shards, each once at most: the number of its first key, or of one that was first before, and which
+        it is."""
+        self._has_head = bytearray(_SHARDS)
+        self.slots: dict[int, dict[int, Key]] = {}
+        """Keys by ``offset // slot_bytes``, in pages. Slots that do not overlap differ in it."""
+        self.counts = [0] * len(Phase)
+        """Held keys by phase."""
+
+    def place(self, offset: int, key: Key) -> None:
+        number = offset // self.slot_bytes
+        self.slots.setdefault(number // _PAGE_SLOTS, {})[number] = key
+
+    def free(self, offset: int) -> None:
+        number = offset // self.slot_bytes
+        del self.slots[number // _PAGE_SLOTS][number]
+
+    def near(self, start_offset: int, end_offset: int) -> Iterator[Key]:
+        """Yield the keys whose offset lies in ``[start_offset, end_offset)``, and perhaps some of a slot around it."""
+        first, last = start_offset // self.slot_bytes, (end_offset - 1) // self.slot_bytes
+        pages = range(first // _PAGE_SLOTS, last // _PAGE_SLOTS + 1)
+        for page in pages if len(pages) <= len(self.slots) else [page for page in self.slots if page in pages]:
+            slots = self.slots.get(page)
+            if not slots:
+                continue
+            for number in range(max(first, page * _PAGE_SLOTS), min(last, page * _PAGE_SLOTS + _PAGE_SLOTS - 1) + 1):
+                if (key := slots.get(number)) is not None:
+                    yield key
+
+    def use(self, key: Key, packed: int) -> None:
+        """Put a key at the young end."""
+        number = hash(key) >> _SHARD_SHIFT
+        self.ready[number][key] = packed
+        if not self._has_head[number]:
+            self._has_head[number] = True
+            heappush(self._heads, (packed, number))
+
+    def forget(self, key: Key) -> None:
+        """Remove a READY and unpinned key."""
+        del self.ready[hash(key) >> _SHARD_SHIFT][key]
+
+    def victim(self) -> Key | None:
+        """Return the least recently used of the keys that can be evicted."""
+        heads = self._heads
+        while heads:
+            oldest, number = heads[0]
+            for key, packed in self.ready[number].items():
+                if packed == oldest:
+                    return key
+                heapreplace(heads, (packed, number))
+                break
+            else:
+                self._has_head[number] = False
+                heappop(heads)
+        return None
+
+    def occupancy(self) -> Occupancy:
+        counts = self.counts
+        return Occupancy(
+            slot_bytes=self.slot_bytes,
+            writing=counts[Phase.WRITING],
+            ready=sum(map(len, self.ready)),
+            pinned=counts[Phase.PINNED],
+            evicting=counts[Phase.DOOMED] + counts[Phase.LEAVING],
+        )
 
 
 class Index:
@@ -39,67 +151,63 @@ class Index:
     A location that a method returns as *freed* is no longer known here and may be reused at once.
     """
 
-    __slots__ = (
-        "_find",
-        "_keys",
-        "_links",
-        "_phases",
-        "_pins",
-        "_places",
-        "_policy_name",
-    )
+    __slots__ = ("_classes", "_held", "_tier", "_uses")
 
-    def __init__(self, policy: str = "lru") -> None:
-        """``policy`` is ``lru`` or ``s3fifo``, one instance per size class. Raises ValueError for any other."""
-        if policy not in POLICY_NAMES:
-            raise ValueError(f"unknown eviction policy {policy!r}; known: {', '.join(POLICY_NAMES)}")
-        self._policy_name = policy
-        self._reset()
-
-    def _reset(self, tier: int | None = None) -> None:
-        self._keys = KeyTable()
-        self._find = self._keys.find
-        """Key -> node, 0 if absent."""
-        self._links = Links()
-        self._places = Places(self._new_policy, tier)
-        self._phases = bytearray(1)
-        """By node; node 0 is ABSENT for ever."""
-        self._pins: dict[int, int] = {}
-        """Node -> pins, for pinned nodes alone."""
+    def __init__(self) -> None:
+        self._tier: int | None = None
+        """That of the first insertion."""
+        self._classes: dict[int, _SizeClass] = {}
+        """By slot size."""
+        self._held: dict[Key, _Held] = {}
+        """All keys but those that are READY and unpinned."""
+        self._uses = count()
 
     def __len__(self) -> int:
         """Count of keys in any state."""
-        return len(self._keys)
+        return len(self._held) + sum(len(shard) for each in self._classes.values() for shard in each.ready)
 
     def __iter__(self) -> Iterator[Key]:
         """All keys in any state, in no promised order. For checks."""
-        return iter(self._keys)
+        yield from self._held
+        for each in self._classes.values():
+            for shard in each.ready:
+                yield from shard
 
     # Questions
 
     def state(self, key: Key) -> State | None:
         """What the index says about ``key``; None if absent. Does not count as a use (see ``touch``)."""
-        return STATE_OF_PHASE[self._phases[self._find(key)]]
+        held = self._held.get(key)
+        if held is not None:
+            return STATE_OF_PHASE[held.phase]
+        return None if self._ready(key) is None else State.READY
 
     def find(self, key: Key) -> tuple[State | None, int] | None:
         """State and offset of ``key``, None if absent: what is asked thousands of times a step, in one call."""
-        node = self._find(key)
-        return (STATE_OF_PHASE[self._phases[node]], self._places.offsets[node]) if node else None
+        held = self._held.get(key)
+        if held is not None:
+            return STATE_OF_PHASE[held.phase], held.location.offset
+        ready = self._ready(key)
+        return None if ready is None else (State.READY, ready[1] & _OFFSET_MASK)
 
     def is_pinned(self, key: Key) -> bool:
         """Whether somebody holds a pin of ``key``, in whatever state it is."""
-        return self._find(key) in self._pins
+        return self.pins(key) > 0
 
     def pins(self, key: Key) -> int:
         """Count of pins of ``key``, in whatever state it is."""
-        return self._pins.get(self._find(key), 0)
+        held = self._held.get(key)
+        return 0 if held is None else held.pins
 
     def location(self, key: Key) -> Location:
         """Where ``key`` rests, in any state. Raises KeyError if absent."""
-        node = self._find(key)
-        if not node:
+        held = self._held.get(key)
+        if held is not None:
+            return held.location
+        ready = self._ready(key)
+        if ready is None:
             raise KeyError(key)
-        return self._places.location(node)
+        return self._location(*ready)
 
     def keys_between(self, start_offset: int, end_offset: int) -> list[Key]:
         """Keys in any state whose slot starts in ``[start_offset, end_offset)``, in no promised order.
@@ -107,11 +215,12 @@ class Index:
         Costs about the number of slots that fit there. To reclaim an extent, ``drop`` each; those that are not freed at
         once are freed by their holders.
         """
-        return [self._keys.key(node) for node in self._places.between(start_offset, end_offset)]
+        near = (key for each in self._classes.values() for key in each.near(start_offset, end_offset))
+        return [key for key in near if start_offset <= self.location(key).offset < end_offset]
 
     def occupancy(self) -> dict[int, Occupancy]:
         """Slot size -> what is taken of it. Costs nothing per key."""
-        return {taken.slot_bytes: taken for taken in (group.occupancy() for group in self._places.classes)}
+        return {slot_bytes: each.occupancy() for slot_bytes, each in self._classes.items()}
 
     # Storing
 
@@ -127,33 +236,13 @@ class Index:
         """Absent -> READY, as the youngest of its class: for reopening. Raises like ``insert_writing``."""
         self._insert(key, location, Event.INSERT_READY)
 
-    def insert_many(self, tier: int, rows: Rows) -> None:
-        """``insert_ready`` each row, in their order, at a sixth of the cost. Raises like it, and changes nothing then.
-
-        Also raises for keys of several lengths, which can only be inserted singly.
-        """
-        count = len(rows.keys)
-        if not count:
-            return
-        self._places.refuse_many(tier, rows)
-        first = len(self._links)
-        self._grow_columns(first + count)
-        if not self._keys.add_many(rows.keys, first):
-            raise IndexStateError("a key is here already, or is of another length")
-        self._links.new_nodes(count)
-        self._phases[first : first + count] = bytes([Phase.READY]) * count
-        nodes = np.arange(first, first + count, dtype=np.uint32)
-        for size_class, its_nodes in self._places.put_many(nodes, tier, rows):
-            size_class.counts[Phase.READY] += len(its_nodes)
-            size_class.policy.add_many(its_nodes)
-
     def commit(self, key: Key) -> Location | None:
         """WRITING -> READY, returns None; if it was dropped meanwhile it goes, and its freed location is returned."""
-        return self._apply(self._find(key), Event.COMMIT)
+        return self._apply(key, Event.COMMIT)
 
     def abort(self, key: Key) -> Location:
         """WRITING (dropped meanwhile or not) -> absent. Returns the freed location."""
-        freed = self._apply(self._find(key), Event.ABORT)
+        freed = self._apply(key, Event.ABORT)
         assert freed is not None, "the table says that abort frees"
         return freed
 
@@ -162,34 +251,32 @@ class Index:
     def pin(self, key: Key) -> Location:
         """Forbid eviction of a READY key until a matching ``unpin``; pins are counted. Returns where it rests.
 
-        Not a use for the policy (see ``touch``), although the last unpin puts the key at the young end of its queue.
+        The last unpin puts the key at the young end.
         """
-        node = self._find(key)
-        self._apply(node, Event.PIN)
-        return self._places.location(node)
+        self._apply(key, Event.PIN)
+        return self._held[key].location
 
     def unpin(self, key: Key) -> Location | None:
         """Take back one pin. Returns the freed location if this was the last pin of a dropped key."""
-        node = self._find(key)
-        last = self._pins.get(node, 0) <= 1
-        return self._apply(node, Event.UNPIN_LAST if last else Event.UNPIN)
+        return self._apply(key, Event.UNPIN_LAST if self.pins(key) <= 1 else Event.UNPIN)
 
     def touch(self, key: Key) -> None:
-        """Count a use of a READY key, pinned or not. Ignores keys that are absent or in another state."""
-        node = self._find(key)
-        if STATE_OF_PHASE[self._phases[node]] is State.READY:
-            self._places.size_class(node).policy.touch(node)
+        """Count a use of a READY key. Ignores keys that are absent or in another state."""
+        ready = self._ready(key)
+        if ready is not None:
+            each, packed = ready
+            each.forget(key)
+            each.use(key, next(self._uses) << _OFFSET_BITS | packed & _OFFSET_MASK)
 
     # Giving up
 
     def evict(self, slot_bytes: int) -> tuple[Key, Location] | None:
         """Choose an unpinned READY key of this slot size and remove it. Returns it with its freed location, or None."""
-        size_class = self._places.class_of_size(slot_bytes)
-        node = None if size_class is None else size_class.policy.victim()
-        if node is None:
+        each = self._classes.get(slot_bytes)
+        key = None if each is None else each.victim()
+        if key is None:
             return None
-        key = self._keys.key(node)
-        freed = self._transition(node, Event.EVICT)
+        freed = self._apply(key, Event.EVICT)
         assert freed is not None, "the table says that evict frees"
         return key, freed
 
@@ -199,133 +286,113 @@ class Index:
         READY and unpinned: removed, the freed location is returned. Pinned or WRITING: becomes EVICTING, and the last
         ``unpin``, or ``commit`` or ``abort``, returns the location. Absent or EVICTING already: nothing happens.
         """
-        return self._apply(self._find(key), Event.DROP)
+        return self._apply(key, Event.DROP)
 
     def clear(self) -> list[Location]:
         """``drop`` every key. Returns the locations that are still held; every other one is free at once.
 
-        Costs microseconds per *held* key and a glance at a byte per key.
+        Costs microseconds per *held* key.
         """
-        phases = np.frombuffer(bytes(self._phases), dtype=np.uint8)
-        held_nodes = np.flatnonzero((phases != Phase.ABSENT) & (phases != Phase.READY)).tolist()
-        held = [
-            (self._keys.key(node), self._places.location(node), self._pins.get(node, 0), Phase(self._phases[node]))
-            for node in held_nodes
-        ]
-        self._reset(self._places.tier)
-        for key, location, pins, phase in held:
-            if phase in (Phase.WRITING, Phase.DOOMED):
-                self._insert(key, location, Event.INSERT_WRITING)
-            else:
-                self._insert(key, location, Event.INSERT_READY)
-                for _ in range(pins):
-                    self.pin(key)
-            self.drop(key)
-        return [location for _, location, *_ in held]
+        self._classes = {}
+        for key, held in self._held.items():
+            held.phase = next_phase(held.phase, Event.DROP)
+            each = self._size_class(held.location.slot_bytes)
+            each.counts[held.phase] += 1
+            each.place(held.location.offset, key)
+        return [held.location for held in self._held.values()]
 
     # Inside
 
-    def _new_policy(self, slot_bytes: int) -> Policy:
-        return make_policy(self._policy_name, self._links, self._fingerprint)
+    def _size_class(self, slot_bytes: int) -> _SizeClass:
+        if slot_bytes not in self._classes:
+            self._classes[slot_bytes] = _SizeClass(slot_bytes)
+        return self._classes[slot_bytes]
+
+    def _ready(self, key: Key) -> tuple[_SizeClass, int] | None:
+        """Return the size class of a READY and unpinned key, and its number there; None: it is in another state."""
+        number = hash(key) >> _SHARD_SHIFT
+        for each in self._classes.values():
+            packed = each.ready[number].get(key)
+            if packed is not None:
+                return each, packed
+        return None
+
+    def _location(self, each: _SizeClass, packed: int) -> Location:
+        assert self._tier is not None, "what was inserted has a tier"
+        return Location(self._tier, packed & _OFFSET_MASK, each.slot_bytes)
 
     def _insert(self, key: Key, location: Location, event: Event) -> None:
-        phase = next_phase(self._phases[self._find(key)], event)
-        self._places.refuse(location)
-        node = self._links.node()
-        if node >= len(self._phases):
-            self._grow_columns(node + min(_GROWTH, 64 + node // 8))
-        self._keys.add(key, node)
-        self._phases[node] = phase
-        size_class = self._places.put(node, location)
-        size_class.counts[phase] += 1
-        if phase == Phase.READY:
-            size_class.policy.add(node)
+        held = self._held.get(key)
+        before = held.phase if held is not None else Phase.ABSENT if self._ready(key) is None else Phase.READY
+        phase = next_phase(before, event)
+        self._refuse(location)
+        self._tier = location.tier
+        self._size_class(location.slot_bytes).place(location.offset, key)
+        self._keep(key, location, phase, 0)
 
-    def _fingerprint(self, node: int) -> int:
-        return hash(self._keys.key(node)) & 0xFFFFFFFF
+    def _refuse(self, location: Location) -> None:
+        """Raise IndexStateError where nothing can rest: no such place, another tier, or an overlap."""
+        tier, offset, slot_bytes = location
+        if not 0 <= offset <= _OFFSET_MASK or slot_bytes <= 0:
+            raise IndexStateError(f"no such place: {location}")
+        if self._tier is not None and tier != self._tier:
+            raise IndexStateError(f"{location} in the index of tier {self._tier}")
+        end = offset + slot_bytes
+        for each in self._classes.values():
+            for key in each.near(offset - each.slot_bytes + 1, end):
+                there = self.location(key)
+                if there.offset < end and offset < there.offset + there.slot_bytes:
+                    raise IndexStateError(f"{location} overlaps {there}, which is in use")
 
-    def _grow_columns(self, nodes: int) -> None:
-        """Give every column entries for the nodes up to this one, and for those that were handed out meanwhile."""
-        missing = max(nodes, len(self._links)) + 1 - len(self._phases)
-        if missing <= 0:
-            return
-        self._phases.extend(bytes(missing))
-        self._places.grow(missing)
-        self._keys.grow(len(self._phases) - 1)
-
-    def _apply(self, node: int, event: Event) -> Location | None:
-        if not node:
+    def _apply(self, key: Key, event: Event) -> Location | None:
+        """Make one transition of the table, with all that follows from it. Returns the location if that frees it."""
+        held = self._held.get(key)
+        if held is not None:
+            before, location, pins = held.phase, held.location, held.pins
+        elif (ready := self._ready(key)) is not None:
+            before, location, pins = Phase.READY, self._location(*ready), 0
+        else:
             next_phase(Phase.ABSENT, event)
             return None
-        return self._transition(node, event)
-
-    def _transition(self, node: int, event: Event) -> Location | None:
-        """Make one transition of the table, with all that follows from it. Returns the location if that frees it."""
-        before = self._phases[node]
         after = next_phase(before, event)
-        size_class = self._places.size_class(node)
-        policy = size_class.policy
-        if event is Event.PIN:
-            self._pins[node] = self._pins.get(node, 0) + 1
-            if after != before:
-                policy.park(node)
-        elif event is Event.UNPIN:
-            self._pins[node] -= 1
-        elif event is Event.UNPIN_LAST:
-            del self._pins[node]
-            if after == Phase.READY:
-                policy.unpark(node)
-        elif event is Event.COMMIT and after == Phase.READY:
-            policy.add(node)
-        elif event is Event.DROP:
-            policy.remove(node)
-        self._phases[node] = after
-        size_class.counts[before] -= 1
+        each = self._classes[location.slot_bytes]
+        if held is None:
+            each.forget(key)
+        else:
+            del self._held[key]
+            each.counts[before] -= 1
         if after != Phase.ABSENT:
-            size_class.counts[after] += 1
+            pins += (event is Event.PIN) - (event in (Event.UNPIN, Event.UNPIN_LAST))
+            self._keep(key, location, after, pins)
             return None
-        return self._remove(node, size_class)
-
-    def _remove(self, node: int, size_class: SizeClass) -> Location:
-        # The location is taken first: once the node is free, its columns belong to the next key.
-        location = self._places.location(node)
-        size_class.slots.clear(location.offset)
-        self._keys.remove(node)
-        self._links.free(node)
+        each.free(location.offset)
         return location
+
+    def _keep(self, key: Key, location: Location, phase: Phase, pins: int) -> None:
+        each = self._classes[location.slot_bytes]
+        if phase == Phase.READY:
+            each.use(key, next(self._uses) << _OFFSET_BITS | location.offset)
+        else:
+            self._held[key] = _Held(phase, location, pins)
+            each.counts[phase] += 1
 
     # For tests
 
     def check(self) -> None:
         """Assert every invariant. O(n log n); for tests, at the end of each."""
-        self._keys.check()
-        classes = self._places.classes
-        number_of = {id(size_class): number for number, size_class in enumerate(classes)}
-        nodes = {self._find(key) for key in self._keys}
-        assert len(nodes) == len(self._keys), "two keys share a node"
-        counts: list[list[int]] = [[0] * len(Phase) for _ in classes]
-        spans: list[tuple[int, int]] = []
-        for node in nodes:
-            phase = self._phases[node]
-            assert phase != Phase.ABSENT, "a key is held and absent"
-            pinned = phase in (Phase.PINNED, Phase.LEAVING)
-            assert (self._pins.get(node, 0) > 0) == pinned, "pins and phase disagree"
-            location, size_class = self._places.location(node), self._places.size_class(node)
-            assert node in size_class.slots.near(location.offset, location.offset + 1)
-            spans.append((location.offset, location.offset + location.slot_bytes))
-            counts[number_of[id(size_class)]][phase] += 1
-        assert set(self._pins) <= nodes, "a pin of a key that is gone"
-        roots = self._links.in_use - len(nodes)
-        assert 0 <= roots <= 2 * len(classes), "a node was not taken back"
-        spans.sort()
+        keys = list(self)
+        assert len(set(keys)) == len(keys) == len(self), "a key is in two states"
+        counts = {slot_bytes: [0] * len(Phase) for slot_bytes in self._classes}
+        for held in self._held.values():
+            assert held.phase not in (Phase.ABSENT, Phase.READY), "a key is held by nobody"
+            assert (held.pins > 0) == (held.phase in (Phase.PINNED, Phase.LEAVING)), "pins and phase disagree"
+            counts[held.location.slot_bytes][held.phase] += 1
+        for slot_bytes, each in self._classes.items():
+            assert each.counts == counts[slot_bytes], "counts per phase are wrong"
+            for number, shard in enumerate(each.ready):
+                assert all((hash(key) >> _SHARD_SHIFT) % _SHARDS == number for key in shard), "a key is astray"
+                assert sorted(shard.values()) == list(shard.values()), "a key was used and not moved"
+        spans = sorted((each.offset, each.offset + each.slot_bytes) for each in map(self.location, keys))
         for (_, end), (start, _) in pairwise(spans):
             assert end <= start, "two keys share bytes"
-        for number, size_class in enumerate(classes):
-            assert size_class.counts == counts[number], "counts per phase are wrong"
-            its_nodes = {n for n in nodes if self._places.size_class(n) is size_class}
-            expected = {n for n in its_nodes if self._phases[n] == Phase.READY}
-            candidates: list[Any] = list(size_class.policy)
-            assert len(candidates) == len(size_class.policy) == len(expected), "the policy's count is wrong"
-            assert set(candidates) == expected, "the policy holds other keys than those that can be evicted"
-            everywhere = set(size_class.slots.near(0, 1 << 63))
-            assert everywhere == its_nodes, "the slot map is wrong"
+        assert sorted(self.keys_between(0, 1 << _OFFSET_BITS)) == sorted(keys), "the map of slots is wrong"

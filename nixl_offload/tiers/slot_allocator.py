@@ -12,9 +12,6 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
-import numpy as np
-import numpy.typing as npt
-
 from nixl_offload.errors import IndexStateError, LayoutError
 from nixl_offload.tiers.slot_places import SlotPlaces
 from nixl_offload.types import PAGE_BYTES, align_up
@@ -23,7 +20,6 @@ EXTENTS_WANTED = 256
 """A slab is cut into about this many: fine enough to share among classes, coarse enough to preallocate quickly."""
 SLOTS_PER_EXTENT_MIN = 4
 EXTENT_MAX_BYTES = 1 << 30
-_Numbers = npt.NDArray[np.int64]
 _POOL = -1
 _TAKEN = 1
 _RETIRED = 2
@@ -201,52 +197,6 @@ class SlabAllocator:
         taken[slot] = _TAKEN
         self._used[extent] += 1
         self._taken_slots[number] += 1
-        return True
-
-    def fits(self, offsets: _Numbers, slot_bytes: _Numbers) -> npt.NDArray[np.bool_]:
-        """Say of each whether it is a slot of this geometry, whoever has it."""
-        sizes = np.where(np.isin(slot_bytes, self.slot_classes), slot_bytes, 1)
-        inside = offsets % self._stride
-        slots = np.array(self._slots)[np.searchsorted(self.slot_classes, sizes).clip(0, len(self._slots) - 1)]
-        fits: npt.NDArray[np.bool_] = (
-            (sizes > 1)
-            & (offsets >= 0)
-            & (offsets < self.extent_count * self._stride)
-            & (inside % sizes == 0)
-            & (inside // sizes < slots)
-        )
-        return fits
-
-    def adopt_many(self, offsets: _Numbers, slot_bytes: _Numbers) -> bool:
-        """``adopt`` all of these, each of which ``fits``. False, changing nothing, when that is refused for any."""
-        numbers = np.searchsorted(self.slot_classes, slot_bytes)
-        extents, inside = np.divmod(offsets, self._stride)
-        pairs, slots_each = np.unique(extents * len(self.slot_classes) + numbers, return_counts=True)
-        wanted = (column.tolist() for column in (*np.divmod(pairs, len(self.slot_classes)), slots_each))
-        lent = list(zip(*wanted, strict=True))
-        if len({extent for extent, _, _ in lent}) < len(lent) or any(
-            self._owner[extent] not in (_POOL, number) for extent, number, _ in lent
-        ):
-            return False
-        fresh = [extent for extent, _, _ in lent if self._owner[extent] == _POOL]
-        for extent, number, _ in lent:
-            if self._owner[extent] == _POOL:
-                self._lend(extent, number)
-        maps = self._taken
-        slots = (inside // slot_bytes).tolist()
-        for at, (extent, slot) in enumerate(zip(extents.tolist(), slots, strict=True)):
-            taken = maps[extent]
-            assert taken is not None, "lent above"
-            if taken[slot]:
-                for other, undone in zip(extents[:at].tolist(), slots, strict=False):
-                    self._map(other)[undone] = 0
-                for other in fresh:
-                    self._release(other, self._owner[other])
-                return False
-            taken[slot] = _TAKEN
-        for extent, number, count in lent:
-            self._used[extent] += count
-            self._taken_slots[number] += count
         return True
 
     def reclaimable(self, slot_bytes: int, *, nothing_evictable: bool = False) -> tuple[int, int] | None:

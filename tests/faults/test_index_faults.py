@@ -97,7 +97,7 @@ def test_a_medium_that_refuses_writes_costs_rows_and_not_the_process(
         assert running.process.wait(20) == 0
     small_filesystem.make_writable()
     index, rows = DurableIndex.open(str(path), GEOMETRY)
-    offsets = [int(offset) for piece in rows for offset in piece.offsets]
+    offsets = [offset for piece in rows for _, offset, _ in piece]
     assert offsets == ([4096, 2 * 4096, 3 * 4096] if writable_again else [4096])
     assert index.close(20.0)
 

@@ -38,7 +38,6 @@ class Setup:
 
     kinds: tuple[str, ...]
     """Of the tiers, in order: memory, slab, shared, shared."""
-    policy: str
     chain: ChainOptions
     store_backlog_bytes: int
     store_after: int
@@ -135,15 +134,14 @@ class Engine:
             tier.close()
 
     def _open(self, position: int, kind: str) -> MemoryTier | SlabTier | SharedTier:
-        setup, world = self.setup, self.world
-        evicting = {"policy": setup.policy}
+        world = self.world
         if kind == "memory":
-            memory = MemoryConfig.model_validate({"kind": kind, "capacity": MEMORY_BYTES, **evicting})
+            memory = MemoryConfig.model_validate({"kind": kind, "capacity": MEMORY_BYTES})
             return MemoryTier.open(
                 memory, position=position, namespace=NAMESPACE, slot_classes=SLOT_CLASSES, world_size=RANKS
             )
         if kind == "slab":
-            file = SlabConfig.model_validate({"kind": kind, "path": str(self.path), "capacity": FILE_BYTES, **evicting})
+            file = SlabConfig.model_validate({"kind": kind, "path": str(self.path), "capacity": FILE_BYTES})
             tier = SlabTier.open(
                 file, position=position, namespace=NAMESPACE, slot_classes=SLOT_CLASSES, world_size=RANKS
             )

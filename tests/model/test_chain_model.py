@@ -89,7 +89,6 @@ class ChainMachine(RuleBasedStateMachine):
 
     @initialize(
         kinds=st.sampled_from(CHAINS),
-        policy=st.sampled_from(["lru", "s3fifo"]),
         promote=st.sampled_from([True, True, True, False]),
         pin_unsaved=st.sampled_from([True, True, True, False]),
         unsaved_limit=st.sampled_from([5 * SLOT_MAX, 2 * SLOT_MAX, 0]),
@@ -101,7 +100,6 @@ class ChainMachine(RuleBasedStateMachine):
     def begin(
         self,
         kinds: tuple[str, ...],
-        policy: str,
         promote: bool,
         pin_unsaved: bool,
         unsaved_limit: int,
@@ -118,7 +116,7 @@ class ChainMachine(RuleBasedStateMachine):
             write_through_backlog_bytes=write_through_backlog,
             memory=0 if kinds[0] == "memory" else None,
         )
-        self.rig = rig = ChainRig(self.path / "kv", Setup(kinds, policy, chain, store_backlog, store_after))
+        self.rig = rig = ChainRig(self.path / "kv", Setup(kinds, chain, store_backlog, store_after))
         rig.seen = SEEN
         self.frontier = stored
         """How many keys were ever offered."""

@@ -1,4 +1,4 @@
-"""The index against a dictionary: any sequence of calls, both policies, two size classes, refusals included."""
+"""The index against a dictionary: any sequence of calls, two size classes, refusals included."""
 
 from __future__ import annotations
 
@@ -32,11 +32,9 @@ class Held:
 class IndexMachine(RuleBasedStateMachine):
     """Rules do to the index and to ``self.model`` what a caller may do, rightly or wrongly."""
 
-    policy = "lru"
-
     def __init__(self) -> None:
         super().__init__()
-        self.index = Index(self.policy)
+        self.index = Index()
         self.model: dict[Key, Held] = {}
         self.order: list[Key] = []
         """Evictable keys, least recently used first."""
@@ -131,9 +129,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert not victims
             return
         key, location = found
-        assert key in victims
-        if self.policy == "lru":
-            assert key == victims[0]
+        assert key == victims[0]
         assert location == self.gone(key)
 
     def expect_drop(self, key: Key) -> Location | None:
@@ -181,14 +177,6 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.check()
 
 
-class S3FifoMachine(IndexMachine):
-    """The same, with the other policy: which victim is not modelled here, only that it is a possible one."""
-
-    policy = "s3fifo"
-
-
 SETTINGS = settings(max_examples=80, stateful_step_count=60, deadline=None, derandomize=True)
-TestLruModel = IndexMachine.TestCase
-TestLruModel.settings = SETTINGS
-TestS3FifoModel = S3FifoMachine.TestCase
-TestS3FifoModel.settings = SETTINGS
+TestIndexModel = IndexMachine.TestCase
+TestIndexModel.settings = SETTINGS

@@ -40,8 +40,8 @@ verify: checksum
 on_load_failure: recompute
 staging: 256MiB
 tiers:
-  - {kind: memory, capacity: 32GiB, policy: lru}
-  - {kind: slab, path: /mnt/nvme/kv, capacity: 500GiB, mover: auto, direct_io: true, policy: lru}
+  - {kind: memory, capacity: 32GiB}
+  - {kind: slab, path: /mnt/nvme/kv, capacity: 500GiB, mover: auto, direct_io: true}
   - {kind: s3, bucket: kv-cache, prefix: prod, endpoint: "https://s3.example", region: us-east-1, addressing: path, mover: auto, ttl: 7d}
 vllm: {offload_prompt_only: false, self_describing_kv_events: true}
 """  # noqa: E501  # the file as a user would write it
@@ -92,7 +92,6 @@ def test_defaults() -> None:
                 "direct_io": True,
                 "keep_free": None,
                 "required": False,
-                "policy": "lru",
             }
         ],
         "vllm": {},
@@ -108,7 +107,6 @@ def test_defaults_of_memory() -> None:
     assert list(tier.items()) == [
         ("kind", "memory"),
         ("capacity", "32GiB"),
-        ("policy", "lru"),
         ("promote", True),
         ("unsaved", "pin"),
         ("unsaved_limit", None),
@@ -118,7 +116,6 @@ def test_defaults_of_memory() -> None:
 def test_a_chain_is_read_and_rendered_back() -> None:
     memory = {
         **MEMORY_TIER,
-        "policy": "s3fifo",
         "promote": False,
         "unsaved": "pin",
         "unsaved_limit": "32GiB",
@@ -137,7 +134,7 @@ def test_a_chain_is_read_and_rendered_back() -> None:
 def test_defaults_of_memory_alone_can_be_read_back() -> None:
     """What ``show`` prints of a tier alone names no option that would be refused there."""
     config = parse_config({"tiers": [MEMORY_TIER]})
-    assert config.to_dict()["tiers"] == [{**MEMORY_TIER, "policy": "lru"}]
+    assert config.to_dict()["tiers"] == [{**MEMORY_TIER}]
     assert parse_config(config.to_dict()) == config
 
 
@@ -170,7 +167,7 @@ _ALONE = "has no meaning without a tier behind this one; remove it, or add a tie
         ([{**MEMORY_TIER, "capacity": "1KiB"}, SLAB_TIER], "capacity: '1KiB' is too small; allowed: 8KiB or more"),
         ([{**MEMORY_TIER, "unsaved": "keep"}, SLAB_TIER], "unsaved: 'keep' is unknown; allowed: pin, drop"),
         ([{**MEMORY_TIER, "promote": 1}, SLAB_TIER], "promote: 1 is refused; allowed: true or false"),
-        ([{**MEMORY_TIER, "polcy": "lru"}], "polcy: unknown field (did you mean 'policy'?); allowed: kind, capacity, "),
+        ([{**MEMORY_TIER, "promte": True}], "promte: unknown field (did you mean 'promote'?); allowed: kind, "),
     ],
 )
 def test_refusals_of_a_memory_tier(tiers: list[dict[str, Any]], expected: str) -> None:
@@ -335,7 +332,7 @@ def test_refusals_of_shared_tiers(tier: dict[str, Any], expected: str) -> None:
             {**SLAB_TIER, "lookup": {}},
             "lookup: belongs to kind: shared_dir or s3, not to kind: slab; allowed: kind, path",
         ),
-        ({**SHARED_DIR_TIER, "policy": "s3fifo"}, "policy: belongs to kind: memory or slab, not to kind: shared_dir; "),
+        ({**SHARED_DIR_TIER, "promote": True}, "promote: belongs to kind: memory, not to kind: shared_dir; "),
         (
             {**SLAB_TIER, "mover": "posix", "threads": 4},
             "threads: has no meaning with mover: posix; remove it, or say mover: gds_mt or kvikio (or auto)",
@@ -401,12 +398,8 @@ def test_a_config_cannot_be_changed() -> None:
             "inline: tiers[0].direct_io: 'yes' is refused; allowed: true or",
         ),
         (
-            {"tiers": [{**SLAB_TIER, "policy": "s3fif"}]},
-            "inline: tiers[0].policy: 's3fif' is unknown (did you mean 's3fifo'?); allowed: lru, s3fifo",
-        ),
-        (
-            {"tiers": [{**SLAB_TIER, "polcy": "lru"}]},
-            "inline: tiers[0].polcy: unknown field (did you mean 'policy'?); allowed: kind, path, capacity, ",
+            {"tiers": [{**SLAB_TIER, "capcity": "1GiB"}]},
+            "inline: tiers[0].capcity: unknown field (did you mean 'capacity'?); allowed: kind, path, capacity, ",
         ),
         ({"tenent": "a"}, "inline: tenent: unknown field (did you mean 'tenant'?); allowed: tenant, chunk_tokens, "),
         ({"tenant": "a/../b"}, "inline: tenant: 'a/../b' is not a tenant name; allowed: 1 to 64 of "),
@@ -710,7 +703,7 @@ _FIELDS = st.sampled_from(
             "path",
             "capacity",
         ),
-        *("promote", "unsaved", "unsaved_limit", "drain_timeout", "store_after", "slow_hits", "policy"),
+        *("promote", "unsaved", "unsaved_limit", "drain_timeout", "store_after", "slow_hits"),
         *("layout", "bucket", "prefix", "endpoint", "region", "mover", "ttl", "ca_bundle", "lookup"),
         "threads",
     ]

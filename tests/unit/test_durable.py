@@ -22,9 +22,8 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.errors import TierError
-from nixl_offload.index.database import BATCH_OPS, Database, UnusableError, is_damage, max_bytes, translate
+from nixl_offload.index.database import BATCH_OPS, Database, Row, UnusableError, is_damage, max_bytes, translate
 from nixl_offload.index.durable import DurableIndex
-from nixl_offload.index.rows import Rows
 from nixl_offload.tiers.slab.index_reader import IndexReader
 from nixl_offload.types import Key, Location
 from tests.contract.suites.mover_rig import open_paths
@@ -46,8 +45,8 @@ def row(number: int, slot: int) -> tuple[Key, int, int]:
     return key(number), slot * 4096, 4096
 
 
-def flat(pieces: Iterable[Rows]) -> list[tuple[Key, int, int]]:
-    return [found for rows in pieces for found in rows.singly()]
+def flat(pieces: Iterable[list[Row]]) -> list[Row]:
+    return [found for rows in pieces for found in rows]
 
 
 def reread(path: str, geometry: dict[str, str] | None = None) -> list[tuple[Key, int, int]]:

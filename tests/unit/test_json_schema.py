@@ -76,7 +76,7 @@ def test_defaults_are_said_as_the_yaml_says_them() -> None:
     """A file that says every default of the schema means the same as one that says none."""
     for tier in (SLAB, S3, SHARED_DIR):
         said = _defaults(SCHEMA["$defs"][tier["kind"]])
-        said = {name: value for name, value in said.items() if name not in ("lookup", "policy")}
+        said = {name: value for name, value in said.items() if name != "lookup"}
         whole = {**_defaults(SCHEMA), "tiers": [{**said, **tier}]}
         assert parse_config(whole) == parse_config({"tiers": [tier]})
     chain = [
@@ -121,7 +121,6 @@ def _memories() -> Iterator[list[dict[str, Any]]]:
         "promote": [..., False, 1],
         "unsaved": [..., "pin", "drop", "keep"],
         "unsaved_limit": [..., None, "1GiB", 4096, -1, "1 gig"],
-        "policy": [..., "s3fifo", None],
     }
     for tiers in _tiers_of(MEMORY, **options):
         yield tiers
@@ -138,7 +137,6 @@ FAMILIES: dict[str, list[list[dict[str, Any]]]] = {
             base,
             mover=[..., "auto", "gds_mt", "posix", "kvikio", "uring"],
             threads=[..., 1, 0, 257, "8"],
-            policy=[..., "lru"],
             lookup=[..., {}],
         )
     ],

@@ -131,23 +131,6 @@ def test_a_tier_is_what_the_catalog_asks_of_one() -> None:
     assert [tier.state(key) for key in keys_of(3)] == [None, None, State.READY]
 
 
-def test_a_scan_does_not_flush_what_is_asked_for_often_where_the_policy_resists() -> None:
-    """The config's policy is the one that evicts: s3fifo keeps what was used, lru does not."""
-    kept = {}
-    for policy in ("lru", "s3fifo"):
-        tier = open_tier(20, policy=policy)
-        favourites = keys_of(4)
-        for key in favourites:
-            store(tier, key)
-        for _ in range(3):
-            for key in favourites:
-                tier.touch(key)
-        for key in keys_of(200, 100):
-            store(tier, key)
-        kept[policy] = sum(tier.state(key) is State.READY for key in favourites)
-    assert kept == {"lru": 0, "s3fifo": 4}
-
-
 def test_what_is_pinned_is_not_evicted_and_a_tier_full_of_it_takes_nothing() -> None:
     tier = open_tier(4)
     for key in keys_of(4):
@@ -239,7 +222,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tier = open_tier(16, (SMALL, LARGE), policy="s3fifo")
+        self.tier = open_tier(16, (SMALL, LARGE))
         self.slots: dict[Key, Location] = {}
         """Slots that somebody may still write or read: of chunks in any state."""
         self.pins: dict[Key, int] = {}

@@ -36,15 +36,15 @@ def test_every_slot_has_a_place_of_its_own(replicas: dict[int, int], size: int) 
             assert places.name(holder, begin, each) == offset
             taken[holder, begin // PAGE : (begin + each) // PAGE] += 1
     assert taken.max() == 1
-    offsets, slots = np.array([offset for offset, _ in held]), np.array([each for _, each in held])
     again = SlabAllocator(EXTENTS * EXTENT, sizes, EXTENT, replicas)
-    assert again.fits(offsets, slots).all()
-    assert again.adopt_many(offsets, slots)
+    for offset, each in held:
+        assert offset is not None
+        assert not again.adopt(offset + EXTENTS * places.stride_bytes, each)
+        assert again.adopt(offset, each)
     assert again.used_bytes == allocator.used_bytes <= EXTENTS * EXTENT
     for offset, each in held:
         assert offset is not None
         again.free(offset, each)
-    assert not again.fits(offsets + EXTENTS * places.stride_bytes, slots).any()
 
 
 def test_a_rank_finds_its_own_first() -> None:

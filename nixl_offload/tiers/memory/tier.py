@@ -87,7 +87,7 @@ class MemoryTier(SlotTier):
             rank_namespaces=namespace.rank_digests,
             rank_bytes=allocator.rank_bytes,
         )
-        return cls(position, place, Index(config.policy), allocator)
+        return cls(position, place, Index(), allocator)
 
     def close(self, in_flight: Iterable[Key] = ()) -> None:
         """Nothing is left behind; ``in_flight`` is for tiers that outlive the engine."""

@@ -131,7 +131,7 @@ class SlabTier(SlotTier):
                 geometry["stages"] = " ".join(map(str, stages))
             durable, rows = DurableIndex.open(str(directory.index_path), geometry)
             try:
-                index = Index(config.policy)
+                index = Index()
                 stale = adopt_rows(rows, position, index, allocator)
                 for number, key in enumerate(stale, 1):
                     durable.delete(key)

@@ -313,7 +313,7 @@ class IndexSuite:
         assert index.occupancy()[OTHER_SLOT_BYTES].slots == 1
 
     def test_a_touched_key_outlives_the_others(self, index: Index) -> None:
-        """Whatever the policy: used twice among keys never used, it is not the victim of half the slots."""
+        """Used twice among keys never used, it is not the victim of half the slots."""
         for number in range(40):
             index.insert_ready(key(number), place(number))
         index.touch(key(0))
