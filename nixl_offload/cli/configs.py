@@ -61,7 +61,5 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             raise ConfigError(f"NAME: there is no {arguments.name!r}; allowed: {', '.join(SAMPLES)}")
         file = name if "." in name else f"{name}.yaml"
         text = files("nixl_offload").joinpath("configs", file).read_text(encoding="utf-8")
-        schema_line = "# yaml-language-server:"  # names a file that lies beside the sample, not beside the copy
-        text = text.partition("\n")[2] if text.startswith(schema_line) else text
         out.write(json.dumps({"name": name, "text": text}, indent=2) + "\n" if arguments.json else text)
     return 0

@@ -6,6 +6,7 @@ Threading: one thread; reads and writes nothing but its output.
 from __future__ import annotations
 
 import argparse
+import json
 from typing import TextIO
 
 from nixl_offload.cli.common import Commands, add_command
@@ -20,8 +21,8 @@ and as the first line of kv.yaml
 
     # yaml-language-server: $schema=kv.schema.json
 
-In a pipeline any validator can refuse a bad config with it. `nixl-offload show CONFIG` refuses a little more (a size
-below its minimum, say), and names the line.
+The schema knows fields and values. `nixl-offload show CONFIG` also checks what depends on several fields, such as the
+order of tiers, and names the line.
 """
 
 
@@ -32,7 +33,8 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``."""
-    from nixl_offload.config.json_schema import render_json_schema
+    from nixl_offload.config.schema import Config
 
-    out.write(render_json_schema())
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
+    print(json.dumps(schema | {"title": "nixl-offload config"}, indent=2), file=out)
     return 0

@@ -44,7 +44,7 @@ def parse_yaml(text: str, source: str) -> Document:
         if node is None:
             return Document(None, {})
         lines: dict[Path, int] = {}
-        _walk(node, (), lines, source)
+        _note_lines(node, (), lines)
         return Document(loader.construct_document(node), lines)
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
@@ -71,28 +71,23 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, AttributeError) as exc:
-            # So end a date that no calendar has, and "!!bool maybe". The value is not shown: it may be a secret.
+            # A date that no calendar has, or "!!bool maybe". The value is not shown: it may be a secret.
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(None, None, f"this is no {kind}", node.start_mark) from exc
 
 
-def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], source: str) -> None:
-    """Note the line of everything below ``node``; refuse duplicate and non-text keys."""
+def _note_lines(node: yaml.Node, path: Path, lines: dict[Path, int]) -> None:
+    """Note the line of everything below ``node``. Raises MarkedYAMLError for a key that is given twice."""
     if isinstance(node, yaml.SequenceNode):
         for position, item in enumerate(node.value):
             lines[(*path, position)] = item.start_mark.line + 1
-            _walk(item, (*path, position), lines, source)
+            _note_lines(item, (*path, position), lines)
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            line = key.start_mark.line + 1
-            where = f"{source}:{line}: {render_path(path)}"
-            if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
-                shown = repr(key.value) if isinstance(key, yaml.ScalarNode) else "a collection"
-                raise ConfigError(f"{where}: the key {shown} is not plain text; quote it or use a field's name")
-            child = (*path, key.value)
+            child = (*path, key.value) if isinstance(key, yaml.ScalarNode) else path
             if child in lines:
-                raise ConfigError(
-                    f"{source}:{line}: {render_path(child)}: given twice, first in line {lines[child]}; say it once"
-                )
-            lines[child] = line
-            _walk(value, child, lines, source)
+                said = f"{render_path(child)} is given twice, first in line {lines[child]}; say it once"
+                raise yaml.MarkedYAMLError(None, None, said, key.start_mark)
+            if child != path:
+                lines[child] = key.start_mark.line + 1
+            _note_lines(value, child, lines)

@@ -1,26 +1,53 @@
 """From a file, a mapping or vLLM's extra config to a checked ``Config``, and from a ``Config`` to vLLM's JSON.
 
-Threading: pure functions but for reading the file; safe anywhere.
+Threading: pure functions but for reading the file; safe anywhere. Values of fields that look like credentials are never
+repeated in an error.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
+import operator
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
-from nixl_offload.config.document import Path, parse_yaml
-from nixl_offload.config.problems import find_problems, render
-from nixl_offload.config.rules import Problem, show_value
-from nixl_offload.config.schema import Config
+from nixl_offload.config.document import Path, parse_yaml, render_path
+from nixl_offload.config.fields import ALLOWED
+from nixl_offload.config.schema import (
+    TIER_MODELS,
+    AuthenticateOptions,
+    Config,
+    LookupOptions,
+    ShardCut,
+    VllmOptions,
+)
 from nixl_offload.errors import ConfigError
 from nixl_offload.units import format_size
 
 CONNECTOR_NAME = "NixlOffloadConnector"
 MAX_BYTES = 1 << 20
 """Of a file. Reading YAML takes half a second per MiB, and vLLM reads the file several times."""
+
+_CREDENTIAL: Final = re.compile(
+    r"(access|secret|api|private|account).?key|secret|passw|credential|(session|auth|security|bearer).?token|^token$"
+    r"|^user(name)?$",
+    re.IGNORECASE,
+)
+_USERINFO: Final = re.compile(r"(?<=://)\S*@|[^\s'\"/]*@")
+_SHOWN_CHARS: Final = 80
+_MODELS: Final = TIER_MODELS | {"authenticate": AuthenticateOptions, "lookup": LookupOptions, "shards": ShardCut}
+_EXAMPLES: Final = {
+    "tiers": "; for example: tiers: [{kind: slab, path: /mnt/nvme/kv, capacity: 500GiB}]",
+    "path": "; for example: path: /mnt/nvme/kv",
+    "capacity": "; for example: capacity: 500GiB",
+    "bucket": "; for example: bucket: kv-cache",
+}
 
 
 def load_config(path: str | os.PathLike[str]) -> Config:
@@ -42,7 +69,7 @@ def load_config(path: str | os.PathLike[str]) -> Config:
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{source}: is not UTF-8 text (byte {exc.start})") from exc
     except ValueError as exc:  # a NUL byte or half a surrogate pair: no path has them
-        raise ConfigError(f"{show_value(source)}: cannot be read: {exc}") from exc
+        raise ConfigError(f"{_shown(source)}: cannot be read: {exc}") from exc
     document = parse_yaml(text, source)
     return _check(document.data, source, document.lines)
 
@@ -62,7 +89,7 @@ def from_extra_config(extra: Mapping[str, Any]) -> Config:
         return load_config(value)
     if isinstance(value, Mapping):
         return parse_config(value, "kv_connector_extra_config.config")
-    found = "is missing" if value is None else f"{show_value(value)} is refused"
+    found = "is missing" if value is None else f"{_shown(value)} is refused"
     raise ConfigError(
         f"kv_connector_extra_config.config: {found}; allowed: the path of a YAML file, or its content as a mapping"
     )
@@ -76,8 +103,8 @@ def merge_extra_config(extra: Mapping[str, Any], config: Config) -> dict[str, An
     for key, value in config.vllm.items():
         if key in extra and extra[key] != value:
             raise ConfigError(
-                f"vllm.{key}: the config says {show_value(value)}, kv_connector_extra_config says "
-                f"{show_value(extra[key])}; say it in one place"
+                f"vllm.{key}: the config says {_shown(value)}, kv_connector_extra_config says "
+                f"{_shown(extra[key])}; say it in one place"
             )
     return {**extra, **config.vllm}
 
@@ -121,18 +148,96 @@ def blocks_per_chunk(chunk_tokens: int, block_tokens: int) -> int:
 
 
 def _check(data: object, source: str, lines: Mapping[Path, int]) -> Config:
-    if data is None:
-        data = {}
+    data = {} if data is None else data
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{source}: {show_value(data)} is not a mapping; allowed: fields such as tenant and tiers")
-    config: Config | None = None
-    error: ValidationError | None = None
+        raise ConfigError(f"{source}: {_shown(data)} is not a mapping; allowed: fields such as tenant and tiers")
+    problems = dict.fromkeys(
+        _credentials(data, ()),
+        "credentials are not part of this file; they come from the AWS chain (environment, ~/.aws, the machine's role);"
+        " remove the field",
+    )
     try:
-        config = Config.model_validate(data)
-    except ValidationError as exc:
-        error = exc
-    problems: list[Problem] = find_problems(data, error)
-    if problems or config is None:
-        # "from None": pydantic's own text would repeat the values that the message withholds.
-        raise ConfigError(render(problems, source, lines)) from None
-    return config
+        if not problems:
+            return Config.model_validate(data)
+    except ValidationError as error:
+        # Of too few tiers pydantic complains where those that are there have been refused.
+        found = [each for each in error.errors() if each["type"] != "too_short" or not each["input"]]
+        problems = dict(_problem(each, data) for each in reversed(found))
+    rendered = []
+    for path, words in problems.items():
+        line = next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), 0)
+        rendered.append((line, f"{source}:{line}" if line else source, f"{render_path(path)}: {words}"))
+    # "from None": pydantic's own text would repeat the values that the message withholds.
+    raise ConfigError("\n".join(f"{where}: {said}" for _, where, said in sorted(rendered))) from None
+
+
+def _credentials(value: object, path: Path) -> Iterator[Path]:
+    """Yield where fields stand that look like credentials."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if isinstance(key, str) and _CREDENTIAL.search(key):
+                yield (*path, key)
+            else:
+                yield from _credentials(item, (*path, key))
+    elif isinstance(value, list | tuple):
+        for position, item in enumerate(value):
+            yield from _credentials(item, (*path, position))
+
+
+def _problem(details: ErrorDetails, raw: Mapping[str, Any]) -> tuple[Path, str]:
+    """Say one of pydantic's findings about ``raw`` in our words: where, and what would be right."""
+    loc, kind, context = details["loc"], details["type"], details.get("ctx", {})
+    path: Path = (
+        (*loc[:2], *loc[3:]) if loc[:1] == ("tiers",) else loc
+    )  # pydantic puts the tier's kind behind its position
+    path = (*path, *context.get("field", ()))
+    name = str(path[-1]) if path else ""
+    # Somebody may have put a key where the name of its file belongs.
+    value = "***" if path[:1] == ("authenticate",) else _written(path, raw)
+    expected = re.findall(r"'(.*?)'", str(context.get("expected") or context.get("expected_tags", "")))
+    if kind == "extra_forbidden":
+        model = next((_MODELS[str(part)] for part in reversed(loc[:-1]) if part in _MODELS), Config)
+        fields = list(VllmOptions.__annotations__) if path[0] == "vllm" else _fields(model)
+        elsewhere = [tier for tier, other in TIER_MODELS.items() if path[0] == "tiers" and name in _fields(other)]
+        hint = f"; it belongs to kind {' or '.join(elsewhere)}" if elsewhere else ""
+        hint = "; chunk_tokens sets it" if name in ("block_size", "blocks_per_chunk") else hint
+        return path, f"unknown field{_did_you_mean(name, fields)}{hint}; allowed: {', '.join(fields)}"
+    if kind == "missing":
+        return path, f"is required{_EXAMPLES.get(name, '')}"
+    if kind == "union_tag_not_found":
+        return (*path, "kind"), f"is required; allowed: {', '.join(TIER_MODELS)}"
+    if kind in ("literal_error", "union_tag_invalid"):
+        path = path if kind == "literal_error" else (*path, "kind")
+        value = _written(path, raw)
+        return path, f"{_shown(value)} is unknown{_did_you_mean(value, expected)}; allowed: {', '.join(expected)}"
+    if kind == "value_error":
+        return path, f"{_shown(value)} {context['error']}"
+    if kind == "rule":
+        return path, context["message"]
+    if name in ALLOWED:
+        return path, f"{_shown(value)} is refused; allowed: {ALLOWED[name]}"
+    words = "input should be a mapping" if kind.startswith(("model_", "dict_")) else details["msg"]
+    return path, f"{_shown(value)} is refused: {words[:1].lower()}{words[1:]}"
+
+
+def _fields(model: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _did_you_mean(word: object, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1) if isinstance(word, str) else []
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _written(path: Path, raw: object) -> object:
+    """Return the value as the user wrote it; pydantic's is already converted, "1KiB" to 1024."""
+    try:
+        return functools.reduce(operator.getitem, path, raw)  # type: ignore[arg-type]  # what has no items raises
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def _shown(value: object) -> str:
+    """Render ``value`` for an error: short, one line, without what stands before an @ (user and password of a URL)."""
+    text = _USERINFO.sub("***@", repr(value))
+    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."

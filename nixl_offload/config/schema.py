@@ -5,9 +5,13 @@ Threading: frozen models, safe anywhere. Nothing here reads a file: see ``load``
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Final, Literal, get_args
+import itertools
+import posixpath
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from nixl_offload.config.fields import (
     AbsoluteFile,
@@ -23,34 +27,26 @@ from nixl_offload.config.fields import (
     SizeBytes,
     TenantName,
     shard_cut,
+    written,
 )
 from nixl_offload.types import Verify
+from nixl_offload.units import format_size
 
 TIER_KINDS: Final = ("memory", "slab", "shared_dir", "s3")
 """Nearest the GPU first. A config has any non-empty subset in this order, each at most once."""
 
-SHARED_KINDS: Final = ("shared_dir", "s3")
-"""Those that other servers store in, too."""
 
-FIELDS_IN_FRONT: Final = ("promote", "unsaved", "unsaved_limit")
-"""What a memory tier says of its dealings with a tier behind it; without meaning, and refused, where there is none."""
-
-MOVERS_WITH: Final[dict[str, tuple[str, ...]]] = {
-    "threads": ("auto", "gds_mt", "kvikio"),
-}
-"""Fields of a tier in files that only these movers look at; refused with another."""
-
-OWNED_EXTRA_KEYS: Final = ("config", "spec_name", "spec_module_path", "block_size", "blocks_per_chunk")
-"""Keys of vLLM's extra config that this connector sets itself; refused under ``vllm:``."""
-
-VLLM_KEYS: Final = ("offload_prompt_only", "self_describing_kv_events", "canonical_layout")
-"""Those that vLLM itself looks at where this connector runs: the only ones that ``vllm:`` takes."""
+def _refusal(message: str, *field: str | int) -> PydanticCustomError:
+    """Return an error of the value at ``field``, below the value that is being checked."""
+    return PydanticCustomError("rule", "{message}", {"message": message, "field": field})
 
 
 class _Model(BaseModel):
     """Strict (no coercion), closed (unknown fields are errors), frozen."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
+    )
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as the YAML would say it, defaults filled in."""
@@ -77,11 +73,11 @@ def _plain_cut(cut: ShardCut | None) -> str | int | dict[str, Any]:
 class LookupOptions(_Model):
     """How this server asks what a tier holds that other servers write to as well."""
 
-    timeout_s: DurationSeconds = Field(default=1.0, alias="timeout")
+    timeout_s: DurationSeconds = Field(default=written("1s"), alias="timeout")
     """How long a request waits for the answer. What is not known by then counts as absent."""
-    present_for_s: DurationSeconds = Field(default=600.0, alias="present_for")
+    present_for_s: DurationSeconds = Field(default=written("10m"), alias="present_for")
     """How long a chunk that was found counts as present. If it is deleted meanwhile, a load fails."""
-    absent_for_s: DurationSeconds = Field(default=10.0, alias="absent_for")
+    absent_for_s: DurationSeconds = Field(default=written("10s"), alias="absent_for")
     """How long a chunk that was not found counts as absent."""
 
 
@@ -123,6 +119,14 @@ class MemoryConfig(_Tier):
     """How much may wait, pinned, for the next tier; what exceeds it may be evicted. If omitted, a quarter of
     ``capacity``."""
 
+    @model_validator(mode="after")
+    def _check(self) -> MemoryConfig:
+        if (self.unsaved_limit_bytes or 0) > self.capacity_bytes:
+            raise _refusal(
+                f"is more than the capacity; allowed: up to {format_size(self.capacity_bytes)}", "unsaved_limit"
+            )
+        return self
+
 
 class DirectoryConfig(_Tier):
     """What ``SlabConfig`` and ``SharedDirConfig`` have in common: a directory, and movers of its files."""
@@ -152,14 +156,6 @@ class DirectoryConfig(_Tier):
     def where(self) -> str:
         """Return the directory."""
         return self.path
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as the YAML would say it, without the options that its mover does not look at."""
-        said = super().to_dict()
-        for field, movers in MOVERS_WITH.items():
-            if self.mover not in movers:
-                del said[field]
-        return said
 
 
 class SlabConfig(DirectoryConfig):
@@ -218,12 +214,18 @@ class S3Config(_Tier):
     """File of certificates to trust for https. If omitted, the AWS chain's, else those of the system."""
     connections: int = Field(default=16, ge=1, le=1024)
     """Requests in parallel, per rank."""
-    request_timeout_s: DurationSeconds = Field(default=10.0, alias="request_timeout")
+    request_timeout_s: DurationSeconds = Field(default=written("10s"), alias="request_timeout")
     """For one attempt of a request; there are up to three."""
     lookup: LookupOptions = LookupOptions()
     """How servers ask what the bucket holds."""
     required: bool = False
     """``true`` ends a start where this tier cannot be opened. ``false`` starts without it, warns, and tries again."""
+
+    @model_validator(mode="after")
+    def _check(self) -> S3Config:
+        if self.ca_bundle is not None and (self.endpoint or "").startswith("http:"):
+            raise _refusal("has no meaning with an endpoint without TLS; remove it, or say https:// there", "ca_bundle")
+        return self
 
     @property
     def where(self) -> str:
@@ -249,6 +251,17 @@ class AuthenticateOptions(_Model):
     file must belong to the server's user or to root, with mode 0600 or 0400; one of root's may have 0440."""
 
 
+class VllmOptions(TypedDict, total=False):
+    """Options of vLLM's own."""
+
+    offload_prompt_only: bool
+    self_describing_kv_events: bool
+    canonical_layout: bool
+
+
+VllmOptions.__pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[attr-defined]
+
+
 class Config(_Model):
     """The checked config. Make one with ``load_config``, ``parse_config`` or ``from_extra_config``."""
 
@@ -266,12 +279,12 @@ class Config(_Model):
     omitted, anyone who can write to that storage is trusted as much as someone who can write the model's weights."""
     on_load_failure: Literal["recompute", "fail"] = "recompute"
     """When a load fails: compute what is missing, or fail the request."""
-    staging_bytes: SizeBytes = Field(default=256 << 20, alias="staging", ge=1 << 20)
+    staging_bytes: SizeBytes = Field(default=written("256MiB"), alias="staging", ge=1 << 20)
     """Host or GPU memory for chunks between storage and KV blocks, per rank, divided among the tiers other than memory.
     Each of these takes room for two chunks at least, even if that is more."""
-    load_timeout_s: DurationSeconds = Field(default=30.0, alias="load_timeout")
+    load_timeout_s: DurationSeconds = Field(default=written("30s"), alias="load_timeout")
     """How long a request waits for its load. What has not arrived by then is computed."""
-    drain_timeout_s: DurationSeconds = Field(default=3.0, alias="drain_timeout")
+    drain_timeout_s: DurationSeconds = Field(default=written("3s"), alias="drain_timeout")
     """How long a stopping engine goes on writing what is on its way to a tier. Needs ``vllm serve --shutdown-timeout``,
     some seconds longer: with vLLM's default, 0, the engine is killed at once."""
     store_after: int = Field(default=1, ge=1, le=255)
@@ -279,9 +292,11 @@ class Config(_Model):
     block_outermost: bool = True
     """On CUDA, ask vLLM for a KV cache with all layers of a block side by side (BLHNC), if the attention backend takes
     it. A block is then one piece, which a drive can read and write without a copy."""
-    shards: Annotated[ShardCut | None, BeforeValidator(shard_cut), PlainSerializer(_plain_cut, when_used="json")] = (
-        ShardCut(heads="distinct")
-    )
+    shards: Annotated[
+        ShardCut | None,
+        BeforeValidator(shard_cut, json_schema_input_type=Literal["distinct", "per_rank"] | LayerRanges | ShardCut),
+        PlainSerializer(_plain_cut, when_used="json"),
+    ] = Field(default=written("distinct"))
     """How a chunk is split into shards. ``per_rank``: each rank stores its own part; only servers of the same size find
     it. ``distinct``: the same, but data that several ranks hold identically (MLA, or KV heads copied because there are
     more ranks than heads) is stored once; servers of any ``--tensor-parallel-size`` that hold it identically find it. A
@@ -298,9 +313,33 @@ class Config(_Model):
     (MLA on a CPU, non-causal attention), answers would be wrong."""
     tiers: tuple[TierConfig, ...] = Field(min_length=1, strict=False)
     """Nearest the GPU first: ``memory``, ``slab``, ``shared_dir``, ``s3``; one or more, each at most once."""
-    vllm: dict[str, Any] = Field(default_factory=dict)
+    vllm: VllmOptions = {}
     """Passed to vLLM's ``kv_connector_extra_config``: ``offload_prompt_only``, ``self_describing_kv_events``,
     ``canonical_layout``."""
+
+    @field_validator("tiers")
+    @classmethod
+    def _check_tiers(cls, tiers: tuple[TierConfig, ...]) -> tuple[TierConfig, ...]:
+        order = f"allowed: any of {', '.join(TIER_KINDS)}, in this order (nearest the GPU first), each at most once"
+        for (_, before), (number, tier) in itertools.pairwise(enumerate(tiers)):
+            if tier.kind in [other.kind for other in tiers[:number]]:
+                raise _refusal(f"{tier.kind!r} is given twice; {order}", number)
+            if TIER_KINDS.index(tier.kind) < TIER_KINDS.index(before.kind):
+                raise _refusal(f"{tier.kind!r} comes after {before.kind!r}; {order}", number)
+        directories = [(number, tier.path) for number, tier in enumerate(tiers) if isinstance(tier, DirectoryConfig)]
+        for (_, other), (number, path) in itertools.pairwise(directories):
+            # A slab counts all that lies under its directory as its own, and each tier lists what is in its directory.
+            if posixpath.commonpath([other, path]) in (other, path):
+                said = f"and the directory of another tier, {other!r}, are the same or one in the other"
+                raise _refusal(f"{said}; allowed: directories side by side", number, "path")
+        return tiers
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        if self.authenticate is not None and not self.shared:
+            said = "has no meaning without a tier of kind shared_dir or s3, where others write, too; remove it"
+            raise _refusal(said, "authenticate")
+        return self
 
     @property
     def memory(self) -> MemoryConfig | None:
@@ -327,32 +366,10 @@ class Config(_Model):
         """The tiers that outlive the process."""
         return tuple(tier for tier in self.tiers if tier.kind != "memory")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the config as the YAML would say it, defaults filled in; ``parse_config`` of it gives an equal one."""
-        tiers = [tier.to_dict() for tier in self.tiers]
-        if len(tiers) == 1:
-            for field in FIELDS_IN_FRONT:
-                tiers[0].pop(field, None)
-        return {**super().to_dict(), "tiers": tiers, "vllm": dict(self.vllm)}
 
-
-TIER_MODELS: Final[dict[str, type[_Model]]] = {
+TIER_MODELS: Final[dict[str, type[BaseModel]]] = {
     "memory": MemoryConfig,
     "slab": SlabConfig,
     "shared_dir": SharedDirConfig,
     "s3": S3Config,
 }
-
-
-def literals(model: type[BaseModel], name: str) -> tuple[str, ...]:
-    """Return the words that a field may say; empty for a field of another kind."""
-    field = model.model_fields.get(name)
-    return tuple(str(choice) for choice in getattr(field.annotation, "__args__", ())) if field else ()
-
-
-def nested_model(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """Return the model of a field that is a mapping of its own, such as ``lookup``; None for another field."""
-    field = model.model_fields.get(name)
-    of_field = field.annotation if field else None
-    arms = [of_field, *get_args(of_field)]
-    return next((each for each in arms if isinstance(each, type) and issubclass(each, BaseModel)), None)

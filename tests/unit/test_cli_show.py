@@ -93,13 +93,12 @@ def test_vllm_accepts_the_transfer_config(file: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_wrong_config_is_a_message_and_exit_code_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file.write_text("tiers: [{kind: memory, capacity: 1GiB, unsaved: drop}]\nchunk: 3\n")
+    file.write_text("tiers: [{kind: memory, capacity: 1GiB, unsaved: dropp}]\nchunk: 3\n")
     assert main(["show", "kv.yaml"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == [
-        "nixl-offload: kv.yaml:1: tiers[0].unsaved: has no meaning without a tier behind this one; "
-        "remove it, or add a tier of kind slab, shared_dir or s3",
+        "nixl-offload: kv.yaml:1: tiers[0].unsaved: 'dropp' is unknown (did you mean 'drop'?); allowed: pin, drop",
         captured.err.splitlines()[1],
     ]
     assert captured.err.splitlines()[1].startswith("kv.yaml:2: chunk: unknown field")

@@ -10,11 +10,9 @@ import pytest
 import yaml
 
 from nixl_offload.config import S3Config, load_config
-from tools.config_docs import SCHEMA_COPY
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "nixl_offload" / "configs").glob("*.yaml"))
-EDITOR_LINE = "# yaml-language-server: $schema="
 DEPLOYMENTS = {
     "cpu-dev.yaml": ["slab"],
     "gds.yaml": ["slab"],
@@ -56,14 +54,6 @@ def _variant_id(variant: Variant) -> str:
 
 def test_every_deployment_has_its_file() -> None:
     assert {path.name: [tier.kind for tier in load_config(path).tiers] for path in CONFIGS} == DEPLOYMENTS
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_the_first_line_leads_an_editor_to_the_schema(path: Path) -> None:
-    """The reference is relative to the file, so that it holds in every checkout."""
-    first = path.read_text().splitlines()[0]
-    assert first.startswith(EDITOR_LINE)
-    assert (path.parent / first.removeprefix(EDITOR_LINE)).resolve() == ROOT / SCHEMA_COPY
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=_variant_id)

@@ -23,7 +23,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.v1.attention.backend import AttentionLayer
 
-from nixl_offload.config.schema import OWNED_EXTRA_KEYS, VLLM_KEYS
+from nixl_offload.config.schema import VllmOptions
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.types import Outcome
 from nixl_offload.vllm import compat, vllm_internals
@@ -428,7 +428,8 @@ def test_what_the_config_may_pass_on_is_what_vllm_reads() -> None:
     texts += [source("vllm.v1.kv_offload.base"), source("vllm.v1.kv_offload.factory"), source(CONNECTOR)]
     read = set(re.findall(r"extra_config(?:\.get\(|\[)\s*\"(\w+)\"", "\n".join(texts)))
     assert read >= {"offload_prompt_only", "self_describing_kv_events", "canonical_layout"}
-    assert read <= {*VLLM_KEYS, *OWNED_EXTRA_KEYS, "sync_load_budget_bytes"}, "the last is turned off"
+    ours = {"spec_name", "spec_module_path", "block_size", "blocks_per_chunk"}
+    assert read <= {*VllmOptions.__annotations__, *ours, "sync_load_budget_bytes"}, "the last is turned off"
 
 
 def test_loads_within_the_step_are_turned_off() -> None:
