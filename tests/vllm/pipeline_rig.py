@@ -61,6 +61,7 @@ PAGE_BYTES = 2 * BLOCK_TOKENS * HEAD_SIZE * 4
 _MEMORY_BYTES = 8 << 20
 """For the KV cache of each rank."""
 _NULL_BLOCK = 0
+_SPREAD = 0x9E3779B97F4A7C15
 
 
 def vllm_config_of(model: Path, stages: Sequence[str], connector: Mapping[str, Any], **engine_args: Any) -> VllmConfig:
@@ -243,9 +244,20 @@ def tokens_of(prompt: Sequence[int]) -> npt.NDArray[np.uint64]:
 
 def words_of(layer: str, tokens: npt.NDArray[np.uint64], words: int) -> torch.Tensor:
     """Return the KV of tokens in a layer, shape (tokens, 1 head, words)."""
-    factor = np.uint64(int.from_bytes(blake2b(layer.encode(), digest_size=8).digest(), "big") | 1)
-    spread = np.arange(1, words + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return torch.from_numpy(((tokens[:, np.newaxis] * factor) ^ spread).view(np.int64)).unsqueeze(1)
+    spread = np.arange(1, words + 1, dtype=np.uint64) * np.uint64(_SPREAD)
+    return torch.from_numpy(((tokens[:, np.newaxis] * np.uint64(_factor(layer))) ^ spread).view(np.int64)).unsqueeze(1)
+
+
+def token_of(layer: str, words: torch.Tensor) -> int | None:
+    """Return the number of the token whose KV in a layer these words are; None: of none."""
+    first = int(words.flatten()[0].item())
+    number = (first ^ _SPREAD) * pow(_factor(layer), -1, 1 << 64) % (1 << 64)
+    [expected] = words_of(layer, np.array([number], np.uint64), words.shape[-1])
+    return number if torch.equal(words, expected) else None
+
+
+def _factor(layer: str) -> int:
+    return int.from_bytes(blake2b(layer.encode(), digest_size=8).digest(), "big") | 1
 
 
 class PlayedExecutor(Executor):

@@ -193,28 +193,34 @@ def test_stores_that_wait_read_their_blocks_before_these_are_zeroed(
     assert engine.rank.wrong == []
 
 
+@pytest.mark.parametrize("family", ["drafts", "drafts and windows"])
+def test_only_a_drafts_kv_of_a_blocks_last_token_may_be_another_continuations(start: Start, family: str) -> None:
+    """It depends on the token behind it, which the block's hash does not name: in vLLM's own cache, too."""
+    engine = start(FAMILIES[family], blocks=100)
+    rank, prompt = engine.rank, PROMPTS[0]
+    rank.stores.holds = False
+    for name, text in {"other": [*prompt[: 5 * CHUNK_TOKENS], 7], "first": prompt, "vLLM's": prompt}.items():
+        engine.ask(name, text)
+        engine.settle()
+    engine.reset_prefix_cache()
+    engine.ask("ours", prompt)
+    engine.settle()
+    assert [told.split(" has ")[0] for told in rank.stale_drafts] == [
+        f"request {name}: layer model.layers.2.self_attn.attn (E)" for name in ("vLLM's", "ours")
+    ]
+    assert all(told.endswith(f"for token {5 * CHUNK_TOKENS - 1}") for told in rank.stale_drafts)
+    assert rank.wrong == []
+
+
 @pytest.mark.parametrize(**AXES)
 def test_nothing_that_users_do_makes_a_request_begin_with_wrong_kv(
     start: Start, family: Family, medium: str, second_runner: bool
 ) -> None:
     """Requests, aborts, preemptions, sessions, resets, ids that come again, sleep, other weights, at random."""
-    fuzz(start(family, medium, second_runner=second_runner), family, range(1))
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("second_runner", RUNNERS.values(), ids=RUNNERS)
-@pytest.mark.parametrize("medium", MEDIA)
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_the_same_at_length(start: Start, family: Family, medium: str, second_runner: bool) -> None:
-    fuzz(start(family, medium, second_runner=second_runner), family, range(1, 11))
-
-
-def fuzz(engine: FuzzedEngine, family: Family, seeds: range) -> None:
-    for seed in seeds:
-        Fuzz(engine, seed, adapters=family.adapters).run(60)
-        assert (seed, engine.rank.wrong, engine.left()) == (seed, [], [])
-    assert engine.rank.answers >= 5 * len(seeds)
+    engine = start(family, medium, second_runner=second_runner)
+    Fuzz(engine, 0, adapters=family.adapters).run(60)
+    assert (engine.rank.wrong, engine.left()) == ([], [])
+    assert engine.rank.answers >= 5
     assert engine.rank.moved["load"], "something was loaded"
 
 
