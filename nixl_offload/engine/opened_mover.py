@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.config import DirectoryConfig
-from nixl_offload.engine.autotune.candidates import Shape, TransferPlan
-from nixl_offload.engine.autotune.plan import open_file_mover, plan_transfers
-from nixl_offload.engine.autotune.scratch import remove_leftovers
+from nixl_offload.engine.autotune import TransferPlan, open_file_mover, plan_transfers, remove_leftovers
 from nixl_offload.engine.bus_packer import DEVICE_BYTES
-from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
 from nixl_offload.engine.engine_memory import Staging
 from nixl_offload.engine.staging import MIN_SLOTS
 from nixl_offload.engine.streams import Device
@@ -26,13 +23,10 @@ from nixl_offload.errors import MoverUnavailableError
 from nixl_offload.movers.base import MemoryKind, Mover
 from nixl_offload.movers.paired import PairedMover
 from nixl_offload.movers.select import open_mover
-from nixl_offload.types import PAGE_BYTES
 from nixl_offload.units import format_size
 
 logger = logging.getLogger(__name__)
 
-NEVER_DIRECT: Final = 1 << 62
-"""As ``direct_min_extent_bytes``."""
 REGISTERS_HOST_WITH_CUFILE: Final = frozenset({"gds_mt"})
 """Movers. KvikIO registers device memory only, and NIXL's POSIX and OBJ know nothing of cuFile."""
 SPARED_SHARE: Final = 0.25
@@ -55,57 +49,47 @@ class OpenedMover:
                 self.mover.close()
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """Arguments of ``Engine``."""
-
-    direct_min_extent_bytes: int
-    staging: Staging
-    staging_bytes: int = 0
-
-    def share(self, wanted_bytes: int, spared_bytes: int | None, sharers: int, layout: KVLayout) -> EngineOptions:
-        """Return these with a share of the staging memory that ``sharers`` engines divide.
-
-        Where the device can spare less than two chunks for each (``spared_bytes``; None: as much as is wanted), chunks
-        go through host memory.
-        """
-        share_bytes = wanted_bytes // sharers
-        if self.staging == "host" or spared_bytes is None:
-            return replace(self, staging_bytes=share_bytes)
-        least_bytes = MIN_SLOTS * max(layout.slot_bytes(group) for group in range(len(layout.groups)))
-        spared_bytes //= sharers
-        if spared_bytes >= least_bytes:
-            return replace(self, staging_bytes=min(share_bytes, spared_bytes))
-        logger.warning(
-            "Chunks go through host memory: the device can spare %s for a tier, and two chunks take %s. "
-            "Lower gpu_memory_utilization or chunk_tokens.",
-            format_size(spared_bytes),
-            format_size(least_bytes),
-        )
-        return replace(self, staging="host", staging_bytes=share_bytes)
+def staging_of(opened: OpenedMover, mover: Mover, device: Device) -> Staging:
+    """Return where chunks are packed for ``mover``: by the plan, where there is one."""
+    if opened.plan is not None:
+        return opened.plan.side
+    return "device" if device.kind in mover.memory_kinds else "host"
 
 
-def shape_of(layout: KVLayout) -> Shape:
-    """Return what is measured with: the largest chunks are the ones that count."""
-    group = max(range(len(layout.groups)), key=layout.slot_bytes)
-    piece_bytes = min(run.length for run in layout.groups[group].refs)
-    direct = layout.is_group_direct_capable(group, PAGE_BYTES)
-    return Shape(layout.slot_bytes(group), piece_bytes if direct else 0)
+def share_staging(
+    side: Staging, wanted_bytes: int, spared_bytes: int | None, sharers: int, layout: KVLayout
+) -> tuple[Staging, int]:
+    """Return where an engine packs chunks, and its share of the staging memory that ``sharers`` engines divide.
+
+    Where the device can spare less than two chunks for each (``spared_bytes``; None: as much as is wanted), chunks
+    go through host memory.
+    """
+    share_bytes = wanted_bytes // sharers
+    if side == "host" or spared_bytes is None:
+        return side, share_bytes
+    least_bytes = MIN_SLOTS * max(layout.slot_bytes(group) for group in range(len(layout.groups)))
+    spared_bytes //= sharers
+    if spared_bytes >= least_bytes:
+        return "device", min(share_bytes, spared_bytes)
+    logger.warning(
+        "Chunks go through host memory: the device can spare %s for a tier, and two chunks take %s. "
+        "Lower gpu_memory_utilization or chunk_tokens.",
+        format_size(spared_bytes),
+        format_size(least_bytes),
+    )
+    return "host", share_bytes
 
 
 def plan_tier(
     tier: DirectoryConfig, device: Device, layout: KVLayout, *, host_because: str = ""
 ) -> TransferPlan | None:
-    """Compare movers and transfer paths in the tier's directory, which must be there. None: nothing was compared.
+    """Compare movers in the tier's directory, which must be there. None: nothing was compared.
 
-    ``host_because``: why chunks had better go through host memory; then they do, unless the config
-    names a mover. Raises MoverUnavailableError when nothing that the tier allows can run.
+    ``host_because``: why chunks had better go through host memory; then they do, unless the config names a mover.
     """
-    if not device.is_accelerator:
-        return None
-    if host_because and tier.mover == "auto":
-        return TransferPlan("posix", "host", host_because)
-    return plan_transfers(tier, tier.path, device, shape_of(layout))
+    if host_because and device.is_accelerator and tier.mover == "auto":
+        return TransferPlan("posix", "host")
+    return plan_transfers(tier, tier.path, device, max(layout.slot_bytes(group) for group in range(len(layout.groups))))
 
 
 def open_planned(tier: DirectoryConfig, directory: str, device: Device, plan: TransferPlan | None) -> OpenedMover:
@@ -153,12 +137,3 @@ def spared_bytes(device: Device, claimed_share: float, packers: int) -> int | No
     _, total_bytes = torch.cuda.mem_get_info(device.torch_device)
     spared = int(total_bytes * max(0.0, 1.0 - claimed_share) * SPARED_SHARE)
     return max(0, spared - packers * DEVICE_BYTES)
-
-
-def engine_options(opened: OpenedMover, mover: Mover, device: Device, layout: KVLayout) -> EngineOptions:
-    """Return what the engine over ``mover`` is told: by the plan, where there is one."""
-    if opened.plan is None:
-        return EngineOptions(DIRECT_MIN_EXTENT_BYTES, "device" if device.kind in mover.memory_kinds else "host")
-    direct = opened.plan.path == "direct"
-    staging: Staging = "host" if opened.plan.path == "host" else "device"
-    return EngineOptions(shape_of(layout).piece_bytes if direct else NEVER_DIRECT, staging)

@@ -26,17 +26,16 @@ from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.config import Config, TierConfig
 from nixl_offload.engine import Engine, TierEngine
-from nixl_offload.engine.autotune.candidates import TransferPlan
+from nixl_offload.engine.autotune import TransferPlan
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.opened_mover import (
-    NEVER_DIRECT,
-    EngineOptions,
     OpenedMover,
-    engine_options,
     open_planned,
     plan_tier,
+    share_staging,
     spared_bytes,
+    staging_of,
 )
 from nixl_offload.engine.packer import pages_of
 from nixl_offload.engine.queued import DeviceGroups
@@ -220,10 +219,8 @@ def open_tier_engine(
         link = open_link(tier, place, rank, opened.mover)
         undo.callback(link.close)
         spared = spared_bytes(device, memory.claimed_share, len(config.tiers))
-        options = engine_options(opened, link.mover, device, memory.layout)
-        if keys is not None:
-            options = EngineOptions(NEVER_DIRECT, "host")
-        options = options.share(config.staging_bytes, spared, len(config.stored), memory.layout)
+        side = "host" if keys is not None else staging_of(opened, link.mover, device)
+        side, staging_bytes = share_staging(side, config.staging_bytes, spared, len(config.stored), memory.layout)
         engine = Engine(
             tensors=memory.tensors,
             layout=memory.layout,
@@ -231,13 +228,12 @@ def open_tier_engine(
             tier=position,
             rank_namespace=rank_namespace,
             shards=shards,
-            staging_bytes=options.staging_bytes,
+            staging_bytes=staging_bytes,
             verify=config.verify,
             load_timeout_s=config.load_timeout_s,
-            direct_min_extent_bytes=options.direct_min_extent_bytes,
             host=memory.host,
             device=device,
-            staging=options.staging,
+            staging=side,
             keys=keys,
         )
         undo.pop_all()

@@ -29,7 +29,7 @@ from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.layout import split_job
 from nixl_offload.config import Config
 from nixl_offload.engine import ChainEngine, ChunkIO, Completion, MoveIO, TierEngine, Work, WorkKind
-from nixl_offload.engine.autotune.candidates import TransferPlan
+from nixl_offload.engine.autotune import TransferPlan
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.pump import LEAKED, leak
 from nixl_offload.engine.shard_chain import ShardChain

@@ -99,7 +99,7 @@ def test_tmpfs_is_warned_of_in_words_and_works_all_the_same(child: ChildProcess,
     assert "kind: memory" in line.fix
     assert section.state() == "warning"
     assert section.facts["io"]["read_bytes_s"] > 0
-    assert section.facts["io"]["piece_bytes"] <= (8 << 20) // 4 // 16
+    assert section.facts["io"]["piece_bytes"] <= (8 << 20) // 16
     assert not list(path.iterdir()), "nothing stays"
 
 

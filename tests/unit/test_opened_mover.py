@@ -14,18 +14,15 @@ import torch
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.config import SlabConfig
 from nixl_offload.engine import opened_mover as opened_module
-from nixl_offload.engine.autotune.candidates import TransferPlan
-from nixl_offload.engine.engine import DIRECT_MIN_EXTENT_BYTES
-from nixl_offload.engine.image import TransferPath
+from nixl_offload.engine.autotune import TransferPlan
+from nixl_offload.engine.engine_memory import Staging
 from nixl_offload.engine.opened_mover import (
-    NEVER_DIRECT,
-    EngineOptions,
     OpenedMover,
-    engine_options,
     open_planned,
     plan_tier,
-    shape_of,
+    share_staging,
     spared_bytes,
+    staging_of,
 )
 from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.errors import MoverUnavailableError
@@ -38,59 +35,39 @@ DRAM = Device(torch.device("cpu"), MemoryKind.DRAM, HostStreams())
 MIB = 1 << 20
 
 
-def _layout(page_bytes: int = 8192, base: int = 1 << 30) -> KVLayout:
+def _layout(page_bytes: int = 8192) -> KVLayout:
     """Two layers, four blocks a chunk."""
-    tensors = tuple(RegionSpec(at, base + at * 64 * page_bytes, 64, page_bytes, page_bytes) for at in range(2))
+    tensors = tuple(RegionSpec(at, (1 << 30) + at * 64 * page_bytes, 64, page_bytes, page_bytes) for at in range(2))
     return KVLayout(tensors, (GroupLayout.of_pages(((0, page_bytes), (1, page_bytes))),), 4)
 
 
-def _plan(path: TransferPath, mover: str = "gds_mt") -> TransferPlan:
-    return TransferPlan(mover, path, "the fastest")
-
-
-def test_a_shape_has_pieces_where_all_of_them_are_aligned() -> None:
-    assert shape_of(_layout()).piece_bytes == 8192
-    assert shape_of(_layout(base=(1 << 30) + 64)).piece_bytes == 0
-    assert shape_of(_layout()).slot_bytes == 4096 + 4 * 2 * 8192
-
-
-@pytest.mark.parametrize(
-    ("path", "told"),
-    [("direct", (8192, "device")), ("device", (NEVER_DIRECT, "device")), ("host", (NEVER_DIRECT, "host"))],
-)
-def test_what_was_measured_is_what_is_done(path: TransferPath, told: tuple[int, str]) -> None:
-    """Direct from the measured size on; else never, whatever the size."""
-    options = engine_options(OpenedMover(None, _plan(path)), CopyMover(), VRAM, _layout())
-    assert (options.direct_min_extent_bytes, options.staging) == told
+@pytest.mark.parametrize("side", ["device", "host"])
+def test_chunks_are_packed_where_it_was_measured(side: Staging) -> None:
+    assert staging_of(OpenedMover(None, TransferPlan("gds_mt", side)), CopyMover(), VRAM) == side
 
 
 def test_without_figures_a_mover_that_cannot_touch_the_device_packs_on_the_host() -> None:
-    options = engine_options(OpenedMover(), CopyMover(), VRAM, _layout())
-    assert (options.direct_min_extent_bytes, options.staging) == (DIRECT_MIN_EXTENT_BYTES, "host")
+    assert staging_of(OpenedMover(), CopyMover(), VRAM) == "host"
 
 
 def test_a_device_without_quick_kernels_leaves_checksums_to_the_host(tmp_path: Path) -> None:
     """Torch's take many times as long as any drive. A mover that is named is used all the same, or nothing."""
     tier = SlabConfig(kind="slab", path=str(tmp_path), capacity=1 << 30)
-    plan = plan_tier(tier, VRAM, _layout(), host_because="checksums")
-    assert plan is not None
-    assert (plan.mover, plan.path) == ("posix", "host")
-    with pytest.raises(MoverUnavailableError, match="mover 'kvikio' cannot move vram"):
-        plan_tier(
-            tier.model_copy(update={"mover": "kvikio"}), VRAM, _layout(base=(1 << 30) + 64), host_because="checksums"
-        )
+    assert plan_tier(tier, VRAM, _layout(), host_because="checksums") == TransferPlan("posix", "host")
+    named = tier.model_copy(update={"mover": "kvikio"})
+    assert plan_tier(named, VRAM, _layout(), host_because="checksums") is None
 
 
 def test_staging_keeps_to_what_the_device_can_spare(caplog: pytest.LogCaptureFixture) -> None:
     """Less than asked for, down to two chunks for each engine; below that through host memory, as much as asked for."""
-    options, layout = EngineOptions(NEVER_DIRECT, "device"), _layout()
+    layout = _layout()
     two = 2 * layout.slot_bytes(0)
-    assert options.share(64 * MIB, None, 2, layout) == EngineOptions(NEVER_DIRECT, "device", 32 * MIB)
-    assert options.share(64 * MIB, 40 * MIB, 2, layout) == EngineOptions(NEVER_DIRECT, "device", 20 * MIB)
-    assert options.share(64 * MIB, 2 * two, 2, layout) == EngineOptions(NEVER_DIRECT, "device", two)
+    assert share_staging("device", 64 * MIB, None, 2, layout) == ("device", 32 * MIB)
+    assert share_staging("device", 64 * MIB, 40 * MIB, 2, layout) == ("device", 20 * MIB)
+    assert share_staging("device", 64 * MIB, 2 * two, 2, layout) == ("device", two)
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        assert options.share(64 * MIB, 2 * two - 2, 2, layout) == EngineOptions(NEVER_DIRECT, "host", 32 * MIB)
+        assert share_staging("device", 64 * MIB, 2 * two - 2, 2, layout) == ("host", 32 * MIB)
     assert "gpu_memory_utilization" in caplog.text
 
 
@@ -117,13 +94,13 @@ def test_a_planned_mover_that_opens_no_more_is_passed_over(
     monkeypatch.setattr(opened_module, "open_file_mover", opened)
     tier = SlabConfig(kind="slab", path=str(tmp_path), capacity=1 << 30)
     with caplog.at_level(logging.WARNING):
-        found = open_planned(tier, str(tmp_path), DRAM, _plan("device", "kvikio"))
+        found = open_planned(tier, str(tmp_path), DRAM, TransferPlan("kvikio", "device"))
     assert isinstance(found.mover, CopyMover)
     assert found.plan is None
     assert "kvikio: gone" in caplog.text
     found.close()
     with pytest.raises(MoverUnavailableError):
-        open_planned(tier.model_copy(update={"mover": "kvikio"}), str(tmp_path), DRAM, _plan("device", "kvikio"))
+        open_planned(tier.model_copy(update={"mover": "kvikio"}), str(tmp_path), DRAM, TransferPlan("kvikio", "device"))
 
 
 def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:

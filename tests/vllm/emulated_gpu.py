@@ -10,16 +10,16 @@ loader takes what is loaded already for what a plugin asks for by the same name.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from nixl_offload.engine import brought, engine, opened_mover, packer, slot_headers
-from nixl_offload.engine.autotune.candidates import TransferPlan
-from nixl_offload.engine.image import TransferPath
+from nixl_offload.engine.autotune import TransferPlan
 from nixl_offload.engine.streams import Device
 from nixl_offload.engine.transfer_paths import host
 from nixl_offload.movers.base import MemoryKind
@@ -43,9 +43,10 @@ _device = Device(torch.device("cpu"), MemoryKind.VRAM, ThreadedStreams())
 for _module in (engine, packer, rank_engine):
     _module.device_of = lambda tensor: _device  # type: ignore[attr-defined]
 if WAY in os.environ:
-    opened_mover.plan_transfers = lambda *_: TransferPlan(
-        "gds_mt", cast(TransferPath, os.environ[WAY]), "the test says so"
-    )
+    _way = os.environ[WAY]
+    opened_mover.plan_transfers = lambda *_: TransferPlan("gds_mt", "host" if _way == "host" else "device")
+    _least_bytes = 4096 if _way == "direct" else 1 << 62
+    rank_engine.Engine = functools.partial(engine.Engine, direct_min_extent_bytes=_least_bytes)  # type: ignore[misc]
 if NO_SUMS in os.environ:
 
     def _refuse(payloads: Sequence[Any]) -> list[Any]:

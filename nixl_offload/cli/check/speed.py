@@ -16,9 +16,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from nixl_offload.engine.autotune.candidates import Shape, best_of
-from nixl_offload.engine.autotune.compare import FREE_SHARE, MAX_IMAGES, compare
-from nixl_offload.engine.image import TransferPath
+from nixl_offload.engine.autotune import FREE_SHARE, best_of, compare
+from nixl_offload.engine.engine_memory import Staging
 from nixl_offload.engine.streams import device_of
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryKind, Mover, Op, TransferState
@@ -44,22 +43,21 @@ def measure_file_movers(
     """
     space = os.statvfs(directory)
     if space.f_blocks:
-        piece_bytes = min(piece_bytes, space.f_bavail * space.f_frsize // FREE_SHARE // MAX_IMAGES)
+        piece_bytes = min(piece_bytes, space.f_bavail * space.f_frsize // FREE_SHARE)
     piece_bytes = min(piece_bytes, _MAX_PIECE_BYTES) // PAGE_BYTES * PAGE_BYTES
     if not piece_bytes:
         return {"speeds": {name: {"failed": "the disk is too full to measure on"} for name in names}, "fastest": None}
-    paths: list[tuple[str, TransferPath]] = [
+    paths: list[tuple[str, Staging]] = [
         (name, "host" if gpu and name not in ("gds_mt", "kvikio") else "device") for name in names
     ]
     found = compare(
         paths,
         directory,
         device_of(torch.empty(0, device="cuda" if gpu else "cpu")),
-        Shape(piece_bytes, 0),
+        piece_bytes,
         lambda name: LimitedMover(make_mover(name, **options)),
         direct_io=direct_io,
         budget_s=_BUDGET_S,
-        least=1,
     )
     speeds = {each.mover: _figures(each.mover, piece_bytes, each.read_bytes_s, each.write_bytes_s) for each in found}
     failed = {each.mover: {"failed": each.reason} for each in found if not each.measured}

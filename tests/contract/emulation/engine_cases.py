@@ -16,7 +16,7 @@ import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.config import SlabConfig
-from nixl_offload.engine.autotune.candidates import TransferPlan
+from nixl_offload.engine.autotune import TransferPlan
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.opened_mover import open_planned
 from nixl_offload.engine.states import WorkKind
@@ -110,7 +110,7 @@ def test_host_memory_is_none_of_cufiles(lab: Lab, control: Control, tmp_path: Pa
     cuFile, and chunks go between them and the tier all the same.
     """
     tier = SlabConfig(kind="slab", path=str(tmp_path), capacity=1 << 30)
-    device, plan = emulated(lab.streams), TransferPlan("gds_mt", way, "the test says so")
+    device, plan = emulated(lab.streams), TransferPlan("gds_mt", "host" if way == "host" else "device")
     mover = open_planned(tier, str(tmp_path), device, plan).mover
     assert mover is not None
     host = HostSlab(memory_bytes=64 << 20, relay_slots=1, slot_bytes=1 << 20)
