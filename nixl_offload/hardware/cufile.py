@@ -1,7 +1,6 @@
-"""cuFile's settings as they are in force: which cufile.json, what it says, what the environment says over it.
+"""cuFile's settings in force: cufile.json, and the environment that overrides it. What a setting is for: docs/gds.md.
 
-Threading: pure functions that read files; safe anywhere. Nothing of NVIDIA's is loaded. What a setting is for:
-docs/gds.md.
+Threading: pure functions that read files; safe anywhere. Nothing of NVIDIA's is loaded.
 """
 
 from __future__ import annotations
@@ -10,13 +9,11 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from nixl_offload.hardware.files import beneath
 
 PATH_VARIABLE: Final = "CUFILE_ENV_PATH_JSON"
-SYSTEM_FILE: Final = "/etc/cufile.json"
 DEFAULTS: Final[Mapping[str, Any]] = {
     "properties.allow_compat_mode": True,
     "properties.max_device_cache_size_kb": 131_072,
@@ -29,23 +26,22 @@ VARIABLES: Final[Mapping[str, str]] = {
     "CUFILE_FORCE_COMPAT_MODE": "properties.force_compat_mode",
     "CUFILE_USE_PCIP2PDMA": "properties.use_pci_p2pdma",
 }
-"""Environment variables that win over the file."""
+"""Environment variables that override the file."""
 
 _MAX_BYTES: Final = 1 << 20
 _TOKEN: Final = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class CufileSettings:
+class CufileSettings(NamedTuple):
     """Settings by their dotted names, such as ``properties.allow_compat_mode``."""
 
-    path: str | None = None
-    """The file in force; None: there is none, and cuFile's built-in defaults hold."""
-    error: str | None = None
+    where: str
+    """The file that cuFile reads, whether it exists or not."""
+    error: str | None
     """Why the file cannot be read or understood; then ``said`` has only what the environment says."""
-    said: Mapping[str, Any] = field(default_factory=dict)
+    said: Mapping[str, Any]
     """What the file or the environment says."""
-    variables: tuple[str, ...] = ()
+    variables: tuple[str, ...]
     """Environment variables in force."""
 
     def flag(self, name: str) -> bool:
@@ -58,21 +54,16 @@ class CufileSettings:
         value = self.said.get(name)
         return value if type(value) is int and value > 0 else int(DEFAULTS[name])
 
-    def names(self, name: str) -> tuple[str, ...]:
+    def names(self, name: str) -> set[str]:
         """Return a setting that is a list of words; empty when there is none."""
         value = self.said.get(name)
-        return tuple(str(each) for each in value) if isinstance(value, list) else ()
-
-    @property
-    def where(self) -> str:
-        """For messages: the file to change."""
-        return self.path or SYSTEM_FILE
+        return {str(each) for each in value} if isinstance(value, list) else set()
 
 
 def read_settings(root: str = "/") -> CufileSettings:
     """Return what cuFile would read in this process. Never raises; ``root`` stands for ``/`` in tests."""
     named = os.environ.get(PATH_VARIABLE)
-    path = named or SYSTEM_FILE
+    path = named or "/etc/cufile.json"
     said: dict[str, Any] = {}
     error = None
     try:
@@ -87,8 +78,7 @@ def read_settings(root: str = "/") -> CufileSettings:
     variables = tuple(name for name in VARIABLES if os.environ.get(name))
     for name in variables:
         said[VARIABLES[name]] = os.environ[name].strip().lower() in {"1", "true", "yes", "on"}
-    there = named is not None or error is not None or os.path.exists(beneath(root, path))
-    return CufileSettings(path if there else None, error, said, variables)
+    return CufileSettings(path, error, said, variables)
 
 
 def parse(text: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Whether GPUDirect Storage is real for a directory, or cuFile copies through host memory, and why.
 
-Threading: a pure function but for a scratch page that it writes and removes; safe anywhere. It loads nothing of
-NVIDIA's, starts no process and never raises: what it cannot read is not known, and then nothing is claimed.
+Threading: pure functions that read ``/proc``, ``/sys`` and ``/dev``, but for a scratch page that ``gds_report`` writes
+and removes; safe anywhere. Nothing of NVIDIA's is loaded, no process is started, nothing is raised. What cannot be read
+is not known, and then nothing is claimed. Where each condition is documented: docs/gds.md.
 """
 
 from __future__ import annotations
@@ -9,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
+import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from nixl_offload.hardware.cufile import CufileSettings, read_settings
-from nixl_offload.hardware.files import names
-from nixl_offload.hardware.gds_routes import Fact, find_driver, iommu_fact, nvidia_fs_fact, p2pdma_fact
-from nixl_offload.hardware.libraries import find_library
+from nixl_offload.hardware.files import beneath, names, read
 from nixl_offload.hardware.mounts import BlockDevice, Mount, find_device, find_mount
 from nixl_offload.types import PAGE_BYTES
-
-__all__ = ["Fact", "GdsReport", "gds_report"]
 
 _NETWORK: Final = {"nfs": "rpcrdma", "nfs4": "rpcrdma", "lustre": "lnet", "beegfs": "beegfs", "gpfs": "mmfslinux"} | {
     "mmfs": "mmfslinux",
@@ -27,12 +27,26 @@ _NETWORK: Final = {"nfs": "rpcrdma", "nfs4": "rpcrdma", "lustre": "lnet", "beegf
     "scatefs": "scatefs",
 }
 """Filesystems that nvidia-fs serves, and the driver that must know it."""
-_STORAGE_DRIVERS: Final = {"nvme": "nvme", "raid0": "nvme", "nvmeof": "nvme_rdma"}
-_FATAL: Final = ("GPU driver", "libcufile", "libcudart", "directory")
-_PLACE: Final = ("filesystem", "block device")
-"""Where one of these is not ok, neither route can serve the directory, and the routes give no further reason."""
+_DRIVERS: Final = {"nvme": "nvme", "raid0": "nvme", "nvmeof": "nvme_rdma"}
+_BLOCK_SECTIONS: Final = {"nvme": "nvme", "nvmeof": "nvmeof", "raid0": "raid"}
+"""Kind of drive → its section of cufile.json under ``block``."""
+_FATAL: Final = ("GPU driver", "libcufile", "directory")
+"""Without one of these cuFile does not run at all."""
+_ROUTES: Final = ("nvidia-fs", "PCI P2PDMA")
+"""One of them is enough."""
 _REASONS: Final = 3
 _MOVE: Final = "put the directory on ext4 (mounted with data=ordered) or xfs, on NVMe"
+
+
+class Fact(NamedTuple):
+    """One thing that decides whether GPUDirect Storage is real."""
+
+    name: str
+    ok: bool | None
+    """None: not known."""
+    words: str
+    fix: str | None = None
+    """A command or a setting that helps; None where nothing is to be done, or nothing helps."""
 
 
 class GdsReport(NamedTuple):
@@ -43,7 +57,7 @@ class GdsReport(NamedTuple):
     verdict: str
     """One plain sentence."""
     facts: tuple[Fact, ...]
-    """All that was looked at, what matters most first. Of the routes, nvidia-fs and PCI P2PDMA, one is enough."""
+    """All that was looked at, what matters most first. Of nvidia-fs and PCI P2PDMA one is enough."""
 
 
 def gds_report(directory: str, *, root: str = "/") -> GdsReport:
@@ -51,66 +65,63 @@ def gds_report(directory: str, *, root: str = "/") -> GdsReport:
 
     Writes one page to a scratch file there (mode 0600, removed) to see whether O_DIRECT works. Takes a few ms.
     """
-    settings = read_settings(root)
-    driver = find_driver(root)
-    mount = find_mount(directory, root) if os.path.isdir(directory) else None
-    device = find_device(mount, root) if mount else None
-    is_local = mount is not None and mount.kind in ("ext4", "xfs")
-    kind = _kind_below(device) if is_local else ""
-    wanted = _STORAGE_DRIVERS.get(kind) or (_NETWORK.get(mount.kind) if mount else None)
-    make = None if os.path.exists(directory) else f"mkdir -p -m 700 {directory}"
-    is_directory, has_udev = os.path.isdir(directory), bool(names(root, "/run/udev/data"))
-    what, udev_fix = ("is here", None) if has_udev else ("has no data", "in a container: -v /run/udev:/run/udev:ro")
-    conditions = [
-        driver.fact,
-        _library_fact("libcufile", "libcufile.so.0 of CUDA 12.8 or newer", root),
-        _library_fact("libcudart", "the CUDA runtime", root),
-        _settings_fact(settings, mount, device),
-        Fact("directory", is_directory, directory if is_directory else f"{directory} is no directory", make),
-        _filesystem_fact(mount, settings),
-        *([_device_fact(device)] if is_local else []),
-        _direct_io_fact(directory) if is_directory else Fact("O_DIRECT", None, "O_DIRECT was not tried"),
-        Fact("udev", has_udev, f"/run/udev, by which cuFile finds out what a mount is, {what}", udev_fix),
-    ]
-    routes = [
-        nvidia_fs_fact(root, wanted),
-        p2pdma_fact(root, kind, driver, find_library("libcufile.so", root), settings),
-    ]
-    route = next((fact for fact in routes if fact.ok), None)
-    deciding = list(conditions)
-    if route is not None:  # nothing to fix about the other one
-        routes = [fact if fact is route else fact._replace(fix=None) for fact in routes]
-    elif doubtful := [fact for fact in routes if fact.ok is None]:
-        deciding += doubtful
-    elif all(fact.ok for fact in conditions if fact.name in _PLACE):
-        deciding += routes
-    against = [fact for fact in deciding if fact.ok is False]
-    doubtful = [fact for fact in deciding if fact.ok is None]
-    if against:
-        # Without a driver or a library the filesystem does not matter.
-        told = [fact for fact in against if fact.name in _FATAL] or against
-        fixes = [fact.fix for fact in told[:_REASONS] if fact.fix]
-        verdict = f"{_how_bad(against, settings, mount)}, because {_reasons(told)}"
-        verdict += f"; fix: {'; '.join(fixes)}" if fixes else ""
-    elif doubtful:
+    settings, mount = read_settings(root), find_mount(directory, root) if os.path.isdir(directory) else None
+    device = find_device(mount, root) if mount and mount.kind in ("ext4", "xfs") else None
+    facts = [find_driver(root), *_conditions(directory, mount, device, settings, root)]
+    kind = _kind_below(device)
+    fs_driver = _DRIVERS.get(kind) or _NETWORK.get(mount.kind if mount else "")
+    routes = [_nvidia_fs(root, fs_driver), _p2pdma(root, kind, settings)]
+    route = next((each for each in routes if each.ok), None)
+    if route:  # nothing to fix about the other one
+        routes = [each if each is route else each._replace(fix=None) for each in routes]
+    elif all(fact.ok for fact in facts if fact.name in ("filesystem", "mount options", "block device")):
+        facts += routes
+        routes = []
+    against = [fact for fact in facts if fact.ok is False]
+    doubtful = [fact for fact in facts if fact.ok is None]
+    if doubtful and not any(fact.name not in _ROUTES for fact in against):
         verdict = f"GPUDirect Storage: not certain, because {_reasons(doubtful)}; `gdscheck -p` may tell"
+    elif against:
+        fatal = [fact for fact in against if fact.name in _FATAL]
+        refused = (mount and mount.kind in ("tmpfs", "ramfs")) or not settings.flag("properties.allow_compat_mode")
+        verdict = "compatibility mode: cuFile copies through host memory"
+        verdict = "no GPUDirect Storage: cuFile refuses these files" if refused else verdict
+        verdict = "no GPUDirect Storage: cuFile cannot run here" if fatal else verdict
+        fixes = "; ".join(filter(None, (fact.fix for fact in (fatal or against)[:_REASONS])))
+        verdict += f", because {_reasons(fatal or against)}{'; fix: ' if fixes else ''}{fixes}"
     else:
         assert route is not None
         assert mount is not None
-        on = device.words if device else mount.source
-        verdict = f"GPUDirect Storage: real ({route.words}, {mount.kind} on {on})"
-    facts = (*conditions, *routes, iommu_fact(root, driver.machine))  # an IOMMU costs speed and decides nothing alone
-    return GdsReport(not against and not doubtful, verdict, facts)
+        verdict = f"GPUDirect Storage: real ({route.words}, {mount.kind} on {device.words if device else mount.source})"
+    return GdsReport(not against and not doubtful, verdict, (*facts, *routes))
 
 
-def _how_bad(against: list[Fact], settings: CufileSettings, mount: Mount | None) -> str:
-    if any(fact.name in _FATAL for fact in against):
-        return "no GPUDirect Storage: cuFile cannot run here"
-    if mount and mount.kind in ("tmpfs", "ramfs"):
-        return "no GPUDirect Storage: cuFile takes no files of this kind"
-    if not settings.flag("properties.allow_compat_mode"):
-        return "no GPUDirect Storage: cuFile refuses these files (allow_compat_mode is off)"
-    return "compatibility mode: cuFile copies through host memory"
+def find_driver(root: str = "/") -> Fact:
+    """Say whether NVIDIA's kernel driver is loaded."""
+    text = read(root, "/proc/driver/nvidia/version")
+    number, modules = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text or ""), "proprietary"
+    if "open kernel module" in (text or "").partition("\n")[0].lower():
+        modules = "open"
+    words = (
+        f"NVIDIA driver {number[1] if number else '?'}, {modules} kernel modules" if text else "no NVIDIA driver here"
+    )
+    return _fact("GPU driver", bool(text), words, "install NVIDIA's driver, or start the container with --gpus all")
+
+
+def pinning_route(root: str, settings: CufileSettings) -> str | None:
+    """Return what pins registered device memory on this machine: ``nvidia-fs`` or ``PCI P2PDMA``; None: nothing does.
+
+    This says nothing about files. Without a route cuFile copies through its own buffers, and nothing is pinned.
+    """
+    if settings.flag("properties.force_compat_mode") or not find_driver(root).ok:
+        return None
+    if read(root, "/proc/driver/nvidia-fs/version") and _has_nvidia_fs_device(root):
+        return "nvidia-fs"
+    return None if _p2pdma(root, "nvme", settings).ok is False else "PCI P2PDMA"
+
+
+def _fact(name: str, ok: bool | None, words: str, fix: str | None = None) -> Fact:
+    return Fact(name, ok, words, None if ok else fix)
 
 
 def _reasons(facts: list[Fact]) -> str:
@@ -118,84 +129,91 @@ def _reasons(facts: list[Fact]) -> str:
     return "; ".join(fact.words for fact in facts[:_REASONS]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _library_fact(name: str, what: str, root: str) -> Fact:
-    library = find_library(f"{name}.so", root)
-    if library is None:
-        return Fact(name, False, f"{name} is not here", f"install {what}")
-    if not library.loadable:
-        words = f"{library.words} is where the loader does not look"
-        return Fact(name, False, words, f"export LD_LIBRARY_PATH={os.path.dirname(library.path)}")
-    return Fact(name, True, library.words)
-
-
-def _settings_fact(settings: CufileSettings, mount: Mount | None, device: BlockDevice | None) -> Fact:
-    name = "cufile.json"
-    if settings.error:
-        return Fact(name, False, settings.error, f"correct {settings.path}, or unset CUFILE_ENV_PATH_JSON")
-    where = ", over it ".join(filter(None, [settings.path or "none: built-in defaults", ", ".join(settings.variables)]))
+def _conditions(
+    directory: str, mount: Mount | None, device: BlockDevice | None, settings: CufileSettings, root: str
+) -> Iterator[Fact]:
+    """Look at all but the driver and the routes."""
+    found, is_loaded = _find_cufile(root)
+    fix = f"export LD_LIBRARY_PATH={os.path.dirname(found)}" if found else "install CUDA 12.8 or newer"
+    yield _fact("libcufile", is_loaded, f"libcufile is {found or 'not here'}", fix)
+    is_directory = os.path.isdir(directory)
+    words = directory if is_directory else f"{directory} is no directory"
+    yield _fact("directory", is_directory, words, f"mkdir -p -m 700 {directory}")
+    over = ", over it ".join([settings.where, *settings.variables])
+    words = settings.error or f"read from {over}"
+    yield _fact("cufile.json", not settings.error, words, f"correct {settings.where}, or unset CUFILE_ENV_PATH_JSON")
     if settings.flag("properties.force_compat_mode"):
-        return Fact(name, False, f"force_compat_mode is on ({where})", "turn force_compat_mode off")
-    drives = {f"/dev/{drive.name}" for drive in device.drives()} if device else set()
-    denied = drives & set(settings.names("denylist.devices"))
-    if mount:
-        denied |= {mount.source} & set(settings.names("denylist.devices"))
-        denied |= {mount.point} & set(settings.names("denylist.mounts"))
-        denied |= {mount.kind} & set(settings.names("denylist.filesystems"))
-    if denied:
-        words = f"denylist has {', '.join(sorted(denied))} ({where})"
-        return Fact(name, False, words, f"take it off the list in {settings.where}")
-    compat = "allowed" if settings.flag("properties.allow_compat_mode") else "forbidden: what cannot go direct fails"
-    return Fact(name, True, f"{where}; compatibility mode {compat}")
-
-
-def _filesystem_fact(mount: Mount | None, settings: CufileSettings) -> Fact:
-    name = "filesystem"
+        yield _fact("cufile.json", False, f"force_compat_mode is on ({over})", "turn force_compat_mode off")
     if mount is None:
-        return Fact(name, None, "what it lies on cannot be told")
-    here, data = f"{mount.kind} at {mount.point}", mount.option("data")
-    if mount.kind == "ext4" and data != "ordered":
-        said = f"has data={data}" if data else "does not say data=ordered, which cuFile wants to see"
-        fix = f"mount -o remount,data=ordered {mount.point} (of the root filesystem: rootflags=data=ordered)"
-        return Fact(name, False, f"{here} {said}", fix)
-    if mount.kind not in ("ext4", "xfs", *_NETWORK):
-        return Fact(name, False, here, _MOVE)
-    if mount.kind.startswith("nfs") and mount.option("proto") != "rdma":
-        words = f"{here} goes by {mount.option('proto') or 'tcp'}, not RDMA"
-        return Fact(name, False, words, "mount it with proto=rdma")
-    if mount.kind in _NETWORK and not settings.flag("properties.gds_rdma_write_support"):
-        return Fact(name, False, "gds_rdma_write_support is off", f"turn it on in {settings.where}")
-    return Fact(name, True, here)
+        yield _fact("filesystem", None, "the filesystem cannot be told")
+    else:
+        places = {("devices", f"/dev/{drive.name}") for drive in (device.drives() if device else ())}
+        places |= {("devices", mount.source), ("mounts", mount.point), ("filesystems", mount.kind)}
+        denied = sorted(name for section, name in places if name in settings.names(f"denylist.{section}"))
+        if denied:
+            yield _fact("cufile.json", False, f"denylist has {', '.join(denied)} ({over})", "take it off the list")
+        is_network, here = mount.kind in _NETWORK, f"{mount.kind} at {mount.point}"
+        yield _fact("filesystem", is_network or mount.kind in ("ext4", "xfs"), here, _MOVE)
+        if is_network and not settings.flag("properties.gds_rdma_write_support"):
+            yield _fact("cufile.json", False, "gds_rdma_write_support is off", f"turn it on in {settings.where}")
+        options = dict(option.partition("=")[::2] for option in mount.options)
+        if mount.kind == "ext4":
+            data = options.get("data")
+            words = (
+                f"{here} has data={data}" if data else f"{here} does not say data=ordered, which cuFile wants to see"
+            )
+            fix = f"mount -o remount,data=ordered {mount.point} (of the root filesystem: rootflags=data=ordered)"
+            yield _fact("mount options", data == "ordered", words, fix)
+        if mount.kind.startswith("nfs"):
+            protocol = options.get("proto", "tcp")
+            yield _fact("mount options", protocol == "rdma", f"{here} goes by {protocol}", "mount it with proto=rdma")
+        if mount.kind in ("ext4", "xfs"):
+            words = device.words if device else "the block device cannot be told"
+            good = bool(_kind_below(device)) if device else None
+            yield _fact(
+                "block device", good, words if good is not False else f"{words} is no NVMe or RAID 0 of it", _MOVE
+            )
+    if is_directory:
+        yield _direct_io(directory)
+    has_udev = bool(names(root, "/run/udev/data"))
+    words = f"/run/udev, by which cuFile finds out what a mount is, {'is here' if has_udev else 'has no data'}"
+    yield _fact("udev", has_udev, words, "in a container: -v /run/udev:/run/udev:ro")
+
+
+def _find_cufile(root: str) -> tuple[str | None, bool]:
+    """Return the path of libcufile, and whether the loader (or torch, from its wheels) finds it."""
+    listed = re.findall(
+        r"/[\x21-\x7e]*/libcufile\.so\.\d[\d.]*",
+        (read(root, "/proc/self/maps") or "") + (read(root, "/etc/ld.so.cache") or ""),
+    )
+    system = ("/lib64", "/usr/lib64", "/usr/lib", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
+    folders = [*filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")), *system]
+    for path in [*listed, *(f"{folder}/libcufile.so.0" for folder in folders)]:
+        if os.path.exists(beneath(root, path)):
+            return path, True
+    for site in sys.path:
+        for wheel in names("/", os.path.join(site, "nvidia")):  # nvidia/cufile/lib of CUDA 12, nvidia/cu13/lib
+            path = os.path.join(site, "nvidia", wheel, "lib/libcufile.so.0")
+            if os.path.exists(path):
+                return path, "torch" in names("/", site)
+    paths = [f"/usr/local/{cuda}/lib64/libcufile.so.0" for cuda in reversed(names(root, "/usr/local"))]
+    return next((path for path in paths if os.path.exists(beneath(root, path))), None), False
 
 
 def _kind_below(device: BlockDevice | None) -> str:
     """Return the kind that a route must serve; "" for what none serves."""
-    if device is None:
+    if device is None or any(each.kind != "nvme" or each.members for each in device.members):
         return ""
-    if not device.members:
-        return device.kind if device.kind in _STORAGE_DRIVERS else ""
-    is_array = device.kind == "raid0" and all(each.kind == "nvme" and not each.members for each in device.members)
-    return "raid0" if is_array else ""
+    return device.kind if device.kind in _DRIVERS and bool(device.members) == (device.kind == "raid0") else ""
 
 
-def _device_fact(device: BlockDevice | None) -> Fact:
-    name = "block device"
-    if device is None:
-        return Fact(name, None, "the block device cannot be told")
-    if _kind_below(device):
-        return Fact(name, True, device.words)
-    if device.kind in ("lvm", "crypt", "multipath", "dm"):
-        words = f"{device.words} goes through the device mapper"
-        return Fact(name, False, words, "use the NVMe drive itself, or RAID 0")
-    what = "not RAID 0 of NVMe drives" if device.kind.startswith("raid") else "no NVMe drive"
-    return Fact(name, False, f"{device.words} is {what}", _MOVE)
-
-
-def _direct_io_fact(directory: str) -> Fact:
-    name = "O_DIRECT"
+def _direct_io(directory: str) -> Fact:
     try:
         scratch, path = tempfile.mkstemp(prefix=".mover-probe-", dir=directory)
     except OSError as error:
-        return Fact(name, False, f"{directory} cannot be written ({error.strerror})", "let this user write there")
+        return _fact(
+            "O_DIRECT", False, f"{directory} cannot be written ({error.strerror})", "let this user write there"
+        )
     os.close(scratch)
     try:
         with (
@@ -205,8 +223,75 @@ def _direct_io_fact(directory: str) -> Fact:
             file.write(page)
             os.preadv(file.fileno(), [page], 0)
     except OSError as error:
-        return Fact(name, False, f"O_DIRECT does not work there ({error.strerror})", _MOVE)
+        return _fact("O_DIRECT", False, f"O_DIRECT does not work there ({error.strerror})", _MOVE)
     finally:
         with contextlib.suppress(OSError):
             os.unlink(path)
-    return Fact(name, True, "O_DIRECT reads and writes")
+    return _fact("O_DIRECT", True, "O_DIRECT reads and writes")
+
+
+def _nvidia_fs(root: str, wanted: str | None) -> Fact:
+    """Say whether nvidia-fs does it. ``wanted``: the storage driver that must know it; None: nothing that it serves."""
+    version = (read(root, "/proc/driver/nvidia-fs/version") or "").partition(":")[2].strip()
+    registered = re.findall(r"^(\w+):", read(root, "/proc/driver/nvidia-fs/modules") or "", re.MULTILINE)
+    device, driver = (
+        "start the container with NVIDIA_GDS=enabled",
+        "install the {} driver of DOCA or MLNX_OFED, with GDS",
+    )
+    for is_missing, words, fix in (
+        (not version, "is not loaded", "install nvidia-gds and the nvidia-fs module, then `modprobe nvidia-fs`"),
+        (not _has_nvidia_fs_device(root), "is loaded, but there is no /dev/nvidia-fs* here", device),
+        (wanted is None, "is loaded, but serves nothing of this kind", None),
+        (wanted not in registered, f"is loaded, but the {wanted} driver does not know it", driver.format(wanted)),
+    ):
+        if is_missing:
+            return Fact("nvidia-fs", False, f"nvidia-fs {words}", fix)
+    return Fact("nvidia-fs", True, f"nvidia-fs {version}")
+
+
+def _has_nvidia_fs_device(root: str) -> bool:
+    return any(device.startswith("nvidia-fs") for device in names(root, "/dev"))
+
+
+def _p2pdma(root: str, kind: str, settings: CufileSettings) -> Fact:
+    """Say whether the kernel does it. ``kind``: as in ``mounts.BlockDevice``, or "" for no block device."""
+    section = _BLOCK_SECTIONS.get(kind)
+    if section is None:
+        return Fact("PCI P2PDMA", False, "PCI P2PDMA reaches NVMe drives only")
+    release, driver = (read(root, "/proc/sys/kernel/osrelease") or "").strip(), find_driver(root).words
+    kernel, version = _version(release), _version(driver.removeprefix("NVIDIA driver "))
+    is_x86 = "aarch64" not in (read(root, "/proc/driver/nvidia/version") or "")
+    parameters = (read(root, "/proc/driver/nvidia/params") or "").lower()
+    multipath = (read(root, "/sys/module/nvme_core/parameters/multipath") or "").strip() == "Y"
+    unbuilt = "# CONFIG_PCI_P2PDMA is not set" in (read(root, f"/boot/config-{release}") or "")
+    registry = 'options nvidia NVreg_RegistryDwords="RMForceStaticBar1=1;RmForceDisableIomapWC=1;"'
+    off = [each for each in ("properties", f"block.{section}") if not settings.flag(f"{each}.use_pci_p2pdma")]
+    ours = f"in {settings.where}: take ours, which nixl-offload configs cufile.json prints"
+    no_static = is_x86 and "rmforcestaticbar1=1" not in parameters
+    conditions = (
+        ((0,) < kernel < (6, 2), f"kernel {release} is older than 6.2", "boot a kernel from 6.2 on"),
+        (unbuilt, f"kernel {release} is built without PCI P2PDMA", "boot a kernel with CONFIG_PCI_P2PDMA=y"),
+        (kind == "raid0" and is_x86 and kernel < (7, 1), "it does not go through RAID 0 before kernel 7.1", None),
+        ((0,) < version < (565, 47), "the driver is older than 565.47", "install driver 570 or newer"),
+        ("proprietary" in driver, "the driver has proprietary kernel modules", "install its open kernel modules"),
+        (no_static, "the driver's option RMForceStaticBar1 is off", f"set `{registry}` for modprobe, reboot"),
+        (is_x86 and multipath, "NVMe multipath is on", "set `options nvme_core multipath=N` for modprobe, reboot"),
+        (bool(off), f"cufile.json does not say use_pci_p2pdma in {' and '.join(off)}", f"set it {ours}"),
+    )
+    missing = [(words, fix) for is_missing, words, fix in conditions if is_missing]
+    if missing:
+        fixes = "; ".join(fix for _, fix in missing if fix) or None
+        return Fact("PCI P2PDMA", False, ", ".join(words for words, _ in missing), fixes)
+    groups = names(root, "/sys/kernel/iommu_groups")[:256] if is_x86 else []
+    if {(read(root, f"/sys/kernel/iommu_groups/{group}/type") or "").strip() for group in groups} - {"", "identity"}:
+        words, fix = (
+            "whether the IOMMU lets it pass cannot be told",
+            "put iommu=pt on the kernel's command line, reboot",
+        )
+        return Fact("PCI P2PDMA", None, words, fix)
+    return Fact("PCI P2PDMA", True, f"PCI P2PDMA of kernel {release}")
+
+
+def _version(text: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(map(int, match.group().split("."))) if match else ()

@@ -1,4 +1,4 @@
-"""What a directory lies on: its mount, its block device, and what that is made of.
+"""What a directory lies on: its mount, and the block devices below that.
 
 Threading: pure functions that read ``/proc`` and ``/sys``; safe anywhere. ``root`` stands for ``/`` in tests; the
 directory itself is always a real one.
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from nixl_offload.hardware.files import beneath, names, read
 
 LOCAL: Final = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "overlay", "tmpfs", "ramfs")
 """Filesystems that belong to one machine."""
-_ESCAPE: Final = re.compile(r"\\([0-7]{3})")
 
 
 class Mount(NamedTuple):
@@ -32,20 +30,15 @@ class Mount(NamedTuple):
     top: str = "/"
     """The directory of the filesystem that is seen at ``point``; another than its root in a bind mount."""
 
-    def option(self, name: str) -> str | None:
-        """Return ``ordered`` for ``data`` of ``data=ordered``; "" for a word alone; None where it is not said."""
-        return next((value for word, _, value in (each.partition("=") for each in self.options) if word == name), None)
 
-
-@dataclass(frozen=True, slots=True)
-class BlockDevice:
+class BlockDevice(NamedTuple):
     """A block device, and those below it that it is made of."""
 
     name: str
     """``nvme0n1p2``, ``md0``"""
     kind: str
-    """Of the disk: ``nvme``, ``nvmeof``, ``raid0`` (1, 5 ...), ``lvm``, ``crypt``, ``multipath``, ``dm``, ``other``."""
-    members: tuple[BlockDevice, ...] = ()
+    """Of the disk: ``nvme``, ``nvmeof``, ``raid0`` (1, 5 ...), ``dm`` (LVM, dm-crypt, multipath), ``other``."""
+    members: tuple[BlockDevice, ...]
 
     @property
     def words(self) -> str:
@@ -54,7 +47,7 @@ class BlockDevice:
         return f"{self.name} ({self.kind} of {of})" if of else self.name
 
     def drives(self) -> tuple[BlockDevice, ...]:
-        """Return what it is made of in the end."""
+        """Return the drives at the bottom."""
         return tuple(drive for member in self.members for drive in member.drives()) or (self,)
 
 
@@ -62,49 +55,38 @@ def find_mount(directory: str, root: str = "/") -> Mount | None:
     """Return the mount that ``directory`` lies on; None when the system does not tell."""
     real = os.path.realpath(directory)
     found = None
-    for mount in filter(None, map(_mount, (read(root, "/proc/self/mountinfo") or "").splitlines())):
-        inside = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
+    for line in (read(root, "/proc/self/mountinfo") or "").splitlines():
+        fields, _, rest = line.partition(" - ")
+        words, tail = fields.split(), rest.split()
+        if len(words) < 6 or len(tail) < 2:
+            continue
+        texts = (words[4], tail[1], words[3])
+        point, source, top = (re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), text) for text in texts)
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
         # Of mounts on the same point the last one covers the others.
-        if inside and (found is None or len(mount.point) >= len(found.point)):
-            found = mount
+        if inside and (found is None or len(point) >= len(found.point)):
+            found = Mount(
+                point, tail[0], source, (*words[5].split(","), *",".join(tail[2:3]).split(",")), words[2], top
+            )
     return found
 
 
 def find_device(mount: Mount, root: str = "/") -> BlockDevice | None:
     """Return the block device under ``mount``; None when it has none or the system does not tell."""
-    if mount.device.startswith("0:"):
-        return None
     path = beneath(root, f"/sys/dev/block/{mount.device}")
-    return _device(os.path.realpath(path)) if os.path.exists(path) else None
-
-
-def _mount(line: str) -> Mount | None:
-    fields, _, rest = line.partition(" - ")
-    words, tail = fields.split(), rest.split()
-    if len(words) < 6 or len(tail) < 2:
-        return None
-    texts = (words[4], tail[1], words[3])
-    point, source, top = (_ESCAPE.sub(lambda match: chr(int(match[1], 8)), text) for text in texts)
-    return Mount(point, tail[0], source, tuple(",".join([words[5], *tail[2:3]]).split(",")), words[2], top)
+    return _device(os.path.realpath(path)) if not mount.device.startswith("0:") and os.path.exists(path) else None
 
 
 def _device(path: str) -> BlockDevice:
     disk = os.path.dirname(path) if os.path.exists(os.path.join(path, "partition")) else path
     slaves = os.path.join(disk, "slaves")
     members = tuple(_device(os.path.realpath(os.path.join(slaves, each))) for each in names("/", slaves))
-    return BlockDevice(os.path.basename(path), _kind(disk), members)
-
-
-def _kind(disk: str) -> str:
-    def text(name: str) -> str:
-        return (read("/", os.path.join(disk, name)) or "").strip()
-
-    name = os.path.basename(disk)
+    kind, name = "other", os.path.basename(disk)
     if name.startswith("nvme"):
-        return "nvme" if text("device/transport") in ("", "pcie") else "nvmeof"
-    if name.startswith("md"):
-        return text("md/level") or "raid"
-    if name.startswith("dm-"):
-        maker = text("dm/uuid").partition("-")[0].lower()
-        return {"lvm": "lvm", "crypt": "crypt", "mpath": "multipath"}.get(maker, "dm")
-    return "other"
+        transport = (read("/", os.path.join(disk, "device/transport")) or "").strip()
+        kind = "nvme" if transport in ("", "pcie") else "nvmeof"
+    elif name.startswith("md"):
+        kind = (read("/", os.path.join(disk, "md/level")) or "").strip() or "raid"
+    elif name.startswith("dm-"):
+        kind = "dm"
+    return BlockDevice(os.path.basename(path), kind, members)

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 from nixl_offload.errors import MoverError
 from nixl_offload.hardware.cufile import CufileSettings, read_settings
 from nixl_offload.hardware.files import names, read
-from nixl_offload.hardware.gds_routes import pinning_route
+from nixl_offload.hardware.gds import pinning_route
 from nixl_offload.movers.base import MemoryKind, MemoryRegion
 from nixl_offload.units import format_size
 

@@ -15,7 +15,7 @@ from nixl_offload.cli.check.child import ChildProcess
 from nixl_offload.cli.check.machine import ENVIRONMENT_PROBES, EnvironmentContext, memory_section, plugin_finding
 from nixl_offload.cli.check.report import Finding, Section
 from nixl_offload.config import Config, parse_config
-from nixl_offload.hardware.gds_routes import Fact
+from nixl_offload.hardware.gds import Fact
 
 FILE = {"kind": "slab", "path": "/kv", "capacity": "100GiB"}
 MEMORY = {"kind": "memory", "capacity": "1GiB"}

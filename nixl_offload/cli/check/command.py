@@ -95,9 +95,9 @@ def _look(
     """Return the environment's section, and one for each tier. Here each kind of tier gets its own checks."""
     from nixl_offload.cli.check import machine
     from nixl_offload.cli.check.directory import DirectoryContext, directory_section
-    from nixl_offload.hardware.gds_routes import find_driver
+    from nixl_offload.hardware.gds import find_driver
 
-    gpu = find_driver("/").fact
+    gpu = find_driver()
     has_capacity, io = arguments.path is None, not arguments.no_io
     progress("looking at libraries and plugins", why_long="NIXL imports torch")
     environment = machine.EnvironmentContext(config, gpu, machine.cuda_of_torch())

@@ -23,7 +23,7 @@ from nixl_offload.cli.check.report import Finding, Probe, Section, ok, unknown, 
 from nixl_offload.cli.terminal import about_size
 from nixl_offload.config import Config
 from nixl_offload.errors import ConfigError, MoverError
-from nixl_offload.hardware.gds_routes import Fact
+from nixl_offload.hardware.gds import Fact
 from nixl_offload.movers import select, select_object
 from nixl_offload.movers.base import MemoryKind, MemoryRegion
 from nixl_offload.movers.pinning import check_pinning
