@@ -178,6 +178,10 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         status = request_state(self, request.request_id)
         if status is None:
             return
+        extra = request.sampling_params.extra_args if request.sampling_params is not None else None
+        if extra and extra.get("diffusion_read_only"):  # vLLM ends it without computing what it has generated
+            limit, prompt_tokens = status.max_offload_tokens, request.num_prompt_tokens
+            status.max_offload_tokens = prompt_tokens if limit is None else min(limit, prompt_tokens)
         if request.kv_transfer_params or request.kv_hints:
             self._hints.arrived(request, status)
 

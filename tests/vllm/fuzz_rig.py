@@ -535,12 +535,17 @@ class FuzzedEngine(PlayedEngine):
     def scheduler_half(self) -> Any:
         return ours(self.core.scheduler.get_kv_connector()).connector_scheduler
 
-    def ask(self, name: str, prompt: Sequence[int], tokens: int = 1, **fields: Any) -> Request:
-        """Add a request, or go on with the session of that name; not ``resumable``: end the session."""
+    def ask(
+        self, name: str, prompt: Sequence[int], tokens: int = 1, extra: dict[str, Any] | None = None, **fields: Any
+    ) -> Request:
+        """Add a request, or go on with the session of that name; not ``resumable``: end the session.
+
+        ``extra``: of its sampling parameters.
+        """
         request = Request(
             name,
             list(prompt),
-            SamplingParams(max_tokens=tokens, ignore_eos=True),
+            SamplingParams(max_tokens=tokens, ignore_eos=True, extra_args=extra),
             None,
             block_hasher=self.core.request_block_hasher,
             **fields,

@@ -115,6 +115,16 @@ def test_a_session_that_is_given_an_image_under_a_uuid_stores_nothing_more(start
     engine.settle()
 
 
+def test_of_a_diffusion_request_that_only_reads_the_prompt_alone_is_stored(start: Start) -> None:
+    """VLLM ends it without computing the KV of what it has generated."""
+    engine = start(FULL)
+    for name, extra in {"computes": None, "reads": {"diffusion_read_only": True}}.items():
+        prompt = PROMPTS[extra is not None][:100]
+        engine.ask(name, prompt, 90, extra)
+        engine.settle()
+    assert engine.rank.stored == 2 + 1
+
+
 def test_a_session_with_an_adapter_stores_nothing_under_the_key_of_a_discarded_token(start: Start) -> None:
     """The ranks tell what they have loaded when the last token of the first turn is there, which vLLM discards."""
     engine = start(FAMILIES["adapters"])
