@@ -37,7 +37,7 @@ from nixl_offload.types import Key
 REFERENCE = PlainNixl.name
 SIDES = (*ENGINES, *OURS, PlainNixl.name, VllmTier.name)
 ASKING = tuple(name for name in SIDES if OURS.get(name) != "obj" and name not in ENGINES)
-"""Who is asked what exists: ours asks by obstore, or by boto3 where that is missing, whatever moves the bytes."""
+"""Who is asked what exists: ours asks by obstore, whatever moves the bytes."""
 
 
 @dataclass(frozen=True)

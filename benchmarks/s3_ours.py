@@ -22,7 +22,7 @@ from nixl_offload.identity.namespace import GroupFields, NamespaceFields, make_n
 from nixl_offload.movers.base import FileId, MemoryRegion, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.select_object import make_mover
 from nixl_offload.stores.base import Store
-from nixl_offload.stores.select import open_store
+from nixl_offload.stores.s3 import open_store
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Key, Lookup, LookupContext
@@ -74,8 +74,8 @@ def connect(
 ) -> tuple[Mover, Callable[[], Store]]:
     """Return a mover of this kind under ``prefix``, and what opens a store beside it."""
     tier = S3Config.model_validate({**server.tier(prefix), "mover": kind, "connections": connections})
-    mover = make_mover(kind, tier, lambda client: open_store(tier, client))
-    return mover, lambda: open_store(tier, "obstore")
+    mover = make_mover(kind, tier)
+    return mover, lambda: open_store(tier)
 
 
 class Ours(Side):

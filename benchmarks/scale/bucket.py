@@ -16,7 +16,8 @@ from typing import Final
 
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import ObjectInfo, Store
-from nixl_offload.stores.s3 import ATTEMPTS, LIST_PAGE
+from nixl_offload.stores.obstore import LIST_PAGE
+from nixl_offload.stores.s3 import ATTEMPTS
 
 READS_PER_S: Final = 5500
 WRITES_PER_S: Final = 3500

@@ -16,7 +16,7 @@ from benchmarks.scale.bucket import LATENCY_S, STANDARD, Bucket, Prices
 from benchmarks.scale.shapes import Shape
 from nixl_offload.cli.gc.collection import _DELETES, Collection
 from nixl_offload.cli.gc.listing import LISTS
-from nixl_offload.stores.s3 import LIST_PAGE
+from nixl_offload.stores.obstore import LIST_PAGE
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.shared.sweep import make_plan
 from nixl_offload.types import Key

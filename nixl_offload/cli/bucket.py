@@ -1,6 +1,6 @@
 """``nixl-offload bucket init CONFIG``: makes a bucket ready, after showing what it changes and asking.
 
-Threading: one thread. ``stores.lifecycle`` knows what a bucket needs.
+Threading: one thread. ``stores.bucket`` knows what a bucket needs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError
 
 if TYPE_CHECKING:
-    from nixl_offload.stores.lifecycle import LifecyclePlan
+    from nixl_offload.stores.bucket import LifecyclePlan
 
 _DESCRIPTION = """\
 Looks at the bucket that CONFIG names and shows what it lacks: the bucket itself, the lifecycle rule that removes
@@ -59,7 +59,7 @@ def run_init(arguments: argparse.Namespace, out: TextIO) -> int:
     if tier is None:
         raise ConfigError(f"{arguments.file}: tiers: none of them has kind: s3, so there is no bucket")
     try:
-        from nixl_offload.stores.lifecycle import apply_lifecycle, plan_lifecycle
+        from nixl_offload.stores.bucket import apply_lifecycle, plan_lifecycle
     except ImportError as exc:
         raise NotSupportedError(f"bucket init needs boto3 ({exc}); pip install boto3") from exc
     plan = plan_lifecycle(tier)

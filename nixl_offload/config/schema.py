@@ -87,7 +87,7 @@ class _Tier(_Model):
     outlives_process: ClassVar[bool] = True
     """Whether its chunks are there when the server has ended. If so a mover reaches them, through staging memory."""
     is_shared: ClassVar[bool] = False
-    """Whether other servers store there, too. If so ``stores.select.open_store`` opens it."""
+    """Whether other servers store there, too."""
     has_files: ClassVar[bool] = False
     """Whether its chunks are in files, under ``path``."""
 

@@ -1,7 +1,7 @@
-"""Which mover reaches this bucket: each candidate must really put a small object and get it back first.
+"""Which mover reaches this bucket: the first that can really put a small object and get it back.
 
 Threading: call it in the process and on the thread that will drive the mover.
-The probe object is called ``probe-<random hex>``, directly under the prefix, and deleted afterwards.
+Probe objects are called ``probe-<random hex>``, directly under the prefix, and deleted afterwards.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import contextlib
 import ctypes
 import logging
 import secrets
-import time
-from collections.abc import Callable
 from typing import Final
 
 from nixl_offload.config.schema import S3Config
@@ -25,144 +23,111 @@ from nixl_offload.movers.retry import NOT_ANSWERING, RetryingMover
 from nixl_offload.movers.select import Probe, ProbedMover, move_page, page, scratch_memory
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.base import Store
-from nixl_offload.stores.select import Client
+from nixl_offload.stores.s3 import open_store
 from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
-OpenClient = Callable[[Client], Store]
-
-PATIENCE: Final = 3
-"""Times ``request_timeout``: with so much spent on candidates, no further one is tried."""
 _PASSING: Final = NOT_ANSWERING | {"full"}
 _HELP: Final = (
-    "check endpoint, bucket, region, credentials and what they may do; obj needs the plugin of nixl[cu12]'s wheel, "
-    "obstore needs `pip install obstore`"
+    "check endpoint, bucket, region, credentials and what they may do; obj needs the plugin of nixl[cu12]'s wheel"
 )
 
 
 def candidates(choice: str, memory_kind: MemoryKind) -> list[tuple[str, MemoryKind]]:
     """Movers to try, best first, and the memory that each is to take: device memory before host memory. Pure.
 
-    For host memory obstore is first: it costs less processor time, and is what finds objects, too
-    (docs/decisions/0011-s3-measurements.md).
+    For host memory obstore is first: it costs less processor time (docs/decisions/0011-s3-measurements.md).
     """
     names = ["obstore", "obj"] if choice == "auto" else [choice]
     on_device = ["obj"] if memory_kind is MemoryKind.VRAM and "obj" in names else []
     return [(name, memory_kind) for name in on_device] + [(name, MemoryKind.DRAM) for name in names]
 
 
-def open_object_mover(tier: S3Config, memory_kind: MemoryKind, open_client: OpenClient) -> ProbedMover:
+def open_object_mover(tier: S3Config, memory_kind: MemoryKind) -> ProbedMover:
     """Open the best mover of ``tier.mover`` that can really move bytes between this memory and the bucket.
 
-    A server that does not answer, is overloaded or full is no reason to fail, nor is one that lets these credentials
-    read but not write: then the first mover that can be made is returned, which does what the server lets it. Says at
-    INFO what was chosen and what was passed over, and why. Takes a few times ``tier.request_timeout_s`` at most.
-    Raises MoverUnavailableError when nothing of ``tier.mover`` can run, or the server answers but refuses, with the
-    reasons and what would help.
+    A server that does not answer, is overloaded or full is no reason to fail, nor are credentials that may read but not
+    write: then the first mover that can be made is returned, unproved. Logs the choice, and why others were passed
+    over. Takes a few times ``tier.request_timeout_s`` at most.
+    Raises MoverUnavailableError when no mover can run, or the server answers and refuses, with reasons and help;
+    NotSupportedError when no client is installed.
     """
-    began_s = time.monotonic()
-    control = _control(open_client)
-    with contextlib.closing(control) if control is not None else contextlib.nullcontext():
-        where = control.where if control is not None else f"s3://{tier.bucket}/{tier.prefix}"
-        silence = _silence(control)
-        report: list[Probe] = []
-        if silence is None:
-            for name, kind in candidates(tier.mover, memory_kind):
-                if time.monotonic() - began_s > PATIENCE * tier.request_timeout_s:
-                    silence = f"nothing was moved in {time.monotonic() - began_s:.0f} s"
-                    break
-                opened = _try(name, tier, kind, open_client, control, report)
-                if opened is not None:
-                    packs = "" if kind is memory_kind else "; packs through host memory"
-                    reason = report[-1].reason + packs
-                    logger.info("objects in %s are moved by %s (%s)%s", where, name, reason, _passed(report))
-                    return ProbedMover(opened, tuple(report))
-            trouble = _trouble(control) if silence is None else None
-            if trouble is not None and trouble.cause in _PASSING:
-                silence = str(trouble)
-            elif trouble is not None and trouble.cause == "denied" and _may_look(control):
-                silence = f"it can be read at most: {trouble}"
-            elif trouble is not None and control is not None and all(probe.name != control.name for probe in report):
-                report.append(Probe(control.name, False, str(trouble)))
-    if silence is not None:
-        report = []
-        for name, _ in candidates(tier.mover, MemoryKind.DRAM):
+    report: list[Probe] = []
+    with contextlib.closing(open_store(tier)) as store:
+        trouble = _trouble(store)
+        unproved = trouble is not None and trouble.cause in _PASSING
+        for name, kind in [] if unproved else candidates(tier.mover, memory_kind):
             try:
-                made = _make(name, tier, open_client)
+                mover = _proved(name, tier, kind, store, trouble)
             except NixlOffloadError as error:
-                report.append(Probe(name, False, _without(name, error)))
+                report.append(_failed(name, error))
                 continue
-            report.append(Probe(name, True, "not proved, for the server did not do what it was asked"))
-            logger.warning(
-                "objects in %s will be moved by %s as far and as soon as the server lets it: %s%s",
-                where,
-                name,
-                silence,
-                _passed(report),
-            )
-            return ProbedMover(_limited(made, tier), tuple(report))
+            reason = "round trip ok" + ("" if kind is memory_kind else "; packs through host memory")
+            logger.info("objects in %s are moved by %s (%s)%s", store.where, name, reason, _passed(report))
+            return ProbedMover(mover, (*report, Probe(name, True, "round trip ok")))
+        if trouble is not None and (unproved or (trouble.cause == "denied" and _may_look(store))):
+            report = []
+            for name, _ in candidates(tier.mover, MemoryKind.DRAM):
+                try:
+                    mover = make_mover(name, tier)
+                except NixlOffloadError as error:
+                    report.append(_failed(name, error))
+                    continue
+                logger.warning(
+                    "objects in %s will be moved by %s as far and as soon as the server lets it: %s%s%s",
+                    store.where,
+                    name,
+                    "" if unproved else "it can be read at most: ",
+                    trouble,
+                    _passed(report),
+                )
+                reason = "not proved, for the server did not do what it was asked"
+                return ProbedMover(mover, (*report, Probe(name, True, reason)))
+        elif trouble is not None and all(probe.name != store.name for probe in report):
+            report.append(_failed(store.name, trouble))  # NIXL's plugin cannot tell causes
     reasons = "; ".join(f"{probe.name}: {probe.reason}" for probe in report)
-    raise MoverUnavailableError(f"mover {tier.mover!r} cannot move {memory_kind.value} to {where}: {reasons} ({_HELP})")
+    text = f"mover {tier.mover!r} cannot move {memory_kind.value} to {store.where}: {reasons} ({_HELP})"
+    raise MoverUnavailableError(text)
 
 
-def make_mover(name: str, tier: S3Config, open_client: OpenClient) -> Mover:
-    """A mover of ``candidates`` without limits, not tried out. Raises what says that it cannot be made here."""
-    return _limited(_make(name, tier, open_client), tier)
-
-
-def _make(name: str, tier: S3Config, open_client: OpenClient) -> Mover:
+def make_mover(name: str, tier: S3Config) -> Mover:
+    """A mover of ``candidates``, not tried out. Raises what says that it cannot be made here."""
+    timeout_s = tier.request_timeout_s
     if name != "obj":
-        return StoreMover(open_client("obstore"), threads=tier.connections, close_timeout_s=tier.request_timeout_s)
-    bare = NixlMover(object_plugin(tier), close_timeout_s=tier.request_timeout_s)
-    bare.connect()
-    return RetryingMover(bare, _control(open_client))
+        made: Mover = StoreMover(open_store(tier), threads=tier.connections, close_timeout_s=timeout_s)
+    else:
+        bare = NixlMover(object_plugin(tier), close_timeout_s=timeout_s)
+        bare.connect()
+        made = RetryingMover(bare, open_store(tier))
+    return LimitedMover(made, close_timeout_s=timeout_s)
 
 
-def _limited(mover: Mover, tier: S3Config) -> Mover:
-    return LimitedMover(mover, close_timeout_s=tier.request_timeout_s)
-
-
-def _try(
-    name: str,
-    tier: S3Config,
-    memory_kind: MemoryKind,
-    open_client: OpenClient,
-    control: Store | None,
-    report: list[Probe],
-) -> Mover | None:
-    """Make ``name`` and send it round; the report gets a line either way."""
-    try:
-        bare = _make(name, tier, open_client)
-    except NixlOffloadError as error:
-        report.append(Probe(name, False, _without(name, error)))
-        return None
-    mover = _limited(bare, tier)
-    if memory_kind not in mover.memory_kinds:
-        report.append(Probe(name, False, f"takes no {memory_kind.value} here"))
-        mover.close()
-        return None
+def _proved(name: str, tier: S3Config, kind: MemoryKind, store: Store, trouble: StoreError | None) -> Mover:
+    """Make ``name`` and send a page round, unless ``store``, which is the same client, has just done that."""
+    if name == store.name and trouble is not None:
+        raise trouble
+    mover = make_mover(name, tier)
     probe = f"probe-{secrets.token_hex(8)}"
     try:
-        probe_object(mover, memory_kind, probe, 2 * tier.request_timeout_s)
-    except MoverError as error:
-        report.append(Probe(name, False, _without(name, error)))
+        if kind not in mover.memory_kinds:
+            raise MoverError(f"takes no {kind.value} here")
+        if name != store.name:
+            probe_object(mover, kind, probe, 2 * tier.request_timeout_s)
+    except MoverError:
         mover.close()
-        return None
+        raise
     finally:
-        if control is not None:
-            try:
-                control.delete([probe])
-            except StoreError as error:
-                logger.debug("%s: %s stays behind: %s", control.where, probe, error)
-    report.append(Probe(name, True, "round trip ok"))
+        if name != store.name:
+            with contextlib.suppress(StoreError):
+                store.delete([probe])
     return mover
 
 
 def probe_object(mover: Mover, kind: MemoryKind, name: str, timeout_s: float) -> None:
     """Put a page under ``name``, get it back into another page and compare them, for ``timeout_s`` each.
 
-    Memory of a device is never looked at, so there it is enough that the transfers succeed. The mover stays open.
+    Memory of a device is never looked at: there it is enough that the transfers succeed. The mover stays open.
     Raises MoverError.
     """
     region, keep = scratch_memory(kind)
@@ -179,66 +144,40 @@ def probe_object(mover: Mover, kind: MemoryKind, name: str, timeout_s: float) ->
             if arrived != pattern or any(between):
                 raise MoverError("the round trip came back with other bytes")
     except MoverError:
-        # Whatever went wrong, late I/O must not find this memory in other hands.
-        keep_forever(keep)
+        keep_forever(keep)  # late I/O must not find this memory in other hands
         raise
     mover.close_file(target)
     mover.unregister_memory(memory)
     del keep
 
 
-def _control(open_client: OpenClient) -> Store | None:
-    """Return what looks at the bucket beside the mover; None where no client is installed."""
-    with contextlib.suppress(NixlOffloadError):
-        return open_client("auto")
-    return None
-
-
-def _silence(control: Store | None) -> str | None:
-    """What there is instead of an answer of the server; None when it answers, be it with a refusal."""
-    if control is None:
-        return None
+def _trouble(store: Store) -> StoreError | None:
+    """What stands against putting an object and getting it back."""
+    name, content = f"probe-{secrets.token_hex(8)}", secrets.token_bytes(PAGE_BYTES)
+    arrived = bytearray(PAGE_BYTES)
     try:
-        control.head("probe")
-    except StoreError as error:
-        return str(error) if error.cause in NOT_ANSWERING else None
-    return None
-
-
-def _may_look(control: Store | None) -> bool:
-    """Whether the server says what is there: so credentials that may not write may read, as like as not."""
-    if control is None:
-        return False
-    try:
-        control.head("probe")
-    except StoreError:
-        return False
-    return True
-
-
-def _trouble(control: Store | None) -> StoreError | None:
-    """What stands against putting an object and getting it back, where no mover could: they cannot all tell the cause.
-
-    A HEAD may be answered by a server that takes no PUT for the moment.
-    """
-    if control is None:
-        return None
-    name, content = f"probe-{secrets.token_hex(8)}", memoryview(bytearray(PAGE_BYTES))
-    try:
-        control.write(name, content)
+        store.write(name, memoryview(content))
         try:
-            control.read_into(name, 0, content)
+            store.read_into(name, 0, memoryview(arrived))
         finally:
             with contextlib.suppress(StoreError):
-                control.delete([name])
+                store.delete([name])
     except StoreError as error:
         return error
-    return None
+    return None if arrived == content else StoreError("the round trip came back with other bytes", cause="io")
+
+
+def _may_look(store: Store) -> bool:
+    """Whether the server says what is there: then credentials that may not write probably may read."""
+    with contextlib.suppress(StoreError):
+        store.head("probe")
+        return True
+    return False
+
+
+def _failed(name: str, error: Exception) -> Probe:
+    return Probe(name, False, str(error).removeprefix(f"{name}: "))
 
 
 def _passed(report: list[Probe]) -> str:
-    return "".join(f"; passed over {probe.name}: {probe.reason}" for probe in report if not probe.ok)
-
-
-def _without(name: str, error: Exception) -> str:
-    return str(error).removeprefix(f"{name}: ")
+    return "".join(f"; passed over {probe.name}: {probe.reason}" for probe in report)

@@ -1,9 +1,9 @@
-"""A bucket over obstore (Rust's object_store): the fastest client for probes and listings. The only file that knows it.
+"""A bucket over obstore (Rust's object_store), with reads by ``http_get``. The only file that knows obstore.
 
 Threading: as ``base.Store``; the I/O runs on obstore's own runtime, which does not survive a fork: make the store in
 the process that uses it. Ownership: a call holds the caller's memory no longer than it lasts.
 
-What obstore raises quotes the server's whole answer, which may hold what was signed. So errors are read and rebuilt:
+What obstore raises quotes the server's whole answer, which may hold what was signed. So errors are parsed and rebuilt:
 neither the text nor the cause of a StoreError from here contains an answer's body.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -20,263 +21,315 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import obstore
+from obstore.auth.boto3 import Boto3CredentialProvider
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import StoreError
-from nixl_offload.stores.base import ObjectInfo
+from nixl_offload.stores.base import ObjectInfo, Store
 from nixl_offload.stores.http_get import DirectGets
 from nixl_offload.stores.s3 import (
     ATTEMPTS,
     CONNECT_TIMEOUT_S,
-    CREDENTIALS_RETRY_S,
-    LIST_PAGE,
     NO_CREDENTIALS,
-    BrokenBodyError,
-    BucketStore,
+    S3Address,
     answer_error,
-    closed_error,
     hush_botocore,
-    no_bucket,
     printable,
     readable_ca_bundle,
-    short_error,
-    stuck_error,
 )
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_STATUS: Final = re.compile(r"^ *status: (\d{3}),$", re.MULTILINE)
-_KIND: Final = re.compile(r"^ *kind: (Connect|Timeout|Interrupted|Request|Decode|Unknown),$", re.MULTILINE)
-_CODE: Final = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
-_MESSAGE: Final = re.compile(r"<Message>([^<>]{1,200})</Message>")
-_OS_MESSAGE: Final = re.compile(r'^ *message: "([^"]{1,200})",$', re.MULTILINE)
-_CREDENTIALS_URL: Final = re.compile(r"Error performing [A-Z]+ https?://(169\.254\.|\[fd00:ec2|sts\.)")
-"""obstore's own chain was asking the machine, the container or STS for credentials."""
-_SIGNED_FOR: Final = timedelta(minutes=15)
-"""As far as clocks may be apart, and no longer: the address lets anybody read the object meanwhile."""
-_SIGNED_IN_VAIN: Final = frozenset({400, 401, 403})
-_LEFT_ALONE_MOST: Final = 3
-"""After so many answers in a row that we cannot use, and obstore could, addresses are signed no more."""
-_NOT_PARTIAL: Final = "source: NotPartial"
+LIST_PAGE: Final = 1000
+"""Objects per page of a listing, and per bulk delete: the most that S3 gives and takes."""
+CREDENTIALS_RETRY_S: Final = 5.0
+"""Pause before the AWS chain is asked again when it had no keys, or none but the denied ones. Asking may take seconds.
+"""
 _CREDENTIALS_TTL: Final = timedelta(minutes=8)
 """botocore renews temporary credentials ten minutes before they end, so what it gives is good for longer than this."""
+_SIGNED_FOR: Final = timedelta(minutes=15)
+"""As far as clocks may be apart, and no longer: anybody who has the address can read the object meanwhile."""
+_UNUSABLE_MOST: Final = 3
+"""Answers in a row that only obstore could use; then it reads alone."""
+_COPIES_NOTHING: Final = {400, 405, 501}
+"""The status of servers that refuse to copy an object onto itself."""
+
+_STATUS: Final = re.compile(r"^ *status: (\d{3}),$", re.MULTILINE)
+_KIND: Final = re.compile(r"^ *kind: (Connect|Timeout|Interrupted|Request|Decode|Unknown),$", re.MULTILINE)
+_CODE: Final = re.compile(r"""(?:<Code>|^ *code: ")([A-Za-z0-9]{1,64})(?:</Code>|",$)""", re.MULTILINE)
+_STATUS_OF_CODE: Final = {"AccessDenied": 403, "NoSuchBucket": 404, "NoSuchKey": 404, "NoSuchVersion": 404}
+"""For errors inside an answer with status 200, as that of a bulk delete."""
+_MESSAGE: Final = re.compile(r"<Message>([^<>]{1,200})</Message>")
+_OS_MESSAGE: Final = re.compile(r'^ *message: "([^"]{1,200})",$', re.MULTILINE)
 
 
-class ObstoreStore(BucketStore[S3Store]):
-    """An S3 bucket behind one ``obstore.store.S3Store``.
+class _BrokenBodyError(StoreError):
+    """An answer began well and broke off."""
 
-    Credentials come from boto3's chain where boto3 is installed (environment, profile, role, IMDS), else from obstore's
-    (environment, web identity, container, IMDS: no profiles). Where there are none, calls fail as ``denied``, and the
-    chain is asked again every few seconds.
+
+class BucketStore(Store):
+    """An S3 bucket behind one ``S3Store``, made at the first call, with credentials of boto3's chain.
+
+    botocore renews keys that expire, but reads those of the environment and of ``~/.aws/credentials`` once. So when a
+    call is denied and the chain has other keys by then, the client is replaced and the call made again.
     """
 
     name = "obstore"
 
     def __init__(self, tier: S3Config) -> None:
         """Reach nothing yet."""
-        super().__init__(tier)
+        self._tier = tier
+        self._address = S3Address.of(tier)
+        self.where = self._address.where
+        self._lock = threading.Lock()
+        self._made: tuple[S3Store, Any] | None = None
+        """The client, and botocore's credentials in it."""
+        self._ask_chain_at_s = 0.0
+        self._closed = False
+        self._bucket_seen = False
+        """Whether an answer came that only an existing bucket gives."""
         self._ignores_ranges = False
-        self._left_alone = 0
+        self._unusable_answers = 0
         self._direct = DirectGets(timeout_s=tier.request_timeout_s, tls=partial(_tls, tier))
+
+    def __repr__(self) -> str:
+        return f"BucketStore({self.where})"
 
     def head(self, name: str) -> ObjectInfo | None:
         found = self._call(f"HEAD {name}", _head, self._address.key(name))
         if found is None:
             self._require_bucket()
-            return None
-        self._bucket_seen = True
-        return self._info(found)
+        return None if found is None else self._info(found)
+
+    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
+        read = partial(self._call, f"GET {name}", self._read_into, name, offset, memory.cast("B"))
+        try:
+            read()
+        except _BrokenBodyError:
+            # obstore retries what does not begin. A broken body it resumes by a range, which not every server has.
+            read()
 
     def write(self, name: str, memory: memoryview) -> None:
         key = self._address.key(name)
         self._call(f"PUT {name}", obstore.put, key, memory.cast("B"), use_multipart=False)
-        self._bucket_seen = True
 
-    def _get(self, name: str, offset: int, memory: memoryview) -> None:
-        self._call(f"GET {name}", self._read_into, name, offset, memory)
-
-    def _copy(self, name: str) -> None:
-        key = self._address.key(name)
-        # overwrite=False sends the header that ``_make_store`` names, and nothing that forbids to overwrite.
-        self._call(f"COPY {name}", obstore.copy, key, key, overwrite=False)
-
-    def _delete(self, names: Sequence[str], doing: str) -> None:
-        self._call(doing, obstore.delete, [self._address.key(name) for name in names])
+    def delete(self, names: Sequence[str]) -> None:
+        first: StoreError | None = None
+        for start in range(0, len(names), LIST_PAGE):
+            batch = [self._address.key(name) for name in names[start : start + LIST_PAGE]]
+            more = f" and {len(batch) - 1} more" if len(batch) > 1 else ""
+            try:
+                self._call(f"DELETE {names[start]}{more}", obstore.delete, batch)
+            except StoreError as error:
+                if error.cause != "missing":  # some servers answer 404 when they delete one object
+                    first = first or error
+        if first is not None:
+            raise first
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        # obstore lists whole path segments: take the directory, begin at the prefix, stop behind it.
+        # obstore lists whole path segments, so list the directory. It drops a slash at the end of where it begins.
         directory = prefix[: prefix.rfind("/") + 1]
-        after = start_after
-        if prefix != directory and prefix > start_after:
-            exact = self.head(prefix)
-            if exact is not None:
-                yield exact
-            after = prefix
-        for page in self._pages(f"LIST {prefix}".rstrip(), directory, after):
-            for found in page:
-                info = self._info(found)
-                if info.name <= start_after:
-                    continue  # obstore drops a slash at the end of where it should begin.
-                if info.name.startswith(prefix):
-                    yield info
-                elif info.name > prefix:
-                    return
+        after = max(start_after, prefix[:-1] if prefix != directory else "")
+        for found in self._list_directory(f"LIST {prefix}".rstrip(), directory, after):
+            info = self._info(found)
+            if info.name > start_after and info.name.startswith(prefix):
+                yield info
+            elif info.name > prefix and not info.name.startswith(prefix):
+                return
+
+    def refresh(self, name: str, size_bytes: int) -> bool:
+        found, key = self.head(name), self._address.key(name)
+        if found is None or found.size_bytes != size_bytes:
+            return False
+        try:
+            try:
+                # overwrite=False sends the header that ``_make`` names, and nothing that forbids to overwrite.
+                self._call(f"COPY {name}", obstore.copy, key, key, overwrite=False)
+            except StoreError as error:
+                if error.cause not in ("io", "server") or error.status not in _COPIES_NOTHING:
+                    raise
+                content = memoryview(bytearray(size_bytes))
+                self.read_into(name, 0, content)
+                self.write(name, content)
+        except StoreError as error:
+            if error.cause not in ("missing", "short"):
+                raise
+            return False
+        return True
 
     def close(self) -> None:
-        super().close()
+        with self._lock:
+            self._closed, self._made = True, None
         self._direct.close()
 
     def _read_into(self, store: S3Store, name: str, offset: int, memory: memoryview) -> None:
         key = self._address.key(name)
-        if self._direct.refusing:
-            self._read_by_obstore(store, name, key, offset, memory)
+        if self._direct.refusing or not memory.nbytes:
+            self._read_by_obstore(store, name, offset, memory)
             return
         status = self._direct.read_into(obstore.sign(store, "GET", key, _SIGNED_FOR), offset, memory)
         if status is None:
-            self._left_alone = 0
+            self._unusable_answers = 0
             return
-        if self._closed:
-            raise closed_error(self.where)
-        self._read_by_obstore(store, name, key, offset, memory)
-        self._left_alone += 0 < status < 500
-        if status in _SIGNED_IN_VAIN or self._left_alone >= _LEFT_ALONE_MOST:
+        self._client()  # raises when closed
+        self._read_by_obstore(store, name, offset, memory)
+        self._unusable_answers += 0 < status < 500
+        if status in (400, 401, 403) or self._unusable_answers >= _UNUSABLE_MOST:
             logger.info("%s: answers presigned addresses by HTTP %d, of no use; obstore reads", self.where, status)
             self._direct.refuse()
 
-    def _read_by_obstore(self, store: S3Store, name: str, key: str, offset: int, memory: memoryview) -> None:
+    def _read_by_obstore(self, store: S3Store, name: str, offset: int, memory: memoryview) -> None:
+        """Copy the body into ``memory``. Where the whole object comes, skip what is before ``offset``."""
         end = offset + memory.nbytes
-        if not self._ignores_ranges:
-            try:
-                result = obstore.get(store, key, options={"range": (offset, end)})
-            except BaseError as error:
-                if _NOT_PARTIAL not in str(error):
-                    raise
-                # rclone sends the range, but as 200, and obstore refuses that. Whole objects, from now on.
-                self._ignores_ranges = True
-            else:
-                got_bytes = result.range[1] - result.range[0]
-                if got_bytes < memory.nbytes:
-                    raise short_error(self.where, name, offset, memory.nbytes, got_bytes)
-                self._fill(name, memory, result, 0)
-                return
-        result = obstore.get(store, key)
-        size_bytes = int(result.meta["size"])
-        if size_bytes < end:
-            raise short_error(self.where, name, offset, memory.nbytes, max(0, size_bytes - offset))
-        self._fill(name, memory, result, offset)
-
-    def _fill(self, name: str, memory: memoryview, result: Any, skip_bytes: int) -> None:
-        """Copy the body into ``memory``, less its first ``skip_bytes``; what comes behind stays unread."""
-        filled = 0
+        options: Any = {} if self._ignores_ranges or not memory.nbytes else {"range": (offset, end)}
+        try:
+            result = obstore.get(store, self._address.key(name), options=options)
+        except BaseError as error:
+            if not options or "source: NotPartial" not in str(error):
+                raise
+            # rclone sends the range, but as 200, and obstore refuses that. Whole objects, from now on.
+            self._ignores_ranges = True
+            self._read_by_obstore(store, name, offset, memory)
+            return
+        begin, stop = result.range
+        if stop < end:
+            text = f"{memory.nbytes} bytes asked for at offset {offset}, there are {max(0, stop - offset)}"
+            raise StoreError(f"{self.where}: GET {name}: {text}", cause="short")
+        filled, skip = 0, offset - begin
         for chunk in result.stream(min_chunk_size=1 << 20):
-            if filled == memory.nbytes:
-                return
-            view = memoryview(chunk)[skip_bytes:]
-            skip_bytes = max(0, skip_bytes - len(chunk))
-            view = view[: memory.nbytes - filled]
+            view = memoryview(chunk)[skip:][: memory.nbytes - filled]
+            skip = max(0, skip - len(chunk))
             memory[filled : filled + view.nbytes] = view
             filled += view.nbytes
-        # Read to its end, where it ends, as a connection is used again only then.
+            if stop > end and filled == memory.nbytes:
+                return
+        # A body that ends here was read to its end: only then is its connection used again.
         if filled < memory.nbytes:
-            raise BrokenBodyError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
+            raise _BrokenBodyError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
 
-    def _pages(self, doing: str, directory: str, after: str) -> Iterator[Sequence[Any]]:
-        """Yield pages of what is in ``directory`` behind ``after``, each a request of its own."""
-        offset = self._address.key(after) if after else None
+    def _list_directory(self, doing: str, directory: str, after: str) -> Iterator[Any]:
+        """Yield what is in ``directory`` behind ``after``, a page per request."""
         where = self._address.key(directory).rstrip("/") or None
+        offset = self._address.key(after) if after else None
+        last: str | None = None
         listed: S3Store | None = None
-        stream: Any = None
-        last: Any = None
+        pages: Any = None
 
         def next_page(store: S3Store) -> Any:
-            nonlocal listed, stream
-            if store is not listed:  # at first, and where the client was renewed
-                stream = obstore.list(store, where, offset=last or offset, chunk_size=LIST_PAGE)
-                listed = store
-            return next(stream, None)
+            nonlocal listed, pages
+            if store is not listed:  # at first, and when the client was replaced
+                pages, listed = obstore.list(store, where, offset=last or offset, chunk_size=LIST_PAGE), store
+            return next(pages, None)
 
-        while (page := self._call(doing, next_page)) is not None:
+        while page := self._call(doing, next_page):
+            if page[-1]["path"] == last:
+                text = "the server begins again with a page that it has sent: not S3?"
+                raise StoreError(f"{self.where}: {doing}: {text}", cause="server")
+            last = page[-1]["path"]
+            yield from page
+
+    def _require_bucket(self) -> None:
+        """Raise StoreError when there is no bucket: a HEAD answers 404 for that, too, and a listing can tell."""
+        if not self._bucket_seen:
+            nothing = self._address.key(".nixl-offload-no-such-directory")
+            try:
+                self._call("LIST", lambda store: next(obstore.list(store, nothing), None))
+            except StoreError as error:
+                if error.cause != "denied":  # else there is a bucket that may not be listed
+                    raise
             self._bucket_seen = True
-            if page and page[-1]["path"] == last:
-                raise stuck_error(self.where, doing)
-            last = page[-1]["path"] if page else last
-            yield page
-
-    def _list_nothing(self, name: str) -> None:
-        self._call("LIST", lambda store: next(obstore.list(store, self._address.key(name)), None))
 
     def _info(self, found: Any) -> ObjectInfo:
-        return ObjectInfo(self._address.name(found["path"]), int(found["size"]), found["last_modified"].timestamp())
+        name = found["path"][len(self._address.prefix) :]
+        return ObjectInfo(name, int(found["size"]), found["last_modified"].timestamp())
 
     def _call(self, doing: str, function: Callable[..., _T], *arguments: Any, **options: Any) -> _T:
-        """Call ``function`` with the S3Store first. Raises StoreError alone."""
+        """Call ``function`` with the client as its first argument. Raises StoreError alone."""
         store = self._client()
         try:
-            return function(store, *arguments, **options)
+            answer = function(store, *arguments, **options)
         except StoreError:
             raise
         except (BaseError, OSError, ValueError) as error:
             foreign = error
-        # Out of the handler, so that the original, which quotes the answer, is not chained as the context.
+        else:
+            self._bucket_seen |= answer is not None or function is not _head
+            return answer
+        # Out of the handler, so that the original, which quotes the answer, does not become the context.
         failure = self._translated(doing, foreign)
-        if failure.cause == "denied" and self._renewed(store):
+        if failure.cause == "denied" and self._replaced(store):
             return self._call(doing, function, *arguments, **options)
         raise failure
 
     def _translated(self, doing: str, foreign: Exception) -> StoreError:
         """Return the StoreError, with a cause that is as the original less what it quotes."""
-        error = self._read(doing, str(foreign))
-        if error.cause == "io" and "NoSuchBucket" in str(foreign):
+        text = str(foreign)
+        if "<Code>NoSuchBucket<" in text:
             self._bucket_seen = False
-        first_line = str(error).partition(": ")[2]
+        error = self._parsed(doing, text)
         foreign_type = type(foreign) if isinstance(foreign, BaseError) else OSError
-        error.__cause__ = foreign_type(first_line)
+        error.__cause__ = foreign_type(str(error).partition(": ")[2])
         return error
 
-    def _read(self, doing: str, text: str) -> StoreError:
+    def _parsed(self, doing: str, text: str) -> StoreError:
         begin = f"{self.where}: {doing}: "
-        if _CREDENTIALS_URL.search(text):
-            return StoreError(begin + NO_CREDENTIALS, cause="denied")
-        status = _STATUS.search(text)
-        code, message = _CODE.search(text), _MESSAGE.search(text)
-        if code is not None and code[1] == "NoSuchBucket":
-            return no_bucket(doing, self._address)
-        if status is not None:
-            said = (code[1] if code else "", message[1] if message else "")
-            return answer_error(doing, self._address, int(status[1]), *said)
-        kind = _KIND.search(text)
-        system = _OS_MESSAGE.search(text)
-        why = f" ({system[1]})" if system else ""
-        if kind is not None and kind[1] == "Timeout":
-            return StoreError(
-                f"{begin}no answer within {self._tier.request_timeout_s:g} s, {ATTEMPTS} times", cause="timeout"
-            )
-        if kind is not None and kind[1] == "Connect":
+        status, code, message, kind, system = (
+            found[1] if (found := pattern.search(text)) else ""
+            for pattern in (_STATUS, _CODE, _MESSAGE, _KIND, _OS_MESSAGE)
+        )
+        if code and status in ("", "200"):
+            status = str(_STATUS_OF_CODE.get(code, 500))
+        if status:
+            return answer_error(doing, self._address, int(status), code, message)
+        why = f" ({system})" if system else ""
+        if kind == "Timeout":
+            late = f"no answer within {self._tier.request_timeout_s:g} s, {ATTEMPTS} times"
+            return StoreError(begin + late, cause="timeout")
+        if kind == "Connect":
             hint = "; set ca_bundle if the server has its own certificate authority" if "ertificate" in text else ""
             return StoreError(f"{begin}cannot connect{why}{hint}", cause="unreachable")
-        if kind is not None:
-            broken = StoreError if "RetryError" in text else BrokenBodyError
+        if kind:
+            broken = StoreError if "RetryError" in text else _BrokenBodyError
             return broken(f"{begin}the connection broke{why}", cause="unreachable")
         if "redirect" in text:
             return StoreError(f"{begin}redirected; the bucket may be in another region: set region", cause="io")
-        if "redential" in text or "Metadata" in text:
-            return StoreError(f"{begin}{NO_CREDENTIALS}", cause="denied")
+        if "redential" in text:
+            return StoreError(begin + NO_CREDENTIALS, cause="denied")
         words = "refused" if "<" in text else printable(text.partition("\n")[0][:200])
-        return StoreError(f"{begin}{words}", cause="io")
+        return StoreError(begin + words, cause="io")
+
+    def _client(self) -> S3Store:
+        made = self._made
+        if made is None:
+            with self._lock:
+                if self._closed:
+                    raise StoreError(f"{self.where}: the store is closed", cause="io")
+                made = self._made = self._made or self._make()
+        return made[0]
+
+    def _replaced(self, denied: S3Store) -> bool:
+        """Whether ``_client`` now returns another client than ``denied``."""
+        with self._lock:
+            if self._made is None or self._made[0] is not denied:
+                return True
+            used = self._made[1]
+            if hasattr(used, "refresh_needed") or time.monotonic() < self._ask_chain_at_s:
+                return False
+            self._ask_chain_at_s = time.monotonic() + CREDENTIALS_RETRY_S
+            try:
+                found = Boto3CredentialProvider().credentials.get_frozen_credentials()
+                if found != used.get_frozen_credentials():
+                    self._made, self._ask_chain_at_s = None, 0.0
+            except Exception:  # noqa: BLE001  a foreign library's edge; the caller raises the denial
+                return False
+            return self._made is None
 
     def _make(self) -> tuple[S3Store, Any]:
         provider = self._credentials()
-        try:
-            return self._make_store(provider), provider and provider.credentials
-        except (BaseError, OSError, ValueError) as error:
-            text = f"{self.where}: obstore takes no such address, certificates or options ({type(error).__name__})"
-            raise StoreError(text, cause="io") from error
-
-    def _make_store(self, provider: Any) -> S3Store:
         tier, address = self._tier, self._address
         timeout = timedelta(seconds=tier.request_timeout_s)
         client: Any = {
@@ -285,45 +338,43 @@ class ObstoreStore(BucketStore[S3Store]):
             "allow_http": address.plain_http,
             "pool_max_idle_per_host": str(tier.connections),
         }
-        bundle = readable_ca_bundle(tier)
-        if bundle is not None:
-            client["root_certificate"] = Path(bundle).read_bytes()
-        config: Any = {
+        config = {
             "virtual_hosted_style_request": not address.path_style,
-            # obstore knows no metadata directive, but this way to send a header along with some of its copies.
+            "endpoint": address.endpoint if address.path_style else address.virtual_endpoint,
+            "region": address.region,
+            # obstore knows no metadata directive, but sends this header along with some of its copies.
             "copy_if_not_exists": "header: x-amz-metadata-directive: REPLACE",
         }
-        endpoint = address.endpoint if address.path_style else address.virtual_endpoint
-        if endpoint is not None:
-            config["endpoint"] = endpoint
-        if address.region is not None:
-            config["region"] = address.region
+        given: Any = {name: value for name, value in config.items() if value is not None}
         retries: Any = {
             "max_retries": ATTEMPTS - 1,
             "retry_timeout": ATTEMPTS * timeout,
             "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2), "base": 2},
         }
-        return S3Store(
-            address.bucket,
-            config=config,
-            client_options=client,
-            retry_config=retries,
-            credential_provider=provider,
-        )
-
-    def _credentials(self) -> Any:
-        """Return boto3's chain as a provider; None where boto3 is not installed, for obstore's own chain."""
+        bundle = readable_ca_bundle(tier)
         try:
-            from obstore.auth.boto3 import Boto3CredentialProvider
-        except ImportError:
-            return None
+            if bundle is not None:
+                client["root_certificate"] = Path(bundle).read_bytes()
+            store = S3Store(
+                address.bucket,
+                config=given,
+                client_options=client,
+                retry_config=retries,
+                credential_provider=provider,
+            )
+        except (BaseError, OSError, ValueError) as error:
+            text = f"{self.where}: obstore takes no such address, certificates or options ({type(error).__name__})"
+            raise StoreError(text, cause="io") from error
+        return store, provider.credentials
+
+    def _credentials(self) -> Boto3CredentialProvider:
         hush_botocore()
         why = ""
-        if time.monotonic() >= self._ask_again_s:
+        if time.monotonic() >= self._ask_chain_at_s:
             try:
                 return Boto3CredentialProvider(ttl=_CREDENTIALS_TTL)
             except Exception as error:  # noqa: BLE001  whatever the chain raises: no secret of it may get out
-                self._ask_again_s = time.monotonic() + CREDENTIALS_RETRY_S
+                self._ask_chain_at_s = time.monotonic() + CREDENTIALS_RETRY_S
                 why = "" if isinstance(error, ValueError) else f" ({type(error).__name__})"
         raise StoreError(f"{self.where}: {NO_CREDENTIALS}{why}", cause="denied")
 

@@ -8,7 +8,6 @@ daemon thread, which storage that hangs may keep for ever.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import tempfile
@@ -43,7 +42,6 @@ from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.hardware.cores import unbound
 from nixl_offload.movers.base import MemoryKind
 from nixl_offload.movers.select_object import open_object_mover
-from nixl_offload.stores.select import open_store
 from nixl_offload.tiers.kinds import AnyPlace, open_link
 from nixl_offload.tiers.memory.tier import rank_memory_bytes
 from nixl_offload.tiers.os_errors import tier_error
@@ -254,4 +252,4 @@ def _open_mover(
         return open_planned(tier, directory, device, plan)
     assert tier.kind == "s3", "memory has no mover"
     kind = MemoryKind.DRAM if authenticated else device.kind
-    return OpenedMover(open_object_mover(tier, kind, functools.partial(open_store, tier)).mover)
+    return OpenedMover(open_object_mover(tier, kind).mover)

@@ -9,7 +9,7 @@ from nixl_offload.movers.base import Mover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import object_plugin
 from nixl_offload.movers.store import StoreMover
-from nixl_offload.stores.select import open_store
+from nixl_offload.stores.s3 import open_store
 from tests.contract.suites.object_mover_rig import RawObjects
 from tests.s3.servers import RcloneServer
 
@@ -59,4 +59,4 @@ def bare_mover(name: str, tier: S3Config) -> Mover:
     """A mover by its name in the config, with its limits and without retries of ours."""
     if name == "obj":
         return NixlMover(object_plugin(tier), close_timeout_s=tier.request_timeout_s)
-    return StoreMover(open_store(tier, "obstore"), threads=tier.connections, close_timeout_s=tier.request_timeout_s)
+    return StoreMover(open_store(tier), threads=tier.connections, close_timeout_s=tier.request_timeout_s)

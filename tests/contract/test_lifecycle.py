@@ -10,8 +10,10 @@ import pytest
 
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import NotSupportedError, StoreError
-from nixl_offload.stores.lifecycle import apply_lifecycle, plan_lifecycle, rule_id
+from nixl_offload.stores.bucket import apply_lifecycle, plan_lifecycle, rule_id
 from tests.s3.servers import MotoServer, RcloneServer
+
+from .one_answer_server import OneAnswerServer, error
 
 OTHER = {"ID": "theirs", "Status": "Enabled", "Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 3}}
 
@@ -137,6 +139,13 @@ def test_a_server_without_lifecycle_rules(monkeypatch: pytest.MonkeyPatch) -> No
             monkeypatch.setenv(name, value)
         with pytest.raises(NotSupportedError, match="nixl-offload gc"):
             plan_lifecycle(S3Config.model_validate(server.tier("kv", ttl="1d")))
+
+
+def test_an_error_holds_nothing_that_a_terminal_obeys(bucket: Bucket) -> None:
+    said = error("400 Bad Request", f"Bad{chr(0x9B)}2J")
+    with OneAnswerServer(said) as server, pytest.raises(StoreError) as caught:
+        plan_lifecycle(bucket.tier(endpoint=server.endpoint))
+    assert str(caught.value).isprintable()
 
 
 def test_long_prefixes_have_ids_of_their_own() -> None:

@@ -27,7 +27,6 @@ from nixl_offload.movers.select_object import candidates, make_mover, open_objec
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.directory import TreeStore
-from nixl_offload.stores.select import open_store
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.contract.suites.mover_suite import MIB, extents
 from tests.contract.suites.object_mover_rig import ObjectRig
@@ -68,16 +67,14 @@ class Rigs:
         return self.over(bare_mover(name, self.tier(**fields)))
 
     def handed_out(self, name: str, **fields: object) -> ObjectRig:
-        tier = self.tier(**fields)
-        return self.over(make_mover(name, tier, lambda client: open_store(tier, client)))
+        return self.over(make_mover(name, self.tier(**fields)))
 
     def over(self, mover: Mover) -> ObjectRig:
         self.opened.append(ObjectRig(mover, RawBucket(self.server), MemoryKind.DRAM, MIB))
         return self.opened[-1]
 
     def select(self, memory_kind: MemoryKind = MemoryKind.DRAM, **fields: object) -> ProbedMover:
-        tier = self.tier(**fields)
-        return open_object_mover(tier, memory_kind, lambda client: open_store(tier, client))
+        return open_object_mover(self.tier(**fields), memory_kind)
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.select_object import make_mover
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.directory import TreeStore
-from nixl_offload.stores.select import open_store
 from tests.contract.suites.object_mover_rig import RawObjects
 from tests.contract.suites.object_mover_suite import ObjectMoverSuite
 from tests.s3.servers import RcloneServer
@@ -48,8 +47,7 @@ class _BucketSuite(ObjectMoverSuite):
 
 class _AsHandedOut(_BucketSuite):
     def make_mover(self) -> Mover:
-        tier = tier_of(self.server)
-        return make_mover(self.mover, tier, lambda client: open_store(tier, client))
+        return make_mover(self.mover, tier_of(self.server))
 
 
 class TestObj(_BucketSuite):

@@ -1,6 +1,6 @@
-"""What S3 stores make of servers that are dead, hang, refuse, break off or lie, and of credentials; no secret gets out.
+"""An S3 store and servers that are dead, hang, refuse, break off or lie; and credentials. No secret gets out.
 
-Both clients, against one-answer servers and rclone. Each case bounds the time that a call may take.
+Against one-answer servers and rclone. Each case bounds the time that a call may take.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,14 +19,12 @@ import certifi
 import pytest
 
 from nixl_offload.config.schema import S3Config
-from nixl_offload.errors import ConfigError, StoreError
+from nixl_offload.errors import ConfigError, NotSupportedError, StoreError
 from nixl_offload.movers.nixl_plugins import object_plugin
-from nixl_offload.stores import boto3 as s3_by_boto3
 from nixl_offload.stores import obstore, s3
 from nixl_offload.stores.base import Store
-from nixl_offload.stores.boto3 import client_facts
-from nixl_offload.stores.s3 import S3Address
-from nixl_offload.stores.select import open_store
+from nixl_offload.stores.bucket import client_facts, plan_lifecycle
+from nixl_offload.stores.s3 import S3Address, open_store
 from tests.contract.suites.store_suite import cause_of, read, write
 from tests.s3.proxy import Answer, FaultProxy
 from tests.s3.servers import RcloneServer, free_port
@@ -39,8 +38,6 @@ TIMEOUT_S = 0.3
 PATIENCE_S = 30.0
 """A client that ignored the timeout would take a minute or more; one on a busy machine needs some seconds."""
 LAST_MODIFIED = "Sat, 21 Nov 2026 10:00:00 GMT"
-
-pytestmark = pytest.mark.parametrize("client", ["obstore", "boto3"])
 
 OPERATIONS: dict[str, Callable[[Store], object]] = {
     "head": lambda store: store.head("x/1"),
@@ -71,10 +68,13 @@ def rclone() -> Iterator[RcloneServer]:
         yield server
 
 
-def store_at(endpoint: str, client: str, **fields: object) -> Store:
+def tier_at(endpoint: str, **fields: object) -> S3Config:
     fields = {"bucket": "kv-cache", "region": "us-east-1", "request_timeout": f"{TIMEOUT_S}s", **fields}
-    tier = S3Config.model_validate({"kind": "s3", "endpoint": endpoint, **fields})
-    return open_store(tier, "obstore" if client == "obstore" else "boto3")
+    return S3Config.model_validate({"kind": "s3", "endpoint": endpoint, **fields})
+
+
+def store_at(endpoint: str, **fields: object) -> Store:
+    return open_store(tier_at(endpoint, **fields))
 
 
 def failure_of(store: Store, operation: str) -> StoreError:
@@ -97,39 +97,38 @@ def recording(texts: list[str]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_dead_server_is_unreachable(client: str, operation: str) -> None:
+def test_a_dead_server_is_unreachable(operation: str) -> None:
     """Nobody listens: told within seconds, retries and pauses included."""
     start_s = time.monotonic()
-    failure = failure_of(store_at(f"http://127.0.0.1:{free_port()}", client), operation)
+    failure = failure_of(store_at(f"http://127.0.0.1:{free_port()}"), operation)
     assert failure.cause == "unreachable"
     assert time.monotonic() - start_s < PATIENCE_S
 
 
-def test_an_address_that_does_not_connect_is_given_up_soon(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_does_not_connect_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long before a request that was sent would be: the host may have another address."""
-    for module in (s3_by_boto3, obstore):
-        monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.2, raising=False)
+    monkeypatch.setattr(obstore, "CONNECT_TIMEOUT_S", 0.2)
     started_s = time.monotonic()
     with dead_address() as (host, port):
-        failure = failure_of(store_at(f"http://{host}:{port}", client, request_timeout="60s"), "head")
+        failure = failure_of(store_at(f"http://{host}:{port}", request_timeout="60s"), "head")
     assert failure.cause in ("timeout", "unreachable")
     assert time.monotonic() - started_s < PATIENCE_S
 
 
 @pytest.mark.parametrize("operation", ["head", "read", "write"])
-def test_a_hung_server_times_out(client: str, operation: str) -> None:
-    """It takes requests and never answers: three attempts of the request timeout each, one more for obstore's reads,
-    which begin with a direct GET, and some pauses.
+def test_a_hung_server_times_out(operation: str) -> None:
+    """It takes requests and never answers: three attempts of the request timeout each, a direct GET before a read, and
+    some pauses.
     """
     with OneAnswerServer(HANG) as server:
         start_s = time.monotonic()
-        failure = failure_of(store_at(server.endpoint, client), operation)
+        failure = failure_of(store_at(server.endpoint), operation)
         assert failure.cause == "timeout"
         assert time.monotonic() - start_s < PATIENCE_S
-        assert 1 <= len(server.requests) <= 3 + (client == "obstore" and operation == "read")
+        assert 1 <= len(server.requests) <= 3 + (operation == "read")
 
 
-def test_a_body_that_stalls_times_out(client: str) -> None:
+def test_a_body_that_stalls_times_out() -> None:
     """The headers come, half of the body, and nothing more: no success, and no endless wait."""
 
     class Stalling(OneAnswerServer):
@@ -142,15 +141,15 @@ def test_a_body_that_stalls_times_out(client: str) -> None:
 
     with Stalling(HANG) as server:
         start_s = time.monotonic()
-        assert failure_of(store_at(server.endpoint, client), "read").cause == "timeout"
+        assert failure_of(store_at(server.endpoint), "read").cause == "timeout"
         assert time.monotonic() - start_s < PATIENCE_S
 
 
-def test_a_reset_connection_is_unreachable(client: str) -> None:
-    """The connection breaks under each of three attempts, and before them under obstore's direct GET."""
+def test_a_reset_connection_is_unreachable() -> None:
+    """The connection breaks under each of three attempts, and before them under the direct GET."""
     with OneAnswerServer(RESET) as server:
-        assert failure_of(store_at(server.endpoint, client), "read").cause == "unreachable"
-        assert len(server.requests) == 3 + (client == "obstore")
+        assert failure_of(store_at(server.endpoint), "read").cause == "unreachable"
+        assert len(server.requests) == 4
 
 
 @pytest.mark.parametrize(
@@ -173,20 +172,20 @@ def test_a_reset_connection_is_unreachable(client: str) -> None:
     ],
     ids=lambda value: value[9:12].decode() if isinstance(value, bytes) else None,
 )
-def test_answers_are_told_apart(client: str, said: bytes, cause: str, words: str) -> None:
+def test_answers_are_told_apart(said: bytes, cause: str, words: str) -> None:
     """Each refusal has its cause, and S3's own words in the text; a bucket's absence is no object's."""
     with OneAnswerServer(said) as server:
-        failure = failure_of(store_at(server.endpoint, client), "read")
+        failure = failure_of(store_at(server.endpoint), "read")
     assert (failure.cause, words in str(failure)) == (cause, True), str(failure)
     assert "s3://kv-cache" in str(failure)
     assert "GET x/1" in str(failure)
     assert failure.__cause__ is not None
 
 
-def test_a_head_that_is_refused_says_what_that_may_mean(client: str) -> None:
+def test_a_head_that_is_refused_says_what_that_may_mean() -> None:
     """S3 answers 403 for absent keys to those who may not list."""
     with OneAnswerServer(answer("403 Forbidden")) as server:
-        failure = failure_of(store_at(server.endpoint, client), "head")
+        failure = failure_of(store_at(server.endpoint), "head")
     assert failure.cause == "denied"
     assert "may not list" in str(failure)
 
@@ -204,34 +203,32 @@ PARTIAL = {"Content_Range": "bytes 0-9/10", "ETag": '"e"', "Last_Modified": LAST
         pytest.param(answer("200 OK", b"01234", ETag='"e"', Last_Modified=LAST_MODIFIED), "short", id="short whole"),
     ],
 )
-def test_a_short_body_is_no_success(client: str, said: bytes, cause: str) -> None:
+def test_a_short_body_is_no_success(said: bytes, cause: str) -> None:
     """Whether the server says so or only does it."""
     with OneAnswerServer(said) as server:
-        assert failure_of(store_at(server.endpoint, client), "read").cause == cause
+        assert failure_of(store_at(server.endpoint), "read").cause == cause
 
 
-def test_a_server_without_ranges_is_read_past_the_offset(client: str) -> None:
+def test_a_server_without_ranges_is_read_past_the_offset() -> None:
     """It sends the whole object whatever was asked for; the right bytes arrive, and too few of them are short."""
     whole = answer("200 OK", b"0123456789", ETag='"e"', Last_Modified=LAST_MODIFIED)
     with OneAnswerServer(whole) as server:
-        store = store_at(server.endpoint, client)
+        store = store_at(server.endpoint)
         for offset, length_bytes in [(0, 10), (0, 3), (4, 6), (9, 1)]:
             assert read(store, "x/1", offset, length_bytes) == b"0123456789"[offset : offset + length_bytes]
         assert cause_of(lambda: read(store, "x/1", 5, 6)) == "short"
         store.close()
 
 
-def test_another_range_than_asked_for_is_an_error(client: str) -> None:
+def test_another_range_than_asked_for_is_an_error() -> None:
     """A proxy that serves another piece of the object is not believed."""
     wrong = answer("206 Partial Content", b"0123456789", **(PARTIAL | {"Content_Range": "bytes 20-29/100"}))
     with OneAnswerServer(wrong) as server:
-        failure_of(store_at(server.endpoint, client), "read")
+        failure_of(store_at(server.endpoint), "read")
 
 
-def test_a_server_that_takes_no_presigned_addresses_is_read_all_the_same(client: str) -> None:
+def test_a_server_that_takes_no_presigned_addresses_is_read_all_the_same() -> None:
     """It is asked so once, not for each object."""
-    if client != "obstore":
-        pytest.skip("the other client signs no addresses")
 
     class HeadersOnly(OneAnswerServer):
         """Answers 403 to what is signed in the address."""
@@ -243,28 +240,40 @@ def test_a_server_that_takes_no_presigned_addresses_is_read_all_the_same(client:
             good = answer("206 Partial Content", b"0123456789", **PARTIAL)
             connection.sendall(answer("403 Forbidden") if in_vain else good)
 
-    with HeadersOnly(HANG) as server, contextlib.closing(store_at(server.endpoint, client)) as store:
+    with HeadersOnly(HANG) as server, contextlib.closing(store_at(server.endpoint)) as store:
         for _ in range(3):
             assert read(store, "x/1", 0, 10) == b"0123456789"
         assert [b"X-Amz-Signature=" in head for head in server.requests] == [True, False, False, False]
 
 
-def test_wrong_credentials_are_denied(client: str, rclone: RcloneServer) -> None:
+@pytest.mark.parametrize(
+    ("code", "cause"), [("AccessDenied", "denied"), ("InternalError", "server"), ("NoSuchKey", None)]
+)
+def test_an_object_that_a_bulk_delete_could_not_remove(code: str, cause: str | None) -> None:
+    """The answer has status 200; the code inside counts. An absent object is fine."""
+    failed = f"<Error><Key>x/1</Key><Code>{code}</Code><Message>No.</Message></Error>"
+    with OneAnswerServer(answer("200 OK", f"<DeleteResult>{failed}</DeleteResult>".encode())) as server:
+        store = store_at(server.endpoint)
+        if cause is None:
+            store.delete(["x/1"])
+        else:
+            assert cause_of(lambda: store.delete(["x/1"])) == cause
+        store.close()
+
+
+def test_wrong_credentials_are_denied(rclone: RcloneServer) -> None:
     """A real server checks the signature; each operation says denied, and HEAD does not say absent."""
     for operation in OPERATIONS:
-        failure = failure_of(store_at(rclone.endpoint, client), operation)
+        failure = failure_of(store_at(rclone.endpoint), operation)
         assert failure.cause == "denied", operation
 
 
-def test_no_credentials_are_denied_and_looked_for_again(
-    client: str, rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_credentials_are_denied_and_looked_for_again(rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text says what helps; once there are some, the same store works."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name)
-    for module in (s3, obstore):
-        monkeypatch.setattr(module, "CREDENTIALS_RETRY_S", 0.0)
-    store = store_at(rclone.endpoint, client)
+    monkeypatch.setattr(obstore, "CREDENTIALS_RETRY_S", 0.0)
+    store = store_at(rclone.endpoint)
     for operation in ("head", "read", "list"):
         with pytest.raises(StoreError, match="AWS_ACCESS_KEY_ID") as caught:
             OPERATIONS[operation](store)
@@ -276,13 +285,13 @@ def test_no_credentials_are_denied_and_looked_for_again(
 
 
 def test_keys_that_are_rotated_in_a_file_are_used_from_the_first_refusal_on(
-    client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No call fails, of several threads: neither a read, which goes by a presigned address, nor any other."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    monkeypatch.setattr(s3, "CREDENTIALS_RETRY_S", 0.0)
+    monkeypatch.setattr(obstore, "CREDENTIALS_RETRY_S", 0.0)
 
     def write_keys() -> None:
         keys = f"aws_access_key_id = {server.access_key_id}\naws_secret_access_key = {server.secret_access_key}\n"
@@ -291,7 +300,7 @@ def test_keys_that_are_rotated_in_a_file_are_used_from_the_first_refusal_on(
     with RcloneServer() as server, ThreadPoolExecutor(4) as threads:
         server.write("x/1", b"0123456789")
         write_keys()
-        with contextlib.closing(store_at(server.endpoint, client, request_timeout="10s")) as store:
+        with contextlib.closing(store_at(server.endpoint, request_timeout="10s")) as store:
             for operation in ("read", "write", "head", "list"):
                 OPERATIONS[operation](store)
                 server.stop()
@@ -302,27 +311,25 @@ def test_keys_that_are_rotated_in_a_file_are_used_from_the_first_refusal_on(
             assert [info.name for info in store.list("x/")] == ["x/1"]
 
 
-def test_an_absent_bucket_is_not_an_absent_object(
-    client: str, rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_absent_bucket_is_not_an_absent_object(rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though a HEAD's answer is the same for both."""
     for name, value in rclone.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AWS_SESSION_TOKEN")
     for operation in OPERATIONS:
-        failure = failure_of(store_at(rclone.endpoint, client, bucket="no-such-bucket"), operation)
+        failure = failure_of(store_at(rclone.endpoint, bucket="no-such-bucket"), operation)
         assert (failure.cause, "bucket init" in str(failure)) == ("io", True), (operation, str(failure))
 
 
-def test_a_certificate_bundle_that_is_not_there(client: str) -> None:
+def test_a_certificate_bundle_that_is_not_there() -> None:
     """Said at the first call, and not by a foreign exception."""
-    store = store_at("https://127.0.0.1:1", client, ca_bundle="/no/such/bundle.pem")
+    store = store_at("https://127.0.0.1:1", ca_bundle="/no/such/bundle.pem")
     assert "/no/such/bundle.pem" in str(failure_of(store, "head"))
 
 
 @pytest.mark.parametrize("refusal", [(400, "InvalidRequest"), (405, "MethodNotAllowed"), (501, "NotImplemented")])
 def test_refresh_where_a_server_copies_nothing(
-    client: str, refusal: tuple[int, str], rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch
+    refusal: tuple[int, str], rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The object is read and written instead: young again, and the same."""
     for name, value in rclone.environment.items():
@@ -332,7 +339,7 @@ def test_refresh_where_a_server_copies_nothing(
     os.utime(rclone.path("x/1"), (0, 0))
     rclone.forget()
     with FaultProxy(rclone.port) as proxy, proxy.inject(Answer(*refusal), operation="COPY"):
-        store = store_at(proxy.endpoint, client, request_timeout="5s")
+        store = store_at(proxy.endpoint, request_timeout="5s")
         assert store.refresh("x/1", 10) is True
         store.close()
         assert proxy.counts()["PUT"] == 1
@@ -341,11 +348,11 @@ def test_refresh_where_a_server_copies_nothing(
 
 
 @pytest.mark.parametrize("status", ["409 Conflict", "412 Precondition Failed", "500 Oh", "503 Slow Down"])
-def test_a_refresh_that_fails_leaves_the_object_alone(client: str, status: str) -> None:
+def test_a_refresh_that_fails_leaves_the_object_alone(status: str) -> None:
     """Only where a server copies nothing is a good shard read and written over itself."""
     there = answer("200 OK", length=10, ETag='"e"', Last_Modified=LAST_MODIFIED)
     with OneAnswerServer(error(status, "Oh"), HEAD=there) as server:
-        store = store_at(server.endpoint, client)
+        store = store_at(server.endpoint)
         with pytest.raises(StoreError):
             store.refresh("x/1", 10)
         store.close()
@@ -356,11 +363,11 @@ def test_a_refresh_that_fails_leaves_the_object_alone(client: str, status: str) 
 
 
 @pytest.mark.parametrize("told_bytes", [11, 1 << 50])
-def test_a_size_that_a_bucket_states_is_not_allocated(client: str, told_bytes: int) -> None:
+def test_a_size_that_a_bucket_states_is_not_allocated(told_bytes: int) -> None:
     """An object of another size than was expected is not asked for, however large it says it is."""
     forged = answer("200 OK", length=told_bytes, ETag='"e"', Last_Modified=LAST_MODIFIED)
     with OneAnswerServer(error("400 Bad Request", "InvalidRequest"), HEAD=forged) as server:
-        store = store_at(server.endpoint, client)
+        store = store_at(server.endpoint)
         assert store.refresh("x/1", 10) is False
         store.close()
         assert {request.split(b" ")[0] for request in server.requests} == {b"HEAD"}
@@ -386,26 +393,23 @@ def listed(key: str = "<Key>x/1</Key>", size: str = "5", more: str = "") -> byte
         ),
     ],
 )
-def test_a_listing_that_makes_no_sense_is_an_error_and_ends(client: str, said: bytes, words: str) -> None:
+def test_a_listing_that_makes_no_sense_is_an_error_and_ends(said: bytes, words: str) -> None:
     with OneAnswerServer(said) as server:
-        failure = failure_of(store_at(server.endpoint, client, request_timeout="5s"), "list")
+        failure = failure_of(store_at(server.endpoint, request_timeout="5s"), "list")
     assert words in str(failure)
 
 
-def test_a_listing_with_a_next_page_that_has_no_name_does_not_raise_a_foreign_error(client: str) -> None:
+def test_a_listing_with_a_next_page_that_has_no_name_does_not_raise_a_foreign_error() -> None:
     """To obstore it is the end."""
     with OneAnswerServer(listed(more="<IsTruncated>true</IsTruncated>")) as server:
-        store = store_at(server.endpoint, client)
-        if client == "boto3":
-            assert "begins again" in str(failure_of(store, "list"))
-        else:
-            assert [info.name for info in store.list("x/")] == ["x/1"]
-            store.close()
+        store = store_at(server.endpoint)
+        assert [info.name for info in store.list("x/")] == ["x/1"]
+        store.close()
 
 
-def test_a_negative_size_is_an_error(client: str) -> None:
+def test_a_negative_size_is_an_error() -> None:
     with OneAnswerServer(answer("200 OK", length=-5, ETag='"e"', Last_Modified=LAST_MODIFIED)) as server:
-        assert "-5" in str(failure_of(store_at(server.endpoint, client), "head"))
+        assert "-5" in str(failure_of(store_at(server.endpoint), "head"))
 
 
 @pytest.mark.parametrize(
@@ -416,13 +420,13 @@ def test_a_negative_size_is_an_error(client: str) -> None:
         pytest.param(error("400 Bad Request", f"Bad{chr(0x9B)}2J"), id="a code"),
     ],
 )
-def test_an_error_holds_nothing_that_a_terminal_obeys(client: str, said: bytes) -> None:
+def test_an_error_holds_nothing_that_a_terminal_obeys(said: bytes) -> None:
     """Servers, and whoever may write to a bucket, could draw on an operator's screen."""
     with OneAnswerServer(said) as server:
-        assert str(failure_of(store_at(server.endpoint, client), "list")).isprintable()
+        assert str(failure_of(store_at(server.endpoint), "list")).isprintable()
 
 
-def test_no_secret_in_logs_errors_and_reprs(client: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_secret_in_logs_errors_and_reprs(caplog: pytest.LogCaptureFixture) -> None:
     """Not even at DEBUG, and when the server quotes the request that it refuses, as S3 does."""
     quoted = f"<AWSAccessKeyId>{KEY_ID}</AWSAccessKeyId><CanonicalRequest>{TOKEN} {SECRET}</CanonicalRequest>"
     said = [error("403 Forbidden", "SignatureDoesNotMatch", quoted), error("500 Oh", "InternalError", quoted)]
@@ -431,11 +435,13 @@ def test_no_secret_in_logs_errors_and_reprs(client: str, caplog: pytest.LogCaptu
     caplog.set_level(logging.DEBUG)
     for one in said:
         with OneAnswerServer(one) as server:
-            store = store_at(server.endpoint, client)
+            store = store_at(server.endpoint)
             for operation in OPERATIONS.values():
                 with contextlib.suppress(StoreError), recording(texts):
                     operation(store)
             store.close()
+            with contextlib.suppress(StoreError, NotSupportedError), recording(texts):
+                plan_lifecycle(tier_at(server.endpoint))
             texts += [repr(store), store.where, repr(vars(store))]
             assert len(server.requests) > len(OPERATIONS) - 1
     texts += [record.getMessage() for record in caplog.records] + [repr(record.args) for record in caplog.records]
@@ -444,7 +450,14 @@ def test_no_secret_in_logs_errors_and_reprs(client: str, caplog: pytest.LogCaptu
         assert [text[:300] for text in texts if secret in text] == []
 
 
-def test_addresses(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_client_there_is_no_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says what to install."""
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(NotSupportedError, match=r"pip install obstore boto3"):
+        store_at("http://127.0.0.1:1")
+
+
+def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Path style where an endpoint is given, else virtual; the user of an endpoint's URL is not shown."""
 
     def address(**fields: object) -> S3Address:
@@ -464,9 +477,6 @@ def test_addresses(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
             address()
         assert "SECRET" not in str(refusal.value)
         assert address(endpoint="http://h:1").endpoint == "http://h:1"
-    store = store_at("http://127.0.0.1:1", client)
-    assert client in store.name
-    store.close()
 
 
 PROFILES = """
@@ -484,7 +494,7 @@ s3 =
 
 
 def test_the_profile_has_the_endpoint_for_every_client(
-    client: str, rclone: RcloneServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rclone: RcloneServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For the store, for what ``check`` and ``bucket init`` ask, and for NIXL. What is nearer counts for more."""
     (tmp_path / "config").write_text(PROFILES.format(endpoint=rclone.endpoint))
@@ -499,7 +509,7 @@ def test_the_profile_has_the_endpoint_for_every_client(
     assert S3Address.of(tier).where == f"s3://{rclone.bucket} at {rclone.endpoint}"
     assert s3.ca_bundle_of(tier) == "/pems/kv.pem"
     monkeypatch.setenv("AWS_CA_BUNDLE", certifi.where())
-    with contextlib.closing(open_store(tier, "obstore" if client == "obstore" else "boto3")) as store:
+    with contextlib.closing(open_store(tier)) as store:
         assert read(store, "x/1", 0, 10) == b"0123456789"
     assert client_facts(tier)[:2] == (rclone.endpoint, "eu-test-1")
     assert {"endpoint_override": rclone.endpoint, "region": "eu-test-1"}.items() <= object_plugin(tier).params.items()

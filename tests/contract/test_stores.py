@@ -1,20 +1,17 @@
-"""Every store passes the suite: obstore and boto3 against rclone and moto, and a shared directory."""
+"""Every store passes the suite: a bucket of rclone's and one of moto's, and a shared directory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
 from nixl_offload.config.schema import S3Config
 from nixl_offload.stores.directory import TreeStore
-from nixl_offload.stores.select import open_store
+from nixl_offload.stores.s3 import open_store
 from tests.contract.suites.store_suite import StoreRig, StoreSuite
 from tests.s3.servers import MotoServer, RcloneServer, S3Server
-
-Client = Literal["obstore", "boto3"]
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +33,10 @@ def tier_of(server: S3Server, prefix: str) -> S3Config:
 class RcloneRig(StoreRig):
     """rclone's bucket is a directory."""
 
-    def __init__(self, server: RcloneServer, client: Client) -> None:
+    def __init__(self, server: RcloneServer) -> None:
         server.empty()
         self._server = server
-        super().__init__(open_store(tier_of(server, "kv/a"), client))
+        super().__init__(open_store(tier_of(server, "kv/a")))
 
     def raw_set(self, contents: Mapping[str, bytes]) -> None:
         for name, content in contents.items():
@@ -58,10 +55,10 @@ class MotoRig(StoreRig):
 
     numbers = iter(range(1_000_000))
 
-    def __init__(self, server: MotoServer, client: Client) -> None:
+    def __init__(self, server: MotoServer) -> None:
         self._bucket, self._prefix = server.bucket, f"kv/{next(self.numbers)}"
         self._client = server.client()
-        super().__init__(open_store(tier_of(server, self._prefix), client))
+        super().__init__(open_store(tier_of(server, self._prefix)))
 
     def raw_set(self, contents: Mapping[str, bytes]) -> None:
         for name, content in contents.items():
@@ -103,50 +100,26 @@ def use_credentials_of(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv(name, value)
 
 
-class TestObstoreRclone(StoreSuite):
-    """The control plane's choice."""
+class TestRclone(StoreSuite):
+    """A server that answers 200 to a range, and keeps objects as files."""
 
     many = 1100
 
     @pytest.fixture
     def rig(self, rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRig]:
         use_credentials_of(rclone, monkeypatch)
-        rig = RcloneRig(rclone, "obstore")
+        rig = RcloneRig(rclone)
         yield rig
         rig.close()
 
 
-class TestBoto3Rclone(StoreSuite):
-    """Where obstore is not installed."""
-
-    many = 1100
-
-    @pytest.fixture
-    def rig(self, rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRig]:
-        use_credentials_of(rclone, monkeypatch)
-        rig = RcloneRig(rclone, "boto3")
-        yield rig
-        rig.close()
-
-
-class TestObstoreMoto(StoreSuite):
-    """A second opinion, by a server that knows ranges and answers as S3 does."""
+class TestMoto(StoreSuite):
+    """A server that knows ranges and answers as S3 does."""
 
     @pytest.fixture
     def rig(self, moto: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRig]:
         use_credentials_of(moto, monkeypatch)
-        rig = MotoRig(moto, "obstore")
-        yield rig
-        rig.close()
-
-
-class TestBoto3Moto(StoreSuite):
-    """Likewise."""
-
-    @pytest.fixture
-    def rig(self, moto: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRig]:
-        use_credentials_of(moto, monkeypatch)
-        rig = MotoRig(moto, "boto3")
+        rig = MotoRig(moto)
         yield rig
         rig.close()
 

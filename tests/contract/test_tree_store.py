@@ -13,10 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.config.schema import SharedDirConfig
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.directory import TreeStore
-from nixl_offload.stores.select import open_store
 from tests.contract.suites.store_suite import cause_of, read, write
 
 
@@ -29,15 +27,6 @@ def root(tmp_path: Path) -> Path:
 def store(root: Path) -> Iterator[TreeStore]:
     store = TreeStore(str(root))
     yield store
-    store.close()
-
-
-def test_a_config_opens_one(root: Path) -> None:
-    """``open_store`` of a file tier is a tree."""
-    tier = SharedDirConfig.model_validate({"kind": "shared_dir", "path": str(root), "capacity": "1GiB"})
-    store = open_store(tier)
-    assert isinstance(store, TreeStore)
-    assert store.where == str(root)
     store.close()
 
 

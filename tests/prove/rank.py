@@ -5,7 +5,6 @@ Threading: the cell's thread; engines have threads of their own. Ownership: ``cl
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.select import make_mover
 from nixl_offload.movers.select_object import open_object_mover
-from nixl_offload.stores.select import open_store
 from nixl_offload.tiers import kinds
 from nixl_offload.tiers.memory.tier import rank_memory_bytes
 from nixl_offload.tiers.os_errors import tier_error
@@ -127,7 +125,7 @@ class Rank:
             return CopyMover()
         device = device_of(self.tensors[0])
         if tier.kind == "s3":
-            return open_object_mover(tier, device.kind, functools.partial(open_store, tier)).mover
+            return open_object_mover(tier, device.kind).mover
         directory = place.directory if isinstance(place, SlabPlace) else tier.path
         if isinstance(place, SlabPlace) and place.is_locked_here():
             require_lock(Path(directory), place.owner)

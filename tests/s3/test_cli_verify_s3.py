@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from nixl_offload.config import S3Config, parse_config
-from nixl_offload.stores.select import open_store
+from nixl_offload.stores.s3 import open_store
 from tests.unit.gc_rig import key
 from tests.unit.stored_rig import BLOCK_BYTES, SLOT_BYTES, Cli, StoredSlab
 

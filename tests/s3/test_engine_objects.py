@@ -19,7 +19,6 @@ from nixl_offload.engine import image
 from nixl_offload.errors import NixlOffloadError
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.select_object import make_mover
-from nixl_offload.stores.select import open_store
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import FaultyMover
@@ -51,7 +50,7 @@ def mover(rclone: RcloneServer, prefix: str, s3_environment: None) -> Callable[.
         fields = {"connections": 8, "request_timeout": "5s"}
         tier = S3Config.model_validate(rclone.tier(prefix, endpoint=endpoint, **fields))
         try:
-            return make_mover(name, tier, lambda client: open_store(tier, client))
+            return make_mover(name, tier)
         except NixlOffloadError as error:
             pytest.skip(str(error))
 

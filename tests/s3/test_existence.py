@@ -13,7 +13,7 @@ import pytest
 
 from nixl_offload.catalog import Catalog
 from nixl_offload.config import S3Config, parse_config
-from nixl_offload.stores.select import Client, open_store
+from nixl_offload.stores.s3 import open_store
 from nixl_offload.types import Lookup
 from tests.unit.shared_rig import SLOT, Rig, keys_of
 
@@ -35,11 +35,11 @@ def make(rclone: RcloneServer, proxy: FaultProxy, prefix: str, s3_environment: N
     """Return a maker of tiers whose requests pass the proxy."""
     rigs: list[Rig] = []
 
-    def build(client: Client = "obstore", request_timeout: str = "10s", **arguments: object) -> Rig:
+    def build(request_timeout: str = "10s", **arguments: object) -> Rig:
         fields = {**rclone.tier(prefix), "endpoint": proxy.endpoint, "request_timeout": request_timeout}
         (tier,) = parse_config({"tiers": [fields]}).tiers
         assert isinstance(tier, S3Config)
-        rigs.append(Rig(open_store(tier, client), **arguments))  # type: ignore[arg-type]
+        rigs.append(Rig(open_store(tier), **arguments))  # type: ignore[arg-type]
         return rigs[-1]
 
     yield build
@@ -72,13 +72,6 @@ def test_3000_of_4096_are_found_in_four_rounds_and_64_heads_counted_at_the_serve
     for number in range(10):
         assert rig.hits(f"b{number}", keys) == 3000
     assert len(proxy.requests("HEAD", SHARD)) <= 64, "ten more requests cost nothing"
-
-
-def test_the_slow_client_finds_the_same(make: MakeRig, rclone: RcloneServer, proxy: FaultProxy, prefix: str) -> None:
-    rig, keys = make("boto3"), keys_of(300)
-    _put(rclone, prefix, rig, range(100))
-    assert rig.hits("a", keys) == 100
-    assert len(proxy.requests("HEAD", SHARD)) <= 48
 
 
 def test_a_silent_bucket_holds_a_request_for_its_timeout_and_the_next_one_not_at_all(

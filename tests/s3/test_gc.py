@@ -18,7 +18,7 @@ from nixl_offload.cli.gc import command as gc
 from nixl_offload.cli.main import main
 from nixl_offload.config import S3Config, parse_config
 from nixl_offload.stores.base import Store
-from nixl_offload.stores.select import open_store
+from nixl_offload.stores.s3 import open_store
 from tests.unit.gc_rig import namespace_of, put, put_chunk, put_manifest
 
 from .servers import MotoServer, RcloneServer, S3Server

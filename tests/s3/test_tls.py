@@ -12,7 +12,7 @@ from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import StoreError
 from nixl_offload.movers.base import MemoryKind, Op, TransferState
 from nixl_offload.stores.base import Store
-from nixl_offload.stores.select import Client, open_store
+from nixl_offload.stores.s3 import open_store
 from tests.contract.object_rigs import RawBucket, bare_mover, tier_of
 from tests.contract.suites.object_mover_rig import ObjectRig
 from tests.contract.suites.store_suite import read, write
@@ -45,20 +45,19 @@ def secured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[T
         yield server, authority
 
 
-def open_at(server: TlsRclone, client: Client, ca_bundle: Path | None) -> Store:
+def open_at(server: TlsRclone, ca_bundle: Path | None) -> Store:
     tier = {"kind": "s3", "bucket": BUCKET, "endpoint": f"https://127.0.0.1:{server.port}", "region": "us-east-1"}
     fields = {**tier, "request_timeout": "2s", **({"ca_bundle": str(ca_bundle)} if ca_bundle else {})}
-    return open_store(S3Config.model_validate(fields), client)
+    return open_store(S3Config.model_validate(fields))
 
 
-@pytest.mark.parametrize("client", ["obstore", "boto3"])
-def test_a_certificate_that_nobody_vouches_for_is_refused(secured: tuple[TlsRclone, Path], client: Client) -> None:
+def test_a_certificate_that_nobody_vouches_for_is_refused(secured: tuple[TlsRclone, Path]) -> None:
     """Whatever is asked; the error says what to set. With the authority all of it works."""
     server, authority = secured
-    with closing(open_at(server, client, authority)) as store:
+    with closing(open_at(server, authority)) as store:
         write(store, "there", b"x" * 4096)
         assert read(store, "there", 0, 4096) == b"x" * 4096
-    with closing(open_at(server, client, None)) as store:
+    with closing(open_at(server, None)) as store:
         for use in USES.values():
             with pytest.raises(StoreError, match="ca_bundle") as caught:
                 use(store)

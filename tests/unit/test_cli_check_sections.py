@@ -53,7 +53,7 @@ class TestLibraries:
         assert (states["nixl"], found["nixl"].fix) == ("wrong", 'pip install "nixl>=1.5"')
         assert (states["kvikio"], "nothing here needs it" in found["kvikio"].words) == ("ok", True)
         assert (states["obstore"], found["obstore"].fix) == ("wrong", "pip install obstore")
-        assert states["boto3"] == "wrong", "one of the two clients must be there"
+        assert states["boto3"] == "wrong", "it finds credentials"
         assert self.lines(MEMORY)["nixl"].state == "ok"
         assert self.lines(FILE)["nixl"].state == "warning"
 
@@ -62,8 +62,6 @@ class TestLibraries:
         assert self.lines(FILE, vllm="0.34.0")["vllm"].fix == 'pip install "vllm>=0.33,<0.34"'
         assert self.lines(FILE, vllm="0.33.0+cpu")["vllm"].state == "ok"
         assert self.lines(FILE, vllm="0.33.1")["vllm"].state == "ok"
-        slow = self.lines(S3, boto3="1.44.5")["obstore"]
-        assert (slow.state, "many times slower" in slow.words) == ("warning", True)
 
     def test_the_range_is_the_packages_own(self) -> None:
         """What ``pip install nixl-offload[vllm]`` takes is what the check calls supported."""

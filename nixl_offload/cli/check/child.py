@@ -184,10 +184,10 @@ def _objects(tier: dict[str, Any], io: bool, piece_bytes: int) -> Answer:
     from nixl_offload.cli.check.speed import measure_object_mover
     from nixl_offload.movers.base import MemoryKind
     from nixl_offload.movers.select_object import open_object_mover
-    from nixl_offload.stores.select import open_store
+    from nixl_offload.stores.s3 import open_store
 
     wanted = _s3_tier(tier)
-    opened = open_object_mover(wanted, MemoryKind.DRAM, lambda client: open_store(wanted, client))
+    opened = open_object_mover(wanted, MemoryKind.DRAM)
     answer: Answer = {"movers": [probe._asdict() for probe in opened.report]}
     try:
         if io:

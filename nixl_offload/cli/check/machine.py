@@ -171,15 +171,13 @@ def _kvikio(context: EnvironmentContext) -> Finding:
     return ok(found) if found else context.lack("kvikio", words="not installed: mover kvikio", fix=fix)
 
 
-def _s3_client(context: EnvironmentContext, name: str, other: str, use: str) -> Finding:
-    found, words, fix = context.version(name), f"not installed: {use}", f"pip install {name}"
+def _s3_client(context: EnvironmentContext, name: str, use: str) -> Finding:
+    found, words = context.version(name), f"not installed: {use}"
     if found or context.config.s3 is None:
         return ok(found or f"{words}; nothing here needs it")
-    must = not context.version(other) or [name] in context.candidates()
-    return (wrong if must else warning)(words, fix)
+    return wrong(words, f"pip install {name}")
 
 
-_ASKS: Final = "asks buckets what they hold; boto3 does so many times slower"
 ENVIRONMENT_PROBES: Final[Sequence[Probe[EnvironmentContext]]] = (
     ("gpu", _gpu),
     ("python", lambda _: ok(f"{platform.python_version()} ({sys.executable})")),
@@ -188,8 +186,8 @@ ENVIRONMENT_PROBES: Final[Sequence[Probe[EnvironmentContext]]] = (
     ("torch", _torch),
     ("nixl", _nixl),
     ("kvikio", _kvikio),
-    ("obstore", lambda context: _s3_client(context, "obstore", "boto3", _ASKS)),
-    ("boto3", lambda context: _s3_client(context, "boto3", "obstore", "profiles and roles of AWS, bucket init")),
+    ("obstore", lambda context: _s3_client(context, "obstore", "moves objects, and asks buckets what they hold")),
+    ("boto3", lambda context: _s3_client(context, "boto3", "credentials for S3, bucket init")),
 )
 
 

@@ -8,7 +8,6 @@ removed by a later check that has the right. Where every request is refused the 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -23,8 +22,7 @@ from nixl_offload.cli.check.endpoint import SYNC_CLOCKS, look_at_endpoint
 from nixl_offload.cli.check.report import CheckProgress, Finding, Section, ok, speed_finding, unknown, warning, wrong
 from nixl_offload.config import S3Config
 from nixl_offload.errors import NotSupportedError, StoreError
-from nixl_offload.stores.s3 import S3Address
-from nixl_offload.stores.select import open_store
+from nixl_offload.stores.s3 import S3Address, open_store
 from nixl_offload.types import PAGE_BYTES
 
 REQUEST_LIMIT_S: Final = 5.0
@@ -91,7 +89,7 @@ def _find_credentials(tier: S3Config, address: S3Address) -> tuple[str, str | No
     """Return the endpoint's URL, the region that is signed for, and which link of the AWS chain has credentials."""
     endpoint, region = address.endpoint or "https://s3.amazonaws.com", address.region
     try:
-        from nixl_offload.stores.boto3 import client_facts
+        from nixl_offload.stores.bucket import client_facts
 
         endpoint, region, source = client_facts(tier)
     except ImportError:
@@ -130,7 +128,7 @@ def _refusal(tier: S3Config, error: RefusedError, signed: str | None, told: str 
         return wrong(str(error), {"credentials": _EXPORT, "clock": SYNC_CLOCKS, "bucket": init}[error.name])
     if told in (None, signed):
         try:
-            from nixl_offload.stores.boto3 import bucket_region
+            from nixl_offload.stores.bucket import bucket_region
 
             told = bucket_region(tier)
         except (ImportError, StoreError):
@@ -174,8 +172,7 @@ def try_rights(section: Section, tier: S3Config, config_file: str) -> bool:
         info = store.head(name)
         sizes.append(0 if info is None else info.size_bytes)
 
-    has_boto3 = importlib.util.find_spec("boto3") is not None  # It names the server's error codes.
-    with closing(open_store(tier, "boto3" if has_boto3 else "auto")) as store:
+    with closing(open_store(tier)) as store:
         attempt("list", "no gc", list_leftovers)
         section.add("bucket", ok(f"{tier.bucket} is there"))
         words = "an absent object is reported as absent"
@@ -216,7 +213,7 @@ def find_lifecycle(tier: S3Config, config_file: str) -> Finding:
     """Say whether the bucket removes what is older than the ttl by itself."""
     init = f"nixl-offload bucket init {config_file}"
     try:
-        from nixl_offload.stores.lifecycle import plan_lifecycle
+        from nixl_offload.stores.bucket import plan_lifecycle
 
         plan = plan_lifecycle(tier)
     except ImportError:

@@ -6,7 +6,7 @@ import time
 
 from nixl_offload.config import S3Config
 from nixl_offload.movers.base import Mover
-from nixl_offload.stores.select import open_store
+from nixl_offload.stores.s3 import open_store
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.s3.link import ObjectLink
 from nixl_offload.tiers.shared.inspect import SharedInspector

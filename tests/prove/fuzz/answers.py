@@ -1,4 +1,4 @@
-"""Targets: what an S3 server answers, whole answers as they come over a socket, to both clients and to commands' code.
+"""Targets: what an S3 server answers, to the store and to commands that administer a bucket.
 
 The first byte chooses what is asked; the rest is the answer to every request. ``Content-Length: *`` is made right.
 Requests are tried once, for pauses between attempts would take all the time.
@@ -7,16 +7,16 @@ Requests are tried once, for pauses between attempts would take all the time.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import NotSupportedError, StoreError
-from nixl_offload.stores.base import ObjectInfo, Store
+from nixl_offload.stores.base import ObjectInfo
 from nixl_offload.stores.http_get import _END, _parse
-from nixl_offload.stores.select import open_store
+from nixl_offload.stores.s3 import open_store
 from nixl_offload.tiers.shared.inspect import SharedInspector, read_manifest
 from tests.contract.one_answer_server import OneAnswerServer
 from tests.prove.fuzz.target import One, Target, expect
@@ -26,20 +26,19 @@ _BYTES = 10
 _NAMESPACE = "0123456789abcdef0123456789abcdef"
 _LISTED_MOST = 50
 _DATE = b"Last-Modified: Sat, 21 Nov 2026 10:00:00 GMT\r\n"
-Client = Literal["obstore", "boto3"]
 
 
-def client(which: Client) -> Callable[[Path], One]:
-    """Return the target of one client."""
+def asking(ask: Callable[[S3Config], Mapping[str, Callable[[bytes], Any]]]) -> Callable[[Path], One]:
+    """Return the target of what ``ask`` names."""
 
     def begin(scratch: Path) -> One:
         os.environ.update(_SECRETS, AWS_EC2_METADATA_DISABLED="true", AWS_CONFIG_FILE="/dev/null")
         os.environ["AWS_SHARED_CREDENTIALS_FILE"] = "/dev/null"
-        import nixl_offload.stores.boto3 as by_boto3
+        import nixl_offload.stores.bucket as administration
         import nixl_offload.stores.http_get as direct
         import nixl_offload.stores.obstore as by_obstore
 
-        by_boto3.ATTEMPTS = by_obstore.ATTEMPTS = 1  # type: ignore[misc]
+        administration.ATTEMPTS = by_obstore.ATTEMPTS = 1  # type: ignore[misc]
         direct.PAUSE_S = 0.0  # type: ignore[misc]
         server = OneAnswerServer(b"")
         server.__enter__()
@@ -47,8 +46,7 @@ def client(which: Client) -> Callable[[Path], One]:
             {"kind": "s3", "endpoint": server.endpoint, "bucket": "kv-cache", "region": "us-east-1", "ttl": "7d",
              "request_timeout": "2s"}
         )  # fmt: skip
-        store = open_store(tier, which)
-        asked = [*_asked(store, tier, which).values()]
+        asked = [*ask(tier).values()]
 
         def one(data: bytes) -> None:
             answer = _measured(data[1:])
@@ -67,8 +65,9 @@ def client(which: Client) -> Callable[[Path], One]:
     return begin
 
 
-def _asked(store: Store, tier: S3Config, which: Client) -> dict[str, Callable[[bytes], None]]:
-    """Return what can be asked, each with what must hold of its result."""
+def asked_of_store(tier: S3Config) -> Mapping[str, Callable[[bytes], Any]]:
+    """Return what can be asked of a store, each with what must hold of its result."""
+    store = open_store(tier)
 
     def read(answer: bytes) -> None:
         memory = bytearray(_BYTES)
@@ -94,12 +93,7 @@ def _asked(store: Store, tier: S3Config, which: Client) -> dict[str, Callable[[b
             for chunk in islice(inspector.chunks(namespace), _LISTED_MOST):
                 expect(chunk.size_bytes >= 0, "a chunk has a size")
 
-    def lifecycle(_: bytes) -> None:
-        from nixl_offload.stores.lifecycle import plan_lifecycle
-
-        expect(all(change.isprintable() for change in plan_lifecycle(tier).changes), "a plan is printable")
-
-    asked: dict[str, Callable[[bytes], Any]] = {
+    return {
         "head": head,
         "read": read,
         "write": lambda _: store.write("x/1", memoryview(b"0123456789")),
@@ -109,11 +103,16 @@ def _asked(store: Store, tier: S3Config, which: Client) -> dict[str, Callable[[b
         "manifest": lambda _: read_manifest(store, _NAMESPACE),
         "namespaces": namespaces,
     }
-    if which == "boto3":
-        from nixl_offload.stores.boto3 import bucket_region
 
-        asked |= {"lifecycle": lifecycle, "region": lambda _: bucket_region(tier)}
-    return asked
+
+def asked_of_bucket(tier: S3Config) -> Mapping[str, Callable[[bytes], Any]]:
+    """Return what commands ask of a bucket."""
+    from nixl_offload.stores.bucket import bucket_region, plan_lifecycle
+
+    def lifecycle(_: bytes) -> None:
+        expect(all(change.isprintable() for change in plan_lifecycle(tier).changes), "a plan is printable")
+
+    return {"lifecycle": lifecycle, "region": lambda _: bucket_region(tier)}
 
 
 def _check(info: ObjectInfo) -> None:
@@ -142,7 +141,7 @@ def head_of_answer(scratch: Path) -> One:
 
 
 def targets() -> Iterator[Target]:
-    """Both clients."""
+    """The store, administration, and the parser of direct GETs."""
     words = [
         b"Content-Length: *", b"Content-Length: -5", b"Content-Length: 99999999999999999999", b"Content-Range: ",
         b"Transfer-Encoding: chunked\r\n", b"Content-Encoding: gzip\r\n", b"Location: http://127.0.0.1:1/x\r\n",
@@ -151,8 +150,8 @@ def targets() -> Iterator[Target]:
         b"<NextContinuationToken>x</NextContinuationToken>", b"<!DOCTYPE x [<!ENTITY a \"b\">]>", b"&a;", b"&#0;",
         b"x-amz-bucket-region: ../x\r\n", b"<Code>NoSuchBucket</Code>", b"<Days>x</Days>", b"\r\n\r\n",
     ]  # fmt: skip
-    yield Target("answers/obstore", client("obstore"), 20_000, _seeds, words, max_bytes=1500, input_s=30)
-    yield Target("answers/boto3", client("boto3"), 4_000, _seeds, words, max_bytes=1500, input_s=30)
+    yield Target("answers/obstore", asking(asked_of_store), 20_000, _seeds, words, max_bytes=1500, input_s=30)
+    yield Target("answers/bucket", asking(asked_of_bucket), 4_000, _seeds, words, max_bytes=1500, input_s=30)
     yield Target(
         "answers/direct", head_of_answer, 150_000,
         lambda: [b"HTTP/1.1 206 OK\r\nContent-Length: 100\r\nContent-Range: bytes 5-104/200"], words, max_bytes=300,

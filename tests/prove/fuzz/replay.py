@@ -18,7 +18,7 @@ from tests.prove.fuzz.target import Target, told
 from tests.prove.fuzz.targets import TARGETS
 
 _CHANGES = 200
-_FEWER = {"stored/index": 3, "answers/boto3": 10, "answers/obstore": 20, "texts/command_line": 20, "texts/config": 50}
+_FEWER = {"stored/index": 3, "answers/bucket": 10, "answers/obstore": 20, "texts/command_line": 20, "texts/config": 50}
 _LEFT_OUT = ("memory/pages",)
 """Imports vLLM, which takes many seconds."""
 

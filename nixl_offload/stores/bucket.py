@@ -1,0 +1,267 @@
+"""A bucket's administration over boto3: its credentials, its region, and the lifecycle rule that expires old objects.
+
+Threading: blocking calls; a plan is frozen. Planning only reads. Other people's rules are kept: ours is known by its
+ID, which has the prefix in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Final
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import ClientError
+
+from nixl_offload.config.schema import S3Config
+from nixl_offload.errors import NotSupportedError, StoreError
+from nixl_offload.stores.s3 import (
+    ATTEMPTS,
+    CONNECT_TIMEOUT_S,
+    S3Address,
+    answer_error,
+    hush_botocore,
+    readable_ca_bundle,
+)
+from nixl_offload.units import format_duration
+
+Rule = dict[str, Any]
+"""A lifecycle rule as S3's API has it."""
+
+_DAY_S: Final = 86400.0
+_UPLOAD_DAYS: Final = 1
+"""What a dead writer left of a multipart upload is billed, and invisible, until it is aborted."""
+_NONCURRENT_DAYS: Final = 1
+_MAX_ID: Final = 255
+_MINIMUM: Final = "TransitionDefaultMinimumObjectSize"
+_UNKNOWN_TO_SERVER: Final = {"NotImplemented", "MethodNotAllowed", "NotSupported", "XNotImplemented"}
+_OUR_FIELDS: Final = ("Status", "Expiration", "NoncurrentVersionExpiration", "AbortIncompleteMultipartUpload")
+
+
+@dataclass(frozen=True)
+class LifecyclePlan:
+    """What would be changed, and what is there now, to notice when that changes meanwhile."""
+
+    tier: S3Config
+    where: str
+    create_bucket: bool
+    """The bucket does not exist; ``apply_lifecycle`` makes it, private, in the tier's region."""
+    before: tuple[Rule, ...]
+    """All rules of the bucket."""
+    after: tuple[Rule, ...]
+    changes: tuple[str, ...]
+    """What ``apply_lifecycle`` does, a sentence each, for people. Empty: nothing to do."""
+    notes: tuple[str, ...]
+    """What people should know and nothing changes."""
+
+
+class _Bucket:
+    """One boto3 client for a tier's bucket. Everything raises StoreError, and ConfigError for an unusable endpoint."""
+
+    def __init__(self, tier: S3Config) -> None:
+        hush_botocore()
+        self.address = S3Address.of(tier)
+        bundle = readable_ca_bundle(tier)
+        config = Config(
+            connect_timeout=min(CONNECT_TIMEOUT_S, tier.request_timeout_s),
+            read_timeout=tier.request_timeout_s,
+            retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
+            request_checksum_calculation="when_required",  # else it sends trailers that some servers store as data
+            response_checksum_validation="when_required",
+            s3={"addressing_style": "path" if self.address.path_style else "virtual"},
+        )
+        try:
+            self.session = boto3.session.Session(region_name=self.address.region)
+            self.client = self.session.client("s3", endpoint_url=self.address.endpoint, verify=bundle, config=config)
+        except Exception as error:  # a foreign library's edge
+            raise self._failure("make a client", error) from error
+
+    def close(self) -> None:
+        self.client.close()
+
+    def credentials_source(self) -> str | None:
+        """Return botocore's name of the link of the AWS chain that has credentials; may take seconds."""
+        try:
+            credentials = self.session.get_credentials()
+        except Exception as error:  # a foreign library's edge
+            raise self._failure("look for credentials", error) from error
+        return None if credentials is None else str(credentials.method)
+
+    def ask(self, doing: str, operation: str, absent: Collection[str] = (), **arguments: Any) -> Any:
+        """Call the client; return None for an error whose code is in ``absent``.
+
+        Raises NotSupportedError too, when the server does not know the operation.
+        """
+        try:
+            return getattr(self.client, operation)(Bucket=self.address.bucket, **arguments)
+        except ClientError as error:
+            said = error.response.get("Error", {})
+            status, code = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), str(said.get("Code"))
+            if code in absent:
+                return None
+            if code in _UNKNOWN_TO_SERVER:
+                raise self.unknown(doing) from error
+            raise answer_error(doing, self.address, status, code, str(said.get("Message", ""))[:200]) from error
+        except Exception as error:  # a foreign library's edge
+            raise self._failure(doing, error) from error
+
+    def rules(self) -> dict[str, Any]:
+        """Return S3's answer, in which "Rules" may be empty."""
+        doing = "read the lifecycle rules"
+        answer = self.ask(doing, "get_bucket_lifecycle_configuration", absent={"NoSuchLifecycleConfiguration"})
+        if answer is None:
+            return {"Rules": []}
+        if "Rules" not in answer:
+            raise self.unknown(doing)  # rclone answers with a listing; its PUT would make a bucket
+        return dict(answer)
+
+    def is_versioned(self) -> bool:
+        """Whether the bucket has versions, or had: those of a suspended bucket are still there."""
+        try:
+            answer = self.ask("read whether the bucket keeps versions", "get_bucket_versioning")
+        except NotSupportedError:
+            return False
+        return answer.get("Status") in ("Enabled", "Suspended")
+
+    def create(self) -> None:
+        """Make the bucket; one that we have is fine."""
+        region, where = self.client.meta.region_name, {}
+        if region not in (None, "us-east-1", "aws-global"):
+            where["CreateBucketConfiguration"] = {"LocationConstraint": region}
+        self.ask("make the bucket", "create_bucket", absent={"BucketAlreadyOwnedByYou"}, **where)
+
+    def unknown(self, doing: str) -> NotSupportedError:
+        text = "the server knows nothing of it; nixl-offload gc removes old objects"
+        return NotSupportedError(f"{self.address.where}: cannot {doing}: {text}")
+
+    def _failure(self, doing: str, error: Exception) -> StoreError:
+        text = f"{self.address.where}: {doing}: no answer ({type(error).__name__})"
+        return StoreError(text, cause="unreachable")
+
+
+def client_facts(tier: S3Config) -> tuple[str, str | None, str | None]:
+    """Return the endpoint and region that a client uses, and the link of the AWS chain that has credentials."""
+    with closing(_Bucket(tier)) as bucket:
+        meta = bucket.client.meta
+        return str(meta.endpoint_url), meta.region_name, bucket.credentials_source()
+
+
+def bucket_region(tier: S3Config) -> str:
+    """Return the bucket's region, which may be another one than the tier's: boto3 follows redirects."""
+    with closing(_Bucket(tier)) as bucket:
+        found = bucket.ask("ask where the bucket is", "get_bucket_location").get("LocationConstraint")
+    # S3 has no word for its first region, and an old one for its second.
+    return "us-east-1" if found is None else "eu-west-1" if found == "EU" else str(found)
+
+
+def plan_lifecycle(tier: S3Config) -> LifecyclePlan:
+    """Read what the bucket has and say what would change. Changes nothing.
+
+    Raises StoreError; NotSupportedError when the server knows no lifecycle rules.
+    """
+    with closing(_Bucket(tier)) as bucket:
+        address = bucket.address
+        missing = bucket.ask("look at the bucket", "head_bucket", absent={"404", "NoSuchBucket"}) is None
+        before: tuple[Rule, ...] = () if missing else tuple(bucket.rules()["Rules"])
+        versioned = not missing and bucket.is_versioned()
+    own_id = rule_id(address.prefix)
+    own = next((rule for rule in before if rule.get("ID") == own_id), None)
+    others = tuple(rule for rule in before if rule.get("ID") != own_id)
+    wanted = _wanted_rule(tier, address, versioned)
+    if any("Prefix" in rule for rule in others):
+        wanted["Prefix"] = wanted.pop("Filter")["Prefix"]  # S3 refuses a mixture of the old form and the new
+    changes = []
+    if missing:
+        changes.append(f"make the bucket {address.bucket} ({address.region or 'in the default region'}, private)")
+    same = own is not None and _essence(own) == _essence(wanted)
+    if not same:
+        verb = "add" if own is None else "replace"
+        changes.append(f"{verb} the lifecycle rule {own_id!r}: {_in_words(wanted, address)}")
+    after = before if same else (*others, wanted)
+    notes = tuple(_notes(tier, address, versioned, others))
+    return LifecyclePlan(tier, address.where, missing, before, after, tuple(changes), notes)
+
+
+def apply_lifecycle(plan: LifecyclePlan) -> None:
+    """Do what the plan says. Raises as ``plan_lifecycle``.
+
+    Raises StoreError without a change when the rules have changed since. S3 takes rules only as a whole, so a change
+    between this look and the write would be lost.
+    """
+    with closing(_Bucket(plan.tier)) as bucket:
+        if plan.create_bucket:
+            bucket.create()
+        if plan.after == plan.before:
+            return
+        now = bucket.rules()
+        if tuple(now["Rules"]) != plan.before:
+            text = f"{plan.where}: the lifecycle rules have changed since they were looked at; nothing done, look again"
+            raise StoreError(text, cause="io")
+        document: dict[str, Any] = {"LifecycleConfiguration": {"Rules": list(plan.after)}}
+        if _MINIMUM in now:
+            document[_MINIMUM] = now[_MINIMUM]  # not ours, and reset by a write without it
+        bucket.ask("write the lifecycle rules", "put_bucket_lifecycle_configuration", **document)
+
+
+def rule_id(prefix: str) -> str:
+    """Return the ID of our rule for a tier's prefix (empty: the whole bucket)."""
+    own_id = f"nixl-offload:{prefix}"
+    if len(own_id) <= _MAX_ID:
+        return own_id
+    return f"{own_id[: _MAX_ID - 17]}-{hashlib.sha256(prefix.encode()).hexdigest()[:16]}"
+
+
+def _wanted_rule(tier: S3Config, address: S3Address, versioned: bool) -> Rule:
+    rule: Rule = {
+        "ID": rule_id(address.prefix),
+        "Status": "Enabled",
+        "Filter": {"Prefix": address.prefix},
+        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": _UPLOAD_DAYS},
+    }
+    if tier.ttl_s is not None:
+        # With Days, S3 also removes delete markers that are left over in a bucket with versions.
+        rule["Expiration"] = {"Days": max(1, math.ceil(tier.ttl_s / _DAY_S))}
+    elif versioned:
+        rule["Expiration"] = {"ExpiredObjectDeleteMarker": True}
+    if versioned:
+        rule["NoncurrentVersionExpiration"] = {"NoncurrentDays": _NONCURRENT_DAYS}
+    return rule
+
+
+def _in_words(rule: Rule, address: S3Address) -> str:
+    days = rule.get("Expiration", {}).get("Days")
+    what = f"objects under {address.prefix}" if address.prefix else "ALL objects in the bucket"
+    removed = f"removed {days} day{'s' * (days != 1)} after they were written or refreshed" if days else "kept"
+    words = [f"{what} are {removed}"]
+    if "NoncurrentVersionExpiration" in rule:
+        words.append(f"versions that were replaced or deleted are removed after {_NONCURRENT_DAYS} day")
+    words.append(f"what is left of broken uploads is removed after {_UPLOAD_DAYS} day")
+    return "; ".join(words)
+
+
+def _notes(tier: S3Config, address: S3Address, versioned: bool, others: tuple[Rule, ...]) -> Iterator[str]:
+    if not address.prefix:
+        yield "the tier has no prefix: the rule is for every object in the bucket, whoever wrote it; set prefix"
+    if tier.ttl_s is not None and tier.ttl_s % _DAY_S:
+        yield f"rules know whole days: until then, what is older than {format_duration(tier.ttl_s)} counts as absent"
+    if versioned:
+        yield "the bucket keeps versions: what is replaced or deleted is billed for a day more"
+    for rule in others:
+        theirs = _prefix_of(rule)
+        overlaps = theirs.startswith(address.prefix) or address.prefix.startswith(theirs)
+        if rule.get("Status") == "Enabled" and overlaps and ("Transitions" in rule or "Expiration" in rule):
+            yield f"the rule {rule.get('ID', '?')!r}, which is kept, also touches these objects"
+
+
+def _essence(rule: Rule) -> dict[str, Any]:
+    """Return what makes two rules the same: servers add fields, and spell the filter in several ways."""
+    return {"Prefix": _prefix_of(rule), **{field: rule.get(field) for field in _OUR_FIELDS}}
+
+
+def _prefix_of(rule: Rule) -> str:
+    filters = rule.get("Filter") or {}
+    return str(filters.get("Prefix") or filters.get("And", {}).get("Prefix") or rule.get("Prefix") or "")
