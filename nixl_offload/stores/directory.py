@@ -1,8 +1,8 @@
 """A shared directory as a store: a name is a relative path, a file is renamed into place when it is whole and synced.
 
-Threading: as ``base.Store``. A filesystem that hangs (NFS whose server is gone) holds the calling thread for as long:
-the kernel offers no deadline, so callers keep theirs. Directories are 0700, files 0600. Files whose names begin with a
-dot are drafts, never listed and never read; no symlink in place of a file or of a listed directory is followed.
+Threading: as ``base.Store``. A filesystem that hangs holds the calling thread: the kernel offers no deadline.
+Directories are 0700, files 0600. Files whose names begin with a dot are drafts, never listed and never read. A symlink
+in place of a file or of a listed directory is not followed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NoReturn
+from typing import Final
 
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import ObjectInfo, Store
@@ -30,7 +30,6 @@ _CAUSES: Final = {
     errno.EPERM: "denied",
     errno.ENOENT: "missing",
     errno.ENOTDIR: "missing",
-    errno.ELOOP: "io",
     errno.ESTALE: "unreachable",
     errno.ENOTCONN: "unreachable",
     errno.EHOSTDOWN: "unreachable",
@@ -39,7 +38,7 @@ _CAUSES: Final = {
     errno.ECONNREFUSED: "unreachable",
     errno.ETIMEDOUT: "timeout",
 }
-_DRAFT_SUFFIX: Final = ".tmp"
+_ABSENT: Final = (FileNotFoundError, NotADirectoryError)
 _DRAFT: Final = re.compile(r"\.(.+)\.[0-9]+-[0-9a-f]+\.[0-9]+\.tmp")
 """The name that the file is to get, the writer's mark, a number."""
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -61,107 +60,81 @@ class TreeStore(Store):
         self._mark = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._numbers = itertools.count()
         self._closed = False
-        try:
+        with self._translating("make the directory"):
             os.makedirs(self._root, mode=0o700, exist_ok=True)
-        except OSError as error:
-            self._raise("make the directory", error)
 
     def __repr__(self) -> str:
         return f"TreeStore({self.where})"
 
     def head(self, name: str) -> ObjectInfo | None:
         path = self._path(name)
-        try:
+        with self._translating(f"look at {name}"), contextlib.suppress(*_ABSENT):
             found = os.stat(path, follow_symlinks=False)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-                self._raise(f"look at {name}", error)
-            self._check_root(f"look at {name}")
-            return None
-        return ObjectInfo(name, found.st_size, found.st_mtime) if stat.S_ISREG(found.st_mode) else None
+            return ObjectInfo(name, found.st_size, found.st_mtime) if stat.S_ISREG(found.st_mode) else None
+        self._check_root(f"look at {name}")
+        return None
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
-        doing = f"read {name}"
-        path, memory = self._path(name), memory.cast("B")
-        try:
+        path, memory, done = self._path(name), memory.cast("B"), 0
+        with self._translating(f"read {name}"), contextlib.ExitStack() as opened:
             descriptor = os.open(path, _READ)
-        except OSError as error:
-            self._raise(doing, error)
-        try:
+            opened.callback(os.close, descriptor)
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
-                raise StoreError(f"{self.where}: {doing}: not a file", cause="missing")
-            wanted_bytes, there_bytes = memory.nbytes, max(0, found.st_size - offset)
-            if there_bytes < wanted_bytes or found.st_size < offset:
-                self._raise_short(doing, offset, wanted_bytes, there_bytes)
-            done = 0
-            while done < wanted_bytes:
+                raise StoreError(f"{self.where}: read {name}: not a file", cause="missing")
+            there_bytes = found.st_size - offset
+            while done < memory.nbytes <= there_bytes:
                 got = os.preadv(descriptor, [memory[done:]], offset + done)
-                if not got:
-                    self._raise_short(doing, offset, wanted_bytes, done)
                 done += got
-        except OSError as error:
-            self._raise(doing, error)
-        finally:
-            os.close(descriptor)
+                if not got:  # it was cut meanwhile
+                    there_bytes = done
+        if there_bytes < memory.nbytes:
+            text = f"{memory.nbytes} bytes asked for at offset {offset}, there are {max(0, there_bytes)}"
+            raise StoreError(f"{self.where}: read {name}: {text}", cause="short")
 
     def write(self, name: str, memory: memoryview) -> None:
-        doing = f"write {name}"
-        path = self._path(name)
+        path, memory = self._path(name), memory.cast("B")
         directory, _, base = path.rpartition("/")
-        draft = f"{directory}/.{base}.{self._mark}.{next(self._numbers)}{_DRAFT_SUFFIX}"
-        try:
-            descriptor = self._create(draft, directory)
-            try:
-                try:
-                    _write_all(descriptor, memory.cast("B"))
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-                os.rename(draft, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(draft)
-                raise
-        except OSError as error:
-            self._raise(doing, error)
+        draft = f"{directory}/.{base}.{self._mark}.{next(self._numbers)}.tmp"
+        with self._translating(f"write {name}"), contextlib.ExitStack() as undo:
+            with os.fdopen(self._create(draft, directory), "wb", buffering=0) as file:
+                undo.callback(_unlink, draft)
+                while memory.nbytes:
+                    memory = memory[file.write(memory) :]
+                os.fsync(file.fileno())
+            os.rename(draft, path)
+            undo.pop_all()
 
     def delete(self, names: Sequence[str]) -> None:
-        first: OSError | None = None
         paths = [self._path(name) for name in names]
-        for path in paths:
-            error = _unlink(path)
-            first = first or error
+        errors = [error for path in paths if (error := _unlink(path)) is not None]
         self._prune({path.rpartition("/")[0] for path in paths})
-        if first is not None:
-            self._raise(f"delete {os.path.relpath(first.filename, self._root)}", first)
+        if errors:
+            with self._translating(f"delete {os.path.relpath(errors[0].filename, self._root)}"):
+                raise errors[0]
         self._check_root("delete")
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
         self._check_open()
         self._check_root(f"list {prefix}")
-        yield from self._walk("", os.fsencode(prefix), os.fsencode(start_after))
+        with self._translating(f"list {prefix}"):
+            yield from self._walk("", os.fsencode(prefix), os.fsencode(start_after))
 
     def refresh(self, name: str, size_bytes: int) -> bool:
         found = self.head(name)
         if found is None or found.size_bytes != size_bytes:
             return False
-        path = self._path(name)
-        try:
-            # Without times: a file server takes its own clock then.
-            os.utime(path, follow_symlinks=False)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-                self._raise(f"refresh {name}", error)
-            self._check_root(f"refresh {name}")
-            return False
-        return True
+        with self._translating(f"refresh {name}"), contextlib.suppress(*_ABSENT):
+            os.utime(self._path(name), follow_symlinks=False)  # without times: a file server takes its own clock
+            return True
+        self._check_root(f"refresh {name}")
+        return False
 
     def remove_stale_drafts(self, older_than_s: float, is_ours: Callable[[str], bool] = lambda name: True) -> int:
-        """Remove what writers that died left behind, return how many. Take hours: a slow writer's draft is a draft too.
+        """Remove drafts of dead writers, return how many. Take hours: a slow writer has drafts, too.
 
-        ``is_ours`` is asked of the name that a draft was to get: other programs make files that look like drafts. Ages
-        are by this machine's clock against the filesystem's. Raises StoreError after all were tried.
+        ``is_ours`` is asked of the name that a draft was to get: other programs make files that look like drafts.
+        Raises StoreError after all were tried.
         """
         self._check_open()
         self._check_root("remove stale drafts")
@@ -170,8 +143,7 @@ class TreeStore(Store):
         for directory, directories, files in os.walk(self._root, followlinks=False, onerror=errors.append):
             directories.sort()
             for file in files:
-                path = os.path.join(directory, file)
-                draft = _DRAFT.fullmatch(file)
+                path, draft = os.path.join(directory, file), _DRAFT.fullmatch(file)
                 if draft is None or not is_ours(os.path.relpath(os.path.join(directory, draft[1]), self._root)):
                     continue
                 try:
@@ -180,9 +152,9 @@ class TreeStore(Store):
                         removed += 1
                 except OSError as error:
                     errors.append(error)
-        errors = [error for error in errors if not isinstance(error, FileNotFoundError)]  # gone meanwhile
-        if errors:
-            self._raise("remove stale drafts", errors[0])
+        for failed in errors:
+            with self._translating("remove stale drafts"), contextlib.suppress(FileNotFoundError):  # gone meanwhile
+                raise failed
         return removed
 
     def close(self) -> None:
@@ -196,12 +168,10 @@ class TreeStore(Store):
         try:
             with os.scandir(os.path.join(self._root, above)) as entries:
                 hidden = "lost+found" if not above else ""  # of a mount point, and root's alone
-                found = [entry for entry in entries if not entry.name.startswith(".") and entry.name != hidden]
-                order = sorted((os.fsencode(e.name) + b"/" * e.is_dir(follow_symlinks=False), e) for e in found)
-        except (FileNotFoundError, NotADirectoryError):
-            return  # Pruned while we walk.
-        except OSError as error:
-            self._raise(f"list {above}", error)
+                shown = [entry for entry in entries if not entry.name.startswith(".") and entry.name != hidden]
+                order = sorted((os.fsencode(e.name) + b"/" * e.is_dir(follow_symlinks=False), e) for e in shown)
+        except _ABSENT:
+            return  # pruned while we walk
         base = os.fsencode(above)
         for last, entry in order:
             name = base + last
@@ -210,14 +180,10 @@ class TreeStore(Store):
                 if not passed and (name.startswith(prefix) or prefix.startswith(name)):
                     yield from self._walk(os.fsdecode(name), prefix, start_after)
             elif name > start_after and name.startswith(prefix):
-                try:
-                    told = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                except OSError as error:
-                    self._raise(f"list {above}", error)
-                if stat.S_ISREG(told.st_mode):
-                    yield ObjectInfo(os.fsdecode(name), told.st_size, told.st_mtime)
+                with contextlib.suppress(FileNotFoundError):
+                    found = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(found.st_mode):
+                        yield ObjectInfo(os.fsdecode(name), found.st_size, found.st_mtime)
 
     def _create(self, draft: str, directory: str) -> int:
         """Open a new file; make its directory where it is missing, but never the root."""
@@ -225,7 +191,11 @@ class TreeStore(Store):
             with contextlib.suppress(FileNotFoundError):
                 return os.open(draft, _CREATE, 0o600)
             self._check_root("write")
-            _make_directories(self._root, directory)
+            path = self._root
+            for part in directory[len(self._root) :].strip("/").split("/"):
+                path = f"{path}/{part}"
+                with contextlib.suppress(FileExistsError, FileNotFoundError):
+                    os.mkdir(path, 0o700)
         return os.open(draft, _CREATE, 0o600)
 
     def _prune(self, directories: set[str]) -> None:
@@ -240,11 +210,9 @@ class TreeStore(Store):
     def _path(self, name: str) -> str:
         """Return the file's path. Names come from digests; one that could lead elsewhere is a bug in the caller."""
         self._check_open()
-        parts = name.split("/")
-        if "\0" in name or any(not part or part.startswith(".") for part in parts):
-            raise StoreError(
-                f"{self.where}: {name!r} is not a name: no empty part, none that begins with a dot", cause="io"
-            )
+        if "\0" in name or any(not part or part.startswith(".") for part in name.split("/")):
+            text = f"{self.where}: {name!r} is not a name: no empty part, none that begins with a dot"
+            raise StoreError(text, cause="io")
         return f"{self._root}/{name}" if self._root != "/" else f"/{name}"
 
     def _check_open(self) -> None:
@@ -260,36 +228,24 @@ class TreeStore(Store):
             text = f"{self.where}: cannot {doing}: the directory is not there ({why}); unmounted?"
             raise StoreError(text, cause="unreachable") from error
 
-    def _raise_short(self, doing: str, offset: int, wanted_bytes: int, there_bytes: int) -> NoReturn:
-        text = f"{self.where}: {doing}: {wanted_bytes} bytes asked for at offset {offset}, there are {there_bytes}"
-        raise StoreError(text, cause="short")
-
-    def _raise(self, doing: str, error: OSError) -> NoReturn:
-        cause = _CAUSES.get(error.errno or 0, "io")
-        if cause == "missing":
-            self._check_root(doing)
-        why = os.strerror(error.errno) if error.errno else str(error)
-        raise StoreError(f"{self.where}: cannot {doing}: {why}", cause=cause) from error
+    @contextlib.contextmanager
+    def _translating(self, doing: str) -> Iterator[None]:
+        """Raise StoreError in place of OSError. A file is ``missing`` only where the root is there."""
+        try:
+            yield
+        except OSError as error:
+            cause = _CAUSES.get(error.errno or 0, "io")
+            if cause == "missing":
+                self._check_root(doing)
+            why = os.strerror(error.errno) if error.errno else str(error)
+            raise StoreError(f"{self.where}: cannot {doing}: {why}", cause=cause) from error
 
 
 def _unlink(path: str) -> OSError | None:
-    """Remove a file, return what went wrong; that it is not there is fine."""
+    """Remove a file, return what went wrong; an absent one is fine."""
     try:
-        os.unlink(path)
+        with contextlib.suppress(*_ABSENT):
+            os.unlink(path)
     except OSError as error:
-        return None if error.errno in (errno.ENOENT, errno.ENOTDIR) else error
+        return error
     return None
-
-
-def _write_all(descriptor: int, memory: memoryview) -> None:
-    while memory.nbytes:
-        memory = memory[os.write(descriptor, memory) :]
-
-
-def _make_directories(root: str, directory: str) -> None:
-    """Make what is missing between ``root`` and ``directory``, all of it 0700."""
-    path = root
-    for part in directory[len(root) :].strip("/").split("/"):
-        path = f"{path}/{part}"
-        with contextlib.suppress(FileExistsError, FileNotFoundError):
-            os.mkdir(path, 0o700)

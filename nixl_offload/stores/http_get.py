@@ -1,8 +1,8 @@
 """GETs of presigned addresses, straight into the caller's memory, over HTTP/1.1 connections of our own.
 
-Clients build bodies in buffers of theirs, which costs more than the network: docs/decisions/0011-s3-measurements.md.
+Clients build bodies in buffers of theirs, which costs more than the network: docs/decisions/0009-s3-clients.md.
 Threading: any thread; a connection serves one call at a time. Ownership: a call holds the caller's memory no longer
-than it lasts. Whatever is not an answer with exactly the bytes asked for is left to the client that signed.
+than it lasts. An answer without exactly the bytes asked for is left to the client that signed.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from nixl_offload.stores.s3 import proxy_of
 logger = logging.getLogger(__name__)
 
 PAUSE_S: Final = 5.0
-"""After a request without a whole answer none is tried for so long: a server that hangs shall not be asked twice."""
+"""Pause of direct GETs after a request without a whole answer: a server that hangs must not be asked twice each time.
+"""
 KEEP_S: Final = 20.0
-"""A connection that has rested for longer is not used again: what is between us and the server may have dropped it."""
+"""A connection that has rested for longer is not used again: something between us and the server may have dropped it.
+"""
 CONNECT_S: Final = 0.5
-"""How long an address may take to connect while the host has another one."""
+"""Limit to connect to one address when the host has another."""
 _HEAD_BYTES: Final = 16 << 10
-"""An answer's status line and headers are no longer, or it is left alone."""
+"""Limit of an answer's status line and headers."""
 _END: Final = b"\r\n\r\n"
 
 
 class DirectGets:
-    """GETs at one server. ``tls`` makes the context for https, when it is needed first."""
+    """GETs at one server."""
 
     def __init__(self, *, timeout_s: float, tls: Callable[[], ssl.SSLContext]) -> None:
-        """``timeout_s``: of one request. Where the environment has a proxy for the server, all reads are refused."""
+        """``timeout_s``: of one request. ``tls`` is called once, when https is needed first."""
         self._timeout_s = timeout_s
         self._tls = tls
         self._context: ssl.SSLContext | None = None
         self._idle: deque[tuple[float, socket.socket]] = deque()
-        """Since when, and what; the last to come is the first to go."""
-        self._open: set[socket.socket] = set()
+        """Connections and when their last answer ended, the latest last."""
         self._dead: set[Any] = set()
         """Addresses that did not connect when they were last tried."""
         self._refusing = False
@@ -52,18 +53,21 @@ class DirectGets:
 
     @property
     def refusing(self) -> bool:
-        """Whether ``read_into`` would try nothing now."""
+        """Whether ``read_into`` would try nothing now: after ``refuse``, behind a proxy, or in a pause."""
         return self._refusing or time.monotonic() < self._not_before_s
 
     def refuse(self) -> None:
-        """Try nothing any more."""
+        """Try nothing any more, and close idle connections."""
         self._refusing = True
+        with suppress(IndexError):
+            while True:
+                self._idle.pop()[1].close()
 
     def read_into(self, url: str, offset: int, memory: memoryview) -> int | None:
         """Fill ``memory``, bytes and not empty, from ``offset`` of the object on.
 
-        Returns None when it is filled. Else what it holds is undefined: the status of an answer that was left alone, or
-        0 if there was no whole answer.
+        Returns None when it is filled. Else its content is undefined, and this is the status of an answer that was left
+        alone, or 0 when there was no whole answer.
         """
         parts = urlsplit(url)
         request = (
@@ -73,57 +77,45 @@ class DirectGets:
         try:
             while (kept := self._kept()) is not None:
                 with suppress(BrokenPipeError, ConnectionResetError):  # the server had closed it
-                    return self._get(kept, request, offset, memory)
-            return self._get(self._connect(parts), request, offset, memory)
+                    return self._exchange(kept, request, offset, memory)
+            return self._exchange(self._connect(parts), request, offset, memory)
         except (OSError, ValueError) as error:
             logger.debug("a direct GET is left to the client: %s", type(error).__name__)
             self._not_before_s = time.monotonic() + PAUSE_S
             return 0
 
-    def close(self) -> None:
-        """Calls in other threads end soon."""
-        self._refusing = True
-        for opened in list(self._open):
-            with suppress(OSError):
-                # Not SSLSocket's, which takes TLS off first: a read in another thread would get what is encrypted.
-                socket.socket.shutdown(opened, socket.SHUT_RDWR)
-        self._drop_idle()
-
     def _kept(self) -> socket.socket | None:
-        """A connection that rests, and on which nothing has come since the last answer."""
-        while self._idle:
-            with suppress(IndexError):  # another thread was quicker
+        """Return an idle connection on which nothing, not even an end, came since the last answer."""
+        with suppress(IndexError):
+            while True:
                 since_s, kept = self._idle.pop()
-                if time.monotonic() - since_s < KEEP_S and _is_silent(kept):
+                poller = select.poll()
+                poller.register(kept, select.POLLIN)
+                if time.monotonic() - since_s < KEEP_S and not poller.poll(0):
                     return kept
-                self._drop(kept)
+                kept.close()
         return None
 
     def _connect(self, parts: SplitResult) -> socket.socket:
         if proxy_of(parts):
             self._refusing = True
             raise OSError("behind a proxy")
-        host, tls = parts.hostname or "", parts.scheme == "https"
-        opened = self._dial(host, parts.port or (443 if tls else 80))
+        host, is_tls = parts.hostname or "", parts.scheme == "https"
+        opened = self._dial(host, parts.port or (443 if is_tls else 80))
         try:
-            opened.settimeout(self._timeout_s)
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if tls:
+            if is_tls:
+                opened.settimeout(self._timeout_s)
                 self._context = self._context or self._tls()
-                opened = self._context.wrap_socket(opened, server_hostname=host)
-            else:
-                # The kernel's own timeouts: Python's cost a poll for each call. With TLS only those work.
-                opened.setblocking(True)
-                limit = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
-                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                    opened.setsockopt(socket.SOL_SOCKET, option, limit)
+                return self._context.wrap_socket(opened, server_hostname=host)
+            # The kernel's own timeouts: Python's cost a poll per call. With TLS only those work.
+            opened.setblocking(True)
+            limit = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                opened.setsockopt(socket.SOL_SOCKET, option, limit)
         except BaseException:
             opened.close()
             raise
-        self._open.add(opened)
-        if self._refusing:  # closed meanwhile
-            self._drop(opened)
-            raise OSError("closed")
         return opened
 
     def _dial(self, host: str, port: int) -> socket.socket:
@@ -141,70 +133,49 @@ class DirectGets:
         self._dead.discard(address)
         return opened
 
-    def _get(self, connection: socket.socket, request: bytes, offset: int, memory: memoryview) -> int | None:
-        """One exchange, as ``read_into``. The connection is kept if it can serve another."""
+    def _exchange(self, connection: socket.socket, request: bytes, offset: int, memory: memoryview) -> int | None:
+        """One request and its answer, as ``read_into``. The connection is kept if it can serve another."""
         deadline_s, keeps = time.monotonic() + self._timeout_s, False
+        buffer = bytearray(_HEAD_BYTES)
+        view = memoryview(buffer)
         try:
-            head, begin, got = self._head(connection, request, deadline_s)
-            status, length, may_keep = _parse(bytes(head[:begin]), offset, memory.nbytes)
-            if length != memory.nbytes:
+            connection.sendall(request)
+            got, end = 0, -1
+            while end < 0:
+                count = connection.recv_into(view[got:]) if got < _HEAD_BYTES else 0
+                if not count or time.monotonic() > deadline_s:
+                    raise OSError("no whole answer") if got else ConnectionResetError
+                got += count
+                end = buffer.find(_END, 0, got)
+            begin = end + len(_END)
+            status, is_wanted, may_keep = _parse(bytes(view[:end]), offset, memory.nbytes)
+            if not is_wanted:
                 return status
             filled = got - begin
-            if filled > length:
+            if filled > memory.nbytes:
                 raise ValueError("more than was announced")
-            memory[:filled] = head[begin:got]
-            while filled < length:
+            memory[:filled] = view[begin:got]
+            while filled < memory.nbytes:
                 count = connection.recv_into(memory[filled:])
                 if not count or time.monotonic() > deadline_s:
                     raise OSError("the body ended early, or came too slowly")
                 filled += count
-            keeps = may_keep and not self._refusing
+            keeps = may_keep
             return None
         finally:
             if keeps:
                 self._idle.append((time.monotonic(), connection))
-                if self._refusing:  # closed meanwhile
-                    self._drop_idle()
             else:
-                self._drop(connection)
-
-    def _head(self, connection: socket.socket, request: bytes, deadline_s: float) -> tuple[memoryview, int, int]:
-        """Return a buffer, where the body begins in it, and how much is in it."""
-        buffer = bytearray(_HEAD_BYTES)
-        view = memoryview(buffer)
-        connection.sendall(request)
-        got = connection.recv_into(view)
-        if not got:
-            raise ConnectionResetError
-        while (end := buffer.find(_END, 0, got)) < 0:
-            count = connection.recv_into(view[got:]) if got < _HEAD_BYTES else 0
-            if not count or time.monotonic() > deadline_s:
-                raise OSError("no whole answer")
-            got += count
-        return view, end + len(_END), got
-
-    def _drop_idle(self) -> None:
-        with suppress(IndexError):
-            while True:
-                self._drop(self._idle.pop()[1])
-
-    def _drop(self, connection: socket.socket) -> None:
-        self._open.discard(connection)
-        connection.close()
+                connection.close()
+            if self._refusing:  # since this request began
+                self.refuse()
 
 
-def _is_silent(connection: socket.socket) -> bool:
-    """Whether nothing waits to be read, not even an end: what came unasked must not pass for the next answer."""
-    poller = select.poll()
-    poller.register(connection, select.POLLIN)
-    return not poller.poll(0)
-
-
-def _parse(head: bytes, offset: int, wanted: int) -> tuple[int, int | None, bool]:
-    """Return an answer's status, the length of its body if that is what was asked for, and whether the connection can
-    be kept. Raises ValueError for what is no such answer.
+def _parse(head: bytes, offset: int, wanted: int) -> tuple[int, bool, bool]:
+    """Return an answer's status, whether its body is the ``wanted`` bytes from ``offset`` on, and whether the
+    connection can be kept. Raises ValueError for what is no such answer.
     """
-    first, *lines = head[: -len(_END)].split(b"\r\n")
+    first, *lines = head.split(b"\r\n")
     version, code, *_ = first.split(b" ", 2)
     if version not in {b"HTTP/1.1", b"HTTP/1.0"} or len(code) != 3:
         raise ValueError("not HTTP/1")
@@ -214,13 +185,11 @@ def _parse(head: bytes, offset: int, wanted: int) -> tuple[int, int | None, bool
         if not colon or (name.lower() in fields and name.lower() in {b"content-length", b"content-range"}):
             raise ValueError("not a header")
         fields[name.lower()] = value.strip()
-    status, length = int(code), None
-    if b"transfer-encoding" not in fields and fields.get(b"content-encoding", b"identity") == b"identity":
-        announced = fields.get(b"content-length", b"")
-        span = fields.get(b"content-range", b"")
-        fits = span.startswith(b"bytes %d-%d/" % (offset, offset + wanted - 1))
-        if not span:  # some servers answer 200 even to a range, and one that says nothing more may be the whole object
-            fits = status == 200 and not offset
-        if fits and status in {200, 206} and announced.isdigit():
-            length = int(announced)
-    return status, length, version == b"HTTP/1.1" and fields.get(b"connection", b"").lower() != b"close"
+    status, span = int(code), fields.get(b"content-range")
+    if span:
+        is_wanted = status in {200, 206} and span.startswith(b"bytes %d-%d/" % (offset, offset + wanted - 1))
+    else:  # some servers answer 200 even to a range, and one that says nothing more may be the whole object
+        is_wanted = status == 200 and not offset
+    is_wanted &= fields.get(b"content-length") == b"%d" % wanted and b"transfer-encoding" not in fields
+    is_wanted &= fields.get(b"content-encoding", b"identity") == b"identity"
+    return status, is_wanted, version == b"HTTP/1.1" and fields.get(b"connection", b"").lower() != b"close"

@@ -15,6 +15,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -47,8 +48,7 @@ _T = TypeVar("_T")
 LIST_PAGE: Final = 1000
 """Objects per page of a listing, and per bulk delete: the most that S3 gives and takes."""
 CREDENTIALS_RETRY_S: Final = 5.0
-"""Pause before the AWS chain is asked again when it had no keys, or none but the denied ones. Asking may take seconds.
-"""
+"""Pause before the AWS chain is asked again after it had no keys, or the denied ones. Asking may take seconds."""
 _CREDENTIALS_TTL: Final = timedelta(minutes=8)
 """botocore renews temporary credentials ten minutes before they end, so what it gives is good for longer than this."""
 _SIGNED_FOR: Final = timedelta(minutes=15)
@@ -86,8 +86,7 @@ class BucketStore(Store):
         self._address = S3Address.of(tier)
         self.where = self._address.where
         self._lock = threading.Lock()
-        self._made: tuple[S3Store, Any] | None = None
-        """The client, and botocore's credentials in it."""
+        self._made: tuple[S3Store, _Provider] | None = None
         self._ask_chain_at_s = 0.0
         self._closed = False
         self._bucket_seen = False
@@ -101,9 +100,10 @@ class BucketStore(Store):
 
     def head(self, name: str) -> ObjectInfo | None:
         found = self._call(f"HEAD {name}", _head, self._address.key(name))
-        if found is None:
-            self._require_bucket()
-        return None if found is None else self._info(found)
+        if found is not None:
+            return self._info(found)
+        self._require_bucket()
+        return None
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
         read = partial(self._call, f"GET {name}", self._read_into, name, offset, memory.cast("B"))
@@ -134,8 +134,7 @@ class BucketStore(Store):
         # obstore lists whole path segments, so list the directory. It drops a slash at the end of where it begins.
         directory = prefix[: prefix.rfind("/") + 1]
         after = max(start_after, prefix[:-1] if prefix != directory else "")
-        for found in self._list_directory(f"LIST {prefix}".rstrip(), directory, after):
-            info = self._info(found)
+        for info in self._list_directory(f"LIST {prefix}".rstrip(), directory, after):
             if info.name > start_after and info.name.startswith(prefix):
                 yield info
             elif info.name > prefix and not info.name.startswith(prefix):
@@ -150,7 +149,7 @@ class BucketStore(Store):
                 # overwrite=False sends the header that ``_make`` names, and nothing that forbids to overwrite.
                 self._call(f"COPY {name}", obstore.copy, key, key, overwrite=False)
             except StoreError as error:
-                if error.cause not in ("io", "server") or error.status not in _COPIES_NOTHING:
+                if error.status not in _COPIES_NOTHING:
                     raise
                 content = memoryview(bytearray(size_bytes))
                 self.read_into(name, 0, content)
@@ -164,7 +163,7 @@ class BucketStore(Store):
     def close(self) -> None:
         with self._lock:
             self._closed, self._made = True, None
-        self._direct.close()
+        self._direct.refuse()
 
     def _read_into(self, store: S3Store, name: str, offset: int, memory: memoryview) -> None:
         key = self._address.key(name)
@@ -211,26 +210,24 @@ class BucketStore(Store):
         if filled < memory.nbytes:
             raise _BrokenBodyError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
 
-    def _list_directory(self, doing: str, directory: str, after: str) -> Iterator[Any]:
+    def _list_directory(self, doing: str, directory: str, after: str) -> Iterator[ObjectInfo]:
         """Yield what is in ``directory`` behind ``after``, a page per request."""
         where = self._address.key(directory).rstrip("/") or None
-        offset = self._address.key(after) if after else None
-        last: str | None = None
-        listed: S3Store | None = None
-        pages: Any = None
+        offset, page = self._address.key(after) if after else None, list[Any]()
 
         def next_page(store: S3Store) -> Any:
-            nonlocal listed, pages
-            if store is not listed:  # at first, and when the client was replaced
-                pages, listed = obstore.list(store, where, offset=last or offset, chunk_size=LIST_PAGE), store
-            return next(pages, None)
+            return next(obstore.list(store, where, offset=offset, chunk_size=LIST_PAGE), [])
 
-        while page := self._call(doing, next_page):
-            if page[-1]["path"] == last:
+        while True:
+            last = page and page[-1]
+            page = self._call(doing, next_page)
+            if page and page[-1] == last:
                 text = "the server begins again with a page that it has sent: not S3?"
                 raise StoreError(f"{self.where}: {doing}: {text}", cause="server")
-            last = page[-1]["path"]
-            yield from page
+            yield from map(self._info, page)
+            if len(page) < LIST_PAGE:
+                return
+            offset = page[-1]["path"]
 
     def _require_bucket(self) -> None:
         """Raise StoreError when there is no bucket: a HEAD answers 404 for that, too, and a listing can tell."""
@@ -259,23 +256,14 @@ class BucketStore(Store):
         else:
             self._bucket_seen |= answer is not None or function is not _head
             return answer
-        # Out of the handler, so that the original, which quotes the answer, does not become the context.
-        failure = self._translated(doing, foreign)
+        # Out of the handler, so that the original, which quotes the answer, becomes neither cause nor context.
+        failure = self._parsed(doing, str(foreign))
         if failure.cause == "denied" and self._replaced(store):
             return self._call(doing, function, *arguments, **options)
-        raise failure
-
-    def _translated(self, doing: str, foreign: Exception) -> StoreError:
-        """Return the StoreError, with a cause that is as the original less what it quotes."""
-        text = str(foreign)
-        if "<Code>NoSuchBucket<" in text:
-            self._bucket_seen = False
-        error = self._parsed(doing, text)
-        foreign_type = type(foreign) if isinstance(foreign, BaseError) else OSError
-        error.__cause__ = foreign_type(str(error).partition(": ")[2])
-        return error
+        raise failure from BaseError(str(failure).partition(": ")[2])
 
     def _parsed(self, doing: str, text: str) -> StoreError:
+        """Translate the text of obstore's error. The result has nothing of the answer but status, code and message."""
         begin = f"{self.where}: {doing}: "
         status, code, message, kind, system = (
             found[1] if (found := pattern.search(text)) else ""
@@ -283,6 +271,8 @@ class BucketStore(Store):
         )
         if code and status in ("", "200"):
             status = str(_STATUS_OF_CODE.get(code, 500))
+        if code == "NoSuchBucket":
+            self._bucket_seen = False
         if status:
             return answer_error(doing, self._address, int(status), code, message)
         why = f" ({system})" if system else ""
@@ -308,56 +298,57 @@ class BucketStore(Store):
             with self._lock:
                 if self._closed:
                     raise StoreError(f"{self.where}: the store is closed", cause="io")
-                made = self._made = self._made or self._make()
+                made = self._made = self._made or self._make(self._ask_chain())
         return made[0]
 
     def _replaced(self, denied: S3Store) -> bool:
         """Whether ``_client`` now returns another client than ``denied``."""
-        with self._lock:
-            if self._made is None or self._made[0] is not denied:
-                return True
-            used = self._made[1]
-            if hasattr(used, "refresh_needed") or time.monotonic() < self._ask_chain_at_s:
-                return False
-            self._ask_chain_at_s = time.monotonic() + CREDENTIALS_RETRY_S
-            try:
-                found = Boto3CredentialProvider().credentials.get_frozen_credentials()
-                if found != used.get_frozen_credentials():
-                    self._made, self._ask_chain_at_s = None, 0.0
-            except Exception:  # noqa: BLE001  a foreign library's edge; the caller raises the denial
-                return False
-            return self._made is None
+        with self._lock, suppress(StoreError):
+            if self._made is not None and self._made[0] is denied:
+                # botocore renews what it can by itself.
+                provider = None if hasattr(self._made[1].credentials, "refresh_needed") else self._ask_chain()
+                if provider is None or provider.keys == self._made[1].keys:
+                    self._ask_chain_at_s = time.monotonic() + CREDENTIALS_RETRY_S
+                    return False
+                self._made = self._make(provider)
+            return True
+        return False
 
-    def _make(self) -> tuple[S3Store, Any]:
-        provider = self._credentials()
+    def _ask_chain(self) -> _Provider:
+        hush_botocore()
+        why = ""
+        if time.monotonic() >= self._ask_chain_at_s:
+            try:
+                return _Provider(ttl=_CREDENTIALS_TTL)
+            except Exception as error:  # noqa: BLE001  whatever the chain raises: no secret of it may get out
+                self._ask_chain_at_s = time.monotonic() + CREDENTIALS_RETRY_S
+                why = "" if isinstance(error, ValueError) else f" ({type(error).__name__})"
+        raise StoreError(f"{self.where}: {NO_CREDENTIALS}{why}", cause="denied")
+
+    def _make(self, provider: _Provider) -> tuple[S3Store, _Provider]:
         tier, address = self._tier, self._address
-        timeout = timedelta(seconds=tier.request_timeout_s)
+        timeout, bundle = timedelta(seconds=tier.request_timeout_s), readable_ca_bundle(tier)
         client: Any = {
             "timeout": timeout,
             "connect_timeout": min(timeout, timedelta(seconds=CONNECT_TIMEOUT_S)),
             "allow_http": address.plain_http,
             "pool_max_idle_per_host": str(tier.connections),
         }
-        config = {
+        config: Any = {
             "virtual_hosted_style_request": not address.path_style,
-            "endpoint": address.endpoint if address.path_style else address.virtual_endpoint,
-            "region": address.region,
             # obstore knows no metadata directive, but sends this header along with some of its copies.
             "copy_if_not_exists": "header: x-amz-metadata-directive: REPLACE",
         }
-        given: Any = {name: value for name, value in config.items() if value is not None}
-        retries: Any = {
-            "max_retries": ATTEMPTS - 1,
-            "retry_timeout": ATTEMPTS * timeout,
-            "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2), "base": 2},
-        }
-        bundle = readable_ca_bundle(tier)
+        endpoint = address.endpoint if address.path_style else address.virtual_endpoint
+        config |= {name: value for name, value in (("endpoint", endpoint), ("region", address.region)) if value}
+        backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2), "base": 2}
+        retries: Any = {"max_retries": ATTEMPTS - 1, "retry_timeout": ATTEMPTS * timeout, "backoff": backoff}
         try:
             if bundle is not None:
                 client["root_certificate"] = Path(bundle).read_bytes()
             store = S3Store(
                 address.bucket,
-                config=given,
+                config=config,
                 client_options=client,
                 retry_config=retries,
                 credential_provider=provider,
@@ -365,18 +356,15 @@ class BucketStore(Store):
         except (BaseError, OSError, ValueError) as error:
             text = f"{self.where}: obstore takes no such address, certificates or options ({type(error).__name__})"
             raise StoreError(text, cause="io") from error
-        return store, provider.credentials
+        return store, provider
 
-    def _credentials(self) -> Boto3CredentialProvider:
-        hush_botocore()
-        why = ""
-        if time.monotonic() >= self._ask_chain_at_s:
-            try:
-                return Boto3CredentialProvider(ttl=_CREDENTIALS_TTL)
-            except Exception as error:  # noqa: BLE001  whatever the chain raises: no secret of it may get out
-                self._ask_chain_at_s = time.monotonic() + CREDENTIALS_RETRY_S
-                why = "" if isinstance(error, ValueError) else f" ({type(error).__name__})"
-        raise StoreError(f"{self.where}: {NO_CREDENTIALS}{why}", cause="denied")
+
+class _Provider(Boto3CredentialProvider):
+    """AWS's chain as boto3 has it, and the keys that it had at first. Raises anything, ValueError where it has none."""
+
+    def __init__(self, *, ttl: timedelta) -> None:
+        super().__init__(ttl=ttl)
+        self.keys = self.credentials.get_frozen_credentials()
 
 
 def _tls(tier: S3Config) -> ssl.SSLContext:

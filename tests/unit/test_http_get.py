@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -38,8 +38,8 @@ def gets(monkeypatch: pytest.MonkeyPatch) -> Iterator[DirectGets]:
         monkeypatch.delenv(name.upper(), raising=False)
     opened = DirectGets(timeout_s=0.3, tls=no_tls)  # type: ignore[arg-type]
     yield opened
-    opened.close()
-    assert not opened._open
+    opened.refuse()
+    assert not opened._idle
 
 
 def get(gets: DirectGets, endpoint: str, offset: int = 0, length: int = len(BODY)) -> tuple[int | None, bytes]:
@@ -117,7 +117,7 @@ def test_a_proxy_is_for_hosts_that_no_proxy_does_not_name(
         monkeypatch.setenv(name, value)
         monkeypatch.delenv(name.upper(), raising=False)
     gets = DirectGets(timeout_s=5.0, tls=no_tls)  # type: ignore[arg-type]
-    with OneAnswerServer(WHOLE["whole"]) as server, closing(gets):
+    with OneAnswerServer(WHOLE["whole"]) as server:
         for _ in range(2):
             if not gets.refusing:
                 assert (get(gets, server.endpoint) == (None, BODY)) is goes
@@ -183,7 +183,7 @@ def test_connections_are_used_again_and_replaced_when_the_server_closes_them(get
     for _ in range(8):
         assert get(gets, server.endpoint) == (None, BODY)
     assert server.connections == 3
-    gets.close()
+    gets.refuse()
     server.close()
     assert gets.refusing
 
@@ -213,7 +213,7 @@ def test_https_trusts_the_context_given(tmp_path: Path, trusted: bool, status: i
     assert get(gets, server.endpoint)[0] == status
     if trusted:
         assert [get(gets, server.endpoint) for _ in range(2)] == [(None, BODY)] * 2
-    gets.close()
+    gets.refuse()
     server.close()
     assert server.connections == connections
 
@@ -238,7 +238,7 @@ def test_a_server_that_falls_silent_over_tls_is_not_waited_for(tmp_path: Path, s
     over.set()
     server.join()
     listener.close()
-    gets.close()
+    gets.refuse()
 
 
 def test_a_connection_that_is_kept_while_it_is_closed_is_let_go(gets: DirectGets) -> None:
@@ -246,14 +246,13 @@ def test_a_connection_that_is_kept_while_it_is_closed_is_let_go(gets: DirectGets
 
     class ClosedFirst(deque[tuple[float, socket.socket]]):
         def append(self, kept: tuple[float, socket.socket]) -> None:
-            gets.close()
+            gets.refuse()
             super().append(kept)
 
     gets._idle = ClosedFirst()
     server = Keeping(3)
     assert get(gets, server.endpoint) == (None, BODY)
     assert not gets._idle
-    assert not gets._open
     server.close()
 
 
@@ -280,7 +279,7 @@ def test_bytes_behind_an_answer_are_no_answer_to_the_next_request(gets: DirectGe
     assert get(gets, endpoint) == (None, BODY)
     time.sleep(0.2)
     assert get(gets, endpoint) == (None, BODY[::-1])
-    gets.close()
+    gets.refuse()
     server.join()
     listener.close()
     assert connections == 2
