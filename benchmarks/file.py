@@ -36,7 +36,6 @@ from rich.table import Table
 from benchmarks.file_engine import WholeEngine
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import Extents, MemoryRegion, Mover, Op, Transfer, TransferState
-from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.select import make_mover
 
 POLL_S = 0.0005
@@ -104,7 +103,7 @@ class Ours:
     """A mover with staging slots and file slots of one shape."""
 
     def __init__(self, name: str, path: Path, shape: Shape) -> None:
-        self.mover: Mover = LimitedMover(make_mover(name))
+        self.mover: Mover = make_mover(name)
         self.shape = shape
         staging_bytes = shape.depth * shape.piece_bytes
         self._pages = mmap.mmap(-1, staging_bytes)

@@ -18,7 +18,6 @@ import torch
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine import ChunkIO, Engine
 from nixl_offload.movers.base import Op
-from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.select import make_mover
 from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.shared_dir.link import TreeLink
@@ -51,7 +50,7 @@ class WholeEngine:
         self._slot_bytes, self._payload_bytes, self._chunks = layout.slot_bytes(0), payload_bytes, chunks
         self._salt = os.urandom(8)
         slab = SlabFile(directory / "tier" / "rank0", chunks * self._slot_bytes, 64 * self._slot_bytes)
-        opened = LimitedMover(make_mover(mover))
+        opened = make_mover(mover)
         if shares:
             link: Link = TreeLink(
                 str(directory), "0" * 32, 0, opened, direct_io=True, clock=time.monotonic, is_kept=True

@@ -23,6 +23,7 @@ from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, Op, Transfer
 from nixl_offload.tiers.base import Link, Target
+from nixl_offload.units import format_size
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +99,11 @@ class LinkMemory:
             for begin, length in spans:
                 in_memory.append((slot.offset_bytes + begin, length))
                 in_file.append((target.offset + begin, length))
+        most = self.link.mover.limits.max_extents_per_transfer
         for file, (in_memory, in_file) in by_file.items():
             assert memory is not None
-            yield self.link.mover.submit(op, memory, _extents(in_memory), file, _extents(in_file))
+            for rows in (slice(begin, begin + most) for begin in range(0, len(in_memory), most)):
+                yield self.link.mover.submit(op, memory, _extents(in_memory[rows]), file, _extents(in_file[rows]))
 
 
 def open_link(
@@ -115,9 +118,9 @@ def open_link(
     """Register memory with the link's mover, each piece once, and choose for each group how it travels.
 
     ``authenticated``: by host memory, where MACs are made, and whole.
-    Raises MoverError when chunks must be packed in host memory and that cannot be registered. A KV tensor that cannot
-    is packed, staging on the device that cannot is done without, and host memory that cannot is not used with this
-    tier.
+    Raises MoverError when chunks are too large for the mover, or must be packed in host memory and that cannot be
+    registered. A KV tensor that cannot is packed, staging on the device that cannot is done without, and host memory
+    that cannot is not used with this tier.
     """
     registration = Registration(link.mover, memory, layout, device)
     plans = [
@@ -125,6 +128,11 @@ def open_link(
         for group in range(len(layout.groups))
     ]
     used = [plan for plan in plans if plan.block_bytes]
+    most_bytes = link.mover.limits.max_extent_bytes
+    if any(plan.slot_bytes > most_bytes for plan in used):
+        raise MoverError(
+            f"{link.mover.name} moves {format_size(most_bytes)} at once, less than a chunk: lower chunk_tokens"
+        )
     for plan in used:
         plan.packed = "host" if registration.device is None else "device"
     if any("host" in {plan.path, plan.packed} for plan in used):

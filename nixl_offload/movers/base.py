@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_offload.errors import MoverError
+from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +28,6 @@ FileId = NewType("FileId", int)
 
 Extents = npt.NDArray[np.int64]
 """Shape (n, 2): ``[:, 0]`` byte offset in a registered memory region or an opened file, ``[:, 1]`` length in bytes."""
-
-UNLIMITED = 1 << 62
-"""For a limit that does not exist."""
 
 
 class Op(Enum):
@@ -70,21 +68,17 @@ class MemoryRegion:
 
 @dataclass(frozen=True, slots=True)
 class MoverLimits:
-    """What one transfer may look like. ``movers.limits.LimitedMover`` splits and queues, so callers need not care."""
+    """What one transfer may look like. Any number of them may be in flight."""
 
-    alignment_bytes: int
+    alignment_bytes: int = 1
     """Offsets, lengths and addresses must be multiples of this when a file is opened with ``direct_io``; 1 = none."""
-    max_extent_bytes: int
-    """Largest single extent."""
-    max_extents_per_transfer: int
-    max_extents_in_flight: int
-    """Over all transfers of this mover."""
+    max_extent_bytes: int = (2 << 30) - PAGE_BYTES
+    """Largest single extent. The kernel moves no more in one read or write."""
+    max_extents_per_transfer: int = 65_536
     whole_writes: bool = False
     """A WRITE is one extent from offset 0 and becomes the whole target: objects have no parts to overwrite."""
     tells_short_reads: bool = True
     """Where False, a READ past what the target really holds may be DONE with the end of its memory untouched."""
-    moves_unpolled: bool = False
-    """Bytes move whether or not anybody polls, so nobody need ask before an end is to be expected."""
 
 
 @dataclass(slots=True, eq=False)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nixl_offload.movers.base import UNLIMITED, Extents, MemoryKind, MoverLimits, Op
+from nixl_offload.movers.base import Extents, MemoryKind, MoverLimits, Op
 from nixl_offload.movers.handles import FileEntry, MemoryEntry
 from nixl_offload.movers.tracked import ExtentTransfer, TrackedMover
 from nixl_offload.types import PAGE_BYTES
@@ -40,12 +40,7 @@ class CopyMover(TrackedMover[_CopyTransfer]):
     """
 
     def __init__(self, threads: int = 4, *, name: str = "copy") -> None:
-        limits = MoverLimits(
-            alignment_bytes=PAGE_BYTES,
-            max_extent_bytes=UNLIMITED,
-            max_extents_per_transfer=UNLIMITED,
-            max_extents_in_flight=UNLIMITED,
-        )
+        limits = MoverLimits(alignment_bytes=PAGE_BYTES)
         super().__init__(name, frozenset({MemoryKind.DRAM}), limits)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="nixl-offload-copy")
 

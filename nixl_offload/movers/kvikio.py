@@ -28,7 +28,7 @@ import numpy as np
 
 from nixl_offload.errors import MoverError
 from nixl_offload.keep import keep_forever, keep_in_children
-from nixl_offload.movers.base import UNLIMITED, Extents, FileId, MemoryId, MemoryKind, MemoryRegion, MoverLimits, Op
+from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, MemoryRegion, MoverLimits, Op
 from nixl_offload.movers.handles import FileEntry, MemoryEntry, drain
 from nixl_offload.movers.kvikio_library import KVIKIO_ERRORS, load_kvikio, words_of
 from nixl_offload.movers.launcher import Launcher
@@ -90,12 +90,7 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
 
     def __init__(self, threads: int = 8, bounce_bytes: int = 16 << 20, *, close_timeout_s: float = 30.0) -> None:
         # KvikIO takes what is off the grid as well, by the page cache and another copy: nobody wants that unawares.
-        limits = MoverLimits(
-            alignment_bytes=PAGE_BYTES,
-            max_extent_bytes=UNLIMITED,
-            max_extents_per_transfer=65_536,  # each is an object of Python's and one of KvikIO's
-            max_extents_in_flight=UNLIMITED,
-        )
+        limits = MoverLimits(alignment_bytes=PAGE_BYTES)
         super().__init__("kvikio", frozenset({MemoryKind.VRAM, MemoryKind.DRAM}), limits)
         self._threads = threads
         self._bounce_bytes = max(bounce_bytes // PAGE_BYTES, 1) * PAGE_BYTES  # pieces keep to the grid

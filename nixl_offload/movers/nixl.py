@@ -24,7 +24,6 @@ from nixl_offload.keep import keep_forever, keep_in_children
 from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, MemoryRegion, Mover, Op
 from nixl_offload.movers.handles import FileEntry, MemoryEntry, drain, total_bytes
 from nixl_offload.movers.library_lock import LIBRARIES
-from nixl_offload.movers.limits import split_at
 from nixl_offload.movers.nixl_agent import NixlAgent, descriptors, words
 from nixl_offload.movers.nixl_plugins import NixlPlugin
 from nixl_offload.movers.pinning import add_holder, check_pinning, find_cuts, registered_bytes, remove_holder
@@ -167,7 +166,7 @@ class NixlMover(TrackedMover[_NixlTransfer]):
     def _make(self, op: Op, memory: MemoryEntry, mem: Extents, file: FileEntry, fil: Extents) -> _NixlTransfer:
         moved_bytes, cuts = total_bytes(mem), self._cuts.get(memory)
         if cuts is not None:
-            mem, fil = split_at(mem, fil, cuts)
+            mem, fil = _split_at(mem, fil, cuts)
         if moved_bytes > self.limits.max_extent_bytes or cuts is not None:
             mem, fil = mem[::-1], fil[::-1]  # neighbours in falling order are not merged past the limit, or a cut
         agent, region = self._nixl.get(), memory.region
@@ -247,3 +246,18 @@ class NixlMover(TrackedMover[_NixlTransfer]):
             if not self._registered:  # else the last mover that shares this memory ends the agent
                 self._nixl.forget()
         self._closed = True
+
+
+def _split_at(memory_extents: Extents, file_extents: Extents, cuts: npt.NDArray[np.int64]) -> tuple[Extents, Extents]:
+    """Cut every row that goes over one of ``cuts``, which are rising offsets in the memory, both sides alike. Pure."""
+    begins, ends = memory_extents[:, 0], memory_extents.sum(axis=1)
+    first, last = np.searchsorted(cuts, begins, side="right"), np.searchsorted(cuts, ends - 1, side="right")
+    pieces = last - first + 1
+    if not len(pieces) or int(pieces.max()) == 1:
+        return memory_extents, file_extents
+    row = np.repeat(np.arange(len(pieces)), pieces)
+    number = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    bounds = np.concatenate([[0], cuts, [np.iinfo(np.int64).max]])
+    begin = np.maximum(begins[row], bounds[number])
+    size = np.minimum(ends[row], bounds[number + 1]) - begin
+    return np.stack([begin, size], axis=1), np.stack([file_extents[row, 0] + begin - begins[row], size], axis=1)

@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Literal
 
 from nixl_offload.config.schema import S3Config
 from nixl_offload.movers.base import MemoryKind, MoverLimits
 from nixl_offload.stores.s3 import ATTEMPTS, S3Address, ca_bundle_of
 from nixl_offload.types import PAGE_BYTES
-
-_MAX_IO_BYTES = (2 << 30) - 4096
-"""The kernel moves no more in one read or write; a larger descriptor fails, and so does a merged one."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +39,7 @@ class NixlPlugin:
 
 _HOST = frozenset({MemoryKind.DRAM})
 _HOST_AND_DEVICE = frozenset({MemoryKind.DRAM, MemoryKind.VRAM})
-_FILE_LIMITS = MoverLimits(
-    alignment_bytes=PAGE_BYTES,
-    max_extent_bytes=_MAX_IO_BYTES,
-    max_extents_per_transfer=65_536,
-    max_extents_in_flight=65_536,
-)
+_FILE_LIMITS = MoverLimits(alignment_bytes=PAGE_BYTES)
 
 PLUGINS: Mapping[str, NixlPlugin] = MappingProxyType(
     {
@@ -57,16 +49,11 @@ PLUGINS: Mapping[str, NixlPlugin] = MappingProxyType(
     }
 )
 
-_MAX_OBJECT_BYTES: Final = 5 << 30
-"""S3 takes no more in one PUT."""
-
 
 def object_plugin(tier: S3Config) -> NixlPlugin:
     """NIXL's OBJ plugin for a bucket. Credentials are no parameter: its SDK goes through the AWS chain.
 
-    One object per transfer, because the siblings of a failed one would go on writing. Half as many again in flight as
-    there are threads in the plugin, so that none of these is idle until somebody polls; no more, because what waits
-    inside it cannot be called back.
+    One object per transfer, because the siblings of a failed one would go on writing.
     """
     address = S3Address.of(tier)
     params = {
@@ -85,15 +72,7 @@ def object_plugin(tier: S3Config) -> NixlPlugin:
         "OBJ",
         {name: value for name, value in params.items() if value is not None},
         _HOST_AND_DEVICE,
-        MoverLimits(
-            alignment_bytes=1,
-            max_extent_bytes=_MAX_OBJECT_BYTES,
-            max_extents_per_transfer=1,
-            max_extents_in_flight=tier.connections + tier.connections // 2,
-            whole_writes=True,
-            tells_short_reads=False,
-            moves_unpolled=True,
-        ),
+        MoverLimits(max_extents_per_transfer=1, whole_writes=True, tells_short_reads=False),
         target="OBJ",
         key_prefix=address.prefix,
         # The SDK's own default is ten retries, half a minute against a server that is down.

@@ -56,10 +56,8 @@ class PairedMover(Mover):
             alignment_bytes=max(first.alignment_bytes, second.alignment_bytes),
             max_extent_bytes=min(first.max_extent_bytes, second.max_extent_bytes),
             max_extents_per_transfer=min(first.max_extents_per_transfer, second.max_extents_per_transfer),
-            max_extents_in_flight=min(first.max_extents_in_flight, second.max_extents_in_flight),
             whole_writes=first.whole_writes or second.whole_writes,
             tells_short_reads=first.tells_short_reads and second.tells_short_reads,
-            moves_unpolled=first.moves_unpolled and second.moves_unpolled,
         )
         self._device, self._host = device, host
         self._memories: dict[MemoryId, tuple[Mover, MemoryId]] = {}

@@ -23,7 +23,6 @@ from nixl_offload.keep import keep_forever
 from nixl_offload.movers.base import Extents, MemoryKind, MemoryRegion, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.kvikio import KvikioMover
-from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
 from nixl_offload.types import PAGE_BYTES
@@ -55,7 +54,7 @@ class Probe(NamedTuple):
 
 
 class ProbedMover(NamedTuple):
-    """The mover to use, already without limits, and how it was chosen, best candidate first."""
+    """The mover to use, and how it was chosen, best candidate first."""
 
     mover: Mover
     report: tuple[Probe, ...]
@@ -121,7 +120,7 @@ def open_mover(
         report.append(Probe(name, True, note))
         passed = "".join(f"; passed over {probe.name}: {probe.reason}" for probe in report[:-1])
         logger.info("files in %s are moved by %s (%s)%s", directory, name, note, passed)
-        return ProbedMover(LimitedMover(mover), tuple(report))
+        return ProbedMover(mover, tuple(report))
     reasons = "; ".join(f"{probe.name}: {probe.reason}{advice[probe.name]}" for probe in report)
     raise MoverUnavailableError(f"mover {kind!r} cannot move {memory_kind.value} to files in {directory}: {reasons}")
 

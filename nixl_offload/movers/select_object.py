@@ -16,10 +16,9 @@ from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import MoverError, MoverUnavailableError, NixlOffloadError, StoreError
 from nixl_offload.keep import keep_forever
 from nixl_offload.movers.base import MemoryKind, Mover, Op
-from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import object_plugin
-from nixl_offload.movers.retry import NOT_ANSWERING, RetryingMover
+from nixl_offload.movers.queued import NOT_ANSWERING, QueuedMover
 from nixl_offload.movers.select import Probe, ProbedMover, move_page, page, scratch_memory
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.base import Store
@@ -95,12 +94,13 @@ def make_mover(name: str, tier: S3Config) -> Mover:
     """A mover of ``candidates``, not tried out. Raises what says that it cannot be made here."""
     timeout_s = tier.request_timeout_s
     if name != "obj":
-        made: Mover = StoreMover(open_store(tier), threads=tier.connections, close_timeout_s=timeout_s)
-    else:
-        bare = NixlMover(object_plugin(tier), close_timeout_s=timeout_s)
-        bare.connect()
-        made = RetryingMover(bare, open_store(tier))
-    return LimitedMover(made, close_timeout_s=timeout_s)
+        return StoreMover(open_store(tier), threads=tier.connections, close_timeout_s=timeout_s)
+    bare = NixlMover(object_plugin(tier), close_timeout_s=timeout_s)
+    bare.connect()
+    # Half as many again as there are threads in the plugin, so that none is idle until somebody polls; no more, because
+    # what waits inside it cannot be called back.
+    at_once = tier.connections + tier.connections // 2
+    return QueuedMover(bare, open_store(tier), at_once=at_once, close_timeout_s=timeout_s)
 
 
 def _proved(name: str, tier: S3Config, kind: MemoryKind, store: Store, trouble: StoreError | None) -> Mover:

@@ -15,10 +15,11 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
 
 from nixl_offload.errors import StoreError
-from nixl_offload.movers.base import UNLIMITED, Extents, FileId, MemoryKind, Mover, MoverLimits, Op
+from nixl_offload.movers.base import Extents, FileId, MemoryKind, Mover, MoverLimits, Op, TransferState
 from nixl_offload.movers.handles import FileEntry, MemoryEntry, total_bytes
 from nixl_offload.movers.tracked import ExtentTransfer, TrackedMover
 from nixl_offload.stores.base import Store
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _LAST = 2
 """Behind reads, 0, and writes, 1: no more is to come."""
+_LOOK_S = 0.001
+"""An end is known so much too late at most."""
 _AFTER_CLOSE_S = 1.0
 """How long calls get to end by themselves once their store has been closed under them."""
 
@@ -42,19 +45,12 @@ class _StoreTransfer(ExtentTransfer):
 class StoreMover(TrackedMover[_StoreTransfer]):
     """Puts and gets objects with the store's blocking calls. ``threads`` is how many requests are in flight.
 
-    ``LimitedMover`` makes a transfer of each extent. After a failure the memory is free; ``quarantine`` is set only by
+    What is beyond that waits here, reads in front. After a failure the memory is free; ``quarantine`` is set only by
     ``close``, for calls that do not end within ``close_timeout_s``.
     """
 
     def __init__(self, store: Store, *, threads: int, close_timeout_s: float = 30.0) -> None:
-        limits = MoverLimits(
-            alignment_bytes=1,
-            max_extent_bytes=UNLIMITED,
-            max_extents_per_transfer=1,
-            max_extents_in_flight=4 * threads,  # so that no thread is idle until somebody polls, nor others queue
-            whole_writes=True,
-            moves_unpolled=True,
-        )
+        limits = MoverLimits(max_extents_per_transfer=1, whole_writes=True)
         super().__init__(store.name, frozenset({MemoryKind.DRAM}), limits)
         self._store = store
         self._threads = threads
@@ -62,6 +58,8 @@ class StoreMover(TrackedMover[_StoreTransfer]):
         self._jobs: queue.PriorityQueue[tuple[int, int, _StoreTransfer | None]] = queue.PriorityQueue()
         """Reads first, for requests wait for them; by rank and number."""
         self._numbers = itertools.count()
+        self._over: deque[_StoreTransfer] = deque()
+        """What has ended since the last look."""
         self._workers = 0
 
     # It moves objects only: back to what a mover does that moves no files.
@@ -95,6 +93,14 @@ class StoreMover(TrackedMover[_StoreTransfer]):
             transfer.missing = transfer.absent
             self._finish(transfer, transfer.failure)
 
+    def look(self) -> float | None:
+        if os.getpid() != self._pid:
+            return None
+        news = False
+        while self._over:
+            news |= self.poll(self._over.popleft()) is not TransferState.PENDING
+        return 0.0 if news else _LOOK_S
+
     def close(self) -> None:
         """Wait ``close_timeout_s`` at most, then close the store under what is left."""
         if self._closed or os.getpid() != self._pid:
@@ -127,6 +133,7 @@ class StoreMover(TrackedMover[_StoreTransfer]):
             except Exception as error:  # noqa: BLE001 - whatever it is, the transfer must end and the thread go on
                 transfer.failure = f"{self.name}: {transfer.op.value} of {transfer.file.path}: {error!r}"
             transfer.ended.set()
+            self._over.append(transfer)
 
     def _move(self, transfer: _StoreTransfer) -> None:
         name = transfer.file.path

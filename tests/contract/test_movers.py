@@ -1,4 +1,4 @@
-"""Every mover passes the suite, bare and within ``LimitedMover``; GDS, GDS_MT and KvikIO over emulations."""
+"""Every mover passes the suite; GDS, GDS_MT and KvikIO over emulations."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.movers.base import FileId, MemoryKind, Mover, Op, TransferState
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.kvikio import KvikioMover
-from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
 from nixl_offload.movers.paired import PairedMover
 from nixl_offload.movers.select import probe_round_trip
-from tests.contract.suites.mover_suite import HostMemory, HugeExtentSuite, MoverSuite
+from tests.contract.suites.mover_suite import HostMemory, MoverSuite
 from tests.unit.kv_shapes import DeviceCopyMover
 
 HERE = Path(__file__).parent
@@ -57,25 +56,11 @@ class TestCopy(MoverSuite):
         return CopyMover()
 
 
-class TestCopyLimited(MoverSuite):
-    """The reference within limits that it does not have."""
-
-    def make_mover(self) -> Mover:
-        return LimitedMover(CopyMover())
-
-
 class TestPosixAio(MoverSuite):
     """NIXL POSIX with libaio."""
 
     def make_mover(self) -> Mover:
         return posix("posix_aio")
-
-
-class TestPosixAioLimited(MoverSuite):
-    """The same, of any size."""
-
-    def make_mover(self) -> Mover:
-        return LimitedMover(posix("posix_aio"))
 
 
 class TestPosixUring(MoverSuite):
@@ -85,20 +70,11 @@ class TestPosixUring(MoverSuite):
         return posix("posix_uring")
 
 
-class TestPosixUringLimited(MoverSuite):
-    """The same, of any size."""
-
-    def make_mover(self) -> Mover:
-        return LimitedMover(posix("posix_uring"))
-
-
 class TestPairedByHost(MoverSuite):
     """Two movers as one: host memory goes by the second."""
 
     def make_mover(self) -> Mover:
-        return PairedMover(
-            LimitedMover(DeviceCopyMover(frozenset({MemoryKind.VRAM}))), LimitedMover(posix("posix_aio"))
-        )
+        return PairedMover(DeviceCopyMover(frozenset({MemoryKind.VRAM})), posix("posix_aio"))
 
 
 class TestPairedByDevice(TestPairedByHost):
@@ -163,13 +139,6 @@ def test_of_a_pair_the_first_closes_though_the_second_cannot(tmp_path: Path) -> 
         device.open_file(str(path), 4096, direct_io=False)
     assert len(os.listdir("/proc/self/fd")) == before
     mover.close()
-
-
-class TestHuge(HugeExtentSuite):
-    """More than 2 GiB through a mover that takes less at once."""
-
-    def make_mover(self) -> Mover:
-        return LimitedMover(posix("posix_uring"))
 
 
 def test_gds_over_the_emulation(cufile_emulation: Path, tmp_path: Path) -> None:

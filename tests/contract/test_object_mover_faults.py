@@ -20,7 +20,6 @@ import pytest
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import MoverUnavailableError, StoreError
 from nixl_offload.movers.base import MemoryKind, Mover, Op, Transfer, TransferState
-from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl_plugins import object_plugin
 from nixl_offload.movers.select import ProbedMover
 from nixl_offload.movers.select_object import candidates, make_mover, open_object_mover
@@ -198,7 +197,7 @@ def test_obj_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
             "kind": "s3",
             "bucket": "kv-cache",
             "prefix": "/a/b/",
-            "endpoint": "http://host:9000",
+            "endpoint": "https://host:9000",
             "region": "eu-1",
             "addressing": "virtual",
             "ca_bundle": "/etc/ca.pem",
@@ -208,12 +207,12 @@ def test_obj_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = object_plugin(tier)
     assert plugin.params == {
         "bucket": "kv-cache",
-        "scheme": "http",
+        "scheme": "https",
         "use_virtual_addressing": "true",
         "num_threads": "3",
         "req_checksum": "required",
         "resp_checksum": "required",
-        "endpoint_override": "http://host:9000",
+        "endpoint_override": "https://host:9000",
         "region": "eu-1",
         "ca_bundle": "/etc/ca.pem",
     }
@@ -437,7 +436,7 @@ def test_credentials_that_may_only_read(rigs: Rigs, proxy: FaultProxy, caplog: p
 def test_scripted_faults_on_objects(tmp_path: Path) -> None:
     """A short write leaves a short object, a corrupt one a flipped byte; the memory that it came from is as it was."""
     script = [Fault(0, FaultKind.SHORT, amount=70), Fault(1, FaultKind.CORRUPT, amount=5), Fault(2, FaultKind.FAIL)]
-    mover = LimitedMover(FaultyMover(StoreMover(TreeStore(str(tmp_path)), threads=2), script))
+    mover = FaultyMover(StoreMover(TreeStore(str(tmp_path)), threads=2), script)
     rig = ObjectRig(mover, RawDirectory(tmp_path), MemoryKind.DRAM, MIB)
     before = rig.memory.copy()
     states = [rig.move(Op.WRITE, 0, rig.open(f"n/{number}", 100), 0, 100).state for number in range(3)]

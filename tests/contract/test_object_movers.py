@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.movers.base import Mover
-from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.select_object import make_mover
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.directory import TreeStore
@@ -83,7 +82,7 @@ class TestTree(ObjectMoverSuite):
         self.directory = tmp_path / "objects"
 
     def make_mover(self) -> Mover:
-        return LimitedMover(StoreMover(TreeStore(str(self.directory)), threads=4))
+        return StoreMover(TreeStore(str(self.directory)), threads=4)
 
     def raw(self) -> RawObjects:
         return RawDirectory(self.directory)

@@ -17,7 +17,6 @@ import torch
 
 from nixl_offload.movers.base import MemoryKind, Mover
 from nixl_offload.movers.kvikio import KvikioMover
-from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
 from nixl_offload.movers.select import open_mover
@@ -86,15 +85,6 @@ class TestGdsThreaded(DeviceRigs, MoverSuite):
     """NIXL's GDS_MT."""
 
     name = "gds_mt"
-
-
-class TestGdsThreadedLimited(DeviceRigs, MoverSuite):
-    """The same, of any size."""
-
-    name = "gds_mt"
-
-    def make_mover(self) -> Mover:
-        return LimitedMover(super().make_mover())
 
 
 class TestKvikio(DeviceRigs, MoverSuite):

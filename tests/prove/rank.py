@@ -19,7 +19,6 @@ from nixl_offload.engine.opened_mover import open_planned
 from nixl_offload.engine.streams import device_of
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.select import make_mover
 from nixl_offload.movers.select_object import open_object_mover
 from nixl_offload.tiers import kinds
@@ -134,7 +133,7 @@ class Rank:
         except OSError as error:
             raise tier_error(error, f"cannot use {directory}") from error
         if self._mover:
-            return LimitedMover(make_mover(self._mover))
+            return make_mover(self._mover)
         mover = open_planned(tier, directory, device, None).mover
         assert mover is not None
         return mover

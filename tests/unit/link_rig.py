@@ -88,7 +88,7 @@ class Watched(FaultyMover):
 
     def __init__(self, mover: Mover) -> None:
         super().__init__(mover)
-        self.owned: dict[Transfer, tuple[MemoryId, Extents]] = {}
+        self._started: dict[Transfer, tuple[MemoryId, Extents]] = {}
         self.overlaps = 0
 
     def submit(
@@ -101,12 +101,10 @@ class Watched(FaultyMover):
                 apart = (end[:, None] <= extents[None, :, 0]) | (begin[:, None] >= extents.sum(axis=1)[None, :])
                 self.overlaps += int(not np.all(apart))
         transfer = super().submit(op, memory, memory_extents, file, file_extents)
-        self.owned[transfer] = (memory, np.array(memory_extents))
+        self._started[transfer] = (memory, np.array(memory_extents))
         return transfer
 
-    def poll(self, transfer: Transfer) -> TransferState:
-        """See Mover."""
-        state = super().poll(transfer)
-        if state is not TransferState.PENDING:
-            self.owned.pop(transfer, None)
-        return state
+    @property
+    def owned(self) -> dict[Transfer, tuple[MemoryId, Extents]]:
+        """Transfers that are not final, and their memory."""
+        return {each: what for each, what in self._started.items() if each.state is TransferState.PENDING}

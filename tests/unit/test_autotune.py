@@ -23,7 +23,6 @@ from nixl_offload.engine.pump import LEAKED
 from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.movers.base import MemoryKind, Mover, Op
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.select import Probe, ProbedMover
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.slab.directory import TierDirectory
@@ -67,8 +66,8 @@ def tried(directory: Path, movers: dict[str, Callable[[], Mover]], **how: Any) -
     return {candidate.mover: candidate for candidate in found}
 
 
-def limited(*faults: Fault) -> LimitedMover:
-    return LimitedMover(FaultyMover(CopyMover(), faults))
+def faulty(*faults: Fault) -> Mover:
+    return FaultyMover(CopyMover(), faults)
 
 
 def late(op: Op | None = None) -> Fault:
@@ -139,7 +138,7 @@ def test_a_directory_that_is_not_there_has_no_plan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("slow", "wins"), [("copy", "posix"), ("posix", "copy")])
 def test_the_slower_one_loses_and_leaves_nothing_behind(tmp_path: Path, slow: str, wins: str) -> None:
-    found = tried(tmp_path, {slow: lambda: limited(late()), wins: limited})
+    found = tried(tmp_path, {slow: lambda: faulty(late()), wins: faulty})
     assert best_of(list(found.values())) is found[wins]
     assert found[wins].read_bytes_s > found[slow].read_bytes_s
     assert found[wins].write_bytes_s > found[slow].write_bytes_s
@@ -148,7 +147,7 @@ def test_the_slower_one_loses_and_leaves_nothing_behind(tmp_path: Path, slow: st
 
 def test_one_that_reads_slowly_loses(tmp_path: Path) -> None:
     """Reads and writes are measured apart."""
-    found = tried(tmp_path, {"posix": lambda: limited(late(Op.READ)), "copy": limited})
+    found = tried(tmp_path, {"posix": lambda: faulty(late(Op.READ)), "copy": faulty})
     assert found["copy"].read_bytes_s > found["posix"].read_bytes_s
     assert found["posix"].write_bytes_s > found["posix"].read_bytes_s
 
@@ -165,7 +164,7 @@ def test_turns_alternate_and_the_scratch_file_has_no_name(tmp_path: Path) -> Non
                 turns.append((self.name, op))
             return super().submit(op, *request)
 
-    tried(tmp_path, {name: lambda name=name: LimitedMover(Watched(name=name)) for name in ("posix", "copy")})
+    tried(tmp_path, {name: lambda name=name: Watched(name=name) for name in ("posix", "copy")})
     turn = [(name, op) for name in ("posix", "copy") for op in (Op.WRITE, Op.READ)]
     assert len(turns) >= 2 * len(turn)
     assert turns == (turn * (autotune._ROUNDS + 1))[: len(turns)]
@@ -182,20 +181,20 @@ def test_the_scratch_file_is_private(tmp_path: Path) -> None:
             seen.append((stat.S_IMODE(status.st_mode), status.st_size, Path(path).parent))
             return super().open_file(path, length_bytes, direct_io=direct_io)
 
-    tried(tmp_path, {"posix": lambda: LimitedMover(Looking()), "copy": limited})
+    tried(tmp_path, {"posix": Looking, "copy": faulty})
     assert seen == [(0o600, 0, tmp_path)]
 
 
 def test_without_direct_io(tmp_path: Path) -> None:
     """Through the page cache, which is emptied before reads."""
-    found = tried(tmp_path, {"posix": limited, "copy": limited}, direct_io=False)
+    found = tried(tmp_path, {"posix": faulty, "copy": faulty}, direct_io=False)
     assert all(candidate.measured for candidate in found.values())
 
 
 @pytest.mark.parametrize("kind", [FaultKind.FAIL, FaultKind.REFUSE])
 def test_one_that_fails_in_the_middle(tmp_path: Path, kind: FaultKind) -> None:
     """Is out of the running, with its reason; the other is measured all the same, and next start looks again."""
-    found = tried(tmp_path, {"posix": lambda: limited(Fault(2, kind, op=Op.READ)), "copy": limited})
+    found = tried(tmp_path, {"posix": lambda: faulty(Fault(2, kind, op=Op.READ)), "copy": faulty})
     assert not found["posix"].ok
     assert "scripted fault" in found["posix"].reason
     assert found["copy"].measured
@@ -205,7 +204,7 @@ def test_quarantined_memory_is_never_freed(tmp_path: Path) -> None:
     """A failed transfer that may still write: its memory outlives the comparison."""
     before = len(LEAKED)
     fault = Fault(0, FaultKind.FAIL, op=Op.READ, quarantine=True)
-    found = tried(tmp_path, {"posix": lambda: limited(fault), "copy": limited})
+    found = tried(tmp_path, {"posix": lambda: faulty(fault), "copy": faulty})
     assert not found["posix"].ok
     assert [type(kept) for kept in LEAKED[before:]] == [autotune._TrialMemory]
     del LEAKED[before:]
@@ -215,9 +214,9 @@ def test_storage_that_hangs(tmp_path: Path) -> None:
     """Nobody waits for it longer than the limit; what it may still touch is kept, and the comparison ends there."""
     before = len(LEAKED)
     fault = Fault(0, FaultKind.STUCK, op=Op.READ)
-    stuck = LimitedMover(FaultyMover(CopyMover(), [fault]), close_timeout_s=0.1)
+    stuck = FaultyMover(CopyMover(), [fault])
     began_s = time.monotonic()
-    found = tried(tmp_path, {"posix": lambda: stuck, "copy": limited}, limit_s=0.3)
+    found = tried(tmp_path, {"posix": lambda: stuck, "copy": faulty}, limit_s=0.3)
     assert time.monotonic() - began_s < 5
     assert (found["posix"].ok, found["posix"].reason) == (False, "storage did not answer for 0 s")
     assert found["copy"].ok
@@ -232,7 +231,7 @@ def test_slow_storage_does_not_hold_the_start(tmp_path: Path) -> None:
     """When the time is over, what there is has to do: the second one has no figures, and next start looks again."""
     slow = Fault(0, FaultKind.LATE, amount=400, every=True)
     began_s = time.monotonic()
-    found = tried(tmp_path, {"posix": lambda: limited(slow), "copy": limited}, budget_s=0.1)
+    found = tried(tmp_path, {"posix": lambda: faulty(slow), "copy": faulty}, budget_s=0.1)
     assert time.monotonic() - began_s < 5
     assert found["copy"].ok
     assert found["copy"].reason == "not measured: no time was left"
@@ -244,7 +243,7 @@ def test_one_that_cannot_be_opened(tmp_path: Path) -> None:
     def broken() -> Mover:
         raise ZeroDivisionError("in a library")
 
-    found = tried(tmp_path, {"posix": broken, "copy": limited})
+    found = tried(tmp_path, {"posix": broken, "copy": faulty})
     assert (found["posix"].ok, found["posix"].reason) == (False, "ZeroDivisionError('in a library')")
     assert found["copy"].measured
 
@@ -268,15 +267,15 @@ def test_memory_that_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     room = [5 * SLOT_BYTES]
     empty = torch.empty
 
-    def limited_empty(size: int, **how: Any) -> torch.Tensor:
+    def faulty_empty(size: int, **how: Any) -> torch.Tensor:
         if size > room[0]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         return empty(size, **how)
 
-    monkeypatch.setattr(torch, "empty", limited_empty)
+    monkeypatch.setattr(torch, "empty", faulty_empty)
     assert autotune._TrialMemory(str(tmp_path), DEVICE, SLOT_BYTES, host=True).slots == 4
     room[0] = SLOT_BYTES
-    found = tried(tmp_path, {"posix": limited, "copy": limited})
+    found = tried(tmp_path, {"posix": faulty, "copy": faulty})
     for candidate in found.values():
         assert candidate.ok
         assert "not measured: no 0 MiB of memory on cpu: CUDA out of memory" in candidate.reason

@@ -16,9 +16,8 @@ import pytest
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths import common
-from nixl_offload.movers.base import Op, TransferState
+from nixl_offload.movers.base import Mover, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.types import Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.engine_rig import NUM_BLOCKS, Rig, until
@@ -276,12 +275,28 @@ class Clock:
         return self.now_s
 
 
+class LookingMover(FaultyMover):
+    """Tells which transfers have ended."""
+
+    def __init__(self, inner: Mover) -> None:
+        super().__init__(inner)
+        self.pending: list[Transfer] = []
+
+    def submit(self, *request: Any) -> Transfer:
+        transfer = super().submit(*request)
+        self.pending.append(transfer)
+        return transfer
+
+    def look(self) -> float:
+        before = len(self.pending)
+        self.pending = [transfer for transfer in self.pending if self.poll(transfer) is TransferState.PENDING]
+        return 0.0 if len(self.pending) < before else 0.005
+
+
 def test_late_siblings_part_a_tenth_of_a_second_after_the_first(make: Make, tmp_path: Path) -> None:
     """Also where the mover tells which transfers have ended, and a batch is left alone until then."""
-    clock, inner = Clock(), CopyMover()
-    inner.limits = replace(inner.limits, moves_unpolled=True)
-    mover = FaultyMover(inner)
-    rig = make("per_layer", LimitedMover(mover), link=tree(tmp_path / "t"), clock=clock)
+    clock, mover = Clock(), LookingMover(CopyMover())
+    rig = make("per_layer", mover, link=tree(tmp_path / "t"), clock=clock)
     chunks = [rig.chunk(n, blocks_of(n)) for n in range(6)]
     assert rig.store(1, chunks) == (OK,) * 6
     mover.script = [Fault(0, FaultKind.LATE, op=Op.READ, amount=10**9, every=True)]
@@ -291,7 +306,7 @@ def test_late_siblings_part_a_tenth_of_a_second_after_the_first(make: Make, tmp_
         until(lambda: mover.submitted.count(Op.READ) == 6)
         [batch] = rig.engine._pump._batches
         time.sleep(0.02)
-        late, *others = rig.mover._running
+        late, *others = mover.pending
         for transfer in others:
             transfer.polls_left = 0
         until(lambda: sum(transfer.state is TransferState.DONE for transfer in batch.transfers) == 5)

@@ -19,7 +19,6 @@ from nixl_offload.engine import Engine, WorkKind, waiting
 from nixl_offload.errors import LayoutError, MoverError
 from nixl_offload.movers.base import Mover, Op
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.select import make_mover
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Location, Outcome
@@ -46,7 +45,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def real_mover(name: str) -> Mover:
-    mover = LimitedMover(make_mover(name))
+    mover = make_mover(name)
     try:
         from nixl_offload.engine.staging import StagingPool
 

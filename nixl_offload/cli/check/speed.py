@@ -21,7 +21,6 @@ from nixl_offload.engine.engine_memory import Staging
 from nixl_offload.engine.streams import device_of
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryKind, Mover, Op, TransferState
-from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.select import make_mover, scratch_memory
 from nixl_offload.stores.base import Store
 from nixl_offload.types import PAGE_BYTES, align_up
@@ -55,7 +54,7 @@ def measure_file_movers(
         directory,
         device_of(torch.empty(0, device="cuda" if gpu else "cpu")),
         piece_bytes,
-        lambda name: LimitedMover(make_mover(name, **options)),
+        lambda name: make_mover(name, **options),
         direct_io=direct_io,
         budget_s=_BUDGET_S,
     )

@@ -21,7 +21,6 @@ from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.opened_mover import open_planned
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.movers import pinning
-from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
 from nixl_offload.movers.paired import PairedMover
@@ -57,7 +56,7 @@ def lab(control: Control, tmp_path: Path) -> Iterator[Lab]:
 @pytest.mark.parametrize("shape", ["lbhnc_interleaved", "blhnc", "mla_41k", "hybrid"])
 def test_round_trips(lab: Lab, control: Control, shape: str, way: Way) -> None:
     """By cuFile alone, on its own threads, while the model writes."""
-    rig = lab.make(LimitedMover(NixlMover(PLUGINS["gds_mt"])), shape, way)
+    rig = lab.make(NixlMover(PLUGINS["gds_mt"]), shape, way)
     assert control["buffers"] > 0
     assert_round_trip(rig, lambda: time.sleep(0.005))
     assert control["reads"] > 0
@@ -69,7 +68,7 @@ def test_what_is_wrong_with_the_medium_reaches_nobody(lab: Lab, control: Control
     """A flipped bit, a read that fails, one that comes short, a file that ends too soon; each fails its chunk, no other
     block is touched, and of a packed group none at all.
     """
-    rig = lab.make(LimitedMover(NixlMover(PLUGINS["gds_mt"])), "blhnc", way)
+    rig = lab.make(NixlMover(PLUGINS["gds_mt"]), "blhnc", way)
     rig.write(range(8))
     wanted = rig.rows([0, 1, 2, 3])
     assert rig.store(0, [rig.chunk(n, [0, 1, 2, 3]) for n in range(2)]) == (OK, OK)
@@ -142,8 +141,8 @@ def test_kv_memory_that_cufile_takes_in_pieces_only(
     monkeypatch.setattr(pinning, "pinning_route", lambda *_: "nvidia-fs")
     control["max_register"] = 128 << 10
     # Header pages are host memory, more than a piece of it, which never goes to cuFile.
-    host = LimitedMover(NixlMover(PLUGINS["posix_aio"]))
-    rig = lab.make(PairedMover(LimitedMover(NixlMover(PLUGINS["gds_mt"])), host), "blhnc", "direct")
+    host = NixlMover(PLUGINS["posix_aio"])
+    rig = lab.make(PairedMover(NixlMover(PLUGINS["gds_mt"]), host), "blhnc", "direct")
     assert rig.engine._link_memory.plans[0].path == "direct"
     assert control["buffers"] > 10
     assert_round_trip(rig, lambda: time.sleep(0.005))

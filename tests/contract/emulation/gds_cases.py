@@ -17,7 +17,6 @@ import pytest
 from nixl_offload.errors import MoverError
 from nixl_offload.movers import pinning
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState
-from nixl_offload.movers.limits import LimitedMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
 from nixl_offload.movers.paired import PairedMover
@@ -47,13 +46,6 @@ class TestThreaded(MoverSuite):
         return NixlMover(PLUGINS["gds_mt"])
 
 
-class TestThreadedLimited(TestThreaded):
-    """GDS_MT within LimitedMover."""
-
-    def make_mover(self) -> Mover:
-        return LimitedMover(NixlMover(PLUGINS["gds_mt"]))
-
-
 class TestThreadedInPieces(TestThreaded):
     """GDS_MT where cuFile takes no more than 256 KiB at once: whatever moves lies in registered memory all the same."""
 
@@ -73,7 +65,7 @@ class TestPaired(MoverSuite):
     memory_kind = MemoryKind.VRAM
 
     def make_mover(self) -> Mover:
-        return PairedMover(LimitedMover(NixlMover(PLUGINS["gds_mt"])), LimitedMover(NixlMover(PLUGINS["posix_aio"])))
+        return PairedMover(NixlMover(PLUGINS["gds_mt"]), NixlMover(PLUGINS["posix_aio"]))
 
 
 class TestPairedHostMemory(TestPaired):

@@ -37,32 +37,12 @@ __all__ = [
     "MIB",
     "WAIT_S",
     "HostMemory",
-    "HugeExtentSuite",
     "MoverRigs",
     "MoverSuite",
     "Rig",
     "SuiteMemory",
     "extents",
 ]
-
-
-class HugeExtentSuite(MoverRigs):
-    """One extent that the kernel does not move at once. Needs 2 GiB of memory and some seconds: once is enough."""
-
-    def test_huge_extent(self, tmp_path: Path) -> None:
-        """2 GiB and 1 MiB, most of it a hole of the file: both ends arrive."""
-        size = (2 << 30) + MIB
-        with self.open_rig(tmp_path / "data") as rig:
-            os.ftruncate(rig.fd, size)
-            rig.raw_write(size - 4 * KIB, rig.stored[: 4 * KIB].tobytes())
-            large = self.make_memory(size)
-            memory = rig.mover.register_memory(large.region)
-            file = rig.mover.open_file(str(rig.path), size, direct_io=True)
-            transfer = rig.mover.submit(Op.READ, memory, extents([0], size), file, extents([0], size))
-            rig.wait(transfer, timeout_s=60)
-            assert transfer.state is TransferState.DONE, transfer.error
-            assert np.array_equal(large.read(0, 4 * MIB), rig.stored)
-            assert np.array_equal(large.read(size - 4 * KIB), rig.stored[: 4 * KIB])
 
 
 class MoverSuite(RefusalSuite):

@@ -241,14 +241,14 @@ def _use(path: Path) -> None:
     """Open it as an engine does, put a key, and find it again at the next start."""
     key = Key(b"x" * 20 + b"\0\0\0\0")
     journal, found = DurableIndex.open(str(path), _GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.01)
-    rows = [row for some in found for row in some.singly()]
+    rows = [row for some in found for row in some]
     expect(all(type(key) is bytes and len(key) <= 64 for key, _, _ in rows), "keys are short bytes")
     from nixl_offload.types import Location
 
     journal.put(key, Location(0, 1 << 20, 8192))
     expect(journal.close(10.0), "what is put is written, whatever the file was")
     journal, found = DurableIndex.open(str(path), _GEOMETRY, batch_delay_s=0.0)
-    rows = [row for some in found for row in some.singly()]
+    rows = [row for some in found for row in some]
     expect(journal.close(10.0), "it can be closed")
     expect((key, 1 << 20, 8192) in rows, "what was put is found again")
 

@@ -160,7 +160,7 @@ def _reopened(path: str) -> Rows | None:
         code = 1
         try:
             journal, pieces = DurableIndex.open(path, GEOMETRY)
-            rows = [(key, int(offset)) for piece in pieces for key, offset, _ in piece.singly()]
+            rows = [(key, int(offset)) for piece in pieces for key, offset, _ in piece]
             assert journal.close(20.0), "it cannot be closed in 20 s"
             with os.fdopen(send, "wb") as file:
                 for key, offset in rows:

@@ -17,7 +17,7 @@ from nixl_offload.index.durable import DurableIndex
 from nixl_offload.movers.base import MemoryRegion, Op, TransferState
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.launcher import Launcher
-from nixl_offload.movers.retry import RetryingMover
+from nixl_offload.movers.queued import QueuedMover
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.movers.tracked import ExtentTransfer
 from nixl_offload.tiers.shared_dir.calls import Call, CallThreads
@@ -202,7 +202,7 @@ def retried(run: Run) -> None:
     bucket = Bucket()
     store = ObjectStore(bucket)
     inner = StoreMover(store, threads=1, close_timeout_s=5.0)
-    mover = RetryingMover(inner, ObjectStore(bucket), pause_s=0.002, within_s=1.0)
+    mover = QueuedMover(inner, ObjectStore(bucket), at_once=2, pause_s=0.002, within_s=1.0)
     area = _Area(mover, run.path, 2)  # type: ignore[arg-type]
     bucket.objects["late"] = bytes([9]) * (PAGE - 1), 0.0
     there = area.submit(Op.READ, 0, mover.open_object("late", PAGE), 0)
@@ -243,7 +243,7 @@ def _scenario(play: Callable[[Run], None], seeds: int = 100, early_s: float = 0.
     return Scenario(play, early_s=early_s, seeds=seeds, watched=WATCHED, allowed=ALLOWED)
 
 
-WATCHED = (Call, CallThreads, CopyMover, DurableIndex, ExtentTransfer, Launcher, RetryingMover, StoreMover)
+WATCHED = (Call, CallThreads, CopyMover, DurableIndex, ExtentTransfer, Launcher, QueuedMover, StoreMover)
 ALLOWED = {
     "Call._error": "read once it has ended",
     "Call._value": "read once it has ended",

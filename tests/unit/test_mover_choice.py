@@ -1,4 +1,4 @@
-"""The wrappers around movers: what limits split and queue, what faults do, and how a mover is chosen."""
+"""How a mover of files is chosen, what it does with a descriptor and with cut memory, and what scripted faults do."""
 
 from __future__ import annotations
 
@@ -9,164 +9,26 @@ import itertools
 import mmap
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.movers.base import (
-    Extents,
-    FileId,
-    MemoryId,
     MemoryKind,
     MemoryRegion,
     Mover,
     Op,
-    Transfer,
     TransferState,
 )
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.limits import LimitedMover, split_at, split_extents
+from nixl_offload.movers.nixl import _split_at
 from nixl_offload.movers.select import SCRATCH_BYTES, candidates, open_mover
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.contract.suites.mover_suite import KIB, MIB, MoverSuite, Rig, extents
+from tests.contract.suites.mover_suite import KIB, MIB, Rig, extents
 
 PENDING, DONE, FAILED = TransferState.PENDING, TransferState.DONE, TransferState.FAILED
-
-
-class SmallMover(CopyMover):
-    """A copy mover with small limits that it enforces, and a record of what was in flight."""
-
-    def __init__(self, extent_bytes: int = 8 * KIB, per_transfer: int = 3, in_flight: int = 8) -> None:
-        super().__init__(threads=2)
-        self.limits = replace(
-            self.limits,
-            max_extent_bytes=extent_bytes,
-            max_extents_per_transfer=per_transfer,
-            max_extents_in_flight=in_flight,
-        )
-        self.open_ones: set[Transfer] = set()
-        self.most_extents = 0
-        self.sizes: dict[Transfer, int] = {}
-        self.refuse_at: int | None = None
-        self.refusal: Exception = MoverError("refused")
-
-    def submit(
-        self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
-    ) -> Transfer:
-        """Refuse the ``refuse_at``-th; count the others."""
-        if self.refuse_at == len(self.sizes):
-            raise self.refusal
-        transfer = super().submit(op, memory, memory_extents, file, file_extents)
-        self.open_ones.add(transfer)
-        self.sizes[transfer] = len(memory_extents)
-        self.most_extents = max(self.most_extents, sum(self.sizes[t] for t in self.open_ones))
-        return transfer
-
-    def poll(self, transfer: Transfer) -> TransferState:
-        """Count down."""
-        state = super().poll(transfer)
-        if state is not PENDING:
-            self.open_ones.discard(transfer)
-        return state
-
-
-class TestSuiteWithSmallLimits(MoverSuite):
-    """The whole contract, with nearly every case cut and queued. A faultless FaultyMover in between changes nothing."""
-
-    def make_mover(self) -> Mover:
-        return LimitedMover(FaultyMover(SmallMover(24 * KIB, 1000, 2500)))
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[tuple[Rig, SmallMover]]:
-    """A rig on a limited SmallMover, and that."""
-    inner = SmallMover()
-    rig = Rig(LimitedMover(inner), tmp_path / "data", MemoryKind.DRAM, MIB, direct_io=False)
-    yield rig, inner
-    rig.close()
-
-
-@given(
-    lengths=st.lists(st.integers(1, 100), max_size=20),
-    limit=st.integers(1, 120),
-    seed=st.integers(0, 2**32),
-)
-@settings(max_examples=200, deadline=None)
-def test_splitting_names_the_same_bytes(lengths: list[int], limit: int, seed: int) -> None:
-    """Cut rows cover byte for byte what the rows did, in order, in pairs, none longer than the limit."""
-    random = np.random.default_rng(seed)
-    memory, file = (extents(random.integers(0, 1000, len(lengths)), lengths) for _ in range(2))
-
-    def pairs(m: Extents, f: Extents) -> list[tuple[int, int]]:
-        return [(a + i, b + i) for (a, n), (b, _) in zip(m.tolist(), f.tolist(), strict=True) for i in range(n)]
-
-    cut_memory, cut_file = split_extents(memory, file, limit)
-    assert pairs(cut_memory, cut_file) == pairs(memory, file)
-    assert np.array_equal(cut_memory[:, 1], cut_file[:, 1])
-    assert cut_memory[:, 1].max(initial=0) <= limit
-
-
-def test_limits_are_kept_and_order_too(small: tuple[Rig, SmallMover]) -> None:
-    """Three transfers of 24 pieces each: never more in flight than allowed, and the first submitted starts first."""
-    rig, inner = small
-    where = extents(np.arange(12) * 16 * KIB, 16 * KIB)
-    transfers = [rig.submit(Op.READ, where + np.array([n * 192 * KIB, 0]), where) for n in range(3)]
-    assert len(inner.sizes) == 2  # 3 + 3 extents; a third part would make 9
-    rig.wait(transfers[2])  # the last one alone: what is queued before it must move too
-    assert len(inner.sizes) == 24
-    rig.wait(*transfers)
-    assert [transfer.state for transfer in transfers] == [DONE] * 3
-    assert inner.most_extents <= 8
-    for n in range(3):
-        assert np.array_equal(rig.memory[n * 192 * KIB : (n + 1) * 192 * KIB], rig.stored[: 192 * KIB])
-
-
-def test_one_failed_part_fails_the_whole(tmp_path: Path) -> None:
-    """The second of eight parts fails: FAILED when all that started are final; the rest never start."""
-    inner = SmallMover()
-    faulty = FaultyMover(inner, [Fault(1, FaultKind.FAIL, quarantine=True)])
-    rig = Rig(LimitedMover(faulty), tmp_path / "data", MemoryKind.DRAM, MIB, direct_io=False)
-    where = extents(np.arange(24) * 8 * KIB, 8 * KIB)
-    transfer = rig.move(Op.READ, where, where)
-    assert (transfer.state, transfer.quarantine) == (FAILED, True)
-    assert "scripted" in (transfer.error or "")
-    assert len(faulty.submitted) < 8
-    assert not inner.open_ones
-    with pytest.raises(MoverError, match="quarantine"):
-        rig.mover.unregister_memory(rig.memory_id)
-    assert rig.move(Op.READ, where, where).state is DONE
-    rig.close()
-
-
-def test_a_part_refused_late_is_a_failure(small: tuple[Rig, SmallMover]) -> None:
-    """Once a part has started, a refusal of the next is FAILED; a refusal of the only part raises."""
-    rig, inner = small
-    where = extents(np.arange(6) * 8 * KIB, 8 * KIB)
-    inner.refuse_at = 1
-    assert rig.move(Op.READ, where, where).state is FAILED
-    inner.refuse_at = len(inner.sizes)
-    with pytest.raises(MoverError, match="refused"):
-        rig.submit(Op.READ, where[:1], where[:1])
-    inner.refuse_at = None
-    assert rig.move(Op.READ, where, where).state is DONE
-    rig.mover.unregister_memory(rig.memory_id)
-
-
-def test_a_part_that_the_mover_chokes_on_is_a_failure_of_its_owner(small: tuple[Rig, SmallMover]) -> None:
-    """A bug of the mover's, met while another transfer is polled, must not make DONE of what was never moved."""
-    rig, inner = small
-    where = extents(np.arange(9) * 8 * KIB, 8 * KIB)
-    inner.refusal, inner.refuse_at = RuntimeError("a bug"), 3
-    first, second = rig.submit(Op.READ, where, where), rig.submit(Op.READ, where[:3], where[:3])
-    rig.wait(first, second)
-    assert (first.state, second.state) == (DONE, FAILED)
-    assert "a bug" in (second.error or "")
-    assert second.quarantine, "nobody knows what was started"
 
 
 @pytest.fixture
@@ -309,41 +171,6 @@ def test_a_probe_believes_bytes_only(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not os.listdir(tmp_path)
 
 
-# What limits cannot split away
-
-
-class WholeMover(CopyMover):
-    """A copy mover that writes as objects are written, and may not tell what came short."""
-
-    def __init__(self, extent_bytes: int = MIB) -> None:
-        super().__init__(threads=1)
-        self.limits = replace(
-            self.limits,
-            whole_writes=True,
-            tells_short_reads=False,
-            max_extent_bytes=extent_bytes,
-            max_extents_per_transfer=1,
-        )
-
-
-def test_whole_writes_stay_whole(tmp_path: Path) -> None:
-    """The wrapper says what the wrapped mover said, splits reads only, and refuses a write too large for one piece."""
-    mover = LimitedMover(WholeMover(64 * KIB))
-    assert (mover.limits.whole_writes, mover.limits.tells_short_reads) == (True, False)
-    rig = Rig(mover, tmp_path / "data", MemoryKind.DRAM, 64 * KIB, direct_io=False)
-    assert rig.move(Op.WRITE, extents([0], 64 * KIB), extents([0], 64 * KIB)).state is DONE
-    assert rig.move(Op.READ, extents([0, 8 * KIB], 4 * KIB), extents([8 * KIB, 0], 4 * KIB)).state is DONE
-    for bad in (extents([0], 4 * KIB), extents([0, 32 * KIB], 32 * KIB)):
-        with pytest.raises(MoverError, match="whole"):
-            rig.submit(Op.WRITE, bad, bad)
-    rig.close()
-    large = Rig(LimitedMover(WholeMover(64 * KIB)), tmp_path / "large", MemoryKind.DRAM, MIB, direct_io=False)
-    assert large.move(Op.READ, extents([0], MIB), extents([0], MIB)).state is DONE
-    with pytest.raises(MoverError, match="at most"):
-        large.submit(Op.WRITE, extents([0], MIB), extents([0], MIB))
-    large.close()
-
-
 def test_a_descriptor_that_cannot_be_looked_at_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server forgot the file, say: what a mover was given it closes, whatever it answers."""
     mover, path = CopyMover(), tmp_path / "data"
@@ -370,7 +197,7 @@ def test_extents_are_cut_where_registered_memory_is() -> None:
         begins, lengths = rng.integers(0, 300, 7), rng.integers(1, 100, 7)
         mem = np.stack([begins, lengths], axis=1)
         fil = np.stack([rng.integers(0, 10_000, 7), lengths], axis=1)
-        cut_mem, cut_fil = split_at(mem, fil, cuts)
+        cut_mem, cut_fil = _split_at(mem, fil, cuts)
         pairs = [
             (m + n, f + n) for (m, size), (f, _) in zip(mem.tolist(), fil.tolist(), strict=True) for n in range(size)
         ]
@@ -381,4 +208,4 @@ def test_extents_are_cut_where_registered_memory_is() -> None:
             found += [(m + n, f + n) for n in range(size)]
         assert found == pairs
     touching = np.array([[0, 100], [100, 50]])
-    assert split_at(touching, touching, np.array([100, 150]))[0] is touching
+    assert _split_at(touching, touching, np.array([100, 150]))[0] is touching

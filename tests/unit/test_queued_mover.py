@@ -1,4 +1,6 @@
-"""Reads that are tried again: never beside their own late bytes, never for long, and final when the mover is closed."""
+"""What waits for its turn, and reads that are tried again: never beside their own late bytes, never for long, and final
+when the mover is closed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import pytest
 
 from nixl_offload.errors import MoverError, StoreError
 from nixl_offload.movers.base import MemoryKind, Op, Transfer, TransferState
-from nixl_offload.movers.retry import RetryingMover
+from nixl_offload.movers.queued import QueuedMover
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.base import ObjectInfo
 from nixl_offload.stores.directory import TreeStore
@@ -45,12 +47,12 @@ class Control(TreeStore):
 
 
 class Setup:
-    """A rig over a retrying mover, the scripted mover under it, and the store that it asks."""
+    """A rig over a queued mover, the scripted mover under it, and the store that it asks."""
 
     def __init__(self, directory: Path) -> None:
         self.faulty = FaultyMover(StoreMover(TreeStore(str(directory)), threads=2))
         self.control = Control(directory)
-        self.mover = RetryingMover(self.faulty, self.control, pause_s=0.05, within_s=1.0)
+        self.mover = QueuedMover(self.faulty, self.control, at_once=2, pause_s=0.05, within_s=1.0, close_timeout_s=0.2)
         self.rig = ObjectRig(self.mover, RawDirectory(directory), MemoryKind.DRAM, MIB)
         self.name = self.rig.store("object", DATA)
 
@@ -171,3 +173,79 @@ def test_closed_is_final(setup: Setup, kind: FaultKind) -> None:
     setup.mover.close()
     assert setup.mover.poll(transfer) is FAILED
     assert setup.reads == 1
+
+
+# The queue
+
+
+def test_no_more_run_than_may_and_in_their_order(setup: Setup) -> None:
+    """Nobody polls any of them: a look makes them final and starts what waits."""
+    transfers = [setup.read() for _ in range(7)]
+    assert setup.reads == 2
+    seen, news = [setup.reads], 0
+    give_up_s = time.monotonic() + 30
+    while any(transfer.state is PENDING for transfer in transfers):
+        assert time.monotonic() < give_up_s
+        assert [t.state for t in transfers] == sorted((t.state for t in transfers), key=lambda s: s is PENDING)
+        quiet_s = setup.mover.look()
+        assert quiet_s is not None
+        news += quiet_s == 0
+        seen.append(setup.reads)
+        assert setup.reads - sum(t.state is DONE for t in transfers) <= 2
+        time.sleep(min(quiet_s, 0.01))
+    assert news <= len(transfers)
+    assert {transfer.state for transfer in transfers} == {DONE}
+
+
+def test_memory_and_object_of_what_waits_are_kept(setup: Setup) -> None:
+    running = [setup.read(*(Fault(n, FaultKind.STUCK) for n in range(2))), setup.read()]
+    setup.faulty.script = [Fault(n, FaultKind.STUCK) for n in range(2)]
+    waiting = setup.read()
+    file = max(setup.mover._names)
+    with pytest.raises(MoverError, match="in the queue"):
+        setup.mover.close_file(file)
+    setup.faulty.release()
+    assert setup.rig.wait(waiting).state is DONE
+    setup.rig.wait(*running)
+    setup.mover.close_file(file)
+
+
+def test_a_refusal_raises_at_once_and_is_a_failure_of_what_had_to_wait(setup: Setup) -> None:
+    with pytest.raises(MoverError, match="scripted"):
+        setup.read(Fault(0, FaultKind.REFUSE))
+    before = setup.reads
+    transfers = [setup.read() for _ in range(2)]
+    setup.faulty.script = [Fault(before + 2, FaultKind.REFUSE, op=Op.READ)]
+    whole = extents([0], len(DATA))
+    transfers.append(setup.rig.submit(Op.READ, whole, setup.rig.open(setup.name, len(DATA)), whole))
+    setup.rig.wait(*transfers)
+    assert [transfer.state for transfer in transfers] == [DONE, DONE, FAILED]
+    assert not transfers[2].quarantine
+
+
+@pytest.mark.parametrize("call", ["submit", "poll"])
+def test_a_bug_of_the_client_costs_its_own_transfer_alone(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Nobody knows what was started, so its memory is quarantined."""
+    real = getattr(setup.faulty, call)
+
+    def raise_once(*arguments: object) -> object:
+        monkeypatch.setattr(setup.faulty, call, real)
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(setup.faulty, call, raise_once)
+    transfers = [setup.read() for _ in range(3)]
+    setup.rig.wait(*transfers)
+    lost, *others = sorted(transfers, key=lambda transfer: transfer.state is DONE)
+    assert (lost.state, lost.quarantine) == (FAILED, True)
+    assert "a bug" in (lost.error or "")
+    assert {transfer.state for transfer in others} == {DONE}
+
+
+def test_what_waits_when_the_mover_is_closed_fails(setup: Setup) -> None:
+    running = [setup.read(Fault(0, FaultKind.STUCK, every=True)) for _ in range(2)]
+    waiting = setup.read(Fault(0, FaultKind.STUCK, every=True))
+    setup.mover.close()
+    assert {transfer.state for transfer in (*running, waiting)} == {FAILED}
+    assert not waiting.quarantine
