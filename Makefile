@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 TESTS := test-unit test-contract test-model test-faults test-s3 test-vllm test-gpu
 LINTS := lint-ruff lint-types lint-imports lint-budget
 
-.PHONY: help demo demo-s3 test test-long $(TESTS) lint $(LINTS) bench families prove test-vllm-upstream try-vllm bench-s3 bench-serving bench-scale bench-copies gpu-kit gpu-check env clean
+.PHONY: help demo demo-s3 test test-long $(TESTS) lint $(LINTS) bench families prove test-vllm-upstream try-vllm bench-s3 bench-serving gpu-kit gpu-check env clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -84,21 +84,14 @@ lint-budget: $(STAMP)
 families: $(STAMP) ## Families of models on kinds of tiers, whole and damaged, beside a vLLM alone (ARGS="--families llama --json FILE")
 	@$(BIN)/python -m tests.families $(ARGS)
 
-bench: $(STAMP) ## Benchmarks of the file path against fio, and of the index
+bench: $(STAMP) ## Benchmarks of the file path against fio
 	@$(BIN)/python -m benchmarks.file $(ARGS)
-	@$(BIN)/python -m benchmarks.index $(ARGS)
 
 bench-s3: $(STAMP) ## Benchmarks of the S3 path and of its peers, against a local S3 server
 	@$(BIN)/python -m benchmarks.s3 $(ARGS)
 
 bench-serving: $(STAMP) ## Serving by ways of keeping KV, vLLM's own included, at a GPU's pace (ARGS="--workload all --rounds 3", --model)
 	@$(BIN)/python -m benchmarks.serving $(ARGS)
-
-bench-scale: $(STAMP) ## Costs by keys, requests and ranks; 1,000 servers on one bucket (ARGS="--full --plot docs/scale.png")
-	@$(BIN)/python -m benchmarks.scale $(ARGS)
-
-bench-copies: $(STAMP) ## Copies of the memory tier, batched against per layer, on CUDA where there is a GPU
-	@$(BIN)/python -m benchmarks.copies $(ARGS)
 
 gpu-kit: ## What a CUDA machine without a registry lacks, vLLM included, into build/gpu-kit (ARGS="--no-vllm")
 	@$(PYTHON) -m benchmarks.gpu.kit $(ARGS)

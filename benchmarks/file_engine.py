@@ -1,6 +1,5 @@
 """The whole engine on one file, for ``benchmarks.file``: KV blocks in host memory, gathered, summed and written; read,
-verified and scattered. A chunk has 32 layers, which lie in one extent behind its header page. For
-``benchmarks.data_parallel`` also over a shared directory, with a file for each chunk.
+verified and scattered. A chunk has 32 layers, which lie in one extent behind its header page.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine import ChunkIO, Engine
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.select import make_mover
-from nixl_offload.tiers.base import Link
-from nixl_offload.tiers.shared_dir.link import TreeLink
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Key, Location, Outcome
@@ -35,12 +32,9 @@ ASK_S = 0.0005
 
 
 class WholeEngine:
-    """An engine over a slab of ``chunks`` slots in ``directory``, all of them written before the first ``run``.
+    """An engine over a slab of ``chunks`` slots in ``directory``, all of them written before the first ``run``."""
 
-    ``shares``: over files in ``directory`` itself, beside those of other engines; each has keys of its own.
-    """
-
-    def __init__(self, mover: str, directory: Path, chunks: int, payload_bytes: int, *, shares: bool = False) -> None:
+    def __init__(self, mover: str, directory: Path, chunks: int, payload_bytes: int) -> None:
         page_bytes = payload_bytes // LAYERS // BLOCKS_PER_CHUNK
         blocks = KV_CHUNKS * BLOCKS_PER_CHUNK
         tensors = [torch.randint(-128, 128, (blocks, page_bytes), dtype=torch.int8) for _ in range(LAYERS)]
@@ -48,16 +42,9 @@ class WholeEngine:
         group = GroupLayout.of_pages((layer, page_bytes) for layer in range(LAYERS))
         layout = KVLayout(tuple(specs), (group,), BLOCKS_PER_CHUNK)
         self._slot_bytes, self._payload_bytes, self._chunks = layout.slot_bytes(0), payload_bytes, chunks
-        self._salt = os.urandom(8)
         slab = SlabFile(directory / "tier" / "rank0", chunks * self._slot_bytes, 64 * self._slot_bytes)
-        opened = make_mover(mover)
-        if shares:
-            link: Link = TreeLink(
-                str(directory), "0" * 32, 0, opened, direct_io=True, clock=time.monotonic, is_kept=True
-            )
-        else:
-            slab.open()
-            link = SlabLink(slab, opened, time.monotonic)
+        slab.open()
+        link = SlabLink(slab, make_mover(mover), time.monotonic)
         self.direct_io = slab.direct_io
         self._engine = Engine(
             tensors=tensors,
@@ -90,7 +77,7 @@ class WholeEngine:
         ids = np.arange(first, first + len(chunks) * BLOCKS_PER_CHUNK, dtype=np.int32).reshape(-1, BLOCKS_PER_CHUNK)
         ios = [
             ChunkIO(
-                Key(hashlib.sha256(self._salt + chunk.to_bytes(8, "big")).digest() + bytes(4)),
+                Key(hashlib.sha256(chunk.to_bytes(8, "big")).digest() + bytes(4)),
                 Location(0, chunk * self._slot_bytes, self._slot_bytes),
                 0,
                 ids[number],
