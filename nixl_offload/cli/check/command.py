@@ -1,28 +1,25 @@
 """``nixl-offload check [CONFIG]``: tries each tier on this machine; says what is right, what is wrong, and the fix.
 
-Threading: one thread, a child process for libraries that may crash, a daemon thread per directory. A module per
-section: ``machine`` (environment, memory), ``directory``, ``s3``; its probes are functions that return a finding. They
-are imported late: some bring numpy along.
+Threading: one thread, a child process for libraries that may crash, a daemon thread per directory. Each section is a
+generator of findings, in a module per kind of tier; they are imported late: some bring numpy along.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
-import sys
-from typing import TYPE_CHECKING, Final, TextIO
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TextIO
 
-from nixl_offload.cli.commands import COMMANDS
+from nixl_offload.cli.common import Commands, add_command
 from nixl_offload.config import Config, load_config, parse_config
 from nixl_offload.errors import ConfigError
 
 if TYPE_CHECKING:
     from nixl_offload.cli.check.child import ChildProcess
-    from nixl_offload.cli.check.report import CheckProgress, Section
+    from nixl_offload.cli.check.findings import Section
 
-_PIECE_BYTES: Final = 2 << 20
 _DESCRIPTION = """\
 Tries every tier of CONFIG on this machine, from the libraries down to the bytes. Each finding says what is so, what
 follows if it is not right, and the fix: a command or a line of CONFIG.
@@ -33,7 +30,7 @@ follows if it is not right, and the fix: a command or a line of CONFIG.
 
 Run it where the server runs: as the same user, in the same container, with the same environment. It may run beside
 servers and before the first one: it keeps no lock, makes no directory, and removes each scratch file and object that
-it writes (some pages; up to 64 MiB per tier for the speeds, some two seconds).
+it writes (some pages; up to 256 MiB per mover for the speeds, half a second each).
 
     ok        as it should be
     warning   works, but slower, smaller or riskier than it could be
@@ -45,19 +42,12 @@ Exit code 0: nothing is wrong (there may be warnings). 1: something is wrong. 2:
 """
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Commands) -> None:
     """Add ``check`` to the command line."""
-    parser = commands.add_parser(
-        "check",
-        help=COMMANDS["check"].summary,
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "check", run, description=_DESCRIPTION, config=False)
     parser.add_argument("file", metavar="CONFIG", nargs="?", help="the YAML config")
     parser.add_argument("--path", metavar="DIR", help="look at this directory, without a config")
     parser.add_argument("--no-io", action="store_true", help="measure nothing; movers still move a page each")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
@@ -70,51 +60,41 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         tier = {"kind": "slab", "path": os.path.abspath(arguments.path), "capacity": 8192}
         config = parse_config({"tiers": [tier]}, "--path")
     from nixl_offload.cli.check.child import ChildProcess
-    from nixl_offload.cli.check.report import CheckProgress, CheckReport
+    from nixl_offload.cli.check.findings import report
 
-    progress = CheckProgress(sys.stderr)
-    try:
-        with ChildProcess() as child:
-            sections = _look(arguments, config, child, progress)
-    finally:
-        progress.clear()
-    report = CheckReport(sections)
-    if arguments.json:
-        print(json.dumps(report.to_dict(), indent=2), file=out)
-    else:
-        report.print_to(out)
-    return 0 if report.works else 1
+    with ChildProcess() as child:
+        works = report(_sections(arguments, config, child), out, as_json=arguments.json)
+    return 0 if works else 1
 
 
-def _look(
-    arguments: argparse.Namespace,
-    config: Config,
-    child: ChildProcess,
-    progress: CheckProgress,
-) -> list[Section]:
-    """Return the environment's section, and one for each tier. Here each kind of tier gets its own checks."""
+def _sections(arguments: argparse.Namespace, config: Config, child: ChildProcess) -> Iterator[Section]:
+    """Yield the environment's section, and one for each tier. Here each kind of tier gets its own checks."""
     from nixl_offload.cli.check import machine
-    from nixl_offload.cli.check.directory import DirectoryContext, directory_section
+    from nixl_offload.cli.check.child import memory_room
+    from nixl_offload.cli.check.directory import look_at_directory
+    from nixl_offload.cli.check.findings import Section
     from nixl_offload.hardware.gds import find_driver
+    from nixl_offload.units import format_size
 
-    gpu = find_driver()
-    has_capacity, io = arguments.path is None, not arguments.no_io
-    progress("looking at libraries and plugins", why_long="NIXL imports torch")
-    environment = machine.EnvironmentContext(config, gpu, machine.cuda_of_torch())
-    sections = [machine.environment_section(environment, child)]
-    sections[0].add("keys", machine.keys_finding(config))
-    for tier in config.tiers:
+    gpu, io = find_driver(), not arguments.no_io
+    yield Section("environment", "Environment", machine.environment(config, child, gpu, cuda=machine.cuda_of_torch()))
+    for number, tier in enumerate(config.tiers):
         if tier.kind == "memory":
-            progress("adding up the memory", why_long="the engine imports torch")
-            section = machine.memory_section(tier.capacity_bytes, child.run("memory"), config.staging_bytes)
-        elif tier.kind != "s3":
-            context = DirectoryContext(tier, has_capacity, nearer=config.tiers[: config.tiers.index(tier)])
-            section = directory_section(context, child, progress, gpu=bool(gpu.ok), io=io, piece_bytes=_PIECE_BYTES)
-            section.add("staging", machine.staging_finding(config.staging_bytes) if gpu.ok else None)
-        else:
-            from nixl_offload.cli.check.s3 import s3_section
+            room = (machine.memory_finding(tier.capacity_bytes, child.run(memory_room), config.staging_bytes),)
+            yield Section("memory", f"Tier memory of {format_size(tier.capacity_bytes)}", room)
+        elif tier.kind == "s3":
+            from nixl_offload.cli.check.s3 import look_at_bucket
 
-            file = shlex.quote(arguments.file)
-            section = s3_section(tier, child, progress, config_file=file, io=io, piece_bytes=_PIECE_BYTES)
-        sections.append(section)
-    return sections
+            found = look_at_bucket(tier, child, config_file=shlex.quote(arguments.file), io=io)
+            yield Section("s3", f"Tier s3 {tier.where} (mover: {tier.mover})", found)
+        else:
+            directory = look_at_directory(
+                tier,
+                child,
+                gpu=bool(gpu.ok),
+                io=io,
+                nearer=config.tiers[:number],
+                staging_bytes=config.staging_bytes,
+                has_capacity=arguments.path is None,
+            )
+            yield Section(tier.kind, f"Tier {tier.kind} {tier.path} (mover: {tier.mover})", directory)

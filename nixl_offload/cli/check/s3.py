@@ -1,5 +1,4 @@
-"""What ``nixl-offload check`` finds of a bucket: credentials, region, rights under the prefix, movers and their speed.
-``endpoint`` looks at the network before.
+"""What ``nixl-offload check`` finds of a bucket: network, credentials, region, rights under the prefix, movers, speed.
 
 Threading: one thread, blocking calls with time limits; movers run in the child process. Ownership: probes write objects
 called ``check-<random hex>``, directly under the prefix, and remove them; one that cannot be removed is reported, and
@@ -8,124 +7,215 @@ removed by a later check that has the right. Where every request is refused the 
 
 from __future__ import annotations
 
+import email.utils
+import http.client
 import json
 import os
 import re
 import secrets
+import socket
+import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Final
+from urllib.parse import urlsplit
 
-from nixl_offload.cli.check.child import Answer, ChildProcess
-from nixl_offload.cli.check.endpoint import SYNC_CLOCKS, look_at_endpoint
-from nixl_offload.cli.check.report import CheckProgress, Finding, Section, ok, speed_finding, unknown, warning, wrong
+from nixl_offload.cli.check.child import Answer, ChildProcess, try_object_movers
+from nixl_offload.cli.check.findings import Finding, speed_words
 from nixl_offload.config import S3Config
 from nixl_offload.errors import NotSupportedError, StoreError
-from nixl_offload.stores.s3 import S3Address, open_store
+from nixl_offload.stores.s3 import S3Address, open_store, proxy_of, readable_ca_bundle
 from nixl_offload.types import PAGE_BYTES
 
 REQUEST_LIMIT_S: Final = 5.0
 LEFTOVER_S: Final = 60.0
 """Objects of checks that are younger may belong to one that runs now."""
+_SKEW_LIMIT_S: Final = 900.0
+"""S3 refuses what is signed by a clock that differs by more."""
+_SKEW_WARNING_S: Final = 30.0
 _OURS: Final = re.compile(r"check-[0-9a-f]{16}")
 _PIP: Final = "pip install boto3 obstore"
 _EXPORT: Final = "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... (and AWS_SESSION_TOKEN), or AWS_PROFILE"
+_SYNC_CLOCKS: Final = "chronyc makestep, or timedatectl set-ntp true, on whichever machine is wrong (date -u tells)"
 _REFUSALS: Final = {
     "credentials": r"InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|TokenRefreshRequired|InvalidToken",
     "clock": "RequestTimeTooSkewed",
     "bucket": "there is no bucket",
     "region": "another region|AuthorizationHeaderMalformed|Redirect|IllegalLocationConstraint",
 }
-"""Why every request may be refused: the name of the probe, and how the error shows it."""
+"""Why every request may be refused: the finding that it is about, and how the error shows it."""
 _DEFAULT_REGIONS: Final = (None, "aws-global", "us-east-1")
 _ACTIONS: Final = {"put": "s3:PutObject", "get": "s3:GetObject", "delete": "s3:DeleteObject"}
 
 
-def s3_section(
-    tier: S3Config, child: ChildProcess, progress: CheckProgress, *, config_file: str, io: bool, piece_bytes: int
-) -> Section:
-    """Look at a tier. ``config_file`` is named in fixes; ``io``: measure, with objects of ``piece_bytes``."""
-    address = S3Address.of(tier)
-    section = Section(tier.kind, f"Tier s3 {address.where} (mover: {tier.mover})")
-    section.facts = {"where": address.where, "mover": tier.mover, "region": None, "taken": None, "io": None}
+def look_at_bucket(tier: S3Config, child: ChildProcess, *, config_file: str, io: bool) -> Iterator[Finding]:
+    """Look at a tier. ``config_file`` is named in fixes; ``io``: measure."""
     tier = tier.model_copy(update={"request_timeout_s": min(REQUEST_LIMIT_S, tier.request_timeout_s)})
-    progress(f"asking the AWS chain for credentials for {address.where}")
-    endpoint, signed, credentials = _find_credentials(tier, address)
-    progress(f"reaching {endpoint}")
-    reached = look_at_endpoint(section, tier, endpoint, REQUEST_LIMIT_S)
-    section.add("credentials", credentials)
-    if not reached.answers or credentials.state == "wrong":
-        missing = "credentials" if reached.answers else "a connection"
-        section.add("permissions", unknown(f"not tried without {missing}"))
-        return section
-    progress(f"trying what is allowed in {address.where}")
-    section.facts["region"] = reached.region or signed
+    endpoint, signed, credentials = _find_credentials(tier)
+    reached, clock, told = reach(tier, endpoint, REQUEST_LIMIT_S)
+    yield reached
+    if reached.state == "wrong" or credentials.state == "wrong":
+        yield from filter(None, [clock, credentials])
+        missing = "a connection" if reached.state == "wrong" else "credentials"
+        yield Finding("permissions", "unknown", f"not tried without {missing}")
+        return
     try:
-        section.add("region", _region(tier, signed, reached.region))
-        works = try_rights(section, tier, config_file)
+        refusal = _refusal(tier, signed, told, config_file)
     except NotSupportedError as error:
-        section.add("permissions", wrong(str(error), _PIP))
-        return section
-    except RefusedError as error:
-        # An earlier finding of that name was wrong.
-        section.findings = [found for found in section.findings if found.name != error.name]
-        section.add(error.name, _refusal(tier, error, signed, reached.region, config_file))
-        section.add("permissions", unknown("not tried before that is fixed"))
-        return section
+        yield Finding("permissions", "wrong", str(error), _PIP)
+        return
+    yield from (each for each in (clock, credentials) if each and (not refusal or each.name != refusal.name))
+    if refusal:
+        yield refusal
+        yield Finding("permissions", "unknown", "not tried before that is fixed")
+        return
+    if told is None or told == signed or {told, signed} <= {*_DEFAULT_REGIONS}:
+        yield Finding("region", "ok", told or f"{signed or 'the default'}; the server names none of its own")
+    else:
+        words = f"the bucket is in {told}, and requests are signed for {signed}; this server does not mind"
+        yield Finding("region", "warning", words, f"region: {told}")
+    yield Finding("bucket", "ok", f"{tier.bucket} is there")
+    works = True
+    for found in try_rights(tier, config_file):
+        works = works and (found.state == "ok" or found.name in ("list", "lookup"))
+        yield found
     if tier.ttl_s is None and tier.capacity_bytes is None:
         fix = f"ttl: 7d, then nixl-offload bucket init {config_file}; with capacity: 10TiB, gc by a timer, too"
-        section.add("growth", warning("neither ttl nor capacity is set: nothing ever removes objects", fix))
-    section.add("lifecycle", find_lifecycle(tier, config_file))
+        yield Finding("growth", "warning", "neither ttl nor capacity is set: nothing ever removes objects", fix)
+    yield find_lifecycle(tier, config_file)
     if works:
-        progress(f"trying movers with {address.where}", why_long="NIXL imports torch")
-        _add_movers(section, tier, child.run("objects", tier=tier.to_dict(), io=io, piece_bytes=piece_bytes))
+        yield from _movers(tier, child.run(try_object_movers, tier=tier, io=io))
     else:
-        section.add("movers", unknown("not tried: they put objects, get them and remove them"))
-    return section
+        yield Finding("movers", "unknown", "not tried: they put objects, get them and remove them")
 
 
-def _find_credentials(tier: S3Config, address: S3Address) -> tuple[str, str | None, Finding]:
+def reach(
+    tier: S3Config, endpoint: str, limit_s: float, clock: Callable[[], float] = time.time
+) -> tuple[Finding, Finding | None, str | None]:
+    """Go as far as an unsigned answer: name, connection, TLS, HTTP. ``endpoint`` is the URL that clients use.
+
+    Returns the finding, that of the clock, and the bucket's region where the server tells it. Standard library alone,
+    so that the finding is about the network and not about a client library.
+    """
+    path_style, parts = S3Address.of(tier).path_style, urlsplit(endpoint)
+    if not path_style and not parts.netloc.startswith(f"{tier.bucket}."):
+        parts = parts._replace(netloc=f"{tier.bucket}.{parts.netloc}")
+    host, tls = parts.hostname or "", parts.scheme == "https"
+    at = f"{host}:{parts.port or (443 if tls else 80)}"
+    if proxy := proxy_of(parts):
+        words = f"goes by the proxy {urlsplit(proxy).hostname} of the environment, so the connection was not tried"
+        fix = f"export NO_PROXY={host}, if it should go straight; curl -sv {endpoint}"
+        return Finding("endpoint", "unknown", words, fix), None, None
+    began_s, before_s = time.perf_counter(), clock()
+    try:
+        with closing(_connection(tier, at, limit_s, tls=tls)) as connection:
+            connection.request("HEAD", f"/{tier.bucket}" if path_style else "/")
+            answer = connection.getresponse()
+            answer.read()
+        if answer.status == http.client.BAD_REQUEST and "xml" not in answer.getheader("Content-Type", "") and not tls:
+            raise http.client.HTTPException  # as servers that speak TLS alone answer plain HTTP
+    except (StoreError, OSError, http.client.HTTPException) as error:
+        return Finding("endpoint", "wrong", *_no_answer(tier, at, limit_s, error, tls=tls)), None, None
+    took_ms, now_s = (time.perf_counter() - began_s) * 1e3, (before_s + clock()) / 2
+    secured = "by TLS, with a certificate that is trusted" if tls else "without TLS"
+    found = Finding("endpoint", "ok", f"{at} answers in {took_ms:.1f} ms, {secured}")
+    return found, _clock(answer.getheader("Date"), now_s), answer.getheader("x-amz-bucket-region")
+
+
+def _connection(tier: S3Config, at: str, limit_s: float, *, tls: bool) -> http.client.HTTPConnection:
+    if not tls:
+        return http.client.HTTPConnection(at, timeout=limit_s)
+    bundle = readable_ca_bundle(tier)
+    try:
+        context = ssl.create_default_context(cafile=bundle)
+    except OSError as error:
+        raise StoreError(f"{bundle}: holds no certificates", cause="io") from error
+    return http.client.HTTPSConnection(at, timeout=limit_s, context=context)
+
+
+def _no_answer(tier: S3Config, at: str, limit_s: float, error: Exception, *, tls: bool) -> tuple[str, str]:
+    """Return what stands between us and the server, and the fix."""
+    said, other = ("https", "http") if tls else ("http", "https")
+    curl, show = f"curl -sv {said}://{at}", f"openssl s_client -connect {at} -showcerts"
+    host = at.rpartition(":")[0]
+    if isinstance(error, StoreError):
+        return str(error), "ca_bundle: the path of a PEM file with the authority's certificate that this user can read"
+    if isinstance(error, socket.gaierror | UnicodeError):
+        words = f"the name {host} cannot be resolved"
+        if host.startswith(f"{tier.bucket}.") and tier.endpoint is not None:
+            return f"{words}, in which the bucket is part of the name", "addressing: path"
+        return words, f"correct endpoint: in the config, or DNS; getent hosts {host}"
+    if isinstance(error, ConnectionRefusedError):
+        fix = f"start the server, or correct endpoint: in the config; then {curl} answers"
+        return f"nothing listens at {at} (connection refused)", fix
+    if isinstance(error, TimeoutError):
+        return f"{at} does not answer within {limit_s:g} s: a firewall, or a server that hangs", curl
+    if isinstance(error, ssl.SSLCertVerificationError):
+        fix = f"ca_bundle: the path of a PEM file with its authority's certificate, or another endpoint; {show}"
+        return f"the certificate of {at} is not trusted: {error.verify_message}", fix
+    if isinstance(error, ssl.SSLError):
+        fix = f"endpoint: http://{at}, if it speaks no TLS; {show}"
+        return f"no TLS connection to {at} ({error.reason or error})", fix
+    if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
+        return f"{at} cannot be reached ({error.strerror})", f"{curl}; ip route get {host}"
+    return f"{at} does not speak {said}, or is no S3 server", f"endpoint: {other}://{at}; {curl}"
+
+
+def _clock(date: str | None, now_s: float) -> Finding:
+    try:
+        server_s = email.utils.parsedate_to_datetime(date or "").timestamp()
+    except (TypeError, ValueError):
+        return Finding("clock", "unknown", "the server tells no date", "date -u, here and there")
+    skew_s = now_s - server_s
+    words = f"this machine's clock is {abs(skew_s):,.0f} s {'ahead of' if skew_s > 0 else 'behind'} the server's"
+    if abs(skew_s) > _SKEW_LIMIT_S:
+        words += f"; S3 takes no request that is more than {_SKEW_LIMIT_S:.0f} s off"
+        return Finding("clock", "wrong", words, _SYNC_CLOCKS)
+    if abs(skew_s) > _SKEW_WARNING_S:
+        return Finding("clock", "warning", f"{words}; ages (ttl, gc) are off by as much", _SYNC_CLOCKS)
+    return Finding("clock", "ok", "this machine's and the server's agree")
+
+
+def _find_credentials(tier: S3Config) -> tuple[str, str | None, Finding]:
     """Return the endpoint's URL, the region that is signed for, and which link of the AWS chain has credentials."""
+    address, name = S3Address.of(tier), "credentials"
     endpoint, region = address.endpoint or "https://s3.amazonaws.com", address.region
     try:
         from nixl_offload.stores.bucket import client_facts
 
         endpoint, region, source = client_facts(tier)
     except ImportError:
-        return endpoint, region, unknown("cannot be looked for without boto3", _PIP)
+        return endpoint, region, Finding(name, "unknown", "cannot be looked for without boto3", _PIP)
     except StoreError as error:
         if error.__cause__ is None:  # No client could be made; the endpoint's finding says why.
-            return endpoint, region, unknown("not looked for before that is fixed")
+            return endpoint, region, Finding(name, "unknown", "not looked for before that is fixed")
         profile = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
         fix = f"correct ~/.aws/config and ~/.aws/credentials, or unset AWS_PROFILE (now {profile}); or {_EXPORT}"
-        return endpoint, region, wrong(f"cannot be had: {type(error.__cause__).__name__}", fix)
+        return endpoint, region, Finding(name, "wrong", f"cannot be had: {type(error.__cause__).__name__}", fix)
     if source is None:
         words = "none found: not in the environment, ~/.aws, nor by a role of this machine"
-        return endpoint, region, wrong(words, f"{_EXPORT}, or run under a role")
-    return endpoint, region, ok(f"found by the AWS chain: {source}")
+        return endpoint, region, Finding(name, "wrong", words, f"{_EXPORT}, or run under a role")
+    return endpoint, region, Finding(name, "ok", f"found by the AWS chain: {source}")
 
 
-def _region(tier: S3Config, signed: str | None, told: str | None) -> Finding:
-    """Compare the region that is signed for with the bucket's. Raises RefusedError where servers are sent elsewhere."""
-    if told is not None and (told == signed or (told in _DEFAULT_REGIONS and signed in _DEFAULT_REGIONS)):
-        return ok(told)
+def _refusal(tier: S3Config, signed: str | None, told: str | None, config_file: str) -> Finding | None:
+    """Return why the server refuses every request, if it does. Raises NotSupportedError."""
     try:
-        with closing(open_store(tier)) as store:  # obstore follows no redirects, boto3 does
+        with closing(open_store(tier)) as store:  # it follows no redirects to other regions
             next(iter(store.list("check/")), None)
     except StoreError as error:
-        if re.search(_REFUSALS["region"], str(error)):
-            raise RefusedError(str(error), "region") from error
-    if told is None:
-        return ok(f"{signed or 'the default'}; the server names none of its own")
-    words = f"the bucket is in {told}, and requests are signed for {signed}; this server does not mind"
-    return warning(words, f"region: {told}")
+        name = next((each for each, pattern in _REFUSALS.items() if re.search(pattern, str(error))), None)
+        if name == "region":
+            return _other_region(tier, signed, told)
+        if name is not None:
+            init = f"nixl-offload bucket init {config_file}"
+            fixes = {"credentials": _EXPORT, "clock": _SYNC_CLOCKS, "bucket": init}
+            return Finding(name, "wrong", _said(error), fixes[name])
+    return None
 
 
-def _refusal(tier: S3Config, error: RefusedError, signed: str | None, told: str | None, config_file: str) -> Finding:
-    if error.name != "region":
-        init = f"nixl-offload bucket init {config_file}"
-        return wrong(str(error), {"credentials": _EXPORT, "clock": SYNC_CLOCKS, "bucket": init}[error.name])
+def _other_region(tier: S3Config, signed: str | None, told: str | None) -> Finding:
     if told in (None, signed):
         try:
             from nixl_offload.stores.bucket import bucket_region
@@ -133,115 +223,104 @@ def _refusal(tier: S3Config, error: RefusedError, signed: str | None, told: str 
             told = bucket_region(tier)
         except (ImportError, StoreError):
             fix = f"region: what `aws s3api get-bucket-location --bucket {tier.bucket}` says"
-            return wrong("the bucket is in another region, and the server does not say in which", fix)
-    return wrong(f"the bucket is in {told}, and requests are signed for {signed}", f"region: {told}")
+            words = "the bucket is in another region, and the server does not say in which"
+            return Finding("region", "wrong", words, fix)
+    words = f"the bucket is in {told}, and requests are signed for {signed}"
+    return Finding("region", "wrong", words, f"region: {told}")
 
 
-class RefusedError(Exception):
-    """Every request is refused, for a reason that the finding ``name`` is about."""
-
-    def __init__(self, words: str, name: str) -> None:
-        super().__init__(words)
-        self.name = name
+def _said(error: StoreError) -> str:
+    """Return the error without address and request."""
+    return str(error).partition(": ")[2].partition(": ")[2] or str(error)
 
 
-def try_rights(section: Section, tier: S3Config, config_file: str) -> bool:
-    """Do once what servers do. True: objects come back and can be removed, so movers may be tried.
-
-    Raises NotSupportedError, and RefusedError where every request is refused.
-    """
+def try_rights(tier: S3Config, config_file: str) -> Iterator[Finding]:
+    """Do once what servers do."""
     name, content = f"check-{secrets.token_hex(8)}", memoryview(secrets.token_bytes(PAGE_BYTES))
-    memory, sizes, leftovers = memoryview(bytearray(PAGE_BYTES)), list[int](), list[str]()
+    memory, leftovers = memoryview(bytearray(PAGE_BYTES)), list[str]()
 
-    def attempt(right: str, consequence: str, call: Callable[[], object], words: str = "allowed") -> bool:
+    def attempt(right: str, consequence: str, call: Callable[[], object], words: str = "allowed") -> Finding:
         try:
             call()
         except StoreError as error:
-            section.add(right, _failed(tier, right, consequence, error, config_file))
-            return False
-        section.add(right, ok(words))
-        return True
+            return _failed(tier, right, consequence, error, config_file)
+        return Finding(right, "ok", words)
 
     def list_leftovers() -> None:
         old_s = time.time() - LEFTOVER_S
         found = store.list("check-")
         leftovers.extend(each.name for each in found if _OURS.fullmatch(each.name) and each.modified_s < old_s)
 
-    def get() -> None:
-        store.read_into(name, 0, memory)
-        info = store.head(name)
-        sizes.append(0 if info is None else info.size_bytes)
-
     with closing(open_store(tier)) as store:
-        attempt("list", "no gc", list_leftovers)
-        section.add("bucket", ok(f"{tier.bucket} is there"))
+        yield attempt("list", "no gc", list_leftovers)
         words = "an absent object is reported as absent"
-        attempt("lookup", "servers cannot tell what is there", lambda: store.head(f"{name}-absent"), words)
-        if not attempt("put", "nothing can be stored", lambda: store.write(name, content)):
-            for right in ("get", "delete"):
-                section.add(right, unknown("not tried: nothing could be put there"))
-            return False
-        same = False
-        if attempt("get", "nothing can be loaded", get):
-            same = memory == content and sizes == [PAGE_BYTES]
+        yield attempt("lookup", "servers cannot tell what is there", lambda: store.head(f"{name}-absent"), words)
+        put = attempt("put", "nothing can be stored", lambda: store.write(name, content))
+        yield put
+        if put.state != "ok":
+            yield from (
+                Finding(right, "unknown", "not tried: nothing could be put there") for right in ("get", "delete")
+            )
+            return
+        get = attempt("get", "nothing can be loaded", lambda: store.read_into(name, 0, memory))
+        yield get
+        if get.state == "ok":
             words, fix = "other bytes come back than were sent", "a proxy in between, or a server that stores trailers"
-            section.add("bytes", ok("they come back as they were sent") if same else wrong(words, fix))
+            fine = Finding("bytes", "ok", "they come back as they were sent")
+            yield fine if memory == content else Finding("bytes", "wrong", words, fix)
         where = f"s3://{tier.bucket}/{S3Address.of(tier).key(name)}"
         consequence = f"damaged chunks stay and gc cannot remove any; {where} (4 KiB) of this check stays, too"
         more = f"; {len(leftovers)} that earlier checks had to leave removed" if leftovers else ""
-        return attempt("delete", consequence, lambda: store.delete([name, *leftovers]), f"allowed{more}") and same
+        yield attempt("delete", consequence, lambda: store.delete([name, *leftovers]), f"allowed{more}")
 
 
 def _failed(tier: S3Config, right: str, consequence: str, error: StoreError, config_file: str) -> Finding:
-    """Return a finding about ``right``. Raises RefusedError where the refusal is about something else."""
-    said = str(error).partition(": ")[2].partition(": ")[2] or str(error)  # without address and request
-    for name, pattern in _REFUSALS.items():
-        if re.search(pattern, str(error)):
-            raise RefusedError(said, name)
+    said, fix = _said(error), "look at the server's log and load; then run this check again"
     if error.cause == "denied":
         # Of ListBucket no condition on the prefix: a HEAD has none, and is then answered 403 for what is absent.
         action, resource = _ACTIONS.get(right, "s3:ListBucket"), f"arn:aws:s3:::{tier.bucket}"
         resource += f"/{S3Address.of(tier).key('*')}" if right in _ACTIONS else ""
         statement = json.dumps({"Effect": "Allow", "Action": action, "Resource": resource})
-        return wrong(f"{said}: {consequence}", f"add to the policy of these credentials: {statement}")
-    if error.cause == "full":
-        return wrong(f"the bucket is full: {said}", f"nixl-offload gc {config_file} --tier s3 --delete")
-    return wrong(f"{said}: {consequence}", "look at the server's log and load; then run this check again")
+        fix = f"add to the policy of these credentials: {statement}"
+    elif error.cause == "full":
+        said, fix = f"the bucket is full: {said}", f"nixl-offload gc {config_file} --tier s3 --delete"
+    return Finding(right, "wrong", f"{said}: {consequence}", fix)
 
 
 def find_lifecycle(tier: S3Config, config_file: str) -> Finding:
     """Say whether the bucket removes what is older than the ttl by itself."""
-    init = f"nixl-offload bucket init {config_file}"
+    name, init = "lifecycle", f"nixl-offload bucket init {config_file}"
     try:
         from nixl_offload.stores.bucket import plan_lifecycle
 
         plan = plan_lifecycle(tier)
     except ImportError:
-        return unknown("cannot be looked at without boto3", _PIP)
+        return Finding(name, "unknown", "cannot be looked at without boto3", _PIP)
     except NotSupportedError:
         words, gc = (
             "the server knows no lifecycle rules",
             f"nixl-offload gc {config_file} --tier s3 --delete, by a timer",
         )
-        return ok(words) if tier.ttl_s is None else warning(f"{words}: gc has to keep to the ttl", gc)
+        if tier.ttl_s is None:
+            return Finding(name, "ok", words)
+        return Finding(name, "warning", f"{words}: gc has to keep to the ttl", gc)
     except StoreError as error:
-        return unknown(f"cannot be told: {str(error).partition(': ')[2]}", f"{init}, with credentials that may")
+        words = f"cannot be told: {str(error).partition(': ')[2]}"
+        return Finding(name, "unknown", words, f"{init}, with credentials that may")
     if plan.changes:
-        return warning(f"the bucket lacks: {'; '.join(plan.changes)}", init)
-    return ok("the bucket has the rule that the config asks for")
+        return Finding(name, "warning", f"the bucket lacks: {'; '.join(plan.changes)}", init)
+    return Finding(name, "ok", "the bucket has the rule that the config asks for")
 
 
-def _add_movers(section: Section, tier: S3Config, answer: Answer) -> None:
+def _movers(tier: S3Config, answer: Answer) -> Iterator[Finding]:
     if "failed" in answer:
         fix = "mover: auto" if tier.mover != "auto" else _PIP
-        section.add("movers", wrong(f"none works: {answer['failed']}", fix))
+        yield Finding("movers", "wrong", f"none works: {answer['failed']}", fix)
         return
-    taken = next((probe["name"] for probe in answer["movers"] if probe["ok"]), None)
-    section.facts |= {"movers": answer["movers"], "taken": taken}
     for probe in answer["movers"]:
-        passed_over = warning(f"passed over: {probe['reason']}", f"mover: {taken}, to try it alone")
-        used = ok(f"{probe['reason']}: this is the one that the server takes")
-        section.add(f"mover {probe['name']}", used if probe["ok"] else passed_over)
-    if "io" in answer:
-        section.facts["io"] = None if "failed" in answer["io"] else answer["io"]
-        section.add("speed", speed_finding(answer["io"]))
+        if probe["ok"]:
+            yield Finding(f"mover {probe['name']}", "ok", f"{probe['reason']}: the one that the server takes")
+        else:
+            yield Finding(f"mover {probe['name']}", "warning", f"passed over: {probe['reason']}", "another mover")
+    if words := speed_words(answer):
+        yield Finding("speed", "ok", f"{words.removeprefix('; ')}, by its client")

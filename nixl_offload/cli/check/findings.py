@@ -1,0 +1,78 @@
+"""What ``nixl-offload check`` finds, printed as text or JSON.
+
+Threading: values and printing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Literal, NamedTuple, TextIO
+
+State = Literal["ok", "warning", "wrong", "unknown"]
+_COLOURS: Final[dict[str, int]] = {"ok": 32, "warning": 33, "wrong": 31, "unknown": 35}
+_NAME_CHARS: Final = 20
+
+
+class Finding(NamedTuple):
+    """The result of one probe."""
+
+    name: str
+    """The same in every run."""
+    state: State
+    words: str
+    """What is so, and what follows from it."""
+    fix: str | None = None
+    """A command or a line of the config that changes or shows it."""
+
+
+class Section(NamedTuple):
+    """Findings about one thing, made one by one while they are printed."""
+
+    kind: str
+    """``environment``, or the kind of a tier."""
+    title: str
+    findings: Iterable[Finding]
+
+
+def report(sections: Iterable[Section], out: TextIO, *, as_json: bool) -> bool:
+    """Print all findings. Returns whether nothing is wrong."""
+    counts, plain = Counter[str](), list[dict[str, Any]]()
+    colours = out.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    for kind, title, findings in sections:
+        made = list[dict[str, Any]]()
+        plain.append({"kind": kind, "title": title, "findings": made})
+        if not as_json:
+            print(_printable(title), file=out, flush=True)
+        for found in findings:
+            counts[found.state] += 1
+            made.append(found._asdict())
+            if not as_json:
+                state = f"\x1b[{_COLOURS[found.state]}m{found.state}\x1b[0m" if colours else found.state
+                indent = " " * (7 - len(found.state))
+                print(f"  {state}{indent}  {found.name:<{_NAME_CHARS}}  {_printable(found.words)}", file=out)
+                if found.fix:
+                    print(f"{'fix: ':>{_NAME_CHARS + 18}}{_printable(found.fix)}", file=out)
+                out.flush()
+        if not as_json:
+            print(file=out)
+    if as_json:
+        print(json.dumps({"works": not counts["wrong"], "sections": plain}, indent=2), file=out)
+    else:
+        verdict = {0: "Nothing is wrong", 1: "One thing is wrong"}.get(counts["wrong"], "Some things are wrong")
+        print(f"{verdict}: {', '.join(f'{counts[state]} {state}' for state in _COLOURS if counts[state])}.", file=out)
+    return not counts["wrong"]
+
+
+def speed_words(answer: Mapping[str, Any]) -> str:
+    """Return the figures of a short test; empty where there are none."""
+    if "read_bytes_s" not in answer:
+        return ""
+    return f"; read {answer['read_bytes_s'] / 1e6:,.0f} MB/s, write {answer['write_bytes_s'] / 1e6:,.0f} MB/s"
+
+
+def _printable(text: str) -> str:
+    """Return text that cannot move a terminal's cursor: paths and servers' answers may hold anything."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
