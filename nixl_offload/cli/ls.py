@@ -9,8 +9,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 from nixl_offload.cli.common import (
@@ -24,10 +23,10 @@ from nixl_offload.cli.common import (
     selected,
     visit,
 )
-from nixl_offload.cli.ls_diff import find_namespace, print_diff
 from nixl_offload.cli.terminal import Progress, about_size, moment, plural
 from nixl_offload.config import load_config
-from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, NamespaceSize, printable
+from nixl_offload.errors import ConfigError
+from nixl_offload.tiers.inspect import Inspector, NamespaceInfo, printable
 from nixl_offload.types import key_group
 
 _DESCRIPTION = """\
@@ -54,65 +53,41 @@ the options are wrong. 130: interrupted.
 
 def add_parser(commands: Commands) -> None:
     """Add ``ls`` to the command line."""
-    parser = add_command(
-        commands,
-        "ls",
-        run,
-        description=_DESCRIPTION,
-        json="print JSON; with --keys a line per chunk",
-    )
+    parser = add_command(commands, "ls", run, description=_DESCRIPTION, json="print JSON; with --keys a line per chunk")
     add_selection(parser, tenant=True)
     parser.add_argument("--keys", action="store_true", help="list chunks")
     parser.add_argument("--diff", metavar=("A", "B"), nargs=2, help="show the fields in which two namespaces differ")
 
 
-@dataclass(slots=True)
-class TierListing:
-    """What one tier holds."""
-
-    inspector: Inspector
-    namespaces: list[tuple[NamespaceInfo, NamespaceSize]] = field(default_factory=list)
-    used_bytes: int | None = None
-    """What the capacity bounds; None where only a part was listed."""
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Of all namespaces listed."""
-        return sum(size.size_bytes for _, size in self.namespaces)
-
-
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Print to ``out``. A tier that fails is told, and the others go on. Raises ConfigError."""
+    """Print to ``out``. A tier that fails is reported, and the others go on. Raises ConfigError."""
     config = load_config(arguments.file)
-    memory, plain = config.memory, list[dict[str, Any]]()
-    if memory is not None:
-        plain.append({"kind": "memory", "capacity_bytes": memory.capacity_bytes, "told": MEMORY_NOTE})
-    found = failed = 0
+    plain, found, failed = list[dict[str, Any]](), 0, 0
+    if config.memory is not None:
+        note = {"kind": "memory", "capacity_bytes": config.memory.capacity_bytes, "told": MEMORY_NOTE}
+        plain.append(note)
     with opened(arguments, config) as tiers:
         if arguments.diff is not None:
-            return _diff(arguments, tiers, out)
-        if memory and not (arguments.json or arguments.keys) and arguments.tier is None:
-            print(f"{MEMORY_NOTE[0].upper()}{MEMORY_NOTE[1:]}.\n", file=out)
+            visited = [visit(tier, lambda each: list(selected(each, arguments))) for tier in tiers]
+            return _diff(arguments, [each for listed in visited if isinstance(listed, list) for each in listed], out)
+        if plain and not (arguments.json or arguments.keys or arguments.tier):
+            print(f"{MEMORY_NOTE.capitalize()}.\n", file=out)
         for number, tier in enumerate(tiers):
             if arguments.keys:
-                count = visit(tier, lambda inspector: _list_keys(arguments, inspector, out))
-                if isinstance(count, TierFailure):
-                    failed += 1
-                    if arguments.json:
-                        print(json.dumps({"tier": count.kind, "where": count.where, "error": count.words}), file=out)
-                else:
-                    found += count
-                continue
-            listing = visit(tier, lambda inspector: _list(arguments, inspector))
-            if isinstance(listing, TierFailure):
-                plain.append({"kind": listing.kind, "failure": listing.words})
+                listed = visit(tier, lambda inspector: _list_keys(arguments, inspector, out))
+            else:
+                listed = visit(tier, lambda inspector: _list(arguments, inspector, plain))
+            if isinstance(listed, TierFailure):
                 failed += 1
+                plain.append({"kind": listed.kind, "failure": listed.words})
+                if arguments.keys and arguments.json:
+                    line = {"tier": listed.kind, "where": listed.where, "error": listed.words}
+                    print(json.dumps(line), file=out)
                 continue
-            found += len(listing.namespaces)
-            plain.append(_tier_dict(listing))
-            if not arguments.json:
+            found += listed
+            if not arguments.json and not arguments.keys:
                 print("\n" * bool(number), end="", file=out)
-                _print_tier(listing, out)
+                _print_tier(plain[-1], out)
                 out.flush()
     if arguments.json and not arguments.keys:
         print(json.dumps({"tiers": plain}, indent=2), file=out)
@@ -122,36 +97,95 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     return 1 if failed else 0
 
 
-def _diff(arguments: argparse.Namespace, tiers: Sequence[Inspector | TierFailure], out: TextIO) -> int:
-    visited = [visit(tier, lambda inspector: [*selected(inspector, arguments)]) for tier in tiers]
-    namespaces = [each for listed in visited if not isinstance(listed, TierFailure) for each in listed]
-    first, second = (find_namespace(namespaces, prefix) for prefix in arguments.diff)
-    if first is None or second is None:
-        missing = " and ".join(
-            prefix for prefix, each in zip(arguments.diff, (first, second), strict=True) if each is None
-        )
-        print(f"nixl-offload: nothing is there of namespace {missing}", file=sys.stderr)
-        return 1
-    print_diff(first, second, out, as_json=arguments.json)
-    return 0
-
-
-def _list(arguments: argparse.Namespace, inspector: Inspector) -> TierListing:
-    progress = Progress(sys.stderr)
-    listing = TierListing(inspector)
-    shards = 0
+def _list(arguments: argparse.Namespace, inspector: Inspector, plain: list[dict[str, Any]]) -> int:
+    """Add what a tier holds to ``plain``, and return of how many namespaces. Times are seconds since the epoch."""
+    progress, namespaces, shards = Progress(sys.stderr), list[dict[str, Any]](), 0
     try:
         for namespace in selected(inspector, arguments):
             size = inspector.measure(namespace)
-            listing.namespaces.append((namespace, size))
             shards += size.shards
+            namespaces.append(
+                {
+                    "name": namespace.name,
+                    "part": namespace.part or None,
+                    "tenant": namespace.tenant,
+                    "model": namespace.model,
+                    "chunk_tokens": namespace.chunk_tokens,
+                    "made_for": namespace.details(),
+                    "chunks": size.chunks,
+                    "shards": size.shards,
+                    "bytes": size.size_bytes,
+                    "oldest_s": size.oldest_s,
+                    "newest_s": size.newest_s,
+                    "last_opened_s": namespace.used_s,
+                    "open_now": namespace.in_use if inspector.exclusive else None,
+                    "trouble": printable(namespace.trouble, 300),
+                }
+            )
             progress(f"{plural(shards, 'shard')} counted so far")
     finally:
         progress.clear()
-    listing.used_bytes = inspector.used_bytes()
-    if listing.used_bytes is None and arguments.namespace is None and arguments.tenant is None:
-        listing.used_bytes = listing.chunk_bytes
-    return listing
+    capacity, used = inspector.capacity_bytes, inspector.used_bytes()
+    if used is None and arguments.namespace is None and arguments.tenant is None:
+        used = sum(each["bytes"] for each in namespaces)
+    plain.append(
+        {
+            "kind": inspector.kind,
+            "where": inspector.where,
+            "capacity_bytes": capacity,
+            "used_bytes": used,
+            "used_share": used / capacity if used is not None and capacity else None,
+            "other_objects": inspector.other_objects,
+            "namespaces": namespaces,
+        }
+    )
+    return len(namespaces)
+
+
+def _print_tier(tier: Mapping[str, Any], out: TextIO) -> None:
+    namespaces, used, is_slab = tier["namespaces"], tier["used_bytes"], tier["kind"] == "slab"
+    chunks, size_bytes = (sum(each[name] for each in namespaces) for name in ("chunks", "bytes"))
+    words = [f"{plural(chunks, 'chunk')} in {plural(len(namespaces), 'namespace')}, {about_size(size_bytes)}"]
+    words += [f"{about_size(used)} on disk"] if is_slab and used is not None else []
+    if tier["used_share"] is not None:
+        words.append(f"{tier['used_share']:.1%} of the capacity, {about_size(tier['capacity_bytes'])}")
+    elif used is not None:
+        words.append("no capacity given")
+    print(f"{tier['where']} ({tier['kind']}): {'; '.join(words)}", file=out)
+    if tier["other_objects"]:
+        print(f"{plural(tier['other_objects'], 'other object')} beside them, never touched", file=out)
+    for each in namespaces:
+        path = f"{each['part']}/{each['name']}" if each["part"] else each["name"]
+        print(f"\nnamespace {path}: tenant {each['tenant'] or '?'}, model {each['model'] or '?'}", file=out)
+        print(f"    {', '.join(_made_for(each))}", file=out)
+        shards = f" in {plural(each['shards'], 'shard')}" if each["shards"] != each["chunks"] else ""
+        ages = f"; written {moment(each['oldest_s'])} to {moment(each['newest_s'])}" if each["oldest_s"] else ""
+        counted = f"{plural(each['chunks'], 'chunk')}{shards}, {about_size(each['bytes'])}{ages}"
+        print(f"    {each['trouble'] or counted}", file=out)
+        if is_slab:
+            last = f"last opened {moment(each['last_opened_s'])}" if each["last_opened_s"] else "last use unknown"
+            holder = each["open_now"]
+            use = f"its directory is open now: {holder}" if holder else "no engine has its directory open"
+            print(f"    {last}; {use}", file=out)
+
+
+def _made_for(namespace: Mapping[str, Any]) -> Iterator[str]:
+    found = namespace["made_for"]
+    if not found:
+        yield "no manifest that fits: its owner is unknown"
+    yield from (str(found[name]) for name in ("engine", "platform", "dtype", "kv_layout") if name in found)
+    yield from (f"{name} {found[name]}" for name in ("tp", "pp", "pcp", "dcp") if found.get(name, 1) != 1)
+    if "revision" in found:
+        yield f"revision {found['revision']}"
+    if namespace["chunk_tokens"]:
+        yield f"{namespace['chunk_tokens']} tokens a chunk"
+    if "shards" in found:
+        ranges = len(str(found.get("layers", "")).split()) or 1
+        divides = " that divides them" if found["shards"] > ranges else ""
+        layers = f" in {ranges} ranges of layers" if ranges > 1 else ""
+        yield f"{plural(found['shards'], 'shard')}{layers}, any tensor parallelism{divides}"
+    elif "world_size" in found:
+        yield plural(found["world_size"], "rank")
 
 
 def _list_keys(arguments: argparse.Namespace, inspector: Inspector, out: TextIO) -> int:
@@ -163,73 +197,18 @@ def _list_keys(arguments: argparse.Namespace, inspector: Inspector, out: TextIO)
             print(f"# {inspector.where}, namespace {namespace.path}: {namespace.owner}", file=out)
             print("# " + (printable(namespace.trouble, 300) or "key  group  rank  size  age  place"), file=out)
         for chunk in inspector.chunks(namespace):
+            written_s, group = inspector.created_s(chunk), key_group(chunk.key)
+            shards = [{"rank": each.rank, "bytes": each.size_bytes, "place": each.place} for each in chunk.shards]
             if arguments.json:
-                print(json.dumps(_chunk_dict(inspector, namespace, chunk)), file=out)
-            else:
-                _print_chunk(inspector, chunk, out)
+                line = {"tier": inspector.kind, "where": inspector.where, "namespace": namespace.path}
+                said = {"key": chunk.key.hex(), "group": group, "written_s": written_s, "shards": shards}
+                print(json.dumps({**line, **said}), file=out)
+                continue
+            age = "?" if written_s is None else about_age(time.time() - written_s)
+            for each in chunk.shards:
+                size, place = about_size(each.size_bytes), printable(each.place, 4096)
+                print(f"{chunk.key.hex()}  {group}  {each.rank}  {size}  {age}  {place}", file=out)
     return found
-
-
-def _print_tier(listing: TierListing, out: TextIO) -> None:
-    inspector = listing.inspector
-    chunks = sum(size.chunks for _, size in listing.namespaces)
-    print(
-        f"{inspector.where} ({inspector.kind}): {plural(chunks, 'chunk')} in "
-        f"{plural(len(listing.namespaces), 'namespace')}, {about_size(listing.chunk_bytes)}{_share(listing)}",
-        file=out,
-    )
-    if inspector.other_objects:
-        print(f"{plural(inspector.other_objects, 'other object')} beside them, never touched", file=out)
-    for namespace, size in listing.namespaces:
-        print(f"\nnamespace {namespace.path}: {namespace.owner}", file=out)
-        print(f"    {_details(namespace)}", file=out)
-        if namespace.trouble:
-            print(f"    {printable(namespace.trouble, 300)}", file=out)
-        else:
-            pieces = f" in {plural(size.shards, 'shard')}" if size.shards != size.chunks else ""
-            ages = (
-                f"; written {moment(size.oldest_s)} to {moment(size.newest_s)}"
-                if size.oldest_s is not None and size.newest_s is not None
-                else ""
-            )
-            print(f"    {plural(size.chunks, 'chunk')}{pieces}, {about_size(size.size_bytes)}{ages}", file=out)
-        if inspector.exclusive:
-            last = (
-                f"last opened {moment(namespace.used_s)}"
-                if namespace.used_s is not None
-                else "not known when last opened"
-            )
-            use = (
-                f"its directory is open now: {namespace.in_use}"
-                if namespace.in_use
-                else "no engine has its directory open"
-            )
-            print(f"    {last}; {use}", file=out)
-
-
-def _print_chunk(inspector: Inspector, chunk: ChunkInfo, out: TextIO) -> None:
-    """Print a line per shard."""
-    created_s = inspector.created_s(chunk)
-    age = "?" if created_s is None else about_age(time.time() - created_s)
-    for shard in chunk.shards:
-        print(
-            f"{chunk.key.hex()}  {key_group(chunk.key)}  {shard.rank}  {about_size(shard.size_bytes)}  {age}  "
-            f"{printable(shard.place, 4096)}",
-            file=out,
-        )
-
-
-def _chunk_dict(inspector: Inspector, namespace: NamespaceInfo, chunk: ChunkInfo) -> dict[str, Any]:
-    """Return a chunk as plain data. ``written_s`` is null for a slot whose header is not the chunk's."""
-    return {
-        "tier": inspector.kind,
-        "where": inspector.where,
-        "namespace": namespace.path,
-        "key": chunk.key.hex(),
-        "group": key_group(chunk.key),
-        "written_s": inspector.created_s(chunk),
-        "shards": [{"rank": shard.rank, "bytes": shard.size_bytes, "place": shard.place} for shard in chunk.shards],
-    }
 
 
 def about_age(seconds: float) -> str:
@@ -240,62 +219,47 @@ def about_age(seconds: float) -> str:
     return f"{seconds / 86_400:.0f}d"
 
 
-def _share(listing: TierListing) -> str:
-    used, capacity = listing.used_bytes, listing.inspector.capacity_bytes
-    if used is None:
-        return ""
-    on_disk = f"; {about_size(used)} on disk" if listing.inspector.exclusive else ""
-    if not capacity:
-        return f"{on_disk}; no capacity given"
-    return f"{on_disk}; {used / capacity:.1%} of the capacity, {about_size(capacity)}"
+def _diff(arguments: argparse.Namespace, namespaces: list[NamespaceInfo], out: TextIO) -> int:
+    """Print the fields in which two namespaces differ, from their manifests."""
+    chosen = list[NamespaceInfo]()
+    manifests = list[Mapping[str, Any]]()
+    for prefix in arguments.diff:
+        # Several tiers may hold a namespace; one with a manifest is preferred.
+        fitting = [each for each in namespaces if each.name.startswith(prefix)]
+        fitting.sort(key=lambda each: not each.manifest)
+        if not fitting:
+            print(f"nixl-offload: nothing is there of namespace {prefix}", file=sys.stderr)
+            return 1
+        if count := len({each.name for each in fitting}) - 1:
+            raise ConfigError(f"--diff: {prefix!r} begins the names of {count + 1} namespaces; say more of it")
+        if fitting[0].manifest is None:
+            raise ConfigError(f"--diff: namespace {fitting[0].path} has no manifest that fits its name")
+        chosen.append(fitting[0])
+        manifests.append(fitting[0].manifest["fields"])
+    differs = differing(*manifests)
+    if arguments.json:
+        values = {name: [each and json.loads(each) for each in pair] for name, pair in differs.items()}
+        print(json.dumps({"namespaces": [each.path for each in chosen], "differs": values}, indent=2), file=out)
+        return 0
+    for namespace in chosen:
+        print(f"namespace {namespace.path}: {namespace.owner}", file=out)
+    for name, pair in differs.items():
+        print(
+            f"    {printable(name, 200)}: {' | '.join(printable(each, 200) or '(not there)' for each in pair)}",
+            file=out,
+        )
+    return 0
 
 
-def _details(namespace: NamespaceInfo) -> str:
-    found = namespace.details()
-    if not found:
-        return "no manifest that fits: its owner is unknown"
-    words = [str(found[name]) for name in ("engine", "platform", "dtype", "kv_layout") if name in found]
-    words += [f"{name} {found[name]}" for name in ("tp", "pp", "pcp", "dcp") if found.get(name, 1) != 1]
-    if "revision" in found:
-        words.append(f"revision {found['revision']}")
-    if namespace.chunk_tokens:
-        words.append(f"{namespace.chunk_tokens} tokens a chunk")
-    if namespace.ranks:
-        ranges = namespace.layer_ranges
-        sizes = "any tensor parallelism" + (" that divides them" if namespace.ranks > ranges else "")
-        cut = (f" in {ranges} ranges of layers, " if ranges > 1 else ", ") + sizes if namespace.is_cut else ""
-        words.append(plural(namespace.ranks, "shard" if cut else "rank") + cut)
-    return ", ".join(words)
+def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[str | None, str | None]]:
+    """Return the fields of two manifests that differ, as JSON; None: one lacks it. 1, 1.0 and true are not equal."""
+    ours, theirs = _as_json(first), _as_json(second)
+    pairs = {name: (ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs])}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _tier_dict(listing: TierListing) -> dict[str, Any]:
-    """Return a tier as plain data. Times are seconds since the epoch, sizes bytes."""
-    inspector, used = listing.inspector, listing.used_bytes
-    capacity = inspector.capacity_bytes
-    return {
-        "kind": inspector.kind,
-        "where": inspector.where,
-        "capacity_bytes": capacity,
-        "used_bytes": used,
-        "used_share": used / capacity if used is not None and capacity else None,
-        "other_objects": inspector.other_objects,
-        "namespaces": [
-            {
-                "name": namespace.name,
-                "part": namespace.part or None,
-                "tenant": namespace.tenant,
-                "model": namespace.model,
-                "chunk_tokens": namespace.chunk_tokens,
-                "made_for": namespace.details(),
-                "chunks": size.chunks,
-                "shards": size.shards,
-                "bytes": size.size_bytes,
-                "oldest_s": size.oldest_s,
-                "newest_s": size.newest_s,
-                "last_opened_s": namespace.used_s,
-                "open_now": namespace.in_use is not None if inspector.exclusive else None,
-                "trouble": namespace.trouble,
-            }
-            for namespace, size in listing.namespaces
-        ],
-    }
+def _as_json(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Settings stand by their own names beside the other fields."""
+    settings = fields.get("settings")
+    flat = {**fields, **settings} if isinstance(settings, dict) else fields
+    return {name: json.dumps(value, sort_keys=True) for name, value in flat.items() if name != "settings"}

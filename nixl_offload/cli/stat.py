@@ -1,6 +1,7 @@
 """``nixl-offload stat CONFIG KEY``: what the headers of one chunk's shards say, field by field.
 
-Threading: one thread. ``cli.explain_header`` knows the fields.
+The fields are those of docs/format.md. ``chunk.header.decode_header`` decides whether a header is valid; this explains.
+Threading: one thread.
 """
 
 from __future__ import annotations
@@ -8,12 +9,23 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import struct
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple, TextIO
 
-from nixl_offload.chunk.authentication import ChunkKeys
-from nixl_offload.chunk.header import HEADER_BYTES
+from nixl_offload.chunk.authentication import ChunkKeys, stated_key_id
+from nixl_offload.chunk.checksum import ALGORITHM_XXH3_64, block_checksum
+from nixl_offload.chunk.header import (
+    CHECKSUMS_AT,
+    FORMAT_VERSION,
+    HEADER_BYTES,
+    MAGIC,
+    MAX_BLOCKS_PER_CHUNK,
+    MAX_KEY_BYTES,
+    OWN_CHECKSUM_AT,
+    slot_bytes,
+)
 from nixl_offload.cli.common import Commands, TierFailure, add_command, add_selection, keys_of, opened, selected, visit
-from nixl_offload.cli.explain_header import block_checksums_of, explain
 from nixl_offload.cli.terminal import about_size, moment
 from nixl_offload.cli.verify.shard import NO_KEY, Buffer, Macs, check_shard
 from nixl_offload.config import load_config
@@ -21,7 +33,6 @@ from nixl_offload.errors import ConfigError, StoreError
 from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, ShardInfo, printable
 from nixl_offload.types import key_group
 
-_DIGITS: Final = re.compile(r"[0-9a-f]{4,128}")
 _PLACE: Final = re.compile(r".+\.slab@[0-9]{1,18}|(.*/)?[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]+\.[0-9a-f]{4}")
 _LIMIT: Final = 64
 """Of keys that begin alike."""
@@ -52,6 +63,16 @@ class FoundShard(NamedTuple):
     shard: ShardInfo
 
 
+class HeaderField(NamedTuple):
+    """One line of what a header says."""
+
+    name: str
+    value: str | int
+    wrong: str | None = None
+    """What is wrong with it, in words; None: it is right, or nothing is known to compare it with."""
+    note: str = ""
+
+
 def add_parser(commands: Commands) -> None:
     """Add ``stat`` to the command line."""
     parser = add_command(commands, "stat", run, description=_DESCRIPTION)
@@ -80,7 +101,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             raise ConfigError(f"KEY: several begin so: {', '.join(keys[:4])}{', …' if len(keys) > 4 else ''}")
         secret = keys_of(config) if arguments.verify else None
         shards = [_decode(item, arguments, secret) for item in found]
-    missing = _missing(found) if arguments.verify else []
+    missing = list(_missing(found)) if arguments.verify else []
     if arguments.json:
         print(json.dumps({"shards": shards, "missing": missing, "failures": failures}, indent=2), file=out)
     else:
@@ -97,7 +118,7 @@ def _find(inspector: Inspector, arguments: argparse.Namespace) -> list[FoundShar
     if _PLACE.fullmatch(text):
         return [FoundShard(inspector, *found) for found in inspector.find_place(text)]
     digits = text.lower().removeprefix("0x")
-    if not _DIGITS.fullmatch(digits):
+    if not re.fullmatch("[0-9a-f]{4,128}", digits):
         raise ConfigError(
             "KEY: allowed: a key in hex or its first digits (four at least), the path of a file in a shared directory, "
             "an object's name, or PATH.slab@OFFSET"
@@ -110,21 +131,18 @@ def _find(inspector: Inspector, arguments: argparse.Namespace) -> list[FoundShar
     ]
 
 
-def _missing(found: list[FoundShard]) -> list[dict[str, Any]]:
-    """Return as plain data the ranks that must have a shard of the chunk, and have none."""
+def _missing(found: list[FoundShard]) -> Iterator[dict[str, Any]]:
+    """Yield the ranks that must have a shard of the chunk, and have none."""
     chunks = {(item.inspector.where, item.namespace.path, item.chunk.key): item for item in found}
-    return [
-        {"tier": item.inspector.kind, "where": item.inspector.where, "namespace": item.namespace.path, "rank": rank}
-        for item in chunks.values()
-        for rank in item.namespace.holders(key_group(item.chunk.key))
-        if rank not in {shard.rank for shard in item.chunk.shards}
-    ]
+    for (where, namespace, key), item in chunks.items():
+        for rank in sorted({*item.namespace.holders(key_group(key))} - {shard.rank for shard in item.chunk.shards}):
+            yield {"tier": item.inspector.kind, "where": where, "namespace": namespace, "rank": rank}
 
 
 def _decode(found: FoundShard, arguments: argparse.Namespace, keys: ChunkKeys | None) -> dict[str, Any]:
-    """Return what there is to tell of a shard, as plain data."""
+    """Return a shard as plain data."""
     inspector, namespace, chunk, shard = found
-    told: dict[str, Any] = {
+    plain: dict[str, Any] = {
         "tier": inspector.kind,
         "where": inspector.where,
         "namespace": namespace.path,
@@ -145,25 +163,25 @@ def _decode(found: FoundShard, arguments: argparse.Namespace, keys: ChunkKeys | 
     except StoreError as error:
         if error.cause not in ("short", "missing"):
             raise
-        told["wrong"].append(str(error))
-        return told
-    fields = explain(page, namespace, chunk, shard)
-    told["fields"] = {field.name: {"value": field.value, "wrong": field.wrong, "note": field.note} for field in fields}
-    told["wrong"] += [f"{field.name}: {field.wrong}" for field in fields if field.wrong]
+        plain["wrong"].append(str(error))
+        return plain
+    fields = list(explain(page, namespace, chunk, shard))
+    plain["fields"] = {name: {"value": value, "wrong": wrong, "note": note} for name, value, wrong, note in fields}
+    plain["wrong"] += [f"{field.name}: {field.wrong}" for field in fields if field.wrong]
     if len(fields) > 1:
         sums = block_checksums_of(page)
-        told["block_checksums"] = [f"{value:016x}" for value in sums] if arguments.blocks else len(sums)
+        plain["block_checksums"] = [f"{value:016x}" for value in sums] if arguments.blocks else len(sums)
     if (words := namespace.why_no_shard(chunk.key, shard.rank)) is not None:
-        told["wrong"].append(f"rank: {words}")
+        plain["wrong"].append(f"rank: {words}")
     if arguments.verify:
         macs = None if inspector.exclusive else Macs(keys)
         fault = check_shard(inspector.read_into, namespace, chunk, shard, buffer, macs)
         if fault is not None and fault.reason == NO_KEY:
-            told["no_key"], fault = fault.words, None
-        told["verified"] = fault is None
-        if fault is not None and (fault.reason in ("checksum", "authentication") or not told["wrong"]):
-            told["wrong"].append(f"payload: {fault.words}")
-    return told
+            plain["no_key"], fault = fault.words, None
+        plain["verified"] = fault is None
+        if fault is not None and (fault.reason in ("checksum", "authentication") or not plain["wrong"]):
+            plain["wrong"].append(f"payload: {fault.words}")
+    return plain
 
 
 def _print(shard: dict[str, Any], out: TextIO) -> None:
@@ -181,10 +199,10 @@ def _print(shard: dict[str, Any], out: TextIO) -> None:
         note = f"   ({field['note']})" if field["note"] else ""
         wrong = f"   WRONG: {field['wrong']}" if field["wrong"] else ""
         lines.append((name, f"{field['value']}{note}{wrong}"))
-    sums = shard.get("block_checksums")
+    sums = shard.get("block_checksums", [])
     if isinstance(sums, int):
         lines.append(("block checksums", f"{sums}; --blocks lists them"))
-    elif sums is not None:
+    else:
         lines += [(f"block {number}", value) for number, value in enumerate(sums)]
     if shard["verified"] is not None:
         words = "every block verifies" if shard["verified"] else "does not verify"
@@ -194,3 +212,80 @@ def _print(shard: dict[str, Any], out: TextIO) -> None:
     for words in shard["wrong"]:
         print(f"    WRONG  {printable(words, 600)}", file=out)
     print(file=out)
+
+
+def explain(
+    page: memoryview, namespace: NamespaceInfo | None, chunk: ChunkInfo | None, shard: ShardInfo | None
+) -> Iterator[HeaderField]:
+    """Yield the fields of a header page; what is not known of the shard (None) is not compared."""
+    if bytes(page[:8]) != MAGIC:
+        words = f"not a shard of ours: a header begins with {MAGIC.hex()} ({MAGIC.decode()})"
+        zero = "the page is zero: never written, a hole in the file, or invalidated by verify --delete-bad"
+        yield HeaderField("magic", bytes(page[:8]).hex(), words if any(page) else zero)
+        return
+    version, header_bytes, algorithm, flags = struct.unpack_from("<4H", page, 8)
+    group, blocks, first_valid, block_bytes, payload_bytes, created_s, key_bytes = struct.unpack_from(
+        "<IHHQQQH", page, 48
+    )
+    key = bytes(page[88 : 88 + min(key_bytes, MAX_KEY_BYTES)])
+    (stated,) = struct.unpack_from("<Q", page, OWN_CHECKSUM_AT)
+    checksum, mac_key = block_checksum(page[:OWN_CHECKSUM_AT]), stated_key_id(page)
+    expected_blocks = namespace.blocks_per_chunk if namespace else None
+    needed_bytes = slot_bytes(blocks, block_bytes) if 0 < blocks <= MAX_BLOCKS_PER_CHUNK else 0
+
+    def field(name: str, value: str | int, *wrongs: tuple[bool, str], note: str = "") -> HeaderField:
+        return HeaderField(name, value, next((words for is_wrong, words in wrongs if is_wrong), None), note)
+
+    yield field("magic", MAGIC.decode())
+    yield field("version", version, (version != FORMAT_VERSION, f"this reader knows {FORMAT_VERSION}"))
+    yield field("header bytes", header_bytes, (header_bytes != HEADER_BYTES, f"expected {HEADER_BYTES}"))
+    is_other, words = algorithm != ALGORITHM_XXH3_64, f"this reader knows {ALGORITHM_XXH3_64}, XXH3-64"
+    yield field("algorithm", algorithm, (is_other, words), note="" if is_other else "XXH3-64")
+    yield field("flags", flags, (flags != 0, "this reader knows none"))
+    yield _namespace(bytes(page[16:48]), namespace, shard)
+    yield field("group", group, (chunk is not None and group != key_group(chunk.key), "not the group in the key"))
+    yield field(
+        "blocks",
+        blocks,
+        (not 0 < blocks <= MAX_BLOCKS_PER_CHUNK, f"1 to {MAX_BLOCKS_PER_CHUNK} are possible"),
+        (expected_blocks not in (None, blocks), f"chunks of the namespace have {expected_blocks}"),
+    )
+    yield field("first valid block", first_valid, (first_valid >= blocks, "no block would be there"))
+    yield field("block bytes", block_bytes, (block_bytes <= 0, "a block has bytes"))
+    there_bytes = shard.size_bytes if shard else needed_bytes
+    words = f"{blocks} blocks of {block_bytes} bytes are {blocks * block_bytes}"
+    too_long = f"with header and padding {needed_bytes} bytes, there are {there_bytes}"
+    is_odd = payload_bytes != blocks * block_bytes
+    yield field("payload bytes", payload_bytes, (is_odd, words), (needed_bytes > there_bytes, too_long))
+    yield field("created", created_s, note=moment(float(created_s)))
+    yield field(
+        "key",
+        key.hex(),
+        (not 0 < key_bytes <= MAX_KEY_BYTES, f"a length of {key_bytes} bytes; 1 to {MAX_KEY_BYTES} are possible"),
+        (chunk is not None and key != chunk.key, "another chunk's: a swapped file, or a slot given to another chunk"),
+    )
+    if any(mac_key):
+        yield field("MAC by key", mac_key.hex())
+    words = f"the page has {checksum:016x}: at least one of its bytes is not what was written"
+    yield field("header checksum", f"{stated:016x}", (stated != checksum, words))
+
+
+def _namespace(digest: bytes, namespace: NamespaceInfo | None, shard: ShardInfo | None) -> HeaderField:
+    name = "namespace digest"
+    expected = namespace.rank_digest(shard.rank) if namespace and shard else None
+    if namespace is None or shard is None or expected is None:
+        return HeaderField(name, digest.hex(), None, "no manifest that fits to compare it with")
+    if digest == expected:
+        return HeaderField(name, digest.hex(), None, f"that of rank {shard.rank}")
+    ranks = range(min(namespace.ranks or 0, 4096))
+    rank = next((rank for rank in ranks if namespace.rank_digest(rank) == digest), None)
+    words = f"another namespace's; expected {expected.hex()}"
+    return HeaderField(
+        name, digest.hex(), words if rank is None else f"that of rank {rank}, expected that of rank {shard.rank}"
+    )
+
+
+def block_checksums_of(page: memoryview) -> list[int]:
+    """Return the checksums that a header page lists, as far as its count of blocks is possible."""
+    (blocks,) = struct.unpack_from("<H", page, 52)
+    return list(struct.unpack_from(f"<{min(blocks, MAX_BLOCKS_PER_CHUNK)}Q", page, CHECKSUMS_AT))

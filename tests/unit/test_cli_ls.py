@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nixl_offload.cli.ls import about_age
-from nixl_offload.cli.ls_diff import differing
+from nixl_offload.cli.ls import about_age, differing
 from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.index.database import Database
 from nixl_offload.stores.directory import TreeStore
@@ -94,7 +93,7 @@ def test_a_slab_as_programs_read_it(slab: StoredSlab, cli: Cli) -> None:
         "chunks": CHUNKS,
         "shards": 2 * CHUNKS,
         "bytes": 2 * CHUNKS * SLOT_BYTES,
-        "open_now": True,
+        "open_now": str(holder_of(slab.root / "lock")),
         "trouble": None,
     }
 
@@ -163,7 +162,7 @@ def test_two_namespaces_data_parallel_parts_and_strangers(slab: StoredSlab, cli:
         lock.release()
     (tier,) = cli.json["tiers"]
     found = {(entry["part"], entry["name"]): entry for entry in tier["namespaces"]}
-    assert {place: (entry["chunks"], entry["open_now"]) for place, entry in found.items()} == {
+    assert {place: (entry["chunks"], bool(entry["open_now"])) for place, entry in found.items()} == {
         (None, slab.namespace.name): (CHUNKS, False),
         ("dp-1", slab.namespace.name): (CHUNKS, True),
         (None, "ab" * 16): (0, False),

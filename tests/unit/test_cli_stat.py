@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from nixl_offload.chunk.header import HEADER_BYTES, Expected, decode_header, encode_header, make_header
-from nixl_offload.cli.explain_header import block_checksums_of, explain
+from nixl_offload.cli.stat import block_checksums_of, explain
 from nixl_offload.stores.directory import TreeStore
 from tests.unit.gc_rig import key
 from tests.unit.stored_rig import BLOCK_BYTES, SLOT_BYTES, Cli, StoredSlab, flip, snapshot

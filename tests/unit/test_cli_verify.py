@@ -19,7 +19,6 @@ import yaml
 from nixl_offload.cli.main import main
 from nixl_offload.cli.verify import judge as verify_judge
 from nixl_offload.cli.verify import tier_run
-from nixl_offload.cli.verify.tier_run import VerifyTotals, bar_text
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.shared.inspect import SharedInspector
@@ -364,16 +363,6 @@ def test_an_index_that_is_gone_is_no_success(slab: StoredSlab, cli: Cli) -> None
     (slab.root / slab.namespace.name / "index.sqlite").unlink()
     assert cli("verify", slab.file) == 1
     assert "1 namespace whose chunks cannot be listed; nixl-offload ls says why" in cli.out
-
-
-def test_the_bar_says_how_far_and_how_long() -> None:
-    progress = VerifyTotals()
-    for _ in range(3):
-        progress.add("good", 1 << 30)
-    progress.add("bad", 1 << 30)
-    assert bar_text(progress, 2 << 30, 16 << 30, 4.0) == (
-        "[#####...............] 4.00GiB of 16.0GiB, 4 chunks, 1 bad, 512MiB/s, 24s left"
-    )
 
 
 def test_wrong_options_are_exit_code_2(slab: StoredSlab, cli: Cli, tmp_path: Path) -> None:

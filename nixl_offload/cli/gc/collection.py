@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
@@ -21,7 +20,7 @@ from nixl_offload.cli.terminal import Progress, plural
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import ObjectInfo, Store
 from nixl_offload.stores.directory import TreeStore
-from nixl_offload.tiers.inspect import ChunkInfo, NamespaceInfo
+from nixl_offload.tiers.inspect import NamespaceInfo
 from nixl_offload.tiers.shared.inspect import list_namespaces, read_manifest
 from nixl_offload.tiers.shared.naming import parse_manifest_name, parse_shard_name
 from nixl_offload.tiers.shared.sweep import NOTHING, Ages, Plan, Sweep, Totals, manifest_goes
@@ -49,7 +48,7 @@ class NamespaceAges:
 
 
 class Collection:
-    """One run. Usable once: ``count``, ``plan``, then ``delete``."""
+    """One run. Usable once: ``count``, then ``delete``."""
 
     def __init__(self, store: Store, *, namespace: str | None, tenant: str | None) -> None:
         self.where = store.where
@@ -63,34 +62,45 @@ class Collection:
         self.failures: list[str] = []
         """The first few, in words."""
         self.gave_up = False
-        self._store = store
         self.selection = {"namespace": namespace, "tenant": tenant}
+        self._store = store
         self._progress = Progress(sys.stderr)
         self._names: list[str] = []
         self._batch = NOTHING
-        self._deleter = ThreadPoolExecutor(_DELETES, "nixl-offload-gc-delete")
         self._deleting: deque[tuple[Future[None], int, Totals]] = deque()
         """Bulk deletes that are out, in order: how many names, and what is gone with them."""
         self._successes_in_a_row = self._failures_in_a_row = 0
 
     @property
-    def is_selection(self) -> bool:
-        """Whether only some namespaces were asked for."""
-        return any(self.selection.values())
+    def sweeps_drafts(self) -> bool:
+        """Whether what writers that died have left goes, too."""
+        return isinstance(self._store, TreeStore) and not any(self.selection.values())
 
     def count(self) -> Ages:
         """List what was selected, and return all chunks by age. Raises StoreError."""
-        wanted, tenant = self.selection["namespace"], self.selection["tenant"]
+        wanted, tenant, merged, objects = self.selection["namespace"], self.selection["tenant"], Ages(), 0
         for name in [wanted] if wanted else list_namespaces(self._store, self._count_other):
             entry = NamespaceAges(NamespaceInfo(name, read_manifest(self._store, name)))
             if tenant not in (None, entry.info.tenant):
                 continue
-            self._list(entry)
+
+            def other(info: ObjectInfo, entry: NamespaceAges = entry) -> None:
+                if parse_manifest_name(info.name) == entry.info.name:
+                    entry.manifest = info
+                else:
+                    self._count_other(info)
+
+            try:
+                with contextlib.closing(list_chunks(self._store, name, other)) as chunks:
+                    for chunk in chunks:
+                        objects += len(chunk.shards)
+                        self._progress(f"{plural(objects, 'object')} counted so far")
+                        entry.ages.add(chunk)
+            finally:
+                self._progress.clear()
             if entry.ages.total.objects or entry.manifest:
                 self.namespaces.append(entry)
-        merged = Ages()
-        for entry in self.namespaces:
-            merged.merge(entry.ages)
+                merged.merge(entry.ages)
         return merged
 
     def delete(self, plan: Plan, now_s: float) -> None:
@@ -100,47 +110,25 @@ class Collection:
         for what is out.
         """
         sweep = Sweep(plan)
-        try:
-            for entry in self.namespaces:
-                self._sweep(entry, sweep, now_s)
-                if self.gave_up:
-                    return
-            if not self.is_selection and isinstance(self._store, TreeStore):
-                self.drafts = self._store.remove_stale_drafts(STALE_DRAFT_S, _is_ours)
-        except StoreError as error:
-            self._fail(error)
-        finally:
-            self._deleter.shutdown()
-            with contextlib.suppress(BaseException):  # of an interruption, raised already
-                self._settle_all()
-            self._progress.clear()
-
-    def _list(self, entry: NamespaceAges) -> None:
-        def other(info: ObjectInfo) -> None:
-            if parse_manifest_name(info.name) == entry.info.name:
-                entry.manifest = info
-            else:
-                self._count_other(info)
-
-        try:
-            with contextlib.closing(list_chunks(self._store, entry.info.name, other)) as chunks:
-                for chunk in self._counted(chunks):
-                    entry.ages.add(chunk)
-        finally:
-            self._progress.clear()
-
-    def _counted(self, chunks: Iterable[ChunkInfo]) -> Iterator[ChunkInfo]:
-        objects = sum(entry.ages.total.objects for entry in self.namespaces)
-        for number, chunk in enumerate(chunks, 1):
-            objects += len(chunk.shards)
-            if not number % 500:
-                self._progress(f"{plural(objects, 'object')} counted so far")
-            yield chunk
+        with ThreadPoolExecutor(_DELETES, "nixl-offload-gc-delete") as deleter:
+            try:
+                for entry in self.namespaces:
+                    self._sweep(entry, sweep, now_s, deleter)
+                    if self.gave_up:
+                        return
+                if self.sweeps_drafts and isinstance(self._store, TreeStore):
+                    self.drafts = self._store.remove_stale_drafts(STALE_DRAFT_S, _is_ours)
+            except StoreError as error:
+                self._fail(error)
+            finally:
+                with contextlib.suppress(BaseException):  # of an interruption, raised already
+                    self._settle_down_to(0)
+                self._progress.clear()
 
     def _count_other(self, info: ObjectInfo) -> None:
         self.other_objects += 1
 
-    def _sweep(self, entry: NamespaceAges, sweep: Sweep, now_s: float) -> None:
+    def _sweep(self, entry: NamespaceAges, sweep: Sweep, now_s: float, deleter: ThreadPoolExecutor) -> None:
         empty = True
         try:
             with contextlib.closing(list_chunks(self._store, entry.info.name, lambda info: None)) as chunks:
@@ -148,7 +136,7 @@ class Collection:
                     empty = False
                     if sweep.takes(chunk):
                         if self._names and len(self._names) + len(chunk.shards) > _BATCH_NAMES:
-                            self._flush()
+                            self._flush(deleter)
                         self._names += [shard.place for shard in chunk.shards]
                         self._batch = self._batch.plus(1, len(chunk.shards), chunk.size_bytes)
                     if self.gave_up:
@@ -156,8 +144,8 @@ class Collection:
         except StoreError as error:
             self._fail(error)
             empty = False
-        self._flush()
-        self._settle_all()
+        self._flush(deleter)
+        self._settle_down_to(0)
         if entry.manifest and empty and manifest_goes(entry.ages, entry.manifest.modified_s, now_s=now_s):
             try:
                 self._store.delete([entry.manifest.name])
@@ -165,34 +153,30 @@ class Collection:
             except StoreError as error:
                 self._fail(error, 1)
 
-    def _flush(self) -> None:
+    def _flush(self, deleter: ThreadPoolExecutor) -> None:
         """Delete whole chunks, about a thousand names at a time, and several times at a time while that works."""
         names, batch = self._names, self._batch
         self._names, self._batch = [], NOTHING
-        while self._deleting and len(self._deleting) > min(self._successes_in_a_row // _DELETES_PER_STEP, _DELETES - 1):
-            self._settle()
+        self._settle_down_to(min(self._successes_in_a_row // _DELETES_PER_STEP, _DELETES - 1))
         if names and not self.gave_up:
-            self._deleting.append((self._deleter.submit(self._store.delete, names), len(names), batch))
+            self._deleting.append((deleter.submit(self._store.delete, names), len(names), batch))
 
-    def _settle_all(self) -> None:
-        while self._deleting:
-            self._settle()
-
-    def _settle(self) -> None:
-        """Wait for the oldest bulk delete. Raises what a store must not."""
-        future, names, batch = self._deleting.popleft()
-        try:
-            future.result()
-        except StoreError as error:
-            self._fail(error, names)
-            self._successes_in_a_row = 0
-            self._failures_in_a_row += 1
-            self.gave_up = self.gave_up or self._failures_in_a_row >= _FAILURES_IN_A_ROW
-            return
-        self._successes_in_a_row += 1
-        self._failures_in_a_row = 0
-        self.deleted = self.deleted.plus(*batch)
-        self._progress(f"{plural(self.deleted.objects, 'object')} deleted so far")
+    def _settle_down_to(self, most: int) -> None:
+        """Wait until at most so many bulk deletes are out. Raises what a store must not."""
+        while len(self._deleting) > most:
+            future, names, batch = self._deleting.popleft()
+            try:
+                future.result()
+            except StoreError as error:
+                self._fail(error, names)
+                self._successes_in_a_row = most = 0
+                self._failures_in_a_row += 1
+                self.gave_up = self.gave_up or self._failures_in_a_row >= _FAILURES_IN_A_ROW
+                continue
+            self._successes_in_a_row += 1
+            self._failures_in_a_row = 0
+            self.deleted = self.deleted.plus(*batch)
+            self._progress(f"{plural(self.deleted.objects, 'object')} deleted so far")
 
     def _fail(self, error: StoreError, objects: int = 0) -> None:
         self.failed_objects += objects

@@ -10,17 +10,11 @@ import time
 from contextlib import closing
 from typing import TextIO
 
-from nixl_offload.cli.common import (
-    STORED_KINDS,
-    Commands,
-    add_command,
-    check_namespace,
-    stored_tiers,
-)
+from nixl_offload.cli.common import Commands, add_command, add_selection, stored_tiers
 from nixl_offload.cli.gc.shared import collect
 from nixl_offload.cli.gc.slab import remove_namespaces
 from nixl_offload.cli.terminal import duration_argument, size_argument
-from nixl_offload.config import Config, StoredConfig, load_config
+from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError
 from nixl_offload.tiers.kinds import open_inspector
 
@@ -57,38 +51,25 @@ options are wrong. 130: interrupted; what is deleted is deleted, run again to go
 
 def add_parser(commands: Commands) -> None:
     """Add ``gc`` to the command line."""
-    parser = add_command(
-        commands,
-        "gc",
-        run,
-        description=_DESCRIPTION,
-    )
-    parser.add_argument(
-        "--max-size",
-        metavar="SIZE",
-        type=size_argument,
-        help="leave at most so much, such as 20TiB; default: the capacity",
-    )
-    parser.add_argument(
-        "--older-than",
-        metavar="DURATION",
-        type=duration_argument,
-        help="delete what is older, such as 7d; default: the ttl. Slab: not opened for so long",
-    )
-    parser.add_argument("--namespace", metavar="NAME", help="look at one namespace only; SIZE counts for it alone")
-    parser.add_argument("--tenant", help="look at the namespaces of one tenant only; SIZE counts for them together")
-    parser.add_argument(
-        "--tier",
-        choices=STORED_KINDS,
-        help="which tier of CONFIG; needed if it has a shared directory and a bucket",
-    )
+    parser = add_command(commands, "gc", run, description=_DESCRIPTION)
+    add_selection(parser, tenant=True)
+    size, age = "leave at most so much, such as 20TiB; default: the capacity", "delete what is older, such as 7d"
+    parser.add_argument("--max-size", metavar="SIZE", type=size_argument, help=size)
+    parser.add_argument("--older-than", metavar="DURATION", type=duration_argument, help=f"{age}; default: the ttl")
     parser.add_argument("--delete", action="store_true", help="do it, instead of saying what would be done")
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError, StoreError, TierError (nothing was deleted yet), KeyboardInterrupt."""
-    check_namespace(arguments.namespace)
-    tier = _tier(load_config(arguments.file), arguments.file, arguments.tier)
+    stored = stored_tiers(load_config(arguments.file), arguments)
+    shared = [tier for tier in stored if tier.is_shared]
+    if len(shared) > 1:
+        kinds = [tier.kind for tier in shared]
+        raise ConfigError(
+            f"{arguments.file}: tiers: {' and '.join(kinds)} are both shared, and gc looks after one at a time; say "
+            f"--tier {' or --tier '.join(kinds)}"
+        )
+    tier = (shared or stored)[0]
     max_bytes = tier.capacity_bytes if arguments.max_size is None else arguments.max_size
     older_than_s = tier.ttl_s if arguments.older_than is None else arguments.older_than
     if arguments.delete and max_bytes is None and older_than_s is None:
@@ -99,22 +80,6 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         if inspector.store is None:
             return remove_namespaces(arguments, inspector, out)
         return collect(arguments, inspector.store, out, max_bytes=max_bytes, older_than_s=older_than_s, now_s=_now_s())
-
-
-def _tier(config: Config, file: str, kind: str | None) -> StoredConfig:
-    """Return the tier to look after: the shared one, the one of ``kind``, else the slab.
-
-    Raises ConfigError where there is none, or several are shared and ``kind`` does not choose.
-    """
-    stored = stored_tiers(config, file, kind)
-    shared = [tier for tier in stored if tier.is_shared]
-    if kind is None and len(shared) > 1:
-        kinds = [tier.kind for tier in shared]
-        raise ConfigError(
-            f"{file}: tiers: {' and '.join(kinds)} are both shared, and gc looks after one at a time; say --tier "
-            f"{' or --tier '.join(kinds)}"
-        )
-    return (shared or stored)[0]
 
 
 def _now_s() -> float:

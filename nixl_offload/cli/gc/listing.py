@@ -3,15 +3,17 @@
 S3 gives a thousand names per request, one request after the other; a petabyte would take hours. Names begin with two
 digits of a hash, so 256 ranges are about equally long, and each lies in another part of the bucket.
 
-Threading: the caller's thread takes the chunks; a large namespace has ``LISTS`` daemon threads, which end with the
-iterator. Memory does not grow with the number of objects.
+Threading: the caller's thread takes the chunks; a large namespace has ``LISTS`` threads, which end with the iterator.
+Memory does not grow with the number of objects.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Final
 
@@ -38,10 +40,51 @@ def list_chunks(store: Store, namespace: str, others: Callable[[ObjectInfo], Non
     if len(first) <= SPLIT_OBJECTS:
         yield from group_chunks(first, others)
         return
-    for chunks, other_objects in _Lists(store, namespace).parts():
-        for info in other_objects:
-            others(info)
-        yield from chunks
+    ready: queue.Queue[_Part | None] = queue.Queue(_QUEUED_BATCHES)
+    stop = threading.Event()
+
+    def put(part: _Part | None) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put(part, timeout=0.1)
+                return
+
+    def names(after: str, last: str) -> Iterator[ObjectInfo]:
+        for info in store.list(f"{namespace}/", start_after=after):
+            if stop.is_set() or (last and info.name > last):
+                return
+            yield info
+
+    def list_range(after: str, last: str) -> None:
+        strangers: list[ObjectInfo] = []
+        chunks = group_chunks(names(after, last), strangers.append)
+        try:
+            while batch := list(islice(chunks, _BATCH_CHUNKS)):
+                put((batch, []))
+            put(([], strangers))
+        finally:
+            put(None)
+
+    with ThreadPoolExecutor(LISTS, "nixl-offload-gc") as pool:
+        ranges = [pool.submit(list_range, *each) for each in ranges_of(namespace)]
+        try:
+            left = len(ranges)
+            while left:
+                part = ready.get()
+                if part is None:
+                    left -= 1
+                    continue
+                for info in part[1]:
+                    others(info)
+                yield from part[0]
+                if any(each.done() and each.exception() for each in ranges):
+                    break
+            for each in ranges:
+                if each.done() or not left:
+                    each.result()
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
 
 
 def ranges_of(namespace: str) -> list[tuple[str, str]]:
@@ -51,75 +94,3 @@ def ranges_of(namespace: str) -> list[tuple[str, str]]:
     """
     ends = [end_of(namespace, first_byte) for first_byte in range(255)]
     return list(zip(["", *ends], [*ends, ""], strict=True))
-
-
-class _Lists:
-    """Threads that take ranges one by one. Use once: ``parts``."""
-
-    def __init__(self, store: Store, namespace: str) -> None:
-        self._store = store
-        self._namespace = namespace
-        self._ranges = iter(ranges_of(namespace))
-        self._lock = threading.Lock()
-        """Guards the ranges."""
-        self._stop = threading.Event()
-        self._ready: queue.Queue[_Part | BaseException | None] = queue.Queue(_QUEUED_BATCHES)
-        """None: a thread has ended."""
-
-    def parts(self) -> Iterator[_Part]:
-        """Yield what the threads have found. Raises what stopped one of them."""
-        threads: list[threading.Thread] = []
-        try:
-            for number in range(LISTS):
-                thread = threading.Thread(target=self._work, name=f"nixl-offload-gc-{number}", daemon=True)
-                thread.start()
-                threads.append(thread)
-            left = len(threads)
-            while left:
-                part = self._ready.get()
-                if isinstance(part, BaseException):
-                    raise part
-                if part is None:
-                    left -= 1
-                else:
-                    yield part
-        finally:
-            self._stop.set()
-            for thread in threads:
-                thread.join(1.0)
-
-    def _work(self) -> None:
-        try:
-            while not self._stop.is_set():
-                with self._lock:
-                    names = next(self._ranges, None)
-                if names is None:
-                    break
-                self._list(*names)
-        except BaseException as error:  # noqa: BLE001 - raised by ``parts``
-            self._put(error)
-        self._put(None)
-
-    def _list(self, after: str, last: str) -> None:
-        others: list[ObjectInfo] = []
-        chunks = group_chunks(self._names(after, last), others.append)
-        while True:
-            found = list(islice(chunks, _BATCH_CHUNKS))
-            self._put((found, others.copy()))
-            others.clear()
-            if len(found) < _BATCH_CHUNKS:
-                return
-
-    def _names(self, after: str, last: str) -> Iterator[ObjectInfo]:
-        for info in self._store.list(f"{self._namespace}/", start_after=after):
-            if self._stop.is_set() or (last and info.name > last):
-                return
-            yield info
-
-    def _put(self, part: _Part | BaseException | None) -> None:
-        while not self._stop.is_set():
-            try:
-                self._ready.put(part, timeout=0.1)
-            except queue.Full:
-                continue
-            return

@@ -9,18 +9,15 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterable
-from typing import Any, Final, TextIO
+from collections.abc import Mapping
+from typing import Any, TextIO
 
 from nixl_offload.cli.common import report_nothing_found
-from nixl_offload.cli.gc.collection import STALE_DRAFT_S, Collection, NamespaceAges
+from nixl_offload.cli.gc.collection import STALE_DRAFT_S, Collection
 from nixl_offload.cli.terminal import about_size, moment, plural, print_table
 from nixl_offload.stores.base import Store
-from nixl_offload.stores.directory import TreeStore
-from nixl_offload.tiers.shared.sweep import GRACE_S, NOTHING, Plan, Totals, make_plan
+from nixl_offload.tiers.shared.sweep import GRACE_S, Plan, Totals, make_plan
 from nixl_offload.units import format_duration
-
-_HEADINGS: Final = ("namespace", "tenant", "model", "chunks", "objects", "size", "oldest", "newest")
 
 
 def collect(
@@ -33,107 +30,104 @@ def collect(
     now_s: float,
 ) -> int:
     """Look, plan and, where asked to, delete; print to ``out``. Raises StoreError (nothing was deleted yet)."""
-    collection = Collection(store, namespace=arguments.namespace, tenant=arguments.tenant)
-    plan = make_plan(collection.count(), now_s=now_s, max_bytes=max_bytes, older_than_s=older_than_s)
-    if collection.is_selection and not collection.namespaces:
+    found = Collection(store, namespace=arguments.namespace, tenant=arguments.tenant)
+    ages = found.count()
+    plan = make_plan(ages, now_s=now_s, max_bytes=max_bytes, older_than_s=older_than_s)
+    plain = _plain(found, ages.total, plan, max_bytes, older_than_s)
+    if any(found.selection.values()) and not found.namespaces:
         report_nothing_found(arguments)
     if not arguments.json:
-        print_findings(collection, plan, max_bytes, older_than_s, out)
+        _print_findings(plain, out)
         out.flush()
     try:
         if arguments.delete:
-            collection.delete(plan, now_s)
+            found.delete(plan, now_s)
     finally:
+        outcome = {
+            "deleted": _totals(found.deleted),
+            "manifests": found.manifests,
+            "drafts": found.drafts,
+            "failed_objects": found.failed_objects,
+            "failures": found.failures,
+            "gave_up": found.gave_up,
+        }
         if arguments.json:
-            done = bool(arguments.delete)
-            print(json.dumps(to_dict(collection, plan, max_bytes, older_than_s, done=done), indent=2), file=out)
+            print(json.dumps({**plain, "outcome": outcome if arguments.delete else None}, indent=2), file=out)
         elif arguments.delete:
-            print_outcome(collection, out)
-        elif plan.estimate.chunks or (isinstance(store, TreeStore) and not collection.is_selection):
-            all_drafts = isinstance(store, TreeStore) and not collection.is_selection
-            drafts = " (and what writers that died have left)" if all_drafts else ""
+            _print_outcome(found, out)
+        elif plan.estimate.chunks or found.sweeps_drafts:
+            drafts = " (and what writers that died have left)" if found.sweeps_drafts else ""
             print(f"Nothing was deleted; --delete does it{drafts}.", file=out)
-        for failure in collection.failures:
+        for failure in found.failures:
             print(f"nixl-offload: {failure}", file=sys.stderr)
-    if not collection.failures:
-        return 1 if arguments.tenant is not None and not collection.namespaces else 0
-    end = "gave up after several failures in a row" if collection.gave_up else "the rest went on"
-    failed = collection.failed_objects
-    count = f"up to {plural(failed, 'object')} not deleted; " if failed else ""
+    if not found.failures:
+        return 1 if arguments.tenant is not None and not found.namespaces else 0
+    end = "gave up after several failures in a row" if found.gave_up else "the rest went on"
+    count = f"up to {plural(found.failed_objects, 'object')} not deleted; " if found.failed_objects else ""
     print(f"nixl-offload: {count}{end}; run again", file=sys.stderr)
     return 1
 
 
-def to_dict(
-    found: Collection, plan: Plan, max_bytes: int | None, older_than_s: float | None, *, done: bool
+def _plain(
+    found: Collection, total: Totals, plan: Plan, max_bytes: int | None, older_than_s: float | None
 ) -> dict[str, Any]:
-    """Return what was found, planned and done as plain data. Times are seconds since the epoch, sizes bytes."""
-    outcome = {
-        "deleted": _totals_dict(found.deleted),
-        "manifests": found.manifests,
-        "drafts": found.drafts,
-        "failed_objects": found.failed_objects,
-        "failures": found.failures,
-        "gave_up": found.gave_up,
-    }
+    """Return what was found and planned. Times are seconds since the epoch, sizes bytes."""
+    namespaces = [
+        {
+            "name": entry.info.name,
+            "tenant": entry.info.tenant,
+            "model": entry.info.model,
+            **_totals(entry.ages.total),
+            "oldest_s": entry.ages.oldest_s if math.isfinite(entry.ages.oldest_s) else None,
+            "newest_s": entry.ages.newest_s if math.isfinite(entry.ages.newest_s) else None,
+        }
+        for entry in found.namespaces
+    ]
     return {
         "where": found.where,
         "selection": found.selection,
-        "namespaces": [
-            {
-                "name": entry.info.name,
-                "tenant": entry.info.tenant,
-                "model": entry.info.model,
-                **_totals_dict(entry.ages.total),
-                "oldest_s": entry.ages.oldest_s if math.isfinite(entry.ages.oldest_s) else None,
-                "newest_s": entry.ages.newest_s if math.isfinite(entry.ages.newest_s) else None,
-            }
-            for entry in found.namespaces
-        ],
+        "namespaces": namespaces,
         "other_objects": found.other_objects,
-        "total": _totals_dict(_total(found.namespaces)),
+        "total": _totals(total),
         "limits": {"max_bytes": max_bytes, "older_than_s": older_than_s},
-        "plan": {
-            "delete": _totals_dict(plan.estimate),
-            "keep_bytes": plan.kept_bytes,
-            "over_bytes": plan.over_bytes,
-        },
-        "outcome": outcome if done else None,
+        "plan": {"delete": _totals(plan.estimate), "keep_bytes": plan.kept_bytes, "over_bytes": plan.over_bytes},
     }
 
 
-def print_findings(
-    found: Collection, plan: Plan, max_bytes: int | None, older_than_s: float | None, out: TextIO
-) -> None:
-    """Print what is there and what the plan is."""
-    said = " and ".join(f"{name} {value}" for name, value in found.selection.items() if value)
-    print(f"{found.where}{f', {said}' if said else ''}: {_counted(_total(found.namespaces))}", file=out)
-    if found.other_objects:
-        print(f"{plural(found.other_objects, 'other object')} beside them, never touched", file=out)
-    if found.namespaces:
+def _print_findings(plain: Mapping[str, Any], out: TextIO) -> None:
+    said = " and ".join(f"{name} {value}" for name, value in plain["selection"].items() if value)
+    print(f"{plain['where']}{f', {said}' if said else ''}: {_counted(plain['total'])}", file=out)
+    if plain["other_objects"]:
+        print(f"{plural(plain['other_objects'], 'other object')} beside them, never touched", file=out)
+    if plain["namespaces"]:
+        table = [("namespace", "tenant", "model", "chunks", "objects", "size", "oldest", "newest")]
+        for each in plain["namespaces"]:
+            counts = f"{each['chunks']:,}", f"{each['objects']:,}", about_size(each["bytes"])
+            ages = moment(each["oldest_s"]), moment(each["newest_s"])
+            table.append((each["name"], each["tenant"] or "?", each["model"] or "?", *counts, *ages))
         print(file=out)
-        table = [_HEADINGS, *map(_row, found.namespaces)]
         print_table(table, out, right=("chunks", "objects", "size"))
         print(file=out)
+    max_bytes, older_than_s = plain["limits"].values()
     limits = [] if max_bytes is None else [f"at most {about_size(max_bytes)}"]
     if older_than_s is not None:
         limits.append(f"nothing older than {format_duration(max(older_than_s, GRACE_S))}")
     none = "none; say --max-size or --older-than, or capacity or ttl in the config"
     print(f"Limits: {', '.join(limits) or none}.", file=out)
+    goes, keeps, over = plain["plan"].values()
     if limits:
-        goes = f"{_counted(plan.estimate)} to delete" if plan.estimate.chunks else "nothing to delete"
-        print(f"Plan: {goes}; {about_size(plan.kept_bytes)} stay.", file=out)
-    if plan.over_bytes:
+        words = f"{_counted(goes)} to delete" if goes["chunks"] else "nothing to delete"
+        print(f"Plan: {words}; {about_size(keeps)} stay.", file=out)
+    if over:
         print(
-            f"That is {about_size(plan.over_bytes)} too much, but what is left was written or refreshed within the "
-            f"last {format_duration(GRACE_S)}; later runs will get to it.",
+            f"That is {about_size(over)} too much, but what is left was written or refreshed within the last "
+            f"{format_duration(GRACE_S)}; later runs will get to it.",
             file=out,
         )
 
 
-def print_outcome(found: Collection, out: TextIO) -> None:
-    """Print what was deleted."""
-    print(f"Deleted: {_counted(found.deleted)}.", file=out)
+def _print_outcome(found: Collection, out: TextIO) -> None:
+    print(f"Deleted: {_counted(_totals(found.deleted))}.", file=out)
     if found.manifests:
         print(f"Deleted: {plural(found.manifests, 'manifest')} of namespaces that are empty.", file=out)
     if found.drafts:
@@ -141,30 +135,10 @@ def print_outcome(found: Collection, out: TextIO) -> None:
         print(f"Deleted: {plural(found.drafts, 'draft')} older than {age}, of writers that died.", file=out)
 
 
-def _total(namespaces: Iterable[NamespaceAges]) -> Totals:
-    total = NOTHING
-    for entry in namespaces:
-        total = total.plus(*entry.ages.total)
-    return total
-
-
-def _counted(totals: Totals) -> str:
-    return f"{plural(totals.chunks, 'chunk')} in {plural(totals.objects, 'object')}, {about_size(totals.size_bytes)}"
-
-
-def _row(entry: NamespaceAges) -> tuple[str, ...]:
-    total = entry.ages.total
-    return (
-        entry.info.name,
-        entry.info.tenant or "?",
-        entry.info.model or "?",
-        f"{total.chunks:,}",
-        f"{total.objects:,}",
-        about_size(total.size_bytes),
-        moment(entry.ages.oldest_s),
-        moment(entry.ages.newest_s),
-    )
-
-
-def _totals_dict(totals: Totals) -> dict[str, int]:
+def _totals(totals: Totals) -> dict[str, int]:
     return {"chunks": totals.chunks, "objects": totals.objects, "bytes": totals.size_bytes}
+
+
+def _counted(totals: Mapping[str, int]) -> str:
+    chunks, objects, size_bytes = totals.values()
+    return f"{plural(chunks, 'chunk')} in {plural(objects, 'object')}, {about_size(size_bytes)}"

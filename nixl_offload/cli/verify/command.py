@@ -9,7 +9,6 @@ import argparse
 import json
 from typing import Any, TextIO
 
-from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.cli.common import (
     MEMORY_NOTE,
     Commands,
@@ -24,7 +23,6 @@ from nixl_offload.cli.common import (
 from nixl_offload.cli.terminal import rate_argument
 from nixl_offload.cli.verify.tier_run import TierRun
 from nixl_offload.config import load_config
-from nixl_offload.tiers.inspect import Inspector
 
 _DESCRIPTION = """\
 Reads every chunk that the tiers of CONFIG hold and checks it as a server would before using it: header, namespace, key,
@@ -49,47 +47,30 @@ failed. 2: CONFIG or the options are wrong. 130: interrupted.
 
 def add_parser(commands: Commands) -> None:
     """Add ``verify`` to the command line."""
-    parser = add_command(
-        commands,
-        "verify",
-        run,
-        description=_DESCRIPTION,
-        json="print JSON lines",
-    )
+    parser = add_command(commands, "verify", run, description=_DESCRIPTION, json="print JSON lines")
     add_selection(parser, tenant=False)
     parser.add_argument("--delete-bad", action="store_true", help="delete bad chunks, all their shards")
     parser.add_argument("--rate", metavar="SIZE/s", type=rate_argument, help="read no faster, such as 200MiB/s")
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Print to ``out``. Raises ConfigError, KeyboardInterrupt; a tier that fails is told, and the others go on."""
+    """Print to ``out``. A tier that fails is reported, and the others go on. Raises ConfigError, KeyboardInterrupt."""
     config = load_config(arguments.file)
-    keys = keys_of(config)
+    keys, results, runs, failed = keys_of(config), list[dict[str, Any]](), list[TierRun](), False
     with opened(arguments, config) as tiers:
         if config.memory is not None and not arguments.json:
             print(f"Left out: {MEMORY_NOTE}.", file=out)
-        return _verify(arguments, tiers, keys, out)
-
-
-def _verify(
-    arguments: argparse.Namespace, tiers: list[Inspector | TierFailure], keys: ChunkKeys | None, out: TextIO
-) -> int:
-    results: list[dict[str, Any]] = []
-    runs: list[TierRun] = []
-
-    def verify(inspector: Inspector) -> dict[str, Any]:
-        runs.append(TierRun(arguments, inspector, out, keys))
-        return runs[-1].run()
-
-    for tier in tiers:
-        found = visit(tier, verify)
-        if isinstance(found, TierFailure):
-            found = {"tier": found.kind, "where": found.where, "failure": found.words}
-        results.append(found)
+        for tier in tiers:
+            if not isinstance(tier, TierFailure):
+                runs.append(TierRun(arguments, tier, out, keys))
+            found = visit(tier, lambda _: runs[-1].run())
+            if isinstance(found, TierFailure):
+                failed = True
+                found = {"tier": found.kind, "where": found.where, "failure": found.words}
+            results.append(found)
     if arguments.json:
         print(json.dumps({"tiers": results}), file=out)
-    failed = any("failure" in result for result in results)
-    if arguments.namespace is not None and not any(run.found for run in runs) and not failed:
+    if arguments.namespace is not None and not any(each.found for each in runs) and not failed:
         report_nothing_found(arguments)
         return 1
-    return 1 if failed or any(run.totals.is_bad for run in runs) else 0
+    return 1 if failed or any(each.is_bad for each in runs) else 0

@@ -7,33 +7,24 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from nixl_offload.chunk.authentication import ChunkKeys
-from nixl_offload.cli.common import Throttle
 from nixl_offload.cli.verify.shard import NO_KEY, Buffer, Macs, ShardFault, check_shard
 from nixl_offload.errors import NixlOffloadError
 from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, ShardInfo
 from nixl_offload.tiers.shared.sweep import GRACE_S
 from nixl_offload.types import key_group
 
-GOOD: Final = "good"
-BAD: Final = "bad"
-CHANGED: Final = "changed"
-"""Evicted, rewritten or deleted while it was read."""
-STALE: Final = "stale"
-"""A slab's index names a slot that holds another chunk by now: harmless, as loads check the header."""
-UNFINISHED: Final = "unfinished"
-"""Shards of some ranks are missing, and the others are so young that those may still be on their way."""
-UNREADABLE: Final = "unreadable"
-"""The storage failed: nothing is known of the chunk."""
-UNAUTHENTICATED: Final = "unauthenticated"
-"""Good but for its MAC, which is by a key that is not here."""
-VERDICTS: Final = (GOOD, BAD, CHANGED, STALE, UNFINISHED, UNREADABLE, UNAUTHENTICATED)
+Verdict = Literal["good", "bad", "changed", "stale", "unfinished", "unreadable", "unauthenticated"]
+"""Changed: evicted, rewritten or deleted while it was read. Stale: a slab's index names a slot that holds another chunk
+by now, which is harmless, as loads check the header. Unfinished: shards of some ranks are missing, and the others are
+so young that those may still be on their way. Unreadable: the storage failed, nothing is known of the chunk.
+Unauthenticated: good but for its MAC, which is by a key that is not here.
+"""
 
 _PAUSES_BESIDE_AN_ENGINE_S: Final = (0.3, 1.0)
 """Before a slot is read again: an engine records an eviction in its index within 0.1 s, and writes a slot in less."""
-_PAUSES_S: Final = (0.0,)
 
 
 class StoppedError(NixlOffloadError):
@@ -43,7 +34,7 @@ class StoppedError(NixlOffloadError):
 class ChunkVerdict(NamedTuple):
     """What became of a chunk."""
 
-    kind: str
+    kind: Verdict
     chunk: ChunkInfo
     """As it was read last."""
     faults: tuple[ShardFault, ...] = ()
@@ -51,7 +42,7 @@ class ChunkVerdict(NamedTuple):
     @property
     def bad_shards(self) -> tuple[ShardInfo, ...]:
         """The shards to delete: none where the slots hold another chunk, strays alone where the rest is good."""
-        if self.kind != BAD:
+        if self.kind != "bad":
             return ()
         if all(fault.reason == "rank" for fault in self.faults):
             strays = {fault.place for fault in self.faults}
@@ -60,14 +51,15 @@ class ChunkVerdict(NamedTuple):
 
 
 class Judge:
-    """Reads chunks of one tier and gives verdicts."""
+    """Reads chunks of one tier and gives verdicts. ``bytes_per_s``: all threads together read no faster."""
 
     def __init__(
-        self, inspector: Inspector, throttle: Throttle, stop: threading.Event, keys: ChunkKeys | None = None
+        self, inspector: Inspector, bytes_per_s: float | None, stop: threading.Event, keys: ChunkKeys | None = None
     ) -> None:
         self._inspector = inspector
         self._macs = None if inspector.exclusive else Macs(keys)
-        self._throttle = throttle
+        self._bytes_per_s = bytes_per_s
+        self._next_read_s = 0.0
         self._stop = stop
         self._own = threading.local()
         self._lock = threading.Lock()
@@ -78,39 +70,37 @@ class Judge:
         """Return the verdict. Raises StoppedError, StoreError, TierError (the index cannot be read)."""
         faults = self._check(namespace, chunk)
         beside_an_engine = bool(_worse(faults)) and self._inspector.in_use(namespace) is not None
-        for pause_s in _PAUSES_BESIDE_AN_ENGINE_S if beside_an_engine else _PAUSES_S:
+        for pause_s in _PAUSES_BESIDE_AN_ENGINE_S if beside_an_engine else (0.0,):
             if not _worse(faults):
                 break
             self._stop.wait(pause_s)
             now = self._inspector.look_again(namespace, chunk)
-            if now is None or now.version != chunk.version or _places(chunk) - _places(now):
-                return ChunkVerdict(CHANGED, chunk)
+            gone = {each.place for each in chunk.shards} - {each.place for each in now.shards} if now else True
+            if now is None or now.version != chunk.version or gone:
+                return ChunkVerdict("changed", chunk)
             chunk, faults = now, self._check(namespace, now)
         return ChunkVerdict(self._kind(chunk, faults), chunk, _worse(faults) or faults)
 
-    def _kind(self, chunk: ChunkInfo, faults: tuple[ShardFault, ...]) -> str:
-        if not faults:
-            return GOOD
+    def _kind(self, chunk: ChunkInfo, faults: tuple[ShardFault, ...]) -> Verdict:
         reasons = {fault.reason for fault in _worse(faults)}
         if not reasons:
-            return UNAUTHENTICATED
+            return "unauthenticated" if faults else "good"
         if "unreadable" in reasons:
-            return UNREADABLE
+            return "unreadable"
         if reasons == {"other"} and len(faults) == len(chunk.shards) and self._inspector.exclusive:
-            return STALE
+            return "stale"
         if reasons - {"rank"} == {"missing"} and chunk.modified_s > time.time() - GRACE_S:
-            return UNFINISHED
-        return BAD
+            return "unfinished"
+        return "bad"
 
     def _check(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> tuple[ShardFault, ...]:
         faults = []
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = Buffer()
         for shard in chunk.shards:
-            words = namespace.why_no_shard(chunk.key, shard.rank)
-            if words is not None:
+            if words := namespace.why_no_shard(chunk.key, shard.rank):
                 faults.append(ShardFault(shard.rank, shard.place, "rank", words))
-                continue
-            fault = check_shard(self._read, namespace, chunk, shard, self._buffer(), self._macs)
-            if fault is not None:
+            elif fault := check_shard(self._read, namespace, chunk, shard, self._own.buffer, self._macs):
                 faults.append(fault)
         there = {shard.rank for shard in chunk.shards}
         for rank in sorted(set(namespace.holders(key_group(chunk.key))) - there):
@@ -119,24 +109,19 @@ class Judge:
         return tuple(faults)
 
     def _read(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
-        self._throttle.wait(memory.nbytes, self._stop)
+        if self._bytes_per_s is not None:
+            with self._lock:
+                now_s = time.monotonic()
+                begin_s = max(self._next_read_s, now_s)
+                self._next_read_s = begin_s + memory.nbytes / self._bytes_per_s
+            self._stop.wait(begin_s - now_s)
         if self._stop.is_set():
             raise StoppedError("interrupted")
         self._inspector.read_into(shard, offset, memory)
         with self._lock:
             self.bytes_read += memory.nbytes
 
-    def _buffer(self) -> Buffer:
-        buffer: Buffer | None = getattr(self._own, "buffer", None)
-        if buffer is None:
-            buffer = self._own.buffer = Buffer()
-        return buffer
-
 
 def _worse(faults: tuple[ShardFault, ...]) -> tuple[ShardFault, ...]:
     """Leave out where only a key is not here."""
     return tuple(fault for fault in faults if fault.reason != NO_KEY)
-
-
-def _places(chunk: ChunkInfo) -> set[str]:
-    return {shard.place for shard in chunk.shards}

@@ -13,24 +13,12 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TextIO
 
 from nixl_offload.chunk.authentication import ChunkKeys
-from nixl_offload.cli.common import Throttle, selected
+from nixl_offload.cli.common import selected
 from nixl_offload.cli.terminal import Progress, about_size, moment, plural
-from nixl_offload.cli.verify.judge import (
-    BAD,
-    CHANGED,
-    GOOD,
-    STALE,
-    UNAUTHENTICATED,
-    UNFINISHED,
-    UNREADABLE,
-    VERDICTS,
-    ChunkVerdict,
-    Judge,
-)
+from nixl_offload.cli.verify.judge import ChunkVerdict, Judge, Verdict
 from nixl_offload.errors import StoreError
 from nixl_offload.tiers.inspect import Inspector, NamespaceInfo, printable
 
@@ -38,40 +26,16 @@ THREADS: Final = 8
 _IN_FLIGHT: Final = 2 * THREADS
 _FAILURES_IN_A_ROW: Final = 3
 """After so many chunks that cannot be read, the storage counts as down."""
-_BAR_CHARS: Final = 20
 _WORDS_CHARS: Final = 600
-_VERDICT_WORDS: Final = {
-    BAD: "bad",
-    CHANGED: "changed meanwhile (evicted, rewritten or deleted)",
-    STALE: "forgotten (the slot holds another chunk by now; harmless)",
-    UNFINISHED: "not finished (still being written)",
-    UNREADABLE: "not readable (the storage failed)",
-    UNAUTHENTICATED: "not authenticated: no key (all else of them is right)",
+_VERDICT_WORDS: Final[dict[Verdict, str]] = {
+    "good": "good",
+    "bad": "bad",
+    "changed": "changed meanwhile (evicted, rewritten or deleted)",
+    "stale": "forgotten (the slot holds another chunk by now; harmless)",
+    "unfinished": "not finished (still being written)",
+    "unreadable": "not readable (the storage failed)",
+    "unauthenticated": "not authenticated: no key (all else of them is right)",
 }
-
-
-@dataclass(slots=True)
-class VerifyTotals:
-    """What was verified of one tier."""
-
-    chunks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(VERDICTS, 0))
-    """By verdict."""
-    bytes_checked: int = 0
-    deleted: int = 0
-    left: int = 0
-    """Bad chunks that could not be deleted."""
-    unlisted_namespaces: int = 0
-    finished: bool = False
-
-    def add(self, kind: str, size_bytes: int) -> None:
-        """Count a verdict."""
-        self.chunks[kind] += 1
-        self.bytes_checked += size_bytes
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether something is wrong, or unknown."""
-        return bool(self.chunks[BAD] or self.chunks[UNREADABLE] or self.unlisted_namespaces)
 
 
 class TierRun:
@@ -80,88 +44,110 @@ class TierRun:
     def __init__(
         self, arguments: argparse.Namespace, inspector: Inspector, out: TextIO, keys: ChunkKeys | None = None
     ) -> None:
-        """``keys``: None: MACs are not looked at."""
-        self.totals = VerifyTotals()
         self.found = 0
         """Namespaces that were selected."""
+        self.chunks: dict[Verdict, int] = dict.fromkeys(_VERDICT_WORDS, 0)
+        self.bytes_checked = self.deleted = self.left = self.unlisted_namespaces = 0
+        """``left``: bad chunks that could not be deleted."""
         self._arguments = arguments
         self._inspector = inspector
         self._out = out
         self._bar = Progress(sys.stderr)
         self._stop = threading.Event()
-        self._judge = Judge(inspector, Throttle(arguments.rate), self._stop, keys)
+        self._judge = Judge(inspector, arguments.rate, self._stop, keys)
         self._bad: list[ChunkVerdict] = []
         self._failed_in_a_row = 0
-        self._total_bytes = 0
-        self._began_s = time.monotonic()
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether something is wrong, or unknown."""
+        return bool(self.chunks["bad"] or self.chunks["unreadable"] or self.unlisted_namespaces)
 
     def run(self) -> dict[str, Any]:
         """Read everything, and return the totals as plain data. Raises StoreError, TierError, KeyboardInterrupt."""
         namespaces = list(selected(self._inspector, self._arguments))
-        self.found = len(namespaces)
-        self._total_bytes = sum(self._inspector.measure(namespace).size_bytes for namespace in namespaces)
-        self._began_s = time.monotonic()
+        self.found, finished = len(namespaces), False
+        total_bytes = sum(self._inspector.measure(namespace).size_bytes for namespace in namespaces)
+        began_s = time.monotonic()
         pool = ThreadPoolExecutor(THREADS, thread_name_prefix="nixl-offload-verify")
         try:
             for namespace in namespaces:
                 if namespace.trouble is not None:
-                    self.totals.unlisted_namespaces += 1
+                    self.unlisted_namespaces += 1
                     continue
-                self._read_namespace(pool, namespace)
-            self.totals.finished = True
+                self._read_namespace(pool, namespace, total_bytes, began_s)
+            finished = True
         finally:
             self._stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             self._bar.clear()
-            elapsed_s = time.monotonic() - self._began_s
+            elapsed_s = time.monotonic() - began_s
             if not self._arguments.json:
-                self._print_totals(elapsed_s)
+                self._print_totals(elapsed_s, finished=finished)
         return {
             "tier": self._inspector.kind,
             "where": self._inspector.where,
-            **asdict(self.totals),
+            "chunks": self.chunks,
+            "bytes_checked": self.bytes_checked,
+            "deleted": self.deleted,
+            "left": self.left,
+            "unlisted_namespaces": self.unlisted_namespaces,
+            "finished": finished,
             "seconds": round(elapsed_s, 3),
             "bytes_read": self._judge.bytes_read,
         }
 
-    def _read_namespace(self, pool: ThreadPoolExecutor, namespace: NamespaceInfo) -> None:
+    def _read_namespace(
+        self, pool: ThreadPoolExecutor, namespace: NamespaceInfo, total_bytes: int, began_s: float
+    ) -> None:
         flight: deque[Future[ChunkVerdict]] = deque()
+
+        def settle() -> None:
+            self._settle(namespace, flight[0].result())
+            flight.popleft()
+            checked, all_bytes = self.bytes_checked, max(total_bytes, self.bytes_checked, 1)
+            rate = self._judge.bytes_read / max(time.monotonic() - began_s, 1e-3)
+            left = f", {_about_time((all_bytes - checked) / rate)} left" if rate else ""
+            chunks = plural(sum(self.chunks.values()), "chunk")
+            self._bar(
+                f"{checked / all_bytes:.0%} of {about_size(all_bytes)}, {chunks}, {self.chunks['bad']:,} bad, "
+                f"{about_size(int(rate))}/s{left}"
+            )
+
         try:
             for chunk in self._inspector.chunks(namespace):
                 flight.append(pool.submit(self._judge.judge, namespace, chunk))
                 if len(flight) >= _IN_FLIGHT:
-                    self._settle(namespace, flight)
+                    settle()
             while flight:
-                self._settle(namespace, flight)
+                settle()
         finally:
             self._delete_bad(namespace)
 
-    def _settle(self, namespace: NamespaceInfo, flight: deque[Future[ChunkVerdict]]) -> None:
-        verdict = flight[0].result()
-        flight.popleft()
-        if verdict.kind == UNREADABLE:
+    def _settle(self, namespace: NamespaceInfo, verdict: ChunkVerdict) -> None:
+        is_good = verdict.kind in ("good", "unauthenticated")
+        if verdict.kind == "unreadable":
             self._failed_in_a_row += 1
             if self._failed_in_a_row >= _FAILURES_IN_A_ROW:
                 raise StoreError(f"{verdict.faults[0].words}; gave up after several in a row", cause="io")
-        elif verdict.kind in (GOOD, UNAUTHENTICATED):
+        elif is_good:
             self._failed_in_a_row = 0
-        self.totals.add(verdict.kind, verdict.chunk.size_bytes)
-        if self._arguments.delete_bad and verdict.kind in (BAD, STALE):
+        self.chunks[verdict.kind] += 1
+        self.bytes_checked += verdict.chunk.size_bytes
+        if self._arguments.delete_bad and verdict.kind in ("bad", "stale"):
             self._bad.append(verdict)
             if len(self._bad) >= self._inspector.delete_batch:
                 self._delete_bad(namespace)
-        elif verdict.kind not in (GOOD, UNAUTHENTICATED):
+        elif not is_good:
             self._report(namespace, verdict)
-        elapsed_s = time.monotonic() - self._began_s
-        self._bar(bar_text(self.totals, self._judge.bytes_read, self._total_bytes, elapsed_s))
 
     def _delete_bad(self, namespace: NamespaceInfo) -> None:
         bad, self._bad = self._bad, []
         results = self._inspector.delete(namespace, [(each.chunk, each.bad_shards) for each in bad]) if bad else []
         for verdict, left_because in zip(bad, results, strict=True):
             done = left_because is None
-            self.totals.deleted += done
-            self.totals.left += not done and verdict.kind == BAD
+            self.deleted += done
+            self.left += not done and verdict.kind == "bad"
             whole = len(verdict.bad_shards) in (0, len(verdict.chunk.shards))
             words = left_because or ("deleted" if whole else "deleted what belongs to no rank; the chunk stays")
             self._report(namespace, verdict, done, words)
@@ -185,8 +171,8 @@ class TierRun:
                 "left_because": None if done else words,
             }
             print(json.dumps(line), file=out, flush=True)
-        elif verdict.kind in (BAD, UNREADABLE):
-            heading = "BAD" if verdict.kind == BAD else "NOT READABLE"
+        elif verdict.kind in ("bad", "unreadable"):
+            heading = "BAD" if verdict.kind == "bad" else "NOT READABLE"
             what = f", {printable(words, _WORDS_CHARS)}" if words else ""
             print(f"{heading} {verdict.chunk.key.hex()} in {where}, namespace {namespace.path}{what}", file=out)
             for fault in verdict.faults:
@@ -195,34 +181,19 @@ class TierRun:
                 print(f"    rank {fault.rank}:{place} {printable(fault.words, _WORDS_CHARS)}{since}", file=out)
             out.flush()
 
-    def _print_totals(self, elapsed_s: float) -> None:
-        totals, out, bytes_read = self.totals, self._out, self._judge.bytes_read
+    def _print_totals(self, elapsed_s: float, *, finished: bool) -> None:
+        out, bytes_read = self._out, self._judge.bytes_read
         rate = f", {about_size(int(bytes_read / elapsed_s))}/s" if elapsed_s > 0 and bytes_read else ""
-        checked = plural(sum(totals.chunks.values()), "chunk")
-        end = "" if totals.finished else "; not finished"
-        print(f"{self._inspector.where}: {checked}, {about_size(totals.bytes_checked)} checked{rate}{end}", file=out)
-        print(f"  {totals.chunks[GOOD]:,} good", file=out)
+        checked = f"{plural(sum(self.chunks.values()), 'chunk')}, {about_size(self.bytes_checked)} checked{rate}"
+        print(f"{self._inspector.where}: {checked}{'' if finished else '; not finished'}", file=out)
         for kind, words in _VERDICT_WORDS.items():
-            if totals.chunks[kind] or kind == BAD:
-                print(f"  {totals.chunks[kind]:,} {words}", file=out)
-        if totals.deleted or totals.left:
-            print(f"  {totals.deleted:,} deleted, {totals.left:,} bad ones left", file=out)
-        if totals.unlisted_namespaces:
-            namespaces = plural(totals.unlisted_namespaces, "namespace")
+            if self.chunks[kind] or kind in ("good", "bad"):
+                print(f"  {self.chunks[kind]:,} {words}", file=out)
+        if self.deleted or self.left:
+            print(f"  {self.deleted:,} deleted, {self.left:,} bad ones left", file=out)
+        if self.unlisted_namespaces:
+            namespaces = plural(self.unlisted_namespaces, "namespace")
             print(f"  {namespaces} whose chunks cannot be listed; nixl-offload ls says why", file=out)
-
-
-def bar_text(totals: VerifyTotals, bytes_read: int, total_bytes: int, elapsed_s: float) -> str:
-    """Return the progress line: bar, bytes, chunks, bad ones, bytes per second, time left."""
-    total_bytes = max(total_bytes, totals.bytes_checked, 1)
-    rate = bytes_read / elapsed_s if elapsed_s > 0 else 0.0
-    left = f"{_about_time((total_bytes - totals.bytes_checked) / rate)} left" if rate > 0 else "…"
-    full = round(totals.bytes_checked / total_bytes * _BAR_CHARS)
-    return (
-        f"[{'#' * full}{'.' * (_BAR_CHARS - full)}] {about_size(totals.bytes_checked)} of {about_size(total_bytes)}, "
-        f"{plural(sum(totals.chunks.values()), 'chunk')}, {totals.chunks[BAD]:,} bad, {about_size(int(rate))}/s, "
-        f"{left}"
-    )
 
 
 def _about_time(seconds: float) -> str:
