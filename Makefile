@@ -154,4 +154,4 @@ install-gpu:
 	  "kvikio-cu$$cuda" "libkvikio-cu$$cuda" rapids-logger cuda-pathfinder
 	@echo "== S3 clients and tools"
 	@sed -n '/^# Tools/,$$p' constraints.txt >$(VENV)/tools.txt && $(INSTALL) --no-deps -r $(VENV)/tools.txt
-	@$(INSTALL) "setuptools>=77,<81" "xxhash>=3.5" "rich>=13.7" "shtab>=1.7"
+	@$(INSTALL) "setuptools>=77,<81" "xxhash>=3.5" "rich>=13.7"

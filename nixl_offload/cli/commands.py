@@ -28,6 +28,5 @@ COMMANDS: Final = {
         "gc.command", "delete the oldest chunks of a bucket or shared directory, unused namespaces of a slab"
     ),
     "schema": Command("schema", "print the config's JSON Schema, which lets editors complete and check it"),
-    "completion": Command("completion", "print a script that completes commands in bash, zsh, fish or tcsh"),
 }
 """In the order of ``--help``."""

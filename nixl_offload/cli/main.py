@@ -29,7 +29,7 @@ EXIT_INTERRUPTED = 130
 _PACKAGES: Final = {"yaml": "PyYAML"}
 """Of modules that are not called like the package that brings them."""
 _OUTPUT_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO)
-_LISTINGS: Final = ("configs", "ls", "show", "schema", "completion")
+_LISTINGS: Final = ("configs", "ls", "show", "schema")
 """Their reader may stop early (``| head``). Of other commands the exit code is a verdict, which is not known yet."""
 
 _DESCRIPTION = """\
