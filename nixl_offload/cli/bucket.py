@@ -8,15 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from nixl_offload.cli.commands import COMMANDS
 from nixl_offload.cli.common import Commands, add_command
 from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError
-
-if TYPE_CHECKING:
-    from nixl_offload.stores.bucket import LifecyclePlan
 
 _DESCRIPTION = """\
 Looks at the bucket that CONFIG names and shows what it lacks: the bucket itself, the lifecycle rule that removes
@@ -38,18 +35,15 @@ rules (the bucket is made all the same), or nobody said yes. 2: CONFIG or the op
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_bucket(commands: Commands) -> None:
     """Add ``bucket init`` to the command line."""
-    parser = commands.add_parser("bucket", help=COMMANDS["bucket"].summary)
+    parser = commands.add_parser("bucket", help=COMMANDS["bucket"][1])
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    init = add_command(
-        actions,
-        "init",
-        run_init,
-        summary="show what the bucket lacks, ask, apply it",
-        description=_DESCRIPTION,
-        json="print JSON; asks nothing, and applies only with --yes",
+    summary, json_help = (
+        "show what the bucket lacks, ask, apply it",
+        "print JSON; asks nothing, applies only with --yes",
     )
+    init = add_command(actions, "init", run_init, summary=summary, description=_DESCRIPTION, json=json_help)
     init.add_argument("--yes", action="store_true", help="apply without asking")
 
 
@@ -62,11 +56,13 @@ def run_init(arguments: argparse.Namespace, out: TextIO) -> int:
         from nixl_offload.stores.bucket import apply_lifecycle, plan_lifecycle
     except ImportError as exc:
         raise NotSupportedError(f"bucket init needs boto3 ({exc}); pip install boto3") from exc
-    plan = plan_lifecycle(tier)
+    plan, applied = plan_lifecycle(tier), False
     if not arguments.json:
-        _print_plan(plan, out)
-    wanted = bool(plan.changes)
-    if wanted and (arguments.yes or (not arguments.json and _asked(out))):
+        print(f"{plan.where}: {'to change:' if plan.changes else 'nothing to do.'}", file=out)
+        for line in (*(f"  - {change}" for change in plan.changes), *(f"Note: {note}" for note in plan.notes)):
+            print(line, file=out)
+        out.flush()
+    if plan.changes and (arguments.yes or (not arguments.json and _asked(out))):
         try:
             apply_lifecycle(plan)
             left = plan_lifecycle(tier).changes
@@ -82,24 +78,13 @@ def run_init(arguments: argparse.Namespace, out: TextIO) -> int:
                 cause="server",
             )
         applied = True
-    else:
-        applied = False
     if arguments.json:
         shown = {"where": plan.where, "changes": plan.changes, "notes": plan.notes, "applied": applied}
         print(json.dumps(shown, indent=2), file=out)
         return 0
-    if wanted:
+    if plan.changes:
         print("Done." if applied else "Nothing was changed; --yes applies it without asking.", file=out)
-    return 1 if wanted and not applied else 0
-
-
-def _print_plan(plan: LifecyclePlan, out: TextIO) -> None:
-    print(f"{plan.where}: {'to change:' if plan.changes else 'nothing to do.'}", file=out)
-    for change in plan.changes:
-        print(f"  - {change}", file=out)
-    for note in plan.notes:
-        print(f"Note: {note}", file=out)
-    out.flush()
+    return 1 if plan.changes and not applied else 0
 
 
 def _asked(out: TextIO) -> bool:

@@ -42,7 +42,7 @@ def add_command(
     """Add a command that ``run`` carries out, with CONFIG and ``--json`` unless the caller wants none."""
     parser = commands.add_parser(
         name,
-        help=summary or COMMANDS[name].summary,
+        help=summary or COMMANDS[name][1],
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

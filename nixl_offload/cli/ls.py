@@ -51,7 +51,7 @@ the options are wrong. 130: interrupted.
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_ls(commands: Commands) -> None:
     """Add ``ls`` to the command line."""
     parser = add_command(commands, "ls", run, description=_DESCRIPTION, json="print JSON; with --keys a line per chunk")
     add_selection(parser, tenant=True)

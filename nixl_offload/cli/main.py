@@ -64,7 +64,9 @@ With {kind: s3, bucket: our-kv-cache, ttl: 7d, capacity: 20TiB} in place of the 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Usage errors leave by SystemExit(2), as argparse does."""
-    _open_closed_streams()
+    # Python has None for a stream that was closed before it started (`>&-`): nobody wants to read it.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 -- for as long as the process lives
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     words = sys.argv[1:] if argv is None else argv
     _Parser.json = "--json" in words
     output = _Output(sys.stdout)
@@ -76,46 +78,44 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         package = _PACKAGES.get(missing, missing)
         message = f"{sys.executable} has no module {missing!r}; {sys.executable} -m pip install {package}"
-        if _Parser.json and not output.begun:
-            print_error(message, sys.stdout)
-        return _complain(message, EXIT_FAILED)
+        return _fail(message, EXIT_FAILED, output)
 
 
 def _run(words: Sequence[str], output: _Output) -> int:
     """Run one command. Raises ModuleNotFoundError where a package that it needs is not installed."""
-    parser = _parser(next((word for word in words if not word.startswith("-")), ""))
-    parser.set_defaults(json=False)
-    arguments = parser.parse_args(words)
-    code = 0 if arguments.command in _LISTINGS else EXIT_FAILED
+    arguments = _parser(next((word for word in words if not word.startswith("-")), "")).parse_args(words)
     try:
         with _terminated_is_interrupted():
-            code = arguments.run(arguments, cast(TextIO, output))
+            code: int = arguments.run(arguments, cast(TextIO, output))
             sys.stdout.flush()
+            return code
     except BrokenPipeError:  # The reader has gone.
         _discard_stdout()
+        return 0 if arguments.command in _LISTINGS else EXIT_FAILED
     except OSError as exc:
         # Storage's own errors are translated where they happen; what is left is `> file` on a full disk.
         if exc.filename is not None or exc.errno not in _OUTPUT_REFUSED:
             raise
         _discard_stdout()
-        code = _complain(f"the output cannot be written: {os.strerror(exc.errno)}", EXIT_FAILED)
+        print(f"nixl-offload: the output cannot be written: {os.strerror(exc.errno)}", file=sys.stderr)
+        return EXIT_FAILED
     except (NixlOffloadError, KeyboardInterrupt, RuntimeError) as exc:
         # A signal that comes while CPython starts a thread may show as "release unlocked lock".
         error = exc.__context__ if isinstance(exc, RuntimeError) else exc
         if error is not exc and not isinstance(error, KeyboardInterrupt):
             raise
-        message = str(error) or "interrupted"
-        if arguments.json and not output.begun:
-            with contextlib.suppress(OSError):
-                print_error(message, sys.stdout)
-        interrupted, usage = isinstance(error, KeyboardInterrupt), isinstance(error, ConfigError)
-        code = _complain(message, EXIT_INTERRUPTED if interrupted else EXIT_USAGE if usage else EXIT_FAILED)
+        code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+        code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else code
+        return _fail(str(error) or "interrupted", code, output)
+
+
+def _fail(message: str, code: int, output: _Output) -> int:
+    """Say why, also as JSON where that is asked for, unless the command printed its own before."""
+    if _Parser.json and not output.begun:
+        with contextlib.suppress(OSError):
+            print(json.dumps({"error": message}), file=sys.stdout, flush=True)
+    print(f"nixl-offload: {message}", file=sys.stderr)
     return code
-
-
-def print_error(message: str, out: TextIO) -> None:
-    """Print the error object of ``--json``."""
-    print(json.dumps({"error": message}), file=out, flush=True)
 
 
 class _Output:
@@ -140,14 +140,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if self.json:
-            print_error(message, sys.stdout)
+            print(json.dumps({"error": message}), flush=True)
         super().error(message)
-
-
-def _open_closed_streams() -> None:
-    """Python has None for a stream that was closed before it started (`>&-`): nobody wants to read it."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 -- for as long as the process lives
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 -- likewise
 
 
 def _discard_stdout() -> None:
@@ -180,17 +174,12 @@ def _parser(*asked: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"nixl-offload {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    for name, command in COMMANDS.items():
+    for name, (module, summary) in COMMANDS.items():
         if name in asked:
-            importlib.import_module(f"nixl_offload.cli.{command.module}").add_parser(commands)
+            getattr(importlib.import_module(f"nixl_offload.cli.{module}"), f"add_{name}")(commands)
         else:
-            commands.add_parser(name, help=command.summary)
+            commands.add_parser(name, help=summary)
     return parser
-
-
-def _complain(message: str, code: int) -> int:
-    print(f"nixl-offload: {message}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

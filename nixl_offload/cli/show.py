@@ -1,6 +1,6 @@
-"""``nixl-offload show CONFIG``: the checked config with its defaults, and the exact ``--kv-transfer-config`` for vLLM.
+"""``nixl-offload show CONFIG``, ``configs`` and ``schema``: what is known of config files without touching storage.
 
-Threading: pure but for reading the file and printing. Touches no storage and needs neither vLLM nor a GPU.
+Threading: one thread; reads the file and prints. Needs neither vLLM nor a GPU.
 """
 
 from __future__ import annotations
@@ -9,32 +9,59 @@ import argparse
 import json
 import os
 import shlex
-from typing import Any, TextIO
+from importlib.resources import files
+from typing import Any, Final, TextIO
 
 import yaml
 
 from nixl_offload.cli.common import Commands, add_command
-from nixl_offload.config import beside, kv_transfer_config, load_config
+from nixl_offload.config import Config, beside, kv_transfer_config, load_config
+from nixl_offload.errors import ConfigError
 
-_OTHERS = {"nixl": "NixlConnector"}
+_OTHERS: Final = {"nixl": "NixlConnector"}
 """What ``--with`` takes, and what vLLM calls it."""
-
-_DESCRIPTION = """\
+SAMPLES: Final = {
+    "local-nvme": "one server with NVMe",
+    "gds": "one server with NVMe that must not start without GPUDirect Storage",
+    "several-engines": "one server with NVMe and several engines: data parallel, or a server for each GPU",
+    "nvme-with-memory": "one server with NVMe, and host memory to spare",
+    "memory": "host memory only",
+    "s3-shared": "many servers and a bucket",
+    "memory-nvme-s3": "many servers and a bucket, each with memory and NVMe",
+    "shared-filesystem": "many servers and a shared filesystem",
+    "cpu-dev": "a laptop",
+    "cufile.json": "no config: settings of cuFile",
+}
+_SHOW = """\
 Checks CONFIG and prints it as nixl-offload understands it, defaults filled in, followed by the option to give to
 `vllm serve`. The file is named by its absolute path there, so it must be readable under that path by every worker.
 Exit code 2, with one line per problem, when CONFIG is wrong.
 """
+_CONFIGS = """\
+Lists the sample configs, or prints one, with comments that say what each line is for. Start from the nearest:
+
+    nixl-offload configs                                # which there are
+    nixl-offload configs local-nvme > kv.yaml           # then change path and capacity
+    nixl-offload configs cufile.json > cufile.json      # settings of cuFile, for GPUDirect Storage
+"""
+_SCHEMA = """\
+Prints the JSON Schema (draft 2020-12) of the config file. With it an editor completes fields, explains them, and marks
+what is wrong while it is typed. For editors that use yaml-language-server (VS Code's YAML extension, Neovim, Helix):
+
+    nixl-offload schema > kv.schema.json     # beside kv.yaml
+
+and as the first line of kv.yaml
+
+    # yaml-language-server: $schema=kv.schema.json
+
+The schema knows fields and values. `nixl-offload show CONFIG` also checks what depends on several fields, such as the
+order of tiers, and names the line.
+"""
 
 
-def add_parser(commands: Commands) -> None:
+def add_show(commands: Commands) -> None:
     """Add ``show`` to the command line."""
-    parser = add_command(
-        commands,
-        "show",
-        run,
-        description=_DESCRIPTION,
-        json=None,
-    )
+    parser = add_command(commands, "show", run_show, description=_SHOW, json=None)
     parser.add_argument(
         "--with",
         dest="others",
@@ -51,7 +78,19 @@ def add_parser(commands: Commands) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, out: TextIO) -> int:
+def add_configs(commands: Commands) -> None:
+    """Add ``configs`` to the command line."""
+    json_help = "print JSON: names and purposes, or name and text"
+    parser = add_command(commands, "configs", run_configs, description=_CONFIGS, config=False, json=json_help)
+    parser.add_argument("name", metavar="NAME", nargs="?", help="print this one, as the list names it")
+
+
+def add_schema(commands: Commands) -> None:
+    """Add ``schema`` to the command line."""
+    add_command(commands, "schema", run_schema, description=_SCHEMA, config=False, json=None)
+
+
+def run_show(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError when the file is wrong."""
     config = load_config(arguments.file)
     transfer: dict[str, Any] = kv_transfer_config(config, os.path.abspath(arguments.file))
@@ -63,6 +102,28 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         print(json.dumps(transfer), file=out)
     else:
         print(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True), file=out)
-        print("# for vLLM:", file=out)
-        print(f"--kv-transfer-config {shlex.quote(json.dumps(transfer))}", file=out)
+        print(f"# for vLLM:\n--kv-transfer-config {shlex.quote(json.dumps(transfer))}", file=out)
+    return 0
+
+
+def run_configs(arguments: argparse.Namespace, out: TextIO) -> int:
+    """Print to ``out``. Raises ConfigError: there is none of that name."""
+    if arguments.name is None:
+        width = max(map(len, SAMPLES))
+        plain = "\n".join(f"{name:<{width}}  {purpose}" for name, purpose in SAMPLES.items())
+        print(json.dumps(SAMPLES, indent=2) if arguments.json else plain, file=out)
+        return 0
+    name = arguments.name.removesuffix(".yaml")
+    if name not in SAMPLES:
+        raise ConfigError(f"NAME: there is no {arguments.name!r}; allowed: {', '.join(SAMPLES)}")
+    file = name if "." in name else f"{name}.yaml"
+    text = files("nixl_offload").joinpath("configs", file).read_text(encoding="utf-8")
+    out.write(json.dumps({"name": name, "text": text}, indent=2) + "\n" if arguments.json else text)
+    return 0
+
+
+def run_schema(arguments: argparse.Namespace, out: TextIO) -> int:
+    """Print to ``out``."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
+    print(json.dumps(schema | {"title": "nixl-offload config"}, indent=2), file=out)
     return 0

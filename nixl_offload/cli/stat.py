@@ -73,7 +73,7 @@ class HeaderField(NamedTuple):
     note: str = ""
 
 
-def add_parser(commands: Commands) -> None:
+def add_stat(commands: Commands) -> None:
     """Add ``stat`` to the command line."""
     parser = add_command(commands, "stat", run, description=_DESCRIPTION)
     parser.add_argument("key", metavar="KEY", help="key in hex or its first digits, path of a shard, or object name")

@@ -42,7 +42,7 @@ Exit code 0: nothing is wrong (there may be warnings). 1: something is wrong. 2:
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_check(commands: Commands) -> None:
     """Add ``check`` to the command line."""
     parser = add_command(commands, "check", run, description=_DESCRIPTION, config=False)
     parser.add_argument("file", metavar="CONFIG", nargs="?", help="the YAML config")

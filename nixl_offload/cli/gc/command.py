@@ -49,7 +49,7 @@ options are wrong. 130: interrupted; what is deleted is deleted, run again to go
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_gc(commands: Commands) -> None:
     """Add ``gc`` to the command line."""
     parser = add_command(commands, "gc", run, description=_DESCRIPTION)
     add_selection(parser, tenant=True)

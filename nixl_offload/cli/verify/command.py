@@ -45,7 +45,7 @@ failed. 2: CONFIG or the options are wrong. 130: interrupted.
 """
 
 
-def add_parser(commands: Commands) -> None:
+def add_verify(commands: Commands) -> None:
     """Add ``verify`` to the command line."""
     parser = add_command(commands, "verify", run, description=_DESCRIPTION, json="print JSON lines")
     add_selection(parser, tenant=False)
