@@ -77,8 +77,10 @@ def test_what_is_stored_outlives_sleep(engine: SleepingEngine) -> None:
         engine.core.step_fn()
     engine.core.sleep(level=1)
     catalog.begin_write_throughs = begin
+    engine.manager.has_pending_work = lambda: True  # a step comes, as while a report is due
     for _ in range(10):
         engine.core.step_fn()
+    del engine.manager.has_pending_work
     engine.core.wake_up()
     assert engine.generate(PROMPTS) == ALL
     assert engine.wrong() == []
