@@ -20,8 +20,8 @@ BLOCKS = (60, 40)
 NEED_MANY_BLOCKS = ("large blocks, all kept", "drafts and windows")
 FAMILIES = (
     *("full", "windows", "windows, all kept", "mixed", "mixed, all kept", "chunked", "large blocks, all kept"),
-    *("state", "state, all kept", "state, tails", "drafts", "drafts and windows", "adapters", "adapters and windows"),
-    *("beside", "beside, windows"),
+    *("state", "state, all kept", "state, tails", "drafts", "drafts and windows"),
+    *("drafts with windows", "adapters", "adapters and windows", "beside", "beside, windows"),
 )
 
 

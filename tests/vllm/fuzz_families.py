@@ -51,6 +51,7 @@ FAMILIES = {
     "state, tails": Family("FFMM", hash_tokens=16),
     "drafts": Family("FFE", drafts=True),
     "drafts and windows": Family("FSE", None, drafts=True),
+    "drafts with windows": Family("FFD", drafts=True),
     "adapters": Family("FF", adapters=True),
     "adapters and windows": Family("FFSS", None, adapters=True),
     "beside": Family("FF", beside=True),
