@@ -36,6 +36,7 @@ from rich.table import Table
 from benchmarks.file_engine import WholeEngine
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import Extents, MemoryRegion, Mover, Op, Transfer, TransferState
+from nixl_offload.movers.handles import open_file
 from nixl_offload.movers.select import make_mover
 
 POLL_S = 0.0005
@@ -110,7 +111,7 @@ class Ours:
         self._pages.write(os.urandom(MIB) * (staging_bytes // MIB))
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
         memory = self.mover.register_memory(MemoryRegion(address, staging_bytes))
-        file = self.mover.open_file(str(path), shape.total_bytes, direct_io=True)
+        file = open_file(self.mover, str(path), shape.total_bytes, direct_io=True)
         self.staging = slots(shape.depth, shape.piece_bytes)
         self.slots = slots(shape.pieces, shape.piece_bytes)
         self.memory, self.file = memory, file

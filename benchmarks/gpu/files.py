@@ -23,6 +23,7 @@ from benchmarks.gpu.rounds import Row, Run, WrongBytesError, contest, reason, un
 from benchmarks.gpu.scene import MIB, PIECES_BYTES, Scene
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import Extents, MemoryRegion, Mover, Op, Transfer, TransferState
+from nixl_offload.movers.handles import open_file
 from nixl_offload.movers.select import MoverChoice
 
 THREADS = 8
@@ -109,7 +110,7 @@ class Direct(Way):
     def __init__(self, scene: Scene, mover: Mover, path: Path, memory: list[torch.Tensor]) -> None:
         self.mover = mover
         self._buffers = [mover.register_memory(scene.region(buffer)) for buffer in memory]
-        self._file = mover.open_file(str(path), path.stat().st_size, direct_io=True)
+        self._file = open_file(mover, str(path), path.stat().st_size, direct_io=True)
 
     def move(self, op: Op, buffer: int, order: Order, piece_bytes: int) -> None:
         """See Way."""
@@ -131,7 +132,7 @@ class Bounced(Way):
         self.mover, self._memory, self._streams = mover, memory, scene.device.streams
         self._host = scene.locked(memory[0].numel())
         self._staging = mover.register_memory(MemoryRegion(self._host.data_ptr(), self._host.numel()))
-        self._file = mover.open_file(str(path), path.stat().st_size, direct_io=True)
+        self._file = open_file(mover, str(path), path.stat().st_size, direct_io=True)
 
     def move(self, op: Op, buffer: int, order: Order, piece_bytes: int) -> None:
         """See Way. Reads are copied up as they arrive, writes go out as they have been copied down."""

@@ -32,6 +32,7 @@ from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError, NixlOffloadError
 from nixl_offload.hardware.cores import unbound
 from nixl_offload.movers.base import FileId, MemoryKind, MemoryRegion, Mover, Op, TransferState
+from nixl_offload.movers.handles import open_file
 from nixl_offload.movers.select import SCRATCH_BYTES, MoverChoice, open_mover
 from nixl_offload.tiers.slab.other_namespaces import MOVER_CHOICE_PREFIX
 from nixl_offload.types import PAGE_BYTES, align_up
@@ -245,7 +246,7 @@ def compare(
                 for name, side in candidates:
                     if name in movers:
                         try:
-                            file = movers[name].open_file(path, memory.length_bytes, direct_io=direct_io)
+                            file = open_file(movers[name], path, memory.length_bytes, direct_io=direct_io)
                         except MoverError as error:
                             results[name] = MeasuredMover(name, side, False, _words(name, error))
                         else:

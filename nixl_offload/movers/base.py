@@ -115,13 +115,6 @@ class Mover(ABC):
     def unregister_memory(self, memory: MemoryId) -> None:
         """Forget a region. No transfer of it may be in flight."""
 
-    def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
-        """Open an existing regular file for reading and writing and register ``[0, length_bytes)``.
-
-        Never creates and never truncates. Raises MoverError; so does every mover that moves objects only.
-        """
-        raise MoverError(f"{self.name}: moves no files")
-
     def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
         """Register ``[0, length_bytes)`` of a regular file that somebody else opened; no I/O, not even metadata.
 

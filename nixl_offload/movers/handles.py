@@ -22,6 +22,7 @@ from nixl_offload.movers.base import (
     FileId,
     MemoryId,
     MemoryRegion,
+    Mover,
     MoverLimits,
     Op,
 )
@@ -50,33 +51,29 @@ class FileEntry:
     """Of a file; for an object whatever number its mover knows it by."""
     path: str
     length_bytes: int
-    direct_asked: bool = False
     direct: bool = False
-    """Really opened with O_DIRECT."""
+    """With O_DIRECT."""
     in_flight: int = 0
 
 
-def open_regular_file(path: str, *, direct_io: bool) -> tuple[int, bool]:
-    """Open ``path`` for reading and writing; return the descriptor and whether O_DIRECT is really on.
+def open_file(mover: Mover, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
+    """Open an existing regular file for reading and writing, and have ``mover`` register ``[0, length_bytes)``.
 
     Never creates, never truncates. A filesystem that refuses O_DIRECT is used buffered, with one line in the log.
-    Raises MoverError: missing, not writable, not a regular file.
+    Raises MoverError.
     """
     flags = os.O_RDWR | os.O_CLOEXEC
-    direct = direct_io
     try:
         try:
-            fd = os.open(path, flags | (os.O_DIRECT if direct else 0))
+            fd, direct = os.open(path, flags | (os.O_DIRECT if direct_io else 0)), direct_io
         except OSError as error:
-            if not direct or error.errno != errno.EINVAL:
+            if not direct_io or error.errno != errno.EINVAL:
                 raise
-            direct = False
-            fd = os.open(path, flags)
+            fd, direct = os.open(path, flags), False
             logger.warning("%s: this filesystem refuses O_DIRECT; reading and writing through the page cache", path)
     except OSError as error:
         raise MoverError(f"cannot open {path} for reading and writing: {error.strerror}") from error
-    check_adopted(fd, path)
-    return fd, direct
+    return mover.adopt_file(fd, path, length_bytes, direct=direct)
 
 
 def check_adopted(fd: int, path: str) -> None:
@@ -126,60 +123,6 @@ def copy_extents(extents: Extents, what: str) -> Extents:
 def total_bytes(extents: Extents) -> int:
     """The sum of their lengths."""
     return int(extents[0, 1]) if len(extents) == 1 else int(extents[:, 1].sum())
-
-
-def check_inside(extents: Extents, length_bytes: int, what: str) -> None:
-    """Raise MoverError unless every extent is longer than 0 and inside ``[0, length_bytes)``. There must be one."""
-    offsets, lengths = extents[:, 0], extents[:, 1]
-    # Nearly always the longest would fit at the last offset, which is quick to see: each call of numpy takes 1 µs.
-    last = length_bytes - int(np.maximum.reduce(lengths))
-    if np.minimum.reduce(lengths) > 0 and np.minimum.reduce(offsets) >= 0 and np.maximum.reduce(offsets) <= last:
-        return
-    bad = (offsets < 0) | (lengths <= 0) | (lengths > length_bytes - offsets)
-    if bad.any():
-        row = int(np.flatnonzero(bad)[0])
-        raise MoverError(
-            f"extent {row} of {what} (offset {offsets[row]}, length {lengths[row]}) is outside its {length_bytes} bytes"
-        )
-
-
-def check_alignment(memory_extents: Extents, address: int, file_extents: Extents, alignment_bytes: int) -> None:
-    """Raise MoverError unless addresses, offsets and lengths are multiples of ``alignment_bytes``, a power of two."""
-    # Or-ed together, whatever is off the grid has a bit below the alignment.
-    bits = np.bitwise_or.reduce(memory_extents[:, 0] + address) | np.bitwise_or.reduce(file_extents, axis=None)
-    if int(bits) & (alignment_bytes - 1):
-        raise MoverError(f"O_DIRECT needs addresses, offsets and lengths that are multiples of {alignment_bytes} bytes")
-
-
-def check_limits(mover: str, extents: int, largest_bytes: int, limits: MoverLimits) -> None:
-    """Raise MoverError when one transfer is larger than ``limits`` allow."""
-    if extents > limits.max_extents_per_transfer:
-        raise MoverError(f"{mover}: {extents} extents in one transfer, at most {limits.max_extents_per_transfer}")
-    if largest_bytes > limits.max_extent_bytes:
-        raise MoverError(f"{mover}: an extent of {largest_bytes} bytes, at most {limits.max_extent_bytes}")
-
-
-_FEW = 32
-"""So many rows cost less one by one than by numpy, of which each call takes 1 µs, and several when it is run rarely."""
-
-
-def _few_are_fine(limits: MoverLimits, op: Op, m: MemoryEntry, mem: Extents, f: FileEntry, fil: Extents) -> bool:
-    """Whether few rows pass every check of ``HandleTable.check``; False also where that takes a closer look."""
-    count = len(mem)
-    if not 0 < count <= _FEW or count != len(fil) or count > limits.max_extents_per_transfer:
-        return False
-    bits, largest_bytes, address = 0, 0, m.region.address
-    memory_bytes, file_bytes = m.region.length_bytes, f.length_bytes
-    for (at, length), (file_at, file_length) in zip(mem.tolist(), fil.tolist(), strict=True):
-        if not 0 < length == file_length <= limits.max_extent_bytes or at < 0 or file_at < 0:
-            return False
-        if at + length > memory_bytes or file_at + length > file_bytes:
-            return False
-        bits |= (address + at) | file_at | length
-        largest_bytes = max(largest_bytes, length)
-    if limits.whole_writes and op is Op.WRITE and (count != 1 or largest_bytes != f.length_bytes):
-        return False
-    return not (f.direct_asked and bits & (limits.alignment_bytes - 1))
 
 
 class HandleTable:
@@ -247,19 +190,32 @@ class HandleTable:
         """Everything that makes ``submit`` refuse, limits included; returns the looked-up sides. Raises MoverError."""
         m, f = self.memory(memory), self.file(file)
         mem, fil = copy_extents(memory_extents, f"memory {memory}"), copy_extents(file_extents, f.path)
-        if _few_are_fine(limits, op, m, mem, f, fil):
-            return m, mem, f, fil
+        if len(mem) > limits.max_extents_per_transfer:
+            raise MoverError(f"{self._mover}: {len(mem)} extents at once, at most {limits.max_extents_per_transfer}")
         if mem[:, 1].tobytes() != fil[:, 1].tobytes():
             raise MoverError(f"{self._mover}: memory and file extents must have the same lengths, row by row")
         if not len(mem):
             return m, mem, f, fil
-        check_inside(mem, m.region.length_bytes, f"memory {memory}")
-        check_inside(fil, f.length_bytes, f.path)
-        if f.direct_asked:
-            check_alignment(mem, m.region.address, fil, limits.alignment_bytes)
-        check_limits(self._mover, len(mem), int(np.maximum.reduce(mem[:, 1])), limits)
-        if limits.whole_writes and op is Op.WRITE and (len(mem) != 1 or int(fil[0, 1]) != f.length_bytes):
+        if limits.whole_writes and op is Op.WRITE and fil.tolist() != [[0, f.length_bytes]]:
             raise MoverError(
                 f"{self._mover}: a write is one extent and the whole of {f.path}, all its {f.length_bytes} bytes"
+            )
+        bits = 0
+        for rows, length_bytes, what in (
+            (mem, m.region.length_bytes, f"memory {memory}"),
+            (fil, f.length_bytes, f.path),
+        ):
+            for row, (at, length) in enumerate(rows.tolist()):
+                if at < 0 or length <= 0 or at + length > length_bytes:
+                    raise MoverError(
+                        f"extent {row} of {what} (offset {at}, length {length}) is outside its {length_bytes} bytes"
+                    )
+                if length > limits.max_extent_bytes:
+                    raise MoverError(f"{self._mover}: {length} bytes in one extent, at most {limits.max_extent_bytes}")
+                # Or-ed together, what is off the grid has a bit below the alignment.
+                bits |= at | length | (m.region.address + at if rows is mem else 0)
+        if f.direct and bits & (limits.alignment_bytes - 1):
+            raise MoverError(
+                f"O_DIRECT needs addresses, offsets and lengths that are multiples of {limits.alignment_bytes} bytes"
             )
         return m, mem, f, fil

@@ -161,15 +161,6 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
         except KVIKIO_ERRORS as error:
             raise MoverError(f"{self.name}: cannot unregister device memory: {words_of(error)}") from error
 
-    def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
-        file = super().open_file(path, length_bytes, direct_io=direct_io)
-        try:
-            self.path_of(file)
-        except MoverError:
-            self.close_file(file)
-            raise
-        return file
-
     def _add_file(self, entry: FileEntry) -> FileId:
         """Have KvikIO open it anew, on the mover's own thread; where that fails, the transfers fail."""
         assert self._launcher is not None

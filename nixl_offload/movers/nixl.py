@@ -109,11 +109,6 @@ class NixlMover(TrackedMover[_NixlTransfer]):
             else:
                 self._deregister("memory", memory)
 
-    def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
-        if self._plugin.target != "FILE":
-            return Mover.open_file(self, path, length_bytes, direct_io=direct_io)
-        return super().open_file(path, length_bytes, direct_io=direct_io)
-
     def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
         if self._plugin.target != "FILE":
             return Mover.adopt_file(self, fd, path, length_bytes, direct=direct)

@@ -10,7 +10,6 @@ when host memory is first moved to or from it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
@@ -26,7 +25,6 @@ from nixl_offload.movers.base import (
     Transfer,
     TransferState,
 )
-from nixl_offload.movers.handles import open_regular_file
 
 
 @dataclass(slots=True, eq=False)
@@ -84,13 +82,6 @@ class PairedMover(Mover):
         mover.unregister_memory(inner)
         del self._memories[memory]
 
-    def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
-        def opened() -> FileId:
-            return self._device.open_file(path, length_bytes, direct_io=direct_io)
-
-        spare_fd, direct = open_regular_file(path, direct_io=direct_io)
-        return self._add_file(path, length_bytes, direct, spare_fd, opened)
-
     def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
         try:
             spare_fd = os.dup(fd)
@@ -99,16 +90,8 @@ class PairedMover(Mover):
                 os.close(fd)
             raise MoverError(f"cannot use {path}: {error.strerror}") from error
 
-        def opened() -> FileId:
-            return self._device.adopt_file(fd, path, length_bytes, direct=direct)
-
-        return self._add_file(path, length_bytes, direct, spare_fd, opened)
-
-    def _add_file(
-        self, path: str, length_bytes: int, direct: bool, spare_fd: int, opened: Callable[[], FileId]
-    ) -> FileId:
         try:
-            inner = opened()
+            inner = self._device.adopt_file(fd, path, length_bytes, direct=direct)
         except BaseException:
             os.close(spare_fd)
             raise

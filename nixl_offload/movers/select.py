@@ -22,6 +22,7 @@ from nixl_offload.hardware.gds import gds_report
 from nixl_offload.keep import keep_forever
 from nixl_offload.movers.base import Extents, MemoryKind, MemoryRegion, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.handles import open_file
 from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
@@ -169,7 +170,7 @@ def _round_trip(mover: Mover, region: MemoryRegion, path: str) -> str:
     After an error memory and file stay with the mover, which may still be at them; closing it lets them go.
     """
     memory = mover.register_memory(region)
-    file = mover.open_file(path, SCRATCH_BYTES, direct_io=True)
+    file = open_file(mover, path, SCRATCH_BYTES, direct_io=True)
     bounces = ""
     if isinstance(mover, KvikioMover) and region.kind is MemoryKind.VRAM and mover.path_of(file) == "compat":
         bounces = "KvikIO's compatibility mode: it bounces through page-locked host memory"

@@ -63,7 +63,6 @@ class StoreMover(TrackedMover[_StoreTransfer]):
         self._workers = 0
 
     # It moves objects only: back to what a mover does that moves no files.
-    open_file = Mover.open_file
     adopt_file = Mover.adopt_file
 
     def open_object(self, name: str, length_bytes: int) -> FileId:

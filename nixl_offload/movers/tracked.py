@@ -35,7 +35,6 @@ from nixl_offload.movers.handles import (
     check_adopted,
     check_usable,
     fork_message,
-    open_regular_file,
 )
 
 logger = logging.getLogger(__name__)
@@ -137,11 +136,6 @@ class TrackedMover(Mover, Generic[TransferT]):
     def unregister_memory(self, memory: MemoryId) -> None:
         self._table.pop_memory(memory)
 
-    def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
-        self._check_usable()
-        fd, direct = open_regular_file(path, direct_io=direct_io)
-        return self._add_file(FileEntry(fd, path, length_bytes, direct_io, direct))
-
     def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
         try:
             self._check_usable()
@@ -149,7 +143,7 @@ class TrackedMover(Mover, Generic[TransferT]):
             os.close(fd)
             raise
         check_adopted(fd, path)
-        return self._add_file(FileEntry(fd, path, length_bytes, direct, direct))
+        return self._add_file(FileEntry(fd, path, length_bytes, direct))
 
     def close_file(self, file: FileId) -> None:
         os.close(self._table.pop_file(file).fd)

@@ -20,6 +20,7 @@ from typing import Any
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import MoverUnavailableError
 from nixl_offload.movers.base import Mover, Op, Transfer, TransferState
+from nixl_offload.movers.handles import open_file
 from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS, object_plugin
@@ -39,7 +40,7 @@ class Work:
         if name == "obj":
             self._file = self.mover.open_object(target, MIB)
         else:
-            self._file = self.mover.open_file(target, MIB, direct_io=False)
+            self._file = open_file(self.mover, target, MIB, direct_io=False)
 
     def begin(self) -> Transfer:
         """Begin to read all of it."""

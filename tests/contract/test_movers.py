@@ -18,6 +18,7 @@ import pytest
 from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.movers.base import FileId, MemoryKind, Mover, Op, TransferState
 from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.handles import open_file
 from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS
@@ -104,7 +105,7 @@ def test_a_pair_asks_the_second_again_for_a_file_that_it_refused(tmp_path: Path)
     memory = HostMemory(4096)
     before = len(os.listdir("/proc/self/fd"))
     with contextlib.closing(PairedMover(DeviceCopyMover(), RefusesOnce())) as mover:
-        region, file = mover.register_memory(memory.region), mover.open_file(str(path), 4096, direct_io=False)
+        region, file = mover.register_memory(memory.region), open_file(mover, str(path), 4096, direct_io=False)
         whole = np.array([[0, 4096]], dtype=np.int64)
         with pytest.raises(MoverError, match="too many"):
             mover.submit(Op.READ, region, whole, file, whole)
@@ -132,11 +133,11 @@ def test_of_a_pair_the_first_closes_though_the_second_cannot(tmp_path: Path) -> 
     before = len(os.listdir("/proc/self/fd"))
     device = DeviceCopyMover()
     mover = PairedMover(device, DoesNotClose())
-    mover.open_file(str(path), 4096, direct_io=False)
+    open_file(mover, str(path), 4096, direct_io=False)
     with pytest.raises(MoverError, match="deregister"):
         mover.close()
     with pytest.raises(MoverError, match="closed"):
-        device.open_file(str(path), 4096, direct_io=False)
+        open_file(device, str(path), 4096, direct_io=False)
     assert len(os.listdir("/proc/self/fd")) == before
     mover.close()
 

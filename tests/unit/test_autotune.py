@@ -176,10 +176,10 @@ def test_the_scratch_file_is_private(tmp_path: Path) -> None:
     seen = []
 
     class Looking(CopyMover):
-        def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> Any:
+        def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> Any:
             status = os.stat(path)
             seen.append((stat.S_IMODE(status.st_mode), status.st_size, Path(path).parent))
-            return super().open_file(path, length_bytes, direct_io=direct_io)
+            return super().adopt_file(fd, path, length_bytes, direct=direct)
 
     tried(tmp_path, {"posix": Looking, "copy": faulty})
     assert seen == [(0o600, 0, tmp_path)]

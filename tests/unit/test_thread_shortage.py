@@ -15,6 +15,7 @@ from nixl_offload.engine import TierEngine
 from nixl_offload.identity.weights import WeightsDigest
 from nixl_offload.movers.base import MemoryRegion, Op, TransferState
 from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.handles import open_file
 from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.prober import Prober
 from nixl_offload.tiers.shared.tier import SharedTier
@@ -75,7 +76,7 @@ def test_a_copy_that_found_no_thread_never_touches_its_memory(tmp_path: Path, sh
     memory = np.frombuffer(mmap.mmap(-1, 4 * PAGE), dtype=np.uint8)
     with contextlib.closing(CopyMover(2)) as mover:
         handle = mover.register_memory(MemoryRegion(memory.ctypes.data, memory.nbytes))
-        file = mover.open_file(str(path), 4 * PAGE, direct_io=False)
+        file = open_file(mover, str(path), 4 * PAGE, direct_io=False)
 
         def read(page: int) -> object:
             extent = np.array([[page * PAGE, PAGE]], dtype=np.int64)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from nixl_offload.errors import MoverError, TierError
 from nixl_offload.movers.base import FileId, Mover, close_if_idle
+from nixl_offload.movers.handles import open_file
 from nixl_offload.tiers.base import NOTHING_STORED, Link, Target
 from nixl_offload.tiers.breaker import Breaker
 from nixl_offload.types import Key, Location
@@ -174,7 +175,7 @@ class SlabLink(Link):
 
     def _open(self, which: int) -> None:
         slab, before = self._slabs[which], self._files[which]
-        file = self.mover.open_file(str(slab.path), slab.rank_bytes, direct_io=slab.direct_io)
+        file = open_file(self.mover, str(slab.path), slab.rank_bytes, direct_io=slab.direct_io)
         if before is not None:
             self._stale.append(before)
         self._files[which], self._current[which] = file, True

@@ -22,6 +22,7 @@ import pytest
 from nixl_offload.errors import MoverError
 from nixl_offload.hardware.gds import gds_report
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState
+from nixl_offload.movers.handles import open_file
 from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.select import open_mover
 from tests.contract.suites.mover_rig import KIB, MIB, MoverRigs, Rig, SuiteMemory, extents
@@ -261,7 +262,7 @@ class TestCuFileFaults(KvikioRigs):
     def test_a_file_that_is_never_open_does_not_hold_the_end_up(self, tmp_path: Path) -> None:
         mover = KvikioMover(4, BOUNCE_BYTES, close_timeout_s=0.1)
         (tmp_path / "data").write_bytes(bytes(4096))
-        file = mover.open_file(str(tmp_path / "data"), 4096, direct_io=False)
+        file = open_file(mover, str(tmp_path / "data"), 4096, direct_io=False)
         mover._opened[mover._table.file(file)] = Future()  # as where storage hangs meanwhile
         began_s = time.monotonic()
         mover.close()

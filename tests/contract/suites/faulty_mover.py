@@ -98,24 +98,16 @@ class FaultyMover(Mover):
         self.inner.unregister_memory(memory)
         self._regions.pop(memory, None)
 
-    def open_file(self, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
-        return self._opened(self.inner.open_file(path, length_bytes, direct_io=direct_io), path, direct=direct_io)
-
     def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
-        # By the descriptor, for the file may have no name, or another one soon.
-        return self._opened(
-            self.inner.adopt_file(fd, path, length_bytes, direct=direct), f"/proc/self/fd/{fd}", direct=direct
-        )
+        file = self.inner.adopt_file(fd, path, length_bytes, direct=direct)
+        self._paths[file] = f"/proc/self/fd/{fd}"  # for the file may have no name, or another one soon
+        if direct:
+            self._direct.add(file)
+        return file
 
     def open_object(self, name: str, length_bytes: int) -> FileId:
         file = self.inner.open_object(name, length_bytes)
         self._objects[file] = name
-        return file
-
-    def _opened(self, file: FileId, path: str, *, direct: bool) -> FileId:
-        self._paths[file] = path
-        if direct:
-            self._direct.add(file)
         return file
 
     def close_file(self, file: FileId) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, MemoryRegion, Op, TransferState
+from nixl_offload.movers.handles import open_file
 from nixl_offload.types import PAGE_BYTES
 from tests.contract.suites.mover_rig import KIB, MIB, MoverRigs, Rig, extents
 
@@ -77,7 +78,7 @@ class RefusalSuite(MoverRigs):
         os.mkfifo(tmp_path / "pipe")
         for path in (missing, tmp_path, tmp_path / "pipe"):
             with pytest.raises(MoverError, match=path.name):
-                rig.mover.open_file(str(path), 4 * KIB, direct_io=self.direct_io)
+                open_file(rig.mover, str(path), 4 * KIB, direct_io=self.direct_io)
         assert not missing.exists()
         # A program that runs cannot be opened for writing by anyone, root included.
         program = tmp_path / "sleep"
@@ -85,7 +86,7 @@ class RefusalSuite(MoverRigs):
         with subprocess.Popen([str(program), "60"]) as process:
             try:
                 with pytest.raises(MoverError, match="sleep"):
-                    rig.mover.open_file(str(program), 4 * KIB, direct_io=self.direct_io)
+                    open_file(rig.mover, str(program), 4 * KIB, direct_io=self.direct_io)
             finally:
                 process.kill()
 
@@ -111,7 +112,7 @@ class RefusalSuite(MoverRigs):
         large = self.make_memory(size)
         os.ftruncate(rig.fd, size)
         memory = rig.mover.register_memory(large.region)
-        file = rig.mover.open_file(str(rig.path), size, direct_io=self.direct_io)
+        file = open_file(rig.mover, str(rig.path), size, direct_io=self.direct_io)
         with pytest.raises(MoverError):
             rig.mover.submit(Op.READ, memory, extents([0], size), file, extents([0], size))
         rig.mover.close_file(file)

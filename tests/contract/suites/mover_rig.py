@@ -32,6 +32,7 @@ from nixl_offload.movers.base import (
     Transfer,
     TransferState,
 )
+from nixl_offload.movers.handles import open_file
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -99,7 +100,7 @@ class Rig:
         self.raw_write(0, self.stored.tobytes())
         self.region = self._memory.region
         self.memory_id: MemoryId = mover.register_memory(self.region)
-        self.file_id: FileId = mover.open_file(str(path), size_bytes, direct_io=direct_io)
+        self.file_id: FileId = open_file(mover, str(path), size_bytes, direct_io=direct_io)
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:

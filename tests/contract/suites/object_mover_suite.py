@@ -25,6 +25,7 @@ from nixl_offload.movers.base import (
     Op,
     TransferState,
 )
+from nixl_offload.movers.handles import open_file
 from nixl_offload.types import PAGE_BYTES
 from tests.contract.suites.mover_rig import exit_code_of_fork
 from tests.contract.suites.mover_suite import KIB, MIB, extents
@@ -211,7 +212,7 @@ class ObjectMoverSuite:
         path = tmp_path / "file"
         path.write_bytes(bytes(PAGE_BYTES))
         with pytest.raises(MoverError):
-            rig.mover.open_file(str(path), PAGE_BYTES, direct_io=False)
+            open_file(rig.mover, str(path), PAGE_BYTES, direct_io=False)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         with pytest.raises(MoverError):
             rig.mover.adopt_file(fd, str(path), PAGE_BYTES, direct=False)

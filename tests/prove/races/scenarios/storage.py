@@ -16,6 +16,7 @@ from nixl_offload.errors import MoverError
 from nixl_offload.index.durable import DurableIndex
 from nixl_offload.movers.base import MemoryRegion, Op, TransferState
 from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.handles import open_file
 from nixl_offload.movers.launcher import Launcher
 from nixl_offload.movers.queued import QueuedMover
 from nixl_offload.movers.store import StoreMover
@@ -144,7 +145,7 @@ def copying(run: Run) -> None:
     path = run.path / "file"
     content = np.arange(6 * PAGE, dtype=np.uint32).astype(np.uint8)
     path.write_bytes(content.tobytes())
-    file = mover.open_file(str(path), 6 * PAGE, direct_io=False)
+    file = open_file(mover, str(path), 6 * PAGE, direct_io=False)
     primitives.no_threads[0] = chance.choice((0, 0, 1, 2))
     transfers = []
     for page in range(4):
