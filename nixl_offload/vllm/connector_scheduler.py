@@ -38,6 +38,7 @@ from nixl_offload.vllm.vllm_internals import (
     forget_keys_behind,
     hit_keys,
     is_being_loaded,
+    keep_where_prompts_part,
     known_requests,
     offer_again,
     request_state,
@@ -199,10 +200,14 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         question = num_computed_tokens, max_num_new_tokens
         known = self._answers.get(request.request_id)
         if known is not None and known.question == question and self._holds(known) and request.lora_request is None:
-            return known.found, bool(known.found)
-        found, is_async = self._look_up(request, num_computed_tokens, max_num_new_tokens)
-        if found is not None:
-            self._answer(request, question, found, ANSWER_S)
+            found, is_async = known.found, bool(known.found)
+        else:
+            found, is_async = self._look_up(request, num_computed_tokens, max_num_new_tokens)
+            if found is not None:
+                self._answer(request, question, found, ANSWER_S)
+        status = request_state(self, request.request_id)
+        if found is not None and status is not None:
+            keep_where_prompts_part(self, status, num_computed_tokens + found)
         return found, is_async
 
     def _holds(self, known: _LastAnswer) -> bool:

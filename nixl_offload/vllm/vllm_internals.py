@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
     from vllm.forward_context import ForwardContext
     from vllm.lora.request import LoRARequest
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_offload.base import ReqContext
     from vllm.v1.kv_offload.config import OffloadingConfig
@@ -208,6 +209,16 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
         super().reset_cache()
         self._current_batch_jobs_to_flush |= flushed
 
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """As vLLM's, which takes the chunk that a loaded tail ends in for stored. It is stored once it is whole."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        state = self._req_status.get(request.request_id)
+        if state is not None and num_external_tokens:
+            loaded_tokens = state.num_locally_computed_tokens + num_external_tokens
+            for at in self._full_attention_groups:
+                group, chunk_tokens = state.group_states[at], self.config.kv_group_configs[at].tokens_per_chunk
+                group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, loaded_tokens // chunk_tokens)
+
     def check_blocks(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """Offer no chunk of a request from a block that it does not have any more. ``block_ids``: vLLM's own table, by
         KV cache group.
@@ -367,6 +378,24 @@ def hit_keys(
     tokens = scheduler._partial_tail_key_tokens(config, end)
     tail = scheduler._make_boundary_key(status.req, config.group_idx, tokens, status.req_context)
     return [*keys[: end // config.tokens_per_chunk], tail]
+
+
+def keep_where_prompts_part(
+    scheduler: OffloadingConnectorScheduler, status: RequestOffloadState, hit_tokens: int
+) -> None:
+    """Have vLLM keep a state, and windows, where the attention that tiers hold of a request ends, if they are missing.
+
+    Of a prompt vLLM keeps those of its end, and those of the place where its own cache shows that two prompts part. It
+    does not see that tiers have another prompt that begins alike.
+    """
+    ends = [
+        (group.lookup_hit_end_chunk_idx - config.is_eagle_group) * config.tokens_per_chunk
+        for config, group in zip(scheduler.config.kv_group_configs, status.group_states, strict=True)
+        if config.sliding_window_size_in_chunks is None
+    ]
+    end = min(ends, default=0)
+    if end > hit_tokens:
+        status.req.shared_prefix_boundary = max(status.req.shared_prefix_boundary, end)
 
 
 def forget_keys_behind(state: RequestOffloadState, computed_tokens: int) -> None:
