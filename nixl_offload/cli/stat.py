@@ -1,7 +1,6 @@
 """``nixl-offload stat CONFIG KEY``: what the headers of one chunk's shards say, field by field.
 
-The fields are those of docs/format.md. ``chunk.header.decode_header`` decides whether a header is valid; this explains.
-Threading: one thread.
+The fields are those of docs/format.md, as they stand there; ``verify.shard`` says what is wrong. Threading: one thread.
 """
 
 from __future__ import annotations
@@ -14,22 +13,19 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple, TextIO
 
 from nixl_offload.chunk.authentication import ChunkKeys, stated_key_id
-from nixl_offload.chunk.checksum import ALGORITHM_XXH3_64, block_checksum
 from nixl_offload.chunk.header import (
     CHECKSUMS_AT,
-    FORMAT_VERSION,
     HEADER_BYTES,
     MAGIC,
     MAX_BLOCKS_PER_CHUNK,
     MAX_KEY_BYTES,
     OWN_CHECKSUM_AT,
-    slot_bytes,
 )
 from nixl_offload.cli.common import Commands, TierFailure, add_command, add_selection, keys_of, opened, selected, visit
 from nixl_offload.cli.terminal import about_size, moment
-from nixl_offload.cli.verify.shard import NO_KEY, Buffer, Macs, check_shard
+from nixl_offload.cli.verify.shard import NO_KEY, Buffer, Macs, check_header, check_shard
 from nixl_offload.config import load_config
-from nixl_offload.errors import ConfigError, StoreError
+from nixl_offload.errors import ConfigError, FormatError, StoreError
 from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, ShardInfo, printable
 from nixl_offload.types import key_group
 
@@ -61,16 +57,6 @@ class FoundShard(NamedTuple):
     namespace: NamespaceInfo
     chunk: ChunkInfo
     shard: ShardInfo
-
-
-class HeaderField(NamedTuple):
-    """One line of what a header says."""
-
-    name: str
-    value: str | int
-    wrong: str | None = None
-    """What is wrong with it, in words; None: it is right, or nothing is known to compare it with."""
-    note: str = ""
 
 
 def add_stat(commands: Commands) -> None:
@@ -165,22 +151,24 @@ def _decode(found: FoundShard, arguments: argparse.Namespace, keys: ChunkKeys | 
             raise
         plain["wrong"].append(str(error))
         return plain
-    fields = list(explain(page, namespace, chunk, shard))
-    plain["fields"] = {name: {"value": value, "wrong": wrong, "note": note} for name, value, wrong, note in fields}
-    plain["wrong"] += [f"{field.name}: {field.wrong}" for field in fields if field.wrong]
-    if len(fields) > 1:
+    plain["fields"] = fields_of(page)
+    if len(plain["fields"]) > 1:
         sums = block_checksums_of(page)
         plain["block_checksums"] = [f"{value:016x}" for value in sums] if arguments.blocks else len(sums)
     if (words := namespace.why_no_shard(chunk.key, shard.rank)) is not None:
         plain["wrong"].append(f"rank: {words}")
+    try:
+        check_header(page, namespace, chunk, shard)
+    except FormatError as error:
+        plain["wrong"].append(f"{error.reason}: {error}")
     if arguments.verify:
         macs = None if inspector.exclusive else Macs(keys)
         fault = check_shard(inspector.read_into, namespace, chunk, shard, buffer, macs)
         if fault is not None and fault.reason == NO_KEY:
             plain["no_key"], fault = fault.words, None
         plain["verified"] = fault is None
-        if fault is not None and (fault.reason in ("checksum", "authentication") or not plain["wrong"]):
-            plain["wrong"].append(f"payload: {fault.words}")
+        if fault is not None and f"{fault.reason}: {fault.words}" not in plain["wrong"]:
+            plain["wrong"].append(f"{fault.reason}: {fault.words}")
     return plain
 
 
@@ -195,10 +183,8 @@ def _print(shard: dict[str, Any], out: TextIO) -> None:
     ]
     if shard["modified_s"] is not None:
         lines.append(("modified", moment(shard["modified_s"])))
-    for name, field in shard["fields"].items():
-        note = f"   ({field['note']})" if field["note"] else ""
-        wrong = f"   WRONG: {field['wrong']}" if field["wrong"] else ""
-        lines.append((name, f"{field['value']}{note}{wrong}"))
+    for name, value in shard["fields"].items():
+        lines.append((name, f"{value}   ({moment(value)})" if name == "created" else str(value)))
     sums = shard.get("block_checksums", [])
     if isinstance(sums, int):
         lines.append(("block checksums", f"{sums}; --blocks lists them"))
@@ -214,75 +200,32 @@ def _print(shard: dict[str, Any], out: TextIO) -> None:
     print(file=out)
 
 
-def explain(
-    page: memoryview, namespace: NamespaceInfo | None, chunk: ChunkInfo | None, shard: ShardInfo | None
-) -> Iterator[HeaderField]:
-    """Yield the fields of a header page; what is not known of the shard (None) is not compared."""
+def fields_of(page: memoryview) -> dict[str, str | int]:
+    """Return what a header page says, field by field as docs/format.md lists them, whether it is right or not."""
     if bytes(page[:8]) != MAGIC:
-        words = f"not a shard of ours: a header begins with {MAGIC.hex()} ({MAGIC.decode()})"
-        zero = "the page is zero: never written, a hole in the file, or invalidated by verify --delete-bad"
-        yield HeaderField("magic", bytes(page[:8]).hex(), words if any(page) else zero)
-        return
+        return {"magic": bytes(page[:8]).hex()}
     version, header_bytes, algorithm, flags = struct.unpack_from("<4H", page, 8)
     group, blocks, first_valid, block_bytes, payload_bytes, created_s, key_bytes = struct.unpack_from(
         "<IHHQQQH", page, 48
     )
-    key = bytes(page[88 : 88 + min(key_bytes, MAX_KEY_BYTES)])
-    (stated,) = struct.unpack_from("<Q", page, OWN_CHECKSUM_AT)
-    checksum, mac_key = block_checksum(page[:OWN_CHECKSUM_AT]), stated_key_id(page)
-    expected_blocks = namespace.blocks_per_chunk if namespace else None
-    needed_bytes = slot_bytes(blocks, block_bytes) if 0 < blocks <= MAX_BLOCKS_PER_CHUNK else 0
-
-    def field(name: str, value: str | int, *wrongs: tuple[bool, str], note: str = "") -> HeaderField:
-        return HeaderField(name, value, next((words for is_wrong, words in wrongs if is_wrong), None), note)
-
-    yield field("magic", MAGIC.decode())
-    yield field("version", version, (version != FORMAT_VERSION, f"this reader knows {FORMAT_VERSION}"))
-    yield field("header bytes", header_bytes, (header_bytes != HEADER_BYTES, f"expected {HEADER_BYTES}"))
-    is_other, words = algorithm != ALGORITHM_XXH3_64, f"this reader knows {ALGORITHM_XXH3_64}, XXH3-64"
-    yield field("algorithm", algorithm, (is_other, words), note="" if is_other else "XXH3-64")
-    yield field("flags", flags, (flags != 0, "this reader knows none"))
-    yield _namespace(bytes(page[16:48]), namespace, shard)
-    yield field("group", group, (chunk is not None and group != key_group(chunk.key), "not the group in the key"))
-    yield field(
-        "blocks",
-        blocks,
-        (not 0 < blocks <= MAX_BLOCKS_PER_CHUNK, f"1 to {MAX_BLOCKS_PER_CHUNK} are possible"),
-        (expected_blocks not in (None, blocks), f"chunks of the namespace have {expected_blocks}"),
-    )
-    yield field("first valid block", first_valid, (first_valid >= blocks, "no block would be there"))
-    yield field("block bytes", block_bytes, (block_bytes <= 0, "a block has bytes"))
-    there_bytes = shard.size_bytes if shard else needed_bytes
-    words = f"{blocks} blocks of {block_bytes} bytes are {blocks * block_bytes}"
-    too_long = f"with header and padding {needed_bytes} bytes, there are {there_bytes}"
-    is_odd = payload_bytes != blocks * block_bytes
-    yield field("payload bytes", payload_bytes, (is_odd, words), (needed_bytes > there_bytes, too_long))
-    yield field("created", created_s, note=moment(float(created_s)))
-    yield field(
-        "key",
-        key.hex(),
-        (not 0 < key_bytes <= MAX_KEY_BYTES, f"a length of {key_bytes} bytes; 1 to {MAX_KEY_BYTES} are possible"),
-        (chunk is not None and key != chunk.key, "another chunk's: a swapped file, or a slot given to another chunk"),
-    )
-    if any(mac_key):
-        yield field("MAC by key", mac_key.hex())
-    words = f"the page has {checksum:016x}: at least one of its bytes is not what was written"
-    yield field("header checksum", f"{stated:016x}", (stated != checksum, words))
-
-
-def _namespace(digest: bytes, namespace: NamespaceInfo | None, shard: ShardInfo | None) -> HeaderField:
-    name = "namespace digest"
-    expected = namespace.rank_digest(shard.rank) if namespace and shard else None
-    if namespace is None or shard is None or expected is None:
-        return HeaderField(name, digest.hex(), None, "no manifest that fits to compare it with")
-    if digest == expected:
-        return HeaderField(name, digest.hex(), None, f"that of rank {shard.rank}")
-    ranks = range(min(namespace.ranks or 0, 4096))
-    rank = next((rank for rank in ranks if namespace.rank_digest(rank) == digest), None)
-    words = f"another namespace's; expected {expected.hex()}"
-    return HeaderField(
-        name, digest.hex(), words if rank is None else f"that of rank {rank}, expected that of rank {shard.rank}"
-    )
+    (stated,), mac_key = struct.unpack_from("<Q", page, OWN_CHECKSUM_AT), stated_key_id(page)
+    return {
+        "magic": MAGIC.decode(),
+        "version": version,
+        "header bytes": header_bytes,
+        "algorithm": algorithm,
+        "flags": flags,
+        "namespace digest": bytes(page[16:48]).hex(),
+        "group": group,
+        "blocks": blocks,
+        "first valid block": first_valid,
+        "block bytes": block_bytes,
+        "payload bytes": payload_bytes,
+        "created": created_s,
+        "key": bytes(page[88 : 88 + min(key_bytes, MAX_KEY_BYTES)]).hex(),
+        **({"MAC by key": mac_key.hex()} if any(mac_key) else {}),
+        "header checksum": f"{stated:016x}",
+    }
 
 
 def block_checksums_of(page: memoryview) -> list[int]:

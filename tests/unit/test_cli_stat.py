@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from nixl_offload.chunk.header import HEADER_BYTES, Expected, decode_header, encode_header, make_header
-from nixl_offload.cli.stat import block_checksums_of, explain
+from nixl_offload.cli.stat import block_checksums_of, fields_of
 from nixl_offload.stores.directory import TreeStore
 from tests.unit.gc_rig import key
 from tests.unit.stored_rig import BLOCK_BYTES, SLOT_BYTES, Cli, StoredSlab, flip, snapshot
@@ -62,9 +62,9 @@ def test_a_chunk_of_a_slab_as_people_read_it(slab: StoredSlab, cli: Cli) -> None
         "magic": "NIXLOFF1",
         "version": "1",
         "header bytes": "4096",
-        "algorithm": "1   (XXH3-64)",
+        "algorithm": "1",
         "flags": "0",
-        "namespace digest": f"{slab.namespace.rank_digest(0).hex()}   (that of rank 0)",
+        "namespace digest": slab.namespace.rank_digest(0).hex(),
         "group": "0",
         "blocks": "4",
         "first valid block": "0",
@@ -92,7 +92,7 @@ def test_ways_to_name_a_chunk(slab: StoredSlab, tree: Path, cli: Cli, tmp_path: 
         assert cli("stat", file, text, "--json") == 0, text
         found = cli.json["shards"]
         assert len(found) == shards
-        assert {shard["fields"]["key"]["value"] for shard in found} == {key(2).hex()}
+        assert {shard["fields"]["key"] for shard in found} == {key(2).hex()}
     for file, text in ((slab.file, f"/elsewhere/{name}"), (slab_file, name), (slab_file, f"{slab.slab()}@4096")):
         assert cli("stat", file, text) == 1
         assert "is not in" in cli.err
@@ -119,62 +119,50 @@ def test_blocks_are_listed_and_the_bad_one_is_found(slab: StoredSlab, tree: Path
     assert cli("stat", slab.file, key(0).hex(), "--verify", "--json") == 1
     first, second = cli.json["shards"]
     assert (first["verified"], second["verified"]) == (False, True)
-    assert first["wrong"] == ["payload: block 2 of 4: the checksum is not the header's"]
+    assert first["wrong"] == ["checksum: block 2 of 4: the checksum is not the header's"]
 
 
 @pytest.mark.parametrize(
-    ("at", "data", "field", "words"),
+    ("at", "data", "words"),
     [
-        (0, b"#!/bin/sh", "magic", "not a shard of ours"),
-        (0, bytes(4096), "magic", "the page is zero: never written, a hole in the file"),
-        (8, b"\x09\x00", "version", "this reader knows 1"),
-        (10, b"\x00\x20", "header bytes", "expected 4096"),
-        (12, b"\x02\x00", "algorithm", "this reader knows 1, XXH3-64"),
-        (14, b"\x01\x00", "flags", "this reader knows none"),
-        (16, b"stranger", "namespace digest", "another namespace's; expected "),
-        (48, b"\x05\x00", "group", "not the group in the key"),
-        (52, b"\x08\x00", "blocks", "chunks of the namespace have 4"),
-        (52, b"\xff\xff", "blocks", "1 to 487 are possible"),
-        (54, b"\x04\x00", "first valid block", "no block would be there"),
-        (56, bytes(8), "block bytes", "a block has bytes"),
-        (64, b"\x01", "payload bytes", "4 blocks of 4608 bytes are 18432"),
-        (80, b"\x41\x00", "key", "a length of 65 bytes; 1 to 64 are possible"),
-        (90, b"other", "key", "another chunk's: a swapped file"),
-        (4000, b"x", "header checksum", "at least one of its bytes is not what was written"),
+        (0, b"#!/bin/sh", "magic: not a shard: it begins with 23212f62696e2f73"),
+        (0, bytes(4096), "magic: not a shard: it begins with 0000000000000000"),
+        (8, b"\x09\x00", "version: format version 9; this reader knows 1"),
+        (56, bytes(8), "header_checksum: the header page states its own checksum as"),
+        (90, b"other", "header_checksum: the header page states its own checksum as"),
     ],
 )
-def test_a_wrong_field_is_explained(
-    at: int, data: bytes, field: str, words: str, slab: StoredSlab, tree: Path, cli: Cli
+def test_what_is_wrong_with_a_header_is_named(
+    at: int, data: bytes, words: str, slab: StoredSlab, tree: Path, cli: Cli
 ) -> None:
     flip(tree / slab.name(0), at, data)
     assert cli("stat", slab.file, slab.name(0), "--json") == 1
     (shard,) = cli.json["shards"]
-    assert words in shard["fields"][field]["wrong"]
-    assert any(line.startswith(f"{field}: ") for line in shard["wrong"])
+    assert shard["wrong"][0].startswith(words)
     assert cli("stat", slab.file, slab.name(0)) == 1
-    assert "WRONG" in cli.out
+    assert f"    WRONG  {words}" in cli.out
     assert "\x1b" not in cli.out
 
 
 def test_swapped_ranks_and_short_files(slab: StoredSlab, tree: Path, cli: Cli) -> None:
     (tree / slab.name(0)).write_bytes((tree / slab.name(0, 1)).read_bytes())
     assert cli("stat", slab.file, slab.name(0)) == 1
-    assert "WRONG: that of rank 1, expected that of rank 0" in cli.out
+    assert "WRONG  namespace: the shard belongs to namespace" in cli.out
     with (tree / slab.name(1)).open("r+b") as file:
         file.truncate(8192)
     assert cli("stat", slab.file, slab.name(1)) == 1
-    assert f"with header and padding {SLOT_BYTES} bytes, there are 8192" in cli.out
+    assert f"WRONG  length: by its header the shard has {SLOT_BYTES} bytes, there are 8192" in cli.out
     (tree / slab.name(2)).write_bytes(b"short")
     assert cli("stat", slab.file, slab.name(2)) == 1
     assert "4096 bytes asked for at offset 0, there are 5" in cli.out
 
 
 def test_the_table_of_fields_is_that_of_the_format() -> None:
-    """What ``explain`` reads at its offsets is what ``encode_header`` wrote, for values that differ in every field."""
+    """``fields_of`` reads what ``encode_header`` wrote, for values that differ in every field."""
     expect = Expected(bytes(range(32)), bytes(range(100, 136)), 0x01020304, 9, 0x1122)
     header = make_header(expect, np.arange(1, 8, dtype=np.uint64), first_valid_block=2, created_s=1_700_000_000)
     page = memoryview(bytes(encode_header(header)))
-    values = {field.name: field.value for field in explain(page, None, None, None)}
+    values = fields_of(page)
     (own,) = struct.unpack_from("<Q", page, 4088)
     assert values == {
         "magic": "NIXLOFF1",
@@ -192,5 +180,4 @@ def test_the_table_of_fields_is_that_of_the_format() -> None:
         "key": expect.key.hex(),
         "header checksum": f"{own:016x}",
     }
-    assert not any(field.wrong for field in explain(page, None, None, None))
     assert block_checksums_of(page) == list(header.checksums)

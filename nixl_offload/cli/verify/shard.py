@@ -6,7 +6,7 @@ Threading: functions over the caller's buffers, safe anywhere. Memory: one piece
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 import xxhash
@@ -19,6 +19,8 @@ from nixl_offload.types import PAGE_BYTES, key_group
 
 PIECE_BYTES: Final = 8 << 20
 """How much is read at once; each thread that checks has a buffer of this size."""
+NO_KEY: Final = "no_key"
+"""As ``ShardFault.reason``: all else is right, and nobody knows of the MAC."""
 
 Read = Callable[[ShardInfo, int, memoryview], None]
 
@@ -36,10 +38,6 @@ class ShardFault(NamedTuple):
     """By the header, where it can be read."""
 
 
-NO_KEY: Final = "no_key"
-"""As ``ShardFault.reason``: all else is right, and nobody knows of the MAC."""
-
-
 class Macs(NamedTuple):
     """How MACs are judged, in tiers whose chunks have some."""
 
@@ -51,15 +49,15 @@ class Macs(NamedTuple):
         Raises FormatError: ``authentication``, or ``no_key``.
         """
         stated = stated_key_id(page)
-        if not any(stated):
-            if namespace.is_authenticated:
-                raise FormatError("there is no MAC, and servers of this namespace want one", reason="authentication")
-            if namespace.is_authenticated is None and self.keys is not None:
-                raise FormatError("not authenticated: no MAC, and no manifest that tells of it", reason=NO_KEY)
-            return None
-        if self.keys is None or not self.keys.knows(page):
-            raise FormatError(f"not authenticated: no key {stated.hex()}", reason=NO_KEY)
-        return self.keys.begin(page)
+        if any(stated):
+            if self.keys is None or not self.keys.knows(page):
+                raise FormatError(f"not authenticated: no key {stated.hex()}", reason=NO_KEY)
+            return self.keys.begin(page)
+        if namespace.is_authenticated:
+            raise FormatError("there is no MAC, and servers of this namespace want one", reason="authentication")
+        if namespace.is_authenticated is None and self.keys is not None:
+            raise FormatError("not authenticated: no MAC, and no manifest that tells of it", reason=NO_KEY)
+        return None
 
 
 class Buffer:
@@ -78,43 +76,38 @@ def check_shard(
     macs: Macs | None = None,
 ) -> ShardFault | None:
     """Read a shard whole and check it. None: it is right. ``macs``: None where nobody looks at them."""
-    header: ShardHeader | None = None
-    mac: MacCheck | None = None
-    no_key: FormatError | None = None
+    created_s, mac, no_key, page = None, None, None, buffer.memory[:HEADER_BYTES]
+    first_bytes = min(PIECE_BYTES, max(shard.size_bytes, HEADER_BYTES))
     try:
-        first = min(PIECE_BYTES, max(shard.size_bytes, HEADER_BYTES))
         try:
-            read(shard, 0, buffer.memory[:first])
+            read(shard, 0, buffer.memory[:first_bytes])
         except StoreError as error:
-            if error.cause != "short" or first == HEADER_BYTES:
+            if error.cause != "short" or first_bytes == HEADER_BYTES:
                 raise
-            first = HEADER_BYTES  # a slab may end within a slot; the header tells more than that
-            read(shard, 0, buffer.memory[:first])
-        header = decode_header(buffer.memory[:HEADER_BYTES])
-        _check_identity(header, namespace, chunk, shard)
+            first_bytes = HEADER_BYTES  # a slab may end within a slot; the header tells more than that
+            read(shard, 0, page)
+        created_s = decode_header(page).created_s
+        header = check_header(page, namespace, chunk, shard)
         try:
-            mac = None if macs is None else macs.begin(buffer.memory[:HEADER_BYTES], namespace)
+            mac = macs.begin(page, namespace) if macs else None
         except FormatError as error:
             if error.reason != NO_KEY:
                 raise
             no_key = error
-        _check_blocks(header, _checksums(read, shard, header, buffer, first, mac))
-        if mac is not None:
-            mac.finish()
+        _check_blocks(header, _pieces(read, shard, header, buffer, first_bytes), mac)
         if no_key is not None:
             raise no_key
-    except (FormatError, StoreError) as error:
-        if isinstance(error, FormatError):
-            reason = error.reason
-        else:
-            reason = {"missing": "missing", "short": "length"}.get(error.cause, "unreadable")
-        return ShardFault(shard.rank, shard.place, reason, str(error), header.created_s if header else None)
+    except FormatError as error:
+        return ShardFault(shard.rank, shard.place, error.reason, str(error), created_s)
+    except StoreError as error:
+        reason = {"missing": "missing", "short": "length"}.get(error.cause, "unreadable")
+        return ShardFault(shard.rank, shard.place, reason, str(error), created_s)
     return None
 
 
-def _check_identity(header: ShardHeader, namespace: NamespaceInfo, chunk: ChunkInfo, shard: ShardInfo) -> None:
-    """Raise FormatError where a valid header is not that of ``shard``; ``other`` where it is another chunk's."""
-    digest = namespace.rank_digest(shard.rank)
+def check_header(page: memoryview, namespace: NamespaceInfo, chunk: ChunkInfo, shard: ShardInfo) -> ShardHeader:
+    """Return the header. Raises FormatError if it is not that of ``shard``; ``other`` if it is another chunk's."""
+    header, digest = decode_header(page), namespace.rank_digest(shard.rank)
     if digest is not None and header.namespace != digest:
         raise FormatError(
             f"the shard belongs to namespace {header.namespace.hex()[:32]}…, "
@@ -128,9 +121,8 @@ def _check_identity(header: ShardHeader, namespace: NamespaceInfo, chunk: ChunkI
             reason="other" if same_namespace else "key",
         )
     if namespace.blocks_per_chunk not in (None, header.blocks_per_chunk):
-        raise FormatError(
-            f"the shard holds {header.blocks_per_chunk} blocks, expected {namespace.blocks_per_chunk}", reason="blocks"
-        )
+        words = f"the shard holds {header.blocks_per_chunk} blocks, expected {namespace.blocks_per_chunk}"
+        raise FormatError(words, reason="blocks")
     needed_bytes = slot_bytes(header.blocks_per_chunk, header.block_bytes)
     promised_bytes = namespace.shard_bytes(chunk.key, shard.rank)
     if promised_bytes not in (None, needed_bytes):
@@ -140,52 +132,46 @@ def _check_identity(header: ShardHeader, namespace: NamespaceInfo, chunk: ChunkI
         )
     # A slot has room for the largest shard of all ranks and of groups that share its class; an object has its own size.
     if shard.size_bytes < needed_bytes or (shard.modified_s is not None and shard.size_bytes != needed_bytes):
-        raise FormatError(
-            f"by its header the shard has {needed_bytes} bytes, there are {shard.size_bytes}", reason="length"
-        )
+        words = f"by its header the shard has {needed_bytes} bytes, there are {shard.size_bytes}"
+        raise FormatError(words, reason="length")
+    return header
 
 
-def _checksums(
-    read: Read, shard: ShardInfo, header: ShardHeader, buffer: Buffer, there_bytes: int, mac: MacCheck | None
-) -> list[int]:
-    """Return the checksums of all valid blocks, reading what is not in the buffer yet; ``mac`` gets them, too. Raises
-    StoreError.
+def _pieces(
+    read: Read, shard: ShardInfo, header: ShardHeader, buffer: Buffer, there_bytes: int
+) -> Iterator[memoryview]:
+    """Yield the valid blocks' bytes, in pieces. ``there_bytes``: of the shard's beginning that lie in ``buffer``.
 
-    ``there_bytes``: how much of the shard's beginning lies in ``buffer``.
+    Raises StoreError.
     """
-    found: list[int] = []
-    digest, left_bytes = xxhash.xxh3_64(), header.block_bytes
-    position = HEADER_BYTES
-    begin, end = position + header.first_valid_block * header.block_bytes, position + header.payload_bytes
+    position, end = HEADER_BYTES + header.first_valid_block * header.block_bytes, HEADER_BYTES + header.payload_bytes
+    if position < there_bytes:
+        yield buffer.memory[position : min(there_bytes, end)]
+        position = there_bytes
     while position < end:
-        if position >= there_bytes:
-            length = min(PIECE_BYTES, shard.size_bytes - position, -(-(end - position) // PAGE_BYTES) * PAGE_BYTES)
-            read(shard, position, buffer.memory[:length])
-            piece = buffer.memory[: min(length, end - position)]
-        else:
-            piece = buffer.memory[position : min(there_bytes, end)]
-        position += piece.nbytes
-        piece = piece[max(0, piece.nbytes - max(0, position - begin)) :]
+        begin = position // PAGE_BYTES * PAGE_BYTES
+        length = min(PIECE_BYTES, shard.size_bytes - begin, -(-(end - begin) // PAGE_BYTES) * PAGE_BYTES)
+        read(shard, begin, buffer.memory[:length])
+        yield buffer.memory[position - begin : min(length, end - begin)]
+        position = begin + length
+
+
+def _check_blocks(header: ShardHeader, pieces: Iterator[memoryview], mac: MacCheck | None) -> None:
+    """Raise FormatError naming the blocks whose checksums are not the header's, or for a wrong MAC."""
+    number, left_bytes, digest, bad = header.first_valid_block, header.block_bytes, xxhash.xxh3_64(), list[int]()
+    for piece in pieces:
         if mac is not None:
             mac.update(piece)
         while piece.nbytes:  # a block may span pieces, and a piece may hold many blocks
-            part, piece = piece[:left_bytes], piece[left_bytes:]
+            part, piece = piece[:left_bytes], piece[left_bytes:]  # noqa: PLW2901
             digest.update(part)
             left_bytes -= part.nbytes
             if not left_bytes:
-                found.append(digest.intdigest())
-                digest, left_bytes = xxhash.xxh3_64(), header.block_bytes
-    return found
-
-
-def _check_blocks(header: ShardHeader, found: list[int]) -> None:
-    """Raise FormatError naming the blocks whose checksums are not the header's."""
-    first = header.first_valid_block
-    stated = header.checksums[first:]
-    bad = [number for number, pair in enumerate(zip(stated, found, strict=True), start=first) if pair[0] != pair[1]]
+                bad += [number] if digest.intdigest() != header.checksums[number] else []
+                number, left_bytes, digest = number + 1, header.block_bytes, xxhash.xxh3_64()
     if bad:
         some = ", ".join(map(str, bad[:8])) + (" …" if len(bad) > 8 else "")
-        noun = "block" if len(bad) == 1 else "blocks"
-        raise FormatError(
-            f"{noun} {some} of {header.blocks_per_chunk}: the checksum is not the header's", reason="checksum"
-        )
+        words = f"block{'s' if len(bad) > 1 else ''} {some} of {header.blocks_per_chunk}"
+        raise FormatError(f"{words}: the checksum is not the header's", reason="checksum")
+    if mac is not None:
+        mac.finish()
