@@ -16,22 +16,20 @@ from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError
 
 _DESCRIPTION = """\
-Looks at the bucket that CONFIG names and shows what it lacks: the bucket itself, the lifecycle rule that removes
-objects under the prefix when they are older than the ttl, the abort of uploads that were never finished. Asks, then
-applies it:
+Shows what the bucket of CONFIG lacks: the bucket itself, the lifecycle rule that removes objects older than the ttl,
+the abort of uploads that were never finished. Asks, then applies it:
 
     nixl-offload bucket init kv.yaml             # shows, asks
     nixl-offload bucket init kv.yaml --yes       # for scripts; where nothing is to do, nothing is done
     nixl-offload bucket init kv.yaml --json      # only shows
 
-Rules of other people in the bucket stay as they are. Lifecycle rules know whole days: a ttl of 36h becomes 2 days
-there, while servers count an object as absent after 36h. Change the ttl in CONFIG and run this again. Servers
-themselves never touch the bucket's configuration; this command alone needs the right to
-(s3:GetLifecycleConfiguration, s3:PutLifecycleConfiguration, s3:GetBucketVersioning, s3:ListBucket, and s3:CreateBucket
-where it is missing).
+Other rules of the bucket stay as they are. Lifecycle rules know whole days: a ttl of 36h becomes 2 days there. Run this
+again after a change of the ttl. It needs s3:GetLifecycleConfiguration, s3:PutLifecycleConfiguration,
+s3:GetBucketVersioning, s3:ListBucket, and s3:CreateBucket where the bucket is missing; servers need none of these but
+s3:ListBucket.
 
 Exit code 0: the bucket is as it should be, or only shown. 1: the storage failed or refused, the server has no lifecycle
-rules (the bucket is made all the same), or nobody said yes. 2: CONFIG or the options are wrong. 130: interrupted.
+rules (the bucket is made all the same), or nobody said yes. 2: CONFIG or the options are wrong.
 """
 
 

@@ -30,8 +30,8 @@ from nixl_offload.tiers.inspect import Inspector, NamespaceInfo, printable
 from nixl_offload.types import key_group
 
 _DESCRIPTION = """\
-Lists what the tiers of CONFIG hold, by namespace: tenant, model and what else tells it from others, chunks, bytes, age,
-which engine has it open; how full the tier is. Servers go on meanwhile; nothing is locked or changed.
+Lists what the tiers of CONFIG hold, by namespace: tenant, model, chunks, bytes, age, which engine has it open; how full
+the tier is. Servers go on meanwhile; nothing is locked or changed.
 
     nixl-offload ls kv.yaml
     nixl-offload ls kv.yaml --tier s3 --tenant blue
@@ -39,15 +39,11 @@ which engine has it open; how full the tier is. Servers go on meanwhile; nothing
     nixl-offload ls kv.yaml --keys --json                  # a line of JSON per chunk, or per tier that failed
     nixl-offload ls kv.yaml --diff 0f3a 77c1               # what separates two namespaces, by how their names begin
 
-A memory tier lives in the server's processes and cannot be looked at from outside. Nothing stores how often a chunk was
-hit; the server counts hits by tier in its metrics (vllm:nixl_offload_lookup_tokens_total). A slab's namespace is
-counted by its index, which lags behind a running server by a moment; --keys reads each slot's header too. In a bucket
-or a shared directory a chunk is as old as its last write or refresh.
+A slab is counted by its index, which lags behind a running server by a moment; --keys reads each slot's header too. In
+a bucket or a shared directory a chunk is as old as its last write or refresh.
 
-If a tier fails, ls says so and lists the others.
-
-Exit code 0: listed. 1: a tier's storage failed, or nothing is there of the namespace or tenant asked for. 2: CONFIG or
-the options are wrong. 130: interrupted.
+Exit code 0: listed. 1: a tier's storage failed, or the namespace or tenant is not there. 2: CONFIG or the options are
+wrong. 130: interrupted.
 """
 
 

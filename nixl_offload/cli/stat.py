@@ -33,7 +33,7 @@ _PLACE: Final = re.compile(r".+\.slab@[0-9]{1,18}|(.*/)?[0-9a-f]{32}/[0-9a-f]{2}
 _LIMIT: Final = 64
 """Of keys that begin alike."""
 _DESCRIPTION = """\
-Decodes the header page of every shard of one chunk and says, field by field, what it holds and what is wrong with it.
+Prints the header of every shard of one chunk, field by field, and what is wrong with it.
 
     nixl-offload stat kv.yaml 5f3a9c01                     # a key in hex, or its first digits: four at least
     nixl-offload stat kv.yaml 5f3a9c01 --verify            # reads the payload, too, and checks every block
@@ -42,11 +42,10 @@ Decodes the header page of every shard of one chunk and says, field by field, wh
     nixl-offload stat kv.yaml 0f3a.../5f/5f3a....0000                     # an object, by its name below the prefix
     nixl-offload stat kv.yaml /mnt/nvme/kv/0f3a.../rank-00000.slab@4096   # a slot, as ls --keys and verify name it
 
-ls --keys lists keys. A key that lies in several tiers or namespaces is shown from each; --namespace and --tier choose.
-Works beside running servers. A slab's slot may be given to another chunk at any moment: then the key does not match.
+It works beside running servers, which may give a slot to another chunk meanwhile: then the key does not match.
 
-Exit code 0: found, and nothing that was checked is wrong. 1: something is wrong, nothing was found, or the storage
-failed. 2: CONFIG or the options are wrong, or several keys begin so. 130: interrupted.
+Exit code 0: nothing that was checked is wrong. 1: something is wrong, nothing was found, or the storage failed. 2:
+CONFIG or the options are wrong, or several keys begin so. 130: interrupted.
 """
 
 

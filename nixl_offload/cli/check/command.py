@@ -29,8 +29,7 @@ follows if it is not right, and the fix: a command or a line of CONFIG.
     nixl-offload check kv.yaml --json --no-io          # for a program, without measuring
 
 Run it where the server runs: as the same user, in the same container, with the same environment. It may run beside
-servers and before the first one: it keeps no lock, makes no directory, and removes each scratch file and object that
-it writes (some pages; up to 256 MiB per mover for the speeds, half a second each).
+servers. It removes what it writes: some pages, and up to 256 MiB per mover for the speeds.
 
     ok        as it should be
     warning   works, but slower, smaller or riskier than it could be
@@ -38,7 +37,6 @@ it writes (some pages; up to 256 MiB per mover for the speeds, half a second eac
     unknown   cannot be told from here
 
 Exit code 0: nothing is wrong (there may be warnings). 1: something is wrong. 2: CONFIG or the options are wrong.
-130: interrupted.
 """
 
 

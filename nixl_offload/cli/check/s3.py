@@ -137,28 +137,33 @@ def _connection(tier: S3Config, at: str, limit_s: float, *, tls: bool) -> http.c
 def _no_answer(tier: S3Config, at: str, limit_s: float, error: Exception, *, tls: bool) -> tuple[str, str]:
     """Return what stands between us and the server, and the fix."""
     said, other = ("https", "http") if tls else ("http", "https")
-    curl, show = f"curl -sv {said}://{at}", f"openssl s_client -connect {at} -showcerts"
-    host = at.rpartition(":")[0]
-    if isinstance(error, StoreError):
-        return str(error), "ca_bundle: the path of a PEM file with the authority's certificate that this user can read"
-    if isinstance(error, socket.gaierror | UnicodeError):
-        words = f"the name {host} cannot be resolved"
-        if host.startswith(f"{tier.bucket}.") and tier.endpoint is not None:
-            return f"{words}, in which the bucket is part of the name", "addressing: path"
-        return words, f"correct endpoint: in the config, or DNS; getent hosts {host}"
-    if isinstance(error, ConnectionRefusedError):
-        fix = f"start the server, or correct endpoint: in the config; then {curl} answers"
-        return f"nothing listens at {at} (connection refused)", fix
-    if isinstance(error, TimeoutError):
-        return f"{at} does not answer within {limit_s:g} s: a firewall, or a server that hangs", curl
-    if isinstance(error, ssl.SSLCertVerificationError):
-        fix = f"ca_bundle: the path of a PEM file with its authority's certificate, or another endpoint; {show}"
-        return f"the certificate of {at} is not trusted: {error.verify_message}", fix
-    if isinstance(error, ssl.SSLError):
-        fix = f"endpoint: http://{at}, if it speaks no TLS; {show}"
-        return f"no TLS connection to {at} ({error.reason or error})", fix
-    if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
-        return f"{at} cannot be reached ({error.strerror})", f"{curl}; ip route get {host}"
+    host, curl = at.rpartition(":")[0], f"curl -sv {said}://{at}"
+    in_name = host.startswith(f"{tier.bucket}.") and tier.endpoint is not None
+    bundle = "ca_bundle: the path of a PEM file with the authority's certificate, which this user can read"
+    for kinds, words, fix in (
+        (StoreError, str(error), bundle),
+        (
+            (socket.gaierror, UnicodeError),
+            f"the name {host} cannot be resolved",
+            "addressing: path" if in_name else f"correct endpoint: in the config, or DNS; getent hosts {host}",
+        ),
+        (
+            ConnectionRefusedError,
+            f"nothing listens at {at} (connection refused)",
+            "start the server, or correct endpoint:",
+        ),
+        (TimeoutError, f"{at} does not answer within {limit_s:g} s: a firewall, or a server that hangs", curl),
+        (
+            ssl.SSLCertVerificationError,
+            f"the certificate of {at} is not trusted: {getattr(error, 'verify_message', '')}",
+            f"{bundle}; or another endpoint: openssl s_client -connect {at} -showcerts",
+        ),
+        (ssl.SSLError, f"no TLS connection to {at} ({error})", f"endpoint: http://{at}, if it speaks no TLS"),
+        (ConnectionError, f"{at} ends the connection", f"endpoint: {other}://{at}; {curl}"),
+        (OSError, f"{at} cannot be reached ({error})", f"{curl}; ip route get {host}"),
+    ):
+        if isinstance(error, kinds):
+            return words, fix
     return f"{at} does not speak {said}, or is no S3 server", f"endpoint: {other}://{at}; {curl}"
 
 

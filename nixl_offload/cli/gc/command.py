@@ -19,33 +19,26 @@ from nixl_offload.errors import ConfigError
 from nixl_offload.tiers.kinds import open_inspector
 
 _DESCRIPTION = """\
-Counts what the shared tier of CONFIG (a bucket or a shared directory) holds, by namespace, and deletes the oldest
-chunks until at most --max-size is left, and every chunk older than --older-than. Without --delete it only says what it
-would delete. Run it every hour or so, from one machine:
+Deletes the oldest chunks of the shared tier of CONFIG (a bucket or a shared directory) until at most --max-size is
+left, and every chunk older than --older-than. Without --delete it only says what it would delete. Run it every hour or
+so, from one machine:
 
     nixl-offload gc kv.yaml                              # look
     nixl-offload gc kv.yaml --delete                     # keep to the capacity and ttl of kv.yaml
     nixl-offload gc kv.yaml --tenant blue --max-size 2TiB --delete
     nixl-offload gc kv.yaml --namespace 0f3a... --older-than 0s --delete      # all of a model that is no longer served
-    nixl-offload gc kv.yaml --tier s3 --delete           # CONFIG has a shared directory and a bucket: one run each
 
-Servers go on meanwhile: one whose chunk is deleted computes it anew. Nothing of the last ten minutes is deleted, by
-the clock of this machine, and nothing that is not named like a chunk of ours. A chunk is as old as its last write.
-In a bucket with a ttl, and only there, servers refresh what they use: it counts as written anew. They do so once it is
-older than half the ttl, so --older-than below the ttl, or too small a size, may delete what is in use.
-A namespace that has been empty for a day loses its manifest; a shared directory loses what writers that died more than
-an hour ago left. Memory does not grow with the number of objects; the listing is read twice.
+Servers go on meanwhile: one whose chunk is deleted computes it anew. Nothing younger than ten minutes is deleted, and
+nothing that is not named like a chunk of ours. A chunk is as old as its last write. In a bucket with a ttl servers
+refresh what they use once it is older than half the ttl, so a smaller --older-than may delete what is in use.
 
-A slab keeps to its capacity by itself, but whole namespaces of models that are no longer served may lie there. gc lists
-them with their last use, and removes those chosen while no engine has the directory open:
+Of a slab, which keeps to its capacity by itself, gc removes whole namespaces, while no engine has the directory open:
 
-    nixl-offload gc kv.yaml                              # a slab, if CONFIG has nothing shared; else say --tier slab
+    nixl-offload gc kv.yaml --tier slab                  # lists them, with their last use
     nixl-offload gc kv.yaml --older-than 30d --delete    # not opened by an engine for so long
-    nixl-offload gc kv.yaml --namespace 0f3a... --delete
 
-Exit code 0: done, a look included. 1: the storage failed, or not all could be deleted: run again; or nothing is there
-of the tenant asked for (a namespace that is not there is no failure: it may be deleted already). 2: CONFIG or the
-options are wrong. 130: interrupted; what is deleted is deleted, run again to go on.
+Exit code 0: done. 1: the storage failed or not all could be deleted (run again), or the tenant has nothing. 2: CONFIG
+or the options are wrong. 130: interrupted; run again to go on.
 """
 
 

@@ -25,23 +25,20 @@ from nixl_offload.cli.verify.tier_run import TierRun
 from nixl_offload.config import load_config
 
 _DESCRIPTION = """\
-Reads every chunk that the tiers of CONFIG hold and checks it as a server would before using it: header, namespace, key,
-lengths, the checksum of each block, and that the shards of all ranks are there. Reports each bad chunk, where it lies
-and what is wrong. A server that loads a bad chunk finds that out itself and computes it anew: nothing wrong is ever
-served. verify finds it earlier, and tells about the drive. MACs are checked with the keys of CONFIG (authenticate);
-what is signed by another key counts as not authenticated.
+Reads every chunk that the tiers of CONFIG hold and checks it as a server would before using it: header, key, lengths,
+the checksum of each block, MACs, and that the shards of all ranks are there. A server that loads a bad chunk finds that
+out itself and computes it anew; verify finds it earlier, and says where it lies.
 
     nixl-offload verify kv.yaml                        # everything
     nixl-offload verify kv.yaml --rate 200MiB/s        # beside a busy server
     nixl-offload verify kv.yaml --tier s3 --delete-bad
     nixl-offload verify kv.yaml --json                 # a line per chunk that is not good, and a last one with totals
 
-Servers go on meanwhile. What they evict, rewrite or refresh while it is read is read again, and counts as changed, not
-as bad. --delete-bad removes all shards of a bad chunk if it is still the same bad one. In a slab that takes the
-directory's lock: while an engine has it, bad chunks are reported and left.
+Servers go on meanwhile: what they change while it is read counts as changed, not as bad. --delete-bad removes all
+shards of a bad chunk. In a slab that an engine has open, bad chunks are reported and left.
 
-Exit code 0: all is good. 1: bad chunks were found (deleted or not), nothing is there of the namespace, or the storage
-failed. 2: CONFIG or the options are wrong. 130: interrupted.
+Exit code 0: all is good. 1: bad chunks were found (deleted or not), the namespace is not there, or the storage failed.
+2: CONFIG or the options are wrong. 130: interrupted.
 """
 
 
