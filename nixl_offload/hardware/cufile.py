@@ -18,7 +18,6 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "properties.allow_compat_mode": True,
     "properties.max_device_cache_size_kb": 131_072,
     "properties.max_device_pinned_mem_size_kb": 33_554_432,
-    "properties.gds_rdma_write_support": True,
 }
 """What cuFile does where the file says nothing, of the settings that we look at; all others are off."""
 VARIABLES: Final[Mapping[str, str]] = {
@@ -53,11 +52,6 @@ class CufileSettings(NamedTuple):
         """Return a setting that is a number. What is no whole number above zero counts as the default."""
         value = self.said.get(name)
         return value if type(value) is int and value > 0 else int(DEFAULTS[name])
-
-    def names(self, name: str) -> set[str]:
-        """Return a setting that is a list of words; empty when there is none."""
-        value = self.said.get(name)
-        return {str(each) for each in value} if isinstance(value, list) else set()
 
 
 def read_settings(root: str = "/") -> CufileSettings:

@@ -11,13 +11,12 @@ import contextlib
 import mmap
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from nixl_offload.hardware.cufile import CufileSettings, read_settings
-from nixl_offload.hardware.files import beneath, names, read
+from nixl_offload.hardware.files import names, read
 from nixl_offload.hardware.mounts import BlockDevice, Mount, find_device, find_mount
 from nixl_offload.types import PAGE_BYTES
 
@@ -30,8 +29,6 @@ _NETWORK: Final = {"nfs": "rpcrdma", "nfs4": "rpcrdma", "lustre": "lnet", "beegf
 _DRIVERS: Final = {"nvme": "nvme", "raid0": "nvme", "nvmeof": "nvme_rdma"}
 _BLOCK_SECTIONS: Final = {"nvme": "nvme", "nvmeof": "nvmeof", "raid0": "raid"}
 """Kind of drive → its section of cufile.json under ``block``."""
-_FATAL: Final = ("GPU driver", "libcufile", "directory")
-"""Without one of these cuFile does not run at all."""
 _ROUTES: Final = ("nvidia-fs", "PCI P2PDMA")
 """One of them is enough."""
 _REASONS: Final = 3
@@ -82,7 +79,7 @@ def gds_report(directory: str, *, root: str = "/") -> GdsReport:
     if doubtful and not any(fact.name not in _ROUTES for fact in against):
         verdict = f"GPUDirect Storage: not certain, because {_reasons(doubtful)}; `gdscheck -p` may tell"
     elif against:
-        fatal = [fact for fact in against if fact.name in _FATAL]
+        fatal = [fact for fact in against if fact.name == "GPU driver"]
         refused = (mount and mount.kind in ("tmpfs", "ramfs")) or not settings.flag("properties.allow_compat_mode")
         verdict = "compatibility mode: cuFile copies through host memory"
         verdict = "no GPUDirect Storage: cuFile refuses these files" if refused else verdict
@@ -133,12 +130,6 @@ def _conditions(
     directory: str, mount: Mount | None, device: BlockDevice | None, settings: CufileSettings, root: str
 ) -> Iterator[Fact]:
     """Look at all but the driver and the routes."""
-    found, is_loaded = _find_cufile(root)
-    fix = f"export LD_LIBRARY_PATH={os.path.dirname(found)}" if found else "install CUDA 12.8 or newer"
-    yield _fact("libcufile", is_loaded, f"libcufile is {found or 'not here'}", fix)
-    is_directory = os.path.isdir(directory)
-    words = directory if is_directory else f"{directory} is no directory"
-    yield _fact("directory", is_directory, words, f"mkdir -p -m 700 {directory}")
     over = ", over it ".join([settings.where, *settings.variables])
     words = settings.error or f"read from {over}"
     yield _fact("cufile.json", not settings.error, words, f"correct {settings.where}, or unset CUFILE_ENV_PATH_JSON")
@@ -147,15 +138,8 @@ def _conditions(
     if mount is None:
         yield _fact("filesystem", None, "the filesystem cannot be told")
     else:
-        places = {("devices", f"/dev/{drive.name}") for drive in (device.drives() if device else ())}
-        places |= {("devices", mount.source), ("mounts", mount.point), ("filesystems", mount.kind)}
-        denied = sorted(name for section, name in places if name in settings.names(f"denylist.{section}"))
-        if denied:
-            yield _fact("cufile.json", False, f"denylist has {', '.join(denied)} ({over})", "take it off the list")
         is_network, here = mount.kind in _NETWORK, f"{mount.kind} at {mount.point}"
         yield _fact("filesystem", is_network or mount.kind in ("ext4", "xfs"), here, _MOVE)
-        if is_network and not settings.flag("properties.gds_rdma_write_support"):
-            yield _fact("cufile.json", False, "gds_rdma_write_support is off", f"turn it on in {settings.where}")
         options = dict(option.partition("=")[::2] for option in mount.options)
         if mount.kind == "ext4":
             data = options.get("data")
@@ -173,31 +157,11 @@ def _conditions(
             yield _fact(
                 "block device", good, words if good is not False else f"{words} is no NVMe or RAID 0 of it", _MOVE
             )
-    if is_directory:
+    if os.path.isdir(directory):
         yield _direct_io(directory)
     has_udev = bool(names(root, "/run/udev/data"))
     words = f"/run/udev, by which cuFile finds out what a mount is, {'is here' if has_udev else 'has no data'}"
     yield _fact("udev", has_udev, words, "in a container: -v /run/udev:/run/udev:ro")
-
-
-def _find_cufile(root: str) -> tuple[str | None, bool]:
-    """Return the path of libcufile, and whether the loader (or torch, from its wheels) finds it."""
-    listed = re.findall(
-        r"/[\x21-\x7e]*/libcufile\.so\.\d[\d.]*",
-        (read(root, "/proc/self/maps") or "") + (read(root, "/etc/ld.so.cache") or ""),
-    )
-    system = ("/lib64", "/usr/lib64", "/usr/lib", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
-    folders = [*filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")), *system]
-    for path in [*listed, *(f"{folder}/libcufile.so.0" for folder in folders)]:
-        if os.path.exists(beneath(root, path)):
-            return path, True
-    for site in sys.path:
-        for wheel in names("/", os.path.join(site, "nvidia")):  # nvidia/cufile/lib of CUDA 12, nvidia/cu13/lib
-            path = os.path.join(site, "nvidia", wheel, "lib/libcufile.so.0")
-            if os.path.exists(path):
-                return path, "torch" in names("/", site)
-    paths = [f"/usr/local/{cuda}/lib64/libcufile.so.0" for cuda in reversed(names(root, "/usr/local"))]
-    return next((path for path in paths if os.path.exists(beneath(root, path))), None), False
 
 
 def _kind_below(device: BlockDevice | None) -> str:

@@ -46,10 +46,6 @@ class BlockDevice(NamedTuple):
         of = ", ".join(member.words for member in self.members)
         return f"{self.name} ({self.kind} of {of})" if of else self.name
 
-    def drives(self) -> tuple[BlockDevice, ...]:
-        """Return the drives at the bottom."""
-        return tuple(drive for member in self.members for drive in member.drives()) or (self,)
-
 
 def find_mount(directory: str, root: str = "/") -> Mount | None:
     """Return the mount that ``directory`` lies on; None when the system does not tell."""

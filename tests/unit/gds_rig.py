@@ -28,8 +28,6 @@ class Machine:
         self.write("proc/sys/kernel/osrelease", "6.8.0-51-generic\n")
         self.write("dev/nvidia-fs0", "")
         self.write("run/udev/data/b259:1", "")
-        self.library("usr/lib/x86_64-linux-gnu", "libcufile.so.0", "libcufile.so.1.16.0")
-        self.library("usr/lib/x86_64-linux-gnu", "libcudart.so.13", "libcudart.so.13.0.48")
         self.drive("nvme0n1", "259:0")
         self.mount("ext4", "/dev/nvme0n1", "259:0", "rw,data=ordered")
 
@@ -42,10 +40,6 @@ class Machine:
     def remove(self, path: str) -> None:
         found = self.root / path
         shutil.rmtree(found) if found.is_dir() else found.unlink()
-
-    def library(self, directory: str, link: str, file: str) -> None:
-        self.write(f"{directory}/{file}", "")
-        (self.root / directory / link).symlink_to(file)
 
     def mount(self, kind: str, source: str, device: str, options: str) -> None:
         point = str(self.directory).replace(" ", "\\040")
