@@ -13,6 +13,8 @@ import pytest
 _GRACE_S = 5.0
 _FOREIGN_THREADS = ("TMonitor",)
 """Classes of daemon threads that third parties start once per process and never stop (tqdm)."""
+_FAULT_PROXY = "fault-proxy"
+"""Threads of ``tests.s3.proxy``, which joins them. A fixture of a whole module may own it."""
 _FOREIGN_CHILDREN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
@@ -72,7 +74,7 @@ def _why_no_gpu() -> str:
 
 
 def _is_foreign(thread: threading.Thread) -> bool:
-    return type(thread).__name__ in _FOREIGN_THREADS
+    return type(thread).__name__ in _FOREIGN_THREADS or thread.name == _FAULT_PROXY
 
 
 def _is_foreign_child(name: str) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from nixl_offload.config.schema import S3Config
-from nixl_offload.errors import NotSupportedError, StoreError
+from nixl_offload.errors import NixlOffloadError, NotSupportedError, StoreError
 from nixl_offload.stores.s3 import (
     ATTEMPTS,
     CONNECT_TIMEOUT_S,
@@ -44,12 +44,12 @@ _OUR_FIELDS: Final = ("Status", "Expiration", "NoncurrentVersionExpiration", "Ab
 
 @dataclass(frozen=True)
 class LifecyclePlan:
-    """What would be changed, and what is there now, to notice when that changes meanwhile."""
+    """What would be changed, and the rules that are there now, to notice when they change meanwhile."""
 
     tier: S3Config
     where: str
     create_bucket: bool
-    """The bucket does not exist; ``apply_lifecycle`` makes it, private, in the tier's region."""
+    """Private, in the tier's region."""
     before: tuple[Rule, ...]
     """All rules of the bucket."""
     after: tuple[Rule, ...]
@@ -60,7 +60,7 @@ class LifecyclePlan:
 
 
 class _Bucket:
-    """One boto3 client for a tier's bucket. Everything raises StoreError, and ConfigError for an unusable endpoint."""
+    """One boto3 client for a tier's bucket. Raises StoreError, ConfigError for an unusable endpoint."""
 
     def __init__(self, tier: S3Config) -> None:
         hush_botocore()
@@ -74,80 +74,76 @@ class _Bucket:
             response_checksum_validation="when_required",
             s3={"addressing_style": "path" if self.address.path_style else "virtual"},
         )
-        try:
-            self.session = boto3.session.Session(region_name=self.address.region)
-            self.client = self.session.client("s3", endpoint_url=self.address.endpoint, verify=bundle, config=config)
-        except Exception as error:  # a foreign library's edge
-            raise self._failure("make a client", error) from error
+        with self._translating("look for credentials"):
+            session = boto3.session.Session(region_name=self.address.region)
+            self.client = session.client("s3", endpoint_url=self.address.endpoint, verify=bundle, config=config)
+            self.credentials = session.get_credentials()
+            """botocore's; None where the AWS chain has none. May take seconds."""
 
     def close(self) -> None:
         self.client.close()
 
-    def credentials_source(self) -> str | None:
-        """Return botocore's name of the link of the AWS chain that has credentials; may take seconds."""
-        try:
-            credentials = self.session.get_credentials()
-        except Exception as error:  # a foreign library's edge
-            raise self._failure("look for credentials", error) from error
-        return None if credentials is None else str(credentials.method)
+    def ask(self, doing: str, operation: str, absent: str = "", **arguments: Any) -> Any:
+        """Call the client; return None for an error with the code ``absent``.
 
-    def ask(self, doing: str, operation: str, absent: Collection[str] = (), **arguments: Any) -> Any:
-        """Call the client; return None for an error whose code is in ``absent``.
-
-        Raises NotSupportedError too, when the server does not know the operation.
+        Raises NotSupportedError when the server does not know the operation.
         """
-        try:
-            return getattr(self.client, operation)(Bucket=self.address.bucket, **arguments)
-        except ClientError as error:
-            said = error.response.get("Error", {})
-            status, code = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0), str(said.get("Code"))
-            if code in absent:
-                return None
-            if code in _UNKNOWN_TO_SERVER:
-                raise self.unknown(doing) from error
-            raise answer_error(doing, self.address, status, code, str(said.get("Message", ""))[:200]) from error
-        except Exception as error:  # a foreign library's edge
-            raise self._failure(doing, error) from error
+        with self._translating(doing):
+            try:
+                return getattr(self.client, operation)(Bucket=self.address.bucket, **arguments)
+            except ClientError as error:
+                said = error.response.get("Error", {})
+                code, message = str(said.get("Code", "")), str(said.get("Message", ""))[:200]
+                if code == absent:
+                    return None
+                if code in _UNKNOWN_TO_SERVER:
+                    raise self._unknown(doing) from error
+                status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+                raise answer_error(doing, self.address, status, code, message) from error
 
     def rules(self) -> dict[str, Any]:
         """Return S3's answer, in which "Rules" may be empty."""
         doing = "read the lifecycle rules"
-        answer = self.ask(doing, "get_bucket_lifecycle_configuration", absent={"NoSuchLifecycleConfiguration"})
-        if answer is None:
-            return {"Rules": []}
-        if "Rules" not in answer:
-            raise self.unknown(doing)  # rclone answers with a listing; its PUT would make a bucket
-        return dict(answer)
+        answer = self.ask(doing, "get_bucket_lifecycle_configuration", absent="NoSuchLifecycleConfiguration")
+        if answer is not None and "Rules" not in answer:
+            raise self._unknown(doing)  # rclone answers with a listing; its PUT would make a bucket
+        return dict(answer or {"Rules": []})
 
     def is_versioned(self) -> bool:
         """Whether the bucket has versions, or had: those of a suspended bucket are still there."""
-        try:
+        with suppress(NotSupportedError):
             answer = self.ask("read whether the bucket keeps versions", "get_bucket_versioning")
-        except NotSupportedError:
-            return False
-        return answer.get("Status") in ("Enabled", "Suspended")
+            return answer.get("Status") in ("Enabled", "Suspended")
+        return False
 
     def create(self) -> None:
         """Make the bucket; one that we have is fine."""
         region, where = self.client.meta.region_name, {}
         if region not in (None, "us-east-1", "aws-global"):
             where["CreateBucketConfiguration"] = {"LocationConstraint": region}
-        self.ask("make the bucket", "create_bucket", absent={"BucketAlreadyOwnedByYou"}, **where)
+        self.ask("make the bucket", "create_bucket", absent="BucketAlreadyOwnedByYou", **where)
 
-    def unknown(self, doing: str) -> NotSupportedError:
+    def _unknown(self, doing: str) -> NotSupportedError:
         text = "the server knows nothing of it; nixl-offload gc removes old objects"
         return NotSupportedError(f"{self.address.where}: cannot {doing}: {text}")
 
-    def _failure(self, doing: str, error: Exception) -> StoreError:
-        text = f"{self.address.where}: {doing}: no answer ({type(error).__name__})"
-        return StoreError(text, cause="unreachable")
+    @contextmanager
+    def _translating(self, doing: str) -> Iterator[None]:
+        """The edge of a foreign library. What is no answer of S3 is ``unreachable``."""
+        try:
+            yield
+        except NixlOffloadError:
+            raise
+        except Exception as error:
+            text = f"{self.address.where}: {doing}: no answer ({type(error).__name__})"
+            raise StoreError(text, cause="unreachable") from error
 
 
 def client_facts(tier: S3Config) -> tuple[str, str | None, str | None]:
     """Return the endpoint and region that a client uses, and the link of the AWS chain that has credentials."""
     with closing(_Bucket(tier)) as bucket:
-        meta = bucket.client.meta
-        return str(meta.endpoint_url), meta.region_name, bucket.credentials_source()
+        meta, found = bucket.client.meta, bucket.credentials
+        return str(meta.endpoint_url), meta.region_name, found and str(found.method)
 
 
 def bucket_region(tier: S3Config) -> str:
@@ -165,7 +161,7 @@ def plan_lifecycle(tier: S3Config) -> LifecyclePlan:
     """
     with closing(_Bucket(tier)) as bucket:
         address = bucket.address
-        missing = bucket.ask("look at the bucket", "head_bucket", absent={"404", "NoSuchBucket"}) is None
+        missing = bucket.ask("look at the bucket", "head_bucket", absent="404") is None
         before: tuple[Rule, ...] = () if missing else tuple(bucket.rules()["Rules"])
         versioned = not missing and bucket.is_versioned()
     own_id = rule_id(address.prefix)
@@ -187,10 +183,9 @@ def plan_lifecycle(tier: S3Config) -> LifecyclePlan:
 
 
 def apply_lifecycle(plan: LifecyclePlan) -> None:
-    """Do what the plan says. Raises as ``plan_lifecycle``.
+    """Do what the plan says. Raises as ``plan_lifecycle``, and StoreError when the rules have changed since.
 
-    Raises StoreError without a change when the rules have changed since. S3 takes rules only as a whole, so a change
-    between this look and the write would be lost.
+    S3 takes rules only as a whole, so a change between this look and the write would be lost.
     """
     with closing(_Bucket(plan.tier)) as bucket:
         if plan.create_bucket:

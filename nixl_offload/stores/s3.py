@@ -14,6 +14,9 @@ from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
+from pydantic import TypeAdapter
+
+from nixl_offload.config.fields import ALLOWED, EndpointUrl
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError
 from nixl_offload.stores.base import Store
@@ -27,6 +30,7 @@ NO_CREDENTIALS: Final = (
 )
 _DENIED_CODES: Final = {"AccessDenied", "ExpiredToken", "InvalidToken", "InvalidAccessKeyId", "TokenRefreshRequired"}
 _THROTTLED_CODES: Final = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
+_ENDPOINT: Final = TypeAdapter[str](EndpointUrl)
 _FULL: Final = re.compile(r"Quota|StorageFull|InsufficientCapacity")
 
 
@@ -99,17 +103,12 @@ class S3Address:
 
 
 def _checked_endpoint(url: str, origin: str) -> str:
-    """Return ``url``. Raises ConfigError, which names ``origin`` and does not repeat what may be a password."""
+    """Raises ConfigError, which names ``origin`` and does not repeat ``url``: it may hold a password."""
     try:
-        parts = urlsplit(url)
-        is_endpoint = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        assert urlsplit(url).port != 0  # raises where it is above 65535
+        return _ENDPOINT.validate_python(url)
     except ValueError:
-        is_endpoint = False
-    if not is_endpoint:
-        raise ConfigError(f"{origin} is not an endpoint; allowed: http(s)://host[:port]")
-    if "@" in parts.netloc:
-        raise ConfigError(f"{origin} must not carry credentials; allowed: http(s)://host[:port]")
-    return url
+        raise ConfigError(f"{origin} is not an endpoint; allowed: {ALLOWED['endpoint']}") from None
 
 
 def _variable(*names: str) -> str | None:
@@ -118,10 +117,7 @@ def _variable(*names: str) -> str | None:
 
 
 def _profile() -> Mapping[str, Any]:
-    """Return the profile of AWS's config file, its settings for S3 included; empty when botocore cannot read it.
-
-    The search for credentials reports why.
-    """
+    """Return the profile of AWS's config file, settings for S3 included; empty when botocore cannot read it."""
     try:
         from botocore.session import Session
 

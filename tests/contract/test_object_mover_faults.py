@@ -217,7 +217,9 @@ def test_obj_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
         "ca_bundle": "/etc/ca.pem",
     }
     assert plugin.key_prefix == "a/b/"
-    plain = object_plugin(S3Config.model_validate({"kind": "s3", "bucket": "kv-cache", "region": "eu-1"}))
+    fields = {"kind": "s3", "bucket": "kv-cache", "region": "eu-1"}
+    assert object_plugin(S3Config.model_validate({**fields, "endpoint": "http://host"})).params["scheme"] == "http"
+    plain = object_plugin(S3Config.model_validate(fields))
     assert plain.params["scheme"] == "https"
     assert plain.params["use_virtual_addressing"] == "true"
     assert not {"endpoint_override", "ca_bundle"} & set(plain.params)

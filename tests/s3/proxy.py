@@ -6,50 +6,37 @@
         ...
         rule.release()
 
-Heads are passed on untouched, ``Host`` too, so signatures hold with path addressing. Bodies are streamed.
+Requests are passed on untouched, ``Host`` too, so signatures hold with path addressing. Each is read whole, then passed
+on, and so is its answer, which always gets a length.
 
-Threading: one thread of its own runs everything; its methods may be called from any other. Ownership: ``close`` (the
-end of the ``with``) resets every connection, held ones too, and joins the thread. The server may go and come back.
+Threading: a thread that accepts and one for each connection; methods may be called from any other. Ownership: ``close``
+(the end of the ``with``) ends every connection, held ones too, and joins the threads. The server may go and come back.
 """
 
 from __future__ import annotations
 
-import asyncio
 import email.utils
 import re
 import socket
+import struct
 import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Coroutine
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
-from typing import Any, Final, Literal, TypeVar
+from typing import BinaryIO, Final, Literal, Self
+from urllib.parse import parse_qsl, unquote
 
 from examples.s3_server import free_port
 
-from .http1 import CHUNKED, UNTIL_EOF, Head, Wire, operation_of
-
-__all__ = [
-    "Answer",
-    "Cut",
-    "Delay",
-    "Fault",
-    "FaultProxy",
-    "Flip",
-    "Hold",
-    "Redate",
-    "Request",
-    "Reset",
-    "Rule",
-    "Stall",
-    "Stretch",
-]
-
-T = TypeVar("T")
 _WAIT_S: Final = 10.0
+_BUCKET_QUERIES: Final = frozenset(
+    ("accelerate", "acl", "cors", "encryption", "lifecycle", "location", "policy", "tagging", "versioning", "uploads")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,40 +156,31 @@ class Rule:
         times: int | None,
         probability: float,
         seed: int,
-        unless: str = "",
+        unless: str,
     ) -> None:
         self.fault = fault
-        self._proxy = proxy
-        self._operations = None if operation is None else frozenset(operation.split("|"))
-        self._key = re.compile(key)
-        self._unless = re.compile(unless) if unless else None
-        self._nth, self._times = nth, times
-        self._probability, self._seed = probability, seed
-        self._seen: Counter[str] = Counter()
-        self._hits = 0
-        self._released = asyncio.Event()
-
-    @property
-    def hits(self) -> int:
+        self.hits = 0
         """Requests that this rule broke so far; those that it holds count."""
-        return self._hits
+        self.released = False
+        self._proxy = proxy
+        self._operations = operation and operation.split("|")
+        self._key, self._unless = re.compile(key), re.compile(unless or "(?!)")
+        self._nth, self._times, self._probability, self._seed = nth, times, probability, seed
+        self._seen: Counter[str] = Counter()
 
     def wait(self, hits: int = 1, timeout_s: float = _WAIT_S) -> None:
-        """Wait until the rule broke so many requests.
-
-        Raises:
-            TimeoutError: It did not.
-        """
-        changed = self._proxy._changed
-        with changed:
-            if not changed.wait_for(lambda: self._hits >= hits, timeout_s):
-                raise TimeoutError(f"{self.fault} hit {self._hits} requests, not {hits}")
+        """Wait until the rule broke so many requests. Raises TimeoutError when it did not."""
+        with self._proxy.changed:
+            if not self._proxy.changed.wait_for(lambda: self.hits >= hits, timeout_s):
+                raise TimeoutError(f"{self.fault} hit {self.hits} requests, not {hits}")
 
     def release(self) -> None:
-        """End the rule: it breaks nothing any more, and what it holds goes on. A no-op when done before."""
-        self._proxy._lift(self)
+        """End the rule: it breaks nothing any more, and what it holds goes on. Idempotent."""
+        with self._proxy.changed:
+            self.released = True
+            self._proxy.changed.notify_all()
 
-    def __enter__(self) -> Rule:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -210,26 +188,19 @@ class Rule:
     ) -> None:
         self.release()
 
-    def _takes(self, request: Request, head: str) -> bool:
+    def takes(self, request: Request, head: str) -> bool:
         """Decide on a request, and count it. Called under the proxy's lock."""
-        if self._unless is not None and self._unless.search(head):
+        if self.released or self._unless.search(head) or not self._key.search(request.key):
             return False
-        if self._operations is not None and request.operation not in self._operations:
-            return False
-        if not self._key.search(request.key):
+        if self._operations and request.operation not in self._operations:
             return False
         name = f"{request.operation} {request.target}"
         self._seen[name] += 1
-        if self._nth is not None and self._seen.total() != self._nth:
-            return False
-        if self._times is not None and self._hits >= self._times:
-            return False
-        if self._probability < 1.0:
-            chance = zlib.crc32(f"{self._seed} {name} {self._seen[name]}".encode()) / 2**32
-            if chance >= self._probability:
-                return False
-        self._hits += 1
-        return True
+        chance = zlib.crc32(f"{self._seed} {name} {self._seen[name]}".encode()) / 2**32
+        taken = self._nth in (None, self._seen.total()) and chance < self._probability
+        taken = taken and (self._times is None or self.hits < self._times)
+        self.hits += taken
+        return taken
 
 
 class FaultProxy:
@@ -239,22 +210,15 @@ class FaultProxy:
     """
 
     def __init__(self, server_port: int) -> None:
-        self._server = ("127.0.0.1", server_port)
-        self._changed = threading.Condition()
+        self.server_port = server_port
+        self.changed = threading.Condition()
         self._rules: list[Rule] = []
         self._requests: list[Request] = []
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: set[_Connection] = set()
+        self._accepting: threading.Thread | None = None
         self.port = free_port()
-        self._thread.start()
-        try:
-            self.come_back()
-        except BaseException:
-            self.close()
-            raise
+        self.come_back()
 
     @property
     def endpoint(self) -> str:
@@ -273,77 +237,72 @@ class FaultProxy:
         seed: int = 0,
         unless: str = "",
     ) -> Rule:
-        """Break requests from now on.
+        """Break requests from now on. Every ``Delay`` that fits a request applies, and the first of the other rules.
 
-        Every ``Delay`` that fits a request applies, and the first of the other rules.
-
-        Args:
-            fault: What happens.
-            operation: One of ``Request.operation``, or several: ``"GET|HEAD"``. None: all.
-            key: Regular expression to be found in the object's name.
-            nth: Only the nth request that fits, from 1.
-            times: At most so many requests.
-            probability: Share of requests. Which ones depends on ``seed``, on what they ask and how often that was
-                asked, not on the order in which they arrive.
-            seed: Of the choice above.
-            unless: Regular expression; where it is found in a request's head, that is spared.
+        ``operation``: of ``Request``, or several, ``"GET|HEAD"``; None: all. ``key``: regular expression to be found in
+        the object's name. ``nth``: only the nth request that fits, from 1. ``times``: at most so many. ``probability``
+        of requests: which ones depends on ``seed``, on what they ask and how often that was asked, not on the order in
+        which they arrive. ``unless``: regular expression; a request that has it in its head is spared.
         """
         rule = Rule(self, fault, operation, key, nth, times, probability, seed, unless)
-        with self._changed:
+        with self.changed:
             self._rules.append(rule)
         return rule
 
     def release_all(self) -> None:
         """End every rule."""
-        with self._changed:
-            rules = list(self._rules)
-        for rule in rules:
+        for rule in list(self._rules):
             rule.release()
 
     def requests(self, operation: str | None = None, key: str = "") -> list[Request]:
         """Return the requests since ``forget``, in order of arrival: of one operation, of keys that ``key`` fits."""
-        with self._changed:
-            found = list(self._requests)
-        return [r for r in found if operation in (None, r.operation) and re.search(key, r.key)]
+        return [r for r in list(self._requests) if operation in (None, r.operation) and re.search(key, r.key)]
 
     def counts(self) -> Counter[str]:
         """Return the number of requests since ``forget`` by operation."""
-        with self._changed:
-            return Counter(request.operation for request in self._requests)
+        return Counter(request.operation for request in list(self._requests))
 
     def forget(self) -> None:
         """Count from zero."""
-        with self._changed:
+        with self.changed:
             self._requests = []
 
     def wait_idle(self, timeout_s: float = _WAIT_S) -> None:
-        """Wait until no request is in flight.
-
-        Raises:
-            TimeoutError: One still is.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: all(r.end_s is not None for r in self._requests), timeout_s):
+        """Wait until no request is in flight. Raises TimeoutError when one still is."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: all(r.end_s is not None for r in self._requests), timeout_s):
                 raise TimeoutError(f"in flight: {[r for r in self._requests if r.end_s is None]}")
 
     def go_down(self) -> None:
-        """Refuse connections and reset those that are open, as a server that is gone does."""
-        self._call(self._go_down())
+        """Refuse connections and end those that are open, as a server that is gone does."""
+        listener, accepting = self._listener, self._accepting
+        self._listener = self._accepting = None
+        if listener is not None and accepting is not None:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+            accepting.join()
+        with self.changed:
+            connections = list(self._connections)
+            for connection in connections:
+                connection.end()
+            self.changed.notify_all()
+        for connection in connections:
+            connection.join()
 
     def come_back(self) -> None:
         """Listen again, on the same port. A no-op when listening."""
-        self._call(self._come_back())
+        if self._listener is None:
+            self._listener = socket.create_server(("127.0.0.1", self.port), backlog=1024)
+            accept = partial(self._accept, self._listener)
+            self._accepting = threading.Thread(target=accept, name="fault-proxy", daemon=True)
+            self._accepting.start()
 
     def close(self) -> None:
-        """End everything; what is held never reaches the server. A no-op when done before."""
-        if self._loop.is_closed():
-            return
-        self._call(self._go_down())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        """End everything; what is held never reaches the server. Idempotent."""
+        self.go_down()
 
-    def __enter__(self) -> FaultProxy:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -351,284 +310,296 @@ class FaultProxy:
     ) -> None:
         self.close()
 
-    def _lift(self, rule: Rule) -> None:
-        with self._changed:
-            if rule in self._rules:
-                self._rules.remove(rule)
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(rule._released.set)
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_WAIT_S)
-
-    # On the loop's thread.
-
-    async def _come_back(self) -> None:
-        if self._listener is not None:
-            return
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setblocking(False)
-        try:
-            listener.bind(("127.0.0.1", self.port))
-        except BaseException:
-            listener.close()
-            raise
-        listener.listen(1024)
-        self._listener = listener
-        self._accepting = self._loop.create_task(self._accept(listener))
-
-    async def _go_down(self) -> None:
-        listener, accepting = self._listener, self._accepting
-        self._listener = self._accepting = None
-        if listener is not None and accepting is not None:
-            accepting.cancel()
-            await asyncio.gather(accepting, return_exceptions=True)
-            listener.close()
-        tasks = list(self._connections)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _accept(self, listener: socket.socket) -> None:
-        while True:
-            sock, _ = await self._loop.sock_accept(listener)
-            task = self._loop.create_task(self._serve(Wire(self._loop, sock)))
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
-
-    async def _serve(self, client: Wire) -> None:
-        """Serve one client's connection. Whatever goes wrong on either side resets it."""
-        exchange = _Exchange(self._loop, self._server, client)
-        try:
-            while (head := await client.head()) is not None:
-                request, rules = self._admit(head)
-                try:
-                    if not await exchange.run(head, request, rules):
-                        break
-                finally:
-                    with self._changed:
-                        request.end_s = time.monotonic()
-                        self._changed.notify_all()
-        except OSError:
-            client.reset()
-        except asyncio.CancelledError:
-            client.reset()
-            raise
-        finally:
-            client.close()
-            exchange.close()
-
-    def _admit(self, head: Head) -> tuple[Request, list[Rule]]:
-        operation, key = operation_of(head)
+    def admit(self, head: Head) -> tuple[Request, list[Rule]]:
+        """Count a request; return it with the rules that it suffers."""
+        operation, key = _operation_of(head)
         request = Request(operation, key, head.first[1], time.monotonic())
-        text = head.raw.decode("latin-1")
-        with self._changed:
+        rules: list[Rule] = []
+        with self.changed:
             self._requests.append(request)
-            rules: list[Rule] = []
             for rule in self._rules:
-                broken = any(not isinstance(taken.fault, Delay) for taken in rules)
-                if (isinstance(rule.fault, Delay) or not broken) and rule._takes(request, text):
+                free = isinstance(rule.fault, Delay) or all(isinstance(taken.fault, Delay) for taken in rules)
+                if free and rule.takes(request, head.raw.decode("latin-1")):
                     rules.append(rule)
             request.faults = [rule.fault for rule in rules]
-            self._changed.notify_all()
+            self.changed.notify_all()
         return request, rules
 
+    def ended(self, request: Request) -> None:
+        """Note that nothing more happens to a request."""
+        with self.changed:
+            request.end_s = time.monotonic()
+            self.changed.notify_all()
 
-class _Exchange:
-    """The requests of one client's connection, one after the other, over one connection to the server."""
+    def left(self, connection: _Connection) -> None:
+        """Forget a connection that has ended."""
+        with self.changed:
+            self._connections.discard(connection)
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, server: tuple[str, int], client: Wire) -> None:
-        self._loop = loop
-        self._address = server
-        self._client = client
-        self._server: Wire | None = None
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection = _Connection(self, listener.accept()[0])
+                with self.changed:
+                    self._connections.add(connection)
+                connection.start()
 
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.reset()
-            self._server = None
 
-    async def run(self, head: Head, request: Request, rules: list[Rule]) -> bool:
-        """Pass a request and its answer on, broken as ``rules`` say. False: the connection ends here, in order.
+class _Connection(threading.Thread):
+    """One client's connection: its requests, one after the other, over one connection to the server."""
 
-        Raises:
-            ConnectionError: The connection is to be reset.
-        """
+    def __init__(self, proxy: FaultProxy, client: socket.socket) -> None:
+        super().__init__(name="fault-proxy", daemon=True)
+        self._proxy, self._client, self._server = proxy, client, None  # type: ignore[assignment]
+        self._server: socket.socket | None
+        self._answers: BinaryIO | None = None
+        self._is_over = False
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def end(self) -> None:
+        """End it soon, by a reset. Called by other threads, under the proxy's lock."""
+        self._is_over = True
+        for each in (self._client, self._server):
+            with suppress(OSError):
+                _ = each and each.shutdown(socket.SHUT_RDWR)
+
+    def run(self) -> None:
+        """Serve until either side ends. A failure, by rule or not, resets the client's connection."""
+        with self._client, self._client.makefile("rb") as requests:
+            try:
+                while (head := Head.read(requests)) is not None:
+                    request, rules = self._proxy.admit(head)
+                    try:
+                        if not self._exchange(head, requests, request, rules):
+                            break
+                    finally:
+                        self._proxy.ended(request)
+            except (OSError, ValueError):
+                with suppress(OSError):
+                    self._client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._hang_up()
+        self._proxy.left(self)
+
+    def _exchange(self, head: Head, requests: BinaryIO, request: Request, rules: list[Rule]) -> bool:
+        """Pass a request and its answer on, broken as ``rules`` say. False: the connection ends here, in order."""
         rule = next((rule for rule in rules if not isinstance(rule.fault, Delay)), None)
         fault = rule.fault if rule else None
-        await _pause("request", rules)
+        self._pause("request", rules)
         if fault == Reset("request"):
             raise ConnectionResetError("by rule")
+        if "expect" in head.headers:
+            if isinstance(fault, Answer):
+                self._answer(head, request, fault, "Connection: close")
+                return False
+            self._client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        raw, payload_bytes = head.body(requests)
         if isinstance(fault, Answer):
-            return await self._answer(head, request, fault)
-        server = await self._connect()
-        await server.send(head.raw)
-        asked = "expect" not in head.headers
-        if asked:
-            await self._upload(server, head, request, fault)
-        answer = await server.head()
-        while answer is not None and answer.status == 100:
-            await self._client.send(answer.raw)
-            if not asked:
-                asked = True
-                await self._upload(server, head, request, fault)
-            answer = await server.head()
-        if answer is None:
-            raise ConnectionResetError("the server closed without an answer")
-        await _pause("answer", rules)
+            self._answer(head, request, fault)
+            return True
+        answer, body = self._ask(head, raw, request, fault, payload_bytes)
+        self._pause("answer", rules)
         if fault == Reset("answer"):
             raise ConnectionResetError("by rule")
-        alive = await self._pass_answer(server, answer, request, rule, head.first[0])
-        if answer.ends_connection:
-            self.close()
-            return False
-        return alive and not head.ends_connection
+        alive = self._pass_on(answer, body, request, rule, head.first[0] == "HEAD")
+        return alive and not answer.ends_connection and not head.ends_connection
 
-    async def _answer(self, head: Head, request: Request, fault: Answer) -> bool:
-        expects = "expect" in head.headers
-        if not expects:
-            async for _ in self._client.body(head.request_framing()):
-                pass
+    def _answer(self, head: Head, request: Request, fault: Answer, *more: str) -> None:
         error = f"<Error><Code>{fault.code}</Code><Message>by rule</Message>{fault.more}</Error>"
         body = f"<?xml version='1.0'?>{error}".encode()
         request.status = fault.status
-        lines = [
-            f"HTTP/1.1 {fault.status} {fault.code}",
-            "Content-Type: application/xml",
-            f"Content-Length: {len(body)}",
-            *fault.headers,
-        ]
-        lines += ["Connection: close"] if expects else []
-        await self._client.send("\r\n".join([*lines, "", ""]).encode() + (b"" if head.first[0] == "HEAD" else body))
-        return not expects
+        lines = [f"HTTP/1.1 {fault.status} {fault.code}", "Content-Type: application/xml"]
+        lines += [f"Content-Length: {len(body)}", *fault.headers, *more, "", ""]
+        self._client.sendall("\r\n".join(lines).encode() + (b"" if head.first[0] == "HEAD" else body))
 
-    async def _connect(self) -> Wire:
-        if self._server is not None and self._server.ended():
-            self.close()
-        if self._server is None:
-            self._server = await Wire.connect(self._loop, self._address)
-        return self._server
+    def _ask(
+        self, head: Head, raw: bytearray, request: Request, fault: Fault | None, payload_bytes: int
+    ) -> tuple[Head, bytearray]:
+        """Send a request to the server; return the answer's head and body."""
+        if isinstance(fault, Flip) and fault.side == "request" and raw:
+            raw[_offset(fault.at, len(raw))] ^= 0x10
+        server, answers = self._connected()
+        server.sendall(head.raw)
+        if fault == Reset("upload"):
+            server.sendall(raw[: len(raw) // 2])
+            raise ConnectionResetError("by rule")
+        with suppress(OSError):  # it may have answered early, with a refusal; that is there to be read
+            server.sendall(raw)
+        request.bytes_up = payload_bytes
+        while True:
+            answer = Head.read(answers)
+            if answer is None:
+                raise ConnectionResetError("the server closed without an answer")
+            if answer.status >= 200:
+                break
+        empty = head.first[0] == "HEAD" or answer.status in (204, 304)
+        body = bytearray() if empty else answer.payload(answers)
+        if answer.ends_connection:
+            self._hang_up()
+        return answer, body
 
-    async def _upload(self, server: Wire, head: Head, request: Request, fault: Fault | None) -> None:
-        framing = head.request_framing()
-        length = max(0, framing)
-        flip_at = _offset(fault.at, length) if isinstance(fault, Flip) and fault.side == "request" else None
-        reset_at = length // 2 if fault == Reset("upload") else None
-        server_listens = True
-        async for piece, payload in self._client.body(framing):
-            start = request.bytes_up
-            if reset_at is not None and start + len(piece) >= reset_at:
-                await server.send(piece[: reset_at - start])
-                raise ConnectionResetError("by rule")
-            if flip_at is not None and payload and 0 <= flip_at - start < len(piece):
-                piece[flip_at - start] ^= 0x10
-            request.bytes_up += len(piece) if payload else 0
-            if server_listens:
-                try:
-                    await server.send(piece)
-                except OSError:  # It answered early, with a refusal; that is there to be read.
-                    server_listens = False
-
-    async def _pass_answer(self, server: Wire, answer: Head, request: Request, rule: Rule | None, method: str) -> bool:
-        """Pass the answer on. False: the client must be told by a close that the body ends."""
-        framing = answer.answer_framing(method)
+    def _pass_on(self, answer: Head, body: bytearray, request: Request, rule: Rule | None, is_head: bool) -> bool:
+        """Pass an answer on. False: the client must be told by a close that the body ends."""
         fault = rule.fault if rule else None
         request.status = answer.status
-        if isinstance(fault, Redate):
-            answer = Head.parse(_redated(answer, fault.seconds))
-        on_body = isinstance(fault, Cut | Stall) or fault == Reset("body")
-        on_body = on_body or (isinstance(fault, Flip) and fault.side == "answer")
-        if rule is not None and on_body:
-            return await self._break_body(server, answer, framing, request, rule)
-        if isinstance(fault, Stretch):
-            return await self._stretch(server, answer, framing, request, fault, method)
-        await self._client.send(answer.raw)
+        told = int(answer.headers.get("content-length", 0)) if is_head else len(body)
+        sent, stop_at = bytes(body), len(body)
+        if isinstance(fault, Cut):
+            stop_at = _offset(fault.at, len(body))
+            told = stop_at if fault.lying else told
+        elif isinstance(fault, Stall):
+            stop_at = _offset(fault.at, len(body))
+        elif fault == Reset("body"):
+            stop_at = len(body) // 2
+        elif isinstance(fault, Flip) and fault.side == "answer" and body:
+            body[_offset(fault.at, len(body))] ^= 0x10
+            sent = bytes(body)
+        elif isinstance(fault, Stretch):
+            told += 0 if fault.lying else fault.by_bytes
+            sent = b"" if is_head and not fault.lying else sent + bytes(fault.by_bytes)
+            stop_at = len(sent)
+        self._client.sendall(answer.reframed(told, fault.seconds if isinstance(fault, Redate) else 0.0))
         if fault == Reset("headers"):
-            await _drained()
+            stop_at = 0
+        self._client.sendall(sent[:stop_at])
+        request.bytes_down = min(stop_at, len(body))
+        if isinstance(fault, Reset):
+            time.sleep(0.05)  # let the client read what was sent before the reset throws it away
             raise ConnectionResetError("by rule")
-        async for piece, payload in server.body(framing):
-            await self._client.send(piece)
-            request.bytes_down += len(piece) if payload else 0
-        return framing != UNTIL_EOF
+        if isinstance(fault, Stall) and rule is not None:
+            self._wait_for(rule)
+            self._client.sendall(sent[stop_at:])
+            request.bytes_down = len(body)
+        return not isinstance(fault, Cut) or fault.lying or stop_at == len(body)
 
-    async def _break_body(self, server: Wire, answer: Head, framing: int, request: Request, rule: Rule) -> bool:
-        """Pass an answer on with its body broken."""
-        fault = rule.fault
-        if framing in (CHUNKED, UNTIL_EOF):
-            parts = [bytes(piece) async for piece, payload in server.body(framing) if payload]
-            pieces = _one_piece(b"".join(parts))
-            length = sum(map(len, parts))
-            answer = Head.parse(answer.reframed(length))
-        else:
-            pieces, length = server.body(framing), framing
-        lying = isinstance(fault, Cut) and fault.lying
-        end = _offset(fault.at, length) if isinstance(fault, Cut) else length // 2 if fault == Reset("body") else length
-        stall_at = _offset(fault.at, length) if isinstance(fault, Stall) else None
-        flip_at = _offset(fault.at, length) if isinstance(fault, Flip) else None
-        await self._client.send(answer.reframed(end) if lying else answer.raw)
-        offset = 0
-        if stall_at == 0:
-            await rule._released.wait()
-        async for piece, _ in pieces:
-            start, offset = offset, offset + len(piece)
-            if flip_at is not None and start <= flip_at < offset:
-                piece[flip_at - start] ^= 0x10
-            if stall_at is not None and start < stall_at <= offset:
-                await self._client.send(piece[: stall_at - start])
-                request.bytes_down += stall_at - start
-                await rule._released.wait()
-                piece, start = piece[stall_at - start :], stall_at  # noqa: PLW2901
-            kept = piece[: max(0, end - start)]
-            await self._client.send(kept)
-            request.bytes_down += len(kept)
-            if offset >= end and not lying and end < length:
-                break
-        if fault == Reset("body"):
-            await _drained()
-            raise ConnectionResetError("by rule")
-        if end < length and not lying:
-            self.close()
-            return False
-        return True
+    def _pause(self, at: str, rules: list[Rule]) -> None:
+        for rule in rules:
+            if isinstance(rule.fault, Delay) and rule.fault.at == at:
+                self._wait_for(None, rule.fault.seconds)
+            elif isinstance(rule.fault, Hold) and rule.fault.at == at:
+                self._wait_for(rule)
 
-    async def _stretch(
-        self, server: Wire, answer: Head, framing: int, request: Request, fault: Stretch, method: str
-    ) -> bool:
-        """Pass an answer on with more than its body."""
-        body = b"".join([bytes(piece) async for piece, payload in server.body(framing) if payload])
-        length = int(answer.headers.get("content-length", len(body)))
-        await self._client.send(answer.reframed(length if fault.lying else length + fault.by_bytes))
-        if method != "HEAD" or fault.lying:
-            await self._client.send(body + bytes(fault.by_bytes))
-        request.bytes_down += len(body)
-        if framing == UNTIL_EOF:
-            self.close()
-        return True
+    def _wait_for(self, rule: Rule | None, timeout_s: float | None = None) -> None:
+        """Wait until the rule is released, or for a time. Raises ConnectionResetError when the connection is ended."""
+        with self._proxy.changed:
+            self._proxy.changed.wait_for(lambda: self._is_over or (rule is not None and rule.released), timeout_s)
+        if self._is_over:
+            raise ConnectionResetError("the proxy went down")
+
+    def _connected(self) -> tuple[socket.socket, BinaryIO]:
+        if self._server is not None:
+            with suppress(BlockingIOError):
+                if not self._server.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    self._hang_up()
+        if self._server is None or self._answers is None:
+            self._server = socket.create_connection(("127.0.0.1", self._proxy.server_port))
+            self._server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._answers = self._server.makefile("rb")
+            if self._is_over:
+                raise ConnectionResetError("the proxy went down")
+        return self._server, self._answers
+
+    def _hang_up(self) -> None:
+        server, answers = self._server, self._answers
+        self._server = self._answers = None
+        if server is not None and answers is not None:
+            with closing(server), closing(answers):
+                pass
 
 
-async def _pause(at: str, rules: list[Rule]) -> None:
-    for rule in rules:
-        if isinstance(rule.fault, Delay) and rule.fault.at == at:
-            await asyncio.sleep(rule.fault.seconds)
-        elif isinstance(rule.fault, Hold) and rule.fault.at == at:
-            await rule._released.wait()
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The first line and the headers of a message, as received."""
+
+    raw: bytes
+    first: tuple[str, str, str]
+    headers: dict[str, str]
+    """By name in lower case. A repeated one keeps its last value."""
+
+    @classmethod
+    def read(cls, stream: BinaryIO) -> Head | None:
+        """Read up to the empty line; None at the end of the stream. Raises ConnectionError for what is not HTTP."""
+        lines = []
+        while (line := stream.readline(1 << 16)) not in (b"", b"\r\n"):
+            lines.append(line)
+        if not line and not lines:
+            return None
+        text = [each.decode("latin-1").rstrip("\r\n") for each in lines]
+        first = (*text[0].split(" ", 2), "", "") if text else ("", "", "")
+        if not line or "HTTP/" not in first[0] + first[2]:
+            raise ConnectionError(f"not HTTP: {text[:1]}")
+        fields = (each.partition(":") for each in text[1:])
+        headers = {name.strip().lower(): value.strip() for name, _, value in fields}
+        return cls(b"".join([*lines, b"\r\n"]), (first[0], first[1], first[2]), headers)
+
+    @property
+    def status(self) -> int:
+        """The status of an answer."""
+        return int(self.first[1])
+
+    @property
+    def ends_connection(self) -> bool:
+        """Whether the sender closes after this message."""
+        connection = self.headers.get("connection", "").lower()
+        return connection == "close" or (self.first[0] == "HTTP/1.0" and connection != "keep-alive")
+
+    def body(self, stream: BinaryIO) -> tuple[bytearray, int]:
+        """Read the body of a request; return it as it came, and the length of its payload."""
+        if "chunked" not in self.headers.get("transfer-encoding", "").lower():
+            raw = bytearray(stream.read(int(self.headers.get("content-length", 0))))
+            return raw, len(raw)
+        raw, payload_bytes, length = bytearray(), 0, -1
+        while length:
+            line = stream.readline()
+            length = int(line.split(b";")[0], 16)
+            raw += line + stream.read(length)
+            payload_bytes += length
+            while length == 0 and (trailer := stream.readline()) not in (b"", b"\r\n"):
+                raw += trailer
+            raw += stream.readline() if length else b"\r\n"
+        return raw, payload_bytes
+
+    def payload(self, stream: BinaryIO) -> bytearray:
+        """Read the body of an answer, and take it out of its chunks."""
+        if "chunked" in self.headers.get("transfer-encoding", "").lower():
+            payload = bytearray()
+            while length := int(stream.readline().split(b";")[0], 16):
+                payload += stream.read(length)
+                stream.readline()
+            while stream.readline() not in (b"", b"\r\n"):
+                pass
+            return payload
+        length = self.headers.get("content-length")
+        payload = bytearray(stream.read() if length is None else stream.read(int(length)))
+        if length is not None and len(payload) < int(length):
+            raise ConnectionError("the server's body ended early")
+        return payload
+
+    def reframed(self, length_bytes: int, later_s: float = 0.0) -> bytes:
+        """Return an answer's head with ``length_bytes`` for the body's length, and its date shifted."""
+        lines = []
+        for line in self.raw[:-4].split(b"\r\n"):
+            name = line.partition(b":")[0].lower()
+            if name == b"date" and later_s:
+                date = email.utils.parsedate_to_datetime(self.headers["date"]) + timedelta(seconds=later_s)
+                lines.append(f"Date: {email.utils.format_datetime(date, usegmt=True)}".encode())
+            elif name not in (b"content-length", b"transfer-encoding"):
+                lines.append(line)
+        if self.status not in (204, 304):
+            lines.append(b"Content-Length: %d" % length_bytes)
+        return b"\r\n".join([*lines, b"", b""])
 
 
-def _redated(head: Head, seconds: float) -> bytes:
-    """Return the head's bytes with its date shifted."""
-    date = email.utils.parsedate_to_datetime(head.headers["date"]) + timedelta(seconds=seconds)
-    lines = [line for line in head.raw[:-4].split(b"\r\n") if not line.lower().startswith(b"date:")]
-    return b"\r\n".join([*lines, f"Date: {email.utils.format_datetime(date, usegmt=True)}".encode(), b"", b""])
-
-
-async def _drained() -> None:
-    """Let the client read what was sent before a reset throws it away."""
-    await asyncio.sleep(0.05)
-
-
-async def _one_piece(data: bytes) -> Any:
-    yield memoryview(bytearray(data)), True
+def _operation_of(head: Head) -> tuple[str, str]:
+    """Return what a path-style S3 request does, as ``Request.operation``, and the object's name."""
+    method, target, _ = head.first
+    path, _, query = target.partition("?")
+    _, _, key = unquote(path).lstrip("/").partition("/")
+    if key:
+        return ("COPY" if "x-amz-copy-source" in head.headers else method), key
+    names = {name for name, _ in parse_qsl(query, keep_blank_values=True)}
+    if method == "GET" and path != "/" and not names & _BUCKET_QUERIES:
+        return "LIST", ""
+    return ("DELETE_MANY" if method == "POST" and "delete" in names else "BUCKET"), ""
 
 
 def _offset(at: float, length: int) -> int:
