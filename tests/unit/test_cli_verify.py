@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from nixl_offload.cli.main import main
+from nixl_offload.cli.verify import command as verify_command
 from nixl_offload.cli.verify import judge as verify_judge
-from nixl_offload.cli.verify import tier_run
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.shared.inspect import SharedInspector
@@ -319,7 +319,7 @@ def test_a_signal_ends_a_run_in_another_process(slab: StoredSlab, tmp_path: Path
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         # Its readers are threads, and there are none before.
-        until(lambda: len(os.listdir(f"/proc/{child.pid}/task")) > tier_run.THREADS // 2)
+        until(lambda: len(os.listdir(f"/proc/{child.pid}/task")) > verify_command.THREADS // 2)
         child.send_signal(number)
         out, err = child.communicate(timeout=20.0)
     finally:
@@ -354,7 +354,7 @@ def test_storage_that_fails_is_exit_code_1(tree: Tree, cli: Cli, monkeypatch: py
 def test_a_limit_on_the_rate_is_kept(slab: StoredSlab, cli: Cli) -> None:
     began_s = time.monotonic()
     assert cli("verify", slab.file, "--rate", "2MiB/s") == 0
-    least_s = (CHUNKS - tier_run.THREADS) * 2 * SLOT_BYTES / (2 << 20)
+    least_s = (CHUNKS - verify_command.THREADS) * 2 * SLOT_BYTES / (2 << 20)
     assert time.monotonic() - began_s >= 0.9 * least_s
 
 

@@ -1,22 +1,30 @@
-"""``nixl-offload gc CONFIG``: brings a bucket or a shared directory down to a size and an age, oldest first.
+"""``nixl-offload gc CONFIG``: brings a bucket or a shared directory down to a size and an age, oldest first; removes
+namespaces of a slab that nobody serves any more.
 
-Threading: one thread. ``cli.gc.shared`` does the work, ``tiers.shared.sweep`` decides; ``cli.gc.slab`` is for slabs.
+Threading: one thread. ``cli.gc.collection`` counts and deletes, ``tiers.shared.sweep`` decides.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import sys
 import time
+from collections.abc import Mapping
 from contextlib import closing
-from typing import TextIO
+from typing import Any, Final, TextIO
 
-from nixl_offload.cli.common import Commands, add_command, add_selection, stored_tiers
-from nixl_offload.cli.gc.shared import collect
-from nixl_offload.cli.gc.slab import remove_namespaces
-from nixl_offload.cli.terminal import duration_argument, size_argument
+from nixl_offload.cli.common import Commands, add_command, add_selection, report_nothing_found, selects, stored_tiers
+from nixl_offload.cli.gc.collection import STALE_DRAFT_S, Collection
+from nixl_offload.cli.terminal import about_size, duration_argument, moment, plural, print_table, size_argument
 from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError
+from nixl_offload.stores.base import Store
+from nixl_offload.tiers.inspect import Inspector
 from nixl_offload.tiers.kinds import open_inspector
+from nixl_offload.tiers.shared.sweep import GRACE_S, Plan, Totals, make_plan
+from nixl_offload.units import format_duration
 
 _DESCRIPTION = """\
 Deletes the oldest chunks of the shared tier of CONFIG (a bucket or a shared directory) until at most --max-size is
@@ -40,6 +48,9 @@ Of a slab, which keeps to its capacity by itself, gc removes whole namespaces, w
 Exit code 0: done. 1: the storage failed or not all could be deleted (run again), or the tenant has nothing. 2: CONFIG
 or the options are wrong. 130: interrupted; run again to go on.
 """
+
+
+_HINT: Final = "a slab keeps to its capacity by itself; --namespace, --tenant or --older-than choose what may go"
 
 
 def add_gc(commands: Commands) -> None:
@@ -77,3 +88,200 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 
 def _now_s() -> float:
     return time.time()
+
+
+def collect(
+    arguments: argparse.Namespace,
+    store: Store,
+    out: TextIO,
+    *,
+    max_bytes: int | None,
+    older_than_s: float | None,
+    now_s: float,
+) -> int:
+    """Look, plan and, where asked to, delete; print to ``out``. Raises StoreError (nothing was deleted yet)."""
+    found = Collection(store, namespace=arguments.namespace, tenant=arguments.tenant)
+    ages = found.count()
+    plan = make_plan(ages, now_s=now_s, max_bytes=max_bytes, older_than_s=older_than_s)
+    plain = _plain(found, ages.total, plan, max_bytes, older_than_s)
+    if any(found.selection.values()) and not found.namespaces:
+        report_nothing_found(arguments)
+    if not arguments.json:
+        _print_shared(plain, out)
+        out.flush()
+    try:
+        if arguments.delete:
+            found.delete(plan, now_s)
+    finally:
+        outcome = {
+            "deleted": _totals(found.deleted),
+            "manifests": found.manifests,
+            "drafts": found.drafts,
+            "failed_objects": found.failed_objects,
+            "failures": found.failures,
+            "gave_up": found.gave_up,
+        }
+        if arguments.json:
+            print(json.dumps({**plain, "outcome": outcome if arguments.delete else None}, indent=2), file=out)
+        elif arguments.delete:
+            _print_outcome(found, out)
+        elif plan.estimate.chunks or found.sweeps_drafts:
+            drafts = " (and what writers that died have left)" if found.sweeps_drafts else ""
+            print(f"Nothing was deleted; --delete does it{drafts}.", file=out)
+        for failure in found.failures:
+            print(f"nixl-offload: {failure}", file=sys.stderr)
+    if not found.failures:
+        return 1 if arguments.tenant is not None and not found.namespaces else 0
+    end = "gave up after several failures in a row" if found.gave_up else "the rest went on"
+    count = f"up to {plural(found.failed_objects, 'object')} not deleted; " if found.failed_objects else ""
+    print(f"nixl-offload: {count}{end}; run again", file=sys.stderr)
+    return 1
+
+
+def _plain(
+    found: Collection, total: Totals, plan: Plan, max_bytes: int | None, older_than_s: float | None
+) -> dict[str, Any]:
+    """Return what was found and planned. Times are seconds since the epoch, sizes bytes."""
+    namespaces = [
+        {
+            "name": entry.info.name,
+            "tenant": entry.info.tenant,
+            "model": entry.info.model,
+            **_totals(entry.ages.total),
+            "oldest_s": entry.ages.oldest_s if math.isfinite(entry.ages.oldest_s) else None,
+            "newest_s": entry.ages.newest_s if math.isfinite(entry.ages.newest_s) else None,
+        }
+        for entry in found.namespaces
+    ]
+    return {
+        "where": found.where,
+        "selection": found.selection,
+        "namespaces": namespaces,
+        "other_objects": found.other_objects,
+        "total": _totals(total),
+        "limits": {"max_bytes": max_bytes, "older_than_s": older_than_s},
+        "plan": {"delete": _totals(plan.estimate), "keep_bytes": plan.kept_bytes, "over_bytes": plan.over_bytes},
+    }
+
+
+def _print_shared(plain: Mapping[str, Any], out: TextIO) -> None:
+    said = " and ".join(f"{name} {value}" for name, value in plain["selection"].items() if value)
+    print(f"{plain['where']}{f', {said}' if said else ''}: {_counted(plain['total'])}", file=out)
+    if plain["other_objects"]:
+        print(f"{plural(plain['other_objects'], 'other object')} beside them, never touched", file=out)
+    if plain["namespaces"]:
+        table = [("namespace", "tenant", "model", "chunks", "objects", "size", "oldest", "newest")]
+        for each in plain["namespaces"]:
+            counts = f"{each['chunks']:,}", f"{each['objects']:,}", about_size(each["bytes"])
+            ages = moment(each["oldest_s"]), moment(each["newest_s"])
+            table.append((each["name"], each["tenant"] or "?", each["model"] or "?", *counts, *ages))
+        print(file=out)
+        print_table(table, out, right=("chunks", "objects", "size"))
+        print(file=out)
+    max_bytes, older_than_s = plain["limits"].values()
+    limits = [] if max_bytes is None else [f"at most {about_size(max_bytes)}"]
+    if older_than_s is not None:
+        limits.append(f"nothing older than {format_duration(max(older_than_s, GRACE_S))}")
+    none = "none; say --max-size or --older-than, or capacity or ttl in the config"
+    print(f"Limits: {', '.join(limits) or none}.", file=out)
+    goes, keeps, over = plain["plan"].values()
+    if limits:
+        words = f"{_counted(goes)} to delete" if goes["chunks"] else "nothing to delete"
+        print(f"Plan: {words}; {about_size(keeps)} stay.", file=out)
+    if over:
+        print(
+            f"That is {about_size(over)} too much, but what is left was written or refreshed within the last "
+            f"{format_duration(GRACE_S)}; later runs will get to it.",
+            file=out,
+        )
+
+
+def _print_outcome(found: Collection, out: TextIO) -> None:
+    print(f"Deleted: {_counted(_totals(found.deleted))}.", file=out)
+    if found.manifests:
+        print(f"Deleted: {plural(found.manifests, 'manifest')} of namespaces that are empty.", file=out)
+    if found.drafts:
+        age = format_duration(STALE_DRAFT_S)
+        print(f"Deleted: {plural(found.drafts, 'draft')} older than {age}, of writers that died.", file=out)
+
+
+def _totals(totals: Totals) -> dict[str, int]:
+    return {"chunks": totals.chunks, "objects": totals.objects, "bytes": totals.size_bytes}
+
+
+def _counted(totals: Mapping[str, int]) -> str:
+    chunks, objects, size_bytes = totals.values()
+    return f"{plural(chunks, 'chunk')} in {plural(objects, 'object')}, {about_size(size_bytes)}"
+
+
+def remove_namespaces(arguments: argparse.Namespace, inspector: Inspector, out: TextIO) -> int:
+    """Print to ``out``. Raises ConfigError, StoreError, TierError (``locked``: by whom; nothing was deleted)."""
+    older_than_s = arguments.older_than
+    chooses = any(value is not None for value in (arguments.namespace, arguments.tenant, older_than_s))
+    if arguments.max_size is not None:
+        raise ConfigError(
+            "--max-size: has no meaning for a slab, which keeps to its capacity by itself; here gc removes whole "
+            "namespaces: --namespace, --tenant or --older-than"
+        )
+    if arguments.delete and not chooses:
+        raise ConfigError(
+            "--delete: which namespaces? A slab keeps to its capacity by itself; say --namespace, --tenant or "
+            "--older-than (since an engine last opened them)"
+        )
+    before_s = math.inf if older_than_s is None else time.time() - older_than_s
+    infos = sorted(inspector.namespaces(), key=lambda info: info.used_s or 0.0)
+    # What no manifest identifies as ours is never removed.
+    chosen = [
+        info
+        for info in infos
+        if chooses and selects(arguments, info) and info.manifest and info.used_s is not None and info.used_s < before_s
+    ]
+    rows: list[dict[str, Any]] = [
+        {
+            "name": info.name,
+            "part": info.part or None,
+            "tenant": info.tenant,
+            "model": info.model,
+            "bytes": inspector.used_bytes(info) or 0,
+            "last_opened_s": info.used_s,
+            "open_now": info.in_use,
+            "chosen": info in chosen,
+            "deleted": False,
+            "failure": None,
+        }
+        for info in infos
+    ]
+    selection = {"namespace": arguments.namespace, "tenant": arguments.tenant}
+    missing = any(selection.values()) and not any(selects(arguments, info) for info in infos)
+    if missing:
+        report_nothing_found(arguments)
+    if not arguments.json:
+        total = about_size(sum(row["bytes"] for row in rows))
+        print(f"{inspector.where}: {plural(len(rows), 'namespace')}, {total} on disk", file=out)
+        holder = next((info.in_use for info in infos if info.in_use), None)
+        print(f"Open now: {holder}." if holder else "No engine has the directory open.", file=out)
+        for info, row in zip(infos, rows, strict=True):
+            last, goes = moment(info.used_s), "to delete" if row["chosen"] else "stays"
+            print(f"  {info.path}  {info.owner}, {about_size(row['bytes'])}, last opened {last}: {goes}", file=out)
+        if older_than_s is not None:
+            print(f"Limit: last opened more than {format_duration(older_than_s)} ago.", file=out)
+        if not arguments.delete:
+            print(f"Nothing was deleted; {'--delete does it' if chosen else _HINT}.", file=out)
+        out.flush()
+    if arguments.delete:
+        results = iter(inspector.remove(chosen) if chosen else [])
+        for row in rows:
+            if row["chosen"]:
+                row["failure"] = next(results)
+                row["deleted"] = row["failure"] is None
+        if not arguments.json:
+            gone = [row["bytes"] for row in rows if row["deleted"]]
+            print(f"Deleted: {plural(len(gone), 'namespace')}, {about_size(sum(gone))}.", file=out)
+    if arguments.json:
+        limits = {"older_than_s": older_than_s}
+        plain = {"where": inspector.where, "selection": selection, "limits": limits, "namespaces": rows}
+        print(json.dumps(plain, indent=2), file=out)
+    failures = [row["failure"] for row in rows if row["failure"]]
+    for failure in failures:
+        print(f"nixl-offload: {failure}; run again", file=sys.stderr)
+    return 1 if failures or (missing and arguments.tenant is not None) else 0

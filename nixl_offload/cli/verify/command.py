@@ -1,14 +1,21 @@
 """``nixl-offload verify CONFIG``: reads everything that is stored and checks it, beside servers or without.
 
-Threading: one thread here; ``tier_run`` has threads that read and check.
+Threading: the main thread lists, settles and prints; ``THREADS`` others read and check. Memory: a piece per thread and
+the names of the chunks in flight.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import Any, TextIO
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, TextIO
 
+from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.cli.common import (
     MEMORY_NOTE,
     Commands,
@@ -18,11 +25,14 @@ from nixl_offload.cli.common import (
     keys_of,
     opened,
     report_nothing_found,
+    selected,
     visit,
 )
-from nixl_offload.cli.terminal import rate_argument
-from nixl_offload.cli.verify.tier_run import TierRun
+from nixl_offload.cli.terminal import Progress, about_size, moment, plural, rate_argument
+from nixl_offload.cli.verify.judge import ChunkVerdict, Judge, Verdict
 from nixl_offload.config import load_config
+from nixl_offload.errors import StoreError
+from nixl_offload.tiers.inspect import Inspector, NamespaceInfo, printable
 
 _DESCRIPTION = """\
 Reads every chunk that the tiers of CONFIG hold and checks it as a server would before using it: header, key, lengths,
@@ -40,6 +50,22 @@ shards of a bad chunk. In a slab that an engine has open, bad chunks are reporte
 Exit code 0: all is good. 1: bad chunks were found (deleted or not), the namespace is not there, or the storage failed.
 2: CONFIG or the options are wrong. 130: interrupted.
 """
+
+
+THREADS: Final = 8
+_IN_FLIGHT: Final = 2 * THREADS
+_FAILURES_IN_A_ROW: Final = 3
+"""After so many chunks that cannot be read, the storage counts as down."""
+_WORDS_CHARS: Final = 600
+_VERDICT_WORDS: Final[dict[Verdict, str]] = {
+    "good": "good",
+    "bad": "bad",
+    "changed": "changed meanwhile (evicted, rewritten or deleted)",
+    "stale": "forgotten (the slot holds another chunk by now; harmless)",
+    "unfinished": "not finished (still being written)",
+    "unreadable": "not readable (the storage failed)",
+    "unauthenticated": "not authenticated: no key (all else of them is right)",
+}
 
 
 def add_verify(commands: Commands) -> None:
@@ -71,3 +97,167 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         report_nothing_found(arguments)
         return 1
     return 1 if failed or any(each.is_bad for each in runs) else 0
+
+
+class TierRun:
+    """One run over one tier; usable once."""
+
+    def __init__(
+        self, arguments: argparse.Namespace, inspector: Inspector, out: TextIO, keys: ChunkKeys | None = None
+    ) -> None:
+        self.found = 0
+        """Namespaces that were selected."""
+        self.chunks: dict[Verdict, int] = dict.fromkeys(_VERDICT_WORDS, 0)
+        self.bytes_checked = self.deleted = self.left = self.unlisted_namespaces = 0
+        """``left``: bad chunks that could not be deleted."""
+        self._arguments = arguments
+        self._inspector = inspector
+        self._out = out
+        self._bar = Progress(sys.stderr)
+        self._stop = threading.Event()
+        self._judge = Judge(inspector, arguments.rate, self._stop, keys)
+        self._bad: list[ChunkVerdict] = []
+        self._failed_in_a_row = 0
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether something is wrong, or unknown."""
+        return bool(self.chunks["bad"] or self.chunks["unreadable"] or self.unlisted_namespaces)
+
+    def run(self) -> dict[str, Any]:
+        """Read everything, and return the totals as plain data. Raises StoreError, TierError, KeyboardInterrupt."""
+        namespaces = list(selected(self._inspector, self._arguments))
+        self.found, finished = len(namespaces), False
+        total_bytes = sum(self._inspector.measure(namespace).size_bytes for namespace in namespaces)
+        began_s = time.monotonic()
+        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="nixl-offload-verify")
+        try:
+            for namespace in namespaces:
+                if namespace.trouble is not None:
+                    self.unlisted_namespaces += 1
+                    continue
+                self._read_namespace(pool, namespace, total_bytes, began_s)
+            finished = True
+        finally:
+            self._stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+            self._bar.clear()
+            elapsed_s = time.monotonic() - began_s
+            if not self._arguments.json:
+                self._print_totals(elapsed_s, finished=finished)
+        return {
+            "tier": self._inspector.kind,
+            "where": self._inspector.where,
+            "chunks": self.chunks,
+            "bytes_checked": self.bytes_checked,
+            "deleted": self.deleted,
+            "left": self.left,
+            "unlisted_namespaces": self.unlisted_namespaces,
+            "finished": finished,
+            "seconds": round(elapsed_s, 3),
+            "bytes_read": self._judge.bytes_read,
+        }
+
+    def _read_namespace(
+        self, pool: ThreadPoolExecutor, namespace: NamespaceInfo, total_bytes: int, began_s: float
+    ) -> None:
+        flight: deque[Future[ChunkVerdict]] = deque()
+
+        def settle() -> None:
+            self._settle(namespace, flight[0].result())
+            flight.popleft()
+            checked, all_bytes = self.bytes_checked, max(total_bytes, self.bytes_checked, 1)
+            rate = self._judge.bytes_read / max(time.monotonic() - began_s, 1e-3)
+            left = f", {_about_time((all_bytes - checked) / rate)} left" if rate else ""
+            chunks = plural(sum(self.chunks.values()), "chunk")
+            self._bar(
+                f"{checked / all_bytes:.0%} of {about_size(all_bytes)}, {chunks}, {self.chunks['bad']:,} bad, "
+                f"{about_size(int(rate))}/s{left}"
+            )
+
+        try:
+            for chunk in self._inspector.chunks(namespace):
+                flight.append(pool.submit(self._judge.judge, namespace, chunk))
+                if len(flight) >= _IN_FLIGHT:
+                    settle()
+            while flight:
+                settle()
+        finally:
+            self._delete_bad(namespace)
+
+    def _settle(self, namespace: NamespaceInfo, verdict: ChunkVerdict) -> None:
+        is_good = verdict.kind in ("good", "unauthenticated")
+        if verdict.kind == "unreadable":
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row >= _FAILURES_IN_A_ROW:
+                raise StoreError(f"{verdict.faults[0].words}; gave up after several in a row", cause="io")
+        elif is_good:
+            self._failed_in_a_row = 0
+        self.chunks[verdict.kind] += 1
+        self.bytes_checked += verdict.chunk.size_bytes
+        if self._arguments.delete_bad and verdict.kind in ("bad", "stale"):
+            self._bad.append(verdict)
+            if len(self._bad) >= self._inspector.delete_batch:
+                self._delete_bad(namespace)
+        elif not is_good:
+            self._report(namespace, verdict)
+
+    def _delete_bad(self, namespace: NamespaceInfo) -> None:
+        bad, self._bad = self._bad, []
+        results = self._inspector.delete(namespace, [(each.chunk, each.bad_shards) for each in bad]) if bad else []
+        for verdict, left_because in zip(bad, results, strict=True):
+            done = left_because is None
+            self.deleted += done
+            self.left += not done and verdict.kind == "bad"
+            whole = len(verdict.bad_shards) in (0, len(verdict.chunk.shards))
+            words = left_because or ("deleted" if whole else "deleted what belongs to no rank; the chunk stays")
+            self._report(namespace, verdict, done, words)
+
+    def _report(
+        self, namespace: NamespaceInfo, verdict: ChunkVerdict, done: bool | None = None, words: str | None = None
+    ) -> None:
+        """Print a bad chunk and what is wrong with it; as JSON any verdict. ``done``: whether it was deleted."""
+        self._bar.clear()
+        where, out = self._inspector.where, self._out
+        if self._arguments.json:
+            line = {
+                "verdict": verdict.kind,
+                "tier": self._inspector.kind,
+                "where": where,
+                "namespace": namespace.path,
+                "key": verdict.chunk.key.hex(),
+                "bytes": verdict.chunk.size_bytes,
+                "problems": [fault._asdict() for fault in verdict.faults],
+                "deleted": done,
+                "left_because": None if done else words,
+            }
+            print(json.dumps(line), file=out, flush=True)
+        elif verdict.kind in ("bad", "unreadable"):
+            heading = "BAD" if verdict.kind == "bad" else "NOT READABLE"
+            what = f", {printable(words, _WORDS_CHARS)}" if words else ""
+            print(f"{heading} {verdict.chunk.key.hex()} in {where}, namespace {namespace.path}{what}", file=out)
+            for fault in verdict.faults:
+                since = f"; written {moment(fault.created_s)}" if fault.created_s else ""
+                place = f" {fault.place}:" if fault.place else ""
+                print(f"    rank {fault.rank}:{place} {printable(fault.words, _WORDS_CHARS)}{since}", file=out)
+            out.flush()
+
+    def _print_totals(self, elapsed_s: float, *, finished: bool) -> None:
+        out, bytes_read = self._out, self._judge.bytes_read
+        rate = f", {about_size(int(bytes_read / elapsed_s))}/s" if elapsed_s > 0 and bytes_read else ""
+        checked = f"{plural(sum(self.chunks.values()), 'chunk')}, {about_size(self.bytes_checked)} checked{rate}"
+        print(f"{self._inspector.where}: {checked}{'' if finished else '; not finished'}", file=out)
+        for kind, words in _VERDICT_WORDS.items():
+            if self.chunks[kind] or kind in ("good", "bad"):
+                print(f"  {self.chunks[kind]:,} {words}", file=out)
+        if self.deleted or self.left:
+            print(f"  {self.deleted:,} deleted, {self.left:,} bad ones left", file=out)
+        if self.unlisted_namespaces:
+            namespaces = plural(self.unlisted_namespaces, "namespace")
+            print(f"  {namespaces} whose chunks cannot be listed; nixl-offload ls says why", file=out)
+
+
+def _about_time(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f}s"
+    return f"{seconds / 60:.0f}m" if seconds < 5400 else f"{seconds / 3600:.1f}h"
