@@ -1,4 +1,4 @@
-"""What commands share at the terminal: sizes and times for people, progress, tables, arguments that carry units.
+"""What commands share at the terminal: sizes and times for people, progress, arguments that carry units.
 
 Threading: one thread.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from typing import Final, TextIO
 
@@ -65,17 +64,6 @@ def rate_argument(text: str) -> int:
     if not rate:
         raise argparse.ArgumentTypeError(f"{text!r} would never end")
     return rate
-
-
-def print_table(table: Sequence[Sequence[str]], out: TextIO, *, right: Collection[str]) -> None:
-    """Print rows under a row of headings. ``right``: headings of columns that are set to the right."""
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for row in table:
-        cells = (
-            cell.rjust(width) if heading in right else cell.ljust(width)
-            for heading, cell, width in zip(table[0], row, widths, strict=True)
-        )
-        print("  ".join(cells).rstrip(), file=out)
 
 
 class Progress:

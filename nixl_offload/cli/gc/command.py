@@ -17,7 +17,7 @@ from typing import Any, Final, TextIO
 
 from nixl_offload.cli.common import Commands, add_command, add_selection, report_nothing_found, selects, stored_tiers
 from nixl_offload.cli.gc.collection import STALE_DRAFT_S, Collection
-from nixl_offload.cli.terminal import about_size, duration_argument, moment, plural, print_table, size_argument
+from nixl_offload.cli.terminal import about_size, duration_argument, moment, plural, size_argument
 from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError
 from nixl_offload.stores.base import Store
@@ -169,15 +169,10 @@ def _print_shared(plain: Mapping[str, Any], out: TextIO) -> None:
     print(f"{plain['where']}{f', {said}' if said else ''}: {_counted(plain['total'])}", file=out)
     if plain["other_objects"]:
         print(f"{plural(plain['other_objects'], 'other object')} beside them, never touched", file=out)
-    if plain["namespaces"]:
-        table = [("namespace", "tenant", "model", "chunks", "objects", "size", "oldest", "newest")]
-        for each in plain["namespaces"]:
-            counts = f"{each['chunks']:,}", f"{each['objects']:,}", about_size(each["bytes"])
-            ages = moment(each["oldest_s"]), moment(each["newest_s"])
-            table.append((each["name"], each["tenant"] or "?", each["model"] or "?", *counts, *ages))
-        print(file=out)
-        print_table(table, out, right=("chunks", "objects", "size"))
-        print(file=out)
+    for each in plain["namespaces"]:
+        ages = f"written {moment(each['oldest_s'])} to {moment(each['newest_s'])}"
+        owner = f"tenant {each['tenant'] or '?'}, model {each['model'] or '?'}"
+        print(f"  {each['name']}  {owner}: {_counted(each)}, {ages}", file=out)
     max_bytes, older_than_s = plain["limits"].values()
     limits = [] if max_bytes is None else [f"at most {about_size(max_bytes)}"]
     if older_than_s is not None:
@@ -209,9 +204,9 @@ def _totals(totals: Totals) -> dict[str, int]:
     return {"chunks": totals.chunks, "objects": totals.objects, "bytes": totals.size_bytes}
 
 
-def _counted(totals: Mapping[str, int]) -> str:
-    chunks, objects, size_bytes = totals.values()
-    return f"{plural(chunks, 'chunk')} in {plural(objects, 'object')}, {about_size(size_bytes)}"
+def _counted(found: Mapping[str, Any]) -> str:
+    chunks, objects = plural(found["chunks"], "chunk"), plural(found["objects"], "object")
+    return f"{chunks} in {objects}, {about_size(found['bytes'])}"
 
 
 def remove_namespaces(arguments: argparse.Namespace, inspector: Inspector, out: TextIO) -> int:
