@@ -114,27 +114,30 @@ def not_arrived(keys: Sequence[Key], failed: Mapping[Key, Outcome]) -> list[Key]
     return [key for key in reversed(keys) if failed.get(key, Outcome.DROPPED) is not Outcome.DROPPED]
 
 
-class Tier(Protocol):
-    """One tier's index and capacity. None of it blocks, none of it raises for reasons of storage."""
+class Tier:
+    """One tier's index and capacity. None of it blocks, none of it raises for reasons of storage.
 
-    @property
-    def place(self) -> Place:
-        """What the ranks need to know of the tier."""
-        ...
+    What a tier does not define is that of one which has nothing and takes nothing.
+    """
+
+    place: Place
+    """What the ranks need to know of the tier."""
+    is_local: bool = False
+    """Whether no other machine reaches what it holds."""
 
     @property
     def is_looking(self) -> bool:
         """Whether some request waits for an answer of the storage."""
-        ...
+        return False
 
     @property
-    def is_local(self) -> bool:
-        """Whether no other machine reaches what it holds."""
-        ...
+    def in_use(self) -> bool:
+        """Whether loads are expected to work. What is READY and also rests in another tier is served from there."""
+        return False
 
     def statistics(self) -> TierStatistics:
         """Return what the tier holds and has done. Costs nothing per chunk."""
-        ...
+        return TierStatistics()
 
     def close(self, in_flight: Iterable[Key] = ()) -> None:
         """Let go of everything, waiting for storage a few seconds at most. Idempotent.
@@ -142,75 +145,70 @@ class Tier(Protocol):
         ``in_flight``: chunks that were being written when the engine shut down, and whose bytes the ranks may have
         finished after their last report.
         """
-        ...
 
-    @property
-    def in_use(self) -> bool:
-        """Whether loads are expected to work. What is READY and also rests in another tier is served from there."""
-        ...
+    def state(self, key: Key) -> State | None:
+        """Return the state of ``key`` in this tier, None when it does not know the key."""
+        return None
 
-    def state(self, key: Key) -> State | None: ...
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
         """Make ``key``, whose state is None, WRITING at a location, evicting as needed (victims are appended).
 
         None: no room, or the tier is disabled.
         """
-        ...
+        return None
 
     def commit(self, key: Key) -> bool:
         """WRITING to READY. False when the chunk was dropped meanwhile and its location is free now."""
-        ...
+        return False
 
     def abort(self, key: Key) -> None:
         """Forget a chunk that is being written, dropped meanwhile or not; its location is free now."""
-        ...
 
     def retire(self, key: Key) -> None:
         """As ``abort``, but its location is never given to another chunk: something may still write there."""
-        ...
 
-    def pin(self, key: Key) -> Location: ...
-    def unpin(self, key: Key) -> None: ...
+    def pin(self, key: Key) -> Location:
+        """Forbid eviction of a READY chunk and return where it is."""
+        raise AssertionError("it has no chunk")
+
+    def unpin(self, key: Key) -> None:
+        """Take one pin back."""
+
     def touch(self, key: Key) -> None:
         """Count a use of a chunk, if it is READY."""
-        ...
 
     def lookup(self, key: Key, context: LookupContext, now_s: float) -> Lookup:
         """Say whether ``key`` can be loaded. RETRY: not known, and somebody goes to look once ``flush`` is called."""
-        ...
+        return Lookup.MISS
 
     def flush(self, now_s: float) -> None:
         """The scheduler's step is over: begin what lookups have asked for, take in what was found."""
-        ...
 
     def forget_request(self, request_id: str) -> None:
         """No more lookups will come for this request."""
-        ...
 
     def doubts(self, request_id: str) -> bool:
         """Whether a lookup of this request was a MISS because the storage did not answer: what it computes may be there
         already, so it is not stored there.
         """
-        ...
+        return False
 
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
         """A store has been settled (committed or aborted already): take note of how the storage did."""
-        ...
 
     def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
         """A load has been settled (unpinned already): never serve again what failed. Returns what was dropped."""
-        ...
+        return []
 
     def drop(self, key: Key) -> bool:
         """Give up a chunk that nobody is expected to ask for again. A tier that others read as well keeps it.
 
         True: it could be loaded until now.
         """
-        ...
+        return False
 
     def clear(self) -> None:
         """Drop every chunk, at a cost that does not grow with their number."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

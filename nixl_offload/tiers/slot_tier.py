@@ -7,48 +7,30 @@ Ownership: the index and the slot allocator. The bytes belong to the ranks, whos
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
-from nixl_offload.index import Index, Occupancy, State
-from nixl_offload.tiers.base import SlotStatistics, TierStatistics, not_arrived
+from nixl_offload.index import DurableIndex, Index, Occupancy, State
+from nixl_offload.tiers.base import SlotStatistics, Tier, TierStatistics, not_arrived
 from nixl_offload.tiers.slot_allocator import SlabAllocator
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 
 
-class Journal(Protocol):
-    """Learns what rests where. None of it blocks or raises."""
-
-    def put(self, key: Key, location: Location) -> None: ...
-    def delete(self, key: Key) -> None: ...
-    def clear(self) -> None: ...
-
-
-class NoJournal:
-    """For a tier of which nothing outlives the engine."""
-
-    def put(self, key: Key, location: Location) -> None:
-        """Forget it."""
-
-    def delete(self, key: Key) -> None:
-        """Nothing was kept."""
-
-    def clear(self) -> None:
-        """Nothing was kept."""
-
-
-class SlotTier:
-    """Implements ``tiers.base.Tier`` over an index and slots. No method waits for storage or raises because of it.
+class SlotTier(Tier):
+    """A tier over an index and slots of this machine's memory or drive.
 
     A call that the index's table does not have, such as ``commit`` of a chunk that is not being written, raises
     IndexStateError and changes nothing.
     """
 
-    def __init__(self, position: int, index: Index, allocator: SlabAllocator, journal: Journal | None = None) -> None:
+    is_local = True
+
+    def __init__(
+        self, position: int, index: Index, allocator: SlabAllocator, journal: DurableIndex | None = None
+    ) -> None:
         """Take over ``index`` and ``allocator``, which agree. ``journal`` learns of every chunk that comes and goes."""
         self._position = position
         self._index = index
         self._allocator = allocator
-        self._journal: Journal = NoJournal() if journal is None else journal
+        self._journal = journal
         self.evictions = 0
         """Chunks that made room for others, since the start."""
 
@@ -76,16 +58,6 @@ class SlotTier:
         return TierStatistics(slots=SlotStatistics(used_bytes, self.capacity_bytes, self.retired_bytes, self.evictions))
 
     @property
-    def is_looking(self) -> bool:
-        """Never: the index knows."""
-        return False
-
-    @property
-    def is_local(self) -> bool:
-        """Always: slots are in this machine's memory, or on its drive."""
-        return True
-
-    @property
     def in_use(self) -> bool:
         """Always: nothing here learns that storage is gone but by a load that fails."""
         return True
@@ -100,16 +72,6 @@ class SlotTier:
         if state is State.READY:
             return Lookup.HIT
         return Lookup.PENDING if state is State.WRITING else Lookup.MISS
-
-    def flush(self, now_s: float) -> None:
-        """Nothing is asked for in the background."""
-
-    def forget_request(self, request_id: str) -> None:
-        """Nothing is remembered of requests."""
-
-    def doubts(self, request_id: str) -> bool:
-        """Never: the index knows."""
-        return False
 
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
         """Make ``key`` WRITING in a slot, evicting as needed; victims are appended to ``evicted``. None: no room."""
@@ -130,7 +92,8 @@ class SlotTier:
         if freed is not None:
             self._free(freed)
             return False
-        self._journal.put(key, self._index.location(key))
+        if self._journal is not None:
+            self._journal.put(key, self._index.location(key))
         return True
 
     def abort(self, key: Key) -> None:
@@ -162,14 +125,12 @@ class SlotTier:
     def drop(self, key: Key) -> bool:
         """Never serve this chunk again. True: it could be loaded until now."""
         was_ready = self._index.state(key) is State.READY
-        self._journal.delete(key)
+        if self._journal is not None:
+            self._journal.delete(key)
         freed = self._index.drop(key)
         if freed is not None:
             self._free(freed)
         return was_ready
-
-    def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
-        """A store is over; how it went says nothing that is not in the index."""
 
     def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
         """A load is over: drop what did not arrive, or not as it was stored. Returns what was dropped."""
@@ -180,7 +141,8 @@ class SlotTier:
 
     def clear(self) -> None:
         """Drop everything, in the journal too. Costs per chunk in use, not per chunk."""
-        self._journal.clear()
+        if self._journal is not None:
+            self._journal.clear()
         held = self._index.clear()
         self._allocator.clear((location.offset, location.slot_bytes) for location in held)
 
@@ -202,7 +164,8 @@ class SlotTier:
         if victim is None:
             return None
         key, location = victim
-        self._journal.delete(key)
+        if self._journal is not None:
+            self._journal.delete(key)
         self._free(location)
         evicted.append(key)
         return self._allocator.allocate(slot_bytes)

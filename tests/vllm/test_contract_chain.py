@@ -212,6 +212,7 @@ class Matching:
             cache_salt=None,
             mm_features=[],
             skip_reading_prefix_cache=False,
+            sampling_params=None,
         )
         self.scheduler.on_new_request(self.request)
         make_key = named("vllm.v1.kv_offload.base:make_offload_key")

@@ -47,7 +47,7 @@ class MemoryTier(SlotTier):
     def __init__(self, position: int, place: MemoryPlace, index: Index, allocator: SlabAllocator) -> None:
         """Put the parts together; ``open`` is the usual way."""
         super().__init__(position, index, allocator)
-        self.place = place
+        self.place: MemoryPlace = place
 
     @classmethod
     def open(

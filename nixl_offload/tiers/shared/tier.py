@@ -19,7 +19,7 @@ from nixl_offload.config.schema import LookupOptions
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
 from nixl_offload.stores.base import Store
-from nixl_offload.tiers.base import SharedStatistics, TierContext, TierStatistics, not_arrived
+from nixl_offload.tiers.base import SharedStatistics, Tier, TierContext, TierStatistics, not_arrived
 from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.tiers.shared.background_tasks import Discard, Recheck, Refresh, WriteManifest
 from nixl_offload.tiers.shared.eviction import Eviction
@@ -71,8 +71,8 @@ class SharedCounts:
     """Chunks believed present now."""
 
 
-class SharedTier:
-    """Implements ``tiers.base.Tier``. What it says of a chunk is a belief: a load verifies, and corrects it.
+class SharedTier(Tier):
+    """What it says of a chunk is a belief: a load verifies, and corrects it.
 
     ``health`` says when it is disabled, ``maintenance`` what is done to the store when nobody waits.
     """
@@ -100,7 +100,7 @@ class SharedTier:
         ``is_local``: only servers on this machine reach the store.
         """
         self.is_local = is_local
-        self.place = SharedPlace(namespace.name, namespace.rank_digests)
+        self.place: SharedPlace = SharedPlace(namespace.name, namespace.rank_digests)
         self._position = position
         self._store = store
         self._name = name

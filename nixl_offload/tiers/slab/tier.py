@@ -82,7 +82,7 @@ class SlabTier(SlotTier):
     ) -> None:
         """Put the parts together; ``open`` is the usual way. ``directory`` is closed with the tier."""
         super().__init__(position, index, allocator, durable)
-        self.place = place
+        self.place: SlabPlace = place
         self._directory = directory
         self._durable = durable
         self._next_heal_s = self._next_look_s = 0.0
