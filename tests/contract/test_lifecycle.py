@@ -1,4 +1,4 @@
-"""Lifecycle rules as moto keeps them: planned, applied, kept apart from other people's; and a server without any."""
+"""Lifecycle rules as moto keeps them: planned, applied, kept apart from other people's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from nixl_offload.config.schema import S3Config
-from nixl_offload.errors import NotSupportedError, StoreError
+from nixl_offload.errors import StoreError
 from nixl_offload.stores.bucket import apply_lifecycle, plan_lifecycle, rule_id
-from tests.s3.servers import MotoServer, RcloneServer
+from tests.s3.servers import MotoServer
 
 from .one_answer_server import OneAnswerServer, error
 
@@ -52,24 +52,6 @@ def bucket(moto: MotoServer, monkeypatch: pytest.MonkeyPatch, numbers: Iterator[
 @pytest.fixture(scope="module")
 def numbers() -> Iterator[int]:
     return itertools.count()
-
-
-def test_planning_changes_nothing_and_applying_makes_the_bucket_and_its_rule(bucket: Bucket) -> None:
-    """A day and a half is two days; then there is nothing left to do."""
-    tier = bucket.tier(ttl="36h")
-    plan = plan_lifecycle(tier)
-    assert plan.create_bucket
-    assert [change.split(" ")[0] for change in plan.changes] == ["make", "add"]
-    assert any("whole days" in note for note in plan.notes)
-    assert bucket.name not in {found["Name"] for found in bucket.client.list_buckets()["Buckets"]}
-    apply_lifecycle(plan)
-    (rule,) = bucket.rules()
-    assert (rule["ID"], rule["Status"], rule["Filter"]) == ("nixl-offload:kv/a/", "Enabled", {"Prefix": "kv/a/"})
-    assert rule["Expiration"] == {"Days": 2}
-    assert rule["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 1}
-    again = plan_lifecycle(tier)
-    assert (again.create_bucket, again.changes, again.before) == (False, (), again.after)
-    apply_lifecycle(again)
 
 
 def test_other_peoples_rules_are_kept(bucket: Bucket) -> None:
@@ -130,15 +112,6 @@ def test_a_tier_without_a_prefix_says_that_the_rule_is_for_all(bucket: Bucket) -
     plan = plan_lifecycle(bucket.tier(prefix="", ttl="1d"))
     assert "ALL objects" in plan.changes[0]
     assert any("set prefix" in note for note in plan.notes)
-
-
-def test_a_server_without_lifecycle_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A listing, as rclone answers, is not taken for an empty list of rules."""
-    with RcloneServer() as server:
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(NotSupportedError, match="nixl-offload gc"):
-            plan_lifecycle(S3Config.model_validate(server.tier("kv", ttl="1d")))
 
 
 def test_an_error_holds_nothing_that_a_terminal_obeys(bucket: Bucket) -> None:

@@ -1,24 +1,21 @@
 """Every mover of objects passes the suite, bare and as ``open_object_mover`` hands it out.
 
-Against rclone's S3 server: NIXL's OBJ plugin, and our own threads over obstore; threads over a directory.
+Against rclone's S3 server: NIXL's OBJ plugin, and our own threads over obstore.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.select_object import make_mover
-from nixl_offload.movers.store import StoreMover
-from nixl_offload.stores.directory import TreeStore
 from tests.contract.suites.object_mover_rig import RawObjects
 from tests.contract.suites.object_mover_suite import ObjectMoverSuite
 from tests.s3.servers import RcloneServer
 
-from .object_rigs import PREFIX, RawBucket, RawDirectory, bare_mover, tier_of
+from .object_rigs import PREFIX, RawBucket, bare_mover, tier_of
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +69,3 @@ class TestObstoreHandedOut(_AsHandedOut):
     """Threads over obstore, of any size."""
 
     mover = "obstore"
-
-
-class TestTree(ObjectMoverSuite):
-    """Threads over a directory."""
-
-    @pytest.fixture(autouse=True)
-    def _place(self, tmp_path: Path) -> None:
-        self.directory = tmp_path / "objects"
-
-    def make_mover(self) -> Mover:
-        return StoreMover(TreeStore(str(self.directory)), threads=4)
-
-    def raw(self) -> RawObjects:
-        return RawDirectory(self.directory)
