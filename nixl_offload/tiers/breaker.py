@@ -27,8 +27,8 @@ class Breaker:
 
     Whoever is let through must tell how it went, by ``succeeded`` or ``failed``; a trial that is not heard of within
     ``trial_limit_s`` counts as lost, and the next caller is the trial. Trouble that returns within ``flap_window_s`` of
-    a recovery goes on with twice the pause it had, so that a disk that comes and goes does not flood the log. One
-    warning is logged per outage and cause, and one line when it is over.
+    a recovery goes on with twice the pause it had, in silence, so that a disk that comes and goes does not flood the
+    log. One warning is logged per outage and cause, and one line when it is over.
     """
 
     def __init__(
@@ -54,6 +54,8 @@ class Breaker:
         self._effect = effect
         self._told: set[str] = set()
         """Causes that were logged in this outage."""
+        self._is_silent = False
+        """Whether nothing was logged since it was closed last."""
         self._pause_s = first_pause_s
         self._failures = 0
         self._opened_s = 0.0
@@ -91,10 +93,11 @@ class Breaker:
         self._failures = 0
         if self.state is not BreakerState.HALF_OPEN:
             return
-        logger.info("%s: in use again after %.0f s (was: %s)", self._name, now_s - self._opened_s, self.cause)
+        level = logging.DEBUG if self._is_silent else logging.INFO
+        logger.log(level, "%s: in use again after %.0f s (was: %s)", self._name, now_s - self._opened_s, self.cause)
         self.state, self.cause = BreakerState.CLOSED, ""
         self.closed_s = now_s
-        self._told.clear()
+        self._is_silent = True
 
     def failed(self, cause: str, message: str, now_s: float) -> None:
         """Take note of a failure: opens after ``threshold`` in a row, and again, for twice as long, after a trial's."""
@@ -104,6 +107,8 @@ class Breaker:
         elif self.state is BreakerState.CLOSED and self._failures >= self._threshold:
             flaps = now_s - self.closed_s < self._flap_window_s
             self._pause_s = min(2 * self._pause_s, self._longest_pause_s) if flaps else self._first_pause_s
+            if not flaps:
+                self._told.clear()
             self._opened_s = now_s
             self.openings += 1
         else:
@@ -113,6 +118,7 @@ class Breaker:
             logger.debug("%s: still %s: %s", self._name, self._effect, message)
             return
         self._told.add(cause)
+        self._is_silent = False
         logger.warning(
             "%s: %s (%s): %s. Requests go on and compute what they need; trying again in %.0f s, then every %.0f s at "
             "most.",
