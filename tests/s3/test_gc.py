@@ -1,11 +1,9 @@
-"""``nixl-offload gc`` over buckets: rclone's, where objects can be given an age, and moto's, as a second opinion."""
+"""``nixl-offload gc`` over a bucket of rclone's, where objects can be given an age. ``test_cli_gc`` has the rest."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
-from nixl_offload.cli.gc import command as gc
 from nixl_offload.cli.main import main
 from nixl_offload.config import S3Config, parse_config
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.s3 import open_store
 from tests.unit.gc_rig import namespace_of, put, put_chunk, put_manifest
 
-from .servers import MotoServer, RcloneServer, S3Server
+from .servers import RcloneServer
 
 BLUE = namespace_of("blue", "org/blue")
 RED = namespace_of("red", "org/red")
@@ -31,7 +28,7 @@ HOUR_S = 3600.0
 class Rig:
     """A prefix in a bucket, a store that reaches it, a config that names it."""
 
-    def __init__(self, server: S3Server, prefix: str, directory: Path) -> None:
+    def __init__(self, server: RcloneServer, prefix: str, directory: Path) -> None:
         self.server = server
         self.prefix = prefix
         self.file = directory / "kv.yaml"
@@ -120,15 +117,6 @@ def test_the_bucket_behind_a_shared_directory(bucket: tuple[Rig, RcloneServer], 
     assert sum(path.is_file() for path in directory.rglob("*")) == 8
 
 
-def test_a_tenants_quota(bucket: tuple[Rig, RcloneServer]) -> None:
-    rig, server = bucket
-    manifests = {put_manifest(rig.store, BLUE), put_manifest(rig.store, RED)}
-    red = aged(rig, server, put_chunk(rig.store, RED, 0), 90 * HOUR_S)
-    blue = [aged(rig, server, put_chunk(rig.store, BLUE, n), HOUR_S * (n + 1)) for n in range(4)]
-    assert rig.gc("--tenant", "blue", "--max-size", "2kB", "--delete") == 0
-    assert rig.names() == {*manifests, *red, *blue[0]}
-
-
 def test_more_objects_than_a_page_and_a_batch_hold(
     bucket: tuple[Rig, RcloneServer], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,61 +134,6 @@ def test_more_objects_than_a_page_and_a_batch_hold(
     assert rig.gc("--older-than", "1d", "--delete", "--json") == 0
     assert json.loads(capsys.readouterr().out)["outcome"]["deleted"]["objects"] == 2400
     assert rig.names() == set(young)
-
-
-def test_beside_servers_that_store(bucket: tuple[Rig, RcloneServer]) -> None:
-    """Chunks that are stored, or stored anew, while gc looks and deletes are all there afterwards.
-
-    Refreshed ones are in ``test_cli_gc``: rclone forgets, with its cache, that an object was copied onto itself.
-    """
-    rig, server = bucket
-    for number in range(20):
-        aged(rig, server, put_chunk(rig.store, BLUE, number), HOUR_S)
-    hot = aged(rig, server, put_chunk(rig.store, BLUE, 99), HOUR_S)
-    assert put_chunk(rig.store, BLUE, 99) == hot
-    stop, fresh = threading.Event(), list(hot)
-
-    def serve() -> None:
-        for number in itertools.count(1000):
-            if stop.is_set():
-                return
-            fresh.extend(put_chunk(rig.store, BLUE, number, 100))
-
-    writer = threading.Thread(target=serve)
-    writer.start()
-    try:
-        for _ in range(3):
-            assert rig.gc("--max-size", "0", "--delete") == 0
-    finally:
-        stop.set()
-        writer.join()
-    server.forget()
-    assert rig.names() == set(fresh)
-
-
-def test_moto_agrees(
-    moto: MotoServer, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Ages cannot be set there, so gc's clock runs ahead instead."""
-    for name, value in moto.environment.items():
-        monkeypatch.setenv(name, value)
-    rig = Rig(moto, prefix, tmp_path)
-    try:
-        manifest = put_manifest(rig.store, BLUE)
-        names = [name for number in range(5) for name in put_chunk(rig.store, BLUE, number)]
-        assert rig.gc("--older-than", "0s", "--delete") == 0
-        assert rig.names() == {manifest, *names}, "nothing is older than ten minutes"
-        monkeypatch.setattr(gc, "_now_s", lambda: time.time() + HOUR_S)
-        assert rig.gc("--max-size", "4kB", "--delete") == 0
-        assert len(rig.names()) == 1 + 4
-        assert "Deleted: 3 chunks in 6 objects" in capsys.readouterr().out
-        assert rig.gc("--older-than", "0s", "--delete") == 0
-        assert rig.names() == {manifest}
-        monkeypatch.setattr(gc, "_now_s", lambda: time.time() + 30 * HOUR_S)
-        assert rig.gc("--older-than", "0s", "--delete") == 0
-        assert rig.names() == set()
-    finally:
-        rig.store.close()
 
 
 def test_a_bucket_that_is_not_there_is_one_line_and_exit_code_1(
