@@ -116,7 +116,7 @@ QUEUED: Final = _of(
     ("operation", "tier"),
     "bytes, sum over ranks",
     "KV bytes of loads, stores and write-throughs that wait for their turn in a tier; those in progress are left out. "
-    "Reported with each step, so it stands still while the engine is idle.",
+    "Those of the last step, while the engine is idle.",
     "Storage does not keep up",
 )
 DISABLED: Final = _of(

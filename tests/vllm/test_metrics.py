@@ -20,7 +20,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.v1.kv_offload.base import LookupResult, OffloadingCounterMetadata, OffloadingHistogramMetadata
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
+)
 
 from nixl_offload.catalog import Counts
 from nixl_offload.engine.transfer_statistics import Act, Failure, TierAccess, TierStatus, Waiting, Work
@@ -94,6 +99,13 @@ def test_every_definition_is_accepted_with_its_labels() -> None:
     exporter.take(stats)
     for name, definition in DEFINITIONS.items():
         assert exporter.value(name, *(f"a {label}" for label in definition.labelnames)) == 3, name
+
+
+def test_each_gauge_is_one_series_however_many_api_servers_there_are() -> None:
+    """A step's stats reach one of them, as a snapshot; the other's are older."""
+    gauges = {name: made for name, made in DEFINITIONS.items() if isinstance(made, OffloadingGaugeMetadata)}
+    assert len(gauges) > 5
+    assert {name: made.multiprocess_mode for name, made in gauges.items()} == dict.fromkeys(gauges, "mostrecent")
 
 
 def test_a_label_too_few_is_what_vllm_refuses() -> None:

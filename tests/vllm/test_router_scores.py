@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,16 @@ class Stored:
         self._asked.manager._events.add([Change(0, keys, removed)], [self._labels[kind]])
         return list(self._asked.scheduler._named_events())
 
+    def found_blocks(self, shared: int) -> int:
+        """Return how many blocks a lookup finds of a prompt that shares the first ``shared`` blocks."""
+        fields = vars(self._asked.request)
+        hashes = [hash if at < shared else b"other" + hash for at, hash in enumerate(fields["block_hashes"])]
+        request: Any = SimpleNamespace(**{**fields, "request_id": f"shares {shared}", "block_hashes": hashes})
+        self._asked.scheduler.on_new_request(request)
+        tokens, _ = self._asked.scheduler.get_num_new_matched_tokens(request, 0)
+        assert tokens is not None
+        return tokens // manager_rig.BLOCK_TOKENS
+
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Iterator[Stored]:
@@ -125,6 +136,17 @@ def test_a_router_tells_our_tiers_apart(weights: dict[str, float], stored: Store
     assert scores == pytest.approx({kind: weights[tier] for kind, tier in zip(KINDS, tiers, strict=True)})
     assert len(set(scores.values())) == len(KINDS)
     assert 0 < scores["s3"] < scores["slab"] < scores["memory"] < weights["gpu"]
+
+
+def test_a_router_counts_less_than_a_chunk_more_than_a_lookup_finds(stored: Stored) -> None:
+    """It counts single blocks, also of a prompt that parts within a chunk; a lookup takes whole chunks."""
+    router, events = Router(dict.fromkeys(DEFAULTS, 1.0)), stored.events("slab")
+    router.hear(events)
+    blocks = blocks_of(events)
+    counted = {shared: int(router.score([*blocks[:shared], "other"])) for shared in range(len(blocks) + 1)}
+    assert counted == {shared: shared for shared in counted}
+    too_many = [counted[shared] - stored.found_blocks(shared) for shared in counted]
+    assert too_many == [shared % manager_rig.BLOCKS_PER_CHUNK for shared in counted]
 
 
 def test_a_directory_on_a_local_drive_counts_as_a_drive(stored: Stored) -> None:
