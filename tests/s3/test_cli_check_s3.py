@@ -21,7 +21,7 @@ import yaml
 
 from examples.s3_server import REGION
 from nixl_offload.cli.check import s3 as check_s3
-from nixl_offload.cli.check.child import ChildProcess, start_plugin
+from nixl_offload.cli.check.child import ChildProcess, memory_room
 from nixl_offload.cli.check.findings import Finding
 from nixl_offload.cli.check.s3 import find_lifecycle, look_at_bucket, try_rights
 from nixl_offload.cli.check.s3 import reach as reach_endpoint
@@ -40,7 +40,7 @@ def child(rclone: RcloneServer) -> Iterator[ChildProcess]:
     with pytest.MonkeyPatch.context() as patch, ChildProcess() as process:
         for name, value in rclone.environment.items():
             patch.setenv(name, value)
-        process.run(start_plugin, name="posix_aio", tier=None)
+        process.run(memory_room)
         yield process
 
 

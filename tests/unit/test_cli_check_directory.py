@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from nixl_offload.cli.check import directory as check_directory
-from nixl_offload.cli.check.child import ChildProcess, start_plugin
+from nixl_offload.cli.check.child import ChildProcess, memory_room
 from nixl_offload.cli.check.directory import (
     directory_findings,
     gds_findings,
@@ -57,7 +57,7 @@ def look(name: str, tier: DirectoryConfig, **context: Any) -> Finding:
 def child() -> Iterator[ChildProcess]:
     """One process for the movers of all tests here."""
     with ChildProcess() as process:
-        process.run(start_plugin, name="posix_aio", tier=None)
+        process.run(memory_room)
         yield process
 
 

@@ -100,20 +100,6 @@ def _serve(pipe: Connection) -> None:
     os._exit(0)  # Destructors of libraries may hang.
 
 
-def start_plugin(name: str, tier: S3Config) -> Answer:
-    """Start a NIXL plugin. ``tier`` configures ``obj``."""
-    from nixl_offload.movers.nixl_agent import NixlAgent
-    from nixl_offload.movers.nixl_plugins import PLUGINS, object_plugin
-
-    plugin = object_plugin(tier) if name == "obj" else PLUGINS[name]
-    agent = NixlAgent(plugin, plugin.params)
-    try:
-        agent.get()
-    except MoverError as error:
-        return {"failed": str(error).removeprefix(f"{name}: "), "loader": loader_error(plugin.plugin)}
-    return {"memory": sorted(kind.value for kind in agent.memory_kinds)}
-
-
 def loader_error(plugin: str) -> str | None:
     """Return the dynamic loader's own message, which names the library that a plugin misses; "" where it finds none.
 
@@ -142,21 +128,25 @@ def try_file_mover(name: str, directory: str, *, gpu: bool, threads: int, direct
     from nixl_offload.engine.autotune import FREE_SHARE, compare
     from nixl_offload.engine.streams import device_of
     from nixl_offload.movers.base import MemoryKind
+    from nixl_offload.movers.nixl_plugins import PLUGINS
     from nixl_offload.movers.select import make_mover, probe_round_trip
     from nixl_offload.types import PAGE_BYTES
 
     mover = make_mover(name, threads=threads)
+    answer: Answer
     try:
         on_device = gpu and MemoryKind.VRAM in mover.memory_kinds and name != "copy"
         if not gpu and name in ("gds_mt", "kvikio"):
             return {"failed": "no NVIDIA driver here"}
         note = probe_round_trip(mover, MemoryKind.VRAM if on_device else MemoryKind.DRAM, directory)
     except MoverError as error:
-        missing = isinstance(error.__cause__, ImportError)
-        return {"failed": str(error).removeprefix(f"{name}: "), "not_installed": missing}
+        answer = {"failed": str(error).removeprefix(f"{name}: ")}
+        if isinstance(error.__cause__, ImportError):
+            return {**answer, "not_installed": True}
+        return {**answer, "loader": loader_error(PLUGINS[name].plugin)} if name in PLUGINS else answer
     finally:
         mover.close()
-    answer: Answer = {"words": f"{note}; packs through host memory" if gpu and not on_device else note}
+    answer = {"words": f"{note}; packs through host memory" if gpu and not on_device else note}
     space = os.statvfs(directory)
     free_bytes = space.f_bavail * space.f_frsize if space.f_blocks else 1 << 40
     piece_bytes = min(_PIECE_BYTES, free_bytes // FREE_SHARE) // PAGE_BYTES * PAGE_BYTES

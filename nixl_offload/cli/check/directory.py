@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, TypeVar
 
-from nixl_offload.cli.check.child import ChildProcess, try_file_mover
+from nixl_offload.cli.check.child import Answer, ChildProcess, try_file_mover
 from nixl_offload.cli.check.findings import Finding, State, speed_words
 from nixl_offload.cli.terminal import about_size
 from nixl_offload.config import DirectoryConfig, SharedDirConfig, TierConfig
@@ -58,7 +58,11 @@ _FIXES: Final = {
     "posix_aio": "sysctl -w fs.aio-max-nr=1048576",
     "kvikio": "where cuFile is not to be had: export KVIKIO_COMPAT_MODE=ON",
 }
-_PACKAGES: Final = {"kvikio": "pip install kvikio-cu13 (or kvikio-cu12, whichever fits torch's CUDA)"}
+_PACKAGES: Final = {
+    "kvikio": "pip install kvikio-cu13 (or kvikio-cu12, whichever fits torch's CUDA)",
+    "libcufile": "pip install nvidia-cufile-cu12",
+    "libcudart": "pip install nvidia-cuda-runtime-cu12",
+}
 
 
 def look_at_directory(
@@ -350,13 +354,26 @@ def mover_findings(
             runs = True
             yield Finding(f"mover {name}", "ok", f"{answer['words']}{speed_words(answer)}")
             continue
-        fix = _FIXES.get(name, "see the findings of its library and plugin")
-        if answer.get("not_installed"):
-            fix = _PACKAGES.get(name, 'pip install "nixl>=1.5"')
-        yield Finding(f"mover {name}", "warning", f"passed over: {answer['failed']}", fix)
+        words, fix = why_not(name, answer)
+        yield Finding(f"mover {name}", "warning", f"passed over: {words}", fix)
     if not runs:
         fix = "see above what each of them lacks" if tier.mover == "auto" else "mover: auto"
         yield Finding("movers", "wrong", f"none of those that mover: {tier.mover} allows starts here", fix)
+
+
+def why_not(name: str, answer: Answer) -> tuple[str, str]:
+    """Return why a mover does not start, and the fix."""
+    words, fix = str(answer["failed"]), _FIXES.get(name, "NIXL_LOG_LEVEL=DEBUG nixl-offload check tells more")
+    own, loader = os.environ.get("NIXL_PLUGIN_DIR"), answer.get("loader", "")
+    if answer.get("not_installed"):
+        fix = _PACKAGES.get(name, 'pip install "nixl>=1.5"')
+    elif loader:
+        words, missing = loader, loader.partition(": cannot open shared object file")[0]
+        package = _PACKAGES.get(missing.partition(".")[0], f"install what brings {missing}")
+        fix = f"{package}, then export LD_LIBRARY_PATH to its directory; or run the image"
+    elif loader is None and own is not None:
+        words, fix = f"NIXL_PLUGIN_DIR={own} does not hold its plugin", "unset NIXL_PLUGIN_DIR"
+    return words, fix
 
 
 def _user(number: int) -> str:

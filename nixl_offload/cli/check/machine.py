@@ -1,6 +1,6 @@
-"""What ``nixl-offload check`` finds of the environment: GPU, libraries, NIXL's plugins, keys; and of a memory tier.
+"""What ``nixl-offload check`` finds of the environment: GPU, libraries, keys; and of a memory tier.
 
-Threading: one thread. Versions are those that pip knows; only the child process imports and loads.
+Threading: one thread. Versions are those that pip knows; nothing is imported.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Final
 
 from nixl_offload import __version__
 from nixl_offload.chunk.key_file import read_key_file
-from nixl_offload.cli.check.child import Answer, ChildProcess, start_plugin
+from nixl_offload.cli.check.child import Answer
 from nixl_offload.cli.check.findings import Finding, State
 from nixl_offload.cli.terminal import about_size
-from nixl_offload.config import Config, S3Config
+from nixl_offload.config import Config
 from nixl_offload.errors import ConfigError
 from nixl_offload.hardware.gds import Fact
 from nixl_offload.movers import select, select_object
@@ -28,15 +28,6 @@ from nixl_offload.movers.base import MemoryKind
 from nixl_offload.units import format_size
 from nixl_offload.vllm.compat import PIP_REQUIREMENT, SUPPORTED, is_supported
 
-_PLUGINS: Final = {
-    "posix_uring": "NIXL POSIX, io_uring",
-    "posix_aio": "NIXL POSIX, aio",
-    "gds_mt": "NIXL GDS_MT",
-    "obj": "NIXL OBJ",
-}
-_ANY_BUCKET: Final = S3Config(kind="s3", bucket="kv-cache", endpoint="http://127.0.0.1:9", region="us-east-1")
-"""Starts the OBJ plugin where the config has no bucket; nothing is asked of it."""
-_CUDA_PACKAGES: Final = {"libcufile": "nvidia-cufile-cu12", "libcudart": "nvidia-cuda-runtime-cu12"}
 _MIB: Final = 1 << 20
 
 
@@ -72,12 +63,11 @@ def lacking(config: Config, gpu: Fact, name: str, words: str, fix: str, *movers:
 
 def environment(
     config: Config,
-    child: ChildProcess | None,
     gpu: Fact,
     version: Callable[..., str | None] = installed_version,
     cuda: str | None = None,
 ) -> Iterator[Finding]:
-    """Look at libraries, keys, and NIXL's plugins where a tier may use them. ``version`` stands for pip in tests."""
+    """Look at libraries and keys. ``version`` stands for pip in tests."""
     if gpu.ok:
         yield Finding("gpu", "ok", gpu.words)
     else:
@@ -95,7 +85,11 @@ def environment(
     }
     number = (cuda or "").partition(".")[0]
     missing = {
-        "nixl": ("movers gds_mt and posix for files, obj for buckets", 'pip install "nixl>=1.5"', tuple(_PLUGINS)),
+        "nixl": (
+            "movers gds_mt and posix for files, obj for buckets",
+            'pip install "nixl>=1.5"',
+            ("posix_uring", "posix_aio", "gds_mt", "obj"),
+        ),
         "kvikio": ("mover kvikio", f"pip install kvikio-cu{number or 13}", ("kvikio",)),
     }
     unfit = {
@@ -128,9 +122,6 @@ def environment(
             yield Finding(name, "wrong" if is_needed else "ok", words, f"pip install {name}" if is_needed else None)
     if config.authenticate is not None:
         yield keys_finding(config.authenticate.key_file)
-    if child and config.stored and (version("nixl", *wheels) or importlib.util.find_spec("nixl")):
-        for name in _PLUGINS:
-            yield plugin_finding(name, child.run(start_plugin, name=name, tier=config.s3 or _ANY_BUCKET), config, gpu)
 
 
 def _plugin_of_vllm(version: Callable[..., str | None]) -> Finding:
@@ -156,23 +147,6 @@ def keys_finding(key_file: str) -> Finding:
         fix = "run this as the server's user, and see Keys in operations.md"
         return Finding("keys", "wrong", f"{error}; a server does not start", fix)
     return Finding("keys", "ok", f"chunks in shared tiers are signed by key {keys.first_id.hex()}")
-
-
-def plugin_finding(name: str, answer: Answer, config: Config, gpu: Fact) -> Finding:
-    """Say whether a plugin of NIXL loads, or which library it misses."""
-    if "failed" not in answer:
-        return Finding(_PLUGINS[name], "ok", f"loads (memory: {', '.join(answer['memory'])})")
-    words, fix = str(answer["failed"]), "NIXL_LOG_LEVEL=DEBUG nixl-offload check tells more"
-    own, loader = os.environ.get("NIXL_PLUGIN_DIR"), answer.get("loader")
-    if loader:
-        words, (missing, lacks, _) = loader, loader.partition(": cannot open shared object file")
-        package = _CUDA_PACKAGES.get(missing.partition(".")[0])
-        install = f"pip install {package}" if package else f"install what brings {missing}"
-        fix = f"{install}, then export LD_LIBRARY_PATH to the directory of its {missing}; or run the image"
-        fix = fix if lacks else "pip install --force-reinstall nixl, of the variant for torch's CUDA"
-    elif own is not None and not answer.get("crashed") and loader is None:
-        words, fix = f"NIXL_PLUGIN_DIR={own} does not hold it", "unset NIXL_PLUGIN_DIR"
-    return lacking(config, gpu, _PLUGINS[name], f"does not load: {words}", fix, name)
 
 
 def memory_finding(capacity_bytes: int, answer: Answer, staging_bytes: int) -> Finding:
