@@ -61,8 +61,6 @@ _COPIES_NOTHING: Final = {400, 405, 501}
 _STATUS: Final = re.compile(r"^ *status: (\d{3}),$", re.MULTILINE)
 _KIND: Final = re.compile(r"^ *kind: (Connect|Timeout|Interrupted|Request|Decode|Unknown),$", re.MULTILINE)
 _CODE: Final = re.compile(r"""(?:<Code>|^ *code: ")([A-Za-z0-9]{1,64})(?:</Code>|",$)""", re.MULTILINE)
-_STATUS_OF_CODE: Final = {"AccessDenied": 403, "NoSuchBucket": 404, "NoSuchKey": 404, "NoSuchVersion": 404}
-"""For errors inside an answer with status 200, as that of a bulk delete."""
 _MESSAGE: Final = re.compile(r"<Message>([^<>]{1,200})</Message>")
 _OS_MESSAGE: Final = re.compile(r'^ *message: "([^"]{1,200})",$', re.MULTILINE)
 
@@ -269,12 +267,10 @@ class BucketStore(Store):
             found[1] if (found := pattern.search(text)) else ""
             for pattern in (_STATUS, _CODE, _MESSAGE, _KIND, _OS_MESSAGE)
         )
-        if code and status in ("", "200"):
-            status = str(_STATUS_OF_CODE.get(code, 500))
         if code == "NoSuchBucket":
             self._bucket_seen = False
-        if status:
-            return answer_error(doing, self._address, int(status), code, message)
+        if code or status:  # a bulk delete has errors inside an answer with status 200
+            return answer_error(doing, self._address, int(status or 200), code, message)
         why = f" ({system})" if system else ""
         if kind == "Timeout":
             late = f"no answer within {self._tier.request_timeout_s:g} s, {ATTEMPTS} times"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit, urlunsplit
@@ -28,10 +28,20 @@ CONNECT_TIMEOUT_S: Final = 3.0
 NO_CREDENTIALS: Final = (
     "no AWS credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or run under a role"
 )
-_DENIED_CODES: Final = {"AccessDenied", "ExpiredToken", "InvalidToken", "InvalidAccessKeyId", "TokenRefreshRequired"}
-_THROTTLED_CODES: Final = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
 _ENDPOINT: Final = TypeAdapter[str](EndpointUrl)
-_FULL: Final = re.compile(r"Quota|StorageFull|InsufficientCapacity")
+_DENIED: Final = "AccessDenied|ExpiredToken|InvalidToken|InvalidAccessKeyId|TokenRefreshRequired"
+_THROTTLED: Final = "SlowDown|Throttling|ThrottlingException|RequestLimitExceeded"
+_ANSWERS: Final[Sequence[tuple[str, Container[int], str, str]]] = (
+    ("full", {507}, ".*(Quota|StorageFull|InsufficientCapacity).*", ""),
+    ("denied", {401, 403}, _DENIED, "; the credentials do not allow this"),
+    ("missing", {404}, "NoSuchKey|NoSuchVersion", ""),
+    ("short", {416}, "InvalidRange", "; the object ends before the range asked for"),
+    ("throttled", {429, 503}, _THROTTLED, "; the server asks to slow down"),
+    ("timeout", {408}, "RequestTimeout", ""),
+    ("server", range(500, 600), "InternalError", ""),
+    ("io", range(300, 400), "PermanentRedirect", "; the bucket may be in another region: set region"),
+)
+"""A StoreError's cause; the statuses and S3's codes that stand for it, the first row that fits; what to add."""
 
 
 def open_store(tier: S3Config) -> Store:
@@ -40,8 +50,6 @@ def open_store(tier: S3Config) -> Store:
     Raises NotSupportedError when the client libraries are not installed, ConfigError for an unusable endpoint.
     """
     try:
-        import boto3  # noqa: F401  for credentials
-
         from nixl_offload.stores.obstore import BucketStore
     except ImportError as error:
         raise NotSupportedError(f"S3 needs obstore and boto3 ({error}); pip install obstore boto3") from error
@@ -156,30 +164,15 @@ def answer_error(doing: str, address: S3Address, status: int, code: str, message
     text has nothing else of the answer: a server that refuses a signature quotes the request, session token and all.
     """
     said = ": ".join(part for part in (code, message) if part and part != str(status))
-    text = printable(f"{address.where}: {doing}: HTTP {status}{f' ({said})' if said else ''}")
+    text = f"{address.where}: {doing}: HTTP {status}{f' ({said})' if said else ''}"
     if code == "NoSuchBucket":  # not ``missing``, which is about one object
         text = f"{address.where}: {doing}: there is no bucket {address.bucket!r}; nixl-offload bucket init makes it"
         return StoreError(text, cause="io")
-    if _FULL.search(code) or status == 507:
-        return StoreError(text, cause="full")
-    if status in (401, 403) or code in _DENIED_CODES:
-        text += "; the credentials do not allow this"
-        if doing.startswith("HEAD"):
-            text += "; S3 answers so for an absent object too where the credentials may not list the bucket"
-        return StoreError(text, cause="denied")
-    if status == 404:
-        return StoreError(text, cause="missing")
-    if status == 416:
-        return StoreError(f"{text}; the object ends before the range asked for", cause="short")
-    if status in (429, 503) or code in _THROTTLED_CODES:
-        return StoreError(f"{text}; the server asks to slow down", cause="throttled")
-    if status == 408 or code == "RequestTimeout":
-        return StoreError(text, cause="timeout")
-    if status >= 500:
-        return StoreError(text, cause="server", status=status)
-    if 300 <= status < 400:
-        text += "; the bucket may be in another region: set region"
-    return StoreError(text, cause="io", status=status)
+    rows = (row for row in _ANSWERS if status in row[1] or re.fullmatch(row[2], code))
+    cause, _, _, hint = next(rows, ("io", (), "", ""))
+    if cause == "denied" and doing.startswith("HEAD"):
+        hint += "; S3 answers so for an absent object too where the credentials may not list the bucket"
+    return StoreError(printable(text) + hint, cause=cause, status=status if cause in ("io", "server") else None)
 
 
 def printable(text: str) -> str:

@@ -452,6 +452,8 @@ def test_no_secret_in_logs_errors_and_reprs(caplog: pytest.LogCaptureFixture) ->
 
 def test_without_a_client_there_is_no_s3(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message says what to install."""
+    monkeypatch.delitem(sys.modules, obstore.__name__)
+    monkeypatch.delitem(sys.modules, "obstore.auth.boto3")
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(NotSupportedError, match=r"pip install obstore boto3"):
         store_at("http://127.0.0.1:1")
