@@ -1,11 +1,9 @@
-"""Proves of direct GETs, over real sockets: an answer with exactly the bytes asked for fills the memory, connections
+"""Direct GETs over real sockets: an answer with exactly the bytes asked for fills the memory, connections
 are used again, and whatever else a server says or does is left to the client that signed.
 """
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
 import socket
 import ssl
 import threading
@@ -16,13 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from nixl_offload.stores import http_get
 from nixl_offload.stores.http_get import DirectGets
 from tests.contract.one_answer_server import HANG, RESET, OneAnswerServer, answer, dead_address
+from tests.s3.tls import make_certificate
 
 BODY = bytes(range(200))
 
@@ -188,27 +184,20 @@ def test_connections_are_used_again_and_replaced_when_the_server_closes_them(get
     assert gets.refusing
 
 
-def certified(file: Path) -> ssl.SSLContext:
-    """Return a server's context. Its certificate, of its own authority, is in ``file`` together with the key."""
-    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
-    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
-    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-    builder = builder.serial_number(1).not_valid_before(now - day).not_valid_after(now + day)
-    here = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    certificate = builder.add_extension(here, critical=True).sign(key, hashes.SHA256())
-    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    secret = key.private_bytes(pem, pkcs8, serialization.NoEncryption())
-    file.write_bytes(certificate.public_bytes(pem) + secret)
+def certified(directory: Path) -> tuple[ssl.SSLContext, str]:
+    """Return a server's context, and the file of the authority that vouches for it."""
+    certificate, key, authority = make_certificate(directory, "127.0.0.1")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(file)
-    return context
+    context.load_cert_chain(certificate, key)
+    return context, str(authority)
 
 
 @pytest.mark.parametrize(("trusted", "status", "connections"), [(True, None, 2), (False, 0, 0)])
 def test_https_trusts_the_context_given(tmp_path: Path, trusted: bool, status: int | None, connections: int) -> None:
     """It is made once. A server that it does not trust gets no request."""
-    server = Keeping(2, certified(tmp_path / "server.pem"))
-    contexts = iter([ssl.create_default_context(cafile=str(tmp_path / "server.pem") if trusted else None)])
+    context, authority = certified(tmp_path)
+    server = Keeping(2, context)
+    contexts = iter([ssl.create_default_context(cafile=authority if trusted else None)])
     gets = DirectGets(timeout_s=10.0, tls=lambda: next(contexts))
     assert get(gets, server.endpoint)[0] == status
     if trusted:
@@ -221,7 +210,7 @@ def test_https_trusts_the_context_given(tmp_path: Path, trusted: bool, status: i
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n" + BODY[:50]])
 def test_a_server_that_falls_silent_over_tls_is_not_waited_for(tmp_path: Path, said: bytes) -> None:
     """Before its answer, or amid it."""
-    context, over = certified(tmp_path / "server.pem"), threading.Event()
+    (context, authority), over = certified(tmp_path), threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -232,7 +221,7 @@ def test_a_server_that_falls_silent_over_tls_is_not_waited_for(tmp_path: Path, s
 
     server = threading.Thread(target=serve)
     server.start()
-    trusting = ssl.create_default_context(cafile=str(tmp_path / "server.pem"))
+    trusting = ssl.create_default_context(cafile=authority)
     gets = DirectGets(timeout_s=0.2, tls=lambda: trusting)
     assert get(gets, f"https://127.0.0.1:{listener.getsockname()[1]}")[0] == 0
     over.set()
