@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.chunk.checksum import ALGORITHM_NONE, ALGORITHM_XXH3_64, block_checksum, block_checksums
+from nixl_offload.chunk.checksum import ALGORITHM_NONE, ALGORITHM_XXH3_64, block_checksum
 from nixl_offload.errors import FormatError, LayoutError
 from nixl_offload.types import PAGE_BYTES, align_up
 
@@ -77,31 +77,6 @@ class ShardHeader:
 def slot_bytes(blocks_per_chunk: int, block_bytes: int) -> int:
     """Return what one shard takes on the medium: header page, payload, and padding to a whole page."""
     return HEADER_BYTES + align_up(blocks_per_chunk * block_bytes)
-
-
-def make_header(
-    expect: Expected, checksums: npt.NDArray[np.uint64], *, first_valid_block: int = 0, created_s: int = 0
-) -> ShardHeader:
-    """Return the header of a shard about to be stored.
-
-    ``checksums``: shape ``(blocks - first_valid_block,)``, those of the blocks that are there. Raises LayoutError
-    when there are fewer or more.
-    """
-    if checksums.shape != (expect.blocks - first_valid_block,):
-        raise LayoutError(
-            f"blocks {first_valid_block} to {expect.blocks} of a chunk need a checksum each, "
-            f"not an array of shape {checksums.shape}"
-        )
-    return ShardHeader(
-        namespace=expect.namespace,
-        key=expect.key,
-        group=expect.group,
-        blocks_per_chunk=expect.blocks,
-        first_valid_block=first_valid_block,
-        block_bytes=expect.block_bytes,
-        created_s=created_s,
-        checksums=(0,) * first_valid_block + tuple(checksums.tolist()),
-    )
 
 
 def encode_header(
@@ -257,38 +232,6 @@ def verify_checksums(header: ShardHeader, found: npt.NDArray[np.uint64], first_b
                 f"expected {expected:016x}",
                 reason="checksum",
             )
-
-
-def verify_blocks(header: ShardHeader, blocks: npt.NDArray[np.uint8], first_block: int) -> None:
-    """Verify blocks that lie in host memory: ``blocks`` has shape ``(n, block_bytes)`` and begins with ``first_block``.
-
-    Raises FormatError as ``verify_checksums`` does, and with reason ``length`` when the rows are not ``block_bytes``
-    long.
-    """
-    if blocks.ndim != 2 or blocks.shape[1] != header.block_bytes:
-        raise FormatError(
-            f"blocks of shape {blocks.shape}, expected rows of {header.block_bytes} bytes", reason="length"
-        )
-    verify_checksums(header, block_checksums(blocks), first_block)
-
-
-def verify_payload(header: ShardHeader, payload: Buffer, first_block: int, last_block: int) -> None:
-    """Verify blocks ``first_block`` to ``last_block``, the latter excluded, of a payload that lies in host memory.
-
-    ``payload`` begins with block 0 of the chunk and reaches at least to the end of the last wanted block; what lies
-    outside the wanted blocks is not looked at. Raises FormatError as ``verify_blocks`` does, with reason ``length``
-    when it is too short.
-    """
-    data: npt.NDArray[np.uint8] = np.frombuffer(payload, dtype=np.uint8)
-    end = last_block * header.block_bytes
-    if data.nbytes < end:
-        raise FormatError(
-            f"the payload has {data.nbytes} bytes, {end} are needed for block {last_block - 1} "
-            f"of key {header.key.hex()}",
-            reason="length",
-        )
-    _refuse_absent(header, first_block, last_block)
-    verify_blocks(header, data[first_block * header.block_bytes : end].reshape(-1, header.block_bytes), first_block)
 
 
 _ZERO_PAGE = bytes(HEADER_BYTES)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header, make_header
+from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import ChunkIO, Completion, Engine
 from nixl_offload.engine.chain import ChainEngine, MoveIO
@@ -27,6 +27,7 @@ from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Key, Location, Outcome, align_up
+from tests.headers import make_header
 from tests.unit.engine_rig import CHUNK_BLOCKS, DEADLINE_S, NAMESPACE, SHAPES, Shape, kv_cache
 
 MEMORY, FILE, BUCKET = 0, 1, 2

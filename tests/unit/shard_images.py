@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header, make_header, slot_bytes
+from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header, slot_bytes
 from nixl_offload.identity.namespace import GroupFields, Namespace, make_namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Key
+from tests.headers import make_header
 from tests.unit.gc_rig import RANKS, key, namespace_of, put_manifest
 
 BLOCKS = 16

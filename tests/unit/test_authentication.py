@@ -18,10 +18,11 @@ from blake3 import blake3
 
 from nixl_offload.chunk.authentication import ChunkKeys, key_id, stated_key_id
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.chunk.header import Expected, check_header, encode_header, make_header
+from nixl_offload.chunk.header import Expected, check_header, encode_header
 from nixl_offload.chunk.header_rows import ExpectedRows, check_headers
 from nixl_offload.chunk.key_file import read_key_file
 from nixl_offload.errors import ConfigError, FormatError
+from tests.headers import make_header
 
 OLD, NEW, OTHER = (bytes(range(start, start + 32)) for start in (1, 101, 201))
 EXPECT = Expected(bytes(32), b"k" * 36, 3, 4, 1000)

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import yaml
 
-from nixl_offload.chunk.header import HEADER_BYTES, Expected, decode_header, encode_header, make_header
+from nixl_offload.chunk.header import HEADER_BYTES, Expected, decode_header, encode_header
 from nixl_offload.cli.stat import block_checksums_of, fields_of
 from nixl_offload.stores.directory import TreeStore
+from tests.headers import make_header
 from tests.unit.gc_rig import key
 from tests.unit.stored_rig import BLOCK_BYTES, SLOT_BYTES, Cli, StoredSlab, flip, snapshot
 

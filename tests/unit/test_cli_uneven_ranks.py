@@ -17,13 +17,14 @@ import pytest
 import yaml
 
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header, make_header, slot_bytes
+from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header, slot_bytes
 from nixl_offload.identity.namespace import GroupFields, Namespace, make_namespace, manifest_digest, rank_digest
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.inspect import NamespaceInfo
 from nixl_offload.tiers.shared.naming import manifest_name, shard_name
 from nixl_offload.types import Key
+from tests.headers import make_header
 from tests.unit.gc_rig import namespace_of, put, put_manifest
 from tests.unit.stored_rig import Cli
 

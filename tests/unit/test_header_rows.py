@@ -12,7 +12,6 @@ from nixl_offload.chunk.header import (
     OWN_CHECKSUM_AT,
     check_header,
     encode_header,
-    make_header,
     verify_checksums,
 )
 from nixl_offload.chunk.header_rows import (
@@ -24,6 +23,7 @@ from nixl_offload.chunk.header_rows import (
     verify_rows,
 )
 from nixl_offload.errors import FormatError, LayoutError
+from tests.headers import make_header
 
 NAMESPACE = bytes(range(32))
 

@@ -26,6 +26,7 @@ from nixl_offload.tiers.lock import DirectoryLock, holder_of
 from nixl_offload.tiers.slab import directory, other_namespaces
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile, warn_of_others
+from nixl_offload.tiers.slab.other_namespaces import tree_bytes
 from nixl_offload.tiers.slot_allocator import SlabAllocator
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -206,7 +207,7 @@ def test_capacity_is_a_promise(tmp_path: Path, ranks: int, capacity_bytes: int) 
     tier = open_tier(tmp_path / "kv", capacity_bytes, world_size=ranks)
     fill(tier, ranks)
     index_bytes = 65536 + 300 * ranks * (tier.rank_bytes // SLOT)
-    used_bytes = tier.measure_bytes() + index_bytes
+    used_bytes = tree_bytes(tier.root) + index_bytes
     assert 0.75 * capacity_bytes < used_bytes <= capacity_bytes
     assert tier.rank_bytes % tier.extent_bytes == 0
     assert SlabAllocator(tier.rank_bytes, [SLOT], tier.extent_bytes).rank_bytes == tier.rank_bytes
@@ -249,7 +250,7 @@ def test_foreign_namespaces_go_oldest_first_and_only_as_far_as_needed(
     assert young.exists()
     assert [record.message for record in caplog.records if old.name in record.message and "removed" in record.message]
     fill(tier)
-    assert tier.measure_bytes() <= 16 * MIB
+    assert tree_bytes(tier.root) <= 16 * MIB
     assert tier.rank_bytes > 6 * MIB
     tier.close()
 
@@ -311,7 +312,7 @@ def test_what_is_not_recognised_is_counted_and_never_removed(tmp_path: Path) -> 
     (root / "notes.txt").write_bytes(bytes(7 * MIB))
     tier = open_tier(root)
     fill(tier)
-    assert tier.measure_bytes() <= 16 * MIB
+    assert tree_bytes(tier.root) <= 16 * MIB
     tier.close()
     for path in (root / real.name, real / "rank-00000.slab", no_manifest / "rank-00000.slab", wrong_manifest / "data",
                  shared / "00" / "shard", root / "notes.txt"):  # fmt: skip
@@ -434,7 +435,7 @@ def test_a_smaller_capacity_cuts_the_slabs_and_keeps_the_geometry(tmp_path: Path
     slab = SlabAllocator(tier.rank_bytes, [SLOT], tier.extent_bytes)
     assert slab.adopt(0, SLOT)
     assert not slab.adopt(tier.rank_bytes, SLOT)
-    assert tier.measure_bytes() <= 32 * MIB
+    assert tree_bytes(tier.root) <= 32 * MIB
     tier.close()
 
 
@@ -484,13 +485,13 @@ def test_data_parallel_engines_share_path_and_capacity(tmp_path: Path) -> None:
         assert caught.value.cause == "locked"
     for tier in engines:
         fill(tier)
-    assert sum(tier.measure_bytes() for tier in engines) <= 32 * MIB
+    assert sum(tree_bytes(tier.root) for tier in engines) <= 32 * MIB
     for tier in engines:
         assert tier.check() is None
         tier.close()
     alone = open_tier(tmp_path, 32 * MIB)
     fill(alone)
-    assert alone.measure_bytes() <= 32 * MIB, "what two engines left counts for one"
+    assert tree_bytes(alone.root) <= 32 * MIB, "what two engines left counts for one"
     assert alone.rank_bytes > 14 * MIB
     alone.close()
     pair = [open_tier(tmp_path, 32 * MIB, dp_index=index, dp_engines=range(2)) for index in range(2)]

@@ -169,10 +169,6 @@ class TierDirectory:
         grows = not sizes or spare >= len(sizes) * self.extent_bytes
         return (self.rank_bytes if grows else min(sizes)) // self.extent_bytes
 
-    def measure_bytes(self) -> int:
-        """Return the real bytes under this engine's root now, the promise that ``capacity_bytes`` bounds."""
-        return other_namespaces.tree_bytes(self.root)
-
     def close(self) -> None:
         """Release the locks. Idempotent. The bytes stay for the next engine."""
         self._closed.set()

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header, make_header
+from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header
 from nixl_offload.engine import Engine, TierEngine
 from nixl_offload.index import State
 from nixl_offload.index.database import max_bytes
@@ -30,6 +30,7 @@ from nixl_offload.types import Lookup, LookupContext, key_group
 from nixl_offload.vllm.background import BackgroundOpening
 from nixl_offload.vllm.closed_tier import ClosedTier
 from nixl_offload.vllm.rank_tiers import RankTiers
+from tests.headers import make_header
 from tests.prove import server
 from tests.prove.faults.clock import CLOCK, real_s
 from tests.prove.faults.media import Medium, Piece

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.chunk.header import HEADER_BYTES, Expected, check_header, verify_blocks
+from nixl_offload.chunk.checksum import block_checksums
+from nixl_offload.chunk.header import HEADER_BYTES, Expected, check_header, verify_checksums
 from nixl_offload.engine import host
 from nixl_offload.engine.chain import ChainEngine
 from nixl_offload.engine.jobs import JobTable
@@ -175,7 +176,7 @@ class Play:
             may_lack_checksums=tier == MEMORY,
         )
         if tier != MEMORY:
-            verify_blocks(header, payload, 0)
+            verify_checksums(header, block_checksums(payload), 0)
 
     def check_returned(self) -> None:
         """Nothing is held any more."""
