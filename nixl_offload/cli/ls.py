@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 from nixl_offload.cli.common import (
@@ -153,7 +153,8 @@ def _print_tier(tier: Mapping[str, Any], out: TextIO) -> None:
     for each in namespaces:
         path = f"{each['part']}/{each['name']}" if each["part"] else each["name"]
         print(f"\nnamespace {path}: tenant {each['tenant'] or '?'}, model {each['model'] or '?'}", file=out)
-        print(f"    {', '.join(_made_for(each))}", file=out)
+        details = ", ".join(f"{name} {value}" for name, value in each["made_for"].items() if value != 1)
+        print(f"    {details or 'no manifest that fits: its owner is unknown'}", file=out)
         shards = f" in {plural(each['shards'], 'shard')}" if each["shards"] != each["chunks"] else ""
         ages = f"; written {moment(each['oldest_s'])} to {moment(each['newest_s'])}" if each["oldest_s"] else ""
         counted = f"{plural(each['chunks'], 'chunk')}{shards}, {about_size(each['bytes'])}{ages}"
@@ -163,25 +164,6 @@ def _print_tier(tier: Mapping[str, Any], out: TextIO) -> None:
             holder = each["open_now"]
             use = f"its directory is open now: {holder}" if holder else "no engine has its directory open"
             print(f"    {last}; {use}", file=out)
-
-
-def _made_for(namespace: Mapping[str, Any]) -> Iterator[str]:
-    found = namespace["made_for"]
-    if not found:
-        yield "no manifest that fits: its owner is unknown"
-    yield from (str(found[name]) for name in ("engine", "platform", "dtype", "kv_layout") if name in found)
-    yield from (f"{name} {found[name]}" for name in ("tp", "pp", "pcp", "dcp") if found.get(name, 1) != 1)
-    if "revision" in found:
-        yield f"revision {found['revision']}"
-    if namespace["chunk_tokens"]:
-        yield f"{namespace['chunk_tokens']} tokens a chunk"
-    if "shards" in found:
-        ranges = len(str(found.get("layers", "")).split()) or 1
-        divides = " that divides them" if found["shards"] > ranges else ""
-        layers = f" in {ranges} ranges of layers" if ranges > 1 else ""
-        yield f"{plural(found['shards'], 'shard')}{layers}, any tensor parallelism{divides}"
-    elif "world_size" in found:
-        yield plural(found["world_size"], "rank")
 
 
 def _list_keys(arguments: argparse.Namespace, inspector: Inspector, out: TextIO) -> int:

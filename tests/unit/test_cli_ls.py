@@ -57,7 +57,8 @@ def test_a_slab_as_people_read_it(slab: StoredSlab, cli: Cli) -> None:
     assert lines[1:4] == [
         "",
         f"namespace {slab.namespace.name}: tenant blue, model org/blue",
-        "    vllm 0.33.0, cpu, bfloat16, LBHNC, tp 2, 64 tokens a chunk, 2 ranks",
+        "    engine vllm 0.33.0, platform cpu, dtype bfloat16, kv_layout LBHNC, tp 2, world_size 2, "
+        "blocks_per_chunk 4, tokens_per_block 16",
     ]
     assert re.fullmatch(rf"    6 chunks in 12 shards, {size}; written 20.*Z to 20.*Z", lines[4])
     assert re.fullmatch(r"    last opened 20.*Z; its directory is open now: pid \d+ on '.*' since 20.*", lines[5])
@@ -132,7 +133,7 @@ def test_tiers_in_their_order_memory_told_in_a_line(slab: StoredSlab, tmp_path: 
         f"{(6 * SLOT_BYTES + 10_000) / 2**20:.1%} of the capacity, 1.00MiB"
     )
     assert lines[3] == "1 other object beside them, never touched"
-    assert "engine" not in cli.out, "a tree has no lock"
+    assert "opened" not in cli.out, "a tree has no lock"
     assert cli("ls", slab.file, "--json", "--tenant", "red") == 0
     memory, found = cli.json["tiers"]
     assert memory["kind"] == "memory"
