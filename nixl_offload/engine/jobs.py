@@ -6,7 +6,6 @@ Threading: ``JobTable`` is shared by the engine's caller and its pump. Its one l
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -34,8 +33,6 @@ from nixl_offload.engine.states import (
     when_given_up,
 )
 from nixl_offload.types import Outcome
-
-logger = logging.getLogger(__name__)
 
 EXPIRE_EVERY_S = 0.05
 FENCE_POLL_S = 0.0005
@@ -76,13 +73,10 @@ class JobTable:
     def add(self, job: Job, chunks: Sequence[tuple[ChunkIO, int]], lane: Lane) -> None:
         """Accept ``job`` with its (chunk, payload bytes) pairs, all queued in ``lane``.
 
-        Where queued stores reach their limit, the rest of the job becomes DROPPED at once: the queue has a bound. A job
-        id that is still live is a bug of the caller: it is logged and ignored, so no job is launched twice.
+        Where queued stores reach their limit, the rest of the job becomes DROPPED at once: the queue has a bound. No
+        job with its id may be live.
         """
         with self._lock:
-            if job.job_id in self._jobs:
-                logger.error("job %d was submitted twice; the second submit is ignored", job.job_id)
-                return
             self._jobs[job.job_id] = job
             job.tasks = [Task(job, io, kind_of(job.kind, io), size_bytes) for io, size_bytes in chunks]
             job.unfinished = len(job.tasks)

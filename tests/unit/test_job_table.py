@@ -87,17 +87,6 @@ def test_what_is_stored_beyond_the_limit_is_dropped_and_loads_are_not() -> None:
     assert len(table.claim(STORE)) == 4, "there is room again"
 
 
-def test_an_id_that_is_live_is_not_taken_twice() -> None:
-    table = Table()
-    table.submit(1, LOAD)
-    table.submit(1, LOAD, [0, 0])
-    assert table.waiting_bytes()[0] == CHUNK
-    table.complete([Ending(task, OK) for task in table.claim(LOAD)])
-    assert table.told().outcomes == (OK,)
-    table.submit(1, LOAD)
-    assert len(table.claim(LOAD)) == 1, "it has ended meanwhile"
-
-
 def test_chunks_of_a_group_are_taken_together_and_as_many_as_there_is_room_for() -> None:
     table = Table()
     table.submit(1, LOAD, [1, 0, 1, 0, 1])
