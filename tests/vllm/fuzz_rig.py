@@ -43,6 +43,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from nixl_offload.engine import ChunkIO
+from nixl_offload.vllm import idling
 from nixl_offload.vllm.connector import NixlOffloadConnector
 from nixl_offload.vllm.tensor_digests import adapter_digest
 from nixl_offload.vllm.vllm_internals import AdaptedRequestState, ChunkwiseScheduler
@@ -583,9 +584,10 @@ class FuzzedEngine(PlayedEngine):
 
 @contextmanager
 def fuzzed() -> Iterator[None]:
-    """As ``played``, for engines that zero what they allocate."""
+    """As ``played``, for engines that zero what they allocate, and come to rest however busy the machine is."""
     with played(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", True)
+        patch.setattr(idling, "PATIENCE_S", 60.0)
         patch.setattr(RequestOffloadState, "update_offload_keys", _take_down(RequestOffloadState.update_offload_keys))
         patch.setattr(AdaptedRequestState, "update_offload_keys", _take_down(AdaptedRequestState.update_offload_keys))
         patch.setattr(ChunkwiseScheduler, "_make_boundary_key", _take_down_boundary)
