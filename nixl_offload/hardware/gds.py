@@ -69,9 +69,7 @@ def gds_report(directory: str, *, root: str = "/") -> GdsReport:
     fs_driver = _DRIVERS.get(kind) or _NETWORK.get(mount.kind if mount else "")
     routes = [_nvidia_fs(root, fs_driver), _p2pdma(root, kind, settings)]
     route = next((each for each in routes if each.ok), None)
-    if route:  # nothing to fix about the other one
-        routes = [each if each is route else each._replace(fix=None) for each in routes]
-    elif all(fact.ok for fact in facts if fact.name in ("filesystem", "mount options", "block device")):
+    if not route and all(fact.ok for fact in facts if fact.name in ("filesystem", "mount options", "block device")):
         facts += routes
         routes = []
     against = [fact for fact in facts if fact.ok is False]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from nixl_offload.cli.check.child import Answer, ChildProcess, try_file_mover
-from nixl_offload.cli.check.findings import Finding, State, speed_words
+from nixl_offload.cli.check.findings import Finding, speed_words
 from nixl_offload.cli.terminal import about_size
 from nixl_offload.config import DirectoryConfig, SharedDirConfig, TierConfig
 from nixl_offload.errors import MoverError, TierError
@@ -92,7 +92,7 @@ def look_at_directory(
     elif direct and is_writable:
         fix = None if direct.ok else "path: on ext4 or xfs; or direct_io: false, if that is meant"
         yield Finding("O_DIRECT", "ok" if direct.ok else "warning", direct.words, fix)
-    yield from gds_findings(tier, gds, gpu=gpu)
+    yield gds_finding(tier, gds, gpu=gpu)
     if gpu:
         yield _staging(staging_bytes)
     if not is_writable:
@@ -308,21 +308,17 @@ def _clock(at: str, clock: Callable[[], float]) -> Finding:
     return Finding(name, "wrong", f"{words}: nixl-offload gc, here, may delete what was written just now", fix)
 
 
-def gds_findings(tier: DirectoryConfig, gds: GdsReport, *, gpu: bool) -> Iterator[Finding]:
-    """Yield the verdict, and on a GPU each condition. That GPUDirect Storage is not real costs speed, no more."""
+def gds_finding(tier: DirectoryConfig, gds: GdsReport, *, gpu: bool) -> Finding:
+    """Return the verdict. That GPUDirect Storage is not real costs speed, no more."""
+    name = "GPUDirect Storage"
     if tier.mover == "posix" or not gpu:
         words = "not used: files are moved through host memory" + ("" if gpu else ", without a GPU")
-        yield Finding("GPUDirect Storage", "ok", words)
-        return
-    states: dict[bool | None, State] = {True: "ok", False: "warning", None: "unknown"}
-    certain = all(fact.ok is not None for fact in gds.facts)
-    fix = "fix what is named below (GDS: ...), or say mover: posix if it is not wanted" if certain else "gdscheck -p"
-    good = gds.real or (False if certain else None)
-    yield Finding("GPUDirect Storage", states[good], gds.verdict, None if good else fix)
-    for fact in gds.facts:
-        not_needed = gds.real and not fact.ok and fact.fix is None
-        words = f"{fact.words}; not needed" if not_needed else fact.words
-        yield Finding(f"GDS: {fact.name}", states[not_needed or fact.ok], words, fact.fix)
+        return Finding(name, "ok", words)
+    if gds.real:
+        return Finding(name, "ok", gds.verdict)
+    if "not certain" in gds.verdict:
+        return Finding(name, "unknown", gds.verdict, "gdscheck -p")
+    return Finding(name, "warning", gds.verdict, "what it says, or mover: posix if it is not wanted")
 
 
 def _staging(staging_bytes: int) -> Finding:
