@@ -2,63 +2,52 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from nixl_offload.config.schema import S3Config
+from nixl_offload.stores.base import Store
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.stores.s3 import open_store
 from tests.contract.suites.store_suite import StoreRig, StoreSuite
 from tests.s3.servers import MotoServer, RcloneServer, S3Server
 
 
-@pytest.fixture(scope="module")
-def rclone() -> Iterator[RcloneServer]:
-    with RcloneServer() as server:
-        yield server
+def open_at(server: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch) -> Store:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    return open_store(S3Config.model_validate(server.tier(prefix)))
 
 
-@pytest.fixture(scope="module")
-def moto() -> Iterator[MotoServer]:
-    with MotoServer() as server:
-        yield server
+class FilesRig(StoreRig):
+    """Objects that rest as files: a shared directory's, and rclone's, which answers 200 to a range."""
 
-
-def tier_of(server: S3Server, prefix: str) -> S3Config:
-    return S3Config.model_validate(server.tier(prefix))
-
-
-class RcloneRig(StoreRig):
-    """rclone's bucket is a directory."""
-
-    def __init__(self, server: RcloneServer) -> None:
-        server.empty()
-        self._server = server
-        super().__init__(open_store(tier_of(server, "kv/a")))
+    def __init__(self, store: Store, directory: Path, server: RcloneServer | None = None) -> None:
+        super().__init__(store)
+        self._directory, self._server = directory, server
 
     def raw_set(self, contents: Mapping[str, bytes]) -> None:
         for name, content in contents.items():
-            path = self._server.path(f"kv/a/{name}")
+            path = self._directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        self._server.forget()
+        if self._server is not None:
+            self._server.forget()
 
     def raw_get(self, name: str) -> bytes | None:
-        path = self._server.path(f"kv/a/{name}")
+        path = self._directory / name
         return path.read_bytes() if path.exists() else None
 
 
 class MotoRig(StoreRig):
-    """moto is reached over a client of its own."""
+    """A server that knows ranges and answers as S3 does, reached over a client of its own."""
 
-    numbers = iter(range(1_000_000))
-
-    def __init__(self, server: MotoServer) -> None:
-        self._bucket, self._prefix = server.bucket, f"kv/{next(self.numbers)}"
-        self._client = server.client()
-        super().__init__(open_store(tier_of(server, self._prefix)))
+    def __init__(self, store: Store, server: MotoServer, prefix: str) -> None:
+        super().__init__(store)
+        self._bucket, self._prefix, self._client = server.bucket, prefix, server.client()
 
     def raw_set(self, contents: Mapping[str, bytes]) -> None:
         for name, content in contents.items():
@@ -77,60 +66,43 @@ class MotoRig(StoreRig):
         self._client.close()
 
 
-class TreeRig(StoreRig):
-    """A directory."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        super().__init__(TreeStore(str(directory)))
-
-    def raw_set(self, contents: Mapping[str, bytes]) -> None:
-        for name, content in contents.items():
-            path = self._directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-
-    def raw_get(self, name: str) -> bytes | None:
-        path = self._directory / name
-        return path.read_bytes() if path.exists() else None
+@pytest.fixture(scope="module")
+def rclone() -> Iterator[RcloneServer]:
+    with RcloneServer() as server:
+        yield server
 
 
-def use_credentials_of(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
+@pytest.fixture(scope="module")
+def moto() -> Iterator[MotoServer]:
+    with MotoServer() as server:
+        yield server
 
 
 class TestRclone(StoreSuite):
-    """A server that answers 200 to a range, and keeps objects as files."""
+    """A bucket."""
 
     many = 1100
 
     @pytest.fixture
-    def rig(self, rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRig]:
-        use_credentials_of(rclone, monkeypatch)
-        rig = RcloneRig(rclone)
-        yield rig
-        rig.close()
+    def made(self, rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> StoreRig:
+        rclone.empty()
+        return FilesRig(open_at(rclone, "kv/a", monkeypatch), rclone.path("kv/a"), rclone)
 
 
 class TestMoto(StoreSuite):
-    """A server that knows ranges and answers as S3 does."""
+    """Another bucket."""
 
     @pytest.fixture
-    def rig(self, moto: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRig]:
-        use_credentials_of(moto, monkeypatch)
-        rig = MotoRig(moto)
-        yield rig
-        rig.close()
+    def made(self, moto: MotoServer, monkeypatch: pytest.MonkeyPatch) -> StoreRig:
+        prefix = f"kv/{secrets.token_hex(4)}"
+        return MotoRig(open_at(moto, prefix, monkeypatch), moto, prefix)
 
 
 class TestTree(StoreSuite):
-    """A shared directory."""
+    """A directory."""
 
     many = 1100
 
     @pytest.fixture
-    def rig(self, tmp_path: Path) -> Iterator[StoreRig]:
-        rig = TreeRig(tmp_path / "kv")
-        yield rig
-        rig.close()
+    def made(self, tmp_path: Path) -> StoreRig:
+        return FilesRig(TreeStore(str(tmp_path / "kv")), tmp_path / "kv")

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -312,7 +312,5 @@ class TestBucket(StoreSuite):
     """What the shared tier of the model rests on is a store like any other."""
 
     @pytest.fixture
-    def rig(self) -> Iterator[StoreRig]:
-        rig = BucketRig()
-        yield rig
-        rig.close()
+    def made(self) -> StoreRig:
+        return BucketRig()

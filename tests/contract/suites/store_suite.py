@@ -1,6 +1,6 @@
 """The conformance suite of stores.
 
-Subclass ``StoreSuite`` in a test module under a name that pytest collects, and override the fixture ``rig``. What is
+Subclass ``StoreSuite`` in a test module under a name that pytest collects, and override the fixture ``made``. What is
 stored is set and read raw, behind the store's back, so that no store vouches for itself. Threading: tests that need
 threads start and join their own.
 """
@@ -74,9 +74,15 @@ class StoreSuite:
     """Objects of the tests of listing and deleting many; over 1,000 they take more than one of S3's pages."""
 
     @pytest.fixture
-    def rig(self) -> Iterator[StoreRig]:
+    def made(self) -> StoreRig:
         """A new, empty store."""
         raise NotImplementedError
+
+    @pytest.fixture
+    def rig(self, made: StoreRig) -> Iterator[StoreRig]:
+        """The same; closed afterwards."""
+        yield made
+        made.close()
 
     @pytest.fixture
     def store(self, rig: StoreRig) -> Store:
