@@ -351,19 +351,6 @@ def test_an_empty_job_ends_at_once_and_idle_tells(make: Make) -> None:
     assert rig.engine.idle()
 
 
-def test_a_job_submitted_twice_is_launched_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """The same transfer launched twice because metadata was not consumed."""
-    mover = FaultyMover(CopyMover(), [Fault(0, FaultKind.STUCK)])
-    rig = make("per_layer", mover)
-    rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
-    rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
-    assert "submitted twice" in caplog.text
-    mover.release()
-    assert rig.collect(1).outcomes == (OK,)
-    until(rig.engine.idle)
-    assert mover.submitted == [Op.WRITE]
-
-
 @pytest.mark.parametrize("direct", [False, True])
 def test_numbers_that_do_not_fit_fail_their_chunk_only(make: Make, direct: bool) -> None:
     """Block ids outside the cache must never become addresses."""

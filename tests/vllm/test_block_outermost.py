@@ -31,8 +31,8 @@ EXTENSION = "tests.vllm.blocks_outermost.BlocksOutermostExtension"
 @pytest.mark.parametrize(
     ("shape", "options", "way"),
     [
-        pytest.param(TINY, {"block_size": 32}, "packed", id="blocks of 128 KiB: packed"),
-        pytest.param(TINY, {}, "direct", id="blocks of 256 KiB: direct"),
+        pytest.param(TINY, {}, "packed", id="blocks of 256 KiB: packed"),
+        pytest.param(TINY, {"block_size": 256}, "direct", id="blocks of 1 MiB: direct"),
         pytest.param(TINY_HYBRID, {}, "packed", id="two groups in one tensor"),
     ],
 )
