@@ -239,7 +239,12 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         if request.lora_request is not None and self._awaits_adapter(request):
             return None, False
         if not self._loads or self._weights.trust is Trust.BLOCKED or self._comes_from_elsewhere(request):
-            return super().get_num_new_matched_tokens(request, num_computed_tokens, 0)
+            found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, 0)
+            status = request_state(self, request.request_id)
+            if found is not None or status is None:
+                return found, is_async
+            begin_without_hit(status, num_computed_tokens)  # its stores are still out, and there is nothing to wait for
+            return 0, False
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
         status = request_state(self, request.request_id)
         assert status is not None

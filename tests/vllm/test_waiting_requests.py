@@ -197,6 +197,15 @@ def test_a_preempted_request_whose_stores_hang_is_computed(half: Half, limit_s: 
     assert half.ask("comes later") == (tokens, True)
 
 
+def test_a_preempted_request_that_loads_nothing_does_not_wait_for_its_stores(half: Half) -> None:
+    half.scheduler.set_role(loads=False, stores=True)
+    half.arrive("preempted", chunks=CHUNKS + 1)
+    assert half.ask("preempted") == (0, False)
+    assert half.compute("preempted", (CHUNKS + 1) * CHUNK_TOKENS).store_jobs
+    half.step(preempted={"preempted"})
+    assert half.ask("preempted") == (0, False)
+
+
 def test_what_another_connector_brings_whole_waits_for_no_lookup(half: Half) -> None:
     half.arrive("decodes", {"do_remote_prefill": True})
     assert half.ask("decodes") == (0, False)
