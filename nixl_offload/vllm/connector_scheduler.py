@@ -238,27 +238,24 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._refuse_worthless_keys(request)  # a session may have been given an image since
         if request.lora_request is not None and self._awaits_adapter(request):
             return None, False
+        status = request_state(self, request.request_id)
+        if status is not None and request.streaming_queue is not None:
+            forget_keys_behind(status, num_computed_tokens)  # of a session, which has lost its last token
         if not self._loads or self._weights.trust is Trust.BLOCKED or self._comes_from_elsewhere(request):
             found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, 0)
-            status = request_state(self, request.request_id)
             if found is not None or status is None:
                 return found, is_async
             begin_without_hit(status, num_computed_tokens)  # its stores are still out, and there is nothing to wait for
             return 0, False
-        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
+        question = num_computed_tokens, max_num_new_tokens
+        found, is_async = self._ask(request, question, max_num_new_tokens)
+        if found is None:
+            return None, False
         status = request_state(self, request.request_id)
         assert status is not None
-        if found is None:
-            limit = self._limit_after_wait(request, status, (num_computed_tokens, max_num_new_tokens))
-            if limit is None:
-                return None, False
-            if status.transfer_jobs:
-                begin_without_hit(status, num_computed_tokens)
-                return 0, False
-            found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, limit)
         group = first_lookup_group(self)
         chunk_tokens = self.config.kv_group_configs[group].tokens_per_chunk
-        if found is not None and not request.skip_reading_prefix_cache:  # as for ``prompt_logprobs``: no lookup
+        if not request.skip_reading_prefix_cache:  # as for ``prompt_logprobs``: no lookup
             whole_tokens = request.num_tokens // chunk_tokens * chunk_tokens
             asked = max(found, whole_tokens - num_computed_tokens)
             status.req_context.set_state(LookupStatistics(num_computed_tokens, asked, found))
@@ -276,12 +273,29 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
             self._load.beside(request.request_id),
         )
         if wanted is None:
-            self._answer(request, (num_computed_tokens, max_num_new_tokens), None, WAIT_ANSWER_S)
+            self._answer(request, question, None, WAIT_ANSWER_S)
             return None, False
         if wanted >= found:
             return found, is_async
         # Asked again with a limit, for vLLM remembers what it has answered.
-        return super().get_num_new_matched_tokens(request, num_computed_tokens, self._limit(wanted))
+        return self._ask(request, question, self._limit(wanted))
+
+    def _ask(self, request: Request, question: tuple[int, int | None], limit: int | None) -> tuple[int | None, bool]:
+        """Ask vLLM. A request that has waited long enough takes what there is without the wait, or nothing."""
+        found, is_async = super().get_num_new_matched_tokens(request, question[0], limit)
+        if found is not None:
+            return found, is_async
+        status = request_state(self, request.request_id)
+        assert status is not None
+        limit = self._limit_after_wait(request, status, question)
+        if limit is None:
+            return None, False
+        if not status.transfer_jobs:
+            found, is_async = super().get_num_new_matched_tokens(request, question[0], limit)
+            if found is not None:
+                return found, is_async
+        begin_without_hit(status, question[0])
+        return 0, False
 
     def _limit(self, tokens: int) -> int:
         """Return the limit with which vLLM finds ``tokens``.
@@ -306,9 +320,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """
         computed_tokens, most = question
         awaited, before = chunk_being_loaded(self, status, computed_tokens)
-        if (
-            awaited is None and not status.transfer_jobs
-        ):  # for a tier that looks, or a store of others: both have limits
+        if awaited is None and not status.transfer_jobs:
+            # It waits for a tier that looks, or for a store of others, which have limits of their own.
             self._answer(request, question, None, WAIT_ANSWER_S)
             return None
         left_s = self.offload_manager.wait_left_s(

@@ -213,6 +213,7 @@ class Matching:
             mm_features=[],
             skip_reading_prefix_cache=False,
             sampling_params=None,
+            streaming_queue=None,
         )
         self.scheduler.on_new_request(self.request)
         make_key = named("vllm.v1.kv_offload.base:make_offload_key")

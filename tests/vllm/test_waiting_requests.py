@@ -6,6 +6,7 @@ Our scheduler's half, asked as vLLM asks it.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Collection, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -232,3 +233,27 @@ def test_a_prompt_that_is_not_looked_up_is_no_miss(half: Half) -> None:
     half.arrive("logprobs", prompt_logprobs=1)
     assert half.ask("logprobs") == (0, False)
     assert half.scheduler._req_status["logprobs"].req_context.get_state(LookupStatistics) is None
+
+
+def test_what_is_wanted_of_a_hit_is_waited_for_no_longer_either(half: Half, limit_s: float) -> None:
+    """Of windows, what is found may need none of the chunks whose load hangs, and what is worth loading may."""
+    group = half.arrive("waits")
+
+    def half_of_it(*_: object) -> int:
+        half.scheduler._chunks_being_loaded.update(group.offload_keys[:1])  # type: ignore[union-attr]
+        return 2 * CHUNK_TOKENS
+
+    half.manager.tokens_to_load = half_of_it  # type: ignore[method-assign]
+    assert half.ask("waits") == NOT_YET
+    time.sleep(limit_s)
+    assert half.ask("waits") == (0, False)
+
+
+def test_keys_of_a_session_are_made_anew_whenever_it_is_looked_up(half: Half) -> None:
+    """VLLM discards its last token when it goes on, which may have ended a chunk."""
+    group = half.arrive("session")
+    right = list(group.offload_keys)
+    half.scheduler._req_status["session"].req.streaming_queue = deque()
+    group.offload_keys[-1] = b"of a token that was discarded"
+    assert half.ask("session") == WHOLE
+    assert group.offload_keys == right
