@@ -251,7 +251,7 @@ def compare(
                             results[name] = MeasuredMover(name, side, False, _words(name, error))
                         else:
                             contenders.append(_Contender(name, movers[name], side, file))
-                os.unlink(path)  # nothing stays behind, whatever happens from here on
+                os.unlink(path)  # from here on nothing can stay behind
                 trouble = _measure(contenders, memory, fd, direct_io, budget_s, limit_s)
     except (_NoRoomError, OSError) as error:
         trouble = str(error)

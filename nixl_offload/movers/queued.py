@@ -119,6 +119,7 @@ class QueuedMover(Mover):
     def unregister_memory(self, memory: MemoryId) -> None:
         self._check_idle(memory)
         self.inner.unregister_memory(memory)
+        del self._busy[memory]
 
     def open_object(self, name: str, length_bytes: int) -> FileId:
         file = self.inner.open_object(name, length_bytes)
@@ -129,6 +130,7 @@ class QueuedMover(Mover):
         self._check_idle(file)
         self.inner.close_file(file)
         self._names.pop(file, None)
+        del self._busy[file]
 
     def _check_idle(self, handle: int) -> None:
         if self._busy[handle]:

@@ -249,3 +249,12 @@ def test_what_waits_when_the_mover_is_closed_fails(setup: Setup) -> None:
     setup.mover.close()
     assert {transfer.state for transfer in (*running, waiting)} == {FAILED}
     assert not waiting.quarantine
+
+
+def test_nothing_is_remembered_of_objects_that_were_closed(setup: Setup) -> None:
+    """A server moves millions of them, each under a number of its own."""
+    for _ in range(3):
+        assert setup.rig.wait(setup.read()).state is DONE
+        setup.mover.close_file(max(setup.mover._names))
+    assert not setup.mover._names
+    assert len(setup.mover._busy) == 1, "the memory"
