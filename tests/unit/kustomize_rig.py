@@ -1,15 +1,9 @@
-"""Renders the kustomizations of examples/ without kustomize: as much of it as they use, and an error for the rest.
-
-``test_examples_deploy.py`` holds it against ``kubectl kustomize`` where there is one, to the last field. What it does
-not do is give generated ConfigMaps a name by their content.
-
-Threading: pure functions that read files.
-"""
+"""Renders the kustomizations of examples/ without kustomize: only what they use; anything else is an error."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,20 +23,19 @@ _MERGE_KEYS: Final = {
 """Lists that a strategic merge takes as sets, and by what; all others are replaced."""
 
 
-def render(directory: Path, fetch: Callable[[str], Path] | None = None) -> list[Resource]:
-    """Return the resources of the kustomization in ``directory``. ``fetch`` finds resources that are URLs."""
-    return _apply(directory, [], fetch)
+def render(directory: Path) -> list[Resource]:
+    return _apply(directory, [])
 
 
-def _apply(directory: Path, resources: list[Resource], fetch: Callable[[str], Path] | None) -> list[Resource]:
+def _apply(directory: Path, resources: list[Resource]) -> list[Resource]:
     kustomization = yaml.safe_load((directory / "kustomization.yaml").read_text())
     unknown = set(kustomization) - _KNOWN
     if unknown:
         raise ValueError(f"{directory}: {unknown} is not rendered here")
     for name in kustomization.get("resources", ()):
-        path = fetch(name) if fetch and name.startswith("https:") else directory / name
+        path = directory / name
         if path.is_dir():
-            resources += _apply(path, [], fetch)
+            resources += _apply(path, [])
         else:
             resources += list(yaml.safe_load_all(path.read_text()))
     for generator in kustomization.get("configMapGenerator", ()):
@@ -53,7 +46,7 @@ def _apply(directory: Path, resources: list[Resource], fetch: Callable[[str], Pa
             metadata = {"name": generator["name"]}
             resources.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
     for name in kustomization.get("components", ()):
-        resources = _apply(directory / name, resources, fetch)
+        resources = _apply(directory / name, resources)
     for entry in kustomization.get("patches", ()):
         patch = yaml.safe_load((directory / entry["path"]).read_text())
         target = _find(resources, patch["kind"], patch["metadata"]["name"])

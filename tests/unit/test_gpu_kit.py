@@ -5,16 +5,13 @@ unpacked, and the real kit's vLLM registers its kernels without a GPU and withou
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
-import os
-import re
 import shutil
 import struct
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,10 +20,7 @@ from benchmarks.gpu import kit
 from benchmarks.gpu.slim import CONTAINER_HEADER, CONTAINER_MAGIC, ENTRY_HEADER, slim
 
 REPOSITORY = Path(__file__).parent.parent.parent
-KIT = REPOSITORY / "build" / "gpu-kit"
 PTX, MACHINE_CODE = 1, 2
-LOOP = b"_ZN5flash25CollectiveMainloopFwdSm90ILi2EN4cute5tupleIJEEELi%dENS_%sEf"
-"""How FlashAttention 3 names its main loop: head size and element type vary."""
 
 needs_gcc = pytest.mark.skipif(not (shutil.which("gcc") and shutil.which("strip")), reason="needs gcc and strip")
 
@@ -96,54 +90,6 @@ def test_a_slimmed_library_loads_and_has_sm_90_code_alone(tmp_path: Path) -> Non
     data = target.read_bytes()
     assert all(gone not in data for gone in (b"othero", b"eighty", b"ptx"))
     assert _loaded(source, ["foreign"])["foreign"] == b"".join(containers["foreign"])
-
-
-@needs_gcc
-def test_of_flash_attention_one_variant_is_kept(tmp_path: Path) -> None:
-    """Code without a main loop stays; so does a file with several variants, when one of them is wanted."""
-    wanted, size, element = (
-        LOOP % variant for variant in ((128, b"10bfloat16_t"), (64, b"10bfloat16_t"), (128, b"6half_t"))
-    )
-    entries = {
-        "wanted": _entry(MACHINE_CODE, 90, wanted),
-        "other_size": _entry(MACHINE_CODE, 90, size + b"longer"),
-        "other_element": _entry(MACHINE_CODE, 90, element + b"longer than the other"),
-        "both": _entry(MACHINE_CODE, 90, size + b"\0" + wanted),
-        "no_loop": _entry(MACHINE_CODE, 90, b"combine"),
-    }
-    source = _cuda_library(tmp_path / "whole.so", {name: [entry] for name, entry in entries.items()})
-    slim(source, tmp_path / "small.so", head_dim=128, element="10bfloat16_t")
-    found = _loaded(tmp_path / "small.so", list(entries))
-    assert [name for name, code in found.items() if code == entries[name]] == [
-        "wanted",
-        "other_size",
-        "both",
-        "no_loop",
-    ]
-    assert found["other_element"] == entries["other_size"], "the smallest that was dropped"
-
-
-@needs_gcc
-@pytest.mark.parametrize(
-    ("containers", "words"),
-    [
-        ({}, "no CUDA code"),
-        ({"only": [_entry(MACHINE_CODE, 80, b"code")]}, "nothing for sm_90"),
-        ({"only": [_entry(MACHINE_CODE, 90, b"code")[:-8]]}, "does not fit its container"),
-    ],
-)
-def test_what_cannot_be_slimmed_is_refused(tmp_path: Path, containers: dict[str, list[bytes]], words: str) -> None:
-    source = _cuda_library(tmp_path / "whole.so", containers)
-    with pytest.raises(ValueError, match=words):
-        slim(source, tmp_path / "small.so")
-
-
-def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
-    """By the command too, in one line."""
-    (tmp_path / "text").write_text("no library")
-    command = [sys.executable, "-m", "benchmarks.gpu.slim", str(tmp_path / "text"), str(tmp_path / "out")]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (1, f"slim: {tmp_path / 'text'}: not a 64-bit little-endian ELF file\n")
 
 
 def _wheel(directory: Path, name: str, files: Mapping[str, bytes]) -> Path:
@@ -239,78 +185,3 @@ def test_a_damaged_kit_is_refused(small_kit: Path, tmp_path: Path, monkeypatch: 
     assert ended.stderr.startswith("unpack: ")
     _make(small_kit, monkeypatch)
     assert (small_kit / "C.so.xz").read_bytes() == whole
-
-
-@needs_gcc
-def test_a_second_run_makes_nothing(
-    small_kit: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nor does it download. Without vLLM the kit is another one."""
-    assert _make(small_kit, monkeypatch) == 0
-    times = {path: path.stat().st_mtime_ns for path in small_kit.rglob("*")}
-
-    def no_network(*arguments: object) -> None:
-        raise AssertionError("downloaded")
-
-    with monkeypatch.context() as offline:
-        offline.setattr(kit, "download", no_network)
-        assert _make(small_kit, offline) == 0
-        assert {path: path.stat().st_mtime_ns for path in small_kit.rglob("*")} == times
-        with pytest.raises(AssertionError, match="downloaded"):
-            _make(small_kit, offline, "--no-vllm")
-    assert _make(small_kit, monkeypatch, "--no-vllm") == 0
-    assert not list(small_kit.glob("*.xz"))
-    capsys.readouterr()
-    assert _make(small_kit, monkeypatch, "--no-vllm", "--limit-mib", "0.5") == 1
-    assert capsys.readouterr().err == "too large to be carried\n"
-
-
-def test_every_pin_is_exact() -> None:
-    """And the file that is run on the GPU is pinned by its digest."""
-    pins = kit.pins()
-    assert set(pins) == {"site", "fallback", "vllm", "vllm-deps"}
-    assert all(line.count("==") == 1 for lines in pins.values() for line in lines)
-    assert all(len(line.partition("sha256:")[2]) == hashlib.sha256().digest_size * 2 for line in pins["vllm"])
-
-
-COUNT_OPS = """
-import json, torch
-import vllm._C_stable_libtorch, vllm.vllm_flash_attn._vllm_fa3_C
-import vllm.v1.engine.async_llm, vllm.v1.worker.gpu.model_runner, nixl_offload.vllm.connector
-spaces = [name.partition("::")[0] for name in set(torch._C._dispatch_get_all_op_names())]
-ours = ("_C", "_C_cache_ops", "_C_cuda_utils", "_C_custom_ar", "_vllm_fa3_C")
-print(json.dumps({space: spaces.count(space) for space in ours}))
-"""
-
-
-def _link_driver(driver: Path, libraries: Iterable[Path]) -> None:
-    """Link a driver with all calls that ``libraries`` make, each of which ends with CUDA_ERROR_UNKNOWN."""
-    listed = ["nm", "-D", "--undefined-only", *map(str, libraries)]
-    symbols = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
-    calls = sorted(set(re.findall(r" U (cu[A-Z]\w+)", symbols)))
-    source = driver.with_suffix(".c")
-    source.write_text("".join(f"int {call}(void) {{ return 999; }}\n" for call in calls))
-    subprocess.run(["gcc", "-shared", "-o", str(driver), str(source)], check=True)
-
-
-@needs_gcc
-@pytest.mark.slow
-def test_vllm_of_the_real_kit_registers_its_kernels(tmp_path: Path) -> None:
-    """Over a driver that refuses every call: the slimmed libraries load, and nothing that vLLM imports is missing."""
-    python = os.environ.get("KIT_PYTHON")
-    if not (KIT / "C.so.xz").is_file():
-        pytest.skip("no kit with vLLM in build/gpu-kit: make gpu-kit")
-    if not python:
-        pytest.skip("KIT_PYTHON names no Python 3.12 with torch for CUDA 13")
-    ended = _unpack(python, KIT, tmp_path / "kit")
-    assert ended.returncode == 0, ended.stderr
-    paths = json.loads(ended.stdout.splitlines()[-1])["pythonpath"]
-    _link_driver(tmp_path / "libcuda.so.1", (tmp_path / "kit" / "vllm").rglob("*.so"))
-    offline = ["unshare", "-n"] if os.geteuid() == 0 else []
-    environment = {**os.environ, "PYTHONPATH": ":".join(paths), "LD_LIBRARY_PATH": str(tmp_path)}
-    counted = subprocess.run(
-        [*offline, python, "-c", COUNT_OPS], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert counted.returncode == 0, counted.stderr[-3000:]
-    ops = json.loads(counted.stdout.splitlines()[-1])
-    assert ops == {"_C": 111, "_C_cache_ops": 19, "_C_cuda_utils": 2, "_C_custom_ar": 15, "_vllm_fa3_C": 2}
