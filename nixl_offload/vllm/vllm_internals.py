@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    GroupOffloadConfig,
     OffloadingConnectorScheduler,
     RequestOffloadState,
 )
@@ -261,6 +262,15 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
             scheduler_output = copy(scheduler_output)
             scheduler_output.kv_connector_block_state = replace(states, boundary_state_offloads=offered)
         return super()._build_partial_tail_store_jobs(scheduler_output)
+
+    def _reachable_store_block_mask(self, group_config: GroupOffloadConfig, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, and where a prompt ends also what a hit that is shorter by a chunk needs of a draft's window: the
+        chunk behind a hit has to be there, and a prompt seldom fills it.
+        """
+        if group_config.is_eagle_group:
+            ends, chunk_tokens = kwargs["reachable_boundaries"], group_config.tokens_per_chunk
+            kwargs["reachable_boundaries"] = (*ends, *[end - chunk_tokens for end in ends if end > chunk_tokens])
+        return super()._reachable_store_block_mask(group_config, *args, **kwargs)
 
     def _within_limit(self, request_id: str, offloads: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
         """Return the states that lie within a request's ``max_offload_tokens``: vLLM asserts that its tail does."""

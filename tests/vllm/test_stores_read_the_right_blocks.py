@@ -203,6 +203,18 @@ def test_stores_that_wait_read_their_blocks_before_these_are_zeroed(
     assert engine.rank.wrong == []
 
 
+@pytest.mark.parametrize(("chunks", "more_tokens"), [(5, 1), (5, CHUNK_TOKENS - 1), (6, 0), (6, 1)])
+def test_a_prompt_is_found_again_where_the_draft_has_a_window(start: Start, chunks: int, more_tokens: int) -> None:
+    """All but its last whole chunk: the token behind it, which the draft knows, may be another one next time."""
+    engine = start(FAMILIES["drafts with windows"])
+    for name in ("computed", "loaded"):
+        engine.reset_prefix_cache()
+        engine.ask(name, [*PROMPTS[0], 1][: chunks * CHUNK_TOKENS + more_tokens])
+        engine.settle()
+    assert engine.rank.began_with["loaded"] == (chunks - 1) * CHUNK_TOKENS
+    assert engine.rank.wrong == []
+
+
 @pytest.mark.parametrize("family", ["drafts", "drafts and windows"])
 def test_only_a_drafts_kv_of_a_blocks_last_token_may_be_another_continuations(start: Start, family: str) -> None:
     """It depends on the token behind it, which the block's hash does not name: in vLLM's own cache, too."""
