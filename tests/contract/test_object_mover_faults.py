@@ -7,7 +7,6 @@ builds on, so that a release that behaves otherwise shows.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
 import threading
@@ -25,8 +24,6 @@ from nixl_offload.movers.select import ProbedMover
 from nixl_offload.movers.select_object import candidates, make_mover, open_object_mover
 from nixl_offload.movers.store import StoreMover
 from nixl_offload.stores.base import Store
-from nixl_offload.stores.directory import TreeStore
-from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.contract.suites.mover_suite import MIB, extents
 from tests.contract.suites.object_mover_rig import ObjectRig
 from tests.s3.proxy import Answer, FaultProxy, Hold, Reset, Stall
@@ -135,41 +132,6 @@ def test_obj_cannot_read_twice_by_itself(rigs: Rigs, proxy: FaultProxy, fault: A
         read = ours.move(Op.READ, 0, ours.open(name, SIZE), 0, SIZE)
     assert (read.state, read.error) == (TransferState.DONE, None)
     assert ours.bytes_at(0, SIZE) == b"\x22" * SIZE
-
-
-@pytest.mark.parametrize("fault", [Answer(503, "SlowDown"), Reset("upload")])
-def test_obj_writes_twice_by_itself(rigs: Rigs, proxy: FaultProxy, fault: Answer | Reset) -> None:
-    """A PUT that failed is sent again whole."""
-    rig = rigs.bare("obj")
-    name, sent = rig.name("again"), rig.bytes_at(0, SIZE)
-    with proxy.inject(fault, operation="PUT", times=1):
-        assert rig.move(Op.WRITE, 0, rig.open(name, SIZE), 0, SIZE).state is TransferState.DONE
-    assert rig.raw.read(name) == sent
-
-
-@pytest.mark.parametrize("attempts", [None, 1])
-def test_obj_attempts(rigs: Rigs, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, attempts: int | None) -> None:
-    """Three attempts unless the environment says otherwise, which is as it was once the plugin has started."""
-    if attempts is not None:
-        monkeypatch.setenv("AWS_MAX_ATTEMPTS", str(attempts))
-    before = dict(os.environ)
-    rig = rigs.bare("obj")
-    assert dict(os.environ) == before
-    with proxy.inject(Answer(500, "InternalError")):
-        assert rig.move(Op.WRITE, 0, rig.open(rig.name("a"), 100), 0, 100).state is TransferState.FAILED
-    assert len(proxy.requests("PUT")) == (attempts or 3)
-
-
-def test_obj_reads_no_more_from_a_server_that_answers_nobody(rigs: Rigs, proxy: FaultProxy) -> None:
-    """Where HEADs fail, too, there is no second round of GETs; an error says so, and then it works again."""
-    rig = rigs.handed_out("obj")
-    target = rig.open(rig.store("silent", b"\x33" * 100), 100)
-    with proxy.inject(Answer(503, "SlowDown")):
-        read = rig.move(Op.READ, 0, target, 0, 100)
-    assert (read.state, read.missing, read.quarantine) == (TransferState.FAILED, False, False)
-    assert read.error
-    assert len(proxy.requests("GET")) <= 3
-    assert works(rig)
 
 
 @pytest.mark.parametrize("name", ["obj", "obstore"])
@@ -404,15 +366,6 @@ def test_server_is_overloaded_or_full_at_start(rigs: Rigs, proxy: FaultProxy, op
     assert works(rigs.over(opened.mover))
 
 
-def test_server_that_refuses_everyone(rigs: Rigs, proxy: FaultProxy) -> None:
-    """Who answers with a refusal has answered: the error names every candidate, why, and what to look at."""
-    with (
-        proxy.inject(Answer(403, "AccessDenied")),
-        pytest.raises(MoverUnavailableError, match=r"obstore: .*403.*credentials.*; obj: write of probe-"),
-    ):
-        rigs.select()
-
-
 def test_a_refusal_is_told_in_words_where_nixl_has_none(rigs: Rigs, proxy: FaultProxy) -> None:
     with (
         proxy.inject(Answer(403, "AccessDenied")),
@@ -433,20 +386,3 @@ def test_credentials_that_may_only_read(rigs: Rigs, proxy: FaultProxy, caplog: p
 
 
 # Scripted faults
-
-
-def test_scripted_faults_on_objects(tmp_path: Path) -> None:
-    """A short write leaves a short object, a corrupt one a flipped byte; the memory that it came from is as it was."""
-    script = [Fault(0, FaultKind.SHORT, amount=70), Fault(1, FaultKind.CORRUPT, amount=5), Fault(2, FaultKind.FAIL)]
-    mover = FaultyMover(StoreMover(TreeStore(str(tmp_path)), threads=2), script)
-    rig = ObjectRig(mover, RawDirectory(tmp_path), MemoryKind.DRAM, MIB)
-    before = rig.memory.copy()
-    states = [rig.move(Op.WRITE, 0, rig.open(f"n/{number}", 100), 0, 100).state for number in range(3)]
-    assert states == [TransferState.DONE, TransferState.DONE, TransferState.FAILED]
-    assert rig.raw.read("n/0") == before[:70].tobytes()
-    flipped = before[:100].copy()
-    flipped[5] ^= 0xFF
-    assert rig.raw.read("n/1") == flipped.tobytes()
-    assert not rig.raw.exists("n/2")
-    assert bool((rig.memory == before).all())
-    mover.close()

@@ -13,7 +13,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,23 +113,6 @@ def test_a_disk_that_turns_read_only_under_an_open_slab(small_filesystem: SmallF
     slab.ensure(EXTENT, 64 * KIB)
 
 
-def test_a_read_only_filesystem_at_the_start(small_filesystem: SmallFilesystem) -> None:
-    """A filesystem mounted read-only: the cause says so, for the slab and for the lock, and a later open succeeds."""
-    slab = SlabFile(small_filesystem.path / "ns" / "rank-00000.slab", 32 * MIB, EXTENT)
-    slab.open()
-    slab.close()
-    small_filesystem.make_read_only()
-    for opening in (slab.open, DirectoryLock(small_filesystem.path / "lock").acquire):
-        with pytest.raises(TierError) as caught:
-            opening()
-        assert caught.value.cause == "readonly"
-    assert slab.check() == "readonly"
-    small_filesystem.make_writable()
-    slab.open()
-    slab.ensure(0, 64 * KIB)
-    slab.close()
-
-
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_rank_on_a_read_only_medium(small_filesystem: SmallFilesystem, is_open: bool) -> None:
     """Whose directory it is can be read there, so the medium is what is told; it resumes."""
@@ -202,14 +185,6 @@ def test_a_replaced_file_is_not_the_slab(slab: SlabFile) -> None:
     slab.ensure(EXTENT, 64 * KIB)
 
 
-def test_a_deleted_file_and_its_successor_are_told_apart(slab: SlabFile) -> None:
-    """Also where the filesystem gives the freed inode number away at once."""
-    for _ in range(3):
-        slab.path.unlink()
-        assert slab.reopen() is True
-        assert slab.check() is None
-
-
 def test_nothing_is_created_under_an_empty_mount_point(small_filesystem: SmallFilesystem, slab: SlabFile) -> None:
     """An unmounted disk must not turn into a cache on the system's own disk."""
     slab.ensure(0, 64 * KIB)
@@ -249,14 +224,6 @@ def test_reopening_keeps_every_byte_and_cuts_what_is_beyond(tmp_path: Path) -> N
     with pytest.raises(LayoutError):
         smaller.ensure(16 * MIB - KIB, 2 * KIB)
     smaller.close()
-
-
-def test_real_bytes_stay_within_the_slab(slab: SlabFile) -> None:
-    """Backing everything in any order takes the slab's size, no more, and the file's size covers it."""
-    for extent in (7, 0, 3, 1, 2, 6, 5, 4, 4, 0):
-        slab.ensure(extent * EXTENT + EXTENT - 4096, 4096)
-    assert 32 * MIB <= allocated_bytes(slab.path) <= 32 * MIB + 32 * MIB // 256
-    assert slab.path.stat().st_size == 32 * MIB
 
 
 def test_a_filesystem_without_fallocate_grows_by_zeros(
@@ -381,13 +348,6 @@ def test_a_hard_link_is_neither_slab_nor_lock(tmp_path: Path) -> None:
     assert stat.S_IMODE(target.stat().st_mode) == 0o644
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
-def test_what_is_no_file_is_no_lock(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    make(tmp_path / "lock")
-    with pytest.raises(TierError):
-        DirectoryLock(tmp_path / "lock").acquire()
-
-
 HOLDER = r"""
 import os, sys, time
 from collections.abc import Callable
@@ -403,23 +363,6 @@ if sys.argv[2] == "fork":
 os.write(1, b"engine %d\n" % os.getpid())
 time.sleep(60)
 """
-
-
-def test_a_slab_without_memory_to_try_the_drive_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The failure is told as a tier's, and leaves no descriptor."""
-
-    def no_memory(*arguments: object) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    slab = SlabFile(tmp_path / "rank-00000.slab", 8 * MIB, EXTENT)
-    before = len(os.listdir("/proc/self/fd"))
-    with monkeypatch.context() as patch:
-        patch.setattr(slab_file.mmap, "mmap", no_memory)
-        with pytest.raises(TierError, match=r"cannot open the slab .*: Cannot allocate memory"):
-            slab.open()
-    assert len(os.listdir("/proc/self/fd")) == before
-    slab.open()
-    slab.close()
 
 
 @pytest.mark.parametrize("forks", ["alone", "fork"])

@@ -161,14 +161,6 @@ def test_a_right_that_is_missing(
     assert rclone.objects(prefix) == []
 
 
-def test_absent_objects_answered_403(rclone: RcloneServer, proxy: FaultProxy, prefix: str) -> None:
-    """As S3 does where the credentials may not list: then servers cannot tell what is there."""
-    with proxy.inject(Answer(403, "AccessDenied"), operation="HEAD", key="check-", nth=1):
-        lines = rights(tier_of(rclone, prefix, endpoint=proxy.endpoint))
-    assert wrong(lines) == ["lookup"]
-    assert "servers cannot tell what is there" in lines["lookup"].words
-
-
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -270,16 +262,6 @@ def test_clocks_that_differ(rclone: RcloneServer, proxy: FaultProxy, ahead_s: in
         assert ("behind" if ahead_s > 0 else "ahead of") in clock.words
         assert "timedatectl set-ntp true" in str(clock.fix)
     assert reach(tier_of(rclone, prefix), rclone.endpoint, 5.0)[1].state == "ok"
-
-
-def test_a_server_that_refuses_for_the_clock(
-    rclone: RcloneServer, proxy: FaultProxy, child: ChildProcess, prefix: str
-) -> None:
-    """Where a proxy in between has the right date, the refusal tells."""
-    with proxy.inject(Answer(403, "RequestTimeTooSkewed")):
-        lines = look(tier_of(rclone, prefix, endpoint=proxy.endpoint), child)
-    assert wrong(lines) == ["clock"]
-    assert lines["permissions"].state == "unknown"
 
 
 def test_credentials(
@@ -409,26 +391,6 @@ class TestTls:
         assert wrong(missing) == ["endpoint"]
         fine = look(tier_of(server, prefix, endpoint=endpoint, ca_bundle=str(authority)), child)
         assert [fine[name].state for name in FINE] == ["ok"] * len(FINE)
-
-    def test_certificates_that_do_not_fit(self, tmp_path: Path, prefix: str) -> None:
-        """For another name, and one that has expired."""
-        for name, expired, words in (
-            ("other.example", False, "IP address mismatch"),
-            ("127.0.0.1", True, "certificate has expired"),
-        ):
-            certificate, key, authority = make_certificate(tmp_path, name, expired=expired)
-            with TlsRclone(certificate, key) as server:
-                endpoint = server.endpoint.replace("http:", "https:")
-                tier = tier_of(server, prefix, endpoint=endpoint, ca_bundle=str(authority))
-                (line,) = reach(tier, endpoint, 5.0)
-            assert line.state == "wrong"
-            assert words in line.words
-
-    def test_https_where_http_is_spoken(self, rclone: RcloneServer, prefix: str) -> None:
-        endpoint = rclone.endpoint.replace("http:", "https:")
-        (line,) = reach(tier_of(rclone, prefix, endpoint=endpoint), endpoint, 5.0)
-        assert f"no TLS connection to 127.0.0.1:{rclone.port}" in line.words
-        assert str(line.fix).startswith(f"endpoint: {rclone.endpoint}, if it speaks no TLS")
 
 
 def _iam(server: MotoServer) -> Any:

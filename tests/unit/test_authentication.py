@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import logging
 import os
 import pickle
 from pathlib import Path
@@ -18,8 +17,7 @@ from blake3 import blake3
 
 from nixl_offload.chunk.authentication import ChunkKeys, key_id, stated_key_id
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.chunk.header import Expected, check_header, encode_header
-from nixl_offload.chunk.header_rows import ExpectedRows, check_headers
+from nixl_offload.chunk.header import Expected, encode_header
 from nixl_offload.chunk.key_file import read_key_file
 from nixl_offload.errors import ConfigError, FormatError
 from tests.headers import make_header
@@ -52,13 +50,6 @@ def test_the_bytes_are_those_of_the_format() -> None:
     assert page[184:192].tobytes() == blake3(OLD, derive_key_context="nixl-offload 2026-11 key id 1").digest()[:8]
     unlike = np.flatnonzero(page != page_of())
     assert set(unlike) <= {*range(152, 192), *range(4088, 4096)}, "old readers find what they know where it was"
-
-
-def test_it_passes_readers_that_know_no_macs() -> None:
-    page = ChunkKeys([OLD]).signed(page_of(), BLOCKS)
-    check_header(page, EXPECT)
-    rows = ExpectedRows(EXPECT.namespace, [EXPECT.key], EXPECT.group, EXPECT.blocks, EXPECT.block_bytes)
-    assert not check_headers([page], rows).errors
 
 
 def test_every_byte_counts() -> None:
@@ -216,12 +207,6 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     assert "not a regular file" in file_refusal("/dev/zero")
     assert "not a regular file" in file_refusal(tmp_path)
     assert "No such file" in file_refusal(tmp_path / "nothing")
-
-
-def test_reading_logs_no_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
-    read_key_file(str(key_file(tmp_path)))
-    assert NEW.hex() not in caplog.text
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

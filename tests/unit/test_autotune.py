@@ -4,7 +4,6 @@ engine from starting. ``test_autotune_movers.py`` has the device's paths.
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import time
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from nixl_offload.cli.main import main
 from nixl_offload.config import SlabConfig
 from nixl_offload.engine import autotune
 from nixl_offload.engine.autotune import MeasuredMover, best_of, compare, plan_transfers, remove_leftovers
@@ -24,11 +22,10 @@ from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.movers.base import MemoryKind, Mover, Op
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.select import Probe, ProbedMover
-from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.types import PAGE_BYTES
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.unit.gc_rig import namespace_of, put_chunk, put_manifest
+from tests.unit.gc_rig import namespace_of
 
 SLOT_BYTES = (64 << 10) + PAGE_BYTES
 DEVICE = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
@@ -100,11 +97,6 @@ def test_the_fastest_is_taken_or_the_first_within_ten_percent_of_it(
     assert best.mover == taken
 
 
-def test_a_mover_without_figures_is_never_the_best() -> None:
-    failed = MeasuredMover("gds_mt", "device", False, "broken", read_bytes_s=4e9, write_bytes_s=2e9)
-    assert best_of([failed, MeasuredMover("posix", "host", True, "no time was left")]) is None
-
-
 # Where there is nothing to compare
 
 
@@ -129,10 +121,6 @@ def test_without_a_driver_host_memory_is_taken(tmp_path: Path, caplog: pytest.Lo
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_that_is_not_there_has_no_plan(tmp_path: Path) -> None:
-    assert plan_transfers(tier_at(tmp_path / "gone"), str(tmp_path / "gone"), DEVICE, SLOT_BYTES) is None
-
-
 # Measuring
 
 
@@ -143,32 +131,6 @@ def test_the_slower_one_loses_and_leaves_nothing_behind(tmp_path: Path, slow: st
     assert found[wins].read_bytes_s > found[slow].read_bytes_s
     assert found[wins].write_bytes_s > found[slow].write_bytes_s
     assert not list(tmp_path.iterdir())
-
-
-def test_one_that_reads_slowly_loses(tmp_path: Path) -> None:
-    """Reads and writes are measured apart."""
-    found = tried(tmp_path, {"posix": lambda: faulty(late(Op.READ)), "copy": faulty})
-    assert found["copy"].read_bytes_s > found["posix"].read_bytes_s
-    assert found["posix"].write_bytes_s > found["posix"].read_bytes_s
-
-
-def test_turns_alternate_and_the_scratch_file_has_no_name(tmp_path: Path) -> None:
-    """A B A B, so that a disk that gets slower does so for both; a process that is killed then leaves nothing."""
-    turns: list[tuple[str, Op]] = []
-    names: list[Path] = []
-
-    class Watched(CopyMover):
-        def submit(self, op: Op, *request: Any) -> Any:
-            names.extend(tmp_path.iterdir())
-            if turns[-1:] != [(self.name, op)]:
-                turns.append((self.name, op))
-            return super().submit(op, *request)
-
-    tried(tmp_path, {name: lambda name=name: Watched(name=name) for name in ("posix", "copy")})
-    turn = [(name, op) for name in ("posix", "copy") for op in (Op.WRITE, Op.READ)]
-    assert len(turns) >= 2 * len(turn)
-    assert turns == (turn * (autotune._ROUNDS + 1))[: len(turns)]
-    assert not names
 
 
 def test_the_scratch_file_is_private(tmp_path: Path) -> None:
@@ -183,12 +145,6 @@ def test_the_scratch_file_is_private(tmp_path: Path) -> None:
 
     tried(tmp_path, {"posix": Looking, "copy": faulty})
     assert seen == [(0o600, 0, tmp_path)]
-
-
-def test_without_direct_io(tmp_path: Path) -> None:
-    """Through the page cache, which is emptied before reads."""
-    found = tried(tmp_path, {"posix": faulty, "copy": faulty}, direct_io=False)
-    assert all(candidate.measured for candidate in found.values())
 
 
 @pytest.mark.parametrize("kind", [FaultKind.FAIL, FaultKind.REFUSE])
@@ -225,27 +181,6 @@ def test_storage_that_hangs(tmp_path: Path) -> None:
     del LEAKED[before:]
     stuck.close()
     assert not list(tmp_path.iterdir())
-
-
-def test_slow_storage_does_not_hold_the_start(tmp_path: Path) -> None:
-    """When the time is over, what there is has to do: the second one has no figures, and next start looks again."""
-    slow = Fault(0, FaultKind.LATE, amount=400, every=True)
-    began_s = time.monotonic()
-    found = tried(tmp_path, {"posix": lambda: faulty(slow), "copy": faulty}, budget_s=0.1)
-    assert time.monotonic() - began_s < 5
-    assert found["copy"].ok
-    assert found["copy"].reason == "not measured: no time was left"
-
-
-def test_one_that_cannot_be_opened(tmp_path: Path) -> None:
-    """Whatever it raises: it is third parties' code."""
-
-    def broken() -> Mover:
-        raise ZeroDivisionError("in a library")
-
-    found = tried(tmp_path, {"posix": broken, "copy": faulty})
-    assert (found["posix"].ok, found["posix"].reason) == (False, "ZeroDivisionError('in a library')")
-    assert found["copy"].measured
 
 
 def test_memory_of_a_mover_that_was_passed_over_is_never_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,27 +239,6 @@ def test_what_killed_ranks_left_is_removed(tmp_path: Path) -> None:
         os.utime(path, (old_s, old_s))
     remove_leftovers(str(tmp_path))
     assert set(tmp_path.iterdir()) == set(kept)
-
-
-def test_gc_leaves_scratch_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a shared directory it is neither listed nor counted nor deleted, whatever else goes."""
-    root = tmp_path / "kv"
-    store = TreeStore(str(root))
-    namespace = namespace_of()
-    put_manifest(store, namespace)
-    shards = put_chunk(store, namespace, 1)
-    ours = root / ".mover-choice-0123456789abcdef.scratch"
-    ours.touch()
-    for path in [ours, *(root / shard for shard in shards)]:
-        os.utime(path, (1, 1))
-    config = tmp_path / "kv.yaml"
-    config.write_text(f"tiers: [{{kind: shared_dir, path: {root}, capacity: 1GiB}}]\n")
-    assert main(["gc", str(config), "--older-than", "1h", "--delete", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert not any((root / shard).exists() for shard in shards)
-    assert ours.exists()
-    assert report["other_objects"] == 0
-    assert [info.name for info in store.list("")] == [f"{namespace.name}/manifest.json"]
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])

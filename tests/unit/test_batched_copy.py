@@ -17,7 +17,6 @@ import torch
 from nixl_offload.engine import batched_copy, bus_packer
 from nixl_offload.engine.batched_copy import (
     Addresses,
-    PageTable,
     copy_on_host,
     cuda_batched_copy,
     find_batched_copy,
@@ -109,14 +108,6 @@ def test_neighbours_are_one_copy(streams: ThreadedStreams) -> None:
     settled(bus.gather_many(0, [(np.array([3, 4, 5, 9, 10, 1], dtype=np.int32), payload)], READY))
     ((_, _, sizes),) = copy.calls
     assert (sizes // np.uint64(payload.shape[1])).tolist() == [3, 2, 1]
-
-
-def test_tables_of_interleaved_layers_join_what_lies_side_by_side() -> None:
-    rows = torch.zeros((4, 3 * 512), dtype=torch.uint8)
-    table = PageTable([rows[:, :512], rows[:, 512:1024], rows[:, 1024:]], [Page(n, 512 * n, 512) for n in range(3)])
-    payload = np.zeros((2, 3 * 512), dtype=np.uint8)
-    _, _, sizes = table.copies(np.array([2, 0], dtype=np.int32), payload, 1 << 30)
-    assert sizes.tolist() == [1536, 1536]
 
 
 def test_copies_wait_for_the_model_and_errors_leave_nothing_queued(streams: ThreadedStreams) -> None:

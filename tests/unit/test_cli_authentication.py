@@ -185,16 +185,6 @@ def test_a_rotated_key(directory: Directory, cli: Cli) -> None:
     assert totals(cli) == {"unauthenticated": 6}
 
 
-def test_namespaces_without_macs_are_as_they_were(tmp_path: Path, cli: Cli) -> None:
-    plain = Directory(tmp_path, authenticated=False)
-    for number in CHUNKS:
-        for rank in range(shard_images.RANKS):
-            plain.put(number, rank, key=None)
-    assert cli("verify", plain.file, "--json") == 0
-    assert totals(cli) == {"good": 6}
-    plain.store.close()
-
-
 @pytest.mark.parametrize(
     "said", [KEY.hex(), {"key_file": KEY.hex()}, {"key": KEY.hex()}, {"key_file": [KEY.hex()]}, [KEY.hex()]]
 )
@@ -216,12 +206,3 @@ def test_check_says_whether_the_keys_can_be_read(directory: Directory, cli: Cli)
     assert cli("check", directory.file, "--no-io", "--json") in (0, 1)
     assert cli("check", directory.write({}), "--no-io", "--json") == 1
     assert "authenticate.key_file" in cli.out
-
-
-def test_the_rendered_config_names_the_file_alone(directory: Directory, cli: Cli) -> None:
-    assert cli("show", directory.file) == 0
-    assert cli.out
-    memory = {"kind": "memory", "capacity": "64MiB"}
-    directory.file.write_text(yaml.safe_dump({"authenticate": {"key_file": str(directory.keys)}, "tiers": [memory]}))
-    assert cli("show", directory.file) == 2
-    assert "has no meaning without a tier of kind shared_dir or s3" in cli.err

@@ -4,7 +4,6 @@ and the process in which movers are tried. Directories: ``test_cli_check_directo
 
 from __future__ import annotations
 
-import importlib.metadata
 import io
 import json
 import os
@@ -91,30 +90,6 @@ def test_plugins_that_nixl_does_not_find_and_a_mover_that_needs_them(tmp_path: P
     assert found["slab"]["mover posix_aio"]["words"] == "round trip ok", "--no-io"
 
 
-def test_memory_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """More memory than there is: wrong, and the capacity that the fix names is right."""
-    code, found = check_json(capsys, config(tmp_path, "{kind: memory, capacity: 500TiB}"))
-    room = found["memory"]["room"]
-    assert (code, room["state"]) == (1, "wrong")
-    # Memory comes and goes on a machine that is shared; a sixteenth of it is there a moment later.
-    capacity = parse_config({"tiers": [{"kind": "memory", "capacity": room["fix"].removeprefix("capacity: ")}]}).memory
-    assert capacity is not None
-    file = config(tmp_path, f"{{kind: memory, capacity: {capacity.capacity_bytes // 16}}}")
-    code, found = check_json(capsys, file)
-    assert (code, found["memory"]["room"]["state"]) == (0, "ok")
-
-
-def test_wrong_usage_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check"]) == 2
-    assert main(["check", "kv.yaml", "--path", "/tmp"]) == 2
-    said = "nixl-offload: check: say a config file, or --path DIR"
-    assert capsys.readouterr().err.splitlines() == [said, f"{said}, not both"]
-    assert main(["check", "--path", "/k\0v"]) == 2
-    assert "--path: tiers[0].path: '/k\\x00v' is refused" in capsys.readouterr().err
-    assert main(["check", config(tmp_path, "{kind: slab}")]) == 2
-    assert main(["check", str(tmp_path / "none.yaml")]) == 2
-
-
 SECTIONS = (
     Section("environment", "Environment", [Finding("python", "ok", "3.11"), Finding("gpu", "unknown", "no", "--gpus")]),
     Section("slab", "File tier /a\x1b[2J", [Finding("directory", "wrong", "\x1b]0;x", "chmod 700 /a")]),
@@ -189,11 +164,6 @@ class TestLibraries:
         assert (line.state, line.fix) == ("warning", "pip install nixl-cu13")
         assert self.lines(FILE, nixl="1", nixl_cu12="1", nixl_cu13="1", cuda="13.0")["nixl"].state == "ok"
         assert self.lines(FILE, torch="2.13.0+cpu", gpu=GPU)["torch"].state == "warning"
-
-    def test_the_range_is_the_packages_own(self) -> None:
-        """What ``pip install nixl-offload[vllm]`` takes is what the check calls supported."""
-        wanted = [text for text in importlib.metadata.requires("nixl-offload") or () if text.startswith("vllm")]
-        assert [text.partition(" ;")[0].partition(";")[0] for text in wanted] == ["vllm<0.34,>=0.33"]
 
     def test_vllm_may_be_kept_from_loading_us(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The fix, exported, makes the line ok."""

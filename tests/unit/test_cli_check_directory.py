@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import logging
@@ -22,7 +21,6 @@ from typing import Any
 
 import pytest
 
-from nixl_offload.cli.check import directory as check_directory
 from nixl_offload.cli.check.child import ChildProcess, memory_room
 from nixl_offload.cli.check.directory import (
     directory_findings,
@@ -100,24 +98,6 @@ def test_tmpfs_is_warned_of_in_words_and_works_all_the_same(child: ChildProcess,
     assert not list(path.iterdir()), "nothing stays"
 
 
-def test_overlayfs_is_warned_of_as_the_containers_own(
-    child: ChildProcess, mounted: Callable[..., Path], tmp_path: Path
-) -> None:
-    for name in ("lower", "upper", "work"):
-        (tmp_path / name).mkdir()
-    path = mounted("overlay", ",".join(f"{name}dir={tmp_path / name}" for name in ("lower", "upper", "work")))
-    section = section_of(path, child)
-    line = section["filesystem"]
-    assert line.state == "warning"
-    assert "gone with the container" in line.words
-    assert line.fix is not None
-    assert line.fix.startswith(f"docker run -v /mnt/nvme/kv:{path}")
-    # The fix: a volume mounted there.
-    with _mount_over(path, tmp_path / "volume"):
-        volume = section_of(path, child)
-        assert volume["filesystem"].state == "ok"
-
-
 def test_a_read_only_mount_is_wrong_and_its_fix_works(child: ChildProcess, mounted: Callable[..., Path]) -> None:
     path = mounted("tmpfs", "ro")
     section = section_of(path, child)
@@ -164,25 +144,6 @@ def test_what_is_no_directory_is_wrong_and_nobody_is_told_to_move_it(tmp_path: P
     path.unlink()
     path.symlink_to(tmp_path / "nowhere")
     assert look("directory", tier_of(path)).state == "wrong", "a link that leads nowhere is no place yet to be made"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs a file of another user's")
-@pytest.mark.parametrize("name", ["lock", "0" * 32, "dp-0"])
-def test_what_another_user_has_left_in_the_directory_is_wrong_and_its_fix_works(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "kv"
-    path.mkdir(mode=0o700)
-    left = path / name
-    if name == "lock":
-        left.touch(mode=0o600)
-    else:
-        left.mkdir(mode=0o700)
-    assert _access_as_a_user(path)[0] == "ok"
-    os.chown(left, 4711, 4711)
-    state, words, fix = _access_as_a_user(path)
-    assert (state, f"but not open {left}" in words) == ("wrong", True)
-    assert fix is not None
-    _do(fix.removeprefix("sudo "))
-    assert _access_as_a_user(path)[0] == "ok"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a volume of another user's")
@@ -252,16 +213,6 @@ def test_without_nixl_nobody_is_told_of_io_uring(tmp_path: Path) -> None:
     assert (found[-1].name, found[-1].state) == ("movers", "wrong")
 
 
-def test_more_files_than_can_be_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_directory, "_MAX_FILES", 2)
-    for number in range(3):
-        (tmp_path / str(number)).touch()
-    assert "too many files to count" in look("space", tier_of(tmp_path)).words
-    beyond = look("space", tier_of(tmp_path, capacity=1 << 60))
-    assert beyond.state == "warning"
-    assert str(beyond.fix).startswith("capacity: ")
-
-
 def test_who_holds_a_slab_is_told_and_the_lock_left_alone(tmp_path: Path) -> None:
     assert look("lock", tier_of(tmp_path)).state == "ok"
     assert not list(tmp_path.iterdir())
@@ -313,18 +264,6 @@ def test_filesystems_of_other_machines(tmp_path: Path) -> None:
     assert line(kind="shared_dir").state == "ok"
     machine.remove("proc/self/mountinfo")
     assert line().state == "unknown"
-
-
-def test_who_keeps_a_shared_directory_to_its_capacity(tmp_path: Path) -> None:
-    """Servers on a drive of this machine; elsewhere the timer that somebody has to set."""
-    machine = Machine(tmp_path)
-
-    def words() -> str:
-        return look("eviction", tier_of(machine.directory, "shared_dir"), root=str(machine.root)).words
-
-    assert words().startswith("servers keep it to 1MiB")
-    machine.mount("nfs4", "server:/kv", "0:44", "rw,proto=tcp")
-    assert words().startswith("by nixl-offload gc, which a timer must run")
 
 
 def test_two_tiers_in_one_directory(tmp_path: Path) -> None:
@@ -408,13 +347,3 @@ def _seen(path: str) -> tuple[str, str | None, str]:
     warn_of_others(path)
     found = look("directory", tier_of(Path(path)))
     return found.state, found.fix, log.getvalue()
-
-
-@contextlib.contextmanager
-def _mount_over(point: Path, volume: Path) -> Iterator[None]:
-    volume.mkdir()
-    subprocess.run(["mount", "--bind", str(volume), str(point)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(point)], check=True)

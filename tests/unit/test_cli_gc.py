@@ -105,14 +105,6 @@ def test_the_oldest_chunks_go_whole_until_the_capacity_is_kept(tree: Tree, capsy
     assert "Deleted: 0 chunks in 0 objects, 0B." in capsys.readouterr().out
 
 
-def test_a_chunk_is_as_old_as_its_youngest_shard(tree: Tree) -> None:
-    """Servers refresh the shards of a chunk one after the other; none must go under a chunk in use."""
-    names = tree.chunk(BLUE, 1, 9 * HOUR_S)
-    tree.age(names[1], 0)
-    assert tree.gc("--older-than", "1h", "--delete") == 0
-    assert tree.files() == set(names)
-
-
 def test_what_is_older_goes_and_nothing_of_the_last_ten_minutes(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
     old, young, fresh = (tree.chunk(BLUE, number, age_s) for number, age_s in enumerate((7000.0, 700.0, 500.0)))
     assert tree.gc("--older-than", "1h", "--delete") == 0
@@ -367,14 +359,6 @@ def test_a_listing_that_breaks_off_deletes_nothing(
     assert len(tree.files()) == 2
 
 
-def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "kv.yaml"
-    file.write_text(f"tiers: [{{kind: shared_dir, path: {tmp_path}/typo, capacity: 1GiB}}]\n")
-    assert main(["gc", str(file)]) == 1
-    assert "there is no such directory; is the filesystem mounted?" in capsys.readouterr().err
-    assert not (tmp_path / "typo").exists()
-
-
 @pytest.fixture
 def slab(tmp_path: Path) -> Iterator[StoredSlab]:
     """A slab's directory with a namespace that a server has just opened, and one that was opened 40 days ago."""
@@ -387,18 +371,6 @@ def slab(tmp_path: Path) -> Iterator[StoredSlab]:
         os.utime(slab.root / namespace.name / "manifest.json", (used_s, used_s))
     yield slab
     slab.close()
-
-
-def test_slabs_keep_to_their_capacity_themselves(
-    slab: StoredSlab, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    for arguments, words in (
-        (["--max-size", "1GiB"], "--max-size: has no meaning for a slab, which keeps to its capacity by itself; "),
-        (["--delete"], "--delete: which namespaces? A slab keeps to its capacity by itself; "),
-        (["--namespace", "x", "--delete"], "--namespace: 'x' is not one"),
-    ):
-        assert main(["gc", str(slab.file), *arguments]) == 2
-        assert words in capsys.readouterr().err
 
 
 def test_namespaces_of_a_slab_are_listed_and_removed_whole(
@@ -440,14 +412,6 @@ def test_nothing_is_removed_from_a_slab_that_an_engine_has_open(
     assert (slab.root / red.name / "index.sqlite").exists()
 
 
-def test_a_namespace_that_is_not_there_is_told_and_no_failure(
-    slab: StoredSlab, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Misspelt, or deleted already by the timer that ran before."""
-    assert main(["gc", str(slab.file), "--namespace", "0" * 32, "--delete"]) == 0
-    assert f"nothing is there of namespace {'0' * 32}" in capsys.readouterr().err
-
-
 def test_a_tenant_that_is_not_there_is_a_failure(slab: StoredSlab, capsys: pytest.CaptureFixture[str]) -> None:
     """It is misspelt, and its chunks would stay for ever; one whose namespaces are too young to go is there."""
     assert main(["gc", str(slab.file), "--tenant", "bleu", "--delete"]) == 1
@@ -479,81 +443,6 @@ def test_what_no_manifest_recognises_stays(slab: StoredSlab, capsys: pytest.Capt
     assert (stranger / "thesis.tex").read_text() == "precious"
     assert blue.exists()
     assert "Deleted: 1 namespace" in capsys.readouterr().out
-
-
-def test_of_two_shared_tiers_one_is_named(tree: Tree, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is guessed: a timer that kept to the capacity of the directory alone would let the bucket grow."""
-    file = tmp_path / "both.yaml"
-    shared = f"{{kind: shared_dir, path: {tree.root}, capacity: 1GiB}}"
-    bucket = "{kind: s3, bucket: kv-cache, endpoint: 'http://127.0.0.1:9'}"
-    file.write_text(f"tiers: [{{kind: memory, capacity: 1GiB}}, {shared}, {bucket}]\n")
-    chunk = tree.chunk(BLUE, 0, HOUR_S)
-    assert main(["gc", str(file), "--older-than", "0s", "--delete"]) == 2
-    assert capsys.readouterr().err == (
-        f"nixl-offload: {file}: tiers: shared_dir and s3 are both shared, and gc looks after one at a time; "
-        "say --tier shared_dir or --tier s3\n"
-    )
-    assert tree.files() == set(chunk)
-    assert main(["gc", str(file), "--tier", "s3", "--delete"]) == 2
-    assert "--delete: down to what?" in capsys.readouterr().err, "the bucket has no capacity, the directory has"
-    assert main(["gc", str(file), "--tier", "shared_dir", "--older-than", "0s", "--delete", "--json"]) == 0
-    assert outcome(capsys)["where"] == str(tree.root)
-    assert tree.files() == set()
-
-
-@pytest.mark.parametrize(
-    ("others", "arguments"),
-    [("", []), ("", ["--tier", "shared_dir"]), ("{kind: memory, capacity: 1GiB}, ", []), ("", ["--tier=shared_dir"])],
-)
-def test_the_only_shared_tier_need_not_be_named(
-    others: str, arguments: list[str], tree: Tree, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tree.file.write_text(f"tiers: [{others}{{kind: shared_dir, path: {tree.root}, capacity: 1GiB}}]\n")
-    assert tree.gc("--json", *arguments) == 0
-    assert outcome(capsys)["where"] == str(tree.root)
-
-
-def test_a_slab_before_a_bucket_is_not_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A slab is not shared, so the bucket behind it is the only one; who names the slab is told what it takes."""
-    file = tmp_path / "kv.yaml"
-    slab, bucket = f"{{kind: slab, path: {tmp_path}, capacity: 1GiB}}", "{kind: s3, bucket: kv-cache}"
-    file.write_text(f"tiers: [{slab}, {bucket}]\n")
-    for arguments in ([], ["--tier", "s3"]):
-        assert main(["gc", str(file), "--delete", *arguments]) == 2
-        assert "--delete: down to what?" in capsys.readouterr().err
-    assert main(["gc", str(file), "--delete", "--tier", "slab"]) == 2
-    assert "--delete: which namespaces? A slab keeps to its capacity by itself" in capsys.readouterr().err
-
-
-def test_a_tier_that_is_not_there_is_told(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tree.gc("--tier", "s3") == 2
-    assert capsys.readouterr().err == (
-        f"nixl-offload: --tier: 's3' is not among the tiers of {tree.file}; allowed: shared_dir\n"
-    )
-    with pytest.raises(SystemExit) as caught:
-        tree.gc("--tier", "memory")
-    assert caught.value.code == 2
-    assert "choose from" in capsys.readouterr().err
-
-
-def test_wrong_options_are_exit_code_2(tree: Tree, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tree.gc("--namespace", "../x") == 2
-    assert "'../x' is not one; allowed: 32 hex digits" in capsys.readouterr().err
-    for arguments, expected in (
-        (["--max-size", "20TB!"], "'20TB!' is not a size; allowed: "),
-        (["--older-than", "7"], "'7' is not a duration; allowed: "),
-    ):
-        with pytest.raises(SystemExit) as caught:
-            tree.gc(*arguments)
-        assert caught.value.code == 2
-        assert expected in capsys.readouterr().err
-
-
-def test_deleting_needs_a_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "kv.yaml"
-    file.write_text("tiers: [{kind: s3, bucket: kv-cache, endpoint: 'http://127.0.0.1:9'}]\n")
-    assert main(["gc", str(file), "--delete"]) == 2
-    assert "--delete: down to what? Say --max-size or --older-than, or capacity or ttl in" in capsys.readouterr().err
 
 
 def test_progress_is_a_line_on_a_terminal_and_lines_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:

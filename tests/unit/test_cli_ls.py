@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -24,8 +23,6 @@ from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.inspect import NamespaceInfo
 from nixl_offload.tiers.lock import DirectoryLock, holder_of
 from nixl_offload.tiers.slab.index_reader import IndexReader
-from nixl_offload.tiers.slab.inspect import SlabInspector
-from nixl_offload.types import Key
 from tests.unit.gc_rig import key, put, put_chunk, put_manifest
 from tests.unit.stored_rig import SLOT_BYTES, Cli, StoredSlab, snapshot, stored_namespace
 
@@ -175,16 +172,6 @@ def test_two_namespaces_data_parallel_parts_and_strangers(slab: StoredSlab, cli:
     assert "\x1b" not in cli.out
 
 
-def test_looking_keeps_no_engine_from_starting(slab: StoredSlab) -> None:
-    """A look holds the lock for a moment; an engine that starts just then is patient."""
-    slab.close()
-    for _ in range(50):
-        assert holder_of(slab.root / "lock") is None
-    slab.open()
-    assert "pid" in str(holder_of(slab.root / "lock"))
-    assert holder_of(slab.root / "nothing") is None
-
-
 def test_an_index_of_an_engine_killed_in_a_commit_is_read_as_it_was_before_and_left_as_it_is(tmp_path: Path) -> None:
     """Half of the transaction is in the file, and the journal that takes it back stays for the next engine."""
     path = tmp_path / "index.sqlite"
@@ -221,45 +208,6 @@ def test_an_index_of_an_engine_killed_in_a_commit_is_read_as_it_was_before_and_l
     assert set(snapshot(tmp_path)) == {"index.sqlite"}
 
 
-def test_rows_are_counted_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them once, of all KV groups and of one; an empty index has none."""
-    monkeypatch.setattr("nixl_offload.tiers.slab.index_reader._ROWS_PER_COUNT", 7)
-    path = tmp_path / "index.sqlite"
-    database = Database(str(path), {"extent_bytes": "1"})
-    database.connect()
-    reader = IndexReader(path)
-    assert reader.count() == reader.count(0) == (0, 0)
-    database.write([(Key(bytes([n]) * 32 + (n % 3).to_bytes(4, "big")), n * 4096, 4096) for n in range(35)])
-    assert reader.count() == (35, 35 * 4096)
-    assert [reader.count(group)[0] for group in range(4)] == [12, 12, 11, 0]
-    assert reader.count(2) == (11, 11 * 4096)
-    database.disconnect()
-
-
-@pytest.mark.no_cover
-def test_a_hundred_thousand_chunks_take_seconds(tmp_path: Path, cli: Cli) -> None:
-    """Rows of a real index, written by the class that engines write with."""
-    slab = StoredSlab(tmp_path)
-    tier = slab.open()
-    geometry = {"extent_bytes": str(tier.place.extent_bytes), "world_size": "2"}
-    slab.close()
-    database = Database(str(slab.root / slab.namespace.name / "index.sqlite"), geometry)
-    database.connect()
-    for first in range(0, 100_000, 1000):
-        batch = [
-            (Key(n.to_bytes(32, "big") + bytes(4)), n * SLOT_BYTES, SLOT_BYTES) for n in range(first, first + 1000)
-        ]
-        database.write(batch)
-    database.disconnect()
-    began_s = time.monotonic()
-    assert cli("ls", slab.file) == 0
-    assert "100,000 chunks in 200,000 shards" in cli.out
-    assert time.monotonic() - began_s < 5
-    (namespace,) = SlabInspector(slab.config.path, capacity_bytes=None).namespaces()
-    assert sum(1 for _ in SlabInspector(slab.config.path, capacity_bytes=None).chunks(namespace)) == 100_000
-    assert time.monotonic() - began_s < 15
-
-
 def test_a_namespace_that_cannot_be_looked_at_is_no_trace(
     slab: StoredSlab, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,15 +222,6 @@ def test_a_namespace_that_cannot_be_looked_at_is_no_trace(
     monkeypatch.setattr(Path, "stat", broken)
     assert cli("ls", slab.file) == 1
     assert "cannot be measured: Input/output error" in cli.out + cli.err
-
-
-def test_a_directory_that_cannot_be_looked_at_is_a_failure_in_words(tmp_path: Path, cli: Cli) -> None:
-    """Not a trace, whatever the system says of its path."""
-    file = tmp_path / "kv.yaml"
-    for kind in ("slab", "shared_dir"):
-        file.write_text(yaml.safe_dump({"tiers": [{"kind": kind, "path": f"/{'x' * 300}/kv", "capacity": "1GiB"}]}))
-        assert cli("ls", file) == 1
-        assert "/kv: cannot be looked at: File name too long" in cli.err
 
 
 def two_namespaces(slab: StoredSlab, store: TreeStore) -> tuple[Namespace, Namespace]:
@@ -341,21 +280,6 @@ def test_types_count_when_fields_are_compared() -> None:
     assert differing(first, second) == {"a": ("1", "1.0"), "b": ("true", "1"), "d": ("null", None)}
 
 
-def test_nothing_there_and_nothing_right(tmp_path: Path, cli: Cli) -> None:
-    file = tmp_path / "kv.yaml"
-    file.write_text(yaml.safe_dump({"tiers": [{"kind": "slab", "path": f"{tmp_path}/kv", "capacity": "1GiB"}]}))
-    assert cli("ls", file) == 1
-    assert "there is no such directory; is the filesystem mounted?" in cli.err
-    (tmp_path / "kv").mkdir()
-    assert cli("ls", file) == 0
-    assert cli.out.startswith(f"{tmp_path}/kv (slab): 0 chunks in 0 namespaces, 0B")
-    assert cli("ls", file, "--json") == 0
-    assert json.loads(cli.out)["tiers"][0]["namespaces"] == []
-    assert cli("ls", file, "--namespace", "x") == 2
-    assert cli("ls", file, "--tier", "s3") == 2
-    assert "--tier: 's3' is not among the tiers" in cli.err
-
-
 def test_a_tier_that_fails_hides_no_other(slab: StoredSlab, cli: Cli, tmp_path: Path) -> None:
     bucket = {"kind": "s3", "bucket": "kv-cache", "endpoint": "http://127.0.0.1:9", "request_timeout": "1s"}
     slab.file.write_text(
@@ -385,31 +309,6 @@ def test_a_namespace_or_tenant_that_is_not_there_is_no_success(slab: StoredSlab,
             assert cli.err == f"nixl-offload: nothing is there of {option[2:]} {name}\n"
     assert cli("verify", slab.file, "--namespace", "0" * 32) == 1
     assert cli.err == f"nixl-offload: nothing is there of namespace {'0' * 32}\n"
-
-
-def test_a_directory_behind_a_link_is_measured(slab: StoredSlab, cli: Cli, tmp_path: Path) -> None:
-    cli("ls", slab.file, "--json")
-    used_bytes = cli.json["tiers"][0]["used_bytes"]
-    (tmp_path / "link").symlink_to(slab.root)
-    slab.file.write_text(yaml.safe_dump({"tiers": [{"kind": "slab", "path": f"{tmp_path}/link", "capacity": "64MiB"}]}))
-    cli("ls", slab.file, "--json")
-    assert cli.json["tiers"][0]["used_bytes"] == used_bytes > 0
-
-
-def test_models_without_a_name_are_told_apart(slab: StoredSlab, cli: Cli, tmp_path: Path) -> None:
-    store = TreeStore(str(tmp_path / "tree"))
-    for digest in ("a" * 64, "b" * 64):
-        fields = replace(stored_namespace().fields, model="base", weights=digest)
-        put_manifest(store, make_namespace(fields))
-    tree = {"kind": "shared_dir", "path": str(tmp_path / "tree"), "capacity": "1MiB"}
-    slab.file.write_text(yaml.safe_dump({"tiers": [tree]}))
-    assert cli("ls", slab.file) == 0
-    assert {line.rpartition("model ")[2] for line in cli.out.splitlines() if line.startswith("namespace")} == {
-        "base (local weights aaaaaaaa)",
-        "base (local weights bbbbbbbb)",
-    }
-    assert cli("gc", slab.file) == 0
-    assert "base (local weights bbbbbbbb)" in cli.out
 
 
 def test_a_damaged_index_is_told(slab: StoredSlab, cli: Cli) -> None:

@@ -104,18 +104,6 @@ def test_ls_says_that_sizes_share_them_and_counts_shards(stored: Stored, cli: Cl
     ] * 2
 
 
-def test_keys_are_told_shard_by_shard(stored: Stored, cli: Cli) -> None:
-    assert cli("ls", stored.file, "--keys") == 0
-    lines = [line.split() for line in cli.out.splitlines() if line and not line.startswith("#")]
-    assert len(lines) == 40
-    for number in CHUNKS:
-        told = [line for line in lines if line[0] == key(number).hex()]
-        assert sorted(int(line[2]) for line in told) == sorted([*range(4), *range(4)])
-        offset = stored.offsets[number]
-        wanted = [f"{stored.slabs / rank_file_name(r)}@{offset + n * SHARD_BYTES}" for r in range(2) for n in range(2)]
-        assert [line[-1] for line in told if "@" in line[-1]] == wanted
-
-
 def test_verify_finds_damage_in_the_shard_where_it_is(stored: Stored, cli: Cli) -> None:
     assert cli("verify", stored.file) == 0
     flip(stored.slabs / rank_file_name(1), stored.offsets[2] + SHARD_BYTES + 5000)
@@ -125,15 +113,6 @@ def test_verify_finds_damage_in_the_shard_where_it_is(stored: Stored, cli: Cli) 
     assert "rank 3: " in cli.out
     assert "rank 1: " in cli.out
     assert "1 not finished" in cli.out
-
-
-def test_stat_takes_the_place_of_any_shard(stored: Stored, cli: Cli) -> None:
-    for shard, (rank, number) in enumerate((rank, number) for rank in range(2) for number in range(2)):
-        place = f"{stored.slabs / rank_file_name(rank)}@{stored.offsets[1] + number * SHARD_BYTES}"
-        assert cli("stat", stored.file, place, "--json", "--verify") == 0
-        (told,) = json.loads(cli.out)["shards"]
-        assert (told["rank"], told["verified"], told["wrong"]) == (shard, True, [])
-    assert cli("stat", stored.file, key(0).hex()) == 0
 
 
 @pytest.mark.parametrize("ranges", [1, 2])

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
-from nixl_offload.chunk.header import HEADER_BYTES, Expected, decode_header, encode_header
-from nixl_offload.cli.stat import block_checksums_of, fields_of
+from nixl_offload.chunk.header import HEADER_BYTES, decode_header
 from nixl_offload.stores.directory import TreeStore
-from tests.headers import make_header
 from tests.unit.gc_rig import key
 from tests.unit.stored_rig import BLOCK_BYTES, SLOT_BYTES, Cli, StoredSlab, flip, snapshot
 
@@ -156,29 +152,3 @@ def test_swapped_ranks_and_short_files(slab: StoredSlab, tree: Path, cli: Cli) -
     (tree / slab.name(2)).write_bytes(b"short")
     assert cli("stat", slab.file, slab.name(2)) == 1
     assert "4096 bytes asked for at offset 0, there are 5" in cli.out
-
-
-def test_the_table_of_fields_is_that_of_the_format() -> None:
-    """``fields_of`` reads what ``encode_header`` wrote, for values that differ in every field."""
-    expect = Expected(bytes(range(32)), bytes(range(100, 136)), 0x01020304, 9, 0x1122)
-    header = make_header(expect, np.arange(1, 8, dtype=np.uint64), first_valid_block=2, created_s=1_700_000_000)
-    page = memoryview(bytes(encode_header(header)))
-    values = fields_of(page)
-    (own,) = struct.unpack_from("<Q", page, 4088)
-    assert values == {
-        "magic": "NIXLOFF1",
-        "version": 1,
-        "header bytes": 4096,
-        "algorithm": 1,
-        "flags": 0,
-        "namespace digest": expect.namespace.hex(),
-        "group": expect.group,
-        "blocks": 9,
-        "first valid block": 2,
-        "block bytes": 0x1122,
-        "payload bytes": 9 * 0x1122,
-        "created": 1_700_000_000,
-        "key": expect.key.hex(),
-        "header checksum": f"{own:016x}",
-    }
-    assert block_checksums_of(page) == list(header.checksums)

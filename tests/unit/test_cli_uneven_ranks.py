@@ -4,13 +4,12 @@ is whole for them, too; and over namespaces of versions that knew one size for a
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pytest
@@ -18,11 +17,11 @@ import yaml
 
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header, slot_bytes
-from nixl_offload.identity.namespace import GroupFields, Namespace, make_namespace, manifest_digest, rank_digest
+from nixl_offload.identity.namespace import GroupFields, Namespace, make_namespace, rank_digest
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.inspect import NamespaceInfo
-from nixl_offload.tiers.shared.naming import manifest_name, shard_name
+from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Key
 from tests.headers import make_header
 from tests.unit.gc_rig import namespace_of, put, put_manifest
@@ -160,52 +159,6 @@ def test_stat_tells_which_rank_has_no_shard(tiers: Tiers, cli: Cli) -> None:
     assert cli.out.rstrip().endswith(": rank 1: missing")
     assert cli("stat", tiers.tree, KEYS[0].hex(), "--verify", "--json") == 1
     assert [each["rank"] for each in cli.json["missing"]] == [1]
-
-
-def older_manifest() -> dict[str, Any]:
-    """What a version wrote that had one size for all ranks."""
-    group = {
-        "group_id": 0,
-        "layer_count": 4,
-        "layers_digest": "ab",
-        "tokens_per_block": 16,
-        "slot_bytes": SIZES[0][0],
-        "spec": "full attention",
-    }
-    plain = {
-        **SPACE.manifest()["fields"],
-        "groups": [group],
-        "model_digest": "cd",
-        "model": "org/older",
-        "world_size": 2,
-    }
-    for name in ("ranks", "settings", "weights"):
-        del plain[name]
-    digest = manifest_digest({"fields": plain})
-    assert digest is not None
-    return {"namespace": digest.hex(), "fields": plain}
-
-
-def test_chunks_of_an_older_version_are_listed_verified_and_collected(tmp_path: Path, cli: Cli, tiers: Tiers) -> None:
-    manifest = older_manifest()
-    older, root = manifest["namespace"][:32], tmp_path / "older"
-    store = TreeStore(str(root))
-    store.write(manifest_name(older), memoryview(json.dumps(manifest).encode()))
-    for rank in range(2):
-        shard = image(KEYS[0], rank, bytes.fromhex(manifest["namespace"]), layers=4)
-        store.write(shard_name(older, KEYS[0], rank), memoryview(shard))
-    file = tiers.config(tmp_path / "older.yaml", root, "shared_dir")
-    assert cli("ls", file) == 0
-    assert f"namespace {older}: tenant default, model org/older" in cli.out
-    assert cli("verify", file, "--json") == 0
-    assert cli.lines[-1]["tiers"][0]["chunks"]["good"] == 1
-    put(store, shard_name(older, KEYS[0], 1), SIZES[0][1])
-    assert cli("verify", file) == 1, "its own size, by the manifest, is another"
-    for path in root.rglob("*"):
-        os.utime(path, (1, 1))
-    for _ in range(2):  # the chunk, then the manifest, which describes nothing any more
-        assert cli("gc", file, "--older-than", "1h", "--delete") == 0
-    assert list(store.list(f"{older}/")) == []
 
 
 @pytest.mark.parametrize(

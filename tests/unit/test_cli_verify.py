@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import yaml
 
-from nixl_offload.cli.main import main
 from nixl_offload.cli.verify import command as verify_command
 from nixl_offload.cli.verify import judge as verify_judge
 from nixl_offload.errors import StoreError
@@ -363,37 +362,3 @@ def test_an_index_that_is_gone_is_no_success(slab: StoredSlab, cli: Cli) -> None
     (slab.root / slab.namespace.name / "index.sqlite").unlink()
     assert cli("verify", slab.file) == 1
     assert "1 namespace whose chunks cannot be listed; nixl-offload ls says why" in cli.out
-
-
-def test_wrong_options_are_exit_code_2(slab: StoredSlab, cli: Cli, tmp_path: Path) -> None:
-    assert cli("verify", slab.file, "--namespace", "xyz") == 2
-    assert cli("verify", slab.file, "--tier", "s3") == 2
-    for rate in ("fast", "0", "5MB", "0/s"):
-        with pytest.raises(SystemExit) as caught:
-            cli("verify", slab.file, "--rate", rate)
-        assert caught.value.code == 2
-    memory = tmp_path / "memory.yaml"
-    memory.write_text("tiers: [{kind: memory, capacity: 1GiB}]\n")
-    assert cli("verify", memory) == 2
-    assert "only memory, which cannot be looked at from outside the server" in cli.err
-
-
-def test_a_tier_that_is_not_there_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Verify and stat tell of the bucket that does not answer, and look at the slab all the same; exit code 1."""
-    slab = StoredSlab(tmp_path)
-    slab.open()
-    slab.store(range(2))
-    slab.close()
-    file = tmp_path / "chain.yaml"
-    gone = {"kind": "s3", "bucket": "kv-gone", "endpoint": "http://127.0.0.1:9", "region": "us-east-1"}
-    tiers = [{"kind": "slab", "path": str(slab.root), "capacity": "64MiB"}, gone]
-    file.write_text(yaml.safe_dump({"tiers": tiers}))
-    assert main(["verify", str(file)]) == 1
-    captured = capsys.readouterr()
-    assert "2 good" in captured.out
-    assert "kv-gone" in captured.err
-    key = next(iter(slab.offsets)).hex()
-    assert main(["stat", str(file), key]) == 1
-    captured = capsys.readouterr()
-    assert key in captured.out
-    assert captured.err.startswith("nixl-offload: ")

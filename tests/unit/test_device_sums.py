@@ -19,11 +19,8 @@ import torch
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.chunk.header_rows import lacks_checksums
 from nixl_offload.engine import ChunkIO, Completion, brought, bus_packer, slot_headers
-from nixl_offload.engine.brought import DeviceRows
-from nixl_offload.engine.bus_packer import BusPacker
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_tier import MemoryEngine
-from nixl_offload.engine.packer import HostPacker, pages_of
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.streams import READY
 from nixl_offload.engine.transfer_paths import host
@@ -220,62 +217,6 @@ def test_always_verifies_memory_on_the_device(tmp_path: Path) -> None:
         rig.assert_as_expected()
 
 
-def test_batches_take_turns_for_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is room for none beside another, one goes after the other, and all arrive."""
-    monkeypatch.setattr(bus_packer, "BROUGHT_BYTES", 1)
-    refused: list[None] = []
-    real = BusPacker.bring
-
-    def counted(self: BusPacker, *arguments: Any) -> Any:
-        steps = real(self, *arguments)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as stop:
-                return stop.value
-            refused.append(None)
-            yield
-
-    monkeypatch.setattr(BusPacker, "bring", counted)
-    with opened(tmp_path) as (_, rank):
-        rig = rank.rig
-        rig.write(range(16))
-        assert rig.store(0, [rig.chunk(n, list(range(4 * n, 4 * n + 4))) for n in range(4)]) == (OK,) * 4
-        wanted = rig.rows(range(16))
-        with rig.engine._pump._driven._context.packer._ready.held():
-            for n in range(4):
-                rig.engine.submit_load(n + 1, [rig.chunk(n, list(range(16 + 4 * n, 20 + 4 * n)))])
-            until(lambda: len(refused) > 3)
-        for n in range(4):
-            assert rig.collect(n + 1).outcomes == (OK,)
-        rig.expect(range(16, 32), wanted)
-        rig.assert_as_expected()
-
-
-def test_a_large_batch_has_its_turn_for_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small ones that come all the time do not take what it waits for; one that asks no more is in nobody's way."""
-    with opened(tmp_path) as (_, rank):
-        bus = rank.rig.engine._pump._driven._context.packer
-        width = bus._groups.block_bytes[0]
-        monkeypatch.setattr(bus_packer, "BROUGHT_BYTES", 4 * width)
-        small, large = (np.zeros((count, width), dtype=np.uint8) for count in (1, 4))
-        taken = at_once(bus.bring(0, [small]))
-        gone, waiting, behind = bus.bring(0, [large]), bus.bring(0, [large]), bus.bring(0, [small])
-        for each in (gone, waiting, behind):
-            assert next(each) is None
-        gone.close()
-        assert next(behind) is None
-        assert next(waiting) is None
-        settled(taken)
-        del taken
-        assert next(behind) is None
-        taken = at_once(waiting)
-        assert next(behind) is None
-        settled(taken)
-        del taken
-        settled(at_once(behind))
-
-
 def test_batches_that_fail_to_scatter_hold_no_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They fill it, and their chunks, tried singly, want some of it again: kept, all would wait for each other."""
     with opened(tmp_path, verify="always") as (_, rank):
@@ -335,53 +276,3 @@ def test_a_device_without_memory_has_the_host_sum(tmp_path: Path, monkeypatch: p
 
 def _out_of_memory(work: Any) -> None:
     raise torch.OutOfMemoryError
-
-
-@pytest.mark.parametrize("scratch_bytes", [1, 1 << 20])
-def test_a_packer_sums_what_it_gathers_and_what_it_brings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scratch_bytes: int
-) -> None:
-    """Payload after payload, in one turn or in many; rows of several payloads, and parts of them, are scattered from
-    where they were summed.
-    """
-    monkeypatch.undo()
-    monkeypatch.setattr(bus_packer, "SCRATCH_BYTES", scratch_bytes)
-    with open_lab(tmp_path) as lab:
-        rig = lab.make(None, "lbhnc", "host")
-        bus = BusPacker(rig.tensors, pages_of(rig.layout), rig.device)
-        reference = HostPacker([tensor.view(torch.uint8).numpy() for tensor in rig.tensors], pages_of(rig.layout))
-        rig.write(range(48))
-        rig.settle_model()
-        ids = [np.array(part, dtype=np.int32) for part in ([5, 1, 2], [7], [3, 4])]
-        width = bus._groups.block_bytes[0]
-        payloads = [np.zeros((len(part), width), dtype=np.uint8) for part in ids]
-        gathered = bus.gather_many(0, list(zip(ids, payloads, strict=True)), READY)
-        settled(gathered)
-        wanted = reference.gather_many(0, list(zip(ids, [p.copy() for p in payloads], strict=True)), READY).values()
-        for found, right in zip(gathered.values(), wanted, strict=True):
-            assert np.array_equal(found, right)
-        with bus._ready.held():  # type: ignore[attr-defined]
-            summed = at_once(bus.bring(0, payloads))
-            with pytest.raises(RuntimeError):
-                summed.values()
-        settled(summed)
-        for found, right in zip(summed.values(), wanted, strict=True):
-            assert np.array_equal(found, right)
-        rows = summed.rows()
-        assert all(isinstance(each, DeviceRows) for each in rows)
-        expected = [payload.copy() for payload in payloads]
-        for payload in payloads:
-            payload[:] = 0  # it is not looked at any more
-        last = expected[2].copy()
-        parts = [
-            (np.array([20, 21, 22], dtype=np.int32), rows[0]),
-            (np.array([23], dtype=np.int32), rows[1]),
-            (np.array([25], dtype=np.int32), rows[2][1:2]),
-            (np.array([30, 31], dtype=np.int32), last),
-        ]
-        settled(bus.scatter_many(0, parts, READY))
-        rig.expect([20, 21, 22], expected[0])
-        rig.expect([23], expected[1])
-        rig.expect([25], expected[2][1:])
-        rig.expect([30, 31], expected[2])
-        rig.assert_as_expected()

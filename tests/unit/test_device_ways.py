@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.engine.transfer_paths.common import QUARANTINE_S
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Op
-from nixl_offload.movers.copy import CopyMover
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind
-from tests.unit.device_lab import Lab, beside, faulty, open_lab, packer_of
+from tests.unit.device_lab import Lab, beside, faulty, open_lab
 from tests.unit.kv_shapes import SHAPES, DeviceCopyMover, Way, assert_round_trip, until
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
@@ -46,15 +44,6 @@ def test_every_shape_comes_back_by_every_way(lab: Lab, caplog: pytest.LogCapture
     words = {"direct": "direct", "device": "packed on the device", "host": "packed through host memory"}
     expected = way if way != "direct" or SHAPES[shape].aligned else "device"
     assert caplog.text.count(f"KV group 0: {words[expected]}") == 1
-    assert_round_trip(rig, lambda: time.sleep(0.005))
-
-
-@pytest.mark.parametrize("verify", ["checksum", "header"])
-def test_a_mover_of_device_memory_alone_is_enough(lab: Lab, verify: str) -> None:
-    """Nothing but the staging on the device is registered: no header page, no host memory, no KV block."""
-    mover = DeviceCopyMover(VRAM_ONLY)
-    rig = lab.make(mover, "hybrid", "direct", verify=verify)
-    assert [region.kind for region in mover.regions] == [MemoryKind.VRAM]
     assert_round_trip(rig, lambda: time.sleep(0.005))
 
 
@@ -199,22 +188,6 @@ def test_nothing_is_scattered_before_the_header_has_come(lab: Lab, verify: str) 
     rig.assert_as_expected()
 
 
-def test_loads_find_room_while_stores_wait_for_the_model(lab: Lab) -> None:
-    """A quarter of the slots is left to loads, which wait for no store: neither for a slot nor for its stream."""
-    rig = lab.make(staging_slots=4)
-    rig.write([0, 1, 2, 3])
-    wanted = rig.rows([0, 1, 2, 3])
-    assert rig.store(1, [rig.chunk(0, [0, 1, 2, 3])]) == (OK,)
-    with packer_of(rig)._out.held():
-        rig.engine.submit_store(2, [rig.chunk(n, [8, 9, 10, 11]) for n in range(1, 9)])
-        time.sleep(0.02)
-        assert rig.load(3, [rig.chunk(0, [4, 5, 6, 7])]) == (OK,)
-        assert rig.engine.finished() == []
-    assert rig.collect(2).outcomes == (OK,) * 8
-    rig.expect([4, 5, 6, 7], wanted)
-    rig.assert_as_expected()
-
-
 def test_a_direct_load_waits_for_no_store(lab: Lab) -> None:
     """Its checksums are not queued behind those of blocks that the model has yet to write."""
     mover = faulty()
@@ -250,15 +223,6 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
         yield caplog
 
 
-def test_the_threshold_is_the_switch_for_direct(lab: Lab, said: pytest.LogCaptureFixture) -> None:
-    """8 KiB pieces: 0 and 8 KiB let them go direct, one byte more does not."""
-    for limit_bytes, ways in ((0, "direct"), (8192, "direct"), (8193, "packed on the device, because its pieces of ")):
-        said.clear()
-        rig = lab.make(direct_min_extent_bytes=limit_bytes)
-        assert reasons(said)[0].startswith(f"0: {ways}")
-        rig.close()
-
-
 def test_memory_that_cannot_be_registered_is_done_without(lab: Lab, said: pytest.LogCaptureFixture) -> None:
     """KV blocks refused: packed on the device. Staging refused as well: through host memory. Each with the reason."""
     kv_bytes = 48 * 8192
@@ -285,13 +249,6 @@ def test_memory_that_cannot_be_registered_is_done_without(lab: Lab, said: pytest
     assert_round_trip(rig, lambda: time.sleep(0.005))
 
 
-def test_a_mover_of_host_memory_gets_host_memory(lab: Lab, said: pytest.LogCaptureFixture) -> None:
-    mover = CopyMover()
-    rig = lab.make(mover, "lbhnc", "direct")
-    assert reasons(said) == ["0: packed through host memory, because copy cannot touch vram"]
-    assert_round_trip(rig, lambda: time.sleep(0.005))
-
-
 def test_a_device_without_room_stages_in_host_memory(
     lab: Lab, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,37 +257,3 @@ def test_a_device_without_room_stages_in_host_memory(
     assert reasons(said)[0].startswith("0: packed through host memory, because its pieces of 8192 bytes are smaller")
     assert "cpu has no room for 2 staging slots" in reasons(said)[0]
     assert_round_trip(rig, lambda: time.sleep(0.005))
-
-
-@pytest.mark.parametrize(("shape", "regions"), [("lbhnc", 3), ("lbhnc_interleaved", 1), ("blhnc", 1), ("hybrid", 2)])
-def test_kv_memory_is_registered_once_and_whole(lab: Lab, shape: str, regions: int) -> None:
-    """Layers that lie in one allocation are one piece of it, whatever number of groups goes there."""
-    mover = DeviceCopyMover()
-    rig = lab.make(mover, shape, "direct")
-    kv = [region for region in mover.regions if region.kind is MemoryKind.VRAM]
-    assert len(kv) == regions
-    begin = min(tensor.data_ptr() for tensor in rig.tensors)
-    assert min(region.address for region in kv) == begin
-    if regions == 1:
-        assert kv[0].length_bytes == 48 * rig.tensors[0].stride(0)
-
-
-def test_a_quarantined_direct_load_ends_the_direct_way(lab: Lab) -> None:
-    """What it may still write to are KV blocks: from then on the group is packed."""
-    ahead_s = [0.0]
-    mover = faulty()
-    rig = lab.make(mover, "blhnc", "direct", clock=lambda: time.monotonic() + ahead_s[0])
-    rig.write([0, 1, 2, 3])
-    wanted = rig.rows([0, 1, 2, 3])
-    assert rig.store(1, [rig.chunk(0, [0, 1, 2, 3])]) == (OK,)
-    mover.script = [Fault(1, FaultKind.FAIL, op=Op.READ, quarantine=True)]
-    rig.engine.submit_load(2, [rig.chunk(0, [4, 5, 6, 7])])
-    until(lambda: mover.submitted.count(Op.READ) == 2)
-    time.sleep(0.05)
-    assert rig.load(3, [rig.chunk(0, [8, 9, 10, 11])]) == (OK,)
-    rig.expect([8, 9, 10, 11], wanted)
-    rig.assert_as_expected()
-    assert mover.submitted.count(Op.READ) == 3, "one transfer for header and payload"
-    assert rig.engine.finished() == []
-    ahead_s[0] += QUARANTINE_S
-    assert rig.collect(2).outcomes == (FAILED,)

@@ -22,11 +22,10 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.errors import TierError
-from nixl_offload.index.database import BATCH_OPS, Database, Row, UnusableError, is_damage, max_bytes, translate
+from nixl_offload.index.database import BATCH_OPS, Database, Row, UnusableError, max_bytes, translate
 from nixl_offload.index.durable import DurableIndex
 from nixl_offload.tiers.slab.index_reader import IndexReader
 from nixl_offload.types import Key, Location
-from tests.contract.suites.mover_rig import open_paths
 
 GEOMETRY = {"namespace": "aa", "slot_classes": "4096"}
 WAIT_S = 20.0
@@ -158,16 +157,6 @@ def test_put_and_delete_do_not_wait_for_the_storage(path: str, monkeypatch: pyte
     assert len(reread(path)) == 3000
 
 
-def test_calls_after_close_are_ignored(path: str) -> None:
-    """A straggler neither raises nor starts anything; closing twice is the same as once."""
-    twin, _ = DurableIndex.open(path, GEOMETRY)
-    assert twin.close(WAIT_S)
-    twin.put(key(1), place(1))
-    twin.delete(key(1))
-    assert twin.close(WAIT_S)
-    assert reread(path) == []
-
-
 def test_rows_stop_at_what_was_there_when_it_opened(path: str) -> None:
     """Rows that are put while the old ones are still being read do not appear among them."""
     twin, _ = DurableIndex.open(path, GEOMETRY)
@@ -202,16 +191,6 @@ def test_files_are_for_the_owner_alone(path: str) -> None:
     finally:
         os.umask(old_umask)
     assert os.listdir(os.path.dirname(path)) == ["index.sqlite"]
-
-
-def test_odd_names_are_names(tmp_path: Path) -> None:
-    """SQLite's URI syntax does not leak through."""
-    path = str(tmp_path / "a b?mode=memory#c%20.sqlite")
-    twin, _ = DurableIndex.open(path, GEOMETRY)
-    twin.put(key(1), place(1))
-    assert twin.close(WAIT_S)
-    assert os.listdir(tmp_path) == [os.path.basename(path)]
-    assert reread(path) == [row(1, 1)]
 
 
 def fill(path: str, count: int = 20_000) -> None:
@@ -368,20 +347,6 @@ def test_another_geometry_starts_empty(path: str, other: dict[str, str], caplog:
     assert reread(path) == []
 
 
-@pytest.mark.parametrize("spoil", [other_version, cut_short, bad_first_page])
-def test_a_database_that_cannot_be_used_is_not_open(path: str, spoil: Callable[[str], None]) -> None:
-    """Each try looks at it anew and leaves no descriptor: a batch never goes where the first try failed."""
-    spoil(path)
-    content = Path(path).read_bytes()
-    database = Database(path, GEOMETRY)
-    for again in (database.connect, lambda: database.write([row(1, 1)])):
-        with pytest.raises((UnusableError, sqlite3.DatabaseError)) as raised:
-            again()
-        assert is_damage(raised.value)
-        assert path not in open_paths()
-    assert Path(path).read_bytes() == content
-
-
 def test_damage_met_while_reading_costs_rows_and_nothing_else(
     path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -433,31 +398,6 @@ def test_a_full_disk_is_told_once_and_waited_out(path: str, caplog: pytest.LogCa
     assert "full" in caplog.messages[0]
     assert twin.close(WAIT_S)
     assert reread(path) == [row(n, n) for n in range(1, 3000)]
-
-
-@pytest.mark.parametrize("error", [OSError(30, "Read-only file system"), sqlite3.OperationalError("disk I/O error")])
-def test_failures_of_several_causes_are_told_once_each(
-    path: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Alternating causes, many attempts: two warnings."""
-    write = Database.write
-    attempts = 0
-
-    def failing(self: Database, batch: list[tuple[Key, int, int] | tuple[Key]]) -> None:
-        nonlocal attempts
-        attempts += 1
-        if attempts <= 10:
-            raise error if attempts % 2 else OSError(28, "No space left on device")
-        write(self, batch)
-
-    monkeypatch.setattr(Database, "write", failing)
-    twin, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.001)
-    twin.put(key(1), place(1))
-    assert twin.flush(WAIT_S)
-    assert attempts >= 11
-    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 2
-    assert twin.close(WAIT_S)
-    assert reread(path) == [row(1, 1)]
 
 
 def test_a_vanished_directory_is_noticed_and_its_return_too(path: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -664,24 +604,6 @@ def test_a_journal_without_its_index_is_not_applied_to_the_next_one(path: str) -
     assert reread(path) == [row(1, 1)]
 
 
-def test_a_conversion_that_was_cut_short_is_done_again(path: str) -> None:
-    """Its journal has the first page of the time when there was a log: rolling back must not go back to logs."""
-    fill(path, 10)
-    journal = bytearray(kill_in_transaction(path, pages_written=True))
-    page_at = next(at for at in range(512, len(journal), 4104) if journal[at : at + 4] == b"\0\0\0\1") + 4
-    assert journal[page_at : page_at + 6] == b"SQLite"
-    journal[page_at + 18 : page_at + 20] = b"\2\2"  # its checksum counts one byte of 200
-    Path(path + "-journal").write_bytes(journal)
-    twin, rows = DurableIndex.open(path, GEOMETRY)
-    assert flat(rows) == [row(n, n) for n in range(10)]
-    twin.put(key(10), place(10))
-    assert twin.flush(WAIT_S)
-    assert os.listdir(os.path.dirname(path)) == ["index.sqlite"]
-    assert Path(path).read_bytes()[18:20] == b"\1\1"
-    assert twin.close(WAIT_S)
-    assert len(reread(path)) == 11
-
-
 def test_no_file_is_mapped_into_memory(path: str) -> None:
     """A write to mapped memory that the medium refuses ends the process with SIGBUS; see tests/faults."""
     fill(path, 1)
@@ -809,26 +731,6 @@ def test_max_bytes_holds_under_churn(tmp_path: Path) -> None:
     assert bound_bytes - fixed_bytes < 1024 * n_keys
 
 
-def test_one_batch_of_random_keys_keeps_to_the_journal_bound(tmp_path: Path) -> None:
-    """The journal's share of max_bytes: a full batch that replaces random rows of a larger table."""
-    path = str(tmp_path / "index.sqlite")
-    choose = random.Random(5)
-    database = Database(path, GEOMETRY)
-    database.connect()
-    assert database._connection is not None
-    database._connection.execute("PRAGMA journal_mode=PERSIST")  # it stays as long as it was
-    keys = [Key(choose.randbytes(64)) for _ in range(12_000)]
-    slots = list(range(len(keys)))
-    for _ in range(2):
-        choose.shuffle(slots)
-        for start in range(0, len(keys), BATCH_OPS):
-            pairs = zip(keys[start : start + BATCH_OPS], slots[start : start + BATCH_OPS], strict=True)
-            database.write([(k, s * 4096, 4096) for k, s in pairs])
-        choose.shuffle(keys)
-    database.disconnect()
-    assert MIB < os.path.getsize(path + "-journal") <= max_bytes(0)
-
-
 @pytest.mark.parametrize(
     ("error", "cause"),
     [
@@ -849,21 +751,6 @@ def test_errors_are_translated_to_one_cause(tmp_path: Path, error: Exception, ca
     assert translated.cause == cause
     assert translated.__cause__ is error
     assert str(error) in str(translated)
-
-
-def test_whatever_fails_without_the_directory_fails_for_want_of_it(tmp_path: Path) -> None:
-    """SQLite says only that it cannot open the file."""
-    error = sqlite3.OperationalError("unable to open database file")
-    assert translate(error, str(tmp_path / "away" / "index.sqlite")).cause == "missing"
-    assert translate(error, str(tmp_path / "index.sqlite")).cause == "io"
-
-
-def test_damage_is_told_from_trouble() -> None:
-    """Only damage costs the database; a full disk must not."""
-    assert is_damage(sqlite3.DatabaseError("database disk image is malformed"))
-    assert is_damage(UnusableError("x"))
-    assert not is_damage(sqlite3.OperationalError("database or disk is full"))
-    assert not is_damage(OSError(5, "Input/output error"))
 
 
 def test_clearing_forgets_what_is_written_and_what_waits_and_nothing_after(

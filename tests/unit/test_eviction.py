@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -93,12 +92,6 @@ def test_what_was_used_before_the_clock_was_set_back_goes_first(store: TreeStore
     left = there(store)
     assert {name for chunk in others for name in chunk} <= left
     assert len({name for chunk in future for name in chunk} & left) == (LEFT - 50) * RANKS
-
-
-def test_nothing_goes_below_the_mark(store: TreeStore) -> None:
-    chunks = fill(store, 63, used_s=lambda number: 1e9 + number)
-    assert shrink(store, CAPACITY_BYTES).chunks == 0
-    assert there(store) == {name for chunk in chunks for name in chunk}
 
 
 @pytest.mark.parametrize("options", ["size=1m", "size=64m,nr_inodes=300"])
@@ -245,48 +238,6 @@ def test_a_chunk_that_cannot_be_deleted_does_not_keep_others(store: TreeStore) -
     assert all(Path(store.where, name).parent == directory for name in left)
 
 
-def test_long_passes_are_rare_where_nothing_is_written(store: TreeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Millions of files take a minute or more: the scheduler's process shall not do that all the time."""
-    monkeypatch.setattr(eviction, "LOOK_S", 0.02)
-    monkeypatch.setattr(eviction, "PASS_S", 0.0)
-    shrunk = []
-
-    def slowly(*arguments: Any, **options: Any) -> eviction.Shrunk:
-        shrunk.append(time.monotonic())
-        evicted = shrink(*arguments, **options)
-        time.sleep(0.1)
-        return evicted
-
-    monkeypatch.setattr(eviction, "shrink", slowly)
-    evicting = Eviction(store, 1 << 60, name="Tier")
-    try:
-        until(lambda: len(shrunk) > 1)
-    finally:
-        evicting.close()
-    assert shrunk[1] - shrunk[0] > eviction.REST * 0.1
-
-
-def test_a_trouble_that_goes_on_is_told_once(
-    store: TreeStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Though the drive is looked at between passes, and nothing is wrong with that."""
-    monkeypatch.setattr(eviction, "LOOK_S", 0.02)
-    monkeypatch.setattr(eviction, "PASS_S", 0.1)
-    passes = []
-
-    def failing(*arguments: object, **options: object) -> int:
-        passes.append(time.monotonic())
-        raise StoreError("cannot list", cause="denied")
-
-    monkeypatch.setattr(eviction, "shrink", failing)
-    evicting = Eviction(store, 1 << 50, name="Tier")
-    try:
-        until(lambda: len(passes) > 2)
-    finally:
-        evicting.close()
-    assert caplog.text.count("nothing is evicted") == 1
-
-
 def test_one_engine_evicts_and_another_takes_over(store: TreeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines have the directory open: only one deletes. When it ends the other goes on."""
     monkeypatch.setattr(eviction, "LOOK_S", 0.02)
@@ -377,11 +328,3 @@ def test_a_capacity_of_less_than_two_chunks_is_refused(tmp_path: Path) -> None:
     ):
         kind.open_tier(SharedDirConfig.model_validate({**fields, "capacity": least_bytes - 1}), context)
     kind.open_tier(SharedDirConfig.model_validate({**fields, "capacity": least_bytes}), context).close(())
-
-
-def test_what_a_filesystem_keeps_for_root_is_not_listed(store: TreeStore) -> None:
-    """A mount point has lost+found, which nobody else may list."""
-    for directory in (Path(store.where, "lost+found"), Path(store.where, "within", "lost+found")):
-        directory.mkdir(parents=True)
-        (directory / "file").touch()
-    assert [info.name for info in store.list("")] == ["within/lost+found/file"]

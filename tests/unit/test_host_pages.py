@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from nixl_offload.engine import host_pages
-from nixl_offload.engine.host_pages import CRAWL_BYTES_PER_S, TRIAL_STEPS, PageSize, compaction_stalls, populate
+from nixl_offload.engine.host_pages import CRAWL_BYTES_PER_S, TRIAL_STEPS, PageSize, populate
 from nixl_offload.errors import TierError
 
 MIB = 1 << 20
@@ -75,12 +75,6 @@ def test_several_threads_are_at_work_at_once_and_steps_are_told_in_order(monkeyp
     assert asked == [8 * MIB, 6 * MIB, 4 * MIB, 2 * MIB]
     assert len(names) == 2
     assert all(name.startswith("nixl-offload-populate") for name in names)
-
-
-def test_the_last_step_may_be_short() -> None:
-    memory = mapped(4 * MIB)[: 3 * MIB + 4096]
-    with closing(populate(memory, 3, nothing)) as steps:
-        assert list(steps) == [2 * MIB, 3 * MIB + 4096]
 
 
 @pytest.mark.parametrize("where", ["helper", "room", "consumer"])
@@ -174,19 +168,6 @@ def test_quick_ones_are_kept_and_so_are_those_that_small_ones_do_not_outdo(
     assert rates(pages, kernel, huge * CRAWL_BYTES_PER_S / 9, CRAWL_BYTES_PER_S, 20)[-1] is False
 
 
-def test_slow_ones_are_kept_while_nobody_waits_for_compaction() -> None:
-    """A virtual machine whose host has to find the memory is slow with either size."""
-    kernel = Kernel()
-    pages = PageSize(kernel)
-    for _ in range(40):
-        assert pages.are_huge
-        pages.began()
-        pages.told(1.0, huge=True, left_bytes=0)
-    kernel.tells = False
-    assert PageSize(kernel).are_huge
-    assert rates(PageSize(kernel), kernel, 1.0, 1e9, 20)[-1] is False  # it does not tell: the rates decide
-
-
 def test_the_rest_is_asked_for_in_small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     real = host_pages._bring_in
 
@@ -203,8 +184,3 @@ def test_the_rest_is_asked_for_in_small_pages(monkeypatch: pytest.MonkeyPatch) -
     assert small_page_bytes(memory) > 32 * MIB
     assert small_page_bytes(memory[: 2 * MIB]) == 0
     assert not memory.any()
-
-
-def test_the_kernel_tells_of_stalls() -> None:
-    found = compaction_stalls()
-    assert found is None or found >= 0

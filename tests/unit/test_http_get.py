@@ -8,7 +8,6 @@ import socket
 import ssl
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -87,12 +86,6 @@ def test_any_other_answer_is_left_alone(gets: DirectGets, said: bytes | None, st
     with OneAnswerServer(said) as server:
         assert get(gets, server.endpoint)[0] == status
         assert gets.refusing is (status == 0)
-
-
-def test_a_whole_object_is_no_part_of_it(gets: DirectGets) -> None:
-    """A server without ranges sends the begin instead, and as many bytes as were asked for, if the object ends so."""
-    with OneAnswerServer(answer("200 OK", BODY)) as server:
-        assert get(gets, server.endpoint, offset=100)[0] == 200
 
 
 def test_nobody_listens(gets: DirectGets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,21 +221,6 @@ def test_a_server_that_falls_silent_over_tls_is_not_waited_for(tmp_path: Path, s
     server.join()
     listener.close()
     gets.refuse()
-
-
-def test_a_connection_that_is_kept_while_it_is_closed_is_let_go(gets: DirectGets) -> None:
-    """The thread that keeps it has looked before, and ``close`` has dropped what rested."""
-
-    class ClosedFirst(deque[tuple[float, socket.socket]]):
-        def append(self, kept: tuple[float, socket.socket]) -> None:
-            gets.refuse()
-            super().append(kept)
-
-    gets._idle = ClosedFirst()
-    server = Keeping(3)
-    assert get(gets, server.endpoint) == (None, BODY)
-    assert not gets._idle
-    server.close()
 
 
 def test_bytes_behind_an_answer_are_no_answer_to_the_next_request(gets: DirectGets) -> None:

@@ -5,16 +5,10 @@ benchmark of kernels runs.
 
 from __future__ import annotations
 
-import logging
-import time
-from pathlib import Path
-
 import pytest
 import torch
 
-import benchmarks.gpu.kernels as benchmark
-from benchmarks.gpu.scene import Scale, Scene, find_device
-from nixl_offload.engine.kernels import select, torch_kernels
+from nixl_offload.engine.kernels import torch_kernels
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.kernels.select import fault_of, open_kernels, sample
 from nixl_offload.engine.kernels.tiles import Misfit, PlacedPage, Tiles, tiles_of
@@ -91,11 +85,6 @@ def test_torch_copies_and_sums_exactly(
     check(kernels, group, rows, [7, 2, 3, 8, 0], [1, 0, 8, 5, 6])
 
 
-def test_no_blocks_are_no_work() -> None:
-    group = group_of([1024])
-    check(TorchKernels(group.tensors, group.pages), group, slot_of(0, 1024), [], [])
-
-
 def test_rows_and_ids_that_do_not_fit_are_refused() -> None:
     """Triton's kernels reckon with addresses: both share these checks."""
     group = group_of([1024, 1024])
@@ -169,43 +158,3 @@ def test_kernels_that_err_or_fail_are_found_out(fault: str) -> None:
     assert (found is None) == (not fault)
     if fault == "crash":
         assert found == "OSError: no compiler"
-
-
-def test_a_failure_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """And every group's kernels are named."""
-    select._warn.cache_clear()
-    with caplog.at_level(logging.INFO, "nixl_offload"):
-        for _ in range(3):
-            select._warn("Triton cannot be imported")
-        group = group_of([1024])
-        open_kernels(group.tensors, group.pages)
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-    assert "1 pages are copied and summed by torch" in caplog.text
-    select._warn.cache_clear()
-
-
-def test_the_benchmark_of_kernels_runs_on_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every case has its figure and a ratio to the copy; where Triton cannot run, a row says so and fails nothing."""
-    monkeypatch.setattr(benchmark, "SHAPES", ((16384, 2, 1), (65536, 1, 1), (8192, 2, 4)))
-    small = Scale(total_bytes=1 << 18, chunk_bytes=1 << 17, blocks_per_chunk=2, rounds=1)
-    rows = list(benchmark.measure(Scene(find_device(emulate=True), tmp_path, small, time.monotonic())))
-    by_torch = [row for row in rows if row.way == "torch"]
-    assert {row.case for row in by_torch} == {"gather", "gather + sums", "scatter", "sums of blocks", "sums of rows"}
-    assert all(row.gb_s and row.ratio and row.against == "copy" for row in by_torch)
-    assert {row.size for row in by_torch} == {"8 KiB", "16 KiB", "64 KiB"}
-    assert [row.note for row in rows if row.way == "triton"] == [
-        "Triton's kernels do not run here; the log says why"
-    ] * 3
-    assert not any(row.failed for row in rows)
-
-
-@pytest.mark.parametrize(("method", "case"), [("gather", "gather"), ("scatter", "scatter")])
-def test_the_benchmark_of_kernels_notices_wrong_bytes(
-    method: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A copy that copies nothing."""
-    monkeypatch.setattr(benchmark, "SHAPES", ((16384, 2, 1),))
-    monkeypatch.setattr(TorchKernels, method, lambda *_: None)
-    small = Scale(total_bytes=1 << 18, chunk_bytes=1 << 17, blocks_per_chunk=2, rounds=1)
-    rows = list(benchmark.measure(Scene(find_device(emulate=True), tmp_path, small, time.monotonic())))
-    assert case in {row.case for row in rows if row.failed and row.way == "torch"}

@@ -140,13 +140,6 @@ def test_every_launch_compiles_to_wide_loads_and_spills_nothing(launch: Launch, 
         assert ptx.count("st.global.v2.b64") == (ACCESSES_16 if wide else 0)
 
 
-@pytest.mark.parametrize("name", ["copy_tiles", "sum_rows", "fold_sums"])
-def test_nothing_that_varies_makes_a_kernel_compile_again(name: str) -> None:
-    """Triton specialises on arguments that are 1, or multiples of 16, unless it is told not to."""
-    parameters = getattr(triton_code, name).params
-    assert all(parameter.is_constexpr or parameter.do_not_specialize for parameter in parameters)
-
-
 @pytest.mark.parametrize("name", GROUPS)
 def test_the_number_of_blocks_is_no_constant(name: str) -> None:
     group = made(name, blocks=40)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from functools import partial
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 
@@ -123,22 +122,6 @@ def test_rows_that_loads_cannot_take_are_left_to_torch(
     kernels.scatter(ids, rows)
 
 
-def test_no_blocks_are_no_work(code: ModuleType) -> None:
-    group = group_of([1024])
-    check(TritonKernels(group.tensors, group.pages, code), group, slot_of(0, 1024), [], [])
-
-
-@pytest.mark.usefixtures("_triton_alone")
-@pytest.mark.parametrize("rounds", [1, 7, 8, 15, 16, 17, 32, 33])
-@pytest.mark.parametrize("beyond", [-8, 0, 8])
-def test_rows_of_any_number_of_rounds(rounds: int, beyond: int, code: ModuleType) -> None:
-    """Around the kilobytes at which programs, and turns of the folding, end. The library is the reference."""
-    length = rounds * 1024 + beyond
-    group = group_of([length], blocks=3)
-    kernels = TritonKernels(group.tensors, group.pages, code)
-    assert torch.equal(kernels.sums_of_rows(group.tensors[0]), digests(group.tensors[0]))
-
-
 @pytest.mark.usefixtures("_triton_alone")
 @pytest.mark.parametrize("length", [248, 256, 264, 320, 328, 960, 1088, 2112, 2120, 9216])
 def test_rows_that_end_anywhere_in_a_round(length: int, code: ModuleType) -> None:
@@ -159,32 +142,6 @@ def test_a_block_of_two_megabytes(code: ModuleType) -> None:
     kernels = TritonKernels(group.tensors, group.pages, code)
     found = kernels.sums(torch.tensor([1]))
     assert torch.equal(found, digests(group.tensors[0][1:]))
-
-
-def test_what_is_written_beside_rows_is_seen(code: ModuleType) -> None:
-    """The rig's own eyes."""
-    group = group_of([1024])
-    kernels = TritonKernels(group.tensors, group.pages, code)
-    rows = slot_of(2, 1024, gap=8)
-    with pytest.raises(AssertionError):
-        check(_Spilling(kernels), group, rows, [3, 1], [0, 2])
-
-
-class _Spilling:
-    """Writes a byte behind the last row."""
-
-    name = "triton"
-
-    def __init__(self, kernels: TritonKernels) -> None:
-        self._kernels = kernels
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._kernels, name)
-
-    def gather_summed(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        end = rows.storage_offset() + (len(rows) - 1) * rows.stride(0) + rows.shape[1]
-        torch.as_strided(rows, (1,), (1,), end).zero_()
-        return self._kernels.gather_summed(ids, rows)
 
 
 @pytest.mark.parametrize("sizes", [[16384] * 3, [41984], [1032]])
@@ -212,8 +169,3 @@ def test_the_test_at_start_finds_what_cannot_be_launched(code: ModuleType, monke
     found = fault_of(partial(TritonKernels, code=code), *picked)
     assert found is not None
     assert found.startswith("AttributeError")
-
-
-def test_the_library_agrees_with_the_rig() -> None:
-    """The public value of XXH3-64 of eight zero bytes."""
-    assert digests(torch.zeros((1, 8), dtype=torch.uint8)).numpy().view(np.uint64)[0] == 0xC77B3ABB6F87ACD9
