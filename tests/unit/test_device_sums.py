@@ -19,6 +19,7 @@ import torch
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.chunk.header_rows import lacks_checksums
 from nixl_offload.engine import ChunkIO, Completion, brought, bus_packer, slot_headers
+from nixl_offload.engine.bus_packer import BusPacker
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.states import WorkKind
@@ -214,6 +215,38 @@ def test_always_verifies_memory_on_the_device(tmp_path: Path) -> None:
         loads = [rank.chunk(0, [16, 17, 18, 19]), rank.chunk(1, [20, 21, 22, 23])]
         assert rank.load(1, loads) == (OK, CORRUPT)
         rig.expect([16, 17, 18, 19], wanted)
+        rig.assert_as_expected()
+
+
+def test_batches_take_turns_for_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is room for none beside another, one goes after the other, and all arrive."""
+    monkeypatch.setattr(bus_packer, "BROUGHT_BYTES", 1)
+    refused: list[None] = []
+    real = BusPacker.bring
+
+    def counted(self: BusPacker, *arguments: Any) -> Any:
+        steps = real(self, *arguments)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as stop:
+                return stop.value
+            refused.append(None)
+            yield
+
+    monkeypatch.setattr(BusPacker, "bring", counted)
+    with opened(tmp_path) as (_, rank):
+        rig = rank.rig
+        rig.write(range(16))
+        assert rig.store(0, [rig.chunk(n, list(range(4 * n, 4 * n + 4))) for n in range(4)]) == (OK,) * 4
+        wanted = rig.rows(range(16))
+        with rig.engine._pump._driven._context.packer._ready.held():
+            for n in range(4):
+                rig.engine.submit_load(n + 1, [rig.chunk(n, list(range(16 + 4 * n, 20 + 4 * n)))])
+            until(lambda: len(refused) > 3)
+        for n in range(4):
+            assert rig.collect(n + 1).outcomes == (OK,)
+        rig.expect(range(16, 32), wanted)
         rig.assert_as_expected()
 
 

@@ -83,19 +83,6 @@ def test_a_restart_finds_what_was_put_in_its_order(path: str) -> None:
     assert reread(path) == [row(9, 9), row(1, 1), row(5, 5)]
 
 
-def test_a_slot_has_one_key_and_a_key_one_slot(path: str) -> None:
-    """The last put wins, within a batch and across batches."""
-    twin, _ = DurableIndex.open(path, GEOMETRY)
-    twin.put(key(1), place(0))
-    twin.put(key(2), place(0))
-    twin.put(key(3), place(1))
-    assert twin.flush(WAIT_S)
-    twin.put(key(3), place(2))
-    twin.put(key(4), place(0))
-    assert twin.close(WAIT_S)
-    assert reread(path) == [row(3, 2), row(4, 0)]
-
-
 def test_a_key_of_any_length_takes_no_memory(path: str) -> None:
     """A row that nobody of us wrote, with a key of 64 MiB: not read, neither by an engine nor by the commands."""
     twin, _ = DurableIndex.open(path, GEOMETRY)
@@ -200,50 +187,34 @@ def fill(path: str, count: int = 20_000) -> None:
     assert twin.close(WAIT_S)
 
 
-def other_schema(path: str) -> None:
-    connection = sqlite3.connect(path)
-    connection.execute("CREATE TABLE slot (what TEXT)")
-    connection.commit()
-    connection.close()
+def execute(path: str, statement: str) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(statement)
 
 
-def other_version(path: str) -> None:
-    fill(path, 10)
-    connection = sqlite3.connect(path)
-    connection.execute("PRAGMA user_version=99")
-    connection.commit()
-    connection.close()
-
-
-def cut_short(path: str) -> None:
-    fill(path)
-    os.truncate(path, 5000)
-
-
-def no_database(path: str) -> None:
-    Path(path).write_bytes(b"this is no database " * 1000)
-
-
-def bad_first_page(path: str) -> None:
-    fill(path, 10)
+def overwrite(path: str, at: int, data: bytes) -> None:
     with open(path, "r+b") as file:
-        file.seek(100)
-        file.write(b"\xff" * 200)
+        file.seek(at)
+        file.write(data)
 
 
-def no_tables(path: str) -> None:
-    """The first page says that it lists none; there are as many rows as before, which nothing names."""
-    fill(path, 10)
-    with open(path, "r+b") as file:
-        file.seek(103)
-        file.write(bytes(2))
+SPOILT: dict[str, Callable[[str], object]] = {
+    "another schema": lambda path: (os.unlink(path), execute(path, "CREATE TABLE slot (what TEXT)")),
+    "another version": lambda path: execute(path, "PRAGMA user_version=99"),
+    "cut short": lambda path: os.truncate(path, 5000),
+    "no database": lambda path: Path(path).write_bytes(b"this is no database " * 1000),
+    "a bad first page": lambda path: overwrite(path, 100, b"\xff" * 200),
+    # The first page lists no tables; there are as many rows as before, which nothing names.
+    "no tables": lambda path: overwrite(path, 103, bytes(2)),
+}
 
 
-@pytest.mark.parametrize("spoil", [other_schema, other_version, cut_short, no_database, bad_first_page, no_tables])
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
 def test_an_unusable_database_is_deleted_with_one_warning(
     path: str, spoil: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """It starts empty, works, and keeps no junk beside it."""
+    fill(path)
     spoil(path)
     caplog.set_level(logging.WARNING)
     twin, rows = DurableIndex.open(path, GEOMETRY)
@@ -400,35 +371,32 @@ def test_a_full_disk_is_told_once_and_waited_out(path: str, caplog: pytest.LogCa
     assert reread(path) == [row(n, n) for n in range(1, 3000)]
 
 
-def test_a_vanished_directory_is_noticed_and_its_return_too(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Moved away and back with its contents: nothing is lost, and meanwhile nothing is written elsewhere."""
-    twin, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.01)
+@pytest.mark.parametrize("away", ["moved", "deleted", "not yet there"])
+def test_rows_wait_for_storage_that_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture, away: str) -> None:
+    """One warning; meanwhile nothing is written elsewhere, nor to an open file that has no name any more."""
+    directory, elsewhere = tmp_path / "kv", tmp_path / "elsewhere"
+    path = str(directory / "index.sqlite")
+    if away != "not yet there":
+        directory.mkdir()
+    twin, rows = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.01)
+    assert flat(rows) == []
     twin.put(key(1), place(1))
-    assert twin.flush(WAIT_S)
-    directory = os.path.dirname(path)
-    os.rename(directory, directory + ".away")
+    if away == "moved":
+        assert twin.flush(WAIT_S)
+        directory.rename(elsewhere)
+    elif away == "deleted":
+        assert twin.flush(WAIT_S)
+        Path(path).unlink()
     twin.put(key(2), place(2))
-    wait_until(lambda: bool(caplog.records))
-    assert not twin.flush(0.05)
-    assert not os.path.exists(directory)
-    os.rename(directory + ".away", directory)
+    if away != "deleted":
+        wait_until(lambda: bool(caplog.records))
+        assert not twin.flush(0.05)
+        assert not directory.exists()
+        elsewhere.rename(directory) if away == "moved" else directory.mkdir()
     assert twin.flush(WAIT_S)
     assert twin.close(WAIT_S)
     assert len(caplog.records) == 1
-    assert reread(path) == [row(1, 1), row(2, 2)]
-
-
-def test_a_deleted_database_is_made_again(path: str) -> None:
-    """What comes afterwards is kept; an open file without a name would swallow it."""
-    twin, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.01)
-    twin.put(key(1), place(1))
-    assert twin.flush(WAIT_S)
-    for name in os.listdir(os.path.dirname(path)):
-        os.unlink(os.path.join(os.path.dirname(path), name))
-    twin.put(key(2), place(2))
-    assert twin.flush(WAIT_S)
-    assert twin.close(WAIT_S)
-    assert reread(path) == [row(2, 2)]
+    assert reread(path) == [row(2, 2)] if away == "deleted" else [row(1, 1), row(2, 2)]
 
 
 def test_a_database_that_is_damaged_while_it_is_in_use_is_made_anew_at_once(path: str) -> None:
@@ -441,22 +409,6 @@ def test_a_database_that_is_damaged_while_it_is_in_use_is_made_anew_at_once(path
     assert twin.flush(WAIT_S)
     assert twin.close(WAIT_S)
     assert reread(path) == [row(2, 2)], "what was on its way when it was found is kept"
-
-
-def test_opening_without_a_directory_serves_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """No exception, one warning, no rows; the database is made when the directory appears."""
-    directory = tmp_path / "later"
-    path = str(directory / "index.sqlite")
-    twin, rows = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.01)
-    assert flat(rows) == []
-    assert len(caplog.records) == 1, "before anything is to be written"
-    twin.put(key(1), place(1))
-    assert not twin.flush(0.05)
-    directory.mkdir()
-    assert twin.flush(WAIT_S)
-    assert twin.close(WAIT_S)
-    assert len(caplog.records) == 1
-    assert reread(path) == [row(1, 1)]
 
 
 def test_rows_that_cannot_be_cleared_are_tried_for_now_and_then_and_the_end_ends(path: str) -> None:

@@ -100,15 +100,6 @@ def test_loads_of_one_size_tell_nothing_of_far_larger_ones() -> None:
     assert tier.seconds(100 * MIB, 0.0) == pytest.approx(0.110, rel=0.1), "a point far out turns latency into bandwidth"
 
 
-def test_larger_loads_that_were_faster_make_no_negative_bandwidth() -> None:
-    tier = TierSpeed()
-    for size, seconds in ((1, 1.0), (2, 0.5), (4, 0.2), (8, 0.1)):
-        tier.observe(size * MIB, seconds, 0.0)
-    times = [tier.seconds(size * MIB, 0.0) for size in (1, 8, 1000)]
-    assert all(time_s is not None and 0.1 < time_s < 1.0 for time_s in times)
-    assert times == sorted(times, key=lambda time_s: time_s or 0.0)
-
-
 def test_a_stall_raises_the_estimate_but_not_for_ever() -> None:
     """One stalled load is bounded in what it does, several are believed, and good ones mend it within a minute."""
     tier = tier_speed(0.0, 100 * MIB)
@@ -142,11 +133,13 @@ def test_a_trial_speaks_for_all_sizes_and_its_first_load_alone() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_many_ranks_that_tell_of_one_load_count_as_one(ranks: int) -> None:
-    """Else eight ranks' words about one stall would be eight stalls, and all that was known before would be gone."""
-    speed = TierSpeed(ranks)
+    """A tier is known after three loads; and what eight ranks say of one stall is one stall."""
+    speed, known = TierSpeed(ranks), []
     for number, seconds in enumerate([0.1] * 20 + [30.0]):
+        known.append(speed.is_known)
         for _ in range(ranks):
             speed.observe(MIB, seconds, number * 0.1)
+    assert known == [False] * 3 + [True] * 18
     assert 0.1 < (speed.seconds(MIB, 0.0) or math.inf) < 0.6
 
 
@@ -162,54 +155,58 @@ def test_what_is_old_fades_faster() -> None:
 
 
 def test_prefill_grows_with_the_context_when_the_samples_say_so() -> None:
-    level, growing = PrefillSpeed(), PrefillSpeed()
+    """Of contexts far beyond what was seen it says nothing. Short steps, mostly overhead, count little."""
+    level, growing, short = PrefillSpeed(), PrefillSpeed(), PrefillSpeed()
     teach_prefill(level, 1e-3)
     teach_prefill(growing, 1e-3, 1e-6)
-    assert level.seconds(1000, 0) == pytest.approx(1.0)
-    assert level.seconds(1000, 7000) == pytest.approx(1.0)
-    assert growing.seconds(1000, 0) == pytest.approx(1000 * (1e-3 + 1e-6 * 500))
-    assert growing.seconds(1000, 7000) == pytest.approx(1000 * (1e-3 + 1e-6 * 7500))
+    for context in (0, 7000):
+        assert level.seconds(1000, context) == pytest.approx(1.0)
+        assert growing.seconds(1000, context) == pytest.approx(1000 * (1e-3 + 1e-6 * (context + 500)))
     assert growing.seconds(0, 7000) == 0.0
-
-
-def test_prefill_says_nothing_of_contexts_far_beyond_what_was_seen() -> None:
-    prefill = PrefillSpeed()
-    for _ in range(5):
-        prefill.observe(512, 0.5)
-    assert prefill.seconds(512, 0) == pytest.approx(0.5)
-    assert prefill.seconds(512, 32768) is None
-
-
-def test_short_steps_count_little_for_prefill() -> None:
-    """The last step of a prompt is a few tokens and mostly overhead: dear per token, and no measure of prefill."""
-    prefill = PrefillSpeed()
     for _ in range(20):
-        prefill.observe(512, 0.5)
-        prefill.observe(10, 0.1)
-    assert prefill.seconds(512, 0) == pytest.approx(0.5, rel=0.2)
+        short.observe(512, 0.5)
+        short.observe(10, 0.1)
+    assert short.seconds(512, 0) == pytest.approx(0.5, rel=0.2)
+    assert short.seconds(512, 32768) is None
 
 
 # Decisions
 
 
-def test_a_load_may_cost_a_little_more_than_computing() -> None:
-    """Prefill of 1024 tokens takes 1.024 s: a load of 1.02 times that is taken, one of 1.1 times is not."""
-    for times, tokens in ((0.5, 1024), (1.02, 1024), (1.1, 0)):
-        choice = judge(TOKEN_BYTES * 1000 / times).choose([part(0, 1024)], 0, 1.0)
-        assert choice.tokens == tokens
+ONE, BOTH, TWICE = [(0, 1024)], [(0, 1024), (1, 1024)], [(0, 1024), (0, 1024)]
 
 
-def test_computing_costs_once_for_each_request_that_waits() -> None:
-    """A load that takes three times as long as computing is taken as soon as two others wait for the GPU."""
-    slow = judge(TOKEN_BYTES * 1000 / 3)
-    assert [slow.choose([part(0, 1024)], 0, 1.0, waiting=waiting).tokens for waiting in range(4)] == [0, 0, 1024, 1024]
-
-
-def test_running_requests_count_less_and_at_most_as_two() -> None:
-    """Else a busy server would accept any TTFT for a few more requests per second."""
-    for times, running, tokens in ((1.9, 1, 0), (1.9, 3, 1024), (2.9, 5, 1024), (3.5, 5, 0), (3.5, 500, 0)):
-        choice = judge(TOKEN_BYTES * 1000 / times).choose([part(0, 1024)], 0, 1.0, running=running)
-        assert choice.tokens == tokens, (times, running)
+@pytest.mark.parametrize(
+    ("times", "runs", "others", "tokens"),
+    [
+        # A load may cost a little more than computing,
+        ([0.5], ONE, {}, 1024),
+        ([1.02], ONE, {}, 1024),
+        ([1.1], ONE, {}, 0),
+        # which costs once more for each request that waits for the GPU,
+        ([3], ONE, {"waiting": 1}, 0),
+        ([3], ONE, {"waiting": 2}, 1024),
+        # and less for those that run, as two at most: no busy server accepts any time to the first token.
+        ([1.9], ONE, {"running": 1}, 0),
+        ([1.9], ONE, {"running": 3}, 1024),
+        ([2.9], ONE, {"running": 5}, 1024),
+        ([3.5], ONE, {"running": 5}, 0),
+        ([3.5], ONE, {"running": 500}, 0),
+        # A hit is taken from its beginning: slow tokens in front, where the fast ones behind pay for them.
+        ([0.01, 40], BOTH, {}, 1024),
+        ([10], [(0, 256)], {}, 0),
+        ([10, 0.01], [(0, 256), (1, 8192)], {}, 256 + 8192),
+        # Two tiers take as long as the slower, not as long as both.
+        ([1.1, 1.1], BOTH, {}, 2048),
+        ([1.43], TWICE, {}, 0),
+    ],
+)
+def test_how_much_of_a_hit_is_taken(
+    times: list[float], runs: list[tuple[int, int]], others: dict[str, int], tokens: int
+) -> None:
+    """Tiers whose loads take so many times as long as computing does."""
+    judged = judge(*(TOKEN_BYTES * 1000 / each for each in times))
+    assert judged.choose([part(*run) for run in runs], 0, 1.0, **others).tokens == tokens
 
 
 def test_a_load_waits_for_those_that_are_out() -> None:
@@ -247,16 +244,6 @@ def test_a_load_that_is_late_makes_those_behind_it_late() -> None:
     tier.begin(1, 10 * MIB, 0.0)
     assert tier.seconds(10 * MIB, 0.1) == pytest.approx(0.2)
     assert tier.seconds(10 * MIB, 5.1) == pytest.approx(5.2)
-
-
-def test_the_oldest_load_is_the_one_that_began_first() -> None:
-    tier = TierSpeed()
-    assert tier.oldest_s(5.0) == 0.0
-    tier.begin(1, MIB, 1.0)
-    tier.begin(2, MIB, 3.0)
-    assert tier.oldest_s(5.0) == 4.0
-    tier.end(1)
-    assert tier.oldest_s(5.0) == 2.0
 
 
 def test_a_load_that_waits_for_another_tier_makes_none_late_here() -> None:
@@ -353,29 +340,6 @@ def test_nothing_waits_for_a_tier_that_is_known() -> None:
     assert not judged.must_wait(both, 0, 2.1, 2.1)
 
 
-def test_a_slow_tier_behind_a_fast_one_is_left_out() -> None:
-    choice = judge(1e9, 1e5).choose([part(0, 1024), part(1, 1024)], 0, 1.0)
-    assert choice.tokens == 1024
-    assert choice.decisions == ((0, Decision.TAKEN), (1, Decision.SKIPPED))
-
-
-def test_a_slow_run_in_front_is_taken_where_the_fast_one_behind_it_pays_for_it() -> None:
-    """A hit is taken from its beginning: 256 slow tokens (2.6 s) in front of 8192 that would take 8 s to compute."""
-    slow, fast = part(0, 256), part(1, 8192)
-    judged = judge(4e5, 1e9)
-    assert judged.choose([slow, fast], 0, 1.0).tokens == 256 + 8192
-    assert judged.choose([slow], 0, 1.0).tokens == 0
-
-
-def test_tiers_load_side_by_side() -> None:
-    """Two tiers take as long as the slower, not as long as both: 1.1 s each, against 2 s of computing."""
-    speed = 1024 * TOKEN_BYTES / 1.1
-    both = [part(0, 1024), part(1, 1024)]
-    assert judge(speed, speed, token_s=2 / 2048).choose(both, 0, 1.0).tokens == 2048
-    same = [part(0, 1024), part(0, 1024)]
-    assert judge(speed / 1.3, None, token_s=2 / 2048).choose(same, 0, 1.0).tokens == 0
-
-
 def test_a_long_context_makes_loading_worth_more() -> None:
     """The same chunks are cheap to compute at a prompt's beginning and dear far behind it."""
     judged = judge(1024 * TOKEN_BYTES, token_s=None)
@@ -408,62 +372,6 @@ def test_the_first_trial_comes_after_thirty_seconds_the_next_ones_later() -> Non
     judged = judge(1e3)
     trials = [second for second in range(0, 2500, 10) if try_once(judged, [part(0, 1024)], float(second)).tokens]
     assert trials == [30, 150, 630, 1230, 1830, 2430]
-
-
-def test_a_tier_that_was_only_cold_is_used_after_thirty_seconds() -> None:
-    """Four loads at once after a start took 2 s each, 40 times as long as the next ones will."""
-    judged = judge(None, token_s=1e-4)
-    tier, size = judged.tiers[0], 2048 * TOKEN_BYTES
-    for ticket in range(1, 5):
-        tier.begin(ticket, size, 0.0)
-    for ticket in range(1, 5):
-        tier.observe(size, 2.0, 2.0, ticket)
-        tier.end(ticket)
-    taken = []
-    for second in range(3, 60):
-        choice = judged.choose([part(0, 2048)], 0, float(second))
-        taken.append(choice.tokens > 0)
-        if taken[-1]:
-            tier.begin(second, size, second, on_trial=choice.trial == 0)
-            tier.observe(size, 0.05, second + 0.05, second)
-            tier.end(second)
-    assert not any(taken[:29])
-    assert all(taken[29:])
-
-
-def test_trials_that_cost_little_come_sooner() -> None:
-    """A hundred requests a second, whose loads take 1.1 times as long as computing: a trial in 30 s."""
-    judged = judge(1024 * TOKEN_BYTES * 1000 / 1024 / 1.1)
-    trials = [at for at in range(10_000) if try_once(judged, [part(0, 1024)], at / 100).tokens]
-    assert trials == [3000, 6000, 9000]
-
-
-@pytest.mark.parametrize("ranks", [1, 8])
-def test_a_tier_is_known_after_three_loads_however_many_ranks_observe_them(ranks: int) -> None:
-    tier = TierSpeed(ranks)
-    known = []
-    for number in range(4):
-        known.append(tier.is_known)
-        for _ in range(ranks):
-            tier.observe(MIB, 0.1, float(number))
-    assert known == [False, False, False, True]
-
-
-def test_a_slow_tier_that_nobody_has_seen_for_long_is_tried_at_once() -> None:
-    judged = judge(1e5)
-    for now_s in (700.0, 701.0):
-        assert judged.choose([part(0, 1024)], 0, now_s).trial == 0, "a request that never loads uses no trial up"
-    assert try_once(judged, [part(0, 1024)], 702.0).decisions == ((0, Decision.TRIAL),)
-    assert try_once(judged, [part(0, 1024)], 703.0).decisions == ((0, Decision.SKIPPED),)
-
-
-def test_a_trial_is_of_one_tier() -> None:
-    """Two slow tiers: each has its turn, and the trial of the first does not drag the second along."""
-    judged = judge(1e5, 1e5)
-    both = [part(0, 1024), part(1, 1024)]
-    assert try_once(judged, both, 700.0).decisions == ((0, Decision.TRIAL), (1, Decision.SKIPPED))
-    assert try_once(judged, both[1:], 700.0).decisions == ((1, Decision.TRIAL),)
-    assert judged.choose(both, 0, 701.0).decisions == ((0, Decision.SKIPPED), (1, Decision.SKIPPED))
 
 
 @pytest.mark.parametrize("seed", range(3))

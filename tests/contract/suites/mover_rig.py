@@ -11,6 +11,7 @@ import os
 import signal
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -222,7 +223,7 @@ def _in_fork(mover: Mover, submit: Callable[[], object], transfer: Transfer) -> 
     return 0
 
 
-def open_paths() -> set[str]:
-    """What this process's descriptors point at."""
+def open_paths() -> Counter[str]:
+    """What this process's descriptors point at. The number of a closed one may soon be another thread's."""
     links = (Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd"))
-    return {str(link.readlink()) for link in links if link.is_symlink()}
+    return Counter(str(link.readlink()) for link in links if link.is_symlink())
