@@ -17,12 +17,10 @@ import pytest
 from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header
 from nixl_offload.chunk.header_rows import lacks_checksums
-from nixl_offload.engine import brought, slot_headers
 from nixl_offload.engine import image as image_module
+from nixl_offload.engine import slot_headers
 from nixl_offload.movers.base import Mover
-from nixl_offload.movers.copy import CopyMover
 from nixl_offload.types import Outcome
-from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
 from tests.unit.engine_rig import NUM_BLOCKS, SHAPES
 
@@ -42,21 +40,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
     yield build
     for rig in rigs:
         rig.close()
-
-
-@pytest.fixture
-def summed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many images each call summed, in memory and on the way to a farther tier, or verified on the way from one."""
-    calls: list[int] = []
-
-    def counted(payloads: Sequence[npt.NDArray[np.uint8]]) -> Sums:
-        if payloads:
-            calls.append(len(payloads))
-        return payload_checksums(payloads)
-
-    for module in (slot_headers, brought):
-        monkeypatch.setattr(module, "payload_checksums", counted)
-    return calls
 
 
 def blocks_of(number: int) -> range:
@@ -93,34 +76,6 @@ def test_storage_holds_what_always_writes(make: Make, shape: str, monkeypatch: p
                 assert rig.load(job + 2, [rig.chunk(number, FILE, targets, group=group, first=first)]) == (OK,)
                 assert np.array_equal(rig.blocks(targets, group), wanted)
             assert found["checksum"] == found["always"] == found["header"]
-
-
-def test_an_image_is_summed_once(make: Make, summed: list[int]) -> None:
-    """By the first write-through: not by the second, nor by one of an image that came from storage. Where nothing is
-    farther, never.
-    """
-    rig = make()
-    assert rig.store(1, [rig.chunk(0, MEMORY, blocks_of(0))]) == (OK,)
-    assert rig.load(2, [rig.chunk(0, MEMORY, blocks_of(1))]) == (OK,)
-    assert summed == []
-    assert rig.moves(3, [rig.move(0, MEMORY, FILE)]) == (OK,)
-    assert summed == [1]
-    assert rig.moves(4, [rig.move(0, MEMORY, BUCKET)]) == (OK,)
-    assert summed == [1]
-    rig.put(FILE, 5)
-    assert rig.moves(5, [rig.move(5, FILE, MEMORY)]) == (OK,)
-    assert summed == [1, 1]  # verified on arrival
-    assert rig.moves(6, [rig.move(5, MEMORY, BUCKET)]) == (OK,)
-    assert summed == [1, 1]
-    assert np.array_equal(rig.stored(BUCKET, 5), rig.image(5))
-
-
-def test_always_leaves_nothing_to_sum(make: Make, summed: list[int]) -> None:
-    rig = make(verify="always")
-    assert rig.store(1, [rig.chunk(0, MEMORY, blocks_of(0))]) == (OK,)
-    assert summed == [1]
-    assert rig.moves(2, [rig.move(0, MEMORY, FILE), rig.move(0, MEMORY, BUCKET)]) == (OK, OK)
-    assert summed == [1]
 
 
 def test_two_tiers_that_take_a_chunk_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,16 +142,6 @@ def test_a_sum_that_fails_costs_its_chunk_alone(make: Make, monkeypatch: pytest.
     monkeypatch.undo()
     assert rig.moves(3, moves) == (OK, OK, OK)
     assert rig.load(4, [rig.chunk(1, FILE, blocks_of(5))]) == (OK,)
-
-
-def test_a_write_that_fails_leaves_the_sums(make: Make, summed: list[int]) -> None:
-    mover = FaultyMover(CopyMover(), [Fault(0, FaultKind.FAIL)])
-    rig = make(mover)
-    assert rig.store(1, [rig.chunk(0, MEMORY, blocks_of(0))]) == (OK,)
-    assert rig.moves(2, [rig.move(0, MEMORY, FILE)]) == (FAILED,)
-    rig.clock.ahead_s += 5  # the tier is tried again
-    assert rig.moves(3, [rig.move(0, MEMORY, FILE)]) == (OK,)
-    assert summed == [1]
 
 
 @pytest.mark.parametrize("verify", ["checksum", "header", "always"])

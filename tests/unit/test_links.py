@@ -116,18 +116,6 @@ def test_names_modes_and_what_is_left_when_the_umask_is_open(make: Make, tmp_pat
     assert {stat.S_IMODE(part.stat().st_mode) for part in (path.parent, path.parent.parent)} == {0o700}
 
 
-def test_a_tail_stored_from_its_middle_leaves_zeros_before_it(make: Make, tmp_path: Path) -> None:
-    rig = make("mla", link=tree(tmp_path / "shared"))
-    wanted = rig.bytes_of([11, 12])
-    assert rig.store(0, [rig.chunk(0, [11, 12], first=2)]) == (OK,)
-    rig.wipe(0xEE)
-    assert rig.load(1, [rig.chunk(0, [20, 21], first=2)]) == (OK,)
-    assert rig.bytes_of([20, 21]) == wanted
-    assert rig.load(2, [rig.chunk(0, [20, 21, 22], first=1)]) == (CORRUPT,)
-    (path,) = shards(tmp_path / "shared")
-    assert not any(path.read_bytes()[HEADER_BYTES : HEADER_BYTES + 2 * 1152])
-
-
 def test_a_file_in_use_stays_young(make: Make, tmp_path: Path) -> None:
     """A load makes an old file young again, and leaves a young one alone: oldest first is least recently used."""
     rig = make("per_layer", link=tree(tmp_path / "shared"))
@@ -242,31 +230,6 @@ def test_each_tier_has_its_own_engine_link_and_mover(
 # -- objects --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_objects_are_written_whole_and_read_in_parts(make: Make, tmp_path: Path, shape: str) -> None:
-    """The object has the slot's length and zeros where nothing was stored, whatever the staging slot held before."""
-    rig = make(shape, ObjectFiles(tmp_path / "objects"), link=objects(), staging_slots=2)
-    source, tail = [3, 1, 4, 15], [7, 8]
-    block_bytes = rig.layout.groups[0].block_bytes
-    wanted, wanted_tail = rig.bytes_of(source), rig.bytes_of(tail)
-    assert rig.store(0, [rig.chunk(0, source), rig.chunk(1, source)]) == (OK, OK)
-    assert rig.store(1, [rig.chunk(2, tail, first=2), rig.chunk(3, tail, first=2)]) == (OK, OK)
-    for number in range(4):
-        stored = (tmp_path / "objects" / shard_name(NAMESPACE_NAME, rig.key(number), 0).replace("/", "_")).read_bytes()
-        head = wanted[: 2 * block_bytes] if number < 2 else bytes(2 * block_bytes)
-        last = wanted[2 * block_bytes :] if number < 2 else wanted_tail
-        assert len(stored) == rig.layout.slot_bytes(0)
-        assert stored[HEADER_BYTES:].rstrip(b"\0") == (head + last).rstrip(b"\0")
-    job = 2
-    for begin in range(CHUNK_BLOCKS):
-        for end in range(begin + 1, CHUNK_BLOCKS + 1):
-            rig.wipe(0xEE)
-            blocks = [20, 3, 5, 31][begin:end]
-            assert rig.load(job, [rig.chunk(0, blocks, first=begin)]) == (OK,)
-            assert rig.bytes_of(blocks) == wanted[begin * block_bytes : end * block_bytes]
-            job += 1
-
-
 @pytest.mark.parametrize("verify", ["checksum", "header"])
 @pytest.mark.parametrize(("shape", "first"), [("padded", 0), ("padded", 1), ("packed_blocks", 0), ("packed_blocks", 3)])
 def test_a_read_cut_short_unnoticed_is_found_out(
@@ -331,15 +294,6 @@ def test_a_bucket_that_fails_is_left_alone_and_tried_again(
     assert sum("disabled (" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_objects_that_are_gone_do_not_put_the_bucket_out_of_use(make: Make, tmp_path: Path) -> None:
-    """Somebody deleted a whole prefix: each load of it fails, and everything else goes on."""
-    rig = make("per_layer", ObjectFiles(tmp_path / "objects"), link=objects())
-    for job in range(4 * object_links.FAILURES):
-        assert rig.load(job, [rig.chunk(job, [5, 6, 7, 8])]) == (FAILED,)
-    assert rig.link.trouble == "none"
-    assert rig.store(100, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
-
-
 def test_that_an_object_is_gone_is_an_answer(make: Make, tmp_path: Path) -> None:
     """A bucket that comes back empty is in use again with the first load that hears so."""
     clock, mover = Clock(), FaultyMover(ObjectFiles(tmp_path / "objects"))
@@ -386,24 +340,6 @@ def test_late_gets_never_write_into_a_slot_that_was_handed_out_again(make: Make,
     assert mover.overlaps == 0
 
 
-def test_loads_given_up_put_a_hanging_bucket_out_of_use(make: Make, tmp_path: Path) -> None:
-    """The first loads cost their requests the timeout; those after them cost nothing."""
-    clock, mover = Clock(), FaultyMover(ObjectFiles(tmp_path / "objects"))
-    rig = make("per_layer", mover, link=objects(), clock=clock, staging_slots=16)
-    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
-    mover.script = [Fault(0, FaultKind.STUCK, op=Op.READ, every=True)]
-    rig.engine.submit_load(1, [rig.chunk(0, [5, 6, 7, 8])] * 8)
-    until(lambda: mover.submitted.count(Op.READ) == 8)
-    clock.ahead_s += 31
-    assert rig.collect(1).outcomes == (FAILED,) * 8
-    until(lambda: rig.link.trouble == "timeout")
-    assert rig.load(2, [rig.chunk(0, [5, 6, 7, 8])] * 4) == (FAILED,) * 4
-    assert mover.submitted.count(Op.READ) == 8
-    mover.release()
-    clock.ahead_s += 2
-    assert rig.load(3, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
-
-
 @pytest.mark.parametrize("expedited", [False, True])
 def test_no_load_waits_for_room_that_a_hanging_bucket_takes_up(make: Make, tmp_path: Path, expedited: bool) -> None:
     """With every staging slot in a GET that is not answered, loads fail at once, also when a trial would be due."""
@@ -426,18 +362,6 @@ def test_no_load_waits_for_room_that_a_hanging_bucket_takes_up(make: Make, tmp_p
     until(lambda: rig.load(int(clock.ahead_s * 1e9) + len(rig.results), [rig.chunk(0, [5, 6, 7, 8])]) == (OK,))
 
 
-def test_quarantined_objects_stay_with_the_mover(make: Make, tmp_path: Path) -> None:
-    """An object under late I/O cannot be forgotten yet; the link keeps it, goes on, and closes without a word."""
-    mover = FaultyMover(ObjectFiles(tmp_path / "objects"))
-    rig = make("per_layer", mover, link=objects())
-    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
-    mover.script = [Fault(0, FaultKind.FAIL, op=Op.READ, quarantine=True)]
-    assert rig.load(1, [rig.chunk(0, [5, 6, 7, 8])]) == (FAILED,)
-    assert rig.load(2, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
-    assert isinstance(mover.inner, ObjectFiles)
-    until(lambda: not mover.inner.opened)
-
-
 # -- threads --------------------------------------------------------------------------------------------------------
 
 
@@ -453,24 +377,6 @@ def test_a_hung_filesystem_does_not_keep_the_process_from_ending(tmp_path: Path)
     began_s = time.monotonic()
     subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
     assert time.monotonic() - began_s < 20
-
-
-def test_calls_go_on_when_no_thread_could_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call waits for the next that gets one, and the end joins what was started alone."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    threads = CallThreads("test-calls")
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        first = threads.start(lambda: 1)
-    assert not first.done
-    second = threads.start(lambda: 2)
-    assert first.wait(10)
-    assert second.wait(10)
-    assert (first.result(), second.result()) == (1, 2)
-    threads.close()
 
 
 def test_what_is_given_up_is_cleaned_away_when_it_comes() -> None:

@@ -13,18 +13,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from nixl_offload.catalog import Catalog, Tier
 from nixl_offload.config import MemoryConfig, parse_config
 from nixl_offload.errors import ConfigError, IndexStateError
 from nixl_offload.index import State
 from nixl_offload.tiers.memory.tier import MemoryTier, rank_memory_bytes
-from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
+from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.units import parse_size
 from tests.unit.shared_rig import key_of, keys_of, namespace_of
 
 SLOT = 64 << 10
 SMALL, LARGE = 4096, 12288
-ASKER = LookupContext("request")
 
 
 def config_of(capacity: int | str, **options: object) -> MemoryConfig:
@@ -74,17 +72,6 @@ def test_capacity_is_dealt_out_to_ranks_of_all_engines() -> None:
     assert tier.place.rank_namespaces == (namespace.rank_digest(0), namespace.rank_digest(1))
 
 
-@pytest.mark.parametrize("slots", [4, 5, 7, 100, 1021])
-def test_no_slot_is_left_over_where_all_are_of_one_size(slots: int) -> None:
-    tier = open_tier(slots)
-    places = {store(tier, key)[0] for key in keys_of(slots)}
-    assert None not in places
-    assert len(places) == slots
-    location, evicted = store(tier, key_of(5000))
-    assert location in places
-    assert evicted == [key_of(0)]
-
-
 @pytest.mark.parametrize(
     ("slot_classes", "world_size", "dp_size"),
     [((SLOT,), 1, 1), ((SLOT,), 3, 2), ((SMALL, LARGE), 2, 1), ((SMALL, LARGE, (2 << 20) + 4096), 1, 1)],
@@ -118,30 +105,6 @@ def test_too_small_a_capacity_is_refused_with_the_least_that_does(
 # The life of a chunk
 
 
-def test_a_tier_is_what_the_catalog_asks_of_one() -> None:
-    tier: Tier = open_tier()
-    catalog = Catalog([tier], world_size=1, slot_bytes=lambda key: SLOT, store_backlog_bytes=1 << 30)
-    grant = catalog.reserve(keys_of(3), 0.0)
-    assert grant is not None
-    assert tier.lookup(key_of(0), ASKER, 0.0) is Lookup.PENDING
-    catalog.report(grant.ticket, 1, {1: Outcome.FAILED}, 0.0)
-    assert [tier.lookup(key, ASKER, 0.0) for key in keys_of(3)] == [Lookup.HIT, Lookup.MISS, Lookup.HIT]
-    load = catalog.prepare_load([key_of(0), key_of(2)], 0.0)
-    catalog.report(load.ticket, 1, {0: Outcome.CORRUPT}, 0.0)
-    assert [tier.state(key) for key in keys_of(3)] == [None, None, State.READY]
-
-
-def test_what_is_pinned_is_not_evicted_and_a_tier_full_of_it_takes_nothing() -> None:
-    tier = open_tier(4)
-    for key in keys_of(4):
-        store(tier, key)
-        tier.pin(key)
-    assert store(tier, key_of(9)) == (None, [])
-    tier.unpin(key_of(2))
-    assert store(tier, key_of(9))[1] == [key_of(2)]
-    assert {size: taken.pinned for size, taken in tier.occupancy().items()} == {SLOT: 3}
-
-
 def test_what_is_pinned_keeps_its_slot_though_another_size_needs_the_extent() -> None:
     """A chunk that waits for a farther tier is not lost to another group of the model, which gets room when it goes."""
     tier = open_tier(64, (SMALL, LARGE))
@@ -162,23 +125,6 @@ def test_what_is_pinned_keeps_its_slot_though_another_size_needs_the_extent() ->
     assert location is not None
     assert given_up
     assert {tier.state(key) for key in given_up} == {None}
-
-
-def test_a_reset_forgets_all_and_waits_for_what_is_in_use() -> None:
-    tier = open_tier(4)
-    first, _ = store(tier, key_of(0))
-    store(tier, key_of(1))
-    tier.pin(key_of(1))
-    tier.reserve(key_of(2), SLOT, [])
-    tier.clear()
-    assert [tier.lookup(key, ASKER, 0.0) for key in keys_of(3)] == [Lookup.MISS] * 3
-    taken = [store(tier, key)[0] for key in keys_of(3, 10)]
-    assert first in taken
-    assert taken[2] is not None, "two were held, so two were free, and the third evicts one of them"
-    assert tier.state(key_of(10)) is None
-    tier.unpin(key_of(1))
-    assert not tier.commit(key_of(2))
-    assert [store(tier, key)[1] for key in keys_of(2, 20)] == [[], []]
 
 
 def test_a_retired_place_is_lost_for_good_and_its_chunk_is_stored_anew_elsewhere() -> None:
@@ -203,15 +149,6 @@ def test_a_retired_place_is_lost_for_good_and_its_chunk_is_stored_anew_elsewhere
     with pytest.raises(IndexStateError):
         tier.retire(key_of(39))
     assert tier.state(key_of(39)) is State.READY
-
-
-def test_a_tier_all_of_whose_places_are_retired_takes_nothing() -> None:
-    tier = open_tier(4)
-    for key in keys_of(4):
-        tier.reserve(key, SLOT, [])
-        tier.retire(key)
-    assert store(tier, key_of(9)) == (None, [])
-    assert len(tier) == 0
 
 
 KEYS = keys_of(24)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import itertools
 import mmap
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,106 +17,15 @@ from nixl_offload.movers.base import (
     MemoryKind,
     MemoryRegion,
     Mover,
-    Op,
     TransferState,
 )
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.nixl import _split_at
-from nixl_offload.movers.select import SCRATCH_BYTES, candidates, open_mover
+from nixl_offload.movers.select import SCRATCH_BYTES, open_mover
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.contract.suites.mover_suite import KIB, MIB, Rig, extents
+from tests.contract.suites.mover_suite import KIB
 
 PENDING, DONE, FAILED = TransferState.PENDING, TransferState.DONE, TransferState.FAILED
-
-
-@pytest.fixture
-def faulty(tmp_path: Path) -> Iterator[tuple[Rig, FaultyMover]]:
-    """A rig on a FaultyMover with an empty script, and that."""
-    mover = FaultyMover(CopyMover())
-    rig = Rig(mover, tmp_path / "data", MemoryKind.DRAM, MIB, direct_io=True)
-    yield rig, mover
-    rig.close()
-
-
-WHERE = extents(np.arange(4) * 64 * KIB, 64 * KIB)
-
-
-def test_fault_counts(faulty: tuple[Rig, FaultyMover]) -> None:
-    """Faults are counted per direction where one is given; ``every`` goes on from there."""
-    rig, mover = faulty
-    mover.script = [Fault(1, FaultKind.FAIL, Op.WRITE), Fault(2, FaultKind.REFUSE, Op.READ, every=True)]
-    states = [rig.move(op, WHERE, WHERE).state for op in (Op.WRITE, Op.READ, Op.WRITE, Op.READ, Op.WRITE)]
-    assert states == [DONE, DONE, FAILED, DONE, DONE]
-    for _ in range(2):
-        with pytest.raises(MoverError):
-            rig.submit(Op.READ, WHERE, WHERE)
-    assert mover.submitted == [Op.WRITE, Op.READ, Op.WRITE, Op.READ, Op.WRITE, Op.READ, Op.READ]
-
-
-@pytest.mark.parametrize("kind", [FaultKind.SHORT, FaultKind.FAIL])
-def test_fault_short(faulty: tuple[Rig, FaultyMover], kind: FaultKind) -> None:
-    """Only the first bytes arrive, on the grid of O_DIRECT; SHORT says DONE all the same."""
-    rig, mover = faulty
-    mover.script = [Fault(0, kind, amount=70 * KIB + 17)]
-    before = rig.memory.copy()
-    transfer = rig.move(Op.READ, WHERE, WHERE)
-    assert transfer.state is (DONE if kind is FaultKind.SHORT else FAILED)
-    assert transfer.bytes_total == 256 * KIB
-    assert np.array_equal(rig.memory[: 68 * KIB], rig.stored[: 68 * KIB])
-    assert np.array_equal(rig.memory[68 * KIB :], before[68 * KIB :])
-
-
-def test_fault_late(faulty: tuple[Rig, FaultyMover]) -> None:
-    """PENDING for exactly so many polls after the bytes are there."""
-    rig, mover = faulty
-    mover.script = [Fault(0, FaultKind.LATE, amount=5)]
-    transfer = rig.submit(Op.READ, WHERE, WHERE)
-    while not np.array_equal(rig.memory[: 256 * KIB], rig.stored[: 256 * KIB]):
-        pass
-    states = list(itertools.takewhile(lambda state: state is PENDING, iter(lambda: mover.poll(transfer), None)))
-    assert len(states) >= 5
-    assert transfer.state is DONE
-
-
-@pytest.mark.parametrize("op", list(Op))
-def test_fault_corrupt(faulty: tuple[Rig, FaultyMover], op: Op) -> None:
-    """One byte differs where the bytes arrive, and only there."""
-    rig, mover = faulty
-    mover.script = [Fault(0, FaultKind.CORRUPT, amount=64 * KIB + 3)]
-    sent = (rig.stored if op is Op.READ else rig.memory)[: 256 * KIB].copy()
-    assert rig.move(op, WHERE, WHERE).state is DONE
-    arrived = (rig.memory if op is Op.READ else rig.raw_read())[: 256 * KIB]
-    assert np.flatnonzero(arrived != sent).tolist() == [64 * KIB + 3]
-
-
-def test_fault_stuck(faulty: tuple[Rig, FaultyMover]) -> None:
-    """PENDING until released; closing makes the others FAILED without having touched anything."""
-    rig, mover = faulty
-    mover.script = [Fault(0, FaultKind.STUCK)]
-    before = rig.memory.copy()
-    transfer = rig.submit(Op.READ, WHERE, WHERE)
-    assert {mover.poll(transfer) for _ in range(100)} == {PENDING}
-    assert np.array_equal(rig.memory, before)
-    mover.release()
-    assert rig.wait(transfer).state is DONE
-    assert np.array_equal(rig.memory[: 256 * KIB], rig.stored[: 256 * KIB])
-
-
-def test_closing_fails_the_stuck(tmp_path: Path) -> None:
-    """Closing ends what nobody released."""
-    mover = FaultyMover(CopyMover(), [Fault(0, FaultKind.STUCK)])
-    rig = Rig(mover, tmp_path / "data", MemoryKind.DRAM, MIB, direct_io=True)
-    transfer = rig.submit(Op.READ, WHERE, WHERE)
-    rig.close()
-    assert mover.poll(transfer) is FAILED
-
-
-def test_candidates() -> None:
-    """Best first; what was asked for and nothing else."""
-    assert candidates("auto", MemoryKind.DRAM) == ["posix_uring", "posix_aio", "copy"]
-    assert candidates("auto", MemoryKind.VRAM) == ["gds_mt", "kvikio", "posix_uring", "posix_aio", "copy"]
-    assert candidates("kvikio", MemoryKind.VRAM) == ["kvikio"]
-    assert candidates("posix", MemoryKind.VRAM) == ["posix_uring", "posix_aio"]
 
 
 def test_choosing_tries_for_real(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,11 +5,6 @@ beside them; ids outside the KV cache are refused; others have the interpreter m
 from __future__ import annotations
 
 import mmap
-import sys
-import threading
-import time
-import weakref
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +14,6 @@ import xxhash
 
 from nixl_offload.engine import bus_packer as packer_module
 from nixl_offload.engine.bus_packer import BusPacker
-from nixl_offload.engine.host_copies import host_copies_of, runs_of
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.packer import HostPacker
 from nixl_offload.engine.streams import READY, Device, HostStreams
@@ -27,7 +21,6 @@ from nixl_offload.errors import LayoutError
 from nixl_offload.movers.base import MemoryKind
 
 Bytes = npt.NDArray[np.uint8]
-MAP_NORESERVE = 0x4000
 BLOCKS = 24
 AT_ONCE = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
 """A device whose work is done when it is queued."""
@@ -117,63 +110,6 @@ def test_a_range_of_each_page() -> None:
     assert all((tensor == other).all() for tensor, other in zip(tensors, wanted, strict=True))
 
 
-def test_payloads_between_the_tensors_are_copied_too() -> None:
-    """The table of addresses spans everything between the first and the last tensor, the slots perhaps among it."""
-    area = noise(3 * 65536, 5)
-    first, last = area[:65536].reshape(16, 4096), area[-65536:].reshape(16, 4096)
-    payload = area[65536 : 65536 + 4 * 8192].reshape(4, 8192)
-    pages = [Page(0, 0, 4096), Page(1, 4096, 4096)]
-    packer = HostPacker([first, last], [pages])
-    ids = np.array([3, 9, 1, 15], dtype=np.int32)
-    packer.gather_many(0, [(ids, payload)], READY)
-    assert payload.tobytes() == expected([first, last], pages, ids.tolist())
-    wanted = payload.copy()
-    packer.scatter_many(0, [(ids[::-1].copy(), payload)], READY)
-    assert expected([first, last], pages, ids[::-1].tolist()) == wanted.tobytes()
-    assert (payload == wanted).all()
-
-
-@pytest.mark.parametrize(
-    ("begins", "lengths", "copies"),
-    [
-        ([0, 1, 2, 3], [4096] * 4, 1),
-        ([3, 2, 1, 0], [4096] * 4, 1),
-        ([0, 1, 3, 5], [4096] * 4, 2),
-        ([0, 2, 3, 4, 7], [4096] * 5, 3),
-        ([0, 1, 2, 3], [4096, 4096, 2048, 2048], 2),
-        ([5], [4096], 1),
-    ],
-)
-def test_equally_spaced_layers_are_one_copy(begins: list[int], lengths: list[int], copies: int) -> None:
-    """In either direction; others are copied in as many as their spacing and their pages' lengths need."""
-    area = noise(8 * 65536, 5)
-    tensors = [area[65536 * begin :][:65536].reshape(16, 4096) for begin in begins]
-    columns = [sum(lengths[:layer]) for layer in range(len(lengths))]
-    pages = [Page(layer, columns[layer], length) for layer, length in enumerate(lengths)]
-    assert len(host_copies_of(list(zip(tensors, columns, lengths, strict=True)))) == copies
-    packer = HostPacker(tensors, [pages])
-    ids = np.array([3, 9, 10, 15], dtype=np.int32)
-    payload = np.zeros((4, sum(lengths)), dtype=np.uint8)
-    packer.gather_many(0, [(ids, payload)], READY)
-    assert payload.tobytes() == expected(tensors, pages, ids.tolist())
-    packer.scatter_many(0, [(ids[::-1].copy(), payload)], READY)
-    assert expected(tensors, pages, ids[::-1].tolist()) == payload.tobytes()
-
-
-def test_pages_far_apart() -> None:
-    """Pages of 64 MiB, 2^40 bytes between them (reserved addresses, of which little is ever touched)."""
-    area = np.frombuffer(mmap.mmap(-1, 1 << 40, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE), np.uint8)
-    page = 64 << 20
-    tensors = [area[: 2 * page].reshape(2, page), area[-2 * page :].reshape(2, page)]
-    assert len(host_copies_of([(tensors[0], 0, page), (tensors[1], page, page)])) == 1
-    tensors[1][1, -1] = 7
-    payload = np.zeros((1, 2 * page), dtype=np.uint8)
-    packer = HostPacker(tensors, [[Page(0, 0, page), Page(1, page, page)]])
-    packer.gather_many(0, [(np.array([1], np.int32), payload)], READY)
-    assert payload[0, -1] == 7
-    assert not payload[0, :-1].any()
-
-
 @pytest.mark.parametrize("ids", [[-1, 2], [0, BLOCKS], [2**31 - 1, 0]])
 def test_ids_outside_the_kv_cache_are_refused_before_anything_is_copied(ids: list[int]) -> None:
     """The group's smallest tensor counts."""
@@ -189,35 +125,6 @@ def test_ids_outside_the_kv_cache_are_refused_before_anything_is_copied(ids: lis
         packer.scatter_many(0, parts, READY)
     assert not payloads.any()
     assert all((tensor == old).all() for tensor, old in zip(tensors, before, strict=True))
-
-
-@pytest.mark.parametrize("step", [1, 3], ids=["consecutive", "scattered"])
-@pytest.mark.parametrize("is_gather", [True, False], ids=["gather", "scatter"])
-def test_others_have_the_interpreter_while_a_chunk_is_copied(is_gather: bool, step: int) -> None:
-    """Another thread runs Python code while one call copies: the copy goes on, and nobody asks for turns."""
-    layers = [noise(64 * 65536, seed).reshape(64, 65536) for seed in range(8)]
-    packer = HostPacker(layers, [[Page(layer, 65536 * layer, 65536) for layer in range(8)]])
-    payload = noise(16 * 8 * 65536, 9).reshape(16, -1)
-    ids = np.arange(0, 16 * step, step, dtype=np.int32)
-    copy = packer.gather_many if is_gather else packer.scatter_many
-    over, ticks = threading.Event(), [0]
-
-    def tick() -> None:
-        while not over.is_set():
-            ticks[0] += 1
-            time.sleep(0)
-
-    interval_s = sys.getswitchinterval()
-    thread = threading.Thread(target=tick)
-    thread.start()
-    try:
-        sys.setswitchinterval(60.0)  # nobody is made to hand the interpreter over
-        before = ticks[0]
-        assert any(copy(0, [(ids, payload)], READY).done() and ticks[0] > before + 5 for _ in range(2000))
-    finally:
-        sys.setswitchinterval(interval_s)
-        over.set()
-        thread.join()
 
 
 @pytest.mark.parametrize("scratch_bytes", [1, 10_000, 1 << 20])
@@ -247,34 +154,3 @@ def test_the_devices_packer_reckons_as_the_hosts(
         tensor[:] = old
     reference.scatter_many(0, list(zip(reversed(arrays), slots, strict=True)), READY)
     assert all((tensor == other).all() for tensor, other in zip(tensors, found, strict=True))
-
-
-def test_the_devices_packer_holds_the_scratch_of_one_turn_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM leaves little device memory over."""
-    monkeypatch.setattr(packer_module, "SCRATCH_BYTES", 4 * 8192)
-    tensors = tensors_of(2, 4096, 4096, 0)
-    pages = [Page(0, 0, 4096), Page(1, 4096, 4096)]
-    packer = BusPacker([torch.from_numpy(tensor) for tensor in tensors], [pages], AT_ONCE)
-    scratch = packer._scratch
-    made: list[weakref.ref[torch.Tensor]] = []
-    alive: list[int] = []
-
-    def counted(*arguments: Any) -> torch.Tensor:
-        alive.append(sum(each() is not None for each in made))
-        fresh = scratch(*arguments)
-        made.append(weakref.ref(fresh))
-        return fresh
-
-    monkeypatch.setattr(packer, "_scratch", counted)
-    parts = [(np.array(ids, dtype=np.int32), np.zeros((4, 8192), dtype=np.uint8)) for ids in SCATTERED]
-    packer.gather_many(0, parts, READY)
-    packer.scatter_many(0, parts, READY)
-    assert alive == [0] * 6
-
-
-def test_runs_of_consecutive_blocks() -> None:
-    """None goes from one payload into the next, even where the ids do."""
-    assert runs_of(np.array([4, 5, 6, 9, 3, 4], dtype=np.int32), [6]) == [(0, 0, 4, 3), (0, 3, 9, 1), (0, 4, 3, 2)]
-    assert runs_of(np.array([4, 5, 6, 7, 8, 9], dtype=np.int32), [2, 4]) == [(0, 0, 4, 2), (1, 0, 6, 4)]
-    assert runs_of(np.array([0], dtype=np.int32), [1]) == [(0, 0, 0, 1)]
-    assert runs_of(np.array([8, 9], dtype=np.int32), [1, 1]) == [(0, 0, 8, 1), (1, 0, 9, 1)]

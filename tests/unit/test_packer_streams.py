@@ -127,17 +127,6 @@ def test_no_fence_is_done_before_its_copy(kit: Kit, way: str, monkeypatch: pytes
     assert (kit.blocks() == kit.payload).all()
 
 
-def test_a_load_waits_for_no_store(kit: Kit, streams: ThreadedStreams) -> None:
-    """A store waits for the step that computes its blocks; a load submitted before that step goes by it."""
-    early = streams.compute_fence()
-    with streams.compute.held():
-        stored = kit.gather(streams.compute_fence())
-        settled(kit.scatter(early))
-        assert not stored.done()
-        assert (kit.blocks() == 1).all()
-    settled(stored)
-
-
 def test_sums_wait_for_the_model_and_only_where_they_must(streams: ThreadedStreams) -> None:
     """The sums of a store go behind its fence; those of a load that has come wait for no store."""
     kit = Kit(BusPacker, emulated(streams))
@@ -171,18 +160,6 @@ def test_blocks_are_cleared_behind_the_fence(streams: ThreadedStreams) -> None:
         kit.packer.clear(0, np.array([-1], dtype=np.int32), READY)
 
 
-def test_sums_are_not_to_be_had_before_they_are_there(streams: ThreadedStreams) -> None:
-    """A header made of them earlier would be made of whatever the memory held."""
-    kit = Kit(DevicePacker, emulated(streams))
-    assert isinstance(kit.packer, DevicePacker)
-    with streams.compute.held():
-        sums = kit.packer.gather(0, kit.halves(IDS), streams.compute_fence())
-        with pytest.raises(RuntimeError, match="before"):
-            sums.values()
-    settled(sums)
-    assert (sums.values() == block_checksums(kit.payload)).all()
-
-
 def test_headers_and_inspections_wait_for_no_step(streams: ThreadedStreams) -> None:
     """Another chunk's gather, or scatter, may be waiting for the model meanwhile."""
     kit = Kit(DevicePacker, emulated(streams))
@@ -195,35 +172,6 @@ def test_headers_and_inspections_wait_for_no_step(streams: ThreadedStreams) -> N
         assert not any(fence.done() for fence in waiting)
     for fence in waiting:
         settled(fence)
-
-
-def test_what_comes_of_a_header_or_an_inspection_is_there_when_it_is_told(streams: ThreadedStreams) -> None:
-    """An image is not written before its header is in it, a header page not read before it has come."""
-    kit = Kit(DevicePacker, emulated(streams))
-    assert isinstance(kit.packer, DevicePacker)
-    slot, headers = torch.zeros(8192, dtype=torch.uint8), np.full((1, 4096), 5, dtype=np.uint8)
-    beside = kit.packer._beside
-    assert isinstance(beside, ThreadedStream)
-    with beside.held():
-        finished = kit.packer.finish_images(headers, [slot], [[(4096, 4100)]])
-        come, inspected = kit.packer.inspect([slot], None)
-        time.sleep(A_WHILE_S)
-        assert not finished.done()
-        assert not inspected.done()
-    settled(finished)
-    settled(inspected)
-    assert (come == 5).all()
-
-
-def test_the_callers_ids_may_change_at_once(kit: Kit, streams: ThreadedStreams) -> None:
-    """What is queued has its own: the caller's list of blocks lives shorter."""
-    ids = IDS.copy()
-    with streams.compute.held():
-        loaded = kit.scatter(streams.compute_fence(), ids)
-        ids[:] = 0
-    settled(loaded)
-    assert (kit.blocks() == 1).all()
-    assert not kit.tensors[0][0].any()
 
 
 class Failing(ThreadedStream):

@@ -101,12 +101,6 @@ def test_the_limit_of_cufile_json(machine: Machine) -> None:
     assert "= 33554432 (32GiB)" in refusal(machine, 32 * GIB), "cuFile's default stands for what is no number"
 
 
-def test_the_file_to_change_is_the_one_in_force(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.write("opt/mine.json", '{"properties": {"max_device_pinned_mem_size_kb": 1048576}}')
-    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", "/opt/mine.json")
-    assert "under `properties` in /opt/mine.json" in refusal(machine, GIB)
-
-
 def test_a_window_that_is_too_small(machine: Machine) -> None:
     """A GPU without resizable BAR shows 256 MiB; the kernel says so where NVML is not to be had."""
     window(machine, 256 << 20)
@@ -119,14 +113,6 @@ def test_a_window_that_is_too_small(machine: Machine) -> None:
     check_pinning("gds_mt", vram(GIB), 0, root=str(machine.root))
     machine.write(WINDOW, "nonsense\n")
     check_pinning("gds_mt", vram(GIB), 0, root=str(machine.root))
-
-
-def test_of_several_gpus_the_largest_window_counts(machine: Machine) -> None:
-    """Without CUDA nobody says which of them is meant, and nothing is to be refused in error."""
-    window(machine, 256 << 20)
-    machine.write("proc/driver/nvidia/gpus/0000:5f:00.0/information", "Model: NVIDIA H100\n")
-    machine.write("sys/bus/pci/devices/0000:5f:00.0/resource", f"0x0 0x0 0x0\n0x1000 {0x1000 + GIB - 1:#x} 0x1\n")
-    assert find_bar1(0, str(machine.root)) == Bar1(GIB, None)
 
 
 def test_in_compatibility_mode_nothing_is_pinned_and_nothing_refused(
@@ -151,10 +137,6 @@ def test_p2pdma_pins_as_well(machine: Machine) -> None:
     assert "max_device_pinned_mem_size_kb" in refusal(machine, 32 * GIB)
     machine.write("proc/sys/kernel/osrelease", "5.15.0\n")
     check_pinning("gds_mt", vram(32 * GIB), 0, root=str(machine.root))
-
-
-def test_host_memory_is_no_matter_of_pinning(machine: Machine) -> None:
-    check_pinning("gds_mt", MemoryRegion(0, 500 * GIB, MemoryKind.DRAM), 0, root=str(machine.root))
 
 
 def test_what_the_driver_says_of_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,13 +179,6 @@ def test_what_the_driver_says_of_the_window(tmp_path: Path, monkeypatch: pytest.
     assert find_bar1(0) is None
     monkeypatch.setattr(pinning, "CUDA", str(tmp_path / "none.so"))
     assert find_bar1(0) is None
-
-
-def test_where_nothing_is_pinned_cufile_is_not_asked(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
-    """Where there is no driver NVIDIA's library never returns from registering."""
-    monkeypatch.setattr(pinning, "_cufile", lambda: pytest.fail("cuFile was asked"))
-    machine.remove("proc/driver/nvidia")
-    assert pinning.find_cuts("gds_mt", vram(GIB), root=str(machine.root)) == []
 
 
 def test_nixl_asks_before_it_registers(monkeypatch: pytest.MonkeyPatch) -> None:

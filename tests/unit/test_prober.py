@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from nixl_offload.errors import StoreError
-from nixl_offload.stores.base import Store
 from nixl_offload.tiers.shared.background_tasks import Discard
-from nixl_offload.tiers.shared.chain_search import AskAll, ChainSearch
+from nixl_offload.tiers.shared.chain_search import ChainSearch
 from nixl_offload.tiers.shared.naming import StoredShard
 from nixl_offload.tiers.shared.prober import MAX_TASKS, Prober
-from nixl_offload.tiers.shared.prober_events import Event, ProbeAnswer, ProbeResult, SearchEnd, TaskEnd, TrialEnd
+from nixl_offload.tiers.shared.prober_events import Event, ProbeAnswer, ProbeResult, SearchEnd, TrialEnd
 from nixl_offload.types import Key
 from tests.unit.shared_rig import SLOT, WAIT_S, Gate, MemoryStore, keys_of, refuse
 
@@ -89,20 +87,6 @@ def test_a_search_asks_round_by_round_and_tells_each_answer_and_the_boundary(
     assert prober.idle
 
 
-def test_searches_that_want_the_same_key_share_the_question(make: MakeProber, store: MemoryStore) -> None:
-    keys = keys_of(16)
-    _put(store, *keys)
-    gate = store.before = Gate()
-    prober = make(threads=4)
-    for number in range(5):
-        prober.search(number, keys, ChainSearch(len(keys)))
-    prober.probe(keys)
-    gate.open()
-    events = _collect(prober, SearchEnd, 5)
-    assert [event.boundary for event in events if isinstance(event, SearchEnd)] == [16] * 5
-    assert len(store.names("head")) == 16
-
-
 def test_what_an_object_must_be_to_count(make: MakeProber, store: MemoryStore) -> None:
     good, short, long, old, cleared, gone = keys_of(6)
     _put(store, good)
@@ -123,18 +107,6 @@ def test_what_an_object_must_be_to_count(make: MakeProber, store: MemoryStore) -
     }
 
 
-def test_an_error_is_an_answer_of_its_own_and_ends_the_search(make: MakeProber, store: MemoryStore) -> None:
-    store.before = refuse
-    prober = make()
-    prober.search(1, keys_of(3), ChainSearch(3))
-    events = _collect(prober, SearchEnd)
-    assert {event.cause for event in events if isinstance(event, ProbeAnswer)} == {"unreachable"}
-    assert [event.boundary for event in events if isinstance(event, SearchEnd)] == [0]
-    _rest(prober)
-    # The first answer makes the others pointless: what was not out by then is not asked any more.
-    assert 1 <= prober.counts().errors == len(store.names("head")) <= 3
-
-
 def test_a_thread_outlives_an_error_that_should_not_be(
     make: MakeProber, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,21 +120,6 @@ def test_a_thread_outlives_an_error_that_should_not_be(
     assert {event.cause for event in events if isinstance(event, ProbeAnswer)} == {"io"}
     assert {event.message for event in events if isinstance(event, ProbeAnswer)} == {"ZeroDivisionError"}
     assert "should not be" in caplog.text
-
-
-def test_questions_overtake_tasks_and_tasks_keep_to_their_threads(make: MakeProber, store: MemoryStore) -> None:
-    gate = Gate()
-    store.before = lambda operation, name: gate(operation, name) if operation == "delete" else None
-    prober = make(threads=3, task_threads=2)
-    tasks = [Discard((key,), ((StoredShard(_name(key), 0),),), even_whole=True) for key in keys_of(20, first=100)]
-    assert all(prober.do(task) for task in tasks)
-    prober.search(1, keys_of(10), AskAll(10))
-    _collect(prober, SearchEnd)
-    assert len(store.names("delete")) <= 2, "a third thread is left for questions"
-    gate.open()
-    done = [event for event in _collect(prober, TaskEnd, 20) if isinstance(event, TaskEnd)]
-    assert {id(event.task) for event in done} == {id(task) for task in tasks}
-    assert not any(event.cause for event in done)
 
 
 def test_too_many_tasks_are_refused(make: MakeProber, store: MemoryStore) -> None:
@@ -192,20 +149,6 @@ def test_a_trial_goes_before_all_else_and_alone(make: MakeProber, store: MemoryS
     assert end.cause == "unreachable"
 
 
-def test_a_cancelled_search_asks_no_further(make: MakeProber, store: MemoryStore) -> None:
-    gate = store.before = Gate()
-    prober = make(threads=2)
-    prober.search(1, keys_of(16), ChainSearch(16))
-    prober.search(2, keys_of(4, first=50), ChainSearch(4))
-    _wait_for(lambda: len(store.calls) == 2)
-    prober.cancel(1)
-    gate.open()
-    events = _collect(prober, SearchEnd)
-    assert [event.number for event in events if isinstance(event, SearchEnd)] == [2]
-    _rest(prober)
-    assert len(store.calls) <= 6
-
-
 def test_a_hung_store_holds_no_caller_and_no_more_threads_than_there_are(make: MakeProber, store: MemoryStore) -> None:
     gate = store.before = Gate()
     before = threading.active_count()
@@ -224,25 +167,8 @@ def test_a_hung_store_holds_no_caller_and_no_more_threads_than_there_are(make: M
     gate.open()
 
 
-def _rest(prober: Prober) -> None:
-    """Drain until nothing is under way any more."""
-    _wait_for(lambda: bool(prober.drain(100) or True) and prober.idle)
-
-
 def _wait_for(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
-
-
-def test_a_chore_that_fails_is_told(make: MakeProber, store: MemoryStore) -> None:
-    class Failing:
-        def run(self, store: Store) -> None:
-            raise StoreError("no", cause="denied")
-
-    prober = make()
-    task = Failing()
-    assert prober.do(task)
-    assert _collect(prober, TaskEnd) == [TaskEnd(task, "denied", "no")]
-    assert prober.counts().task_errors == 1

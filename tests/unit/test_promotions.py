@@ -4,7 +4,6 @@ from them, no staging slot is used, and each host slot to fill is told of exactl
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -110,28 +109,6 @@ def test_an_image_goes_out_and_comes_back_as_it_is(make: Make, shape: str) -> No
     assert direct.engine.idle()
 
 
-def test_sizes_of_what_was_moved(make: Make) -> None:
-    """A load counts the blocks that it served, a move the whole payload."""
-    rig = make()
-    direct = Direct(rig)
-    rig.put(FILE, 0)
-    block_bytes = rig.layout.groups[0].block_bytes
-    direct.load(1, [rig.chunk(0, FILE, [1, 2], first=2, host=0)])
-    direct.fetch(2, [rig.chunk(0, FILE, host=1)])
-    assert direct.results[1].bytes_moved == 2 * block_bytes
-    assert direct.results[2].bytes_moved == 4 * block_bytes
-
-
-def test_a_load_of_a_tail_lands_the_whole_image(make: Make) -> None:
-    rig = make()
-    direct = Direct(rig)
-    rig.put(FILE, 0)
-    rig.host_bytes(5)[:] = 0xEE
-    assert direct.load(1, [rig.chunk(0, FILE, [7], first=3, host=5)]) == ((OK,), (OK,))
-    assert np.array_equal(rig.host_bytes(5), rig.image(0))
-    assert np.array_equal(rig.blocks([7]), rig.payload(0)[3:])
-
-
 def test_a_shard_that_lacks_its_first_blocks_lands_without_them(make: Make) -> None:
     """What an earlier chunk left around the blocks, in the file or in the slot, is not carried on."""
     rig = make()
@@ -224,25 +201,6 @@ def test_a_mover_that_cannot_have_the_host_memory_serves_all_else(make: Make) ->
     assert direct.load(4, [rig.chunk(0, FILE, [5, 6, 7, 8], host=0)]) == ((OK,), (FAILED,)), "served, and not kept"
 
 
-def test_promotions_are_those_chunks_that_have_a_slot_in_their_order(make: Make) -> None:
-    rig = make()
-    direct = Direct(rig)
-    for number in (0, 1, 3):
-        rig.put(FILE, number)
-    chunks = [
-        rig.chunk(0, FILE, [1, 2, 3, 4]),
-        rig.chunk(2, FILE, [5, 6, 7, 8], host=2),
-        rig.chunk(1, FILE, [9, 10, 11, 12], host=1),
-        rig.chunk(3, FILE, [13, 14, 15, 16]),
-    ]
-    assert direct.load(1, chunks) == ((OK, CORRUPT, OK, OK), (CORRUPT, OK))
-    direct.engine.submit_load(2, chunks[:1])
-    direct.ended(2, promotes=False)
-    time.sleep(0.02)
-    direct.poll()
-    assert list(direct.promotions) == [1]
-
-
 def test_no_staging_is_needed_for_host_slots(make: Make) -> None:
     """All of it is held by loads that hang; images go out and come back, and KV blocks are served, all the same."""
     mover = FaultyMover(CopyMover(), [Fault(n, FaultKind.STUCK, op=Op.READ) for n in range(2)])
@@ -258,22 +216,6 @@ def test_no_staging_is_needed_for_host_slots(make: Make) -> None:
     mover.release()
     assert direct.ended(1, promotes=False)[0] == (OK,) * 3
     assert direct.ended(5, promotes=False)[0] == (OK,)
-
-
-def test_write_throughs_are_not_bound_by_the_store_queue(make: Make) -> None:
-    """Eight times what stores may wait: none is dropped, and stores have the whole queue to themselves."""
-    mover = FaultyMover(CopyMover(), [Fault(0, FaultKind.STUCK, op=Op.WRITE, every=True)])
-    rig = make(mover, staging_slots=2)
-    direct = Direct(rig)
-    for number in range(16):
-        rig.fill_host(number)
-    chunks = [rig.chunk(number % 16, FILE, host=number % 16) for number in range(64)]
-    direct.engine.submit_background(1, chunks, WorkKind.WRITE_THROUGH)
-    direct.engine.submit_store(2, [rig.chunk(20, FILE, [1, 2, 3, 4])] * 8)
-    until(lambda: mover.submitted)
-    mover.release()
-    assert direct.ended(2, promotes=False)[0] == (OK,) * 8
-    assert direct.ended(1, promotes=False)[0] == (OK,) * 64
 
 
 @pytest.mark.parametrize("kind", ["tree", "objects"])

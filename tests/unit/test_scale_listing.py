@@ -45,15 +45,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> SortedStore:
     return SortedStore()
 
 
-def test_ranges_hold_every_name_once() -> None:
-    ranges = listing.ranges_of(NAME)
-    names = [f"{NAME}/{first:02x}{rest}" for first in range(256) for rest in ("", "/", "/a", "/f.0000", "0", "0/", "z")]
-    names += [f"{NAME}/", f"{NAME}/!", f"{NAME}/manifest.json", f"{NAME}/zz/x", f"{NAME}/é"]
-    for name in names:
-        assert sum(after < name and (not last or name <= last) for after, last in ranges) == 1, name
-    assert all(after < f"{NAME}/{first:02x}/{'f' * 72}.ffff" <= last for first, (after, last) in enumerate(ranges[:-1]))
-
-
 def test_a_large_namespace_is_listed_whole_by_several_threads(store: SortedStore) -> None:
     fill(store, 700)
     for foreign in ("manifest.json", "00", "000", "7f0", "7f/x", "ff/", "zz/y"):
@@ -65,12 +56,6 @@ def test_a_large_namespace_is_listed_whole_by_several_threads(store: SortedStore
     assert sorted(others) == sorted(expected_others)
     assert store.most_at_once <= listing.LISTS
     assert len(store.names("list")) == 1 + 1 + 256
-
-
-def test_a_small_namespace_is_listed_once(store: SortedStore) -> None:
-    fill(store, 50)
-    assert len(list(listing.list_chunks(store, NAME, lambda info: None))) == 50
-    assert len(store.names("list")) == 1
 
 
 def test_an_error_and_an_early_end_leave_no_thread(store: SortedStore) -> None:

@@ -109,17 +109,6 @@ def test_many_requests_for_one_chain_share_its_probes(make: MakeRig, store: Memo
     assert rig.heads() == len(set(store.names("head"))) <= 48
 
 
-def test_a_request_that_shares_only_a_beginning_waits_for_it_and_then_asks_for_its_own(make: MakeRig) -> None:
-    rig, shared = make(), keys_of(20)
-    first, second = [*shared, *keys_of(100, 1000)], [*shared, *keys_of(100, 2000)]
-    rig.put(*first, *second[:60])
-    rig.ask("first", first)
-    rig.ask("second", second)
-    rig.flush()
-    assert rig.hits("second", second) == 60
-    assert rig.hits("first", first) == 120
-
-
 def test_what_is_known_is_not_asked_again_until_it_is_stale(make: MakeRig) -> None:
     rig, keys = make(present_for="10m", absent_for="10s"), keys_of(8)
     rig.put(*keys[:5])
@@ -134,33 +123,6 @@ def test_what_is_known_is_not_asked_again_until_it_is_stale(make: MakeRig) -> No
     rig.ahead_s = 700.0
     del rig.store.objects[rig.names(keys[2])[0]]  # type: ignore[attr-defined]
     assert rig.hits("d", keys) == 2, "a presence lasts ten minutes"
-
-
-def test_a_hole_heals_itself(make: MakeRig) -> None:
-    """The front of a chain expired: it is a miss, is computed and stored, and then all of it is there again."""
-    rig, keys = make(), keys_of(40)
-    rig.put(*keys[3:])
-    assert rig.hits("a", keys) == 0
-    _store(rig, *keys[:3])
-    rig.ahead_s = 11.0
-    assert rig.hits("b", keys) == 40
-
-
-def test_what_lies_behind_a_boundary_is_stored_anew_once_it_is_stale(make: MakeRig, store: MemoryStore) -> None:
-    rig, keys = make(), keys_of(40)
-    rig.put(*keys)
-    assert rig.hits("a", keys) == 40
-    store.objects.clear()
-    rig.ahead_s = 700.0
-    assert rig.hits("b", keys) == 0
-    assert [rig.tier.state(key) for key in keys] == [None] * 40
-
-
-def test_a_key_beyond_the_boundary_is_not_taken_for_absent(make: MakeRig) -> None:
-    rig, keys = make(), keys_of(1000)
-    rig.put(*keys[:10], *keys[500:])
-    assert rig.hits("a", keys) == 10
-    assert rig.hits("b", keys[500:]) == 500
 
 
 def test_damaged_objects_are_absent_and_deleted(make: MakeRig, store: MemoryStore) -> None:
@@ -196,20 +158,6 @@ def test_a_window_at_the_end_of_what_is_there(make: MakeRig, window: int) -> Non
     assert rig.scan("a", keys, window) == 3000
     assert rig.heads() <= 16 + 48 + 2 * max(window, 16) + 16
     assert rig.tier.counts().inferred == 0
-
-
-def test_a_window_that_is_there_costs_its_own_length(make: MakeRig) -> None:
-    rig, keys = make(), keys_of(4096, group=1)
-    rig.put(*keys[-5:])
-    assert rig.scan("a", keys, 5) == 4096
-    assert rig.heads() == 16
-    assert rig.scan("b", keys[:2000], 5) == 0
-
-
-def test_nothing_at_all_is_soon_known(make: MakeRig) -> None:
-    rig, keys = make(), keys_of(4096, group=1)
-    assert rig.scan("a", keys, 8) == 0
-    assert rig.heads() <= 16 + 48
 
 
 def test_a_window_is_not_scanned_while_the_same_request_waits_for_a_chain(make: MakeRig, store: MemoryStore) -> None:
@@ -251,16 +199,6 @@ def test_a_chunk_that_may_still_be_written_is_forgotten_and_deleted(
     assert rig.hits("a", keys) == 2
 
 
-def test_a_store_of_which_nothing_is_certain_counts_as_failed(make: MakeRig) -> None:
-    rig, keys = make(), keys_of(3)
-    for key in keys:
-        assert rig.tier.reserve(key, SLOT, []) is not None
-        rig.tier.retire(key)
-        rig.tier.stored([key], {key: Outcome.TAINTED}, rig.now())
-    assert rig.tier.trouble == "stores"
-    assert rig.tier.reserve(key_of(9), SLOT, []) is None
-
-
 # Deadlines, failures, recovery
 
 
@@ -279,18 +217,6 @@ def test_a_request_is_held_back_for_its_timeout_once(make: MakeRig, store: Memor
     assert rig.hits("b", keys) == 4
     rig.tier.forget_request("a")
     assert rig.hits("a", keys) == 4
-
-
-def test_an_answer_that_came_during_a_long_step_is_not_too_late(make: MakeRig) -> None:
-    rig, keys = make(timeout="1s"), keys_of(64)
-    rig.put(*keys)
-    rig.ask("a", keys)
-    rig.flush()
-    while not rig.tier._prober.counts().rounds:
-        time.sleep(0.001)
-    time.sleep(0.05)
-    rig.ahead_s = 3.0
-    assert rig.ask("a", keys) == [Lookup.HIT] * 64
 
 
 def test_a_dead_store_costs_a_request_little_and_the_next_ones_nothing_and_comes_back_by_itself(
@@ -407,35 +333,6 @@ def test_a_request_that_was_not_answered_doubts_the_store(make: MakeRig, store: 
     assert not rig.tier.doubts("disabled")
 
 
-@pytest.mark.parametrize("timeout", ["2s", "10s"])
-def test_a_request_that_asks_again_later_waits_anew(make: MakeRig, timeout: str) -> None:
-    """An absence is believed for a while. Who was answered then, and asks once more, has not waited since."""
-    rig, keys = make(timeout=timeout, absent_for="5s"), keys_of(8)
-    assert rig.hits("patient", keys) == 0
-    rig.ahead_s += 6.0
-    assert rig.hits("patient", keys) == 0
-    rig.put(*keys)
-    rig.ahead_s += 6.0
-    assert rig.hits("patient", keys) == 8
-    assert not rig.tier.doubts("patient")
-
-
-def test_a_request_that_was_not_answered_does_not_wait_anew(make: MakeRig, store: MemoryStore) -> None:
-    """However long after its search was given up it asks again, and also where another was answered before."""
-    rig, keys = make(timeout="2s", absent_for="5s"), keys_of(8)
-    assert rig.hits("patient", keys) == 0
-    gate = store.before = Gate()
-    rig.ahead_s += 6.0
-    assert rig.ask("patient", keys)[0] is Lookup.RETRY
-    rig.flush()
-    rig.ahead_s += 3.0
-    for _ in range(3):
-        rig.flush()
-    assert rig.ask("patient", keys) == [Lookup.MISS]
-    assert rig.tier.doubts("patient")
-    gate.open()
-
-
 def test_a_request_whose_answers_are_forgotten_at_once_is_held_back_no_longer(
     make: MakeRig, store: MemoryStore
 ) -> None:
@@ -512,17 +409,6 @@ def test_a_chunk_that_arrived_damaged_is_deleted_before_it_is_stored_anew(make: 
     assert not any(name in store.objects for name in rig.names(keys[1]))
 
 
-def test_what_one_rank_could_not_store_is_deleted_for_all(make: MakeRig, store: MemoryStore) -> None:
-    rig, key = make(world_size=2), key_of(1)
-    assert rig.tier.reserve(key, SLOT, []) is not None
-    rig.put(key, ranks=[0])
-    rig.tier.abort(key)
-    rig.tier.stored([key], {key: Outcome.FAILED}, rig.now())
-    rig.settle()
-    assert rig.names(key)[0] not in store.objects
-    assert rig.hits("a", [key]) == 0
-
-
 def test_loads_that_fail_while_all_is_there_stop_loading_and_one_request_tries_again(make: MakeRig) -> None:
     rig, keys = make(), keys_of(50)
     rig.put(*keys)
@@ -571,26 +457,6 @@ def test_loads_of_what_somebody_deleted_do_not_count_against_the_storage(make: M
     assert rig.tier.trouble == "none"
 
 
-def test_stores_that_fail_stop_storing_and_nothing_else(make: MakeRig) -> None:
-    rig, keys = make(), keys_of(20)
-    rig.put(*keys)
-    for number in range(3):
-        key = key_of(1000 + number)
-        assert rig.tier.reserve(key, SLOT, []) is not None
-        rig.tier.abort(key)
-        rig.tier.stored([key], {key: Outcome.FAILED}, rig.now())
-    assert rig.tier.reserve(key_of(2000), SLOT, []) is None
-    assert rig.hits("a", keys) == 20
-    rig.ahead_s = 2.0
-    rig.flush()
-    assert rig.tier.reserve(key_of(2000), SLOT, []) is not None, "the trial"
-    assert rig.tier.reserve(key_of(2001), SLOT, []) is None, "one at a time"
-    assert rig.tier.commit(key_of(2000))
-    rig.tier.stored([key_of(2000)], {}, rig.now())
-    assert rig.tier.reserve(key_of(2001), SLOT, []) is not None
-    rig.tier.abort(key_of(2001))
-
-
 def test_an_answer_older_than_a_store_does_not_undo_it(make: MakeRig, store: MemoryStore) -> None:
     """The question went out before the chunk was stored, its answer, that it is absent, comes after."""
     rig, key = make(), key_of(1)
@@ -631,20 +497,6 @@ def test_a_chunk_in_use_is_refreshed_once_it_is_half_as_old_as_it_may_get(make: 
     assert rig.ask("b", [old]) != [Lookup.MISS]
 
 
-def test_a_store_that_keeps_the_time_has_refreshed_nothing(make: MakeRig, store: MemoryStore) -> None:
-    """Some servers copy an object onto itself and keep its time: it goes when the store says that it is old."""
-    rig, [key] = make(ttl_s=3600.0), keys_of(1)
-    rig.put(key, age_s=2000.0)
-    assert rig.hits("a", [key]) == 1
-    store.keeps_times = True
-    rig.tier.touch(key)
-    rig.settle()
-    assert sorted(store.names("refresh")) == sorted(rig.names(key))
-    assert rig.tier.counts().refreshed == 0
-    rig.ahead_s = 1700.0
-    assert rig.ask("b", [key]) == [Lookup.RETRY], "no longer believed: the store is asked"
-
-
 @pytest.mark.parametrize("shard", [0, 1])
 def test_a_shard_of_another_size_is_not_refreshed(make: MakeRig, store: MemoryStore, shard: int) -> None:
     """The chunk counts as gone, whichever of its shards it is, and is stored anew when it is computed."""
@@ -677,21 +529,6 @@ def test_after_a_reset_only_what_was_stored_since_counts_each_looked_at_itself(
     rig.ahead_s = 400.0
     assert rig.hits("d", keys) == 30
     assert rig.tier._presence.held == 0
-
-
-def test_the_manifest_is_written_once_and_again_after_trouble(make: MakeRig, store: MemoryStore) -> None:
-    rig = make()
-    name = manifest_name(rig.namespace.name)
-    store.before = refuse
-    rig.settle()
-    assert name not in store.objects
-    store.before = lambda operation, name: None
-    rig.ahead_s = 61.0
-    rig.settle()
-    assert name in store.objects
-    other = make()
-    other.settle()
-    assert [called for called, _ in store.calls].count("write") == 1
 
 
 def test_a_chain_longer_than_what_may_be_remembered_ends_by_its_deadline(make: MakeRig) -> None:

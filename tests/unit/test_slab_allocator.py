@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
-import time
-from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,18 +23,6 @@ def take_all(slab: SlabAllocator, slot_bytes: int) -> list[int]:
     while (offset := slab.allocate(slot_bytes)) is not None:
         offsets.append(offset)
     return offsets
-
-
-def test_every_slot_once_and_the_whole_slab() -> None:
-    """All slots of a class are distinct, disjoint and inside; the largest class wastes no byte of an extent."""
-    slab = SlabAllocator(10 * MIB, [LARGE])
-    offsets = take_all(slab, LARGE)
-    assert len(offsets) == len(set(offsets)) == slab.rank_bytes // LARGE
-    assert slab.rank_bytes <= 10 * MIB < slab.rank_bytes + slab.extent_bytes
-    ordered = sorted(offsets)
-    assert all(b - a >= LARGE for a, b in pairwise(ordered))
-    assert ordered[-1] + LARGE <= slab.rank_bytes
-    assert slab.used_bytes == len(offsets) * LARGE
 
 
 def test_freed_slots_come_back_one_by_one() -> None:
@@ -79,41 +64,6 @@ def test_free_refuses_what_is_not_taken() -> None:
         slab.free(offset, SMALL)
     assert slab.used_slots(SMALL) == 0
     assert slab.used_slots(LARGE) == 1
-
-
-def test_an_empty_extent_serves_another_class() -> None:
-    """An extent returns to the pool with its last slot, and another class may have it."""
-    slab = SlabAllocator(EXTENT, [SMALL, LARGE], EXTENT)
-    offsets = take_all(slab, SMALL)
-    assert slab.allocate(LARGE) is None
-    for offset in offsets:
-        slab.free(offset, SMALL)
-    assert slab.extents_in_use == 0
-    assert take_all(slab, LARGE) == [0, LARGE, 2 * LARGE]
-
-
-@pytest.mark.parametrize(
-    ("offset", "slot_bytes"),
-    [
-        (0, SMALL),
-        (EXTENT, SMALL),
-        (EXTENT + LARGE + SMALL, LARGE),
-        (EXTENT + 3 * LARGE, LARGE),
-        (4 * EXTENT, LARGE),
-        (-LARGE, LARGE),
-        (2 * EXTENT, 8 * KIB),
-        (2 * EXTENT, 0),
-    ],
-    ids=["taken", "other class", "misaligned", "past the last slot", "beyond capacity", "negative", "no class", "zero"],
-)
-def test_adopt_refuses_what_does_not_fit(offset: int, slot_bytes: int) -> None:
-    """A row of the durable index that disagrees with the geometry is refused and changes nothing."""
-    slab = SlabAllocator(4 * EXTENT, [SMALL, LARGE], EXTENT)
-    assert slab.adopt(0, SMALL)
-    assert slab.adopt(EXTENT + LARGE, LARGE)
-    before = slab.used_bytes, slab.extents_in_use
-    assert not slab.adopt(offset, slot_bytes)
-    assert (slab.used_bytes, slab.extents_in_use) == before
 
 
 def test_clearing_keeps_what_is_held_and_frees_the_rest() -> None:
@@ -159,28 +109,6 @@ def test_an_extent_with_a_retired_slot_is_not_emptied_for_another_class() -> Non
     assert slab.reclaimable(LARGE, nothing_evictable=True) is None
 
 
-def test_reopening_restores_exactly_what_was_taken() -> None:
-    """Adopting the taken slots of one allocator in any order leaves another one with the same free slots."""
-    dice = random.Random(7)
-    first = SlabAllocator(16 * EXTENT, [SMALL, MIDDLE, LARGE], EXTENT)
-    taken = {}
-    for _ in range(150):
-        size = dice.choice(first.slot_classes)
-        if (offset := first.allocate(size)) is not None:
-            taken[offset] = size
-    for offset in dice.sample(sorted(taken), 60):
-        first.free(offset, taken.pop(offset))
-    second = SlabAllocator(16 * EXTENT, [SMALL, MIDDLE, LARGE], EXTENT)
-    rows = list(taken.items())
-    dice.shuffle(rows)
-    assert all(second.adopt(offset, size) for offset, size in rows)
-    assert not any(second.adopt(offset, size) for offset, size in rows)
-    for size in first.slot_classes:
-        a, b = sorted(take_all(first, size)), sorted(take_all(second, size))
-        assert a == b
-        assert not set(b) & {offset for offset, s in taken.items() if s == size}
-
-
 def test_a_starved_class_gets_the_cheapest_extent_of_the_richest() -> None:
     """With the pool empty, the class without extents is offered the least used extent of the richest, and gets it."""
     slab = SlabAllocator(8 * EXTENT, [SMALL, LARGE], EXTENT)
@@ -223,13 +151,6 @@ def test_a_class_with_its_fair_share_is_not_fed() -> None:
     assert slab.reclaimable(LARGE, nothing_evictable=True) is not None
 
 
-def test_the_last_extent_of_a_class_is_never_taken() -> None:
-    """One extent for two classes: there is no fair division, so nothing is proposed and nothing thrashes."""
-    slab = SlabAllocator(EXTENT, [SMALL, LARGE], EXTENT)
-    take_all(slab, SMALL)
-    assert slab.reclaimable(LARGE, nothing_evictable=True) is None
-
-
 @pytest.mark.parametrize("rank_bytes", [300 * KIB, 10 * MIB, GIB, 100 * GIB, 4000 * GIB])
 @pytest.mark.parametrize(
     "classes", [[64 * KIB + 4 * KIB], [2 * MIB + 4 * KIB, 64 * KIB], [36 * KIB, 4 * KIB, 32 * MIB]]
@@ -255,22 +176,6 @@ def test_impossible_geometry_is_refused(classes: list[int], extent: int | None) 
         SlabAllocator(MIB, classes, extent)
     with pytest.raises(LayoutError):
         SlabAllocator(MIB, [SMALL]).allocate(LARGE)
-
-
-@pytest.mark.no_cover
-def test_ten_million_slots_are_cheap() -> None:
-    """A slab of 10 M slots costs kilobytes before use, and taking and freeing slots is far from quadratic."""
-    slot = 68 * KIB
-    slab = SlabAllocator(10_000_000 * slot, [slot])
-    assert slab.rank_bytes // slot > 9_900_000
-    assert sum(map(sys.getsizeof, vars(slab).values())) < 100 * KIB
-    began = time.process_time()
-    offsets = [slab.allocate(slot) for _ in range(200_000)]
-    for offset in offsets:
-        assert offset is not None
-        slab.free(offset, slot)
-    assert time.process_time() - began < 5, "far from quadratic"
-    assert slab.extents_in_use == 0
 
 
 class SlabModel(RuleBasedStateMachine):

@@ -129,23 +129,6 @@ def test_what_was_being_written_at_shutdown_is_found_again(open_tier: OpenTier) 
     assert len(open_tier()) == 0, "a reset counts for what is being written, too"
 
 
-def test_a_retired_place_is_not_used_until_the_restart(open_tier: OpenTier) -> None:
-    """The index that is durable never names it; the next engine may use it, for nothing of this one writes any more."""
-    tier = open_tier()
-    spoilt = tier.reserve(key(1), SLOT, [])
-    tier.retire(key(1))
-    assert tier.state(key(1)) is None
-    after = store(tier, 1)
-    assert after != spoilt
-    tier.clear()
-    assert store(tier, 2) != spoilt
-    tier.close()
-    tier = open_tier()
-    assert tier.state(key(2)) is State.READY
-    tier.clear()
-    assert store(tier, 3) == spoilt
-
-
 def test_a_directory_taken_by_another_engine_is_left_alone(open_tier: OpenTier, tmp_path: Path) -> None:
     """Nothing is stored there any more, nor written to the index, which is the other's; what is known is served."""
     tier = open_tier()
@@ -302,19 +285,6 @@ def test_a_rank_whose_directory_another_engine_made_anew_stores_nothing(
     assert others_rank.may_store()
 
 
-def test_a_directory_taken_while_the_lock_alone_is_gone(
-    open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path
-) -> None:
-    """The slab is the same file as before; the next look says whose it is."""
-    rank = open_rank(open_tier())
-    (tmp_path / "kv" / "lock").unlink()
-    assert rank.may_store(), "nobody holds it"
-    others_rank = open_rank(open_tier())
-    assert not rank.may_store()
-    assert rank.link.trouble == "locked"
-    assert others_rank.may_store()
-
-
 def test_storing_resumes_in_a_directory_taken_back(open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path) -> None:
     """The lock says the same owner as before, also after another engine came and went; ranks need no new place."""
     tier = open_tier()
@@ -349,16 +319,6 @@ def test_a_vanished_directory_is_locked_before_anything_is_stored_there(
     assert rank.may_store()
     assert holder_of(tmp_path / "kv" / "lock") is not None
     assert (rank.path.parent / "manifest.json").is_file()
-
-
-def test_a_lock_that_somebody_deleted_is_taken_again(open_tier: OpenTier, tmp_path: Path) -> None:
-    """Nothing fails without it."""
-    tier = open_tier()
-    (tmp_path / "kv" / "lock").unlink()
-    tier.stored([], {}, 100.0)
-    assert tier._healer is not None
-    tier._healer.join(WAIT_S)
-    assert holder_of(tmp_path / "kv" / "lock") is not None
 
 
 def test_chunks_are_evicted_where_others_have_filled_the_drive(
@@ -454,16 +414,6 @@ def test_a_rank_that_cannot_see_the_lock_makes_its_directory(
         monkeypatch.setattr("nixl_offload.tiers.slab.tier.machine_token", str)
     open_and_close(place, tmp_path / "there")
     assert (Path(place.directory) / rank_file_name(0)).is_file()
-
-
-def test_ranks_of_another_machine_make_their_directory_anew(open_tier: OpenTier, tmp_path: Path) -> None:
-    """There is no scheduler's half, and no lock."""
-    place = open_tier().place
-    slab = SlabFile(tmp_path / "elsewhere" / "ns" / rank_file_name(0), SLOT, SLOT, owner=place.owner)
-    slab.open()
-    shutil.rmtree(tmp_path / "elsewhere")
-    assert slab.reopen()
-    slab.close()
 
 
 @pytest.mark.parametrize("before", ["", '{"pid": 1, "host": "a name", "since": "' + "x" * 500 + '"}\n'])

@@ -47,15 +47,6 @@ def rig() -> Rig:
     return Rig()
 
 
-def test_a_step_lasts_from_schedule_to_end(rig: Rig) -> None:
-    rig.scheduled(new={"a": (0, 512)})
-    rig.ends(2.0)
-    rig.now_s += 7.0
-    rig.scheduled(a=(512, 256))
-    rig.ends(1.0)
-    assert rig.told == [(512, 0, 2.0), (256, 512, 1.0)]
-
-
 def test_a_step_scheduled_ahead_lasts_from_the_end_of_the_one_before(rig: Rig) -> None:
     """Asynchronous scheduling: the second is scheduled while the first runs."""
     rig.scheduled(new={"a": (0, 512)})
@@ -78,28 +69,6 @@ def test_steps_that_decode_or_idle_count_as_time_but_are_not_told(ahead: int, ri
             rig.scheduled(**{name: (0, tokens)})
         rig.ends(seconds)
     assert rig.told == [(MIN_TOKENS, 0, 0.5)], "a second, less what decoding alone would have taken"
-
-
-def test_the_context_is_the_mean_over_tokens(rig: Rig) -> None:
-    """A long prompt's last step beside a new prompt's first: most tokens decide."""
-    rig.scheduled(new={"hit": (1024, 100)}, long=(4096, 300))
-    rig.ends(1.0)
-    assert rig.told == [(400, (1024 * 100 + 4096 * 300) // 400, 1.0)]
-
-
-def test_ends_of_steps_that_nobody_scheduled_are_ignored(rig: Rig) -> None:
-    rig.ends(1.0)
-    rig.scheduled(new={"a": (0, 512)})
-    rig.ends(2.0)
-    rig.ends(1.0)
-    assert rig.told == [(512, 0, 2.0)]
-
-
-def test_a_step_without_a_duration_is_not_told(rig: Rig) -> None:
-    """A clock that stands still must not make computing look infinitely fast."""
-    rig.scheduled(new={"a": (0, 512)})
-    rig.ends(0.0)
-    assert rig.told == []
 
 
 def test_steps_whose_ends_are_not_told_do_not_pile_up(rig: Rig) -> None:

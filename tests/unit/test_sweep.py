@@ -69,42 +69,12 @@ def test_a_listing_becomes_chunks_with_all_their_ranks() -> None:
     assert others == [f"{NS}/ab/notes.txt", manifest_name(NS)]
 
 
-def test_the_oldest_go_until_the_size_is_kept() -> None:
-    chunks = [chunk(age_s, 100) for age_s in (5000, 4000, 3000, 2000, 1000)]
-    plan, gone, kept = plan_and_sweep(chunks, 250, None)
-    assert gone == chunks[:3]
-    assert plan.estimate.size_bytes == 250
-    assert plan.kept_bytes == 250
-    assert sum(item.size_bytes for item in kept) == 200
-
-
-def test_of_chunks_equally_old_only_as_many_go_as_must() -> None:
-    """Thousands of objects copied into a bucket may all have the same second."""
-    _, gone, _ = plan_and_sweep([chunk(5000, 100) for _ in range(100)], 9_000, None)
-    assert len(gone) == 10
-
-
-def test_what_is_older_than_asked_goes_whatever_the_size() -> None:
-    chunks = [chunk(5000), chunk(4001), chunk(3999), chunk(1000)]
-    _, gone, _ = plan_and_sweep(chunks, None, 4000.0)
-    assert gone == chunks[:2]
-    _, gone, _ = plan_and_sweep(chunks, 100, 4000.0)
-    assert gone == chunks[:3], "both limits hold"
-
-
 @pytest.mark.parametrize(("max_bytes", "older_than_s"), [(0, None), (None, 0.0), (0, 0.0)])
 def test_nothing_young_goes(max_bytes: int | None, older_than_s: float | None) -> None:
     chunks = [chunk(GRACE_S + 2), chunk(GRACE_S - 2), chunk(0), chunk(-3600)]
     plan, gone, _ = plan_and_sweep(chunks, max_bytes, older_than_s)
     assert gone == chunks[:1]
     assert plan.over_bytes == (300 if max_bytes == 0 else 0)
-
-
-def test_without_limits_nothing_goes() -> None:
-    plan, gone, _ = plan_and_sweep([chunk(1e9)], None, None)
-    assert gone == []
-    assert plan.estimate == Totals()
-    assert make_plan(Ages(), now_s=NOW_S, max_bytes=0, older_than_s=0.0).estimate == Totals()
 
 
 def test_what_was_refreshed_between_the_passes_stays() -> None:

@@ -193,13 +193,6 @@ def test_a_manifest_without_end_is_nobodys(tmp_path: Path) -> None:
     assert place.is_dir()
 
 
-def test_a_failed_opening_leaves_no_lock(tmp_path: Path) -> None:
-    """An error after the lock was taken releases it."""
-    with pytest.raises(ConfigError):
-        open_tier(tmp_path, capacity_bytes=MIB // 2)
-    open_tier(tmp_path).close()
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("capacity_bytes", [4 * MIB, 16 * MIB, 50_000_000])
 def test_capacity_is_a_promise(tmp_path: Path, ranks: int, capacity_bytes: int) -> None:
@@ -253,42 +246,6 @@ def test_foreign_namespaces_go_oldest_first_and_only_as_far_as_needed(
     assert tree_bytes(tier.root) <= 16 * MIB
     assert tier.rank_bytes > 6 * MIB
     tier.close()
-
-
-def test_a_foreign_namespace_goes_where_half_of_the_capacity_is_too_little(tmp_path: Path) -> None:
-    """A capacity that holds little more than the least this model needs."""
-    other = open_tier(tmp_path, MIB, model="other")
-    fill(other)
-    other.close()
-    tier = open_tier(tmp_path, 2 * MIB, index_bytes=lambda n: 1200 * KIB)
-    assert tier.rank_bytes
-    assert not other.namespace_path.exists()
-    tier.close()
-
-
-def test_opening_counts_as_use(tmp_path: Path) -> None:
-    """A namespace that was opened again is the most recently used one, though its manifest did not change."""
-    first = make_foreign(tmp_path, "first", 1e8)
-    second = make_foreign(tmp_path, "second", 2e8)
-    third = make_foreign(tmp_path, "third", 3e8)
-    open_tier(tmp_path, 64 * MIB, "first").close()
-    open_tier(tmp_path).close()
-    assert first.exists()
-    assert not second.exists()
-    assert third.exists()
-
-
-def test_scratch_files_of_killed_ranks_do_not_stay(tmp_path: Path) -> None:
-    """They would count in every start to come, and nobody else removes them."""
-    first = open_tier(tmp_path)
-    first.close()
-    left = [first.namespace_path / name for name in (".mover-probe-ab12cd_9", ".rank-00000.slab.direct-77")]
-    for path in left:
-        path.write_bytes(bytes(16 * KIB))
-    second = open_tier(tmp_path)
-    assert second.rank_bytes == first.rank_bytes
-    assert not any(path.exists() for path in left)
-    second.close()
 
 
 def test_what_is_not_recognised_is_counted_and_never_removed(tmp_path: Path) -> None:
@@ -439,26 +396,6 @@ def test_a_smaller_capacity_cuts_the_slabs_and_keeps_the_geometry(tmp_path: Path
     tier.close()
 
 
-def test_a_larger_capacity_keeps_the_geometry(tmp_path: Path) -> None:
-    """Extents stay as they were, for the offsets of what is stored depend on them."""
-    tier = open_tier(tmp_path, 64 * MIB)
-    extent_bytes = tier.extent_bytes
-    tier.close()
-    tier = open_tier(tmp_path, GIB)
-    assert tier.extent_bytes == extent_bytes != TierDirectoryDefault.extent_bytes(tmp_path / "fresh")
-    tier.close()
-
-
-class TierDirectoryDefault:
-    """The geometry that a fresh directory of 1 GiB gets."""
-
-    @staticmethod
-    def extent_bytes(path: Path) -> int:
-        tier = open_tier(path, GIB)
-        tier.close()
-        return tier.extent_bytes
-
-
 @pytest.mark.parametrize("extent", ["x", -1, True, 4096, 68 * KIB + 1, 1 << 60, None])
 def test_a_manifest_is_never_trusted(tmp_path: Path, extent: object) -> None:
     """A damaged or forged manifest costs the old geometry, nothing else."""
@@ -510,21 +447,6 @@ def test_engines_that_start_together_remove_the_same_namespace(tmp_path: Path) -
     for _ in range(2):
         other_namespaces.remove(seen)
     assert not left.namespace_path.exists()
-
-
-def test_engines_of_another_machine_have_no_part_of_this_ones_drive(tmp_path: Path) -> None:
-    """The second machine's engines have numbers of their own; what was once here under other numbers counts."""
-    before = open_tier(tmp_path, 32 * MIB, dp_index=0, dp_engines=range(2))
-    fill(before)
-    before.close()
-    engines = [open_tier(tmp_path, 32 * MIB, dp_index=index, dp_engines=range(8, 10)) for index in (8, 9)]
-    assert [tier.root.name for tier in engines] == ["dp-8", "dp-9"]
-    for tier in engines:
-        assert tier.rank_bytes > 7 * MIB, "half of the capacity, less half of what is left of dp-0"
-        fill(tier)
-        tier.close()
-    used_bytes = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*"))
-    assert used_bytes <= 32 * MIB
 
 
 def test_a_namespace_of_a_running_engine_is_not_removed(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Final
 import pytest
 
 from nixl_offload.tiers.shared.naming import parse_shard_name, shard_name, shards_of, witness_of, witness_rank
-from nixl_offload.types import Key, Outcome
-from tests.unit.shared_rig import MemoryStore, Rig, key_of, keys_of, namespace_of
+from nixl_offload.types import Outcome
+from tests.unit.shared_rig import MemoryStore, Rig, keys_of, namespace_of
 
 FOUR_LAYERS, THREE_LAYERS = 20_480, 16_384
 SIZES: Final = [(FOUR_LAYERS, THREE_LAYERS, THREE_LAYERS), (0, THREE_LAYERS, FOUR_LAYERS)]
@@ -38,12 +38,6 @@ def make(store: MemoryStore) -> Iterator[MakeRig]:
     for rig in rigs:
         rig.tier._presence.check()
         rig.tier.close()
-
-
-def keys_of_witness(rank: int, count: int, group: int = 0) -> list[Key]:
-    """Keys for which the shard of ``rank`` is the one that is asked for."""
-    numbered = (key_of(number, group) for number in range(1000))
-    return [key for key in numbered if witness_rank(key, SPACE.holders(group)) == rank][:count]
 
 
 @pytest.mark.parametrize("group", [0, 1])
@@ -73,41 +67,6 @@ def test_the_witnesses_are_spread_over_the_ranks_that_hold_a_shard_and_as_ever_w
             assert sorted(shards_of(SPACE, key)) == [(shard_name(SPACE.name, key, r), SIZES[group][r]) for r in holders]
     for key in keys_of(50):
         assert witness_rank(key, range(8)) == int.from_bytes(key[:4], "big") % 8, "chunks that are stored stay found"
-
-
-def test_a_shard_as_large_as_another_ranks_is_damaged_and_goes_with_the_others(
-    make: MakeRig, store: MemoryStore
-) -> None:
-    rig, [key] = make(), keys_of_witness(1, 1)
-    rig.put(key, size_bytes=FOUR_LAYERS)
-    assert rig.hits("a", [key]) == 0
-    rig.settle()
-    assert rig.tier.counts().damaged == 1
-    assert sorted(store.names("delete")) == sorted(rig.names(key))
-
-
-def test_after_a_failed_load_a_whole_chunk_is_known_for_whole(make: MakeRig, store: MemoryStore) -> None:
-    """All is there with its own size, so it is the reading that fails; were it not whole, nothing would be wrong."""
-    for group in (0, 1):
-        rig, keys = make(), keys_of(4, group=group)
-        rig.put(*keys)
-        assert rig.hits("a", keys) == 4
-        for key in keys:
-            rig.tier.loaded([key], {key: Outcome.FAILED}, rig.now())
-        rig.settle()
-        assert rig.tier.trouble == "loads"
-    assert store.names("delete") == []
-
-
-def test_what_a_rank_could_not_store_is_deleted_where_there_is_anything(make: MakeRig, store: MemoryStore) -> None:
-    rig, keys = make(), [key_of(0), key_of(1, group=1)]
-    for key in keys:
-        assert rig.tier.reserve(key, SPACE.slot_bytes(0), []) is not None
-        rig.put(key, ranks=[1])
-        rig.tier.abort(key)
-    rig.tier.stored(keys, dict.fromkeys(keys, Outcome.DROPPED), rig.now())
-    rig.settle()
-    assert sorted(store.names("delete")) == sorted([*rig.names(keys[0]), *rig.names(keys[1])])
 
 
 @pytest.mark.parametrize("group", [0, 1])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from nixl_offload.errors import StoreError
-from nixl_offload.types import Lookup, LookupContext
+from nixl_offload.types import Lookup
 from tests.unit.shared_rig import Gate, MemoryStore, Rig, keys_of
 
 
@@ -40,34 +40,6 @@ def test_a_waiting_request_is_told_so_once_a_step(rig: Rig, store: MemoryStore) 
         rig.flush()
     gate.open()
     assert rig.hits("a", keys) == 3000
-
-
-def test_behind_what_is_known_too(rig: Rig, store: MemoryStore) -> None:
-    keys = keys_of(600)
-    rig.put(*keys[:500])
-    assert rig.hits("a", keys[:100]) == 100
-    gate = store.before = Gate()
-    rig.ask("b", keys)
-    rig.flush()
-    assert rig.ask("b", keys) == [*[Lookup.HIT] * 100, Lookup.RETRY, Lookup.MISS]
-    gate.open()
-    assert rig.hits("b", keys) == 500
-
-
-def test_a_window_is_scanned_to_its_end(rig: Rig, store: MemoryStore) -> None:
-    """From the end of a window on MISS would say that nothing is there."""
-    keys = keys_of(50, group=1)
-    rig.put(*keys)
-    gate = store.before = Gate()
-    for _ in range(3):
-        now_s = rig.now()
-        answers = [
-            rig.tier.lookup(key, LookupContext("a", 16 * n), now_s) for n, key in reversed([*enumerate(keys, 1)])
-        ]
-        assert answers == [Lookup.RETRY] * 50
-        rig.flush()
-    gate.open()
-    assert rig.scan("a", keys, 4) == 50
 
 
 def test_who_can_wait_no_longer_gets_what_is_known_so_far(rig: Rig, store: MemoryStore) -> None:
@@ -141,13 +113,3 @@ def test_old_questions_that_fail_in_the_end_do_not_close_it_again(rig: Rig, stal
     assert rig.tier.trouble == "none"
     assert rig.tier.counts().openings == 1
     assert rig.hits("b", keys_of(4096)) == 4096
-
-
-def test_nobody_waits_for_an_answer_that_is_overdue_already(rig: Rig, stalled: Stall) -> None:
-    rig.ahead_s += 2.0
-    rig.wait_for(lambda: 1 if rig.tier.trouble == "none" else None)
-    assert rig.ask("b", keys_of(4096)) == [Lookup.MISS]
-    assert not rig.tier.counts().late
-    stalled.drop()
-    rig.settle()
-    assert rig.hits("c", keys_of(4096)) == 4096
