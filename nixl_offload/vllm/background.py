@@ -1,8 +1,7 @@
 """Opens something on a thread of its own, and tries again until it is open, so that no step waits for it.
 
-Threading: ``BackgroundOpening`` has one daemon thread; its methods may be called from any other. Where no thread can
-be started now, ``take`` tries again.
-Ownership: whoever takes the result owns it. What nobody takes is closed, at ``close`` or when it comes after that.
+Threading: one daemon thread for each ``BackgroundOpening``, whose methods may be called from any other.
+Ownership: the caller of ``take`` owns the result. What nobody takes is closed.
 """
 
 from __future__ import annotations
@@ -10,10 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from nixl_offload.errors import NixlOffloadError
+from nixl_offload.config import TierConfig
+from nixl_offload.errors import ConfigError, NixlOffloadError, TierError
 from nixl_offload.hardware.cores import unbound
 from nixl_offload.tiers.breaker import Breaker
 
@@ -24,86 +24,92 @@ T = TypeVar("T")
 FIRST_PAUSE_S = 10.0
 LONGEST_PAUSE_S = 300.0
 """Pauses between two trials double from the first to the longest."""
+CLOSE_S = 2.0
+"""How long sleep and a shutdown wait for storage that is just being opened."""
 
 
 class BackgroundOpening(Generic[T]):
-    """Begins at once. ``make`` opens the thing; as often as it raises it is called again, after a pause. ``discard``
-    closes the thing if nobody has taken it.
+    """Begins at once. ``make`` opens the thing and is called again, after a pause, when it raises. ``discard`` closes
+    the thing if nobody has taken it.
 
-    The first failure of each cause is logged as a warning that begins with ``what``, and so is, as information, the end
-    of the trouble. An error that is not ours is logged with its trace, once for each type. Nothing is kept alive by the
-    trace of a failure.
+    Logs a warning for the first failure of each cause, beginning with ``what``, and a line when it is over. An error
+    that is not ours is logged with its trace, once for each type. Failures keep nothing alive.
     """
 
-    def __init__(self, make: Callable[[], T], discard: Callable[[T], None], *, what: str, thread_name: str) -> None:
+    def __init__(
+        self,
+        make: Callable[[], T],
+        discard: Callable[[T], object],
+        *,
+        what: str,
+        thread_name: str,
+        after: Iterable[threading.Thread] = (),
+    ) -> None:
+        """``after``: what must have ended before the first trial, for it has the same storage."""
+        self._after = after
         self._make = make
         self._discard = discard
         self._what = what
+        self._thread_name = thread_name
         self._tried = threading.Event()
         self._closing = threading.Event()
-        self._thread_name = thread_name
         self._breaker = Breaker(
             what, threshold=1, first_pause_s=FIRST_PAUSE_S, longest_pause_s=LONGEST_PAUSE_S, effect="not open"
         )
         """Of the thread, once there is one."""
         self._traced: set[type[BaseException]] = set()
-        """Likewise: the types of errors that were logged with their trace."""
         self._lock = threading.Lock()
         """Guards what follows."""
         self._opened: list[T] = []
         """What was opened and not taken yet: one thing, or nothing."""
-        self._error: Exception | None = None
+        self._error: NixlOffloadError | None = None
         self._thread: threading.Thread | None = None
         with self._lock:
             self._start_thread()
 
     @property
-    def error(self) -> Exception | None:
-        """Why it is not open yet, by the last trial. None: it is open, or the first trial has not ended."""
+    def error(self) -> NixlOffloadError | None:
+        """Why the last trial failed. None: the thing is open, or the first trial has not ended."""
         with self._lock:
             return self._error
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the first trial has ended, well or not; False: not within ``timeout_s``."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the first trial has ended, well or not. False: it has not within ``timeout_s``."""
         return self._tried.wait(timeout_s)
 
     def take(self) -> T | None:
-        """Return what was opened, once; None: it is not open, or was taken."""
+        """Return what was opened, once; None: it is not open, or was taken. Starts the thread if that failed before."""
         with self._lock:
             if self._thread is None and not self._closing.is_set() and self._breaker.allows(time.monotonic()):
                 self._start_thread()
             return self._opened.pop() if self._opened else None
 
-    def stop(self) -> None:
-        """Begin no further trial. Waits for nothing."""
-        self._closing.set()
-
-    def close(self, timeout_s: float) -> bool:
-        """Give up, and close what nobody took. False: the thread did not end within ``timeout_s``. Idempotent."""
+    def close(self) -> list[threading.Thread]:
+        """Give up, and close what nobody took. Waits for nothing: the thread, which is returned, ends by itself."""
         with self._lock:
             self._closing.set()
             left, self._opened = self._opened, []
             thread = self._thread
-        if thread is not None:
-            thread.join(timeout_s)
         for each in left:
             self._discard(each)
-        return thread is None or not thread.is_alive()
+        return [] if thread is None else [thread]
 
     def _start_thread(self) -> None:
-        """Begin, or take note that the machine has no thread to spare now. Holds the lock."""
+        """Holds the lock. Records an error where the machine has no thread to spare."""
         thread = threading.Thread(target=self._run, name=self._thread_name, daemon=True)
         try:
             with unbound():
                 thread.start()
         except RuntimeError as error:
-            self._error = error.with_traceback(None)
+            self._error = TierError(str(error), cause="thread")
             self._breaker.failed("thread", str(error), time.monotonic())
             self._tried.set()
         else:
             self._thread = thread
 
     def _run(self) -> None:
+        for thread in self._after:
+            thread.join()
         while not self._closing.is_set() and not self._try():
             while not self._breaker.allows(time.monotonic()):
                 if self._closing.wait(max(0.0, self._breaker.until_s - time.monotonic())):
@@ -112,15 +118,14 @@ class BackgroundOpening(Generic[T]):
     def _try(self) -> bool:
         try:
             opened = self._make()
-        except BaseException as error:
+        except BaseException as error:  # also a panic in a library
             if not isinstance(error, NixlOffloadError) and type(error) not in self._traced:
                 self._traced.add(type(error))
                 logger.error("%s: an unexpected error keeps it from being opened", self._what, exc_info=error)
-            _drop_traces(error)
-            with self._lock:
-                self._error = error if isinstance(error, Exception) else RuntimeError(repr(error))
-            cause = getattr(error, "cause", "") or type(error).__name__
-            self._breaker.failed(cause, str(error).rstrip("."), time.monotonic())
+            cause, text = getattr(error, "cause", "") or type(error).__name__, str(error).rstrip(".") or repr(error)
+            with self._lock:  # a new error: the frames of the one that was raised hold what was being opened
+                self._error = ConfigError(text) if isinstance(error, ConfigError) else TierError(text, cause=cause)
+            self._breaker.failed(cause, text, time.monotonic())
             self._tried.set()
             return False
         self._breaker.succeeded(time.monotonic())
@@ -135,13 +140,32 @@ class BackgroundOpening(Generic[T]):
         return True
 
 
-def _drop_traces(error: BaseException) -> None:
-    """Let go of the frames that ``error``, and what led to it, came through: they hold what was being opened."""
-    left: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while left:
-        each = left.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            each.__traceback__ = None
-            left += each.__cause__, each.__context__
+def in_background(close: Callable[[], object]) -> list[threading.Thread]:
+    """Close something on a thread of its own, which is returned. Without a thread to spare that is done at once."""
+
+    def run() -> None:
+        try:
+            close()
+        except Exception:  # the step goes on, and so does what waits for the thread
+            logger.exception("A tier was not closed in order")
+
+    thread = threading.Thread(target=run, name="nixl-offload-close", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        run()
+        return []
+    return [thread]
+
+
+def join_all(threads: list[threading.Thread], timeout_s: float) -> list[threading.Thread]:
+    """Wait for threads, ``timeout_s`` altogether; return those that have not ended."""
+    until_s = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
+    return [thread for thread in threads if thread.is_alive()]
+
+
+def name_of(tier: TierConfig) -> str:
+    """Return what messages call a tier: its kind, and where it is."""
+    return f"{tier.kind} tier {tier.where}"

@@ -146,9 +146,9 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """Say what ``kv_role`` has us do: a producer stores only, a consumer loads only."""
         self._loads, self.ever_stores = loads, stores
 
-    def open(self, ranks: Sequence[RankGeometry]) -> None:
+    def open(self, ranks: Sequence[RankGeometry], *, waits: bool = True) -> None:
         """Open the tiers. An engine without requests steps now, while the ranks open theirs."""
-        self.offload_manager.open(ranks)
+        self.offload_manager.open(ranks, waits=waits)
         self._idling.record_progress()
 
     def take_geometries(self, told: Mapping[int, RankGeometry], *, is_start: bool) -> None:
@@ -157,16 +157,12 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """
         self._held_stores.is_alone |= is_start and bool(told)
         self._geometries.update(told)
-        if self.offload_manager.is_begun or set(self._geometries) != set(range(self._world_size)):
+        if self.offload_manager.serving.is_begun or set(self._geometries) != set(range(self._world_size)):
             return
         ranks = [self._geometries[rank] for rank in range(self._world_size)]
         self._weights.start([rank.weights for rank in ranks])
         self._adapters.of_any_size = ranks[0].shards is not None
-        if is_start:
-            self.open(ranks)
-        else:
-            self.offload_manager.begin(ranks)
-            self._idling.record_progress()
+        self.open(ranks, waits=is_start)
 
     def on_new_request(self, request: Request) -> None:
         """As vLLM's; a request whose keys name no content is neither stored nor loaded."""
@@ -195,7 +191,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """
         self._idling.record_progress()
         self._asked_about.add(request.request_id)
-        if self.offload_manager.is_begun and self._awaits_weights():
+        if self.offload_manager.serving.is_begun and self._awaits_weights():
             return None, False
         question = num_computed_tokens, max_num_new_tokens
         known = self._answers.get(request.request_id)
@@ -375,7 +371,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._load.running = len(scheduler_output.num_scheduled_tokens)
         meta = super().build_connector_meta(scheduler_output)
         moves = manager.take_moves() if manager.moves else []
-        places = {} if manager.serving.is_whole else manager.take_places()
+        places = {} if manager.serving.is_whole else manager.serving.take_places()
         assert isinstance(meta, OffloadingConnectorMetadata)
         if tokens or moves or places or meta.load_jobs or meta.store_jobs:
             self._idling.record_progress()
@@ -454,7 +450,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """
         if self.offload_manager.serving.awaits_required:
             return True
-        awaits = self._hints.has_pending or not self.offload_manager.is_begun
+        awaits = self._hints.has_pending or not self.offload_manager.serving.is_begun
         return self._idling.is_patient and (awaits or super().has_pending_push_work())
 
     def take_events(self) -> Iterable[KVCacheEvent]:

@@ -28,26 +28,26 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from nixl_offload.catalog import NOWHERE, Catalog, LoadTicket, StoreTicket, WriteThroughTicket
+from nixl_offload.catalog import NOWHERE, Catalog, ChainOptions, LoadTicket, StoreTicket, WriteThroughTicket
 from nixl_offload.config import Config
 from nixl_offload.engine import Work
 from nixl_offload.errors import NixlOffloadError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.tiers.base import Tier
-from nixl_offload.tiers.kinds import AnyPlace
+from nixl_offload.tiers.memory.tier import rank_memory_bytes
 from nixl_offload.types import Key, Lookup, LookupContext, key_group
 from nixl_offload.vllm.adapters import Adapted, AdapterUse
+from nixl_offload.vllm.data_parallel import sharing_engines
 from nixl_offload.vllm.identity import with_loaded_weights
 from nixl_offload.vllm.load_decision import LoadDecider, LoadDecision, LookupStatistics, WaitsSince
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketReport, TicketSpec
 from nixl_offload.vllm.metrics import MetricsReporter
-from nixl_offload.vllm.open_tiers import chain_options
 from nixl_offload.vllm.server_load import ServerLoad
 from nixl_offload.vllm.serving_tiers import ServingTiers
 from nixl_offload.vllm.tier_events import TierEvents, allowed_tiers, label_of
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +63,6 @@ _NO_WINDOWS: Mapping[int, int] = MappingProxyType({})
 
 _NO_STORE = StoreTicket(0, (), ())
 
-WEIGHTS_WAIT_S = 1.5
-"""A start waits so long at most to learn which weights a local model has."""
-SMALL_WEIGHTS_WAIT_S = 30.0
-"""Likewise, for a model that is read in a second: it takes longer only where the machine is too busy."""
 STATS_EVERY_S = 0.25
 """How often metrics are looked at while no chunk is looked up, stored, loaded or moved."""
 STORE_BACKLOG_STAGINGS = 4
@@ -92,6 +88,21 @@ def _is_refused(req_context: ReqContext) -> bool:
 def _adapter_of(req_context: ReqContext) -> AdapterUse | None:
     adapted = req_context.get_state(Adapted)
     return None if adapted is None else adapted.use
+
+
+def chain_options(config: Config, parallel: ParallelConfig) -> ChainOptions:
+    """Return what the config says of how chunks travel from tier to tier, in bytes per rank."""
+    memory = config.memory
+    if memory is None:
+        return ChainOptions(write_through_backlog_bytes=config.staging_bytes)
+    unsaved_bytes = memory.capacity_bytes // 4 if memory.unsaved_limit_bytes is None else memory.unsaved_limit_bytes
+    return ChainOptions(
+        promote=memory.promote,
+        pin_unsaved=memory.unsaved == "pin",
+        unsaved_limit_bytes=rank_memory_bytes(unsaved_bytes, parallel.world_size, len(sharing_engines(parallel))),
+        write_through_backlog_bytes=config.staging_bytes,
+        memory=0,
+    )
 
 
 class NixlOffloadManager(OffloadingManager):
@@ -131,43 +142,19 @@ class NixlOffloadManager(OffloadingManager):
         self._stats_s = 0.0
         """When to look at the metrics again."""
 
-    def open(
-        self,
-        ranks: Sequence[RankGeometry],
-        *,
-        wait_s: float = WEIGHTS_WAIT_S,
-        small_wait_s: float = SMALL_WEIGHTS_WAIT_S,
-    ) -> None:
-        """Open the tiers, once. ``ranks``: what every rank has told, in order.
+    def open(self, ranks: Sequence[RankGeometry], *, waits: bool = True) -> None:
+        """Open the tiers, once. ``ranks``: what every rank has told, in order. ``waits``: before the first step.
 
-        Where a local model's files must be read to know which weights they are, waits ``wait_s`` at most, and
-        ``small_wait_s`` for a small one; then ``serving_tiers.TIERS_WAIT_S`` at most for the tiers. What takes longer,
-        or fails, goes on in the background, and the tiers are taken over in a later step.
-
-        Raises, for the operator, ConfigError when a tier's options do not fit the model, and TierError when a tier with
-        ``required: true`` is not open: at start, and only there. What a rank cannot open raises in a later step.
-        Called again (vLLM repeats the handshake when it wakes up) it leaves the tiers, and the lock they hold, as they
-        are.
+        Waits and raises as ``ServingTiers.open``, and only at a start. Called again (vLLM repeats the handshake when it
+        wakes up) it leaves the tiers, and the lock they hold, as they are.
         """
         if self.serving.is_begun:
             return
         try:
-            self.serving.open(ranks, wait_s, small_wait_s)
+            self.serving.open(ranks, waits=waits)
         except NixlOffloadError:
             self.shutdown()
             raise
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether ``open`` or ``begin`` was called."""
-        return self.serving.is_begun
-
-    def begin(self, ranks: Sequence[RankGeometry]) -> None:
-        """As ``open``, while the engine steps: wait for nothing and raise nothing. A tier whose options do not fit the
-        model is left out with a warning.
-        """
-        if not self.serving.is_begun:
-            self.serving.open_while_stepping(ranks)
 
     def reopen(self, loaded_weights: str | None) -> None:
         """Serve, from now on, what was computed with other weights: ``loaded_weights`` tells them from those of the
@@ -220,10 +207,6 @@ class NixlOffloadManager(OffloadingManager):
         self.version += 1
         self._labels[position] = label_of(self._config.tiers[position], is_local=tier.is_local)
         self._catalog.join(position, tier)
-
-    def take_places(self) -> dict[int, AnyPlace]:
-        """Return where the ranks are to open tiers that were opened here since the last call."""
-        return self.serving.take_places()
 
     def take_ranks(self, ranks: Mapping[int, RankStatus]) -> None:
         """Take the word of ranks whose status has changed. A tier serves when all of them have opened it."""

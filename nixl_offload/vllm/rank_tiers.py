@@ -1,6 +1,6 @@
 """The tiers that a rank has open or is opening: from the message that says where they are, over sleep, to the end.
 
-Threading: the worker's main thread. Each tier opens on a thread of its own.
+Threading: the worker's main thread. Each tier opens, and closes, on a thread of its own.
 Ownership: what is open belongs to the ``ChainEngine``; what is being opened, to nobody until that has it.
 """
 
@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 
 from nixl_offload.engine import ChainEngine, TierEngine
 from nixl_offload.errors import TierError
 from nixl_offload.tiers.kinds import AnyPlace
-from nixl_offload.vllm.background import BackgroundOpening
+from nixl_offload.vllm.background import CLOSE_S, BackgroundOpening, in_background, join_all
 
 WAKE_UP_S = 10.0
 """How long waking up waits for tiers to be open again."""
-CLOSE_OPENING_S = 2.0
-"""How long sleep and a shutdown wait for storage that is just being opened."""
 
 
 class RankTiers:
@@ -33,27 +33,21 @@ class RankTiers:
         joined: Callable[[int, AnyPlace, TierEngine], None],
         name_of: Callable[[int], str],
     ) -> None:
-        """``open_tier`` opens one, on any thread, and raises what keeps it from that. ``joined`` is told of each that
-        the engine has. ``name_of``: what messages call one.
+        """``open_tier`` opens one, on any thread, and raises what keeps it from that. ``joined`` is called with each
+        that the engine has. ``name_of``: what messages call one.
         """
         self._engine = engine
         self._open_tier = open_tier
         self._joined = joined
         self._name_of = name_of
         self.number = 0
-        """Which opening of the tiers this is."""
+        """As ``ServingTiers.number``."""
         self._places: dict[int, AnyPlace] = {}
-        """The tiers that are open, or being opened."""
+        """The tiers that are open, or being opened, or were before the rank slept."""
         self._openings: dict[int, BackgroundOpening[TierEngine]] = {}
         """Until the engine has them."""
-        self._closers: list[threading.Thread] = []
-        """Close engines that no later opening takes the place of."""
-        self._stopped: list[BackgroundOpening[TierEngine]] = []
-        """Those of which the thread had not ended: it may still register memory."""
-        self._replaced: dict[int, TierEngine] = {}
-        """What was open in the place of a tier that is opened anew. Whoever takes one out closes it: the thread that
-        opens that tier, or this one where that never began.
-        """
+        self._ending: defaultdict[int, list[threading.Thread]] = defaultdict(list)
+        """These open or close what was given up, and may still touch KV memory."""
         self._sleeps = False
         """KV memory has gone away, and nothing is open."""
 
@@ -72,30 +66,19 @@ class RankTiers:
         all that is open is closed first, and nothing may be under way there.
         """
         if number != self.number:
-            self._stop(0.0)
-            self._replaced.update(self._engine.part())
+            self._give_up()
+            for position, engine in self._engine.part().items():
+                self._ending[position] += in_background(partial(engine.close, 0.0))
             self._places, self.number = {}, number
         for position, place in places.items():
             if position not in self._places:
                 self._places[position] = place
                 if not self._sleeps:
                     self._begin(position)
-        for position in list(self._replaced):
-            if position not in self._places:
-                closer = threading.Thread(
-                    target=self._close_replaced, args=(position,), name="nixl-offload-close", daemon=True
-                )
-                try:
-                    closer.start()
-                    self._closers.append(closer)
-                except RuntimeError:  # no thread to be had now
-                    self._close_replaced(position)
 
     def take_opened(self) -> None:
         """Give the engine what was opened since the last call. Costs nothing where nothing is being opened."""
-        if not self._openings:
-            return
-        for position, opening in list(self._openings.items()):
+        for position, opening in list(self._openings.items()) if self._openings else ():
             engine = opening.take()
             if engine is not None:
                 self._engine.join(position, engine)
@@ -110,15 +93,14 @@ class RankTiers:
         """
         if self._sleeps:
             return
-        self._sleeps = True
         if not self.close() or not self._engine.release(drain_timeout_s):
-            self._sleeps = False
             self._reopen()
             raise TierError(
                 "the engine cannot sleep: a transfer, or the opening of a tier, has not ended, and may still touch the "
                 "KV cache. Wake it up; after a restart with storage that answers it can sleep again",
                 cause="timeout",
             )
+        self._sleeps = True
 
     def wake_up(self) -> None:
         """Open again what ``sleep`` has closed, at the same places. Waits ``WAKE_UP_S`` at most."""
@@ -132,49 +114,25 @@ class RankTiers:
         self.take_opened()
 
     def close(self) -> bool:
-        """Open nothing more. False: something that is being opened or closed did not end within ``CLOSE_OPENING_S``."""
-        has_ended = self._stop(CLOSE_OPENING_S)
-        for position in list(self._replaced):
-            self._close_replaced(position)
-        return has_ended
+        """Open nothing more. False: something that is being opened or closed did not end within ``CLOSE_S``."""
+        self._give_up()
+        return not join_all(list(chain.from_iterable(self._ending.values())), CLOSE_S)
 
-    # Inside
-
-    def _stop(self, timeout_s: float) -> bool:
-        until_s = time.monotonic() + timeout_s
-        for opening in self._openings.values():
-            opening.stop()
-        self._stopped += self._openings.values()
+    def _give_up(self) -> None:
+        for position, opening in self._openings.items():
+            self._ending[position] += opening.close()
         self._openings = {}
-        self._stopped = [each for each in self._stopped if not each.close(max(0.0, until_s - time.monotonic()))]
-        for closer in self._closers:
-            closer.join(max(0.0, until_s - time.monotonic()))
-        self._closers = [closer for closer in self._closers if closer.is_alive()]
-        return not self._stopped and not self._closers
 
     def _reopen(self) -> None:
         for position in self._places.keys() - self._engine.open_tiers:
             self._begin(position)
 
     def _begin(self, position: int) -> None:
+        self._ending[position] = [thread for thread in self._ending[position] if thread.is_alive()]
         self._openings[position] = BackgroundOpening(
-            partial(self._open_anew, position, self._places[position]),
-            _discard,
+            partial(self._open_tier, position, self._places[position]),
+            lambda engine: engine.close(0.0),
             what=self._name_of(position),
             thread_name=f"nixl-offload-open-rank-{position}",
+            after=self._ending[position].copy(),
         )
-
-    def _open_anew(self, position: int, place: AnyPlace) -> TierEngine:
-        """On a thread of its own."""
-        self._close_replaced(position)
-        return self._open_tier(position, place)
-
-    def _close_replaced(self, position: int) -> None:
-        """On any thread."""
-        engine = self._replaced.pop(position, None)
-        if engine is not None:
-            engine.close(0.0)
-
-
-def _discard(engine: TierEngine) -> None:
-    engine.close(0.0)

@@ -1,48 +1,100 @@
-"""Opens the scheduler's half of the tiers, and has each serve once all ranks have opened theirs.
+"""The scheduler's half of the tiers: each is opened in the background, then by every rank, and serves after that.
 
-Threading: the scheduler's thread. Nothing waits for storage but a start, and nothing raises for reasons of storage but
-where a tier with ``required: true`` cannot be opened.
+Threading: the scheduler's thread. One other makes the namespace, and each tier has one that opens it. Only a start
+waits for them, and storage raises nothing here, except for a tier with ``required: true`` that cannot be opened.
 Ownership: the tiers, until ``close``.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from nixl_offload.config import Config
+from nixl_offload.config import Config, TierConfig
 from nixl_offload.errors import ConfigError, NixlOffloadError, TierError
 from nixl_offload.identity.namespace import Namespace
-from nixl_offload.tiers.base import Tier
+from nixl_offload.identity.weights import WeightsDigest, cache_directory_of
+from nixl_offload.tiers import kinds
+from nixl_offload.tiers.base import Tier, TierContext
 from nixl_offload.tiers.kinds import AnyPlace, AnyTier
 from nixl_offload.tiers.slab.tier import SlabTier
-from nixl_offload.types import Key
-from nixl_offload.vllm.closed_tier import ClosedTier
+from nixl_offload.types import Key, Lookup, LookupContext
+from nixl_offload.vllm.background import CLOSE_S, BackgroundOpening, in_background, join_all, name_of
+from nixl_offload.vllm.data_parallel import sharing_engines
+from nixl_offload.vllm.identity import build_namespace, loaded_weights, models_of, sources_of_ranks
 from nixl_offload.vllm.messages import RankGeometry, RankStatus
-from nixl_offload.vllm.opening import TierOpening, name_of
-from nixl_offload.vllm.rank_opening import RankOpening
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
 
-TIERS_WAIT_S = 30.0
-"""A start waits so long at most for the scheduler's half of the tiers to be open: only storage that hangs takes
-longer."""
+_NOTHING: Mapping[int, Iterable[threading.Thread]] = MappingProxyType({})
+
+START_WAIT_S = 30.0
+"""How long a start waits to learn which weights a local model has, and then for the scheduler's half of the tiers."""
+LARGE_WEIGHTS_BYTES = 1 << 30
+LARGE_WEIGHTS_WAIT_S = 1.5
+"""How long a start waits for the digest of more weights than this, which takes longer than a second to read."""
+OPENING_WAIT_S = 5.0
+"""How long an engine without requests steps for tiers that are being opened, and a request waits for ranks to open what
+it would hit. What takes longer hangs, or reads the weights of a large model."""
 REQUIRED_WAIT_S = 120.0
 """How long ranks may take to open a tier with ``required: true``: registering much memory takes its time."""
-BEGIN_WAIT_S = 5.0
-"""Tiers that are opened while the engine steps keep it stepping so long at most, if it has nothing else to do. What
-takes longer hangs, or reads the weights of a large model."""
+
+
+class ClosedTier(Tier):
+    """Has nothing and takes nothing: holds a tier's position in the catalog until it serves.
+
+    ``opened``: the tier that will serve here once the ranks have opened it. For what it has, lookups say RETRY, for
+    ``OPENING_WAIT_S`` at most; what it lacks is a MISS at once. None: nobody waits.
+    """
+
+    def __init__(self, opened: Tier | None = None) -> None:
+        self._opened = opened
+        self._held_since_s: float | None = None
+        self.is_local = opened is not None and opened.is_local
+
+    def give_up(self) -> None:
+        """Have nobody wait any more."""
+        self._opened = None
+
+    @property
+    def is_looking(self) -> bool:
+        return self._opened is not None and self._opened.is_looking
+
+    def lookup(self, key: Key, context: LookupContext, now_s: float) -> Lookup:
+        if self._opened is None:
+            return Lookup.MISS
+        answer = self._opened.lookup(key, context, now_s)
+        if answer is not Lookup.HIT:
+            return answer
+        if self._held_since_s is None:
+            self._held_since_s = now_s
+        return Lookup.RETRY if now_s - self._held_since_s < OPENING_WAIT_S else Lookup.MISS
+
+    def flush(self, now_s: float) -> None:
+        if self._opened is not None:
+            self._opened.flush(now_s)
+
+    def forget_request(self, request_id: str) -> None:
+        if self._opened is not None:
+            self._opened.forget_request(request_id)
 
 
 class ServingTiers:
-    """The tiers by position in the config: what serves, or a ``ClosedTier``."""
+    """The tiers by position in the config: what serves, or a ``ClosedTier``. On its way to serving a tier is first in
+    ``_openings``, then in ``_opened`` and ``_awaited``, then in ``_opened`` alone.
+    """
 
     def __init__(
         self,
@@ -53,49 +105,58 @@ class ServingTiers:
         begin: Callable[[Namespace], None],
         join: Callable[[int, Tier], None],
     ) -> None:
-        """``begin`` is told the namespace, once, before ``join`` is told of any tier that serves from now on."""
+        """``begin`` is called with each namespace, before ``join`` is called with the tiers that serve for it."""
         self._offloading = offloading
         self._config = config
         self._vllm_config = vllm_config
         self._begin = begin
         self._join = join
         self.tiers: list[Tier] = [ClosedTier() for _ in config.tiers]
-        self._geometries: Sequence[RankGeometry] = ()
-        self._opening: TierOpening | None = None
+        self.number = 0
+        """Counts how often the tiers were opened anew for another namespace: places and the ranks' words carry it."""
         self.is_off = False
         """Nothing will ever be stored or loaded."""
-        self._is_known = False
-        """The namespace was told."""
         self.is_whole = False
-        """All tiers serve, and nothing is left to do for ``update`` and ``take_places``."""
-        self._begins = False
-        """The tiers are being opened while the engine steps, and some were not tried yet."""
-        self._begins_until_s = 0.0
-        """An idle engine steps so long for these at most."""
+        """All tiers serve, and ``update`` and ``take_places`` have nothing left to do."""
+        self._required = {position for position, tier in enumerate(config.tiers) if tier.required}
+        """The tiers without which no engine shall run, until they serve for the first time."""
+        self._patient_until_s = 0.0
+        """Until then an engine without requests steps for what was not tried yet, and requests wait for ranks."""
+        self._naming: BackgroundOpening[Namespace | Exception] | None = None
+        """Makes the namespace. None: ``open`` was not called."""
+        self._is_named = False
+        self._openings: dict[int, BackgroundOpening[AnyTier]] = {}
         self._opened: dict[int, AnyTier] = {}
-        """What is open here, by position."""
+        self._awaited: dict[int, float] = {}
+        """The tiers that not all ranks have open: since when they are open here."""
+        self._untold: dict[int, AnyPlace] = {}
+        self._ranks: dict[int, RankStatus] = {}
+        self._failed: frozenset[int] = frozenset()
+        """The tiers that some rank cannot open at the moment; also some that serve, after the rank has slept."""
         self._to_clear: set[int] = set()
         """The cache was reset before these were open."""
-        self._ranks = RankOpening(offloading.parallel.world_size)
-        self._required = {position for position, tier in enumerate(config.tiers) if tier.required}
-        """The tiers without which no engine shall run, as long as they do not serve."""
-
-    @property
-    def number(self) -> int:
-        """Which opening of the tiers this is: ranks say of which they tell."""
-        return self._ranks.number
+        self._lock = threading.Lock()
+        """Guards what follows, which the thread that makes the namespace uses, too."""
+        self._digests: dict[tuple[str, bool], WeightsDigest] = {}
+        """By path, and whether it counts alone: of weights, and of directories and large files that settings name."""
+        self._is_closed = False
 
     @property
     def is_begun(self) -> bool:
-        """Whether ``open`` or ``open_while_stepping`` was called."""
-        return self._opening is not None
+        """Whether ``open`` was called."""
+        return self._naming is not None
 
     @property
     def is_opening(self) -> bool:
-        """Whether an idle engine should step on, so that tiers are taken over and ranks hear where they are."""
+        """Whether an engine without requests should step on, so that tiers are taken over and ranks hear of them. It
+        does not for a tier that hangs.
+        """
         now_s = time.monotonic()
-        begins = self._begins and not self.is_off and now_s < self._begins_until_s
-        return begins or self._ranks.is_under_way(now_s)
+        if now_s < self._patient_until_s and not self.is_off:
+            has_failed = [opening.error is not None for opening in self._openings.values()]
+            if not self._is_named or not all(has_failed):
+                return True
+        return any(at not in self._failed and now_s - since < OPENING_WAIT_S for at, since in self._awaited.items())
 
     @property
     def is_about_to_serve(self) -> bool:
@@ -105,106 +166,111 @@ class ServingTiers:
     @property
     def awaits_required(self) -> bool:
         """Whether some rank has still to open a tier without which no engine shall run."""
-        return bool(self._required) and not self._required.isdisjoint(self._ranks.awaited(time.monotonic()))
+        return not self._required.isdisjoint(self._awaited)
 
-    def open(self, ranks: Sequence[RankGeometry], weights_s: float, small_weights_s: float) -> None:
-        """Open the tiers, and wait for them as ``NixlOffloadManager.open`` says. Raises as it does."""
-        opening = self._begin_opening(ranks)
-        is_ready = opening.wait(weights_s, small_weights_s, TIERS_WAIT_S)
-        errors = opening.errors()
-        for error in errors.values():
-            if isinstance(error, ConfigError):
-                raise error
-        self.update(is_start=True)
-        if self.is_off or is_ready:
+    def open(self, ranks: Sequence[RankGeometry], *, waits: bool) -> None:
+        """Open the tiers for what ``ranks`` have, in order, and, at a start that ``waits``, wait for them.
+
+        Then raises ConfigError for a tier whose options do not fit the model, and TierError for one with ``required:
+        true`` that is not open. What else fails or takes longer joins in a later ``update``.
+        """
+        naming = self._naming = BackgroundOpening(
+            partial(self._name, ranks), id, what="Offloading", thread_name="nixl-offload-open"
+        )
+        self._patient_until_s = math.inf if waits else time.monotonic() + OPENING_WAIT_S
+        if not waits:
             return
-        if not self._is_known:
+        if not naming.wait(min(LARGE_WEIGHTS_WAIT_S, START_WAIT_S)):
+            with self._lock:
+                size_bytes = sum(digest.progress()[1] for digest in self._digests.values())
+            if size_bytes <= LARGE_WEIGHTS_BYTES:
+                naming.wait(max(0.0, START_WAIT_S - LARGE_WEIGHTS_WAIT_S))
+        self.update()
+        until_s = time.monotonic() + START_WAIT_S
+        for opening in self._openings.values():
+            opening.wait(max(0.0, until_s - time.monotonic()))
+            if isinstance(opening.error, ConfigError):
+                raise opening.error
+        self.update()
+        self._patient_until_s = 0.0
+        if not self._is_named and not self.is_off and naming.error is None:
             logger.info("Offloading begins as soon as the model's files have been read, to know which weights they are")
-            return
-        for position, tier in enumerate(self._config.tiers):
-            if position not in self._opened and position not in errors:
-                if tier.required:
-                    raise TierError(self._refusal(position, f"it is not open within {TIERS_WAIT_S:.0f} s"), cause="io")
+        for position, opening in self._openings.items():
+            if opening.error is None:
+                if position in self._required:
+                    raise self._refusal(position, f"it is not open within {START_WAIT_S:.0f} s")
                 logger.warning(
                     "%s: not open within %.0f s. Requests go on without it; it is used once it is open",
-                    name_of(tier),
-                    TIERS_WAIT_S,
+                    name_of(self._config.tiers[position]),
+                    START_WAIT_S,
                 )
 
-    def open_while_stepping(self, ranks: Sequence[RankGeometry]) -> None:
-        """Open the tiers, and wait for nothing. One whose options do not fit the model is left out with a warning."""
-        self._begin_opening(ranks)
-        self._open_while_idle()
-
     def reopen(self, namespace: Namespace) -> None:
-        """Close what is open, and open it for another namespace, as ``open_while_stepping`` does. Nothing is under way.
-
-        ``begin`` and ``join`` are told anew.
-        """
-        assert self._opening is not None
-        self._opening.close()
-        before, self._opened = list(self._opened.values()), {}
+        """Close what is open, and open it for another namespace, in the background. Nothing is under way."""
+        ending: dict[int, list[threading.Thread]] = {}
+        for position, opening in self._openings.items():
+            if (opened := opening.take()) is not None:
+                self._opened[position] = opened
+            ending[position] = opening.close()
+        for position, tier in self._opened.items():
+            ending[position] = [*ending.get(position, ()), *in_background(tier.close)]
         self.tiers[:] = [ClosedTier() for _ in self.tiers]
+        self.number += 1
+        self.is_whole, self._failed = False, frozenset()
+        for of_these_tiers in (self._openings, self._opened, self._awaited, self._untold, self._ranks):
+            of_these_tiers.clear()
         self._to_clear.clear()
         self._required.clear()  # of the start
-        self._ranks = RankOpening(self._offloading.parallel.world_size, self.number + 1)
-        self._is_known = self.is_whole = False
-        self._begin_opening(self._geometries, namespace, before)
-        self._open_while_idle()
+        self._patient_until_s = time.monotonic() + OPENING_WAIT_S
+        self._open_tiers(namespace, ending)
 
-    def _begin_opening(
-        self, ranks: Sequence[RankGeometry], namespace: Namespace | None = None, before: Sequence[AnyTier] = ()
-    ) -> TierOpening:
-        self._geometries = ranks
-        self._opening = TierOpening(
-            self._config, self._vllm_config, self._offloading, ranks, namespace=namespace, before=before
-        )
-        return self._opening
-
-    def _open_while_idle(self) -> None:
-        self._begins = True
-        self._begins_until_s = time.monotonic() + BEGIN_WAIT_S
-
-    def update(self, *, is_start: bool = False) -> None:
+    def update(self) -> None:
         """Take over what was opened since the last call, and have those serve that all ranks have opened, too.
 
-        Called in every step: costs nothing where nothing has changed. Requests wait for ranks at a start only, not amid
-        traffic. Raises TierError where a tier with ``required: true`` could not be opened.
+        Called in every step: costs nothing where nothing has changed. Raises TierError where a tier with ``required:
+        true`` could not be opened.
         """
-        for position in self._ranks.failed:
+        now_s = time.monotonic()
+        for position in self._failed:
             tier = self._opened[position]
             if isinstance(tier, SlabTier):
-                tier.heal(time.monotonic())  # ranks open nothing in a directory that has lost its lock
-        if self.is_whole or self._opening is None or self.is_off:
+                tier.heal(now_s)  # ranks open nothing in a directory that has lost its lock
+        if self.is_whole or self._naming is None or self.is_off:
             return
-        if self._required:
-            self._check_required(self._opening.errors())
-        if not self._is_known and not self._take_namespace(self._opening):
+        named = self._naming.take()
+        if named is not None:
+            self._take_namespace(named)
+        for position, opening in list(self._openings.items()):
+            error, opened = opening.error, opening.take()
+            if error is not None and position in self._required:
+                raise self._refusal(position, str(error), error)
+            if opened is not None:
+                del self._openings[position]
+                self._take_tier(position, opened, now_s)
+        for position in sorted(self._required):
+            if position in self._failed:
+                raise self._refusal(position, "some rank cannot open it, and its log says why")
+            if now_s - self._awaited.get(position, now_s) >= REQUIRED_WAIT_S:
+                why = f"some rank has not opened it within {REQUIRED_WAIT_S:.0f} s; does storage answer where it runs?"
+                raise self._refusal(position, why)
+        if len(self._ranks) < self._offloading.parallel.world_size:
             return
-        now_s = time.monotonic()
-        is_start = is_start or self._begins
-        self._begins = self._begins and not self._opening.wait(0.0, 0.0, 0.0)
-        for position, tier in self._opening.take().items():
-            if position in self._to_clear:
-                tier.clear()
-            self._opened[position] = tier
-            if is_start:
-                self._put(position, ClosedTier(tier))
-            self._ranks.add(position, tier.place, now_s)
-        for position in self._ranks.take_open():
-            self._put(position, self._opened[position])
+        for position in [at for at in self._awaited if all(at in said.open for said in self._ranks.values())]:
+            del self._awaited[position]
             self._required.discard(position)
+            self._put(position, self._opened[position])
         self.is_whole = not any(isinstance(tier, ClosedTier) for tier in self.tiers)
-        self._begins = self._begins and not self.is_whole
 
     def take_places(self) -> dict[int, AnyPlace]:
         """Return where the ranks are to open tiers that were opened here since the last call."""
-        return self._ranks.take_places()
+        places, self._untold = self._untold, {}
+        return places
 
     def take_ranks(self, ranks: Mapping[int, RankStatus]) -> None:
-        """Take the word of ranks whose status has changed. Raises as ``update``."""
+        """Take the word of ranks whose status has changed, of this ``number``. Raises as ``update``."""
         self._ranks.update(ranks)
-        for position in self._ranks.failed:
+        self._failed = frozenset(at for status in self._ranks.values() for at in status.failed)
+        for position in self._failed:
             tier = self.tiers[position]
             if isinstance(tier, ClosedTier):
                 tier.give_up()
@@ -212,60 +278,120 @@ class ServingTiers:
 
     def clear_closed(self) -> None:
         """Have nothing found in tiers that do not serve yet of what they hold now."""
-        for position, tier in enumerate(self.tiers):
-            if position not in self._opened:
-                self._to_clear.add(position)
-            elif tier is not self._opened[position]:
-                self._opened[position].clear()
+        self._to_clear.update(set(range(len(self.tiers))) - self._opened.keys())
+        for position in self._awaited:
+            self._opened[position].clear()
 
     def close(self, pending: Iterable[tuple[int, Key]]) -> None:
-        """Close what is open, and give up what is not. ``pending``: by position, what was being written."""
-        if self._opening is not None:
-            self._opening.close()
+        """Close what is open, and give up what is not, which is waited for shortly. ``pending``: by position, what was
+        being written.
+        """
+        with self._lock:
+            self._is_closed = True
+            digests = list(self._digests.values())
+        for digest in digests:
+            digest.close()
+        ending = [] if self._naming is None else self._naming.close()
+        for opening in self._openings.values():
+            ending += opening.close()
+        join_all(ending, CLOSE_S)
         written = list(pending)
         for position, tier in self._opened.items():
             tier.close([key for at, key in written if at == position])
 
-    def _take_namespace(self, opening: TierOpening) -> bool:
-        """Tell of the namespace, if it is known by now."""
+    # Inside
+
+    def _name(self, ranks: Sequence[RankGeometry]) -> Namespace | Exception:
+        """Return the namespace, or why there is none; on a thread of its own, for it may read a model's files."""
         try:
-            namespace = opening.namespace
-        except Exception as error:
+            models = models_of(self._vllm_config, sources_of_ranks(ranks))
+            weights = {
+                files: self._digest(files) for files in {model.files for model in models.values()} if files is not None
+            }
+            results = {files: digest.wait_for_result() for files, digest in weights.items()}
+            return build_namespace(
+                self._vllm_config,
+                self._offloading,
+                self._config,
+                ranks,
+                {path: results[model.files] for path, model in models.items() if model.files is not None},
+                lambda path: self._digest(path, alone=os.path.isfile(path)).wait_for_result(),
+                loaded_weights(self._vllm_config, models, weights, ranks),
+            )
+        except BaseException as error:  # noqa: BLE001 - also a panic in a library
+            return error if isinstance(error, Exception) else RuntimeError(repr(error))
+
+    def _digest(self, path: str, *, alone: bool = False) -> WeightsDigest:
+        """Begin to read, as ``WeightsDigest`` does, once, until ``close``."""
+        cache = cache_directory_of(self._config)  # may ask who the user is, over a network
+        with self._lock:
+            digest = self._digests.get((path, alone)) or WeightsDigest(path, cache, alone=alone)
+            self._digests[path, alone] = digest
+            if self._is_closed:
+                digest.close()
+        return digest
+
+    def _take_namespace(self, namespace: Namespace | Exception) -> None:
+        if isinstance(namespace, Exception):
             self.is_off = True
             if self._required:
-                raise TierError(self._refusal(min(self._required), str(error)), cause="io") from error
-            trace = None if isinstance(error, NixlOffloadError) else error
-            logger.error("Offloading is off until the engine restarts: %s", error, exc_info=trace)
-            return False
-        if namespace is not None:
-            self._is_known = True
-            said = namespace.fields
-            logger.info(
-                "%d tokens take %.2f MiB in each tier, in a chunk for each of %d KV groups",
-                said.tokens_per_block * said.blocks_per_chunk,
-                sum(namespace.chunk_bytes(group.group_id) for group in said.groups) / 2**20,
-                len(said.groups),
+                raise self._refusal(min(self._required), str(namespace), namespace)
+            trace = None if isinstance(namespace, NixlOffloadError) else namespace
+            logger.error("Offloading is off until the engine restarts: %s", namespace, exc_info=trace)
+            return
+        self._is_named = True
+        self._open_tiers(namespace)
+
+    def _open_tiers(self, namespace: Namespace, after: Mapping[int, Iterable[threading.Thread]] = _NOTHING) -> None:
+        """Begin to open the tiers. ``after``: what must have ended before, by position."""
+        said = namespace.fields
+        logger.info(
+            "%d tokens take %.2f MiB in each tier, in a chunk for each of %d KV groups",
+            said.tokens_per_block * said.blocks_per_chunk,
+            sum(namespace.chunk_bytes(group.group_id) for group in said.groups) / 2**20,
+            len(said.groups),
+        )
+        self._begin(namespace)
+        parallel = self._vllm_config.parallel_config
+        for position, tier in enumerate(self._config.tiers):
+            context = TierContext(
+                position,
+                namespace,
+                world_size=parallel.world_size,
+                dp_index=parallel.data_parallel_index,
+                dp_engines=sharing_engines(parallel),
             )
-            self._begin(namespace)
-        return self._is_known
+            self._openings[position] = BackgroundOpening(
+                partial(open_tier, tier, context, self._config.tiers[:position]),
+                lambda opened: opened.close(),
+                what=name_of(tier),
+                thread_name=f"nixl-offload-open-{position}",
+                after=after.get(position, ()),
+            )
 
-    def _check_required(self, errors: Mapping[int, Exception]) -> None:
-        """Raise TierError where a tier must be open and is not, here or on a rank."""
-        for position in sorted(self._required & errors.keys()):
-            error = errors[position]
-            cause = getattr(error, "cause", "io")
-            raise TierError(self._refusal(position, str(error)), cause=cause) from error
-        for position in sorted(self._required & self._ranks.failed):
-            raise TierError(self._refusal(position, "some rank cannot open it, and its log says why"), cause="io")
-        for position in sorted(self._required & self._ranks.awaited(time.monotonic(), REQUIRED_WAIT_S)):
-            why = f"some rank has not opened it within {REQUIRED_WAIT_S:.0f} s; does storage answer where it runs?"
-            raise TierError(self._refusal(position, why), cause="io")
+    def _take_tier(self, position: int, tier: AnyTier, now_s: float) -> None:
+        if position in self._to_clear:
+            tier.clear()
+        self._opened[position], self._untold[position] = tier, tier.place
+        self._awaited[position] = now_s
+        if now_s < self._patient_until_s:  # not amid traffic
+            self._put(position, ClosedTier(tier))
 
-    def _refusal(self, position: int, why: str) -> str:
-        tier = self._config.tiers[position]
-        return f"{name_of(tier)}: required: true allows no server without it, and {why}"
+    def _refusal(self, position: int, why: str, error: Exception | None = None) -> TierError:
+        sentence = f"{name_of(self._config.tiers[position])}: required: true allows no server without it, and {why}"
+        refusal = TierError(sentence, cause=getattr(error, "cause", "io"))
+        refusal.__cause__ = error
+        return refusal
 
     def _put(self, position: int, tier: Tier) -> None:
-        """Replace the closed tier at ``position`` by ``tier``."""
         self.tiers[position] = tier
         self._join(position, tier)
+
+
+def open_tier(tier: TierConfig, context: TierContext, nearer: Sequence[TierConfig]) -> AnyTier:
+    """Open what ``tier`` describes. May take as long as storage hangs.
+
+    Raises as ``tiers.kinds.open_tier``, and as ``require_apart`` for the tiers that are ``nearer``.
+    """
+    kinds.require_apart(tier, nearer)
+    return kinds.open_tier(tier, context)

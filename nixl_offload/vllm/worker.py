@@ -40,9 +40,9 @@ from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.tiers.slab.tier import SlabPlace
 from nixl_offload.types import Outcome, key_group
 from nixl_offload.vllm.adapters import AdapterUse, LoadedAdapters
+from nixl_offload.vllm.background import name_of
 from nixl_offload.vllm.kv_caches import canonical_layout
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketSpec
-from nixl_offload.vllm.opening import name_of
 from nixl_offload.vllm.rank_engine import RankMemory, open_host, open_tier_engine, plan_tiers
 from nixl_offload.vllm.rank_shards import RankShards
 from nixl_offload.vllm.rank_tiers import RankTiers

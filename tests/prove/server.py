@@ -25,7 +25,7 @@ from nixl_offload.index import State
 from nixl_offload.tiers import kinds
 from nixl_offload.tiers.base import Tier, TierContext
 from nixl_offload.types import Key, Lookup, LookupContext, Outcome, key_group
-from nixl_offload.vllm.closed_tier import ClosedTier
+from nixl_offload.vllm.serving_tiers import ClosedTier
 from tests.prove.rank import STAGING_SLOTS, Rank
 from tests.unit import shared_rig
 from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES

@@ -24,7 +24,7 @@ def _memory_engine(rig: ChainRig) -> MemoryEngine:
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ChainRig]:
     """Nothing is open there, and what does not end is waited for only shortly, until ``monkeypatch.undo``."""
-    monkeypatch.setattr(rank_tiers, "CLOSE_OPENING_S", 0.05)
+    monkeypatch.setattr(rank_tiers, "CLOSE_S", 0.05)
     rig = ChainRig.make(tmp_path, present=(False, False))
     rig.chain.part()[MEMORY].close(0.0)
     yield rig

@@ -20,12 +20,11 @@ class MockedManager:
     """Answers what our half asks beyond vLLM's contract as if there were nothing to add; hands on the rest."""
 
     has_events = True
-    is_begun = False
-    """Ranks have not told which weights they have, and nothing waits for that."""
     will_store = False
     is_looking = False
     moves: tuple[Any, ...] = ()
-    serving = SimpleNamespace(is_whole=True, awaits_required=False)
+    serving = SimpleNamespace(is_whole=True, awaits_required=False, is_begun=False)
+    """Ranks have not told which weights they have, and nothing waits for that."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager

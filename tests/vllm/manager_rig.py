@@ -6,6 +6,7 @@ Threading: one test's thread. Ownership: ``Rig`` owns the manager, whose tiers h
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,9 +147,18 @@ def ranks(count: int = 1) -> list[RankGeometry]:
 
 def ranks_open(manager: NixlOffloadManager, count: int = 1) -> None:
     """Say for so many ranks that they have opened their tiers."""
-    manager.take_places()
+    manager.serving.take_places()
     every = frozenset(range(8))
     manager.take_ranks({rank: RankStatus(every) for rank in range(count)})
+
+
+def wait_for_tiers(manager: NixlOffloadManager) -> None:
+    """Take over what is opened, until each tier is open here or has failed to be."""
+    until_s = time.monotonic() + 30.0
+    while not manager.serving._is_named or not all(each.error for each in manager.serving._openings.values()):
+        assert time.monotonic() < until_s
+        manager.serving.update()
+        time.sleep(0.01)
 
 
 def allocated(*groups: Sequence[int]) -> KVCacheBlocks:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nixl_offload.errors import MoverError
+from nixl_offload.errors import MoverError, TierError
 from nixl_offload.vllm import background
 from nixl_offload.vllm.background import BackgroundOpening
 
@@ -43,6 +43,10 @@ def opening_of(make: Callable[[], str]) -> BackgroundOpening[str]:
     return BackgroundOpening(make, lambda _: None, what="A tier", thread_name="background-opening")
 
 
+def close(opening: BackgroundOpening[str]) -> None:
+    assert not background.join_all(opening.close(), DEADLINE_S)
+
+
 def taken(opening: BackgroundOpening[str]) -> str:
     """Ask as the steps of an engine do, until it is open."""
     deadline = time.monotonic() + DEADLINE_S
@@ -65,7 +69,7 @@ def test_a_machine_without_threads_is_an_error_of_the_tier(monkeypatch: pytest.M
     threads.left = True
     assert taken(opening) == "open"
     assert opening.error is None
-    assert opening.close(DEADLINE_S)
+    close(opening)
 
 
 def test_between_two_trials_for_a_thread_there_is_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,17 +79,14 @@ def test_between_two_trials_for_a_thread_there_is_a_pause(monkeypatch: pytest.Mo
     threads.left = True
     assert opening.take() is None
     assert opening.error is not None
-    assert opening.close(0.0)
+    assert not opening.close()
 
 
-@pytest.mark.parametrize("end", [BackgroundOpening.stop, lambda opening: opening.close(0.0)], ids=["stop", "close"])
-def test_no_thread_is_started_after_the_end(
-    monkeypatch: pytest.MonkeyPatch, end: Callable[[BackgroundOpening[str]], object]
-) -> None:
+def test_no_thread_is_started_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = Threads(monkeypatch, "background-opening")
     opening = opening_of(lambda: "open")
     threads.left = True
-    end(opening)
+    opening.close()
     time.sleep(0.1)
     assert opening.take() is None
     assert not any(each.name == "background-opening" for each in threading.enumerate())
@@ -118,8 +119,9 @@ def test_a_failed_trial_keeps_nothing_alive() -> None:
 
     opening = opening_of(make)
     assert opening.wait(DEADLINE_S)
-    opening.close(DEADLINE_S)
-    assert isinstance(opening.error, MoverError)
+    close(opening)
+    assert isinstance(opening.error, TierError)
+    assert str(opening.error) == "cannot be registered"
     assert kept
     assert [staging() for staging in kept] == [None] * len(kept)
 
@@ -134,6 +136,6 @@ def test_each_kind_of_unexpected_error_is_traced_once(caplog: Log) -> None:
 
     opening = opening_of(make)
     assert taken(opening) == "open"
-    opening.close(DEADLINE_S)
+    close(opening)
     traced = [record.exc_info[1] for record in caplog.records if record.exc_info]
     assert [str(error) for error in traced] == ["one", "two"]

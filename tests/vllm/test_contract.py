@@ -625,7 +625,7 @@ def test_opening_again_changes_nothing() -> None:
     rig = manager_rig.Rig(manager_rig.config_of(manager_rig.memory_tier()))
     opened = rig.manager._catalog
     rig.manager.open(manager_rig.ranks())
-    assert not rig.manager.take_places(), "the ranks are not told again"
+    assert not rig.manager.serving.take_places(), "the ranks are not told again"
     assert rig.manager._catalog is opened
     rig.close()
 

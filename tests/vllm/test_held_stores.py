@@ -20,7 +20,7 @@ from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from nixl_offload.vllm import rank_opening, serving_tiers
+from nixl_offload.vllm import serving_tiers
 from nixl_offload.vllm.manager import Refused
 from nixl_offload.vllm.messages import NOTHING, RankStatus
 from tests.vllm import manager_rig
@@ -121,8 +121,7 @@ def test_stores_wait_for_tiers_that_are_opened_for_other_weights(steps: Steps) -
     manager.reopen("other weights")
     steps.arrive("first")
     assert steps.step("first") == set()
-    assert manager.serving._opening is not None
-    assert manager.serving._opening.wait(30.0, 30.0, 30.0)
+    manager_rig.wait_for_tiers(manager)
     assert steps.step("first") == set(), "the ranks have not opened theirs"
     manager.take_ranks({0: RankStatus(frozenset({0}), opening=manager.serving.number)})
     assert steps.step("first") == {"first"}
@@ -130,8 +129,7 @@ def test_stores_wait_for_tiers_that_are_opened_for_other_weights(steps: Steps) -
 
 
 def test_stores_do_not_wait_for_tiers_that_take_too_long(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving_tiers, "BEGIN_WAIT_S", 0.0)
-    monkeypatch.setattr(rank_opening, "RANKS_WAIT_S", 0.0)
+    monkeypatch.setattr(serving_tiers, "OPENING_WAIT_S", 0.0)
     steps.scheduler.offload_manager.reopen("other weights")
     steps.arrive("first")
     steps.step("first")

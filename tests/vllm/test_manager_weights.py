@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 from nixl_offload.errors import ConfigError
 from nixl_offload.identity import weights_cache
 from nixl_offload.identity.weights import PIECE_BYTES, WeightsDigest
-from nixl_offload.vllm import background, opening
+from nixl_offload.vllm import background, serving_tiers
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
 from nixl_offload.vllm.messages import RankStatus, TicketReport, TicketSpec
 from tests.vllm import manager_rig
@@ -41,7 +41,8 @@ class Gated(WeightsDigest):
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """While it is not set, nothing is read of any model."""
-    monkeypatch.setattr(opening, "WeightsDigest", Gated)
+    monkeypatch.setattr(serving_tiers, "WeightsDigest", Gated)
+    monkeypatch.setattr(serving_tiers, "START_WAIT_S", 0.1)
     Gated.gate = threading.Event()
     yield Gated.gate
     Gated.gate.set()
@@ -70,12 +71,6 @@ def ask(manager: NixlOffloadManager) -> None:
     manager.on_schedule_end(ScheduleEndContext([], []))
 
 
-def opened(manager: NixlOffloadManager) -> None:
-    """Wait until the tiers are open, or have failed to."""
-    assert manager.serving._opening is not None
-    assert manager.serving._opening.wait(DEADLINE_S, 0.0, DEADLINE_S)
-
-
 def stored(manager: NixlOffloadManager, *numbers: int) -> tuple[bytes, ...]:
     """Offer chunks; return those that are taken. The ranks have nothing to open."""
     manager_rig.ranks_open(manager)
@@ -95,15 +90,15 @@ def wait_for_readers(*, are_there: bool) -> None:
 
 def test_tiers_open_once_the_weights_are_known(model: Path, tmp_path: Path, gate: threading.Event) -> None:
     manager = manager_of(model, tmp_path / "kv")
-    manager.open(manager_rig.ranks(), wait_s=0.0, small_wait_s=0.0)
+    manager.open(manager_rig.ranks())
     ask(manager)
     assert stored(manager, 1) == ()
     assert manager.lookup(manager_rig.key(1), manager_rig.request()) is LookupResult.MISS
     assert not list(tmp_path.glob("kv/*/index.sqlite"))
-    manager.open(manager_rig.ranks(), wait_s=0.0, small_wait_s=0.0)  # vLLM wakes up, meanwhile
+    manager.open(manager_rig.ranks())  # vLLM wakes up, meanwhile
 
     gate.set()
-    opened(manager)
+    manager_rig.wait_for_tiers(manager)
     ask(manager)
     assert stored(manager, 1) == tuple(manager_rig.keys(1))
     manager.shutdown()
@@ -117,7 +112,8 @@ def test_a_reset_before_the_tiers_are_taken_over_holds(
     key, request = manager_rig.key(1), manager_rig.request()
     gate.set()
     manager = manager_of(model, tmp_path / "kv")
-    manager.open(manager_rig.ranks(), wait_s=DEADLINE_S)
+    manager.open(manager_rig.ranks())
+    manager_rig.wait_for_tiers(manager)
     manager_rig.ranks_open(manager)
     output = manager.prepare_store([key], request)
     assert output is not None
@@ -128,13 +124,13 @@ def test_a_reset_before_the_tiers_are_taken_over_holds(
 
     gate.clear()
     manager = manager_of(model, tmp_path / "kv")
-    manager.open(manager_rig.ranks(), wait_s=0.0, small_wait_s=0.0)
+    manager.open(manager_rig.ranks())
     if after == "before the first request":
         gate.set()
-        opened(manager)
+        manager_rig.wait_for_tiers(manager)
     manager.reset_cache()
     gate.set()
-    opened(manager)
+    manager_rig.wait_for_tiers(manager)
     ask(manager)
     manager_rig.ranks_open(manager)
     assert manager.lookup(key, request) is LookupResult.MISS
@@ -143,7 +139,7 @@ def test_a_reset_before_the_tiers_are_taken_over_holds(
 
 def test_a_start_waits_for_what_is_quick(model: Path, tmp_path: Path) -> None:
     manager = manager_of(model, tmp_path / "kv")
-    manager.open(manager_rig.ranks(), wait_s=DEADLINE_S)
+    manager.open(manager_rig.ranks())
     assert stored(manager, 1) == tuple(manager_rig.keys(1))
     manager.shutdown()
 
@@ -155,7 +151,7 @@ def test_weights_that_cannot_be_read_turn_offloading_off(
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").symlink_to(tmp_path / "gone")
     manager = manager_of(model, tmp_path / "kv")
-    manager.open(manager_rig.ranks(), wait_s=DEADLINE_S)
+    manager.open(manager_rig.ranks())
     ask(manager)
     assert stored(manager, 1) == ()
     assert "Offloading is off until the engine restarts" in caplog.text
@@ -177,9 +173,10 @@ def test_a_tier_that_cannot_be_opened_is_left_out_and_tried_again(
     manager = manager_of(model, tmp_path / "kv")
     if not late:
         gate.set()
-    manager.open(manager_rig.ranks(), wait_s=0.0 if late else DEADLINE_S, small_wait_s=0.0)
+        monkeypatch.setattr(serving_tiers, "START_WAIT_S", DEADLINE_S)
+    manager.open(manager_rig.ranks())
     gate.set()
-    opened(manager)
+    manager_rig.wait_for_tiers(manager)
     ask(manager)
     assert stored(manager, 1) == ()
     assert caplog.text.count("not open (") == 1
@@ -197,14 +194,14 @@ def test_a_reset_before_a_late_tier_is_open_holds(model: Path, tmp_path: Path, m
     monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.05)
     key, request = manager_rig.key(1), manager_rig.request()
     first = manager_of(model, tmp_path / "kv")
-    first.open(manager_rig.ranks(), wait_s=DEADLINE_S)
+    first.open(manager_rig.ranks())
     manager_rig.ranks_open(first)
     output = first.prepare_store([key], request)
     assert output is not None
     assert isinstance(output.store_spec, TicketSpec)
     first.settle({output.store_spec.ticket.ticket: TicketReport(1, {})})
     second = manager_of(model, tmp_path / "kv")
-    second.open(manager_rig.ranks(), wait_s=DEADLINE_S)  # the first one holds the lock
+    second.open(manager_rig.ranks())  # the first one holds the lock
     second.reset_cache()
     first.shutdown()
     deadline = time.monotonic() + DEADLINE_S
@@ -222,13 +219,13 @@ def test_a_capacity_that_does_not_fit_the_model_ends_the_start(model: Path) -> N
     config = manager_rig.config_of(manager_rig.memory_tier(1))
     manager = NixlOffloadManager(manager_rig.offloading_config(), config, vllm_config)
     with pytest.raises(ConfigError, match="too small for this model"):
-        manager.open(manager_rig.ranks(), wait_s=DEADLINE_S)
+        manager.open(manager_rig.ranks())
     manager.shutdown()
 
 
 def test_a_shutdown_does_not_wait_for_weights(model: Path, tmp_path: Path, gate: threading.Event) -> None:
     manager = manager_of(model, tmp_path / "kv")
-    manager.open(manager_rig.ranks(), wait_s=0.0, small_wait_s=0.0)
+    manager.open(manager_rig.ranks())
     manager.shutdown()
     assert not gate.is_set()
 
@@ -240,7 +237,7 @@ def test_a_large_file_that_a_setting_names_is_remembered_beside_the_slab(
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as scales:
         scales.truncate(PIECE_BYTES + 1)
         manager = manager_of(model, tmp_path / "kv", additional_config={"scales": scales.name})
-        manager.open(manager_rig.ranks(), wait_s=DEADLINE_S)
+        manager.open(manager_rig.ranks())
         manager.shutdown()
     assert (tmp_path / "kv" / f"{weights_cache.CACHE_PREFIX}.json").is_file()
 
@@ -250,11 +247,9 @@ def test_a_shutdown_ends_the_reading_of_a_file_that_a_setting_names(model: Path,
     with (tmp_path / "scales").open("wb") as scales:
         scales.truncate(1 << 40)
     manager = manager_of(model, tmp_path / "kv", additional_config={"scales": scales.name})
-    manager.open(manager_rig.ranks(), wait_s=0.0, small_wait_s=0.0)
-    opening = manager.serving._opening
-    assert opening is not None
+    manager.open(manager_rig.ranks())
     until_s = time.monotonic() + DEADLINE_S
-    while not any(digest.progress()[1] >= 1 << 40 for digest in tuple(opening._digests.values())):
+    while not any(digest.progress()[1] >= 1 << 40 for digest in tuple(manager.serving._digests.values())):
         assert time.monotonic() < until_s
         time.sleep(0.001)
     manager.shutdown()
@@ -310,7 +305,7 @@ def reopen(rig: manager_rig.Rig) -> set[tuple[bytes, ...]]:
     while opened < 2:
         assert time.monotonic() < deadline
         rig.step()
-        places = rig.manager.take_places()
+        places = rig.manager.serving.take_places()
         told |= {place.rank_namespaces for place in places.values()}
         opened += len(places)
         time.sleep(0.001)

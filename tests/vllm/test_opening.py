@@ -27,8 +27,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from examples.demo.model import ModelShape, write_model
 from nixl_offload.errors import TierError
 from nixl_offload.tiers.lock import holder_of
-from nixl_offload.vllm import background, closed_tier, connector_scheduler, rank_opening, rank_tiers, serving_tiers
-from nixl_offload.vllm import opening as opening_module
+from nixl_offload.vllm import background, connector_scheduler, rank_tiers, serving_tiers
 from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
@@ -147,24 +146,25 @@ def test_a_tier_that_hangs_keeps_no_idle_engine_stepping_that_serves_already(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It joins all the same, in the steps of a request that comes later."""
-    is_hung, works, open_tier = threading.Event(), threading.Event(), opening_module.open_tier
+    is_hung, works, open_tier = threading.Event(), threading.Event(), serving_tiers.open_tier
 
     def opening(*arguments: Any) -> Any:
         is_hung.set()
         assert works.wait(DEADLINE_S)
         return open_tier(*arguments)
 
-    monkeypatch.setattr(opening_module, "open_tier", opening)
-    monkeypatch.setattr(serving_tiers, "BEGIN_WAIT_S", 0.1)
+    monkeypatch.setattr(serving_tiers, "open_tier", opening)
+    monkeypatch.setattr(serving_tiers, "OPENING_WAIT_S", 0.1)
     scheduler = inside_another(tmp_path, world_size=1)
     try:
         report(scheduler, geometries=dict(enumerate(manager_rig.ranks(1))))
         began_s = time.monotonic()
-        assert scheduler.has_pending_push_work()
-        assert is_hung.wait(DEADLINE_S)
+        while not is_hung.is_set():
+            assert time.monotonic() < began_s + DEADLINE_S
+            scheduler.build_connector_meta(SchedulerOutput.make_empty())
         time.sleep(max(0.0, began_s + 0.1 - time.monotonic()))
-        scheduler.build_connector_meta(SchedulerOutput.make_empty())
         assert not scheduler.has_pending_push_work()
+        monkeypatch.undo()
         works.set()
         for _ in range(1000):
             meta = scheduler.build_connector_meta(SchedulerOutput.make_empty())
@@ -185,7 +185,7 @@ def test_a_request_waits_only_so_long(restarted: Callable[[], Matching], monkeyp
     monkeypatch.setattr(connector_scheduler, "WAIT_ANSWER_S", 0.0)
     asked = restarted()
     assert asked.ask() == (None, False)
-    monkeypatch.setattr(closed_tier, "RANKS_WAIT_S", 0.0)
+    monkeypatch.setattr(serving_tiers, "OPENING_WAIT_S", 0.0)
     assert asked.ask() == (0, False)
     output = asked.manager.prepare_store(asked.keys[4:], manager_rig.request())
     assert output is not None
@@ -215,7 +215,7 @@ def test_a_rank_that_hangs_does_not_slow_steps_for_ever(
     asked = restarted()
     step(asked)
     assert asked.manager.is_waiting()
-    monkeypatch.setattr(rank_opening, "RANKS_WAIT_S", 0.0)
+    monkeypatch.setattr(serving_tiers, "OPENING_WAIT_S", 0.0)
     assert not asked.manager.is_waiting()
     assert not asked.scheduler.has_pending_push_work()
     hear(asked, OPEN)
@@ -289,15 +289,15 @@ def test_a_required_tier_that_cannot_be_opened_ends_the_start(tmp_path: Path, ki
 
 
 def test_a_required_tier_that_hangs_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hung, open_tier = threading.Event(), opening_module.open_tier
+    hung, open_tier = threading.Event(), serving_tiers.open_tier
 
     def opening(*arguments: Any) -> Any:
         hung.wait(DEADLINE_S)
         return open_tier(*arguments)
 
-    monkeypatch.setattr(opening_module, "open_tier", opening)
-    monkeypatch.setattr(serving_tiers, "TIERS_WAIT_S", 0.1)
-    monkeypatch.setattr(opening_module, "CLOSE_S", 0.1)
+    monkeypatch.setattr(serving_tiers, "open_tier", opening)
+    monkeypatch.setattr(serving_tiers, "START_WAIT_S", 0.1)
+    monkeypatch.setattr(serving_tiers, "CLOSE_S", 0.1)
     config = manager_rig.config_of(manager_rig.slab_tier(tmp_path, required=True))
     manager = NixlOffloadManager(manager_rig.offloading_config(), config, manager_rig.vllm_config())
     with pytest.raises(TierError, match=REQUIRED):
@@ -382,10 +382,10 @@ def test_a_start_survives_a_machine_without_threads(
     began_s = time.monotonic()
     manager.open(manager_rig.ranks(1))
     assert time.monotonic() - began_s < 5.0
-    assert manager.take_places() == {}
+    assert manager.serving.take_places() == {}
     has_threads.set()
     deadline = time.monotonic() + DEADLINE_S
-    while not (places := manager.take_places()):
+    while not (places := manager.serving.take_places()):
         assert time.monotonic() < deadline
         manager.on_new_request(manager_rig.request())
         time.sleep(0.01)
@@ -466,9 +466,8 @@ def test_an_opening_that_hangs_costs_hits_and_no_more(
 ) -> None:
     """Requests are answered, the engine comes to rest and shuts down, and its slab can be opened anew."""
     with monkeypatch.context() as impatient:
-        for module in (rank_opening, closed_tier):
-            impatient.setattr(module, "RANKS_WAIT_S", 0.2)
-        impatient.setattr(rank_tiers, "CLOSE_OPENING_S", 0.1)
+        impatient.setattr(serving_tiers, "OPENING_WAIT_S", 0.2)
+        impatient.setattr(rank_tiers, "CLOSE_S", 0.1)
         engine = SlowEngine(tmp_path)
         for _ in range(2):
             assert engine.generate(PROMPTS) == [0, 0]
@@ -582,18 +581,18 @@ def test_a_directory_in_trouble_at_start_joins_a_running_engine(
 def test_a_tier_that_hangs_while_it_is_opened_delays_no_other(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor the start for longer than ``TIERS_WAIT_S``."""
+    """Nor the start for longer than ``START_WAIT_S``."""
     gate.set()
-    hung, open_tier = threading.Event(), opening_module.open_tier
+    hung, open_tier = threading.Event(), serving_tiers.open_tier
 
     def opening(tier: Any, *arguments: Any) -> Any:
         if tier.kind == "slab":
             hung.wait(DEADLINE_S)
         return open_tier(tier, *arguments)
 
-    monkeypatch.setattr(opening_module, "open_tier", opening)
-    monkeypatch.setattr(serving_tiers, "TIERS_WAIT_S", 0.2)
-    monkeypatch.setattr(opening_module, "CLOSE_S", 0.1)
+    monkeypatch.setattr(serving_tiers, "open_tier", opening)
+    monkeypatch.setattr(serving_tiers, "START_WAIT_S", 0.2)
+    monkeypatch.setattr(serving_tiers, "CLOSE_S", 0.1)
     engine = SlowEngine(tmp_path, {"kind": "memory", "capacity": "64MiB"})
     engine.settle()
     assert engine.generate(PROMPTS) == [0, 0]

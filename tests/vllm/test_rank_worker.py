@@ -504,7 +504,7 @@ def test_a_shutdown_ends_the_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_shutdown_during_the_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
     """It waits for a moment. What is opened is closed, by whoever comes last, and the slab can be opened anew."""
     slow = SlowStart(monkeypatch)
-    monkeypatch.setattr(rank_tiers, "CLOSE_OPENING_S", 0.1 if late else DEADLINE_S)
+    monkeypatch.setattr(rank_tiers, "CLOSE_S", 0.1 if late else DEADLINE_S)
     kept: list[object] = []
     monkeypatch.setattr(pump, "LEAKED", kept)
     monkeypatch.setattr(worker_module, "LEAKED", kept)

@@ -27,9 +27,9 @@ from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Lookup, LookupContext, key_group
-from nixl_offload.vllm.background import BackgroundOpening
-from nixl_offload.vllm.closed_tier import ClosedTier
+from nixl_offload.vllm.background import BackgroundOpening, join_all
 from nixl_offload.vllm.rank_tiers import RankTiers
+from nixl_offload.vllm.serving_tiers import ClosedTier
 from tests.headers import make_header
 from tests.prove import server
 from tests.prove.faults.clock import CLOCK, real_s
@@ -211,14 +211,12 @@ class Server(server.Server):
         if self._is_closed:
             return True
         self._is_closed = ended = True
-        for opening in self._openings.values():
-            opening.stop()
+        ending = [thread for opening in self._openings.values() for thread in opening.close()]
         for rank, tiers in zip(self.ranks, self.rank_tiers, strict=True):
             ended &= tiers.close()
             rank.close(drain_s, keeps_memory=not ended)
         self.poll()
-        for opening in self._openings.values():
-            ended &= opening.close(2.0)
+        ended &= not join_all(ending, 2.0)
         self._close_tiers()
         return ended
 
