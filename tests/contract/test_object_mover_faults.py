@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -154,37 +155,23 @@ def test_obj_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every connection option of the config reaches the plugin under its name; credentials have none."""
     for variable in ("AWS_CA_BUNDLE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(variable, raising=False)
-    tier = S3Config.model_validate(
-        {
-            "kind": "s3",
-            "bucket": "kv-cache",
-            "prefix": "/a/b/",
-            "endpoint": "https://host:9000",
-            "region": "eu-1",
-            "addressing": "virtual",
-            "ca_bundle": "/etc/ca.pem",
-            "connections": 3,
-        }
-    )
-    plugin = object_plugin(tier)
-    assert plugin.params == {
+    fields = {"kind": "s3", "bucket": "kv-cache", "region": "eu-1"}
+    more = {"prefix": "/a/b/", "endpoint": "https://host:9000", "ca_bundle": "/etc/ca.pem", "connections": 3}
+    plugin = object_plugin(S3Config.model_validate({**fields, **more, "addressing": "virtual"}))
+    plain = {
         "bucket": "kv-cache",
         "scheme": "https",
         "use_virtual_addressing": "true",
-        "num_threads": "3",
         "req_checksum": "required",
         "resp_checksum": "required",
-        "endpoint_override": "https://host:9000",
         "region": "eu-1",
-        "ca_bundle": "/etc/ca.pem",
     }
-    assert plugin.key_prefix == "a/b/"
-    fields = {"kind": "s3", "bucket": "kv-cache", "region": "eu-1"}
+    given = {"num_threads": "3", "endpoint_override": "https://host:9000", "ca_bundle": "/etc/ca.pem"}
+    assert (plugin.params, plugin.key_prefix) == ({**plain, **given}, "a/b/")
     assert object_plugin(S3Config.model_validate({**fields, "endpoint": "http://host"})).params["scheme"] == "http"
-    plain = object_plugin(S3Config.model_validate(fields))
-    assert plain.params["scheme"] == "https"
-    assert plain.params["use_virtual_addressing"] == "true"
-    assert not {"endpoint_override", "ca_bundle"} & set(plain.params)
+    found = dict(object_plugin(S3Config.model_validate(fields)).params)
+    assert found.pop("num_threads")
+    assert found == plain
 
 
 # Our own threads
@@ -283,16 +270,52 @@ def test_a_read_does_not_wait_behind_writes() -> None:
 # Who is chosen
 
 
-def test_auto_takes_obstore(rigs: Rigs, rclone: RcloneServer, caplog: pytest.LogCaptureFixture) -> None:
-    """For host memory; said at INFO; the probe object is gone; no secret in any log."""
+DENIED, DOWN = Answer(403, "AccessDenied"), "down"
+AS_SOON = "as far and as soon as the server lets it"
+
+
+@pytest.mark.parametrize(
+    ("fault", "rule", "fields", "taken", "words"),
+    [
+        (None, {}, {}, "obstore", r"are moved by obstore \(round trip ok\)"),
+        # A server that takes no PUT of obstore's.
+        (DENIED, {"operation": "PUT", "nth": 1}, {}, "obj", r"moved by obj .*passed over obstore: .*PUT probe-.*403"),
+        # Where nobody can be proved the surest is taken.
+        (DOWN, {}, {"request_timeout": "2s"}, "obstore", AS_SOON),
+        (DOWN, {}, {"request_timeout": "2s", "mover": "obj"}, "obj", AS_SOON),
+        (Hold(), {}, {"request_timeout": "1s"}, "obstore", ""),
+        # Overloaded or full: one that answers a HEAD does not cost the tier until a restart.
+        (Answer(503, "SlowDown"), {"operation": "PUT"}, {"request_timeout": "2s"}, "", ""),
+        (Answer(500, "InternalError"), {"operation": "GET"}, {"request_timeout": "2s"}, "", ""),
+        (Answer(507, "QuotaExceeded"), {"operation": "PUT"}, {"request_timeout": "2s"}, "", ""),
+    ],
+)
+def test_whatever_the_server_does_at_start_a_mover_is_taken_that_works_later(
+    rigs: Rigs,
+    rclone: RcloneServer,
+    proxy: FaultProxy,
+    caplog: pytest.LogCaptureFixture,
+    fault: Any,
+    rule: dict[str, Any],
+    fields: dict[str, Any],
+    taken: str,
+    words: str,
+) -> None:
+    """Without a restart; the log says which and why, and no secret."""
     caplog.set_level(logging.DEBUG)
-    opened = rigs.select()
+    if fault == DOWN:
+        proxy.go_down()
+    elif fault is not None:
+        proxy.inject(fault, **rule)
+    opened = rigs.select(**fields)
     rig = rigs.over(opened.mover)
-    assert opened.mover.name == "obstore"
+    proxy.release_all()
+    proxy.come_back()
     assert works(rig)
-    assert "are moved by obstore (round trip ok)" in caplog.text
-    assert not [name for name in rclone.objects(PREFIX) if "probe" in name]
+    assert opened.mover.name == taken or not taken
+    assert re.search(words, caplog.text)
     assert rclone.secret_access_key not in caplog.text
+    assert fault or not [name for name in rclone.objects(PREFIX) if "probe" in name]
 
 
 def test_device_memory_is_tried_first(rigs: Rigs, caplog: pytest.LogCaptureFixture) -> None:
@@ -306,17 +329,6 @@ def test_device_memory_is_tried_first(rigs: Rigs, caplog: pytest.LogCaptureFixtu
     assert works(rig)
 
 
-def test_auto_passes_over_what_cannot_talk(rigs: Rigs, proxy: FaultProxy, caplog: pytest.LogCaptureFixture) -> None:
-    """A server that takes no PUT of obstore's: the next one is taken, and the log says why."""
-    caplog.set_level(logging.INFO)
-    with proxy.inject(Answer(403, "AccessDenied"), operation="PUT", nth=1):
-        opened = rigs.select()
-    rig = rigs.over(opened.mover)
-    assert [(probe.name, probe.ok) for probe in opened.report] == [("obstore", False), ("obj", True)]
-    assert re.search(r"moved by obj \(round trip ok\); passed over obstore: .*PUT probe-.*403", caplog.text)
-    assert works(rig)
-
-
 def test_nixl_is_not_installed(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Auto does without, and ``mover: obj`` says what would help."""
     monkeypatch.delitem(sys.modules, "nixl._api", raising=False)
@@ -326,44 +338,6 @@ def test_nixl_is_not_installed(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> N
     assert opened.mover.name == "obstore"
     with pytest.raises(MoverUnavailableError, match="pip install nixl"):
         rigs.select(mover="obj")
-
-
-@pytest.mark.parametrize(("choice", "taken"), [("auto", "obstore"), ("obj", "obj")])
-def test_server_is_down_at_start(
-    rigs: Rigs, proxy: FaultProxy, caplog: pytest.LogCaptureFixture, choice: str, taken: str
-) -> None:
-    """Nobody can be proved, so the surest is taken with a warning, and works without a restart once the server does."""
-    proxy.go_down()
-    started_s = time.monotonic()
-    opened = rigs.select(mover=choice, request_timeout="2s")
-    assert time.monotonic() - started_s < 8
-    rig = rigs.over(opened.mover)
-    assert opened.mover.name == taken
-    assert "as far and as soon as the server lets it" in caplog.text
-    proxy.come_back()
-    assert works(rig)
-
-
-def test_server_hangs_at_start(rigs: Rigs, proxy: FaultProxy) -> None:
-    """A server that takes requests and says nothing holds the start up for a few request times only."""
-    hold = proxy.inject(Hold())
-    started_s = time.monotonic()
-    opened = rigs.select(request_timeout="1s")
-    assert time.monotonic() - started_s < 10
-    rig = rigs.over(opened.mover)
-    hold.release()
-    assert works(rig)
-
-
-@pytest.mark.parametrize(
-    ("operation", "fault"),
-    [("PUT", Answer(503, "SlowDown")), ("GET", Answer(500, "InternalError")), ("PUT", Answer(507, "QuotaExceeded"))],
-)
-def test_server_is_overloaded_or_full_at_start(rigs: Rigs, proxy: FaultProxy, operation: str, fault: Answer) -> None:
-    """One that answers a HEAD and for the moment nothing else does not cost the tier until a restart."""
-    with proxy.inject(fault, operation=operation):
-        opened = rigs.select(request_timeout="2s")
-    assert works(rigs.over(opened.mover))
 
 
 def test_a_refusal_is_told_in_words_where_nixl_has_none(rigs: Rigs, proxy: FaultProxy) -> None:

@@ -3,92 +3,60 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from nixl_offload.tiers.breaker import Breaker, BreakerState
 
-
-def _opened(**arguments: float) -> Breaker:
-    breaker = Breaker("tier", **arguments)  # type: ignore[arg-type]
-    for _ in range(3):
-        breaker.failed("timeout", "no answer", 0.0)
-    return breaker
+FAILED, SUCCEEDED = "failed", "succeeded"
+OPENED: list[tuple[float, object]] = [(0.0, FAILED)] * 3
 
 
-def test_opens_after_failures_in_a_row_only() -> None:
-    breaker = Breaker("tier")
-    for _ in range(5):
-        breaker.failed("timeout", "", 0.0)
-        breaker.failed("timeout", "", 0.0)
-        breaker.succeeded(0.0)
-    assert breaker.closed
-    breaker.failed("timeout", "", 0.0)
-    breaker.failed("timeout", "", 0.0)
-    assert breaker.allows(0.0)
-    breaker.failed("server", "", 0.0)
-    assert not breaker.closed
-    assert breaker.cause == "server"
-    assert not breaker.allows(0.5)
-    assert breaker.openings == 1
+@pytest.mark.parametrize(
+    ("options", "events", "is_closed"),
+    [
+        # Failures in a row alone count.
+        ({}, [(0, FAILED), (0, FAILED), (0, SUCCEEDED)] * 5, True),
+        ({}, [*OPENED, (0.5, False)], False),
+        # One trial at a time; its success closes.
+        ({}, [*OPENED, (1, True), (1, False), (1.1, SUCCEEDED), (1.1, True)], True),
+        # Stragglers neither close nor prolong.
+        ({}, [*OPENED, (0.5, SUCCEEDED), (0.9, False), (0.9, FAILED), (1, True)], False),
+        # A trial that nobody hears of is lost: the next one is let through.
+        ({"trial_limit_s": 5.0}, [*OPENED, (1, True), (5.9, False), (6, True)], False),
+        # Pauses double up to the longest,
+        (
+            {"longest_pause_s": 4.0},
+            [
+                *(*OPENED, (1, True), (1, FAILED), (2.9, False), (3, True), (3, FAILED)),
+                *((6.9, False), (7, True), (7, FAILED), (10.9, False), (11, True)),
+            ],
+            False,
+        ),
+        # and begin anew after a recovery.
+        ({}, [*OPENED, (1, True), (1, FAILED), (3, True), (3, SUCCEEDED)] + [(90, FAILED)] * 3 + [(91, True)], False),
+    ],
+)
+def test_what_is_let_through(
+    options: dict[str, float], events: Sequence[tuple[float, object]], is_closed: bool
+) -> None:
+    """Events at their seconds: what is reported, or what ``allows`` says."""
+    breaker = Breaker("tier", **options)  # type: ignore[arg-type]
+    for now_s, event in events:
+        if event == FAILED:
+            breaker.failed("timeout", "no answer", now_s)
+        elif event == SUCCEEDED:
+            breaker.succeeded(now_s)
+        else:
+            assert breaker.allows(now_s) is event, now_s
+    assert breaker.closed is is_closed
+    assert (breaker.cause == "") is is_closed
 
 
-def test_one_trial_and_its_success_closes() -> None:
-    breaker = _opened()
-    assert breaker.allows(1.0)
-    assert breaker.state is BreakerState.HALF_OPEN
-    assert not breaker.allows(1.0), "one trial at a time"
-    breaker.succeeded(1.1)
-    assert breaker.closed
-    assert breaker.cause == ""
-    assert breaker.allows(1.1)
-
-
-def test_pauses_double_up_to_the_longest_and_begin_anew_after_a_recovery() -> None:
-    breaker = _opened(longest_pause_s=8.0)
-    now_s, pauses = 0.0, []
-    for _ in range(6):
-        began_s = now_s
-        while not breaker.allows(now_s):
-            now_s += 0.5
-        pauses.append(now_s - began_s)
-        breaker.failed("timeout", "", now_s)
-    assert pauses == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
-    while not breaker.allows(now_s):
-        now_s += 0.5
-    breaker.succeeded(now_s)
-    for _ in range(3):
-        breaker.failed("timeout", "", now_s)
-    assert not breaker.allows(now_s + 0.9)
-    assert breaker.allows(now_s + 1.0)
-
-
-def test_a_straggler_neither_closes_nor_prolongs() -> None:
-    breaker = _opened()
-    breaker.succeeded(0.5)
-    assert not breaker.closed
-    breaker.failed("timeout", "", 0.9)
-    assert breaker.allows(1.0)
-
-
-def test_a_trial_that_is_not_heard_of_is_lost_and_the_next_is_let_through() -> None:
-    breaker = _opened(trial_limit_s=5.0)
-    assert breaker.allows(1.0)
-    assert not breaker.allows(5.9)
-    assert breaker.allows(6.0)
-
-
-def test_one_warning_when_it_opens_and_one_line_when_it_closes(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    breaker = _opened()
-    for now_s in (1.0, 3.0, 7.0):
-        assert breaker.allows(now_s)
-        breaker.failed("timeout", "", now_s)
-    assert breaker.allows(15.0)
-    breaker.succeeded(15.0)
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-    assert "disabled (timeout): no answer" in caplog.text
-    assert "in use again after 15 s" in caplog.text
+def levels(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.levelname for record in caplog.records]
 
 
 def test_each_cause_of_an_outage_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -98,30 +66,30 @@ def test_each_cause_of_an_outage_is_told_once(caplog: pytest.LogCaptureFixture) 
     for second in range(200):
         if breaker.allows(second):
             breaker.failed("full" if second < 100 else "readonly", "no space", second)
-    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
-    assert "no space" in caplog.messages[0]
-    assert breaker.cause == "readonly"
+    assert (levels(caplog), breaker.cause) == (["WARNING"] * 2, "readonly")
+    assert "disabled (full): no space" in caplog.messages[0]
     assert breaker.allows(300)
+    assert breaker.state is BreakerState.HALF_OPEN
     breaker.succeeded(300)
     breaker.succeeded(301)
-    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "INFO"]
-    assert breaker.closed
+    assert levels(caplog) == ["WARNING", "WARNING", "INFO"]
+    assert "in use again after 300 s" in caplog.text
 
 
 def test_a_flapping_tier_does_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """Trouble that returns soon goes on with the grown pause, and in silence; after a long calm it begins anew."""
     caplog.set_level(logging.INFO)
-    breaker = Breaker("t", threshold=1, longest_pause_s=60.0, flap_window_s=60.0)
+    flaps: dict[str, Any] = {"threshold": 1, "longest_pause_s": 60.0, "flap_window_s": 60.0}
+    breaker = Breaker("t", **flaps)
     for second in range(3600):
         if breaker.closed:
             breaker.failed("io", "x", second)
         elif breaker.allows(second):
             breaker.succeeded(second)
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-    now_s = 10_000.0
-    assert breaker.closed or breaker.allows(now_s)
-    breaker.succeeded(now_s)
-    breaker.failed("io", "x", now_s + 1000)
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
-    assert not breaker.allows(now_s + 1000.9)
-    assert breaker.allows(now_s + 1001)
+    assert levels(caplog) == ["WARNING", "INFO"]
+    assert breaker.closed or breaker.allows(10_000.0)
+    breaker.succeeded(10_000.0)
+    breaker.failed("io", "x", 11_000.0)
+    assert levels(caplog) == ["WARNING", "INFO", "WARNING"]
+    assert not breaker.allows(11_000.9)
+    assert breaker.allows(11_001.0)

@@ -5,7 +5,6 @@ unpacked, and the real kit's vLLM registers its kernels without a GPU and withou
 from __future__ import annotations
 
 import ctypes
-import json
 import shutil
 import struct
 import subprocess
@@ -140,38 +139,6 @@ def _make(directory: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> in
 def _unpack(python: str, directory: Path, target: Path) -> subprocess.CompletedProcess[str]:
     command = [python, str(REPOSITORY / "benchmarks" / "gpu" / "unpack.py"), str(directory), str(target)]
     return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-
-
-@needs_gcc
-def test_a_kit_is_unpacked_to_what_can_be_imported(
-    small_kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The libraries are in place, of the fallbacks only the missing are there, and vLLM would find our plugin."""
-    assert _make(small_kit, monkeypatch) == 0
-    target = tmp_path / "target"
-    ended = _unpack(sys.executable, small_kit, target)
-    assert ended.returncode == 0, ended.stderr
-    assert "missing here, taken from the kit: seldom\n" in ended.stdout
-    result = json.loads(ended.stdout.splitlines()[-1])
-    folders = [target / name for name in ("vllm", "deps", "site", "plugins")]
-    assert result["pythonpath"] == [*map(str, folders), str(REPOSITORY)]
-    assert 0 < result["seconds"] < 250
-    vllm, deps, site, plugins = folders
-    assert not (vllm / "vllm" / "tuning.json").exists()
-    for member, _ in kit.LIBRARIES.values():
-        assert _loaded(vllm / member, ["only"])["only"] == _entry(MACHINE_CODE, 90, b"code")
-    assert (vllm / "vllm" / "spinloop.abi3.so").read_bytes() == b"small"
-    assert {path.name for path in site.iterdir()} >= {"always_there.py", "seldom.py"}
-    assert not (site / "pytest.py").exists()
-    assert list((vllm / "vllm" / "__pycache__").iterdir())
-    assert list((deps / "needed" / "__pycache__").iterdir())
-    question = (
-        "from importlib.metadata import entry_points as e; print(*e(group='vllm.general_plugins', name='nixl_offload'))"
-    )
-    answer = subprocess.run(
-        [sys.executable, "-c", question], env={"PYTHONPATH": str(plugins)}, capture_output=True, text=True, check=True
-    )
-    assert "value='nixl_offload.vllm.plugin:register'" in answer.stdout
 
 
 @needs_gcc
