@@ -110,17 +110,6 @@ def test_a_chunk_in_anothers_place_is_corrupt(lab: Lab, way: Way) -> None:
     assert rig.load(4, [rig.chunk(1, TARGET)]) == (OK,)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_truncated_file_is_refused(lab: Lab, way: Way) -> None:
-    rig = lab.make(None, "blhnc", way)
-    stored(rig, 3)
-    offset = rig.location(3).offset
-    for job, cut in enumerate((offset + 3 * 4096, offset + 100, offset, 0)):
-        with rig.slab.path.open("r+b") as file:
-            file.truncate(cut)
-        assert_refused(rig, job, 3, way, {CORRUPT, FAILED})
-
-
 def test_a_short_read_that_nobody_tells_is_found_by_the_checksums(lab: Lab) -> None:
     """The slot still holds another chunk's payload. ``verify: header`` or not: a mover that does not tell is not
     believed.

@@ -27,7 +27,6 @@ from tests.unit.device_rig import settled
 from tests.unit.test_device_packer import (  # noqa: F401 - run here with the fixture below
     test_an_inspection_without_rows_brings_the_headers_alone,
     test_chunks_lie_in_their_slots_as_on_the_host_and_come_back,
-    test_groups_of_one_device,
     test_ids_outside_the_kv_cache_are_refused,
     test_only_what_lies_behind_the_header_page_can_be_cleared,
     test_rows_that_do_not_fit_their_blocks_are_refused,

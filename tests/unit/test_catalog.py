@@ -89,12 +89,6 @@ def test_a_failed_load_drops_the_chunk(make: MakeCatalog, outcome: Outcome) -> N
     assert catalog.lookup(_key(2), 0.0) is Lookup.MISS
 
 
-def test_a_load_from_the_nearest_tier_promises_no_promotion(make: MakeCatalog) -> None:
-    catalog = make()
-    _store(catalog, 1)
-    assert catalog.prepare_load([_key(1)], 0.0).promotion_ticket == 0
-
-
 def test_a_load_given_up_for_load_shedding_keeps_the_chunk(make: MakeCatalog) -> None:
     catalog = make()
     _store(catalog, 1)

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nixl_offload.chunk.checksum import block_checksum, block_checksums, payload_checksums
-from nixl_offload.chunk.checksum_torch import SHORT_BYTES, block_checksums_torch, xxh3_64_torch
+from nixl_offload.chunk.checksum_torch import block_checksums_torch, xxh3_64_torch
 from tests.unit.checksum_rig import (
     assert_agreement_at_every_length,
     assert_agreement_on_rows_not_packed,
@@ -51,12 +49,6 @@ def test_checksums_of_many_payloads_are_those_of_each() -> None:
 def test_torch_and_library_agree() -> None:
     """The value computed with torch integer arithmetic is the library's, whatever the length."""
     assert_agreement_at_every_length("cpu")
-
-
-@given(st.integers(SHORT_BYTES + 1, 5000), st.integers(0, 2**32 - 1))
-def test_torch_and_library_agree_at_any_length(block_bytes: int, seed: int) -> None:
-    payload = random_rows(2, block_bytes, seed)
-    np.testing.assert_array_equal(block_checksums_torch(torch.from_numpy(payload)), block_checksums(payload))
 
 
 @pytest.mark.parametrize("value", [0x00, 0x80, 0xFF])
@@ -114,16 +106,6 @@ def test_torch_reads_words_that_lie_right_in_memory_and_wrong_in_their_storage()
     np.testing.assert_array_equal(found, block_checksums(payload))
 
 
-def test_torch_sums_many_short_blocks() -> None:
-    payload = random_rows(300, 100)
-    np.testing.assert_array_equal(block_checksums_torch(torch.from_numpy(payload)), block_checksums(payload))
-
-
-def test_an_empty_batch_has_no_checksums() -> None:
-    assert block_checksums(np.empty((0, 4096), dtype=np.uint8)).shape == (0,)
-    assert block_checksums_torch(torch.empty((0, 4096), dtype=torch.uint8)).shape == (0,)
-
-
 def test_wrong_shapes_and_types_are_refused() -> None:
     with pytest.raises(ValueError, match="uint8"):
         block_checksums(np.zeros((2, 8), dtype=np.int8))
@@ -139,13 +121,3 @@ def test_wrong_shapes_and_types_are_refused() -> None:
         block_checksums_torch(torch.zeros(300, dtype=torch.uint8))
     with pytest.raises(ValueError, match="longer than 240"):
         xxh3_64_torch(torch.zeros((2, 240), dtype=torch.uint8))
-
-
-@given(st.integers(1, 3000), st.data())
-def test_a_flipped_bit_changes_the_checksum_of_its_block_only(block_bytes: int, data: st.DataObject) -> None:
-    payload = random_rows(3, block_bytes)
-    before = block_checksums(payload)
-    bit = data.draw(st.integers(0, payload.size * 8 - 1))
-    payload.reshape(-1)[bit // 8] ^= 1 << (bit % 8)
-    changed = block_checksums(payload) != before
-    assert changed.tolist() == [bit // 8 // block_bytes == row for row in range(3)]

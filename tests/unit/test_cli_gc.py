@@ -93,18 +93,6 @@ def test_a_look_tells_all_and_deletes_nothing(tree: Tree, capsys: pytest.Capture
     assert lines[6] == "Nothing was deleted; --delete does it (and what writers that died have left)."
 
 
-def test_the_oldest_chunks_go_whole_until_the_capacity_is_kept(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
-    chunks = [tree.chunk(BLUE, number, HOUR_S * (number + 1)) for number in range(10)]
-    tree.capacity("8192B")
-    assert tree.gc("--delete", "--json") == 0
-    assert tree.files() == {name for names in chunks[:4] for name in names}
-    found = outcome(capsys)
-    assert found["outcome"]["deleted"] == {"chunks": 6, "objects": 12, "bytes": 12_000}
-    assert found["limits"] == {"max_bytes": 8192, "older_than_s": None}
-    assert tree.gc("--delete") == 0
-    assert "Deleted: 0 chunks in 0 objects, 0B." in capsys.readouterr().out
-
-
 def test_what_is_older_goes_and_nothing_of_the_last_ten_minutes(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
     old, young, fresh = (tree.chunk(BLUE, number, age_s) for number, age_s in enumerate((7000.0, 700.0, 500.0)))
     assert tree.gc("--older-than", "1h", "--delete") == 0

@@ -93,28 +93,6 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     return Cli(capsys)
 
 
-def test_ls_says_that_sizes_share_them_and_counts_shards(stored: Stored, cli: Cli) -> None:
-    assert cli("ls", stored.file) == 0
-    assert cli.out.count(", shards 4, ") == 2
-    assert cli.out.count("5 chunks in 20 shards") == 2
-    assert cli("ls", stored.file, "--json") == 0
-    tiers = json.loads(cli.out)["tiers"]
-    assert [(each["shards"], each["bytes"]) for tier in tiers for each in tier["namespaces"]] == [
-        (20, 20 * SHARD_BYTES)
-    ] * 2
-
-
-def test_verify_finds_damage_in_the_shard_where_it_is(stored: Stored, cli: Cli) -> None:
-    assert cli("verify", stored.file) == 0
-    flip(stored.slabs / rank_file_name(1), stored.offsets[2] + SHARD_BYTES + 5000)
-    flip(stored.tree / shard_name(SPACE.name, key(3), 1), 5000)
-    (stored.tree / shard_name(SPACE.name, key(4), 2)).unlink()
-    assert cli("verify", stored.file) == 1
-    assert "rank 3: " in cli.out
-    assert "rank 1: " in cli.out
-    assert "1 not finished" in cli.out
-
-
 @pytest.mark.parametrize("ranges", [1, 2])
 def test_one_copy_of_replicas_is_told_where_it_is(tmp_path: Path, cli: Cli, ranges: int) -> None:
     """Of four ranks in two pairs, each chunk once in a slab of each pair: listed, verified, found by place, deleted.

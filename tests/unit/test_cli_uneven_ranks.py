@@ -98,22 +98,6 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     return Cli(capsys)
 
 
-def test_whole_chunks_verify_and_are_counted_shard_by_shard(tiers: Tiers, cli: Cli) -> None:
-    assert cli("verify", tiers.tree, "--json") == 0
-    assert cli.lines[-1]["tiers"][0]["chunks"]["good"] == 2 * CHUNKS
-    assert cli("ls", tiers.tree, "--json") == 0
-    (listed,) = cli.json["tiers"][0]["namespaces"]
-    assert (listed["chunks"], listed["shards"], listed["bytes"]) == (
-        2 * CHUNKS,
-        len(SHARDS),
-        CHUNKS * sum(map(sum, SIZES)),
-    )
-    assert cli("stat", tiers.tree, KEYS[0].hex(), "--verify", "--json") == 0
-    assert [(shard["rank"], shard["bytes"], shard["verified"]) for shard in cli.json["shards"]] == [
-        (rank, size, True) for rank, size in enumerate(SIZES[0]) if size
-    ]
-
-
 def test_what_is_not_a_ranks_own_is_told(tiers: Tiers, cli: Cli) -> None:
     """A shard that is missing, one of another rank, and one of a rank that has no layer of the group."""
     old_s = time.time() - 86_400

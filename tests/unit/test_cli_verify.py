@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -24,7 +23,7 @@ from nixl_offload.tiers.shared.inspect import SharedInspector
 from nixl_offload.tiers.slab.inspect import SlabInspector
 from tests.unit.engine_rig import until
 from tests.unit.gc_rig import key
-from tests.unit.stored_rig import BLOCK_BYTES, SLOT_BYTES, Cli, StoredSlab, flip, snapshot, stored_namespace
+from tests.unit.stored_rig import BLOCK_BYTES, SLOT_BYTES, Cli, StoredSlab, flip, snapshot
 
 CHUNKS = 24
 
@@ -265,18 +264,6 @@ def test_every_kind_of_damage_to_a_tree_is_told_and_deleted(tree: Tree, slab: St
     own = sorted(f"{digits}.{rank:04x}" for digits in whole for rank in range(2))
     assert kept == own, "all shards of a bad chunk go, of a whole one what is not its own"
     assert cli("verify", tree.file) == 0
-
-
-def test_shards_in_a_other_namespace_are_bad(tree: Tree, slab: StoredSlab, cli: Cli) -> None:
-    """Somebody copied a namespace to another's name."""
-    red = stored_namespace("red", "org/red")
-    tree.store.write(f"{red.name}/manifest.json", memoryview(json.dumps(red.manifest()).encode()))
-    name = slab.name(0).replace(slab.namespace.name, red.name)
-    for rank in ("0", "1"):
-        tree.store.write(name[:-1] + rank, memoryview(slab.shard(0, int(rank))))
-    assert cli("verify", tree.file, "--namespace", red.name, "--json") == 1
-    assert bad(cli) == {key(0).hex(): [(0, "namespace"), (1, "namespace")]}
-    assert cli("verify", tree.file, "--namespace", slab.namespace.name) == 0
 
 
 def test_a_chunk_whose_ranks_still_write_is_not_bad(tree: Tree, cli: Cli) -> None:

@@ -21,7 +21,7 @@ from nixl_offload.config import (
     parse_config,
 )
 from nixl_offload.errors import ConfigError
-from nixl_offload.units import format_duration, format_size, parse_duration, parse_size
+from nixl_offload.units import format_size, parse_duration, parse_size
 
 SLAB_TIER: dict[str, Any] = {"kind": "slab", "path": "/mnt/nvme/kv", "capacity": "500GiB"}
 SHARED_DIR_TIER: dict[str, Any] = {"kind": "shared_dir", "path": "/mnt/shared/kv", "capacity": "20TiB"}
@@ -366,14 +366,6 @@ def test_blocks_per_chunk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [("500GiB", 500 << 30), ("1.5GB", 1_500_000_000), ("0.5 MiB", 1 << 19), ("7B", 7), (4096, 4096), ("2kB", 2000)],
-)
-def test_sizes(text: object, size_bytes: int) -> None:
-    assert parse_size(text) == size_bytes
-
-
-@pytest.mark.parametrize(
     "text", ["", "GiB", "-1GiB", "1e9", "500", "1.5B", "1 2GiB", "9000PiB", None, True, 2.0, b"1B"]
 )
 def test_not_sizes(text: object) -> None:
@@ -402,11 +394,6 @@ def test_durations() -> None:
     for text in ("7", 7, "7 weeks", "", "-1s", None, "1d12h"):
         with pytest.raises(ValueError, match="allowed"):
             parse_duration(text)
-
-
-@given(st.integers(min_value=1, max_value=10**10))
-def test_durations_survive_rendering(duration_ms: int) -> None:
-    assert parse_duration(format_duration(duration_ms / 1000)) == duration_ms / 1000
 
 
 _YAML_VALUES = st.recursive(

@@ -167,23 +167,6 @@ def test_chunks_lie_in_their_slots_as_on_the_host_and_come_back(
     assert launched == ["gather_summed", "sums_of_rows", "scatter"]
 
 
-def test_groups_of_one_device(device: Device) -> None:
-    """Each by its own pages; an inspection finds them by the length of the rows."""
-    arrays = [noise(BLOCKS * 2048, seed).reshape(BLOCKS, 2048) for seed in range(3)]
-    tensors = [torch.tensor(array, device=device.torch_device).view(torch.int8) for array in arrays]
-    groups = [[Page(0, 0, 2048), Page(1, 2048, 2048)], [Page(2, 0, 1000)]]
-    packer = DevicePacker(tensors, groups, device)
-    slot = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=device.torch_device)
-    payloads = [np.concatenate([arrays[0][IDS], arrays[1][IDS]], axis=1), arrays[2][IDS, :1000]]
-    for group, wanted in enumerate(payloads):
-        rows = torch.zeros(wanted.shape, dtype=torch.uint8, device=device.torch_device)
-        settled(packer.gather(group, [(IDS, rows)], ready(device)))
-        assert (rows.cpu().numpy() == wanted).all()
-        _, found = packer.inspect([slot], [rows])
-        settled(found)
-        assert (found.values() == block_checksums(wanted)).all()
-
-
 def test_an_inspection_without_rows_brings_the_headers_alone(device: Device) -> None:
     slots = [torch.tensor(noise(8192, seed), device=device.torch_device) for seed in range(3)]
     come, found = one_layer(device).inspect(slots, None)

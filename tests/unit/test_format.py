@@ -232,13 +232,6 @@ def test_a_page_may_lack_checksums_only_where_the_reader_says_so() -> None:
         assert caught.value.reason == "version"
 
 
-def test_the_largest_numbers_come_back() -> None:
-    expect = Expected(bytes(32), b"k" * 64, 2**32 - 1, MAX_BLOCKS_PER_CHUNK, 1)
-    sums = np.full(MAX_BLOCKS_PER_CHUNK, 2**64 - 1, dtype=np.uint64)
-    header = make_header(expect, sums, created_s=2**64 - 1)
-    assert decode_header(encode_header(header)) == header
-
-
 def test_each_reason_names_what_was_expected_and_what_was_found() -> None:
     page = make_shard()[:HEADER_BYTES]
     cases = [
@@ -288,9 +281,3 @@ def test_what_does_not_fit_the_page_is_refused_before_anything_is_written() -> N
         assert set(page.tolist()) == {7}
     with pytest.raises(LayoutError, match="4096 bytes"):
         encode_header(header, np.zeros(4095, dtype=np.uint8))
-
-
-def test_slots_are_whole_pages() -> None:
-    assert slot_bytes(1, 1) == 8192
-    assert slot_bytes(4, 1024) == 8192
-    assert slot_bytes(4, 1025) == 12288

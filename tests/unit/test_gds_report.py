@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.hardware.cufile import VARIABLES, parse, read_settings
+from nixl_offload.hardware.cufile import VARIABLES, read_settings
 from nixl_offload.hardware.gds import gds_report
-from tests.unit.gds_rig import CLOSED_DRIVER, OPEN_DRIVER, Machine
+from tests.unit.gds_rig import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -153,38 +153,6 @@ def test_block_devices(machine: Machine) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (lambda m: m.write("proc/sys/kernel/osrelease", "5.15.0-1\n"), "kernel 5.15.0-1 is older than 6.2"),
-        (lambda m: m.write("boot/config-6.8.0-51-generic", "# CONFIG_PCI_P2PDMA is not set\n"), "without PCI P2PDMA"),
-        (lambda m: m.write("proc/driver/nvidia/version", OPEN_DRIVER.format("560.35.05")), "older than 565.47"),
-        (
-            lambda m: m.write("proc/driver/nvidia/version", CLOSED_DRIVER.format("570.86.15")),
-            "proprietary kernel modules",
-        ),
-        (lambda m: m.write("proc/driver/nvidia/params", 'RegistryDwords: ""\n'), "RMForceStaticBar1 is off"),
-        (lambda m: m.write("sys/module/nvme_core/parameters/multipath", "Y\n"), "NVMe multipath is on"),
-        (lambda m: m.cufile("{}"), "use_pci_p2pdma in properties and block.nvme"),
-        (lambda m: m.cufile('{"properties": {"use_pci_p2pdma": true}}'), "use_pci_p2pdma in block.nvme"),
-        (
-            lambda m: m.cufile(
-                '{"properties": {"use_pci_p2pdma": true}, "fs": {"block": {"nvme": {"use_pci_p2pdma": true}}}}'
-            ),
-            "use_pci_p2pdma in block.nvme",
-        ),
-    ],
-)
-def test_what_p2pdma_lacks(machine: Machine, spoil: Callable[[Machine], object], words: str) -> None:
-    machine.p2pdma()
-    spoil(machine)
-    fact, report = machine.fact("PCI P2PDMA"), machine.report()
-    assert (fact.ok, report.real) == (False, False)
-    assert words in fact.words
-    assert fact.fix
-    assert fact.words in report.verdict
-
-
 def test_an_iommu_that_translates_makes_p2pdma_uncertain(machine: Machine) -> None:
     machine.write("sys/kernel/iommu_groups/0/type", "DMA-FQ\n")
     assert machine.report().real, "it slows nvidia-fs down, no more"
@@ -207,14 +175,6 @@ def test_the_file_in_force_and_what_wins_over_it(machine: Machine, monkeypatch: 
     assert "force_compat_mode is on (/opt/mine.json, over it CUFILE_FORCE_COMPAT_MODE)" in machine.report().verdict
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", "/opt/none.json")
     assert machine.report().facts[1].words == "CUFILE_ENV_PATH_JSON names /opt/none.json, which does not exist"
-
-
-def test_comments() -> None:
-    """As NVIDIA's own file has them; those inside of strings stay, and an error names the right line."""
-    text = '{ // "a": 1\n "dir": "http://x/*no*/\\"//", /* two\nlines */ "n": [4, 16] }'
-    assert parse(text) == {"dir": 'http://x/*no*/"//', "n": [4, 16]}
-    with pytest.raises(ValueError, match="line 3"):
-        parse('{ /* a\n comment */ "a": 1,\n "b" 2 }')
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.stores import http_get
 from nixl_offload.stores.http_get import DirectGets
 from tests.contract.one_answer_server import HANG, RESET, OneAnswerServer, answer, dead_address
 from tests.s3.tls import make_certificate
@@ -86,16 +85,6 @@ def test_any_other_answer_is_left_alone(gets: DirectGets, said: bytes | None, st
     with OneAnswerServer(said) as server:
         assert get(gets, server.endpoint)[0] == status
         assert gets.refusing is (status == 0)
-
-
-def test_nobody_listens(gets: DirectGets, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    assert get(gets, f"http://127.0.0.1:{port}")[0] == 0
-    assert gets.refusing
-    monkeypatch.setattr(http_get, "PAUSE_S", 0.0)
-    assert get(gets, f"http://127.0.0.1:{port}")[0] == 0
-    assert not gets.refusing
 
 
 @pytest.mark.parametrize(("no_proxy", "goes"), [("", False), ("example.org, 127.0.0.1", True), ("*", True)])

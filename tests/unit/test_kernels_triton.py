@@ -22,7 +22,7 @@ from nixl_offload.chunk import checksum_torch
 from nixl_offload.engine.kernels import torch_kernels, triton_code
 from nixl_offload.engine.kernels.select import fault_of, sample
 from nixl_offload.engine.kernels.tiles import Misfit, Tiles
-from nixl_offload.engine.kernels.triton_kernels import TritonKernels, fits_rows, placed_tiles
+from nixl_offload.engine.kernels.triton_kernels import TritonKernels, placed_tiles
 from tests.unit.kernels_rig import check, digests, group_of, slot_of
 
 pytestmark = pytest.mark.no_cover  # tracing the interpreter would triple its time
@@ -131,19 +131,6 @@ def test_rows_that_end_anywhere_in_a_round(length: int, code: ModuleType) -> Non
     assert torch.equal(kernels.sums_of_rows(group.tensors[0]), digests(group.tensors[0]))
 
 
-def test_rows_that_are_no_words_or_short_are_not_triton_s() -> None:
-    assert [length for length in (8, 240, 241, 248, 1023, 1024, 1025, 1 << 31) if fits_rows(length)] == [248, 1024]
-
-
-def test_a_block_of_two_megabytes(code: ModuleType) -> None:
-    """As large as a page of all layers gets; words with the sign bit set, whose products carry."""
-    group = group_of([2 << 20], blocks=2)
-    group.tensors[0][1, : 1 << 20] = 0xFF
-    kernels = TritonKernels(group.tensors, group.pages, code)
-    found = kernels.sums(torch.tensor([1]))
-    assert torch.equal(found, digests(group.tensors[0][1:]))
-
-
 @pytest.mark.parametrize("sizes", [[16384] * 3, [41984], [1032]])
 def test_the_test_at_start_passes_what_works(sizes: list[int], code: ModuleType) -> None:
     group = group_of(sizes, blocks=2)
@@ -160,12 +147,3 @@ def test_the_test_at_start_finds_another_constant(key: int, code: ModuleType, mo
     group = group_of([8192] * 3, blocks=2)
     picked = sample(placed_tiles(group.tensors, group.pages), group.block_bytes, CPU)
     assert fault_of(partial(TritonKernels, code=code), *picked) == "a summed gather gave other checksums"
-
-
-def test_the_test_at_start_finds_what_cannot_be_launched(code: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(code, "fold_sums")
-    group = group_of([8192], blocks=2)
-    picked = sample(placed_tiles(group.tensors, group.pages), group.block_bytes, CPU)
-    found = fault_of(partial(TritonKernels, code=code), *picked)
-    assert found is not None
-    assert found.startswith("AttributeError")
