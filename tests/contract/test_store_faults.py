@@ -69,7 +69,7 @@ def rclone() -> Iterator[RcloneServer]:
 
 
 def tier_at(endpoint: str, **fields: object) -> S3Config:
-    fields = {"bucket": "kv-cache", "region": "us-east-1", "request_timeout": f"{TIMEOUT_S}s", **fields}
+    fields = {"bucket": "kv-cache", "region": "us-east-1", "request_timeout": "10s", **fields}
     return S3Config.model_validate({"kind": "s3", "endpoint": endpoint, **fields})
 
 
@@ -148,7 +148,8 @@ def test_a_server_that_does_not_answer_is_given_up(
     for operation in operations:
         with served_by() as endpoint:
             start_s = time.monotonic()
-            assert failure_of(store_at(endpoint), operation).cause in causes
+            store = store_at(endpoint, request_timeout=f"{TIMEOUT_S}s")
+            assert failure_of(store, operation).cause in causes
             assert time.monotonic() - start_s < PATIENCE_S
 
 
@@ -282,7 +283,7 @@ def test_keys_that_are_rotated_in_a_file_are_used_from_the_first_refusal_on(
     with RcloneServer() as server, ThreadPoolExecutor(4) as threads:
         server.write("x/1", b"0123456789")
         write_keys()
-        with contextlib.closing(store_at(server.endpoint, request_timeout="10s")) as store:
+        with contextlib.closing(store_at(server.endpoint)) as store:
             for operation in ("read", "write", "head", "list"):
                 OPERATIONS[operation](store)
                 server.stop()
@@ -321,7 +322,7 @@ def test_refresh_where_a_server_copies_nothing(
     os.utime(rclone.path("x/1"), (0, 0))
     rclone.forget()
     with FaultProxy(rclone.port) as proxy, proxy.inject(Answer(*refusal), operation="COPY"):
-        store = store_at(proxy.endpoint, request_timeout="5s")
+        store = store_at(proxy.endpoint)
         assert store.refresh("x/1", 10) is True
         store.close()
         assert proxy.counts()["PUT"] == 1
@@ -377,7 +378,7 @@ def listed(key: str = "<Key>x/1</Key>", size: str = "5", more: str = "") -> byte
 )
 def test_a_listing_that_makes_no_sense_is_an_error_and_ends(said: bytes, words: str) -> None:
     with OneAnswerServer(said) as server:
-        failure = failure_of(store_at(server.endpoint, request_timeout="5s"), "list")
+        failure = failure_of(store_at(server.endpoint), "list")
     assert words in str(failure)
 
 

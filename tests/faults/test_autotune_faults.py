@@ -28,7 +28,7 @@ SLOT_BYTES = MIB + PAGE_BYTES
 def tried(directory: Path) -> tuple[MeasuredMover, ...]:
     """Compare a mover with itself."""
     paths = (("posix", "host"), ("copy", "host"))
-    return compare(paths, str(directory), DEVICE, SLOT_BYTES, lambda _: CopyMover(), direct_io=False, budget_s=1.0)
+    return compare(paths, str(directory), DEVICE, SLOT_BYTES, lambda _: CopyMover(), direct_io=False, budget_s=60.0)
 
 
 def files(directory: Path) -> list[str]:

@@ -506,8 +506,8 @@ def test_blocks_are_free_while_a_file_is_synced(
     rig.engine.submit_store(0, [rig.chunk(0, SOURCE)])
     until(lambda: door.held == 1)
     began_s = time.monotonic()
-    rig.engine.wait([0], limit_s=20.0)
-    assert time.monotonic() - began_s < 10
+    rig.engine.wait([0], limit_s=50.0)
+    assert time.monotonic() - began_s < 40
     assert rig.engine.finished() == []
     # One that is given up beside it does not spoil it.
     create.shut()

@@ -123,9 +123,7 @@ def test_blocks_needed_before_the_model_has_written_them_are_not_stored(lab: Lab
     with lab.streams.compute.held():
         rig.write([0, 1, 2, 3])
         rig.engine.submit_store(1, [rig.chunk(n, [0, 1, 2, 3]) for n in range(6)])
-        began_s = time.monotonic()
-        rig.engine.wait([1], limit_s=0.05)
-        assert time.monotonic() - began_s < 5
+        rig.engine.wait([1], limit_s=0.05)  # else the stream's own limit would end it, and the store be done
         assert rig.collect(1).outcomes == (DROPPED,) * 6
     until(lambda: not rig.engine._pump._batches)
     assert mover.submitted == []

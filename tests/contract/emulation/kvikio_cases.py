@@ -226,11 +226,11 @@ class TestCuFileFaults(KvikioRigs):
     def test_late(self, rig: Rig, control: Control, driver: Driver) -> None:
         """Neither slow storage nor a device that computes keeps submit or poll waiting."""
         assert rig.mover.path_of(rig.file_id) == "cufile"  # type: ignore[attr-defined]
-        control["delay_us"], driver["sync_us"] = 5000, 300_000
+        control["delay_us"], driver["sync_us"] = 5000, 1_000_000
         begun = time.monotonic()
         transfer = rig.submit(Op.READ, WHERE[:2], BACK[:2])
         assert rig.mover.poll(transfer) is TransferState.PENDING
-        assert time.monotonic() - begun < 0.25
+        assert time.monotonic() - begun < 0.9
         rig.wait(transfer)
         assert driver["syncs"] == 2, "KvikIO waits for the default stream no more: the launching thread can go"
         assert np.array_equal(rig.memory[: 128 * KIB].reshape(2, -1), rig.stored.reshape(64, -1)[:-3:-1])
