@@ -13,7 +13,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -226,14 +226,14 @@ def test_reopening_keeps_every_byte_and_cuts_what_is_beyond(tmp_path: Path) -> N
     smaller.close()
 
 
+def unsupported(fd: int, mode: int, offset: int, length_bytes: int) -> None:
+    raise OSError(errno.EOPNOTSUPP, "no")
+
+
 def test_a_filesystem_without_fallocate_grows_by_zeros(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Space is real all the same, data below the file's end is never touched, and it is said once."""
-
-    def unsupported(fd: int, mode: int, offset: int, length_bytes: int) -> None:
-        raise OSError(errno.EOPNOTSUPP, "no")
-
     monkeypatch.setattr(slab_file, "fallocate", unsupported)
     monkeypatch.setattr(slab_file, "ZERO_STEP_BYTES", 3 * MIB)
     slab = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT)
@@ -252,10 +252,6 @@ def test_a_filesystem_without_fallocate_grows_by_zeros(
 
 def test_a_full_tmpfs_without_fallocate_is_left_as_it_was(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Growing by zeros into a full disk is refused and undone."""
-
-    def unsupported(fd: int, mode: int, offset: int, length_bytes: int) -> None:
-        raise OSError(errno.EOPNOTSUPP, "no")
-
     monkeypatch.setattr(slab_file, "fallocate", unsupported)
     monkeypatch.setattr(SlabFile, "_require_space", lambda self, needed_bytes: None)
     slab = SlabFile(tmpfs / "rank-00000.slab", 32 * MIB, EXTENT)
@@ -320,29 +316,22 @@ def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int) -> None:
     lock.release()
 
 
-def test_a_link_is_not_a_slab(tmp_path: Path) -> None:
-    """A symbolic link planted under the slab's name is refused, and its target untouched."""
-    target = tmp_path / "target"
-    target.write_bytes(b"precious")
-    (tmp_path / "rank-00000.slab").symlink_to(target)
-    with pytest.raises(TierError):
-        SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT).open()
-    assert target.read_bytes() == b"precious"
-    (tmp_path / "rank-00001.slab").mkdir()
-    with pytest.raises(TierError):
-        SlabFile(tmp_path / "rank-00001.slab", 32 * MIB, EXTENT).open()
-
-
-def test_a_hard_link_is_neither_slab_nor_lock(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plant", ["symlink", "hard link", "directory"])
+def test_what_is_no_file_of_its_own_is_neither_slab_nor_lock(tmp_path: Path, plant: str) -> None:
     """Who can make names in the directory, and no more, has us write to none of our other files."""
     target = tmp_path / "target"
     target.write_bytes(b"precious" * 1000)
     target.chmod(0o644)
+    make: Callable[[Path], object] = {
+        "symlink": lambda path: path.symlink_to(target),
+        "hard link": lambda path: path.hardlink_to(target),
+        "directory": Path.mkdir,
+    }[plant]
     for name in ("rank-00000.slab", "lock"):
-        (tmp_path / name).hardlink_to(target)
-    with pytest.raises(TierError, match="hard link"):
+        make(tmp_path / name)
+    with pytest.raises(TierError):
         SlabFile(tmp_path / "rank-00000.slab", 4096, EXTENT).open()
-    with pytest.raises(TierError, match="hard link"):
+    with pytest.raises(TierError):
         DirectoryLock(tmp_path / "lock").acquire()
     assert target.read_bytes() == b"precious" * 1000
     assert stat.S_IMODE(target.stat().st_mode) == 0o644

@@ -23,6 +23,7 @@ from nixl_offload.types import PAGE_BYTES
 from nixl_offload.units import parse_size
 
 MIB = 1 << 20
+V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def resident_bytes() -> int:
@@ -191,29 +192,24 @@ def test_memory_that_others_take_meanwhile_is_noticed(tmp_path: Path, monkeypatc
     assert resident_bytes() - before < 40 * MIB
 
 
-@pytest.mark.parametrize("where", ["", "pod/engine"])
-def test_version_2_limits_hold_at_the_group_and_above_it(tmp_path: Path, where: str) -> None:
-    """Page cache that the kernel would give up does not count; "max" is no limit."""
-    root = machine(tmp_path, cgroup="0::/pod/engine")
-    top = root / "sys/fs/cgroup"
-    group(top / "pod/engine", "memory.max", "memory.current", "max", 0, "")
-    folder = top / where
-    group(folder, "memory.max", "memory.current", 300 * MIB, 250 * MIB, f"anon 5\ninactive_file {60 * MIB}\n")
+@pytest.mark.parametrize(
+    ("version", "where"), [(2, ""), (2, "pod/engine"), (1, ""), (1, "pod/engine")], ids=lambda part: str(part) or "top"
+)
+def test_limits_of_control_groups_hold_at_the_group_and_above_it(tmp_path: Path, version: int, where: str) -> None:
+    """Page cache that the kernel would give up does not count. "max", or almost all there is, is no limit."""
+    if version == 2:
+        root, files = machine(tmp_path, cgroup="0::/pod/engine"), ("memory.max", "memory.current")
+        top, none, caches = root / "sys/fs/cgroup", "max", f"anon 5\ninactive_file {60 * MIB}\n"
+    else:  # In a container the group's own path is not mounted: its files lie at the mount itself.
+        root, files = machine(tmp_path, cgroup="5:cpu:/x\n4:memory:/pod/engine"), V1_FILES
+        top, none = root / "sys/fs/cgroup/memory", str(2**63 - 4096)
+        caches = f"total_inactive_file {50 * MIB}\ntotal_active_file {10 * MIB}\n"
+    group(top / "pod/engine", *files, none, 0, "")
+    assert memory_limits.room(root).available_bytes == 1024 * MIB
+    group(top / where, *files, 300 * MIB, 250 * MIB, caches)
     found = memory_limits.room(root)
     assert found.available_bytes == 110 * MIB
-    assert str(folder / "memory.max") in found.limited_by
-
-
-@pytest.mark.parametrize("where", ["", "docker/abc"])
-def test_version_1_limits_hold_too(tmp_path: Path, where: str) -> None:
-    """In a container the group's own path is not mounted, and its files lie at the mount itself."""
-    root = machine(tmp_path, cgroup="5:cpu:/docker/abc\n4:memory:/docker/abc")
-    folder = root / "sys/fs/cgroup/memory" / where
-    statistics = f"total_inactive_file {10 * MIB}\ntotal_active_file {MIB}\n"
-    group(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", 64 * MIB, 70 * MIB, statistics)
-    assert memory_limits.room(root).available_bytes == 5 * MIB
-    (folder / "memory.limit_in_bytes").write_text(str(2**63 - 4096))
-    assert memory_limits.room(root).available_bytes == 1024 * MIB
+    assert str(top / where / files[0]) in found.limited_by
 
 
 def test_a_machine_that_says_nothing_limits_nothing(tmp_path: Path) -> None:
