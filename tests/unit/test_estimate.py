@@ -374,6 +374,13 @@ def test_the_first_trial_comes_after_thirty_seconds_the_next_ones_later() -> Non
     assert trials == [30, 150, 630, 1230, 1830, 2430]
 
 
+def test_trials_that_cost_little_come_sooner() -> None:
+    """A hundred requests a second, whose loads take 1.1 times as long as computing: a trial in 30 s."""
+    judged = judge(1024 * TOKEN_BYTES * 1000 / 1024 / 1.1)
+    trials = [at for at in range(10_000) if try_once(judged, [part(0, 1024)], at / 100).tokens]
+    assert trials == [3000, 6000, 9000]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_recovers_after_a_slow_spell(seed: int) -> None:
     """A request a second for half an hour; for five minutes the tier is 200 times as slow.
