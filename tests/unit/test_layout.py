@@ -220,30 +220,6 @@ def test_bytes_stored_by_extents_come_back_by_extents(make_layout: object, coale
         assert written <= 3 * group.block_bytes
 
 
-def test_consecutive_packed_blocks_are_one_extent() -> None:
-    """The block-outermost layout is worth having because of this."""
-    extents = chunk_extents(packed_blocks(16), 0, np.arange(3, 19, dtype=np.int32), 0)
-    assert rows_of(extents) == [(0, 3 * 96, 0, 16 * 96)]
-
-
-def test_runs_that_touch_are_one() -> None:
-    """So a rank that stores all heads of packed blocks coalesces as if it knew of no heads."""
-    refs = (PageRun(0, 0, 24), PageRun(0, 24, 24), PageRun(0, 48, 48))
-    assert GroupLayout(refs) == GroupLayout.of_pages([(0, 96)])
-    layout = KVLayout((region(96),), (GroupLayout(refs),), 16)
-    assert rows_of(chunk_extents(layout, 0, np.arange(3, 19), 0)) == [(0, 3 * 96, 0, 16 * 96)]
-    apart = (PageRun(0, 24, 24), PageRun(0, 0, 24), PageRun(1, 24, 24), PageRun(0, 48, 8), PageRun(0, 57, 8))
-    assert GroupLayout(apart).refs == apart
-
-
-def test_extents_of_different_chunks_are_never_joined() -> None:
-    """Even where the second begins, in memory and in its own payload, exactly where the first ended."""
-    halves = [ChunkBlocks(0, 0, np.array([4, 5]), 0), ChunkBlocks(1, 0, np.array([6, 7]), 2)]
-    job = job_extents(packed_blocks(4), halves)
-    assert job.chunk_starts.tolist() == [0, 1, 2]
-    assert rows_of(job.extents) == [(0, 4 * 96, 0, 192), (0, 6 * 96, 192, 192)]
-
-
 def test_an_empty_job_has_no_extents() -> None:
     job = job_extents(packed_blocks(4), [])
     assert job.chunk_starts.tolist() == [0]
@@ -264,12 +240,6 @@ def test_an_empty_job_has_no_extents() -> None:
 def test_blocks_that_do_not_exist_are_refused(group: int, block_ids: list[int], first_block: int, words: str) -> None:
     with pytest.raises(LayoutError, match=words):
         chunk_extents(packed_blocks(4), group, np.array(block_ids, dtype=np.int32), first_block)
-
-
-def test_the_smallest_tensor_of_a_group_limits_its_block_ids() -> None:
-    layout = KVLayout((region(8), region(8, num_blocks=3)), (GroupLayout.of_pages(((0, 8), (1, 8))),), 4)
-    with pytest.raises(LayoutError, match="3 blocks"):
-        chunk_extents(layout, 0, np.array([3], dtype=np.int32), 0)
 
 
 @pytest.mark.parametrize(
@@ -306,12 +276,6 @@ def test_a_group_without_layers_takes_nothing_and_has_no_blocks() -> None:
     assert KVLayout((), (GroupLayout(()),), 4).empty_groups == {0}
 
 
-def test_slots_and_blocks_have_the_size_of_the_unpadded_pages() -> None:
-    layout = aliased_hybrid(40)
-    assert [group.block_bytes for group in layout.groups] == [128, 64, 74]
-    assert [layout.slot_bytes(group) for group in range(3)] == [slot_bytes(40, size) for size in (128, 64, 74)]
-
-
 def test_direct_needs_every_address_offset_and_length_aligned() -> None:
     group = (GroupLayout.of_pages(((0, 4096), (1, 4096))),)
     for stride, page, second_base, direct in (
@@ -337,42 +301,12 @@ def test_direct_needs_every_address_offset_and_length_aligned() -> None:
         assert are_aligned(chunk_extents(part, 0, np.array([5]), 0), 4096, np.array([0])) is direct
 
 
-def test_the_smallest_cache_and_the_largest_chunk() -> None:
-    layout = KVLayout((region(1, num_blocks=1),), (GroupLayout.of_pages(((0, 1),)),), MAX_BLOCKS_PER_CHUNK)
-    assert rows_of(chunk_extents(layout, 0, np.array([0]), MAX_BLOCKS_PER_CHUNK - 1)) == [
-        (0, 0, MAX_BLOCKS_PER_CHUNK - 1, 1)
-    ]
-
-
 # From a job's numbers to the blocks of each chunk.
 
 
 def plain(chunks: Sequence[ChunkBlocks]) -> list[tuple[int, int, list[int], int]]:
     assert all(chunk.block_ids.dtype == np.int32 for chunk in chunks)
     return [(chunk.key_index, chunk.group, chunk.block_ids.tolist(), chunk.first_block) for chunk in chunks]
-
-
-def test_a_load_may_begin_and_end_inside_a_chunk() -> None:
-    """Block 5 of the request is block 1 of its second chunk; the last chunk is needed for one block only."""
-    chunks = split_job([0, 0, 0], np.arange(10, 18), [8], [5], [0], blocks_per_chunk=4)
-    assert plain(chunks) == [(0, 0, [10, 11, 12], 1), (1, 0, [13, 14, 15, 16], 0), (2, 0, [17], 0)]
-
-
-def test_a_load_may_touch_only_the_tail_of_one_chunk() -> None:
-    assert plain(split_job([0], np.array([7]), [1], [7], [0], blocks_per_chunk=4)) == [(0, 0, [7], 3)]
-
-
-def test_groups_are_told_apart_by_their_keys_group_ids() -> None:
-    """Positions and ids differ where a group is not offloaded; a group may have nothing in a job."""
-    ids = np.array([1, 2, 3, 4, 9, 8])
-    chunks = split_job([2, 2, 7], ids, [4, 0, 2], [0, 0, 6], [2, 5, 7], blocks_per_chunk=2, require_full_tail=True)
-    assert plain(chunks) == [(0, 0, [1, 2], 0), (1, 0, [3, 4], 0), (2, 2, [9, 8], 0)]
-
-
-def test_a_store_may_begin_inside_its_first_chunk() -> None:
-    """The sliding window has left the first block behind."""
-    chunks = split_job([0, 0], np.array([5, 6, 7]), [3], [1], [0], blocks_per_chunk=2, require_full_tail=True)
-    assert plain(chunks) == [(0, 0, [5], 1), (1, 0, [6, 7], 0)]
 
 
 @given(st.integers(1, 6), st.lists(st.integers(0, 4), min_size=1, max_size=4), st.booleans(), st.data())

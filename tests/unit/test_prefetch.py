@@ -53,51 +53,6 @@ def bring(chain: Chain, outcome: Outcome = Outcome.OK) -> list[tuple[bytes, int]
     return brought
 
 
-def test_chunks_come_to_memory_from_the_slab(make: MakeChain) -> None:
-    chain = make()
-    on_file_only(chain, 1, 2, 3)
-    chain.catalog.take_changes()
-    foretell(chain, 1, 2, 3)
-    assert chain.catalog.has_pending_writes, "an idle engine steps for it"
-    [grant] = begun(chain)
-    assert grant.keys == tuple(keys(1, 2, 3))
-    assert {source.tier for source in grant.sources} == {FILE}
-    assert chain.pinned(FILE) == 3, "what is read is not evicted meanwhile"
-    settled = chain.report(grant.ticket)
-    assert (settled.kind, set(settled.tiers), settled.failed) == ("prefetch", {MEMORY}, {})
-    assert [chain.holders(number) for number in (1, 2, 3)] == [[MEMORY, FILE]] * 3
-    [told] = chain.catalog.take_changes()
-    assert (told.tier, told.removed, set(told.keys)) == (MEMORY, False, set(keys(1, 2, 3)))
-    assert chain.pinned(FILE) == 0
-    assert not chain.catalog.has_pending_writes
-
-
-def test_what_is_in_memory_is_left_there_and_counts_as_used(make: MakeChain) -> None:
-    chain = make(memory_slots=4)
-    chain.store(1, 2, 3, 4)
-    chain.write_through()
-    foretell(chain, 1, 2)
-    assert bring(chain) == []
-    chain.store(5, 6)
-    assert [MEMORY in chain.holders(number) for number in (1, 2, 3, 4)] == [True, True, False, False]
-
-
-def test_what_is_there_already_does_not_make_room_for_the_rest(make: MakeChain) -> None:
-    """The beginning was used longest ago. Afterwards the prefix is evicted from its end."""
-    chain = make(memory_slots=8)
-    on_file_only(chain, 2, 3)
-    chain.store(1)
-    chain.store(10, 11, 12, 13, 14, 15, 16)
-    chain.write_through()
-    foretell(chain, 1, 2, 3)
-    assert bring(chain) == [(key(2), FILE), (key(3), FILE)]
-    assert [MEMORY in chain.holders(number) for number in (1, 2, 3)] == [True] * 3
-    foretell(chain, 1, 2, 3)
-    assert bring(chain) == []
-    chain.store(20, 21, 22, 23, 24, 25)
-    assert [MEMORY in chain.holders(number) for number in (1, 2, 3)] == [True, True, False]
-
-
 def test_a_step_marks_only_so_many_as_used(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prefix takes many steps, and none of them does the work of two."""
     monkeypatch.setattr(prefetch, "MAX_LOOKED_UP", 2)
@@ -347,15 +302,6 @@ def test_what_had_to_make_room_is_told(make: MakeChain) -> None:
     ]
 
 
-def test_one_prefetch_takes_half_of_memory_at_most(make: MakeChain) -> None:
-    chain = make(memory_slots=8)
-    for first in (1, 5, 9):
-        on_file_only(chain, *range(first, first + 4))
-    foretell(chain, *range(1, 13))
-    assert bring(chain) == [(key(number), FILE) for number in range(1, 5)]
-    assert not chain.catalog.has_pending_writes
-
-
 def test_the_groups_of_a_prompt_share_what_it_takes_of_memory(make: MakeChain) -> None:
     """If each took half, the last would evict the first, and the prompt could not be loaded."""
     chain = make(memory_slots=8)
@@ -374,15 +320,6 @@ def test_damage_is_found_and_the_chunk_is_gone_at_its_source(make: MakeChain) ->
     bring(chain, Outcome.CORRUPT)
     assert chain.holders(1) == []
     assert chain.tiers[FILE].state(key(1)) is None, "it may be stored anew at once"
-
-
-@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.DROPPED])
-def test_what_could_not_be_read_stays_where_it_is(make: MakeChain, outcome: Outcome) -> None:
-    chain = make()
-    on_file_only(chain, 1)
-    foretell(chain, 1)
-    bring(chain, outcome)
-    assert chain.holders(1) == [FILE]
 
 
 def test_a_slot_that_may_still_be_written_to_is_not_used_again(make: MakeChain) -> None:
@@ -411,19 +348,6 @@ def test_with_memory_alone_nothing_waits(make: MakeChain) -> None:
     chain = make(file_slots=0)
     chain.store(1)
     foretell(chain, 1, 2)
-    assert not chain.catalog.has_pending_writes
-
-
-def test_of_no_chunks_nothing_waits(make: MakeChain) -> None:
-    chain = make()
-    foretell(chain)
-    assert not chain.catalog.has_pending_writes
-
-
-def test_without_memory_nothing_waits(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = make()
-    monkeypatch.setattr(chain.catalog._prefetches, "_memory", None)
-    foretell(chain, 1)
     assert not chain.catalog.has_pending_writes
 
 

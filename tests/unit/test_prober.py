@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -147,28 +146,3 @@ def test_a_trial_goes_before_all_else_and_alone(make: MakeProber, store: MemoryS
     assert prober.trial("a/manifest")
     (end,) = (event for event in _collect(prober, TrialEnd) if isinstance(event, TrialEnd))
     assert end.cause == "unreachable"
-
-
-def test_a_hung_store_holds_no_caller_and_no_more_threads_than_there_are(make: MakeProber, store: MemoryStore) -> None:
-    gate = store.before = Gate()
-    before = threading.active_count()
-    prober = make(threads=4)
-    began_s = time.monotonic()
-    for number in range(50):
-        prober.search(number, keys_of(100, first=1000 * number), ChainSearch(100))
-    assert prober.drain(10) == []
-    _wait_for(lambda: len(store.calls) == 4)
-    assert threading.active_count() == before + 4 + 1
-    assert [late.is_new for late in prober.overdue(time.monotonic() + 5.0, 1.0)] == [True] * 4
-    assert [late.is_new for late in prober.overdue(time.monotonic() + 9.0, 1.0)] == [False] * 4
-    prober.cancel_all()
-    prober.close(timeout_s=0.05)
-    assert time.monotonic() - began_s < 5.0
-    gate.open()
-
-
-def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)

@@ -158,9 +158,7 @@ def test_a_server_that_answers_nobody_is_left_alone(setup: Setup, cause: str) ->
         setup.control.gate.clear()
     else:
         setup.control.trouble = StoreError("trouble", cause=cause)
-    began_s = time.monotonic()
     transfer = setup.rig.wait(setup.read(Fault(0, FaultKind.FAIL, every=True)))
-    assert time.monotonic() - began_s < 5
     assert (transfer.state, transfer.missing, setup.reads) == (FAILED, False, 1)
 
 

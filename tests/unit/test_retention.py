@@ -51,16 +51,6 @@ def test_what_is_retained_outlives_what_came_later(make: MakeChain) -> None:
     assert MEMORY not in chain.holders(1), "its time is over"
 
 
-def test_it_holds_where_a_chunk_is_stored_later(make: MakeChain) -> None:
-    """Before it is stored at all, and in the tier that it is written to afterwards."""
-    chain = make(memory_slots=4, file_slots=4)
-    retain(chain, 60.0, 1)
-    fill(chain, 1)
-    assert chain.catalog.counts().retained_bytes == (SLOT, SLOT)
-    fill(chain, *range(10, 30))
-    assert chain.holders(1) == [MEMORY, FILE]
-
-
 def test_half_of_a_tier_is_left_for_others(make: MakeChain) -> None:
     chain = make(memory_slots=4)
     fill(chain, 1, 2, 3)
@@ -84,18 +74,6 @@ def test_the_last_word_counts(make: MakeChain) -> None:
     assert not any(chain.catalog.counts().retained_bytes)
     fill(chain, *range(20, 30))
     assert MEMORY not in chain.holders(1)
-
-
-def test_a_prefix_is_given_up_from_its_end(make: MakeChain) -> None:
-    chain = make(memory_slots=8)
-    fill(chain, 1, 2, 3, 4)
-    retain(chain, 60.0, 1, 2, 3, 4)
-    fill(chain, 10, 11, 12, 13)
-    chain.now_s += 60.0
-    chain.begin()
-    chain.catalog.touch(keys(10, 11, 12, 13))
-    chain.store(14, 15)
-    assert [MEMORY in chain.holders(number) for number in (1, 2, 3, 4)] == [True, True, False, False]
 
 
 def test_a_step_ends_only_so_many(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,13 +137,6 @@ def test_being_renewed_for_ever_costs_no_memory(make: MakeChain) -> None:
         assert chain.catalog._retention.next_end_s <= chain.now_s + 60.0
     assert len(chain.catalog._retention._times) < 2_000
     assert len(chain.catalog._retention._ends) == 4
-
-
-def test_a_bucket_keeps_what_it_keeps(make: MakeChain) -> None:
-    chain = make(bucket=True)
-    fill(chain, 1)
-    retain(chain, 60.0, 1)
-    assert chain.catalog.counts().retained_bytes == (SLOT, SLOT, 0)
 
 
 def test_retaining_leaves_the_timings_of_a_bucket_to_the_metrics(make: MakeChain) -> None:

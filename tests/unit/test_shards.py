@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from nixl_offload.chunk.shards import (
     ONE_RANGE,
-    GroupShards,
     LayerCut,
     ShardPlan,
     cut,
@@ -76,15 +75,6 @@ def test_distinct_gives_no_rank_more_than_one_shard(heads: list[int], tp: int) -
         assert (group.head_ranges, group.per_rank, group.ranks) == (each, 1, tp)
         for rank in range(tp):
             assert set(group.held_by(rank)) == _heads_on(rank, each, tp)
-
-
-def test_replicas_share_the_writing_evenly() -> None:
-    """Of 4,096 keys each of 8 replicas writes about an eighth."""
-    held = hold(1, [1], 8)
-    assert held == GroupShards(1, 1, 8)
-    counts = Counter(rank for key in _KEYS for rank in range(8) if held.writes(rank, key))
-    assert sum(counts.values()) == len(_KEYS)
-    assert all(400 < count < 620 for count in counts.values())
 
 
 @given(
@@ -154,10 +144,3 @@ def test_there_is_no_plan_for_parts_of_shards(wanted: int, heads: int, tp: int, 
     assert isinstance(plan, str)
     assert f"tensor parallelism {tp}" in plan
     assert would_do in plan
-
-
-def test_layers_of_a_group_may_have_other_numbers_of_heads() -> None:
-    """Eight heads and four, in one group: four shards at most, and no replicas, for ranks would hold other heads."""
-    assert cut(8, [8, 4]) == 4
-    assert hold(4, [8, 4], 2) == GroupShards(4, 2, 1, ranges=(0,))
-    assert hold(4, [8, 4], 8) is None

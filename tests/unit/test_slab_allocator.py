@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -23,18 +21,6 @@ def take_all(slab: SlabAllocator, slot_bytes: int) -> list[int]:
     while (offset := slab.allocate(slot_bytes)) is not None:
         offsets.append(offset)
     return offsets
-
-
-def test_freed_slots_come_back_one_by_one() -> None:
-    """Regression: an eviction that forgot its slot's number before freeing it made all later chunks share one slot."""
-    slab = SlabAllocator(4 * EXTENT, [SMALL], EXTENT)
-    offsets = take_all(slab, SMALL)
-    assert slab.allocate(SMALL) is None
-    victims = random.Random(1).sample(offsets, 40)
-    for victim in victims:
-        slab.free(victim, SMALL)
-    again = take_all(slab, SMALL)
-    assert sorted(again) == sorted(victims)
 
 
 def test_free_refuses_what_is_not_taken() -> None:
@@ -138,17 +124,6 @@ def test_a_draining_extent_takes_no_new_slots_unless_its_class_has_no_other() ->
     assert slab.allocate(SMALL) == outside[-1]
     assert slab.allocate(SMALL) == inside[0]
     assert slab.allocate(SMALL) is None
-
-
-def test_a_class_with_its_fair_share_is_not_fed() -> None:
-    """A class at or above 1 / (2 * classes) of the extents evicts its own, unless it has nothing to evict."""
-    slab = SlabAllocator(8 * EXTENT, [SMALL, LARGE], EXTENT)
-    large = [slab.allocate(LARGE) for _ in range(2 * (EXTENT // LARGE))]
-    assert None not in large
-    take_all(slab, SMALL)
-    assert slab.allocate(LARGE) is None
-    assert slab.reclaimable(LARGE) is None
-    assert slab.reclaimable(LARGE, nothing_evictable=True) is not None
 
 
 @pytest.mark.parametrize("rank_bytes", [300 * KIB, 10 * MIB, GIB, 100 * GIB, 4000 * GIB])

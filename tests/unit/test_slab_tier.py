@@ -218,27 +218,6 @@ def heal(tier: SlabTier, now_s: float) -> None:
     tier._healer.join(WAIT_S)
 
 
-@pytest.mark.parametrize("longer", [False, True])
-def test_a_rank_that_opens_late_leaves_the_slab_of_another_engine_alone(
-    open_tier: OpenTier, tmp_path: Path, longer: bool
-) -> None:
-    """It makes no file there, and cuts none."""
-    tier = open_tier()
-    (tmp_path / "kv").rename(tmp_path / "gone")
-    path = Path(open_tier().place.directory) / rank_file_name(0)
-    if longer:
-        path.write_bytes(bytes(4 * SLOT))
-    place = replace(tier.place, rank_bytes=SLOT, extent_bytes=SLOT)
-    (config,) = parse_config({"tiers": [{"kind": "slab", "path": str(tmp_path / "kv"), "capacity": "128MiB"}]}).tiers
-    assert isinstance(config, SlabConfig)
-    mover = CopyMover()
-    with pytest.raises(TierError, match="in use by another engine") as caught:
-        open_link(config, place, 0, mover)
-    mover.close()
-    assert caught.value.cause == "locked"
-    assert (path.stat().st_size if path.exists() else None) == (4 * SLOT if longer else None)
-
-
 def test_a_directory_made_anew_between_two_looks(
     open_tier: OpenTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

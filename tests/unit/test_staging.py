@@ -114,40 +114,6 @@ def test_a_retired_slot_never_comes_back() -> None:
     assert pool.acquire() is None
 
 
-def test_memory_outlives_the_pool_while_a_slot_is_held() -> None:
-    """A mover may still write to a slot after everything else was dropped."""
-    pool = StagingPool(slot_bytes=4096, budget_bytes=8192)
-    slot = pool.acquire()
-    assert slot is not None
-    del pool
-    slot.memory[:] = 7
-    assert int(slot.memory.sum()) == 7 * 4096
-
-
-def test_slots_on_a_device_are_aligned_disjoint_and_inside_one_region_of_it(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        pool = DeviceStagingPool(slot_bytes=5000, budget_bytes=8192 * 5 + 100, device=DEVICE)
-    assert (pool.slots_total, pool.slot_bytes, pool.region.length_bytes) == (5, 8192, 5 * 8192)
-    assert (pool.region.kind, pool.region.device_id) == (MemoryKind.VRAM, 0)
-    slots = [pool.acquire() for _ in range(5)]
-    assert pool.acquire() is None
-    for index, slot in enumerate(slots):
-        assert slot is not None
-        assert slot.memory.data_ptr() % PAGE_BYTES == 0
-        assert slot.memory.data_ptr() == pool.region.address + slot.offset_bytes
-        assert (slot.memory.shape, slot.memory.dtype) == ((8192,), torch.uint8)
-        slot.memory.fill_(index)
-    for index, slot in enumerate(slots):
-        assert slot is not None
-        assert (slot.memory == index).all()
-    pool.retire(slots[0])
-    pool.release(slots[1])
-    with pytest.raises(RuntimeError, match="twice"):
-        pool.release(slots[1])
-    assert (pool.usable, pool.free) == (4, 1)
-    assert "staging_bytes" not in caplog.text
-
-
 def limited(monkeypatch: pytest.MonkeyPatch, limit_bytes: int) -> None:
     """A device that gives so much at once."""
     empty = torch.empty
@@ -158,18 +124,6 @@ def limited(monkeypatch: pytest.MonkeyPatch, limit_bytes: int) -> None:
         return empty(size, **options)  # type: ignore[call-overload, no-any-return]
 
     monkeypatch.setattr(torch, "empty", given)
-
-
-def test_a_device_with_too_little_memory_gets_half_as_many_slots_again_and_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One warning, that says how many."""
-    limited(monkeypatch, 9 << 20)
-    pool = DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=DEVICE)
-    assert pool.slots_total == 7
-    assert pool.region.length_bytes == 7 << 20
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "7 slots of 1048576 bytes are used instead of 30" in caplog.text
 
 
 def test_a_device_without_room_for_two_slots_says_what_can_be_done(monkeypatch: pytest.MonkeyPatch) -> None:

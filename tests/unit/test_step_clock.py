@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from nixl_offload.vllm.step_clock import MIN_TOKENS, StepClock
+from nixl_offload.vllm.step_clock import StepClock
 
 
 class Rig:
@@ -57,18 +57,6 @@ def test_a_step_scheduled_ahead_lasts_from_the_end_of_the_one_before(rig: Rig) -
     rig.ends(3.0)
     rig.ends(1.0)
     assert rig.told == [(512, 0, 2.0), (512, 512, 3.0), (100, 1024, 1.0)]
-
-
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_steps_that_decode_or_idle_count_as_time_but_are_not_told(ahead: int, rig: Rig) -> None:
-    steps = [("idle", 0, 0.25), ("decode", MIN_TOKENS - 1, 0.5), ("prefill", MIN_TOKENS, 1.0), ("idle", 0, 0.25)]
-    for name, tokens, _ in steps[:ahead]:
-        rig.scheduled(**{name: (0, tokens)})
-    for number, (_, _, seconds) in enumerate(steps):
-        for name, tokens, _ in steps[number + ahead : number + ahead + 1]:
-            rig.scheduled(**{name: (0, tokens)})
-        rig.ends(seconds)
-    assert rig.told == [(MIN_TOKENS, 0, 0.5)], "a second, less what decoding alone would have taken"
 
 
 def test_steps_whose_ends_are_not_told_do_not_pile_up(rig: Rig) -> None:

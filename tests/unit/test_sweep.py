@@ -77,12 +77,6 @@ def test_nothing_young_goes(max_bytes: int | None, older_than_s: float | None) -
     assert plan.over_bytes == (300 if max_bytes == 0 else 0)
 
 
-def test_what_was_refreshed_between_the_passes_stays() -> None:
-    plan, gone, _ = plan_and_sweep([chunk(5000), chunk(4000)], 100, None)
-    assert len(gone) == 1
-    assert not Sweep(plan).takes(chunk(0))
-
-
 _AGES = st.floats(min_value=-100, max_value=3e7) | st.integers(0, 2000).map(float)
 _CHUNKS = st.lists(st.builds(chunk, _AGES, st.integers(0, 1000), st.integers(1, 4)), max_size=60)
 

@@ -128,22 +128,6 @@ def test_a_lock_is_not_let_go_while_storage_does_not_say_whose_it_is(
     first.close()
 
 
-def test_a_lock_is_let_go_once_by_whichever_thread_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A healer and ``close`` may meet. On storage that hangs the first is within ``close`` when the second comes."""
-    lock, close, closed = DirectoryLock(tmp_path / "lock"), os.close, list[int]()
-
-    def slow(fd: int) -> None:
-        closed.append(fd)
-        lock.release()
-        close(fd)
-
-    lock.acquire()
-    with monkeypatch.context() as during:
-        during.setattr(os, "close", slow)
-        lock.release()
-    assert len(closed) == 1
-
-
 def test_an_engine_that_starts_waits_for_a_command_that_mends(tmp_path: Path) -> None:
     """Who holds the lock briefly says so; a lock that was held so once, by a command that was killed, is as any."""
     open_tier(tmp_path).close()
@@ -183,14 +167,6 @@ def test_a_lock_says_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h
     assert caught.value.cause == "locked"
     assert holder_of(tmp_path / "lock") == "which one is not known"
     first.close()
-
-
-def test_a_manifest_without_end_is_nobodys(tmp_path: Path) -> None:
-    place = tmp_path / ("a" * 32)
-    place.mkdir()
-    (place / "manifest.json").write_text("[" * 200_000)
-    open_tier(tmp_path).close()
-    assert place.is_dir()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -51,25 +51,6 @@ def causes(table: JobTable) -> dict[int, list[tuple[str, str, int]]]:
     }
 
 
-def test_waiting_bytes_are_those_that_nobody_has_begun(table: JobTable, clock: Clock) -> None:
-    add(table, 1, 2, Lane.LOAD, clock)
-    add(table, 2, 1, Lane.STORE, clock)
-    add(table, 3, 3, Lane.BACKGROUND, clock)
-    assert table.waiting_bytes() == (2 * SIZE, SIZE, 3 * SIZE)
-    (task,) = table.take(Lane.LOAD, lambda task: 1)
-    assert table.waiting_bytes() == (SIZE, SIZE, 3 * SIZE), "one is under way"
-    table.complete([Ending(task, Outcome.CORRUPT, "corrupt: key", "key")])
-    table.await_slots(table.expedite([2]), clock())
-    assert table.waiting_bytes() == (SIZE, 0, 3 * SIZE)
-    table.give_up("the engine is closed")
-    assert table.waiting_bytes() == (0, 0, 0)
-    assert causes(table) == {
-        1: [("corrupt", "key", 1), ("failed", "closed", 1)],
-        2: [("dropped", "needed_back", 1)],
-        3: [("dropped", "closed", 3)],
-    }
-
-
 def test_causes_of_what_was_never_begun(table: JobTable, clock: Clock) -> None:
     add(table, 1, 5, Lane.STORE, clock)
     add(table, 2, 1, Lane.LOAD, clock)

@@ -27,21 +27,6 @@ def rig(store: MemoryStore) -> Iterator[Rig]:
     rig.tier.close()
 
 
-def test_a_waiting_request_is_told_so_once_a_step(rig: Rig, store: MemoryStore) -> None:
-    """A scan goes on after RETRY and stops at MISS: 32 requests of 4,096 keys took half a second of every step."""
-    keys = keys_of(4096)
-    rig.put(*keys[:3000])
-    gate = store.before = Gate()
-    assert rig.ask("a", keys) == [Lookup.RETRY] * 4096, "once, so that the whole chain is known"
-    rig.flush()
-    for _ in range(3):
-        assert rig.ask("a", keys) == [Lookup.RETRY, Lookup.MISS]
-        assert rig.ask("a", keys) == [Lookup.RETRY, Lookup.MISS], "a second scan in a step repeats the first"
-        rig.flush()
-    gate.open()
-    assert rig.hits("a", keys) == 3000
-
-
 def test_who_can_wait_no_longer_gets_what_is_known_so_far(rig: Rig, store: MemoryStore) -> None:
     """A bucket that is too slow for all the rounds of a search: one round tells most of a chain."""
     keys = keys_of(4096)

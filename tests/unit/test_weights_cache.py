@@ -7,7 +7,6 @@ import ctypes
 import errno
 import fcntl
 import json
-import logging
 import os
 import socket
 import stat
@@ -23,7 +22,6 @@ from threading import Event
 import pytest
 
 from nixl_offload.config import parse_config
-from nixl_offload.errors import NamespaceError
 from nixl_offload.identity import weights_cache
 from nixl_offload.identity.settings import text_setting
 from nixl_offload.identity.weights import PIECE_BYTES, WeightsDigest, cache_directory_of
@@ -119,21 +117,6 @@ def test_a_large_file_that_a_setting_names_is_remembered_likewise(place: Path, t
     with copy.open("r+b") as opened:
         os.pwrite(opened.fileno(), b"1", PIECE_BYTES)
     assert count(copy, cache)[0] != text
-
-
-def test_a_large_file_that_is_not_read_to_its_end_counts_for_nothing(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not for its name: two files of one name would be taken for one."""
-    with (place / "bad.tensors").open("wb") as file:
-        file.truncate(PIECE_BYTES + 1)
-
-    def preadv(*_: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "preadv", preadv)
-    with pytest.raises(NamespaceError, match=r"bad\.tensors: Input/output error"):
-        text_setting("scales", file.name)
 
 
 def test_a_file_that_was_changed_is_read_again(place: Path, tmp_path: Path) -> None:
@@ -241,15 +224,6 @@ def lie(model: Path, cache: Path) -> Path:
     """Remember a wrong digest, in the way that is believed."""
     WeightsCache(cache).add({weights_of(model): LIE}, time.time())
     return cache / f"{CACHE_PREFIX}.json"
-
-
-def test_a_memory_of_ours_is_believed(model: Path, tmp_path: Path) -> None:
-    """What the tests below need to prove anything."""
-    lie(model, tmp_path)
-    assert known(model, tmp_path) == LIE
-    digest, read = identify(model, tmp_path)
-    assert not read
-    assert digest != identify(model, None)[0]
 
 
 def test_a_machine_is_known_by_its_id_or_else_by_its_boot(
@@ -403,16 +377,6 @@ def test_the_oldest_are_forgotten(model: Path, tmp_path: Path) -> None:
     assert (tmp_path / f"{CACHE_PREFIX}.json").stat().st_size < 64 << 10
 
 
-def test_what_others_have_remembered_meanwhile_stays(model: Path, tmp_path: Path) -> None:
-    """Reading a model may take minutes, and another process may have read another one."""
-    file, first, second = weights_of(model), WeightsCache(tmp_path), WeightsCache(tmp_path)
-    first.refresh()
-    second.add({replace(file, inode=2): LIE}, time.time())
-    first.add({replace(file, inode=1): LIE}, time.time())
-    second.refresh()
-    assert [second.get(replace(file, inode=number)) for number in (1, 2)] == [LIE, LIE]
-
-
 WRITER = """
 import sys, time
 from dataclasses import replace
@@ -482,29 +446,6 @@ def test_who_starts_beside_an_engine_that_reads_waits_for_it(model: Path, place:
             holder.kill()
     assert waiting.wait(PATIENCE_S)
     assert waiting.result() == identify(model, None)[0]
-
-
-def test_who_has_waited_reads_nothing(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What the first has written down serves the others. Waiting is told once."""
-    caplog.set_level(logging.INFO, logger=weights_cache.__name__)
-    with subprocess.Popen([sys.executable, "-c", HOLDER, model, tmp_path], stdout=subprocess.PIPE, text=True) as holder:
-        try:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == "held\n"
-            waiting = WeightsDigest(str(model), tmp_path)
-            give_up_s = time.monotonic() + PATIENCE_S
-            while not caplog.messages and time.monotonic() < give_up_s:
-                time.sleep(0.01)
-            assert not waiting.wait(0.3), "it looks again, more than once"
-            lie(model, tmp_path)
-            late = WeightsDigest(str(model), tmp_path)
-            assert late.wait(PATIENCE_S), "what is remembered is not waited for"
-        finally:
-            holder.kill()
-    assert waiting.wait(PATIENCE_S)
-    assert waiting.progress() == (2, 2)  # config.json
-    assert [line.partition(str(model))[0] for line in caplog.messages] == ["Another process reads "]
-    assert waiting.result() == identify(model, tmp_path)[0]
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ESTALE])
