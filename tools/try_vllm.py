@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import vllm
 
-from nixl_offload.vllm.compat import SUPPORTED
+from nixl_offload.vllm.plugin import SUPPORTED
 from tools.vllm_source import read_files
 
 ROOT: Final = Path(__file__).resolve().parents[1]

@@ -26,16 +26,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import re
 from vllm.platforms import current_platform
 
 from nixl_offload.config import Config, blocks_per_chunk, from_extra_config, merge_extra_config
-from nixl_offload.vllm.compat import check_version
+from nixl_offload.units import format_duration
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.connector_worker import NixlConnectorWorker
 from nixl_offload.vllm.identity import group_tokens, reason_to_stay_off
 from nixl_offload.vllm.kv_caches import keeps_state, retained_blocks
 from nixl_offload.vllm.messages import RankGeometry
-from nixl_offload.vllm.registration import SPEC_NAME, register
+from nixl_offload.vllm.plugin import SPEC_NAME, check_version, register
 from nixl_offload.vllm.request_identity import sentence_about_media
 from nixl_offload.vllm.spec import NixlOffloadSpec
-from nixl_offload.vllm.stopping import sentence_about_stopping
 from nixl_offload.vllm.vllm_internals import (
     LeanConnector,
     evict_blocks,
@@ -55,6 +54,22 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
+
+
+def sentence_about_stopping(vllm_config: VllmConfig, config: Config) -> str | None:
+    """Return a warning for the operator if vLLM will kill the ranks before ``drain_timeout`` is over, else None.
+
+    It will by default. It does not matter where memory is the only tier.
+    """
+    patience_s, drain_s = vllm_config.shutdown_timeout, config.drain_timeout_s
+    if patience_s > drain_s or not config.stored:
+        return None
+    when = f"{patience_s} s after" if patience_s else "as soon as"
+    return (
+        f"vLLM will kill this engine {when} it is told to stop, so what is still on its way to storage then has to be "
+        "computed again: run vllm serve with --shutdown-timeout, some seconds above drain_timeout "
+        f"({format_duration(drain_s)})"
+    )
 
 
 class OffConnector(KVConnectorBase_V1, SupportsHMA):

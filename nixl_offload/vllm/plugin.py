@@ -1,22 +1,115 @@
-"""The entry point vLLM calls in every process (group ``vllm.general_plugins``), and where its factory finds us.
+"""The entry point vLLM calls in every process (group ``vllm.general_plugins``), and where its factory finds us: makes
+our names known, and our log lines to vLLM's handlers; refuses a vLLM that is not supported, and a configuration that
+would keep our connector from being built.
 
-Threading: called once per process at start. Imports nothing heavy; an unknown vLLM is refused here, in a sentence.
+Threading: called at start, by whichever thread vLLM loads plugins or builds connectors on. Imports nothing heavy and no
+vLLM, so that commands can ask which versions there are.
 """
 
 from __future__ import annotations
 
-from nixl_offload.config import CONNECTOR_NAME
-from nixl_offload.vllm.registration import register
+import functools
+import logging
+import re
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["register"]
+from nixl_offload.config import CONNECTOR_NAME
+from nixl_offload.errors import NotSupportedError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+SPEC_NAME: Final = "NixlOffloadSpec"
+SUPPORTED: Final = "0.33"
+"""The minor version of vLLM that is accepted: one alone, for our half depends on vLLM's internals.
+``docs/decisions/0007-vllm-versions.md`` says how to move to the next."""
+PIP_REQUIREMENT: Final = "vllm>=0.33,<0.34"
+"""What pip installs it by."""
+
+
+def register() -> None:
+    """Register the connector and its offloading spec with vLLM. Safe to call again."""
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+    with suppress(ValueError):  # it is registered already
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, __name__, CONNECTOR_NAME)
+    with suppress(ValueError):
+        OffloadingSpecFactory.register_spec(SPEC_NAME, "nixl_offload.vllm.spec", SPEC_NAME)
+    _log_as_vllm_does()
+    if not hasattr(VllmConfig.__post_init__, "__wrapped__"):
+        VllmConfig.__post_init__ = _look_at_connectors(VllmConfig.__post_init__)  # type: ignore[method-assign]
+
+
+def _look_at_connectors(post_init: Any) -> Any:
+    """Return ``post_init`` of vLLM's configuration with a look at what it makes of our connector, which
+    ``--kv-offloading-size`` replaces there: no other code of ours runs then.
+
+    Raises NotSupportedError for two of ours.
+    """
+
+    @functools.wraps(post_init)
+    def look(self: VllmConfig, *args: Any) -> None:
+        transfer, names = self.kv_transfer_config, []
+        if transfer is not None:
+            children = transfer.kv_connector_extra_config.get("connectors", ())
+            names = [transfer.kv_connector]
+            names += [child.get("kv_connector") for child in children if names == ["MultiConnector"]]
+        if names.count(CONNECTOR_NAME) > 1:
+            raise NotSupportedError(
+                f"two {CONNECTOR_NAME} in a MultiConnector would count under the same metrics; put the tiers of both "
+                "into one config"
+            )
+        post_init(self, *args)
+        if CONNECTOR_NAME in names and transfer is not None and transfer.kv_connector != names[0]:
+            logger.warning(
+                "--kv-offloading-size replaces %s by vLLM's %s: no tier of its config is used; leave that option out",
+                CONNECTOR_NAME,
+                transfer.kv_connector,
+            )
+
+    return look
+
+
+def _log_as_vllm_does() -> None:
+    """Send this package's lines where vLLM's go, at its level, unless the operator has set up logging for us."""
+    ours, theirs = logging.getLogger("nixl_offload"), logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
+
+
+def is_supported(version: str) -> bool:
+    """Return whether a version of vLLM, as it names itself, is the supported one."""
+    return re.match(rf"{re.escape(SUPPORTED)}(?!\d)", version) is not None
+
+
+def check_version(version: str | None = None) -> None:
+    """Raise NotSupportedError, naming the supported version, when ``version`` (the running vLLM's) is another one.
+
+    vLLM's internals decide whether a failed load ends as a recompute or as a dead engine, so guessing is no option.
+    """
+    if version is None:
+        import vllm
+
+        version = vllm.__version__
+    if not is_supported(version):
+        raise NotSupportedError(
+            f"nixl-offload supports vLLM {SUPPORTED}, and this is vLLM {version}; "
+            f'run pip install "{PIP_REQUIREMENT}", or install a nixl-offload that names {version} in its release notes'
+        )
 
 
 def __getattr__(name: str) -> object:
     """Give vLLM's factory the connector, after a look at the version: importing it needs names private to vLLM."""
     if name != CONNECTOR_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from nixl_offload.vllm.compat import check_version
-
     check_version()
     from nixl_offload.vllm.connector import NixlOffloadConnector
 

@@ -21,8 +21,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from examples.demo.model import TINY, write_model
 from nixl_offload.errors import NotSupportedError
-from nixl_offload.vllm.metric_names import CAPACITY
-from nixl_offload.vllm.registration import register
+from nixl_offload.vllm.metric_names import PREFIX
+from nixl_offload.vllm.plugin import register
 
 OURS = {"kv_connector": "NixlOffloadConnector", "kv_role": "kv_both"}
 THEIRS = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
@@ -74,7 +74,7 @@ def test_metrics_beside_the_connector_that_ours_descends_from(children: list[dic
         stats = OffloadingConnectorStats()
         stats.increase_counter("vllm:kv_offload_load_bytes", size_bytes)
         if name.startswith("Nixl"):
-            stats.set_gauge(CAPACITY.name, 5, ("slab",))
+            stats.set_gauge(PREFIX + "capacity_bytes", 5, ("slab",))
         metrics.observe({name: stats.data})
     assert registry.get_sample_value("vllm:kv_offload_load_bytes_total", {"engine": "0"}) == 7
-    assert registry.get_sample_value(CAPACITY.name, {"engine": "0", "tier": "slab"}) == 5
+    assert registry.get_sample_value(PREFIX + "capacity_bytes", {"engine": "0", "tier": "slab"}) == 5

@@ -21,7 +21,7 @@ from nixl_offload.errors import ConfigError
 from nixl_offload.vllm import connector as connector_module
 from nixl_offload.vllm.connector import NixlOffloadConnector
 from nixl_offload.vllm.kv_caches import without_padding
-from nixl_offload.vllm.registration import register
+from nixl_offload.vllm.plugin import register
 from tests.vllm.blocks_outermost import ENVIRONMENT
 from tests.vllm.harness import TINY, TINY_HYBRID, Answer, ModelShape, Workshop, file_tier, prompts
 

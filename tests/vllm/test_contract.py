@@ -26,7 +26,7 @@ from vllm.v1.attention.backend import AttentionLayer
 from nixl_offload.config.schema import VllmOptions
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.types import Outcome
-from nixl_offload.vllm import compat, vllm_internals
+from nixl_offload.vllm import plugin, vllm_internals
 from nixl_offload.vllm.connector import NixlOffloadConnector
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.connector_worker import NixlConnectorWorker
@@ -94,18 +94,18 @@ def parameters(path: str) -> list[str]:
 
 
 def test_the_installed_version_is_supported() -> None:
-    compat.check_version()
+    plugin.check_version()
 
 
 @pytest.mark.parametrize("text", ["0.33.0", "0.33.0+cpu", "0.33.1.dev7+gabcdef", "0.33.0rc2"])
 def test_builds_of_the_supported_version_are_accepted(text: str) -> None:
-    compat.check_version(text)
+    plugin.check_version(text)
 
 
 @pytest.mark.parametrize("text", ["0.32.0", "0.34.0", "0.3.3", "0.330.0", "1.0.0", "dev", ""])
 def test_other_versions_are_refused_in_a_sentence_that_names_the_supported_one(text: str) -> None:
     with pytest.raises(NotSupportedError) as refused:
-        compat.check_version(text)
+        plugin.check_version(text)
     assert "supports vLLM 0.33" in str(refused.value)
     assert f"this is vLLM {text}" in str(refused.value)
 
@@ -406,8 +406,7 @@ def test_factories_know_us_by_name() -> None:
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
     from nixl_offload.config import CONNECTOR_NAME
-    from nixl_offload.vllm.plugin import register
-    from nixl_offload.vllm.registration import SPEC_NAME
+    from nixl_offload.vllm.plugin import SPEC_NAME, register
 
     register()
     register()
@@ -623,10 +622,10 @@ def test_sleeping_without_a_rank_does_nothing() -> None:
 def test_opening_again_changes_nothing() -> None:
     """Waking up repeats the handshake; opening twice would meet our own lock."""
     rig = manager_rig.Rig(manager_rig.config_of(manager_rig.memory_tier()))
-    opened = rig.manager._catalog
+    opened = rig.manager.catalog
     rig.manager.open(manager_rig.ranks())
     assert not rig.manager.serving.take_places(), "the ranks are not told again"
-    assert rig.manager._catalog is opened
+    assert rig.manager.catalog is opened
     rig.close()
 
 

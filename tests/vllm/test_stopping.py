@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from nixl_offload.vllm.stopping import sentence_about_stopping
+from nixl_offload.vllm.connector import sentence_about_stopping
 from tests.vllm.harness import CHUNK_TOKENS, Workshop, file_tier, prompts
 from tests.vllm.manager_rig import config_of, memory_tier, slab_tier
 

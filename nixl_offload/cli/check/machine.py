@@ -24,7 +24,7 @@ from nixl_offload.config import Config
 from nixl_offload.errors import ConfigError
 from nixl_offload.hardware.gds import Fact
 from nixl_offload.units import format_size
-from nixl_offload.vllm.compat import PIP_REQUIREMENT, SUPPORTED, is_supported
+from nixl_offload.vllm.plugin import PIP_REQUIREMENT, SUPPORTED, is_supported
 
 _MIB: Final = 1 << 20
 
