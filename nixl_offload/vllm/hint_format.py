@@ -6,9 +6,9 @@ Threading: pure functions. docs/hints.md is for users.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from math import isfinite
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
 if TYPE_CHECKING:
     from vllm.v1.kv_hints import KvHintsEnvelope
@@ -24,8 +24,6 @@ MAX_ACTIONS: Final = 16
 MAX_TOKENS: Final = 1 << 20
 MAX_RETAIN_S: Final = 86_400.0
 
-_FIELDS: Final = ("token_ids", "prefetch", "retain_s", "store", "drop_from")
-
 
 class BadHintError(Exception):
     """A hint is not what it should be. ``path`` names the place, and the text says what would be right."""
@@ -35,19 +33,20 @@ class BadHintError(Exception):
         self.path = path
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
+class Hint(BaseModel):
     """What is to be done with the chunks of some tokens."""
 
-    token_ids: list[int] | None = None
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    token_ids: Annotated[InstanceOf[list[Any]], Field(min_length=1, max_length=MAX_TOKENS)] | None = None
     """Of the beginning of a prompt; None: the request's own tokens. What they are is checked when they are hashed."""
     prefetch: bool = False
     """Read into memory what a farther tier has."""
-    retain_s: float | None = None
+    retain_s: float | None = Field(None, ge=0, le=MAX_RETAIN_S)
     """Do not evict for so long; 0 ends that."""
     store: bool = True
     """Whether to store what the request itself computes."""
-    drop_from: int | None = None
+    drop_from: int | None = Field(None, ge=0)
     """Give up the chunks that reach beyond this token."""
 
     @property
@@ -86,33 +85,15 @@ def _is_ours(action: object) -> bool:
 
 
 def _checked(raw: Any, path: str) -> Hint | BadHintError:
+    """Values are not shown: they are a user's prompt."""
     try:
-        return _parse(raw, path)
-    except BadHintError as error:
-        return error
-
-
-def _parse(raw: Any, path: str) -> Hint:
-    """Raises BadHintError. Values are not shown: they are a user's prompt."""
-    if not isinstance(raw, Mapping):
-        raise BadHintError(path, f"an object with some of {', '.join(_FIELDS)} is right, not {type(raw).__name__}")
-    if not raw.keys() <= set(_FIELDS):
-        raise BadHintError(path, f"has an unknown field; known are {', '.join(_FIELDS)}")
-    token_ids, retain_s, drop_from = raw.get("token_ids"), raw.get("retain_s"), raw.get("drop_from")
-    if token_ids is not None and not (isinstance(token_ids, list) and 0 < len(token_ids) <= MAX_TOKENS):
-        raise BadHintError(f"{path}.token_ids", f"a list of 1 to {MAX_TOKENS} token ids is right")
-    for name in ("prefetch", "store"):
-        if not isinstance(raw.get(name, False), bool):
-            raise BadHintError(f"{path}.{name}", "true or false is right")
-    if retain_s is not None and not (_is_number(retain_s) and 0 <= retain_s <= MAX_RETAIN_S):
-        raise BadHintError(f"{path}.retain_s", f"a number of seconds from 0 to {MAX_RETAIN_S:g} is right")
-    if drop_from is not None and not (type(drop_from) is int and drop_from >= 0):
-        raise BadHintError(f"{path}.drop_from", "the number of a token is right, 0 for the first")
-    hint = Hint(token_ids, raw.get("prefetch", False), retain_s, raw.get("store", True), drop_from)
-    if drop_from is not None and (hint.prefetch or retain_s):
-        raise BadHintError(f"{path}.drop_from", "cannot go with prefetch or retain_s, which keep the same chunks")
+        hint = Hint.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        name = first["loc"][0] if first["loc"] else None
+        if name in Hint.model_fields:
+            return BadHintError(f"{path}.{name}", first["msg"])
+        return BadHintError(path, f"an object with some of {', '.join(Hint.model_fields)} is right, and nothing else")
+    if hint.drop_from is not None and (hint.prefetch or hint.retain_s):
+        return BadHintError(f"{path}.drop_from", "cannot go with prefetch or retain_s, which keep the same chunks")
     return hint
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is int or (type(value) is float and isfinite(value))

@@ -36,7 +36,7 @@ def test_requests_without_hints_for_us() -> None:
 
 def test_every_field_by_either_way() -> None:
     raw = {"token_ids": [1, 2], "prefetch": True, "retain_s": 60, "store": False}
-    wanted = Hint([1, 2], prefetch=True, retain_s=60, store=False)
+    wanted = Hint(token_ids=[1, 2], prefetch=True, retain_s=60, store=False)
     assert list(hints_of({"nixl_offload": raw}, envelope(raw, {"drop_from": 0}))) == [
         wanted,
         wanted,
