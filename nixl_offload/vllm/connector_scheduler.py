@@ -19,12 +19,11 @@ from nixl_offload.vllm.adapters import AdapterTable, adapter_of
 from nixl_offload.vllm.held_stores import HeldStores
 from nixl_offload.vllm.hints import Hints
 from nixl_offload.vllm.idling import Idling
-from nixl_offload.vllm.load_decision import LookupStatistics
+from nixl_offload.vllm.load_decision import LookupStatistics, ServerLoad
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
 from nixl_offload.vllm.messages import NOTHING, RankGeometry, StepMetadata, WorkerReport
 from nixl_offload.vllm.metric_names import PREFIX
 from nixl_offload.vllm.request_identity import counts_media, has_lasting_keys
-from nixl_offload.vllm.server_load import ServerLoadCounter
 from nixl_offload.vllm.step_clock import StepClock
 from nixl_offload.vllm.tier_events import name_media
 from nixl_offload.vllm.vllm_internals import (
@@ -102,7 +101,10 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         super().__init__(spec, vllm_config, kv_cache_config)
         self._clock = StepClock(self.offload_manager.observe_prefill, time.monotonic)
         self._idling = Idling(time.monotonic)
-        self._load = ServerLoadCounter()
+        self._waiting: set[str] = set()
+        """Requests that were neither given blocks nor have ended."""
+        self._running = 0
+        """How many requests the last step runs."""
         self._hints = Hints(self.offload_manager, self.config, time.monotonic)
         self._world_size = vllm_config.parallel_config.world_size
         self._geometries: dict[int, RankGeometry] = {}
@@ -170,7 +172,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         if request.lora_request is not None:
             with_adapter(self, request.request_id)
             self._awaits_adapter(request)  # hints look at its keys
-        self._load.arrived(request.request_id)
+        self._waiting.add(request.request_id)
         self._refuse_worthless_keys(request)
         status = request_state(self, request.request_id)
         if status is None:
@@ -266,7 +268,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
             found,
             chunk_tokens,
             self._windows,
-            self._load.beside(request.request_id),
+            ServerLoad(len(self._waiting) - (request.request_id in self._waiting), self._running),
         )
         if wanted is None:
             self._answer(request, question, None, WAIT_ANSWER_S)
@@ -332,7 +334,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; what was found of a request is counted now that it is scheduled, however often it had to ask."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._load.allocated(request.request_id)
+        self._waiting.discard(request.request_id)
         status = request_state(self, request.request_id)
         if request.request_id in self._asked_about:
             self._answers.pop(request.request_id, None)
@@ -368,7 +370,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
                 self._refuse_worthless_keys(status.req)
                 forget_keys_behind(status, new.num_computed_tokens)
         self._clock.scheduled(scheduler_output)
-        self._load.running = len(scheduler_output.num_scheduled_tokens)
+        self._running = len(scheduler_output.num_scheduled_tokens)
         meta = super().build_connector_meta(scheduler_output)
         moves = manager.take_moves() if manager.moves else []
         places = {} if manager.serving.is_whole else manager.serving.take_places()
@@ -425,7 +427,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._held_stores.rename(request_id, name)
 
     def block_differs(self, request_id: str) -> None:
-        self.offload_manager.count_reused_block()
+        self.offload_manager.count("unstored_chunks", "block_reused")
         if not self._has_reported_reuse:
             self._has_reported_reuse = True
             logger.warning(
@@ -437,7 +439,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """As vLLM's."""
-        self._load.allocated(request.request_id)
+        self._waiting.discard(request.request_id)
         if self._hints.waits_for_ends:
             self._hints.finished(request.request_id, request_state(self, request.request_id))
         self._answers.pop(request.request_id, None)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final, cast
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, RequestOffloadingContext
 
-from nixl_offload.catalog import Catalog
 from nixl_offload.types import Key
 from nixl_offload.vllm.adapters import AdapterUse
 from nixl_offload.vllm.hint_format import BadHintError, Hint, hints_of
@@ -165,10 +164,10 @@ class Hints:
             status.req_context.set_state(Refused(may_load=True))
         tokens = len(hint.token_ids or ())
         if tokens and (len(self._prompts) >= MAX_PROMPTS or self._waiting_tokens + tokens > MAX_WAITING_TOKENS):
-            self._manager.count_hint("any", "refused")
+            self._manager.count("hints", "any", "refused")
             return
         for name in hint.names:
-            self._manager.count_hint(name, "taken")
+            self._manager.count("hints", name, "taken")
         allowed = self._manager.allowed_tiers(status.req_context)
         if hint.token_ids is not None:
             self._waiting_tokens += tokens
@@ -176,8 +175,8 @@ class Hints:
             return
         if is_refused:
             return
-        if hint.prefetch and self._manager.catalog is not None:
-            self._prefetch(self._manager.catalog, self._keys(status), allowed)
+        if hint.prefetch:
+            self._prefetch(self._keys(status), allowed)
         if hint.retain_s is not None or hint.drop_from is not None:
             self._at_end.setdefault(request.request_id, []).append(hint)
 
@@ -196,12 +195,9 @@ class Hints:
             self._carry_out(prompt.hint, prompt.status, allowed)
 
     def _carry_out(self, hint: Hint, status: RequestOffloadState, allowed: frozenset[int] | None) -> None:
-        catalog = self._manager.catalog
-        if catalog is None:
-            return
         keys = self._keys(status)
         if hint.token_ids is not None and hint.prefetch:
-            self._prefetch(catalog, keys, allowed)
+            self._prefetch(keys, allowed)
         if hint.retain_s is not None:
             retain = partial(self._retain, hint.retain_s, self._clock())
             self._begin(retain, list(chain.from_iterable(keys)))
@@ -212,12 +208,12 @@ class Hints:
 
     def _begin(self, act: Callable[[list[OffloadKey]], None], keys: list[OffloadKey]) -> None:
         if self._waiting_chunks + len(keys) > MAX_WAITING_CHUNKS:
-            self._manager.count_hint("any", "refused")
+            self._manager.count("hints", "any", "refused")
             return
         self._waiting_chunks += len(keys)
         self._tasks.append(_Task(act, keys))
 
-    def _prefetch(self, catalog: Catalog, keys: list[list[OffloadKey]], allowed: frozenset[int] | None) -> None:
+    def _prefetch(self, keys: list[list[OffloadKey]], allowed: frozenset[int] | None) -> None:
         now_s = self._clock()
         for config, of_group in zip(self._config.kv_group_configs, keys, strict=True):
             window, tokens = config.sliding_window_size_in_chunks, config.tokens_per_chunk
@@ -225,11 +221,12 @@ class Hints:
             # Looked up as vLLM does, windows back to front. One more: a prompt's last token is always computed.
             looked_up = slice(None) if window is None else slice(None, -(window + 2), -1)
             chunks = cast("list[Key]", of_group[looked_up])
-            catalog.prefetch(chunks, end_tokens[looked_up], now_s, allowed, is_prefix=window is None, groups=len(keys))
+            self._manager.catalog.prefetch(
+                chunks, end_tokens[looked_up], now_s, allowed, is_prefix=window is None, groups=len(keys)
+            )
 
     def _retain(self, retain_s: float, since_s: float, keys: list[OffloadKey]) -> None:
-        if self._manager.catalog is not None:
-            self._manager.catalog.retain([Key(key) for key in keys], retain_s, since_s)
+        self._manager.catalog.retain([Key(key) for key in keys], retain_s, since_s)
 
     def _keys(self, status: RequestOffloadState) -> list[list[OffloadKey]]:
         """Return the chunks of a request by KV cache group."""
@@ -237,7 +234,7 @@ class Hints:
         return [group.offload_keys[:] for group in status.group_states]
 
     def _complain(self, error: BadHintError) -> None:
-        self._manager.count_hint("any", "bad")
+        self._manager.count("hints", "any", "bad")
         if error.path not in self._complained:
             self._complained.add(error.path)
             logger.warning(

@@ -17,7 +17,14 @@ from nixl_offload.catalog.estimate import Decision, LoadOrRecompute, Part
 from nixl_offload.catalog.tickets import LoadTicket
 from nixl_offload.types import Key
 from nixl_offload.vllm.messages import LoadSample
-from nixl_offload.vllm.server_load import ServerLoad
+
+
+class ServerLoad(NamedTuple):
+    """How many requests a prefill would delay."""
+
+    waiting: int = 0
+    """For the GPU; not those that wait for a load."""
+    running: int = 0
 
 
 class LoadDecision(NamedTuple):

@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from nixl_offload.catalog import NOWHERE, Catalog, ChainOptions, LoadTicket, StoreTicket, WriteThroughTicket
+from nixl_offload.catalog import Catalog, ChainOptions, StoreTicket, WriteThroughTicket
 from nixl_offload.config import Config
 from nixl_offload.engine import Work
 from nixl_offload.errors import NixlOffloadError
@@ -39,10 +39,9 @@ from nixl_offload.types import Key, Lookup, LookupContext, key_group
 from nixl_offload.vllm.adapters import Adapted, AdapterUse
 from nixl_offload.vllm.data_parallel import sharing_engines
 from nixl_offload.vllm.identity import with_loaded_weights
-from nixl_offload.vllm.load_decision import LoadDecider, LoadDecision, LookupStatistics, WaitsSince
+from nixl_offload.vllm.load_decision import LoadDecider, LoadDecision, LookupStatistics, ServerLoad, WaitsSince
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketReport, TicketSpec
 from nixl_offload.vllm.metrics import MetricsReporter
-from nixl_offload.vllm.server_load import ServerLoad
 from nixl_offload.vllm.serving_tiers import ServingTiers
 from nixl_offload.vllm.tier_events import TierEvents, allowed_tiers, label_of
 
@@ -117,7 +116,7 @@ class NixlOffloadManager(OffloadingManager):
         self._config = config
         self.version = 0
         """Counts what may change the answers to lookups, but for what tiers that others write to find by themselves."""
-        self.serving = ServingTiers(offloading, config, vllm_config, begin=self._make_catalog, join=self._take_tier)
+        self.serving = ServingTiers(offloading, config, vllm_config, begin=self._take_namespace, join=self._take_tier)
         self._tiers = self.serving.tiers
         """By position, as in the catalog."""
         self._first: Namespace | None = None
@@ -127,8 +126,10 @@ class NixlOffloadManager(OffloadingManager):
         """Tiers are to be opened for other weights, once nothing is under way."""
         self.is_paused = False
         """vLLM has paused, and may sleep, when ranks move nothing: no move begins until it computes again."""
-        self._catalog: Catalog | None = None
-        """None until the namespace is known."""
+        self._slot_bytes: dict[int, int] = {}
+        """By KV cache group, once the namespace is known: of a chunk, on each rank."""
+        self._token_bytes: dict[int, float] = {}
+        """The same of a token."""
         self._labels = [label_of(tier, is_local=False) for tier in config.tiers]
         """By position; whether a directory is on a drive of this machine is known once it is open."""
         self._disabled: dict[int, set[int]] = {}
@@ -136,11 +137,11 @@ class NixlOffloadManager(OffloadingManager):
         self.moves: list[WriteThroughTicket] = []
         """What ``take_moves`` would return."""
         self._events = TierEvents(enabled=offloading.enable_kv_cache_events)
-        self._decider: LoadDecider | None = None
         self._metrics = MetricsReporter([tier.kind for tier in config.tiers])
         self._metrics_failed = False
         self._stats_s = 0.0
         """When to look at the metrics again."""
+        self._make_catalog()
 
     def open(self, ranks: Sequence[RankGeometry], *, waits: bool = True) -> None:
         """Open the tiers, once. ``ranks``: what every rank has told, in order. ``waits``: before the first step.
@@ -171,42 +172,43 @@ class NixlOffloadManager(OffloadingManager):
 
     def _reopen_when_idle(self) -> None:
         """Open the tiers for other weights, if nothing is under way any more."""
-        if self._first is None or (self._catalog is not None and self._catalog.open_tickets):
+        if self._first is None or self.catalog.open_tickets:
             return
-        self._reopens, self._catalog, self._decider = False, None, None
-        self._disabled = {}
+        self._reopens, self._disabled = False, {}
         self._metrics.restart()
         self._changed()
         self.serving.reopen(with_loaded_weights(self._first, self._loaded_weights))
 
-    def _make_catalog(self, namespace: Namespace) -> None:
-        parallel = self._parallel
-        self._first = self._first or namespace
-        self._catalog = Catalog(
+    def _make_catalog(self) -> None:
+        self.catalog = Catalog(
             self._tiers,
-            world_size=parallel.world_size,
-            slot_bytes=lambda key: namespace.slot_bytes(key_group(key)),
+            world_size=self._parallel.world_size,
+            slot_bytes=lambda key: self._slot_bytes[key_group(key)],
             store_backlog_bytes=STORE_BACKLOG_STAGINGS * self._config.staging_bytes,
-            chain=chain_options(self._config, parallel),
+            chain=chain_options(self._config, self._parallel),
             store_after=self._config.store_after,
         )
-        blocks = self._offloading.cache.blocks_per_chunk
         self._decider = LoadDecider(
-            self._catalog,
-            {
-                group.group_id: namespace.slot_bytes(group.group_id) / (group.tokens_per_block * blocks)
-                for group in self._offloading.groups
-            },
+            self.catalog,
+            self._token_bytes,
             tiers=len(self._tiers),
-            ranks=parallel.world_size,
+            ranks=self._parallel.world_size,
             skips_slow=self._config.slow_hits == "skip",
         )
 
+    def _take_namespace(self, namespace: Namespace) -> None:
+        if self._first is not None:
+            self._make_catalog()  # the tiers of the one before are closed
+        self._first = self._first or namespace
+        blocks = self._offloading.cache.blocks_per_chunk
+        for group in self._offloading.groups:
+            size_bytes = self._slot_bytes[group.group_id] = namespace.slot_bytes(group.group_id)
+            self._token_bytes[group.group_id] = size_bytes / (group.tokens_per_block * blocks)
+
     def _take_tier(self, position: int, tier: Tier) -> None:
-        assert self._catalog is not None
         self.version += 1
         self._labels[position] = label_of(self._config.tiers[position], is_local=tier.is_local)
-        self._catalog.join(position, tier)
+        self.catalog.join(position, tier)
 
     def take_ranks(self, ranks: Mapping[int, RankStatus]) -> None:
         """Take the word of ranks whose status has changed. A tier serves when all of them have opened it."""
@@ -214,8 +216,7 @@ class NixlOffloadManager(OffloadingManager):
         ranks = {rank: status for rank, status in ranks.items() if status.opening == self.serving.number}
         for rank, status in ranks.items():
             self._disabled[rank] = {position for position, tier in enumerate(status.tiers) if tier.trouble}
-        if self._catalog is not None:
-            self._catalog.disable(set().union(*self._disabled.values()), time.monotonic())
+        self.catalog.disable(set().union(*self._disabled.values()), time.monotonic())
         try:
             self._metrics.update_ranks({rank: status.tiers for rank, status in ranks.items()})
         except Exception:  # noqa: BLE001 - metrics are not worth an engine
@@ -224,29 +225,19 @@ class NixlOffloadManager(OffloadingManager):
 
     # What hints need: see ``hints``.
 
-    @property
-    def catalog(self) -> Catalog | None:
-        """The tiers and what they hold; None until the namespace is known."""
-        return self._catalog
-
     def allowed_tiers(self, req_context: ReqContext) -> frozenset[int] | None:
         """Return the tiers that a request may load from, None for all."""
         return allowed_tiers(req_context, self._labels)
 
     def drop(self, keys: Iterable[OffloadKey]) -> None:
         """Give up chunks, in their order: see ``Catalog.drop``."""
-        if self._catalog is not None:
-            self._catalog.drop(Key(key) for key in keys)
-            self._changed()
+        self.catalog.drop(Key(key) for key in keys)
+        self._changed()
 
-    def count_hint(self, hint: str, result: str) -> None:
-        """Count a hint that came with a request."""
+    def count(self, metric: str, *labels: str) -> None:
+        """Count one of something."""
         self._stats_s = 0.0
-        self._metrics.hint(hint, result)
-
-    def count_reused_block(self) -> None:
-        """Count a chunk that is not stored because vLLM gave one of its blocks away."""
-        self._metrics.block_was_reused()
+        self._metrics.add(metric, 1, labels)
 
     # What vLLM asks while it schedules.
 
@@ -257,11 +248,11 @@ class NixlOffloadManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say whether one chunk can be loaded."""
-        if self._catalog is None or self._reopens or not _may_load(req_context):
+        if self._reopens or not _may_load(req_context):
             return LookupResult.MISS
         # Asked thousands of times a step, mostly about hits.
         context = LookupContext(req_context.req_id, req_context.get_offload_key_position(key))
-        answer = self._catalog.lookup(Key(key), time.monotonic(), context, allowed_tiers(req_context, self._labels))
+        answer = self.catalog.lookup(Key(key), time.monotonic(), context, allowed_tiers(req_context, self._labels))
         return _VLLM_HIT if answer is _HIT else _ANSWERS[answer]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -270,12 +261,10 @@ class NixlOffloadManager(OffloadingManager):
             self._reopen_when_idle()
         if not self.serving.is_whole:
             self.serving.update()
-        if self._catalog is None:
-            return
-        if self._catalog.has_flush:
-            self._catalog.flush(time.monotonic())
-        if self._catalog.is_chain and not self._reopens and not self.is_paused:
-            moves = self._catalog.begin_write_throughs(time.monotonic())
+        if self.catalog.has_flush:
+            self.catalog.flush(time.monotonic())
+        if self.catalog.is_chain and not self._reopens and not self.is_paused:
+            moves = self.catalog.begin_write_throughs(time.monotonic())
             self.moves += moves
             if moves or self.has_events:
                 self._changed()
@@ -287,14 +276,11 @@ class NixlOffloadManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget what is remembered of a request's lookups."""
-        if self._catalog is not None:
-            self._catalog.forget_request(req_context.req_id)
+        self.catalog.forget_request(req_context.req_id)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Return what kind of tier serves a hit."""
-        if self._catalog is None:
-            return CacheHitSource.EXTERNAL_UNSPECIFIED
-        position = self._catalog.where(Key(key), allowed_tiers(req_context, self._labels))
+        position = self.catalog.where(Key(key), allowed_tiers(req_context, self._labels))
         return CacheHitSource.EXTERNAL_UNSPECIFIED if position is None else self._labels[position].source
 
     def tokens_to_load(
@@ -316,8 +302,6 @@ class NixlOffloadManager(OffloadingManager):
         of a KV cache group which looks no farther back; all of the others is. ``server``: the requests
         beside this one. A request that is asked about again in the same words gets the same answer.
         """
-        if self._catalog is None or self._decider is None:
-            return tokens
         before = req_context.get_state(LoadDecision)
         allowed, now_s = allowed_tiers(req_context, self._labels), time.monotonic()
         loaded_tokens = self._decider.tokens_to_load(
@@ -331,9 +315,7 @@ class NixlOffloadManager(OffloadingManager):
         """Return how long a request may still wait rather than be computed: altogether as long as computing ``tokens``
         behind ``first_token`` takes. ``awaited``: the chunk that another load brings, if it waits for that.
         """
-        if self._catalog is None or self._decider is None:
-            return 0.0
-        tier = None if awaited is None else self._catalog.where(Key(awaited))
+        tier = None if awaited is None else self.catalog.where(Key(awaited))
         return self._decider.wait_left_s(req_context, first_token, tokens, tier, time.monotonic())
 
     def allocated(self, req_context: ReqContext) -> None:
@@ -352,32 +334,27 @@ class NixlOffloadManager(OffloadingManager):
 
     def observe_prefill(self, tokens: int, context_tokens: int, seconds: float) -> None:
         """Take note of a step that has computed ``tokens`` behind ``context_tokens`` others."""
-        if self._decider is not None:
-            self._decider.observe_prefill(tokens, context_tokens, seconds)
+        self._decider.observe_prefill(tokens, context_tokens, seconds)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark chunks as recently used."""
-        if self._catalog is not None:
-            self._catalog.touch(Key(key) for key in keys)
+        self.catalog.touch(Key(key) for key in keys)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> TicketSpec:
         """Pin chunks and tell the ranks where they are."""
         wanted = tuple(Key(key) for key in keys)
-        if self._catalog is None:
-            return TicketSpec(LoadTicket(0, wanted, (NOWHERE,) * len(wanted)), _adapter_of(req_context))
         self.version += 1
         now_s = time.monotonic()
         allowed = allowed_tiers(req_context, self._labels)
-        ticket = self._catalog.prepare_load(wanted, now_s, allowed)
-        if self._decider is not None:
-            self._decider.begin_load(ticket, req_context, now_s)
+        ticket = self.catalog.prepare_load(wanted, now_s, allowed)
+        self._decider.begin_load(ticket, req_context, now_s)
         return TicketSpec(ticket, _adapter_of(req_context))
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Reserve room for what is not stored yet; fewer keys, or none, when room is short or storage too slow."""
         ticket = None
-        if self._catalog is not None and not self._reopens and not _is_refused(req_context):
-            ticket = self._catalog.reserve((Key(key) for key in keys), time.monotonic(), req_context.req_id)
+        if self._slot_bytes and not self._reopens and not _is_refused(req_context):
+            ticket = self.catalog.reserve((Key(key) for key in keys), time.monotonic(), req_context.req_id)
             self._changed()
         ticket = ticket or _NO_STORE
         return PrepareStoreOutput(
@@ -393,13 +370,11 @@ class NixlOffloadManager(OffloadingManager):
         Returns the chunks that a load did not bring.
         """
         lost: set[OffloadKey] = set()
-        if self._catalog is None or self._decider is None:
-            return lost
         self._changed()
         now_s = time.monotonic()
         self._decider.observe_loads(loads, now_s)
         for ticket, report in reports.items():
-            settled = self._catalog.report(ticket, report.ranks, report.failures, now_s)
+            settled = self.catalog.report(ticket, report.ranks, report.failures, now_s)
             if settled is None:
                 continue
             self._metrics.settled(settled)
@@ -423,10 +398,8 @@ class NixlOffloadManager(OffloadingManager):
         """Keep an idle engine stepping while ranks open tiers, until they have reported every ticket, and nothing waits
         to be moved.
         """
-        catalog = self._catalog
-        is_busy = catalog is not None and (
-            catalog.open_tickets > 0 or (catalog.has_pending_writes and not self.is_paused)
-        )
+        catalog = self.catalog
+        is_busy = catalog.open_tickets > 0 or (catalog.has_pending_writes and not self.is_paused)
         return is_busy or self.serving.is_opening or (self._reopens and not self.serving.is_off)
 
     @property
@@ -449,12 +422,11 @@ class NixlOffloadManager(OffloadingManager):
         Asked in every step: a change that came with no chunk is told ``STATS_EVERY_S`` late.
         """
         now_s = time.monotonic()
-        if self._catalog is None or now_s < self._stats_s:
+        if not self._slot_bytes or now_s < self._stats_s:
             return None
         self._stats_s = now_s + STATS_EVERY_S
-        decisions = self._decider.counts() if self._decider is not None else {}
         try:
-            return self._metrics.take(self._tiers, self._catalog.counts(), decisions)
+            return self._metrics.take(self._tiers, self.catalog.counts(), self._decider.counts())
         except Exception:  # noqa: BLE001 - metrics are not worth an engine
             self._complain_of_metrics()
             return None
@@ -462,12 +434,11 @@ class NixlOffloadManager(OffloadingManager):
     @property
     def has_events(self) -> bool:
         """Whether ``take_events`` has something to take. Asked in every step."""
-        return self._catalog is not None and bool(self._catalog.changes.log)
+        return bool(self.catalog.changes.log)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return what was stored and removed since the last call."""
-        if self._catalog is not None:
-            self._events.add(self._catalog.take_changes(), self._labels)
+        self._events.add(self.catalog.take_changes(), self._labels)
         return self._events.take()
 
     def take_removed(self) -> list[OffloadKey]:
@@ -476,13 +447,12 @@ class NixlOffloadManager(OffloadingManager):
 
     def is_known(self, key: OffloadKey) -> bool:
         """Whether a chunk is in some tier, or on its way there."""
-        return self._catalog is not None and any(tier.state(Key(key)) is not None for tier in self._tiers)
+        return any(tier.state(Key(key)) is not None for tier in self._tiers)
 
     def reset_cache(self) -> None:
         """Forget everything. Slots that a rank may still touch come back as their tickets settle."""
         self._changed()
-        if self._catalog is not None:
-            self._catalog.clear()
+        self.catalog.clear()
         self.serving.clear_closed()
         self._events.clear()  # as with vLLM's own managers, its "all blocks cleared" says the rest
         logger.info("Cleared by reset_prefix_cache: nothing that was stored before is served any more")
@@ -493,8 +463,7 @@ class NixlOffloadManager(OffloadingManager):
         vLLM has ended the ranks before: they drained what was on its way, and could not tell. What they may have
         finished is written down as a hint; its checksums tell, when it is loaded, whether they had.
         """
-        verifies = self._config.verify != "header"
-        self.serving.close(self._catalog.in_flight_stores() if self._catalog is not None and verifies else ())
+        self.serving.close(self.catalog.in_flight_stores() if self._config.verify != "header" else ())
 
     def _changed(self) -> None:
         """Take note that chunks came or went, or are about to."""

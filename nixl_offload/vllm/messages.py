@@ -5,7 +5,7 @@ Threading: plain values. Picklable by vLLM's own transport (process to process o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, SupportsIndex
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorWorkerMetadata
@@ -141,28 +141,15 @@ class WorkerReport(OffloadingWorkerMetadata):
             return other if self is NOTHING else self
         base = super().aggregate(other)
         assert isinstance(base, OffloadingWorkerMetadata)
-        merged = WorkerReport(
-            base.completed_jobs,
-            base.transfer_stats,
-            dict(self.tickets),
-            list(self.loads),
-            self.work,
-            self.ranks,
-            self.geometries,
-            self.adapters,
-            self.weights,
-        )
+        merged = replace(self, completed_jobs=base.completed_jobs, transfer_stats=base.transfer_stats)
         if isinstance(other, WorkerReport):
-            merged.loads += other.loads
-            merged.ranks = {**self.ranks, **other.ranks}
-            merged.geometries = {**self.geometries, **other.geometries}
-            merged.adapters = {**self.adapters, **other.adapters}
-            merged.weights = {**self.weights, **other.weights}
-            if other.work is not None:
-                merged.work = other.work if self.work is None else self.work.merge(other.work)
-            for number, report in other.tickets.items():
-                ours = merged.tickets.get(number)
-                merged.tickets[number] = report if ours is None else ours.merge(report)
+            for by_rank in ("ranks", "geometries", "adapters", "weights"):
+                setattr(merged, by_rank, getattr(self, by_rank) | getattr(other, by_rank))
+            merged.loads = self.loads + other.loads
+            merged.work = self.work.merge(other.work) if self.work and other.work else self.work or other.work
+            both = self.tickets.keys() & other.tickets.keys()
+            combined = {ticket: self.tickets[ticket].merge(other.tickets[ticket]) for ticket in both}
+            merged.tickets = self.tickets | other.tickets | combined
         return merged
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:

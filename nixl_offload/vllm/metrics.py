@@ -8,7 +8,7 @@ of trouble are told as 0 at first: a counter that appears with its first event h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -22,24 +22,20 @@ from vllm.v1.kv_offload.base import (
 from nixl_offload.catalog import Counts, Settled
 from nixl_offload.catalog.estimate import Decision, Part
 from nixl_offload.engine import TierStatus, Work
-from nixl_offload.tiers.base import SharedStatistics, SlotStatistics, Tier
+from nixl_offload.tiers.base import SharedStatistics, Tier
 from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.types import Outcome
-from nixl_offload.vllm import metric_names as names
-from nixl_offload.vllm.metric_names import Metric
+from nixl_offload.vllm.metric_names import METRICS, PREFIX, SECONDS, Metric
 
 
 def _definition(metric: Metric) -> OffloadingMetricMetadata:
-    if metric.kind == "counter":
-        return OffloadingCounterMetadata(metric.meaning, metric.labels)
-    if metric.kind == "gauge":
-        return OffloadingGaugeMetadata(metric.meaning, metric.labels)
-    return OffloadingHistogramMetadata(metric.meaning, metric.labels, metric.buckets)
+    if metric.kind == "histogram":
+        return OffloadingHistogramMetadata(metric.meaning, metric.labels, SECONDS)
+    made = OffloadingCounterMetadata if metric.kind == "counter" else OffloadingGaugeMetadata
+    return made(metric.meaning, metric.labels)
 
 
-DEFINITIONS: Final[Mapping[str, OffloadingMetricMetadata]] = {
-    metric.name: _definition(metric) for metric in names.METRICS
-}
+DEFINITIONS: Final[Mapping[str, OffloadingMetricMetadata]] = {metric.name: _definition(metric) for metric in METRICS}
 """By name, as ``/metrics`` shows them (counters with ``_total`` behind)."""
 
 _STATES: Final = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
@@ -62,13 +58,14 @@ class MetricsReporter:
         self._stats = OffloadingConnectorStats()
         """What has happened since the last telling."""
         self._told: dict[tuple[str, _Labels], float] = {}
+        """By name without prefix, and labels."""
         self._began = False
         self._statuses: dict[int, tuple[TierStatus, ...]] = {}
         """By rank."""
 
     def restart(self) -> None:
         """The tiers are opened anew, and count from 0 again. The exporter shows gauges until it is told otherwise."""
-        gauges = {metric.name for metric in names.METRICS if metric.kind == "gauge"}
+        gauges = {metric.name.removeprefix(PREFIX) for metric in METRICS if metric.kind == "gauge"}
         self._told = {told: value for told, value in self._told.items() if told[0] in gauges}
         self._statuses.clear()
 
@@ -80,7 +77,7 @@ class MetricsReporter:
             if tier >= 0
         )
         for labels, chunks in counted.items():
-            self._stats.increase_counter(names.CHUNKS.name, chunks, labels)
+            self.add("chunks", chunks, labels)
 
     def looked_up(self, asked_tokens: int, parts: Sequence[Part], loaded_tokens: int) -> None:
         """Count what a request has found: ``parts`` from the beginning on, of which ``loaded_tokens`` are loaded."""
@@ -96,26 +93,22 @@ class MetricsReporter:
             left = max(0, left - hit - skipped)
             for result, tokens in (("hit", hit), ("skipped", skipped), ("miss", left)):
                 if tokens or result != "skipped":
-                    self._stats.increase_counter(names.LOOKUPS.name, tokens, (kind, result))
+                    self.add("lookup_tokens", tokens, (kind, result))
 
-    def hint(self, hint: str, result: str) -> None:
-        """Count a hint that came with a request."""
-        self._stats.increase_counter(names.HINTS.name, 1, (hint, result))
-
-    def block_was_reused(self) -> None:
-        """Count a chunk that is not stored because vLLM gave one of its blocks away."""
-        self._stats.increase_counter(names.NOT_STORED.name, 1, ("block_reused",))
+    def add(self, name: str, value: float, labels: _Labels) -> None:
+        """Count something."""
+        self._stats.increase_counter(PREFIX + name, value, labels)
 
     def worked(self, work: Work) -> None:
         """Count what ranks have moved, and what failed there."""
         for act, size_bytes in work.payload_bytes.items():
-            self._stats.increase_counter(names.PAYLOAD.name, size_bytes, (act.operation, self._kinds[act.tier]))
+            self.add("transfer_bytes", size_bytes, (act.operation, self._kinds[act.tier]))
         for act, samples in work.seconds.items():
             for seconds in samples:
-                self._stats.observe_histogram(names.DURATION.name, seconds, (act.operation, self._kinds[act.tier]))
+                self._observe("transfer_seconds", seconds, (act.operation, self._kinds[act.tier]))
         for failure, shards in work.failures.items():
             labels = (failure.operation, failure.outcome, failure.cause, self._kinds[failure.tier])
-            self._stats.increase_counter(names.FAILURES.name, shards, labels)
+            self.add("shard_failures", shards, labels)
 
     def update_ranks(self, statuses: Mapping[int, tuple[TierStatus, ...]]) -> None:
         """Take what ranks tell of their tiers, by rank and position; of other ranks nothing has changed."""
@@ -124,18 +117,13 @@ class MetricsReporter:
             here = [of_rank[position] for of_rank in self._statuses.values() if position < len(of_rank)]
             for at, operation in enumerate(("load", "store", "write_through")):
                 waiting_bytes = sum(status.waiting[at] for status in here)
-                self._show(names.QUEUED, waiting_bytes, (operation, kind))
-            self._show(names.DISABLED, sum(bool(status.trouble) for status in here), (kind,))
-            equipped = Counter(
-                (kind, status.access.mover, "+".join(status.access.paths))
-                for status in here
-                if status.access is not None
-            )
-            gone = [at for name, at in self._told if name == names.INFO.name and at[0] == kind and at not in equipped]
-            for labels in gone:
-                self._show(names.INFO, 0, labels)
-            for labels, ranks in equipped.items():
-                self._show(names.INFO, ranks, labels)
+                self._show("queued_bytes", waiting_bytes, (operation, kind))
+            self._show("disabled_ranks", sum(bool(status.trouble) for status in here), (kind,))
+            accesses = [status.access for status in here if status.access is not None]
+            equipped: Counter[_Labels] = Counter((kind, access.mover, "+".join(access.paths)) for access in accesses)
+            told = {labels for name, labels in self._told if name == "tier_info" and labels[0] == kind}
+            for labels in told | equipped.keys():
+                self._show("tier_info", equipped[labels], labels)
 
     def take(
         self, tiers: Sequence[Tier], counts: Counts, decisions: Mapping[tuple[int, Decision], int]
@@ -144,15 +132,17 @@ class MetricsReporter:
         statistics = [tier.statistics() for tier in tiers]
         if not self._began:
             self._began = True
-            for metric, labels in self._first():
-                self._stats.increase_counter(metric.name, 0, labels)
+            self._begin()
         self._take_chain(counts)
         for (position, decision), value in decisions.items():
-            self._count(names.DECISIONS, value, (self._kinds[position], decision.value))
+            self._count("hit_decisions", value, (self._kinds[position], decision.value))
         for kind, of_tier, retained_bytes in zip(self._kinds, statistics, counts.retained_bytes, strict=False):
-            if of_tier.slots is not None:
-                self._take_slots(of_tier.slots, (kind,))
-                self._show(names.RETAINED, retained_bytes, (kind,))
+            if (slots := of_tier.slots) is not None:
+                self._show("used_bytes", slots.used_bytes, (kind,))
+                self._show("capacity_bytes", slots.capacity_bytes, (kind,))
+                self._show("retired_bytes", slots.retired_bytes, (kind,))
+                self._show("retained_bytes", retained_bytes, (kind,))
+                self._count("evicted_chunks", slots.evictions, (kind,))
             if of_tier.shared is not None:
                 self._take_shared(of_tier.shared, (kind,))
         if self._stats.is_empty():
@@ -160,59 +150,55 @@ class MetricsReporter:
         stats, self._stats = self._stats, OffloadingConnectorStats()
         return stats
 
-    def _first(self) -> Iterator[tuple[Metric, _Labels]]:
-        """Return the counters that are told as 0 before anything has happened. ``_count`` sees to the others."""
+    def _begin(self) -> None:
+        """Tell counters as 0 before anything has happened. ``_count`` sees to the others."""
         for position, kind in enumerate(self._kinds):
             for operation, outcome in _TROUBLE:
-                yield names.CHUNKS, (operation, outcome.value, kind)
+                self.add("chunks", 0, (operation, outcome.value, kind))
             if position:
-                yield names.WRITTEN_THROUGH, (kind,)
-        yield names.HINTS, ("any", "bad")
+                self.add("write_through_chunks", 0, (kind,))
+        self.add("hints", 0, ("any", "bad"))
 
     def _take_chain(self, counts: Counts) -> None:
         for (position, ended), value in counts.write_throughs.items():
             if ended == Outcome.OK.value:
-                self._count(names.WRITTEN_THROUGH, value, (self._kinds[position],))
+                self._count("write_through_chunks", value, (self._kinds[position],))
             else:
-                self._count(names.NOT_WRITTEN_THROUGH, value, (self._kinds[position], ended))
+                self._count("write_through_failures", value, (self._kinds[position], ended))
         if len(self._kinds) > 1:
             for kind, pending in zip(self._kinds[1:], counts.pending_writes[1:], strict=True):
-                self._show(names.PENDING, pending, (kind,))
-            self._show(names.UNSAVED, counts.unsaved_bytes)
+                self._show("pending_chunks", pending, (kind,))
+            self._show("unsaved_bytes", counts.unsaved_bytes)
         for why, value in counts.prefetches_given_up.items():
-            self._count(names.HINTS, value, ("prefetch", why))
-        self._count(names.NOT_STORED, counts.not_admitted, ("not_admitted",))
-        self._count(names.NOT_STORED, counts.no_room, ("no_room",))
-        self._count(names.NOT_STORED, counts.unanswered, ("unanswered",))
-
-    def _take_slots(self, slots: SlotStatistics, label: _Labels) -> None:
-        self._show(names.USED, slots.used_bytes, label)
-        self._show(names.CAPACITY, slots.capacity_bytes, label)
-        self._show(names.RETIRED, slots.retired_bytes, label)
-        self._count(names.EVICTED, slots.evictions, label)
+            self._count("hints", value, ("prefetch", why))
+        for cause in ("not_admitted", "no_room", "unanswered"):
+            self._count("unstored_chunks", getattr(counts, cause), (cause,))
 
     def _take_shared(self, shared: SharedStatistics, label: _Labels) -> None:
-        self._count(names.PROBES, shared.probes, label)
-        self._count(names.PROBE_ERRORS, shared.probe_errors, label)
+        self._count("probes", shared.probes, label)
+        self._count("probe_errors", shared.probe_errors, label)
         for seconds in shared.probe_seconds:
-            self._stats.observe_histogram(names.PROBE_SECONDS.name, seconds, label)
-        self._count(names.LATE, shared.late, label)
-        self._count(names.OPENINGS, shared.openings, label)
-        self._show(names.KNOWN, shared.known, label)
+            self._observe("probe_seconds", seconds, label)
+        self._count("late_lookups", shared.late, label)
+        self._count("breaker_openings", shared.openings, label)
+        self._show("known_chunks", shared.known, label)
         if shared.evictions is not None:
-            self._count(names.EVICTED, shared.evictions, label)
+            self._count("evicted_chunks", shared.evictions, label)
         for purpose, state in shared.breakers.items():
-            self._show(names.BREAKER, _STATES[state], (purpose, *label))
+            self._show("breaker_state", _STATES[state], (purpose, *label))
 
-    def _count(self, metric: Metric, total: float, labels: _Labels = ()) -> None:
+    def _observe(self, name: str, value: float, labels: _Labels) -> None:
+        self._stats.observe_histogram(PREFIX + name, value, labels)
+
+    def _count(self, name: str, total: float, labels: _Labels = ()) -> None:
         """Tell what was added since the last call; at the first one also that it is 0."""
-        told = self._told.get((metric.name, labels))
+        told = self._told.get((name, labels))
         added = total - (told or 0)
         if added > 0 or told is None:
-            self._told[metric.name, labels] = total
-            self._stats.increase_counter(metric.name, added, labels)
+            self._told[name, labels] = total
+            self.add(name, added, labels)
 
-    def _show(self, metric: Metric, value: float, labels: _Labels = ()) -> None:
-        if self._told.get((metric.name, labels)) != value:
-            self._told[metric.name, labels] = value
-            self._stats.set_gauge(metric.name, value, labels)
+    def _show(self, name: str, value: float, labels: _Labels = ()) -> None:
+        if self._told.get((name, labels)) != value:
+            self._told[name, labels] = value
+            self._stats.set_gauge(PREFIX + name, value, labels)

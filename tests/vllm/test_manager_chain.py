@@ -27,9 +27,8 @@ from nixl_offload.engine import TierStatus
 from nixl_offload.hardware.mounts import Mount
 from nixl_offload.tiers.shared_dir import kind
 from nixl_offload.types import Key, Outcome
-from nixl_offload.vllm.load_decision import LoadDecider
+from nixl_offload.vllm.load_decision import LoadDecider, ServerLoad
 from nixl_offload.vllm.messages import LoadSample, RankStatus
-from nixl_offload.vllm.server_load import ServerLoad
 from tests.vllm.manager_rig import (
     CHUNK_TOKENS,
     SLOT,

@@ -198,7 +198,7 @@ def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..
     rig.report(moves[1].ticket, {0: Outcome.DROPPED})
     assert rig.manager.catalog is not None
     rig.manager.catalog.retain([Key(key(3))], 60.0, time.monotonic())
-    rig.manager.count_hint("retain", "taken")
+    rig.manager.count("hints", "retain", "taken")
     looks = request()
     looks.set_state(LookupStatistics(0, CHUNK_TOKENS, CHUNK_TOKENS))
     rig.manager.tokens_to_load(keys(1), looks, 0, CHUNK_TOKENS, CHUNK_TOKENS)

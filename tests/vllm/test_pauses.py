@@ -69,7 +69,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sleeping
 
 def test_what_is_stored_outlives_sleep(engine: SleepingEngine) -> None:
     """In memory, too; and what memory has still to pass on while the engine sleeps is passed on afterwards."""
-    catalog = engine.manager._catalog
+    catalog = engine.manager.catalog
     begin, catalog.begin_write_throughs = catalog.begin_write_throughs, lambda now_s: []
     for prompt in PROMPTS:
         engine.core.add_request(engine.request(prompt))
