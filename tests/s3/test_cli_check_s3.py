@@ -144,38 +144,34 @@ def rights(tier: S3Config) -> dict[str, Finding]:
     return {found.name: found for found in try_rights(tier, "kv.yaml")}
 
 
-@pytest.mark.parametrize(
-    ("operation", "name", "action"),
-    [("PUT", "put", "s3:PutObject"), ("GET", "get", "s3:GetObject"), ("LIST", "list", "s3:ListBucket")],
-)
-def test_a_right_that_is_missing(
-    rclone: RcloneServer, proxy: FaultProxy, prefix: str, operation: str, name: str, action: str
-) -> None:
-    """That alone is wrong, and its fix names the right; nothing stays in the bucket, so nothing else was harmed."""
-    tier = tier_of(rclone, prefix, endpoint=proxy.endpoint)
-    with proxy.inject(Answer(403, "AccessDenied"), operation=operation):
-        lines = rights(tier)
-    assert wrong(lines) == [name]
-    assert json.loads(str(lines[name].fix).partition(": ")[2])["Action"] == action
-    assert wrong(rights(tier)) == []
-    assert rclone.objects(prefix) == []
+DENIED = Answer(403, "AccessDenied")
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("fault", "operation", "name", "words"),
     [
-        (Answer(503, "SlowDown"), "asks to slow down"),
-        (Answer(500, "InternalError"), "HTTP 500 (InternalError"),
-        (Answer(507, "InsufficientCapacity"), "the bucket is full: HTTP 507 (InsufficientCapacity"),
+        # A right that is missing: its fix names the right.
+        (DENIED, "PUT", "put", '"Action": "s3:PutObject"'),
+        (DENIED, "GET", "get", '"Action": "s3:GetObject"'),
+        (DENIED, "LIST", "list", '"Action": "s3:ListBucket"'),
+        # A server in trouble: in our words, with the server's own beside them, and none of botocore's.
+        (Answer(503, "SlowDown"), "PUT", "put", "asks to slow down"),
+        (Answer(500, "InternalError"), "PUT", "put", "HTTP 500 (InternalError"),
+        (Answer(507, "InsufficientCapacity"), "PUT", "put", "the bucket is full: HTTP 507 (InsufficientCapacity"),
+        (Flip(at=100), "GET", "bytes", ""),
     ],
 )
-def test_a_server_in_trouble(rclone: RcloneServer, proxy: FaultProxy, prefix: str, answer: Answer, words: str) -> None:
-    """In our words, with the server's own beside them, and none of botocore's."""
-    with proxy.inject(answer, operation="PUT"):
-        lines = rights(tier_of(rclone, prefix, endpoint=proxy.endpoint))
-    assert wrong(lines) == ["put"]
-    assert words in lines["put"].words
-    assert [lines[name].state for name in ("get", "delete")] == ["unknown", "unknown"]
+def test_what_a_server_refuses_or_spoils_is_told_alone(
+    rclone: RcloneServer, proxy: FaultProxy, prefix: str, fault: Any, operation: str, name: str, words: str
+) -> None:
+    """Nothing stays in the bucket, and once the server is well all is ok."""
+    tier = tier_of(rclone, prefix, endpoint=proxy.endpoint)
+    with proxy.inject(fault, operation=operation):
+        lines = rights(tier)
+    assert wrong(lines) == [name]
+    assert words in f"{lines[name].words} {lines[name].fix}"
+    assert wrong(rights(tier)) == []
+    assert rclone.objects(prefix) == []
 
 
 def test_policies_that_the_fixes_name_work(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,25 +327,22 @@ def test_a_bucket_that_is_not_there_and_its_rules(
     assert endless["growth"].state == "warning"
 
 
-def test_bytes_that_come_back_as_others(rclone: RcloneServer, proxy: FaultProxy, prefix: str) -> None:
-    with proxy.inject(Flip(at=100), operation="GET"):
-        lines = rights(tier_of(rclone, prefix, endpoint=proxy.endpoint))
-    assert wrong(lines) == ["bytes"]
-
-
-def test_a_server_that_hangs(rclone: RcloneServer, proxy: FaultProxy, prefix: str) -> None:
-    with proxy.inject(Hold()):
-        (line,) = reach(tier_of(rclone, prefix, endpoint=proxy.endpoint), proxy.endpoint, 0.3)
-    assert (line.state, "does not answer within 0.3 s" in line.words) == ("wrong", True)
-
-
-def test_names_and_styles(rclone: RcloneServer, prefix: str) -> None:
-    nowhere = "http://no-such-host.invalid:9000"
-    (line,) = reach(tier_of(rclone, prefix, endpoint=nowhere), nowhere, 5.0)
-    assert line.words == "the name no-such-host.invalid cannot be resolved"
-    virtual = f"http://no-such-host.invalid:{rclone.port}"
-    (line,) = reach(tier_of(rclone, prefix, endpoint=virtual, addressing="virtual"), virtual, 5.0)
-    assert line.fix == "addressing: path"
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "words"),
+    [
+        ("http://no-such-host.invalid:9000", {}, "the name no-such-host.invalid cannot be resolved"),
+        ("http://no-such-host.invalid:{port}", {"addressing": "virtual"}, "addressing: path"),
+        ("hangs", {}, "does not answer within 0.3 s"),
+    ],
+)
+def test_an_endpoint_that_is_not_reached(
+    rclone: RcloneServer, proxy: FaultProxy, prefix: str, endpoint: str, fields: dict[str, Any], words: str
+) -> None:
+    proxy.inject(Hold())
+    url = proxy.endpoint if endpoint == "hangs" else endpoint.format(port=rclone.port)
+    (line,) = reach(tier_of(rclone, prefix, endpoint=url, **fields), url, 0.3 if endpoint == "hangs" else 5.0)
+    assert line.state == "wrong"
+    assert words in f"{line.words} {line.fix}"
 
 
 def test_a_proxy_of_the_environment_is_told(rclone: RcloneServer, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
