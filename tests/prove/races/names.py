@@ -22,12 +22,6 @@ _LARGE = Share(250, 100, 50)
 _SMALL = Share(300, 600, 200)
 
 PLAN = {
-    "chain/whatever": _LARGE,
-    "chain/closing": _LARGE,
-    "chain/preempting": _LARGE,
-    "chain/same image": _LARGE,
-    "chain/relays": _LARGE,
-    "chain/sleeping": _LARGE,
     "world/serving": _LARGE,
     "world/promoting": _LARGE,
     "world/resetting": _LARGE,

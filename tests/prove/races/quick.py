@@ -10,8 +10,8 @@ from tests.prove.races import try_scenario, try_toys
 from tests.prove.races.names import Share
 
 SHARES = {
-    "chain/whatever": Share(4, 2, 1),
-    "world/promoting": Share(2, 1, 0),
+    "world/promoting": Share(2, 1, 1),
+    "world/ending": Share(2, 1, 1),
     "storage/calls": Share(10, 10, 2),
     "storage/copying": Share(10, 10, 2),
     "lookups/asking": Share(10, 10, 2),

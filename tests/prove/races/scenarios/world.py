@@ -547,6 +547,7 @@ ALLOWED = {
     "CallThreads.ended_s": "set by whichever thread has ended a call: of two that end at once either will do",
     "JobTable._expire_s": "both sides may look; at worst they look twice",
     "Pump._stop_by_s": "set once, before the pump is woken",
+    "SlabTier._extents": "how far the drive lets slabs grow: a moment old is as if the drive had been asked then",
     "Prober.since_s": "set by the scheduler's thread when everything is forgotten: searches that are out are given up",
 }
 
