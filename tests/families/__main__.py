@@ -1,4 +1,4 @@
-"""Runs families of models on kinds of tiers, on shared tiers that fail, and through their memory alone; prints tables:
+"""Runs families of models on kinds of tiers, on shared tiers that fail, and through their memory alone; prints a table:
 ``make families``, ``python -m tests.families``.
 
 Each answer is compared, tokens and logprobs, with that of a vLLM without a connector. With ``--json`` results are
@@ -12,12 +12,9 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from examples.demo.engine import EngineError, quick_environment
 from tests.families.faults import BUCKET_FAULTS, PLACES, try_place
@@ -36,8 +33,6 @@ FAULTY = {f"{name} in trouble": FAMILIES[name] for name in ("nemotron-h", "qwen3
 MEMORY = {f"memory of {name}": family for name, family in LAYOUTS.items()}
 Results = dict[str, dict[str, Any]]
 """``FAMILY/TIER`` -> ``cells`` by case, or ``failed``, and ``groups``."""
-Lines = list[list[str]]
-"""A table, its head first."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,7 +44,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--faults", default="all", help=f"by commas, or none ({', '.join(FAULTY)})")
     made.add_argument("--layouts", default="all", help=f"by commas, or none ({', '.join(MEMORY)})")
     made.add_argument("--json", type=Path, help="write results to this file as they come, and go on from it")
-    made.add_argument("--markdown", type=Path, help="write the table to this file")
     made.add_argument("--logs", type=Path, help="copy the engines' logs to this directory")
     return made
 
@@ -72,18 +66,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         for name, tier, row in _run(wanted, results, chosen.logs):
             results[f"{name}/{tier}"] = row
-            _say(f"{name}, {tier}: {_sentence(row)}")
+            print(f"[{time.strftime('%H:%M:%S')}] {name}, {tier}: {_sentence(row)}", file=sys.stderr, flush=True)
             if chosen.json is not None:
                 chosen.json.write_text(json.dumps(results, indent=1))
     finally:
-        keys = [f"{name}/{tier}" for name in wanted for tier in wanted[name]]
-        shown = {key: results[key] for key in keys if key in results}
-        tables = [_table(shown), *(_cases(shown, names) for names in (FAULTY, MEMORY))]
-        tables = [table for table in tables if len(table) > 1]
-        for table in tables:
-            Console().print(_drawn(table))
-        if chosen.markdown is not None:
-            chosen.markdown.write_text("\n".join(_markdown(table) for table in tables))
+        shown = {key: results[key] for name in wanted for tier in wanted[name] if (key := f"{name}/{tier}") in results}
+        print("| on | what came out |\n| --- | --- |")
+        for key, row in shown.items():
+            print(f"| {key} | {_sentence(row)} |")
     return 1 if any(word in json.dumps(shown) for word in BAD) else 0
 
 
@@ -154,76 +144,15 @@ def _keep(workshop: Workshop, logs: Path, name: str) -> None:
         (logs / f"{name.replace(' ', '-')}-{log.name}").write_bytes(log.read_bytes())
 
 
-def _say(line: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
-
-
 def _sentence(row: Mapping[str, Any]) -> str:
-    cells = ", ".join(f"{case} {_word(cell)}" for case, cell in row.get("cells", {}).items())
-    return "; ".join(filter(None, (cells, row.get("failed", ""))))
-
-
-def _word(cell: Mapping[str, Any]) -> str:
-    """One cell, short: what came out, by how much logprobs differ where they do, and how many tokens were found."""
-    word = str(cell["verdict"])
-    if word in ("close", "WRONG"):
-        word += f" {cell['delta']:.0e}"
-    if cell.get("note"):
-        word += f" ({cell['note']})"
-    return word
-
-
-COLUMNS = ("cold", "hit", "partial", "damaged", "damaged, each group alone", "restart", "control", "tokens found")
-
-
-def _rows(results: Results) -> list[list[str]]:
-    rows = []
-    for key, row in results.items():
-        cells = row.get("cells", {})
-        alone = {prefix: [_word(cells[case]) for case in cells if case.startswith(prefix)] for prefix in _ALONE}
-        words = [_word(cells[case]) if case in cells else "" for case in ("cold", "hit", "partial", "damaged")]
-        words += [_summary(alone["damaged-"]), _word(cells["restart"]) if "restart" in cells else ""]
-        found = str(cells["hit"].get("hit_tokens", 0)) if "hit" in cells else ""
-        rows.append([*key.split("/"), *words, _summary(alone["control-"]), found, row.get("failed", "")])
-    return rows
-
-
-_ALONE = ("damaged-", "control-")
-
-
-def _summary(words: list[str]) -> str:
-    """What came out for each KV cache group, in a word where it was the same for all."""
-    return f"{words[0]} ({len(words)})" if len(set(words)) == 1 else ", ".join(words)
-
-
-def _table(results: Results) -> Lines:
-    others = {*FAULTY, *MEMORY}
-    rows = {key: row for key, row in results.items() if key.partition("/")[0] not in others}
-    return [["family", "tier", *COLUMNS, "failed"], *_rows(rows)]
-
-
-def _cases(results: Results, names: Collection[str]) -> Lines:
-    """A column for each result of these names, a line for each case."""
-    found = {key: row for key, row in results.items() if key.partition("/")[0] in names}
-    cases = list(dict.fromkeys(case for row in found.values() for case in row.get("cells", {})))
-    lines = [
-        [case, *(_word(row["cells"][case]) if case in row.get("cells", {}) else "" for row in found.values())]
-        for case in cases
-    ]
-    failed = ["failed", *(row.get("failed", "") for row in found.values())]
-    return [["", *found], *lines, *([failed] if any(failed[1:]) else [])]
-
-
-def _drawn(lines: Lines) -> Table:
-    table = Table(*lines[0])
-    for line in lines[1:]:
-        table.add_row(*line)
-    return table
-
-
-def _markdown(lines: Lines) -> str:
-    ruled = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-    return "".join(f"| {' | '.join(line)} |\n" for line in ruled)
+    """What came out of each case in a word, and by how much logprobs differ where they do."""
+    words = []
+    for case, cell in row.get("cells", {}).items():
+        delta = f" {cell['delta']:.0e}" if cell["verdict"] in ("close", "WRONG") else ""
+        note = f" ({cell['note']})" if cell.get("note") else ""
+        found = f" of {cell['hit_tokens']} tokens found" if cell.get("hit_tokens") else ""
+        words.append(f"{case} {cell['verdict']}{delta}{found}{note}")
+    return "; ".join([*words, *filter(None, [row.get("failed", "")])])
 
 
 if __name__ == "__main__":
