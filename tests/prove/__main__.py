@@ -17,11 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from tqdm import tqdm
 
 from tests.prove.cells import Outcome
-from tests.prove.report import FINDINGS, drawn, findings, markdown
+from tests.prove.report import FINDINGS, markdown
 from tests.prove.running import cells_of, run
 
 ROOT = Path(__file__).parents[2]
@@ -42,8 +41,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     made.add_argument("--results", type=Path, default=Path("build/prove"), help="directory of results and logs")
-    made.add_argument("--markdown", type=Path, help="write all that is shown to this file")
-    made.add_argument("--json", action="store_true", help="print results as JSON, no tables")
     made.add_argument("--list", action="store_true", help="print the cells, try none")
     return made
 
@@ -79,15 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
             tqdm.write(f"{part}/{cell.name}: {_sentence(outcome)} ({seconds:.1f} s)", file=sys.stderr)
     bar.close()
     shown = {**results, "cells": {name: rows[name] for name in (f"{part}/{cell.name}" for part, _, cell in cells)}}
-    if chosen.json:
-        json.dump(shown, sys.stdout, indent=1)
-    else:
-        for told in drawn(shown):
-            Console().print(told, soft_wrap=isinstance(told, str), markup=False, highlight=False)
-        for line in findings(shown):
-            print(line)
-    if chosen.markdown is not None:
-        chosen.markdown.write_text(markdown(shown))
+    (chosen.results / "report.md").write_text(markdown(shown))
+    print(markdown(shown))
     return 0 if all(_is_good(row) for row in shown["cells"].values()) else 1
 
 

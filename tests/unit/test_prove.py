@@ -1,135 +1,127 @@
-"""Proves that ``make prove`` tells what came out of each cell, however it ended, and tries only those again in which
-something was found.
-"""
+"""``make prove`` in seconds: ends of cells are told, judges see what is wrong, a little of each part is tried."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from tests.prove import __main__ as prove
-from tests.prove.faults.table import FAULTS, faults_at, why_not
-from tests.prove.report import FINDINGS, drawn, markdown
+from tests.prove import faults
+from tests.prove.faults.table import POINTS, TIERS, faults_at
+from tests.prove.races import quick
 from tests.prove.running import cells_of
+from tests.prove.security import try_forgeries
+from tests.prove.security.manifests import try_manifests
+from tests.prove.soak.laps import Lap
+from tests.prove.soak.samples import LIMITS, grown
+from tests.prove.trying import try_cells
 
-MODULE = "tests.unit.cells_of_all_kinds"
 
-
-@pytest.fixture
-def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(prove, "PARTS", {"kinds": MODULE})
+def test_every_end_of_a_cell_is_told_and_what_was_good_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prove, "PARTS", {"kinds": "tests.unit.cells_of_all_kinds"})
     monkeypatch.setattr(prove, "_commit", lambda: "0123456789ab")
-    return tmp_path / "results"
 
+    def run(*arguments: str) -> tuple[int, dict[str, Any]]:
+        status = prove.main(["--results", str(tmp_path), "--workers", "2", *arguments])
+        return status, json.loads((tmp_path / "results.json").read_text())["cells"]
 
-def run(results: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
-    status = prove.main(["--results", str(results), "--json", "--workers", "2", *arguments])
-    return status, json.loads(capsys.readouterr().out)
-
-
-def test_every_end_of_a_cell_is_told(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, told = run(results, capsys)
+    status, cells = run()
     assert status == 1
-    cells = told["cells"]
     assert cells["kinds/good/counts"]["counts"] == {"things": 1}
-    assert cells["kinds/good/senseless"]["note"] == "nothing to try"
     assert cells["kinds/bad/wrong"]["wrong"] == ["seed 1, step 2: another answer"]
     assert cells["kinds/bad/tries nothing"]["missed"] == ["nothing was tried"]
     assert "RuntimeError: not caught" in cells["kinds/bad/raises"]["dead"][0]
     assert "ended with -9" in cells["kinds/bad/dies"]["dead"][0]
     assert "did not end within 1 s" in cells["kinds/bad/hangs"]["dead"][0]
-    logs = {log.name: log.read_text() for log in (results / "logs").iterdir()}
-    assert logs.keys() == {f"kinds-bad-{name}.log" for name in ("wrong", "tries_nothing", "raises", "dies", "hangs")}
-    assert "what the cell printed" in logs["kinds-bad-wrong.log"]
+    shown = capsys.readouterr().out
+    assert "| kinds/bad/wrong | 1 | 1 things | 1 | 0 | 0 | 0 |" in shown
+    assert "- kinds/bad/wrong: wrong: seed 1, step 2: another answer" in shown
+    assert "what the cell printed" in (tmp_path / "logs" / "kinds-bad-wrong.log").read_text()
     stat = Path(f"/proc/{cells['kinds/good/leaves a process']['note']}/stat")
     assert not stat.exists() or " Z " in stat.read_text()
+    assert run("--cells", "good")[0] == 0
+    _, again = run("--cells", "bad/wrong")
+    assert again["kinds/good/leaves a process"] == cells["kinds/good/leaves a process"]
+    assert again["kinds/bad/wrong"]["note"] != cells["kinds/bad/wrong"]["note"]
 
 
-def test_what_was_good_is_not_tried_again(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, first = run(results, capsys, "--cells", "good")
-    assert (status, len(first["cells"])) == (0, 3)
-    assert run(results, capsys, "--cells", "good") == (0, first)
-    notes = [run(results, capsys, "--cells", "wrong")[1]["cells"]["kinds/bad/wrong"]["note"] for _ in range(2)]
-    assert notes[0] != notes[1]
-    assert run(results, capsys, "--cells", "counts", "--seed", "2")[1]["cells"]["kinds/good/counts"]["counts"] == {
-        "things": 2
-    }
-    assert len(json.loads((results / "results-before.json").read_text())["cells"]) == 4
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ({"tokens": [5, 8, 7]}, "token 1 is 8, not 6"),
+        ({"logprobs": [-0.1, -0.25, -0.3]}, "the logprob of token 1"),
+        ({"logprobs": [-0.1, float("nan"), -0.3]}, "the logprob of token 1"),
+        ({"tokens": [5, 6], "logprobs": [-0.1, -0.2]}, "2 tokens"),
+        ({}, ""),
+    ],
+)
+def test_a_soak_sees_wrong_answers(told: dict[str, Any], why: str) -> None:
+    right: dict[str, Any] = {"tokens": [5, 6, 7], "logprobs": [-0.1, -0.2, -0.3], "leads": [1.0, 1.0, 1.0]}
+    lap = Lap("3")
+    lap.add(right, [1, 2])
+    found = lap.judge([[right | told]])
+    assert len(found) == bool(why)
+    assert all(why in sentence for sentence in found)
 
 
-def test_what_is_shown(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = results.parent / "table.md"
-    arguments = ["--results", str(results), "--markdown", str(file), "--cells", "wrong"]
-    assert prove.main(arguments) == 1
-    assert "kinds/bad/wrong: wrong: seed 1, step 2: another answer" in capsys.readouterr().out
-    assert "| kinds | 1 | 1 things | 1 | 0 | 0 | 0 |" in file.read_text()
-    assert "| kinds/bad/wrong | 1 things | 1 | 0 | 0 | 0 |" in file.read_text()
-    assert prove.main([*arguments, "--list"]) == 0
-    assert capsys.readouterr().out == "kinds/bad/wrong\n"
-    with pytest.raises(SystemExit):
-        prove.main([*arguments, "--parts", "kinds,others"])
-    assert "not known: others; parts are kinds" in capsys.readouterr().err
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_soak_sees_growth(name: str) -> None:
+    first = dict.fromkeys(LIMITS, 100.0)
+    assert grown(first, {**first, name: 100.0 + LIMITS[name]}) == []
+    [sentence] = grown(first, {**first, name: 101.0 + LIMITS[name]})
+    assert sentence.startswith(name)
 
 
-def test_the_matrix_and_the_reasons_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each fault's count at its point, and each that is not tried, by a reason; a cell's note as it is."""
-    untold: dict[str, Any] = {"seconds": 1.0, **{kind: [] for kind in FINDINGS}}
-    cells = {
-        "faults/slab/load": {"counts": {"faults": 19, "EIO": 12, "slow": 7}, "note": "", **untold},
-        "faults/memory/gc": {"counts": {}, "note": "no command looks there", **untold},
-        "fuzz/stored/names": {"counts": {"inputs": 1234}, "note": "stopped early", **untold},
-        "mutants/a": {"counts": {"mutants": 10, "killed": 9, "listed": 5}, "note": "", **untold},
-        "mutants/b": {"counts": {"mutants": 10, "killed": 10}, "note": "", **untold},
-    }
-    shown = {"cells": cells, "commit": "c", "seed": 1, "machine": "m"}
-    for told in drawn(shown):
-        Console(width=300).print(told)
-    terminal, file = capsys.readouterr().out, markdown(shown)
-    counts = {fault: cells["faults/slab/load"]["counts"].get(fault, 0) for fault in faults_at("slab", "load")}
-    line = f"| slab, load | {' | '.join(str(counts.get(fault, '–')) for fault in FAULTS)} |"
-    for text in (terminal, file):
-        assert line in text
-        for fault in FAULTS:
-            assert (fault in counts) == ((why_not("slab", "load", fault) or "no reason") not in text)
-        assert "faults/memory/gc: no command looks there" in text
-        assert "fuzz/stored/names: stopped early" in text
-        assert "killed 19: 95.0% of 20 tried, 76.0% of 25 with those drawn that are listed" in text
-    assert "| slab | load | 500, 503, 403, reset | no server answers for a directory |" in file
-    assert "| faults/slab/load | 19 faults | 0 |" in file, "kinds of faults are in the matrix"
-    assert "| faults | 2 | 19 faults, 1 cells left out | 0 |" in file
-    assert "EIO" not in markdown({**shown, "cells": {"fuzz/stored/names": cells["fuzz/stored/names"]}})
+def test_faults_that_matter_most_are_tried_everywhere() -> None:
+    for tier in ("slab", "shared_dir", "s3_obj", "s3_obstore"):
+        for point in ("store", "load", "write-through", "promotion", "shutdown", "sleep"):
+            assert {"short", "hang", "flipped", "swapped", "stale", "vanished", "late write", "fork"} <= set(
+                faults_at(tier, point)
+            )
+    assert len({cell.name for cell in faults.cells(1)}) == len(TIERS) * len(POINTS)
 
 
-def test_a_commit_is_named_with_what_differs_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that results of one uncommitted state do not pass for those of another."""
-    monkeypatch.setattr(prove, "ROOT", tmp_path)
-
-    def git(*words: str) -> None:
-        subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e@x", *words], check=True, cwd=tmp_path)
-
-    git("init", "-q")
-    (tmp_path / "tracked").write_text("1")
-    git("add", "tracked")
-    git("commit", "-q", "-m", "first")
-    clean = prove._commit()
-    assert len(clean) == 12
-    names = [clean]
-    for file, content in (("tracked", "2"), ("tracked", "3"), ("new", "1"), ("new", "2"), ("newer", "2")):
-        (tmp_path / file).write_text(content)
-        names.append(prove._commit())
-    assert len(set(names)) == len(names)
-    assert all(name.startswith(clean) for name in names)
-    (tmp_path / "new").unlink()
-    (tmp_path / "newer").unlink()
-    (tmp_path / "tracked").write_text("1")
-    assert prove._commit() == clean
+@pytest.mark.parametrize("names", [("slab/store", "s3_obstore/load"), ("shared_dir/load", "memory/promotion")])
+def test_a_few_faults(tmp_path: Path, names: tuple[str, ...]) -> None:
+    few = "tests.prove.faults.few"
+    outcomes = try_cells("faults", few, [cell for cell in cells_of(few, 1) if cell.name in names], 1, tmp_path)
+    assert len(outcomes) == len(names)
+    for outcome in outcomes.values():
+        assert outcome.is_good(), outcome
+        assert outcome.counts["rounds"] >= outcome.counts["rounds struck"] >= 3, outcome
 
 
-def test_names_of_cells_are_unique() -> None:
-    with pytest.raises(ValueError, match="several cells named good/counts"):
-        cells_of(MODULE, 0)
+def test_races_that_were_planted_are_found_and_the_product_has_none(tmp_path: Path) -> None:
+    """In a process of its own, where the product is loaded over the scheduler's locks."""
+    [outcome] = try_cells("races", quick.__name__, list(quick.cells(1)), 1, tmp_path).values()
+    assert outcome.is_good(), outcome
+    assert outcome.counts["schedules"] > 300
+
+
+def test_inputs_that_fuzzing_kept_and_changes_of_them_find_nothing() -> None:
+    replay = [sys.executable, "-W", "ignore", "-m", "tests.prove.fuzz.replay"]
+    ended = subprocess.run(replay, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
+    assert ended.stdout.count("changes of them") >= 15
+
+
+@pytest.mark.parametrize("way", ["load", "promotion"])
+@pytest.mark.parametrize("kind", ["shared_dir", "s3"])
+def test_forged_shards_are_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, way: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = try_forgeries(kind, way, 1, ["two_groups", "direct_blocks"], 1)
+    assert outcome.is_good(), outcome
+    assert outcome.counts["forgeries"] == 50
+
+
+def test_forged_manifests_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = try_manifests(2, 5)
+    assert outcome.is_good(), outcome
