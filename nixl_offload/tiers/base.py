@@ -36,7 +36,7 @@ class TierContext:
     dp_index: int = 0
     """Which of the data-parallel engines this is."""
     dp_engines: range = range(1)
-    """Those that divide the capacity, this one among them: see ``vllm.data_parallel``."""
+    """Those that divide the capacity, this one among them: see ``vllm.serving_tiers.sharing_engines``."""
 
     @property
     def slot_classes(self) -> list[int]:

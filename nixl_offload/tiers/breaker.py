@@ -99,8 +99,11 @@ class Breaker:
         self.closed_s = now_s
         self._is_silent = True
 
-    def failed(self, cause: str, message: str, now_s: float) -> None:
-        """Take note of a failure: opens after ``threshold`` in a row, and again, for twice as long, after a trial's."""
+    def failed(self, cause: str, message: str, now_s: float, trace: BaseException | None = None) -> None:
+        """Take note of a failure: opens after ``threshold`` in a row, and again, for twice as long, after a trial's.
+
+        ``trace``: logged with the warning.
+        """
         self._failures += 1
         if self.state is BreakerState.HALF_OPEN:
             self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
@@ -128,4 +131,5 @@ class Breaker:
             message,
             self._pause_s,
             self._longest_pause_s,
+            exc_info=trace,
         )

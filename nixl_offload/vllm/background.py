@@ -32,8 +32,8 @@ class BackgroundOpening(Generic[T]):
     """Begins at once. ``make`` opens the thing and is called again, after a pause, when it raises. ``discard`` closes
     the thing if nobody has taken it.
 
-    Logs a warning for the first failure of each cause, beginning with ``what``, and a line when it is over. An error
-    that is not ours is logged with its trace, once for each type. Failures keep nothing alive.
+    Logs a warning for the first failure of each cause, beginning with ``what``, and a line when it is over. That of an
+    error that is not ours has a trace. Failures keep nothing alive.
     """
 
     def __init__(
@@ -49,7 +49,6 @@ class BackgroundOpening(Generic[T]):
         self._after = after
         self._make = make
         self._discard = discard
-        self._what = what
         self._thread_name = thread_name
         self._tried = threading.Event()
         self._closing = threading.Event()
@@ -57,7 +56,6 @@ class BackgroundOpening(Generic[T]):
             what, threshold=1, first_pause_s=FIRST_PAUSE_S, longest_pause_s=LONGEST_PAUSE_S, effect="not open"
         )
         """Of the thread, once there is one."""
-        self._traced: set[type[BaseException]] = set()
         self._lock = threading.Lock()
         """Guards what follows."""
         self._opened: list[T] = []
@@ -118,14 +116,12 @@ class BackgroundOpening(Generic[T]):
     def _try(self) -> bool:
         try:
             opened = self._make()
-        except BaseException as error:  # also a panic in a library
-            if not isinstance(error, NixlOffloadError) and type(error) not in self._traced:
-                self._traced.add(type(error))
-                logger.error("%s: an unexpected error keeps it from being opened", self._what, exc_info=error)
+        except BaseException as error:  # noqa: BLE001 - also a panic in a library
             cause, text = getattr(error, "cause", "") or type(error).__name__, str(error).rstrip(".") or repr(error)
             with self._lock:  # a new error: the frames of the one that was raised hold what was being opened
                 self._error = ConfigError(text) if isinstance(error, ConfigError) else TierError(text, cause=cause)
-            self._breaker.failed(cause, text, time.monotonic())
+            trace = None if isinstance(error, NixlOffloadError) else error
+            self._breaker.failed(cause, text, time.monotonic(), trace)
             self._tried.set()
             return False
         self._breaker.succeeded(time.monotonic())

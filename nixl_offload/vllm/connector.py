@@ -29,11 +29,10 @@ from nixl_offload.config import Config, blocks_per_chunk, from_extra_config, mer
 from nixl_offload.units import format_duration
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.connector_worker import NixlConnectorWorker
-from nixl_offload.vllm.identity import group_tokens, reason_to_stay_off
+from nixl_offload.vllm.identity import group_tokens, reason_to_stay_off, sentence_about_media
 from nixl_offload.vllm.kv_caches import keeps_state, retained_blocks
 from nixl_offload.vllm.messages import RankGeometry
 from nixl_offload.vllm.plugin import SPEC_NAME, check_version, register
-from nixl_offload.vllm.request_identity import sentence_about_media
 from nixl_offload.vllm.spec import NixlOffloadSpec
 from nixl_offload.vllm.vllm_internals import (
     LeanConnector,

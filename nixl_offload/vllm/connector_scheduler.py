@@ -18,12 +18,12 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 from nixl_offload.vllm.adapters import AdapterTable, adapter_of
 from nixl_offload.vllm.held_stores import HeldStores
 from nixl_offload.vllm.hints import Hints
+from nixl_offload.vllm.identity import counts_media, has_lasting_keys
 from nixl_offload.vllm.idling import Idling
 from nixl_offload.vllm.load_decision import LookupStatistics, ServerLoad
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
 from nixl_offload.vllm.messages import NOTHING, RankGeometry, StepMetadata, WorkerReport
 from nixl_offload.vllm.metric_names import PREFIX
-from nixl_offload.vllm.request_identity import counts_media, has_lasting_keys
 from nixl_offload.vllm.step_clock import StepClock
 from nixl_offload.vllm.tier_events import name_media
 from nixl_offload.vllm.vllm_internals import (

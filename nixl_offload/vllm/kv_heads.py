@@ -1,22 +1,28 @@
-"""Finds the KV heads in vLLM's pages, so that chunks can be stored as shards that engines of other sizes understand.
+"""Finds the KV heads in vLLM's pages, and the ranges of its layers, so that chunks can be stored as shards that engines
+of other sizes understand.
 
 A page is understood where heads lie one after the other, each whole, and where it is certain which of the model's heads
 a rank has. Whatever is not known to be so is not understood: its chunks are stored rank by rank.
 
 With pipeline stages vLLM makes the groups of the whole model, and a stage has of each the layers that it runs, or
 none: in the model's order, by names with the model's own layer numbers. So a range of layers is the same wherever it is
-whole.
-Threading: pure functions.
+whole. Layers are cut at the boundaries of the server's own stages; or as vLLM would cut for another number of them, so
+that servers of that many, and of one, share. Those of a draft model belong to the last range: they run on the last
+stage.
+Threading: pure functions. vLLM's rule of cutting looks at VLLM_PP_LAYER_PARTITION.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+from vllm.distributed.utils import get_pp_indices
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -30,6 +36,7 @@ from vllm.v1.kv_cache_interface import (
 
 from nixl_offload.chunk.heads import HeadPages
 from nixl_offload.chunk.layout import RegionSpec
+from nixl_offload.chunk.shards import ONE_RANGE, LayerCut, cut_layers
 from nixl_offload.errors import LayoutError
 from nixl_offload.vllm.kv_caches import regions_of
 
@@ -40,6 +47,8 @@ if TYPE_CHECKING:
 
 _DIVIDED: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 """Divided by heads among ranks. These very classes: what derives from them may lie otherwise."""
+_DRAFT: Final = "draft_model."
+"""How the names of layers of a draft model begin that count from 0; others go on from the model's."""
 _KV_HEADS: Final = re.compile("kv_heads|key_value_heads|n_heads?_kv|multi_query_group_num|attention_groups|in_group")
 """How models' configs call their number of KV heads, or that of some layers."""
 
@@ -166,3 +175,42 @@ def _head_pages(spec: KVCacheSpec, pages: torch.Tensor, regions: Sequence[Region
 def _span_bytes(pages: torch.Tensor) -> int:
     """Bytes from the first block to behind the last, whatever lies between blocks."""
     return pages.shape[0] * pages.stride(0) * pages.element_size()
+
+
+def layer_cut(vllm_config: VllmConfig, wanted: int | None) -> LayerCut | str:
+    """Return how layers are cut; or why they are not, as a clause.
+
+    ``wanted``: for how many stages; None: for this server's own.
+    """
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages == 1 and wanted in (None, 1):
+        return ONE_RANGE
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    own = [get_pp_indices(layers, stage, stages) for stage in range(stages)]
+    try:
+        asked = own if wanted is None else [get_pp_indices(layers, stage, wanted) for stage in range(wanted)]
+    except ValueError as error:  # VLLM_PP_LAYER_PARTITION is for another number of stages
+        return f"vLLM does not cut {layers} layers for {wanted} pipeline stages: {error}"
+    cut = cut_layers(asked, own)
+    if cut is None:
+        begins = ", ".join(str(begin) for begin, _ in own[1:])
+        return (
+            f"this server's pipeline stages begin at layers {begins}, and `layers: {wanted}` cuts at "
+            f"{', '.join(str(begin) for begin, _ in asked[1:]) or 'none'}"
+        )
+    return cut
+
+
+def range_of(name: str, cut: LayerCut, layers: int) -> int:
+    """Return the range of layers that a layer belongs to. ``layers``: of the model, without those of a draft model.
+
+    Raises LayoutError where its name does not tell.
+    """
+    last = len(cut.begins) - 1
+    if not last or name.startswith(_DRAFT):
+        return last
+    try:
+        number = extract_layer_index(name)
+    except AssertionError as error:
+        raise LayoutError(f"which layer {name} is cannot be told from its name") from error
+    return last if number >= layers else bisect_right(cut.begins, number) - 1

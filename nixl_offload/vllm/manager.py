@@ -37,12 +37,11 @@ from nixl_offload.tiers.base import Tier
 from nixl_offload.tiers.memory.tier import rank_memory_bytes
 from nixl_offload.types import Key, Lookup, LookupContext, key_group
 from nixl_offload.vllm.adapters import Adapted, AdapterUse
-from nixl_offload.vllm.data_parallel import sharing_engines
 from nixl_offload.vllm.identity import with_loaded_weights
 from nixl_offload.vllm.load_decision import LoadDecider, LoadDecision, LookupStatistics, ServerLoad, WaitsSince
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketReport, TicketSpec
 from nixl_offload.vllm.metrics import MetricsReporter
-from nixl_offload.vllm.serving_tiers import ServingTiers
+from nixl_offload.vllm.serving_tiers import ServingTiers, sharing_engines
 from nixl_offload.vllm.tier_events import TierEvents, allowed_tiers, label_of
 
 if TYPE_CHECKING:

@@ -23,11 +23,11 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from nixl_offload.chunk.key_file import read_key_file
 from nixl_offload.config import Config
 from nixl_offload.errors import NotSupportedError
-from nixl_offload.vllm.data_parallel import sharing_engines
 from nixl_offload.vllm.kv_caches import without_padding
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.metrics import DEFINITIONS
 from nixl_offload.vllm.rank_shards import RankShards, cut_chunks, has_replicas
+from nixl_offload.vllm.serving_tiers import sharing_engines
 from nixl_offload.vllm.worker import NixlOffloadingWorker
 
 if TYPE_CHECKING:

@@ -38,15 +38,17 @@ from nixl_offload.identity.namespace import Namespace, ShardedFields
 from nixl_offload.identity.weights import WeightsDigest
 from nixl_offload.vllm.identity import (
     build_namespace,
+    counts_media,
+    has_lasting_keys,
     loaded_weights,
     models_of,
     name_model,
     reason_to_stay_off,
+    sentence_about_media,
     with_loaded_weights,
 )
 from nixl_offload.vllm.messages import RankGeometry
 from nixl_offload.vllm.rank_identity import allocation_digest
-from nixl_offload.vllm.request_identity import counts_media, has_lasting_keys, sentence_about_media
 from tests.vllm import manager_rig
 from tests.vllm.families import write_vision
 

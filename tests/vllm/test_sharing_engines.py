@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.config import ParallelConfig
 
-from nixl_offload.vllm.data_parallel import sharing_engines
+from nixl_offload.vllm.serving_tiers import sharing_engines
 
 
 def engine(rank: int, local_rank: int, *, is_dense: bool = False, **fields: Any) -> ParallelConfig:
