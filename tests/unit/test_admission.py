@@ -63,3 +63,9 @@ def test_a_reset_forgets_all() -> None:
     admission.admits(_key(1))
     admission.clear()
     assert not admission.admits(_key(1))
+
+
+def test_a_million_chunks_cost_nine_megabytes() -> None:
+    admission = Admission(2)
+    assert len(admission._digests) == 1 << 20
+    assert admission._digests.itemsize + admission._counts.itemsize == 9

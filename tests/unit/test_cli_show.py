@@ -73,23 +73,6 @@ def test_beside_another_connector(file: Path, capsys: pytest.CaptureFixture[str]
         main(["show", "--with", "nothing", "kv.yaml"])
 
 
-@pytest.mark.slow
-def test_vllm_accepts_the_transfer_config(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a process of its own, because importing vLLM warns and starts threads."""
-    pytest.importorskip("torch")
-    main(["show", "--kv-transfer-config", str(file)])
-    code = (
-        "import json, sys; from vllm.config import KVTransferConfig; c = KVTransferConfig(**json.loads(sys.argv[1])); "
-        "print(c.is_kv_transfer_instance, c.kv_connector, c.kv_load_failure_policy); "
-        "print(c.kv_connector_extra_config['config'])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, capsys.readouterr().out], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-2:] == ["True NixlOffloadConnector recompute", str(file)]
-
-
 def test_a_wrong_config_is_a_message_and_exit_code_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text("tiers: [{kind: memory, capacity: 1GiB, unsaved: dropp}]\nchunk: 3\n")
     assert main(["show", "kv.yaml"]) == 2
