@@ -13,8 +13,6 @@ from nixl_offload.errors import StoreError
 from nixl_offload.stores.bucket import apply_lifecycle, plan_lifecycle, rule_id
 from tests.s3.servers import MotoServer
 
-from .one_answer_server import OneAnswerServer, error
-
 OTHER = {"ID": "theirs", "Status": "Enabled", "Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 3}}
 
 
@@ -112,13 +110,6 @@ def test_a_tier_without_a_prefix_says_that_the_rule_is_for_all(bucket: Bucket) -
     plan = plan_lifecycle(bucket.tier(prefix="", ttl="1d"))
     assert "ALL objects" in plan.changes[0]
     assert any("set prefix" in note for note in plan.notes)
-
-
-def test_an_error_holds_nothing_that_a_terminal_obeys(bucket: Bucket) -> None:
-    said = error("400 Bad Request", f"Bad{chr(0x9B)}2J")
-    with OneAnswerServer(said) as server, pytest.raises(StoreError) as caught:
-        plan_lifecycle(bucket.tier(endpoint=server.endpoint))
-    assert str(caught.value).isprintable()
 
 
 def test_long_prefixes_have_ids_of_their_own() -> None:

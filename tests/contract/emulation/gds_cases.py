@@ -121,13 +121,6 @@ class TestThreadedFaults(MoverRigs):
         rig.wait(transfer)
         assert np.array_equal(rig.memory.reshape(64, -1), rig.stored.reshape(64, -1)[::-1])
 
-    def test_unregistered_buffers_still_work(self, tmp_path: Path, control: Control) -> None:
-        """CuFile refuses the buffer: slower, never wrong."""
-        control["fail_register"] = 1
-        with self.open_rig(tmp_path / "data") as rig:
-            assert rig.move(Op.READ, WHERE, WHERE).state is TransferState.DONE
-            assert np.array_equal(rig.memory, rig.stored)
-
     def test_pieces_that_are_refused_too_are_given_back(
         self, tmp_path: Path, control: Control, monkeypatch: pytest.MonkeyPatch
     ) -> None:

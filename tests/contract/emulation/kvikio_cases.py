@@ -20,11 +20,9 @@ import numpy.typing as npt
 import pytest
 
 from nixl_offload.errors import MoverError
-from nixl_offload.hardware.gds import gds_report
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState
 from nixl_offload.movers.handles import open_file
 from nixl_offload.movers.kvikio import KvikioMover
-from nixl_offload.movers.select import open_mover
 from tests.contract.suites.mover_rig import KIB, MIB, MoverRigs, Rig, SuiteMemory, extents
 from tests.contract.suites.mover_suite import MoverSuite
 
@@ -138,16 +136,6 @@ BACK = WHERE[::-1]
 """Backwards, so that no row joins the one before."""
 
 
-def chosen(directory: Path) -> str:
-    """What ``open_mover`` says of KvikIO, for device memory."""
-    memory = DeviceMemory(MIB)
-    mover, report = open_mover("kvikio", MemoryKind.VRAM, str(directory), scratch=memory.region, threads=4)
-    mover.close()
-    assert mover.name == "kvikio"
-    assert not list(directory.iterdir())
-    return report[-1].reason
-
-
 class TestCompatFaults(KvikioRigs):
     """What becomes of faults on the way through bounce buffers."""
 
@@ -191,10 +179,6 @@ class TestCompatFaults(KvikioRigs):
         assert driver["copies"] == 4 * MIB // BOUNCE_BYTES
         rig.move(Op.READ, WHERE, WHERE)
         assert driver["copies"] == 2 * (4 * MIB // BOUNCE_BYTES)
-
-    def test_is_chosen_with_a_remark(self, tmp_path: Path) -> None:
-        """Nobody is to take it for GPUDirect Storage."""
-        assert "bounces through page-locked host memory" in chosen(tmp_path)
 
 
 class TestCuFileFaults(KvikioRigs):
@@ -286,7 +270,3 @@ class TestCuFileFaults(KvikioRigs):
         memory.leak()
         control["buffers"] -= 1
         control["files"] -= 1
-
-    def test_is_chosen_with_a_remark(self, tmp_path: Path) -> None:
-        """What will become of the bytes behind cuFile is told by cuFile's own report."""
-        assert chosen(tmp_path) == f"round trip ok; {gds_report(str(tmp_path)).verdict}"

@@ -11,7 +11,6 @@ import os
 import signal
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -223,7 +222,15 @@ def _in_fork(mover: Mover, submit: Callable[[], object], transfer: Transfer) -> 
     return 0
 
 
-def open_paths() -> Counter[str]:
+def open_paths() -> set[str]:
     """What this process's descriptors point at. The number of a closed one may soon be another thread's."""
     links = (Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd"))
-    return Counter(str(link.readlink()) for link in links if link.is_symlink())
+    return {str(link.readlink()) for link in links if link.is_symlink()}
+
+
+def is_closed(path: Path) -> bool:
+    """Whether no descriptor leads to ``path``, in the end: KvikIO closes its own on another thread."""
+    deadline = time.monotonic() + WAIT_S
+    while str(path) in open_paths() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return str(path) not in open_paths()

@@ -30,7 +30,7 @@ from tests.contract.suites.mover_rig import (
     SuiteMemory,
     exit_code_of_fork,
     extents,
-    open_paths,
+    is_closed,
 )
 
 __all__ = [
@@ -78,8 +78,9 @@ class MoverSuite(RefusalSuite):
 
     def test_adopted_file(self, rig: Rig) -> None:
         """A descriptor that somebody else opened moves bytes as an opened file does, and is the mover's to close."""
-        before = open_paths()[str(rig.path)]
-        fd = os.open(rig.path, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct_io else 0))
+        own_name = rig.path.with_name("adopted")
+        own_name.hardlink_to(rig.path)
+        fd = os.open(own_name, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct_io else 0))
         file = rig.mover.adopt_file(fd, "elsewhere", rig.size_bytes, direct=self.direct_io)
         where = extents([0], MIB)
         transfer = rig.mover.submit(Op.READ, rig.memory_id, where, file, extents([3 * MIB], MIB))
@@ -91,14 +92,14 @@ class MoverSuite(RefusalSuite):
         want[2 * MIB : 3 * MIB] = want[3 * MIB :]
         assert np.array_equal(rig.raw_read(), want)
         rig.mover.close_file(file)
-        assert open_paths()[str(rig.path)] == before
+        assert is_closed(own_name)
 
     def test_adopts_no_directory(self, rig: Rig, tmp_path: Path) -> None:
         """What is refused is closed all the same."""
         fd = os.open(tmp_path, os.O_RDONLY | os.O_CLOEXEC)
         with pytest.raises(MoverError, match="elsewhere"):
             rig.mover.adopt_file(fd, "elsewhere", rig.size_bytes, direct=False)
-        assert str(tmp_path) not in open_paths()
+        assert is_closed(tmp_path)
 
     def test_extents_of_many_sizes(self, rig: Rig) -> None:
         """Lengths may differ from row to row."""

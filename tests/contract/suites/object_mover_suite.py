@@ -27,7 +27,7 @@ from nixl_offload.movers.base import (
 )
 from nixl_offload.movers.handles import open_file
 from nixl_offload.types import PAGE_BYTES
-from tests.contract.suites.mover_rig import exit_code_of_fork, open_paths
+from tests.contract.suites.mover_rig import exit_code_of_fork, is_closed
 from tests.contract.suites.mover_suite import KIB, MIB, extents
 from tests.contract.suites.object_mover_rig import ObjectRig, RawObjects
 
@@ -216,7 +216,7 @@ class ObjectMoverSuite:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         with pytest.raises(MoverError):
             rig.mover.adopt_file(fd, str(path), PAGE_BYTES, direct=False)
-        assert str(path) not in open_paths()
+        assert is_closed(path)
 
     @pytest.mark.parametrize("kind", list(MemoryKind))
     def test_refuses_foreign_memory(self, rig: ObjectRig, kind: MemoryKind) -> None:
