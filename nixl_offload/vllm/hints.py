@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
@@ -82,15 +82,6 @@ def _use_of(carrier: RequestOffloadState) -> AdapterUse | None:
     return carrier.use if isinstance(carrier, AdaptedRequestState) else None
 
 
-@dataclass(slots=True)
-class _Task:
-    """What is to be done with each of some chunks, in their order."""
-
-    act: Callable[[list[OffloadKey]], None]
-    keys: list[OffloadKey]
-    done: int = 0
-
-
 class Hints:
     """The hints that were not carried out yet."""
 
@@ -101,9 +92,8 @@ class Hints:
         self._clock = clock
         self._prompts: deque[tuple[_Prompt, frozenset[int] | None]] = deque()
         """With the tiers that each may be loaded from."""
-        self._waiting_tokens = 0
-        self._tasks: deque[_Task] = deque()
-        self._waiting_chunks = 0
+        self._tasks: deque[tuple[Callable[[list[OffloadKey]], None], OffloadKey]] = deque()
+        """What is to be done with chunks, in this order."""
         self._at_end: dict[str, list[Hint]] = {}
         """By request: what is to be done with its chunks when it has ended."""
         self._complained: set[str] = set()
@@ -125,16 +115,9 @@ class Hints:
         """Go on with what has begun, and hash some of the prompt that comes next."""
         if self._prompts:
             self._hash()
-        left = CHUNKS_PER_STEP
-        while self._tasks and left:
-            task = self._tasks[0]
-            piece = task.keys[task.done : task.done + left]
-            task.act(piece)
-            task.done += len(piece)
-            left -= len(piece)
-            self._waiting_chunks -= len(piece)
-            if task.done >= len(task.keys):
-                self._tasks.popleft()
+        tasks = [self._tasks.popleft() for _ in range(min(CHUNKS_PER_STEP, len(self._tasks)))]
+        for act, alike in groupby(tasks, itemgetter(0)):
+            act([key for _, key in alike])
 
     def finished(self, request_id: str, status: RequestOffloadState | None) -> None:
         """A request has ended: begin with what was to be done then. ``status``: with all of its chunks."""
@@ -147,7 +130,6 @@ class Hints:
         self._prompts.clear()
         self._tasks.clear()
         self._at_end.clear()
-        self._waiting_tokens = self._waiting_chunks = 0
 
     @property
     def waits_for_ends(self) -> bool:
@@ -163,14 +145,14 @@ class Hints:
         if stores_nothing and not is_refused:
             status.req_context.set_state(Refused(may_load=True))
         tokens = len(hint.token_ids or ())
-        if tokens and (len(self._prompts) >= MAX_PROMPTS or self._waiting_tokens + tokens > MAX_WAITING_TOKENS):
+        waiting_tokens = sum(len(prompt.token_ids) for prompt, _ in self._prompts) if tokens else 0
+        if tokens and (len(self._prompts) >= MAX_PROMPTS or waiting_tokens + tokens > MAX_WAITING_TOKENS):
             self._manager.count("hints", "any", "refused")
             return
         for name in hint.names:
             self._manager.count("hints", name, "taken")
         allowed = self._manager.allowed_tiers(status.req_context)
         if hint.token_ids is not None:
-            self._waiting_tokens += tokens
             self._prompts.append((_Prompt(hint, hint.token_ids, status), allowed))
             return
         if is_refused:
@@ -183,16 +165,13 @@ class Hints:
     def _hash(self) -> None:
         prompt, allowed = self._prompts[0]
         try:
-            is_done = prompt.hash_some(HASHES_PER_STEP * self._config.tokens_per_hash)
+            if not prompt.hash_some(HASHES_PER_STEP * self._config.tokens_per_hash):
+                return
         except BadHintError as error:
             self._complain(error)
-            self._prompts.popleft()
-            self._waiting_tokens -= len(prompt.token_ids)
-            return
-        if is_done:
-            self._prompts.popleft()
-            self._waiting_tokens -= len(prompt.token_ids)
+        else:
             self._carry_out(prompt.hint, prompt.status, allowed)
+        self._prompts.popleft()
 
     def _carry_out(self, hint: Hint, status: RequestOffloadState, allowed: frozenset[int] | None) -> None:
         keys = self._keys(status)
@@ -207,11 +186,10 @@ class Hints:
                 self._begin(self._manager.drop, beyond[::-1])  # the end first: what is left is a prefix
 
     def _begin(self, act: Callable[[list[OffloadKey]], None], keys: list[OffloadKey]) -> None:
-        if self._waiting_chunks + len(keys) > MAX_WAITING_CHUNKS:
+        if len(self._tasks) + len(keys) > MAX_WAITING_CHUNKS:
             self._manager.count("hints", "any", "refused")
-            return
-        self._waiting_chunks += len(keys)
-        self._tasks.append(_Task(act, keys))
+        else:
+            self._tasks += [(act, key) for key in keys]
 
     def _prefetch(self, keys: list[list[OffloadKey]], allowed: frozenset[int] | None) -> None:
         now_s = self._clock()

@@ -42,7 +42,7 @@ from nixl_offload.vllm.load_decision import LoadDecider, LoadDecision, LookupSta
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketReport, TicketSpec
 from nixl_offload.vllm.metrics import MetricsReporter
 from nixl_offload.vllm.serving_tiers import ServingTiers, sharing_engines
-from nixl_offload.vllm.tier_events import TierEvents, allowed_tiers, label_of
+from nixl_offload.vllm.tier_events import allowed_tiers, event_of, label_of
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -135,7 +135,8 @@ class NixlOffloadManager(OffloadingManager):
         """By rank: the tiers that it has disabled."""
         self.moves: list[WriteThroughTicket] = []
         """What ``take_moves`` would return."""
-        self._events = TierEvents(enabled=offloading.enable_kv_cache_events)
+        self._removed: list[OffloadKey] = []
+        """What ``take_removed`` would return."""
         self._metrics = MetricsReporter([tier.kind for tier in config.tiers])
         self._metrics_failed = False
         self._stats_s = 0.0
@@ -437,12 +438,16 @@ class NixlOffloadManager(OffloadingManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return what was stored and removed since the last call."""
-        self._events.add(self.catalog.take_changes(), self._labels)
-        return self._events.take()
+        changes = self.catalog.take_changes() if self.has_events else ()
+        if not self._offloading.enable_kv_cache_events:
+            return []
+        self._removed += [OffloadKey(key) for change in changes if change.removed for key in change.keys]
+        return [event_of(change, self._labels[change.tier]) for change in changes]
 
     def take_removed(self) -> list[OffloadKey]:
         """Return the chunks of which ``take_events`` has told that they went from some tier, since the last call."""
-        return self._events.take_removed()
+        removed, self._removed = self._removed, []
+        return removed
 
     def is_known(self, key: OffloadKey) -> bool:
         """Whether a chunk is in some tier, or on its way there."""
@@ -453,7 +458,6 @@ class NixlOffloadManager(OffloadingManager):
         self._changed()
         self.catalog.clear()
         self.serving.clear_closed()
-        self._events.clear()  # as with vLLM's own managers, its "all blocks cleared" says the rest
         logger.info("Cleared by reset_prefix_cache: nothing that was stored before is served any more")
 
     def shutdown(self) -> None:

@@ -73,40 +73,13 @@ def name_media(events: Iterable[KVCacheEvent]) -> Iterator[KVCacheEvent]:
         yield event
 
 
-class TierEvents:
-    """Collects what became loadable and what ceased to be, until vLLM asks. ``enabled``: whether it will."""
-
-    def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
-        self._events: list[OffloadingEvent] = []
-        self._removed: list[OffloadKey] = []
-
-    def add(self, changes: Iterable[Change], labels: list[TierLabel]) -> None:
-        """Take note of changes, in their order. ``labels``: of the tiers, by position."""
-        for change in changes if self._enabled else ():
-            label = labels[change.tier]
-            keys = [OffloadKey(key) for key in change.keys]
-            event = OffloadingEvent(
-                keys,
-                label.medium,
-                change.removed,
-                label.locality,
-                ownership=label.event_medium,  # vLLM passes it on: ``name_media``
-                removal_expected=label.reports_removals,
-            )
-            self._events.append(event)
-
-    def clear(self) -> None:
-        """Forget what was not taken yet."""
-        self._events = []
-
-    def take(self) -> list[OffloadingEvent]:
-        """Return the events since the last call."""
-        events, self._events = self._events, []
-        self._removed += [key for event in events if event.removed for key in event.keys]
-        return events
-
-    def take_removed(self) -> list[OffloadKey]:
-        """Return the chunks of which ``take`` has told that they went from some tier, since the last call."""
-        removed, self._removed = self._removed, []
-        return removed
+def event_of(change: Change, label: TierLabel) -> OffloadingEvent:
+    """Return vLLM's event of what became loadable in a tier, or ceased to be."""
+    return OffloadingEvent(
+        [OffloadKey(key) for key in change.keys],
+        label.medium,
+        change.removed,
+        label.locality,
+        ownership=label.event_medium,  # vLLM passes it on: ``name_media``
+        removal_expected=label.reports_removals,
+    )

@@ -20,7 +20,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
-from nixl_offload.catalog import Change
 from nixl_offload.config import parse_config
 from nixl_offload.types import Key
 from nixl_offload.vllm.tier_events import label_of
@@ -90,8 +89,9 @@ class Stored:
 
     def events(self, kind: str, *, removed: bool = False, chunks: int = CHUNKS) -> list[Any]:
         """Return what a subscriber is told when the first chunks come to a tier, or go from it."""
-        keys = tuple(Key(key) for key in self._asked.keys[:chunks])
-        self._asked.manager._events.add([Change(0, keys, removed)], [self._labels[kind]])
+        keys = [Key(key) for key in self._asked.keys[:chunks]]
+        self._asked.manager._labels[0] = self._labels[kind]
+        self._asked.manager.catalog.changes.tell(0, keys, removed=removed)
         return list(self._asked.scheduler._named_events())
 
     def found_blocks(self, shared: int) -> int:
