@@ -65,15 +65,6 @@ def test_heads_in_the_midst_of_pages(sizes: list[int], offset: int) -> None:
             memory.copy_(before)
 
 
-@pytest.mark.parametrize("shape", ["full programs", "no tiles"])
-def test_torch_copies_and_sums_exactly(shape: str) -> None:
-    """What a device without Triton has."""
-    sizes, gap, shift = SHAPES[shape]
-    group = group_of(sizes, gap=gap, shift=shift, device="cuda")
-    rows = slot_of(5, group.block_bytes, gap=3, shift=1, device="cuda")
-    check(TorchKernels(group.tensors, group.pages), group, rows, IDS, TARGETS)
-
-
 def test_blocks_that_are_no_words_are_torch_s() -> None:
     group = group_of([1001], device="cuda")
     kernels = open_kernels(group.tensors, group.pages)
@@ -91,13 +82,6 @@ def test_rows_of_every_length(beyond: int, monkeypatch: pytest.MonkeyPatch) -> N
             patch.delattr(TorchKernels, "sums_of_rows")
             found = kernels.sums_of_rows(group.tensors[0])
         assert torch.equal(found.cpu(), digests(group.tensors[0].cpu())), length
-
-
-@pytest.mark.parametrize("count", [1, 3, 4, 5, 257])
-def test_any_number_of_blocks(count: int) -> None:
-    group = group_of([4096, 8192], blocks=300, device="cuda")
-    ids = torch.randperm(300, generator=torch.Generator().manual_seed(count))[:count].tolist()
-    check(triton_of(group), group, slot_of(count, 12288, device="cuda"), ids, ids[::-1])
 
 
 def test_blocks_beyond_four_gigabytes() -> None:

@@ -77,25 +77,6 @@ def test_gather_scatter_and_checksums_equal_the_host(group: int) -> None:
         assert (device[index].cpu() == host[index]).all()
 
 
-def test_a_gather_waits_for_the_compute_stream_and_the_caller_for_nothing() -> None:
-    """The compute stream is busy for a good while and then writes the blocks; the gather must see what it wrote."""
-    tensor = torch.zeros((32, 4096), dtype=torch.uint8, device="cuda")
-    packer = _packer([tensor], [[Page(0, 0, 4096)]])
-    pool = StagingPool(slot_bytes=len(IDS) * 4096, budget_bytes=1 << 20, pinned=True)
-    slot = pool.acquire()
-    assert slot is not None
-    payload = slot.memory[: len(IDS) * 4096].reshape(len(IDS), 4096)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(1_000_000_000)
-    tensor.fill_(7)
-    began_s = time.monotonic()
-    fence = packer.gather_many(0, [(IDS, payload)], packer.fence())
-    assert time.monotonic() - began_s < 0.2
-    assert not fence.done()
-    _settled(fence)
-    assert (payload == 7).all()
-
-
 class _PinnedSlots:
     """Slots of page-locked memory, a header page before each payload, as they lie in a host slab."""
 
@@ -199,24 +180,6 @@ def test_host_memory_is_page_locked_and_unlocked() -> None:
     view = slab.slot(0, 4096).memory
     slab.close()
     assert not torch.from_numpy(view).is_pinned()
-
-
-def test_a_load_does_not_wait_for_a_store_of_a_busy_compute_stream() -> None:
-    """Gathers and scatters have streams of their own: the load was submitted before the step began."""
-    tensor = torch.zeros((32, 4096), dtype=torch.uint8, device="cuda")
-    packer = _packer([tensor], [[Page(0, 0, 4096)]])
-    slots = _PinnedSlots(2, 4 * 4096)
-    slots.payload(1, 4)[:] = 9
-    torch.cuda.synchronize()
-    early = packer.fence()
-    torch.cuda._sleep(1_000_000_000)
-    store = packer.gather_many(0, [(np.arange(4, dtype=np.int32), slots.payload(0, 4))], packer.fence())
-    load = packer.scatter_many(0, [(np.arange(8, 12, dtype=np.int32), slots.payload(1, 4))], early)
-    _settled(load)
-    assert not store.done()
-    _settled(store)
-    assert (tensor[8:12] == 9).all()
-    slots.slab.close()
 
 
 def test_the_memory_engine_brings_chunks_back() -> None:

@@ -23,7 +23,6 @@ from nixl_offload.errors import TierError
 from nixl_offload.tiers.slab.index_reader import IndexReader
 from tests.prove.cells import Cell, Outcome
 from tests.prove.files import files
-from tests.prove.kills.index import index_cells
 from tests.prove.kills.process import Report, ServerProcess
 from tests.prove.kills.serving import Ledger, Setup, drafts_in, serve, serve_and_close
 
@@ -63,7 +62,6 @@ def cells(seed: int) -> Iterator[Cell]:
             yield Cell(
                 f"{name}/{number}", partial(_run, setup, f"{seed} {name} {number}"), limit_s=2 * KILLS * CHECKED_S
             )
-    yield from index_cells(seed)
 
 
 def _run(setup: Setup, seed: str) -> Outcome:
