@@ -104,24 +104,6 @@ def test_two_tiers_that_take_a_chunk_at_once(make: Make, monkeypatch: pytest.Mon
     decode_header(rig.stored(FILE, 0)[:HEADER_BYTES])
 
 
-def test_loads_from_memory_while_chunks_are_written_through(make: Make) -> None:
-    """Rounds of eight chunks: stored into memory, then loaded again and again while two tiers take them."""
-    rig = make()
-    wanted = rig.blocks(range(32))
-    for turn in range(12):
-        jobs = range(100 * turn, 100 * turn + 40)
-        chunks = [rig.chunk(number, MEMORY, blocks_of(number)) for number in range(8)]
-        assert rig.store(jobs[0], chunks) == (OK,) * 8
-        rig.chain.submit_moves(
-            turn + 1, [rig.move(number, MEMORY, tier) for tier in (FILE, BUCKET) for number in range(8)]
-        )
-        for job in jobs[1:]:
-            assert rig.load(job, chunks) == (OK,) * 8
-        assert rig.settle(turn + 1).outcomes == (OK,) * 16
-    assert np.array_equal(rig.blocks(range(32)), wanted)
-    assert rig.load(9999, [rig.chunk(number, FILE, blocks_of(number)) for number in range(8)]) == (OK,) * 8
-
-
 def test_a_sum_that_fails_costs_its_chunk_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of it is written, and the next write-through finds the slot free."""
     rig = make()

@@ -365,3 +365,20 @@ def test_a_job_whose_numbers_do_not_fit_is_refused(
     block_ids: npt.NDArray[np.int32] = np.array(ids, dtype=np.int32)
     with pytest.raises(LayoutError, match=words):
         split_job(key_groups, block_ids, *numbers, blocks_per_chunk=4, require_full_tail=is_store)
+
+
+def test_runs_that_touch_are_one() -> None:
+    """So a rank that stores all heads of packed blocks coalesces as if it knew of no heads."""
+    refs = (PageRun(0, 0, 24), PageRun(0, 24, 24), PageRun(0, 48, 48))
+    assert GroupLayout(refs) == GroupLayout.of_pages([(0, 96)])
+    layout = KVLayout((region(96),), (GroupLayout(refs),), 16)
+    assert rows_of(chunk_extents(layout, 0, np.arange(3, 19), 0)) == [(0, 3 * 96, 0, 16 * 96)]
+    apart = (PageRun(0, 24, 24), PageRun(0, 0, 24), PageRun(1, 24, 24), PageRun(0, 48, 8), PageRun(0, 57, 8))
+    assert GroupLayout(apart).refs == apart
+
+
+def test_the_smallest_cache_and_the_largest_chunk() -> None:
+    layout = KVLayout((region(1, num_blocks=1),), (GroupLayout.of_pages(((0, 1),)),), MAX_BLOCKS_PER_CHUNK)
+    assert rows_of(chunk_extents(layout, 0, np.array([0]), MAX_BLOCKS_PER_CHUNK - 1)) == [
+        (0, 0, MAX_BLOCKS_PER_CHUNK - 1, 1)
+    ]

@@ -360,3 +360,9 @@ def test_the_oldest_of_too_many_is_dropped(make: MakeChain) -> None:
     assert bring(chain) == []
     assert chain.holders(1) == [FILE]
     assert chain.catalog.counts().prefetches_given_up == {"overflow": 1}
+
+
+def test_of_no_chunks_nothing_waits(make: MakeChain) -> None:
+    chain = make()
+    foretell(chain)
+    assert not chain.catalog.has_pending_writes

@@ -14,7 +14,7 @@ import torch
 
 from nixl_offload.engine import queued
 from nixl_offload.engine.kernels.base import Page
-from nixl_offload.engine.queued import DeviceGroups, QueuedSums, keep, page_locked, taken_back
+from nixl_offload.engine.queued import DeviceGroups, QueuedSums, keep, taken_back
 from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.errors import LayoutError
 from nixl_offload.movers.base import MemoryKind
@@ -111,18 +111,6 @@ def test_torchs_checksums_are_slow_on_a_device_alone(
     made = iter(names)
     monkeypatch.setattr(queued, "open_kernels", lambda *_: SimpleNamespace(name=next(made)))
     assert groups(GPU if is_gpu else emulated(streams)).sums_slowly is is_slow
-
-
-def test_memory_for_copies_is_page_locked_where_the_device_needs_it(
-    monkeypatch: pytest.MonkeyPatch, streams: ThreadedStreams
-) -> None:
-    memory = page_locked(3, torch.int64, emulated(streams))
-    assert (memory.shape, memory.dtype) == ((3,), torch.int64)
-    asked = []
-    monkeypatch.setattr(torch, "empty", lambda count, *, dtype, pin_memory: asked.append((count, dtype, pin_memory)))
-    page_locked(5, torch.uint8, GPU)
-    page_locked(5, torch.uint8, emulated(streams))
-    assert asked == [(5, torch.uint8, True), (5, torch.uint8, False)]
 
 
 def test_memory_of_a_gpu_goes_back_to_the_allocator_behind_the_work_that_is_queued(

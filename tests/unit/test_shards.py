@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from nixl_offload.chunk.shards import (
     ONE_RANGE,
+    GroupShards,
     LayerCut,
     ShardPlan,
     cut,
@@ -121,15 +122,6 @@ def test_a_stage_holds_whole_ranges() -> None:
     assert cut_layers([(0, 0), (0, 8)], [(0, 8)]) == ONE_RANGE
 
 
-def test_groups_are_held_side_by_side() -> None:
-    """A model with full attention of 8 heads and an MLA group, on two ranks: four shards and one."""
-    plan = make_plan(8, [[8], [1]], [[True], [True]], 2)
-    assert isinstance(plan, ShardPlan)
-    assert plan.numbers(0) == (0, 1, 2, 3, 0)
-    assert plan.numbers(1) == (4, 5, 6, 7, 0)
-    assert [plan.layout_groups(0, group) for group in (0, 1)] == [range(0, 4), range(4, 5)]
-
-
 @pytest.mark.parametrize(
     ("wanted", "heads", "tp", "would_do"),
     [
@@ -144,3 +136,12 @@ def test_there_is_no_plan_for_parts_of_shards(wanted: int, heads: int, tp: int, 
     assert isinstance(plan, str)
     assert f"tensor parallelism {tp}" in plan
     assert would_do in plan
+
+
+def test_replicas_share_the_writing_evenly() -> None:
+    """Of 4,096 keys each of 8 replicas writes about an eighth."""
+    held = hold(1, [1], 8)
+    assert held == GroupShards(1, 1, 8)
+    counts = Counter(rank for key in _KEYS for rank in range(8) if held.writes(rank, key))
+    assert sum(counts.values()) == len(_KEYS)
+    assert all(400 < count < 620 for count in counts.values())

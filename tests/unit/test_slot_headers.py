@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.chunk.header import HEADER_BYTES, MAX_BLOCKS_PER_CHUNK
-from nixl_offload.chunk.header_rows import ExpectedRows, add_checksums, check_headers, encode_headers
+from nixl_offload.chunk.header import CHECKSUMS_AT, HEADER_BYTES, MAX_BLOCKS_PER_CHUNK
+from nixl_offload.chunk.header_rows import ExpectedRows, add_checksums, check_headers, encode_headers, lacks_checksums
 from nixl_offload.engine.slot_headers import SlotHeaders
 
 BLOCKS = MAX_BLOCKS_PER_CHUNK
@@ -98,3 +99,41 @@ def test_a_slot_is_claimed_by_one_thread_at_a_time() -> None:
     together(work, work, work)
     assert most == [1]
     assert not headers.claim(4096)
+
+
+class HalfWritten(np.ndarray[tuple[int], np.dtype[np.uint8]]):
+    """A page whose writer stops half way until a reader has seen it so."""
+
+    half: threading.Event
+    seen: threading.Event
+
+    def __setitem__(self, where: object, value: object) -> None:
+        whole, mine = np.asarray(value, dtype=np.uint8), self.view(np.ndarray)
+        mine[: CHECKSUMS_AT + 100] = whole[: CHECKSUMS_AT + 100]
+        self.half.set()
+        assert self.seen.wait(30)
+        mine[:] = whole
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_half_written_page_is_looked_at_again(damaged: bool) -> None:
+    """It looks damaged for as long as it is being written, and then only if it is."""
+    pages, expect = lacking(1)
+    headers, page = SlotHeaders(), pages[0].view(HalfWritten)
+    page.half, page.seen = threading.Event(), threading.Event()
+    found: list[bool] = []
+    if damaged:
+        pages[0, 100] ^= 1
+
+    def write() -> None:
+        headers.complete(page, ROWS)  # type: ignore[arg-type]
+
+    def read() -> None:
+        assert page.half.wait(30)
+        assert set(check_headers(pages, expect, may_lack_checksums=True).errors) == {0}
+        threading.Timer(0.05, page.seen.set).start()
+        found.append(bool(headers.check(list(pages), expect).errors))
+
+    together(write, read)
+    assert found == [damaged]
+    assert not lacks_checksums(pages[0])

@@ -29,21 +29,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     return made
 
 
-def test_a_stretch_of_work_ends_with_a_pause(clock: Time) -> None:
-    """One, and then another stretch begins."""
-    each = Turn()
-    each.pause()
-    assert clock.slept == []
-    for stretch in (1, 2):
-        clock.now_s += 2 * HOLD_S
-        each.pause()
-        each.pause()
-        assert clock.slept == [0] * stretch
-
-
 def test_after_a_wait_nothing_is_let_go_of(clock: Time) -> None:
     each = Turn()
     clock.now_s += 2 * HOLD_S
     each.begin()
     each.pause()
     assert clock.slept == []
+
+
+def test_pieces_add_up_to_a_stretch(clock: Time) -> None:
+    each = Turn()
+    for _ in range(10):
+        clock.now_s += HOLD_S / 4.5
+        each.pause()
+    assert clock.slept == [0, 0]
