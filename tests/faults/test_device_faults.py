@@ -16,7 +16,6 @@ import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine import pump
-from nixl_offload.engine.transfer_paths.common import QUARANTINE_S
 from nixl_offload.engine.transfer_paths.direct import LATE_S
 from nixl_offload.movers.base import Op
 from nixl_offload.types import Outcome
@@ -173,20 +172,6 @@ def test_quarantined_slots_are_never_used_again(lab: Lab, leaked: list[object]) 
     assert rig.store(21, [rig.chunk(1, SOURCE)]) == (FAILED,)
     assert len(mover.submitted) == submitted
     rig.assert_as_expected()
-
-
-def test_a_quarantined_store_keeps_its_location_and_frees_its_blocks(lab: Lab, leaked: list[object]) -> None:
-    clock, mover = Clock(), faulty(Fault(0, FaultKind.FAIL, op=Op.WRITE, quarantine=True))
-    rig = lab.make(mover, clock=clock)
-    rig.write(SOURCE)
-    rig.engine.submit_store(1, [rig.chunk(0, SOURCE)])
-    until(lambda: bool(mover.submitted))
-    rig.engine.wait([1])
-    time.sleep(0.05)
-    assert rig.engine.finished() == []
-    clock.ahead_s += QUARANTINE_S
-    assert rig.collect(1).outcomes == (FAILED,)
-    until(lambda: memory_of(rig).device.usable == 7)
 
 
 def test_an_abandoned_load_keeps_its_slot_and_touches_no_block(lab: Lab) -> None:

@@ -160,24 +160,6 @@ def test_a_file_that_is_not_as_stored_fails_its_chunk_only(make: Make, tmp_path:
         assert rig.bytes_of(TARGET) == wanted
 
 
-@pytest.mark.parametrize("shape", ["per_layer", "direct_blocks"])
-def test_flipped_bits_and_swapped_files_are_corrupt(make: Make, tmp_path: Path, shape: str) -> None:
-    rig = make(shape, link=tree(tmp_path / "shared"))
-    assert rig.store(0, [rig.chunk(0, SOURCE), rig.chunk(1, SOURCE)]) == (OK, OK)
-    one, other = shards(tmp_path / "shared")
-    used = HEADER_BYTES + 4 * rig.layout.groups[0].block_bytes
-    for job, place in enumerate((0, 100, HEADER_BYTES - 1, HEADER_BYTES, used - 1), start=1):
-        data = bytearray(one.read_bytes())
-        data[place] ^= 0x10
-        one.write_bytes(data)
-        assert rig.load(job, [rig.chunk(0, TARGET)]) == (CORRUPT,)
-        data[place] ^= 0x10
-        one.write_bytes(data)
-    assert rig.load(10, [rig.chunk(0, TARGET)]) == (OK,)
-    shutil.copyfile(other, one)
-    assert rig.load(11, [rig.chunk(0, TARGET)]) == (CORRUPT,)
-
-
 @pytest.mark.parametrize("kind", [FaultKind.FAIL, FaultKind.REFUSE])
 @pytest.mark.parametrize("shape", ["per_layer", "direct_per_layer"])
 def test_a_failed_write_leaves_nothing_and_pauses_storing(

@@ -5,7 +5,6 @@ One process tries the movers of all tests here, as it would cost seconds to star
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import secrets
@@ -19,11 +18,10 @@ from typing import Any
 import pytest
 import yaml
 
-from examples.s3_server import REGION
 from nixl_offload.cli.check import s3 as check_s3
 from nixl_offload.cli.check.child import ChildProcess, memory_room
 from nixl_offload.cli.check.findings import Finding
-from nixl_offload.cli.check.s3 import find_lifecycle, look_at_bucket, try_rights
+from nixl_offload.cli.check.s3 import look_at_bucket, try_rights
 from nixl_offload.cli.check.s3 import reach as reach_endpoint
 from nixl_offload.cli.main import main
 from nixl_offload.config import S3Config, parse_config
@@ -172,40 +170,6 @@ def test_what_a_server_refuses_or_spoils_is_told_alone(
     assert words in f"{lines[name].words} {lines[name].fix}"
     assert wrong(rights(tier)) == []
     assert rclone.objects(prefix) == []
-
-
-def test_policies_that_the_fixes_name_work(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user who may do nothing: each fix's statement is put into the user's policy, round by round, until all is ok.
-
-    moto asks of a bulk delete whether it is allowed on the bucket, and not, as S3 does, on the objects.
-    """
-    with MotoServer() as server, closing(_iam(server)) as iam:
-        iam.create_user(UserName="kv")
-        key = iam.create_access_key(UserName="kv")["AccessKey"]
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", key["AccessKeyId"])
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key["SecretAccessKey"])
-        tier = tier_of(server, prefix, ttl="7d")
-        statements: list[dict[str, Any]] = []
-        rounds: list[list[str]] = []
-        while True:
-            _hold_to_policies(server, True)
-            lines = rights(tier)
-            if not wrong(lines):
-                break
-            rounds.append(wrong(lines))
-            assert len(rounds) <= 3, rounds
-            statements += [json.loads(str(lines[name].fix).partition(": ")[2]) for name in rounds[-1]]
-            for_moto = [{**each, "Resource": "*"} for each in statements if each["Action"] == "s3:DeleteObject"]
-            policy = json.dumps({"Version": "2012-10-17", "Statement": [*statements, *for_moto]})
-            _hold_to_policies(server, False)
-            iam.put_user_policy(UserName="kv", PolicyName="kv", PolicyDocument=policy)
-        assert rounds[0] == ["list", "lookup", "put"]
-        lifecycle = find_lifecycle(tier, "kv.yaml")
-        assert (lifecycle.state, "do not allow this" in lifecycle.words) == ("unknown", True), "no server's right"
-        wanted = {"s3:ListBucket", "s3:PutObject", "s3:GetObject", "s3:DeleteObject"}
-        assert {statement["Action"] for statement in statements} == wanted
-        resources = {statement["Resource"] for statement in statements}
-        assert resources == {"arn:aws:s3:::kv-cache", f"arn:aws:s3:::kv-cache/{prefix}/*"}
 
 
 @pytest.fixture
@@ -384,18 +348,3 @@ class TestTls:
         assert wrong(missing) == ["endpoint"]
         fine = look(tier_of(server, prefix, endpoint=endpoint, ca_bundle=str(authority)), child)
         assert [fine[name].state for name in FINE] == ["ok"] * len(FINE)
-
-
-def _iam(server: MotoServer) -> Any:
-    import boto3
-
-    session = boto3.session.Session("root", "root", region_name=REGION)
-    return session.client("iam", endpoint_url=server.endpoint)
-
-
-def _hold_to_policies(server: MotoServer, hold: bool) -> None:
-    """Have moto hold every user to their policies, or nobody."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10.0)
-    with closing(connection):
-        connection.request("POST", "/moto-api/reset-auth", "0" if hold else "inf")
-        assert connection.getresponse().status == http.client.OK

@@ -411,30 +411,6 @@ def test_a_database_that_is_damaged_while_it_is_in_use_is_made_anew_at_once(path
     assert reread(path) == [row(2, 2)], "what was on its way when it was found is kept"
 
 
-def test_rows_that_cannot_be_cleared_are_tried_for_now_and_then_and_the_end_ends(path: str) -> None:
-    """The directory is away, and with it what a reset wants to delete: the writer waits between attempts."""
-    twin, _ = DurableIndex.open(path, GEOMETRY)
-    twin.put(key(1), place(1))
-    assert twin.flush(WAIT_S)
-    away = Path(path).parent.rename(Path(path).parent.with_name("away"))
-    attempts = 0
-    delete = twin._database.delete
-
-    def counted() -> None:
-        nonlocal attempts
-        attempts += 1
-        delete()
-
-    twin._database.delete = counted  # type: ignore[method-assign]
-    twin.clear()
-    wait_until(lambda: attempts > 0)
-    time.sleep(0.2)
-    assert attempts < 5, "a core was spent on it"
-    assert not twin.close(WAIT_S)
-    assert not twin._writer.is_alive()
-    away.rename(Path(path).parent)
-
-
 def test_closing_while_storage_fails_says_so_and_ends(tmp_path: Path) -> None:
     """One attempt, then the writer is gone: shutdown does not hang on a dead disk."""
     twin, _ = DurableIndex.open(str(tmp_path / "never" / "index.sqlite"), GEOMETRY, retry_interval_s=1000.0)
