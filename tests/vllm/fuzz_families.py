@@ -114,4 +114,6 @@ def start_family(
                 ]
             },
         )
+    # As vLLM by default, where it can: the next step is scheduled before the tokens of this one are known.
+    config.scheduler_config.async_scheduling = second_runner and not family.drafts
     return FuzzedEngine(config, family.kinds, blocks=blocks, second_runner=second_runner)

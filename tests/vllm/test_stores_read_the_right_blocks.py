@@ -204,13 +204,18 @@ def test_stores_that_wait_read_their_blocks_before_these_are_zeroed(
 
 
 @pytest.mark.parametrize(("chunks", "more_tokens"), [(5, 1), (5, CHUNK_TOKENS - 1), (6, 0), (6, 1)])
-def test_a_prompt_is_found_again_where_the_draft_has_a_window(start: Start, chunks: int, more_tokens: int) -> None:
+def test_a_prompt_is_found_again_where_the_draft_has_a_window(
+    start: Start, chunks: int, more_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All but its last whole chunk: the token behind it, which the draft knows, may be another one next time."""
+    monkeypatch.setattr(waiting, "STORE_GRACE_S", 60.0)
     engine = start(FAMILIES["drafts with windows"])
-    for name in ("computed", "loaded"):
-        engine.reset_prefix_cache()
-        engine.ask(name, [*PROMPTS[0], 1][: chunks * CHUNK_TOKENS + more_tokens])
-        engine.settle()
+    prompt = [*PROMPTS[0], 1][: chunks * CHUNK_TOKENS + more_tokens]
+    engine.ask("computed", prompt)
+    engine.settle()
+    engine.reset_prefix_cache()
+    engine.ask("loaded", prompt)
+    engine.settle()
     assert engine.rank.began_with["loaded"] == (chunks - 1) * CHUNK_TOKENS
     assert engine.rank.wrong == []
 
@@ -232,6 +237,24 @@ def test_only_a_drafts_kv_of_a_blocks_last_token_may_be_another_continuations(st
     ]
     assert all(told.endswith(f"for token {5 * CHUNK_TOKENS - 1}") for told in rank.stale_drafts)
     assert rank.wrong == []
+
+
+def test_a_request_keeps_its_blocks_until_its_load_has_ended(start: Start) -> None:
+    """VLLM ends a request whose id has come again with the token of the one before, which was on its way."""
+    engine = start(FULL, "slab", second_runner=True)
+    engine.rank.stores.holds = False
+    engine.ask("stored", PROMPTS[0])
+    engine.settle()
+    engine.reset_prefix_cache()
+    before = engine.ask("again", PROMPTS[1], 9)
+    while not before.num_output_placeholders:
+        engine.step()
+    engine.core.abort_requests(["again"])
+    loading = engine.ask("again", PROMPTS[0])
+    engine.step(2)
+    assert loading.is_finished()
+    engine.settle()
+    assert (engine.rank.wrong, engine.left()) == ([], [])
 
 
 @pytest.mark.parametrize(**AXES)
