@@ -180,6 +180,16 @@ def test_files_are_for_the_owner_alone(path: str) -> None:
     assert os.listdir(os.path.dirname(path)) == ["index.sqlite"]
 
 
+def test_odd_names_are_names(tmp_path: Path) -> None:
+    """SQLite's URI syntax does not leak through."""
+    path = str(tmp_path / "a b?mode=memory#c%20.sqlite")
+    twin, _ = DurableIndex.open(path, GEOMETRY)
+    twin.put(key(1), place(1))
+    assert twin.close(WAIT_S)
+    assert os.listdir(tmp_path) == [os.path.basename(path)]
+    assert reread(path) == [row(1, 1)]
+
+
 def fill(path: str, count: int = 20_000) -> None:
     twin, _ = DurableIndex.open(path, GEOMETRY)
     for number in range(count):
