@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -390,3 +392,19 @@ def test_durations() -> None:
     for text in ("7", 7, "7 weeks", "", "-1s", None, "1d12h"):
         with pytest.raises(ValueError, match="allowed"):
             parse_duration(text)
+
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "nixl_offload/configs").glob("*.yaml"))
+VARIANT = re.compile(r"^#   - kind: .*\n(?:^#     .*\n)*", re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_and_its_variants_are_loaded(path: Path) -> None:
+    """A variant takes the place of the tier of its kind."""
+    load_config(path)
+    for text in VARIANT.findall(path.read_text()):
+        whole = yaml.safe_load(path.read_text())
+        (variant,) = yaml.safe_load(re.sub(r"^#   ", "", text, flags=re.MULTILINE))
+        whole["tiers"] = [variant if tier["kind"] == variant["kind"] else tier for tier in whole["tiers"]]
+        assert variant in whole["tiers"]
+        parse_config(whole)
