@@ -97,8 +97,7 @@ class _Known:
     """What the ranks have told of an adapter."""
 
     digests: dict[int, str | None] = field(default_factory=dict)
-    has_changed: bool = False
-    changed_under: object = None
+    changed_under: object = field(default_factory=object)
     """vLLM's prefix cache as it was when the content changed last: it still holds blocks of the old one."""
     asked_step: int = 0
 
@@ -122,7 +121,7 @@ class AdapterTable:
                 known = self._known.setdefault(name, _Known())
                 for digest in digests:
                     if rank in known.digests and known.digests[rank] != digest:
-                        known.has_changed, known.changed_under = True, prefix_cache
+                        known.changed_under = prefix_cache
                         changed.add(name)
                     known.digests[rank] = digest
         for name in changed:
@@ -136,14 +135,11 @@ class AdapterTable:
     def find(self, name: AdapterName, prefix_cache: object) -> AdapterUse | None:
         """Return what keys of this adapter's requests stand for; None: nothing that may be stored or loaded."""
         known = self._known.get(name)
-        if known is None or len(known.digests) < self._world_size:
+        if known is None or known.changed_under is prefix_cache:
             return None
-        if known.has_changed and known.changed_under is prefix_cache:
-            return None
-        digests = [known.digests[rank] for rank in range(self._world_size)]
-        if None in digests:
-            return None
-        return AdapterUse(name, tuple(digest for digest in digests if digest is not None), self.of_any_size)
+        told = (known.digests.get(rank) for rank in range(self._world_size))
+        digests = tuple(digest for digest in told if digest is not None)
+        return AdapterUse(name, digests, self.of_any_size) if len(digests) == self._world_size else None
 
     def may_come(self, name: AdapterName, step: int, heard_steps: int) -> bool:
         """Whether ranks that have loaded this adapter may not have told so yet: they tell with their next report.

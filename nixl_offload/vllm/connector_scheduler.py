@@ -142,7 +142,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
     def watch_prefix_cache(self, prefix_cache: Callable[[], object]) -> None:
         """Take what returns vLLM's prefix cache. Called before anything is computed."""
         self._prefix_cache = prefix_cache
-        self._weights.look(prefix_cache(), time.monotonic())
+        self._weights.look(prefix_cache())
 
     def set_role(self, *, loads: bool, stores: bool) -> None:
         """Say what ``kv_role`` has us do: a producer stores only, a consumer loads only."""
@@ -355,10 +355,9 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         if self._hints.has_pending:
             self._hints.step()
             self._idling.record_progress()
-        now_s = time.monotonic()
-        self._weights.look(self._prefix_cache(), now_s)
+        self._weights.look(self._prefix_cache())
         if tokens:
-            self._weights.want(now_s)
+            self._weights.want(time.monotonic())
             manager.is_paused = False
         self.stores = self.ever_stores and self._weights.trust is Trust.SETTLED and not manager.will_store
         self._held_stores.scheduled(self._steps, self._heard_steps, scheduler_output.num_scheduled_tokens)
@@ -475,13 +474,12 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         else:
             super().reset_cache()
             self._hints.clear()
-        self._weights.suspect(time.monotonic())
+        self._weights.suspect()
 
     def _awaits_weights(self) -> bool:
         """Whether the ranks are still to tell which weights they have: they do within a step."""
-        now_s = time.monotonic()
-        self._weights.look(self._prefix_cache(), now_s)
-        self._weights.want(now_s)
+        self._weights.look(self._prefix_cache())
+        self._weights.want(time.monotonic())
         return self._weights.trust is Trust.ASKED
 
     def _serve_other_weights(self) -> None:

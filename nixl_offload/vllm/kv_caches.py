@@ -5,7 +5,7 @@ Threading: pure functions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ def retained_blocks(blocks: int, tokens: Sequence[int], kv_cache_config: KVCache
     Of windows and state vLLM keeps what lies before multiples of ``interval`` (``prefix_cache_retention_interval``), so
     a chunk must divide it. Raises ValueError where no block does.
     """
-    groups = [kv_cache_config.kv_cache_groups[group] for group in get_offloading_group_ids(kv_cache_config)]
+    groups = offloaded_groups(kv_cache_config)
     for fewer in range(blocks, 0, -1):
         if all(
             interval % (size * fewer) == 0 or all(isinstance(spec, FullAttentionSpec) for spec in _layer_specs(group))
@@ -57,6 +57,18 @@ def _layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
     """Return the specs that the layers of a group have."""
     spec = group.kv_cache_spec
     return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+
+
+def offloaded_groups(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec]:
+    """Return the groups of which chunks are stored."""
+    return [kv_cache_config.kv_cache_groups[number] for number in get_offloading_group_ids(kv_cache_config)]
+
+
+def layers_of(group: KVCacheGroupSpec) -> Iterator[tuple[str, KVCacheSpec]]:
+    """Return the names and specs of a group's layers on this rank, in the model's order."""
+    specs = group.kv_cache_spec
+    for name in group.layer_names:
+        yield name, specs.kv_cache_specs[name] if isinstance(specs, UniformTypeKVCacheSpecs) else specs
 
 
 def canonical_layout(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> KVLayout:

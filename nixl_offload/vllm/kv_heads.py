@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import (
@@ -30,7 +29,6 @@ from vllm.v1.kv_cache_interface import (
     KVQuantMode,
     MLAAttentionSpec,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
     group_kernel_blocks,
 )
 
@@ -38,11 +36,11 @@ from nixl_offload.chunk.heads import HeadPages
 from nixl_offload.chunk.layout import RegionSpec
 from nixl_offload.chunk.shards import ONE_RANGE, LayerCut, cut_layers
 from nixl_offload.errors import LayoutError
-from nixl_offload.vllm.kv_caches import regions_of
+from nixl_offload.vllm.kv_caches import layers_of, offloaded_groups, regions_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 _DIVIDED: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
@@ -87,18 +85,6 @@ def layer_pages(
         {name: _head_pages(spec, kv_caches[name], regions) for name, spec in layers_of(group)}
         for group in offloaded_groups(kv_cache_config)
     ]
-
-
-def offloaded_groups(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec]:
-    """Return the groups of which chunks are stored."""
-    return [kv_cache_config.kv_cache_groups[number] for number in get_offloading_group_ids(kv_cache_config)]
-
-
-def layers_of(group: KVCacheGroupSpec) -> Iterator[tuple[str, KVCacheSpec]]:
-    """Return the names and specs of a group's layers on this rank, in the model's order."""
-    specs = group.kv_cache_spec
-    for name in group.layer_names:
-        yield name, specs.kv_cache_specs[name] if isinstance(specs, UniformTypeKVCacheSpecs) else specs
 
 
 def _why_not(spec: KVCacheSpec, pages: object, num_blocks: int, heads: int) -> str | None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _HIT, _VLLM_HIT = Lookup.HIT, LookupResult.HIT
 _ANSWERS = {
@@ -217,10 +219,7 @@ class NixlOffloadManager(OffloadingManager):
         for rank, status in ranks.items():
             self._disabled[rank] = {position for position, tier in enumerate(status.tiers) if tier.trouble}
         self.catalog.disable(set().union(*self._disabled.values()), time.monotonic())
-        try:
-            self._metrics.update_ranks({rank: status.tiers for rank, status in ranks.items()})
-        except Exception:  # noqa: BLE001 - metrics are not worth an engine
-            self._complain_of_metrics()
+        self._tell(self._metrics.update_ranks, {rank: status.tiers for rank, status in ranks.items()})
         self.serving.take_ranks(ranks)
 
     # What hints need: see ``hints``.
@@ -293,14 +292,12 @@ class NixlOffloadManager(OffloadingManager):
         windows: Mapping[int, int] = _NO_WINDOWS,
         server: ServerLoad = _IDLE,
     ) -> int | None:
-        """Return how many of ``tokens``, which ``keys`` hold from ``first_token`` on, are better loaded than computed.
+        """Return how many of ``tokens`` from ``first_token`` on are better loaded than computed. None: ask again in a
+        later step, for loads that are out will tell how fast a tier is. The same question gets the same answer.
 
-        None: ask again in a later step, for loads that are out will tell how fast a tier is.
-
-        ``keys`` are the chunks of ``chunk_tokens`` that cover them, in order; the first may begin before that token,
-        and what lies behind the last is taken with it, or not at all. ``windows``: the tokens at most that are loaded
-        of a KV cache group which looks no farther back; all of the others is. ``server``: the requests
-        beside this one. A request that is asked about again in the same words gets the same answer.
+        ``keys``: the chunks of ``chunk_tokens`` that cover them, in order; the first may begin before that token, and
+        what lies behind the last is taken with it, or not at all. ``windows``: by KV cache group that looks no farther
+        back, how many tokens are loaded at most. ``server``: the requests beside this one.
         """
         before = req_context.get_state(LoadDecision)
         allowed, now_s = allowed_tiers(req_context, self._labels), time.monotonic()
@@ -389,10 +386,7 @@ class NixlOffloadManager(OffloadingManager):
     def take_work(self, work: Work) -> None:
         """Take note, for metrics, of what the ranks have moved."""
         self._stats_s = 0.0
-        try:
-            self._metrics.worked(work)
-        except Exception:  # noqa: BLE001 - metrics are not worth an engine
-            self._complain_of_metrics()
+        self._tell(self._metrics.worked, work)
 
     def has_pending_work(self) -> bool:
         """Keep an idle engine stepping while ranks open tiers, until they have reported every ticket, and nothing waits
@@ -425,11 +419,7 @@ class NixlOffloadManager(OffloadingManager):
         if not self._slot_bytes or now_s < self._stats_s:
             return None
         self._stats_s = now_s + STATS_EVERY_S
-        try:
-            return self._metrics.take(self._tiers, self.catalog.counts(), self._decider.counts())
-        except Exception:  # noqa: BLE001 - metrics are not worth an engine
-            self._complain_of_metrics()
-            return None
+        return self._tell(self._metrics.take, self._tiers, self.catalog.counts(), self._decider.counts())
 
     @property
     def has_events(self) -> bool:
@@ -473,8 +463,12 @@ class NixlOffloadManager(OffloadingManager):
         self.version += 1
         self._stats_s = 0.0
 
-    def _complain_of_metrics(self) -> None:
-        """Say once that metrics could not be told: by a rank of another config, for one."""
-        if not self._metrics_failed:
-            logger.exception("Metrics are incomplete from now on; do all ranks run the same config and version?")
-        self._metrics_failed = True
+    def _tell(self, tell: Callable[..., _T], *what: Any) -> _T | None:
+        """Tell metrics something. They are not worth an engine: one of their errors is logged."""
+        try:
+            return tell(*what)
+        except Exception:
+            if not self._metrics_failed:
+                logger.exception("Metrics are incomplete from now on; do all ranks run the same config and version?")
+            self._metrics_failed = True
+            return None

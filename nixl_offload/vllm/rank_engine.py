@@ -12,7 +12,6 @@ import logging
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +47,7 @@ from nixl_offload.tiers.os_errors import tier_error
 from nixl_offload.tiers.slab.file import make_private_directory, require_lock
 from nixl_offload.tiers.slab.tier import SlabPlace
 from nixl_offload.types import PAGE_BYTES
+from nixl_offload.vllm.background import join_all
 
 logger = logging.getLogger(__name__)
 
@@ -116,24 +116,20 @@ def _touch(directories: Sequence[str]) -> set[str]:
         except OSError as error:
             logger.debug("Nothing is compared in %s: %s", directory, error)
 
-    until_s = time.monotonic() + TOUCH_LIMIT_S
-    threads: dict[str, threading.Thread] = {}
-    for directory in directories:
-        thread = threading.Thread(target=touch, args=(directory,), name="nixl-offload-touch", daemon=True)
-        try:
+    threads = {
+        directory: threading.Thread(target=touch, args=(directory,), name="nixl-offload-touch", daemon=True)
+        for directory in directories
+    }
+    with contextlib.suppress(RuntimeError):  # the machine has no thread to spare, and nothing more is compared
+        for thread in threads.values():
             thread.start()
-        except RuntimeError as error:
-            logger.debug("Nothing is compared in %s: %s", directory, error)
-            continue
-        threads[directory] = thread
-    for directory, thread in threads.items():
-        thread.join(max(0.0, until_s - time.monotonic()))
-        if thread.is_alive():
-            logger.warning(
-                "%s: nothing was written within %.0f s, so transfer paths are not compared there until the next start",
-                directory,
-                TOUCH_LIMIT_S,
-            )
+    hung = join_all([thread for thread in threads.values() if thread.ident is not None], TOUCH_LIMIT_S)
+    for directory in (directory for directory, thread in threads.items() if thread in hung):
+        logger.warning(
+            "%s: nothing was written within %.0f s, so transfer paths are not compared there until the next start",
+            directory,
+            TOUCH_LIMIT_S,
+        )
     return done.copy()
 
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs, group_kernel_blocks
+from vllm.v1.kv_cache_interface import group_kernel_blocks
 
 from nixl_offload.identity.settings import collect
+from nixl_offload.vllm.kv_caches import layers_of
 from nixl_offload.vllm.vllm_internals import kv_scales
 
 if TYPE_CHECKING:
@@ -52,9 +53,7 @@ def allocation_digest(
     for number in get_offloading_group_ids(kv_cache_config):
         group = kv_cache_config.kv_cache_groups[number]
         facts.append([number, str(group.role), group.is_eagle_group])
-        specs = group.kv_cache_spec
-        for name in group.layer_names:
-            spec = specs.kv_cache_specs[name] if isinstance(specs, UniformTypeKVCacheSpecs) else specs
+        for name, spec in layers_of(group):
             page = group_kernel_blocks(kv_caches[name], kv_cache_config.num_blocks) if name in kv_caches else None
             facts.append(
                 [

@@ -28,8 +28,8 @@ from nixl_offload.chunk.shards import LayerCut, ShardPlan, make_plan
 from nixl_offload.config import ShardCut
 from nixl_offload.errors import LayoutError
 from nixl_offload.identity.settings import collect
-from nixl_offload.vllm.kv_caches import regions_of
-from nixl_offload.vllm.kv_heads import layer_cut, layer_pages, layers_of, range_of, understood_pages
+from nixl_offload.vllm.kv_caches import layers_of, regions_of
+from nixl_offload.vllm.kv_heads import layer_cut, layer_pages, range_of, understood_pages
 from nixl_offload.vllm.rank_identity import layer_facts
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingManager,
@@ -23,7 +22,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from nixl_offload.chunk.key_file import read_key_file
 from nixl_offload.config import Config
 from nixl_offload.errors import NotSupportedError
-from nixl_offload.vllm.kv_caches import without_padding
+from nixl_offload.vllm.kv_caches import offloaded_groups, without_padding
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.metrics import DEFINITIONS
 from nixl_offload.vllm.rank_shards import RankShards, cut_chunks, has_replicas
@@ -81,19 +80,14 @@ class NixlOffloadSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return this rank's half over ``kv_caches``."""
-        offloaded = get_offloading_group_ids(self.kv_cache_config)
-        groups = [self.kv_cache_config.kv_cache_groups[group] for group in offloaded]
-        claimed_share = self.vllm_config.cache_config.gpu_memory_utilization
-        caches = without_padding(kv_caches, groups)
-        engines = len(sharing_engines(self.vllm_config.parallel_config))
         shards = self._cut(kv_caches)
         self._kv_caches = {}  # they go away while the engine sleeps
         return NixlOffloadingWorker(
             self.config,
             self.config_file,
-            caches,
-            claimed_share,
-            engines=engines,
+            without_padding(kv_caches, offloaded_groups(self.kv_cache_config)),
+            self.vllm_config.cache_config.gpu_memory_utilization,
+            engines=len(sharing_engines(self.vllm_config.parallel_config)),
             shards=shards,
             keys=self._keys,
         )

@@ -44,11 +44,11 @@ class WeightsCheck:
         self._first: tuple[str | None, ...] = ()
         self._answers: dict[int, str | None] = {}
         self._question = 0
-        self._to_send = self._is_sent = False
-        self._asked_s = 0.0
-        self._seen_cache: object = None
-        """vLLM's prefix cache, as it was when it was looked at last."""
-        self._has_seen = False
+        self._wanted_s: float | None = None
+        """Since when the answers are wanted; None: there were no weights to ask for yet."""
+        self._is_sent = False
+        self._seen_cache: object = self
+        """vLLM's prefix cache, as it was when it was looked at last; at first something else."""
         self._clean_cache: object = None
         """The one in which every block is of the weights that ``generation`` stands for, or was when they were asked
         for last."""
@@ -57,34 +57,30 @@ class WeightsCheck:
         """Take what each rank has at start, in order."""
         self._first = tuple(digests)
 
-    def look(self, prefix_cache: object, now_s: float) -> None:
+    def look(self, prefix_cache: object) -> None:
         """Notice a reset of vLLM's prefix cache. Called before a request is looked up, and in every step."""
-        if prefix_cache is self._seen_cache and self._has_seen:
-            return
-        if not self._has_seen:
-            self._has_seen, self._clean_cache = True, prefix_cache
-        else:
-            self.suspect(now_s)
+        if self._seen_cache is self:
+            self._clean_cache = prefix_cache
+        elif prefix_cache is not self._seen_cache:
+            self.suspect()
         self._seen_cache = prefix_cache
 
-    def suspect(self, now_s: float) -> None:
+    def suspect(self) -> None:
         """There may be other weights from now on."""
-        self.trust = Trust.ASKED
+        self.trust, self._answers = Trust.ASKED, {}
         self._question += 1
-        self._answers = {}
-        self._to_send = self._is_sent = False
-        self._asked_s = now_s
+        self._wanted_s, self._is_sent = None, False
 
     def want(self, now_s: float) -> None:
         """The engine is about to compute, or a request is to be looked up: weights are in memory, and are asked for."""
-        if self.trust is Trust.ASKED and not self._to_send:
-            self._to_send, self._asked_s = True, now_s
-        elif self.trust is Trust.ASKED and now_s - self._asked_s > ANSWER_WAIT_S:
-            self._block("the ranks do not say which weights they have")
+        if self.trust is Trust.ASKED:
+            self._wanted_s = now_s if self._wanted_s is None else self._wanted_s
+            if now_s - self._wanted_s > ANSWER_WAIT_S:
+                self._block("the ranks do not say which weights they have")
 
     def take_question(self) -> int:
         """Return the number of the question to send to all ranks with this step, once; 0: none."""
-        if not self._to_send or self._is_sent:
+        if self._wanted_s is None or self._is_sent:
             return 0
         self._is_sent = True
         return self._question
@@ -95,7 +91,7 @@ class WeightsCheck:
         if self.trust is not Trust.ASKED or len(self._answers) < self._world_size:
             return False
         if not self._first:
-            self.suspect(self._asked_s)  # it is not known yet what there was at start
+            self.suspect()  # it is not known yet what there was at start
             return False
         generation = self._generation_of(tuple(self._answers[rank] for rank in range(self._world_size)))
         if generation == self.generation:

@@ -156,7 +156,7 @@ def test_keys_stand_for_what_all_ranks_have() -> None:
 
 def check(*first: str | None) -> WeightsCheck:
     made = WeightsCheck(len(first))
-    made.look("cache 0", 0.0)
+    made.look("cache 0")
     made.start(first)
     return made
 
@@ -171,26 +171,26 @@ def answer(of: WeightsCheck, *digests: str | None) -> bool:
 
 def test_weights_are_asked_for_after_a_reset() -> None:
     weights = check("a", "b")
-    weights.look("cache 0", 0.0)
+    weights.look("cache 0")
     assert weights.trust is Trust.SETTLED
-    weights.look("cache 1", 0.0)
+    weights.look("cache 1")
     assert weights.trust is Trust.ASKED
     assert not weights.take_question(), "not before somebody wants to know: the weights may be asleep"
     assert not answer(weights, "a", "b")
     assert (weights.trust, weights.generation) == (Trust.SETTLED, None)
-    weights.look("cache 2", 0.0)
+    weights.look("cache 2")
     assert answer(weights, "a", "c")
     other = weights.generation
     assert other
-    weights.suspect(0.0)
+    weights.suspect()
     weights.want(0.0)
     old_question = weights.take_question()
-    weights.suspect(0.0)
+    weights.suspect()
     assert not weights.hear({rank: WeightsAnswer(old_question, "x") for rank in range(2)}), "of a question before"
     assert weights.trust is Trust.ASKED
     assert not answer(weights, "a", "c")
     assert weights.generation == other
-    weights.look("cache 3", 0.0)
+    weights.look("cache 3")
     assert answer(weights, "a", "b")
     assert weights.generation is None, "those of the start again"
 
@@ -198,13 +198,13 @@ def test_weights_are_asked_for_after_a_reset() -> None:
 def test_other_weights_wait_for_a_reset_of_the_prefix_cache(caplog: pytest.LogCaptureFixture) -> None:
     """The connector was reset alone: vLLM's own cache holds blocks of the old weights."""
     weights = check("a")
-    weights.suspect(0.0)
+    weights.suspect()
     assert not answer(weights, "b")
     assert weights.trust is Trust.BLOCKED
     assert "until vLLM's prefix cache is reset" in caplog.text
     weights.want(0.0)
     assert not weights.take_question()
-    weights.look("cache 1", 0.0)
+    weights.look("cache 1")
     assert answer(weights, "b")
     assert weights.trust is Trust.SETTLED
 
@@ -213,7 +213,7 @@ def test_weights_that_nobody_knows_are_shared_with_nobody() -> None:
     weights = check(None)
     generations = set()
     for number in range(1, 4):
-        weights.look(f"cache {number}", 0.0)
+        weights.look(f"cache {number}")
         assert answer(weights, None)
         generations.add(weights.generation)
     assert len(generations) == 3
@@ -222,7 +222,7 @@ def test_weights_that_nobody_knows_are_shared_with_nobody() -> None:
 
 def test_ranks_that_do_not_answer_block_nobody_for_ever() -> None:
     weights = check("a")
-    weights.suspect(0.0)
+    weights.suspect()
     weights.want(10.0)
     weights.want(10.0 + ANSWER_WAIT_S)
     assert weights.trust is Trust.ASKED
