@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from nixl_offload.movers.base import Op
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.s3 import link as object_links
 from nixl_offload.tiers.shared.naming import parse_shard_name, shard_name
-from nixl_offload.tiers.shared_dir.calls import CallThreads
 from nixl_offload.tiers.shared_dir.link import TreeLink
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Key, Location, Outcome
@@ -377,34 +375,6 @@ def test_a_hung_filesystem_does_not_keep_the_process_from_ending(tmp_path: Path)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_what_is_given_up_is_cleaned_away_when_it_comes() -> None:
-    """Abandoned before and after it ended; errors of the work are handed on, not raised on the thread."""
-    threads, gate, discarded = CallThreads("test-calls"), threading.Event(), []
-
-    def work(value: int) -> int:
-        gate.wait(10)
-        return value
-
-    try:
-        early = threads.start(lambda: work(1), discard=discarded.append)
-        early.abandon()
-        assert threads.pending == 1
-        gate.set()
-        until(lambda: discarded == [1])
-        late = threads.start(lambda: work(2), discard=discarded.append)
-        until(lambda: late.done)
-        late.abandon()
-        assert discarded == [1, 2]
-        bad = threads.start(lambda: 1 // 0)
-        until(lambda: bad.done)
-        with pytest.raises(ZeroDivisionError):
-            bad.result()
-        assert threads.pending == 0
-    finally:
-        gate.set()
-        threads.close()
-
-
 def test_calls_that_wait_for_a_thread_are_not_overdue_while_others_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,17 +433,3 @@ def test_calls_that_wait_for_a_thread_are_not_overdue_while_others_end(
         for gate in gates.values():
             gate.set()
         link.close()
-
-
-def test_a_link_is_what_it_says(tmp_path: Path) -> None:
-    """Limits that no mover has yet: one that does not tell short reads is never direct, whatever else it can."""
-    mover = CopyMover()
-    mover.limits = replace(mover.limits, tells_short_reads=False)
-    rig = Rig.make(tmp_path, "direct_blocks", mover, link=tree(tmp_path / "shared"))
-    try:
-        assert isinstance(rig.link, TreeLink)
-        assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
-        assert rig.load(1, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
-        assert rig.bytes_of([1, 2, 3, 4]) == rig.bytes_of([5, 6, 7, 8])
-    finally:
-        rig.close()

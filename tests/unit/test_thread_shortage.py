@@ -19,7 +19,6 @@ from nixl_offload.movers.handles import open_file
 from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.prober import Prober
 from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.tiers.shared_dir.calls import CallThreads
 from nixl_offload.vllm.rank_tiers import RankTiers
 from tests.unit.chain_rig import FILE, MEMORY, ChainRig
 from tests.unit.engine_rig import until
@@ -53,19 +52,6 @@ def shortage(monkeypatch: pytest.MonkeyPatch) -> Shortage:
 
 def _threads(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
-
-
-def test_a_metadata_call_waits_for_the_next_thread(shortage: Shortage) -> None:
-    threads = CallThreads("test-short")
-    shortage(refused=1)
-    first = threads.start(lambda: 1)
-    assert not first.wait(0.01)
-    second = threads.start(lambda: 2)
-    assert first.wait(10)
-    assert second.wait(10)
-    assert (first.result(), second.result()) == (1, 2)
-    threads.close(10)
-    assert not _threads("test-short")
 
 
 @pytest.mark.parametrize("after", [0, 1])

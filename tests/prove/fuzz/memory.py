@@ -1,72 +1,17 @@
-"""Targets: how KV memory lies. Numbers that vLLM and a job bring, and the extents that are transferred for them."""
+"""Targets: how KV memory lies: tensors that vLLM registers, and the extents that are transferred for them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
-from nixl_offload.chunk.heads import HeadPages, shard_groups
 from nixl_offload.chunk.layout import (
     ChunkBlocks,
-    GroupLayout,
     KVLayout,
-    PageRun,
-    RegionSpec,
     job_extents,
-    split_job,
 )
 from nixl_offload.errors import LayoutError
 from tests.prove.fuzz.target import One, Reader, Target, expect
-
-_SIZES = (0, 1, 2, 3, 4, 7, 64, 512, 4096, 1 << 31, 1 << 40)
-
-
-def layout(scratch: Path) -> One:
-    """Tensors, groups and a job of any numbers: refused, or every byte of its blocks once, and no other byte."""
-
-    def one(data: bytes) -> None:
-        reader = Reader(data)
-        tensors = tuple(
-            RegionSpec(number, reader.choice(_SIZES), reader.number() % 6, *_sizes(reader))
-            for number in range(1 + reader.number() % 3)
-        )
-        groups = tuple(
-            GroupLayout(
-                tuple(
-                    PageRun(reader.number() % 4 - (not reader.left), reader.choice(_SIZES), reader.choice(_SIZES))
-                    for _ in range(reader.number() % 4)
-                )
-            )
-            for _ in range(1 + reader.number() % 2)
-        )
-        blocks_per_chunk = reader.number() % 5
-        try:
-            made = KVLayout(tensors, groups, blocks_per_chunk)
-        except LayoutError:
-            return
-        ids = np.array([reader.number() % 8 - 1 for _ in range(reader.number() % 12)], dtype=np.int64)
-        keys = [reader.number() % 3 for _ in range(reader.number() % 5)]
-        sizes = [reader.number() % 8 for _ in groups]
-        first = [reader.number() % 9 - 1 for _ in groups]
-        try:
-            chunks = split_job(
-                keys, ids, sizes, first, range(len(groups)), blocks_per_chunk=blocks_per_chunk,
-                require_full_tail=bool(len(data) & 1),
-            )  # fmt: skip
-        except LayoutError:
-            return
-        expect([chunk.key_index for chunk in chunks] == list(range(len(keys))), "a chunk for each key, in order")
-        for chunk in chunks:
-            _check(made, chunk)
-
-    return one
-
-
-def _sizes(reader: Reader) -> tuple[int, int]:
-    page = reader.choice(_SIZES)
-    return page + reader.choice((0, 0, 1, 64)), page
 
 
 def _check(made: KVLayout, chunk: ChunkBlocks) -> None:
@@ -104,31 +49,6 @@ def _check(made: KVLayout, chunk: ChunkBlocks) -> None:
             ),
             "each run lies in a joined extent, at the same distance",
         )
-
-
-def heads(scratch: Path) -> One:
-    """Layers with heads, dealt out to shards: refused, or each byte of each head in one shard."""
-
-    def one(data: bytes) -> None:
-        reader = Reader(data)
-        layers = [
-            HeadPages(reader.number() % 3, reader.number(), 1 + reader.number() % 8, 1 + reader.number())
-            for _ in range(reader.number() % 4)
-        ]
-        shards = 1 + reader.number() % 8
-        try:
-            groups = shard_groups(layers, shards)
-        except LayoutError:
-            expect(any(layer.heads % shards for layer in layers), "what can be dealt out is dealt out")
-            return
-        expect(len(groups) == shards, "a layout for each shard")
-        for number, layer in enumerate(layers):
-            size = layer.heads // shards * layer.head_bytes
-            bytes_of_all = sum(group.block_bytes for group in groups)
-            expect(bytes_of_all == sum(each.heads * each.head_bytes for each in layers), "all bytes, each once")
-            expect(size * shards == layer.heads * layer.head_bytes, f"heads of layer {number} are whole")
-
-    return one
 
 
 def pages(scratch: Path) -> One:
@@ -190,6 +110,4 @@ def pages(scratch: Path) -> One:
 
 def targets() -> Iterator[Target]:
     """All of KV memory."""
-    yield Target("memory/layout", layout, 80_000, lambda: [bytes(range(1, 60)), b"\1" * 60], max_bytes=128)
-    yield Target("memory/heads", heads, 80_000, lambda: [b"\2\0\0\3\7\1\0\3\7\3"], max_bytes=32)
     yield Target("memory/pages", pages, 40_000, lambda: [b"\0" * 24, bytes(range(24))], max_bytes=32)
