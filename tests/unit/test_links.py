@@ -4,7 +4,6 @@ objects are written whole; a read cut short unnoticed is found out; a link out o
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 import subprocess
@@ -16,18 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.engine import ChunkIO, Engine
 from nixl_offload.errors import TierError
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.s3 import link as object_links
 from nixl_offload.tiers.shared.naming import parse_shard_name, shard_name
 from nixl_offload.tiers.shared_dir.link import TreeLink
-from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Key, Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Rig, until
@@ -178,51 +174,6 @@ def test_readers_never_see_half_a_file(make: Make, tmp_path: Path) -> None:
 
 
 # -- several tiers --------------------------------------------------------------------------------------------------
-
-
-def test_each_tier_has_its_own_engine_link_and_mover(
-    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A slab that is written direct, a shared directory, and objects that are written whole, of one KV cache; a chunk
-    of another tier is refused.
-    """
-    rig = make("direct_blocks")
-    rig.engine.close()
-    assert rig.slab is not None
-    movers = [FaultyMover(CopyMover()), FaultyMover(CopyMover()), FaultyMover(ObjectFiles(tmp_path / "o"))]
-    links = [
-        SlabLink(rig.slab, movers[0], time.monotonic),
-        tree(tmp_path / "shared")(movers[1], time.monotonic),
-        objects()(movers[2], time.monotonic),
-    ]
-    size = rig.layout.slot_bytes(0)
-    wanted = rig.bytes_of([1, 2, 3, 4])
-
-    def chunk(tier: int, blocks: list[int]) -> ChunkIO:
-        return ChunkIO(rig.key(1), Location(tier, 0, size), 0, np.array(blocks, dtype=np.int32), 0)
-
-    for tier, link in enumerate(links):
-        with caplog.at_level(logging.INFO, logger="nixl_offload.engine"):
-            rig.engine = Engine(
-                tensors=rig.tensors,
-                layout=rig.layout,
-                link=link,
-                tier=tier,
-                rank_namespace=bytes(32),
-                staging_bytes=1 << 20,
-                direct_min_extent_bytes=4096,
-            )
-        rig.results.clear()
-        rig.kv[0][[1, 2, 3, 4]] = np.frombuffer(wanted, dtype=np.uint8).reshape(4, -1)
-        others = [chunk(other, [1, 2, 3, 4]) for other in range(4)]
-        assert rig.store(1, others) == tuple(OK if other == tier else FAILED for other in range(4))
-        rig.wipe()
-        assert rig.load(2, [chunk(tier, [5, 6, 7, 8]), chunk(3, [5, 6, 7, 8])]) == (OK, FAILED)
-        assert rig.bytes_of([5, 6, 7, 8]) == wanted
-        rig.engine.close()
-    both = [Op.WRITE, Op.WRITE, Op.READ, Op.READ]
-    assert [mover.submitted for mover in movers] == [both, both, [Op.WRITE, Op.READ]]
-    assert "packed through host memory, because objects writes a chunk in one piece" in caplog.text
 
 
 # -- objects --------------------------------------------------------------------------------------------------------

@@ -93,22 +93,6 @@ def test_over_a_shared_directory_too(tmp_path: Path) -> None:
         rig.tier.close()
 
 
-def test_what_is_known_is_not_asked_again_until_it_is_stale(make: MakeRig) -> None:
-    rig, keys = make(present_for="10m", absent_for="10s"), keys_of(8)
-    rig.put(*keys[:5])
-    assert rig.hits("a", keys) == 5
-    asked = rig.heads()
-    rig.ahead_s = 9.0
-    assert rig.hits("b", keys) == 5
-    assert rig.heads() == asked
-    rig.put(keys[5])
-    rig.ahead_s = 12.0
-    assert rig.hits("c", keys) == 6, "an absence lasts ten seconds"
-    rig.ahead_s = 700.0
-    del rig.store.objects[rig.names(keys[2])[0]]  # type: ignore[attr-defined]
-    assert rig.hits("d", keys) == 2, "a presence lasts ten minutes"
-
-
 def test_damaged_objects_are_absent_and_deleted(make: MakeRig, store: MemoryStore) -> None:
     rig, keys = make(world_size=2), keys_of(4)
     rig.put(*keys)

@@ -395,22 +395,6 @@ def test_a_rank_that_cannot_see_the_lock_makes_its_directory(
     assert (Path(place.directory) / rank_file_name(0)).is_file()
 
 
-@pytest.mark.parametrize("before", ["", '{"pid": 1, "host": "a name", "since": "' + "x" * 500 + '"}\n'])
-def test_an_old_directory_is_taken_over(open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path, before: str) -> None:
-    """A lock without an owner, and one whose line is longer than the new one."""
-    lock = tmp_path / "kv" / "lock"
-    lock.parent.mkdir()
-    lock.write_text(before)
-    tier = open_tier()
-    assert open_rank(tier).may_store()
-    assert set(json.loads(lock.read_text())) == {"owner", "pid", "host", "since"}
-    assert lock.read_text().count("\n") == 1
-    assert stat.S_IMODE(lock.stat().st_mode) == 0o600
-    lock.write_bytes(lock.read_bytes() + b'what was cut off"}\n')
-    assert holder_of(lock) != "which one is not known", "a reader may come before the cut"
-    assert open_rank(tier).may_store()
-
-
 def test_a_lock_that_nobody_holds_keeps_no_rank_out(open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path) -> None:
     """A rank on another machine than the scheduler: no lock there, or what an earlier engine left."""
     tier = open_tier()

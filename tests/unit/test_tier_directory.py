@@ -77,16 +77,6 @@ def test_everything_is_private_and_where_the_readme_says(tmp_path: Path) -> None
     tier.close()
 
 
-def test_a_second_opening_is_refused_until_the_first_closes(tmp_path: Path) -> None:
-    """One engine per path, and the refusal names the holder."""
-    first = open_tier(tmp_path)
-    with pytest.raises(TierError, match=f"pid {os.getpid()} on ") as caught:
-        open_tier(tmp_path, model="other")
-    assert caught.value.cause == "locked"
-    first.close()
-    open_tier(tmp_path, model="other").close()
-
-
 def test_what_is_taken_back_while_it_is_closed_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A filesystem that hangs may have the healing thread end after ``close``: the next opening must not be refused."""
     path = tmp_path / "tier"
@@ -333,21 +323,6 @@ def test_what_a_killed_start_has_left_is_removed_and_takes_no_room(tmp_path: Pat
     assert tier.rank_bytes < rank_bytes
     assert (directory / ".of-somebody-else").exists()
     tier.close()
-
-
-def test_the_manifest_outlives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is synced before it gets its name, and the name before there is a slab."""
-    synced: list[tuple[str, list[str]]] = []
-
-    def sync(fd: int) -> None:
-        path = Path(f"/proc/self/fd/{fd}").resolve()
-        directory = path if path.is_dir() else path.parent
-        synced.append((path.name, sorted(child.name for child in directory.iterdir())))
-
-    monkeypatch.setattr(os, "fsync", sync)
-    tier = open_tier(tmp_path)
-    tier.close()
-    assert synced == [("manifest.tmp", ["manifest.tmp"]), (tier.namespace_path.name, ["manifest.json"])]
 
 
 def test_a_smaller_capacity_cuts_the_slabs_and_keeps_the_geometry(tmp_path: Path) -> None:
