@@ -85,3 +85,26 @@ def test_no_sleep_while_an_opening_that_was_replaced_has_not_ended(
     tiers.sleep(10.0)
     assert not set(threading.enumerate()) - before
     assert tiers.close()
+
+
+def test_no_sleep_while_an_engine_that_nothing_replaces_is_being_closed(
+    rig: ChainRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It still has registrations of the KV memory that is to go away."""
+    may_close, engine = threading.Event(), _memory_engine(rig)
+    close = engine.close
+
+    def close_slowly(deadline_s: float) -> bool:
+        may_close.wait(20)
+        return close(deadline_s)
+
+    monkeypatch.setattr(engine, "close", close_slowly)
+    tiers = _tiers(rig, lambda *_: engine, MEMORY)
+    until(lambda: _is_open(rig, tiers, MEMORY))
+    tiers.open({}, 1)
+    with pytest.raises(TierError, match="cannot sleep"):
+        tiers.sleep(1.0)
+    may_close.set()
+    monkeypatch.undo()
+    tiers.sleep(10.0)
+    assert tiers.close()

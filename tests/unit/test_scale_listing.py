@@ -124,3 +124,9 @@ def test_of_deletes_that_fail_every_object_is_counted(store: SortedStore, monkey
     assert run.gave_up
     assert run.deleted.objects == 2000 - len(store.objects) == 404
     assert 3 * 4 <= run.failed_objects <= collection._DELETES * 4
+
+
+def test_a_small_namespace_is_listed_once(store: SortedStore) -> None:
+    fill(store, 50)
+    assert len(list(listing.list_chunks(store, NAME, lambda info: None))) == 50
+    assert len(store.names("list")) == 1

@@ -412,3 +412,15 @@ def test_a_namespace_of_a_running_engine_is_not_removed(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, 30 * MIB, dp_index=0, dp_engines=range(2))
     assert not other.namespace_path.exists()
     tier.close()
+
+
+def test_opening_counts_as_use(tmp_path: Path) -> None:
+    """A namespace that was opened again is the most recently used one, though its manifest did not change."""
+    first = make_foreign(tmp_path, "first", 1e8)
+    second = make_foreign(tmp_path, "second", 2e8)
+    third = make_foreign(tmp_path, "third", 3e8)
+    open_tier(tmp_path, 64 * MIB, "first").close()
+    open_tier(tmp_path).close()
+    assert first.exists()
+    assert not second.exists()
+    assert third.exists()

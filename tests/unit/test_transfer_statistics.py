@@ -13,7 +13,7 @@ from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.records import ChunkIO, Completion, Ending, Job
 from nixl_offload.engine.states import Lane, WorkKind
 from nixl_offload.engine.streams import READY
-from nixl_offload.engine.transfer_statistics import Act, Failure, TransferStatistics
+from nixl_offload.engine.transfer_statistics import MAX_SAMPLES, Act, Failure, TransferStatistics
 from nixl_offload.types import Key, Location, Outcome
 
 SIZE = 100
@@ -94,3 +94,13 @@ def test_a_tally_names_operations_and_gives_everything_once() -> None:
     assert both.seconds[Act("load", 1)] == [0.5, 0.5]
     assert both.failures[Failure("load", 1, "failed", "io")] == 4
     assert work.seconds[Act("load", 1)] == [0.5], "what was merged is as it was"
+
+
+def test_samples_are_bounded_and_bytes_are_not_lost() -> None:
+    statistics = TransferStatistics()
+    for _ in range(MAX_SAMPLES + 5):
+        statistics.add(0, result(WorkKind.STORE))
+    work = statistics.take()
+    assert work is not None
+    assert len(work.seconds[Act("store", 0)]) == MAX_SAMPLES
+    assert work.payload_bytes[Act("store", 0)] == (MAX_SAMPLES + 5) * SIZE

@@ -455,3 +455,22 @@ def test_what_takes_long_is_told(
     assert all(line.startswith(f"Reading the files of {model}, to know which weights they are: ") for line in during)
     assert end.startswith(f"Read the files of {model}, to know which weights they are: 1.0 of 1.0 GiB in ")
     assert all(int(line.rpartition(" s, ")[0].rpartition(" ")[2]) < PATIENCE_S for line in caplog.messages)
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert error_of(tmp_path / "nothing") == (
+        f"cannot tell which model this is: {tmp_path / 'nothing'}: No such file or directory"
+    )
+
+
+def test_a_file_that_has_become_a_pipe_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening a pipe waits for whoever writes to it."""
+
+    def list_and_replace(path: str) -> tuple[ModelFile, ...]:
+        files = list_files(path)
+        (model / "config.json").unlink()
+        os.mkfifo(model / "config.json")
+        return files
+
+    monkeypatch.setattr(weights, "list_files", list_and_replace)
+    assert error_of(model).endswith("config.json is not a regular file")

@@ -183,17 +183,6 @@ def test_which_filesystems_are_trusted(monkeypatch: pytest.MonkeyPatch, filesyst
     assert keeps_change_time("/") is is_trusted
 
 
-def test_what_lies_on_another_filesystem_is_not_remembered(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two images that were made with fixed times could be taken for each other."""
-    monkeypatch.setattr(weights_cache, "_libc", Libc(0x794C7630))
-    first = identify(model, tmp_path)
-    assert first[1]
-    assert identify(model, tmp_path) == first
-    assert not list(tmp_path.iterdir())
-
-
 def known(model: Path, cache: Path, host: str | None = None) -> str | None:
     """Return what is remembered of the weights."""
     weights = WeightsCache(cache) if host is None else WeightsCache(cache, host)
@@ -344,12 +333,6 @@ def test_a_directory_that_cannot_be_written_costs_reading_again(model: Path, tmp
     assert not (tmp_path / "full" / f"{CACHE_PREFIX}.json").exists()
 
 
-def test_what_a_writer_that_was_killed_has_left_is_replaced(model: Path, tmp_path: Path) -> None:
-    (tmp_path / f"{CACHE_PREFIX}.tmp").write_text("{")
-    right, _ = identify(model, tmp_path)
-    assert identify(model, tmp_path) == (right, False)
-
-
 def test_what_is_made_is_private(model: Path, tmp_path: Path) -> None:
     """Missing directories 0700, files 0600, whatever the umask, and nothing else."""
     umask = os.umask(0)
@@ -363,18 +346,6 @@ def test_what_is_made_is_private(model: Path, tmp_path: Path) -> None:
         f"{CACHE_PREFIX}.json": 0o600,
         f"{CACHE_PREFIX}.lock": 0o600,
     }
-
-
-def test_the_oldest_are_forgotten(model: Path, tmp_path: Path) -> None:
-    """The file stays small enough for the room that a slab sets aside for it."""
-    file = weights_of(model)
-    files = [replace(file, inode=number) for number in range(600)]
-    cache = WeightsCache(tmp_path)
-    cache.add(dict.fromkeys(files[:300], LIE), time.time())
-    cache.add(dict.fromkeys(files[300:], LIE), time.time())
-    cache.refresh()
-    assert [bool(cache.get(file)) for file in files] == [False] * 88 + [True] * 512
-    assert (tmp_path / f"{CACHE_PREFIX}.json").stat().st_size < 64 << 10
 
 
 WRITER = """
