@@ -159,36 +159,6 @@ def test_weights_that_cannot_be_read_turn_offloading_off(
     manager.shutdown()
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at start", "later"])
-def test_a_tier_that_cannot_be_opened_is_left_out_and_tried_again(
-    model: Path,
-    tmp_path: Path,
-    gate: threading.Event,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    late: bool,
-) -> None:
-    monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.05)
-    (tmp_path / "kv").write_text("a file where the directory should be")
-    manager = manager_of(model, tmp_path / "kv")
-    if not late:
-        gate.set()
-        monkeypatch.setattr(serving_tiers, "START_WAIT_S", DEADLINE_S)
-    manager.open(manager_rig.ranks())
-    gate.set()
-    manager_rig.wait_for_tiers(manager)
-    ask(manager)
-    assert stored(manager, 1) == ()
-    assert caplog.text.count("not open (") == 1
-    assert str(tmp_path / "kv") in caplog.text
-    (tmp_path / "kv").unlink()
-    deadline = time.monotonic() + DEADLINE_S
-    while not stored(manager, 1):
-        assert time.monotonic() < deadline
-        ask(manager)
-    manager.shutdown()
-
-
 def test_a_reset_before_a_late_tier_is_open_holds(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies in a directory that comes back is not served after a reset."""
     monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.05)

@@ -38,6 +38,7 @@ from tests.vllm.pipeline_rig import CHUNK_TOKENS, PlayedEngine, played, vllm_con
 from tests.vllm.test_contract_chain import Matching
 
 OPEN, FAILED = RankStatus(frozenset({0})), RankStatus(frozenset(), frozenset({0}))
+DEADLINE_S = 60.0
 HIT = (4 * manager_rig.CHUNK_TOKENS, True)
 
 
@@ -55,6 +56,28 @@ def restarted(tmp_path: Path) -> Iterator[Callable[[], Matching]]:
     yield make
     for each in made:
         each.manager.shutdown()
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], threading.Event]]:
+    """Have a slab hang from now on while the scheduler's half opens it, until the end or the returned event is set."""
+    works, open_tier = threading.Event(), serving_tiers.open_tier
+    monkeypatch.setattr(serving_tiers, "CLOSE_S", 0.1)
+
+    def opening(tier: Any, *arguments: Any) -> Any:
+        if tier.kind == "slab":
+            works.wait(DEADLINE_S)
+        return open_tier(tier, *arguments)
+
+    def begin() -> threading.Event:
+        monkeypatch.setattr(serving_tiers, "open_tier", opening)
+        return works
+
+    yield begin
+    works.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("nixl-offload-open"):
+            thread.join(DEADLINE_S)
 
 
 def step(asked: Matching) -> Any:
@@ -143,41 +166,28 @@ def test_a_tier_that_does_not_fit_the_model_is_left_out_where_the_engine_already
 
 
 def test_a_tier_that_hangs_keeps_no_idle_engine_stepping_that_serves_already(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: Callable[[], threading.Event]
 ) -> None:
     """It joins all the same, in the steps of a request that comes later."""
-    is_hung, works, open_tier = threading.Event(), threading.Event(), serving_tiers.open_tier
-
-    def opening(*arguments: Any) -> Any:
-        is_hung.set()
-        assert works.wait(DEADLINE_S)
-        return open_tier(*arguments)
-
-    monkeypatch.setattr(serving_tiers, "open_tier", opening)
+    works = hang()
     monkeypatch.setattr(serving_tiers, "OPENING_WAIT_S", 0.1)
     scheduler = inside_another(tmp_path, world_size=1)
-    try:
-        report(scheduler, geometries=dict(enumerate(manager_rig.ranks(1))))
-        began_s = time.monotonic()
-        while not is_hung.is_set():
-            assert time.monotonic() < began_s + DEADLINE_S
-            scheduler.build_connector_meta(SchedulerOutput.make_empty())
-        time.sleep(max(0.0, began_s + 0.1 - time.monotonic()))
-        assert not scheduler.has_pending_push_work()
-        monkeypatch.undo()
-        works.set()
-        for _ in range(1000):
-            meta = scheduler.build_connector_meta(SchedulerOutput.make_empty())
-            if isinstance(meta, StepMetadata):
-                break
-            time.sleep(0.01)
-        assert list(meta.places) == [0]
-        assert scheduler.has_pending_push_work(), "the rank is to open it"
-        report(scheduler, ranks={0: OPEN})
-        assert not scheduler.has_pending_push_work()
-    finally:
-        works.set()
-        scheduler.shutdown()
+    report(scheduler, geometries=dict(enumerate(manager_rig.ranks(1))))
+    assert scheduler.has_pending_push_work()
+    monkeypatch.setattr(serving_tiers, "OPENING_WAIT_S", DEADLINE_S)
+    while scheduler.has_pending_push_work():
+        scheduler.build_connector_meta(SchedulerOutput.make_empty())
+    works.set()
+    for _ in range(1000):
+        meta = scheduler.build_connector_meta(SchedulerOutput.make_empty())
+        if isinstance(meta, StepMetadata):
+            break
+        time.sleep(0.01)
+    assert list(meta.places) == [0]
+    assert scheduler.has_pending_push_work(), "the rank is to open it"
+    report(scheduler, ranks={0: OPEN})
+    assert not scheduler.has_pending_push_work()
+    scheduler.shutdown()
 
 
 def test_a_request_waits_only_so_long(restarted: Callable[[], Matching], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,24 +298,15 @@ def test_a_required_tier_that_cannot_be_opened_ends_the_start(tmp_path: Path, ki
     again.shutdown()
 
 
-def test_a_required_tier_that_hangs_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hung, open_tier = threading.Event(), serving_tiers.open_tier
-
-    def opening(*arguments: Any) -> Any:
-        hung.wait(DEADLINE_S)
-        return open_tier(*arguments)
-
-    monkeypatch.setattr(serving_tiers, "open_tier", opening)
+def test_a_required_tier_that_hangs_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: Callable[[], threading.Event]
+) -> None:
+    hang()
     monkeypatch.setattr(serving_tiers, "START_WAIT_S", 0.1)
-    monkeypatch.setattr(serving_tiers, "CLOSE_S", 0.1)
     config = manager_rig.config_of(manager_rig.slab_tier(tmp_path, required=True))
     manager = NixlOffloadManager(manager_rig.offloading_config(), config, manager_rig.vllm_config())
     with pytest.raises(TierError, match=REQUIRED):
         manager.open(manager_rig.ranks(1))
-    hung.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("nixl-offload-open"):
-            thread.join(DEADLINE_S)
 
 
 def test_a_required_tier_must_open_on_all_ranks_once(tmp_path: Path) -> None:
@@ -401,7 +402,6 @@ def test_a_reset_while_ranks_open_forgets_what_was_stored(restarted: Callable[[]
     assert asked.ask() == (0, False)
 
 
-DEADLINE_S = 60.0
 PROMPTS = [random.Random(seed).choices(range(512), k=3 * CHUNK_TOKENS + 20) for seed in range(2)]
 FULL_TOKENS = [3 * CHUNK_TOKENS] * len(PROMPTS)
 
@@ -483,40 +483,31 @@ def test_an_opening_that_hangs_costs_hits_and_no_more(
     again.close()
 
 
-@pytest.mark.parametrize("who", ["scheduler", "rank"])
-def test_a_tier_that_cannot_be_opened_at_start_joins_a_running_engine(
-    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, who: str
+def test_a_tier_that_a_rank_cannot_open_at_start_joins_a_running_engine(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine starts, computes, says so once, and hits as soon as the directory, or the rank's driver, works."""
+    """The engine starts, computes, says so once, and hits as soon as the rank's driver works."""
     gate.set()
     monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(background, "LONGEST_PAUSE_S", 0.05)
-    works = threading.Event()
-    if who == "scheduler":
-        (tmp_path / "slab").write_text("a file where the directory should be")
-    else:
-        open_tier_engine = worker_module.open_tier_engine
+    works, open_tier_engine = threading.Event(), worker_module.open_tier_engine
 
-        def opening(config: Any, position: int, place: Any, memory: Any, rank: int, *arguments: Any) -> Any:
-            if rank == 1 and not works.is_set():
-                raise TierError("no such driver", cause="io")
-            return open_tier_engine(config, position, place, memory, rank, *arguments)
+    def opening(config: Any, position: int, place: Any, memory: Any, rank: int, *arguments: Any) -> Any:
+        if rank == 1 and not works.is_set():
+            raise TierError("no such driver", cause="io")
+        return open_tier_engine(config, position, place, memory, rank, *arguments)
 
-        monkeypatch.setattr(worker_module, "open_tier_engine", opening)
+    monkeypatch.setattr(worker_module, "open_tier_engine", opening)
     engine = SlowEngine(tmp_path)
     for _ in range(2):
         assert engine.generate(PROMPTS) == [0, 0]
         engine.reset_prefix_cache()
     assert engine.moved("store") == [0, 0]
-    if who == "scheduler":
-        (tmp_path / "slab").unlink()
     works.set()
     deadline = time.monotonic() + DEADLINE_S
-    while not all(engine.moved("store")):
+    while engine.generate(PROMPTS) != FULL_TOKENS:
         assert time.monotonic() < deadline
-        engine.generate(PROMPTS)
         engine.reset_prefix_cache()
-    assert engine.generate(PROMPTS) == FULL_TOKENS
     assert engine.wrong() == []
     assert engine.longest_step_s < 5.0
     engine.close()
@@ -579,27 +570,15 @@ def test_a_directory_in_trouble_at_start_joins_a_running_engine(
 
 
 def test_a_tier_that_hangs_while_it_is_opened_delays_no_other(
-    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, hang: Callable[[], threading.Event]
 ) -> None:
     """Nor the start for longer than ``START_WAIT_S``."""
     gate.set()
-    hung, open_tier = threading.Event(), serving_tiers.open_tier
-
-    def opening(tier: Any, *arguments: Any) -> Any:
-        if tier.kind == "slab":
-            hung.wait(DEADLINE_S)
-        return open_tier(tier, *arguments)
-
-    monkeypatch.setattr(serving_tiers, "open_tier", opening)
+    hang()
     monkeypatch.setattr(serving_tiers, "START_WAIT_S", 0.2)
-    monkeypatch.setattr(serving_tiers, "CLOSE_S", 0.1)
     engine = SlowEngine(tmp_path, {"kind": "memory", "capacity": "64MiB"})
     engine.settle()
     assert engine.generate(PROMPTS) == [0, 0]
     engine.reset_prefix_cache()
     assert engine.generate(PROMPTS) == FULL_TOKENS
     engine.close()
-    hung.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("nixl-offload-open"):
-            thread.join(DEADLINE_S)
