@@ -49,10 +49,12 @@ class Control(TreeStore):
 class Setup:
     """A rig over a queued mover, the scripted mover under it, and the store that it asks."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, within_s: float = 60.0) -> None:
         self.faulty = FaultyMover(StoreMover(TreeStore(str(directory)), threads=2))
         self.control = Control(directory)
-        self.mover = QueuedMover(self.faulty, self.control, at_once=2, pause_s=0.05, within_s=1.0, close_timeout_s=0.2)
+        self.mover = QueuedMover(
+            self.faulty, self.control, at_once=2, pause_s=0.05, within_s=within_s, close_timeout_s=0.2
+        )
         self.rig = ObjectRig(self.mover, RawDirectory(directory), MemoryKind.DRAM, MIB)
         self.name = self.rig.store("object", DATA)
 
@@ -69,8 +71,9 @@ class Setup:
 
 
 @pytest.fixture
-def setup(tmp_path: Path) -> Iterator[Setup]:
-    setup = Setup(tmp_path / "objects")
+def setup(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Setup]:
+    """``request.param``: seconds within which reads are tried again."""
+    setup = Setup(tmp_path / "objects", getattr(request, "param", 60.0))
     yield setup
     setup.control.gate.set()
     setup.faulty.release()
@@ -151,7 +154,9 @@ def test_what_is_gone_is_not_read_again(setup: Setup) -> None:
     assert (transfer.state, transfer.missing, setup.reads) == (FAILED, True, 1)
 
 
-@pytest.mark.parametrize("cause", ["timeout", "unreachable", "server", "hangs"])
+@pytest.mark.parametrize(
+    ("setup", "cause"), [(60.0, "timeout"), (60.0, "unreachable"), (60.0, "server"), (0.5, "hangs")], indirect=["setup"]
+)
 def test_a_server_that_answers_nobody_is_left_alone(setup: Setup, cause: str) -> None:
     """Also when it does not even refuse: then the read ends when the time for attempts is over."""
     if cause == "hangs":
