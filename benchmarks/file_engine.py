@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
-from nixl_offload.engine import ChunkIO, Engine
+from nixl_offload.engine import ChainEngine, Chunk, Engine
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.select import make_mover
 from nixl_offload.tiers.slab.file import SlabFile
@@ -46,7 +46,9 @@ class WholeEngine:
         slab.open()
         link = SlabLink(slab, make_mover(mover), time.monotonic)
         self.direct_io = slab.direct_io
-        self._engine = Engine(
+        self._engine = ChainEngine(1)
+        engine = Engine(
+            table=self._engine.table,
             tensors=tensors,
             layout=layout,
             link=link,
@@ -54,6 +56,7 @@ class WholeEngine:
             staging_bytes=STAGING_BYTES,
             direct_min_extent_bytes=1 << 62,
         )
+        self._engine.join(0, engine)
         self._jobs = 0
         self.run(Op.WRITE, np.arange(chunks, dtype=np.int32))
 
@@ -76,7 +79,7 @@ class WholeEngine:
         first = self._jobs * JOB_CHUNKS % KV_CHUNKS * BLOCKS_PER_CHUNK
         ids = np.arange(first, first + len(chunks) * BLOCKS_PER_CHUNK, dtype=np.int32).reshape(-1, BLOCKS_PER_CHUNK)
         ios = [
-            ChunkIO(
+            Chunk(
                 Key(hashlib.sha256(chunk.to_bytes(8, "big")).digest() + bytes(4)),
                 Location(0, chunk * self._slot_bytes, self._slot_bytes),
                 0,

@@ -16,8 +16,7 @@ from benchmarks.s3_ours import NAMESPACE, connect
 from benchmarks.s3_sides import Buffer, Keys, Move, Side
 from examples.s3_server import RcloneServer
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
-from nixl_offload.engine import Engine
-from nixl_offload.engine.records import ChunkIO
+from nixl_offload.engine import ChainEngine, Chunk, Engine
 from nixl_offload.movers.base import Mover
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.s3.link import ObjectLink
@@ -49,20 +48,23 @@ class EngineSide(Side):
         region = RegionSpec(0, blocks.data_ptr(), len(blocks), block_bytes, block_bytes)
         layout = KVLayout((region,), (GroupLayout.of_pages(((0, block_bytes),)),), BLOCKS_PER_CHUNK)
         self._slot_bytes = layout.slot_bytes(0)
-        self._engine = Engine(
+        self._engine = ChainEngine(1)
+        engine = Engine(
+            table=self._engine.table,
             tensors=[blocks],
             layout=layout,
             link=ObjectLink("s3://bucket", NAMESPACE.name, 0, mover, time.monotonic),
             rank_namespace=bytes(32),
             staging_bytes=self._slot_bytes * max(32, buffer.rows // _QUEUE_SHARE),
         )
+        self._engine.join(0, engine)
         self._jobs = 0
 
     def move(self, move: Move, keys: Keys, first_row: int) -> None:
         submit = self._engine.submit_store if move == "WRITE" else self._engine.submit_load
         blocks = np.arange(len(keys) * BLOCKS_PER_CHUNK, dtype=np.int32) + first_row * BLOCKS_PER_CHUNK
         chunks = [
-            ChunkIO(key, Location(0, 0, self._slot_bytes), 0, ids, 0)
+            Chunk(key, Location(0, 0, self._slot_bytes), 0, ids, 0)
             for key, ids in zip(keys, np.split(blocks, len(keys)), strict=True)
         ]
         waiting = set()

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu.rounds import Contest, Row, Run, WrongBytesError, contest, reason, unit
 from benchmarks.gpu.scene import PIECES_BYTES, Cache, Scene
-from nixl_offload.engine import ChunkIO, Engine
+from nixl_offload.engine import ChainEngine, Chunk, Engine
 from nixl_offload.movers.select import MoverChoice
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
@@ -104,7 +104,7 @@ def _contests(scene: Scene, cache: Cache, number: int) -> Iterator[tuple[str, Co
 class Driven:
     """One engine over its own slab. What round 0 stores is what all loads bring back, to other blocks each time."""
 
-    def __init__(self, scene: Scene, cache: Cache, engine: Engine, slot_bytes: int) -> None:
+    def __init__(self, scene: Scene, cache: Cache, engine: ChainEngine, slot_bytes: int) -> None:
         self._scene, self._cache, self._engine, self._slot_bytes = scene, cache, engine, slot_bytes
         self._jobs = 0
         self._stored_by = 0
@@ -124,9 +124,9 @@ class Driven:
                 raise WrongBytesError("other bytes were loaded than had been stored")
         return seconds
 
-    def _chunks(self, number: int) -> list[ChunkIO]:
+    def _chunks(self, number: int) -> list[Chunk]:
         return [
-            ChunkIO(
+            Chunk(
                 Key(n.to_bytes(32, "little") + bytes(4)),
                 Location(0, n * self._slot_bytes, self._slot_bytes),
                 0,
@@ -136,7 +136,7 @@ class Driven:
             for n, ids in enumerate(self._cache.ids(number))
         ]
 
-    def _job(self, chunks: Sequence[ChunkIO], *, is_store: bool) -> float:
+    def _job(self, chunks: Sequence[Chunk], *, is_store: bool) -> float:
         self._jobs += 1
         self._scene.sync()
         begin = time.perf_counter()
@@ -164,7 +164,9 @@ def driven(scene: Scene, cache: Cache, kind: Kind, name: str) -> Iterator[Driven
         slab.open()
         stack.callback(path.unlink, missing_ok=True)
         stack.callback(slab.close)
+        rank = ChainEngine(1)
         engine = Engine(
+            table=rank.table,
             tensors=cache.tensors,
             layout=cache.layout,
             link=SlabLink(slab, mover, time.monotonic),
@@ -174,5 +176,6 @@ def driven(scene: Scene, cache: Cache, kind: Kind, name: str) -> Iterator[Driven
             device=scene.device,
             staging=kind.staging,
         )
-        stack.callback(engine.close)
-        yield Driven(scene, cache, engine, slot_bytes)
+        rank.join(0, engine)
+        stack.callback(rank.close)
+        yield Driven(scene, cache, rank, slot_bytes)

@@ -1,25 +1,25 @@
-"""The worker's half: ``ChainEngine`` deals jobs of chunks out to an engine per tier, whose pumps move them batch by
-batch; completions tell how each ended, ``finished`` those of jobs and ``settled`` those of tickets.
+"""The worker's half: ``ChainEngine`` puts jobs of chunks into one table; a pump per tier takes its own from there and
+moves them batch by batch. Completions tell how each ended: ``finished`` of jobs, ``settled`` of tickets.
 """
 
 from __future__ import annotations
 
-from nixl_offload.engine.chain import ChainEngine, MoveIO
+from nixl_offload.engine.chain import ChainEngine
 from nixl_offload.engine.engine import Engine
-from nixl_offload.engine.records import ChunkIO, Completion, Share
+from nixl_offload.engine.records import Chunk, Completion, Share, make_move
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.engine.transfer_statistics import TierStatus, Work
 
 __all__ = [
     "ChainEngine",
-    "ChunkIO",
+    "Chunk",
     "Completion",
     "Engine",
-    "MoveIO",
     "Share",
     "TierEngine",
     "TierStatus",
     "Work",
     "WorkKind",
+    "make_move",
 ]

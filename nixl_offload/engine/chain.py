@@ -1,5 +1,4 @@
-"""A rank's tiers as one engine: jobs are dealt out to the tier of each chunk and their results put together again;
-moves between tiers go on behind them.
+"""A rank's tiers as one engine: jobs go into one table, from which each tier's pump takes the chunks that are its own.
 
 Threading: one caller thread (vLLM's worker); each tier has an engine of its own with a pump of its own, so a tier that
 hangs delays no other. No method but ``wait`` and ``close`` waits, and those two have limits.
@@ -12,151 +11,142 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from nixl_offload.engine.moves import MoveIO, Moves, RelayHost
+from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.pump import LEAKED
-from nixl_offload.engine.records import ChunkIO, Completion, Share
-from nixl_offload.engine.states import WorkKind
-from nixl_offload.engine.streams import Fence
+from nixl_offload.engine.records import Chunk, Completion, Job
+from nixl_offload.engine.states import Lane, WorkKind
+from nixl_offload.engine.streams import READY, Fence
 from nixl_offload.engine.tier_engine import TierEngine
-from nixl_offload.engine.transfer_statistics import TierStatus, TransferStatistics, Work
-from nixl_offload.engine.waiting import wait_source_free
+from nixl_offload.engine.transfer_statistics import TierStatus, Work
 from nixl_offload.types import Outcome
-
-__all__ = ["ChainEngine", "MoveIO"]
 
 logger = logging.getLogger(__name__)
 
 WAIT_LIMIT_S = 2.0
-"""How long ``wait`` lets all tiers together read source blocks or finish loads. Only hung storage takes longer."""
-WAIT_LEAST_S = 0.020
-"""What of it each tier gets at least, even if another has used it up."""
+"""How long ``wait`` lets tiers read source blocks, or finish loads. Only hung storage takes longer: that shall not hang
+the engine."""
 CLOSE_PATIENCE_S = 2.0
 """How long engines may take to say that the deadline is over."""
 _STEP_S = 0.001
 
+Refused = tuple[Outcome, str]
+"""Why nothing of a job is done: what its chunks are, and the words."""
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A job of vLLM while some tier works at it."""
 
-    kind: WorkKind
-    parts: dict[int, Sequence[int]]
-    """By tier: the positions of its chunks in the job. Those that have not ended."""
-    outcomes: list[Outcome]
-    shared: bool
-    """More than one tier has part in it, or a chunk has no tier."""
-    submitted_s: float
-    bytes_moved: int = 0
-    errors: list[str] = field(default_factory=list)
-    shares: list[Share] = field(default_factory=list)
+class RelayHost(Protocol):
+    """What is needed of ``host.HostSlab``."""
+
+    @property
+    def relay_offsets(self) -> Sequence[int]:
+        """Offsets in the host slab of the slots for moves between farther tiers."""
 
 
 class ChainEngine:
     """All tiers of one rank. Each submitted job yields exactly one ``Completion`` and each ticket exactly one
     ``Completion``, whatever fails.
 
+    Chunks belong to the table once they are submitted. ``count``: how many the caller counts where
+    ``Chunk.position`` says of which of them each chunk is a shard; None: each chunk is one, in order.
     After any failure still holds: tiers that work go on, and chunks of a tier that is not there are FAILED.
     """
 
     def __init__(
         self,
-        engines: Sequence[TierEngine | None],
+        tiers: int,
         host: RelayHost | None = None,
         *,
-        memory: int | None = None,
-        empty_groups: Collection[int] = (),
+        load_timeout_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``engines`` is indexed by ``Location.tier``; None: this rank cannot use the tier. ``memory``: the position of
-        the memory tier, None if there is none. ``host``: without it nothing moves between farther tiers.
-        ``empty_groups``: KV groups of which this rank has no layer; no engine hears of their chunks, which are OK at
-        once whatever is to be done with them. Without any other group there need be no engine.
+        """No tier is open yet. ``tiers``: how many positions there are for ``Location.tier``. ``host``: without it
+        nothing moves between farther tiers. ``load_timeout_s``: after that a load has failed.
         """
-        self._engines = list(engines)
-        self._live = self._find_live()
-        self._memory = memory
-        self._empty_groups = frozenset(empty_groups)
-        self._clock = clock
-        self._jobs: dict[int, _Job] = {}
-        self._results: list[Completion] = []
-        self._statistics = TransferStatistics()
-        self._moves = Moves(
-            self._engines,
-            () if host is None else tuple(host.relay_offsets),
-            memory=memory,
-            empty_groups=self._empty_groups,
-            clock=clock,
+        self.table = JobTable(
+            clock=clock, load_timeout_s=load_timeout_s, relay_offsets=() if host is None else host.relay_offsets
         )
+        self._engines: list[TierEngine | None] = [None] * tiers
+        self._clock = clock
         self._closed = False
 
     @property
     def open_tiers(self) -> frozenset[int]:
         """The tiers that this rank can use."""
-        return frozenset(tier for tier, _ in self._live)
+        return frozenset(tier for tier, engine in enumerate(self._engines) if engine is not None)
 
     def join(self, tier: int, engine: TierEngine) -> None:
         """From now on use ``engine`` for ``tier``, which had none; it is closed with the others."""
         assert self._engines[tier] is None, "a tier is open once"
         self._engines[tier] = engine
-        self._live = self._find_live()
+        self.table.use(each.queue for each in self._live())
 
-    def submit_store(self, job_id: int, chunks: Sequence[ChunkIO]) -> None:
-        """Queue a store, each chunk to the tier of its location. As ``Engine.submit_store``."""
-        for tier, part in self._deal(job_id, chunks, kind=WorkKind.STORE):
-            self._engine(tier).submit_store(job_id, part)
+    def submit_store(
+        self, job_id: int, chunks: Sequence[Chunk], count: int | None = None, *, refused: Refused | None = None
+    ) -> None:
+        """Queue a store, each chunk to the tier of its location, of blocks that the compute stream has written, or will
+        have when it gets here.
+
+        Under pressure chunks become DROPPED at once. The blocks of each chunk must reach to the chunk's end.
+        """
+        fence = self.compute_fence() or READY
+        self._submit(WorkKind.STORE, chunks, count, fence, Lane.STORE, refused, job_id=job_id)
 
     def compute_fence(self) -> Fence | None:
         """Mark this point of the compute stream for loads that are submitted later; None: there is no tier yet."""
-        return self._live[0][1].compute_fence() if self._live else None
+        live = self._live()
+        return live[0].compute_fence() if live else None
 
     def submit_load(
         self,
         job_id: int,
-        chunks: Sequence[ChunkIO],
+        chunks: Sequence[Chunk],
+        count: int | None = None,
         *,
         expedited: bool = False,
         promotion_ticket: int = 0,
+        promoted: Sequence[int] | None = None,
         fence: Fence | None = None,
+        refused: Refused | None = None,
     ) -> None:
-        """Queue a load, each chunk from the tier of its location. ``promotion_ticket``: under which ``settled`` tells
-        of the chunks that have a ``host_offset``, in their order; 0: there are none. ``fence``: as
-        ``TierEngine.submit_load``.
-        """
-        if job_id in self._jobs:
-            self._refuse_twice(job_id)
-            sizes = [chunk.location.slot_bytes for chunk in chunks if chunk.host_offset is not None]
-            if promotion_ticket:
-                self._settle_all(promotion_ticket, sizes, Outcome.DROPPED)
-            return
-        chunks = self._expect_promotions(job_id, chunks, promotion_ticket)
-        for tier, part in self._deal(job_id, chunks, kind=WorkKind.LOAD):
-            self._engine(tier).submit_load(job_id, part, expedited=expedited, fence=fence)
+        """Queue a load, each chunk from the tier of its location, some of it by way of host slots that keep it.
 
-    def submit_moves(self, ticket: int, moves: Sequence[MoveIO]) -> None:
-        """Queue moves behind everything else. ``settled`` tells of them, in their order, when the last has ended.
-
-        The caller keeps sources readable and targets reserved until then. Host slots must hold whole images.
+        ``expedited`` puts it before the loads that wait already. ``promotion_ticket``: under which ``settled`` tells of
+        the chunks that have a ``host_offset``, in their order; 0: there are none. ``promoted``: their positions; None:
+        where this rank has a shard of each. ``fence``: behind it nothing but this load touches the blocks; None: that
+        is so from this point of the compute stream on.
         """
-        self._moves.submit(ticket, moves)
+        if promoted is None:
+            promoted = [at for at, chunk in enumerate(chunks) if chunk.host_offset is not None]
+        lane = Lane.EXPEDITED_LOAD if expedited else Lane.LOAD
+        fence = fence or self.compute_fence() or READY
+        ticket = promotion_ticket
+        self._submit(
+            WorkKind.LOAD, chunks, count, fence, lane, refused, job_id=job_id, ticket=ticket, promoted=promoted
+        )
+
+    def submit_moves(self, ticket: int, moves: Sequence[Chunk], count: int | None = None) -> None:
+        """Queue moves (``records.make_move``) behind everything else: whole images between host slots and tiers.
+
+        ``settled`` tells of them, in their order, when the last has ended. The caller keeps sources readable and
+        targets reserved until then, and bounds how many there are.
+        """
+        kind = moves[0].kind if moves and moves[0].onward is None else WorkKind.WRITE_THROUGH
+        self._submit(kind, moves, count, READY, Lane.BACKGROUND, None, ticket=ticket)
 
     def finished(self) -> list[Completion]:
         """Return the jobs that ended since the last call, each exactly once over all calls."""
-        self._poll()
-        results, self._results = self._results, []
-        return results
+        self.table.expire()
+        return self.table.drain()
 
     def settled(self) -> list[Completion]:
         """Return the tickets that were settled since the last call, each exactly once over all calls."""
-        if self._moves.idle:
-            return []
-        self._poll()
-        return self._moves.take()
+        self.table.expire()
+        return self.table.settled()
 
     def take_work(self) -> Work | None:
-        """Return what ``finished`` and ``settled`` have seen end since the last call, added up; None: nothing has."""
-        return self._statistics.take()
+        """Return what tiers have done of jobs since the last call, added up; None: nothing."""
+        return self.table.take_work()
 
     def statuses(self) -> tuple[TierStatus, ...]:
         """Return how each tier stands on this rank, by position."""
@@ -166,25 +156,14 @@ class ChainEngine:
     def wait(self, job_ids: Collection[int], limit_s: float | None = None) -> None:
         """Stores: return as soon as their source blocks may be reused. Loads: return when they are finished.
 
-        All tiers get the job at once, and one limit for all (``WAIT_LIMIT_S``), after which each gives up what it can:
-        see ``waiting``. Unknown ids are done.
+        After ``limit_s`` (``WAIT_LIMIT_S``) all is given up that can be: see ``JobTable.wait``.
         """
-        of_tier: dict[int, list[int]] = {}
-        for job_id in job_ids:
-            job = self._jobs.get(job_id)
-            for tier in job.parts if job is not None else ():
-                of_tier.setdefault(tier, []).append(job_id)
-        asked = [(self._engine(tier).jobs, of_tier[tier]) for tier in sorted(of_tier)]
-        wait_source_free(asked, WAIT_LIMIT_S if limit_s is None else limit_s, self._clock, least_s=WAIT_LEAST_S)
+        self.table.wait(job_ids, WAIT_LIMIT_S if limit_s is None else limit_s)
 
     @property
     def has_jobs(self) -> bool:
         """Whether ``finished`` or ``settled`` may have something to tell, now or later."""
-        return bool(self._jobs or self._results) or not self._moves.idle
-
-    def idle(self) -> bool:
-        """True if no job is live, no ticket is open, and there is nothing to tell."""
-        return not self.has_jobs and all(engine.idle() for _, engine in self._live)
+        return self.table.has_jobs
 
     def close(self, deadline_s: float = 5.0) -> None:
         """Finish what ``deadline_s`` allows, stores and moves included, in all tiers at the same time. Idempotent.
@@ -204,171 +183,65 @@ class ChainEngine:
         """
         is_direct = any(status.access is not None and "direct" in status.access.paths for status in self.statuses())
         ended = self._end(deadline_s) and not LEAKED
-        for tier, _ in self._live:
-            self._engines[tier] = None
-        self._live = ()
+        self.part()
         return ended or not is_direct
 
     def part(self) -> dict[int, TierEngine]:
-        """Have no tier any more, and return the engines, by tier: whoever takes them closes them. Nothing may be under
-        way.
-        """
-        parted = dict(self._live)
-        for tier in parted:
-            self._engines[tier] = None
-        self._live = ()
+        """Detach and return all engines, by tier; the caller closes them. Nothing may be under way."""
+        parted = {tier: engine for tier, engine in enumerate(self._engines) if engine is not None}
+        self._engines = [None] * len(self._engines)
+        self.table.use(())
         return parted
+
+    def _live(self) -> list[TierEngine]:
+        return [engine for engine in self._engines if engine is not None]
+
+    def _submit(
+        self,
+        kind: WorkKind,
+        chunks: Sequence[Chunk],
+        count: int | None,
+        fence: Fence,
+        lane: Lane,
+        refused: Refused | None,
+        *,
+        job_id: int | None = None,
+        ticket: int = 0,
+        promoted: Sequence[int] = (),
+    ) -> None:
+        if count is None:
+            count = len(chunks)
+            for position, chunk in enumerate(chunks):
+                chunk.position = position
+        job = Job(kind, list(chunks), count, fence, self._clock(), job_id, ticket, promoted)
+        self.table.add(job, lane, refused)
 
     def _end(self, deadline_s: float) -> bool:
         end_s = self._clock() + deadline_s
-        while self._moves.relaying and self._clock() < end_s:
-            self._poll()
+        while self.table.is_relaying and self._clock() < end_s:
+            self.table.expire()
             time.sleep(_STEP_S)
-        self._moves.drop_waiting()
+        self.table.drop_waiting_relays()
+        live = self._live()
         closers = [
-            threading.Thread(target=self._close_one, args=(tier, engine, end_s), name="nixl-offload-close", daemon=True)
-            for tier, engine in self._live
+            threading.Thread(target=_close_one, args=(engine, end_s), name="nixl-offload-close", daemon=True)
+            for engine in live
         ]
-        for closer, (tier, engine) in zip(closers, self._live, strict=True):
+        for closer, engine in zip(closers, live, strict=True):
             try:
                 closer.start()
             except RuntimeError:  # no thread to be had now: one after the other
-                self._close_one(tier, engine, end_s)
+                _close_one(engine, end_s)
         for closer in closers:
             if closer.ident is not None:
                 closer.join(max(0.0, end_s + CLOSE_PATIENCE_S - self._clock()))
-        # A chunk that was fetched last is stored to a closed engine, which says no at once: hence twice.
-        self._poll()
-        self._poll()
-        self._give_up()
+        for engine in live:
+            engine.queue.give_up("the engine was closed while storage hung")
         return not any(closer.is_alive() for closer in closers)
 
-    # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _find_live(self) -> tuple[tuple[int, TierEngine], ...]:
-        return tuple((tier, engine) for tier, engine in enumerate(self._engines) if engine is not None)
-
-    def _engine(self, tier: int) -> TierEngine:
-        engine = self._engines[tier]
-        assert engine is not None, "only live tiers are dealt to"
-        return engine
-
-    def _has(self, tier: int) -> bool:
-        return 0 <= tier < len(self._engines) and self._engines[tier] is not None
-
-    def _deal(self, job_id: int, chunks: Sequence[ChunkIO], *, kind: WorkKind) -> list[tuple[int, Sequence[ChunkIO]]]:
-        """Record a job and return what each tier is to do of it. Chunks of no tier have failed by then, and those of
-        which this rank has no part are OK.
-        """
-        if job_id in self._jobs:
-            self._refuse_twice(job_id)
-            return []
-        parts: dict[int, Sequence[int]] = {}
-        empty = self._empty_groups
-        here = [at for at, chunk in enumerate(chunks) if chunk.group not in empty] if empty else range(len(chunks))
-        tiers = {chunks[at].location.tier for at in here}
-        if len(tiers) == 1 and len(here) == len(chunks) and self._has(chunks[0].location.tier):
-            tier = chunks[0].location.tier
-            parts[tier] = range(len(chunks))
-            self._jobs[job_id] = _Job(kind, parts, [], False, self._clock())
-            return [(tier, chunks)]
-        for tier in sorted(tiers):
-            if self._has(tier):
-                parts[tier] = [at for at in here if chunks[at].location.tier == tier]
-        outcomes = [Outcome.OK if chunk.group in empty else Outcome.FAILED for chunk in chunks]
-        job = _Job(kind, parts, outcomes, True, self._clock())
-        if any(not self._has(tier) for tier in tiers):
-            job.errors.append("the tier is not available on this rank")
-        self._jobs[job_id] = job
-        if not parts:
-            self._emit(job_id, job)
-        return [(tier, [chunks[at] for at in positions]) for tier, positions in parts.items()]
-
-    def _expect_promotions(self, job_id: int, chunks: Sequence[ChunkIO], number: int) -> Sequence[ChunkIO]:
-        """Open the ticket of a load's promotions; return the chunks without those that nobody would be told of."""
-        if not number:
-            if any(chunk.host_offset is not None for chunk in chunks):
-                logger.error("job %d has host slots but no ticket for them; they are not filled", job_id)
-                return [replace(chunk, host_offset=None) for chunk in chunks]
-            return chunks
-        promoted = [chunk for chunk in chunks if chunk.host_offset is not None]
-        ticket = self._moves.open(number, WorkKind.PROMOTION, [chunk.location.slot_bytes for chunk in promoted])
-        of_tier: dict[int, list[int]] = {}
-        for position, chunk in enumerate(promoted):
-            tier = chunk.location.tier
-            if chunk.group in self._empty_groups:
-                self._moves.settle(ticket, position, Outcome.OK)
-            elif self._has(tier) and tier != self._memory:
-                of_tier.setdefault(tier, []).append(position)
-            else:
-                self._moves.settle(ticket, position, Outcome.FAILED)
-        for tier, positions in of_tier.items():
-            self._moves.expect_promotions(tier, job_id, ticket, positions)
-        return [replace(chunk, host_offset=None) if chunk.location.tier == self._memory else chunk for chunk in chunks]
-
-    def _settle_all(self, number: int, sizes: Sequence[int], outcome: Outcome) -> None:
-        ticket = self._moves.open(number, WorkKind.PROMOTION, sizes)
-        for position in range(len(sizes)):
-            self._moves.settle(ticket, position, outcome)
-
-    def _refuse_twice(self, job_id: int) -> None:
-        logger.error("job %d was submitted twice; the second submit is ignored", job_id)
-
-    def _poll(self) -> None:
-        """Take what the engines have to tell and let moves go on."""
-        if not self._jobs and self._moves.idle:
-            return  # as in most steps
-        for tier, engine in self._live:
-            for done in engine.finished():
-                if done.ends_job:
-                    self._statistics.add(tier, done)
-                    self._ended(tier, done)
-                self._moves.completed(tier, done)
-        self._moves.step()
-
-    def _ended(self, tier: int, done: Completion) -> None:
-        """A tier has done its part of a job."""
-        job = self._jobs.get(done.job_id)
-        if job is None:
-            return  # a job of moves, or one that was given up when an engine did not close in time
-        share = Share(tier, done.bytes_moved, done.seconds)
-        if not job.shared:
-            del self._jobs[done.job_id]
-            told = done.job_id, done.kind, done.outcomes, (), done.bytes_moved, done.seconds, done.errors, done.causes
-            self._results.append(Completion(*told, (share,)))
-            return
-        for position, outcome in zip(job.parts.pop(tier), done.outcomes, strict=True):
-            job.outcomes[position] = outcome
-        job.bytes_moved += done.bytes_moved
-        job.errors += done.errors
-        job.shares.append(share)
-        if not job.parts:
-            self._emit(done.job_id, job)
-
-    def _emit(self, job_id: int, job: _Job) -> None:
-        del self._jobs[job_id]
-        self._results.append(
-            Completion(
-                job_id,
-                job.kind,
-                tuple(job.outcomes),
-                bytes_moved=job.bytes_moved,
-                seconds=self._clock() - job.submitted_s,
-                errors=tuple(dict.fromkeys(job.errors)),
-                shares=tuple(sorted(job.shares, key=lambda share: share.tier)),
-            )
-        )
-
-    def _close_one(self, tier: int, engine: TierEngine, end_s: float) -> None:
-        try:
-            engine.close(max(0.0, end_s - self._clock()))
-        except Exception:
-            logger.exception("The engine of tier %d did not close well", tier)
-
-    def _give_up(self) -> None:
-        """End what an engine that did not close leaves open."""
-        for job_id, job in list(self._jobs.items()):
-            job.outcomes = job.outcomes or [Outcome.FAILED] * sum(map(len, job.parts.values()))
-            job.errors.append("the engine was closed while storage hung")
-            self._emit(job_id, job)
-        self._moves.give_up()
+def _close_one(engine: TierEngine, end_s: float) -> None:
+    try:
+        engine.close(max(0.0, end_s - engine.queue.table.clock()))
+    except Exception:
+        logger.exception("The engine of tier %d did not close well", engine.queue.tier)

@@ -6,8 +6,7 @@ Threading: see ``tier_engine``. Ownership: the engine owns its link, the link's 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -16,7 +15,7 @@ from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.engine_memory import EngineMemory, HostSlots, Staging
-from nixl_offload.engine.jobs import JobTable
+from nixl_offload.engine.jobs import JobTable, TierQueue
 from nixl_offload.engine.link_memory import open_link
 from nixl_offload.engine.packer import make_packer, pages_of, require_agreement
 from nixl_offload.engine.pump import POLL_S, STUCK_POLL_S, Pauses
@@ -26,7 +25,7 @@ from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.engine.transfer_paths.common import Context
 from nixl_offload.engine.transfer_paths.link_paths import LinkPaths
-from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus, Waiting
+from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus
 from nixl_offload.tiers.base import Link
 from nixl_offload.types import Verify
 
@@ -48,13 +47,14 @@ class Engine(TierEngine):
 
     A load becomes OK only after identity, lengths and checksums were verified; on CORRUPT or FAILED the blocks of a
     packed group are untouched, those of a direct group are zero. A packed load that storage does not answer within
-    ``load_timeout_s`` is FAILED; its staging slot stays with the mover until the transfer is final. A store has no
-    timeout.
+    the table's ``load_timeout_s`` is FAILED; its staging slot stays with the mover until the transfer is final. A store
+    has no timeout.
     """
 
     def __init__(
         self,
         *,
+        table: JobTable,
         tensors: Sequence[torch.Tensor],
         layout: KVLayout,
         link: Link,
@@ -63,8 +63,6 @@ class Engine(TierEngine):
         staging_bytes: int,
         tier: int = 0,
         verify: Verify = "checksum",
-        clock: Callable[[], float] = time.monotonic,
-        load_timeout_s: float = 30.0,
         direct_min_extent_bytes: int = DIRECT_MIN_EXTENT_BYTES,
         host: HostSlots | None = None,
         device: Device | None = None,
@@ -73,22 +71,21 @@ class Engine(TierEngine):
     ) -> None:
         """Register memory, connect the link, and start the pump.
 
-        ``tensors``: in the order of ``layout.tensors``, int8 or uint8 of shape (num_blocks, page_bytes), all on one
-        device. ``shards``: by group of ``layout``, which shard of a chunk it is on this rank; none: it is the rank's
-        own, whose headers carry ``rank_namespace``. ``tier``: the position of the tier, which locations have to name;
-        one that cannot be used yet is no error: storing begins when it can. ``verify="header"`` skips payload
-        checksums, except where a read may have been cut short unnoticed. ``host``: the slots that
-        ``ChunkIO.host_offset`` names; the caller's, who closes it after the engine. ``device``: None takes that of the
-        tensors. ``staging="device"``: what does not go direct is packed in device memory where the mover takes that,
-        else in host memory; ``staging_bytes`` holds for either. ``direct_min_extent_bytes``: 0 lets every group go
-        direct whose pages are aligned, a huge number none. ``keys``: what is stored gets a MAC, and nothing is loaded
-        without; then chunks are packed in host memory and read whole, and ``verify`` does not matter.
+        ``table``: of the rank. ``tensors``: in the order of ``layout.tensors``, int8 or uint8 of shape (num_blocks,
+        page_bytes), all on one device. ``shards``: by group of ``layout``, which shard of a chunk it is on this rank;
+        none: it is the rank's own, whose headers carry ``rank_namespace``. ``tier``: its position; one that cannot be
+        used yet is no error: storing begins when it can. ``verify="header"`` skips payload checksums, except where a
+        read may have been cut short unnoticed. ``host``: the slots that ``Chunk.host_offset`` names; the caller's, who
+        closes it after the engine. ``device``: None takes that of the tensors. ``staging="device"``: what does not go
+        direct is packed in device memory where the mover takes that, else in host memory; ``staging_bytes`` holds for
+        either. ``direct_min_extent_bytes``: 0 lets every group go direct whose pages are aligned, a huge number none.
+        ``keys``: what is stored gets a MAC, and nothing is loaded without; then chunks are packed in host memory and
+        read whole, and ``verify`` does not matter.
         Raises LayoutError (tensors and layout disagree) and MoverError (staging cannot be registered); link and mover
         are the caller's to close then.
         """
         require_agreement(tensors, layout)
         device = device or device_of(tensors[0])
-        super().__init__(layout, device.streams.compute_fence, clock)
         memory = EngineMemory(
             slot_bytes=max(layout.slot_bytes(group) for group in range(len(layout.groups))),
             budget_bytes=staging_bytes,
@@ -108,7 +105,8 @@ class Engine(TierEngine):
             plan.shard = shard.number
         link.connect()
         staged_bytes = sum(pool.slots_total * pool.slot_bytes for pool in memory.packed)
-        table = JobTable(store_queue_limit_bytes=STORE_QUEUE_FACTOR * (staged_bytes or staging_bytes), clock=clock)
+        limit_bytes = STORE_QUEUE_FACTOR * (staged_bytes or staging_bytes)
+        super().__init__(TierQueue(table, tier, layout, store_limit_bytes=limit_bytes), device.streams.compute_fence)
         pages = pages_of(layout)
         context = Context(
             table=table,
@@ -120,8 +118,8 @@ class Engine(TierEngine):
             namespaces=[shard.digest for shard in shards] or [rank_namespace] * len(layout.groups),
             keys=keys,
             verify_checksum=verify != "header",
-            clock=clock,
-            rate_log=RateLog(logger, clock),
+            clock=table.clock,
+            rate_log=RateLog(logger, table.clock),
         )
         logger.info(
             "Engine: %s by %s, %s, %s",
@@ -130,15 +128,15 @@ class Engine(TierEngine):
             " and ".join(_words(pool) for pool in memory.packed) or "no staging",
             f"verify={verify}" if keys is None else f"authenticated by key {keys.first_id.hex()}",
         )
-        paths = LinkPaths(context, self._link_memory.plans, tier, keep_alive=tuple(tensors))
-        self._start(table, paths, load_timeout_s=load_timeout_s, name="nixl-offload-pump", pauses=PAUSES)
+        paths = LinkPaths(context, self._link_memory.plans, keep_alive=tuple(tensors))
+        self._start(paths, name="nixl-offload-pump", pauses=PAUSES)
 
     def status(self) -> TierStatus:
         """Return what waits here, why nothing is stored if that is so, and how the tier is reached."""
         link = self._link_memory.link
         paths = tuple(sorted({plan.path for plan in self._link_memory.plans if plan.block_bytes}))
         trouble = "" if link.trouble == "none" else link.trouble
-        return TierStatus(Waiting(*self._table.waiting_bytes()), trouble, TierAccess(link.mover.name, paths))
+        return TierStatus(self.queue.waiting(), trouble, TierAccess(link.mover.name, paths))
 
 
 def _words(pool: StagingPool | DeviceStagingPool) -> str:

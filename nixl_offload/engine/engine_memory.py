@@ -35,7 +35,7 @@ class HostSlots(Protocol):
 
 class EngineMemory:
     """``staging`` and ``device`` are None as long as nothing is packed there; ``pages``: a header page for each chunk
-    that may be in flight. ``host``: the slots that are named by ``ChunkIO.host_offset``.
+    that may be in flight. ``host``: the slots that are named by ``Chunk.host_offset``.
     """
 
     def __init__(

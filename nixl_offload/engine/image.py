@@ -18,8 +18,9 @@ import torch
 from nixl_offload.chunk.header import HEADER_BYTES, MAGIC
 from nixl_offload.chunk.header_rows import ExpectedRows, HeaderRows, Pages, encode_headers
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.engine.records import ChunkIO
+from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.staging import DeviceSlot, Slot
+from nixl_offload.engine.states import WorkKind
 from nixl_offload.errors import FormatError, LayoutError
 from nixl_offload.types import PAGE_BYTES, align_up, key_group
 
@@ -101,53 +102,61 @@ def make_plan(
     )
 
 
-def faults(plan: GroupPlan, chunks: Sequence[ChunkIO]) -> list[str | None]:
+def faults(plan: GroupPlan, chunks: Sequence[Chunk]) -> list[str | None]:
     """Say of each chunk why it cannot be moved, or None: blocks outside the KV cache or the chunk, no blocks where no
-    host slot takes part either, a location that is too small, a group of which the rank has no layer.
+    host slot takes part either, a location that is too small, a group of which the rank has no layer, a store that does
+    not reach the chunk's end or is to take a host slot.
     """
-    found = [_fault(plan, io) for io in chunks]
-    ids = [io.block_ids for io, words in zip(chunks, found, strict=True) if words is None and len(io.block_ids)]
+    found = [_fault(plan, chunk) for chunk in chunks]
+    ids = [
+        chunk.block_ids for chunk, words in zip(chunks, found, strict=True) if words is None and len(chunk.block_ids)
+    ]
     if ids:
         every = np.concatenate(ids).view(np.uint32)  # of which a negative one is the largest
         if np.maximum.reduce(every) >= plan.num_blocks:
-            return [words or _fault_of_ids(plan, io) for io, words in zip(chunks, found, strict=True)]
+            return [words or _fault_of_ids(plan, chunk) for chunk, words in zip(chunks, found, strict=True)]
     return found
 
 
-def _fault(plan: GroupPlan, io: ChunkIO) -> str | None:
-    count = len(io.block_ids)
+def _fault(plan: GroupPlan, chunk: Chunk) -> str | None:
+    count = len(chunk.block_ids)
     if not plan.block_bytes:
-        return f"this rank has no layer of group {io.group}"
-    if io.location.slot_bytes < plan.slot_bytes:
-        return f"{io.location} is too small for a chunk of {plan.slot_bytes} bytes"
-    least = 0 if io.host_offset is not None else 1
-    if io.first_block < 0 or count < least or io.first_block + count > plan.blocks:
-        return f"blocks {io.first_block} to {io.first_block + count} of a chunk of {plan.blocks}"
+        return f"this rank has no layer of group {chunk.group}"
+    if chunk.location.slot_bytes < plan.slot_bytes:
+        return f"{chunk.location} is too small for a chunk of {plan.slot_bytes} bytes"
+    least = 0 if chunk.host_offset is not None else 1
+    if chunk.first_block < 0 or count < least or chunk.first_block + count > plan.blocks:
+        return f"blocks {chunk.first_block} to {chunk.first_block + count} of a chunk of {plan.blocks}"
+    if chunk.kind is WorkKind.STORE:
+        if chunk.host_offset is not None:
+            return "a store takes KV blocks: there is no host memory in it"
+        if chunk.first_block + count != plan.blocks:
+            return f"a store of blocks up to {chunk.first_block + count} of {plan.blocks}"
     return None
 
 
-def _fault_of_ids(plan: GroupPlan, io: ChunkIO) -> str | None:
-    if not len(io.block_ids) or (io.block_ids.min() >= 0 and io.block_ids.max() < plan.num_blocks):
+def _fault_of_ids(plan: GroupPlan, chunk: Chunk) -> str | None:
+    if not len(chunk.block_ids) or (chunk.block_ids.min() >= 0 and chunk.block_ids.max() < plan.num_blocks):
         return None
-    lowest, highest = int(io.block_ids.min()), int(io.block_ids.max())
+    lowest, highest = int(chunk.block_ids.min()), int(chunk.block_ids.max())
     return f"block ids {lowest} to {highest} of a KV cache of {plan.num_blocks} blocks"
 
 
-def expected(namespace: bytes, plan: GroupPlan, chunks: Sequence[ChunkIO]) -> ExpectedRows:
+def expected(namespace: bytes, plan: GroupPlan, chunks: Sequence[Chunk]) -> ExpectedRows:
     """Return what the headers of chunks, whose keys all name one group, have to say."""
-    keys = [io.key for io in chunks]
+    keys = [chunk.key for chunk in chunks]
     return ExpectedRows(namespace, keys, key_group(keys[0]), plan.blocks, plan.block_bytes)
 
 
 def encode(
-    namespace: bytes, plan: GroupPlan, chunks: Sequence[ChunkIO], sums: Sequence[npt.NDArray[np.uint64]] | None
+    namespace: bytes, plan: GroupPlan, chunks: Sequence[Chunk], sums: Sequence[npt.NDArray[np.uint64]] | None
 ) -> Pages:
     """Return the header pages of chunks about to be stored. ``sums``: of each chunk's blocks; None: these have none,
     and stay in memory.
 
     Raises LayoutError when a chunk's blocks do not reach its end.
     """
-    firsts, table = [io.first_block for io in chunks], None
+    firsts, table = [chunk.first_block for chunk in chunks], None
     if sums is not None and not any(firsts):
         table = np.concatenate(sums)
         if len(table) != len(chunks) * plan.blocks:
@@ -162,12 +171,12 @@ def encode(
     return encode_headers(expected(namespace, plan, chunks), table, firsts, created_s=int(time.time()))
 
 
-def refuse_absent(headers: HeaderRows, chunks: Sequence[ChunkIO]) -> None:
+def refuse_absent(headers: HeaderRows, chunks: Sequence[Chunk]) -> None:
     """Add an error for each chunk of which a wanted block was never stored. A chunk that wants no block is right."""
-    for row, (io, first) in enumerate(zip(chunks, headers.first_valid_block, strict=True)):
-        if first > io.first_block and len(io.block_ids) and row not in headers.errors:
+    for row, (chunk, first) in enumerate(zip(chunks, headers.first_valid_block, strict=True)):
+        if first > chunk.first_block and len(chunk.block_ids) and row not in headers.errors:
             headers.errors[row] = FormatError(
-                f"block {io.first_block} was asked for, the shard begins with {first}", reason="blocks"
+                f"block {chunk.first_block} was asked for, the shard begins with {first}", reason="blocks"
             )
 
 
@@ -183,15 +192,15 @@ def invalidate(slot: Slot) -> None:
     slot.memory[: len(MAGIC)] = 0
 
 
-def rows(slot: Slot, plan: GroupPlan, io: ChunkIO) -> npt.NDArray[np.uint8]:
-    """Return the blocks of a staged chunk that ``io`` is about: a view of shape (blocks, block_bytes)."""
-    at = cut(plan, io)
+def rows(slot: Slot, plan: GroupPlan, chunk: Chunk) -> npt.NDArray[np.uint8]:
+    """Return the blocks of a staged chunk that ``chunk`` is about: a view of shape (blocks, block_bytes)."""
+    at = cut(plan, chunk)
     return slot.memory[at.begin : at.end].reshape(-1, plan.block_bytes)
 
 
-def device_rows(slot: DeviceSlot, plan: GroupPlan, io: ChunkIO) -> torch.Tensor:
+def device_rows(slot: DeviceSlot, plan: GroupPlan, chunk: Chunk) -> torch.Tensor:
     """``rows`` of a slot in device memory."""
-    at = cut(plan, io)
+    at = cut(plan, chunk)
     return slot.memory[at.begin : at.end].view(-1, plan.block_bytes)
 
 
@@ -201,9 +210,9 @@ def valid_rows(slot: Slot, plan: GroupPlan, first_block: int) -> npt.NDArray[np.
     return slot.memory[begin:end].reshape(-1, plan.block_bytes)
 
 
-def cut(plan: GroupPlan, io: ChunkIO) -> Cut:
-    """Return where the blocks lie that ``io`` is about. Nearly all chunks are whole, so it is worked out once."""
-    first, count = io.first_block, len(io.block_ids)
+def cut(plan: GroupPlan, chunk: Chunk) -> Cut:
+    """Return where the blocks lie that ``chunk`` is about. Nearly all chunks are whole, so it is worked out once."""
+    first, count = chunk.first_block, len(chunk.block_ids)
     known = plan.cuts.get((first, count))
     if known is not None:
         return known
@@ -222,14 +231,14 @@ def cut(plan: GroupPlan, io: ChunkIO) -> Cut:
     return found
 
 
-def spans(plan: GroupPlan, io: ChunkIO) -> Spans:
+def spans(plan: GroupPlan, chunk: Chunk) -> Spans:
     """Return what to read into a slot: header page and the pages that cover the blocks; one span if they touch."""
-    return cut(plan, io).spans
+    return cut(plan, chunk).spans
 
 
-def store_spans(plan: GroupPlan, io: ChunkIO) -> Spans:
+def store_spans(plan: GroupPlan, chunk: Chunk) -> Spans:
     """Return what to write of a slot: as much as is read, or the slot as a whole where there are no parts."""
-    return cut(plan, io).store_spans
+    return cut(plan, chunk).store_spans
 
 
 def whole(plan: GroupPlan) -> Spans:
@@ -237,16 +246,16 @@ def whole(plan: GroupPlan) -> Spans:
     return ((0, plan.slot_bytes),)
 
 
-def padding(plan: GroupPlan, io: ChunkIO) -> tuple[slice, ...]:
+def padding(plan: GroupPlan, chunk: Chunk) -> tuple[slice, ...]:
     """Return what is written around the blocks: to be zeroed, so that nothing stored holds what an earlier chunk left
     there.
     """
-    return cut(plan, io).padding
+    return cut(plan, chunk).padding
 
 
-def clear_padding(slot: Slot, plan: GroupPlan, io: ChunkIO) -> None:
+def clear_padding(slot: Slot, plan: GroupPlan, chunk: Chunk) -> None:
     """Zero the ``padding`` of a slot in host memory."""
-    for part in cut(plan, io).padding:
+    for part in cut(plan, chunk).padding:
         slot.memory[part] = 0
 
 

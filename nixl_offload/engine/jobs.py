@@ -1,26 +1,19 @@
-"""The bookkeeping of an engine: its live jobs, their queues and their completions, without any I/O.
+"""The one table of a rank: its live jobs, what waits for each tier, and what is to be told, without any I/O.
 
-Threading: ``JobTable`` is shared by the engine's caller and its pump. Its one lock guards every mutable field of
-``Job`` and ``Task``; both decide by the table's methods, which hold that lock for microseconds, and act outside it.
+Threading: ``JobTable`` is shared by the rank's caller and the pumps of all its tiers. Its one lock guards jobs, chunks
+and queues; all of them decide by the methods here, which hold that lock for microseconds, and act outside it.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from nixl_offload.engine.records import (
-    ChunkIO,
-    Completion,
-    Ending,
-    Job,
-    Task,
-    completion_of,
-    kind_of,
-    slots_of,
-    travel_together,
-)
+from nixl_offload.chunk.layout import KVLayout
+from nixl_offload.engine.records import Chunk, Completion, Job, Share, completion_of, settlement_of
 from nixl_offload.engine.states import (
     LANES,
     READS_BLOCKS,
@@ -32,154 +25,428 @@ from nixl_offload.engine.states import (
     when_closed,
     when_given_up,
 )
-from nixl_offload.types import Outcome
+from nixl_offload.engine.transfer_statistics import TransferStatistics, Waiting, Work
+from nixl_offload.types import Location, Outcome
+
+logger = logging.getLogger(__name__)
 
 EXPIRE_EVERY_S = 0.05
 FENCE_POLL_S = 0.0005
 """Between two looks at a step that stores are waited for. Nothing tells of its end."""
 MOVE_QUEUE_LIMIT_S = 30.0
 """Background work that has not begun by then is DROPPED: it keeps a host slot from being used for something better."""
+STORE_GRACE_S = 0.005
+"""How long, once their step has ended, stores are given to find a slot: time for the pump to wake up and to begin. A
+store that finds none waits for storage, and a step must not."""
 
 
 class JobTable:
-    """The live jobs, their queues and their completions.
+    """The live jobs of all tiers, and their completions.
 
-    After any failure still holds: each accepted job tells its outcomes exactly once, and so its host slots; a chunk
-    that is DONE never leaves that state.
+    After any failure still holds: each accepted job and each ticket is told exactly once; a chunk that is DONE never
+    leaves that state; a relay slot is of one chunk until nothing reads or writes it, or never used again.
     """
 
-    def __init__(self, *, store_queue_limit_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float], load_timeout_s: float = 30.0, relay_offsets: Sequence[int] = ()
+    ) -> None:
+        """``relay_offsets``: of the slots in the host slab for moves between farther tiers."""
+        self.clock = clock
+        self.queues: dict[int, TierQueue] = {}
+        """Of the tiers that can be used, by position."""
         self._lock = threading.Lock()
-        self._bell = threading.Lock()
-        """Wakes the pump: held while nobody has rung. A Condition would cost each job some 20 µs more."""
-        self._bell.acquire()
         self._progress = threading.Condition(self._lock)
-        self._clock = clock
-        self._limit_bytes = store_queue_limit_bytes
+        self._load_timeout_s = load_timeout_s
         self._jobs: dict[int, Job] = {}
-        self._lanes: dict[Lane, deque[Task]] = {lane: deque() for lane in Lane}
+        """Of vLLM: those that have not ended."""
+        self._tickets: dict[int, Job] = {}
+        """By ticket: those that are not settled. Their job may have ended long ago."""
         self._completions: list[Completion] = []
-        self._filling: dict[Job, None] = {}
-        """Jobs with host slots that something may still touch; they may have ended long ago."""
-        self._waiting_bytes = {"load": 0, "store": 0, "background": 0}
-        """Of chunks that are QUEUED."""
+        self._settled: list[Completion] = []
+        self._statistics = TransferStatistics()
         self._expire_s = clock()
-        self._refusal: str | None = None
-        """Why every new job fails; None while the pump lives."""
-        self._woken = False
+        self._relay_offsets = list(relay_offsets)
+        """Of the relay slots that are free."""
+        self._relay_slots = len(relay_offsets)
+        """That are, or will be, free."""
+        self._relaying: set[Chunk] = set()
+        """Chunks that have a relay slot. They may have ended long ago, if something may still touch it."""
+        self._waiting_relays: deque[Chunk] = deque()
 
     # -- the caller's side ------------------------------------------------------------------------------------------
 
-    def add(self, job: Job, chunks: Sequence[tuple[ChunkIO, int]], lane: Lane) -> None:
-        """Accept ``job`` with its (chunk, payload bytes) pairs, all queued in ``lane``.
+    def use(self, queues: Iterable[TierQueue]) -> None:
+        """From now on have these tiers and no others."""
+        with self._lock:
+            self.queues = {queue.tier: queue for queue in queues}
 
-        Where queued stores reach their limit, the rest of the job becomes DROPPED at once: the queue has a bound. No
-        job with its id may be live.
+    def add(self, job: Job, lane: Lane, refused: tuple[Outcome, str] | None = None) -> None:
+        """Accept ``job``, all of its chunks queued in ``lane`` of their tiers. ``refused``: nothing of it is done.
+
+        Chunks of no tier are FAILED at once, and stores DROPPED where those of their tier reach the queue's limit.
         """
         with self._lock:
-            self._jobs[job.job_id] = job
-            job.tasks = [Task(job, io, kind_of(job.kind, io), size_bytes) for io, size_bytes in chunks]
-            job.unfinished = len(job.tasks)
-            job.slots_total = job.unknown_slots = sum([task.kind.fills_slot for task in job.tasks])
-            if job.unknown_slots:
-                self._filling[job] = None
-            if not job.tasks:
+            if job.job_id in self._jobs or job.job_id in [done.job_id for done in self._completions]:
+                logger.error("job %d was submitted twice; the second submit is ignored", job.job_id)
+                job.job_id, refused = None, (Outcome.DROPPED, "")
+            if job.job_id is not None:
+                self._jobs[job.job_id] = job
+            if job.ticket:
+                self._tickets[job.ticket] = job
+            job.unfinished = len(job.chunks)
+            for chunk in job.chunks:
+                chunk.job, chunk.queued_s = job, job.submitted_s
+                if not job.kind.in_background:
+                    is_promoted = chunk.host_offset is not None and job.kind is WorkKind.LOAD and job.ticket
+                    chunk.kind = WorkKind.PROMOTION if is_promoted else job.kind
+                job.unsettled += chunk.kind is WorkKind.PROMOTION or chunk.kind.in_background
+            if not job.unfinished:
                 self._tell(job)
-            queue = self._accept(job, sum([task.size_bytes for task in job.tasks]))
-            # Side by side, so that chunks of a group travel in one batch.
-            queue.sort(key=lambda task: task.io.group)
-            self._lanes[lane].extend(queue)
-            self._wake()
-
-    def _accept(self, job: Job, size_bytes: int) -> list[Task]:
-        """Count what waits; return the chunks that may be queued, the others are finished."""
-        waiting, sort = self._waiting_bytes, _waits_as(job.kind)
-        reached, limit = waiting[sort], self._limit_bytes
-        waiting[sort] += size_bytes
-        if self._refusal is None and (sort != "store" or reached + size_bytes <= limit):
-            return list(job.tasks)
-        queue, full = list[Task](), False
-        for task in job.tasks:
-            reached += task.size_bytes
-            full = full or (sort == "store" and reached > limit)
-            if self._refusal is not None:
-                self._finish(task, Outcome.FAILED, self._refusal, "closed")
-            elif full:
-                self._finish(task, Outcome.DROPPED, "store queue is full", "queue_full")
+            if job.ticket and not job.unsettled:
+                self._settle_job(job)
+            if refused is not None:
+                for chunk in job.chunks:
+                    self._finish(chunk, *refused, "refused")
             else:
-                queue.append(task)
-        return queue
+                self._queue(job.chunks, lane)
+                self._grant_relays()
 
     def drain(self) -> list[Completion]:
-        """Return the completions since the last call."""
+        """Return the jobs that have ended since the last call."""
         if not self._completions:
             return []  # asked in every step: what comes this moment is seen in the next
         with self._lock:
             completions, self._completions = self._completions, []
             return completions
 
-    def expedite(self, job_ids: Collection[int]) -> list[Job]:
-        """Put what is queued of these jobs before everything else. Return those that are live."""
+    def settled(self) -> list[Completion]:
+        """Return the tickets that were settled since the last call."""
+        if not self._settled:
+            return []
+        with self._lock:
+            settled, self._settled = self._settled, []
+            return settled
+
+    def take_work(self) -> Work | None:
+        """Return what tiers have done of jobs since the last call, added up; None: nothing."""
+        with self._lock:
+            return self._statistics.take()
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether there is something to tell, now or later."""
+        return bool(self._jobs or self._tickets or self._completions or self._settled or self._relaying)
+
+    @property
+    def is_relaying(self) -> bool:
+        """Whether a chunk is on its way between two farther tiers."""
+        return bool(self._relaying)
+
+    def wait(self, job_ids: Collection[int], limit_s: float) -> None:
+        """Block until no store among the jobs needs its KV blocks any more and all loads are finished.
+
+        They are put before everything else. Steps that still run are waited for, ``limit_s`` at most: the next step
+        queues up behind them all the same. Stores that have no slot ``STORE_GRACE_S`` later are DROPPED; what is being
+        gathered by then ends soon. What still touches its blocks ``limit_s`` after that is given up as far as it can
+        be: a load that writes to its blocks cannot. Unknown ids are done.
+        """
         with self._lock:
             jobs = [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]
+            if not jobs:
+                return
             for job in jobs:
-                queued = [task for task in job.tasks if task.state is ChunkState.QUEUED]
-                queued.sort(key=lambda task: task.io.group)
-                self._lanes[Lane.URGENT_STORE if job.kind.writes else Lane.EXPEDITED_LOAD].extend(queued)
-            if jobs:
-                self._wake()
-            return jobs
-
-    def await_steps(self, jobs: Sequence[Job], until_s: float) -> None:
-        """Return once the steps of all stores among ``jobs`` have ended, at ``until_s`` of the clock at the latest.
-
-        The next step queues up behind one that still runs all the same, so waiting for it costs little.
-        """
-        stores = [job for job in jobs if job.kind.writes]
-        with self._lock:
-            while any(_needs_blocks(job) and _is_behind(job) for job in stores) and self._clock() < until_s:
+                urgent = Lane.URGENT_STORE if job.kind.writes else Lane.EXPEDITED_LOAD
+                self._line_up([chunk for chunk in job.chunks if chunk.state is ChunkState.QUEUED], urgent)
+            stores, until_s = [job for job in jobs if job.kind.writes], self.clock() + limit_s
+            while any(_needs_blocks(job) and _is_behind(job) for job in stores) and self.clock() < until_s:
                 self._progress.wait(FENCE_POLL_S)
-
-    def await_slots(self, jobs: Sequence[Job], until_s: float) -> None:
-        """Return once no store among ``jobs`` is queued any more. What still is at ``until_s`` is DROPPED then."""
-        stores = [job for job in jobs if job.kind.writes]
-        with self._lock:
+            until_s = self.clock() + STORE_GRACE_S
             while any(map(_has_queued, stores)):
-                left_s = until_s - self._clock()
+                left_s = until_s - self.clock()
                 if left_s > 0.0:
                     self._progress.wait(left_s)
                     continue
-                for task in [task for job in stores for task in job.tasks if task.state is ChunkState.QUEUED]:
+                for chunk in [chunk for job in stores for chunk in job.chunks if chunk.state is ChunkState.QUEUED]:
                     words = "its blocks were needed before storage had time for it"
-                    self._finish(task, Outcome.DROPPED, words, "needed_back")
+                    self._finish(chunk, Outcome.DROPPED, words, "needed_back")
                 self._sweep()
-
-    def await_blocks(self, jobs: Sequence[Job], limit_s: float) -> None:
-        """Return once no store among ``jobs`` needs its KV blocks and all loads are finished. After ``limit_s`` stores
-        that are still reading are given up, and those loads are FAILED whose KV blocks nobody touches.
-        """
-        with self._lock:
             if self._progress.wait_for(lambda: not any(map(_needs_blocks, jobs)), limit_s):
                 return
-            for job in jobs:
-                for task in job.tasks:
-                    words = f"its blocks were needed and storage did not answer in {limit_s:g} s"
-                    self._give_up(task, words, "no_answer")
+            for chunk in [chunk for job in jobs for chunk in job.chunks]:
+                self._give_up(chunk, f"its blocks were needed and storage did not answer in {limit_s:g} s", "no_answer")
             self._sweep()
             self._progress.wait_for(lambda: not any(map(_needs_blocks, jobs)))
 
-    def idle(self) -> bool:
-        """True if no job is live, no host slot is being filled, and nothing waits to be drained."""
+    def drop_waiting_relays(self) -> None:
+        """Give up the moves that wait for a relay slot."""
         with self._lock:
-            return not (self._jobs or self._completions or self._filling)
+            for chunk in self._waiting_relays:
+                self._finish(chunk, Outcome.DROPPED, "the engine is closed", "closed")
 
-    def waiting_bytes(self) -> tuple[int, int, int]:
+    # -- both sides' ------------------------------------------------------------------------------------------------
+
+    def expire(self) -> None:
+        """Fail loads that have taken too long, except where their KV blocks are being touched; drop background work
+        that has waited for ``MOVE_QUEUE_LIMIT_S``.
+
+        For both sides: a pump that hangs in a system call cannot do it. Looks at most every ``EXPIRE_EVERY_S``.
+        """
+        now_s = self.clock()
+        if now_s < self._expire_s:
+            return
+        with self._lock:
+            self._expire_s = now_s + EXPIRE_EVERY_S
+            load_s, move_s = now_s - self._load_timeout_s, now_s - MOVE_QUEUE_LIMIT_S
+            old = [job for job in self._live() if job.submitted_s <= max(load_s, move_s)]
+            for chunk in [chunk for job in old for chunk in job.chunks]:
+                if not chunk.kind.writes and chunk.queued_s <= load_s:
+                    self._give_up(chunk, f"storage did not answer in {self._load_timeout_s:g} s", "timeout")
+                has_waited = chunk.kind.in_background and chunk.queued_s <= move_s
+                if has_waited and chunk.state in {ChunkState.QUEUED, ChunkState.CLAIMED}:
+                    self._finish(chunk, Outcome.DROPPED, "storage had no time for a move", "no_time")
+            if old:
+                self._sweep()
+                self._grant_relays()
+                self._progress.notify_all()
+
+    # -- the pumps' side --------------------------------------------------------------------------------------------
+
+    def advance(self, chunks: Sequence[Chunk], state: ChunkState) -> list[bool]:
+        """Move chunks on; waiters learn it. False for a chunk that was given up meanwhile, or is DISOWNED: nothing
+        changed then. A chunk that is in ``state`` already stays there.
+        """
+        done, disowned = ChunkState.DONE, ChunkState.DISOWNED
+        with self._lock:
+            goes = [chunk.state is not done and chunk.state is not disowned for chunk in chunks]
+            for chunk, moves in zip(chunks, goes, strict=True):
+                if moves and chunk.state is not state:
+                    self._move(chunk, state)
+            self._progress.notify_all()
+            return goes
+
+    def complete(self, chunks: Iterable[Chunk], *, tainted: bool = False) -> None:
+        """A batch is over: give its chunks the outcomes of their ``result``, and tell of the host slots that they
+        filled. Of each the first word counts. ``tainted``: something may still touch their slots.
+        """
+        with self._lock:
+            for chunk in chunks:
+                outcome, error, cause = chunk.result or (Outcome.FAILED, None, "")
+                if chunk.kind.fills_slot:
+                    slot = chunk.slot_outcome(tainted=tainted)
+                    if chunk.onward is None:
+                        self._settle(chunk, slot)
+                    elif chunk.state is not ChunkState.DONE and outcome is Outcome.OK and slot is Outcome.OK:
+                        self._hand_on(chunk, chunk.onward)
+                        continue
+                    else:
+                        self._return_relay(chunk, tainted=slot is Outcome.TAINTED)
+                self._finish(chunk, outcome, error, cause)
+            self._grant_relays()
+            self._progress.notify_all()
+
+    # -- under the lock ---------------------------------------------------------------------------------------------
+
+    def _live(self) -> list[Job]:
+        return list(dict.fromkeys((*self._jobs.values(), *self._tickets.values())))
+
+    def _queue(self, chunks: Sequence[Chunk], lane: Lane) -> None:
+        """Queue chunks at their tiers; end those that cannot be."""
+        queued = []
+        for chunk in chunks:
+            queue, sort = self.queues.get(chunk.location.tier), chunk.kind.waits_as
+            if queue is None or (chunk.onward is not None and chunk.onward.tier not in self.queues):
+                self._finish(chunk, Outcome.FAILED, "the tier is not available on this rank", "unavailable")
+            elif not 0 <= chunk.group < len(queue.block_bytes):
+                self._finish(chunk, Outcome.FAILED, f"there is no group {chunk.group} on this rank", "layout")
+            elif chunk.onward is not None and chunk.host_offset is None:
+                self._waiting_relays.append(chunk)
+            else:
+                chunk.size_bytes = size_bytes = queue.size_of(chunk)
+                share = self._share(chunk)
+                share.unfinished += 1
+                share.wanted_bytes += size_bytes
+                if queue.refusal is not None:
+                    self._finish(chunk, Outcome.FAILED, queue.refusal, "closed")
+                elif sort == "store" and queue.waiting_bytes[sort] + size_bytes > queue.store_limit_bytes:
+                    self._finish(chunk, Outcome.DROPPED, "store queue is full", "queue_full")
+                else:
+                    queue.waiting_bytes[sort] += size_bytes
+                    chunk.queue = queue
+                    queued.append(chunk)
+        self._line_up(queued, lane)
+
+    def _line_up(self, chunks: list[Chunk], lane: Lane) -> None:
+        """Put chunks in a lane of their queues, side by side by group, so that those travel in one batch."""
+        chunks.sort(key=lambda chunk: chunk.group)
+        for queue in dict.fromkeys([chunk.queue for chunk in chunks]):
+            assert queue is not None
+            queue.lanes[lane].extend([chunk for chunk in chunks if chunk.queue is queue])
+            queue.ring()
+
+    def _share(self, chunk: Chunk) -> Share:
+        operation, tier = chunk.kind.operation, chunk.location.tier
+        share = chunk.job.shares.get((operation, tier))
+        if share is None:
+            share = chunk.job.shares[operation, tier] = Share(operation, tier)
+        return share
+
+    def _move(self, chunk: Chunk, state: ChunkState) -> None:
+        """Change the state of a chunk that was taken. Callers notify waiters."""
+        if state not in TRANSITIONS[chunk.state]:
+            raise RuntimeError(f"chunk of job {chunk.job.job_id} cannot go from {chunk.state.name} to {state.name}")
+        chunk.state = state
+
+    def _give_up(self, chunk: Chunk, why: str, cause: str) -> None:
+        """End a chunk early as far as that is safe."""
+        end = when_given_up(chunk.kind, chunk.state)
+        if isinstance(end, Outcome):
+            self._finish(chunk, end, why, cause)
+        elif end is not None:
+            self._move(chunk, end)
+
+    def _sweep(self) -> None:
+        """Forget what was given up while queued: behind a head that has to wait, nobody else would take it away."""
+        for queue in self.queues.values():
+            for lane, chunks in queue.lanes.items():
+                if any(chunk.state is not ChunkState.QUEUED for chunk in chunks):
+                    queue.lanes[lane] = deque(chunk for chunk in chunks if chunk.state is ChunkState.QUEUED)
+
+    def _finish(self, chunk: Chunk, outcome: Outcome, error: str | None, cause: str = "") -> None:
+        """Give a chunk that is not DONE its outcome. Callers notify waiters."""
+        state, job, kind = chunk.state, chunk.job, chunk.kind
+        if state is ChunkState.DONE:
+            return
+        if state is ChunkState.DISOWNED and outcome is Outcome.OK:
+            outcome, error, cause = Outcome.FAILED, "its blocks were given away while they were written", "needed_back"
+        chunk.state = ChunkState.DONE  # any state may end
+        chunk.outcome, chunk.error, chunk.cause = outcome, error, cause
+        if state is ChunkState.QUEUED:
+            if chunk.queue is not None:
+                chunk.queue.waiting_bytes[kind.waits_as] -= chunk.size_bytes
+            self._return_relay(chunk)
+            if kind.fills_slot and chunk.onward is None:
+                self._settle(chunk, outcome)  # it never began
+        self._count(chunk, outcome, cause)
+        job.unfinished -= 1
+        if not job.unfinished:
+            self._tell(job)
+        if kind is WorkKind.WRITE_THROUGH:
+            self._return_relay(chunk, tainted=outcome is Outcome.TAINTED)
+            self._settle(chunk, outcome)
+        elif chunk.onward is not None:
+            # Told before the slot is free: storage may answer much later, but nothing will come of it. The target was
+            # never touched, and is not to blame.
+            is_told = outcome is Outcome.CORRUPT or chunk.queue is None
+            self._settle(chunk, outcome if is_told else Outcome.DROPPED)
+
+    def _count(self, chunk: Chunk, outcome: Outcome, cause: str = "") -> None:
+        """Count what a tier has made of a chunk."""
+        share = chunk.job.shares.get((chunk.kind.operation, chunk.location.tier))
+        if share is None:
+            return  # no tier has heard of it
+        if outcome is Outcome.OK:
+            share.bytes_moved += chunk.size_bytes
+        else:
+            share.failures[outcome, cause or "io"] += 1
+        share.unfinished -= 1
+        if not share.unfinished:
+            share.seconds = self.clock() - chunk.job.submitted_s
+            self._statistics.add(share)
+
+    def _tell(self, job: Job) -> None:
+        """All chunks of a job are DONE."""
+        if job.job_id is not None:
+            self._completions.append(completion_of(job))
+            del self._jobs[job.job_id]  # after that: ``has_jobs`` looks without the lock
+
+    def _settle(self, chunk: Chunk, outcome: Outcome) -> None:
+        """Nothing touches the place of a chunk any more, or (TAINTED) something may for ever; the first counts."""
+        job = chunk.job
+        if chunk.settled is None and job.unsettled:
+            chunk.settled = outcome
+            job.unsettled -= 1
+            if not job.unsettled:
+                self._settle_job(job)
+
+    def _settle_job(self, job: Job) -> None:
+        self._settled.append(settlement_of(job))
+        del self._tickets[job.ticket]
+
+    # Between two farther tiers: a chunk waits for a relay slot, one tier's pump reads it into that, and the other's
+    # writes it from there.
+
+    def _grant_relays(self) -> None:
+        """Give free relay slots to the moves that wait, oldest first."""
+        waiting = self._waiting_relays
+        while waiting and (self._relay_offsets or not self._relay_slots or waiting[0].state is ChunkState.DONE):
+            chunk = waiting.popleft()
+            if chunk.state is ChunkState.DONE:
+                continue
+            if not self._relay_slots:
+                self._finish(chunk, Outcome.DROPPED, "there is no relay slot", "no_time")
+                continue
+            chunk.host_offset = self._relay_offsets.pop()
+            self._relaying.add(chunk)
+            self._queue([chunk], Lane.BACKGROUND)
+
+    def _hand_on(self, chunk: Chunk, target: Location) -> None:
+        """A chunk was read into its relay slot: have the other tier write it. It is another chunk from now on, so that
+        nothing that comes late of the first one changes anything.
+        """
+        job = chunk.job
+        write = replace(chunk, location=target, onward=None, kind=WorkKind.WRITE_THROUGH)
+        write.job, write.queued_s = job, self.clock()
+        job.chunks[job.chunks.index(chunk)] = write
+        chunk.state, chunk.outcome = ChunkState.DONE, Outcome.OK
+        self._relaying.add(write)
+        self._relaying.remove(chunk)
+        self._count(chunk, Outcome.OK)
+        self._queue([write], Lane.BACKGROUND)
+
+    def _return_relay(self, chunk: Chunk, *, tainted: bool = False) -> None:
+        """Nothing touches a chunk's relay slot any more, or something may for ever."""
+        if chunk not in self._relaying:
+            return
+        self._relaying.remove(chunk)
+        if tainted:
+            self._relay_slots -= 1
+            logger.error("A relay slot may still be touched; retired, %d left", self._relay_slots)
+        elif chunk.host_offset is not None:
+            self._relay_offsets.append(chunk.host_offset)
+
+
+class TierQueue:
+    """What waits for one tier, and its pump's side of the table."""
+
+    def __init__(self, table: JobTable, tier: int, layout: KVLayout, *, store_limit_bytes: int) -> None:
+        self.table = table
+        self.tier = tier
+        self.store_limit_bytes = store_limit_bytes
+        """Of stores that wait; what comes on top is DROPPED at once."""
+        self.lanes: dict[Lane, deque[Chunk]] = {lane: deque() for lane in Lane}
+        self.waiting_bytes = {"load": 0, "store": 0, "background": 0}
+        """Of chunks that are QUEUED."""
+        self.refusal: str | None = None
+        """Why every new chunk fails; None while the pump lives."""
+        self._lock = table._lock
+        self.block_bytes = [group.block_bytes for group in layout.groups]
+        self._blocks_per_chunk = layout.blocks_per_chunk
+        self._bell = threading.Lock()
+        """Wakes the pump: held while nobody has rung. A Condition would cost each job some 20 µs more."""
+        self._bell.acquire()
+        self._rung = False
+
+    def waiting(self) -> Waiting:
         """Return the payload bytes that wait for their turn: of loads, of stores, and of background work."""
         with self._lock:
-            waiting = self._waiting_bytes
-            return waiting["load"], waiting["store"], waiting["background"]
+            return Waiting(*self.waiting_bytes.values())
 
-    # -- the pump's side --------------------------------------------------------------------------------------------
+    def size_of(self, chunk: Chunk) -> int:
+        """Return the payload bytes of a chunk."""
+        blocks = len(chunk.block_ids)
+        if not blocks and chunk.host_offset is not None:
+            blocks = self._blocks_per_chunk
+        return blocks * self.block_bytes[chunk.group]
 
     def busy_lanes(self) -> Iterator[Lane]:
         """Yield the lanes with something in them, in their order, each looked at when its turn comes.
@@ -187,195 +454,88 @@ class JobTable:
         Without the lock: whoever adds to a lane wakes the pump afterwards.
         """
         for lane in LANES:
-            if self._lanes[lane]:
+            if self.lanes[lane]:
                 yield lane
 
-    def take(self, lane: Lane, room: Callable[[Task], int]) -> list[Task]:
+    def take(self, lane: Lane, room: Callable[[Chunk], int]) -> list[Chunk]:
         """Claim the first queued chunks of ``lane``: those of one job, group and kind, at most ``room`` of them.
 
         ``room``: for how many chunks like this one there is room (called once, under the lock: pure and quick).
         """
         with self._lock:
-            queue, taken, queued = self._lanes[lane], list[Task](), ChunkState.QUEUED
-            while queue and queue[0].state is not queued:
-                queue.popleft()  # dropped, failed, or claimed through another lane
-            limit = room(queue[0]) if queue else 0
+            lane_queue, taken, queued = self.lanes[lane], list[Chunk](), ChunkState.QUEUED
+            while lane_queue and lane_queue[0].state is not queued:
+                lane_queue.popleft()  # dropped, failed, or claimed through another lane
+            limit = room(lane_queue[0]) if lane_queue else 0
             if limit < 1:
                 return taken
-            first, state, size_bytes = queue[0], claimed(queue[0].kind), 0
-            while queue and len(taken) < limit:
-                task = queue[0]
-                if task.state is queued:
-                    if not travel_together(first, task):
+            first, state, size_bytes = lane_queue[0], claimed(lane_queue[0].kind), 0
+            while lane_queue and len(taken) < limit:
+                chunk = lane_queue[0]
+                if chunk.state is queued:
+                    if not first.travels_with(chunk):
                         break
-                    task.state = state  # at once: a load that is waited for may stand here a second time
-                    size_bytes += task.size_bytes
-                    taken.append(task)
-                queue.popleft()
-            self._waiting_bytes[_waits_as(first.job.kind)] -= size_bytes
-            self._progress.notify_all()
+                    chunk.state = state  # at once: a load that is waited for may stand here a second time
+                    size_bytes += chunk.size_bytes
+                    taken.append(chunk)
+                lane_queue.popleft()
+            self.waiting_bytes[first.kind.waits_as] -= size_bytes
+            self.table._progress.notify_all()
             return taken
 
-    def refuse(self, lane: Lane, why_not: Callable[[Task], str | None]) -> None:
+    def refuse(self, lane: Lane, why_not: Callable[[Chunk], str | None]) -> None:
         """Fail the first queued chunks of ``lane`` as long as ``why_not``, which is as ``room``, has words for them."""
         with self._lock:
-            queue = self._lanes[lane]
-            while queue:
-                if queue[0].state is ChunkState.QUEUED:
-                    why = why_not(queue[0])
+            lane_queue = self.lanes[lane]
+            while lane_queue:
+                if lane_queue[0].state is ChunkState.QUEUED:
+                    why = why_not(lane_queue[0])
                     if why is None:
                         return
-                    self._finish(queue[0], Outcome.FAILED, why, "disabled")
-                    self._progress.notify_all()
-                queue.popleft()
+                    self.table._finish(lane_queue[0], Outcome.FAILED, why, "disabled")
+                    self.table._progress.notify_all()
+                lane_queue.popleft()
 
     def empty(self) -> bool:
-        """True if no job is live."""
+        """True if nothing is queued."""
         with self._lock:
-            return not self._jobs
-
-    def advance(self, tasks: Sequence[Task], state: ChunkState) -> list[bool]:
-        """Move chunks on; waiters learn it. False for a chunk that was given up meanwhile, or is DISOWNED: nothing
-        changed then. A chunk that is in ``state`` already stays there.
-        """
-        done, disowned = ChunkState.DONE, ChunkState.DISOWNED
-        with self._lock:
-            goes = [task.state is not done and task.state is not disowned for task in tasks]
-            for task, moves in zip(tasks, goes, strict=True):
-                if moves and task.state is not state:
-                    self._move(task, state)
-            self._progress.notify_all()
-            return goes
-
-    def complete(self, endings: Iterable[Ending]) -> None:
-        """Give chunks their outcomes, and tell of the host slots that they filled. Of each the first word counts.
-
-        ``cause``: what ``error`` says, in one word of a small set, for metrics; ``io`` where nothing is known.
-        """
-        with self._lock:
-            for task, outcome, error, cause, slot in endings:
-                if slot is not None:
-                    self._settle_slot(task, slot)
-                self._finish(task, outcome, error, cause)
-            self._progress.notify_all()
-
-    def expire_loads(self, timeout_s: float) -> None:
-        """Fail loads that were submitted more than ``timeout_s`` ago, except where their KV blocks are being touched;
-        drop background work that has waited for ``MOVE_QUEUE_LIMIT_S``.
-
-        For both sides: a pump that hangs in a system call cannot do it. Looks at most every ``EXPIRE_EVERY_S``.
-        """
-        now_s = self._clock()
-        if now_s < self._expire_s:
-            return
-        with self._lock:
-            self._expire_s = now_s + EXPIRE_EVERY_S
-            limit_s = now_s - timeout_s
-            late = [job for job in self._jobs.values() if not job.kind.writes and job.submitted_s <= limit_s]
-            for job in late:
-                for task in job.tasks:
-                    self._give_up(task, f"storage did not answer in {timeout_s:g} s", "timeout")
-            limit_s = now_s - MOVE_QUEUE_LIMIT_S
-            waited = [job for job in self._jobs.values() if job.kind.in_background and job.submitted_s <= limit_s]
-            for job in waited:
-                for task in job.tasks:
-                    if task.state in {ChunkState.QUEUED, ChunkState.CLAIMED}:
-                        self._finish(task, Outcome.DROPPED, "storage had no time for a move", "no_time")
-            if late or waited:
-                self._sweep()
-                self._progress.notify_all()
+            return not any(chunk.state is ChunkState.QUEUED for lane in self.lanes.values() for chunk in lane)
 
     def give_up(self, why: str) -> None:
         """Refuse what comes and end what is there: queued writes and background work are DROPPED, all else is FAILED;
         host slots that are being filled or written out are TAINTED, for nobody will see the end of that.
         """
+        table = self.table
         with self._lock:
-            self._refusal = why
-            for job in list(self._filling):
-                for task in job.tasks:
-                    if task.kind.fills_slot and task.state is not ChunkState.QUEUED:
-                        self._settle_slot(task, Outcome.TAINTED)
-            for job in list(self._jobs.values()):
-                for task in job.tasks:
-                    self._finish(task, when_closed(task.kind, task.state), why, "closed")
-            self._progress.notify_all()
+            self.refusal = why
+            live = [chunk for job in table._live() for chunk in job.chunks]
+            for chunk in [chunk for chunk in dict.fromkeys((*live, *table._relaying)) if chunk.queue is self]:
+                if chunk.kind.fills_slot and chunk.state is not ChunkState.QUEUED:
+                    table._return_relay(chunk, tainted=True)
+                    if chunk.onward is None:
+                        table._settle(chunk, Outcome.TAINTED)
+                is_written = chunk.kind.writes and chunk.host is not None  # of memory, a store fills its slot
+                outcome = Outcome.TAINTED if is_written else when_closed(chunk.kind, chunk.state)
+                table._finish(chunk, outcome, why, "closed")
+            table._grant_relays()
+            table._progress.notify_all()
 
     def sleep(self, seconds: float | None) -> None:
         """Pump only: sleep until woken by new work, at most ``seconds`` (None: no limit)."""
         if self._bell.acquire(timeout=-1 if seconds is None else seconds):
             with self._lock:
-                self._woken = False
+                self._rung = False
 
     def wake(self) -> None:
         """Wake the pump."""
         with self._lock:
-            self._wake()
+            self.ring()
 
-    # -- under the lock ---------------------------------------------------------------------------------------------
-
-    def _wake(self) -> None:
-        if not self._woken:
-            self._woken = True
+    def ring(self) -> None:
+        """As ``wake``, under the lock."""
+        if not self._rung:
+            self._rung = True
             self._bell.release()
-
-    def _move(self, task: Task, state: ChunkState) -> None:
-        """Change the state of a chunk that was taken. Callers notify waiters."""
-        if state not in TRANSITIONS[task.state]:
-            raise RuntimeError(f"chunk of job {task.job.job_id} cannot go from {task.state.name} to {state.name}")
-        task.state = state
-
-    def _give_up(self, task: Task, why: str, cause: str) -> None:
-        """End a chunk early as far as that is safe."""
-        end = when_given_up(task.kind, task.state)
-        if isinstance(end, Outcome):
-            self._finish(task, end, why, cause)
-        elif end is not None:
-            self._move(task, end)
-
-    def _sweep(self) -> None:
-        """Forget what was given up while queued: behind a head that has to wait, nobody else would take it away."""
-        for lane, queue in self._lanes.items():
-            if any(task.state is not ChunkState.QUEUED for task in queue):
-                self._lanes[lane] = deque(task for task in queue if task.state is ChunkState.QUEUED)
-
-    def _finish(self, task: Task, outcome: Outcome, error: str | None, cause: str = "") -> None:
-        """Give a chunk that is not DONE its outcome. Callers notify waiters."""
-        state, job = task.state, task.job
-        if state is ChunkState.DONE:
-            return
-        if state is ChunkState.DISOWNED and outcome is Outcome.OK:
-            outcome, error, cause = Outcome.FAILED, "its blocks were given away while they were written", "needed_back"
-        if state is ChunkState.QUEUED:
-            self._waiting_bytes[_waits_as(job.kind)] -= task.size_bytes
-            if task.kind.fills_slot:
-                self._settle_slot(task, outcome)  # it never began
-        task.state = ChunkState.DONE  # any state may end
-        task.outcome, task.error, task.cause = outcome, error, cause
-        job.unfinished -= 1
-        if not job.unfinished:
-            self._tell(job)
-
-    def _settle_slot(self, task: Task, outcome: Outcome) -> None:
-        """Nothing touches the host slot of a chunk any more, or (TAINTED) something may for ever; the first counts."""
-        if task.slot is not None or not task.kind.fills_slot:
-            return
-        task.slot = outcome
-        job = task.job
-        job.unknown_slots -= 1
-        if not job.unknown_slots:
-            del self._filling[job]
-            if not job.unfinished:
-                self._completions.append(Completion(job.job_id, job.kind, (), slots_of(job)))
-
-    def _tell(self, job: Job) -> None:
-        """All chunks of a job are done."""
-        del self._jobs[job.job_id]
-        self._completions.append(completion_of(job, self._clock() - job.submitted_s))
-
-
-def _waits_as(kind: WorkKind) -> str:
-    """Where a job's bytes are counted while they wait."""
-    return "background" if kind.in_background else "store" if kind.writes else "load"
 
 
 def _is_behind(job: Job) -> bool:
@@ -390,11 +550,11 @@ def _is_behind(job: Job) -> bool:
 
 def _has_queued(job: Job) -> bool:
     """Whether the pump has yet to begin with a chunk."""
-    return any(task.state is ChunkState.QUEUED for task in job.tasks)
+    return any(chunk.state is ChunkState.QUEUED for chunk in job.chunks)
 
 
 def _needs_blocks(job: Job) -> bool:
     """Whether a store reads its KV blocks, or may yet; whether a load is unfinished."""
     if not job.kind.writes:
         return job.unfinished > 0
-    return any(task.state in READS_BLOCKS for task in job.tasks)
+    return any(chunk.state in READS_BLOCKS for chunk in job.chunks)

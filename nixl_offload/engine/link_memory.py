@@ -16,7 +16,7 @@ from nixl_offload.chunk.layout import ChunkBlocks, KVLayout, job_extents
 from nixl_offload.engine import image
 from nixl_offload.engine.engine_memory import EngineMemory
 from nixl_offload.engine.image import GroupPlan, Spans, TransferPath
-from nixl_offload.engine.records import ChunkIO
+from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.registration import Registration, TensorMemory, why_not_direct
 from nixl_offload.engine.staging import DeviceSlot, Slot
 from nixl_offload.engine.streams import Device
@@ -62,13 +62,14 @@ class LinkMemory:
         return self._submit_slots(op, self.host, parts)
 
     def submit_direct(
-        self, op: Op, layout: KVLayout, parts: Sequence[tuple[Slot, Target | None, ChunkIO]]
+        self, op: Op, layout: KVLayout, parts: Sequence[tuple[Slot, Target | None, Chunk]]
     ) -> Iterator[Transfer]:
         """Move header pages, then the KV blocks themselves: a transfer per piece of registered memory and file."""
         header = ((0, HEADER_BYTES),)
         yield from self._submit_slots(op, self.pages, [(page, target, header) for page, target, _ in parts])
         blocks = [
-            ChunkBlocks(number, io.group, io.block_ids, io.first_block) for number, (_, _, io) in enumerate(parts)
+            ChunkBlocks(number, chunk.group, chunk.block_ids, chunk.first_block)
+            for number, (_, _, chunk) in enumerate(parts)
         ]
         starts, extents = job_extents(layout, blocks)
         targets = [target for _, target, _ in parts if target is not None]

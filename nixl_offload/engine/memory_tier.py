@@ -8,8 +8,7 @@ and slab belong to the caller, who closes them after the engine.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -17,20 +16,20 @@ from nixl_offload.chunk.header_rows import check_headers, verify_rows
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import image
-from nixl_offload.engine.batch import Batch, BatchChunk, Steps
+from nixl_offload.engine.batch import Batch, Steps
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.image import GroupPlan
-from nixl_offload.engine.jobs import JobTable
+from nixl_offload.engine.jobs import JobTable, TierQueue
 from nixl_offload.engine.packer import Packer, make_packer, pages_of, require_agreement
 from nixl_offload.engine.pump import InFlight, Pauses
 from nixl_offload.engine.ratelog import RateLog
-from nixl_offload.engine.records import Task
+from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import ChunkState, WorkKind
 from nixl_offload.engine.streams import Device
 from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.engine.transfer_paths.common import rows_to_scatter
-from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus, Waiting
+from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus
 from nixl_offload.engine.turn import Turn
 from nixl_offload.errors import LayoutError
 from nixl_offload.types import Outcome, Verify
@@ -70,6 +69,7 @@ class MemoryEngine(TierEngine):
     def __init__(
         self,
         *,
+        table: JobTable,
         tensors: Sequence[torch.Tensor],
         layout: KVLayout,
         host: HostSlab,
@@ -77,38 +77,32 @@ class MemoryEngine(TierEngine):
         shards: Sequence[Shard] = (),
         tier: int = 0,
         verify: Verify = "checksum",
-        clock: Callable[[], float] = time.monotonic,
-        load_timeout_s: float = 30.0,
         store_queue_bytes: int = STORE_QUEUE_BYTES,
         packer: Packer | None = None,
         device: Device | None = None,
     ) -> None:
         """Start the pump.
 
-        ``tensors`` and ``shards`` as for ``engine.Engine``; ``tier``: the position of the memory tier; ``packer``: None
-        takes the one for ``device``, and that None asks the tensors. Raises LayoutError when tensors and layout
-        disagree.
+        ``table``, ``tensors`` and ``shards`` as for ``engine.Engine``; ``tier``: its position; ``packer``: None takes
+        the one for ``device``, and that None asks the tensors. Raises LayoutError when tensors and layout disagree.
         """
         require_agreement(tensors, layout)
         packer = packer if packer is not None else make_packer(tensors, pages_of(layout), device)
-        super().__init__(layout, packer.fence, clock)
-        table = JobTable(store_queue_limit_bytes=store_queue_bytes, clock=clock)
+        super().__init__(TierQueue(table, tier, layout, store_limit_bytes=store_queue_bytes), packer.fence)
         copies = MemoryPaths(
             table,
             [image.make_plan(layout, group) for group in range(len(layout.groups))],
             host,
             packer,
             [shard.digest for shard in shards] or [rank_namespace] * len(layout.groups),
-            tier,
             sums=verify == "always",
-            clock=clock,
             keep_alive=tuple(tensors),
         )
-        self._start(table, copies, load_timeout_s=load_timeout_s, name="nixl-offload-memory", pauses=PAUSES)
+        self._start(copies, name="nixl-offload-memory", pauses=PAUSES)
 
     def status(self) -> TierStatus:
         """Return what waits here; memory has no trouble."""
-        return TierStatus(Waiting(*self._table.waiting_bytes()), "", _ACCESS)
+        return TierStatus(self.queue.waiting(), "", _ACCESS)
 
 
 class MemoryPaths:
@@ -121,10 +115,8 @@ class MemoryPaths:
         host: HostSlab,
         packer: Packer,
         namespaces: Sequence[bytes],
-        tier: int,
         *,
         sums: bool,
-        clock: Callable[[], float],
         keep_alive: Sequence[object],
     ) -> None:
         self._table = table
@@ -132,30 +124,27 @@ class MemoryPaths:
         self._host = host
         self._packer = packer
         self._namespaces = namespaces
-        self._tier = tier
         self._sums = sums
-        self._log = RateLog(logger, clock)
+        self._log = RateLog(logger, table.clock)
         self._keep_alive = keep_alive
         self.turn = Turn()
 
-    def room(self, task: Task, in_flight: InFlight) -> int:
-        """Return how many chunks like ``task`` make a batch; 0 while as many batches as allowed are in flight."""
-        if in_flight.batches >= MAX_BATCHES or (task.kind.writes and in_flight.store_batches >= MAX_STORE_BATCHES):
+    def room(self, chunk: Chunk, in_flight: InFlight) -> int:
+        """Return how many chunks like ``chunk`` make a batch; 0 while as many batches as allowed are in flight."""
+        if in_flight.batches >= MAX_BATCHES or (chunk.kind.writes and in_flight.store_batches >= MAX_STORE_BATCHES):
             return 0
-        batch_bytes = STORE_BATCH_BYTES if task.kind.writes else LOAD_BATCH_BYTES
+        batch_bytes = STORE_BATCH_BYTES if chunk.kind.writes else LOAD_BATCH_BYTES
         # By whole chunks: the first of a job may be a short tail.
-        if not 0 <= task.io.group < len(self._plans):
-            return 1  # it will be rejected
-        plan = self._plans[task.io.group]
+        plan = self._plans[chunk.group]
         return min(MAX_BATCH_CHUNKS, max(1, batch_bytes // max(1, plan.blocks * plan.block_bytes)))
 
-    def why_not(self, task: Task) -> str | None:
+    def why_not(self, chunk: Chunk) -> str | None:
         """Return None: memory always answers."""
         return None
 
-    def begin(self, tasks: list[Task]) -> Batch:
+    def begin(self, chunks: list[Chunk]) -> Batch:
         """Make a batch, whose first step looks the slots up."""
-        batch = Batch.of(tasks)
+        batch = Batch(chunks, chunks[0].kind)
         batch.steps = self._steps(batch)
         return batch
 
@@ -174,7 +163,7 @@ class MemoryPaths:
         if not batch.alive:
             return
         self.turn.pause()
-        copy = self._store if batch.chunks[0].task.kind.writes else self._load
+        copy = self._store if batch.chunks[0].kind.writes else self._load
         try:
             yield from copy(batch)
         except Exception as error:
@@ -184,7 +173,7 @@ class MemoryPaths:
             batch.split([[chunk] for chunk in batch.alive], self._single)
 
     def _single(self, batch: Batch) -> Steps:
-        copy = self._store if batch.chunks[0].task.kind.writes else self._load
+        copy = self._store if batch.chunks[0].kind.writes else self._load
         yield from copy(batch)
 
     def _store(self, batch: Batch) -> Steps:
@@ -194,13 +183,13 @@ class MemoryPaths:
         if not self._advance(batch, ChunkState.BORROWED):
             return
         chunks = batch.alive
-        plan, io = self._plans[chunks[0].io.group], chunks[0].io
+        plan, group = self._plans[chunks[0].group], chunks[0].group
         parts = []
         for chunk in chunks:
             image.invalidate(_slot(chunk))
-            parts.append((chunk.io.block_ids, image.rows(_slot(chunk), plan, chunk.io)))
+            parts.append((chunk.block_ids, image.rows(_slot(chunk), plan, chunk)))
         self.turn.pause()
-        gathered = self._packer.gather_many(io.group, parts, chunks[0].task.job.fence)
+        gathered = self._packer.gather_many(group, parts, chunks[0].job.fence)
         self.turn.begin()  # host memory has been copied by now, without the interpreter
         yield from batch.passes([gathered])
         # All source blocks are free before the first checksum is computed.
@@ -209,33 +198,34 @@ class MemoryPaths:
         sums = None
         if self._sums or gathered.by_device:
             found = zip(chunks, gathered.values(), strict=True)
-            sums = [values for chunk, values in found if chunk.outcome is None]
+            sums = [values for chunk, values in found if chunk.result is None]
         chunks = batch.alive
-        pages = image.encode(self._namespaces[chunks[0].io.group], plan, [chunk.io for chunk in chunks], sums)
+        pages = image.encode(self._namespaces[group], plan, chunks, sums)
         self.turn.pause()
         for chunk, page in zip(chunks, pages, strict=True):
             slot = _slot(chunk)
             self.turn.pause()
             image.header_page(slot)[:] = page
-            image.clear_around(slot, plan, chunk.io.first_block)
+            image.clear_around(slot, plan, chunk.first_block)
             chunk.end(Outcome.OK)
 
     def _load(self, batch: Batch) -> Steps:
         """Compare headers, verify blocks where that is asked for, then copy."""
         chunks = batch.alive
-        plan, ios = self._plans[chunks[0].io.group], [chunk.io for chunk in chunks]
+        group = chunks[0].group
+        plan = self._plans[group]
         check = check_headers if self._sums else self._host.headers.check
         pages = [image.header_page(_slot(chunk)) for chunk in chunks]
-        headers = check(pages, image.expected(self._namespaces[ios[0].group], plan, ios))
-        image.refuse_absent(headers, ios)
+        headers = check(pages, image.expected(self._namespaces[group], plan, chunks))
+        image.refuse_absent(headers, chunks)
         rows = [row for row in range(len(chunks)) if row not in headers.errors] if self._sums else []
         if rows:
-            payloads = [image.rows(_slot(chunks[row]), plan, ios[row]) for row in rows]
-            summed = yield from self._packer.bring(ios[0].group, payloads)
+            payloads = [image.rows(_slot(chunks[row]), plan, chunks[row]) for row in rows]
+            summed = yield from self._packer.bring(group, payloads)
             yield from batch.passes([summed])
-            verify_rows(headers, rows, [ios[row].first_block for row in rows], summed.values())
+            verify_rows(headers, rows, [chunks[row].first_block for row in rows], summed.values())
             for row, brought in zip(rows, summed.rows(), strict=True):
-                chunks[row].brought, chunks[row].brought_from = brought, ios[row].first_block
+                chunks[row].brought, chunks[row].brought_from = brought, chunks[row].first_block
         for row, error in headers.errors.items():
             words = f"corrupt: {error.reason}"
             self._log.warning(words, "A chunk in memory was refused and will be recomputed: %s", error)
@@ -244,8 +234,8 @@ class MemoryPaths:
         if not self._advance(batch, ChunkState.SCATTER):
             return
         chunks = batch.alive
-        parts = [(chunk.io.block_ids, rows_to_scatter(chunk, _slot(chunk), plan)) for chunk in chunks]
-        scattered = self._packer.scatter_many(ios[0].group, parts, chunks[0].task.job.fence)
+        parts = [(chunk.block_ids, rows_to_scatter(chunk, _slot(chunk), plan)) for chunk in chunks]
+        scattered = self._packer.scatter_many(group, parts, chunks[0].job.fence)
         self.turn.begin()
         yield from batch.passes([scattered])
         for chunk in chunks:
@@ -254,7 +244,7 @@ class MemoryPaths:
     def _advance(self, batch: Batch, state: ChunkState) -> bool:
         """Move the chunks of a batch on; end those that were given up. Whether any is left."""
         chunks = batch.alive
-        going = self._table.advance([chunk.task for chunk in chunks], state)
+        going = self._table.advance(chunks, state)
         for chunk, goes in zip(chunks, going, strict=True):
             if not goes:
                 chunk.end(Outcome.FAILED, "its blocks were given away while they were copied", "needed_back")
@@ -262,39 +252,28 @@ class MemoryPaths:
 
     def _admit(self, batch: Batch) -> None:
         """Find each chunk's slot; a chunk whose numbers do not fit is FAILED: memory is touched unchecked later."""
-        group = batch.chunks[0].io.group
-        plan = self._plans[group] if 0 <= group < len(self._plans) else None
-        chunks = [chunk.io for chunk in batch.chunks]
-        faults = [None] * len(chunks) if plan is None else image.faults(plan, chunks)
+        faults = image.faults(self._plans[batch.chunks[0].group], batch.chunks)
         for chunk, fault in zip(batch.chunks, faults, strict=True):
-            words = fault or self._fault(chunk.task, plan) or self._find_slot(chunk)
+            words = fault or self._find_slot(chunk)
             if words is not None:
                 self._log.error("LayoutError", "A chunk could not be moved: %s", words)
                 chunk.end(Outcome.FAILED, words, "layout")
 
-    def _find_slot(self, chunk: BatchChunk) -> str | None:
+    def _find_slot(self, chunk: Chunk) -> str | None:
         """Look a chunk's slot up; say why there is none, or None."""
-        location = chunk.io.location
+        location = chunk.location
+        if chunk.kind not in {WorkKind.STORE, WorkKind.LOAD} or chunk.host_offset is not None:
+            return "the memory tier copies between its own slots and KV blocks only"
+        if location.offset + location.slot_bytes > self._host.memory_bytes:
+            return f"{location} lies beyond the {self._host.memory_bytes} bytes of the memory tier"
         try:
             chunk.host = self._host.slot(location.offset, location.slot_bytes)
         except LayoutError as error:
             return str(error)
         return None
 
-    def _fault(self, task: Task, plan: GroupPlan | None) -> str | None:
-        """Say why a chunk does not fit the memory tier, or None."""
-        io = task.io
-        if plan is None or io.location.tier != self._tier:
-            return f"there is no group {io.group}, or no tier for {io.location}, in this engine"
-        if task.kind not in {WorkKind.STORE, WorkKind.LOAD} or io.host_offset is not None:
-            return "the memory tier copies between its own slots and KV blocks only"
-        if io.location.offset + io.location.slot_bytes > self._host.memory_bytes:
-            return f"{io.location} lies beyond the {self._host.memory_bytes} bytes of the memory tier"
-        end = io.first_block + len(io.block_ids)
-        return f"a store of blocks up to {end} of {plan.blocks}" if task.kind.writes and end != plan.blocks else None
 
-
-def _slot(chunk: BatchChunk) -> Slot:
+def _slot(chunk: Chunk) -> Slot:
     slot = chunk.host
     assert slot is not None
     return slot

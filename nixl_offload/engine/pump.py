@@ -11,14 +11,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from nixl_offload.engine.batch import Batch
-from nixl_offload.engine.jobs import JobTable
+from nixl_offload.engine.jobs import TierQueue
 from nixl_offload.engine.ratelog import RateLog
-from nixl_offload.engine.records import Ending, Task
+from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.states import Lane, WorkKind
 from nixl_offload.engine.turn import Turn
 from nixl_offload.keep import keep_forever
@@ -85,19 +84,19 @@ class Pauses:
 class PumpPaths(Protocol):
     """What the pump drives: how the chunks of one tier travel."""
 
-    def room(self, task: Task, in_flight: InFlight) -> int:
-        """Return how many chunks like ``task`` may start now, as one batch. Pure and quick: called under the table's
+    def room(self, chunk: Chunk, in_flight: InFlight) -> int:
+        """Return how many chunks like ``chunk`` may start now, as one batch. Pure and quick: called under the table's
         lock. A chunk that will be rejected is always admitted.
         """
 
-    def why_not(self, task: Task) -> str | None:
+    def why_not(self, chunk: Chunk) -> str | None:
         """Why a load that found no room shall not wait for it; None: it shall. Pure and quick, as ``room``."""
 
     @property
     def turn(self) -> Turn:
         """The pump's stretches without a wait."""
 
-    def begin(self, tasks: list[Task]) -> Batch:
+    def begin(self, chunks: list[Chunk]) -> Batch:
         """Start chunks of one job, group and kind. Does no I/O before the first step; no step raises for a chunk that
         cannot be moved.
         """
@@ -117,19 +116,17 @@ class Pump:
 
     def __init__(
         self,
-        table: JobTable,
+        queue: TierQueue,
         driven: PumpPaths,
         *,
-        load_timeout_s: float,
-        clock: Callable[[], float],
         name: str,
         pauses: Pauses,
     ) -> None:
-        self._table = table
+        self._queue = queue
+        self._table = queue.table
+        self._clock = clock = queue.table.clock
         self._driven = driven
         self._turn = driven.turn
-        self._load_timeout_s = load_timeout_s
-        self._clock = clock
         self._pauses = pauses
         self._batches: list[Batch] = []
         self._in_flight = InFlight()
@@ -155,13 +152,13 @@ class Pump:
         A thread that is caught in a system call is left behind, and its memory with it; it is a daemon thread.
         """
         self._stop_by_s = self._clock() + deadline_s
-        self._table.wake()
+        self._queue.wake()
         if self._thread.ident is not None:
             self._thread.join(deadline_s + patience_s)
         if self._thread.is_alive():
             logger.error("The pump hangs in a system call; it is left behind with its memory")
             leak(self)
-            self._give_up("the engine was closed while storage hung")
+            self._queue.give_up("the engine was closed while storage hung")
 
     # -- the pump's thread ------------------------------------------------------------------------------------------
 
@@ -173,7 +170,7 @@ class Pump:
             why = "the pump ended unexpectedly"
             logger.critical("The pump thread ended; every job fails from now on and is recomputed", exc_info=True)
         finally:
-            self._give_up(why)
+            self._queue.give_up(why)
             self._close()
 
     def _loop(self) -> None:
@@ -199,19 +196,19 @@ class Pump:
         moved |= self._push()
         now_s = self._clock()
         # Before the shortcut below: deadlines hold also while something moves without a pause.
-        self._expire()
+        self._table.expire()
         if self._stop_by_s is not None and now_s >= self._stop_by_s:
             return True
         if moved:
             self._moved_s = now_s
             return False
         if self._stop_by_s is not None:
-            if not self._batches and self._table.empty():
+            if not self._batches and self._queue.empty():
                 return True
             pause_s: float | None = self._pauses.poll_s
         else:
             pause_s = self._pause_s(now_s) if self._batches else None
-        self._table.sleep(pause_s)
+        self._queue.sleep(pause_s)
         self._turn.begin()
         return False
 
@@ -232,26 +229,26 @@ class Pump:
     def _launch(self) -> bool:
         """Start queued chunks as far as there is room; True if any was started."""
         started = False
-        for lane in self._table.busy_lanes():
-            while tasks := self._table.take(lane, self._room):
+        for lane in self._queue.busy_lanes():
+            while chunks := self._queue.take(lane, self._room):
                 started = True
                 self._turn.pause()
                 try:
-                    batch = self._driven.begin(tasks)
+                    batch = self._driven.begin(chunks)
                 except Exception as error:  # noqa: BLE001 - a dead pump would be a dead engine
                     self._log_crash(error)
-                    words = f"unexpected {type(error).__name__}"
-                    failed = Outcome.FAILED
-                    self._table.complete(Ending(task, failed, words, "unexpected", failed) for task in tasks)
+                    for chunk in chunks:
+                        chunk.end(Outcome.FAILED, f"unexpected {type(error).__name__}", "unexpected")
+                    self._table.complete(chunks)
                     continue
                 if self._adopt(batch):
                     return True  # it copied within its first step: look at the first lane again
             if lane is Lane.LOAD or lane is Lane.EXPEDITED_LOAD:
-                self._table.refuse(lane, self._driven.why_not)
+                self._queue.refuse(lane, self._driven.why_not)
         return started
 
-    def _room(self, task: Task) -> int:
-        return self._driven.room(task, self._in_flight)
+    def _room(self, chunk: Chunk) -> int:
+        return self._driven.room(chunk, self._in_flight)
 
     def _adopt(self, batch: Batch) -> bool:
         """Begin a batch; True if it has ended already."""
@@ -293,7 +290,7 @@ class Pump:
     def _crashed(self, batch: Batch, error: Exception) -> None:
         """What is in flight cannot even be polled. Where it may still touch a host slot, that slot is TAINTED."""
         for chunk in batch.alive:
-            tainted = batch.is_pending and chunk.task.kind.writes and chunk.host is not None
+            tainted = batch.is_pending and chunk.kind.writes and chunk.host is not None
             chunk.end(
                 Outcome.TAINTED if tainted else Outcome.FAILED, f"unexpected {type(error).__name__}", "unexpected"
             )
@@ -309,32 +306,19 @@ class Pump:
             self._log_crash(error)
         tainted = batch.is_pending or batch.is_quarantined
         for chunk in batch.chunks:
-            if chunk.outcome is None:
+            if chunk.result is None:
                 self._log_crash(RuntimeError("a chunk ended without an outcome"))
                 chunk.end(Outcome.FAILED, "unexpected RuntimeError", "unexpected")
-            for pool, slot in chunk.held:
-                if tainted:
-                    pool.retire(slot)
-                else:
-                    pool.release(slot)
+            if chunk.pool is not None:
+                (chunk.pool.retire if tainted else chunk.pool.release)(chunk.slot)
         if tainted:
             leak((self._driven, batch))
-        self._table.complete(batch.endings(tainted=tainted))
+        self._table.complete(batch.chunks, tainted=tainted)
         for part in batch.parts:
             self._adopt(part)
 
     def _log_crash(self, error: Exception) -> None:
         self._log.error(f"crash:{type(error).__name__}", "A chunk failed unexpectedly: %r", error, exc_info=error)
-
-    def _expire(self) -> None:
-        self._table.expire_loads(self._load_timeout_s)
-
-    def _give_up(self, why: str) -> None:
-        """End every job. Host slots that something in flight may still touch are TAINTED."""
-        lost = [chunk for batch in tuple(self._batches) for chunk in batch.chunks]
-        written = [chunk.task for chunk in lost if chunk.task.kind.writes and chunk.host is not None]
-        self._table.complete(Ending(task, Outcome.TAINTED, why, "closed") for task in written)
-        self._table.give_up(why)
 
     def _close(self) -> None:
         if self._batches:

@@ -1,156 +1,231 @@
-"""The records of the engine: a chunk of a job, the job, and what became of both.
+"""The records of a rank: a chunk, the job that it is of, and what became of both.
 
-Threading: ``Job`` and ``Task`` belong to ``jobs.JobTable``, whose lock guards every mutable field; all others are
-immutable.
+Threading: ``jobs.JobTable`` has one lock for all of them. What a chunk knows of its way, from ``result`` on, is its
+pump's while that has it in a batch. ``Completion`` does not change any more.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.engine.states import ChunkState, WorkKind
+from nixl_offload.engine.brought import ScatterSource
+from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool
+from nixl_offload.engine.states import ChunkState, Operation, WorkKind
 from nixl_offload.engine.streams import Fence
-from nixl_offload.types import Key, Location, Outcome
+from nixl_offload.movers.base import Transfer, TransferState
+from nixl_offload.tiers.base import Target
+from nixl_offload.types import Key, Location, Outcome, worst
+
+if TYPE_CHECKING:
+    from nixl_offload.engine.jobs import TierQueue
+
+NO_BLOCKS = np.empty(0, dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkIO:
-    """One chunk of a job on this rank."""
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """A chunk, or a shard of one, on its way on this rank: the only record of it. It is of one job."""
 
     key: Key
     location: Location
+    """In the tier whose pump moves it."""
     group: int
     """Position in ``KVLayout.groups``."""
     block_ids: npt.NDArray[np.int32]
     """GPU blocks that hold consecutive blocks of the chunk; shape (n,). Empty only where ``host_offset`` is given: then
     no KV block takes part."""
-    first_block: int
+    first_block: int = 0
     """Position in the chunk of ``block_ids[0]``; 0 unless only a tail of the chunk is wanted."""
     host_offset: int | None = None
     """Byte offset of a slot in the host slab (``engine.host``). A write-through takes the whole image, header included,
     from there. A load reads the whole image to there, verifies all of it, and serves its KV blocks, if any, from it;
     the image stays (it was *promoted*)."""
+    kind: WorkKind = WorkKind.LOAD
+    onward: Location | None = None
+    """Of a fetch between two farther tiers: where the other tier's pump writes it to. Its host slot is a relay slot."""
+    position: int = 0
+    """In its job; shards of one chunk have the same."""
+
+    job: Job = field(init=False, repr=False)
+    queue: TierQueue | None = field(default=None, init=False, repr=False)
+    """None: it was never queued."""
+    size_bytes: int = field(default=0, init=False)
+    """Payload bytes of its blocks: what the queue limit and ``bytes_moved`` count."""
+    queued_s: float = field(default=0.0, init=False)
+    state: ChunkState = field(default=ChunkState.QUEUED, init=False)
+    outcome: Outcome | None = field(default=None, init=False)
+    """As the job's completion tells it; ``error`` and ``cause`` likewise."""
+    error: str | None = field(default=None, init=False)
+    cause: str = field(default="", init=False)
+    """``error`` in one word, for metrics."""
+    settled: Outcome | None = field(default=None, init=False)
+    """As its ticket's completion tells it; None where it is of none, too."""
+
+    result: tuple[Outcome, str | None, str] | None = field(default=None, init=False)
+    """What its batch has made of it, with ``error`` and ``cause``; None while it is alive there."""
+    pool: SlotPool[Any] | None = field(default=None, init=False, repr=False)
+    """Takes ``slot`` back."""
+    slot: Slot | DeviceSlot | None = field(default=None, init=False)
+    """The staging slot in which it is packed; of a direct chunk its header page."""
+    host: Slot | None = field(default=None, init=False)
+    """A slot of the host slab that holds its image, or is to."""
+    is_kept: bool = field(default=False, init=False)
+    """The image in ``host`` is whole and verified."""
+    brought: ScatterSource | None = field(default=None, init=False, repr=False)
+    """Its blocks from ``brought_from`` on, where they were summed and verified; given up with the chunk."""
+    brought_from: int = field(default=0, init=False)
+    sums: npt.NDArray[np.uint64] | None = field(default=None, init=False, repr=False)
+    """Checksums of its blocks, where a device computed them."""
+    row: int = field(default=0, init=False)
+    """Its row among the headers that were read together."""
+    target: Target | None = field(default=None, init=False)
+    """Its place in the tier, from the begin of a read or write to its end."""
+    transfers: tuple[Transfer, ...] = field(default=(), init=False, repr=False)
+    """Its own, where no other chunk takes part in them; they are among the batch's too."""
+    is_overdue: bool = field(default=False, init=False)
+    """It was given up while it was read, and the link has heard of it."""
+
+    @property
+    def transfer_state(self) -> TransferState:
+        """Where its own transfers stand: PENDING as long as any is, FAILED if one failed."""
+        states = [transfer.state for transfer in self.transfers]
+        for state in (TransferState.PENDING, TransferState.FAILED):
+            if state in states:
+                return state
+        return TransferState.DONE
+
+    def end(self, outcome: Outcome, error: str | None = None, cause: str = "") -> None:
+        """Decide its result; the first one counts. Told when the batch ends."""
+        if self.result is None:
+            self.result, self.brought = (outcome, error, cause), None
+
+    def slot_outcome(self, *, tainted: bool) -> Outcome:
+        """Return what became of the host slot that it was to fill. ``tainted``: something may still touch that."""
+        if tainted and self.host is not None:
+            return Outcome.TAINTED
+        if self.is_kept:
+            return Outcome.OK
+        # What the caller was told when it gave the load up says more than what the batch thinks of it.
+        outcome = self.outcome or (self.result[0] if self.result is not None else Outcome.FAILED)
+        return Outcome.FAILED if outcome is Outcome.OK else outcome
+
+    def travels_with(self, other: Chunk) -> bool:
+        """Whether both may be of one batch: one job, group and kind, and keys that name one group in the header."""
+        alike = self.job is other.job and self.group == other.group and self.kind is other.kind
+        return alike and self.key[-4:] == other.key[-4:]
 
 
-@dataclass(frozen=True, slots=True)
+def make_move(key: Key, group: int, source: Location, target: Location, *, memory: int | None) -> Chunk:
+    """Return a chunk that goes from tier to tier. A location of the memory tier is a byte offset in the host slab."""
+    if source.tier == memory:
+        return Chunk(key, target, group, NO_BLOCKS, host_offset=source.offset, kind=WorkKind.WRITE_THROUGH)
+    if target.tier == memory:
+        return Chunk(key, source, group, NO_BLOCKS, host_offset=target.offset, kind=WorkKind.FETCH)
+    return Chunk(key, source, group, NO_BLOCKS, kind=WorkKind.FETCH, onward=target)
+
+
+@dataclass(slots=True, eq=False)
 class Share:
-    """A tier's part in a job: ``bytes_moved`` of chunks that are OK, ``seconds`` from submit to its last chunk."""
+    """A tier's part in a job. Changes until its last chunk has ended."""
 
+    operation: Operation
     tier: int
-    bytes_moved: int
-    seconds: float
+    wanted_bytes: int = 0
+    bytes_moved: int = 0
+    """Of chunks that are OK."""
+    seconds: float = 0.0
+    """From submit to its last chunk."""
+    unfinished: int = 0
+    failures: Counter[tuple[Outcome, str]] = field(default_factory=Counter)
+    """Chunks that are not OK: by outcome, and why in one word."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Chunks that are told of together: a job of vLLM, a ticket of moves, or a load with the ticket of its promotions.
+
+    The only record of it; its chunks may lie in several tiers.
+    """
+
+    kind: WorkKind
+    chunks: list[Chunk]
+    count: int
+    """Of the caller's chunks, each of which may be none, one or several of these."""
+    fence: Fence
+    """Done when the compute stream is past the submit: only then may KV blocks be touched."""
+    submitted_s: float
+    job_id: int | None = None
+    ticket: int = 0
+    promoted: Sequence[int] = ()
+    """Positions of the promotions."""
+    unfinished: int = 0
+    """Chunks that have no outcome."""
+    unsettled: int = 0
+    """Chunks of which the ticket knows nothing yet."""
+    shares: dict[tuple[Operation, int], Share] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What became of a job, or of a ticket. Success and failure come by this one record.
 
-    ``outcomes`` and ``slots`` are told exactly once each: together, unless something may still touch a host slot when
-    the job's chunks are done. Then ``slots`` is None, and another completion of the same job, without ``outcomes``,
-    tells of the slots as soon as nothing touches them any more.
+    A load with promotions has two: of the job as soon as nobody needs its blocks, of the ticket as soon as nothing
+    touches its host slots any more.
     """
 
     job_id: int
     """Of a ticket: its number."""
     kind: WorkKind
     outcomes: tuple[Outcome, ...]
-    """One per chunk, in the order they were submitted."""
-    slots: tuple[Outcome, ...] | None = ()
-    """One per chunk that fills a host slot, in their order. TAINTED: the slot must never be used again."""
+    """One per chunk, in the order they were submitted: the gravest of its shards. In a ticket TAINTED says that a place
+    must never be used again."""
     bytes_moved: int = 0
-    """Payload bytes of the chunks that are OK. Of a ticket: by their slots."""
+    """Payload bytes of the chunks that are OK."""
     seconds: float = 0.0
     """From submit to the last chunk."""
     errors: tuple[str, ...] = ()
     """Short distinct phrases for a log line; empty if all is well."""
-    causes: tuple[tuple[Outcome, str, int], ...] = ()
-    """Of what is not OK: the outcome, why in one word, and of how many chunks; for metrics."""
     shares: tuple[Share, ...] = ()
-    """What each tier did of it: see ``chain.ChainEngine``."""
-
-    @property
-    def ends_job(self) -> bool:
-        """False where it only tells of host slots whose job has ended before."""
-        return bool(self.outcomes) or not self.slots
+    """What each tier did of it."""
+    chunks: Sequence[Chunk] = ()
 
 
-@dataclass(slots=True, eq=False)
-class Task:
-    """One chunk of a job on its way. Fields change only through ``JobTable``."""
-
-    job: Job
-    io: ChunkIO
-    kind: WorkKind
-    size_bytes: int
-    """Payload bytes of its blocks: what the queue limit and ``bytes_moved`` count."""
-    state: ChunkState = ChunkState.QUEUED
-    outcome: Outcome | None = None
-    error: str | None = None
-    cause: str = ""
-    """``error`` in one word, for metrics."""
-    slot: Outcome | None = None
-    """Of the host slot that it fills: known once nothing touches that any more."""
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One transfer job of vLLM, or one between tiers: the only record of it."""
-
-    job_id: int
-    kind: WorkKind
-    fence: Fence
-    """Done when the compute stream is past the submit: only then may KV blocks be touched."""
-    submitted_s: float
-    tasks: list[Task] = field(default_factory=list)
-    unfinished: int = 0
-    slots_total: int = 0
-    """Host slots to fill."""
-    unknown_slots: int = 0
-    """Of those, how many of which nothing is known yet."""
-
-
-class Ending(NamedTuple):
-    """How a chunk ended, as the pump tells it."""
-
-    task: Task
-    outcome: Outcome
-    error: str | None = None
-    cause: str = ""
-    slot: Outcome | None = None
-    """Of the host slot that it filled, if it did."""
-
-
-def kind_of(kind: WorkKind, io: ChunkIO) -> WorkKind:
-    """Return what is done with one chunk of a job of ``kind``."""
-    return WorkKind.PROMOTION if kind is WorkKind.LOAD and io.host_offset is not None else kind
-
-
-def travel_together(task: Task, other: Task) -> bool:
-    """Whether two chunks may be of one batch: one job, group and kind, and keys that name one group in the header."""
-    alike = task.job is other.job and task.io.group == other.io.group and task.kind is other.kind
-    return alike and task.io.key[-4:] == other.io.key[-4:]
-
-
-def slots_of(job: Job) -> tuple[Outcome, ...]:
-    """Return what became of the host slots that a job fills."""
-    return tuple([task.slot or Outcome.FAILED for task in job.tasks if task.kind.fills_slot])
-
-
-def completion_of(job: Job, seconds: float) -> Completion:
+def completion_of(job: Job) -> Completion:
     """Return what to tell of a job whose chunks are all DONE."""
-    tasks, is_ok, failed_as = job.tasks, Outcome.OK, Outcome.FAILED
-    outcomes = tuple([task.outcome or failed_as for task in tasks])
-    slots = None if job.unknown_slots else slots_of(job) if job.slots_total else ()
-    bytes_moved = sum([task.size_bytes for task in tasks if task.outcome is is_ok])
-    failed = [task for task in tasks if task.outcome is not is_ok]
-    if not failed:
-        return Completion(job.job_id, job.kind, outcomes, slots, bytes_moved, seconds)
-    errors = dict.fromkeys([task.error for task in failed if task.error is not None])
-    counts = Counter([(task.outcome or failed_as, task.cause or "io") for task in failed])
-    causes = tuple([(outcome, cause, shards) for (outcome, cause), shards in counts.items()])
-    return Completion(job.job_id, job.kind, outcomes, slots, bytes_moved, seconds, tuple(errors), causes)
+    assert job.job_id is not None
+    failed = [chunk for chunk in job.chunks if chunk.outcome is not Outcome.OK]
+    shares = sorted(job.shares.values(), key=lambda share: share.tier)
+    return Completion(
+        job.job_id,
+        job.kind,
+        _folded(job.count, ((chunk.position, chunk.outcome) for chunk in failed)),
+        sum(share.bytes_moved for share in shares),
+        max((share.seconds for share in shares), default=0.0),
+        tuple(dict.fromkeys(chunk.error for chunk in failed if chunk.error is not None)),
+        tuple(shares),
+        job.chunks,
+    )
+
+
+def settlement_of(job: Job) -> Completion:
+    """Return what to tell of a ticket whose chunks are all settled."""
+    outcomes = _folded(
+        job.count, ((chunk.position, chunk.settled) for chunk in job.chunks if chunk.settled is not None)
+    )
+    if job.kind.in_background:
+        return Completion(job.ticket, job.kind, outcomes)
+    return Completion(job.ticket, WorkKind.PROMOTION, tuple(outcomes[at] for at in job.promoted))
+
+
+def _folded(count: int, ended: Iterable[tuple[int, Outcome | None]]) -> tuple[Outcome, ...]:
+    """Return the gravest outcome of each position. One of which this rank has nothing is OK."""
+    outcomes = [Outcome.OK] * count
+    for position, outcome in ended:
+        outcomes[position] = worst(outcomes[position], outcome or Outcome.FAILED)
+    return tuple(outcomes)

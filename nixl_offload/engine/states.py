@@ -6,12 +6,17 @@ Threading: constants and pure functions.
 from __future__ import annotations
 
 from enum import Enum, auto
+from typing import Literal
 
 from nixl_offload.types import Outcome
 
+Operation = Literal["store", "load", "write_through", "fetch"]
+"""What metrics tell apart. store: from KV blocks to the tier. load: from the tier to KV blocks. write_through: from
+another tier. fetch: for a farther one."""
+
 
 class WorkKind(Enum):
-    """What is done with a chunk. Columns: does it write to the tier, does it fill a host slot, can it wait."""
+    """What is done with a chunk. Columns: for metrics; does it write to the tier, fill a host slot, can it wait."""
 
     __hash__ = object.__hash__  # Enum's own is Python code, run each time that a set or dict is asked
 
@@ -19,19 +24,21 @@ class WorkKind(Enum):
     """KV blocks to the tier."""
     LOAD = ("load", False, False, False)
     """The tier to KV blocks."""
-    PROMOTION = ("promotion", False, True, False)
+    PROMOTION = ("load", False, True, False)
     """The tier to a slot in host memory, which keeps the chunk, and from there to the KV blocks of a load."""
     WRITE_THROUGH = ("write_through", True, False, True)
     """A slot in host memory to the tier. No KV block takes part."""
     FETCH = ("fetch", False, True, True)
     """The tier to a slot in host memory. No KV block takes part."""
 
-    def __init__(self, label: str, writes: bool, fills_slot: bool, in_background: bool) -> None:
-        self.label = label
+    def __init__(self, operation: Operation, writes: bool, fills_slot: bool, in_background: bool) -> None:
+        self.operation = operation
         self.writes = writes
         self.fills_slot = fills_slot
         self.in_background = in_background
         """Nobody waits for it: it comes behind everything else, and is dropped rather than failed while it waits."""
+        self.waits_as = "background" if in_background else "store" if writes else "load"
+        """Where its bytes are counted while they wait."""
 
 
 class Lane(Enum):

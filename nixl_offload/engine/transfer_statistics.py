@@ -1,21 +1,17 @@
 """What a rank has moved and what failed of it, added up by tier between two reports; and how its tiers stand.
 
-Threading: ``TransferStatistics`` belongs to the engine's one caller, as ``chain.ChainEngine`` does; all else are plain
-values, which travel to the scheduler's half for metrics. Nothing here decides anything.
+Threading: ``TransferStatistics`` is guarded by the lock of ``jobs.JobTable``; all else are plain values, which travel
+to the scheduler's half for metrics. Nothing here decides anything.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from nixl_offload.engine.records import Completion
-from nixl_offload.engine.states import WorkKind
-
-Operation = Literal["store", "load", "write_through", "fetch"]
-"""store: from KV blocks to the tier. load: from the tier to KV blocks. write_through: from another tier.
-fetch: for a farther one."""
+from nixl_offload.engine.records import Share
+from nixl_offload.engine.states import Operation
 
 MAX_SAMPLES = 256
 """Durations per tier and operation between two reports; those that come on top are not told."""
@@ -85,32 +81,22 @@ class TierStatus(NamedTuple):
     """None: the tier cannot be used on this rank."""
 
 
-_OPERATIONS: dict[WorkKind, Operation] = {
-    WorkKind.STORE: "store",
-    WorkKind.LOAD: "load",
-    WorkKind.PROMOTION: "load",
-    WorkKind.WRITE_THROUGH: "write_through",
-    WorkKind.FETCH: "fetch",
-}
-
-
 class TransferStatistics:
     """Adds up. ``take`` gives everything once."""
 
     def __init__(self) -> None:
         self._work = Work()
 
-    def add(self, tier: int, result: Completion) -> None:
-        """Count what one tier's engine has completed."""
-        operation = _OPERATIONS[result.kind]
-        if result.bytes_moved:
-            act = Act(operation, tier)
-            self._work.payload_bytes[act] += result.bytes_moved
+    def add(self, share: Share) -> None:
+        """Count what one tier has done of a job."""
+        if share.bytes_moved:
+            act = Act(share.operation, share.tier)
+            self._work.payload_bytes[act] += share.bytes_moved
             samples = self._work.seconds.setdefault(act, [])
             if len(samples) < MAX_SAMPLES:
-                samples.append(result.seconds)
-        for outcome, cause, shards in result.causes:
-            self._work.failures[Failure(operation, tier, outcome.value, cause)] += shards
+                samples.append(share.seconds)
+        for (outcome, cause), shards in share.failures.items():
+            self._work.failures[Failure(share.operation, share.tier, outcome.value, cause)] += shards
 
     def take(self) -> Work | None:
         """Return what was added since the last call, None if nothing was."""

@@ -231,11 +231,12 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
             "Load of request %s: %d of %d chunks not usable (%s)",
             request,
             len(failures),
-            len(job.chunks),
+            len(job.result.outcomes),
             ", ".join(sorted({outcome.value for outcome in failures.values()})),
         )
         if self._keeps_prefix:
-            for position in failures:
-                self.failed_blocks.update(job.chunks[position].block_ids.tolist())
+            for chunk in job.result.chunks:
+                if chunk.position in failures:
+                    self.failed_blocks.update(chunk.block_ids.tolist())
         elif request is not None:
             self._failed_requests.add(request)

@@ -26,6 +26,7 @@ from nixl_offload.config import Config, TierConfig
 from nixl_offload.engine import Engine, TierEngine
 from nixl_offload.engine.autotune import TransferPlan
 from nixl_offload.engine.host import HostSlab
+from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.opened_mover import (
     OpenedMover,
@@ -181,9 +182,16 @@ def _compare_with_kv_cache(memory_bytes: int, tensors: Sequence[torch.Tensor], r
 
 @unbound()
 def open_tier_engine(
-    config: Config, position: int, place: AnyPlace, memory: RankMemory, rank: int, plan: TransferPlan | None
+    config: Config,
+    position: int,
+    place: AnyPlace,
+    memory: RankMemory,
+    rank: int,
+    plan: TransferPlan | None,
+    table: JobTable,
 ) -> TierEngine:
-    """Open this rank's link to a tier, its mover, and the engine that owns both. ``memory`` must outlive it.
+    """Open this rank's link to a tier, its mover, and the engine that owns both, for jobs in ``table``. ``memory`` must
+    outlive it.
 
     Raises whatever keeps it from being opened. May take as long as storage hangs.
     """
@@ -198,6 +206,7 @@ def open_tier_engine(
         if not tier.outlives_process:
             assert memory.host is not None
             return MemoryEngine(
+                table=table,
                 tensors=memory.tensors,
                 layout=memory.layout,
                 host=memory.host,
@@ -216,6 +225,7 @@ def open_tier_engine(
         side = "host" if keys is not None else staging_of(opened, link.mover, device)
         side, staging_bytes = share_staging(side, config.staging_bytes, spared, len(config.stored), memory.layout)
         engine = Engine(
+            table=table,
             tensors=memory.tensors,
             layout=memory.layout,
             link=link,
@@ -224,7 +234,6 @@ def open_tier_engine(
             shards=shards,
             staging_bytes=staging_bytes,
             verify=config.verify,
-            load_timeout_s=config.load_timeout_s,
             host=memory.host,
             device=device,
             staging=side,

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -26,21 +24,20 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
 from nixl_offload.chunk.authentication import ChunkKeys
-from nixl_offload.chunk.layout import split_job
 from nixl_offload.config import Config
-from nixl_offload.engine import ChainEngine, ChunkIO, Completion, MoveIO, TierEngine, Work, WorkKind
+from nixl_offload.engine import ChainEngine, Completion, TierEngine, Work
 from nixl_offload.engine.autotune import TransferPlan
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.pump import LEAKED, leak
-from nixl_offload.engine.shard_chain import ShardChain
 from nixl_offload.engine.streams import Fence, model_on_default_stream
 from nixl_offload.errors import LayoutError
 from nixl_offload.hardware.same_machine import machine_token
 from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.tiers.slab.tier import SlabPlace
-from nixl_offload.types import Outcome, key_group
+from nixl_offload.types import Outcome
 from nixl_offload.vllm.adapters import AdapterUse, LoadedAdapters
 from nixl_offload.vllm.background import name_of
+from nixl_offload.vllm.chunks import RankChunks, of_no_blocks
 from nixl_offload.vllm.kv_caches import canonical_layout
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketSpec
 from nixl_offload.vllm.rank_engine import RankMemory, open_host, open_tier_engine, plan_tiers
@@ -60,7 +57,6 @@ class FinishedJob:
     """One of vLLM's jobs that has ended on this rank: what it was to do, and what became of it."""
 
     ticket: StoreTicket | LoadTicket
-    chunks: tuple[ChunkIO, ...]
     result: Completion
 
 
@@ -93,18 +89,11 @@ class NixlOffloadingWorker(OffloadingWorker):
         """
         self._config = config
         self._rank = offloading.parallel.rank
-        self._group_ids = tuple(group.group_id for group in offloading.groups)
-        self._group_at = {group: at for at, group in enumerate(self._group_ids)}
         self._tensors: list[torch.Tensor] = [item.tensor for item in kv_caches.tensors]
         blocks_per_chunk = offloading.cache.blocks_per_chunk
         self.layout = canonical_layout(kv_caches, blocks_per_chunk) if shards is None else shards.layout
         self._shards = shards
         self._keys = keys
-        self._block_bytes = [
-            sum(self.layout.groups[at].block_bytes for at in self._layout_groups(group))
-            for group in range(len(self._group_ids))
-        ]
-        """By vLLM's group: what this rank has of a block."""
         self._has_layers = len(self.layout.empty_groups) < len(self.layout.groups)
         """Whether any; else this rank needs no memory, reaches no storage, and is done with its part at once."""
         self._host: HostSlab | None = None
@@ -112,7 +101,17 @@ class NixlOffloadingWorker(OffloadingWorker):
         if self._has_layers:
             self._host = open_host(config, offloading.parallel, self.layout, self._tensors, engines, keys)
             self._plans = plan_tiers(config, self._tensors, self.layout)
-        self._engine = self._make_chain()
+        self._engine = ChainEngine(
+            len(config.tiers) if self._has_layers else 0, self._host, load_timeout_s=config.load_timeout_s
+        )
+        self._chunks = RankChunks(
+            self.layout,
+            [group.group_id for group in offloading.groups],
+            memory=None if config.memory is None else 0,
+            rank=self._rank,
+            plan=None if shards is None else shards.plan,
+            shared=[position for position, tier in enumerate(config.tiers) if tier.is_shared],
+        )
         self._tiers = RankTiers(
             self._engine,
             open_tier=self._open_tier,
@@ -123,12 +122,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._load_fence: Fence | None = None
         """Behind which this step's loads may write; None: behind all that the model was given when they are submitted.
         """
-        self._jobs: dict[int, tuple[StoreTicket | LoadTicket, tuple[ChunkIO, ...]]] = {}
-        self._tickets: set[int] = set()
-        """Of promotions and write-throughs that the engine has, and that have not been told of."""
-        self._refused: list[Completion] = []
-        self._refused_tickets: dict[int, int] = {}
-        """Ticket of promotions or write-throughs that were refused -> how many chunks."""
+        self._jobs: dict[int, StoreTicket | LoadTicket] = {}
         self._status: RankStatus | None = None
         """As it was told last."""
         self._look_s = 0.0
@@ -136,25 +130,6 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._is_shut_down = False
         self.adapters = LoadedAdapters()
         """Whoever loads LoRA adapters on this rank tells it here."""
-
-    def _make_chain(self) -> ChainEngine:
-        engines = [None] * len(self._config.tiers) if self._has_layers else []
-        memory = None if self._config.memory is None else 0
-        if self._shards is None:
-            return ChainEngine(engines, self._host, memory=memory, empty_groups=self.layout.empty_groups)
-        return ShardChain(
-            engines,
-            self._host,
-            plan=self._shards.plan,
-            rank=self._rank,
-            slot_bytes=[self.layout.slot_bytes(group) for group in range(len(self.layout.groups))],
-            shared=[position for position, tier in enumerate(self._config.tiers) if tier.is_shared],
-            memory=memory,
-        )
-
-    def _layout_groups(self, group: int) -> Sequence[int]:
-        """Return what ``layout`` has of one of vLLM's groups: itself, or the shards that this rank holds."""
-        return (group,) if self._shards is None else self._shards.plan.layout_groups(self._rank, group)
 
     def geometry(self, digest: str, attention_backends: Iterable[str] = ()) -> RankGeometry:
         """Return what this rank tells the scheduler's half. ``digest``: from ``rank_identity``."""
@@ -236,58 +211,44 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._look_s = 0.0
         self._tiers.take_opened()
         if isinstance(ticket, WriteThroughTicket):
-            self._tickets.add(ticket.ticket)
-            self._engine.submit_moves(ticket.ticket, self._moves(ticket))
+            self._engine.submit_moves(ticket.ticket, self._chunks.of_moves(ticket), len(ticket.keys))
             return
         assert blocks is not None
+        self._jobs[job_id] = ticket
+        refused = None
         try:
-            chunks = self._chunks(ticket, blocks)
+            chunks = self._chunks.of_job(ticket, blocks)
         except LayoutError as error:
             logger.error("Job %d refused: %s", job_id, error)
-            chunks = self._whole_job(ticket, blocks)
-            self._jobs[job_id] = ticket, chunks
-            self._refuse(job_id, ticket, len(chunks), str(error))
-            return
-        self._jobs[job_id] = ticket, chunks
-        if not self.adapters.agrees(adapter, self._rank):
-            self._refuse(job_id, ticket, len(chunks), "the LoRA adapter was replaced", Outcome.DROPPED)
-            return
+            chunks, refused = of_no_blocks(ticket, blocks.block_ids), (Outcome.FAILED, str(error))
+        if refused is None and not self.adapters.agrees(adapter, self._rank):
+            refused = (Outcome.DROPPED, "the LoRA adapter was replaced")
+        count = len(ticket.keys)
         if isinstance(ticket, StoreTicket):
-            self._engine.submit_store(job_id, chunks)
+            self._engine.submit_store(job_id, chunks, count, refused=refused)
         else:
-            if ticket.promotion_ticket:
-                self._tickets.add(ticket.promotion_ticket)
             self._engine.submit_load(
                 job_id,
                 chunks,
+                count,
                 expedited=expedited,
                 promotion_ticket=ticket.promotion_ticket,
+                promoted=[at for at, slot in enumerate(ticket.promotion_slots) if slot is not None],
                 fence=self._load_fence,
+                refused=refused,
             )
 
     def samples(self, job: FinishedJob) -> Iterable[LoadSample]:
         """Return what a finished load says of the speed of its tiers."""
-        wanted: Counter[int] = Counter()
-        failed = set()
-        for chunk, outcome in zip(job.chunks, job.result.outcomes, strict=True):
-            wanted[chunk.location.tier] += len(chunk.block_ids) * self._block_bytes[chunk.group]
-            if outcome is not Outcome.OK:
-                failed.add(chunk.location.tier)
         return [
-            LoadSample(share.tier, wanted[share.tier], share.seconds, share.tier in failed, job.ticket.ticket)
+            LoadSample(share.tier, share.wanted_bytes, share.seconds, bool(share.failures), job.ticket.ticket)
             for share in job.result.shares
         ]
 
     def take_tickets(self) -> dict[int, dict[int, Outcome]]:
         """Return how promotions and write-throughs ended since the last call: ticket -> failures by position."""
-        if not self._tickets and not self._refused_tickets:
-            return {}
-        ended = {ticket: dict.fromkeys(range(count), Outcome.FAILED) for ticket, count in self._refused_tickets.items()}
-        self._refused_tickets = {}
-        for result in self._engine.settled():
-            ended[result.job_id] = failures_of(result.outcomes)
+        ended = {result.job_id: failures_of(result.outcomes) for result in self._engine.settled()}
         if ended:
-            self._tickets.difference_update(ended)
             self._look_s = 0.0
         return ended
 
@@ -322,16 +283,14 @@ class NixlOffloadingWorker(OffloadingWorker):
         """Whether any of the ``take_`` methods may have something to tell. As quick as it can be: asked in every step,
         after one that has emptied the processor's caches.
         """
-        under_way = self._refused_tickets or self._tickets or self._jobs
-        return bool(under_way) or time.monotonic() >= self._look_s
+        return self._engine.has_jobs or time.monotonic() >= self._look_s
 
     def take_finished(self) -> list[FinishedJob]:
         """Return vLLM's jobs that ended since the last call, each exactly once."""
-        results, self._refused = self._refused, []
-        results = results + self._engine.finished()
+        results = self._engine.finished()
         if results:
             self._look_s = 0.0
-        return [FinishedJob(*self._jobs.pop(result.job_id), result) for result in results]
+        return [FinishedJob(self._jobs.pop(result.job_id), result) for result in results]
 
     def get_finished(self) -> list[TransferResult]:
         """Serve vLLM's own contract; our connector worker uses ``take_finished``, which keeps outcomes per chunk."""
@@ -358,11 +317,13 @@ class NixlOffloadingWorker(OffloadingWorker):
     def _open_tier(self, position: int, place: AnyPlace) -> TierEngine:
         numbers = () if self._shards is None else self._shards.plan.numbers(self._rank)
         memory = RankMemory(self._tensors, self.layout, self._host, self._claimed_share, numbers, self._keys)
-        return open_tier_engine(self._config, position, place, memory, self._rank, self._plans[position])
+        return open_tier_engine(
+            self._config, position, place, memory, self._rank, self._plans[position], self._engine.table
+        )
 
     def _joined(self, position: int, place: AnyPlace, engine: TierEngine) -> None:
-        if isinstance(self._engine, ShardChain):
-            self._engine.take_places(position, place.slots if isinstance(place, SlabPlace) else None)
+        if self._shards is not None:
+            self._chunks.take_places(position, place.slots if isinstance(place, SlabPlace) else None)
         self._look_at_streams(position, engine)
 
     def _look_at_streams(self, position: int, engine: TierEngine) -> None:
@@ -377,51 +338,6 @@ class NixlOffloadingWorker(OffloadingWorker):
                 "mover: gds_mt or posix",
                 name_of(self._config.tiers[position]),
             )
-
-    def _moves(self, ticket: WriteThroughTicket) -> list[MoveIO]:
-        return [
-            MoveIO(key, self._group_at.get(key_group(key), -1), source, target)
-            for key, source, target in zip(ticket.keys, ticket.sources, ticket.targets, strict=True)
-        ]
-
-    def _chunks(self, ticket: StoreTicket | LoadTicket, blocks: GPULoadStoreSpec) -> tuple[ChunkIO, ...]:
-        parts = split_job(
-            [key_group(key) for key in ticket.keys],
-            np.asarray(blocks.block_ids),
-            blocks.group_sizes,
-            blocks.block_indices,
-            self._group_ids,
-            blocks_per_chunk=self.layout.blocks_per_chunk,
-            require_full_tail=isinstance(ticket, StoreTicket),
-        )
-        slots = ticket.promotion_slots if isinstance(ticket, LoadTicket) else ()
-        keys, locations = ticket.keys, ticket.locations
-        if not slots:
-            return tuple([ChunkIO(keys[at], locations[at], group, ids, first) for at, group, ids, first in parts])
-        offsets = [None if slot is None else slot.offset for slot in slots]
-        return tuple(
-            [ChunkIO(keys[at], locations[at], group, ids, first, offsets[at]) for at, group, ids, first in parts]
-        )
-
-    def _whole_job(self, ticket: StoreTicket | LoadTicket, blocks: GPULoadStoreSpec) -> tuple[ChunkIO, ...]:
-        # The arithmetic did not fit, so no block can be told to belong to a chunk: every chunk stands for all of them.
-        every = np.asarray(blocks.block_ids, dtype=np.int32)
-        return tuple(ChunkIO(key, place, 0, every, 0) for key, place in zip(ticket.keys, ticket.locations, strict=True))
-
-    def _refuse(
-        self,
-        job_id: int,
-        ticket: StoreTicket | LoadTicket,
-        chunks: int,
-        why: str,
-        outcome: Outcome = Outcome.FAILED,
-    ) -> None:
-        is_store = isinstance(ticket, StoreTicket)
-        if isinstance(ticket, LoadTicket) and ticket.promotion_ticket:
-            self._refused_tickets[ticket.promotion_ticket] = sum(slot is not None for slot in ticket.promotion_slots)
-        self._refused.append(
-            Completion(job_id, WorkKind.STORE if is_store else WorkKind.LOAD, (outcome,) * chunks, errors=(why,))
-        )
 
 
 def failures_of(outcomes: Iterable[Outcome]) -> dict[int, Outcome]:

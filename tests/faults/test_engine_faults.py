@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nixl_offload.engine import pump, tier_engine
+from nixl_offload.engine import chain, pump
 from nixl_offload.engine.transfer_paths.common import QUARANTINE_S
 from nixl_offload.errors import TierError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, Op, Transfer, TransferState
@@ -276,7 +276,7 @@ def test_a_quarantined_direct_load_keeps_its_blocks_and_ends_the_direct_path(mak
 
 def test_wait_gives_up_a_direct_store_that_hangs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine goes on; the store can only end as FAILED, and not before the mover has let go of its location."""
-    monkeypatch.setattr(tier_engine, "WAIT_LIMIT_S", 0.05)
+    monkeypatch.setattr(chain, "WAIT_LIMIT_S", 0.05)
     mover = faulty(Fault(1, FaultKind.STUCK))
     rig = make("direct_blocks", mover)
     rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
@@ -295,7 +295,7 @@ def test_wait_gives_up_what_a_hanging_pump_has_not_gathered(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The look at a dead mount hangs after the chunk was claimed: it is DROPPED, and nothing is written later."""
-    monkeypatch.setattr(tier_engine, "WAIT_LIMIT_S", 0.05)
+    monkeypatch.setattr(chain, "WAIT_LIMIT_S", 0.05)
     clock, slab, mover = Clock(), troubled(tmp_path), faulty()
     rig = make("per_layer", mover, slab=slab, clock=clock)
     slab.hang_check = threading.Event()
@@ -397,7 +397,7 @@ def test_dropped_stores_are_forgotten_behind_a_head_that_waits(make: Make) -> No
         rig.engine.submit_store(job, [rig.chunk(9, [1, 2, 3, 4])])
         rig.engine.wait([job])
         assert rig.collect(job).outcomes == (DROPPED,)
-    assert sum(map(len, rig.engine._table._lanes.values())) == 2
+    assert sum(map(len, rig.engine.queue.lanes.values())) == 2
 
 
 def test_close_while_storage_hangs_keeps_the_memory(make: Make) -> None:
@@ -540,13 +540,17 @@ def test_a_pump_that_stumbles_goes_on_or_fails_everything(
     assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
     left = [times]
 
-    def stumble(*_: object) -> None:
+    push = pump.Pump._push
+
+    def stumble(stumbling: pump.Pump) -> bool:
+        moved = push(stumbling)
         if left[0]:
             left[0] -= 1
             raise RuntimeError("a bug in the pump")
+        return moved
 
     with monkeypatch.context() as patched:
-        patched.setattr(pump.Pump, "_expire", stumble)
+        patched.setattr(pump.Pump, "_push", stumble)
         rig.engine.submit_load(1, [rig.chunk(0, [5, 6, 7, 8])])
         assert rig.collect(1).outcomes == (OK,)
         until(lambda: not left[0] or not rig.engine._pump._thread.is_alive())

@@ -5,6 +5,7 @@ nobody up; host memory is page-locked; the memory tier's engine brings back what
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
-from nixl_offload.engine import ChunkIO
+from nixl_offload.engine import Chunk
 from nixl_offload.engine import brought as brought_module
 from nixl_offload.engine import bus_packer as packer_module
 from nixl_offload.engine import host as host_module
@@ -25,6 +26,7 @@ from nixl_offload.engine.staging import StagingPool
 from nixl_offload.engine.streams import READY, Fence, device_of
 from nixl_offload.types import Key, Location, Outcome
 from tests.unit.device_rig import at_once
+from tests.unit.rank_rig import Alone
 
 pytestmark = pytest.mark.gpu
 
@@ -191,13 +193,12 @@ def test_the_memory_engine_brings_chunks_back() -> None:
     )
     size = max(layout.slot_bytes(group) for group in range(2))
     slab = HostSlab(memory_bytes=16 * size, relay_slots=0, slot_bytes=size, pinned=True)
-    engine = MemoryEngine(tensors=tensors, layout=layout, host=slab, rank_namespace=bytes(32), verify="always")
+    make = partial(MemoryEngine, tensors=tensors, layout=layout, host=slab, rank_namespace=bytes(32), verify="always")
+    engine = Alone(make)
 
-    def chunk(number: int, group: int, first_id: int) -> ChunkIO:
+    def chunk(number: int, group: int, first_id: int) -> Chunk:
         key = Key(number.to_bytes(32, "little") + group.to_bytes(4, "big"))
-        return ChunkIO(
-            key, Location(0, number * size, size), group, np.arange(first_id, first_id + 4, dtype=np.int32), 0
-        )
+        return Chunk(key, Location(0, number * size, size), group, np.arange(first_id, first_id + 4, dtype=np.int32), 0)
 
     def outcomes() -> tuple[Outcome, ...]:
         deadline_s = time.monotonic() + 30

@@ -34,7 +34,7 @@ ROOMS = {
     "chunk": _unit("authentication", "checksum", "format", "head*", "late_checksums", "layout", "shards"),
     "identity": _unit("namespace", "settings", "sharded_namespace", "weights*"),
     "engine": _unit("*batch*", "brought", "*chain", "engine*", "grace", "job_table", "late_checksums")
-    + _unit("memory_engine", "moves", "pump", "queued", "slot_headers", "staging", "transfer_statistics", "turn"),
+    + _unit("memory_engine", "promotions", "pump", "queued", "slot_headers", "staging", "transfer_statistics", "turn"),
 }
 """Each with the tests that are to notice, below ``tests``."""
 ALIVE_PERCENT = 25

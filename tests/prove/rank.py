@@ -62,12 +62,13 @@ class Rank:
                 slot_bytes=self.slot_bytes,
                 progress=lambda done, total: None,
             )
-        self.chain = ChainEngine([None] * len(config.tiers), self.host, memory=None if memory is None else 0)
+        self.chain = ChainEngine(len(config.tiers), self.host, load_timeout_s=config.load_timeout_s)
 
     def open(self, position: int, place: kinds.AnyPlace) -> TierEngine:
         """Open one tier, as ``vllm.rank_engine`` does. Raises TierError, MoverError, with nothing left open."""
         tier = self._config.tiers[position]
         common: dict[str, Any] = {
+            "table": self.chain.table,
             "tensors": self.tensors,
             "layout": self.layout,
             "rank_namespace": place.rank_namespaces[self.number],
@@ -84,7 +85,6 @@ class Rank:
             return Engine(
                 link=link,
                 staging_bytes=self._staging_slots * self.slot_bytes,
-                load_timeout_s=self._config.load_timeout_s,
                 direct_min_extent_bytes=DIRECT_BYTES,
                 host=self.host,
                 **common,

@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from nixl_offload.catalog import Catalog, ChainOptions, LoadTicket, StoreTicket
 from nixl_offload.config import Config, parse_config
-from nixl_offload.engine import ChunkIO, Completion
-from nixl_offload.engine.chain import MoveIO
+from nixl_offload.engine import Chunk, Completion, make_move
 from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.index import State
 from nixl_offload.tiers import kinds
@@ -165,7 +164,7 @@ class Server:
             chunks = []
             for number, key, location, place in zip(taken, ticket.keys, ticket.locations, blocks, strict=True):
                 rank.fill(place, key_group(key), self.payload(number, rank.number))
-                chunks.append(ChunkIO(key, location, key_group(key), _ids(place), 0))
+                chunks.append(Chunk(key, location, key_group(key), _ids(place), 0))
             rank.chain.submit_store(ticket.ticket, chunks)
         for rank in self.ranks if self.is_hasty else ():
             rank.chain.wait([ticket.ticket], HASTE_S)
@@ -187,7 +186,7 @@ class Server:
             for place, key in zip(blocks, keys, strict=True):
                 rank.fill(place, key_group(key), EMPTY)
             chunks = [
-                ChunkIO(key, location, key_group(key), _ids(place), 0, None if slot is None else slot.offset)
+                Chunk(key, location, key_group(key), _ids(place), 0, None if slot is None else slot.offset)
                 for key, location, place, slot in zip(keys, ticket.locations, blocks, slots, strict=True)
             ]
             rank.chain.submit_load(ticket.ticket, chunks, promotion_ticket=ticket.promotion_ticket)
@@ -241,11 +240,12 @@ class Server:
         self.catalog.flush(now_s)
         for grant in self.catalog.begin_write_throughs(now_s):
             self.open_tickets[grant.ticket] = len(self.ranks)
-            moves = [
-                MoveIO(key, key_group(key), source, target)
-                for key, source, target in zip(grant.keys, grant.sources, grant.targets, strict=True)
-            ]
+            memory = None if self.config.memory is None else 0
             for rank in self.ranks:
+                moves = [
+                    make_move(key, key_group(key), source, target, memory=memory)
+                    for key, source, target in zip(grant.keys, grant.sources, grant.targets, strict=True)
+                ]
                 rank.chain.submit_moves(grant.ticket, moves)
         self.poll()
 
@@ -277,12 +277,12 @@ class Server:
             and not self.open_tickets
             and not self.catalog.has_pending_writes
             and not self.catalog.open_tickets
-            and all(rank.chain.idle() for rank in self.ranks)
+            and not any(rank.chain.has_jobs for rank in self.ranks)
         )
 
     def state(self) -> str:
         """Say what is under way."""
-        idle = [rank.chain.idle() for rank in self.ranks]
+        idle = [not rank.chain.has_jobs for rank in self.ranks]
         jobs = {number: type(job.ticket).__name__ for number, job in self.jobs.items()}
         pending = self.catalog.counts().pending_writes
         return f"jobs {jobs}, tickets {self.open_tickets}, pending {pending}, ranks idle {idle}"

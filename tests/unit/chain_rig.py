@@ -17,8 +17,7 @@ import torch
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.engine import ChunkIO, Completion, Engine
-from nixl_offload.engine.chain import ChainEngine, MoveIO
+from nixl_offload.engine import Chunk, Completion, Engine, make_move
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.tier_engine import TierEngine
@@ -29,6 +28,7 @@ from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Key, Location, Outcome, align_up
 from tests.headers import make_header
 from tests.unit.engine_rig import CHUNK_BLOCKS, DEADLINE_S, NAMESPACE, SHAPES, Shape, kv_cache
+from tests.unit.rank_rig import TestedRank
 
 MEMORY, FILE, BUCKET = 0, 1, 2
 """Positions in the chain: host memory, and two farther tiers, both of them slabs here."""
@@ -67,7 +67,7 @@ class ChainRig:
     movers: list[Mover]
     slabs: list[SlabFile]
     engines: list[TierEngine | None]
-    chain: ChainEngine
+    chain: TestedRank
     results: dict[int, Completion] = field(default_factory=dict)
     settled: dict[int, Completion] = field(default_factory=dict)
 
@@ -93,13 +93,15 @@ class ChainRig:
         if shape.direct:
             options.setdefault("direct_min_extent_bytes", 4096)
         slabs: list[SlabFile] = []
+        rank = {name: options.pop(name) for name in ("load_timeout_s",) if name in options}
+        chain = TestedRank(3, host, clock=clock, **rank)
         memory = MemoryEngine(
+            table=chain.table,
             tensors=tensors,
             layout=layout,
             host=host,
             rank_namespace=NAMESPACE,
             verify=options.get("verify", "checksum"),
-            clock=clock,
         )
         engines: list[TierEngine | None] = [memory]
         for tier, (mover, wanted) in enumerate(zip(used, present, strict=True), start=1):
@@ -112,18 +114,20 @@ class ChainRig:
             SlabFile.ensure(slab, 0, slab.rank_bytes)  # what was never written reads as zeros, not as the file's end
             slabs.append(slab)
             engine = Engine(
+                table=chain.table,
                 tensors=tensors,
                 layout=layout,
                 link=SlabLink(slab, mover, clock),
                 tier=tier,
                 rank_namespace=NAMESPACE,
                 staging_bytes=staging_slots * slot_bytes,
-                clock=clock,
                 host=host,
                 **options,
             )
             engines.append(engine)
-        chain = ChainEngine(engines, host, memory=MEMORY, empty_groups=layout.empty_groups, clock=clock)
+        for tier, opened in enumerate(engines):
+            if opened is not None:
+                chain.join(tier, opened)
         return cls(shape, tensors, kv, layout, clock, host, used, slabs, engines, chain)
 
     @property
@@ -146,14 +150,15 @@ class ChainRig:
         group: int = 0,
         first: int = 0,
         host: int | None = None,
-    ) -> ChunkIO:
+    ) -> Chunk:
         """Chunk ``number`` rests in slot ``number`` of its tier; ``host`` is a slot of the memory tier."""
         offset = None if host is None else host * self.slot_bytes
         ids = np.array(list(blocks), dtype=np.int32)
-        return ChunkIO(self.key(number, group), self.at(tier, number), group, ids, first, offset)
+        return Chunk(self.key(number, group), self.at(tier, number), group, ids, first, offset)
 
-    def move(self, number: int, source: int, target: int, group: int = 0) -> MoveIO:
-        return MoveIO(self.key(number, group), group, self.at(source, number), self.at(target, number))
+    def move(self, number: int, source: int, target: int, group: int = 0) -> Chunk:
+        places = self.at(source, number), self.at(target, number)
+        return make_move(self.key(number, group), group, *places, memory=MEMORY)
 
     def image(self, number: int, group: int = 0, first: int = 0) -> npt.NDArray[np.uint8]:
         """The image of a chunk full of noise that ``number`` decides, made by the format alone; blocks before ``first``
@@ -227,15 +232,15 @@ class ChainRig:
             time.sleep(0.0005)
             self.poll()
 
-    def store(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
+    def store(self, job_id: int, chunks: Sequence[Chunk]) -> tuple[Outcome, ...]:
         self.chain.submit_store(job_id, chunks)
         return self.collect(job_id).outcomes
 
-    def load(self, job_id: int, chunks: Sequence[ChunkIO], ticket: int = 0) -> tuple[Outcome, ...]:
+    def load(self, job_id: int, chunks: Sequence[Chunk], ticket: int = 0) -> tuple[Outcome, ...]:
         self.chain.submit_load(job_id, chunks, promotion_ticket=ticket)
         return self.collect(job_id).outcomes
 
-    def moves(self, ticket: int, moves: Sequence[MoveIO]) -> tuple[Outcome, ...]:
+    def moves(self, ticket: int, moves: Sequence[Chunk]) -> tuple[Outcome, ...]:
         self.chain.submit_moves(ticket, moves)
         return self.settle(ticket).outcomes
 

@@ -8,6 +8,7 @@ import mmap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, PageRun, RegionSpec
-from nixl_offload.engine import ChunkIO, Completion, Engine
+from nixl_offload.engine import Chunk, Completion, Engine
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Key, Location, Outcome, align_up
+from tests.unit.rank_rig import Alone
 
 NAMESPACE = bytes(range(32))
 NUM_BLOCKS = 40
@@ -118,11 +120,11 @@ class Driven:
             time.sleep(0.0005)
         return self.results[job_id]
 
-    def store(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
+    def store(self, job_id: int, chunks: Sequence[Chunk]) -> tuple[Outcome, ...]:
         self.engine.submit_store(job_id, chunks)
         return self.collect(job_id).outcomes
 
-    def load(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
+    def load(self, job_id: int, chunks: Sequence[Chunk]) -> tuple[Outcome, ...]:
         self.engine.submit_load(job_id, chunks)
         return self.collect(job_id).outcomes
 
@@ -155,7 +157,7 @@ class Rig(Driven):
     slab: SlabFile | None
     mover: Mover
     link: Link
-    engine: Engine
+    engine: Alone
     results: dict[int, Completion] = field(default_factory=dict)
 
     @classmethod
@@ -185,14 +187,10 @@ class Rig(Driven):
         mover = mover or CopyMover()
         clock = options.get("clock", time.monotonic)
         link_ = link(mover, clock) if link is not None else SlabLink(slab, mover, clock)
-        engine = Engine(
-            tensors=tensors,
-            layout=layout,
-            link=link_,
-            rank_namespace=namespace,
-            staging_bytes=staging_slots * largest,
-            **options,
-        )
+        rank = {name: options.pop(name) for name in ("clock", "load_timeout_s") if name in options}
+
+        options |= {"tensors": tensors, "layout": layout, "link": link_, "staging_bytes": staging_slots * largest}
+        engine = Alone(partial(Engine, rank_namespace=namespace, **options), options.get("tier", 0), **rank)
         return cls(shape, tensors, kv, layout, slab, mover, link_, engine)
 
     def location(self, slot: int) -> Location:
@@ -202,10 +200,10 @@ class Rig(Driven):
 
     def chunk(
         self, number: int, blocks: Iterable[int], *, group: int = 0, first: int = 0, slot: int | None = None
-    ) -> ChunkIO:
+    ) -> Chunk:
         """Chunk ``number`` rests in slot ``number`` unless told otherwise."""
         location = self.location(number if slot is None else slot)
-        return ChunkIO(self.key(number, group), location, group, np.array(list(blocks), dtype=np.int32), first)
+        return Chunk(self.key(number, group), location, group, np.array(list(blocks), dtype=np.int32), first)
 
     def close(self) -> None:
         self.engine.close()

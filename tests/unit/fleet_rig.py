@@ -9,17 +9,18 @@ import time
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 
+from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.chunk.shards import HeadCut, LayerCut, Shard, ShardPlan, cut_layers, make_plan
-from nixl_offload.engine import ChunkIO, Completion, Engine
-from nixl_offload.engine.chain import MoveIO
+from nixl_offload.engine import ChainEngine, Completion, Engine
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_tier import MemoryEngine
-from nixl_offload.engine.shard_chain import ShardChain
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.shared_dir.link import TreeLink
@@ -27,6 +28,7 @@ from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.tiers.slot_allocator import SlabAllocator
 from nixl_offload.types import Key, Location, Outcome, align_up
+from nixl_offload.vllm.chunks import RankChunks
 from tests.unit.engine_rig import DEADLINE_S
 from tests.unit.link_rig import NAMESPACE_NAME, shards
 
@@ -122,8 +124,10 @@ class RankRig:
         name = NAMESPACE_NAME if namespace is None else namespace.name
         tree = TreeLink(str(root), name, 77, self.movers[1], direct_io=False, clock=time.monotonic)
         slab_link = SlabLink(self.slab, self.movers[0], time.monotonic, neighbours=self.neighbours)
+        self.chain = ChainEngine(3, self.host)
         farther = [
             Engine(
+                table=self.chain.table,
                 tensors=tensors,
                 layout=self.layout,
                 link=link,
@@ -135,17 +139,12 @@ class RankRig:
             )
             for tier, link in ((SLAB, slab_link), (TREE, tree))
         ]
-        memory = MemoryEngine(tensors=tensors, layout=self.layout, host=self.host, rank_namespace=b"", shards=named)
-        self.chain = ShardChain(
-            [memory, *farther],
-            self.host,
-            plan=plan,
-            rank=rank,
-            slot_bytes=sizes,
-            shared=[TREE],
-            memory=MEMORY,
-        )
-        self.chain.take_places(SLAB, self.places)
+        common = {"table": self.chain.table, "tensors": tensors, "layout": self.layout, "host": self.host}
+        memory = MemoryEngine(rank_namespace=b"", shards=named, **common)
+        for tier, engine in enumerate([memory, *farther]):
+            self.chain.join(tier, engine)
+        self.chunks = RankChunks(self.layout, [0], memory=MEMORY, rank=rank, plan=plan, shared=[TREE])
+        self.chunks.take_places(SLAB, self.places)
         self.results: dict[int, Completion] = {}
         self.settled: dict[int, Completion] = {}
         self._numbers = iter(range(1, 1 << 20))
@@ -175,28 +174,46 @@ class RankRig:
         offset = self.offsets.get(number, number * self.slot_bytes) if tier == SLAB else number * self.slot_bytes
         return Location(tier, 0 if tier == TREE else offset, self.slot_bytes)
 
-    def chunk(self, number: int, tier: int, *, first: int = 0, promote: bool = False) -> ChunkIO:
-        ids = np.arange(number * CHUNK_BLOCKS + first, (number + 1) * CHUNK_BLOCKS, dtype=np.int32)
-        host = number * self.slot_bytes if promote else None
-        return ChunkIO(key(number), self.at(tier, number), 0, ids, first, host)
+    def blocks(self, numbers: Iterable[int], first: int = 0) -> Any:
+        """The blocks of chunks, of the first one without those before ``first``; as vLLM's job has them."""
+        ids = [block for number in numbers for block in range(number * CHUNK_BLOCKS, (number + 1) * CHUNK_BLOCKS)]
+        return SimpleNamespace(block_ids=ids[first:], group_sizes=[len(ids) - first], block_indices=[first])
 
-    def store(self, numbers: Iterable[int], tier: int) -> tuple[Outcome, ...]:
+    def store(self, numbers: Sequence[int], tier: int) -> tuple[Outcome, ...]:
+        job = self.submit_store(numbers, tier)
+        return self._collect(self.results, job)
+
+    def submit_store(self, numbers: Sequence[int], tier: int) -> int:
+        """Return the job."""
         job = next(self._numbers)
-        self.chain.submit_store(job, [self.chunk(number, tier) for number in numbers])
-        return self._collect(self.results, job)
+        ticket = StoreTicket(job, tuple(map(key, numbers)), tuple(self.at(tier, number) for number in numbers))
+        self.chain.submit_store(job, self.chunks.of_job(ticket, self.blocks(numbers)), len(numbers))
+        return job
 
-    def load(self, numbers: Iterable[int], tier: int, *, first: int = 0, promote: bool = False) -> tuple[Outcome, ...]:
-        job, ticket = next(self._numbers), next(self._numbers)
-        chunks = [self.chunk(number, tier, first=first, promote=promote) for number in numbers]
-        self.chain.submit_load(job, chunks, promotion_ticket=ticket if promote else 0)
-        if promote:
-            assert self._collect(self.settled, ticket) == (Outcome.OK,) * len(chunks)
-        return self._collect(self.results, job)
+    def load(self, numbers: Sequence[int], tier: int, *, first: int = 0, promote: bool = False) -> tuple[Outcome, ...]:
+        """``first``: of each chunk, the first block that is wanted."""
+        jobs = []
+        for each in ([number] for number in numbers) if first else [numbers]:
+            job, number = next(self._numbers), next(self._numbers) if promote else 0
+            slots = tuple(Location(MEMORY, chunk * self.slot_bytes, self.slot_bytes) for chunk in each)
+            places = tuple(self.at(tier, chunk) for chunk in each)
+            ticket = LoadTicket(job, tuple(map(key, each)), places, number, slots if promote else ())
+            chunks = self.chunks.of_job(ticket, self.blocks(each, first))
+            promoted = range(len(each)) if promote else ()
+            self.chain.submit_load(job, chunks, len(each), promotion_ticket=number, promoted=promoted)
+            if promote:
+                assert self._collect(self.settled, number) == (Outcome.OK,) * len(each)
+            jobs.append(job)
+        return tuple(outcome for job in jobs for outcome in self._collect(self.results, job))
 
-    def move(self, numbers: Iterable[int], source: int, target: int) -> tuple[Outcome, ...]:
-        ticket = next(self._numbers)
-        moves = [MoveIO(key(n), 0, self.at(source, n), self.at(target, n)) for n in numbers]
-        self.chain.submit_moves(ticket, moves)
+    def move(self, numbers: Sequence[int], source: int, target: int) -> tuple[Outcome, ...]:
+        number = next(self._numbers)
+        sources, targets = (tuple(self.at(tier, n) for n in numbers) for tier in (source, target))
+        ticket = WriteThroughTicket(number, tuple(map(key, numbers)), sources, targets)
+        self.chain.submit_moves(number, self.chunks.of_moves(ticket), len(numbers))
+        return self._collect(self.settled, number)
+
+    def settle(self, ticket: int) -> tuple[Outcome, ...]:
         return self._collect(self.settled, ticket)
 
     def collect(self, job: int) -> tuple[Outcome, ...]:

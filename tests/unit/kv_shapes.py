@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, PageRun, RegionSpec
-from nixl_offload.engine import ChunkIO, Completion, Engine
+from nixl_offload.engine import Chunk, Completion, Engine
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryId, MemoryKind, MemoryRegion, Mover
@@ -28,6 +29,7 @@ from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import PAGE_BYTES, Key, Location, Outcome, align_up
+from tests.unit.rank_rig import Alone
 
 NAMESPACE = bytes(range(32))
 NUM_BLOCKS = 48
@@ -154,7 +156,7 @@ class DeviceRig:
     slab: SlabFile
     mover: Mover
     link: Link
-    engine: Engine
+    engine: Alone
     slots: int
     results: dict[int, Completion] = field(default_factory=dict)
     _rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(11))
@@ -192,15 +194,10 @@ class DeviceRig:
         options.setdefault("direct_min_extent_bytes", 0 if way == "direct" else NEVER_DIRECT)
         options.setdefault("staging", "host" if way == "host" else "device")
         try:
-            engine = Engine(
-                tensors=tensors,
-                layout=layout,
-                link=link,
-                rank_namespace=NAMESPACE,
-                staging_bytes=staging_slots * largest,
-                device=device,
-                **options,
-            )
+            rank = {name: options.pop(name) for name in ("clock", "load_timeout_s") if name in options}
+            options |= {"tensors": tensors, "layout": layout, "link": link, "staging_bytes": staging_slots * largest}
+            make = partial(Engine, rank_namespace=NAMESPACE, device=device, **options)
+            engine = Alone(make, options.get("tier", 0), **rank)
         except BaseException:
             slab.close()
             raise
@@ -259,10 +256,10 @@ class DeviceRig:
 
     def chunk(
         self, number: int, blocks: Sequence[int], *, group: int = 0, first: int = 0, slot: int | None = None
-    ) -> ChunkIO:
+    ) -> Chunk:
         """Chunk ``number`` rests in slot ``number`` unless told otherwise."""
         key = Key(number.to_bytes(32, "little") + group.to_bytes(4, "big"))
-        return ChunkIO(key, self.location(number if slot is None else slot), group, np.array(blocks, "i4"), first)
+        return Chunk(key, self.location(number if slot is None else slot), group, np.array(blocks, "i4"), first)
 
     def location(self, slot: int) -> Location:
         """Slots of one size class, so that chunks of any group fit."""
@@ -281,11 +278,11 @@ class DeviceRig:
         until(there)
         return self.results[job_id]
 
-    def store(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
+    def store(self, job_id: int, chunks: Sequence[Chunk]) -> tuple[Outcome, ...]:
         self.engine.submit_store(job_id, chunks)
         return self.collect(job_id).outcomes
 
-    def load(self, job_id: int, chunks: Sequence[ChunkIO]) -> tuple[Outcome, ...]:
+    def load(self, job_id: int, chunks: Sequence[Chunk]) -> tuple[Outcome, ...]:
         self.engine.submit_load(job_id, chunks)
         return self.collect(job_id).outcomes
 
@@ -298,7 +295,7 @@ class DeviceRig:
 
     def claimed(self) -> None:
         """Wait until the pump has begun with whatever was submitted: ``wait`` drops what it has no time for."""
-        until(lambda: not any(self.engine._table._lanes.values()))
+        until(lambda: not any(self.engine.queue.lanes.values()))
 
     def close(self) -> None:
         self.engine.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.engine import ChunkIO, Completion
+from nixl_offload.engine import Chunk, Completion
 from nixl_offload.engine.brought import Parts, ScatterParts
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_tier import MemoryEngine
@@ -22,6 +23,7 @@ from nixl_offload.engine.packer import HostPacker, pages_of
 from nixl_offload.engine.streams import Fence
 from nixl_offload.types import Location
 from tests.unit.engine_rig import NAMESPACE, SHAPES, Driven, Shape, kv_cache
+from tests.unit.rank_rig import Alone
 
 TIER = 0
 
@@ -82,7 +84,7 @@ class MemoryRig(Driven):
     kv: list[npt.NDArray[np.uint8]]
     layout: KVLayout
     host: HostSlab
-    engine: MemoryEngine
+    engine: Alone
     packer: SlowPacker | None
     results: dict[int, Completion] = field(default_factory=dict)
 
@@ -107,9 +109,9 @@ class MemoryRig(Driven):
         packer = None
         if slow:
             packer = SlowPacker([tensor.view(torch.uint8).numpy() for tensor in tensors], pages_of(layout))
-        engine = MemoryEngine(
-            tensors=tensors, layout=layout, host=host, rank_namespace=namespace, tier=TIER, packer=packer, **options
-        )
+        rank = {name: options.pop(name) for name in ("clock", "load_timeout_s") if name in options}
+        places = {"tensors": tensors, "layout": layout, "host": host, "rank_namespace": namespace, "tier": TIER}
+        engine = Alone(partial(MemoryEngine, packer=packer, **places, **options), TIER, **rank)
         return cls(SHAPES[shape], kv, layout, host, engine, packer)
 
     @property
@@ -124,10 +126,10 @@ class MemoryRig(Driven):
 
     def chunk(
         self, number: int, blocks: Iterable[int], *, group: int = 0, first: int = 0, slot: int | None = None
-    ) -> ChunkIO:
+    ) -> Chunk:
         """Chunk ``number`` rests in slot ``number`` unless told otherwise."""
         location = Location(TIER, (number if slot is None else slot) * self.slot_bytes, self.slot_bytes)
-        return ChunkIO(self.key(number, group), location, group, np.array(list(blocks), dtype=np.int32), first)
+        return Chunk(self.key(number, group), location, group, np.array(list(blocks), dtype=np.int32), first)
 
     def memory(self, slot: int) -> npt.NDArray[np.uint8]:
         """The bytes of a slot."""

@@ -16,7 +16,7 @@ import yaml
 
 from nixl_offload.cli.main import main
 from nixl_offload.config import SlabConfig, parse_config
-from nixl_offload.engine import ChunkIO
+from nixl_offload.engine import Chunk
 from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.shared.naming import shard_name
@@ -77,7 +77,7 @@ class StoredSlab:
             try:
                 first = range(NUM_BLOCKS - CHUNK_BLOCKS)
                 chunks = [
-                    ChunkIO(k, location, 0, _blocks(first[number % len(first)]), 0)
+                    Chunk(k, location, 0, _blocks(first[number % len(first)]), 0)
                     for number, (k, location) in enumerate(jobs)
                 ]
                 assert set(rig.store(0, chunks)) == {Outcome.OK}

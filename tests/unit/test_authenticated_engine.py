@@ -18,7 +18,6 @@ import pytest
 from nixl_offload.chunk.authentication import ChunkKeys, stated_key_id
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header
 from nixl_offload.engine import Engine
-from nixl_offload.engine.chain import ChainEngine
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.errors import FormatError
@@ -30,6 +29,7 @@ from tests.unit.device_lab import open_lab
 from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, SHAPES, Rig, assert_every_part_loads
 from tests.unit.kv_shapes import Way, assert_round_trip
 from tests.unit.link_rig import ObjectFiles, objects, shards, tree
+from tests.unit.rank_rig import TestedRank
 from tests.unit.test_engine import real_mover
 
 OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
@@ -133,7 +133,9 @@ def chain(tmp_path: Path) -> Iterator[ChainRig]:
     slot_bytes = rig.slot_bytes
     host = HostSlab(memory_bytes=16 * slot_bytes, relay_slots=2, slot_bytes=slot_bytes, keys=KEYS)
     rig.chain.close()
-    common: dict[str, Any] = {"tensors": rig.tensors, "layout": rig.layout, "rank_namespace": NAMESPACE, "host": host}
+    rig.chain = TestedRank(3, host, clock=rig.clock)
+    common: dict[str, Any] = {"table": rig.chain.table}
+    common |= {"tensors": rig.tensors, "layout": rig.layout, "rank_namespace": NAMESPACE, "host": host}
     slab = rig.slabs[0]
     slab.open()
     movers = [CopyMover(), ObjectFiles(tmp_path / "bucket")]
@@ -144,7 +146,8 @@ def chain(tmp_path: Path) -> Iterator[ChainRig]:
     ]
     rig.movers += movers
     rig.host, rig.engines = host, list(engines)
-    rig.chain = ChainEngine(rig.engines, host, memory=MEMORY, empty_groups=rig.layout.empty_groups, clock=rig.clock)
+    for tier, engine in enumerate(engines):
+        rig.chain.join(tier, engine)
     yield rig
     rig.close()
 

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from nixl_offload.engine.batch import Batch, Steps
-from nixl_offload.engine.records import ChunkIO, Ending, Job, Task
+from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import WorkKind
-from nixl_offload.engine.streams import READY
 from nixl_offload.movers.base import Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.types import Key, Location, Outcome
@@ -26,9 +25,8 @@ STORE, LOAD, PROMOTION, FETCH = WorkKind.STORE, WorkKind.LOAD, WorkKind.PROMOTIO
 
 
 def make(kind: WorkKind = LOAD, chunks: int = 3) -> Batch:
-    job = Job(1, LOAD if kind is PROMOTION else kind, READY, 0.0)
-    ios = [ChunkIO(Key(bytes(36)), Location(0, at * 4096, 4096), 0, np.array([at]), 0) for at in range(chunks)]
-    return Batch.of([Task(job, io, kind, 4096) for io in ios])
+    places = [Location(0, at * 4096, 4096) for at in range(chunks)]
+    return Batch([Chunk(Key(bytes(36)), place, 0, np.array([0]), kind=kind) for place in places], kind)
 
 
 def transfers(*states: TransferState) -> list[Transfer]:
@@ -48,10 +46,8 @@ class Gate:
         return self.passed
 
 
-def test_a_new_batch_has_its_tasks_and_nothing_to_do() -> None:
+def test_a_new_batch_has_nothing_to_do() -> None:
     batch = make(STORE)
-    assert batch.kind is STORE
-    assert [chunk.io for chunk in batch.chunks] == [chunk.task.io for chunk in batch.chunks]
     assert list(batch.steps) == []
     assert not batch.poll()
     assert batch.failure is None
@@ -65,10 +61,10 @@ def test_the_first_outcome_counts_and_gives_up_what_was_brought() -> None:
     first.brought = second.brought = np.zeros((1, 4096), dtype=np.uint8)
     first.end(CORRUPT, "flipped", "checksum")
     first.end(OK)
-    assert (first.outcome, first.error, first.cause, first.brought) == (CORRUPT, "flipped", "checksum", None)
+    assert (first.result, first.brought) == ((CORRUPT, "flipped", "checksum"), None)
     second.end(OK)
     second.end(FAILED, "late", "io")
-    assert (second.outcome, second.error, second.cause) == (OK, None, "")
+    assert second.result == (OK, None, "")
     assert batch.alive == batch.chunks[2:]
 
 
@@ -189,18 +185,6 @@ def test_a_split_batch_hands_on_what_lives_with_its_transfers() -> None:
     assert asked == [(others[:2], own[:2]), (others[2:], own[2:])], "steps see the part whole"
 
 
-def test_what_is_told_of_chunks_that_fill_no_slot() -> None:
-    batch = make(STORE)
-    first, second, third = batch.chunks
-    first.end(OK)
-    second.end(DROPPED, "late", "no_time")
-    assert batch.endings(tainted=True) == [
-        Ending(first.task, OK, None, ""),
-        Ending(second.task, DROPPED, "late", "no_time"),
-        Ending(third.task, FAILED, None, ""),
-    ]
-
-
 @pytest.mark.parametrize("kind", [PROMOTION, FETCH])
 @pytest.mark.parametrize(
     ("outcome", "told", "is_kept", "tainted", "has_host", "slot"),
@@ -227,11 +211,9 @@ def test_what_is_told_of_host_slots(
     has_host: bool,
     slot: Outcome,
 ) -> None:
-    batch = make(kind, chunks=1)
-    [chunk] = batch.chunks
-    chunk.task.outcome, chunk.is_kept = told, is_kept
+    [chunk] = make(kind, chunks=1).chunks
+    chunk.outcome, chunk.is_kept = told, is_kept
     chunk.host = Slot(0, 0, np.empty(4096, dtype=np.uint8)) if has_host else None
     if outcome is not None:
         chunk.end(outcome, "words", "cause")
-    words = ("words", "cause") if outcome is not None else (None, "")
-    assert batch.endings(tainted=tainted) == [Ending(chunk.task, outcome or FAILED, *words, slot)]
+    assert chunk.slot_outcome(tainted=tainted) is slot

@@ -184,8 +184,8 @@ def test_files_and_objects_keep_a_transfer_each(make: Make, tmp_path: Path, kind
     rig.engine.wait([1])
     rig.wipe(0xEE)
     assert rig.engine.finished() == []
-    tasks = rig.engine._table._jobs[1].tasks
-    [hung] = [task.io.key for task in tasks if task.state is not ChunkState.DONE]  # files are opened in any order
+    submitted = rig.engine.table._jobs[1].chunks
+    [hung] = [chunk.key for chunk in submitted if chunk.state is not ChunkState.DONE]  # files are opened in any order
     rig.engine.submit_load(2, [chunk for chunk in chunks if chunk.key != hung])
     until(lambda: mover.submitted.count(Op.READ) == 5 and rig.engine._pump._in_flight.chunks == 2)
     served = [n for n in range(6) if rig.bytes_of(blocks_of(n)) == wanted[n * len(wanted) // 6 :][: len(wanted) // 6]]

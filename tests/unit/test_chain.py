@@ -8,40 +8,37 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine import chain as chain_module
-from nixl_offload.engine.chain import ChainEngine, MoveIO
-from nixl_offload.engine.jobs import JobTable
-from nixl_offload.engine.records import ChunkIO, Completion, Ending, Share, Task
+from nixl_offload.engine.chain import ChainEngine
+from nixl_offload.engine.jobs import MOVE_QUEUE_LIMIT_S, JobTable, TierQueue
+from nixl_offload.engine.records import Chunk, Completion, make_move
+from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import LANES, Lane, WorkKind
 from nixl_offload.engine.streams import Fence
 from nixl_offload.engine.tier_engine import TierEngine
-from nixl_offload.engine.transfer_statistics import Act, Failure, TierAccess, TierStatus, Waiting
+from nixl_offload.engine.transfer_statistics import Act, Failure, TierAccess, TierStatus
 from nixl_offload.types import Key, Location, Outcome
 
 OK, FAILED, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.DROPPED
 CORRUPT, TAINTED = Outcome.CORRUPT, Outcome.TAINTED
 STORE, LOAD = WorkKind.STORE, WorkKind.LOAD
 MEMORY, FILE, BUCKET, GONE = 0, 1, 2, 3
-NO_LAYER = 1
+LOAD_TIMEOUT_S = 1000.0
 BLOCK, SLOT = 4096, 8192
-LAYOUT = KVLayout(
-    (RegionSpec(0, 1 << 20, 64, BLOCK, BLOCK),), (GroupLayout.of_pages([(0, BLOCK)]), GroupLayout.of_pages([])), 1
-)
+LAYOUT = KVLayout((RegionSpec(0, 1 << 20, 64, BLOCK, BLOCK),), (GroupLayout.of_pages([(0, BLOCK)]),), 1)
 
 
 class Engine(TierEngine):
     """With a pump that does what the test says, when it says so."""
 
-    def __init__(self, clock: Callable[[], float], path: str = "host") -> None:
-        super().__init__(LAYOUT, self._mark, clock)
-        self._table = JobTable(store_queue_limit_bytes=1 << 30, clock=clock)
-        self._load_timeout_s = 1000.0
+    def __init__(self, table: JobTable, tier: int, path: str = "host") -> None:
+        super().__init__(TierQueue(table, tier, LAYOUT, store_limit_bytes=1 << 30), self._mark)
         self.path = path
         self.fences: list[Fence] = []
         self.closed_within: list[float] = []
@@ -54,7 +51,7 @@ class Engine(TierEngine):
         return self.fences[-1]
 
     def status(self) -> TierStatus:
-        return TierStatus(Waiting(*self._table.waiting_bytes()), "", TierAccess("copy", (self.path,)))
+        return TierStatus(self.queue.waiting(), "", TierAccess("copy", (self.path,)))
 
     def close(self, deadline_s: float = 5.0) -> None:
         self.closed_within.append(deadline_s)
@@ -63,27 +60,34 @@ class Engine(TierEngine):
             return
         if self.drains:
             self.run()
-        self._table.give_up("the engine is closed")
+        self.queue.give_up("the engine is closed")
         if self.is_broken:
             raise RuntimeError("does not close")
 
-    def take(self) -> dict[Lane, list[Task]]:
+    def take(self) -> dict[Lane, list[Chunk]]:
         """What is queued, by lane."""
-        found: dict[Lane, list[Task]] = {}
+        found: dict[Lane, list[Chunk]] = {}
         for lane in LANES:
-            while tasks := self._table.take(lane, lambda _: 99):
-                found.setdefault(lane, []).extend(tasks)
+            while chunks := self.queue.take(lane, lambda _: 99):
+                found.setdefault(lane, []).extend(chunks)
         return found
 
-    def run(self, *outcomes: Outcome, error: str | None = None) -> list[Task]:
+    def run(self, *outcomes: Outcome, error: str | None = None) -> list[Chunk]:
         """Do all that is queued: with these outcomes, or well. A host slot is told as its chunk is."""
-        tasks = [task for lane in self.take().values() for task in lane]
-        each = outcomes or (OK,) * len(tasks)
-        self._table.complete(
-            Ending(task, outcome, None if outcome is OK else error, "", outcome if task.kind.fills_slot else None)
-            for task, outcome in zip(tasks, each, strict=True)
-        )
-        return tasks
+        chunks = [chunk for lane in self.take().values() for chunk in lane]
+        for chunk, outcome in zip(chunks, outcomes or (OK,) * len(chunks), strict=True):
+            end(chunk, outcome, error)
+        return chunks
+
+
+def end(chunk: Chunk, outcome: Outcome, error: str | None = None, cause: str = "", slot: Outcome | None = None) -> None:
+    """As the pump, when a batch of one chunk has ended. ``slot``: what became of its host slot; None: the same."""
+    slot = slot or outcome
+    chunk.end(outcome, None if outcome is OK else error, cause)
+    chunk.is_kept = slot is OK
+    chunk.host = Slot(0, 0, np.empty(0, dtype=np.uint8)) if slot is TAINTED else None
+    assert chunk.queue is not None
+    chunk.queue.table.complete([chunk], tainted=slot is TAINTED)
 
 
 class _Passed:
@@ -103,10 +107,10 @@ class Rank:
     def __init__(self, *, runs: bool = False) -> None:
         self.now_s = 1000.0
         self.clock = time.monotonic if runs else lambda: self.now_s
-        self.memory, self.file, self.bucket = self.engines = [Engine(self.clock) for _ in range(3)]
-        self.chain = ChainEngine(
-            [*self.engines, None], Relay(), memory=MEMORY, empty_groups=[NO_LAYER], clock=self.clock
-        )
+        self.chain = ChainEngine(4, Relay(), load_timeout_s=LOAD_TIMEOUT_S, clock=self.clock)
+        self.memory, self.file, self.bucket = self.engines = [Engine(self.chain.table, tier) for tier in range(3)]
+        for tier, engine in enumerate(self.engines):
+            self.chain.join(tier, engine)
 
     def told(self) -> Completion:
         (done,) = self.chain.finished()
@@ -121,18 +125,19 @@ def rank() -> Rank:
     return Rank()
 
 
-def chunk(number: int, tier: int, *, group: int = 0, host: int | None = None) -> ChunkIO:
+def chunk(number: int, tier: int, *, host: int | None = None, position: int = 0) -> Chunk:
     location = Location(tier, number * SLOT, SLOT)
     offset = None if host is None else host * SLOT
-    return ChunkIO(Key(bytes([number]) * 32 + group.to_bytes(4, "big")), location, group, np.array([number]), 0, offset)
+    return Chunk(Key(bytes([number]) * 36), location, 0, np.array([number]), 0, offset, position=position)
 
 
-def move(number: int, source: int, target: int) -> MoveIO:
-    return MoveIO(Key(bytes(36)), 0, Location(source, number * SLOT, SLOT), Location(target, number * SLOT, SLOT))
+def move(number: int, source: int, target: int) -> Chunk:
+    places = [Location(tier, number * SLOT, SLOT) for tier in (source, target)]
+    return make_move(Key(bytes([number]) * 36), 0, *places, memory=MEMORY)
 
 
-def numbers(tasks: Sequence[Task]) -> list[int]:
-    return [int(task.io.block_ids[0]) for task in tasks]
+def numbers(chunks: Sequence[Chunk]) -> list[int]:
+    return [chunk.key[0] for chunk in chunks]
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------------
@@ -151,35 +156,46 @@ def test_a_job_of_several_tiers_is_told_when_the_last_part_has_ended(rank: Rank)
     done = rank.told()
     assert (done.job_id, done.kind, done.outcomes) == (7, STORE, (FAILED, OK, OK, OK, CORRUPT))
     assert (done.bytes_moved, done.seconds, done.errors) == (3 * BLOCK, 3.0, ("no",))
-    assert done.shares == (Share(MEMORY, BLOCK, 3.0), Share(FILE, BLOCK, 2.0), Share(BUCKET, BLOCK, 1.0))
-    assert rank.chain.idle()
+    shares = [(share.tier, share.wanted_bytes, share.bytes_moved, share.seconds) for share in done.shares]
+    assert shares == [(MEMORY, BLOCK, BLOCK, 3.0), (FILE, 2 * BLOCK, BLOCK, 2.0), (BUCKET, 2 * BLOCK, BLOCK, 1.0)]
+    assert not rank.chain.has_jobs
     assert rank.chain.finished() == []
-
-
-def test_a_job_of_one_tier_is_told_as_its_engine_tells_it(rank: Rank) -> None:
-    rank.chain.submit_load(7, [chunk(1, FILE), chunk(2, FILE)])
-    rank.now_s += 2.0
-    rank.file.run(OK, FAILED, error="no")
-    assert rank.told() == Completion(
-        7, LOAD, (OK, FAILED), (), BLOCK, 2.0, ("no",), ((FAILED, "io", 1),), (Share(FILE, BLOCK, 2.0),)
-    )
 
 
 @pytest.mark.parametrize("missing", [GONE, 4, -1])
-def test_chunks_of_no_tier_fail_those_of_no_layer_are_there_and_the_others_go_on(rank: Rank, missing: int) -> None:
-    rank.chain.submit_store(1, [chunk(1, missing), chunk(2, FILE), chunk(3, FILE, group=NO_LAYER)])
+def test_chunks_of_no_tier_fail_and_the_others_go_on(rank: Rank, missing: int) -> None:
+    rank.chain.submit_store(1, [chunk(1, missing), chunk(2, FILE)])
     assert rank.chain.finished() == []
     rank.file.run()
     done = rank.told()
-    assert (done.outcomes, done.errors) == ((FAILED, OK, OK), ("the tier is not available on this rank",))
+    assert (done.outcomes, done.errors) == ((FAILED, OK), ("the tier is not available on this rank",))
     rank.chain.submit_load(2, [chunk(1, missing)])
     assert rank.told().outcomes == (FAILED,)
-    rank.chain.submit_load(3, [chunk(1, FILE, group=NO_LAYER), chunk(2, missing, group=NO_LAYER)])
+    moves = [move(1, missing, MEMORY), move(2, MEMORY, missing), move(3, missing, FILE), move(4, FILE, missing)]
+    rank.chain.submit_moves(3, moves)
+    assert rank.settled() == {3: (FAILED,) * 4}
+
+
+def test_a_chunk_has_the_gravest_outcome_of_its_shards_and_without_any_it_is_there(rank: Rank) -> None:
+    """Four chunks, of two, none, one and two shards; the ticket tells of the last three."""
+    at = [(1, 0), (2, 0), (3, 2), (4, 3), (5, 3)]
+    chunks = [chunk(number, FILE, host=number if position else None, position=position) for number, position in at]
+    rank.chain.submit_load(1, chunks, 4, promotion_ticket=9, promoted=[1, 2, 3])
+    assert numbers(rank.file.run(OK, CORRUPT, OK, DROPPED, FAILED)) == [1, 2, 3, 4, 5]
+    assert rank.told().outcomes == (CORRUPT, OK, OK, FAILED)
+    assert rank.settled() == {9: (OK, OK, FAILED)}
+    rank.chain.submit_store(2, [], 2)
+    rank.chain.submit_moves(3, [], 2)
+    assert (rank.told().outcomes, rank.settled()) == ((OK, OK), {3: (OK, OK)})
+
+
+def test_of_a_refused_job_nothing_is_done(rank: Rank) -> None:
+    refused = FAILED, "its numbers do not fit"
+    rank.chain.submit_load(1, [chunk(1, FILE, host=1), chunk(2, GONE)], promotion_ticket=9, refused=refused)
     done = rank.told()
-    assert (done.outcomes, done.errors) == ((OK, OK), ())
-    rank.chain.submit_store(4, [chunk(1, FILE, group=NO_LAYER), chunk(2, FILE)])
-    assert numbers(rank.file.run()) == [2]
-    assert rank.told().outcomes == (OK, OK)
+    assert (done.outcomes, done.errors, done.shares) == ((FAILED, FAILED), ("its numbers do not fit",), ())
+    assert rank.settled() == {9: (FAILED,)}
+    assert rank.file.take() == {}
 
 
 def test_a_load_is_given_on_with_its_fence_and_its_haste(rank: Rank) -> None:
@@ -188,8 +204,8 @@ def test_a_load_is_given_on_with_its_fence_and_its_haste(rank: Rank) -> None:
     rank.chain.submit_load(2, [chunk(3, FILE)])
     found = rank.file.take()
     assert {lane: numbers(tasks) for lane, tasks in found.items()} == {Lane.EXPEDITED_LOAD: [1], Lane.LOAD: [3]}
-    assert [task.job.fence for task in found[Lane.EXPEDITED_LOAD]] == [fence]
-    assert [task.job.fence for task in rank.bucket.take()[Lane.EXPEDITED_LOAD]] == [fence]
+    assert [chunk.job.fence for chunk in found[Lane.EXPEDITED_LOAD]] == [fence]
+    assert [chunk.job.fence for chunk in rank.bucket.take()[Lane.EXPEDITED_LOAD]] == [fence]
 
 
 def test_an_id_that_is_live_is_not_taken_twice(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
@@ -205,41 +221,22 @@ def test_an_id_that_is_live_is_not_taken_twice(rank: Rank, caplog: pytest.LogCap
 
 
 def test_what_is_asked_of_it_is_true_in_every_state(rank: Rank) -> None:
-    def stands() -> tuple[bool, bool]:
-        return rank.chain.has_jobs, rank.chain.idle()
-
-    assert stands() == (False, True)
+    assert not rank.chain.has_jobs
     rank.chain.submit_store(1, [chunk(1, FILE)])
-    assert stands() == (True, False)
+    assert rank.chain.has_jobs
     rank.chain.submit_moves(9, [move(1, FILE, MEMORY)])
     rank.file.run()
     assert rank.settled() == {9: (OK,)}
-    assert stands() == (True, False), "there is something to tell"
+    assert rank.chain.has_jobs, "there is something to tell"
     assert rank.told().outcomes == (OK,)
-    assert stands() == (False, True)
+    assert not rank.chain.has_jobs
     rank.chain.submit_moves(2, [move(1, FILE, MEMORY)])
-    assert stands() == (True, False)
+    assert rank.chain.has_jobs
     rank.file.run()
     assert rank.chain.finished() == []
-    assert stands() == (True, False)
+    assert rank.chain.has_jobs
     assert rank.settled() == {2: (OK,)}
-    assert stands() == (False, True)
-    rank.file.submit_store(3, [chunk(1, FILE)])
-    assert stands() == (False, False), "an engine has something of its own"
-
-
-def test_results_are_seen_by_whoever_asks_first(rank: Rank) -> None:
-    """Of tickets by those who ask for jobs, and of jobs by those who ask for tickets."""
-    rank.chain.submit_moves(1, [move(1, MEMORY, FILE)])
-    rank.chain.submit_store(2, [chunk(2, BUCKET)])
-    rank.file.run()
-    rank.bucket.run()
-    assert rank.settled() == {1: (OK,)}
-    assert rank.told().job_id == 2
-    rank.chain.submit_moves(3, [move(1, MEMORY, FILE)])
-    rank.file.run()
-    assert rank.chain.finished() == []
-    assert rank.settled() == {3: (OK,)}
+    assert not rank.chain.has_jobs
 
 
 def test_what_was_moved_is_counted_by_tier_and_once(rank: Rank) -> None:
@@ -247,16 +244,15 @@ def test_what_was_moved_is_counted_by_tier_and_once(rank: Rank) -> None:
     rank.chain.submit_store(1, [chunk(1, FILE), chunk(2, BUCKET)])
     rank.chain.submit_moves(2, [move(3, FILE, MEMORY)])
     rank.chain.submit_load(3, [chunk(4, FILE, host=1)], promotion_ticket=3)
-    [load] = [task for tasks in [rank.file.take()] for task in tasks[Lane.LOAD]]
-    rank.file.jobs.complete([Ending(load, FAILED, "no", "timeout")])
+    [load] = rank.file.take()[Lane.LOAD]
     rank.bucket.run()
-    rank.chain.finished()
-    rank.file.jobs.complete([Ending(load, FAILED, slot=DROPPED)])
-    rank.chain.finished()
+    rank.now_s += LOAD_TIMEOUT_S
+    assert [done.job_id for done in rank.chain.finished()] == [3]
+    end(load, FAILED, slot=DROPPED)
     work = rank.chain.take_work()
     assert work is not None
     assert work.payload_bytes == {Act("store", BUCKET): BLOCK}
-    assert work.failures == {Failure("load", FILE, "failed", "timeout"): 1}
+    assert work.failures == {Failure(what, FILE, "failed", "timeout"): 1 for what in ("load", "fetch")}
     assert rank.chain.take_work() is None
 
 
@@ -264,61 +260,134 @@ def test_what_was_moved_is_counted_by_tier_and_once(rank: Rank) -> None:
 
 
 def test_promotions_are_told_under_their_ticket_in_their_order(rank: Rank) -> None:
-    """By the slots: of what this rank has no layer they are filled, of what is not there or in memory they are not."""
+    """By the slots: of what is not there they are not filled."""
     chunks = [
         chunk(1, BUCKET, host=0),
         chunk(2, FILE),
         chunk(3, FILE, host=1),
-        chunk(4, MEMORY, host=2),
-        chunk(5, FILE, group=NO_LAYER, host=3),
         chunk(6, GONE, host=4),
         chunk(7, FILE, host=5),
     ]
     rank.chain.submit_load(1, chunks, promotion_ticket=9)
-    assert [task.io.host_offset for task in rank.memory.run()] == [None]
     found = rank.file.run(OK, FAILED, OK)
-    assert [(int(task.io.block_ids[0]), task.io.host_offset) for task in found] == [(2, None), (3, SLOT), (7, 5 * SLOT)]
+    assert [(chunk.key[0], chunk.host_offset) for chunk in found] == [(2, None), (3, SLOT), (7, 5 * SLOT)]
     assert rank.settled() == {}
-    assert [task.io.host_offset for task in rank.bucket.run()] == [0]
-    assert rank.told().outcomes == (OK, OK, FAILED, OK, OK, FAILED, OK)
-    assert rank.settled() == {9: (OK, FAILED, FAILED, OK, FAILED, OK)}
+    assert [chunk.host_offset for chunk in rank.bucket.run()] == [0]
+    assert rank.told().outcomes == (OK, OK, FAILED, FAILED, OK)
+    assert rank.settled() == {9: (OK, FAILED, FAILED, OK)}
 
 
-def test_without_a_ticket_no_slot_is_filled(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_ticket_no_slot_is_filled(rank: Rank) -> None:
     """Nobody would be told when it is free again."""
     rank.chain.submit_load(1, [chunk(1, FILE, host=0), chunk(2, FILE)])
-    assert [task.io.host_offset for task in rank.file.run()] == [None, None]
+    assert [chunk.kind for chunk in rank.file.run()] == [LOAD, LOAD]
     assert rank.told().outcomes == (OK, OK)
-    assert "no ticket" in caplog.text
     assert rank.settled() == {}
-    caplog.clear()
-    rank.chain.submit_load(2, [chunk(2, FILE)])
-    assert not caplog.records
 
 
-def test_relays_go_on_with_each_look(rank: Rank) -> None:
+def test_relays_are_handed_from_pump_to_pump(rank: Rank) -> None:
     rank.chain.submit_moves(1, [move(number, FILE, BUCKET) for number in range(3)])
     for _ in range(2):
         rank.file.run()
-        assert rank.chain.finished() == []
         rank.bucket.run()
-        rank.chain.finished()
     assert rank.settled() == {1: (OK, OK, OK)}
 
 
-def test_relays_that_wait_for_too_long_are_dropped_although_engines_say_nothing(rank: Rank) -> None:
+def test_a_relay_slot_serves_one_move_at_a_time_in_their_order(rank: Rank) -> None:
+    rank.chain.submit_moves(1, [move(number, FILE, BUCKET) for number in range(1, 5)])
+    first, second = rank.file.take()[Lane.BACKGROUND]
+    assert {first.host_offset, second.host_offset} == set(Relay.relay_offsets)
+    end(first, FAILED)
+    [third] = rank.file.take()[Lane.BACKGROUND]
+    assert (third.key[0], third.host_offset) == (3, first.host_offset)
+    end(second, OK)
+    assert rank.file.take() == {}, "its slot is still in use"
+    [write] = rank.bucket.take()[Lane.BACKGROUND]
+    assert (write.location, write.host_offset) == (Location(BUCKET, 2 * SLOT, SLOT), second.host_offset)
+    end(write, FAILED)
+    end(third, OK)
+    rank.file.run()
+    rank.bucket.run()
+    assert rank.settled() == {1: (DROPPED, FAILED, OK, OK)}
+    assert not rank.chain.has_jobs
+
+
+@pytest.mark.parametrize(
+    ("outcome", "slot", "told", "left"),
+    [
+        (FAILED, FAILED, DROPPED, 2),
+        (CORRUPT, CORRUPT, CORRUPT, 2),
+        (DROPPED, DROPPED, DROPPED, 2),
+        (FAILED, TAINTED, DROPPED, 1),
+        (OK, TAINTED, DROPPED, 1),
+        (FAILED, OK, DROPPED, 2),
+    ],
+)
+def test_what_was_not_fetched_leaves_its_target_alone(
+    rank: Rank, outcome: Outcome, slot: Outcome, told: Outcome, left: int
+) -> None:
+    """The target is not to blame, and may be used again at once. A slot that may still be written to may not: nor may
+    the image in it be trusted that came too late.
+    """
+    rank.chain.submit_moves(1, [move(1, FILE, BUCKET)])
+    [fetch] = rank.file.take()[Lane.BACKGROUND]
+    end(fetch, outcome, slot=slot)
+    assert rank.bucket.take() == {}
+    assert rank.settled() == {1: (told,)}
+    assert not rank.chain.has_jobs
+    rank.chain.submit_moves(2, [move(number, FILE, BUCKET) for number in range(3)])
+    assert len(rank.file.take()[Lane.BACKGROUND]) == left
+
+
+def test_a_relay_that_is_given_up_keeps_its_slot_until_its_read_has_ended(rank: Rank) -> None:
+    rank.chain.submit_moves(1, [move(1, FILE, BUCKET)])
+    [fetch] = rank.file.take()[Lane.BACKGROUND]
+    rank.now_s += LOAD_TIMEOUT_S
+    assert rank.settled() == {1: (DROPPED,)}
+    assert rank.chain.has_jobs
+    rank.chain.submit_moves(2, [move(2, FILE, BUCKET), move(3, FILE, BUCKET)])
+    assert numbers(rank.file.take()[Lane.BACKGROUND]) == [2]
+    end(fetch, OK)
+    assert rank.bucket.take() == {}, "nobody waits for it any more"
+    assert numbers(rank.file.take()[Lane.BACKGROUND]) == [3]
+
+
+def test_a_slot_that_storing_may_still_read_is_never_used_again(rank: Rank) -> None:
+    for ticket, left in ((1, 1), (2, 0)):
+        rank.chain.submit_moves(ticket, [move(1, FILE, BUCKET)])
+        rank.file.run()
+        [write] = rank.bucket.take()[Lane.BACKGROUND]
+        end(write, TAINTED)
+        assert rank.settled() == {ticket: (TAINTED,)}
+        rank.chain.submit_moves(10 + ticket, [move(number, FILE, BUCKET) for number in range(left)])
+        assert len(rank.file.run(*[FAILED] * left)) == left
+        rank.settled()
+    rank.chain.submit_moves(3, [move(1, FILE, BUCKET), move(2, MEMORY, BUCKET)])
+    rank.bucket.run()
+    assert rank.settled() == {3: (DROPPED, OK)}, "there is none left"
+
+
+def test_relays_that_wait_for_too_long_are_dropped_and_what_has_begun_goes_on(rank: Rank) -> None:
+    """Although tiers say nothing. Each half of its way has its own time."""
     rank.chain.submit_moves(1, [move(number, FILE, BUCKET) for number in range(2)])
     rank.chain.submit_moves(2, [move(2, FILE, BUCKET)])
-    rank.file.take()
-    rank.now_s += 100.0
+    first, second = rank.file.take()[Lane.BACKGROUND]
+    rank.now_s += MOVE_QUEUE_LIMIT_S - 1.0
+    end(first, OK)
+    rank.now_s += 2.0
     assert rank.settled() == {2: (DROPPED,)}
+    assert numbers(rank.bucket.run()) == [0], "it has just begun to wait there"
+    end(second, OK)
+    rank.now_s += MOVE_QUEUE_LIMIT_S
+    assert rank.settled() == {1: (OK, DROPPED)}
+    assert rank.bucket.take() == {}
 
 
 # -- tiers that come and go ------------------------------------------------------------------------------------------
 
 
 def test_a_tier_serves_from_when_it_joins(rank: Rank) -> None:
-    engine = Engine(rank.clock)
+    engine = Engine(rank.chain.table, GONE)
     assert rank.chain.open_tiers == {MEMORY, FILE, BUCKET}
     assert rank.chain.statuses()[GONE] == TierStatus(trouble="unavailable")
     rank.chain.join(GONE, engine)
@@ -337,8 +406,10 @@ def test_a_fence_is_of_the_compute_stream_and_of_no_tier_none(rank: Rank) -> Non
     fence = rank.chain.compute_fence()
     assert fence is not None
     assert [fence] == [each for engine in rank.engines for each in engine.fences]
-    assert ChainEngine([None, rank.file]).compute_fence() is rank.file.fences[-1]
-    assert ChainEngine([None]).compute_fence() is None
+    chain = ChainEngine(2)
+    assert chain.compute_fence() is None
+    chain.join(1, rank.file)
+    assert chain.compute_fence() is rank.file.fences[-1]
 
 
 def test_parted_engines_are_the_callers(rank: Rank) -> None:
@@ -365,11 +436,10 @@ def test_wait_drops_what_has_not_begun_in_the_tiers_of_its_jobs_and_nothing_else
     assert numbers(rank.file.run()) == [3]
 
 
-def test_wait_has_one_limit_for_all_tiers_and_a_least_of_it_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain_module, "WAIT_LIMIT_S", 0.2)
-    monkeypatch.setattr(chain_module, "WAIT_LEAST_S", 0.1)
+def test_wait_has_one_limit_for_all_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain_module, "WAIT_LIMIT_S", 0.3)
     rank = Rank(runs=True)
-    for number, limit_s, least_s in ((1, None, 0.3), (2, 0.05, 0.15)):
+    for number, limit_s, least_s in ((1, None, 0.3), (2, 0.15, 0.15)):
         rank.chain.submit_load(number, [chunk(1, FILE), chunk(2, BUCKET)])
         rank.file.take()
         rank.bucket.take()
@@ -401,7 +471,7 @@ def test_close_ends_every_tier_within_the_deadline_and_once(running: Rank) -> No
     assert all(0.0 <= engine.closed_within[0] <= 0.1 for engine in running.engines)
     assert running.told().outcomes == (FAILED, DROPPED)
     assert running.settled() == {2: (DROPPED, DROPPED, DROPPED)}
-    assert running.chain.idle()
+    assert not running.chain.has_jobs
 
 
 def test_close_sees_relays_through_as_far_as_the_deadline_allows(running: Rank) -> None:
@@ -444,13 +514,15 @@ def test_a_chunk_that_was_fetched_last_is_stored_no_more(running: Rank) -> None:
 def test_a_tier_that_does_not_close_well_or_at_all_holds_up_no_other(
     running: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it alone could tell of is given up: a job as FAILED, places as TAINTED."""
+    """What it has begun is given up: a job as FAILED, places as TAINTED."""
     monkeypatch.setattr(chain_module, "CLOSE_PATIENCE_S", 0.2)
     running.file.is_broken = True
     running.bucket.hangs = threading.Event()
     running.chain.submit_store(1, [chunk(1, FILE), chunk(2, BUCKET)])
     running.chain.submit_store(2, [chunk(3, BUCKET), chunk(4, BUCKET)])
     running.chain.submit_moves(3, [move(5, MEMORY, BUCKET)])
+    begun = running.bucket.take()
+    assert [numbers(chunks) for chunks in begun.values()] == [[2, 3, 4], [5]]
     began_s, others = time.monotonic(), set(threading.enumerate())
     running.chain.close(0.1)
     assert time.monotonic() - began_s >= 0.3
@@ -462,6 +534,10 @@ def test_a_tier_that_does_not_close_well_or_at_all_holds_up_no_other(
     assert told[2].errors == ("the engine was closed while storage hung",)
     assert running.settled() == {3: (TAINTED,)}
     assert not running.chain.has_jobs
+    for chunks in begun.values():
+        for late in chunks:
+            end(late, OK)
+    assert (running.chain.finished(), running.settled()) == ([], {}), "what comes late changes nothing"
     assert "The engine of tier 1 did not close well" in caplog.text
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nixl_offload.engine import ChunkIO, WorkKind
-from nixl_offload.engine.chain import ChainEngine, MoveIO
+from nixl_offload.engine import ChainEngine, Chunk, WorkKind, make_move
 from nixl_offload.movers.base import Mover
 from nixl_offload.types import Location, Outcome
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
@@ -87,7 +86,7 @@ def test_a_job_of_no_chunks_ends(make: Make) -> None:
 def test_chunks_of_a_tier_that_is_not_there_fail_alone(make: Make, missing: int) -> None:
     rig = make(present=(True, False))
     rig.put(FILE, 0)
-    lost = ChunkIO(rig.key(1), Location(missing, 0, rig.slot_bytes), 0, np.arange(4, 8, dtype=np.int32), 0, 0)
+    lost = Chunk(rig.key(1), Location(missing, 0, rig.slot_bytes), 0, np.arange(4, 8, dtype=np.int32), 0, 0)
     assert rig.load(1, [lost, rig.chunk(0, FILE, blocks_of(0), host=3), lost], ticket=9) == (FAILED, OK, FAILED)
     assert rig.settle(9).outcomes == (FAILED, OK, FAILED)
     assert rig.results[1].errors == ("the tier is not available on this rank",)
@@ -96,26 +95,25 @@ def test_chunks_of_a_tier_that_is_not_there_fail_alone(make: Make, missing: int)
     nowhere = lost.location
     moves = [
         rig.move(3, MEMORY, FILE),
-        MoveIO(rig.key(1), 0, rig.at(MEMORY, 1), nowhere),
-        MoveIO(rig.key(1), 0, nowhere, rig.at(MEMORY, 1)),
-        MoveIO(rig.key(1), 0, nowhere, rig.at(FILE, 1)),
-        MoveIO(rig.key(1), 0, rig.at(FILE, 1), rig.at(FILE, 2)),
+        make_move(rig.key(1), 0, rig.at(MEMORY, 1), nowhere, memory=MEMORY),
+        make_move(rig.key(1), 0, nowhere, rig.at(MEMORY, 1), memory=MEMORY),
+        make_move(rig.key(1), 0, nowhere, rig.at(FILE, 1), memory=MEMORY),
     ]
     rig.fill_host(3)
-    assert rig.moves(10, moves) == (OK, FAILED, FAILED, FAILED, FAILED)
+    assert rig.moves(10, moves) == (OK, FAILED, FAILED, FAILED)
     assert rig.chain.idle()
 
 
 def test_a_chain_of_nothing_fails_everything_and_closes() -> None:
-    chain = ChainEngine([None, None], memory=0)
-    chunk = ChunkIO(ChainRig.key(None, 1), Location(1, 0, 8192), 0, np.arange(4, dtype=np.int32), 0)  # type: ignore[arg-type]
+    chain = ChainEngine(2)
+    chunk = Chunk(ChainRig.key(None, 1), Location(1, 0, 8192), 0, np.arange(4, dtype=np.int32), 0)  # type: ignore[arg-type]
     chain.submit_store(1, [chunk])
-    chain.submit_moves(2, [MoveIO(chunk.key, 0, Location(0, 0, 8192), chunk.location)])
+    chain.submit_moves(2, [make_move(chunk.key, 0, Location(0, 0, 8192), chunk.location, memory=0)])
     chain.wait([1])
     chain.close()
     assert [result.outcomes for result in chain.finished()] == [(FAILED,)]
     assert [settled.outcomes for settled in chain.settled()] == [(FAILED,)]
-    assert chain.idle()
+    assert not chain.has_jobs
 
 
 @pytest.mark.parametrize("shape", ["per_layer", "two_groups", "direct_blocks"])
@@ -138,8 +136,6 @@ def test_moves_of_all_kinds_bring_the_image_unchanged(make: Make, shape: str) ->
             assert rig.moves(this, [rig.move(number, source, target, group) for number in numbers]) == (OK,) * 6
             settled = rig.settled[this]
             assert settled.kind is (WorkKind.FETCH if target == MEMORY else WorkKind.WRITE_THROUGH)
-            assert settled.bytes_moved == 6 * rig.slot_bytes
-            assert settled.seconds > 0
             for number in numbers:
                 there = rig.host_bytes(number, group) if target == MEMORY else rig.stored(target, number, group)
                 assert np.array_equal(there, rig.image(number, group))
@@ -164,7 +160,6 @@ def test_a_ticket_may_hold_moves_of_every_kind(make: Make) -> None:
         rig.move(3, BUCKET, FILE),
     ]
     assert rig.moves(1, moves) == (OK, OK, CORRUPT, OK, CORRUPT, OK, OK)
-    assert rig.settled[1].bytes_moved == 5 * rig.slot_bytes
 
 
 def test_more_relays_than_slots_wait_their_turn(make: Make) -> None:
@@ -200,7 +195,6 @@ def test_promotions_of_a_load_are_told_under_its_ticket(make: Make) -> None:
     assert rig.load(1, chunks, ticket=7) == (OK, OK, OK, CORRUPT, OK)
     settled = rig.settle(7)
     assert (settled.outcomes, settled.kind) == ((OK, OK, CORRUPT, OK), WorkKind.PROMOTION)
-    assert settled.bytes_moved == 3 * rig.slot_bytes
     for number in (0, 1, 3):
         assert np.array_equal(rig.host_bytes(number), rig.image(number))
     # What has been promoted serves the next load, and goes on to the next tier, as if it had been stored there.
@@ -290,7 +284,7 @@ def test_close_drains_moves_and_stores(make: Make) -> None:
     # And what comes later fails at once.
     assert rig.load(4, [rig.chunk(0, FILE, blocks_of(0), host=0)], ticket=4) == (FAILED,)
     assert rig.settle(4).outcomes == (FAILED,)
-    assert rig.moves(5, [rig.move(0, FILE, BUCKET), rig.move(10, MEMORY, FILE)]) == (DROPPED, FAILED)
+    assert rig.moves(5, [rig.move(0, FILE, BUCKET), rig.move(10, MEMORY, FILE)]) == (FAILED, FAILED)
 
 
 @pytest.mark.no_cover

@@ -129,7 +129,7 @@ def test_one_copy_of_replicas_is_told_where_it_is(tmp_path: Path, cli: Cli, rang
             Path(tier.place.directory) / rank_file_name(rank), tier.place.rank_bytes, tier.place.extent_bytes
         )
         rig = RankRig(tmp_path / "tree", plan, 2, rank, namespace=space, slab=slab)
-        rig.chain.take_places(SLAB, tier.place.slots)
+        rig.chunks.take_places(SLAB, tier.place.slots)
         rig.offsets = offsets
         for number in CHUNKS:
             rig.write(number)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.chunk.header_rows import lacks_checksums
-from nixl_offload.engine import ChunkIO, Completion, brought, bus_packer, slot_headers
+from nixl_offload.engine import Chunk, Completion, brought, bus_packer, slot_headers
 from nixl_offload.engine.bus_packer import BusPacker
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_tier import MemoryEngine
@@ -30,6 +31,7 @@ from nixl_offload.types import Location, Outcome
 from tests.unit.device_lab import Lab, open_lab
 from tests.unit.device_rig import at_once, settled
 from tests.unit.kv_shapes import NAMESPACE, SHAPES, DeviceRig, allocate, layout_of, until
+from tests.unit.rank_rig import Alone
 
 OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
 MEMORY = 1
@@ -45,10 +47,10 @@ class Rank:
 
     rig: DeviceRig
     slab: HostSlab
-    memory: MemoryEngine
+    memory: Alone
     ended: dict[int, Completion] = field(default_factory=dict)
 
-    def chunk(self, number: int, blocks: list[int], *, first: int = 0, group: int = 0) -> ChunkIO:
+    def chunk(self, number: int, blocks: list[int], *, first: int = 0, group: int = 0) -> Chunk:
         """In slot ``number`` of the memory tier."""
         io = self.rig.chunk(number, blocks, first=first, group=group)
         return replace(io, location=Location(MEMORY, io.location.offset, io.location.slot_bytes))
@@ -65,11 +67,11 @@ class Rank:
         until(there)
         return self.ended[job].outcomes
 
-    def store(self, job: int, chunks: list[ChunkIO]) -> tuple[Outcome, ...]:
+    def store(self, job: int, chunks: list[Chunk]) -> tuple[Outcome, ...]:
         self.memory.submit_store(job, chunks)
         return self._collect(job)
 
-    def load(self, job: int, chunks: list[ChunkIO]) -> tuple[Outcome, ...]:
+    def load(self, job: int, chunks: list[Chunk]) -> tuple[Outcome, ...]:
         self.memory.submit_load(job, chunks)
         return self._collect(job)
 
@@ -97,15 +99,9 @@ def opened(directory: Path, shape: str = "lbhnc", **options: Any) -> Iterator[tu
         size = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
         slab = HostSlab(memory_bytes=SLOTS * size, relay_slots=1, slot_bytes=size)
         rig = lab.make(None, shape, "host", host=slab, **options)
-        memory = MemoryEngine(
-            tensors=rig.tensors,
-            layout=rig.layout,
-            host=slab,
-            rank_namespace=NAMESPACE,
-            tier=MEMORY,
-            device=rig.device,
-            verify=options.get("verify", "checksum"),
-        )
+        places = {"tensors": rig.tensors, "layout": rig.layout, "host": slab, "rank_namespace": NAMESPACE}
+        verify = options.get("verify", "checksum")
+        memory = Alone(partial(MemoryEngine, tier=MEMORY, device=rig.device, verify=verify, **places), MEMORY)
         try:
             yield lab, Rank(rig, slab, memory)
         finally:

@@ -5,15 +5,18 @@ such a chunk is done at once, and nothing is read or written for it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Final
 
 import numpy as np
 import pytest
 
-from nixl_offload.engine.chain import ChainEngine, MoveIO
-from nixl_offload.engine.records import ChunkIO
+from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
+from nixl_offload.engine import ChainEngine, Completion
 from nixl_offload.types import Key, Location, Outcome
+from nixl_offload.vllm.chunks import RankChunks
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
 from tests.unit.device_rig import ThreadedStreams, emulated
 from tests.unit.engine_rig import Rig, Shape, whole
@@ -30,74 +33,86 @@ def rig(tmp_path: Path) -> Iterator[ChainRig]:
     made.close()
 
 
-def mixed(rig: ChainRig, tier: int, first: int = 0, *, landing: bool = False) -> list[ChunkIO]:
-    """Four chunks, from number ``first`` on, of both groups in turn; with ``landing`` memory keeps them."""
-    return [
-        rig.chunk(first + at, tier, range(4 * at + 4, 4 * at + 8), group=at % 2, host=first + at if landing else None)
-        for at in range(4)
-    ]
+class Stage:
+    """A rank that is told of chunks of both groups in turn: four, from a number on."""
+
+    def __init__(self, rig: ChainRig) -> None:
+        self.rig, self.numbers = rig, count(1)
+        self.chunks = RankChunks(rig.layout, [0, 1], memory=MEMORY)
+
+    def keys(self, first: int) -> tuple[Key, ...]:
+        return tuple(self.rig.key(first + at, at % 2) for at in range(4))
+
+    def places(self, tier: int, first: int) -> tuple[Location, ...]:
+        return tuple(self.rig.at(tier, first + at) for at in range(4))
+
+    def job(self, ticket: StoreTicket | LoadTicket) -> Completion:
+        """Its blocks are 4 to 19: those of group 0, then those of group 1."""
+        blocks = SimpleNamespace(block_ids=list(range(4, 20)), group_sizes=[8, 8], block_indices=[0, 0])
+        chunks, chain, number = self.chunks.of_job(ticket, blocks), self.rig.chain, next(self.numbers)
+        if isinstance(ticket, StoreTicket):
+            chain.submit_store(number, chunks, 4)
+        else:
+            promoted = range(4) if ticket.promotion_ticket else ()
+            chain.submit_load(number, chunks, 4, promotion_ticket=ticket.promotion_ticket, promoted=promoted)
+        return self.rig.collect(number)
+
+    def move(self, source: int, target: int, first: int) -> tuple[Outcome, ...]:
+        number = next(self.numbers)
+        ticket = WriteThroughTicket(number, self.keys(first), self.places(source, first), self.places(target, first))
+        self.rig.chain.submit_moves(number, self.chunks.of_moves(ticket), 4)
+        return self.rig.settle(number).outcomes
 
 
 def test_stores_and_loads_of_both_groups_move_the_bytes_of_one(rig: ChainRig) -> None:
     """Outcomes keep the order of the job, and slots of the other group stay as they were."""
+    stage = Stage(rig)
     for tier in (MEMORY, FILE, BUCKET):
-        chunks = mixed(rig, tier)
         wanted = rig.blocks(range(4, 20))
-        assert rig.store(10 * tier + 1, chunks) == (OK,) * 4
+        assert stage.job(StoreTicket(1, stage.keys(0), stage.places(tier, 0))).outcomes == (OK,) * 4
         if tier == MEMORY:
             assert not rig.host.slot(rig.slot_bytes, rig.slot_bytes).memory.any()
         else:
             assert not np.frombuffer(rig.path(tier).read_bytes(), np.uint8)[rig.slot_bytes : 2 * rig.slot_bytes].any()
         for rows in rig.kv:
             rows[4:20] = 0
-        assert rig.load(10 * tier + 2, chunks) == (OK,) * 4
-        read = rig.blocks(range(4, 20))
-        own = [row for at in (0, 2) for row in range(4 * at, 4 * at + 4)]
-        assert (read[own] == wanted[own]).all()
-        assert not read[[row for row in range(16) if row not in own]].any(), "no block of the other group is touched"
-        result = rig.results[10 * tier + 2]
+        result = stage.job(LoadTicket(1, stage.keys(0), stage.places(tier, 0)))
+        assert result.outcomes == (OK,) * 4
+        assert (rig.blocks(range(4, 12)) == wanted[:8]).all()
+        assert not rig.blocks(range(12, 20)).any(), "no block of the other group is touched"
         assert result.bytes_moved == 8 * rig.layout.groups[0].block_bytes
         assert [share.tier for share in result.shares] == [tier]
-        for tensor, rows in enumerate(rig.kv):
-            rows[4:20] = wanted[:, 4096 * tensor : 4096 * (tensor + 1)]
 
 
-def test_landings_and_moves_of_both_groups_end_well_and_touch_one(rig: ChainRig) -> None:
+def test_promotions_and_moves_of_both_groups_end_well_and_touch_one(rig: ChainRig) -> None:
     """What a load leaves in memory, and what goes from tier to tier, each way."""
-    assert rig.store(1, mixed(rig, FILE, 8)) == (OK,) * 4
-    assert rig.load(2, mixed(rig, FILE, 8, landing=True), ticket=5) == (OK,) * 4
-    assert rig.settle(5).outcomes == (OK,) * 4
+    stage = Stage(rig)
+    assert stage.job(StoreTicket(1, stage.keys(8), stage.places(FILE, 8))).outcomes == (OK,) * 4
+    ticket = LoadTicket(1, stage.keys(8), stage.places(FILE, 8), 99, stage.places(MEMORY, 8))
+    assert stage.job(ticket).outcomes == (OK,) * 4
+    assert rig.settle(99).outcomes == (OK,) * 4
     assert rig.host_bytes(8).any()
     assert not rig.host.slot(9 * rig.slot_bytes, rig.slot_bytes).memory.any()
-    for ticket, source, target in ((6, MEMORY, BUCKET), (7, BUCKET, MEMORY), (8, FILE, BUCKET)):
-        moves = [rig.move(number, source, target, group) for group, number in ((0, 8), (1, 9), (0, 10), (1, 11))]
-        assert rig.moves(ticket, moves) == (OK,) * 4
+    for source, target in ((MEMORY, BUCKET), (BUCKET, MEMORY), (FILE, BUCKET)):
+        assert stage.move(source, target, 8) == (OK,) * 4
     assert (rig.stored(BUCKET, 8) == rig.host_bytes(8)).all()
 
 
-def test_a_job_of_the_other_group_alone_ends_at_once_even_where_no_tier_is_left(tmp_path: Path) -> None:
+def test_a_tier_that_is_not_there_is_missed_where_this_rank_has_something_to_store(tmp_path: Path) -> None:
     rig = ChainRig.make(tmp_path, shape=STAGE, present=(False, False))
-    chunks = [rig.chunk(0, FILE, range(4), group=1), rig.chunk(1, FILE, range(4, 8), group=0)]
-    rig.chain.submit_store(1, chunks[:1])
-    rig.chain.submit_load(2, chunks[:1])
-    rig.chain.submit_moves(3, [rig.move(0, FILE, BUCKET, group=1)])
-    assert [result.outcomes for result in rig.chain.finished()] == [(OK,), (OK,)]
-    assert [result.outcomes for result in rig.chain.settled()] == [(OK,)]
-    assert rig.store(4, chunks) == (OK, FAILED), "the tier is missed where this rank has something to store"
+    stage = Stage(rig)
+    assert stage.job(StoreTicket(1, stage.keys(0), stage.places(FILE, 0))).outcomes == (FAILED, OK, FAILED, OK)
     rig.close()
 
 
 def test_a_rank_without_any_layer_needs_no_engine() -> None:
-    chain = ChainEngine((), empty_groups=(0, 1))
-    ids = np.arange(4, dtype=np.int32)
-    key, place = Key(bytes(32) + bytes(4)), Location(1, 0, 8192)
-    chunks = [ChunkIO(key, place, group, ids, 0, host_offset=8192 * group) for group in range(2)]
-    chain.submit_store(1, chunks)
-    chain.submit_load(2, chunks, promotion_ticket=5)
-    chain.submit_moves(6, [MoveIO(key, 1, place, Location(0, 0, 8192))])
+    chain = ChainEngine(0)
+    chain.submit_store(1, [], 2)
+    chain.submit_load(2, [], 2, promotion_ticket=5, promoted=[0, 1])
+    chain.submit_moves(6, [], 1)
     assert [(result.job_id, result.outcomes) for result in chain.finished()] == [(1, (OK, OK)), (2, (OK, OK))]
     assert sorted((result.job_id, result.outcomes) for result in chain.settled()) == [(5, (OK, OK)), (6, (OK,))]
-    assert (chain.statuses(), chain.take_work(), chain.idle()) == ((), None, True)
+    assert (chain.statuses(), chain.take_work(), chain.has_jobs) == ((), None, False)
     chain.wait([1, 2])
     chain.close()
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.engine import Engine, WorkKind, waiting
+from nixl_offload.engine import Engine, WorkKind, jobs
 from nixl_offload.errors import LayoutError, MoverError
 from nixl_offload.movers.base import Mover, Op
 from nixl_offload.movers.copy import CopyMover
@@ -247,7 +247,7 @@ def test_blocks_overwritten_after_wait_do_not_change_what_was_stored(make: Make,
 
 def test_wait_returns_at_once_when_storage_hangs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Staged chunks do not hold ``wait`` up; those that never got a slot are DROPPED."""
-    monkeypatch.setattr(waiting, "STORE_GRACE_S", 0.5)  # for the pump of a busy machine
+    monkeypatch.setattr(jobs, "STORE_GRACE_S", 0.5)  # for the pump of a busy machine
     mover = FaultyMover(CopyMover(), [Fault(0, FaultKind.STUCK, every=True)])
     rig = make("per_layer", mover, staging_slots=4)
     rig.engine.submit_store(1, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(8)])
@@ -263,7 +263,7 @@ def test_wait_returns_at_once_when_storage_hangs(make: Make, monkeypatch: pytest
 
 def test_wait_for_a_direct_store_waits_for_the_mover(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mover reads the KV blocks themselves, so they are not free before it is done."""
-    monkeypatch.setattr(waiting, "STORE_GRACE_S", 10.0)  # for the pump to begin, on a busy machine too
+    monkeypatch.setattr(jobs, "STORE_GRACE_S", 10.0)  # for the pump to begin, on a busy machine too
     mover = FaultyMover(CopyMover(), [Fault(1, FaultKind.STUCK)])
     rig = make("direct_blocks", mover)
     rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
@@ -436,6 +436,7 @@ def test_tensors_that_are_not_those_of_the_layout_are_refused(make: Make) -> Non
     rig = make("per_layer")
     with pytest.raises(LayoutError):
         Engine(
+            table=rig.engine.table,
             tensors=rig.tensors[::-1],
             layout=rig.layout,
             link=SlabLink(rig.slab, CopyMover(), time.monotonic),

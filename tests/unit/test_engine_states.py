@@ -25,10 +25,10 @@ FAILED, DROPPED, TAINTED = Outcome.FAILED, Outcome.DROPPED, Outcome.TAINTED
 
 
 def test_kinds_of_work() -> None:
-    assert [(kind.label, kind.writes, kind.fills_slot, kind.in_background) for kind in WorkKind] == [
+    assert [(kind.operation, kind.writes, kind.fills_slot, kind.in_background) for kind in WorkKind] == [
         ("store", True, False, False),
         ("load", False, False, False),
-        ("promotion", False, True, False),
+        ("load", False, True, False),
         ("write_through", True, False, True),
         ("fetch", False, True, True),
     ]

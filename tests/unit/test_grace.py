@@ -11,15 +11,16 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 import pytest
 
-from nixl_offload.engine.jobs import FENCE_POLL_S, JobTable
-from nixl_offload.engine.records import ChunkIO, Ending, Job, Task
+from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
+from nixl_offload.engine.jobs import FENCE_POLL_S, STORE_GRACE_S, JobTable, TierQueue
+from nixl_offload.engine.records import Chunk, Job
 from nixl_offload.engine.states import ChunkState, Lane, WorkKind
 from nixl_offload.engine.streams import READY, Fence
-from nixl_offload.engine.waiting import STORE_GRACE_S, wait_source_free
 from nixl_offload.types import Key, Location, Outcome
 
 OK, DROPPED = Outcome.OK, Outcome.DROPPED
 LIMIT_S = 2.0
+LAYOUT = KVLayout((RegionSpec(0, 1 << 20, 64, 4096, 4096),), (GroupLayout.of_pages([(0, 4096)]),), 1)
 
 
 class World:
@@ -49,16 +50,17 @@ class World:
         else:
             self.now_s = until_s
 
-    def table(self) -> JobTable:
+    def table(self, tiers: int = 1) -> JobTable:
         """A table whose callers wait in played time."""
-        table = JobTable(store_queue_limit_bytes=1 << 20, clock=self.clock)
+        table = JobTable(clock=self.clock)
+        table.use(TierQueue(table, tier, LAYOUT, store_limit_bytes=1 << 20) for tier in range(tiers))
         table._progress = _PlayedCondition(self, table._lock)  # type: ignore[assignment]
         return table
 
-    def wait(self, *asked: tuple[JobTable, Collection[int]]) -> float:
+    def wait(self, table: JobTable, job_ids: Collection[int] = (1,)) -> float:
         """Return how long the caller was held up, in played seconds."""
         began_s = self.now_s
-        wait_source_free(asked, LIMIT_S, self.clock)
+        table.wait(job_ids, LIMIT_S)
         return self.now_s - began_s
 
 
@@ -97,21 +99,26 @@ class _PlayedCondition:
         return
 
 
-def add(table: JobTable, job_id: int, step: Fence, chunks: int = 1) -> None:
+def add(table: JobTable, job_id: int, step: Fence, chunks: int = 1, tier: int = 0) -> None:
     """Queue a store."""
-    ios = [ChunkIO(Key(bytes(36)), Location(0, 0, 4096), 0, np.zeros(1, dtype=np.int32), 0) for _ in range(chunks)]
-    table.add(Job(job_id, WorkKind.STORE, step, table._clock()), [(io, 4096) for io in ios], Lane.STORE)
+    made = [
+        Chunk(Key(bytes(36)), Location(tier, 0, 4096), 0, np.zeros(1, dtype=np.int32), position=at)
+        for at in range(chunks)
+    ]
+    table.add(Job(WorkKind.STORE, made, chunks, step, table.clock(), job_id), Lane.STORE)
 
 
-def take(table: JobTable, count: int = 16) -> list[Task]:
+def take(table: JobTable, count: int = 16, lane: Lane = Lane.URGENT_STORE, tier: int = 0) -> list[Chunk]:
     """As the pump, which has so many slots."""
-    return table.take(Lane.URGENT_STORE, lambda task: count)
+    return table.queues[tier].take(lane, lambda _: count)
 
 
-def gathered(table: JobTable, tasks: Sequence[Task]) -> None:
+def gathered(table: JobTable, chunks: Sequence[Chunk], outcome: Outcome = OK) -> None:
     """As the pump: they are read, and written soon."""
-    table.advance(tasks, ChunkState.TRANSFER)
-    table.complete([Ending(task, OK) for task in tasks])
+    table.advance(chunks, ChunkState.TRANSFER)
+    for chunk in chunks:
+        chunk.end(outcome)
+    table.complete(chunks)
 
 
 def outcomes(table: JobTable) -> list[Outcome]:
@@ -127,10 +134,10 @@ def test_a_step_that_runs_long_costs_no_store(world: World) -> None:
     """A slot is free, and the gather comes behind the step."""
     table = world.table()
     add(table, 1, world.step(0.080))
-    tasks: list[Task] = []
-    world.after(0.001, lambda: tasks.extend(take(table)))
-    world.after(0.081, lambda: gathered(table, tasks))
-    assert world.wait((table, [1])) == pytest.approx(0.081)
+    chunks: list[Chunk] = []
+    world.after(0.001, lambda: chunks.extend(take(table)))
+    world.after(0.081, lambda: gathered(table, chunks))
+    assert world.wait(table, [1]) == pytest.approx(0.081)
     assert outcomes(table) == [OK]
 
 
@@ -139,29 +146,29 @@ def test_without_a_slot_the_next_step_begins_5_ms_after_this_one_has_ended(world
     """There were grains of 20 ms, the first of which began anywhere within the step: 20 to 60 ms for nothing."""
     table = world.table()
     add(table, 1, world.step(step_s), chunks=3)
-    assert step_s <= world.wait((table, [1])) <= step_s + STORE_GRACE_S + FENCE_POLL_S + 1e-9
+    assert step_s <= world.wait(table, [1]) <= step_s + STORE_GRACE_S + FENCE_POLL_S + 1e-9
     assert outcomes(table) == [DROPPED] * 3
     assert STORE_GRACE_S <= 0.005
 
 
 def test_tiers_without_slots_share_the_5_ms(world: World) -> None:
     """One after the other they held a step up for as long as there were tiers."""
-    tables = [world.table() for _ in range(4)]
-    for at, table in enumerate(tables):
-        add(table, at, world.step(0.010 * (4 - at)))
-    held_s = world.wait(*((table, [at]) for at, table in enumerate(tables)))
+    table = world.table(4)
+    for at in range(4):
+        add(table, at, world.step(0.010 * (4 - at)), tier=at)
+    held_s = world.wait(table, range(4))
     assert 0.040 + STORE_GRACE_S <= held_s <= 0.040 + STORE_GRACE_S + FENCE_POLL_S + 1e-9
-    assert [outcomes(table) for table in tables] == [[DROPPED]] * 4
+    assert outcomes(table) == [DROPPED] * 4
 
 
 def test_what_has_a_slot_is_gathered_and_the_rest_dropped(world: World) -> None:
     """Staging has two slots left; their gather takes longer than the grace, and cannot be stopped."""
     table = world.table()
     add(table, 1, world.step(0.010), chunks=5)
-    tasks: list[Task] = []
-    world.after(0.002, lambda: tasks.extend(take(table, 2)))
-    world.after(0.018, lambda: gathered(table, tasks))
-    assert world.wait((table, [1])) == pytest.approx(0.018)
+    chunks: list[Chunk] = []
+    world.after(0.002, lambda: chunks.extend(take(table, 2)))
+    world.after(0.018, lambda: gathered(table, chunks))
+    assert world.wait(table, [1]) == pytest.approx(0.018)
     assert outcomes(table) == [OK, OK, DROPPED, DROPPED, DROPPED]
     assert take(table) == [], "nothing is left in the queue"
 
@@ -171,34 +178,33 @@ def test_a_slot_that_comes_in_time_is_taken(world: World) -> None:
     add(table, 1, world.step(0.010), chunks=2)
     for at_s in (0.012, 0.0145):
         world.after(at_s, lambda: gathered(table, take(table, 1)))
-    assert world.wait((table, [1])) == pytest.approx(0.0145)
+    assert world.wait(table, [1]) == pytest.approx(0.0145)
     assert outcomes(table) == [OK, OK]
 
 
 def test_a_step_that_never_ends_holds_nobody_for_ever(world: World) -> None:
     table = world.table()
     add(table, 1, world.step(1e6))
-    assert world.wait((table, [1])) <= LIMIT_S + STORE_GRACE_S + FENCE_POLL_S + 1e-9
+    assert world.wait(table, [1]) <= LIMIT_S + STORE_GRACE_S + FENCE_POLL_S + 1e-9
     assert outcomes(table) == [DROPPED]
 
 
 def test_tiers_that_read_on_share_the_limit_and_are_given_up_then(world: World) -> None:
     """What a mover still reads cannot be stopped; what it writes is worthless."""
-    tables = [world.table() for _ in range(3)]
-    tasks = []
-    for at, table in enumerate(tables):
-        add(table, at, READY)
-        tasks += table.take(Lane.STORE, lambda _: 16)
-        table.advance(tasks[at:], ChunkState.BORROWED)
-    assert world.wait(*((table, [at]) for at, table in enumerate(tables))) == pytest.approx(LIMIT_S)
-    assert [task.state for task in tasks] == [ChunkState.DISOWNED] * 3
+    table, chunks = world.table(3), []
+    for at in range(3):
+        add(table, at, READY, tier=at)
+        chunks += take(table, lane=Lane.STORE, tier=at)
+    table.advance(chunks, ChunkState.BORROWED)
+    assert world.wait(table, range(3)) == pytest.approx(LIMIT_S)
+    assert [chunk.state for chunk in chunks] == [ChunkState.DISOWNED] * 3
 
 
 def test_a_store_that_has_ended_waits_for_no_step(world: World) -> None:
     table = world.table()
     add(table, 1, world.step(1.0))
-    world.after(0.001, lambda: table.complete([Ending(task, Outcome.FAILED) for task in take(table)]))
-    assert world.wait((table, [1, 7])) == pytest.approx(0.001)
+    world.after(0.001, lambda: gathered(table, take(table), Outcome.FAILED))
+    assert world.wait(table, [1, 7]) == pytest.approx(0.001)
 
 
 class Broken:
@@ -213,26 +219,26 @@ def test_a_device_out_of_order_drops_the_store_and_raises_nothing(world: World) 
     """What ``wait`` raises ends the engine; whoever uses the device next will say so, if it is so."""
     table = world.table()
     add(table, 1, Broken())
-    assert world.wait((table, [1])) == pytest.approx(STORE_GRACE_S)
+    assert world.wait(table, [1]) == pytest.approx(STORE_GRACE_S)
     assert outcomes(table) == [DROPPED]
 
 
 def test_a_load_that_is_expedited_and_waited_for_is_claimed_once() -> None:
     """It stands in its lane twice then; read twice, its blocks would be written after its request has them."""
-    table = JobTable(store_queue_limit_bytes=1 << 20, clock=time.monotonic)
+    table = JobTable(clock=time.monotonic)
+    table.use([TierQueue(table, 0, LAYOUT, store_limit_bytes=1 << 20)])
     chunks = [
-        ChunkIO(Key(bytes([at]) * 32 + bytes(4)), Location(0, at * 4096, 4096), 0, np.array([at], dtype=np.int32), 0)
+        Chunk(Key(bytes([at]) * 32 + bytes(4)), Location(0, at * 4096, 4096), 0, np.array([at], dtype=np.int32))
         for at in range(3)
     ]
-    job = Job(1, WorkKind.LOAD, READY, time.monotonic())
-    table.add(job, [(io, 4096) for io in chunks], Lane.EXPEDITED_LOAD)
-    waiter = threading.Thread(target=wait_source_free, args=([(table, [1])], 30.0, time.monotonic))
+    table.add(Job(WorkKind.LOAD, chunks, 3, READY, time.monotonic(), 1), Lane.EXPEDITED_LOAD)
+    waiter = threading.Thread(target=table.wait, args=([1], 30.0))
     waiter.start()
     give_up_s = time.monotonic() + 30.0
-    while len(table._lanes[Lane.EXPEDITED_LOAD]) < 6 and time.monotonic() < give_up_s:
+    while len(table.queues[0].lanes[Lane.EXPEDITED_LOAD]) < 6 and time.monotonic() < give_up_s:
         time.sleep(0.001)
-    taken = table.take(Lane.EXPEDITED_LOAD, lambda task: 16)
-    table.complete([Ending(task, Outcome.OK) for task in taken])
+    taken = take(table, lane=Lane.EXPEDITED_LOAD)
+    gathered(table, taken)
     waiter.join()
-    assert [int(task.io.block_ids[0]) for task in taken] == [0, 1, 2]
-    assert table.take(Lane.EXPEDITED_LOAD, lambda task: 16) == []
+    assert [int(chunk.block_ids[0]) for chunk in taken] == [0, 1, 2]
+    assert take(table, lane=Lane.EXPEDITED_LOAD) == []

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.engine import ChunkIO, Completion, Engine
+from nixl_offload.engine import Chunk
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.movers.base import MemoryId, MemoryRegion, Mover, Op
 from nixl_offload.movers.copy import CopyMover
@@ -44,46 +44,28 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 class Direct:
-    """The engine of the file tier alone, with what it has told."""
+    """A rank whose only tier but memory is a file, with what it has told."""
 
     def __init__(self, rig: ChainRig) -> None:
-        engine = rig.engines[FILE]
-        assert isinstance(engine, Engine)
-        self.engine = engine
-        self.results: dict[int, Completion] = {}
-        self.promotions: dict[int, tuple[Outcome, ...]] = {}
-        """What was told of host slots, by job."""
+        self.engine, self.results = rig.chain, rig.results
+        self.rig = rig
 
-    def poll(self) -> None:
-        for result in self.engine.finished():
-            if result.ends_job:
-                assert result.job_id not in self.results
-                self.results[result.job_id] = result
-            if result.slots:
-                assert result.job_id not in self.promotions
-                self.promotions[result.job_id] = result.slots
+    def ended(self, job_id: int) -> tuple[Outcome, ...]:
+        """The outcomes of a job."""
+        return self.rig.collect(job_id).outcomes
 
-    def ended(self, job_id: int, *, promotes: bool = True) -> tuple[tuple[Outcome, ...], tuple[Outcome, ...] | None]:
-        """Outcomes and promotions of a job once both are told."""
+    def store(self, ticket: int, chunks: list[Chunk]) -> tuple[Outcome, ...]:
+        self.engine.submit_background(ticket, chunks, WorkKind.WRITE_THROUGH)
+        return self.rig.settle(ticket).outcomes
 
-        def over() -> bool:
-            self.poll()
-            return job_id in self.results and (not promotes or job_id in self.promotions)
+    def fetch(self, ticket: int, chunks: list[Chunk]) -> tuple[Outcome, ...]:
+        self.engine.submit_background(ticket, chunks, WorkKind.FETCH)
+        return self.rig.settle(ticket).outcomes
 
-        until(over)
-        return self.results[job_id].outcomes, self.promotions.get(job_id)
-
-    def store(self, job_id: int, chunks: list[ChunkIO]) -> tuple[Outcome, ...]:
-        self.engine.submit_background(job_id, chunks, WorkKind.WRITE_THROUGH)
-        return self.ended(job_id, promotes=False)[0]
-
-    def fetch(self, job_id: int, chunks: list[ChunkIO]) -> tuple[tuple[Outcome, ...], tuple[Outcome, ...] | None]:
-        self.engine.submit_background(job_id, chunks, WorkKind.FETCH)
-        return self.ended(job_id)
-
-    def load(self, job_id: int, chunks: list[ChunkIO]) -> tuple[tuple[Outcome, ...], tuple[Outcome, ...] | None]:
-        self.engine.submit_load(job_id, chunks)
-        return self.ended(job_id)
+    def load(self, job_id: int, chunks: list[Chunk]) -> tuple[tuple[Outcome, ...], tuple[Outcome, ...]]:
+        """Outcomes and promotions."""
+        self.engine.submit_load(job_id, chunks, promotion_ticket=job_id)
+        return self.ended(job_id), self.rig.settle(job_id).outcomes
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))
@@ -97,7 +79,7 @@ def test_an_image_goes_out_and_comes_back_as_it_is(make: Make, shape: str) -> No
         rig.fill_host(number, group)
         assert direct.store(10 + group, [rig.chunk(number, FILE, group=group, host=number)]) == (OK,)
         assert np.array_equal(rig.stored(FILE, number, group), rig.image(number, group))
-        assert direct.fetch(20 + group, [rig.chunk(number, FILE, group=group, host=8)]) == ((OK,), (OK,))
+        assert direct.fetch(20 + group, [rig.chunk(number, FILE, group=group, host=8)]) == (OK,)
         assert np.array_equal(rig.host_bytes(8, group), rig.image(number, group))
         before = rig.blocks(range(NUM_BLOCKS), group)
         chunk = rig.chunk(number, FILE, [9, 4, 5, 30], group=group, host=9)
@@ -122,7 +104,7 @@ def test_a_shard_that_lacks_its_first_blocks_lands_without_them(make: Make) -> N
     rig.put(FILE, 0, dirty)
     assert direct.load(1, [rig.chunk(0, FILE, [7, 8], first=2, host=5)]) == ((OK,), (OK,))
     assert np.array_equal(rig.host_bytes(5), image)
-    assert direct.fetch(2, [rig.chunk(0, FILE, host=6)]) == ((OK,), (OK,))
+    assert direct.fetch(2, [rig.chunk(0, FILE, host=6)]) == (OK,)
     assert np.array_equal(rig.host_bytes(6), image)
     rig.kv[0][:] = 0xEE
     assert direct.load(3, [rig.chunk(0, FILE, [7, 8, 9], first=1, host=7)]) == ((CORRUPT,), (CORRUPT,))
@@ -139,7 +121,7 @@ def test_a_flipped_byte_lands_nowhere(make: Make, at: int) -> None:
     rig.put(FILE, 0, bad)
     before = rig.blocks(range(NUM_BLOCKS))
     assert direct.load(1, [rig.chunk(0, FILE, [7, 8], first=1, host=5)]) == ((CORRUPT,), (CORRUPT,))
-    assert direct.fetch(2, [rig.chunk(0, FILE, host=6)]) == ((CORRUPT,), (CORRUPT,))
+    assert direct.fetch(2, [rig.chunk(0, FILE, host=6)]) == (CORRUPT,)
     assert np.array_equal(rig.blocks(range(NUM_BLOCKS)), before)
 
 
@@ -171,7 +153,7 @@ def test_numbers_that_do_not_fit_touch_nothing(make: Make) -> None:
         replace(chunk, location=Location(FILE, 0, 4096)),
         replace(chunk, block_ids=np.array([NUM_BLOCKS], dtype=np.int32)),
     ]
-    assert direct.fetch(1, bad) == ((FAILED,) * 7, (FAILED,) * 7)
+    assert direct.fetch(1, bad) == (FAILED,) * 7
     assert direct.store(2, bad) == (FAILED,) * 7
     assert np.array_equal(rig.host.slot(0, rig.host.length_bytes).memory, before)
     assert direct.load(3, [replace(chunk, host_offset=None), chunk]) == ((FAILED, OK), (OK,))
@@ -194,10 +176,10 @@ def test_a_mover_that_cannot_have_the_host_memory_serves_all_else(make: Make) ->
     direct = Direct(rig)
     rig.put(FILE, 0)
     rig.fill_host(1)
-    assert direct.fetch(1, [rig.chunk(0, FILE, host=0)]) == ((FAILED,), (FAILED,))
+    assert direct.fetch(1, [rig.chunk(0, FILE, host=0)]) == (FAILED,)
     assert direct.store(2, [rig.chunk(1, FILE, host=1)]) == (FAILED,)
     direct.engine.submit_load(3, [rig.chunk(0, FILE, [1, 2, 3, 4])])
-    assert direct.ended(3, promotes=False)[0] == (OK,)
+    assert direct.ended(3) == (OK,)
     assert direct.load(4, [rig.chunk(0, FILE, [5, 6, 7, 8], host=0)]) == ((OK,), (FAILED,)), "served, and not kept"
 
 
@@ -211,11 +193,11 @@ def test_no_staging_is_needed_for_host_slots(make: Make) -> None:
     direct.engine.submit_load(1, [rig.chunk(0, FILE, [1, 2, 3, 4])] * 3)
     until(lambda: mover.submitted.count(Op.READ) == 2)
     assert direct.store(2, [rig.chunk(1, FILE, host=1)]) == (OK,)
-    assert direct.fetch(3, [rig.chunk(0, FILE, host=3)]) == ((OK,), (OK,))
+    assert direct.fetch(3, [rig.chunk(0, FILE, host=3)]) == (OK,)
     direct.engine.submit_store(5, [rig.chunk(4, FILE, [1, 2, 3, 4])])
     mover.release()
-    assert direct.ended(1, promotes=False)[0] == (OK,) * 3
-    assert direct.ended(5, promotes=False)[0] == (OK,)
+    assert direct.ended(1) == (OK,) * 3
+    assert direct.ended(5) == (OK,)
 
 
 @pytest.mark.parametrize("kind", ["tree", "objects"])
@@ -234,9 +216,7 @@ def test_files_and_objects_of_their_own(tmp_path: Path, kind: str) -> None:
 
         def fetch(job_id: int) -> tuple[Outcome, ...]:
             engine.submit_background(job_id, [chunk], WorkKind.FETCH)
-            slots = rig.collect(job_id).slots
-            assert slots is not None
-            return slots
+            return rig.collect(job_id).outcomes
 
         assert fetch(2) == (OK,)
         image = host.slot(0, rig.layout.slot_bytes(0)).memory
@@ -267,7 +247,7 @@ def test_an_engine_without_host_memory_says_so(tmp_path: Path) -> None:
         chunk = replace(rig.chunk(0, [1, 2, 3, 4]), host_offset=0)
         rig.engine.submit_load(1, [chunk])
         assert rig.collect(1).outcomes == (FAILED,)
-        assert rig.collect(1).slots == (FAILED,)
+        assert rig.engine.promotions == {1: (FAILED,)}
         assert rig.store(2, [chunk]) == (FAILED,)
     finally:
         rig.close()

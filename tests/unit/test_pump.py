@@ -15,17 +15,20 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine import pump
-from nixl_offload.engine.batch import Batch, BatchChunk, Steps
-from nixl_offload.engine.jobs import JobTable
+from nixl_offload.engine.batch import Batch, Steps
+from nixl_offload.engine.jobs import JobTable, TierQueue
 from nixl_offload.engine.pump import MAX_FAILED_PASSES, STEP_ALL_S, InFlight, Pauses, Pump, leak
-from nixl_offload.engine.records import ChunkIO, Completion, Job, Task
+from nixl_offload.engine.records import Chunk, Completion, Job
 from nixl_offload.engine.staging import Slot, SlotPool
 from nixl_offload.engine.states import Lane, WorkKind
 from nixl_offload.engine.streams import READY, Fence
+from nixl_offload.engine.transfer_statistics import Failure
 from nixl_offload.engine.turn import Turn
 from nixl_offload.movers.base import Op, Transfer, TransferState
 from nixl_offload.types import Key, Location, Outcome
+from tests.unit.rank_rig import causes_of
 
 OK, FAILED, DROPPED, TAINTED = Outcome.OK, Outcome.FAILED, Outcome.DROPPED, Outcome.TAINTED
 STORE, LOAD = WorkKind.STORE, WorkKind.LOAD
@@ -33,20 +36,23 @@ PROMOTION, WRITE_THROUGH, FETCH = WorkKind.PROMOTION, WorkKind.WRITE_THROUGH, Wo
 LANES = {STORE: Lane.STORE, LOAD: Lane.LOAD, WRITE_THROUGH: Lane.BACKGROUND, FETCH: Lane.BACKGROUND}
 PAUSES = Pauses(poll_s=1.0, crowd_poll_s=2.0, crowd=2, slow_poll_s=8.0, slow_after_s=50.0)
 CHUNK = 4096
+LAYOUT = KVLayout((RegionSpec(0, 1 << 20, 64, CHUNK, CHUNK),), (GroupLayout.of_pages([(0, CHUNK)]),), 1)
 LOAD_TIMEOUT_S = 500.0
 PATIENCE_S = 10.0
 NAME = "nixl-offload-played"
 
 
-class PlayedTable(JobTable):
-    """A real table, but whoever would sleep tells for how long, and goes on when it is told to."""
+class PlayedQueue(TierQueue):
+    """A real one, but whoever would sleep tells for how long, and goes on when it is told to."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
         self.is_played = True
         self.pauses: queue.Queue[float | None] = queue.Queue()
         self.goes_on: queue.Queue[None] = queue.Queue()
-        super().__init__(store_queue_limit_bytes=1 << 30, clock=lambda: self.now_s)
+        table = JobTable(clock=lambda: self.now_s, load_timeout_s=LOAD_TIMEOUT_S)
+        super().__init__(table, 0, LAYOUT, store_limit_bytes=1 << 30)
+        table.use([self])
 
     def sleep(self, seconds: float | None) -> None:
         self.pauses.put(seconds)
@@ -99,17 +105,17 @@ class Paths:
         self.over: list[Batch] = []
         self.closed = 0
 
-    def room(self, task: Task, in_flight: InFlight) -> int:
+    def room(self, chunk: Chunk, in_flight: InFlight) -> int:
         self.told.append(InFlight(*(getattr(in_flight, name) for name in InFlight.__slots__)))
-        return 0 if task.job.job_id == self.no_room_for else self.limit
+        return 0 if self.no_room_for in (chunk.job.job_id, chunk.job.ticket) else self.limit
 
-    def why_not(self, task: Task) -> str | None:
+    def why_not(self, chunk: Chunk) -> str | None:
         return self.refusal
 
-    def begin(self, tasks: list[Task]) -> Batch:
+    def begin(self, chunks: list[Chunk]) -> Batch:
         if self.is_broken:
             raise ValueError("no batch today")
-        batch = Batch.of(tasks)
+        batch = Batch(chunks, chunks[0].kind)
         batch.steps = self.does(batch)
         self.begun.append(batch)
         return batch
@@ -150,36 +156,32 @@ class World:
     """A pump that has gone to sleep, with nothing to do."""
 
     def __init__(self, paths: Paths | None = None) -> None:
-        self.table, self.paths = PlayedTable(), paths or Paths()
-        self.pump = Pump(
-            self.table,
-            self.paths,
-            load_timeout_s=LOAD_TIMEOUT_S,
-            clock=lambda: self.table.now_s,
-            name=NAME,
-            pauses=PAUSES,
-        )
+        self.queue, self.paths = PlayedQueue(), paths or Paths()
+        self.table = self.queue.table
+        self.pump = Pump(self.queue, self.paths, name=NAME, pauses=PAUSES)
         others = set(threading.enumerate())
         self.pump.start()
         [self.thread] = [thread for thread in set(threading.enumerate()) - others if thread.name == NAME]
-        self.first_pause = self.table.pauses.get(timeout=PATIENCE_S)
+        self.first_pause = self.queue.pauses.get(timeout=PATIENCE_S)
 
     def next(self, seconds: float = 0.0) -> float | None:
         """Wake the pump so much later; return for how long it sleeps then."""
-        self.table.now_s += seconds
-        self.table.goes_on.put(None)
-        return self.table.pauses.get(timeout=PATIENCE_S)
+        self.queue.now_s += seconds
+        self.queue.goes_on.put(None)
+        return self.queue.pauses.get(timeout=PATIENCE_S)
 
     def submit(
         self, number: int, kind: WorkKind, chunks: int = 1, *, promoted: bool = False, lane: Lane | None = None
     ) -> None:
         """Without waking the pump."""
         offset = 0 if promoted or kind.in_background else None
-        ios = [
-            ChunkIO(Key(bytes([at]) * 32 + bytes(4)), Location(0, at * CHUNK, CHUNK), 0, np.array([at]), 0, offset)
-            for at in range(chunks)
+        places = [(Key(bytes([at]) * 32 + bytes(4)), Location(0, at * CHUNK, CHUNK)) for at in range(chunks)]
+        made = [
+            Chunk(key, place, 0, np.array([at]), 0, offset, kind, position=at) for at, (key, place) in enumerate(places)
         ]
-        self.table.add(Job(number, kind, READY, self.table.now_s), [(io, CHUNK) for io in ios], lane or LANES[kind])
+        ids = {"ticket": number} if kind.in_background else {"job_id": number, "ticket": number if promoted else 0}
+        slots = range(chunks) if promoted else ()
+        self.table.add(Job(kind, made, chunks, READY, self.queue.now_s, promoted=slots, **ids), lane or LANES[kind])
 
     def begin(self, number: int, kind: WorkKind, chunks: int = 1, *, promoted: bool = False) -> Batch:
         """Submit a job that is one batch; return that when the pump has slept next."""
@@ -199,9 +201,12 @@ class World:
         (completion,) = self.table.drain()
         return completion
 
+    def settled(self) -> dict[int, tuple[Outcome, ...]]:
+        return {done.job_id: done.outcomes for done in self.table.settled()}
+
     def stop(self, deadline_s: float = 0.0) -> None:
-        self.table.is_played = False
-        self.table.goes_on.put(None)
+        self.queue.is_played = False
+        self.queue.goes_on.put(None)
         self.pump.stop(deadline_s, patience_s=PATIENCE_S)
 
 
@@ -275,7 +280,7 @@ def test_with_news_those_are_moved_on_that_do_not_wait_for_others(world: World) 
     world.paths.quiet_s = 0.0
     world.next()
     assert world.paths.stepped() == [one]
-    other.parts_s = world.table.now_s
+    other.parts_s = world.queue.now_s
     world.next()
     assert world.paths.stepped() == [one, other]
 
@@ -300,7 +305,7 @@ def test_late_chunks_are_parted_from_in_time_although_the_mover_has_no_news(worl
     world.next()
     assert world.paths.stepped() == [], "that is to be set when the first has arrived"
     batch.transfers[0].state = TransferState.DONE
-    batch.parts_s = world.table.now_s + 0.1
+    batch.parts_s = world.queue.now_s + 0.1
     world.paths.quiet_s = 0.0
     world.next()
     world.paths.quiet_s = 3.0
@@ -363,7 +368,7 @@ def test_loads_that_find_no_room_are_refused_where_paths_say_why_and_stores_wait
     world.next()
     told = world.told()
     assert (told.job_id, told.outcomes, told.errors) == (2, (FAILED,) * 2, ("out of use",))
-    assert world.table.waiting_bytes() == (0, CHUNK, 0)
+    assert world.queue.waiting() == (0, CHUNK, 0)
 
 
 def test_what_cannot_begin_fails_and_the_next_begins(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -371,9 +376,10 @@ def test_what_cannot_begin_fails_and_the_next_begins(world: World, caplog: pytes
     world.submit(1, LOAD, 2, promoted=True)
     world.submit(2, FETCH)
     world.next()
-    for told, chunks in zip(world.table.drain(), (2, 1), strict=True):
-        assert (told.outcomes, told.slots) == ((FAILED,) * chunks,) * 2
-        assert (told.errors, told.causes) == (("unexpected ValueError",), ((FAILED, "unexpected", chunks),))
+    told = world.told()
+    assert (told.outcomes, told.errors) == ((FAILED,) * 2, ("unexpected ValueError",))
+    assert causes_of(told) == ((FAILED, "unexpected", 2),)
+    assert world.settled() == {1: (FAILED,) * 2, 2: (FAILED,)}
     assert "no batch today" in caplog.text
     world.paths.is_broken = False
     world.end(world.begin(3, LOAD))
@@ -383,12 +389,12 @@ def test_what_cannot_begin_fails_and_the_next_begins(world: World, caplog: pytes
 # -- what ends ------------------------------------------------------------------------------------------------------
 
 
-def hold(batch: Batch, pool: Slots) -> BatchChunk:
+def hold(batch: Batch, pool: Slots) -> Chunk:
     """Have the first chunk of a batch lie in a staging slot, and in a host slot if its kind of work has one."""
     slot = pool.acquire()
     assert slot is not None
     chunk = batch.chunks[0]
-    chunk.held = ((pool, slot),)
+    chunk.pool, chunk.slot = pool, slot
     chunk.host = slot if batch.kind.fills_slot or batch.kind.in_background else None
     return chunk
 
@@ -456,10 +462,13 @@ def test_a_batch_that_crashes_gives_back_what_nothing_touches_any_more(
     world.paths.does = crash
     world.submit(1, LOAD if kind is PROMOTION else kind, promoted=kind is PROMOTION)
     world.next()
-    told = world.told()
-    assert (told.outcomes, told.slots) == ((outcome,), () if slot is None else (slot,))
-    assert told.errors == ("unexpected KeyError",)
-    assert told.causes == ((outcome, "unexpected", 1),)
+    if not kind.in_background:
+        told = world.told()
+        assert (told.outcomes, told.errors) == ((outcome,), ("unexpected KeyError",))
+    assert world.settled() == ({1: (slot or outcome,)} if kind is not STORE else {})
+    work = world.table.take_work()
+    assert work is not None
+    assert list(work.failures) == [Failure(kind.operation, 0, outcome.value, "unexpected")]
     assert (pool.usable, pool.free) == (usable, usable)
     [batch] = world.paths.begun
     assert world.paths.abandoned == [batch]
@@ -482,7 +491,7 @@ def test_chunks_that_were_forgotten_fail_and_the_others_keep_their_outcome(
     world.next()
     told = world.told()
     assert told.outcomes == (OK, FAILED)
-    assert (told.errors, told.causes) == (("unexpected RuntimeError",), ((FAILED, "unexpected", 1),))
+    assert (told.errors, causes_of(told)) == (("unexpected RuntimeError",), ((FAILED, "unexpected", 1),))
     assert "without an outcome" in caplog.text
 
 
@@ -568,7 +577,7 @@ def test_it_survives_many_failures_but_not_one_in_a_row_more(
     left[0] = MAX_FAILED_PASSES
     world.begin(1, LOAD)
     left[0] = MAX_FAILED_PASSES + 1
-    world.table.goes_on.put(None)
+    world.queue.goes_on.put(None)
     world.thread.join(PATIENCE_S)
     told = world.told()
     assert (told.outcomes, told.errors) == ((FAILED,), ("the pump ended unexpectedly",))
@@ -598,7 +607,7 @@ def some_steps(count: int, each: Callable[[], None] = lambda: None) -> Callable[
 
 
 def test_it_is_woken_to_end(world: World, leaked: list[object]) -> None:
-    world.table.is_played = False
+    world.queue.is_played = False
     assert world.next() is None
     world.pump.stop(0.0, patience_s=PATIENCE_S)
     assert not world.thread.is_alive()
@@ -624,7 +633,7 @@ def test_it_waits_for_what_is_under_way_of_jobs_that_were_given_up(world: World,
     assert world.told().outcomes == (FAILED,)
 
     def look() -> None:
-        if not world.table.is_played and len(world.paths.stepped()) == 1:
+        if not world.queue.is_played and len(world.paths.stepped()) == 1:
             world.paths.over.append(batch)
 
     world.paths.look = look  # type: ignore[method-assign]
@@ -659,16 +668,10 @@ def test_a_deadline_ends_what_does_not_end_and_its_memory_is_kept(
     world.submit(5, WRITE_THROUGH)
     world.stop(0.0)
     told = world.table.drain()
-    assert {done.job_id: (done.outcomes, done.slots) for done in told} == {
-        1: ((TAINTED, TAINTED), ()),
-        2: ((FAILED,), (TAINTED,)),
-        3: ((FAILED,), ()),
-        4: ((FAILED,), ()),
-        5: ((DROPPED,), ()),
-        6: ((TAINTED,), ()),
-    }
+    assert {done.job_id: done.outcomes for done in told} == {3: (FAILED,), 4: (FAILED,), 6: (TAINTED,)}
+    assert world.settled() == {1: (TAINTED, TAINTED), 2: (TAINTED,), 5: (DROPPED,)}
     assert {done.errors for done in told} == {("the engine is closed",)}
-    assert {cause for done in told for _, cause, _ in done.causes} == {"closed"}
+    assert {cause for done in told for _, cause, _ in causes_of(done)} == {"closed"}
     assert leaked == [(world.paths, stuck)]
     assert world.paths.closed == 0
     assert "5 transfers did not end" in caplog.text
@@ -678,8 +681,8 @@ def test_the_deadline_counts_from_stop(world: World) -> None:
     """By the engine's clock."""
 
     def tick() -> None:
-        if not world.table.is_played:
-            world.table.now_s += 1.0
+        if not world.queue.is_played:
+            world.queue.now_s += 1.0
 
     world.paths.does = some_steps(9, tick)
     world.begin(1, LOAD)
@@ -708,8 +711,8 @@ def test_a_pump_that_hangs_is_left_behind_with_its_memory(
 
     world.paths.does = some_steps(1, step)
     world.submit(1, STORE)
-    world.table.is_played = False
-    world.table.goes_on.put(None)
+    world.queue.is_played = False
+    world.queue.goes_on.put(None)
     try:
         assert hangs.wait(PATIENCE_S)
         world.pump.stop(0.0, patience_s=0.05)

@@ -18,7 +18,9 @@ from tests.unit.engine_rig import NAMESPACE, until
 
 
 def _memory_engine(rig: ChainRig) -> MemoryEngine:
-    return MemoryEngine(tensors=rig.tensors, layout=rig.layout, host=rig.host, rank_namespace=NAMESPACE)
+    return MemoryEngine(
+        table=rig.chain.table, tensors=rig.tensors, layout=rig.layout, host=rig.host, rank_namespace=NAMESPACE
+    )
 
 
 @pytest.fixture

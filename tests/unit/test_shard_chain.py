@@ -7,22 +7,21 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
 from nixl_offload.chunk.header import HEADER_BYTES
+from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import LayerCut, ShardPlan, cut, hold
-from nixl_offload.engine import ChunkIO
-from nixl_offload.engine.chain import MoveIO
-from nixl_offload.engine.shard_chain import ShardChain
+from nixl_offload.engine.transfer_statistics import Act
 from nixl_offload.tiers.shared.naming import shard_name
-from nixl_offload.types import Location, Outcome
-from tests.unit.fleet_rig import CHUNK_BLOCKS, MEMORY, SLAB, TREE, EngineRig, key, ok, shards
+from nixl_offload.types import Key, Location, Outcome
+from nixl_offload.vllm.chunks import RankChunks
+from tests.unit.fleet_rig import CHUNK_BLOCKS, MEMORY, SLAB, TREE, EngineRig, RankRig, key, ok, shards
 from tests.unit.link_rig import NAMESPACE_NAME
 
 CHUNKS = range(5)
@@ -40,6 +39,12 @@ def make(tmp_path: Path) -> Iterator[Make]:
     yield build
     for engine in engines:
         engine.close()
+
+
+def moved(rank: RankRig, act: Act) -> int:
+    """Payload bytes since the last call."""
+    work = rank.chain.take_work()
+    return 0 if work is None else work.payload_bytes[act]
 
 
 def stored(engine: EngineRig, tier: int = TREE) -> EngineRig:
@@ -89,7 +94,7 @@ def test_any_two_sizes_that_can_hold_the_shards_agree(heads: int, wanted: int, s
 def test_a_slot_holds_the_shards_of_a_rank(make: Make, tier: int, tp: int) -> None:
     engine = stored(make(tp), tier)
     for rank in engine.ranks:
-        rank.chain.take_places(tier, None)
+        rank.chunks.take_places(tier, None)
     assert ok([rank.load(CHUNKS, tier) for rank in engine.ranks])
     assert engine.holds(CHUNKS)
 
@@ -123,12 +128,10 @@ def test_replicas_write_a_chunk_once_and_each_reads_it(make: Make, tmp_path: Pat
         stored(engine, source)
         assert ok([rank.move(CHUNKS, source, TREE) for rank in engine.ranks])
     assert len(shards(tmp_path / "kv")) == len(CHUNKS)
-    told = [rank.results if source is None else rank.settled for rank in engine.ranks]
-    moved = [sum(done.bytes_moved for done in ended.values()) for ended in told]
+    act = Act("store" if source is None else "write_through", TREE)
     writers = Counter(rank for n in CHUNKS for rank in range(4) if engine.plan.groups[0].writes(rank, key(n)))
-    layout = engine.ranks[0].layout
-    chunk_bytes = CHUNK_BLOCKS * layout.groups[0].block_bytes if source is None else layout.slot_bytes(0)
-    assert moved == [writers[rank] * chunk_bytes for rank in range(4)]
+    chunk_bytes = CHUNK_BLOCKS * engine.ranks[0].layout.groups[0].block_bytes
+    assert [moved(rank, act) for rank in engine.ranks] == [writers[rank] * chunk_bytes for rank in range(4)]
     engine.wipe()
     assert ok([rank.load(CHUNKS, TREE) for rank in engine.ranks])
     assert engine.holds(CHUNKS)
@@ -191,46 +194,37 @@ def test_shards_of_other_sizes_lie_in_a_slot_one_after_the_other(make: Make, tie
     assert engine.holds(CHUNKS)
 
 
-def test_a_rank_without_shards_is_done_with_its_part_at_once(make: Make) -> None:
-    """As a stage without layers: stores, loads with what they promote, and moves."""
-    (group,) = make(2).plan.groups
+def test_a_rank_without_shards_has_no_part_in_anything(make: Make) -> None:
+    """As a stage without layers: in stores, loads with what they promote, and moves."""
+    engine = make(2)
+    (group,) = engine.plan.groups
     plan = ShardPlan((group,), LayerCut((0,), (range(1), range(1, 1))))
-    chain = ShardChain([], plan=plan, rank=3, slot_bytes=[], shared=[TREE], memory=MEMORY)
-    ids = np.arange(CHUNK_BLOCKS, dtype=np.int32)
-    chunks = [ChunkIO(key(n), Location(TREE, 0, 4096), 0, ids, 0, 0) for n in CHUNKS]
-    chain.submit_store(1, chunks)
-    chain.submit_load(2, chunks, promotion_ticket=3)
-    chain.submit_moves(4, [MoveIO(key(n), 0, Location(MEMORY, 0, 4096), Location(TREE, 0, 4096)) for n in CHUNKS])
-    ended = {done.job_id: done.outcomes for done in [*chain.finished(), *chain.settled()]}
-    chain.close()
-    assert {number: (len(each), {*each}) for number, each in ended.items()} == {
-        1: (5, {Outcome.OK}),
-        2: (5, {Outcome.OK}),
-        3: (5, {Outcome.OK}),
-        4: (5, {Outcome.OK}),
-    }
+    layout = KVLayout(engine.ranks[0].layout.tensors, (), CHUNK_BLOCKS)
+    chunks = RankChunks(layout, [0], memory=MEMORY, rank=3, plan=plan, shared=[TREE])
+    keys, places = tuple(map(key, CHUNKS)), (Location(TREE, 0, 4096),) * len(CHUNKS)
+    blocks = engine.ranks[0].blocks(CHUNKS)
+    assert chunks.of_job(StoreTicket(1, keys, places), blocks) == []
+    assert chunks.of_job(LoadTicket(2, keys, places, 3, places), blocks) == []
+    assert chunks.of_moves(WriteThroughTicket(4, keys, (Location(MEMORY, 0, 4096),) * len(CHUNKS), places)) == []
 
 
 def test_a_job_that_comes_twice_is_told_once(make: Make) -> None:
-    """Also by a rank that writes nothing of it: its part has ended before it is asked."""
     engine = make(4, heads=1, wanted=1)
     engine.write([0])
     for rank in engine.ranks:
-        rank.chain.submit_store(1 << 20, [rank.chunk(0, TREE)])
-        rank.chain.submit_store(1 << 20, [rank.chunk(0, TREE)])
+        for _ in range(2):
+            ticket = StoreTicket(1, (key(0),), (rank.at(TREE, 0),))
+            rank.chain.submit_store(1 << 20, rank.chunks.of_job(ticket, rank.blocks([0])), 1)
     assert ok([rank.store(CHUNKS, TREE) for rank in engine.ranks])
-    assert ok([rank.collect(1 << 20) for rank in engine.ranks])
+    assert ok([rank.collect(1 << 20) for rank in engine.ranks if 1 << 20 not in rank.results])
 
 
-@pytest.mark.parametrize("group", [-1, 1])
-@pytest.mark.parametrize("tier", [TREE, SLAB])
-def test_a_group_that_there_is_not_fails_and_nothing_else(make: Make, tier: int, group: int) -> None:
+def test_a_move_of_a_group_that_there_is_not_fails_alone(make: Make) -> None:
     rank = stored(make(1)).ranks[0]
-    good = rank.chunk(0, TREE)
-    rank.chain.submit_load(1 << 20, [good, replace(rank.chunk(1, tier), group=group)])
-    assert rank.collect(1 << 20) == (Outcome.OK, Outcome.FAILED)
-    rank.chain.submit_store(1 << 21, [replace(rank.chunk(1, tier), group=group)])
-    assert rank.collect(1 << 21) == (Outcome.FAILED,)
+    keys = key(0), Key(key(1)[:-4] + (7).to_bytes(4, "big"))
+    places = tuple(tuple(rank.at(tier, n) for n in range(2)) for tier in (TREE, MEMORY))
+    rank.chain.submit_moves(1 << 20, rank.chunks.of_moves(WriteThroughTicket(1, keys, *places)), 2)
+    assert rank.settle(1 << 20) == (Outcome.OK, Outcome.FAILED)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -290,8 +284,8 @@ def test_replicas_move_what_they_have_one_copy_of(make: Make, tmp_path: Path, wa
     source, target = way
     engine = stored(make(4, heads=1, wanted=1, together=4), source)
     assert ok([rank.move(CHUNKS, source, target) for rank in engine.ranks])
-    moved = [sum(done.bytes_moved for done in rank.settled.values()) for rank in engine.ranks]
-    assert sum(moved) == len(CHUNKS) * engine.ranks[0].slot_bytes
+    chunk_bytes = CHUNK_BLOCKS * engine.ranks[0].layout.groups[0].block_bytes
+    assert sum(moved(rank, Act("write_through", target)) for rank in engine.ranks) == len(CHUNKS) * chunk_bytes
     assert ok([rank.load(CHUNKS, target) for rank in engine.ranks])
     assert engine.holds(CHUNKS)
     engine.wipe()

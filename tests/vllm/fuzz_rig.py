@@ -42,7 +42,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from nixl_offload.engine import ChunkIO
+from nixl_offload.engine import Chunk
 from nixl_offload.vllm import idling
 from nixl_offload.vllm.connector import NixlOffloadConnector
 from nixl_offload.vllm.tensor_digests import adapter_digest
@@ -149,13 +149,14 @@ class LateStores:
     def __init__(self, rank: FuzzedRank) -> None:
         engine = rank.worker._engine
         self._submit, self._wait, self._rank = engine.submit_store, engine.wait, rank
-        self.held: dict[int, tuple[Sequence[ChunkIO], int]] = {}
-        """By job: what it stores, and which weights the model had in its step."""
+        self.held: dict[int, tuple[Sequence[Chunk], int, Callable[[], None]]] = {}
+        """By job: what it stores, which weights the model had in its step, and how it goes on."""
         self.holds = True
         engine.submit_store, engine.wait = self._store, self._wait_for
 
-    def _store(self, job_id: int, chunks: Sequence[ChunkIO]) -> None:
-        self.held[job_id] = chunks, self._rank.weights_of_job.pop(job_id)
+    def _store(self, job_id: int, chunks: Sequence[Chunk], *others: Any, **options: Any) -> None:
+        submit = partial(self._submit, job_id, chunks, *others, **options)
+        self.held[job_id] = chunks, self._rank.weights_of_job.pop(job_id), submit
         if not self.holds:
             self.let_go([job_id])
 
@@ -175,9 +176,9 @@ class LateStores:
     def let_go(self, job_ids: Iterable[int]) -> None:
         for job_id in list(job_ids):
             if job_id in self.held:
-                chunks, weights = self.held.pop(job_id)
+                chunks, weights, submit = self.held.pop(job_id)
                 self._rank.compare_stored(chunks, weights)
-                self._submit(job_id, chunks)
+                submit()
 
 
 class FuzzedRank(PlayedRank):
@@ -390,7 +391,7 @@ class FuzzedRank(PlayedRank):
         for rows in self._rows(request, 0, count, is_reached=True, kinds=kinds):
             self._compare_rows(f"request {request}", rows)
 
-    def compare_stored(self, chunks: Sequence[ChunkIO], weights: int) -> None:
+    def compare_stored(self, chunks: Sequence[Chunk], weights: int) -> None:
         """Compare the blocks of chunks with what belongs under their keys."""
         for chunk in chunks:
             what, numbers = f"store of {chunk.key.hex()[:8]}", np.array(BELONGS[chunk.key], np.uint64)

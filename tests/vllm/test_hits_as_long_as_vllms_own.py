@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from nixl_offload.engine import waiting
+from nixl_offload.engine import jobs
 from tests.vllm.fuzz_families import FAMILIES, Family, start_family, write_base
 from tests.vllm.fuzz_rig import MAX_TOKENS, fuzzed
 from tests.vllm.pipeline_rig import CHUNK_TOKENS
@@ -26,7 +26,7 @@ def test_prompts_that_part_find_all_that_vllm_would(
 ) -> None:
     """``unit``: of a hit, where a chunk is more than a block. Ours may find more: it evicts nothing."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(waiting, "STORE_GRACE_S", 10.0)  # nothing is dropped for a busy processor
+    monkeypatch.setattr(jobs, "STORE_GRACE_S", 10.0)  # nothing is dropped for a busy processor
     model, source = write_base(tmp_path / "model"), random.Random(10)
     prompts = []
     for _ in range(DOCUMENTS):

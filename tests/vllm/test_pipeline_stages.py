@@ -338,7 +338,7 @@ def test_a_rank_without_layers_takes_no_memory_and_opens_no_mover(start: Start, 
         engine.generate(PROMPTS)
         workers = [rank.worker for rank in engine.ranks]
         assert [worker._host is None for worker in workers] == [False, True, False]
-        assert [len(worker._engine._live) for worker in workers] == [2, 0, 2]
+        assert [len(worker._engine.open_tiers) for worker in workers] == [2, 0, 2]
         assert workers[1].layout.empty_groups == set(range(len(workers[1].layout.groups)))
 
 

@@ -200,7 +200,7 @@ def test_a_slab_is_closed_when_its_engine_cannot_start(tmp_path: Path, monkeypat
     assert open_files(tmp_path)
     rig.worker.shutdown()
     assert not open_files(tmp_path)
-    monkeypatch.setattr("nixl_offload.engine.engine.JobTable", fail)
+    monkeypatch.setattr("nixl_offload.engine.engine.TierQueue", fail)
     rig = Rig(tmp_path, is_open=False)
     assert rig.open(rig.place).failed == {0}
     assert not open_files(tmp_path)
@@ -345,7 +345,7 @@ def test_a_load_that_takes_many_steps_is_still_known_when_it_ends(rig: Rig) -> N
     rig.worker.submit_load(5, rig.to_load(0), gpu([8, 9, 10, 11], 0))
     (item,) = rig.results()
     assert item.result.job_id == 5
-    assert item.chunks[0].block_ids.tolist() == [8, 9, 10, 11]
+    assert item.result.chunks[0].block_ids.tolist() == [8, 9, 10, 11]
     assert rig.block(8) == rig.block(0)
 
 

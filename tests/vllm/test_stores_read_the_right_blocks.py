@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-from nixl_offload.engine import waiting
+from nixl_offload.engine import jobs
 from tests.prove import scheduler
 from tests.thinned import thinned
 from tests.vllm.fuzz_families import FAMILIES, MEDIA, RUNNERS, Family, start_family, write_base
@@ -188,7 +188,7 @@ def test_stores_that_wait_read_their_blocks_before_these_are_zeroed(
     start: Start, second_runner: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A small KV cache, and stores that read as late as they may. None is dropped because the machine is busy."""
-    monkeypatch.setattr(waiting, "STORE_GRACE_S", 60.0)
+    monkeypatch.setattr(jobs, "STORE_GRACE_S", 60.0)
     engine = start(FULL, second_runner=second_runner, blocks=20)
     for at, prompt in enumerate(PROMPTS):
         request = engine.ask(f"first-{at}", prompt)
@@ -208,7 +208,7 @@ def test_a_prompt_is_found_again_where_the_draft_has_a_window(
     start: Start, chunks: int, more_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All but its last whole chunk: the token behind it, which the draft knows, may be another one next time."""
-    monkeypatch.setattr(waiting, "STORE_GRACE_S", 60.0)
+    monkeypatch.setattr(jobs, "STORE_GRACE_S", 60.0)
     engine = start(FAMILIES["drafts with windows"])
     prompt = [*PROMPTS[0], 1][: chunks * CHUNK_TOKENS + more_tokens]
     engine.ask("computed", prompt)

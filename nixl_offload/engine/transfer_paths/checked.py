@@ -14,8 +14,8 @@ import numpy.typing as npt
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.header_rows import HeaderRows, verify_rows
 from nixl_offload.engine import image
-from nixl_offload.engine.batch import BatchChunk
 from nixl_offload.engine.ratelog import RateLog
+from nixl_offload.engine.records import Chunk
 from nixl_offload.errors import FormatError
 from nixl_offload.types import Outcome
 
@@ -25,20 +25,20 @@ class CheckedChunks:
     """Chunks of which the headers were read."""
 
     rate_log: RateLog
-    chunks: Sequence[BatchChunk]
+    chunks: Sequence[Chunk]
     headers: HeaderRows
 
     def refuse_absent(self) -> None:
         """A chunk of which a wanted block was never stored is CORRUPT."""
-        image.refuse_absent(self.headers, [chunk.io for chunk in self.chunks])
+        image.refuse_absent(self.headers, self.chunks)
         self.end_corrupt()
 
-    def first_valid_block(self, chunk: BatchChunk) -> int:
+    def first_valid_block(self, chunk: Chunk) -> int:
         """Return the first block that a chunk holds."""
         return self.headers.first_valid_block[chunk.row]
 
     def authenticate(
-        self, chunk: BatchChunk, keys: ChunkKeys, page: npt.NDArray[np.uint8], rows: npt.NDArray[np.uint8]
+        self, chunk: Chunk, keys: ChunkKeys, page: npt.NDArray[np.uint8], rows: npt.NDArray[np.uint8]
     ) -> None:
         """Compare a chunk's MAC; ``rows``: the blocks that it holds. Without a right one it is CORRUPT."""
         try:
@@ -49,7 +49,7 @@ class CheckedChunks:
 
     def verify(
         self,
-        chunks: Sequence[BatchChunk],
+        chunks: Sequence[Chunk],
         first_blocks: Sequence[int],
         sums: Sequence[npt.NDArray[np.uint64]],
     ) -> None:
@@ -61,7 +61,7 @@ class CheckedChunks:
     def end_corrupt(self) -> None:
         """End the chunks with an error."""
         for row, error in self.headers.errors.items():
-            if self.chunks[row].outcome is None:
+            if self.chunks[row].result is None:
                 words = f"corrupt: {error.reason}"
                 self.rate_log.warning(words, "A stored chunk was refused and will be recomputed: %s", error)
                 self.chunks[row].end(Outcome.CORRUPT, words, error.reason)

@@ -10,7 +10,7 @@ its own. Where each chunk has transfers of its own, those that failed or are lat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.header_rows import ExpectedRows, HeaderRows, Pages, check_headers
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import image
-from nixl_offload.engine.batch import Batch, BatchChunk, Steps
+from nixl_offload.engine.batch import Batch, Steps
 from nixl_offload.engine.brought import Payload, ScatterSource
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.engine_memory import EngineMemory
@@ -30,6 +30,7 @@ from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.link_memory import LinkMemory, SlotParts
 from nixl_offload.engine.packer import Packer, Sums
 from nixl_offload.engine.ratelog import RateLog
+from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool, SlotT
 from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.checked import CheckedChunks
@@ -55,11 +56,11 @@ Phase = Callable[["Context", Batch, GroupPlan], Steps]
 """A piece of a path that can be begun again with each chunk of a batch alone."""
 Settle = Callable[[Batch], Steps]
 """How to wait until nothing of a batch is under way."""
-Use = Callable[[Batch, list[BatchChunk]], Steps]
+Use = Callable[[Batch, list[Chunk]], Steps]
 """What becomes of chunks that were read."""
 Submit = Callable[[Op, SlotParts], Iterator[Transfer]]
 """One of ``LinkMemory``'s, by where the slots lie."""
-PlaceOf = Callable[[BatchChunk], tuple[Slot | DeviceSlot, Spans]]
+PlaceOf = Callable[[Chunk], tuple[Slot | DeviceSlot, Spans]]
 """The slot of a chunk, and what of it to move."""
 
 
@@ -68,23 +69,23 @@ def out_of_use(link: Link) -> str:
     return f"storage is out of use: {link.trouble}"
 
 
-def rows_to_scatter(chunk: BatchChunk, slot: Slot, plan: GroupPlan) -> ScatterSource:
+def rows_to_scatter(chunk: Chunk, slot: Slot, plan: GroupPlan) -> ScatterSource:
     """Return the blocks that a load wants of an image in ``slot``: on the device, if they were summed there."""
     if chunk.brought is None:
-        return image.rows(slot, plan, chunk.io)
-    begin = chunk.io.first_block - chunk.brought_from
-    return chunk.brought[begin : begin + len(chunk.io.block_ids)]
+        return image.rows(slot, plan, chunk)
+    begin = chunk.first_block - chunk.brought_from
+    return chunk.brought[begin : begin + len(chunk.block_ids)]
 
 
-def sums_of_each(chunks: Sequence[BatchChunk], sums: Sums) -> list[npt.NDArray[np.uint64]]:
+def sums_of_each(chunks: Sequence[Chunk], sums: Sums) -> list[npt.NDArray[np.uint64]]:
     """Return each chunk's share of the checksums of all their blocks."""
-    ends = np.cumsum([len(chunk.io.block_ids) for chunk in chunks])
+    ends = np.cumsum([len(chunk.block_ids) for chunk in chunks])
     return np.split(sums.values(), ends[:-1])
 
 
-def _by_transfer(chunks: Sequence[BatchChunk]) -> list[list[BatchChunk]]:
+def _by_transfer(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     """Part chunks by their own transfers: those that have arrived, those that are under way, and each that failed."""
-    by_state: dict[TransferState, list[BatchChunk]] = {state: [] for state in TransferState}
+    by_state: dict[TransferState, list[Chunk]] = {state: [] for state in TransferState}
     for chunk in chunks:
         by_state[chunk.transfer_state].append(chunk)
     together = [by_state[TransferState.DONE], by_state[TransferState.PENDING]]
@@ -141,7 +142,7 @@ class Context:
         if self.tries_singly(batch, plan, again):
             return
         self.abandon(batch, fault)
-        if batch.touches_blocks or batch.chunks[0].task.kind.writes:
+        if batch.touches_blocks or batch.chunks[0].kind.writes:
             yield from self.wait_out_quarantine(batch)
         for chunk in batch.alive:
             chunk.end(Outcome.FAILED, words, cause)
@@ -152,14 +153,14 @@ class Context:
         """
         if not batch.touches_blocks or batch.kind.writes:
             return
-        refused = [chunk for chunk in batch.chunks if chunk.outcome is not None and chunk.outcome is not Outcome.OK]
-        refused = [chunk for chunk in refused if chunk.task.state is ChunkState.SCATTER]  # others' are vLLM's again
+        refused = [chunk for chunk in batch.chunks if chunk.result is not None and chunk.result[0] is not Outcome.OK]
+        refused = [chunk for chunk in refused if chunk.state is ChunkState.SCATTER]  # others' are vLLM's again
         if not refused:
             return
         batch.touches_blocks = False  # phases are nested: once is enough
-        ids = np.concatenate([chunk.io.block_ids for chunk in refused])
+        ids = np.concatenate([chunk.block_ids for chunk in refused])
         try:
-            yield from batch.passes([self.packer.clear(refused[0].io.group, ids, refused[0].task.job.fence)])
+            yield from batch.passes([self.packer.clear(refused[0].group, ids, refused[0].job.fence)])
         except Exception as error:  # noqa: BLE001 - a device that is out of order ends the model as well
             self.rate_log.error("clear", "A chunk failed unexpectedly: %r", error, exc_info=error)
 
@@ -193,7 +194,7 @@ class Context:
     def advance_or_end(self, batch: Batch, state: ChunkState) -> bool:
         """Move the chunks of a batch on; end those that were given up. Whether any is left."""
         chunks = batch.alive
-        going = self.table.advance([chunk.task for chunk in chunks], state)
+        going = self.table.advance(chunks, state)
         for chunk, goes in zip(chunks, going, strict=True):
             if not goes:
                 self._let_go(chunk, None)
@@ -202,25 +203,18 @@ class Context:
 
     # -- slots ------------------------------------------------------------------------------------------------------
 
-    def acquire(self, chunks: Iterable[BatchChunk], pool: SlotPool[SlotT] | None) -> list[tuple[BatchChunk, SlotT]]:
-        """Take a slot for each chunk. A chunk for which none is left is FAILED, and left out."""
-        taken = []
-        for chunk in chunks:
-            slot = pool.acquire() if pool is not None else None
-            if pool is None or slot is None:
-                self.rate_log.error(
-                    "staging", "No staging memory is left (all of it retired): nothing is stored or loaded"
-                )
-                chunk.end(Outcome.FAILED, "storage: io", "io")
-                continue
-            chunk.held += ((pool, slot),)
-            taken.append((chunk, slot))
-        return taken
-
     def take_slots(self, batch: Batch, pool: SlotPool[SlotT] | None) -> None:
-        """Take a slot for each chunk that has none. When a phase begins again with single chunks, they have theirs."""
-        for chunk, slot in self.acquire([chunk for chunk in batch.alive if chunk.slot is None], pool):
-            chunk.slot = slot
+        """Take a slot for each chunk that has none: when a phase begins again with single chunks, they have theirs. A
+        chunk for which none is left is FAILED.
+        """
+        for chunk in [chunk for chunk in batch.alive if chunk.slot is None]:
+            chunk.slot = pool.acquire() if pool is not None else None
+            if chunk.slot is not None:
+                chunk.pool = pool
+                continue
+            words = "No staging memory is left (all of it retired): nothing is stored or loaded"
+            self.rate_log.error("staging", words)
+            chunk.end(Outcome.FAILED, "storage: io", "io")
 
     # -- the link ---------------------------------------------------------------------------------------------------
 
@@ -230,7 +224,7 @@ class Context:
         Asked for each thing that is opened: the answer may be yes for a single trial.
         """
         link, goes = self.link_memory.link, False
-        may_go = link.may_store if batch.chunks[0].task.kind.writes else link.may_load
+        may_go = link.may_store if batch.chunks[0].kind.writes else link.may_load
         for number, chunk in enumerate(batch.alive):
             if number == 0 or not link.shares_file:
                 goes = may_go()
@@ -238,27 +232,27 @@ class Context:
                 chunk.end(Outcome.FAILED, out_of_use(link), "disabled")
         return bool(batch.alive)
 
-    def open_targets(self, batch: Batch, plan: GroupPlan) -> Generator[None, None, list[BatchChunk]]:
+    def open_targets(self, batch: Batch, plan: GroupPlan) -> Generator[None, None, list[Chunk]]:
         """Begin a read or write of each chunk; return those that can be moved. A chunk that cannot be is FAILED."""
         link, writes = self.link_memory.link, batch.kind.writes
         begin = link.begin_write if writes else link.begin_read
 
-        def begun(chunk: BatchChunk, target: Target) -> None:
+        def begun(chunk: Chunk, target: Target) -> None:
             chunk.target = target
-            if not writes and chunk.task.state is ChunkState.DONE:
+            if not writes and chunk.state is ChunkState.DONE:
                 self._let_go(chunk, None)  # nobody waits for it any more, and nothing has been read
                 chunk.end(Outcome.FAILED, "given up")
 
         chunks = batch.alive
-        calls = [begin(chunk.io.key, chunk.io.location, plan.slot_bytes, plan.shard) for chunk in chunks]
+        calls = [begin(chunk.key, chunk.location, plan.slot_bytes, plan.shard) for chunk in chunks]
         yield from self._ask_link(chunks, calls, begun)
         return batch.alive
 
     def _ask_link(
         self,
-        chunks: Sequence[BatchChunk],
+        chunks: Sequence[Chunk],
         calls: Sequence[Generator[None, None, T]],
-        answered: Callable[[BatchChunk, T], None],
+        answered: Callable[[Chunk, T], None],
     ) -> Steps:
         """Make a call of the link for each chunk, all side by side. A chunk of which the call raises is FAILED."""
         running = list(zip(chunks, calls, strict=True))
@@ -302,14 +296,14 @@ class Context:
         yield from self.arrive(batch, plan, phase, finish, self.settle_load)
 
     def _move(self, batch: Batch, plan: GroupPlan, op: Op, submit: Submit, place_of: PlaceOf) -> Steps:
-        def start(chunks: Sequence[BatchChunk]) -> Iterator[Transfer]:
+        def start(chunks: Sequence[Chunk]) -> Iterator[Transfer]:
             return submit(op, [(slot, chunk.target, spans) for chunk in chunks for slot, spans in [place_of(chunk)]])
 
         yield from self.open_targets(batch, plan)
         self.turn.pause()
         self.start_transfers(batch, start)
 
-    def start_transfers(self, batch: Batch, start: Callable[[Sequence[BatchChunk]], Iterator[Transfer]]) -> None:
+    def start_transfers(self, batch: Batch, start: Callable[[Sequence[Chunk]], Iterator[Transfer]]) -> None:
         """Move all chunks at once where they lie in one file. Else each has transfers of its own; one that the mover
         refuses is FAILED.
         """
@@ -379,9 +373,9 @@ class Context:
         """As ``settle``; the link hears of each chunk that is given up meanwhile, once."""
         waited_for = [chunk for chunk in batch.alive if not chunk.is_overdue]
         while batch.poll():
-            if waited_for and waited_for[0].task.state is ChunkState.DONE:
+            if waited_for and waited_for[0].state is ChunkState.DONE:
                 for chunk in waited_for:
-                    if chunk.task.state is ChunkState.DONE:
+                    if chunk.state is ChunkState.DONE:
                         chunk.is_overdue = True
                         self.link_memory.link.overdue()
                 waited_for = [chunk for chunk in waited_for if not chunk.is_overdue]
@@ -402,16 +396,15 @@ class Context:
                 return
             words = failure.error or "write failed"
             self.abandon(batch, words)
-            self.table.advance(
-                [chunk.task for chunk in batch.alive], ChunkState.TRANSFER
-            )  # late reads of the KV blocks spoil nothing but this location
+            # Late reads of the KV blocks spoil nothing but this location.
+            self.table.advance(batch.alive, ChunkState.TRANSFER)
             yield from self.wait_out_quarantine(batch)
             for chunk in batch.alive:
                 chunk.end(Outcome.FAILED, words, "io")
             return
         # All is read: what makes a chunk visible needs no KV blocks.
         chunks = batch.alive
-        going = self.table.advance([chunk.task for chunk in chunks], ChunkState.TRANSFER)
+        going = self.table.advance(chunks, ChunkState.TRANSFER)
         for chunk, goes in zip(chunks, going, strict=True):
             if not goes:
                 self._let_go(chunk, None)
@@ -423,7 +416,7 @@ class Context:
             calls.append(self.link_memory.link.end_write(target))
         yield from self._ask_link(chunks, calls, lambda chunk, _: chunk.end(Outcome.OK))
 
-    def finish_reads(self, batch: Batch, plan: GroupPlan, phase: Phase) -> list[BatchChunk]:
+    def finish_reads(self, batch: Batch, plan: GroupPlan, phase: Phase) -> list[Chunk]:
         """Tell the link how its part ended; return the chunks that have arrived."""
         failure = batch.failure
         if failure is not None and self.tries_singly(batch, plan, phase):
@@ -441,20 +434,20 @@ class Context:
             chunk.end(Outcome.FAILED, failure.error, "missing" if failure.missing else "io")
         return []
 
-    def _let_go(self, chunk: BatchChunk, error: str | None) -> None:
+    def _let_go(self, chunk: Chunk, error: str | None) -> None:
         link, target, chunk.target = self.link_memory.link, chunk.target, None
         if target is not None:
-            (link.fail_write if chunk.task.kind.writes else link.fail_read)(target, error)
+            (link.fail_write if chunk.kind.writes else link.fail_read)(target, error)
 
     # -- headers and checksums --------------------------------------------------------------------------------------
 
     def encode(self, batch: Batch, plan: GroupPlan, sums: Sequence[npt.NDArray[np.uint64]]) -> Pages:
         """Return the header pages of chunks about to be stored. ``sums``: of each chunk's blocks."""
-        ios = [chunk.io for chunk in batch.alive]
-        return image.encode(self.namespaces[ios[0].group], plan, ios, sums)
+        chunks = batch.alive
+        return image.encode(self.namespaces[chunks[0].group], plan, chunks, sums)
 
     def authenticate(
-        self, batch: Batch, checked: CheckedChunks, plan: GroupPlan, slot_of: Callable[[BatchChunk], Slot]
+        self, batch: Batch, checked: CheckedChunks, plan: GroupPlan, slot_of: Callable[[Chunk], Slot]
     ) -> Steps:
         """Compare the MACs of images that were read whole, before anything else believes in them; a chunk without a
         right one is CORRUPT.
@@ -474,7 +467,7 @@ class Context:
         self,
         batch: Batch,
         checked: CheckedChunks,
-        chunks: Sequence[BatchChunk],
+        chunks: Sequence[Chunk],
         first_blocks: Sequence[int],
         payloads: Sequence[Payload],
     ) -> Steps:
@@ -483,16 +476,16 @@ class Context:
         """
         if not chunks:
             return
-        summed = yield from self.packer.bring(chunks[0].io.group, payloads)
+        summed = yield from self.packer.bring(chunks[0].group, payloads)
         yield from batch.passes([summed])
         checked.verify(chunks, first_blocks, summed.values())
         for chunk, first, rows in zip(chunks, first_blocks, summed.rows(), strict=True):
-            if chunk.outcome is None:
+            if chunk.result is None:
                 chunk.brought, chunk.brought_from = rows, first
 
     def check(
         self,
-        chunks: Sequence[BatchChunk],
+        chunks: Sequence[Chunk],
         plan: GroupPlan,
         pages: Sequence[npt.NDArray[np.uint8]],
         check: Callable[[Sequence[npt.NDArray[np.uint8]], ExpectedRows], HeaderRows] = check_headers,
@@ -503,8 +496,7 @@ class Context:
         """
         for row, chunk in enumerate(chunks):
             chunk.row = row
-        ios = [chunk.io for chunk in chunks]
-        headers = check(pages, image.expected(self.namespaces[ios[0].group], plan, ios))
+        headers = check(pages, image.expected(self.namespaces[chunks[0].group], plan, chunks))
         checked = CheckedChunks(self.rate_log, chunks, headers)
         checked.end_corrupt()
         return checked

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nixl_offload.engine import image
-from nixl_offload.engine.batch import Batch, BatchChunk, Steps
+from nixl_offload.engine.batch import Batch, Steps
 from nixl_offload.engine.device_packer import DevicePacker, DeviceParts
 from nixl_offload.engine.image import GroupPlan
+from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.staging import DeviceSlot
 from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.common import Context, sums_of_each
@@ -29,7 +30,7 @@ def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     if not context.may_go(batch):
         return
     chunks = batch.alive
-    gathered = packer.gather(chunks[0].io.group, _parts(chunks, plan), chunks[0].task.job.fence)
+    gathered = packer.gather(chunks[0].group, _parts(chunks, plan), chunks[0].job.fence)
     yield from batch.passes([gathered])
     for chunk, sums in zip(chunks, sums_of_each(chunks, gathered), strict=True):
         chunk.sums = sums
@@ -42,15 +43,15 @@ def _seal(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
         return
     chunks = batch.alive
     headers = context.encode(batch, plan, [chunk.sums for chunk in chunks if chunk.sums is not None])
-    clear = [[(part.start, part.stop) for part in image.padding(plan, chunk.io)] for chunk in chunks]
+    clear = [[(part.start, part.stop) for part in image.padding(plan, chunk)] for chunk in chunks]
     finished = _packer(context).finish_images(headers, [_slot(chunk).memory for chunk in chunks], clear)
     yield from batch.passes([finished])
     yield from context.run(batch, plan, _write)
 
 
 def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    def place(chunk: BatchChunk) -> tuple[DeviceSlot, image.Spans]:
-        return _slot(chunk), image.store_spans(plan, chunk.io)
+    def place(chunk: Chunk) -> tuple[DeviceSlot, image.Spans]:
+        return _slot(chunk), image.store_spans(plan, chunk)
 
     yield from context.write(batch, plan, _write, context.link_memory.submit_device, place)
 
@@ -68,10 +69,10 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """
     packer = _packer(context)
 
-    def place(chunk: BatchChunk) -> tuple[DeviceSlot, image.Spans]:
-        return _slot(chunk), image.spans(plan, chunk.io)
+    def place(chunk: Chunk) -> tuple[DeviceSlot, image.Spans]:
+        return _slot(chunk), image.spans(plan, chunk)
 
-    def use(batch: Batch, arrived: list[BatchChunk]) -> Steps:
+    def use(batch: Batch, arrived: list[Chunk]) -> Steps:
         summed = context.verify_checksum or not plan.tells_short_reads
         rows = [rows for _, rows in _parts(arrived, plan)] if summed else None
         pages, sums = packer.inspect([_slot(chunk).memory for chunk in arrived], rows)
@@ -80,10 +81,10 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
         checked.refuse_absent()
         if summed:
             pairs = zip(arrived, sums_of_each(arrived, sums), strict=True)
-            known = [(chunk, found) for chunk, found in pairs if chunk.outcome is None]
+            known = [(chunk, found) for chunk, found in pairs if chunk.result is None]
             checked.verify(
                 [chunk for chunk, _ in known],
-                [chunk.io.first_block for chunk, _ in known],
+                [chunk.first_block for chunk, _ in known],
                 [found for _, found in known],
             )
         # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
@@ -97,17 +98,17 @@ def _scatter(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     if not context.advance_or_end(batch, ChunkState.SCATTER):
         return
     chunks = batch.alive
-    job, group = chunks[0].task.job, chunks[0].io.group
+    job, group = chunks[0].job, chunks[0].group
     yield from batch.passes([_packer(context).scatter(group, _parts(chunks, plan), job.fence)])
     for chunk in chunks:
         chunk.end(Outcome.OK)
 
 
-def _parts(chunks: Sequence[BatchChunk], plan: GroupPlan) -> DeviceParts:
-    return [(chunk.io.block_ids, image.device_rows(_slot(chunk), plan, chunk.io)) for chunk in chunks]
+def _parts(chunks: Sequence[Chunk], plan: GroupPlan) -> DeviceParts:
+    return [(chunk.block_ids, image.device_rows(_slot(chunk), plan, chunk)) for chunk in chunks]
 
 
-def _slot(chunk: BatchChunk) -> DeviceSlot:
+def _slot(chunk: Chunk) -> DeviceSlot:
     slot = chunk.slot
     assert isinstance(slot, DeviceSlot)
     return slot

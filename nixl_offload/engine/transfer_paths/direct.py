@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from nixl_offload.engine.batch import Batch, BatchChunk, Steps
+from nixl_offload.engine.batch import Batch, Steps
 from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.packer import Sums
+from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.common import Context, sums_of_each
@@ -27,7 +28,7 @@ LATE_S = 30.0
 
 def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Sum the blocks where they lie, then write them. They are free once the mover has read them."""
-    _take_pages(context, batch)
+    context.take_slots(batch, context.memory.pages)
     if not context.may_go(batch):
         return
     chunks = batch.alive
@@ -50,13 +51,13 @@ def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Read into the blocks, then verify them. If that fails they are zeroed, and the chunk says so."""
-    _take_pages(context, batch)
+    context.take_slots(batch, context.memory.pages)
     if context.may_go(batch):
         yield from context.run(batch, plan, _read)
 
 
 def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    job = batch.chunks[0].task.job
+    job = batch.chunks[0].job
     yield from context.open_targets(batch, plan)
     # Pending writes to the blocks, zeroing for one, must not come after the load.
     while not job.fence.done():
@@ -75,7 +76,7 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 def _use(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     if batch.is_quarantined:
         if plan.path == "direct":
-            group = batch.chunks[0].io.group
+            group = batch.chunks[0].group
             logger.error("A failed load may still write to KV blocks; group %d goes through staging from now on", group)
         plan.path = plan.packed
         plan.late_loads.update(batch.chunks)
@@ -90,7 +91,7 @@ def _use(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     if context.verify_checksum and chunks:
         sums = _sums(context, chunks)
         yield from batch.passes([sums])
-        checked.verify(chunks, [chunk.io.first_block for chunk in chunks], sums_of_each(chunks, sums))
+        checked.verify(chunks, [chunk.first_block for chunk in chunks], sums_of_each(chunks, sums))
     for chunk in batch.alive:
         chunk.end(Outcome.OK)
 
@@ -108,7 +109,7 @@ def _settle_load(context: Context, batch: Batch, plan: GroupPlan, late_s: float)
                     "A load into KV blocks has not ended within %.0f s: its request waits until storage answers. Group "
                     "%d goes through staging until then",
                     LATE_S,
-                    batch.chunks[0].io.group,
+                    batch.chunks[0].group,
                 )
             yield
     finally:
@@ -122,25 +123,20 @@ def _settle_load(context: Context, batch: Batch, plan: GroupPlan, late_s: float)
 def _submit(context: Context, batch: Batch, op: Op) -> None:
     batch.touches_blocks = True
 
-    def start(chunks: Sequence[BatchChunk]) -> Iterator[Transfer]:
-        parts = [(_page(chunk), chunk.target, chunk.io) for chunk in chunks]
+    def start(chunks: Sequence[Chunk]) -> Iterator[Transfer]:
+        parts = [(_page(chunk), chunk.target, chunk) for chunk in chunks]
         return context.link_memory.submit_direct(op, context.layout, parts)
 
     context.start_transfers(batch, start)
 
 
-def _sums(context: Context, chunks: list[BatchChunk]) -> Sums:
+def _sums(context: Context, chunks: list[Chunk]) -> Sums:
     """The checksums of all blocks of the chunks, one after the other."""
-    ids = np.concatenate([chunk.io.block_ids for chunk in chunks])
-    return context.packer.sums(chunks[0].io.group, ids, chunks[0].task.job.fence)
+    ids = np.concatenate([chunk.block_ids for chunk in chunks])
+    return context.packer.sums(chunks[0].group, ids, chunks[0].job.fence)
 
 
-def _take_pages(context: Context, batch: Batch) -> None:
-    for chunk, page in context.acquire([chunk for chunk in batch.alive if chunk.page is None], context.memory.pages):
-        chunk.page = page
-
-
-def _page(chunk: BatchChunk) -> Slot:
-    page = chunk.page
-    assert page is not None
+def _page(chunk: Chunk) -> Slot:
+    page = chunk.slot
+    assert isinstance(page, Slot)
     return page

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.engine import image
-from nixl_offload.engine.batch import Batch, BatchChunk, Steps
+from nixl_offload.engine.batch import Batch, Steps
 from nixl_offload.engine.brought import BlockIds, Payload
 from nixl_offload.engine.image import GroupPlan
+from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.common import MAC_STEP_BYTES, Context, rows_to_scatter
@@ -25,7 +26,7 @@ def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     if not context.may_go(batch):
         return
     context.turn.pause()
-    job, group = batch.chunks[0].task.job, batch.chunks[0].io.group
+    job, group = batch.chunks[0].job, batch.chunks[0].group
     chunks = batch.alive
     gathered = context.packer.gather_many(group, [_part(chunk, plan) for chunk in chunks], job.fence)
     yield from batch.passes([gathered])
@@ -42,17 +43,17 @@ def _seal(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     chunks = batch.alive
     sums = [chunk.sums for chunk in chunks if chunk.sums is not None]
     if not sums:
-        rows = [image.rows(_slot(chunk), plan, chunk.io) for chunk in chunks]
+        rows = [image.rows(_slot(chunk), plan, chunk) for chunk in chunks]
         sums = payload_checksums(rows, context.turn.pause)
     for chunk, page in zip(chunks, context.encode(batch, plan, sums), strict=True):
         slot = _slot(chunk)
         context.turn.pause()
         image.header_page(slot)[:] = page
-        image.clear_padding(slot, plan, chunk.io)
+        image.clear_padding(slot, plan, chunk)
     if context.keys is not None:
         signed_bytes = 0
         for chunk in chunks:
-            header, blocks = image.header_page(_slot(chunk)), image.rows(_slot(chunk), plan, chunk.io)
+            header, blocks = image.header_page(_slot(chunk)), image.rows(_slot(chunk), plan, chunk)
             header[:] = context.keys.signed(header, blocks)
             signed_bytes += blocks.nbytes
             if signed_bytes >= MAC_STEP_BYTES:
@@ -62,8 +63,8 @@ def _seal(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 
 def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    def place(chunk: BatchChunk) -> tuple[Slot, image.Spans]:
-        return _slot(chunk), image.store_spans(plan, chunk.io)
+    def place(chunk: Chunk) -> tuple[Slot, image.Spans]:
+        return _slot(chunk), image.store_spans(plan, chunk)
 
     yield from context.write(batch, plan, _write, context.link_memory.submit_packed, place)
 
@@ -78,12 +79,12 @@ def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     canary = image.Canary(plan)
 
-    def place(chunk: BatchChunk) -> tuple[Slot, image.Spans]:
-        slot, spans = _slot(chunk), image.spans(plan, chunk.io)
+    def place(chunk: Chunk) -> tuple[Slot, image.Spans]:
+        slot, spans = _slot(chunk), image.spans(plan, chunk)
         canary.place(slot, spans)
         return slot, spans
 
-    def use(batch: Batch, arrived: list[BatchChunk]) -> Steps:
+    def use(batch: Batch, arrived: list[Chunk]) -> Steps:
         pages = [image.header_page(_slot(chunk)) for chunk in arrived]
         checked = context.check(arrived, plan, pages)
         checked.refuse_absent()
@@ -94,10 +95,10 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
         suspects = [
             chunk
             for chunk in batch.alive
-            if context.verify_checksum or canary.may_be_short(_slot(chunk), image.spans(plan, chunk.io))
+            if context.verify_checksum or canary.may_be_short(_slot(chunk), image.spans(plan, chunk))
         ]
-        rows = [image.rows(_slot(chunk), plan, chunk.io) for chunk in suspects]
-        yield from context.verify(batch, checked, suspects, [chunk.io.first_block for chunk in suspects], rows)
+        rows = [image.rows(_slot(chunk), plan, chunk) for chunk in suspects]
+        yield from context.verify(batch, checked, suspects, [chunk.first_block for chunk in suspects], rows)
         # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
         yield from context.run(batch, plan, scatter)
 
@@ -109,18 +110,18 @@ def scatter(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     if not context.advance_or_end(batch, ChunkState.SCATTER):
         return
     chunks = batch.alive
-    job, group = chunks[0].task.job, chunks[0].io.group
-    parts = [(chunk.io.block_ids, rows_to_scatter(chunk, _slot(chunk), plan)) for chunk in chunks]
+    job, group = chunks[0].job, chunks[0].group
+    parts = [(chunk.block_ids, rows_to_scatter(chunk, _slot(chunk), plan)) for chunk in chunks]
     yield from batch.passes([context.packer.scatter_many(group, parts, job.fence)])
     for chunk in chunks:
         chunk.end(Outcome.OK)
 
 
-def _slot(chunk: BatchChunk) -> Slot:
+def _slot(chunk: Chunk) -> Slot:
     slot = chunk.slot
     assert isinstance(slot, Slot)
     return slot
 
 
-def _part(chunk: BatchChunk, plan: GroupPlan) -> tuple[BlockIds, Payload]:
-    return chunk.io.block_ids, image.rows(_slot(chunk), plan, chunk.io)
+def _part(chunk: Chunk, plan: GroupPlan) -> tuple[BlockIds, Payload]:
+    return chunk.block_ids, image.rows(_slot(chunk), plan, chunk)

@@ -6,8 +6,9 @@ Threading and ownership: see ``common``. The host slots are the catalog's; compl
 from __future__ import annotations
 
 from nixl_offload.engine import image
-from nixl_offload.engine.batch import Batch, BatchChunk, Steps
+from nixl_offload.engine.batch import Batch, Steps
 from nixl_offload.engine.image import GroupPlan
+from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.common import Context, rows_to_scatter
@@ -52,7 +53,7 @@ def _complete(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 
 def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    def place(chunk: BatchChunk) -> tuple[Slot, image.Spans]:
+    def place(chunk: Chunk) -> tuple[Slot, image.Spans]:
         return _slot(chunk), image.whole(plan)
 
     yield from context.write(batch, plan, _write, context.link_memory.submit_host, place)
@@ -68,13 +69,13 @@ def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     canary, spans = image.Canary(plan), image.whole(plan)
 
-    def place(chunk: BatchChunk) -> tuple[Slot, image.Spans]:
+    def place(chunk: Chunk) -> tuple[Slot, image.Spans]:
         slot = _slot(chunk)
         image.invalidate(slot)  # what lay here before must not be found in front of what is read
         canary.place(slot, spans)
         return slot, spans
 
-    def use(batch: Batch, arrived: list[BatchChunk]) -> Steps:
+    def use(batch: Batch, arrived: list[Chunk]) -> Steps:
         # Loads that were given up meanwhile have a host slot all the same: what has come is kept.
         checked = context.check(arrived, plan, [image.header_page(_slot(chunk)) for chunk in arrived])
         if context.keys is not None:
@@ -91,7 +92,7 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
             image.clear_around(_slot(chunk), plan, checked.first_valid_block(chunk))
         checked.refuse_absent()
         for chunk in arrived:
-            if chunk.outcome is not None:
+            if chunk.result is not None:
                 image.invalidate(_slot(chunk))
         # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
         yield from context.run(batch, plan, _serve)
@@ -101,12 +102,12 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 def _serve(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Copy to KV blocks what a load wants of the chunks; all of them are kept."""
-    wanted = [chunk for chunk in batch.alive if len(chunk.io.block_ids)]
-    going = context.table.advance([chunk.task for chunk in wanted], ChunkState.SCATTER)
+    wanted = [chunk for chunk in batch.alive if len(chunk.block_ids)]
+    going = context.table.advance(wanted, ChunkState.SCATTER)
     served = [chunk for chunk, goes in zip(wanted, going, strict=True) if goes]
     if served:
-        copies = [(chunk.io.block_ids, rows_to_scatter(chunk, _slot(chunk), plan)) for chunk in served]
-        group, fence = served[0].io.group, served[0].task.job.fence
+        copies = [(chunk.block_ids, rows_to_scatter(chunk, _slot(chunk), plan)) for chunk in served]
+        group, fence = served[0].group, served[0].job.fence
         yield from batch.passes([context.packer.scatter_many(group, copies, fence)])
     for chunk in batch.alive:
         chunk.is_kept = True
@@ -117,7 +118,7 @@ def _find_slots(context: Context, batch: Batch, plan: GroupPlan) -> None:
     """Look each chunk's host slot up; a chunk that has none is FAILED."""
     host = context.memory.host
     for chunk in batch.alive:
-        offset = chunk.io.host_offset
+        offset = chunk.host_offset
         try:
             if host is None or offset is None:
                 raise LayoutError("there is no host memory in this engine")
@@ -127,7 +128,7 @@ def _find_slots(context: Context, batch: Batch, plan: GroupPlan) -> None:
             chunk.end(Outcome.FAILED, str(error), "layout")
 
 
-def _slot(chunk: BatchChunk) -> Slot:
+def _slot(chunk: Chunk) -> Slot:
     slot = chunk.host
     assert slot is not None
     return slot

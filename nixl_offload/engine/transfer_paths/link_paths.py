@@ -16,7 +16,7 @@ from nixl_offload.engine.batch import Batch, Steps
 from nixl_offload.engine.engine_memory import HEADER_PAGES
 from nixl_offload.engine.image import GroupPlan, TransferPath
 from nixl_offload.engine.pump import InFlight
-from nixl_offload.engine.records import Task
+from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.transfer_paths import device, direct, host, host_slot
 from nixl_offload.engine.transfer_paths.common import Context, Phase, out_of_use
@@ -56,26 +56,19 @@ _LOADS: Mapping[TransferPath, Phase] = {"direct": direct.load, "device": device.
 class LinkPaths:
     """Implements ``pump.PumpPaths``. A chunk's failure is its own outcome; nothing raises for reasons of storage."""
 
-    def __init__(
-        self, context: Context, plans: Sequence[GroupPlan], tier: int, *, keep_alive: Sequence[object] = ()
-    ) -> None:
-        """``plans`` is indexed by group; ``tier``: what locations have to name; ``keep_alive``: whatever must live as
-        long as I/O may touch its memory.
-        """
+    def __init__(self, context: Context, plans: Sequence[GroupPlan], *, keep_alive: Sequence[object] = ()) -> None:
+        """``plans`` is indexed by group; ``keep_alive``: what must live as long as I/O may touch its memory."""
         self._context = context
         self._plans = plans
-        self._tier = tier
         self._keep_alive = keep_alive
         self._own_chunks = OWN_CHUNKS
         self._look_s = -math.inf
         """When to count descriptors again."""
         self.turn = context.turn
 
-    def room(self, task: Task, in_flight: InFlight) -> int:
-        """Return how many chunks like ``task`` there are slots and I/O for: one batch at most."""
-        plan = self._plan(task)
-        if plan is None:
-            return 1  # it will be rejected
+    def room(self, chunk: Chunk, in_flight: InFlight) -> int:
+        """Return how many chunks like ``chunk`` there are slots and I/O for: one batch at most."""
+        plan = self._plans[chunk.group]
         slot_bytes = max(1, plan.slot_bytes)
         total, most = self._own_chunks, OWN_BATCH_CHUNKS
         if self._context.link_memory.link.shares_file:
@@ -86,11 +79,11 @@ class LinkPaths:
         limit = min(most, max(1, MAX_BATCH_BYTES // slot_bytes), total - in_flight.chunks)
         if plan.goes_singly:
             limit = min(limit, 1)
-        if task.kind.in_background:
+        if chunk.kind.in_background:
             limit = min(limit, MAX_BACKGROUND - in_flight.background, stores - in_flight.chunks)
-        elif task.kind.writes:
+        elif chunk.kind.writes:
             limit = min(limit, stores - in_flight.stores - in_flight.background)
-        if self._by_host_slot(task):
+        if self._by_host_slot(chunk):
             return limit
         pools = self._context.memory.pools_of(plan.path)
         full = [pool for pool in pools if not pool.free]
@@ -98,7 +91,7 @@ class LinkPaths:
             return min(limit, 1) if any(pool.usable == 0 for pool in full) else 0
         usable = min((pool.usable for pool in pools), default=0)
         limit = min([limit, max(1, usable // BATCH_SHARE), *(pool.free for pool in pools)])
-        if task.kind.writes:
+        if chunk.kind.writes:
             reserve = max(1, int(usable * LOAD_RESERVE))
             limit = min(limit, max(1, usable - reserve) - in_flight.stores)
         return limit
@@ -128,16 +121,14 @@ class LinkPaths:
             )
         return self._own_chunks
 
-    def why_not(self, task: Task) -> str | None:
+    def why_not(self, chunk: Chunk) -> str | None:
         """Say why a load shall not wait: nobody knows when a suspect tier answers what takes up its room."""
         link = self._context.link_memory.link
-        if not link.suspect or self._plan(task) is None:
-            return None
-        return out_of_use(link)
+        return out_of_use(link) if link.suspect else None
 
-    def begin(self, tasks: list[Task]) -> Batch:
+    def begin(self, chunks: list[Chunk]) -> Batch:
         """Make a batch, whose first step checks its numbers and chooses its path."""
-        batch = Batch.of(tasks)
+        batch = Batch(chunks, chunks[0].kind)
         batch.steps = self._steps(batch)
         return batch
 
@@ -159,48 +150,25 @@ class LinkPaths:
         """End the chunks whose numbers do not fit, for memory is touched unchecked later; choose the path of the
         others.
         """
-        task = batch.chunks[0].task
-        plan = self._plan_of(task.io.group)
-        chunks = [chunk.io for chunk in batch.chunks]
-        faults = [None] * len(chunks) if plan is None else image.faults(plan, chunks)
-        for chunk, fault in zip(batch.chunks, faults, strict=True):
-            words = fault or self._fault(chunk.task, plan)
-            if words is not None:
-                self._context.rate_log.error("LayoutError", "A chunk could not be moved: %s", words)
-                chunk.end(Outcome.FAILED, words, "layout")
-        if plan is None or not batch.alive:
+        first = batch.chunks[0]
+        plan = self._plans[first.group]
+        for chunk, fault in zip(batch.chunks, image.faults(plan, batch.chunks), strict=True):
+            if fault is not None:
+                self._context.rate_log.error("LayoutError", "A chunk could not be moved: %s", fault)
+                chunk.end(Outcome.FAILED, fault, "layout")
+        if not batch.alive:
             return
         self.turn.pause()
-        if self._by_host_slot(task):
-            phase: Phase = host_slot.store if task.kind.writes else host_slot.load
+        if self._by_host_slot(first):
+            phase: Phase = host_slot.store if first.kind.writes else host_slot.load
         else:
-            phase = (_STORES if task.kind.writes else _LOADS)[plan.path]
+            phase = (_STORES if first.kind.writes else _LOADS)[plan.path]
         yield from self._context.begin(batch, plan, phase)
 
-    def _fault(self, task: Task, plan: GroupPlan | None) -> str | None:
-        """Say why a chunk does not fit its kind of work, or None."""
-        io = task.io
-        if plan is None or io.location.tier != self._tier:
-            return f"there is no group {io.group}, or no tier for {io.location}, in this engine"
-        if task.kind is WorkKind.STORE:
-            if io.host_offset is not None:
-                return "a store takes KV blocks: there is no host memory in it"
-            end = io.first_block + len(io.block_ids)
-            if end != plan.blocks:
-                return f"a store of blocks up to {end} of {plan.blocks}"
-        return None
-
-    def _plan(self, task: Task) -> GroupPlan | None:
-        """Return the plan of a chunk's group; None when this engine has no such tier or group."""
-        return self._plan_of(task.io.group) if task.io.location.tier == self._tier else None
-
-    def _plan_of(self, group: int) -> GroupPlan | None:
-        return self._plans[group] if 0 <= group < len(self._plans) else None
-
-    def _by_host_slot(self, task: Task) -> bool:
+    def _by_host_slot(self, chunk: Chunk) -> bool:
         """Whether a chunk goes by its host slot. A promotion whose tier cannot touch that serves its KV blocks all the
         same.
         """
-        if task.kind is WorkKind.PROMOTION:
-            return self._context.link_memory.host is not None or not len(task.io.block_ids)
-        return task.kind in {WorkKind.WRITE_THROUGH, WorkKind.FETCH}
+        if chunk.kind is WorkKind.PROMOTION:
+            return self._context.link_memory.host is not None or not len(chunk.block_ids)
+        return chunk.kind in {WorkKind.WRITE_THROUGH, WorkKind.FETCH}

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.engine import ChunkIO
+from nixl_offload.engine import Chunk
 from nixl_offload.types import Location
 from nixl_offload.types import Outcome as Fate
 from tests.prove.cells import Cell, Outcome
@@ -129,9 +129,9 @@ def _load(server: Server, slots: int) -> list[list[tuple[Fate, np.ndarray]]]:
     return [rows[at : at + 2] for at in range(0, len(rows), 2)]
 
 
-def _chunk(number: int, slot: int, lane: int) -> ChunkIO:
+def _chunk(number: int, slot: int, lane: int) -> Chunk:
     blocks = np.array(_blocks(lane), dtype=np.int32)
-    return ChunkIO(key_of(number), Location(0, slot * SIZE, SIZE), GROUP, blocks, 0)
+    return Chunk(key_of(number), Location(0, slot * SIZE, SIZE), GROUP, blocks, 0)
 
 
 def _blocks(lane: int) -> range:

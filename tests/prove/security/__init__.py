@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.header import MAGIC
-from nixl_offload.engine import ChunkIO
+from nixl_offload.engine import Chunk
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.shared.naming import shard_name
@@ -132,7 +132,7 @@ def _attack(
         blocks = list(range(10, 10 + CHUNK_BLOCKS - begin))
         io = rig.chunk(TARGET, blocks, group=group, first=begin)
         if way == "promotion":
-            io = ChunkIO(io.key, io.location, io.group, io.block_ids, io.first_block, 0)
+            io = Chunk(io.key, io.location, io.group, io.block_ids, io.first_block, 0)
         (result,) = rig.load(next(jobs), [io])
         others = rig.bytes_of(sorted(set(range(NUM_BLOCKS)) - set(blocks)), group)
         return result, rig.bytes_of(blocks, group), set(others) != {EMPTY}

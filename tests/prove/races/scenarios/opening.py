@@ -83,12 +83,12 @@ def ranks(run: Run) -> None:
             raise TierError("not yet", cause="io")
         made.append(
             MemoryEngine(
+                table=rig.chain.table,
                 tensors=rig.tensors,
                 layout=rig.layout,
                 host=rig.host,
                 rank_namespace=NAMESPACE,
                 tier=position,
-                clock=rig.clock,
             )
         )
         return made[-1]

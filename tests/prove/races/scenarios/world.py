@@ -25,12 +25,11 @@ from nixl_offload.catalog.tickets import Settled
 from nixl_offload.chunk.header import HEADER_BYTES, Expected, check_header
 from nixl_offload.config import SlabConfig
 from nixl_offload.config.schema import MemoryConfig
-from nixl_offload.engine import ChunkIO, Engine, host
+from nixl_offload.engine import Chunk, Engine, host, make_move
 from nixl_offload.engine.chain import ChainEngine
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.jobs import JobTable
+from nixl_offload.engine.jobs import JobTable, TierQueue
 from nixl_offload.engine.memory_tier import MemoryEngine
-from nixl_offload.engine.moves import MoveIO, Moves
 from nixl_offload.engine.pump import LEAKED, Pump
 from nixl_offload.engine.slot_headers import SlotHeaders
 from nixl_offload.engine.tier_engine import TierEngine
@@ -121,7 +120,7 @@ class World:
             ),
         )
         self.links: list[SlabLink | TreeLink] = []
-        self.chain = ChainEngine([None] * 3, self.host, memory=MEMORY)
+        self.chain = ChainEngine(3, self.host)
         self.open()
 
     def _memory(self) -> MemoryTier:
@@ -148,7 +147,13 @@ class World:
     def open(self) -> None:
         """Open the rank's half of all tiers."""
         digest = self.namespace.rank_digests[0]
-        common = {"tensors": self.tensors, "layout": self.layout, "host": self.host, "rank_namespace": digest}
+        common = {
+            "table": self.chain.table,
+            "tensors": self.tensors,
+            "layout": self.layout,
+            "host": self.host,
+            "rank_namespace": digest,
+        }
         place = self.tiers[SLAB].place
         self.slab = SlabFile(Path(place.directory, "rank0.slab"), place.rank_bytes, place.extent_bytes, direct_io=False)
         self.slab.open()
@@ -193,7 +198,7 @@ class World:
                 self.under_way.add(ticket.ticket)
                 triples = zip(ticket.keys, ticket.sources, ticket.targets, strict=True)
                 self.chain.submit_moves(
-                    ticket.ticket, [MoveIO(key, 0, source, target) for key, source, target in triples]
+                    ticket.ticket, [make_move(key, 0, source, target, memory=MEMORY) for key, source, target in triples]
                 )
 
     def report(self) -> None:
@@ -252,12 +257,12 @@ class World:
 
     def chunks(
         self, keys: tuple[Key, ...], places: tuple[Location, ...], blocks: list[int], slots: tuple
-    ) -> list[ChunkIO]:
+    ) -> list[Chunk]:
         made = []
         for at, (key, place) in enumerate(zip(keys, places, strict=True)):
             ids = np.array(blocks[at * CHUNK_BLOCKS : (at + 1) * CHUNK_BLOCKS], dtype=np.int32)
             slot = slots[at] if slots else None
-            made.append(ChunkIO(key, place, 0, ids, 0, None if slot is None else slot.offset))
+            made.append(Chunk(key, place, 0, ids, 0, None if slot is None else slot.offset))
         return made
 
     def store(self, keys: list[Key]) -> None:
@@ -362,7 +367,7 @@ class World:
     def rest(self) -> None:
         """Let all that is under way end."""
         end_s = time.monotonic() + REST_S
-        while self.catalog.open_tickets or self.catalog.has_pending_writes or not self.chain.idle():
+        while self.catalog.open_tickets or self.catalog.has_pending_writes or self.chain.has_jobs:
             assert time.monotonic() < end_s, f"never at rest: {self.catalog.counts()}"
             self.step()
             time.sleep(0.02)
@@ -538,7 +543,7 @@ def ending(run: Run) -> None:
 
 WATCHED = (
     CallThreads, Catalog, ChainEngine, CopyMover, DurableIndex, Engine, ExtentTransfer, HostSlab, JobTable, Maintenance,
-    MemoryEngine, MemoryTier, Moves, Presence, Prober, Pump, SharedTier, SlabFile, SlabLink, SlabTier, SlotHeaders,
+    MemoryEngine, MemoryTier, Presence, Prober, Pump, SharedTier, SlabFile, SlabLink, SlabTier, SlotHeaders, TierQueue,
     TreeLink, TreeStore,
 )  # fmt: skip
 """What several threads use, and what the scheduler's thread has to have for itself."""

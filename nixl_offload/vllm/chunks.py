@@ -1,0 +1,147 @@
+"""What a ticket means on one rank: its chunks, and of each the shards that the rank holds.
+
+Without a plan each rank holds of a chunk what it has, as it lies there. With one, each shard is a group of its own in
+the rank's layout: it has a header, an outcome and a transfer. In a slot of a slab or of memory shards lie one after the
+other; elsewhere each has a name, and of the ranks that hold the same one, one writes it for all.
+
+Threading: called by the worker's main thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
+from nixl_offload.chunk.layout import KVLayout, split_job
+from nixl_offload.chunk.shards import ShardPlan
+from nixl_offload.engine import Chunk, make_move
+from nixl_offload.tiers.slot_places import SlotPlaces
+from nixl_offload.types import Key, Location, key_group
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+
+class _Part(NamedTuple):
+    """A shard that this rank holds."""
+
+    group: int
+    """Position in ``KVLayout.groups``."""
+    offset: int = 0
+    """Bytes from the begin of the chunk's slot."""
+    slot_bytes: int | None = None
+    """None: all of the slot."""
+
+    def of(self, location: Location) -> Location:
+        if self.slot_bytes is None:
+            return location
+        return Location(location.tier, location.offset + self.offset, self.slot_bytes)
+
+
+class RankChunks:
+    """Cuts tickets into chunks of this rank. A chunk of which it holds, or writes, nothing yields none."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        group_ids: Sequence[int],
+        *,
+        memory: int | None,
+        rank: int = 0,
+        plan: ShardPlan | None = None,
+        shared: Collection[int] = (),
+    ) -> None:
+        """``group_ids``: of vLLM's groups, by position. ``memory``: the position of the memory tier. ``shared``:
+        positions of the tiers that all ranks reach.
+        """
+        self._blocks_per_chunk = layout.blocks_per_chunk
+        self._group_ids = group_ids
+        self._group_at = {group: at for at, group in enumerate(group_ids)}
+        self._memory = memory
+        self._rank = rank
+        self._plan = plan
+        self._shared = frozenset(shared)
+        self._places: dict[int, SlotPlaces] = {}
+        """By tier, where this rank reads slots of others."""
+        if plan is None:
+            groups = range(len(layout.groups))
+            self._parts = [[] if group in layout.empty_groups else [_Part(group)] for group in groups]
+        else:
+            sizes = [layout.slot_bytes(group) for group in range(len(layout.groups))]
+            held = [plan.layout_groups(rank, group) for group in range(len(plan.groups))]
+            self._parts = [[_Part(at, sum(sizes[each.start : at]), sizes[at]) for at in each] for each in held]
+
+    def take_places(self, tier: int, places: SlotPlaces | None) -> None:
+        """From now on read the locations of a tier by ``places``; None: as they are."""
+        self._places.pop(tier, None)
+        if places is not None and places.together > 1:
+            self._places[tier] = places
+
+    def of_job(self, ticket: StoreTicket | LoadTicket, blocks: GPULoadStoreSpec) -> list[Chunk]:
+        """Deal the blocks of a job out to its chunks. Raises LayoutError where the numbers do not fit."""
+        is_store = isinstance(ticket, StoreTicket)
+        slots = ticket.promotion_slots if isinstance(ticket, LoadTicket) else ()
+        found = split_job(
+            [key_group(key) for key in ticket.keys],
+            np.asarray(blocks.block_ids),
+            blocks.group_sizes,
+            blocks.block_indices,
+            self._group_ids,
+            blocks_per_chunk=self._blocks_per_chunk,
+            require_full_tail=is_store,
+        )
+        chunks = []
+        for at, group, ids, first in found:
+            key, location = ticket.keys[at], ticket.locations[at]
+            slot = slots[at] if slots else None
+            if is_store and not self.writes(key, group, location):
+                continue
+            here = self._here(location)
+            for part in self._parts[group]:
+                offset = None if slot is None else slot.offset + part.offset
+                chunks.append(Chunk(key, part.of(here), part.group, ids, first, offset, position=at))
+        return chunks
+
+    def of_moves(self, ticket: WriteThroughTicket) -> list[Chunk]:
+        """Return the moves of a ticket."""
+        chunks = []
+        places = zip(ticket.keys, ticket.sources, ticket.targets, strict=True)
+        for position, (key, source, target) in enumerate(places):
+            group = self._group_at.get(key_group(key), -1)
+            if not self.writes(key, group, target):
+                continue
+            here, there = self._here(source), self._here(target)
+            for part in self._parts[group] if group >= 0 else [_Part(-1)]:
+                chunk = make_move(key, part.group, part.of(here), part.of(there), memory=self._memory)
+                chunk.position = position
+                chunks.append(chunk)
+        return chunks
+
+    def writes(self, key: Key, group: int, target: Location) -> bool:
+        """Whether this rank writes a chunk to ``target``: in a shared tier one of those that hold the same does, and in
+        slots that have one copy for several ranks the one in whose slab it lies.
+        """
+        places = self._places.get(target.tier)
+        if places is not None:
+            return places.seen_from(self._rank, target.offset, target.slot_bytes) < places.rank_bytes
+        if self._plan is None or target.tier not in self._shared or group < 0:
+            return True
+        return self._plan.groups[group].writes(self._rank, key)
+
+    def _here(self, location: Location) -> Location:
+        """Return where this rank finds a slot."""
+        places = self._places.get(location.tier)
+        if places is None:
+            return location
+        offset = places.seen_from(self._rank, location.offset, location.slot_bytes)
+        return Location(location.tier, offset, location.slot_bytes)
+
+
+def of_no_blocks(ticket: StoreTicket | LoadTicket, block_ids: Iterable[int]) -> list[Chunk]:
+    """Return the chunks of a job whose numbers do not fit: no block can be said to belong to one, so each has all."""
+    ids = np.asarray(block_ids, dtype=np.int32)
+    places = zip(ticket.keys, ticket.locations, strict=True)
+    return [Chunk(key, location, 0, ids, position=at) for at, (key, location) in enumerate(places)]
