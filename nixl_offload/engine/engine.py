@@ -114,11 +114,11 @@ class Engine(TierEngine):
             packer=make_packer(tensors, pages, device),
             device_packer=None if memory.device is None else DevicePacker(tensors, pages, device),
             memory=memory,
+            host=memory.host,
             link_memory=self._link_memory,
             namespaces=[shard.digest for shard in shards] or [rank_namespace] * len(layout.groups),
             keys=keys,
             verify_checksum=verify != "header",
-            clock=table.clock,
             rate_log=RateLog(logger, table.clock),
         )
         logger.info(
@@ -128,7 +128,7 @@ class Engine(TierEngine):
             " and ".join(_words(pool) for pool in memory.packed) or "no staging",
             f"verify={verify}" if keys is None else f"authenticated by key {keys.first_id.hex()}",
         )
-        paths = LinkPaths(context, self._link_memory.plans, keep_alive=tuple(tensors))
+        paths = LinkPaths(context, self._link_memory.plans, tuple(tensors))
         self._start(paths, name="nixl-offload-pump", pauses=PAUSES)
 
     def status(self) -> TierStatus:

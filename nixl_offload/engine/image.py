@@ -69,9 +69,12 @@ class Cut(NamedTuple):
     """Of the first block, in bytes from the begin of the image."""
     end: int
     spans: Spans
+    """What is read into a slot: header page and the pages that cover the blocks; one span if they touch."""
     store_spans: Spans
+    """What is written of a slot: as much, or the slot as a whole where there are no parts."""
     padding: tuple[slice, ...]
-    """Of ``store_spans``."""
+    """What of ``store_spans`` lies around the blocks: to be zeroed, so that nothing stored holds what an earlier chunk
+    left there."""
 
 
 def make_plan(
@@ -231,32 +234,9 @@ def cut(plan: GroupPlan, chunk: Chunk) -> Cut:
     return found
 
 
-def spans(plan: GroupPlan, chunk: Chunk) -> Spans:
-    """Return what to read into a slot: header page and the pages that cover the blocks; one span if they touch."""
-    return cut(plan, chunk).spans
-
-
-def store_spans(plan: GroupPlan, chunk: Chunk) -> Spans:
-    """Return what to write of a slot: as much as is read, or the slot as a whole where there are no parts."""
-    return cut(plan, chunk).store_spans
-
-
 def whole(plan: GroupPlan) -> Spans:
     """Return an image as one span, padding and all."""
     return ((0, plan.slot_bytes),)
-
-
-def padding(plan: GroupPlan, chunk: Chunk) -> tuple[slice, ...]:
-    """Return what is written around the blocks: to be zeroed, so that nothing stored holds what an earlier chunk left
-    there.
-    """
-    return cut(plan, chunk).padding
-
-
-def clear_padding(slot: Slot, plan: GroupPlan, chunk: Chunk) -> None:
-    """Zero the ``padding`` of a slot in host memory."""
-    for part in cut(plan, chunk).padding:
-        slot.memory[part] = 0
 
 
 def clear_around(slot: Slot, plan: GroupPlan, first_block: int) -> None:

@@ -49,24 +49,12 @@ class LinkMemory:
     """KV tensors by number; those of direct groups, at least."""
     host: MemoryId | None = None
 
-    def submit_packed(self, op: Op, parts: SlotParts) -> Iterator[Transfer]:
-        """Move staging slots in host memory."""
-        return self._submit_slots(op, self.staging, parts)
-
-    def submit_device(self, op: Op, parts: SlotParts) -> Iterator[Transfer]:
-        """Move slots in device memory."""
-        return self._submit_slots(op, self.device, parts)
-
-    def submit_host(self, op: Op, parts: SlotParts) -> Iterator[Transfer]:
-        """Move host slots. Raises MoverError where there are none."""
-        return self._submit_slots(op, self.host, parts)
-
     def submit_direct(
         self, op: Op, layout: KVLayout, parts: Sequence[tuple[Slot, Target | None, Chunk]]
     ) -> Iterator[Transfer]:
         """Move header pages, then the KV blocks themselves: a transfer per piece of registered memory and file."""
         header = ((0, HEADER_BYTES),)
-        yield from self._submit_slots(op, self.pages, [(page, target, header) for page, target, _ in parts])
+        yield from self.submit(op, self.pages, [(page, target, header) for page, target, _ in parts])
         blocks = [
             ChunkBlocks(number, chunk.group, chunk.block_ids, chunk.first_block)
             for number, (_, _, chunk) in enumerate(parts)
@@ -90,7 +78,8 @@ class LinkMemory:
                 np.stack([file_offset[of], extents.length[of]], axis=1),
             )
 
-    def _submit_slots(self, op: Op, memory: MemoryId | None, parts: SlotParts) -> Iterator[Transfer]:
+    def submit(self, op: Op, memory: MemoryId | None, parts: SlotParts) -> Iterator[Transfer]:
+        """Move slots of one ``memory``. Raises MoverError where the mover was not given that."""
         if parts and memory is None:
             raise MoverError(f"{self.link.mover.name} cannot touch the memory that the chunk is to lie in")
         by_file: dict[FileId, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}

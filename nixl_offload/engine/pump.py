@@ -12,7 +12,6 @@ import math
 import threading
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 from nixl_offload.engine.batch import Batch
 from nixl_offload.engine.jobs import TierQueue
@@ -81,28 +80,31 @@ class Pauses:
     slow_after_s: float
 
 
-class PumpPaths(Protocol):
-    """What the pump drives: how the chunks of one tier travel."""
+class PumpPaths:
+    """What the pump drives: how the chunks of one tier travel. Without more it is of a tier that has no mover."""
+
+    turn: Turn
+    """The pump's stretches without a wait."""
 
     def room(self, chunk: Chunk, in_flight: InFlight) -> int:
         """Return how many chunks like ``chunk`` may start now, as one batch. Pure and quick: called under the table's
         lock. A chunk that will be rejected is always admitted.
         """
-
-    def why_not(self, chunk: Chunk) -> str | None:
-        """Why a load that found no room shall not wait for it; None: it shall. Pure and quick, as ``room``."""
-
-    @property
-    def turn(self) -> Turn:
-        """The pump's stretches without a wait."""
+        raise NotImplementedError
 
     def begin(self, chunks: list[Chunk]) -> Batch:
         """Start chunks of one job, group and kind. Does no I/O before the first step; no step raises for a chunk that
         cannot be moved.
         """
+        raise NotImplementedError
+
+    def why_not(self, chunk: Chunk) -> str | None:
+        """Why a load that found no room shall not wait for it; None: it shall. Pure and quick, as ``room``."""
+        return None
 
     def look(self) -> float | None:
         """As ``movers.base.Mover.look``, of the tier's mover. None where there is none."""
+        return None
 
     def abandon(self, batch: Batch, error: str | None) -> None:
         """Undo at the tier what was begun for a batch and not ended."""

@@ -250,12 +250,12 @@ def test_batches_that_fail_to_scatter_hold_no_scratch(tmp_path: Path, monkeypatc
     """They fill it, and their chunks, tried singly, want some of it again: kept, all would wait for each other."""
     with opened(tmp_path, verify="always") as (_, rank):
         rig, paths = rank.rig, rank.memory._pump._driven
-        bus = paths._packer  # type: ignore[attr-defined]
+        bus = paths._copies.packer  # type: ignore[attr-defined]
         rig.write(range(16))
         wanted = rig.rows(range(16))
         assert rank.store(0, [rank.chunk(n, list(range(4 * n, 4 * n + 4))) for n in range(4)]) == (OK,) * 4
         monkeypatch.setattr(bus_packer, "BROUGHT_BYTES", 16 * bus._groups.block_bytes[0])
-        monkeypatch.setattr(paths._log, "error", lambda *_, **__: None)  # type: ignore[attr-defined]  # pytest keeps it
+        monkeypatch.setattr(type(paths._copies.rate_log), "error", lambda *_, **__: None)  # type: ignore[attr-defined]  # pytest keeps it
         real, failures = bus.scatter_many, [1, 2]
 
         def scatter(*arguments: Any) -> Any:

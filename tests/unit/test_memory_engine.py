@@ -260,7 +260,7 @@ def test_swapped_slots_and_foreign_shards_are_corrupt(make: Make, caplog: pytest
     rig.wipe(0xEE)
     swapped = [rig.chunk(0, [10, 11, 12, 13], slot=1), rig.chunk(1, [14, 15, 16, 17], slot=0)]
     assert rig.load(1, swapped) == (CORRUPT, CORRUPT)
-    assert "A chunk in memory was refused and will be recomputed" in caplog.text
+    assert "A stored chunk was refused and will be recomputed" in caplog.text
     assert rig.load(2, [rig.chunk(0, [10, 11, 12, 13], group=1)]) == (CORRUPT,)
     assert rig.load(3, [rig.chunk(7, [10, 11, 12, 13])]) == (CORRUPT,)
     assert set(rig.bytes_of(range(NUM_BLOCKS))) == {0xEE}
@@ -435,7 +435,7 @@ def test_a_store_that_wait_gave_up_keeps_its_slot_until_the_copy_is_over(make: M
     assert not rig.engine.idle()
     rig.fences[0].go()
     assert rig.collect(0).outcomes == (FAILED,)
-    assert rig.collect(0).errors == ("its blocks were given away while they were copied",)
+    assert rig.collect(0).errors == ("its blocks were given away meanwhile",)
     assert causes_of(rig.collect(0)) == ((FAILED, "needed_back", 1),)
     assert rig.load(1, [rig.chunk(0, [5, 6, 7, 8])]) == (CORRUPT,)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +24,12 @@ from nixl_offload.engine import image
 from nixl_offload.engine.batch import Batch, Steps
 from nixl_offload.engine.brought import Payload, ScatterSource
 from nixl_offload.engine.device_packer import DevicePacker
-from nixl_offload.engine.engine_memory import EngineMemory
+from nixl_offload.engine.engine_memory import EngineMemory, HostSlots
 from nixl_offload.engine.image import GroupPlan, Spans
 from nixl_offload.engine.jobs import JobTable
-from nixl_offload.engine.link_memory import LinkMemory, SlotParts
+from nixl_offload.engine.link_memory import LinkMemory
 from nixl_offload.engine.packer import Packer, Sums
+from nixl_offload.engine.pump import PumpPaths
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool, SlotT
@@ -36,7 +37,7 @@ from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.checked import CheckedChunks
 from nixl_offload.engine.turn import Turn
 from nixl_offload.errors import LayoutError, MoverError, TierError
-from nixl_offload.movers.base import Op, Transfer, TransferState
+from nixl_offload.movers.base import MemoryId, Mover, Op, Transfer, TransferState
 from nixl_offload.tiers.base import Link, Target
 from nixl_offload.types import Outcome
 
@@ -52,16 +53,14 @@ staging slots can be retired for good, these cannot."""
 
 T = TypeVar("T")
 
-Phase = Callable[["Context", Batch, GroupPlan], Steps]
+Phase = Callable[[Any, Batch, GroupPlan], Steps]
 """A piece of a path that can be begun again with each chunk of a batch alone."""
 Settle = Callable[[Batch], Steps]
 """How to wait until nothing of a batch is under way."""
 Use = Callable[[Batch, list[Chunk]], Steps]
 """What becomes of chunks that were read."""
-Submit = Callable[[Op, SlotParts], Iterator[Transfer]]
-"""One of ``LinkMemory``'s, by where the slots lie."""
-PlaceOf = Callable[[Chunk], tuple[Slot | DeviceSlot, Spans]]
-"""The slot of a chunk, and what of it to move."""
+SpansOf = Callable[[Chunk], Spans]
+"""What of a chunk's slot to move."""
 
 
 def out_of_use(link: Link) -> str:
@@ -69,10 +68,24 @@ def out_of_use(link: Link) -> str:
     return f"storage is out of use: {link.trouble}"
 
 
-def rows_to_scatter(chunk: Chunk, slot: Slot, plan: GroupPlan) -> ScatterSource:
-    """Return the blocks that a load wants of an image in ``slot``: on the device, if they were summed there."""
+def any_slot_of(chunk: Chunk) -> Slot | DeviceSlot:
+    """Return the slot in which a chunk lies: of the host slab, or of staging."""
+    slot = chunk.host if chunk.host is not None else chunk.slot
+    assert slot is not None
+    return slot
+
+
+def slot_of(chunk: Chunk) -> Slot:
+    """As ``any_slot_of``, where it is in host memory."""
+    slot = any_slot_of(chunk)
+    assert isinstance(slot, Slot)
+    return slot
+
+
+def rows_to_scatter(chunk: Chunk, plan: GroupPlan) -> ScatterSource:
+    """Return the blocks that a load wants of an image: on the device, if they were summed there."""
     if chunk.brought is None:
-        return image.rows(slot, plan, chunk)
+        return image.rows(slot_of(chunk), plan, chunk)
     begin = chunk.first_block - chunk.brought_from
     return chunk.brought[begin : begin + len(chunk.block_ids)]
 
@@ -92,25 +105,29 @@ def _by_transfer(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     return [group for group in together if group] + [[chunk] for chunk in by_state[TransferState.FAILED]]
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """One engine's, for all batches."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """What a tier's engine has for all batches: enough for the memory tier, where nothing but copies is made."""
 
     table: JobTable
     layout: KVLayout
     packer: Packer
-    device_packer: DevicePacker | None
-    """None: nothing is packed on the device."""
-    memory: EngineMemory
-    link_memory: LinkMemory
+    host: HostSlots | None
+    """The slots that chunks name; None: there are none."""
     namespaces: Sequence[bytes]
     """By group, what headers carry."""
-    keys: ChunkKeys | None
-    """None: chunks are not authenticated."""
     verify_checksum: bool
-    clock: Callable[[], float]
     rate_log: RateLog
     turn: Turn = field(default_factory=Turn)
+
+    @property
+    def mover(self) -> Mover | None:
+        """Of all transfers."""
+        return None
+
+    def clock(self) -> float:
+        """Return the table's time."""
+        return self.table.clock()
 
     # -- a batch as a whole -----------------------------------------------------------------------------------------
 
@@ -182,14 +199,16 @@ class Context:
 
     def begin(self, batch: Batch, plan: GroupPlan, phase: Phase, again: Phase | None = None) -> Steps:
         """Return the steps of ``batch`` from ``phase`` on. ``again`` as for ``run``."""
-        batch.mover = self.link_memory.link.mover
+        batch.mover = self.mover
         return self.run(batch, plan, phase, again)
 
     def abandon(self, batch: Batch, error: str | None) -> None:
         """Have the link undo what was begun and not ended. ``error``: None says that storage is not to blame."""
         for chunk in batch.chunks:
-            if chunk.target is not None:
-                self._let_go(chunk, error)
+            self.let_go(chunk, error)
+
+    def let_go(self, chunk: Chunk, error: str | None) -> None:
+        """As ``abandon``, of one chunk."""
 
     def advance_or_end(self, batch: Batch, state: ChunkState) -> bool:
         """Move the chunks of a batch on; end those that were given up. Whether any is left."""
@@ -197,9 +216,89 @@ class Context:
         going = self.table.advance(chunks, state)
         for chunk, goes in zip(chunks, going, strict=True):
             if not goes:
-                self._let_go(chunk, None)
-                chunk.end(Outcome.FAILED, "given up")
+                self.let_go(chunk, None)
+                chunk.end(Outcome.FAILED, "its blocks were given away meanwhile", "needed_back")
         return any(going)
+
+    def scatter(self, batch: Batch, plan: GroupPlan, chunks: Sequence[Chunk]) -> Steps:
+        """Copy verified images to KV blocks."""
+        copies = [(chunk.block_ids, rows_to_scatter(chunk, plan)) for chunk in chunks]
+        scattered = self.packer.scatter_many(chunks[0].group, copies, chunks[0].job.fence)
+        self.turn.begin()  # on the host it has been copied by now, without the interpreter
+        yield from batch.passes([scattered])
+
+    def settle(self, batch: Batch) -> Steps:
+        """Poll until nothing of the batch is under way."""
+        while batch.poll():
+            yield
+
+    def wait_out_quarantine(self, batch: Batch) -> Iterator[None]:
+        """Wait until no I/O of a quarantined transfer can touch memory or location any more."""
+        if batch.is_quarantined:
+            release_s = self.clock() + QUARANTINE_S
+            while self.clock() < release_s:
+                yield
+
+    # -- headers and checksums --------------------------------------------------------------------------------------
+
+    def encode(self, batch: Batch, plan: GroupPlan, sums: Sequence[npt.NDArray[np.uint64]] | None) -> Pages:
+        """Return the header pages of chunks about to be stored. ``sums``: as for ``image.encode``."""
+        chunks = batch.alive
+        return image.encode(self.namespaces[chunks[0].group], plan, chunks, sums)
+
+    def verify(
+        self,
+        batch: Batch,
+        checked: CheckedChunks,
+        chunks: Sequence[Chunk],
+        first_blocks: Sequence[int],
+        payloads: Sequence[Payload],
+    ) -> Steps:
+        """Compare the checksums of blocks in host memory, by the device where there is one; a chunk with a wrong one is
+        CORRUPT. Others have their rows in ``brought``.
+        """
+        if not chunks:
+            return
+        summed = yield from self.packer.bring(chunks[0].group, payloads)
+        yield from batch.passes([summed])
+        checked.verify(chunks, first_blocks, summed.values())
+        for chunk, first, rows in zip(chunks, first_blocks, summed.rows(), strict=True):
+            if chunk.result is None:
+                chunk.brought, chunk.brought_from = rows, first
+
+    def check(
+        self,
+        chunks: Sequence[Chunk],
+        plan: GroupPlan,
+        pages: Sequence[npt.NDArray[np.uint8]],
+        check: Callable[[Sequence[npt.NDArray[np.uint8]], ExpectedRows], HeaderRows] = check_headers,
+    ) -> CheckedChunks:
+        """Check identity and lengths, whatever ``verify`` says. A chunk whose header is not right is CORRUPT.
+
+        ``check``: another one for pages in the host slab, which other engines share.
+        """
+        for row, chunk in enumerate(chunks):
+            chunk.row = row
+        headers = check(pages, image.expected(self.namespaces[chunks[0].group], plan, chunks))
+        checked = CheckedChunks(self.rate_log, chunks, headers)
+        checked.end_corrupt()
+        return checked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context(Copies):
+    """As ``Copies``, with the link of a tier."""
+
+    device_packer: DevicePacker | None
+    """None: nothing is packed on the device."""
+    memory: EngineMemory
+    link_memory: LinkMemory
+    keys: ChunkKeys | None
+    """None: chunks are not authenticated."""
+
+    @property
+    def mover(self) -> Mover | None:
+        return self.link_memory.link.mover
 
     # -- slots ------------------------------------------------------------------------------------------------------
 
@@ -240,7 +339,7 @@ class Context:
         def begun(chunk: Chunk, target: Target) -> None:
             chunk.target = target
             if not writes and chunk.state is ChunkState.DONE:
-                self._let_go(chunk, None)  # nobody waits for it any more, and nothing has been read
+                self.let_go(chunk, None)  # nobody waits for it any more, and nothing has been read
                 chunk.end(Outcome.FAILED, "given up")
 
         chunks = batch.alive
@@ -279,12 +378,14 @@ class Context:
             if running:
                 yield
 
-    def write(self, batch: Batch, plan: GroupPlan, phase: Phase, submit: Submit, place_of: PlaceOf) -> Steps:
+    def write(self, batch: Batch, plan: GroupPlan, phase: Phase, memory: MemoryId | None, spans_of: SpansOf) -> Steps:
         """Write slots, and end their chunks. ``phase`` is the caller, for chunks that are to go singly."""
-        yield from self._move(batch, plan, Op.WRITE, submit, place_of)
+        yield from self._move(batch, plan, Op.WRITE, memory, spans_of)
         yield from self.arrive(batch, plan, phase, lambda batch: self.finish_writes(batch, plan, phase))
 
-    def read(self, batch: Batch, plan: GroupPlan, phase: Phase, submit: Submit, place_of: PlaceOf, use: Use) -> Steps:
+    def read(
+        self, batch: Batch, plan: GroupPlan, phase: Phase, memory: MemoryId | None, spans_of: SpansOf, use: Use
+    ) -> Steps:
         """Read into slots; ``use`` is what becomes of the chunks that have arrived. ``phase`` as for ``write``."""
 
         def finish(batch: Batch) -> Steps:
@@ -292,12 +393,13 @@ class Context:
             if arrived:
                 yield from use(batch, arrived)
 
-        yield from self._move(batch, plan, Op.READ, submit, place_of)
+        yield from self._move(batch, plan, Op.READ, memory, spans_of)
         yield from self.arrive(batch, plan, phase, finish, self.settle_load)
 
-    def _move(self, batch: Batch, plan: GroupPlan, op: Op, submit: Submit, place_of: PlaceOf) -> Steps:
+    def _move(self, batch: Batch, plan: GroupPlan, op: Op, memory: MemoryId | None, spans_of: SpansOf) -> Steps:
         def start(chunks: Sequence[Chunk]) -> Iterator[Transfer]:
-            return submit(op, [(slot, chunk.target, spans) for chunk in chunks for slot, spans in [place_of(chunk)]])
+            parts = [(any_slot_of(chunk), chunk.target, spans_of(chunk)) for chunk in chunks]
+            return self.link_memory.submit(op, memory, parts)
 
         yield from self.open_targets(batch, plan)
         self.turn.pause()
@@ -321,7 +423,7 @@ class Context:
                 if chunk.transfers:
                     raise
                 self.rate_log.error(type(error).__name__, "A chunk could not be moved: %s", error)
-                self._let_go(chunk, str(error))
+                self.let_go(chunk, str(error))
                 chunk.end(Outcome.FAILED, str(error), "io")
             self.turn.pause()
 
@@ -364,11 +466,6 @@ class Context:
             return
         batch.split(groups, lambda part: self.begin(part, plan, go_on, phase))
 
-    def settle(self, batch: Batch) -> Steps:
-        """Poll until nothing of the batch is under way."""
-        while batch.poll():
-            yield
-
     def settle_load(self, batch: Batch) -> Steps:
         """As ``settle``; the link hears of each chunk that is given up meanwhile, once."""
         waited_for = [chunk for chunk in batch.alive if not chunk.is_overdue]
@@ -380,13 +477,6 @@ class Context:
                         self.link_memory.link.overdue()
                 waited_for = [chunk for chunk in waited_for if not chunk.is_overdue]
             yield
-
-    def wait_out_quarantine(self, batch: Batch) -> Iterator[None]:
-        """Wait until no I/O of a quarantined transfer can touch memory or location any more."""
-        if batch.is_quarantined:
-            release_s = self.clock() + QUARANTINE_S
-            while self.clock() < release_s:
-                yield
 
     def finish_writes(self, batch: Batch, plan: GroupPlan, phase: Phase) -> Steps:
         """All transfers are final: make the chunks visible, or end them as FAILED."""
@@ -403,12 +493,7 @@ class Context:
                 chunk.end(Outcome.FAILED, words, "io")
             return
         # All is read: what makes a chunk visible needs no KV blocks.
-        chunks = batch.alive
-        going = self.table.advance(chunks, ChunkState.TRANSFER)
-        for chunk, goes in zip(chunks, going, strict=True):
-            if not goes:
-                self._let_go(chunk, None)
-                chunk.end(Outcome.FAILED, "its blocks were given away while they were written", "needed_back")
+        self.advance_or_end(batch, ChunkState.TRANSFER)
         chunks, calls = batch.alive, []
         for chunk in chunks:
             target, chunk.target = chunk.target, None
@@ -434,21 +519,12 @@ class Context:
             chunk.end(Outcome.FAILED, failure.error, "missing" if failure.missing else "io")
         return []
 
-    def _let_go(self, chunk: Chunk, error: str | None) -> None:
+    def let_go(self, chunk: Chunk, error: str | None) -> None:
         link, target, chunk.target = self.link_memory.link, chunk.target, None
         if target is not None:
             (link.fail_write if chunk.kind.writes else link.fail_read)(target, error)
 
-    # -- headers and checksums --------------------------------------------------------------------------------------
-
-    def encode(self, batch: Batch, plan: GroupPlan, sums: Sequence[npt.NDArray[np.uint64]]) -> Pages:
-        """Return the header pages of chunks about to be stored. ``sums``: of each chunk's blocks."""
-        chunks = batch.alive
-        return image.encode(self.namespaces[chunks[0].group], plan, chunks, sums)
-
-    def authenticate(
-        self, batch: Batch, checked: CheckedChunks, plan: GroupPlan, slot_of: Callable[[Chunk], Slot]
-    ) -> Steps:
+    def authenticate(self, batch: Batch, checked: CheckedChunks, plan: GroupPlan) -> Steps:
         """Compare the MACs of images that were read whole, before anything else believes in them; a chunk without a
         right one is CORRUPT.
         """
@@ -463,40 +539,43 @@ class Context:
                 read_bytes = 0
                 yield
 
-    def verify(
-        self,
-        batch: Batch,
-        checked: CheckedChunks,
-        chunks: Sequence[Chunk],
-        first_blocks: Sequence[int],
-        payloads: Sequence[Payload],
-    ) -> Steps:
-        """Compare the checksums of blocks in host memory, by the device where there is one; a chunk with a wrong one is
-        CORRUPT. Others have their rows in ``brought``.
-        """
-        if not chunks:
-            return
-        summed = yield from self.packer.bring(chunks[0].group, payloads)
-        yield from batch.passes([summed])
-        checked.verify(chunks, first_blocks, summed.values())
-        for chunk, first, rows in zip(chunks, first_blocks, summed.rows(), strict=True):
-            if chunk.result is None:
-                chunk.brought, chunk.brought_from = rows, first
 
-    def check(
-        self,
-        chunks: Sequence[Chunk],
-        plan: GroupPlan,
-        pages: Sequence[npt.NDArray[np.uint8]],
-        check: Callable[[Sequence[npt.NDArray[np.uint8]], ExpectedRows], HeaderRows] = check_headers,
-    ) -> CheckedChunks:
-        """Check identity and lengths, whatever ``verify`` says. A chunk whose header is not right is CORRUPT.
+class TierPaths(PumpPaths):
+    """Makes batches of chunks whose numbers fit."""
 
-        ``check``: another one for pages in the host slab, which other engines share.
-        """
-        for row, chunk in enumerate(chunks):
-            chunk.row = row
-        headers = check(pages, image.expected(self.namespaces[chunks[0].group], plan, chunks))
-        checked = CheckedChunks(self.rate_log, chunks, headers)
-        checked.end_corrupt()
-        return checked
+    def __init__(self, context: Copies, plans: Sequence[GroupPlan], keep_alive: Sequence[object]) -> None:
+        """``plans`` is indexed by group; ``keep_alive``: what must live as long as I/O may touch its memory."""
+        self._copies = context
+        self._plans = plans
+        self._keep_alive = keep_alive
+        self.turn = context.turn
+
+    def begin(self, chunks: list[Chunk]) -> Batch:
+        """Make a batch, whose first step checks its numbers and chooses its path."""
+        batch = Batch(chunks, chunks[0].kind)
+        batch.steps = self._steps(batch)
+        return batch
+
+    def _steps(self, batch: Batch) -> Steps:
+        """End the chunks whose numbers do not fit, for memory is touched unchecked later; move the others."""
+        first = batch.chunks[0]
+        plan = self._plans[first.group]
+        for chunk, fault in zip(batch.chunks, image.faults(plan, batch.chunks), strict=True):
+            try:
+                if fault is not None:
+                    raise LayoutError(fault)
+                self._find_slot(chunk, plan)
+            except LayoutError as error:
+                self._copies.rate_log.error("LayoutError", "A chunk could not be moved: %s", error)
+                chunk.end(Outcome.FAILED, str(error), "layout")
+        if batch.alive:
+            self.turn.pause()
+            yield from self._copies.begin(batch, plan, self._phase(first, plan))
+
+    def _find_slot(self, chunk: Chunk, plan: GroupPlan) -> None:
+        """Look up the host slot of a chunk that takes one. Raises LayoutError where there is none."""
+        raise NotImplementedError
+
+    def _phase(self, chunk: Chunk, plan: GroupPlan) -> Phase:
+        """Return how chunks like this one travel."""
+        raise NotImplementedError

@@ -43,17 +43,16 @@ def _seal(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
         return
     chunks = batch.alive
     headers = context.encode(batch, plan, [chunk.sums for chunk in chunks if chunk.sums is not None])
-    clear = [[(part.start, part.stop) for part in image.padding(plan, chunk)] for chunk in chunks]
+    clear = [[(part.start, part.stop) for part in image.cut(plan, chunk).padding] for chunk in chunks]
     finished = _packer(context).finish_images(headers, [_slot(chunk).memory for chunk in chunks], clear)
     yield from batch.passes([finished])
     yield from context.run(batch, plan, _write)
 
 
 def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    def place(chunk: Chunk) -> tuple[DeviceSlot, image.Spans]:
-        return _slot(chunk), image.store_spans(plan, chunk)
-
-    yield from context.write(batch, plan, _write, context.link_memory.submit_device, place)
+    yield from context.write(
+        batch, plan, _write, context.link_memory.device, lambda chunk: image.cut(plan, chunk).store_spans
+    )
 
 
 def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
@@ -68,9 +67,6 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     the checksums do, whatever ``verify`` says.
     """
     packer = _packer(context)
-
-    def place(chunk: Chunk) -> tuple[DeviceSlot, image.Spans]:
-        return _slot(chunk), image.spans(plan, chunk)
 
     def use(batch: Batch, arrived: list[Chunk]) -> Steps:
         summed = context.verify_checksum or not plan.tells_short_reads
@@ -90,7 +86,9 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
         # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
         yield from context.run(batch, plan, _scatter)
 
-    yield from context.read(batch, plan, _read, context.link_memory.submit_device, place, use)
+    yield from context.read(
+        batch, plan, _read, context.link_memory.device, lambda chunk: image.cut(plan, chunk).spans, use
+    )
 
 
 def _scatter(context: Context, batch: Batch, plan: GroupPlan) -> Steps:

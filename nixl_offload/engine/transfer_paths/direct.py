@@ -14,9 +14,8 @@ from nixl_offload.engine.batch import Batch, Steps
 from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.packer import Sums
 from nixl_offload.engine.records import Chunk
-from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import ChunkState
-from nixl_offload.engine.transfer_paths.common import Context, sums_of_each
+from nixl_offload.engine.transfer_paths.common import Context, slot_of, sums_of_each
 from nixl_offload.movers.base import Op, Transfer
 from nixl_offload.types import Outcome
 
@@ -36,7 +35,7 @@ def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     sums = _sums(context, chunks)
     yield from batch.passes([sums])
     for chunk, encoded in zip(chunks, context.encode(batch, plan, sums_of_each(chunks, sums)), strict=True):
-        _page(chunk).memory[:] = encoded
+        slot_of(chunk).memory[:] = encoded
     yield from context.run(batch, plan, _write)
 
 
@@ -84,7 +83,7 @@ def _use(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     arrived = context.finish_reads(batch, plan, _read)
     if not arrived:
         return
-    pages = [_page(chunk).memory for chunk in arrived]
+    pages = [slot_of(chunk).memory for chunk in arrived]
     checked = context.check(arrived, plan, pages)
     checked.refuse_absent()
     chunks = batch.alive
@@ -124,7 +123,7 @@ def _submit(context: Context, batch: Batch, op: Op) -> None:
     batch.touches_blocks = True
 
     def start(chunks: Sequence[Chunk]) -> Iterator[Transfer]:
-        parts = [(_page(chunk), chunk.target, chunk) for chunk in chunks]
+        parts = [(slot_of(chunk), chunk.target, chunk) for chunk in chunks]
         return context.link_memory.submit_direct(op, context.layout, parts)
 
     context.start_transfers(batch, start)
@@ -134,9 +133,3 @@ def _sums(context: Context, chunks: list[Chunk]) -> Sums:
     """The checksums of all blocks of the chunks, one after the other."""
     ids = np.concatenate([chunk.block_ids for chunk in chunks])
     return context.packer.sums(chunks[0].group, ids, chunks[0].job.fence)
-
-
-def _page(chunk: Chunk) -> Slot:
-    page = chunk.slot
-    assert isinstance(page, Slot)
-    return page

@@ -11,9 +11,8 @@ from nixl_offload.engine.batch import Batch, Steps
 from nixl_offload.engine.brought import BlockIds, Payload
 from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.records import Chunk
-from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import ChunkState
-from nixl_offload.engine.transfer_paths.common import MAC_STEP_BYTES, Context, rows_to_scatter
+from nixl_offload.engine.transfer_paths.common import MAC_STEP_BYTES, Context, slot_of
 from nixl_offload.types import Outcome
 
 
@@ -43,17 +42,18 @@ def _seal(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     chunks = batch.alive
     sums = [chunk.sums for chunk in chunks if chunk.sums is not None]
     if not sums:
-        rows = [image.rows(_slot(chunk), plan, chunk) for chunk in chunks]
+        rows = [image.rows(slot_of(chunk), plan, chunk) for chunk in chunks]
         sums = payload_checksums(rows, context.turn.pause)
     for chunk, page in zip(chunks, context.encode(batch, plan, sums), strict=True):
-        slot = _slot(chunk)
+        slot = slot_of(chunk)
         context.turn.pause()
         image.header_page(slot)[:] = page
-        image.clear_padding(slot, plan, chunk)
+        for part in image.cut(plan, chunk).padding:
+            slot.memory[part] = 0
     if context.keys is not None:
         signed_bytes = 0
         for chunk in chunks:
-            header, blocks = image.header_page(_slot(chunk)), image.rows(_slot(chunk), plan, chunk)
+            header, blocks = image.header_page(slot_of(chunk)), image.rows(slot_of(chunk), plan, chunk)
             header[:] = context.keys.signed(header, blocks)
             signed_bytes += blocks.nbytes
             if signed_bytes >= MAC_STEP_BYTES:
@@ -63,10 +63,9 @@ def _seal(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 
 def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    def place(chunk: Chunk) -> tuple[Slot, image.Spans]:
-        return _slot(chunk), image.store_spans(plan, chunk)
-
-    yield from context.write(batch, plan, _write, context.link_memory.submit_packed, place)
+    yield from context.write(
+        batch, plan, _write, context.link_memory.staging, lambda chunk: image.cut(plan, chunk).store_spans
+    )
 
 
 def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
@@ -79,30 +78,31 @@ def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     canary = image.Canary(plan)
 
-    def place(chunk: Chunk) -> tuple[Slot, image.Spans]:
-        slot, spans = _slot(chunk), image.spans(plan, chunk)
-        canary.place(slot, spans)
-        return slot, spans
+    def spans(chunk: Chunk) -> image.Spans:
+        return image.cut(plan, chunk).spans
+
+    for chunk in batch.alive:
+        canary.place(slot_of(chunk), spans(chunk))
 
     def use(batch: Batch, arrived: list[Chunk]) -> Steps:
-        pages = [image.header_page(_slot(chunk)) for chunk in arrived]
+        pages = [image.header_page(slot_of(chunk)) for chunk in arrived]
         checked = context.check(arrived, plan, pages)
         checked.refuse_absent()
         if context.keys is not None:
-            yield from context.authenticate(batch, checked, plan, _slot)
+            yield from context.authenticate(batch, checked, plan)
             yield from context.run(batch, plan, scatter)
             return
         suspects = [
             chunk
             for chunk in batch.alive
-            if context.verify_checksum or canary.may_be_short(_slot(chunk), image.spans(plan, chunk))
+            if context.verify_checksum or canary.may_be_short(slot_of(chunk), spans(chunk))
         ]
-        rows = [image.rows(_slot(chunk), plan, chunk) for chunk in suspects]
+        rows = [image.rows(slot_of(chunk), plan, chunk) for chunk in suspects]
         yield from context.verify(batch, checked, suspects, [chunk.first_block for chunk in suspects], rows)
         # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
         yield from context.run(batch, plan, scatter)
 
-    yield from context.read(batch, plan, _read, context.link_memory.submit_packed, place, use)
+    yield from context.read(batch, plan, _read, context.link_memory.staging, spans, use)
 
 
 def scatter(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
@@ -110,18 +110,10 @@ def scatter(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     if not context.advance_or_end(batch, ChunkState.SCATTER):
         return
     chunks = batch.alive
-    job, group = chunks[0].job, chunks[0].group
-    parts = [(chunk.block_ids, rows_to_scatter(chunk, _slot(chunk), plan)) for chunk in chunks]
-    yield from batch.passes([context.packer.scatter_many(group, parts, job.fence)])
+    yield from context.scatter(batch, plan, chunks)
     for chunk in chunks:
         chunk.end(Outcome.OK)
 
 
-def _slot(chunk: Chunk) -> Slot:
-    slot = chunk.slot
-    assert isinstance(slot, Slot)
-    return slot
-
-
 def _part(chunk: Chunk, plan: GroupPlan) -> tuple[BlockIds, Payload]:
-    return chunk.block_ids, image.rows(_slot(chunk), plan, chunk)
+    return chunk.block_ids, image.rows(slot_of(chunk), plan, chunk)

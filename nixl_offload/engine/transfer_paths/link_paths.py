@@ -11,16 +11,15 @@ import os
 import resource
 from collections.abc import Mapping, Sequence
 
-from nixl_offload.engine import image
-from nixl_offload.engine.batch import Batch, Steps
+from nixl_offload.engine.batch import Batch
 from nixl_offload.engine.engine_memory import HEADER_PAGES
 from nixl_offload.engine.image import GroupPlan, TransferPath
 from nixl_offload.engine.pump import InFlight
 from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.transfer_paths import device, direct, host, host_slot
-from nixl_offload.engine.transfer_paths.common import Context, Phase, out_of_use
-from nixl_offload.types import Outcome
+from nixl_offload.engine.transfer_paths.common import Context, Phase, TierPaths, out_of_use
+from nixl_offload.errors import LayoutError
 
 LOAD_RESERVE = 0.25
 """Share of the staging slots that stores leave to loads."""
@@ -53,18 +52,15 @@ _STORES: Mapping[TransferPath, Phase] = {"direct": direct.store, "device": devic
 _LOADS: Mapping[TransferPath, Phase] = {"direct": direct.load, "device": device.load, "host": host.load}
 
 
-class LinkPaths:
-    """Implements ``pump.PumpPaths``. A chunk's failure is its own outcome; nothing raises for reasons of storage."""
+class LinkPaths(TierPaths):
+    """A chunk's failure is its own outcome; nothing raises for reasons of storage."""
 
-    def __init__(self, context: Context, plans: Sequence[GroupPlan], *, keep_alive: Sequence[object] = ()) -> None:
-        """``plans`` is indexed by group; ``keep_alive``: what must live as long as I/O may touch its memory."""
+    def __init__(self, context: Context, plans: Sequence[GroupPlan], keep_alive: Sequence[object] = ()) -> None:
+        super().__init__(context, plans, keep_alive)
         self._context = context
-        self._plans = plans
-        self._keep_alive = keep_alive
         self._own_chunks = OWN_CHUNKS
         self._look_s = -math.inf
         """When to count descriptors again."""
-        self.turn = context.turn
 
     def room(self, chunk: Chunk, in_flight: InFlight) -> int:
         """Return how many chunks like ``chunk`` there are slots and I/O for: one batch at most."""
@@ -126,12 +122,6 @@ class LinkPaths:
         link = self._context.link_memory.link
         return out_of_use(link) if link.suspect else None
 
-    def begin(self, chunks: list[Chunk]) -> Batch:
-        """Make a batch, whose first step checks its numbers and chooses its path."""
-        batch = Batch(chunks, chunks[0].kind)
-        batch.steps = self._steps(batch)
-        return batch
-
     def look(self) -> float | None:
         """Look at the transfers of the link's mover."""
         return self._context.link_memory.link.mover.look()
@@ -146,24 +136,17 @@ class LinkPaths:
         link.close()
         link.mover.close()
 
-    def _steps(self, batch: Batch) -> Steps:
-        """End the chunks whose numbers do not fit, for memory is touched unchecked later; choose the path of the
-        others.
-        """
-        first = batch.chunks[0]
-        plan = self._plans[first.group]
-        for chunk, fault in zip(batch.chunks, image.faults(plan, batch.chunks), strict=True):
-            if fault is not None:
-                self._context.rate_log.error("LayoutError", "A chunk could not be moved: %s", fault)
-                chunk.end(Outcome.FAILED, fault, "layout")
-        if not batch.alive:
-            return
-        self.turn.pause()
-        if self._by_host_slot(first):
-            phase: Phase = host_slot.store if first.kind.writes else host_slot.load
-        else:
-            phase = (_STORES if first.kind.writes else _LOADS)[plan.path]
-        yield from self._context.begin(batch, plan, phase)
+    def _find_slot(self, chunk: Chunk, plan: GroupPlan) -> None:
+        if self._by_host_slot(chunk):
+            host, offset = self._context.host, chunk.host_offset
+            if host is None or offset is None:
+                raise LayoutError("there is no host memory in this engine")
+            chunk.host = host.slot(offset, plan.slot_bytes)
+
+    def _phase(self, chunk: Chunk, plan: GroupPlan) -> Phase:
+        if self._by_host_slot(chunk):
+            return host_slot.store if chunk.kind.writes else host_slot.load
+        return (_STORES if chunk.kind.writes else _LOADS)[plan.path]
 
     def _by_host_slot(self, chunk: Chunk) -> bool:
         """Whether a chunk goes by its host slot. A promotion whose tier cannot touch that serves its KV blocks all the
