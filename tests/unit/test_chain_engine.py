@@ -5,7 +5,6 @@ in it, moves of all three kinds bring the image unchanged, and every ticket is s
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nixl_offload.engine import ChainEngine, Chunk, WorkKind, make_move
+from nixl_offload.engine import WorkKind
 from nixl_offload.movers.base import Mover
-from nixl_offload.types import Location, Outcome
+from nixl_offload.types import Outcome
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
@@ -64,58 +63,6 @@ def test_a_job_is_dealt_out_by_location_and_put_together_again(make: Make) -> No
     assert rig.chain.idle()
 
 
-def test_a_job_of_one_tier_is_that_tiers_result(make: Make) -> None:
-    rig = make()
-    assert rig.store(1, [rig.chunk(0, FILE, blocks_of(0))]) == (OK,)
-    assert rig.load(2, [rig.chunk(0, FILE, [7, 8], first=2), rig.chunk(1, FILE, [9, 10, 11, 12])]) == (OK, CORRUPT)
-    result = rig.results[2]
-    (share,) = result.shares
-    assert (share.tier, share.bytes_moved, share.seconds) == (FILE, result.bytes_moved, result.seconds)
-    assert result.errors == ("corrupt: magic",)
-
-
-def test_a_job_of_no_chunks_ends(make: Make) -> None:
-    rig = make()
-    assert rig.store(1, []) == ()
-    assert rig.load(2, [], ticket=5) == ()
-    assert rig.settle(5).outcomes == ()
-    assert rig.moves(6, []) == ()
-
-
-@pytest.mark.parametrize("missing", [BUCKET, 7, -1])
-def test_chunks_of_a_tier_that_is_not_there_fail_alone(make: Make, missing: int) -> None:
-    rig = make(present=(True, False))
-    rig.put(FILE, 0)
-    lost = Chunk(rig.key(1), Location(missing, 0, rig.slot_bytes), 0, np.arange(4, 8, dtype=np.int32), 0, 0)
-    assert rig.load(1, [lost, rig.chunk(0, FILE, blocks_of(0), host=3), lost], ticket=9) == (FAILED, OK, FAILED)
-    assert rig.settle(9).outcomes == (FAILED, OK, FAILED)
-    assert rig.results[1].errors == ("the tier is not available on this rank",)
-    assert rig.store(2, [lost]) == (FAILED,)
-    rig.chain.wait([1, 2, 77])
-    nowhere = lost.location
-    moves = [
-        rig.move(3, MEMORY, FILE),
-        make_move(rig.key(1), 0, rig.at(MEMORY, 1), nowhere, memory=MEMORY),
-        make_move(rig.key(1), 0, nowhere, rig.at(MEMORY, 1), memory=MEMORY),
-        make_move(rig.key(1), 0, nowhere, rig.at(FILE, 1), memory=MEMORY),
-    ]
-    rig.fill_host(3)
-    assert rig.moves(10, moves) == (OK, FAILED, FAILED, FAILED)
-    assert rig.chain.idle()
-
-
-def test_a_chain_of_nothing_fails_everything_and_closes() -> None:
-    chain = ChainEngine(2)
-    chunk = Chunk(ChainRig.key(None, 1), Location(1, 0, 8192), 0, np.arange(4, dtype=np.int32), 0)  # type: ignore[arg-type]
-    chain.submit_store(1, [chunk])
-    chain.submit_moves(2, [make_move(chunk.key, 0, Location(0, 0, 8192), chunk.location, memory=0)])
-    chain.wait([1])
-    chain.close()
-    assert [result.outcomes for result in chain.finished()] == [(FAILED,)]
-    assert [settled.outcomes for settled in chain.settled()] == [(FAILED,)]
-    assert not chain.has_jobs
-
-
 @pytest.mark.parametrize("shape", ["per_layer", "two_groups", "direct_blocks"])
 def test_moves_of_all_kinds_bring_the_image_unchanged(make: Make, shape: str) -> None:
     """Out of memory, on from file to bucket and back by relay slots, and into memory again: one ticket each."""
@@ -160,24 +107,6 @@ def test_a_ticket_may_hold_moves_of_every_kind(make: Make) -> None:
         rig.move(3, BUCKET, FILE),
     ]
     assert rig.moves(1, moves) == (OK, OK, CORRUPT, OK, CORRUPT, OK, OK)
-
-
-def test_more_relays_than_slots_wait_their_turn(make: Make) -> None:
-    rig = make(relay_slots=1)
-    for number in range(12):
-        rig.put(FILE, number)
-    relay = rig.host.slot(rig.host.relay_offsets[0], rig.slot_bytes).memory
-    assert rig.moves(1, [rig.move(number, FILE, BUCKET) for number in range(12)]) == (OK,) * 12
-    assert all(np.array_equal(rig.stored(BUCKET, number), rig.image(number)) for number in range(12))
-    assert np.array_equal(relay[: len(rig.image(11))], rig.image(11))
-    assert not rig.host.slot(0, rig.host.memory_bytes).memory.any(), "a relay went through the memory tier's slots"
-
-
-def test_without_relay_slots_only_moves_between_farther_tiers_fail(make: Make) -> None:
-    rig = make(relay_slots=0)
-    rig.put(FILE, 0)
-    assert rig.moves(1, [rig.move(0, FILE, BUCKET), rig.move(0, FILE, MEMORY)]) == (DROPPED, OK)
-    assert rig.moves(2, [rig.move(0, MEMORY, BUCKET)]) == (OK,)
 
 
 def test_promotions_of_a_load_are_told_under_its_ticket(make: Make) -> None:
@@ -228,44 +157,6 @@ def test_what_is_stored_once_is_served_by_every_tier(make: Make, shape: str) -> 
         assert np.array_equal(rig.host_bytes(10 + group, group), rig.host_bytes(1 + group, group))
 
 
-def test_a_load_without_a_ticket_fills_no_slot(make: Make) -> None:
-    """Nobody would be told when the slot is free again."""
-    rig = make()
-    rig.put(FILE, 0)
-    rig.host_bytes(0)[:] = 0xEE
-    assert rig.load(1, [rig.chunk(0, FILE, blocks_of(0), host=0)]) == (OK,)
-    assert (rig.host_bytes(0) == 0xEE).all()
-
-
-def test_a_job_that_is_submitted_twice_runs_once(make: Make) -> None:
-    """The ticket of the second is settled all the same."""
-    rig = make()
-    rig.put(FILE, 0)
-    chunks = [rig.chunk(0, FILE, blocks_of(0), host=0)]
-    rig.chain.submit_load(1, chunks, promotion_ticket=7)
-    rig.chain.submit_load(1, chunks, promotion_ticket=8)
-    rig.chain.submit_store(1, chunks)
-    assert rig.collect(1).outcomes == (OK,)
-    assert rig.settle(7).outcomes == (OK,)
-    assert rig.settle(8).outcomes == (DROPPED,)
-
-
-def test_wait_frees_the_blocks_of_every_tier(make: Make) -> None:
-    rig = make()
-    chunks = [rig.chunk(number, tier, blocks_of(number)) for number, tier in enumerate([FILE, BUCKET, MEMORY])]
-    wanted = rig.blocks(range(12))
-    rig.chain.submit_store(1, chunks)
-    rig.chain.wait([1])
-    for rows in rig.kv:
-        rows[:] = 0
-    outcomes = rig.collect(1).outcomes
-    assert set(outcomes) <= {OK, DROPPED}
-    for number in range(3):
-        if outcomes[number] is OK:
-            assert rig.load(10 + number, [chunks[number]]) == (OK,)
-            assert np.array_equal(rig.blocks(blocks_of(number)), wanted[4 * number : 4 * number + 4])
-
-
 def test_close_drains_moves_and_stores(make: Make) -> None:
     """Relays too, which need a step of this side in between; everything is told afterwards."""
     rig = make(relay_slots=1)
@@ -285,14 +176,3 @@ def test_close_drains_moves_and_stores(make: Make) -> None:
     assert rig.load(4, [rig.chunk(0, FILE, blocks_of(0), host=0)], ticket=4) == (FAILED,)
     assert rig.settle(4).outcomes == (FAILED,)
     assert rig.moves(5, [rig.move(0, FILE, BUCKET), rig.move(10, MEMORY, FILE)]) == (FAILED, FAILED)
-
-
-@pytest.mark.no_cover
-def test_asking_costs_next_to_nothing_when_nothing_happens(make: Make) -> None:
-    """As often as an engine steps: generous, but far below what walking over open tickets would take."""
-    rig = make()
-    began_s = time.thread_time()
-    for _ in range(1000):
-        rig.chain.finished()
-        rig.chain.settled()
-    assert time.thread_time() - began_s < 0.5
