@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-_GRACE_S = 5.0
+_GRACE_S = 30.0
 _FOREIGN_THREADS = ("TMonitor",)
 """Classes of daemon threads that third parties start once per process and never stop (tqdm)."""
 _FAULT_PROXY = "fault-proxy"
@@ -24,10 +25,17 @@ processes, which are not traced anyway."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have SIGINT end what a test interrupts, also where a shell started all this in the background."""
+    """Have SIGINT end what a test interrupts, also where a shell started all this in the background; and let examples
+    that hypothesis draws take as long as a busy machine needs.
+    """
     config.addinivalue_line("markers", "no_cover: runs without coverage (pytest-cov's, which may not be installed)")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    with contextlib.suppress(ImportError):  # on a GPU machine without a registry
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("busy")
 
 
 @pytest.hookimpl(trylast=True)

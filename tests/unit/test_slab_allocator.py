@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
@@ -248,11 +248,5 @@ class SlabModel(RuleBasedStateMachine):
         assert self.slab.extents_in_use == len(self.owners())
 
 
-SlabModel.TestCase.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+SlabModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40, derandomize=True)
 TestSlabModel = SlabModel.TestCase
