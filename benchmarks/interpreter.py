@@ -198,14 +198,14 @@ class Probes:
 
     def __init__(self) -> None:
         from nixl_offload.engine.host_copies import HostCopy
-        from nixl_offload.engine.jobs import JobTable
+        from nixl_offload.engine.jobs import TierQueue
         from nixl_offload.engine.turn import Turn
 
         self._without_s = 0.0
         self._stretches_s: list[float] = []
         self._began_s: dict[int, float] = {}
         self._wrap(Turn, "_let_go")
-        self._wrap(JobTable, "sleep")
+        self._wrap(TierQueue, "sleep")
         self._wrap(HostCopy, "gather")
         self._wrap(HostCopy, "scatter")
 

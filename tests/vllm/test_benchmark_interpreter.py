@@ -9,7 +9,7 @@ from nixl._api import nixlBind
 
 from benchmarks import interpreter
 from nixl_offload.engine.host_copies import HostCopy
-from nixl_offload.engine.jobs import JobTable
+from nixl_offload.engine.jobs import TierQueue
 from nixl_offload.engine.turn import Turn
 
 
@@ -17,7 +17,7 @@ from nixl_offload.engine.turn import Turn
 def test_it_measures_a_round(medium: str, mover: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"JOBS": (1, 8), "RUN_CHUNKS": 8, "LOOP_S": 0.3}.items():
         monkeypatch.setattr(interpreter, name, value)
-    for owner, name in ((Turn, "_let_go"), (JobTable, "sleep"), (HostCopy, "gather"), (HostCopy, "scatter")):
+    for owner, name in ((Turn, "_let_go"), (TierQueue, "sleep"), (HostCopy, "gather"), (HostCopy, "scatter")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # probes replace them; undone with the test
     probes = interpreter.Probes()
     with interpreter.open_rank(medium, tmp_path) as rank:
