@@ -40,9 +40,8 @@ from nixl_offload.vllm.background import name_of
 from nixl_offload.vllm.chunks import RankChunks, of_no_blocks
 from nixl_offload.vllm.kv_caches import canonical_layout
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketSpec
-from nixl_offload.vllm.rank_engine import RankMemory, open_host, open_tier_engine, plan_tiers
 from nixl_offload.vllm.rank_shards import RankShards
-from nixl_offload.vllm.rank_tiers import RankTiers
+from nixl_offload.vllm.rank_tiers import RankMemory, RankTiers, open_host, open_tier_engine, plan_tiers
 
 logger = logging.getLogger(__name__)
 

@@ -65,7 +65,7 @@ class Rank:
         self.chain = ChainEngine(len(config.tiers), self.host, load_timeout_s=config.load_timeout_s)
 
     def open(self, position: int, place: kinds.AnyPlace) -> TierEngine:
-        """Open one tier, as ``vllm.rank_engine`` does. Raises TierError, MoverError, with nothing left open."""
+        """Open one tier, as ``vllm.rank_tiers`` does. Raises TierError, MoverError, with nothing left open."""
         tier = self._config.tiers[position]
         common: dict[str, Any] = {
             "table": self.chain.table,

@@ -23,7 +23,7 @@ from nixl_offload.engine.autotune import TransferPlan
 from nixl_offload.engine.streams import Device
 from nixl_offload.engine.transfer_paths import host
 from nixl_offload.movers.base import MemoryKind
-from nixl_offload.vllm import rank_engine
+from nixl_offload.vllm import rank_tiers
 from tests.unit.device_rig import ThreadedStreams
 from tests.vllm.blocks_outermost import BlocksOutermostExtension
 
@@ -40,13 +40,13 @@ for _library in ("libcudart.so.12", "libcufile.so.0"):
     ctypes.CDLL(str(Path(os.environ[LIBRARIES]) / _library), mode=ctypes.RTLD_GLOBAL)
 
 _device = Device(torch.device("cpu"), MemoryKind.VRAM, ThreadedStreams())
-for _module in (engine, packer, rank_engine):
+for _module in (engine, packer, rank_tiers):
     _module.device_of = lambda tensor: _device  # type: ignore[attr-defined]
 if WAY in os.environ:
     _way = os.environ[WAY]
     opened_mover.plan_transfers = lambda *_: TransferPlan("gds_mt", "host" if _way == "host" else "device")
     _least_bytes = 4096 if _way == "direct" else 1 << 62
-    rank_engine.Engine = functools.partial(engine.Engine, direct_min_extent_bytes=_least_bytes)  # type: ignore[misc]
+    rank_tiers.Engine = functools.partial(engine.Engine, direct_min_extent_bytes=_least_bytes)  # type: ignore[misc]
 if NO_SUMS in os.environ:
 
     def _refuse(payloads: Sequence[Any]) -> list[Any]:

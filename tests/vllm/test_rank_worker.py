@@ -46,11 +46,11 @@ from nixl_offload.tiers.shared.tier import SharedPlace
 from nixl_offload.tiers.shared_dir.link import TreeLink
 from nixl_offload.tiers.slab.tier import SlabPlace
 from nixl_offload.types import Key, Location, Outcome
-from nixl_offload.vllm import background, rank_engine, rank_tiers
+from nixl_offload.vllm import background, rank_tiers
 from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.adapters import AdapterUse, adapter_of
 from nixl_offload.vllm.messages import RankStatus, TicketSpec
-from nixl_offload.vllm.rank_engine import open_host
+from nixl_offload.vllm.rank_tiers import open_host
 from nixl_offload.vllm.worker import FinishedJob, NixlOffloadingWorker
 from tests.unit.device_rig import ThreadedStreams, emulated
 
@@ -409,7 +409,7 @@ class SlowStart:
             assert self.go_on.wait(DEADLINE_S)
             if left:
                 raise left.pop(0)
-            self.opened.append(rank_engine.open_tier_engine(*arguments))
+            self.opened.append(rank_tiers.open_tier_engine(*arguments))
             return self.opened[-1]
 
         monkeypatch.setattr(worker_module, "open_tier_engine", opening)
@@ -613,7 +613,7 @@ def test_one_tier_that_cannot_be_opened_for_any_reason_leaves_the_others(
     def opened(config: Any, position: int, *arguments: Any) -> Any:
         if position == 1:
             raise RuntimeError("CUDA out of memory")
-        return rank_engine.open_tier_engine(config, position, *arguments)
+        return rank_tiers.open_tier_engine(config, position, *arguments)
 
     monkeypatch.setattr(worker_module, "open_tier_engine", opened)
     rig = Rig(tmp_path, {"kind": "s3", "bucket": "nowhere"}, is_open=False)
@@ -708,11 +708,11 @@ def test_kernels_are_compiled_at_start(tmp_path: Path, monkeypatch: pytest.Monke
     def groups(tensors: list[torch.Tensor], pages: list[list[Any]], device: Device) -> None:
         made.append((len(tensors), [len(group) for group in pages]))
 
-    monkeypatch.setattr(rank_engine, "DeviceGroups", groups)
+    monkeypatch.setattr(rank_tiers, "DeviceGroups", groups)
     Rig(tmp_path / "host", is_open=False).worker.shutdown()
     assert not made, "there is nothing to compile for host memory"
     with ThreadedStreams() as streams:
-        monkeypatch.setattr(rank_engine, "device_of", lambda _: emulated(streams))
+        monkeypatch.setattr(rank_tiers, "device_of", lambda _: emulated(streams))
         Rig(tmp_path / "device", is_open=False).worker.shutdown()
     assert made == [(LAYERS, [LAYERS])]
 
@@ -746,7 +746,7 @@ def test_a_directory_that_hangs_does_not_hold_up_the_start(
 ) -> None:
     """On a device: it is measured neither then nor once it answers, and the other tier has its plan."""
     go_on, measured = threading.Event(), []
-    make_directory = rank_engine.make_private_directory
+    make_directory = rank_tiers.make_private_directory
 
     def making(directory: Path) -> None:
         if directory.name == "slab":
@@ -757,12 +757,12 @@ def test_a_directory_that_hangs_does_not_hold_up_the_start(
         measured.append(tier.kind)
         return f"a plan for {tier.kind}"
 
-    monkeypatch.setattr(rank_engine, "TOUCH_LIMIT_S", 0.5)
-    monkeypatch.setattr(rank_engine, "make_private_directory", making)
-    monkeypatch.setattr(rank_engine, "plan_tier", planned)
-    monkeypatch.setattr(rank_engine, "DeviceGroups", lambda *_: SimpleNamespace(sums_slowly=False))
+    monkeypatch.setattr(rank_tiers, "TOUCH_LIMIT_S", 0.5)
+    monkeypatch.setattr(rank_tiers, "make_private_directory", making)
+    monkeypatch.setattr(rank_tiers, "plan_tier", planned)
+    monkeypatch.setattr(rank_tiers, "DeviceGroups", lambda *_: SimpleNamespace(sums_slowly=False))
     with ThreadedStreams() as streams:
-        monkeypatch.setattr(rank_engine, "device_of", lambda _: emulated(streams))
+        monkeypatch.setattr(rank_tiers, "device_of", lambda _: emulated(streams))
         began_s = time.monotonic()
         rig = Rig(
             tmp_path / "slab",
@@ -783,13 +783,13 @@ def test_a_directory_that_hangs_does_not_hold_up_the_start(
 def test_a_directory_that_cannot_be_written_to_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor one for which there is no thread; the start goes on."""
     (tmp_path / "file").write_bytes(b"")
-    assert rank_engine._touch([str(tmp_path / "file" / "below"), str(tmp_path / "good")]) == {str(tmp_path / "good")}
+    assert rank_tiers._touch([str(tmp_path / "file" / "below"), str(tmp_path / "good")]) == {str(tmp_path / "good")}
 
     def no_thread(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", no_thread)
-    assert rank_engine._touch([str(tmp_path / "good")]) == set()
+    assert rank_tiers._touch([str(tmp_path / "good")]) == set()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
