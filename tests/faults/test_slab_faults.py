@@ -316,7 +316,7 @@ def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int) -> None:
     lock.release()
 
 
-@pytest.mark.parametrize("plant", ["symlink", "hard link", "directory"])
+@pytest.mark.parametrize("plant", ["symlink", "hard link", "directory", "pipe"])
 def test_what_is_no_file_of_its_own_is_neither_slab_nor_lock(tmp_path: Path, plant: str) -> None:
     """Who can make names in the directory, and no more, has us write to none of our other files."""
     target = tmp_path / "target"
@@ -326,6 +326,7 @@ def test_what_is_no_file_of_its_own_is_neither_slab_nor_lock(tmp_path: Path, pla
         "symlink": lambda path: path.symlink_to(target),
         "hard link": lambda path: path.hardlink_to(target),
         "directory": Path.mkdir,
+        "pipe": os.mkfifo,
     }[plant]
     for name in ("rank-00000.slab", "lock"):
         make(tmp_path / name)
@@ -339,7 +340,6 @@ def test_what_is_no_file_of_its_own_is_neither_slab_nor_lock(tmp_path: Path, pla
 
 HOLDER = r"""
 import os, sys, time
-from collections.abc import Callable
 from pathlib import Path
 from nixl_offload.tiers.lock import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]))
