@@ -291,3 +291,37 @@ def test_every_byte_of_a_file_counts_however_long_it_is(tmp_path: Path) -> None:
     with file.open("r+b") as opened:
         os.pwrite(opened.fileno(), b"1", 64 << 20)
     assert settings({"fp8_scale_path": str(file)}) != before
+
+
+class Revision(str):
+    """As huggingface_hub's: a str of another type, which prints as itself."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "something else"
+
+
+@dataclasses.dataclass
+class Derived(Base):
+    """A configuration of another kind."""
+
+    kernel: Kernel = Kernel.FAST
+    parts: list[Any] = dataclasses.field(default_factory=list)
+
+
+def test_fields_are_named_by_their_path() -> None:
+    found = settings({"outer": Derived(parts=[1, Base()]), "none": None})
+    assert found == {
+        "none": None,
+        "outer.(type)": "Derived",
+        "outer.size": 1,
+        "outer.port": 80,
+        "outer.kernel": "Kernel.FAST",
+        "outer.parts": '[1, {".(type)": "Base", ".size": 1, ".port": 80}]',
+    }
+
+
+def test_excused_fields_of_a_base_class_are_left_out_of_derived_ones() -> None:
+    found = settings(Derived(), {"Base": {"port": "a port"}})
+    assert found == {"size": 1, "kernel": "Kernel.FAST", "parts": "[]"}

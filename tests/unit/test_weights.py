@@ -474,3 +474,38 @@ def test_a_file_that_has_become_a_pipe_is_told(model: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(weights, "list_files", list_and_replace)
     assert error_of(model).endswith("config.json is not a regular file")
+
+
+def test_harmless_directories_are_not_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One may be somebody else's and unreadable, or a link to a large tree."""
+    (tmp_path / "config.json").write_bytes(b"{}")
+    (tmp_path / "checkpoint-500").mkdir()
+    entered: list[str] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: entered.append(str(path)) or scandir(path))
+    assert [file.name for file in list_files(str(tmp_path))] == ["config.json"]
+    assert entered == [str(tmp_path)]
+
+
+@pytest.mark.parametrize(
+    ("cores", "asked", "threads"), [(1, None, 1), (2, None, 1), (6, None, 3), (64, None, 4), (2, 3, 3)]
+)
+def test_half_of_the_cores_read_and_four_at_most(
+    model: Path, monkeypatch: pytest.MonkeyPatch, cores: int, asked: int | None, threads: int
+) -> None:
+    """What starts beside a model's loader leaves cores to it."""
+    with (model / "long.bin").open("wb") as long:
+        long.truncate(2 * threads * PIECE_BYTES)
+    seen, together, read = set[str](), threading.Event(), os.preadv
+
+    def read_together(fd: int, buffers: list[memoryview], at: int) -> int:
+        seen.add(threading.current_thread().name)
+        if len(seen) >= threads or not together.wait(PATIENCE_S):
+            together.set()
+        return read(fd, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", read_together)
+    monkeypatch.setattr(os, "sched_getaffinity", {0: set(range(cores))}.__getitem__)  # of this process
+    digest = WeightsDigest(str(model), None, threads=asked)
+    assert digest.wait(PATIENCE_S)
+    assert seen == {f"weights-read-{number}" for number in range(threads)}
