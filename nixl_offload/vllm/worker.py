@@ -92,7 +92,6 @@ class NixlOffloadingWorker(OffloadingWorker):
         blocks_per_chunk = offloading.cache.blocks_per_chunk
         self.layout = canonical_layout(kv_caches, blocks_per_chunk) if shards is None else shards.layout
         self._shards = shards
-        self._keys = keys
         self._has_layers = len(self.layout.empty_groups) < len(self.layout.groups)
         """Whether any; else this rank needs no memory, reaches no storage, and is done with its part at once."""
         self._host: HostSlab | None = None
@@ -111,13 +110,16 @@ class NixlOffloadingWorker(OffloadingWorker):
             plan=None if shards is None else shards.plan,
             shared=[position for position, tier in enumerate(config.tiers) if tier.is_shared],
         )
+        numbers = () if shards is None else shards.plan.numbers(self._rank)
+        memory = RankMemory(self._tensors, self.layout, self._host, claimed_share, numbers, keys)
         self._tiers = RankTiers(
             self._engine,
-            open_tier=self._open_tier,
+            open_tier=lambda position, place: open_tier_engine(
+                config, position, place, memory, self._rank, self._plans[position], self._engine.table
+            ),
             joined=self._joined,
             name_of=lambda position: f"{name_of(config.tiers[position])} on rank {self._rank}",
         )
-        self._claimed_share = claimed_share
         self._load_fence: Fence | None = None
         """Behind which this step's loads may write; None: behind all that the model was given when they are submitted.
         """
@@ -313,23 +315,10 @@ class NixlOffloadingWorker(OffloadingWorker):
         elif self._host is not None:
             leak(self._host)  # a copy that did not end may be at it, and would be waited for
 
-    def _open_tier(self, position: int, place: AnyPlace) -> TierEngine:
-        numbers = () if self._shards is None else self._shards.plan.numbers(self._rank)
-        memory = RankMemory(self._tensors, self.layout, self._host, self._claimed_share, numbers, self._keys)
-        return open_tier_engine(
-            self._config, position, place, memory, self._rank, self._plans[position], self._engine.table
-        )
-
     def _joined(self, position: int, place: AnyPlace, engine: TierEngine) -> None:
         if self._shards is not None:
             self._chunks.take_places(position, place.slots if isinstance(place, SlabPlace) else None)
-        self._look_at_streams(position, engine)
-
-    def _look_at_streams(self, position: int, engine: TierEngine) -> None:
-        """Say so where a mover and the model are in each other's way. Asked when steps run, for vLLM chooses the
-        model's stream after the KV caches are registered.
-        """
-        access = engine.status().access
+        access = engine.status().access  # asked now, for vLLM chooses the model's stream after it registers KV caches
         if access is not None and access.mover == "kvikio" and model_on_default_stream(self._tensors[0]):
             logger.warning(
                 "%s: KvikIO's copies wait for CUDA's default stream, where this model runs (--enforce-eager on one "
