@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.pump import LEAKED
@@ -35,14 +34,6 @@ Refused = tuple[Outcome, str]
 """Why nothing of a job is done: what its chunks are, and the words."""
 
 
-class RelayHost(Protocol):
-    """What is needed of ``host.HostSlab``."""
-
-    @property
-    def relay_offsets(self) -> Sequence[int]:
-        """Offsets in the host slab of the slots for moves between farther tiers."""
-
-
 class ChainEngine:
     """All tiers of one rank. Each submitted job yields exactly one ``Completion`` and each ticket exactly one
     ``Completion``, whatever fails.
@@ -55,17 +46,15 @@ class ChainEngine:
     def __init__(
         self,
         tiers: int,
-        host: RelayHost | None = None,
+        relay_offsets: Sequence[int] = (),
         *,
         load_timeout_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """No tier is open yet. ``tiers``: how many positions there are for ``Location.tier``. ``host``: without it
-        nothing moves between farther tiers. ``load_timeout_s``: after that a load has failed.
+        """No tier is open yet. ``tiers``: how many positions there are for ``Location.tier``. ``relay_offsets``: of the
+        slots in the host slab for moves between farther tiers. ``load_timeout_s``: after that a load has failed.
         """
-        self.table = JobTable(
-            clock=clock, load_timeout_s=load_timeout_s, relay_offsets=() if host is None else host.relay_offsets
-        )
+        self.table = JobTable(clock=clock, load_timeout_s=load_timeout_s, relay_offsets=relay_offsets)
         self._engines: list[TierEngine | None] = [None] * tiers
         self._clock = clock
         self._closed = False

@@ -100,7 +100,9 @@ class NixlOffloadingWorker(OffloadingWorker):
             self._host = open_host(config, offloading.parallel, self.layout, self._tensors, engines, keys)
             self._plans = plan_tiers(config, self._tensors, self.layout)
         self._engine = ChainEngine(
-            len(config.tiers) if self._has_layers else 0, self._host, load_timeout_s=config.load_timeout_s
+            len(config.tiers) if self._has_layers else 0,
+            () if self._host is None else self._host.relay_offsets,
+            load_timeout_s=config.load_timeout_s,
         )
         self._chunks = RankChunks(
             self.layout,

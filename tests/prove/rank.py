@@ -62,7 +62,11 @@ class Rank:
                 slot_bytes=self.slot_bytes,
                 progress=lambda done, total: None,
             )
-        self.chain = ChainEngine(len(config.tiers), self.host, load_timeout_s=config.load_timeout_s)
+        self.chain = ChainEngine(
+            len(config.tiers),
+            () if self.host is None else self.host.relay_offsets,
+            load_timeout_s=config.load_timeout_s,
+        )
 
     def open(self, position: int, place: kinds.AnyPlace) -> TierEngine:
         """Open one tier, as ``vllm.rank_tiers`` does. Raises TierError, MoverError, with nothing left open."""

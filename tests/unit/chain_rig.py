@@ -94,7 +94,7 @@ class ChainRig:
             options.setdefault("direct_min_extent_bytes", 4096)
         slabs: list[SlabFile] = []
         rank = {name: options.pop(name) for name in ("load_timeout_s",) if name in options}
-        chain = TestedRank(3, host, clock=clock, **rank)
+        chain = TestedRank(3, host.relay_offsets, clock=clock, **rank)
         memory = MemoryEngine(
             table=chain.table,
             tensors=tensors,

@@ -124,7 +124,7 @@ class RankRig:
         name = NAMESPACE_NAME if namespace is None else namespace.name
         tree = TreeLink(str(root), name, 77, self.movers[1], direct_io=False, clock=time.monotonic)
         slab_link = SlabLink(self.slab, self.movers[0], time.monotonic, neighbours=self.neighbours)
-        self.chain = ChainEngine(3, self.host)
+        self.chain = ChainEngine(3, self.host.relay_offsets)
         farther = [
             Engine(
                 table=self.chain.table,

@@ -133,7 +133,7 @@ def chain(tmp_path: Path) -> Iterator[ChainRig]:
     slot_bytes = rig.slot_bytes
     host = HostSlab(memory_bytes=16 * slot_bytes, relay_slots=2, slot_bytes=slot_bytes, keys=KEYS)
     rig.chain.close()
-    rig.chain = TestedRank(3, host, clock=rig.clock)
+    rig.chain = TestedRank(3, host.relay_offsets, clock=rig.clock)
     common: dict[str, Any] = {"table": rig.chain.table}
     common |= {"tensors": rig.tensors, "layout": rig.layout, "rank_namespace": NAMESPACE, "host": host}
     slab = rig.slabs[0]

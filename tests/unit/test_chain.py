@@ -31,6 +31,7 @@ STORE, LOAD = WorkKind.STORE, WorkKind.LOAD
 MEMORY, FILE, BUCKET, GONE = 0, 1, 2, 3
 LOAD_TIMEOUT_S = 1000.0
 BLOCK, SLOT = 4096, 8192
+RELAY_OFFSETS = 10 * SLOT, 11 * SLOT
 LAYOUT = KVLayout((RegionSpec(0, 1 << 20, 64, BLOCK, BLOCK),), (GroupLayout.of_pages([(0, BLOCK)]),), 1)
 
 
@@ -95,19 +96,13 @@ class _Passed:
         return True
 
 
-class Relay:
-    """Two relay slots."""
-
-    relay_offsets = (10 * SLOT, 11 * SLOT)
-
-
 class Rank:
     """Memory, a file and a bucket, and a tier that is not there. Time stands still unless it ``runs``."""
 
     def __init__(self, *, runs: bool = False) -> None:
         self.now_s = 1000.0
         self.clock = time.monotonic if runs else lambda: self.now_s
-        self.chain = ChainEngine(4, Relay(), load_timeout_s=LOAD_TIMEOUT_S, clock=self.clock)
+        self.chain = ChainEngine(4, RELAY_OFFSETS, load_timeout_s=LOAD_TIMEOUT_S, clock=self.clock)
         self.memory, self.file, self.bucket = self.engines = [Engine(self.chain.table, tier) for tier in range(3)]
         for tier, engine in enumerate(self.engines):
             self.chain.join(tier, engine)
@@ -296,7 +291,7 @@ def test_relays_are_handed_from_pump_to_pump(rank: Rank) -> None:
 def test_a_relay_slot_serves_one_move_at_a_time_in_their_order(rank: Rank) -> None:
     rank.chain.submit_moves(1, [move(number, FILE, BUCKET) for number in range(1, 5)])
     first, second = rank.file.take()[Lane.BACKGROUND]
-    assert {first.host_offset, second.host_offset} == set(Relay.relay_offsets)
+    assert {first.host_offset, second.host_offset} == set(RELAY_OFFSETS)
     end(first, FAILED)
     [third] = rank.file.take()[Lane.BACKGROUND]
     assert (third.key[0], third.host_offset) == (3, first.host_offset)

@@ -120,7 +120,7 @@ class World:
             ),
         )
         self.links: list[SlabLink | TreeLink] = []
-        self.chain = ChainEngine(3, self.host)
+        self.chain = ChainEngine(3, self.host.relay_offsets)
         self.open()
 
     def _memory(self) -> MemoryTier:
