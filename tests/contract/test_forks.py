@@ -52,7 +52,7 @@ def fork_with(
         },
         stdout=subprocess.PIPE,
         text=True,
-        timeout=240,
+        timeout=280,
         check=True,
     )
     found: dict[str, Any] = json.loads(told.stdout)
