@@ -1,7 +1,7 @@
 """The keyed MAC of a stored shard: who lacks the key can make no shard that is accepted, only misses.
 
 It lies in the header page, and covers that page and all blocks that the shard holds, so nothing of one shard can stand
-in another's place. docs/format.md has the bytes, docs/decisions/0034-authentication.md the reasons.
+in another's place. docs/format.md has the bytes, docs/decisions/0031-authentication.md the reasons.
 Threading: immutable; safe anywhere. BLAKE3 leaves the interpreter to others while it reads blocks.
 """
 
