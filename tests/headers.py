@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.chunk.header import Buffer, Expected, ShardHeader, verify_checksums
+from nixl_offload.chunk.header import Buffer, Expected, ExpectedRows, ShardHeader, encode_headers, verify_checksums
 
 
 def make_header(
@@ -23,6 +23,13 @@ def make_header(
         created_s,
         (0,) * first_valid_block + tuple(checksums.tolist()),
     )
+
+
+def encode_header(header: ShardHeader) -> npt.NDArray[np.uint8]:
+    """Return the header page of a shard."""
+    of_one = ExpectedRows(header.namespace, [header.key], header.group, header.blocks_per_chunk, header.block_bytes)
+    checksums = np.array([header.checksums], dtype=np.uint64)
+    return encode_headers(of_one, checksums, [header.first_valid_block], created_s=header.created_s)[0]
 
 
 def verify_payload(header: ShardHeader, payload: Buffer, first_block: int, last_block: int) -> None:

@@ -8,7 +8,10 @@ Threading: pure functions over buffers that the caller owns and keeps unchanged 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import ParamSpec
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +19,8 @@ import numpy.typing as npt
 from nixl_offload.chunk.checksum import ALGORITHM_NONE, ALGORITHM_XXH3_64, block_checksum
 from nixl_offload.errors import FormatError, LayoutError
 from nixl_offload.types import PAGE_BYTES, align_up
+
+P = ParamSpec("P")
 
 MAGIC = b"NIXLOFF1"
 FORMAT_VERSION = 1
@@ -31,8 +36,19 @@ CHECKSUMS_AT = 192
 OWN_CHECKSUM_AT = HEADER_BYTES - 8
 OWN_CHECKSUM = struct.Struct("<Q")
 
+_BLOCKS_AT, _BLOCKS = 52, struct.Struct("<H")
+_FIRST_AT, _FIRST = 54, struct.Struct("<H")
+_SIZES_AT = 56
+_CREATED_AT, _CREATED = 72, struct.Struct("<Q")
+_KEY_AT, _KEY = 80, struct.Struct(f"<H6x{MAX_KEY_BYTES}s")
+"""Length of the key, and the key. Behind it lies what ``authentication`` knows of, or zeros, up to the checksums."""
+_KEY_END = _KEY_AT + _KEY.size
+
 MAX_BLOCKS_PER_CHUNK = (OWN_CHECKSUM_AT - CHECKSUMS_AT) // 8
 """As many block checksums as one header page holds: 487."""
+
+Pages = npt.NDArray[np.uint8]
+"""Header pages as rows: shape ``(n, HEADER_BYTES)``, contiguous."""
 
 Buffer = memoryview | npt.NDArray[np.uint8] | bytes | bytearray
 """C-contiguous bytes in host memory."""
@@ -77,44 +93,6 @@ class ShardHeader:
 def slot_bytes(blocks_per_chunk: int, block_bytes: int) -> int:
     """Return what one shard takes on the medium: header page, payload, and padding to a whole page."""
     return HEADER_BYTES + align_up(blocks_per_chunk * block_bytes)
-
-
-def encode_header(
-    header: ShardHeader, out: memoryview | npt.NDArray[np.uint8] | None = None
-) -> memoryview | npt.NDArray[np.uint8]:
-    """Write ``header`` into ``out``, 4096 writable bytes, or into a new array, and return it.
-
-    Raises LayoutError when a field does not fit the page: more than ``MAX_BLOCKS_PER_CHUNK`` blocks, a namespace that
-    is not 32 bytes, a key that is empty or longer than ``MAX_KEY_BYTES``. Nothing was written then.
-    """
-    _refuse_unfit(header)
-    if out is None:
-        out = np.zeros(HEADER_BYTES, dtype=np.uint8)
-    page = bytes_of(out)
-    if page.nbytes != HEADER_BYTES:
-        raise LayoutError(f"a header page has {HEADER_BYTES} bytes, the buffer for it {page.nbytes}")
-    page[:] = _ZERO_PAGE
-    _FIXED.pack_into(
-        page,
-        0,
-        MAGIC,
-        FORMAT_VERSION,
-        HEADER_BYTES,
-        ALGORITHM_XXH3_64,
-        0,
-        header.namespace,
-        header.group,
-        header.blocks_per_chunk,
-        header.first_valid_block,
-        header.block_bytes,
-        header.payload_bytes,
-        header.created_s,
-        len(header.key),
-        header.key,
-    )
-    struct.pack_into(f"<{header.blocks_per_chunk}Q", page, CHECKSUMS_AT, *header.checksums)
-    OWN_CHECKSUM.pack_into(page, OWN_CHECKSUM_AT, block_checksum(page[:OWN_CHECKSUM_AT]))
-    return out
 
 
 def decode_header(page: Buffer, *, may_lack_checksums: bool = False) -> ShardHeader:
@@ -234,35 +212,193 @@ def verify_checksums(header: ShardHeader, found: npt.NDArray[np.uint64], first_b
             )
 
 
-_ZERO_PAGE = bytes(HEADER_BYTES)
+# Many shards of one group at once.
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedRows:
+    """``Expected`` of many shards of one group: what they have in common, and their keys."""
+
+    namespace: bytes
+    keys: Sequence[bytes]
+    group: int
+    blocks: int
+    block_bytes: int
+
+    def one(self, row: int) -> Expected:
+        """Return what row ``row`` must be."""
+        return Expected(self.namespace, self.keys[row], self.group, self.blocks, self.block_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderRows:
+    """What header pages say, column by column. The other columns of a row with an error mean nothing."""
+
+    expect: ExpectedRows
+    errors: dict[int, FormatError]
+    """By row: why its shard is not the one that was expected."""
+    first_valid_block: list[int]
+    checksums: list[npt.NDArray[np.uint64]]
+    """Of each row: views of its page, shape ``(blocks,)``."""
+
+    def one(self, row: int) -> ShardHeader:
+        """Return a row without an error as a header; ``created_s`` is left out."""
+        expect = self.expect.one(row)
+        return ShardHeader(
+            expect.namespace,
+            expect.key,
+            expect.group,
+            expect.blocks,
+            self.first_valid_block[row],
+            expect.block_bytes,
+            0,
+            tuple(self.checksums[row].tolist()),
+        )
+
+
+def encode_headers(
+    expect: ExpectedRows,
+    checksums: npt.NDArray[np.uint64] | None,
+    first_valid_block: Sequence[int],
+    *,
+    created_s: int = 0,
+) -> Pages:
+    """Return the header pages of many shards of one group.
+
+    ``checksums``: shape ``(n, blocks)``, zeros before each row's first valid block; None: of images that stay in memory
+    until ``add_checksums``. Raises LayoutError when a field does not fit the page.
+    """
+    count = len(expect.keys)
+    with_sums, without, sizes = _common(expect.namespace, expect.group, expect.blocks, expect.block_bytes)
+    before = without if checksums is None else with_sums
+    if checksums is None:
+        checksums = np.zeros((count, expect.blocks), dtype=np.uint64)
+    if checksums.shape != (count, expect.blocks) or len(first_valid_block) != count:
+        raise LayoutError(f"checksums of shape {checksums.shape} for {count} chunks of {expect.blocks} blocks")
+    for key, first in zip(expect.keys, first_valid_block, strict=True):
+        if not 0 <= first < expect.blocks or not 0 < len(key) <= MAX_KEY_BYTES:
+            raise LayoutError(f"first valid block {first} or key {key.hex()} does not fit")
+    created = _CREATED.pack(created_s)
+    fixed = [
+        before + _FIRST.pack(first) + sizes + created + _KEY.pack(len(key), key) + bytes(CHECKSUMS_AT - _KEY_END)
+        for key, first in zip(expect.keys, first_valid_block, strict=True)
+    ]
+    sums_end = CHECKSUMS_AT + 8 * expect.blocks
+    pages = np.empty((count, HEADER_BYTES), dtype=np.uint8)
+    pages[:, :CHECKSUMS_AT] = np.frombuffer(b"".join(fixed), dtype=np.uint8).reshape(count, CHECKSUMS_AT)
+    pages[:, CHECKSUMS_AT:sums_end] = checksums.astype("<u8", order="C").view(np.uint8)
+    pages[:, sums_end:OWN_CHECKSUM_AT] = 0
+    own = [block_checksum(page) for page in pages[:, :OWN_CHECKSUM_AT]]
+    pages[:, OWN_CHECKSUM_AT:] = np.array(own, dtype="<u8").view(np.uint8).reshape(count, OWN_CHECKSUM.size)
+    return pages
+
+
+def lacks_checksums(page: npt.NDArray[np.uint8]) -> bool:
+    """Whether a page that was checked is of an image in memory whose blocks were not summed yet."""
+    (algorithm,) = ALGORITHM.unpack_from(page.data, ALGORITHM_AT)
+    return bool(algorithm == ALGORITHM_NONE)
+
+
+def add_checksums(page: npt.NDArray[np.uint8], sums: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
+    """Return what ``encode_headers`` had written with checksums instead of a page that lacks them.
+
+    ``sums``: of the first valid block and all behind it. Raises LayoutError when these are fewer or more, or the page
+    has checksums.
+    """
+    whole = bytearray(page.tobytes())
+    (blocks,), (first,) = _BLOCKS.unpack_from(whole, _BLOCKS_AT), _FIRST.unpack_from(whole, _FIRST_AT)
+    if not lacks_checksums(page) or first + len(sums) != blocks:
+        raise LayoutError(f"{len(sums)} checksums for blocks {first} to {blocks} of a chunk that lacks them")
+    ALGORITHM.pack_into(whole, ALGORITHM_AT, ALGORITHM_XXH3_64)
+    begin = CHECKSUMS_AT + 8 * first
+    whole[begin : begin + 8 * len(sums)] = sums.astype("<u8").tobytes()
+    OWN_CHECKSUM.pack_into(whole, OWN_CHECKSUM_AT, block_checksum(memoryview(whole)[:OWN_CHECKSUM_AT]))
+    return np.frombuffer(whole, dtype=np.uint8)
+
+
+def check_headers(
+    pages: Iterable[npt.NDArray[np.uint8]], expect: ExpectedRows, *, may_lack_checksums: bool = False
+) -> HeaderRows:
+    """Check pages, contiguous bytes of shape ``(HEADER_BYTES,)``, as ``check_header`` does; errors are told by row."""
+    with_sums, without, sizes = _common(expect.namespace, expect.group, expect.blocks, expect.block_bytes)
+    befores = (with_sums, without) if may_lack_checksums else (with_sums,)
+    blocks, end = expect.blocks, CHECKSUMS_AT + 8 * expect.blocks
+    headers = HeaderRows(expect, {}, [], [])
+    for row, (page, key) in enumerate(zip(pages, expect.keys, strict=True)):
+        view = page.data
+        fixed = bytes(view[:CHECKSUMS_AT])
+        (first,) = _FIRST.unpack_from(fixed, _FIRST_AT)
+        (own,) = OWN_CHECKSUM.unpack_from(view, OWN_CHECKSUM_AT)
+        alike = (
+            fixed[:_FIRST_AT] in befores
+            and fixed[_SIZES_AT:_CREATED_AT] == sizes
+            and fixed[_KEY_AT:_KEY_END] == _KEY.pack(len(key), key)
+            and first < blocks
+            and own == block_checksum(view[:OWN_CHECKSUM_AT])
+        )
+        if not alike:
+            error = _error_of(check_header, page, expect.one(row), may_lack_checksums=may_lack_checksums)
+            if error is not None:
+                headers.errors[row] = error
+        headers.first_valid_block.append(first)
+        headers.checksums.append(page[CHECKSUMS_AT:end].view("<u8"))
+    return headers
+
+
+def verify_rows(
+    headers: HeaderRows, rows: Sequence[int], first_blocks: Sequence[int], found: Sequence[npt.NDArray[np.uint64]]
+) -> None:
+    """Compare the checksums that were ``found`` with those of the headers, as ``verify_checksums`` does for one.
+
+    ``rows``: which headers; ``first_blocks`` and ``found`` are aligned with them. What does not agree is added to
+    ``headers.errors``.
+    """
+    for row, begin, sums in zip(rows, first_blocks, found, strict=True):
+        end = begin + len(sums)
+        held = headers.first_valid_block[row] <= begin < end
+        if held and headers.checksums[row][begin:end].tobytes() == sums.tobytes():
+            continue
+        error = _error_of(verify_checksums, headers.one(row), sums, begin)
+        if error is not None:
+            headers.errors[row] = error
+
+
+@lru_cache(maxsize=64)
+def _common(namespace: bytes, group: int, blocks: int, block_bytes: int) -> tuple[bytes, bytes, bytes]:
+    """Return what all pages of a group have before the first valid block, with checksums and without, and between that
+    and the time.
+
+    Raises LayoutError for fields that do not fit the page.
+    """
+    if not 0 < blocks <= MAX_BLOCKS_PER_CHUNK:
+        raise LayoutError(
+            f"a chunk of {blocks} blocks; one header page has checksums for 1 to {MAX_BLOCKS_PER_CHUNK}: "
+            "choose a smaller chunk_tokens or a larger block size"
+        )
+    if len(namespace) != NAMESPACE_BYTES:
+        raise LayoutError(f"a namespace digest of {len(namespace)} bytes; it has {NAMESPACE_BYTES}")
+    if block_bytes <= 0 or not 0 <= group < 2**32:
+        raise LayoutError(f"block_bytes {block_bytes} or group {group} is out of range")
+    fixed = (0, namespace, group, blocks, 0, block_bytes, blocks * block_bytes, 0, 0, b"")
+    with_sums, without = (
+        _FIXED.pack(MAGIC, FORMAT_VERSION, HEADER_BYTES, algorithm, *fixed)
+        for algorithm in (ALGORITHM_XXH3_64, ALGORITHM_NONE)
+    )
+    return with_sums[:_FIRST_AT], without[:_FIRST_AT], with_sums[_SIZES_AT:_CREATED_AT]
+
+
+def _error_of(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> FormatError | None:
+    """Return the FormatError that ``check`` raises, if it does."""
+    try:
+        check(*args, **kwargs)
+    except FormatError as error:
+        return error
+    return None
 
 
 def bytes_of(buffer: Buffer) -> memoryview:
     """Return the bytes of a buffer as a flat view."""
     return (buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)).cast("B")
-
-
-def _refuse_unfit(header: ShardHeader) -> None:
-    if not 0 < header.blocks_per_chunk <= MAX_BLOCKS_PER_CHUNK:
-        raise LayoutError(
-            f"a chunk of {header.blocks_per_chunk} blocks; "
-            f"one header page has checksums for 1 to {MAX_BLOCKS_PER_CHUNK}: "
-            "choose a smaller chunk_tokens or a larger block size"
-        )
-    if not 0 <= header.first_valid_block < header.blocks_per_chunk:
-        raise LayoutError(
-            f"first valid block {header.first_valid_block} is not one of the {header.blocks_per_chunk} of the chunk"
-        )
-    if len(header.checksums) != header.blocks_per_chunk:
-        raise LayoutError(f"{len(header.checksums)} checksums for {header.blocks_per_chunk} blocks")
-    if len(header.namespace) != NAMESPACE_BYTES:
-        raise LayoutError(f"a namespace digest of {len(header.namespace)} bytes; it has {NAMESPACE_BYTES}")
-    if not 0 < len(header.key) <= MAX_KEY_BYTES:
-        raise LayoutError(f"a key of {len(header.key)} bytes; 1 to {MAX_KEY_BYTES} are possible")
-    if header.block_bytes <= 0 or not 0 <= header.group < 2**32 or not 0 <= header.created_s < 2**64:
-        raise LayoutError(
-            f"block_bytes {header.block_bytes}, group {header.group} or created_s {header.created_s} is out of range"
-        )
 
 
 def _refuse_absent(header: ShardHeader, first_block: int, last_block: int) -> None:

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.chunk.header_rows import Pages
+from nixl_offload.chunk.header import HEADER_BYTES, Pages
 from nixl_offload.engine.brought import BlockIds
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.queued import DeviceGroups, QueuedSums, keep, page_locked, taken_back

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nixl_offload.chunk.header import HEADER_BYTES, MAGIC
-from nixl_offload.chunk.header_rows import ExpectedRows, HeaderRows, Pages, encode_headers
+from nixl_offload.chunk.header import HEADER_BYTES, MAGIC, ExpectedRows, HeaderRows, Pages, encode_headers
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.staging import DeviceSlot, Slot

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nixl_offload.chunk.header_rows import check_headers
+from nixl_offload.chunk.header import check_headers
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import image

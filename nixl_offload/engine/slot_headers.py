@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.checksum import payload_checksums
-from nixl_offload.chunk.header_rows import ExpectedRows, HeaderRows, add_checksums, check_headers, lacks_checksums
+from nixl_offload.chunk.header import ExpectedRows, HeaderRows, add_checksums, check_headers, lacks_checksums
 
 Page = npt.NDArray[np.uint8]
 """A header page where it lies: shape (HEADER_BYTES,)."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header
+from nixl_offload.chunk.header import HEADER_BYTES, Expected
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import Chunk, Completion, Engine, make_move
 from nixl_offload.engine.host import HostSlab
@@ -26,7 +26,7 @@ from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Key, Location, Outcome, align_up
-from tests.headers import make_header
+from tests.headers import encode_header, make_header
 from tests.unit.engine_rig import CHUNK_BLOCKS, DEADLINE_S, NAMESPACE, SHAPES, Shape, kv_cache
 from tests.unit.rank_rig import TestedRank
 
@@ -169,7 +169,8 @@ class ChainRig:
         rows = image[HEADER_BYTES : HEADER_BYTES + CHUNK_BLOCKS * block_bytes].reshape(CHUNK_BLOCKS, block_bytes)
         rows[first:] = np.random.default_rng(number).integers(0, 256, rows[first:].shape, dtype=np.uint8)
         expect = Expected(NAMESPACE, self.key(number, group), group, CHUNK_BLOCKS, block_bytes)
-        encode_header(make_header(expect, block_checksums(rows[first:]), first_valid_block=first), image[:HEADER_BYTES])
+        header = make_header(expect, block_checksums(rows[first:]), first_valid_block=first)
+        image[:HEADER_BYTES] = encode_header(header)
         return image
 
     def host_bytes(self, slot: int, group: int = 0) -> npt.NDArray[np.uint8]:

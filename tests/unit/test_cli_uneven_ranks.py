@@ -16,14 +16,14 @@ import pytest
 import yaml
 
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header, slot_bytes
+from nixl_offload.chunk.header import HEADER_BYTES, Expected, slot_bytes
 from nixl_offload.identity.namespace import GroupFields, Namespace, make_namespace, rank_digest
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.inspect import NamespaceInfo
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Key
-from tests.headers import make_header
+from tests.headers import encode_header, make_header
 from tests.unit.gc_rig import namespace_of, put, put_manifest
 from tests.unit.stored_rig import Cli
 
@@ -62,7 +62,7 @@ def image(of: Key, rank: int, digest: bytes = SPACE.digest, layers: int | None =
     payload = np.frombuffer(content, dtype=np.uint8)[HEADER_BYTES:][: BLOCKS * block_bytes]
     expected = Expected(rank_digest(digest, rank), of, of[-1], BLOCKS, block_bytes)
     header = make_header(expected, block_checksums(payload.reshape(BLOCKS, block_bytes)))
-    encode_header(header, memoryview(content)[:HEADER_BYTES])
+    content[:HEADER_BYTES] = encode_header(header).tobytes()
     return bytes(content)
 
 

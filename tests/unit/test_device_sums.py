@@ -17,8 +17,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.chunk.header_rows import lacks_checksums
+from nixl_offload.chunk.header import HEADER_BYTES, lacks_checksums
 from nixl_offload.engine import Chunk, Completion, brought, bus_packer, slot_headers
 from nixl_offload.engine.bus_packer import BusPacker
 from nixl_offload.engine.host import HostSlab

@@ -15,8 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from nixl_offload.chunk.checksum import payload_checksums
-from nixl_offload.chunk.header import HEADER_BYTES, decode_header
-from nixl_offload.chunk.header_rows import lacks_checksums
+from nixl_offload.chunk.header import HEADER_BYTES, decode_header, lacks_checksums
 from nixl_offload.engine import image as image_module
 from nixl_offload.engine import slot_headers
 from nixl_offload.movers.base import Mover

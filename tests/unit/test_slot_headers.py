@@ -14,8 +14,16 @@ import pytest
 
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.chunk.header import CHECKSUMS_AT, HEADER_BYTES, MAX_BLOCKS_PER_CHUNK
-from nixl_offload.chunk.header_rows import ExpectedRows, add_checksums, check_headers, encode_headers, lacks_checksums
+from nixl_offload.chunk.header import (
+    CHECKSUMS_AT,
+    HEADER_BYTES,
+    MAX_BLOCKS_PER_CHUNK,
+    ExpectedRows,
+    add_checksums,
+    check_headers,
+    encode_headers,
+    lacks_checksums,
+)
 from nixl_offload.engine.slot_headers import SlotHeaders
 
 BLOCKS = MAX_BLOCKS_PER_CHUNK

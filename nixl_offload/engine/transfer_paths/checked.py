@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_offload.chunk.authentication import ChunkKeys
-from nixl_offload.chunk.header_rows import HeaderRows, verify_rows
+from nixl_offload.chunk.header import HeaderRows, verify_rows
 from nixl_offload.engine import image
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.records import Chunk

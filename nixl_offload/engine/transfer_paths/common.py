@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_offload.chunk.authentication import ChunkKeys
-from nixl_offload.chunk.header_rows import ExpectedRows, HeaderRows, Pages, check_headers
+from nixl_offload.chunk.header import ExpectedRows, HeaderRows, Pages, check_headers
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import image
 from nixl_offload.engine.batch import Batch, Steps

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.chunk.header import HEADER_BYTES, Expected, encode_header
+from nixl_offload.chunk.header import HEADER_BYTES, Expected
 from nixl_offload.engine import Engine, TierEngine
 from nixl_offload.index import State
 from nixl_offload.index.database import max_bytes
@@ -30,7 +30,7 @@ from nixl_offload.types import Lookup, LookupContext, key_group
 from nixl_offload.vllm.background import BackgroundOpening, join_all
 from nixl_offload.vllm.rank_tiers import RankTiers
 from nixl_offload.vllm.serving_tiers import ClosedTier
-from tests.headers import make_header
+from tests.headers import encode_header, make_header
 from tests.prove import server
 from tests.prove.faults.clock import CLOCK, real_s
 from tests.prove.faults.media import Medium, Piece
@@ -71,7 +71,7 @@ class Server(server.Server):
         image[HEADER_BYTES : HEADER_BYTES + rows.size] = rows.reshape(-1)
         digest = bytes(byte ^ 0xFF for byte in self.namespace.rank_digest(rank))
         expected = Expected(digest, self.key(number), group, CHUNK_BLOCKS, block_bytes)
-        encode_header(make_header(expected, block_checksums(rows)), image[:HEADER_BYTES])
+        image[:HEADER_BYTES] = encode_header(make_header(expected, block_checksums(rows)))
         return image.tobytes()
 
     def pieces(self, numbers: Iterable[int]) -> dict[Piece, tuple[int, int]]:

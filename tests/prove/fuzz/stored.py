@@ -20,11 +20,13 @@ from nixl_offload.chunk.header import (
     OWN_CHECKSUM,
     OWN_CHECKSUM_AT,
     Expected,
+    ExpectedRows,
     check_header,
+    check_headers,
     decode_header,
-    encode_header,
+    encode_headers,
+    verify_rows,
 )
-from nixl_offload.chunk.header_rows import ExpectedRows, check_headers, encode_headers, verify_rows
 from nixl_offload.errors import FormatError, TierError
 from nixl_offload.identity.namespace import fields_of, make_namespace, manifest_digest, manifest_fits
 from nixl_offload.identity.weights_cache import CACHE_PREFIX, WeightsCache
@@ -35,7 +37,7 @@ from nixl_offload.tiers.slab import index_reader
 from nixl_offload.tiers.slab.index_reader import IndexReader
 from nixl_offload.tiers.slab.other_namespaces import MANIFEST_NAME, last_use_s, read_manifest
 from nixl_offload.types import Key
-from tests.headers import make_header
+from tests.headers import encode_header, make_header
 from tests.prove.fuzz.target import One, Reader, Target, expect
 from tests.prove.fuzz.trees import json_mutated
 
@@ -119,7 +121,7 @@ def payload(scratch: Path) -> One:
         if len(changed) < end * size or begin >= end:
             return  # a transfer that comes short fails
         read = np.frombuffer(bytes(changed[begin * size : end * size]), dtype=np.uint8).reshape(-1, size)
-        rows = check_headers([np.asarray(encode_header(found))], _ROWS)
+        rows = check_headers([encode_header(found)], _ROWS)
         verify_rows(rows, [0], [begin], [block_checksums(read)])
         expect((not rows.errors) == (same and there), "what was written is verified, and nothing else")
 
