@@ -126,7 +126,11 @@ class ChainEngine:
     def finished(self) -> list[Completion]:
         """Return the jobs that ended since the last call, each exactly once over all calls."""
         self.table.expire()
-        return self.table.drain()
+        completions = self.table.drain()
+        for done in completions if logger.isEnabledFor(logging.DEBUG) else ():
+            what = f"{len(done.outcomes)} chunks, {done.bytes_moved} bytes, {done.seconds * 1e3:.1f} ms"
+            logger.debug("job %d (%s): %s %s", done.job_id, done.kind.name.lower(), what, "; ".join(done.errors))
+        return completions
 
     def settled(self) -> list[Completion]:
         """Return the tickets that were settled since the last call, each exactly once over all calls."""

@@ -95,7 +95,7 @@ class RoundTripExtension(FamilyExtension):
         worker = self._rank_worker()
         sizes = worker.geometry("").slot_bytes
         step = align_up(max(sizes), PAGE_BYTES)
-        ends = worker._group_ids[group].to_bytes(4, "big")
+        ends = worker._chunks._group_ids[group].to_bytes(4, "big")
         return (
             tuple(Key(number.to_bytes(32, "big") + ends) for number in range(CHUNKS)),
             tuple(Location(0, (group * CHUNKS + number) * step, sizes[group]) for number in range(CHUNKS)),

@@ -173,7 +173,7 @@ def test_a_rank_that_is_asked_twice_before_it_reports_loses_nothing() -> None:
     works = [Work(Counter({act: size_bytes})) for size_bytes in (3, 4)]
     told: list[dict[int, RankStatus]] = [{0: status}, {}, {}]
     rank = object.__new__(NixlOffloadingWorker)
-    rank._refused, rank._refused_tickets = [], {1: 1}  # there is something to take
+    rank._engine = SimpleNamespace(has_jobs=True)  # type: ignore[assignment]
     rank.take_finished = list  # type: ignore[method-assign]
     rank.take_tickets = lambda: {1: {}}  # type: ignore[method-assign]
     rank.take_work = lambda: works.pop() if works else None  # type: ignore[method-assign]
