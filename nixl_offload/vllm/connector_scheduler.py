@@ -167,7 +167,12 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self.open(ranks, waits=is_start)
 
     def on_new_request(self, request: Request) -> None:
-        """As vLLM's; a request whose keys name no content is neither stored nor loaded."""
+        """As vLLM's; a request whose keys name no content is neither stored nor loaded.
+
+        Nor is one whose id comes again within a step: vLLM takes tokens of the request before, which are on their way,
+        for tokens of this one, and one of them may end it while its blocks are filled.
+        """
+        before = request_state(self, request.request_id)
         super().on_new_request(request)
         if request.lora_request is not None:
             with_adapter(self, request.request_id)
@@ -177,6 +182,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         status = request_state(self, request.request_id)
         if status is None:
             return
+        if before is not None and not before.finished_signaled and self._steps > self._heard_steps:
+            status.req_context.set_state(Refused())
         extra = request.sampling_params.extra_args if request.sampling_params is not None else None
         if extra and extra.get("diffusion_read_only"):  # vLLM ends it without computing what it has generated
             limit, prompt_tokens = status.max_offload_tokens, request.num_prompt_tokens

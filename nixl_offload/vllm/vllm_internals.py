@@ -220,17 +220,6 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
                 group, chunk_tokens = state.group_states[at], self.config.kv_group_configs[at].tokens_per_chunk
                 group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, loaded_tokens // chunk_tokens)
 
-    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """As vLLM's. A request keeps its blocks until its load has ended, whatever has ended the request.
-
-        Of an aborted one vLLM sees to that itself. But where an id comes again after an abort, the token of the request
-        before, which was on its way, may end the new one.
-        """
-        keeps_blocks, parameters = super().request_finished(request)
-        state = self._req_status.get(request.request_id)
-        jobs = [self._jobs[job_id] for job_id in state.transfer_jobs] if state is not None else []
-        return keeps_blocks or not all(job.is_store or job.is_sync_load for job in jobs), parameters
-
     def check_blocks(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """Offer no chunk of a request from a block that it does not have any more. ``block_ids``: vLLM's own table, by
         KV cache group.

@@ -713,7 +713,10 @@ class Fuzz:
         live = self._live
         if len(live) >= 6:
             return
-        ended = [name for name in self._names[-6:] if name not in live]
+        batches = self.engine.core.batch_queue or ()
+        # VLLM takes a token that is on its way for one of the request that has the id now.
+        on_their_way = {name for _, scheduled, *_ in batches for name in scheduled.num_scheduled_tokens}
+        ended = [name for name in self._names[-6:] if name not in {*live, *on_their_way}]
         name = self._random.choice(ended) if ended and self._random.random() < 0.4 else f"r{self.requests}"
         prompt, tokens = self._prompt(), self._random.choice([1, 1, 3, 40, 90])
         adapter, images = self._adapter(), self._images(prompt, 0.2)

@@ -239,21 +239,23 @@ def test_only_a_drafts_kv_of_a_blocks_last_token_may_be_another_continuations(st
     assert rank.wrong == []
 
 
-def test_a_request_keeps_its_blocks_until_its_load_has_ended(start: Start) -> None:
-    """VLLM ends a request whose id has come again with the token of the one before, which was on its way."""
+@pytest.mark.parametrize(("prompt", "tokens"), [(PROMPTS[0], 1), (PROMPTS[2][:60], 90)], ids=["loads", "stores"])
+def test_an_id_that_comes_again_while_a_token_of_the_first_is_on_its_way_is_left_alone(
+    start: Start, prompt: list[int], tokens: int
+) -> None:
+    """VLLM takes that token for one of the second: it ends a load, or is stored with what it is not."""
     engine = start(FULL, "slab", second_runner=True)
     engine.rank.stores.holds = False
     engine.ask("stored", PROMPTS[0])
     engine.settle()
     engine.reset_prefix_cache()
-    before = engine.ask("again", PROMPTS[1], 9)
-    while not before.num_output_placeholders:
+    first = engine.ask("again", PROMPTS[1], 9)
+    while not first.num_output_placeholders:
         engine.step()
     engine.core.abort_requests(["again"])
-    loading = engine.ask("again", PROMPTS[0])
-    engine.step(2)
-    assert loading.is_finished()
+    second = engine.ask("again", prompt, tokens)
     engine.settle()
+    assert second.is_finished()
     assert (engine.rank.wrong, engine.left()) == ([], [])
 
 
