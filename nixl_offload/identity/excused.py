@@ -1,13 +1,13 @@
-"""Which fields of vLLM's configuration cannot change a stored byte, each with its reason. Whatever is not here is part
-of the namespace, so that a field which a future vLLM adds costs a cold cache and not a wrong answer.
+"""Which fields of vLLM's configuration cannot change a stored byte, each with its reason. Every other field is part of
+the namespace, so a field that a future vLLM adds costs a cold cache and not a wrong answer.
 
-What counts as harmless, and nothing else does:
+A field is harmless if one of these holds:
 
 - it never reaches the computation of KV (names, ports, logs, sampling, capacities);
-- or one vLLM engine mixes its values in one prefix cache (how requests are batched, how prompts are cut);
-- or vLLM hands KV from one engine to another across it (its P/D transfer pairs eager with compiled engines): the same
+- one vLLM engine mixes its values in one prefix cache (how requests are batched, how prompts are cut);
+- vLLM hands KV from one engine to another across it (its P/D transfer pairs eager with compiled engines): the same
   operations in the same types, which differ in rounding alone;
-- or the namespace has it already, in another form.
+- the namespace has it already, in another form.
 
 Threading: constants. Class names are vLLM's; a base class's fields hold for classes derived from it.
 """
@@ -20,248 +20,169 @@ from typing import Final
 _BATCH = "how requests are batched"
 _BLOCKS = "how many blocks there are, not what is in them"
 _COMPILE = "how the same operations are compiled or captured: rounding"
-_DEVICES = "where ranks run"
 _LOGS = "what is logged or measured"
-_NETWORK = "how processes reach each other"
+_OWN_FIELD = "the namespace has it as a field of its own"
 _SAMPLING = "how the next token is chosen from the logits"
-_SLEEP = "what becomes of memory while the engine sleeps"
-_TOLD = "the namespace has it as a field of its own"
-_TOKENIZER = "models_of names a tokenizer that is not the model's own, at its revision"
 
-EXCUSED: Final[Mapping[str, Mapping[str, str]]] = {
+_BY_REASON: Final[Mapping[str, Mapping[str, str]]] = {
     "VllmConfig": {
-        "aux_output_config": "what is returned beside tokens",
-        "ec_manager_config": "where encoder outputs are kept",
-        "ec_transfer_config": "how encoder outputs travel",
-        "instance_id": "a name",
-        "kv_events_config": "who hears of blocks",
-        "kv_transfer_config": "how KV travels; what of it counts is our own config",
-        "logging_config": _LOGS,
-        "observability_config": _LOGS,
-        "offload_config": "where weights lie while they wait",
-        "optimization_level": _COMPILE,
-        "profiler_config": _LOGS,
-        "quant_config": "made from model_config, and from files that it names, which count",
-        "reasoning_config": "how answers are parsed",
-        "shutdown_timeout": "how the server stops",
-        "structured_outputs_config": _SAMPLING,
-        "watchdog_config": "who notices a hanging engine",
-        "watermark_config": _SAMPLING,
-        "weight_transfer_config": "how new weights travel",
+        "what is returned beside tokens": "aux_output_config",
+        "where encoder outputs are kept": "ec_manager_config",
+        "how encoder outputs travel": "ec_transfer_config",
+        "a name": "instance_id",
+        "who hears of blocks": "kv_events_config",
+        "how KV travels; what of it counts is our own config": "kv_transfer_config",
+        _LOGS: "logging_config observability_config profiler_config",
+        "where weights lie while they wait": "offload_config",
+        _COMPILE: "optimization_level",
+        "made from model_config, and from files that it names, which count": "quant_config",
+        "how answers are parsed": "reasoning_config",
+        "how the server stops": "shutdown_timeout",
+        _SAMPLING: "structured_outputs_config watermark_config",
+        "who notices a hanging engine": "watchdog_config",
+        "how new weights travel": "weight_transfer_config",
     },
     "ModelConfig": {
-        "allowed_local_media_path": "which files requests may name",
-        "allowed_media_domains": "which addresses requests may name",
-        "disable_cascade_attn": _BATCH,
-        "enable_cumem_allocator": _SLEEP,
-        "enable_nccl_comm_suspend": _SLEEP,
-        "enable_prompt_embeds": "a request's embeddings are in its block hashes",
-        "enable_sleep_mode": _SLEEP,
-        "enable_trace_replay": _LOGS,
-        "enforce_eager": _COMPILE,
-        "hf_config_path": "where hf_config was read",
-        "hf_overrides": "hf_config has them applied",
-        "hf_token": "a credential",
-        "logits_processors": _SAMPLING,
-        "logprobs_mode": _SAMPLING,
-        "max_logprobs": _SAMPLING,
-        "model": _TOLD,
-        "renderer_num_workers": "how many threads read requests",
-        "return_sampling_mask": _SAMPLING,
-        "revision": _TOLD,
-        "seed": _SAMPLING,
-        "served_model_name": "a name",
-        "skip_tokenizer_init": "whether the server itself makes token ids, which the keys hold",
-        "sleep_mode_backend": _SLEEP,
-        "sleep_mode_offload_cudagraph": _SLEEP,
-        "sleep_preserve_parameter_names": _SLEEP,
-        "tokenizer": _TOKENIZER,
-        "tokenizer_revision": _TOKENIZER,
-        "use_fp64_gumbel": _SAMPLING,
+        "which files requests may name": "allowed_local_media_path",
+        "which addresses requests may name": "allowed_media_domains",
+        _BATCH: "disable_cascade_attn",
+        "what becomes of memory while the engine sleeps": """
+            enable_cumem_allocator enable_nccl_comm_suspend enable_sleep_mode sleep_mode_backend
+            sleep_mode_offload_cudagraph sleep_preserve_parameter_names
+        """,
+        "a request's embeddings are in its block hashes": "enable_prompt_embeds",
+        _LOGS: "enable_trace_replay",
+        _COMPILE: "enforce_eager",
+        "where hf_config was read": "hf_config_path",
+        "hf_config has them applied": "hf_overrides",
+        "a credential": "hf_token",
+        _SAMPLING: "logits_processors logprobs_mode max_logprobs return_sampling_mask seed use_fp64_gumbel",
+        _OWN_FIELD: "model revision",
+        "how many threads read requests": "renderer_num_workers",
+        "a name": "served_model_name",
+        "whether the server itself makes token ids, which the keys hold": "skip_tokenizer_init",
+        "models_of names a tokenizer that is not the model's own, at its revision": "tokenizer tokenizer_revision",
     },
     "MultiModalConfig": {
-        "interleave_mm_strings": "in which order a prompt names its items; keys hold its token ids",
-        "limit_per_prompt": "how many items a request may have",
-        "mm_encoder_fp8_scale_save_path": "what is written, not what is read",
-        "mm_encoder_fp8_scale_save_margin": "what is written, not what is read",
-        "mm_ipc_gpu_memory_gb": "how inputs travel between processes",
-        "mm_processor_cache_gb": "what processed inputs are kept",
-        "mm_processor_cache_type": "what processed inputs are kept",
-        "mm_shm_cache_max_object_size_mb": "what processed inputs are kept",
-        "mm_tensor_ipc": "how inputs travel between processes",
-        "skip_mm_profiling": _BLOCKS,
+        "in which order a prompt names its items; keys hold its token ids": "interleave_mm_strings",
+        "how many items a request may have": "limit_per_prompt",
+        "what is written, not what is read": "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin",
+        "how inputs travel between processes": "mm_ipc_gpu_memory_gb mm_tensor_ipc",
+        "what processed inputs are kept": """
+            mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
+        """,
+        _BLOCKS: "skip_mm_profiling",
     },
     "CacheConfig": {
-        "_block_size_resolved": "a note of vLLM's to itself",
-        "cache_hit_alignment_tokens": "where a hit may end",
-        "gpu_memory_utilization": _BLOCKS,
-        "hash_block_size": _TOLD,
-        "kv_cache_max_concurrency": _BLOCKS,
-        "kv_cache_memory_bytes": _BLOCKS,
-        "kv_cache_size_tokens": _BLOCKS,
-        "kv_offloading_backend": "another way of keeping the same blocks",
-        "kv_offloading_size": "another way of keeping the same blocks",
-        "num_cpu_blocks": _BLOCKS,
-        "num_gpu_blocks": _BLOCKS,
-        "num_gpu_blocks_override": _BLOCKS,
-        "prefix_cache_retention_interval": "which blocks stay",
-        "simple_cpu_offload_num_blocks": _BLOCKS,
-        "user_specified_block_size": "who chose block_size, which counts",
+        "a note of vLLM's to itself": "_block_size_resolved",
+        "where a hit may end": "cache_hit_alignment_tokens",
+        _BLOCKS: """
+            gpu_memory_utilization kv_cache_max_concurrency kv_cache_memory_bytes kv_cache_size_tokens
+            num_cpu_blocks num_gpu_blocks num_gpu_blocks_override simple_cpu_offload_num_blocks
+        """,
+        _OWN_FIELD: "hash_block_size",
+        "another way of keeping the same blocks": "kv_offloading_backend kv_offloading_size",
+        "which blocks stay": "prefix_cache_retention_interval",
+        "who chose block_size, which counts": "user_specified_block_size",
     },
     "ParallelConfig": {
-        "_api_process_count": _NETWORK,
-        "_api_process_rank": _NETWORK,
-        "_coord_store_port": _NETWORK,
-        "_data_parallel_master_port_list": _NETWORK,
-        "assigned_physical_gpu_ids": _DEVICES,
-        "cpu_distributed_timeout_seconds": _NETWORK,
-        "data_parallel_backend": _NETWORK,
-        "data_parallel_external_lb": "which requests an engine is given",
-        "data_parallel_hybrid_lb": "which requests an engine is given",
-        "data_parallel_index": "which of equal engines this is",
-        "data_parallel_master_ip": _NETWORK,
-        "data_parallel_master_port": _NETWORK,
-        "data_parallel_rank": "which of equal engines this is",
-        "data_parallel_rank_local": "which of equal engines this is",
-        "data_parallel_rpc_port": _NETWORK,
-        "data_parallel_size": "how many equal engines there are; an elastic one changes it as it runs",
-        "data_parallel_size_local": "how many equal engines there are on this host",
-        "dbo_decode_token_threshold": _BATCH,
-        "dbo_prefill_token_threshold": _BATCH,
-        "decode_context_parallel_size": _TOLD,
-        "disable_custom_all_reduce": "the order of a sum, which also depends on the size of a batch: rounding",
-        "disable_nccl_for_dp_synchronization": _NETWORK,
-        "distributed_executor_backend": _NETWORK,
-        "distributed_timeout_seconds": _NETWORK,
-        "dp_sync_interval": _NETWORK,
-        "elastic_ep_max_dp_size": "how many equal engines there may be",
-        "enable_batch_sharded_sampling": _SAMPLING,
-        "enable_dbo": _BATCH,
-        "enable_elastic_ep": "how many equal engines there may be",
-        "enable_eplb": "which device computes an expert; it changes as an engine runs",
-        "enable_ep_weight_filter": "which weights a rank reads of those it needs",
-        "enable_fault_tolerance": "what follows a failure",
-        "enable_shm_tensor_arena": _NETWORK,
-        "eplb_config": "which device computes an expert; it changes as an engine runs",
-        "fault_tolerance_config": "what follows a failure",
-        "master_addr": _NETWORK,
-        "master_port": _NETWORK,
-        "max_parallel_loading_workers": "how weights are read",
-        "nnodes": _DEVICES,
-        "node_rank": _DEVICES,
-        "numa_bind": _DEVICES,
-        "numa_bind_cpus": _DEVICES,
-        "numa_bind_nodes": _DEVICES,
-        "pipeline_parallel_size": _TOLD,
-        "placement_group": _DEVICES,
-        "prefill_context_parallel_size": _TOLD,
-        "rank": "which rank this process is",
-        "ray_runtime_env": _DEVICES,
-        "ray_workers_use_nsight": _LOGS,
-        "tensor_parallel_size": _TOLD,
-        "ubatch_size": _BATCH,
-        "world_size": _TOLD,
+        "how processes reach each other": """
+            _api_process_count _api_process_rank _coord_store_port _data_parallel_master_port_list
+            cpu_distributed_timeout_seconds data_parallel_backend data_parallel_master_ip data_parallel_master_port
+            data_parallel_rpc_port disable_nccl_for_dp_synchronization distributed_executor_backend
+            distributed_timeout_seconds dp_sync_interval enable_shm_tensor_arena master_addr master_port
+        """,
+        "where ranks run": """
+            assigned_physical_gpu_ids nnodes node_rank numa_bind numa_bind_cpus numa_bind_nodes placement_group
+            ray_runtime_env
+        """,
+        "which requests an engine is given": "data_parallel_external_lb data_parallel_hybrid_lb",
+        "which of equal engines this is": "data_parallel_index data_parallel_rank data_parallel_rank_local",
+        "how many equal engines there are; an elastic one changes it as it runs": "data_parallel_size",
+        "how many equal engines there are on this host": "data_parallel_size_local",
+        _BATCH: "dbo_decode_token_threshold dbo_prefill_token_threshold enable_dbo ubatch_size",
+        _OWN_FIELD: """
+            decode_context_parallel_size pipeline_parallel_size prefill_context_parallel_size tensor_parallel_size
+            world_size
+        """,
+        "the order of a sum, which also depends on the size of a batch: rounding": "disable_custom_all_reduce",
+        "how many equal engines there may be": "elastic_ep_max_dp_size enable_elastic_ep",
+        _SAMPLING: "enable_batch_sharded_sampling",
+        "which device computes an expert; it changes as an engine runs": "enable_eplb eplb_config",
+        "which weights a rank reads of those it needs": "enable_ep_weight_filter",
+        "what follows a failure": "enable_fault_tolerance fault_tolerance_config",
+        "how weights are read": "max_parallel_loading_workers",
+        "which rank this process is": "rank",
+        _LOGS: "ray_workers_use_nsight",
     },
     "SchedulerConfig": {
-        "async_scheduling": _BATCH,
-        "enable_chunked_prefill": _BATCH,
-        "encoder_cache_size": "what encoder outputs are kept",
-        "long_prefill_token_threshold": _BATCH,
-        "long_prefill_token_threshold_adaptive": _BATCH,
-        "max_num_active_seqs": _BATCH,
-        "max_num_batched_tokens": _BATCH,
-        "max_num_encoder_input_tokens": _BATCH,
-        "max_num_queued_reqs": _BATCH,
-        "max_num_queued_tokens": _BATCH,
-        "max_num_scheduled_tokens": _BATCH,
-        "max_num_seqs": _BATCH,
-        "policy": _BATCH,
-        "prefill_schedule_interval": _BATCH,
-        "scheduler_reserve_full_isl": _BATCH,
-        "stream_interval": "how answers are sent",
-        "watermark": _BLOCKS,
+        _BATCH: """
+            async_scheduling enable_chunked_prefill long_prefill_token_threshold
+            long_prefill_token_threshold_adaptive max_num_active_seqs max_num_batched_tokens
+            max_num_encoder_input_tokens max_num_queued_reqs max_num_queued_tokens max_num_scheduled_tokens
+            max_num_seqs policy prefill_schedule_interval scheduler_reserve_full_isl
+        """,
+        "what encoder outputs are kept": "encoder_cache_size",
+        "how answers are sent": "stream_interval",
+        _BLOCKS: "watermark",
     },
     "LoadConfig": {
-        "download_dir": "where weights were read",
-        "safetensors_load_strategy": "how weights are read",
-        "safetensors_prefetch_block_size": "how weights are read",
-        "safetensors_prefetch_num_threads": "how weights are read",
-        "use_tqdm_on_load": _LOGS,
+        "where weights were read": "download_dir",
+        "how weights are read": """
+            safetensors_load_strategy safetensors_prefetch_block_size safetensors_prefetch_num_threads
+        """,
+        _LOGS: "use_tqdm_on_load",
     },
     "LoRAConfig": {
-        "max_cpu_loras": "how many adapters are kept",
-        "max_loras": "how many adapters a batch may have",
+        "how many adapters are kept": "max_cpu_loras",
+        "how many adapters a batch may have": "max_loras",
     },
     "SpeculativeConfig": {
-        "draft_sample_method": _SAMPLING,
-        "enforce_eager": _COMPILE,
-        "fly_entropy_threshold": _SAMPLING,
-        "fly_entropy_top_k": _SAMPLING,
-        "fly_window_size": _SAMPLING,
-        "model": "draft_model_config has its name and weights",
-        "rejection_sample_method": _SAMPLING,
-        "revision": "draft_model_config has it",
-        "synthetic_acceptance_length": _SAMPLING,
-        "synthetic_acceptance_rates": _SAMPLING,
-        "target_model_config": "it is model_config",
-        "target_parallel_config": "it is parallel_config",
+        _SAMPLING: """
+            draft_sample_method fly_entropy_threshold fly_entropy_top_k fly_window_size rejection_sample_method
+            synthetic_acceptance_length synthetic_acceptance_rates
+        """,
+        _COMPILE: "enforce_eager",
+        "draft_model_config has its name and weights": "model",
+        "draft_model_config has it": "revision",
+        "it is model_config": "target_model_config",
+        "it is parallel_config": "target_parallel_config",
     },
     "KernelConfig": {
-        "enable_cutedsl_warmup": _COMPILE,
-        "enable_flashinfer_autotune": "kernels are chosen by their speed, anew in each process",
-        "enable_jit_warmup": _COMPILE,
-        "enable_rocm_segmented_attn_autotune": "kernels are chosen by their speed, anew in each process",
-        "ir_op_priority": _COMPILE,
+        _COMPILE: "enable_cutedsl_warmup enable_jit_warmup ir_op_priority",
+        "kernels are chosen by their speed, anew in each process": """
+            enable_flashinfer_autotune enable_rocm_segmented_attn_autotune
+        """,
     },
     "AttentionConfig": {
-        "backend": "the namespace has what the ranks really use",
+        "the namespace has what the ranks really use": "backend",
     },
     "CompilationConfig": {
-        "backend": _COMPILE,
-        "cache_dir": _COMPILE,
-        "compilation_time": _LOGS,
-        "compile_cache_save_format": _COMPILE,
-        "compile_mm_encoder": _COMPILE,
-        "compile_ranges_endpoints": _COMPILE,
-        "compile_sizes": _COMPILE,
-        "cudagraph_capture_sizes": _COMPILE,
-        "cudagraph_copy_inputs": _COMPILE,
-        "cudagraph_decoder_replay": _COMPILE,
-        "cudagraph_mm_encoder": _COMPILE,
-        "cudagraph_mode": _COMPILE,
-        "cudagraph_num_of_warmups": _COMPILE,
-        "cudagraph_specialize_lora": _COMPILE,
-        "custom_ops": _COMPILE,
-        "debug_dump_path": _LOGS,
-        "decoder_replay_cudagraph_capture_sizes": _COMPILE,
-        "decoder_replay_trim_threshold": _COMPILE,
-        "disabled_custom_ops": _COMPILE,
-        "dynamic_shapes_config": _COMPILE,
-        "enabled_custom_ops": _COMPILE,
-        "encoder_compilation_time": _LOGS,
-        "encoder_cudagraph_max_frames_per_batch": _COMPILE,
-        "encoder_cudagraph_max_vision_items_per_batch": _COMPILE,
-        "encoder_cudagraph_token_budgets": _COMPILE,
-        "fast_moe_cold_start": _COMPILE,
-        "inductor_compile_config": _COMPILE,
-        "inductor_passes": _COMPILE,
-        "ir_enable_torch_wrap": _COMPILE,
-        "local_cache_dir": _COMPILE,
-        "max_cudagraph_capture_size": _COMPILE,
-        "mode": _COMPILE,
-        "pass_config": _COMPILE,
-        "splitting_ops": _COMPILE,
-        "static_all_moe_layers": "the model's layers, as the ranks tell them",
-        "static_forward_context": "the model's layers, as the ranks tell them",
-        "traced_files": _COMPILE,
-        "use_inductor_graph_partition": _COMPILE,
+        _COMPILE: """
+            backend cache_dir compile_cache_save_format compile_mm_encoder compile_ranges_endpoints compile_sizes
+            cudagraph_capture_sizes cudagraph_copy_inputs cudagraph_decoder_replay cudagraph_mm_encoder
+            cudagraph_mode cudagraph_num_of_warmups cudagraph_specialize_lora custom_ops
+            decoder_replay_cudagraph_capture_sizes decoder_replay_trim_threshold disabled_custom_ops
+            dynamic_shapes_config enabled_custom_ops encoder_cudagraph_max_frames_per_batch
+            encoder_cudagraph_max_vision_items_per_batch encoder_cudagraph_token_budgets fast_moe_cold_start
+            inductor_compile_config inductor_passes ir_enable_torch_wrap local_cache_dir max_cudagraph_capture_size
+            mode pass_config splitting_ops traced_files use_inductor_graph_partition
+        """,
+        _LOGS: "compilation_time debug_dump_path encoder_compilation_time",
+        "the model's layers, as the ranks tell them": "static_all_moe_layers static_forward_context",
     },
     "PretrainedConfig": {
-        "_commit_hash": _TOLD,
-        "_name_or_path": "where the config was read",
-        "transformers_version": "who wrote the file; the version that runs counts",
+        _OWN_FIELD: "_commit_hash",
+        "where the config was read": "_name_or_path",
+        "who wrote the file; the version that runs counts": "transformers_version",
     },
 }
+
+EXCUSED: Final[Mapping[str, Mapping[str, str]]] = {
+    kind: {name: reason for reason, names in reasons.items() for name in names.split()}
+    for kind, reasons in _BY_REASON.items()
+}
+"""Class -> field -> why it is harmless."""
 
 EXCUSED_WITH_SHARDS: Final[Mapping[str, str]] = {
     "cache_config.effective_attention_block_size": "how a kernel cuts blocks: the layers' digest has it",

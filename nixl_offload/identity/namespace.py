@@ -1,5 +1,5 @@
-"""The fingerprint of everything that makes stored bytes interchangeable. Two engines that differ in any of it never
-see each other's chunks.
+"""The fingerprint of everything that makes stored bytes interchangeable. Two engines that differ in any field never see
+each other's chunks.
 
 Threading: immutable values and pure functions, safe anywhere.
 """
@@ -10,7 +10,8 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from operator import itemgetter
 from typing import Any, Final
 
 from nixl_offload.chunk.shards import ONE_RANGE, ShardPlan
@@ -200,55 +201,24 @@ class Namespace:
 def make_namespace(namespace_fields: NamespaceFields | ShardedFields, plan: ShardPlan | None = None) -> Namespace:
     """Fingerprint ``namespace_fields``. ``plan``: as ``Namespace.plan``, its groups in the order of the fields'.
 
-    Raises NamespaceError for a value of the wrong type or out of range, and for duplicate group ids: a field that is
-    quietly wrong would let foreign bytes in.
+    Raises NamespaceError for a value of the wrong type or out of range, and for duplicate group ids: a wrong field
+    would let foreign bytes in.
     """
-    _check(namespace_fields, "namespace")
-    if not namespace_fields.groups:
-        raise NamespaceError("namespace.groups is empty; a model has at least one KV-cache group")
-    for position, group in enumerate(namespace_fields.groups):
-        if type(group) is not GroupFields:
-            raise NamespaceError(f"namespace.groups[{position}] must be GroupFields, not {type(group).__name__}")
-        _check(group, f"namespace.groups[{position}]")
-        _check_sizes(group.slot_bytes, namespace_fields.holders, f"namespace.groups[{position}].slot_bytes")
-    ids = [group.group_id for group in namespace_fields.groups]
-    if len(set(ids)) != len(ids):
-        raise NamespaceError(f"namespace.groups repeats a group id: {ids}")
-    if isinstance(namespace_fields, ShardedFields):
-        if not namespace_fields.ranks:
-            raise NamespaceError("namespace.ranks has no digest of the model's layers")
-        _check_layers(namespace_fields)
-    elif len(namespace_fields.ranks) != namespace_fields.world_size:
-        raise NamespaceError(
-            f"namespace.ranks has {len(namespace_fields.ranks)} digests for {namespace_fields.world_size} ranks"
-        )
-    for position, rank in enumerate(namespace_fields.ranks):
-        if type(rank) is not str or not rank:
-            raise NamespaceError(f"namespace.ranks[{position}] must be a digest, not {rank!r}")
-    for path, value in namespace_fields.settings.items():
-        _check_setting(path, value)
+    _check(namespace_fields)
     return Namespace(namespace_fields, _fingerprint(_plain(namespace_fields)), plan)
 
 
-def fields_of(plain: Mapping[str, Any]) -> NamespaceFields | ShardedFields:
-    """Return the fields that plain data describes. Raises TypeError and KeyError where it has others."""
-    kind = ShardedFields if "shards" in plain else NamespaceFields
-    groups = tuple(GroupFields(**{**group, "slot_bytes": tuple(group["slot_bytes"])}) for group in plain["groups"])
-    layers = {"layers": tuple(plain["layers"])} if "layers" in plain else {}
-    return kind(**{**plain, "groups": groups, "ranks": tuple(plain["ranks"]), **layers})
-
-
 def manifest_fits(manifest: object, name: str) -> bool:
-    """Whether plain data, read from where anybody may have written it, is the manifest of the namespace ``name``.
+    """Whether plain data, which anybody may have written, is the manifest of the namespace ``name``.
 
-    Its fields make the fingerprint, so that nobody can pass a namespace off as another tenant's.
+    The fingerprint is made from its fields, so nobody can pass a namespace off as another tenant's.
     """
     digest = manifest_digest(manifest)
     return digest is not None and digest.hex()[:_SHORT_NAME_CHARS] == name
 
 
 def manifest_digest(manifest: object) -> bytes | None:
-    """Return the fingerprint that the fields of plain data make, which may be anything; None where they make none."""
+    """Return the fingerprint of the fields in ``manifest``; None: it is no manifest."""
     if not isinstance(manifest, dict) or not isinstance(manifest.get("fields"), dict):
         return None
     try:
@@ -268,18 +238,10 @@ def _fingerprint(plain: dict[str, Any]) -> bytes:
 
 
 def _plain(value: NamespaceFields | ShardedFields) -> dict[str, Any]:
-    plain: dict[str, Any] = {item.name: getattr(value, item.name) for item in fields(value)}
-    groups = sorted(value.groups, key=lambda group: group.group_id)
-    plain["groups"] = [
-        {"group_id": each.group_id, "tokens_per_block": each.tokens_per_block, "slot_bytes": list(each.slot_bytes)}
-        for each in groups
-    ]
-    plain["ranks"] = list(value.ranks)
-    plain["settings"] = dict(value.settings)
-    if isinstance(value, ShardedFields):
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(value)))
+    plain["groups"].sort(key=itemgetter("group_id"))
+    if plain.get("layers") == list(ONE_RANGE.begins):
         del plain["layers"]
-        if value.layers != ONE_RANGE.begins:
-            plain["layers"] = list(value.layers)
     return plain
 
 
@@ -293,8 +255,49 @@ _TYPES: Final[dict[str, type]] = {
 }
 
 
-def _check(value: NamespaceFields | ShardedFields | GroupFields, where: str) -> None:
-    """Types and ranges by the annotations: dataclasses check neither, and True, 1 and "1" must not mix."""
+def _check(value: NamespaceFields | ShardedFields) -> None:
+    _check_types(value, "namespace")
+    if not value.groups:
+        raise NamespaceError("namespace.groups is empty; a model has at least one KV-cache group")
+    for position, group in enumerate(value.groups):
+        where = f"namespace.groups[{position}]"
+        if type(group) is not GroupFields:
+            raise NamespaceError(f"{where} must be GroupFields, not {type(group).__name__}")
+        _check_types(group, where)
+        sizes = group.slot_bytes
+        if len(sizes) != value.holders:
+            raise NamespaceError(f"{where}.slot_bytes has {len(sizes)} sizes for {value.holders} ranks")
+        if any(type(size) is not int or size < 0 for size in sizes):
+            raise NamespaceError(f"{where}.slot_bytes must be numbers of bytes, not {sizes!r}")
+        if not any(sizes):
+            raise NamespaceError(f"{where}.slot_bytes is 0 on every rank: nobody has a layer of this group")
+    ids = [group.group_id for group in value.groups]
+    if len(set(ids)) != len(ids):
+        raise NamespaceError(f"namespace.groups repeats a group id: {ids}")
+    if isinstance(value, ShardedFields):
+        if not value.ranks:
+            raise NamespaceError("namespace.ranks has no digest of the model's layers")
+        begins = value.layers
+        if any(type(begin) is not int for begin in begins) or begins != tuple(sorted({0, *begins})):
+            raise NamespaceError(f"namespace.layers must be the first layers of ranges, from 0 on, not {begins!r}")
+        if value.shards % len(begins):
+            raise NamespaceError(f"namespace.shards is {value.shards}, no multiple of {len(begins)} ranges of layers")
+    elif len(value.ranks) != value.world_size:
+        raise NamespaceError(f"namespace.ranks has {len(value.ranks)} digests for {value.world_size} ranks")
+    for position, rank in enumerate(value.ranks):
+        if type(rank) is not str or not rank:
+            raise NamespaceError(f"namespace.ranks[{position}] must be a digest, not {rank!r}")
+    for path, setting in value.settings.items():
+        if type(path) is not str or not path:
+            raise NamespaceError(f"namespace.settings: {path!r} is not the path of a setting")
+        if setting is not None and type(setting) not in (bool, int, float, str):
+            raise NamespaceError(f"namespace.settings.{path} must be a plain value, not {type(setting).__name__}")
+        if isinstance(setting, float) and not math.isfinite(setting):
+            raise NamespaceError(f"namespace.settings.{path} is {setting}, which JSON has no number for")
+
+
+def _check_types(value: NamespaceFields | ShardedFields | GroupFields, where: str) -> None:
+    """Check types and ranges by the annotations: dataclasses check neither, and True, 1 and "1" must not mix."""
     for item in fields(value):
         found = getattr(value, item.name)
         annotation = str(item.type)
@@ -307,29 +310,3 @@ def _check(value: NamespaceFields | ShardedFields | GroupFields, where: str) -> 
         least = 0 if item.name == "group_id" else 1
         if isinstance(found, int) and found < least:
             raise NamespaceError(f"{where}.{item.name} is {found}; allowed: {least} or more")
-
-
-def _check_sizes(slot_bytes: tuple[int, ...], world_size: int, where: str) -> None:
-    if len(slot_bytes) != world_size:
-        raise NamespaceError(f"{where} has {len(slot_bytes)} sizes for {world_size} ranks")
-    if any(type(size) is not int or size < 0 for size in slot_bytes):
-        raise NamespaceError(f"{where} must be numbers of bytes, not {slot_bytes!r}")
-    if not any(slot_bytes):
-        raise NamespaceError(f"{where} is 0 on every rank: nobody has a layer of this group")
-
-
-def _check_layers(cut: ShardedFields) -> None:
-    begins = cut.layers
-    if any(type(begin) is not int for begin in begins) or begins != tuple(sorted({0, *begins})):
-        raise NamespaceError(f"namespace.layers must be the first layers of ranges, from 0 on, not {begins!r}")
-    if cut.shards % len(begins):
-        raise NamespaceError(f"namespace.shards is {cut.shards}, no multiple of {len(begins)} ranges of layers")
-
-
-def _check_setting(path: object, value: object) -> None:
-    if type(path) is not str or not path:
-        raise NamespaceError(f"namespace.settings: {path!r} is not the path of a setting")
-    if value is not None and type(value) not in (bool, int, float, str):
-        raise NamespaceError(f"namespace.settings.{path} must be a plain value, not {type(value).__name__}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise NamespaceError(f"namespace.settings.{path} is {value}, which JSON has no number for")

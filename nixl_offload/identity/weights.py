@@ -1,13 +1,12 @@
-"""Which weights a local model has, by the content of all its files: any byte that changes makes another digest.
+"""The digest of a local model's files. Any byte that changes makes another digest.
 
-A file is read in pieces, by several threads at once. A piece is summed with XXH3-128, and SHA-256 makes one digest of
-all sums and names: that tells apart what accidents, edits and fine-tuning make. Somebody who makes two models with one
-digest on purpose is not stopped; whoever puts weights where a server loads them decides its answers anyway.
+Several threads read the files in pieces. A piece is summed with XXH3-128, and SHA-256 makes one digest of all sums and
+names. That tells apart accidents, edits and fine-tuning. It does not stop a person who makes two models with one digest
+on purpose; a person who can replace the weights of a server decides its answers anyway.
 
 Threading: ``WeightsDigest`` starts daemon threads of its own, which nothing waits for. Any thread may call its methods,
 which return at once (``wait`` after its timeout). The threads hold the interpreter for microseconds, twice in every
-8 MiB. They have no lower priority: whoever gives the interpreter up to a thread waits until that thread gets a core.
-Files are read through the page cache, where a loader has just left them.
+8 MiB. Files are read through the page cache, where a loader has just left them.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ class WeightsDigest:
     ) -> None:
         """Begin to read.
 
-        ``model``: a directory, or a file of weights. ``cache_directory``: what is read is remembered there, see
+        ``model``: a directory, or a file of weights. ``cache_directory``: where digests are remembered, see
         ``cache_directory_of``; None: nowhere. ``threads``: how many read; by default half of the cores, at most 4.
-        ``alone``: only the content of the file ``model`` counts, not its name, nor what lies beside it.
+        ``alone``: only the content of the file ``model`` counts, not its name, nor the files beside it.
         """
         self.weight_files = 0
         """How many of the files hold weights, by their names, once ``wait`` has returned True. 0: the weights come from
-        somewhere else, or are dummies, and the digest says nothing of them."""
+        somewhere else, or are dummies, and are not in the digest."""
         self._model = model
         self._list = list_alone if alone else list_files
         self._threads = threads or max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // 2))
@@ -100,7 +99,7 @@ class WeightsDigest:
         return sum(self._read_bytes), self._total_bytes
 
     def close(self) -> None:
-        """Stop reading: threads end after what they read just now. Idempotent, and without effect at the end."""
+        """Stop reading: threads end after their current read. Idempotent, and without effect at the end."""
         self._ended.put(NamespaceError(f"the files of {self._model} were not read to the end: stopped"))
         self._stop.set()
 
@@ -109,7 +108,7 @@ class WeightsDigest:
             self._digest = self._identify()
         except NamespaceError as error:
             self._error = error
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller must learn that there is no digest
+        except Exception as error:  # noqa: BLE001 - the caller must learn that there is no digest
             self._error = NamespaceError(f"cannot tell which model {self._model} is: {error!r}")
             self._error.__cause__ = error
         finally:
@@ -121,29 +120,18 @@ class WeightsDigest:
         files = self._list(self._model)
         self.weight_files = sum(file.holds_weights for file in files)
         self._cache.refresh()
-        digests = self._known(files)
+        digests = {file: known for file in files if (known := self._cache.get(file)) is not None}
         if len(digests) < len(files):
-            with self._cache.alone((file for file in files if file not in digests), listed_s, self._stop):
-                self._cache.refresh()
-                digests = self._known(files)
-                fresh = self._read([file for file in files if file not in digests], began_s)
-                self._require_unchanged(files)
-                self._cache.add(fresh, listed_s)
-                digests |= fresh
+            fresh = self._read([file for file in files if file not in digests], began_s)
+            if changed := set(files) ^ set(self._list(self._model)):
+                raise _changed(min(changed, key=lambda file: file.name).path)
+            self._cache.add(fresh, listed_s)
+            digests |= fresh
         whole = hashlib.sha256(_DOMAIN)
         for file in files:
             name = os.fsencode(file.name)
             whole.update(struct.pack("<Q", len(name)) + name + bytes.fromhex(digests[file]))
         return whole.hexdigest()
-
-    def _known(self, files: Sequence[ModelFile]) -> dict[ModelFile, str]:
-        found = ((file, self._cache.get(file)) for file in files)
-        return {file: digest for file, digest in found if digest is not None}
-
-    def _require_unchanged(self, files: Sequence[ModelFile]) -> None:
-        changed = set(files) ^ set(self._list(self._model))
-        if changed:
-            raise _changed(min(changed, key=lambda file: file.name).path)
 
     def _read(self, files: Sequence[ModelFile], began_s: float) -> dict[ModelFile, str]:
         """Return the digests of ``files``, by all threads together. Raises NamespaceError, OSError."""
@@ -196,7 +184,7 @@ class WeightsDigest:
                     break
                 sums[file][piece] = self._sum(number, file, piece, buffer)
             self._ended.put(None)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller must learn that there is no digest
+        except Exception as error:  # noqa: BLE001 - the caller must learn that there is no digest
             self._ended.put(error)
 
     def _sum(self, number: int, file: ModelFile, piece: int, buffer: memoryview) -> bytes:

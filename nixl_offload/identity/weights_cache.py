@@ -1,42 +1,35 @@
-"""What files have been summed to, remembered from one start to the next: a small JSON file beside the tier.
+"""Digests of files, remembered from one start to the next in a small JSON file beside the tier.
 
-A file is known by device, inode, size and both of its times, on this machine. Its change time is what makes that safe:
-the kernel sets it at every write, and nobody can set it back. So files are remembered only on filesystems that keep
-one, and none that was changed just before it was read.
+A file is known by device, inode, size and both of its times, on this machine. The change time makes that safe: the
+kernel sets it at every write, and nobody can set it back. So files are remembered only on filesystems that keep a
+change time, and a file that was changed just before it was read is not remembered.
 
 Threading: a ``WeightsCache`` belongs to one thread; several processes may use one directory. Nothing here raises for
-storage: what cannot be read is not known, what cannot be written is read again at the next start. A file that is not
-ours, that others may write, or that is damaged, counts for nothing and is replaced.
+storage: if the cache cannot be read or written, the files are read again. A cache that belongs to another user, that
+others can write to, or that is damaged is ignored and replaced.
 
     <directory>/.weights-cache.json    digests by file, oldest first
-    <directory>/.weights-cache.lock    a byte for each model, locked by who reads its files now
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
-import fcntl
 import hashlib
 import json
-import logging
 import os
 import re
 import socket
 import stat
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from nixl_offload.config import Config
 from nixl_offload.identity.weights_files import ModelFile
 
-logger = logging.getLogger(__name__)
-
 CACHE_PREFIX: Final = ".weights-cache"
-"""Names of files of ours that a tier's directory may hold besides its own; some 50 KiB at most."""
+"""Names of these files, which may lie in a slab's directory; some 50 KiB at most."""
 
 _VERSION: Final = 1
 """Of this file, and of how a file is summed."""
@@ -45,11 +38,9 @@ _SIZE_MIN_BYTES: Final = 1 << 20
 """Smaller files are read each time: that costs as little as looking them up."""
 _MAX_BYTES: Final = 1 << 20
 _SETTLED_S: Final = 2.0
-"""Times on disk may be as coarse as this: a file changed more recently could change again without a trace."""
-_POLL_S: Final = 0.1
+"""The coarsest time on disk. A file that was changed more recently could change again without a trace."""
 _MODE_OTHERS_WRITE: Final = 0o022
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_HELD: Final = (errno.EACCES, errno.EAGAIN)
 _KEEP_CHANGE_TIMES: Final = {
     0x01021994,  # tmpfs
     0x00C36400,  # ceph
@@ -64,15 +55,15 @@ _KEEP_CHANGE_TIMES: Final = {
     0xF2F52010,  # f2fs
     0x58465342,  # xfs
 }
-"""By the numbers that statfs has for them. No images (squashfs, erofs) and nothing that may hide one (overlay, FUSE):
-in two images that were made with fixed times the files of two models can be equal in all of this. They are read at
-each start."""
+"""Filesystems that keep change times, by their numbers in statfs. Images (squashfs, erofs) are not among them, nor
+filesystems that may hide one (overlay, FUSE): the files of two models may agree in every number if two images were made
+with fixed times."""
 
 _libc = ctypes.CDLL(None)
 
 
 def cache_directory_of(config: Config) -> Path | None:
-    """Return where digests are remembered: with a slab, else in the user's cache; None where there is no such place."""
+    """Return where digests are remembered: beside a slab, else in the user's cache; None: there is no such place."""
     for tier in config.directories:
         if not tier.is_shared:
             return Path(tier.path)
@@ -86,9 +77,9 @@ class WeightsCache:
     """Digests of files by what ``stat`` says of them."""
 
     def __init__(self, directory: Path | None, host: str | None = None) -> None:
-        """Name the directory; it is made, 0700, when there is something to remember. None: remember nothing.
+        """``directory`` is made, with mode 0700, when there is something to remember; None: remember nothing.
 
-        ``host`` names the machine whose devices and inodes are meant; by default this one.
+        ``host`` names the machine that devices and inodes belong to; by default this one.
         """
         self._directory = directory
         self._host = host or _host()
@@ -103,9 +94,7 @@ class WeightsCache:
         return self._known.get(self._key(file))
 
     def add(self, digests: Mapping[ModelFile, str], listed_s: float) -> None:
-        """Remember what was read of files that were listed at ``listed_s``, seconds since the epoch. Call it within
-        ``alone``, which makes the directory.
-        """
+        """Remember the digests of files that were listed at ``listed_s``, seconds since the epoch."""
         if self._directory is None:
             return
         fresh = {self._key(file): digest for file, digest in digests.items() if _may_be_kept(file, listed_s)}
@@ -115,29 +104,8 @@ class WeightsCache:
         merged = {key: digest for key, digest in self._known.items() if key not in fresh} | fresh
         self._known = dict(list(merged.items())[-_ENTRIES_MAX:])
         with contextlib.suppress(OSError):
+            _make_private(self._directory)
             _write(self._directory, {"version": _VERSION, "files": self._known})
-
-    @contextlib.contextmanager
-    def alone(self, files: Iterable[ModelFile], listed_s: float, stop: threading.Event) -> Iterator[None]:
-        """Wait until no other process of this machine reads ``files``, or ``stop`` is set, and keep others waiting.
-
-        Eight data-parallel engines then read a model once, and seven find what the first has written down. Nobody waits
-        where nothing will be written down, or no lock is to be had.
-        """
-        with contextlib.ExitStack() as undo:
-            first = next((file for file in files if _may_be_kept(file, listed_s)), None)
-            if self._directory is not None and first is not None:
-                with contextlib.suppress(OSError):
-                    _make_private(self._directory)
-                    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                    fd = os.open(self._directory / f"{CACHE_PREFIX}.lock", flags, 0o600)
-                    undo.callback(os.close, fd)
-                    place, told = int(self._key(first)[:14], 16), False
-                    while not _lock_byte(fd, place) and not stop.wait(_POLL_S):
-                        if not told:
-                            logger.info("Another process reads %s and what belongs to it: waiting for it", first.path)
-                            told = True
-            yield
 
     def _key(self, file: ModelFile) -> str:
         # Devices and inodes are numbers of one machine, and a home directory may be shared by many.
@@ -167,14 +135,6 @@ def _host() -> str:
     return socket.gethostname()
 
 
-def _lock_byte(fd: int, offset: int) -> bool:
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
-    except OSError as error:
-        return error.errno not in _HELD
-    return True
-
-
 def _make_private(directory: Path) -> None:
     if not directory.is_dir():
         _make_private(directory.parent)
@@ -201,10 +161,7 @@ def _read(path: Path) -> dict[str, str]:
 
 
 def _write(directory: Path, document: Mapping[str, object]) -> None:
-    """Put the file in place. Writers that meet may leave half a file for a moment, which nobody believes.
-
-    Raises OSError.
-    """
+    """Replace the cache file. Two writers at once may leave half a file, which readers ignore. Raises OSError."""
     draft = directory / f"{CACHE_PREFIX}.tmp"
     draft.unlink(missing_ok=True)
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

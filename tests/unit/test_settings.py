@@ -179,16 +179,13 @@ def test_values_look_the_same_in_every_release() -> None:
     assert "config.more" in many
 
 
-def test_cycles_and_repeats_end() -> None:
+def test_cycles_repeats_and_depth_end() -> None:
     one = Plain(name="one")
     one.itself = one  # type: ignore[attr-defined]
     twice = Base()
     found = settings({"a": one, "b": twice, "c": twice})
     assert found["a.itself"] == "(itself)"
     assert found["c"] == "(as b)"
-
-
-def test_depth_is_bounded() -> None:
     deep: Any = 1
     for _ in range(500):
         deep = {"x": deep}
@@ -218,29 +215,18 @@ def test_no_secret_gets_in(value: Any) -> None:
     assert "hunter2" not in json.dumps(settings(value))
 
 
-def test_a_file_counts_by_its_content(tmp_path: Path) -> None:
-    file = tmp_path / "scales.json"
+def test_a_file_counts_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An absolute path, or a setting that says so, names a file; a plain word does not."""
+    file, elsewhere = tmp_path / "fast", tmp_path / "elsewhere.json"
     file.write_text("{}")
-    before = settings({"fp8_scale_path": str(file)})
-    file.write_text("{ }")
-    assert settings({"fp8_scale_path": str(file)}) != before
-    elsewhere = tmp_path / "elsewhere.json"
     elsewhere.write_text("{}")
-    assert settings({"fp8_scale_path": str(elsewhere)}) == before
-    assert settings({"fp8_scale_path": "/no/such/file"})["fp8_scale_path"] == "/no/such/file"
-
-
-def test_what_names_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An absolute path, or a setting that says so; else a word would be another thing in each working directory."""
-    (tmp_path / "fast").write_text("1")
     monkeypatch.chdir(tmp_path)
-    content = settings({"scale": str(tmp_path / "fast")})["scale"]
-    assert settings({"scale_path": "fast", "scale_file": "fast", "mode": "fast"}) == {
-        "scale_path": content,
-        "scale_file": content,
-        "mode": "fast",
-    }
+    content = settings({"scale": str(file)})["scale"]
     assert str(content).startswith("file sha256:")
+    names = {"scale_path": "fast", "scale_file": str(elsewhere), "mode": "fast", "no_path": "/no/such/file"}
+    assert settings(names) == {**names, "scale_path": content, "scale_file": content}
+    file.write_text("{ }")
+    assert settings({"scale": str(file)})["scale"] != content
 
 
 def test_a_directory_counts_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
