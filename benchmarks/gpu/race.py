@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.gpu import engine as engines
 from benchmarks.serving import drive
 from benchmarks.serving.model import Shape
-from benchmarks.serving.records import figures
+from benchmarks.serving.report import figures
 from benchmarks.serving.turns import Plan, job_of
 from benchmarks.serving.workloads import Spec
 
@@ -51,7 +51,6 @@ def main() -> None:
         spec,
         shape=Shape(sizes["layers"], sizes["kv_heads"], 128, "random weights"),
         model="to be written",
-        dummy_weights=True,
         batched_tokens=8192 if not engines.PLAYED else 1024,
     )
     if not engines.PLAYED:
@@ -88,7 +87,7 @@ async def race(job: dict[str, Any]) -> dict[str, Any]:
     runs = []
     for seed, at_a_time in enumerate((1, BUSY)):
         workload = {**job["workload"], "seed": seed}
-        runs.append(await drive.measure(engine, {**job, "workload": workload, "at_a_time": at_a_time}, start_s))
+        runs.append(await drive.measure(engine, {**job, "workload": workload, "at_a_time": at_a_time}))
     alone, busy = runs
     cold_s = statistics.median(record.ttft_s for record in alone.records if not record.repeated_tokens)
     found, under_load = figures(alone), figures(busy)

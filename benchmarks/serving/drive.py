@@ -1,8 +1,7 @@
-"""The far end of ``turns``: one side's vLLM and the clients that ask it, in a process of its own.
+"""One side's vLLM and the clients that ask it, in a process of its own; ``turns`` starts it.
 
 The engine is what ``vllm serve`` runs, ``AsyncLLM`` with the engine core in another process; only HTTP is left out.
-A job comes as a JSON line on stdin. What becomes of it is said in JSON lines on stdout: ``{"said": ...}`` as it goes
-on, ``{"run": ...}`` at the end.
+A job comes as a JSON line on stdin, the run goes as one to stdout.
 
 Threading: one asyncio loop.
 """
@@ -16,13 +15,14 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
 from benchmarks.serving import workloads
-from benchmarks.serving.records import Record, Run
+from benchmarks.serving.report import Record, Run
 from benchmarks.serving.workloads import Session, Spec
 
 WARM_UP_TOKENS = 600
@@ -38,40 +38,23 @@ class Driver:
     def __init__(self, engine: Any, workload: Sequence[Session]) -> None:
         self._engine, self._workload = engine, workload
         self._answers: list[list[list[int]]] = [[] for _ in workload]
-        self._begin_s = 0.0
+        self._begin_s = time.perf_counter()
         self.records: list[Record] = []
 
     async def closed(self, at_a_time: int) -> None:
-        """So many requests under way, always. A session's next turn queues up behind all that wait."""
-        ready: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
-        for number in range(len(self._workload)):
-            ready.put_nowait((number, 0))
-        left = sum(len(session.turns) for session in self._workload)
-        done = asyncio.Event()
-
-        async def client() -> None:
-            nonlocal left
-            while True:
-                number, turn = await ready.get()
-                await self._ask(number, turn)
+        """Keep so many requests under way. A session's next turn queues up behind all that wait."""
+        ready = [(number, 0) for number in range(len(self._workload))]
+        running: set[asyncio.Task[tuple[int, int]]] = set()
+        while ready or running:
+            while ready and len(running) < at_a_time:
+                running.add(asyncio.create_task(self._ask(*ready.pop(0))))
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for number, turn in sorted(task.result() for task in done):
                 if turn + 1 < len(self._workload[number].turns):
-                    ready.put_nowait((number, turn + 1))
-                left -= 1
-                if not left:
-                    done.set()
-
-        self._begin_s = time.perf_counter()
-        clients = [asyncio.create_task(client()) for _ in range(at_a_time)]
-        finished = asyncio.create_task(done.wait())
-        await asyncio.wait([finished, *clients], return_when=asyncio.FIRST_COMPLETED)
-        for task in clients:
-            if task.done():
-                task.result()  # it failed: clients never end by themselves
-            task.cancel()
+                    ready.append((number, turn + 1))
 
     async def open(self, arrivals_s: Sequence[float]) -> None:
-        """Sessions begin when they arrive, however busy the server is. A turn follows the answer before it."""
-        self._begin_s = time.perf_counter()
+        """Begin sessions when they arrive, however busy the server is. A turn follows the answer before it."""
 
         async def client(number: int, arrival_s: float) -> None:
             await asyncio.sleep(self._begin_s + arrival_s - time.perf_counter())
@@ -82,13 +65,12 @@ class Driver:
             for number, arrival_s in enumerate(arrivals_s):
                 group.create_task(client(number, arrival_s))
 
-    async def _ask(self, number: int, turn: int) -> None:
+    async def _ask(self, number: int, turn: int) -> tuple[int, int]:
         session = self._workload[number]
         prompt = session.prompt(turn, self._answers[number] if session.keeps_history else ())
         sent_s = time.perf_counter()
         times, answer, cached = await ask(self._engine, f"{number}-{turn}", prompt, session.turns[turn].answer_tokens)
         self._answers[number].append(answer)
-        gaps = tuple(after - before for before, after in itertools.pairwise(times))
         self.records.append(
             Record(
                 session=number,
@@ -98,13 +80,14 @@ class Driver:
                 cached_tokens=cached,
                 sent_s=sent_s - self._begin_s,
                 ttft_s=times[0] - sent_s,
-                gaps_s=gaps,
+                gaps_s=tuple(after - before for before, after in itertools.pairwise(times)),
             )
         )
+        return number, turn
 
 
 async def ask(engine: Any, name: str, prompt: list[int], answer_tokens: int) -> tuple[list[float], list[int], int]:
-    """One request: when each token came, the tokens, and how many prompt tokens were cached."""
+    """Ask one request. Returns when each token came, the tokens, and how many prompt tokens were cached."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -128,72 +111,63 @@ async def ask(engine: Any, name: str, prompt: list[int], answer_tokens: int) -> 
 
 
 def counters() -> dict[str, float]:
-    """The counters of vLLM in this process, summed over labels; those of cached tokens also by source."""
+    """Return the counters of vLLM in this process, summed over labels."""
     from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
 
     totals: dict[str, float] = {}
     for metric in get_metrics_snapshot():
         if isinstance(metric, Counter):
-            for name in (metric.name, f"{metric.name}:{metric.labels.get('source')}"):
-                totals[name] = totals.get(name, 0) + metric.value
+            totals[metric.name] = totals.get(metric.name, 0) + metric.value
     return totals
 
 
 def processor_s() -> float:
-    """Of this process and all below it, so far."""
+    """Return the processor time of this process and all below it, so far."""
     me = psutil.Process()
-    total = 0.0
-    for process in (me, *me.children(recursive=True)):
-        times = process.cpu_times()
-        total += times.user + times.system
-    return total
+    times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
 
 
-async def quiet(limit_s: float) -> bool:
-    """Wait until the engine uses no processor: it has opened, filled and written what it wants. False at the limit."""
-    deadline = time.monotonic() + limit_s
+async def quiet() -> None:
+    """Wait until the engine uses no processor: it has opened, filled and written what it wants."""
+    deadline = time.monotonic() + START_LIMIT_S
     while time.monotonic() < deadline:
         before = processor_s()
         await asyncio.sleep(QUIET_S)
         if processor_s() - before < 0.1 * QUIET_S:
-            return True
-    return False
+            return
 
 
 async def warm_up(engine: Any) -> None:
     """Let the side open all it has, store something, and load it again."""
-    source = random.Random("warm up")
-    prompt = list(workloads.text(source, WARM_UP_TOKENS))
+    prompt = list(workloads.text(random.Random("warm up"), WARM_UP_TOKENS))
     await ask(engine, "warm-up-0", prompt, 2)
-    await quiet(START_LIMIT_S)
+    await quiet()
     await engine.reset_prefix_cache()
     await ask(engine, "warm-up-1", prompt, 2)
-    await quiet(START_LIMIT_S)
+    await quiet()
     await ask(engine, "warm-up-2", [2, 3, 4], 1)  # the frontend learns the counters with an answer
     await engine.reset_prefix_cache()
 
 
-async def drive(job: dict[str, Any], say: Callable[..., None]) -> None:
-    """Do a job, and ``say`` what becomes of it."""
+async def drive(job: dict[str, Any]) -> Run:
+    """Do a job."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    begin = time.perf_counter()
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**job["options"]))
     try:
-        start_s = time.perf_counter() - begin
         await warm_up(engine)
-        say(said=f"started in {start_s:.0f} s, asks")
-        say(run=(await measure(engine, job, start_s)).as_json())
+        return await measure(engine, job)
     finally:
         engine.shutdown()
 
 
-async def measure(engine: Any, job: dict[str, Any], start_s: float) -> Run:
-    """Ask a warm engine all of the job's workload. ``start_s``: how long the engine took to start."""
+async def measure(engine: Any, job: dict[str, Any]) -> Run:
+    """Ask a warm engine all of the job's workload."""
     workload = workloads.make(Spec(**job["workload"]))
-    driver = Driver(engine, workload)
     load_before, before, used_s = os.getloadavg()[0], counters(), processor_s()
+    driver = Driver(engine, workload)
     if job["rate_per_s"]:
         await driver.open(workloads.poisson(job["rate_per_s"], len(workload), job["workload"]["seed"]))
     else:
@@ -215,7 +189,6 @@ async def measure(engine: Any, job: dict[str, Any], start_s: float) -> Run:
         stored_bytes=moved("vllm:kv_offload_store_bytes"),
         external_tokens=moved("vllm:external_prefix_cache_hits"),
         load_before=load_before,
-        start_s=start_s,
     )
 
 
@@ -224,13 +197,9 @@ def main() -> int:
     job = json.loads(sys.stdin.readline())
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what vLLM prints goes to the log
-
-    def say(**told: Any) -> None:
-        out.write(json.dumps(told) + "\n")
-        out.flush()
-
     sys.path.insert(0, job["plugin"])  # processes that this one spawns get its path
-    asyncio.run(drive(job, say))
+    out.write(json.dumps(asdict(asyncio.run(drive(job)))) + "\n")
+    out.flush()
     return 0
 
 

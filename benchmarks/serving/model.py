@@ -14,8 +14,6 @@ VOCABULARY = 1024
 BLOCK_TOKENS = 32
 """The smallest that the CPU backend takes; on GPUs it is 16."""
 ARCHITECTURE = "SleepingForCausalLM"
-ITEM_BYTES = 2
-_PLUGIN = "nixl_offload_serving-0.dist-info"
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class Shape:
     @property
     def token_bytes(self) -> int:
         """KV of a token on this rank."""
-        return 2 * self.layers * self.heads * self.head_size * ITEM_BYTES
+        return 2 * 2 * self.layers * self.heads * self.head_size
 
 
 SHAPES = {
@@ -42,7 +40,7 @@ SHAPES = {
 
 
 def shape_of(model: str) -> Shape:
-    """The shape of a real model, by its directory or name, on one rank. OSError: there is no such model."""
+    """Return the shape of a real model, by its directory or name, on one rank. OSError: there is no such model."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model).get_text_config()
@@ -58,13 +56,9 @@ class Pace:
     step_s: float = 0.010
     token_s: float = 0.0001
 
-    def duration_s(self, tokens: int) -> float:
-        """Of a step with so many tokens."""
-        return self.step_s + tokens * self.token_s
-
 
 def write_model(directory: Path, shape: Shape, pace: Pace, max_tokens: int) -> Path:
-    """Write ``config.json`` to ``directory`` and return it. OSError: no room, no rights."""
+    """Write ``config.json`` to ``directory`` and return it."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": [ARCHITECTURE],
@@ -88,8 +82,8 @@ def write_model(directory: Path, shape: Shape, pace: Pace, max_tokens: int) -> P
 
 
 def write_plugin(directory: Path) -> Path:
-    """Write what makes every vLLM process that has ``directory`` on its ``sys.path`` know the model. Returns it."""
-    folder = directory / _PLUGIN
+    """Write the plugin that teaches the model to every vLLM with ``directory`` on its ``sys.path``. Returns it."""
+    folder = directory / "nixl_offload_serving-0.dist-info"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: nixl-offload-serving\nVersion: 0\n")
     (folder / "entry_points.txt").write_text(

@@ -1,8 +1,7 @@
 """vLLM's own offloading specs, also where their platform check would refuse them. Imported in the engine's process.
 
-Their managers, policies, tiers and host memory are as they are. Only the copies, which vLLM hands to CUDA's copy
-engine, are made by a thread where there is no CUDA; it releases the interpreter while it copies. There are no
-checksums. With ``canonical_layout`` pages are mapped as vLLM's worker maps them, by the runs that vLLM derived.
+Managers, policies, tiers and host memory are vLLM's. Only the copies, which vLLM gives to CUDA's copy engine, are made
+by a thread where there is no CUDA. It lets go of the interpreter while it copies. There are no checksums.
 
 Threading: vLLM's thread submits and asks; one copying thread per worker, ended by ``shutdown``.
 """
@@ -18,14 +17,12 @@ from concurrent.futures import Future
 import numpy as np
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
-    CanonicalKVCacheRef,
     CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingWorker,
     TransferResult,
 )
-from vllm.v1.kv_offload.cpu.gpu_worker import _build_copy_plan, _canonical_block_sizes
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
@@ -35,18 +32,14 @@ class PlayedCPUOffloadingSpec(CPUOffloadingSpec):
     """vLLM's memory, in the file that it takes on CUDA."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        return super().get_worker(kv_caches) if _is_on_gpu(kv_caches) else _worker(self, kv_caches)
+        return super().get_worker(kv_caches) if kv_caches.tensors[0].tensor.is_cuda else _worker(self, kv_caches)
 
 
 class PlayedTieringOffloadingSpec(TieringOffloadingSpec):
     """vLLM's memory with tiers behind it."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        return super().get_worker(kv_caches) if _is_on_gpu(kv_caches) else _worker(self, kv_caches)
-
-
-def _is_on_gpu(kv_caches: CanonicalKVCaches) -> bool:
-    return bool(kv_caches.tensors[0].tensor.is_cuda)
+        return super().get_worker(kv_caches) if kv_caches.tensors[0].tensor.is_cuda else _worker(self, kv_caches)
 
 
 def _worker(spec: CPUOffloadingSpec, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -59,41 +52,20 @@ def _worker(spec: CPUOffloadingSpec, kv_caches: CanonicalKVCaches) -> Offloading
             kv_bytes_per_chunk=spec.kv_bytes_per_chunk,
             cpu_page_size=spec.cpu_page_size_per_worker,
         )
-        if spec.config.canonical_layout:
-            spec._validate_canonical_refs(kv_caches)
-        worker = spec._worker = CopyingWorker(  # type: ignore[assignment]
-            kv_caches, spec.blocks_per_chunk, region, is_canonical=spec.config.canonical_layout
-        )
+        worker = spec._worker = CopyingWorker(kv_caches, spec.blocks_per_chunk, region)  # type: ignore[assignment]
     return worker
 
 
 class CopyingWorker(OffloadingWorker):
     """Copies pages between the KV cache and vLLM's region, job after job, on a thread."""
 
-    def __init__(
-        self,
-        kv_caches: CanonicalKVCaches,
-        blocks_per_chunk: int,
-        region: SharedOffloadRegion,
-        *,
-        is_canonical: bool = False,
-    ) -> None:
+    def __init__(self, kv_caches: CanonicalKVCaches, blocks_per_chunk: int, region: SharedOffloadRegion) -> None:
         self._refs = kv_caches.group_data_refs
-        self._is_canonical = is_canonical
         self._blocks_per_chunk = blocks_per_chunk
         self._region = region
         self._device = [item.tensor for item in kv_caches.tensors]
-        self._runs = {
-            id(ref): _fragments(ref) if is_canonical else np.array([[0, 0, ref.page_size_bytes]])
-            for refs in self._refs
-            for ref in refs
-        }
-        if is_canonical:
-            self._pages = _canonical_block_sizes(self._refs, len(self._device))
-            self._host = [region.create_next_canonical_view(page * blocks_per_chunk) for page in self._pages]
-        else:
-            self._pages = [item.page_size_bytes for item in kv_caches.tensors]
-            self._host = [region.create_next_worker_view(page * blocks_per_chunk) for page in self._pages]
+        self._pages = [item.page_size_bytes for item in kv_caches.tensors]
+        self._host = [region.create_next_worker_view(page * blocks_per_chunk) for page in self._pages]
         self._jobs: queue.SimpleQueue[tuple[int, np.ndarray, Future[None]] | None] = queue.SimpleQueue()
         self._under_way: dict[int, Future[None]] = {}
         self._finished: queue.SimpleQueue[TransferResult] = queue.SimpleQueue()
@@ -139,15 +111,10 @@ class CopyingWorker(OffloadingWorker):
             rows = np.repeat(chunks, per_chunk)[skipped : skipped + count]
             for ref in refs:
                 device, host = self._device[ref.tensor_idx], self._host[ref.tensor_idx]
-                runs = self._runs[id(ref)]
                 near = device.data_ptr() + ids * device.stride(0) * device.element_size()
                 far = host.data_ptr() + rows * host.stride(0) + within * self._pages[ref.tensor_idx]
-                if is_store and self._is_canonical and ref.mapping is not None:
-                    mine = [ref.mapping.is_writer(page) for page in (rows * per_chunk + within).tolist()]
-                    near, far = near[mine], far[mine]
-                near, far = (near[:, None] + runs[:, 0]).ravel(), (far[:, None] + runs[:, 1]).ravel()
                 to, source = (far, near) if is_store else (near, far)
-                plan.append(np.stack([to, source, np.resize(runs[:, 2], len(to))], axis=1))
+                plan.append(np.stack([to, source, np.full(count, ref.page_size_bytes)], axis=1))
             first_block += count
             first_chunk += len(chunks)
         copied: Future[None] = Future()
@@ -164,9 +131,3 @@ class CopyingWorker(OffloadingWorker):
             copied.set_result(None)
             took_s = time.perf_counter() - begin
             self._finished.put(TransferResult(job_id, True, int(plan[:, 2].sum()), took_s))
-
-
-def _fragments(ref: CanonicalKVCacheRef) -> np.ndarray:
-    """Return rows of (offset in a rank's page, offset in the canonical page, bytes), as vLLM's own copies take them."""
-    plan = _build_copy_plan(ref, gpu_to_cpu=True)
-    return np.stack([plan.frag_offsets_src, plan.frag_offsets_dst, plan.frag_sizes], axis=1).astype(np.int64)

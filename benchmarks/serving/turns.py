@@ -1,4 +1,4 @@
-"""The near end of ``drive``: starts each side in processes of its own, round after round, and cleans up behind it.
+"""Runs each side in processes of its own (``drive``), round after round, and cleans up behind it.
 
 Threading: one thread. Ownership: a side's processes, scratch files and shared memory are gone when its run returns.
 """
@@ -6,7 +6,6 @@ Threading: one thread. Ownership: a side's processes, scratch files and shared m
 from __future__ import annotations
 
 import contextlib
-import functools
 import glob
 import json
 import os
@@ -18,27 +17,26 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from benchmarks.serving.model import BLOCK_TOKENS, SHAPES, Pace, Shape, write_model, write_plugin
-from benchmarks.serving.records import Run
-from benchmarks.serving.sides import Room, engine_options, needs_bucket
+from benchmarks.serving.report import Run
+from benchmarks.serving.sides import CHUNK_TOKENS, Room, engine_options, needs_bucket
 from benchmarks.serving.workloads import Spec, longest_tokens, make, unique_tokens
 from examples.demo.engine import quick_environment
 from examples.s3_server import RcloneServer
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_LIMIT_S = 900.0
-STOP_LIMIT_S = 30.0
 _ERROR = re.compile(r"^(\([^)]*\) )?([A-Z]+ .*\] )?[\w.]*(Error|Exception)\b")
 Progress = Callable[[str], None]
 
 
 class SideError(Exception):
-    """A side did not start, or did not answer. The message ends with its log."""
+    """A side did not start, or did not answer. The message has the errors of its log."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,6 @@ class Plan:
     shape: Shape = SHAPES["8b"]
     model: str = ""
     """A real one, of that shape, by its directory or name; empty: one that only takes time."""
-    dummy_weights: bool = False
-    """Whether a real one has random weights: its directory then needs ``config.json`` alone."""
     pace: Pace = field(default_factory=Pace)
     at_a_time: int = 4
     rate_per_s: float = 0.0
@@ -72,7 +68,7 @@ class Plan:
         return -(-(longest_tokens(make(self.workload)) + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
 
     def room(self) -> Room:
-        """How many bytes there are. The GPU's cache holds the longest request, whatever its share."""
+        """Return how many bytes there are. The GPU's cache holds the longest request, whatever its share."""
         working_set, token_bytes = self.working_set_bytes, self.shape.token_bytes
         least = (self.longest_tokens + 2 * BLOCK_TOKENS) * token_bytes
         return Room(
@@ -81,34 +77,68 @@ class Plan:
             storage=2 * working_set + (256 << 20),
         )
 
+    def about(self) -> list[str]:
+        """Return what the figures depend on, in sentences."""
+        spec, shape, room = self.workload, self.shape, self.room()
+        how = f"{self.rate_per_s:g} sessions/s arrive (Poisson)" if self.rate_per_s else f"{self.at_a_time} at a time"
+        pace = f"a step takes {self.pace.step_s * 1e3:g} ms and {self.pace.token_s * 1e3:g} ms a token"
+        return [
+            f"{shape.note}: {shape.token_bytes >> 10} KiB of KV a token; {'computed' if self.model else pace}, in "
+            f"steps of at most {self.batched_tokens} tokens",
+            f"{spec.kind}: {spec.sessions} × {spec.turns} turns of {spec.tokens} + {spec.answer_tokens} tokens, {how}",
+            f"working set {self.working_set_bytes / 1e9:.1f} GB; GPU cache {room.gpu / 1e9:.1f} GB, memory "
+            f"{room.memory / 1e9:.1f} GB, storage {room.storage / 1e9:.1f} GB; chunks of {CHUNK_TOKENS} tokens",
+        ]
+
 
 def measure(plan: Plan, sides: Sequence[str], rounds: int, directory: Path | None, progress: Progress) -> Iterator[Run]:
-    """Yield a run for each round and side, sides in an order that rotates. Sides that fail are told and left out."""
+    """Yield a run for each round and side, sides in an order that rotates. A side that fails is left out after that."""
     failed: set[str] = set()
     for number in range(rounds):
         at = number % len(sides)
         for side in (*sides[at:], *sides[:at]):
             if side in failed:
                 continue
-            say = functools.partial(_say, progress, f"round {number + 1} of {rounds}, {side}")
             try:
-                yield run_side(plan, side, number, directory, say)
+                yield run_side(plan, side, number, directory)
             except SideError as error:
                 failed.add(side)
-                say(f"FAILED, left out from here on: {error}")
+                progress(f"round {number + 1} of {rounds}, {side}: FAILED, left out from here on: {error}")
 
 
-def run_side(plan: Plan, side: str, number: int, directory: Path | None, say: Progress) -> Run:
+def run_side(plan: Plan, side: str, number: int, directory: Path | None) -> Run:
     """Run a side once. Raises SideError."""
     with job_of(plan, side, number, directory) as (job, scratch, environment):
-        return _run_process(job, scratch, environment, say)
+        log = scratch / "log"
+        with log.open("ab") as log_file:
+            process = start_process(log_file, {**os.environ, **environment})
+        assert process.stdin is not None
+        assert process.stdout is not None
+        limit = threading.Timer(RUN_LIMIT_S, end_process, (process.pid,))
+        limit.daemon = True
+        limit.start()
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it is gone already: its log says why
+                process.stdin.write(json.dumps(job).encode() + b"\n")
+                process.stdin.flush()
+            told = process.stdout.readline()
+        finally:
+            limit.cancel()
+            end_process(process.pid)
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        if not told:
+            raise SideError(causes(log.read_text(errors="replace")))
+        return Run.of(json.loads(told))
 
 
 @contextlib.contextmanager
 def job_of(
     plan: Plan, side: str, number: int, directory: Path | None
 ) -> Iterator[tuple[dict[str, Any], Path, dict[str, str]]]:
-    """Give what an engine's process is to be told, a directory for it, and its environment, as long as it runs."""
+    """Give the job of an engine's process, a directory for it, and its environment, as long as it runs."""
     engine_id = f"serving-{uuid.uuid4().hex[:12]}"
     with contextlib.ExitStack() as stack:
         scratch = Path(tempfile.mkdtemp(prefix="serving-"))
@@ -124,10 +154,10 @@ def job_of(
             bucket = {**server.tier(prefix="kv"), **keys}
             environment |= server.environment
         if side == "vllm-obj":
-            environment["NIXL_TELEMETRY_ENABLE"] = "y"  # vLLM 0.32 asks for it, and its engine ends without it
+            environment["NIXL_TELEMETRY_ENABLE"] = "y"  # vLLM asks for it, and its engine ends without it
         options = {
             "model": plan.model or str(write_model(scratch / "model", plan.shape, plan.pace, plan.longest_tokens)),
-            "load_format": "auto" if plan.model and not plan.dummy_weights else "dummy",
+            "load_format": "auto" if plan.model else "dummy",
             "dtype": "bfloat16",
             "skip_tokenizer_init": True,
             "enforce_eager": True,
@@ -155,7 +185,7 @@ def job_of(
 
 
 def engine_environment(scratch: Path) -> dict[str, str]:
-    """What an engine starts with, beside what this process has."""
+    """Return what an engine starts with, beside what this process has."""
     return {
         **quick_environment(scratch=scratch),
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
@@ -165,50 +195,11 @@ def engine_environment(scratch: Path) -> dict[str, str]:
     }
 
 
-def _say(progress: Progress, where: str, line: str) -> None:
-    progress(f"{where}: {line}")
-
-
 def remove_shared_memory(engine_id: str) -> None:
     """Remove what vLLM's tiers leave behind: files of gigabytes in memory, under the engine's name."""
     for path in glob.glob(f"/dev/shm/*{engine_id}*"):
         with contextlib.suppress(OSError):
             os.unlink(path)
-
-
-def _run_process(job: Mapping[str, Any], scratch: Path, environment: Mapping[str, str], say: Progress) -> Run:
-    log = scratch / "log"
-    with log.open("ab") as log_file:
-        process = start_process(log_file, {**os.environ, **environment})
-    assert process.stdin is not None
-    assert process.stdout is not None
-    limit = threading.Timer(RUN_LIMIT_S, end_process, (process.pid,))
-    limit.daemon = True
-    limit.start()
-    run: Run | None = None
-    try:
-        with contextlib.suppress(BrokenPipeError):  # it is gone already: its log says why
-            process.stdin.write(json.dumps(job).encode() + b"\n")
-            process.stdin.flush()
-        for line in process.stdout:
-            told = json.loads(line)
-            if "said" in told:
-                say(told["said"])
-            else:
-                run = Run.from_json(told["run"])
-                break
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_LIMIT_S if run is not None else 1)
-    finally:
-        limit.cancel()
-        end_process(process.pid)
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()
-    if run is None:
-        raise SideError(causes(log.read_text(errors="replace")))
-    return run
 
 
 def start_process(log_file: BinaryIO, environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -231,7 +222,7 @@ def end_process(group: int) -> None:
 
 
 def causes(log: str) -> str:
-    """The errors that a log tells, each once, or its end."""
+    """Return the errors in a log, each once, or its end."""
     lines = log.splitlines()
     errors = [line for line in lines if _ERROR.search(line)]
     return "\n".join(dict.fromkeys(errors) if errors else lines[-20:])
