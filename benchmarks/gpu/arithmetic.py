@@ -1,7 +1,7 @@
 """What nobody has run before on this card, against torch on random data: ``python -m benchmarks.gpu.arithmetic``.
 
 vLLM's compiled kernels and FlashAttention 3, from libraries that were cut down to one architecture; our Triton kernels'
-own trial; the driver's batched copy. One that crashes takes the process along, and the log says which.
+own trial. One that crashes takes the process along, and the log says which.
 Threading: one thread.
 """
 
@@ -106,26 +106,12 @@ def our_kernels() -> str:
     return name
 
 
-def batched_copy() -> str:
-    """The driver's copy of many pages in one call; tried for bytes and speed, both ways."""
-    from nixl_offload.engine import batched_copy as module
-    from nixl_offload.engine.kernels.base import Page
-    from nixl_offload.engine.streams import device_of
-
-    device = device_of(torch.empty(1, device=DEVICE))
-    for size_bytes in (64 << 10, 512 << 10, 2 << 20):
-        module.find_batched_copy(device, [Page(0, 0, size_bytes, 0)])
-    found = {f"{size >> 10} KiB": round(ratio, 2) for (_, size), ratio in module._RATIOS.items()}
-    assert all(found.values()), f"{found}: it failed; the log says why"
-    return str(found)
-
-
 def main() -> None:
     logging.basicConfig(level=logging.INFO)
     said: dict[str, str] = {}
     wrong: list[str] = []
     checks: list[Callable[[], str]] = [compiled_kernels, flash_attention]
-    checks += [our_kernels, batched_copy] if DEVICE == "cuda" else [libraries]
+    checks += [our_kernels] if DEVICE == "cuda" else [libraries]
     for check in checks:
         print(f"{check.__name__} ...", flush=True)
         try:

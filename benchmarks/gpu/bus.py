@@ -1,5 +1,4 @@
-"""Device to page-locked memory and back: the packer, which gathers, sums and scatters by kernels, or copies the pages
-in one batch, against a plain copy.
+"""Device to page-locked memory and back: the packer, which gathers, sums and scatters by kernels, against a plain copy.
 
 Threading: one thread.
 """
@@ -8,13 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 
 from benchmarks.gpu.rounds import Row, Run, WrongBytesError, contest, unit
 from benchmarks.gpu.scene import PIECES_BYTES, Cache, Scene
-from nixl_offload.engine.batched_copy import BatchedCopy, copy_on_host, cuda_batched_copy
 from nixl_offload.engine.bus_packer import BusPacker
 from nixl_offload.engine.packer import Packer, pages_of
 from nixl_offload.engine.streams import Fence
@@ -35,13 +32,7 @@ def measure(scene: Scene) -> Iterator[Row]:
 
 
 def _ways(scene: Scene, cache: Cache) -> dict[str, dict[str, Run]]:
-    pages, batch = pages_of(cache.layout), _batch(scene)
-    packers: dict[str, Packer] = {
-        "packer": BusPacker(cache.tensors, pages, scene.device, batched=lambda *_: None),
-        "batched": BusPacker(cache.tensors, pages, scene.device, batched=lambda *_: batch),
-    }
-    if batch is None:
-        del packers["batched"]
+    packer: Packer = BusPacker(cache.tensors, pages_of(cache.layout), scene.device)
     slots = [scene.locked(cache.total_bytes) for _ in range(2)]
     flat = [scene.noise(cache.total_bytes) for _ in range(2)]
 
@@ -49,7 +40,7 @@ def _ways(scene: Scene, cache: Cache) -> dict[str, dict[str, Run]]:
         rows = slots[number % 2].numpy().reshape(cache.chunks, -1, cache.block_bytes)
         return list(zip(cache.ids(number), rows, strict=True))
 
-    def gather(packer: Packer, number: int) -> float:
+    def gather(number: int) -> float:
         begin = time.perf_counter()
         _settle(packer.gather_many(0, parts(number), packer.fence()))  # type: ignore[arg-type]
         seconds = time.perf_counter() - begin
@@ -59,7 +50,7 @@ def _ways(scene: Scene, cache: Cache) -> dict[str, dict[str, Run]]:
                 raise WrongBytesError("other bytes were gathered than lie in the blocks")
         return seconds
 
-    def scatter(packer: Packer, number: int) -> float:
+    def scatter(number: int) -> float:
         begin = time.perf_counter()
         _settle(packer.scatter_many(0, parts(number), packer.fence()))  # type: ignore[arg-type]
         seconds = time.perf_counter() - begin
@@ -80,18 +71,13 @@ def _ways(scene: Scene, cache: Cache) -> dict[str, dict[str, Run]]:
     return {
         "gather": {
             PLAIN: lambda number: plain(number, out=True),
-            **{name: partial(gather, packer) for name, packer in packers.items()},
+            "packer": gather,
         },
         "scatter": {
             PLAIN: lambda number: plain(number, out=False),
-            **{name: partial(scatter, packer) for name, packer in packers.items()},
+            "packer": scatter,
         },
     }
-
-
-def _batch(scene: Scene) -> BatchedCopy | None:
-    """The driver's batched copy, whatever a packer would choose; None, and no row, where it has none."""
-    return copy_on_host if scene.emulated else cuda_batched_copy(scene.device.number)
 
 
 def _settle(fence: Fence) -> None:

@@ -139,7 +139,7 @@ device=$(losetup --find --show --direct-io=on $image) && mount $device loop || s
 rm $image; losetup -d $device
 [ -z "$skipped" ] || {{ echo {{\\"words\\": \\"no loop device with direct I/O\\", \\"skipped\\": true}}; exit; }}
 cd {repository}; exec {bench} --parts file,engine --dir {scratch}/loop --seconds 45'"""
-KERNELS = " ".join(f"tests/gpu/test_{name}_cuda.py" for name in ("kernels", "streams", "batched_copy", "packer"))
+KERNELS = " ".join(f"tests/gpu/test_{name}_cuda.py" for name in ("kernels", "streams", "packer"))
 ENGINE = "tests/gpu/test_engine_cuda.py -k 'lbhnc or large or rots or came_with'"
 REST = ("movers", "device_packer", "memory", "autotune", "tensor_digests", "checksum")
 SMOKE = "{python} -m benchmarks.gpu.smoke "

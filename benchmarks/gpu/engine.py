@@ -6,6 +6,7 @@ compiled kernels, for a machine on which they do not load. Threading: import it 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -101,11 +102,15 @@ def _silu_and_mul(result: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _swap_blocks_batch(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, _: bool = False) -> None:
-    from nixl_offload.engine.batched_copy import cuda_batched_copy
+    """Copy one by one, slower than vLLM's kernel does: the race of this rung says nothing of vLLM's offloading."""
+    from nixl_offload.engine.own_streams import runtime
 
-    copy = cuda_batched_copy(torch.cuda.current_device())
-    assert copy is not None, "the driver has no batched copy"
-    copy(*(each.numpy().view("uint64") for each in (targets, sources, sizes)))
+    default, stream = 4, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
+        code = runtime().cudaMemcpyAsync(
+            ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(size), default, stream
+        )
+        assert not code, f"CUDA error {code}"
 
 
 if "GPU_CHECK_WITHOUT_C" in os.environ:

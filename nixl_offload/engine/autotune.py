@@ -1,422 +1,314 @@
-"""Chooses the mover between a GPU and the files of a directory: each moves some slots, and the fastest is taken.
+"""Which mover carries chunks between a device and the files of a directory, and where chunks are packed for it.
 
-No rule knows it: GPUDirect Storage is the shortest path where it is real, and slower than page-locked host memory with
-O_DIRECT where cuFile copies through buffers of its own. Measured is the time between memory and a scratch file; for
-movers of host memory the copy over the bus, which the engine makes meanwhile, is measured apart, and the slower counts.
+No rule knows the fastest: GPUDirect Storage is the shortest path where it is real, and slower than page-locked host
+memory where cuFile copies through buffers of its own. So at start each mover that can run moves some slots to a scratch
+file and back. A mover of host memory needs a copy over the bus as well; the slower of the two counts.
 
-Threading: on the thread that will drive the mover, at start. Ranks that start together measure together.
-Ownership: movers, memory and file are given up in the end. What a transfer that did not end may still touch is kept for
-the life of the process.
+Threading: on the thread that opens the tier. Ranks that start together measure together.
+Ownership: movers, memory and file are given up in the end. If a transfer does not end, its mover and memory are kept
+for the life of the process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import re
-import secrets
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import numpy as np
 import torch
 
+from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.config import DirectoryConfig
-from nixl_offload.engine.engine_memory import Staging
 from nixl_offload.engine.pump import POLL_S, leak
+from nixl_offload.engine.staging import Staging
 from nixl_offload.engine.streams import Device
-from nixl_offload.errors import MoverError, NixlOffloadError
+from nixl_offload.errors import MoverError, MoverUnavailableError, NixlOffloadError
 from nixl_offload.hardware.cores import unbound
-from nixl_offload.movers.base import FileId, MemoryKind, MemoryRegion, Mover, Op, TransferState
+from nixl_offload.keep import keep_forever
+from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState
 from nixl_offload.movers.handles import open_file
+from nixl_offload.movers.paired import PairedMover
 from nixl_offload.movers.select import SCRATCH_BYTES, MoverChoice, open_mover
-from nixl_offload.tiers.slab.other_namespaces import MOVER_CHOICE_PREFIX
 from nixl_offload.types import PAGE_BYTES, align_up
 
 logger = logging.getLogger(__name__)
 
-MoverOpener = Callable[[str], Mover]
-"""Opens a mover by name. May raise anything: then it cannot run here."""
-
-BUDGET_S: Final = 2.0
-"""For measuring. Opening movers takes more on top, mostly for the first use of CUDA's libraries."""
+BUDGET_S: Final = 0.7
+"""For measuring one mover. Opening it takes more on top, mostly for the first use of CUDA's libraries."""
 TRANSFER_LIMIT_S: Final = 30.0
 """Storage that has not answered by then hangs."""
 MARGIN: Final = 0.1
 """Movers this close to the fastest are as good as it: two seconds of measuring tell no better."""
 FREE_SHARE: Final = 16
-"""At most a sixteenth of what the filesystem has left is taken for the scratch file."""
+"""The scratch file takes at most a sixteenth of what the filesystem has left."""
 _ROUNDS: Final = 3
 _SLOTS: Final = 16
-"""At once, as in the engine when it is busy; and more where they are small."""
-_SCRATCH_BYTES: Final = 64 << 20, 256 << 20
-"""What so many slots may take, at least and at most."""
-_LEFT_S: Final = 300.0
-"""Scratch files that still have a name after so long are of a process that was killed."""
-_LEFTOVER: Final = re.compile(
-    re.escape(MOVER_CHOICE_PREFIX) + r"-[0-9a-f-]+\.(?:scratch|tmp)|\.mover-probe-[a-z0-9_]{8}"
-)
-_KEPT: Final[list[torch.Tensor]] = []
-"""Some pages of device memory for each mover that failed to open: late I/O may still touch them. They are not in
-``pump.LEAKED``, because that keeps shutdown from freeing host memory."""
+"""At once, as in the engine when it is busy."""
+_TRIAL_BYTES: Final = 64 << 20, 256 << 20
+"""What the slots of a trial take, at least and at most: more slots where they are small."""
+REGISTERS_HOST_WITH_CUFILE: Final = frozenset({"gds_mt"})
+"""Movers. KvikIO registers device memory only, and NIXL's POSIX and OBJ know nothing of cuFile."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredMover:
-    """What became of one mover. Speeds are medians, 0.0 where nothing was measured."""
+class TransferPlan(NamedTuple):
+    """The mover to open, and where its slots lie."""
 
     mover: str
     side: Staging
-    ok: bool
-    """It ran, as far as it was tried."""
-    reason: str = ""
-    """Why it cannot run, or has no figures; empty when it has."""
-    read_bytes_s: float = 0.0
-    write_bytes_s: float = 0.0
 
-    @property
-    def measured(self) -> bool:
-        """Whether it has figures."""
-        return self.ok and self.read_bytes_s > 0 and self.write_bytes_s > 0
+
+class Speed(NamedTuple):
+    """Medians, in bytes per second."""
+
+    read_bytes_s: float
+    write_bytes_s: float
 
     @property
     def cost_s_byte(self) -> float:
-        """Seconds per byte, reads counted twice: a load holds up a request, a store goes on behind it."""
+        """Seconds per byte. Reads count twice: a load holds up a request, a store goes on behind it."""
         return 2 / self.read_bytes_s + 1 / self.write_bytes_s
 
-    def __str__(self) -> str:
-        """For logs."""
-        if not self.measured:
-            return f"{self.mover}: {self.reason}"
-        return f"{self.mover}: read {self.read_bytes_s / 1e9:.3g}, write {self.write_bytes_s / 1e9:.3g} GB/s"
 
-
-@dataclass(frozen=True, slots=True)
-class TransferPlan:
-    """The mover to open, with ``open_file_mover``, and where its slots lie."""
-
-    mover: str
-    side: Staging
+CANDIDATES: Final = (TransferPlan("gds_mt", "device"), TransferPlan("kvikio", "device"), TransferPlan("posix", "host"))
+"""The first that is fast enough is taken."""
 
 
 @unbound()
-def plan_transfers(
-    tier: DirectoryConfig, directory: str, device: Device, slot_bytes: int, *, budget_s: float = BUDGET_S
+def plan_tier(
+    tier: DirectoryConfig, device: Device, layout: KVLayout, *, host_because: str = ""
 ) -> TransferPlan | None:
-    """Return the mover for slots of ``slot_bytes`` between ``device`` and files in ``directory``, and log why.
+    """Compare movers in the tier's directory, which must exist, and log the figures.
 
-    None: nothing was to be measured, or nothing could be, and the tier's mover is to be opened as it comes. All movers
-    are closed again. While it measures, a file without a name takes up to 256 MiB beside the tier's capacity.
+    None: nothing was compared, and the tier's mover is opened unmeasured. That is so on the host, where the config
+    names a mover, and where none could be measured. ``host_because``: why chunks must go through host memory; then
+    they do, and nothing is measured.
     """
     if tier.mover != "auto" or not device.is_accelerator:
         return None
-    remove_leftovers(directory)
-    try:
-        found = compare(
-            (("gds_mt", "device"), ("kvikio", "device"), ("posix", "host")),
-            directory,
-            device,
-            slot_bytes,
-            lambda name: open_file_mover(name, tier, directory, device),
-            direct_io=tier.direct_io,
-            budget_s=budget_s,
-        )
-    except Exception:
-        logger.exception("%s: movers could not be compared", directory)
-        return None
-    best = best_of(found)
-    figures = "; ".join(map(str, found))
-    if best is None:
-        logger.info("Files in %s: no mover could be measured: %s", directory, figures)
-        return None
-    logger.info(
-        "Files in %s: %s, the fastest or within %.0f %% of it: %s", directory, best.mover, 100 * MARGIN, figures
-    )
-    return TransferPlan(best.mover, best.side)
+    if host_because:
+        return TransferPlan("posix", "host")
+    slot_bytes = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
+    speeds: dict[TransferPlan, Speed] = {}
+    figures = []
+    for plan in CANDIDATES:
+        try:
+            mover = open_file_mover(plan.mover, tier, tier.path, device)
+            speed = measure(mover, plan.side, tier.path, device, slot_bytes, direct_io=tier.direct_io)
+        except Exception as error:  # noqa: BLE001 - a library raises what it likes, and another mover may do
+            text = str(error) if isinstance(error, NixlOffloadError | OSError) else repr(error)
+            figures.append(f"{plan.mover}: {text.removeprefix(f'{plan.mover}: ')}")
+        else:
+            speeds[plan] = speed
+            figures.append(
+                f"{plan.mover}: read {speed.read_bytes_s / 1e9:.3g}, write {speed.write_bytes_s / 1e9:.3g} GB/s"
+            )
+    best = best_of(speeds)
+    chosen = "no mover could be measured" if best is None else f"{best.mover} is the fastest, or nearly so"
+    logger.info("Files in %s: %s: %s", tier.path, chosen, "; ".join(figures))
+    return best
 
 
-def best_of(candidates: Sequence[MeasuredMover]) -> MeasuredMover | None:
-    """Return the first that is within ``MARGIN`` of the cheapest; None: no figures."""
-    measured = [each for each in candidates if each.measured]
-    limit = (1 + MARGIN) * min((each.cost_s_byte for each in measured), default=0.0)
-    return next((each for each in measured if each.cost_s_byte <= limit), None)
+def best_of(speeds: dict[TransferPlan, Speed]) -> TransferPlan | None:
+    """Return the first that is within ``MARGIN`` of the cheapest; None: there is none."""
+    limit = (1 + MARGIN) * min((speed.cost_s_byte for speed in speeds.values()), default=0.0)
+    return next((plan for plan, speed in speeds.items() if speed.cost_s_byte <= limit), None)
+
+
+# Opening
+
+
+def open_planned(
+    tier: DirectoryConfig, directory: str, device: Device, plan: TransferPlan | None
+) -> tuple[Mover, Staging]:
+    """Open the mover of ``plan``, or the tier's own where there is no plan or its mover opens no more.
+
+    Returns where chunks are packed for it, too. Raises MoverUnavailableError.
+    """
+    if plan is not None:
+        try:
+            return _open_with_host(plan.mover, tier, directory, device), plan.side
+        except MoverUnavailableError as error:
+            logger.warning("%s was found best and opens no more; using another mover: %s", plan.mover, error)
+    mover = _open_with_host(tier.mover, tier, directory, device)
+    return mover, staging_for(mover, device)
+
+
+def staging_for(mover: Mover, device: Device) -> Staging:
+    """Return where chunks are packed for a mover that was not measured."""
+    return "device" if device.kind in mover.memory_kinds else "host"
 
 
 def open_file_mover(name: str, tier: DirectoryConfig, directory: str, device: Device) -> Mover:
     """Open a mover between ``device`` and files in ``directory`` with the tier's settings. ``name``: a plan's, or what
     the tier says. Raises MoverUnavailableError, and what third parties raise.
     """
-    scratch = None
+    scratch = memory = None
     if device.is_accelerator and name not in ("posix", "copy"):
         memory = _pages(SCRATCH_BYTES, device.torch_device)
         scratch = MemoryRegion(memory.data_ptr(), SCRATCH_BYTES, device.kind, device.number)
-    safe = False
+    all_well = False
     try:
         opened = open_mover(cast(MoverChoice, name), device.kind, directory, threads=tier.threads, scratch=scratch)
-        safe = all(probe.ok for probe in opened.report)
+        all_well = all(probe.ok for probe in opened.report)
     finally:
-        if scratch is not None and not safe:
-            _KEPT.append(memory)  # late I/O of a mover that was passed over must not find it in other hands
+        if not all_well:
+            keep_forever(memory)  # late I/O of a mover that was passed over must not find it in other hands
     return opened.mover
+
+
+def _open_with_host(name: str, tier: DirectoryConfig, directory: str, device: Device) -> Mover:
+    """Open a mover by name. If it would register host memory with cuFile, open another for host memory beside it: the
+    memory tier may have a hundred GB, and gains nothing by cuFile. Raises MoverUnavailableError.
+    """
+    mover = open_file_mover(name, tier, directory, device)
+    if not device.is_accelerator or mover.name not in REGISTERS_HOST_WITH_CUFILE:
+        return mover
+    try:
+        host = open_mover("auto", MemoryKind.DRAM, directory).mover
+    except BaseException:
+        mover.close()
+        raise
+    logger.info("%s: device memory goes by %s, host memory by %s", directory, mover.name, host.name)
+    return PairedMover(mover, host)
 
 
 # Measuring
 
 
-@dataclass(slots=True, eq=False)
-class _Contender:
-    name: str
-    mover: Mover
-    side: Staging
-    file: FileId
-    failure: str = ""
-    """Why it is out of the running."""
-    hung: bool = False
-    """A transfer is still in flight: neither memory nor mover may go."""
-    tainted: bool = False
-    """A failed transfer may still touch memory."""
-    speeds: dict[Op, list[float]] = field(default_factory=lambda: {op: [] for op in Op})
-
-    def move(self, op: Op, region: MemoryRegion, slots: int, slot_bytes: int, limit_s: float) -> float:
-        """Move the first ``slots`` of ``region``; return bytes per second. Raises MoverError, and sets what is wrong.
-
-        Memory is registered meanwhile only: no library promises that two movers may register the same memory at once.
-        """
-        offsets = np.arange(slots, dtype=np.int64) * slot_bytes
-        extents = np.stack([offsets, np.full_like(offsets, slot_bytes)], axis=1)
-        memory = self.mover.register_memory(region)
-        try:
-            began_s = time.monotonic()
-            transfer = self.mover.submit(op, memory, extents, self.file, extents)
-            while self.mover.poll(transfer) is TransferState.PENDING:
-                if time.monotonic() - began_s > limit_s:
-                    self.hung = True
-                    raise MoverError(f"storage did not answer for {limit_s:.0f} s")
-                time.sleep(POLL_S)
-            if transfer.state is TransferState.FAILED:
-                self.tainted = transfer.quarantine
-                raise MoverError(transfer.error or "failed")
-            return slots * slot_bytes / (time.monotonic() - began_s)
-        finally:
-            with contextlib.suppress(MoverError):  # a transfer of it is in flight: the end of the mover is its end
-                self.mover.unregister_memory(memory)
-
-    def result(self, trouble: str) -> MeasuredMover:
-        if self.failure or not all(self.speeds.values()):
-            reason = self.failure or f"not measured: {trouble or 'no time was left'}"
-            return MeasuredMover(self.name, self.side, not self.failure, reason)
-        read, write = (statistics.median(self.speeds[op]) for op in (Op.READ, Op.WRITE))
-        return MeasuredMover(self.name, self.side, True, "", read, write)
+class _LateError(MoverError):
+    """A transfer may still touch the memory of the trial."""
 
 
-def compare(
-    candidates: Sequence[tuple[str, Staging]],
+def measure(
+    mover: Mover,
+    side: Staging,
     directory: str,
     device: Device,
     slot_bytes: int,
-    open_named: MoverOpener,
     *,
     direct_io: bool,
-    budget_s: float,
+    budget_s: float = BUDGET_S,
     limit_s: float = TRANSFER_LIMIT_S,
-) -> tuple[MeasuredMover, ...]:
-    """Open each mover and measure it. Returns them in their order.
+) -> Speed:
+    """Write slots to a scratch file without a name, read them back, and return how fast that was.
 
-    ``budget_s`` bounds the measuring, not the opening; a transfer that was begun is waited for, up to ``limit_s``.
-    Nothing is raised for reasons of storage or memory: those are in the results.
+    Closes the mover, unless it hangs. ``budget_s`` bounds the measuring; a transfer that was begun is waited for, up
+    to ``limit_s``. Raises MoverError, OSError (no file can be made), and what a library raises.
     """
-    movers: dict[str, Mover] = {}
-    results: dict[str, MeasuredMover] = {}
-    contenders: list[_Contender] = []
-    memory: _TrialMemory | None = None
-    trouble = ""
+    memory = bus_memory = None
+    keep = True
     try:
-        for name, side in candidates:
-            try:
-                movers[name] = open_named(name)
-            except Exception as error:  # noqa: BLE001 - whatever a third party raises, the others may do
-                results[name] = MeasuredMover(name, side, False, _words(name, error))
-        if movers:
-            memory = _TrialMemory(directory, device, slot_bytes, host=any(side == "host" for _, side in candidates))
-            with _scratch_file(directory) as (fd, path):
-                for name, side in candidates:
-                    if name in movers:
-                        try:
-                            file = open_file(movers[name], path, memory.length_bytes, direct_io=direct_io)
-                        except MoverError as error:
-                            results[name] = MeasuredMover(name, side, False, _words(name, error))
-                        else:
-                            contenders.append(_Contender(name, movers[name], side, file))
-                os.unlink(path)  # from here on nothing can stay behind
-                trouble = _measure(contenders, memory, fd, direct_io, budget_s, limit_s)
-    except (_NoRoomError, OSError) as error:
-        trouble = str(error)
-    finally:
-        _close(movers, contenders, memory)
-    results |= {each.name: each.result(trouble) for each in contenders}
-    unmeasured = f"not measured: {trouble}"
-    return tuple(results.get(name) or MeasuredMover(name, side, True, unmeasured) for name, side in candidates)
-
-
-def _measure(
-    contenders: Sequence[_Contender],
-    memory: _TrialMemory,
-    fd: int,
-    direct_io: bool,
-    budget_s: float,
-    limit_s: float,
-) -> str:
-    """Let all write and read in turn, in rounds. Returns what stood against it, if anything did."""
-    until_s = time.monotonic() + budget_s
-    bus_bytes_s = memory.bus_bytes_s()
-    slots = 1  # at first, for buffers and threads that are made on first use
-    for turn in range(1 + _ROUNDS):
-        began_s = time.monotonic()
-        for contender in contenders:
-            for op in (Op.WRITE, Op.READ):
-                if contender.failure or (turn and time.monotonic() > until_s):
-                    continue
-                if op is Op.READ and not direct_io:  # the page cache would answer
-                    os.fdatasync(fd)
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                try:
-                    speed = contender.move(op, memory.region(contender.side), slots, memory.slot_bytes, limit_s)
-                except Exception as error:  # noqa: BLE001 - of a library as well
-                    contender.failure = _words(contender.name, error)
-                    if contender.hung:
-                        return contender.failure
-                    continue
-                if turn:
-                    contender.speeds[op].append(min(speed, bus_bytes_s) if contender.side == "host" else speed)
-        if all(each.failure for each in contenders):  # it is not the movers' fault
-            failure = contenders[0].failure
-            for each in contenders:
-                each.failure = ""
-            return f"the scratch file could not be written: {failure}"
-        if not turn:
-            round_s = time.monotonic() - began_s
-            slots = max(1, min(memory.slots, int(budget_s / (2 * _ROUNDS) / max(round_s, 1e-9))))
-    return ""
-
-
-def _close(movers: dict[str, Mover], contenders: Sequence[_Contender], memory: _TrialMemory | None) -> None:
-    """Close all movers but those that hang, whose memory is kept for ever, as that of quarantined transfers is."""
-    hung = {each.name for each in contenders if each.hung}
-    keep = any(each.hung or each.tainted for each in contenders)
-    for name, mover in movers.items():
-        try:
-            if name in hung:
-                raise MoverError("it does not answer")
-            mover.close()
-        except Exception as error:  # noqa: BLE001 - nobody needs it any more
-            logger.warning("%s is left alone, with its memory and its file: %s", name, _words(name, error))
-            leak(mover)
-            keep = True
-    if keep and memory is not None:
-        leak(memory)
-
-
-class _NoRoomError(NixlOffloadError):
-    """There is not the memory or the disk space to measure with."""
-
-
-class _TrialMemory:
-    """Slots on the device, and in host memory where ``host``. Raises _NoRoomError, OSError."""
-
-    def __init__(self, directory: str, device: Device, slot_bytes: int, *, host: bool) -> None:
-        least_bytes, most_bytes = _SCRATCH_BYTES
-        self.slot_bytes = align_up(min(slot_bytes, most_bytes))
-        space = os.statvfs(directory)
-        free_bytes = space.f_bavail * space.f_frsize if space.f_blocks else most_bytes * FREE_SHARE
-        wanted_bytes = min(most_bytes, max(least_bytes, _SLOTS * self.slot_bytes))
-        self.slots = int(min(wanted_bytes, free_bytes // FREE_SHARE)) // self.slot_bytes
-        if not self.slots:
-            raise _NoRoomError(f"the disk has {free_bytes >> 20} MiB left, too little to measure with")
-        self._device = device
-        while True:
-            try:
-                self._on_device = _pages(self.length_bytes, device.torch_device)
-                locked = device.torch_device.type == "cuda"
-                self._on_host = _pages(self.length_bytes if host else PAGE_BYTES, torch.device("cpu"), locked=locked)
-                break
-            except _NoRoomError:
-                if self.slots == 1:
-                    raise
-                self.slots //= 2
-        # Some filesystems compress.
-        noise = torch.frombuffer(bytearray(os.urandom(min(1 << 20, self.slot_bytes))), dtype=torch.uint8)
-        for target in (self._on_device, self._on_host):
-            for piece in torch.split(target, len(noise)):
-                piece.copy_(noise[: len(piece)])
-
-    @property
-    def length_bytes(self) -> int:
-        """All slots."""
-        return self.slots * self.slot_bytes
-
-    def region(self, side: Staging) -> MemoryRegion:
-        """Return the slots on one side."""
+        slots, slot_bytes = _trial_size(directory, slot_bytes)
+        memory = _noise(slots * slot_bytes, device, side)
+        bus_bytes_s = float("inf")
         if side == "host":
-            return MemoryRegion(self._on_host.data_ptr(), self._on_host.numel(), MemoryKind.DRAM)
-        return MemoryRegion(self._on_device.data_ptr(), self.length_bytes, self._device.kind, self._device.number)
+            bus_memory = _pages(len(memory), device.torch_device)
+            bus_bytes_s = _bus_bytes_s(bus_memory, memory, device)
+        with tempfile.TemporaryFile(buffering=0, dir=directory) as scratch:
+            trial = _Trial(mover, memory, device if side == "device" else None, scratch.fileno(), direct_io, limit_s)
+            warm_s = trial.round(slot_bytes, 1)  # for buffers and threads that are made on first use
+            slots = max(1, min(slots, int(budget_s / (2 * _ROUNDS) / max(sum(warm_s), 1e-9))))
+            until_s = time.monotonic() + budget_s
+            rounds = [trial.round(slot_bytes, slots)]
+            while len(rounds) < _ROUNDS and time.monotonic() < until_s:
+                rounds.append(trial.round(slot_bytes, slots))
+        write_s, read_s = (statistics.median(seconds) for seconds in zip(*rounds, strict=True))
+        keep = False
+        moved_bytes = slots * slot_bytes
+        return Speed(min(moved_bytes / read_s, bus_bytes_s), min(moved_bytes / write_s, bus_bytes_s))
+    except Exception as error:
+        keep = isinstance(error, _LateError)
+        raise
+    finally:
+        try:
+            if not keep:
+                mover.close()
+        except Exception as error:  # noqa: BLE001 - nobody needs it any more
+            keep = True
+            logger.debug("%s does not close: %s", mover.name, error)
+        if keep:
+            logger.warning("%s is left alone, with its memory and its file: it hung while it was measured", mover.name)
+            leak((mover, memory))
 
-    def bus_bytes_s(self) -> float:
-        """Copy what there is in host memory to the device."""
-        size = min(len(self._on_host), len(self._on_device))
-        stream = self._device.streams.new()
+
+class _Trial:
+    """Moves the first slots of ``memory``: of the device's, or of the host's where ``device`` is None."""
+
+    def __init__(
+        self, mover: Mover, memory: torch.Tensor, device: Device | None, fd: int, direct_io: bool, limit_s: float
+    ) -> None:
+        self._mover, self._fd, self._direct_io, self._limit_s = mover, fd, direct_io, limit_s
+        kind, number = (MemoryKind.DRAM, 0) if device is None else (device.kind, device.number)
+        self._memory = mover.register_memory(MemoryRegion(memory.data_ptr(), len(memory), kind, number))
+        self._file = open_file(mover, f"/proc/self/fd/{fd}", len(memory), direct_io=direct_io)
+
+    def round(self, slot_bytes: int, slots: int) -> tuple[float, float]:
+        """Return the seconds of writing and of reading ``slots``. Raises MoverError."""
+        write_s = self._move(Op.WRITE, slot_bytes, slots)
+        if not self._direct_io:  # the page cache would answer
+            os.fdatasync(self._fd)
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return write_s, self._move(Op.READ, slot_bytes, slots)
+
+    def _move(self, op: Op, slot_bytes: int, slots: int) -> float:
+        offsets = np.arange(slots, dtype=np.int64) * slot_bytes
+        extents = np.stack([offsets, np.full_like(offsets, slot_bytes)], axis=1)
         began_s = time.monotonic()
-        stream.run(lambda: _copy(self._on_device[:size], self._on_host[:size]))
-        stream.synchronize()
-        return size / max(time.monotonic() - began_s, 1e-9)
+        transfer = self._mover.submit(op, self._memory, extents, self._file, extents)
+        while self._mover.poll(transfer) is TransferState.PENDING:
+            if time.monotonic() - began_s > self._limit_s:
+                raise _LateError(f"storage did not answer for {self._limit_s:.0f} s")
+            time.sleep(POLL_S)
+        if transfer.state is TransferState.FAILED:
+            raise (_LateError if transfer.quarantine else MoverError)(transfer.error or "failed")
+        return max(time.monotonic() - began_s, 1e-9)
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=True)
+def _trial_size(directory: str, slot_bytes: int) -> tuple[int, int]:
+    """Return how many slots to move, and their size. Raises MoverError where the disk has no room for one."""
+    least_bytes, most_bytes = _TRIAL_BYTES
+    slot_bytes = align_up(min(slot_bytes, most_bytes))
+    space = os.statvfs(directory)
+    free_bytes = space.f_bavail * space.f_frsize if space.f_blocks else most_bytes * FREE_SHARE
+    wanted_bytes = min(most_bytes, max(least_bytes, _SLOTS * slot_bytes))
+    slots = min(wanted_bytes, free_bytes // FREE_SHARE) // slot_bytes
+    if not slots:
+        raise MoverError(f"the disk has {free_bytes >> 20} MiB left, too little to measure with")
+    return slots, slot_bytes
 
 
-def _pages(length_bytes: int, device: torch.device, *, locked: bool = False) -> torch.Tensor:
-    """Return ``length_bytes`` that begin at a page, page-locked where ``locked``. Raises _NoRoomError."""
+def _noise(length_bytes: int, device: Device, side: Staging) -> torch.Tensor:
+    """Return memory on one side, full of noise: some filesystems compress. Raises MoverError."""
+    where = device.torch_device if side == "device" else torch.device("cpu")
+    memory = _pages(length_bytes, where, locked=side == "host" and device.page_locks)
+    noise = torch.frombuffer(bytearray(os.urandom(min(1 << 20, length_bytes))), dtype=torch.uint8)
+    for piece in torch.split(memory, len(noise)):
+        piece.copy_(noise[: len(piece)])
+    return memory
+
+
+def _bus_bytes_s(on_device: torch.Tensor, on_host: torch.Tensor, device: Device) -> float:
+    """Return how fast host memory is copied to the device."""
+    stream, began_s = device.streams.new(), time.monotonic()
+
+    def copied() -> None:
+        on_device.copy_(on_host, non_blocking=True)
+
+    stream.run(copied)
+    stream.synchronize()
+    return len(on_host) / max(time.monotonic() - began_s, 1e-9)
+
+
+def _pages(length_bytes: int, where: torch.device, *, locked: bool = False) -> torch.Tensor:
+    """Return ``length_bytes`` that begin at a page, page-locked where ``locked``. Raises MoverError."""
     try:
-        tensor = torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8, device=device, pin_memory=locked)
+        tensor = torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8, device=where, pin_memory=locked)
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         why = str(error).partition("\n")[0]
-        raise _NoRoomError(f"no {length_bytes >> 20} MiB of memory on {device}: {why}") from error
+        raise MoverError(f"no {length_bytes >> 20} MiB of memory on {where}: {why}") from error
     start = -tensor.data_ptr() % PAGE_BYTES
     return tensor[start : start + length_bytes]
-
-
-@contextlib.contextmanager
-def _scratch_file(directory: str) -> Iterator[tuple[int, str]]:
-    """A private, empty file: its descriptor, which is not for direct I/O, and its name. Raises OSError.
-
-    A tree does not list it, and slabs count it as a small file of their own (``tiers.slab.other_namespaces``).
-    """
-    path = os.path.join(directory, f"{MOVER_CHOICE_PREFIX}-{secrets.token_hex(8)}.scratch")
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        yield fd, path
-    finally:
-        os.close(fd)
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-
-
-def remove_leftovers(directory: str) -> None:
-    """Remove scratch files of processes that were killed. Several ranks may do so at once."""
-    now_s = time.time()
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        for entry in entries:
-            if _LEFTOVER.fullmatch(entry.name):
-                with contextlib.suppress(OSError):
-                    if now_s - entry.stat(follow_symlinks=False).st_mtime > _LEFT_S:
-                        os.unlink(entry.path)
-
-
-def _words(name: str, error: Exception) -> str:
-    """Return the message of ``error`` without the mover's name; for foreign errors with their type."""
-    text = str(error) if isinstance(error, NixlOffloadError) else repr(error)
-    return text.removeprefix(f"{name}: ")

@@ -6,7 +6,6 @@ streams of its own and answered by fences: nothing here waits for a device.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from weakref import WeakSet
@@ -14,7 +13,6 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from nixl_offload.engine.batched_copy import BatchedCopy, PageTable, find_batched_copy
 from nixl_offload.engine.brought import (
     BlockIds,
     DeviceRows,
@@ -31,8 +29,6 @@ from nixl_offload.engine.queued import DeviceGroups, QueuedSums, keep, page_lock
 from nixl_offload.engine.streams import READY, Device, Fence, Stream
 from nixl_offload.errors import LayoutError
 
-logger = logging.getLogger(__name__)
-
 SCRATCH_BYTES = 32 << 20
 """Device memory for copies: what goes over the bus at once. A batch that is larger takes turns."""
 BROUGHT_BYTES = 64 << 20
@@ -45,8 +41,7 @@ DEVICE_BYTES = 2 * SCRATCH_BYTES + BROUGHT_BYTES
 
 class BusPacker:
     """KV blocks in device memory, payloads in page-locked host memory. Per batch one kernel on the device, and one copy
-    over the bus for each chunk; or, where that is quicker for a group's pages, one batch of copies between blocks and
-    payloads (``batched_copy``), and for a gather a kernel that sums the blocks where they lie.
+    over the bus for each chunk.
 
     Gathers and scatters have a stream each: a load waits for no store, and the bus goes both ways at once. Scratch
     belongs to its stream, so the caching allocator hands the same memory to one batch after the other; for each stream
@@ -54,24 +49,9 @@ class BusPacker:
     own, and a stream, so it waits for no step of the model.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        pages: Sequence[Sequence[Page]],
-        device: Device,
-        *,
-        batched: Callable[[Device, Sequence[Page]], BatchedCopy | None] | None = None,
-    ) -> None:
-        """``batched``: returns the copy for the pages of a group, or None where they are to be gathered first; None
-        measures, on a real device, which is quicker.
-        """
+    def __init__(self, tensors: Sequence[torch.Tensor], pages: Sequence[Sequence[Page]], device: Device) -> None:
         self._device = device
         self._groups = DeviceGroups(tensors, pages, device)
-        self._batched: dict[int, tuple[BatchedCopy, PageTable]] = {}
-        for group, its_pages in enumerate(pages):
-            copy = (batched or find_batched_copy)(device, its_pages)
-            if copy is not None:
-                self._batched[group] = copy, PageTable(tensors, its_pages)
         self._out, self._in, self._ready = (device.streams.new() for _ in range(3))
         self._brought: WeakSet[OnDevice] = WeakSet()
         self._waiting: list[object] = []
@@ -87,11 +67,8 @@ class BusPacker:
         """
         payloads = [payload for _, payload in parts]
         if self._groups.sums_slowly:
-            return SummedByHost(self._move(self._out, self._gather, group, parts, fence), payloads)
+            return SummedByHost(self._copy(self._out, self._gather, group, parts, fence), payloads)
         summed, begin = OnDevice(payloads, self._room_for_sums(payloads)), 0
-        if group in self._batched:
-            summed.fence = self._copy_batched(self._out, group, parts, fence, summed.host)
-            return summed
 
         def gather(kernels: GroupKernels, ids: torch.Tensor, turn: Parts) -> None:
             nonlocal begin  # turns are taken in order
@@ -111,10 +88,10 @@ class BusPacker:
         here = [(block_ids, rows) for block_ids, rows in parts if not isinstance(rows, DeviceRows)]
         there = [(block_ids, rows) for block_ids, rows in parts if isinstance(rows, DeviceRows)]
         if not there:
-            return self._move(self._in, self._scatter, group, here, fence)
+            return self._copy(self._in, self._scatter, group, here, fence)
         with taken_back(self._in):  # the first half is queued when the second is looked at
             if here:
-                self._move(self._in, self._scatter, group, here, fence)
+                self._copy(self._in, self._scatter, group, here, fence)
             return self._scatter_brought(group, there, fence)
 
     def bring(self, group: int, payloads: Sequence[Payload]) -> Generator[None, None, Summed]:
@@ -193,47 +170,6 @@ class BusPacker:
             self._in.wait(fence)
             self._in.run(cleared)
             return self._in.record()
-
-    def _move(self, stream: Stream, turn_of: _Turn, group: int, parts: Parts, fence: Fence) -> Fence:
-        """Copy by the group's way."""
-        if group in self._batched:
-            return self._copy_batched(stream, group, parts, fence)
-        return self._copy(stream, turn_of, group, parts, fence)
-
-    def _copy_batched(
-        self, stream: Stream, group: int, parts: Parts, fence: Fence, sums: torch.Tensor | None = None
-    ) -> Fence:
-        """Queue one batch of copies: out of the blocks on the stream of gathers, else into them. ``sums``: where the
-        blocks' are to be put.
-        """
-        for block_ids, payload in parts:
-            self._groups.check_width(group, payload.shape[1])
-            if len(block_ids) != len(payload):
-                raise LayoutError(f"{len(payload)} rows for {len(block_ids)} blocks")
-        ids = self._groups.ids(group, *(block_ids for block_ids, _ in parts))
-        kernels, (copy, table) = self._groups.kernels[group], self._batched[group]
-        found = [table.copies(block_ids, payload, PIN_PIECE_BYTES) for block_ids, payload in parts if len(block_ids)]
-        if not found:
-            return fence
-        device, host, sizes = (np.concatenate(column) for column in zip(*found, strict=True))
-
-        def copied() -> None:
-            if sums is not None:
-                sums.copy_(kernels.sums(self._groups.upload(ids)), non_blocking=True)
-            if stream is self._out:
-                copy(host, device, sizes)
-            else:
-                copy(device, host, sizes)
-
-        try:
-            with taken_back(stream):
-                stream.wait(fence)
-                stream.run(copied)
-                return stream.record()
-        except RuntimeError as error:  # of the trial's memory the driver took it: then these chunks are tried again
-            if not isinstance(error, torch.OutOfMemoryError) and self._batched.pop(group, None) is not None:
-                logger.warning("Copies of KV group %d are not batched any more: %s", group, error)
-            raise
 
     def _copy(self, stream: Stream, turn_of: _Turn, group: int, parts: Parts, fence: Fence) -> Fence:
         """Queue turn after turn, each a piece of work of its own: its scratch is free again when the next one asks."""

@@ -14,13 +14,13 @@ from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine.device_packer import DevicePacker
-from nixl_offload.engine.engine_memory import EngineMemory, HostSlots, Staging
+from nixl_offload.engine.engine_memory import EngineMemory, HostSlots
 from nixl_offload.engine.jobs import JobTable, TierQueue
 from nixl_offload.engine.link_memory import open_link
 from nixl_offload.engine.packer import make_packer, pages_of, require_agreement
 from nixl_offload.engine.pump import POLL_S, STUCK_POLL_S, Pauses
 from nixl_offload.engine.ratelog import RateLog
-from nixl_offload.engine.staging import DeviceStagingPool, StagingPool
+from nixl_offload.engine.staging import DeviceStagingPool, Staging, StagingPool
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.engine.transfer_paths.common import Context

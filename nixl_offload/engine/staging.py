@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import mmap
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from nixl_offload.types import PAGE_BYTES, align_up
 from nixl_offload.units import format_size
 
 logger = logging.getLogger(__name__)
+
+Staging = Literal["host", "device"]
+"""Where chunks are packed that do not go direct."""
 
 MIN_SLOTS = 2
 """One that stores may hold while another is left for a load."""

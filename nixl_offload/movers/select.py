@@ -153,7 +153,7 @@ def probe_round_trip(mover: Mover, kind: MemoryKind, directory: str, scratch: Me
         raise MoverError(f"scratch file in {directory}: {error.strerror}") from error
     finally:
         os.close(fd)
-        with contextlib.suppress(OSError):  # it is small, and ``remove_leftovers`` knows its name
+        with contextlib.suppress(OSError):
             os.unlink(path)
     if arrived != pattern or any(around):
         raise MoverError("the round trip came back with other bytes")

@@ -29,24 +29,18 @@ from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.config import Config, TierConfig
 from nixl_offload.engine import ChainEngine, Engine, TierEngine
-from nixl_offload.engine.autotune import TransferPlan
+from nixl_offload.engine.autotune import TransferPlan, open_planned, plan_tier, staging_for
+from nixl_offload.engine.engine_memory import share_staging, spared_bytes
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.memory_tier import MemoryEngine
-from nixl_offload.engine.opened_mover import (
-    OpenedMover,
-    open_planned,
-    plan_tier,
-    share_staging,
-    spared_bytes,
-    staging_of,
-)
 from nixl_offload.engine.packer import pages_of
 from nixl_offload.engine.queued import DeviceGroups
+from nixl_offload.engine.staging import Staging
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.errors import TierError
 from nixl_offload.hardware.cores import unbound
-from nixl_offload.movers.base import MemoryKind
+from nixl_offload.movers.base import MemoryKind, Mover
 from nixl_offload.movers.select_object import open_object_mover
 from nixl_offload.tiers.kinds import AnyPlace, open_link
 from nixl_offload.tiers.memory.tier import rank_memory_bytes
@@ -343,13 +337,11 @@ def open_tier_engine(
                 verify=config.verify,
             )
         keys = memory.keys if tier.is_shared else None
-        opened = _open_mover(tier, place, device, plan, authenticated=keys is not None)
-        undo.callback(opened.close)
-        assert opened.mover is not None
-        link = open_link(tier, place, rank, opened.mover)
+        mover, side = _open_mover(tier, place, device, plan, authenticated=keys is not None)
+        undo.callback(mover.close)
+        link = open_link(tier, place, rank, mover)
         undo.callback(link.close)
         spared = spared_bytes(device, memory.claimed_share, len(config.tiers))
-        side = "host" if keys is not None else staging_of(opened, link.mover, device)
         side, staging_bytes = share_staging(side, config.staging_bytes, spared, len(config.stored), memory.layout)
         engine = Engine(
             table=table,
@@ -372,7 +364,8 @@ def open_tier_engine(
 
 def _open_mover(
     tier: TierConfig, place: AnyPlace, device: Device, plan: TransferPlan | None, *, authenticated: bool
-) -> OpenedMover:
+) -> tuple[Mover, Staging]:
+    """Return the open mover, and where chunks are packed for it: in host memory, where MACs are made."""
     if tier.kind in ("slab", "shared_dir"):
         directory = place.directory if isinstance(place, SlabPlace) else tier.path
         if isinstance(place, SlabPlace) and place.is_locked_here():
@@ -381,7 +374,9 @@ def _open_mover(
             make_private_directory(Path(directory))
         except OSError as error:
             raise tier_error(error, f"cannot use {directory}") from error
-        return open_planned(tier, directory, device, plan)
-    assert tier.kind == "s3", "memory has no mover"
-    kind = MemoryKind.DRAM if authenticated else device.kind
-    return OpenedMover(open_object_mover(tier, kind).mover)
+        mover, side = open_planned(tier, directory, device, plan)
+    else:
+        assert tier.kind == "s3", "memory has no mover"
+        mover = open_object_mover(tier, MemoryKind.DRAM if authenticated else device.kind).mover
+        side = staging_for(mover, device)
+    return mover, "host" if authenticated else side

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from nixl_offload.config import Config
 from nixl_offload.engine import ChainEngine, Engine, TierEngine
+from nixl_offload.engine.autotune import open_planned
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_tier import MemoryEngine
-from nixl_offload.engine.opened_mover import open_planned
 from nixl_offload.engine.streams import device_of
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
@@ -138,6 +138,4 @@ class Rank:
             raise tier_error(error, f"cannot use {directory}") from error
         if self._mover:
             return make_mover(self._mover)
-        mover = open_planned(tier, directory, device, None).mover
-        assert mover is not None
-        return mover
+        return open_planned(tier, directory, device, None)[0]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from nixl_offload.engine import brought, engine, opened_mover, packer, slot_headers
+from nixl_offload.engine import brought, engine, packer, slot_headers
 from nixl_offload.engine.autotune import TransferPlan
 from nixl_offload.engine.streams import Device
 from nixl_offload.engine.transfer_paths import host
@@ -44,7 +44,15 @@ for _module in (engine, packer, rank_tiers):
     _module.device_of = lambda tensor: _device  # type: ignore[attr-defined]
 if WAY in os.environ:
     _way = os.environ[WAY]
-    opened_mover.plan_transfers = lambda *_: TransferPlan("gds_mt", "host" if _way == "host" else "device")
+
+    def _planned(*_: Any, host_because: str = "") -> TransferPlan:
+        return (
+            TransferPlan("posix", "host")
+            if host_because
+            else TransferPlan("gds_mt", "host" if _way == "host" else "device")
+        )
+
+    rank_tiers.plan_tier = _planned
     _least_bytes = 4096 if _way == "direct" else 1 << 62
     rank_tiers.Engine = functools.partial(engine.Engine, direct_min_extent_bytes=_least_bytes)  # type: ignore[misc]
 if NO_SUMS in os.environ:

@@ -125,7 +125,7 @@ def try_file_mover(name: str, directory: str, *, gpu: bool, threads: int, direct
     """Start a file mover, move a page with it, and measure it if ``io``, with the memory that it would be used with."""
     import torch
 
-    from nixl_offload.engine.autotune import FREE_SHARE, compare
+    from nixl_offload.engine.autotune import FREE_SHARE, measure
     from nixl_offload.engine.streams import device_of
     from nixl_offload.movers.base import MemoryKind
     from nixl_offload.movers.nixl_plugins import PLUGINS
@@ -151,18 +151,19 @@ def try_file_mover(name: str, directory: str, *, gpu: bool, threads: int, direct
     free_bytes = space.f_bavail * space.f_frsize if space.f_blocks else 1 << 40
     piece_bytes = min(_PIECE_BYTES, free_bytes // FREE_SHARE) // PAGE_BYTES * PAGE_BYTES
     if io and piece_bytes:
-        [measured] = compare(
-            [(name, "device" if on_device or not gpu else "host")],
-            directory,
-            device_of(torch.empty(0, device="cuda" if gpu else "cpu")),
-            piece_bytes,
-            lambda _: make_mover(name, threads=threads),
-            direct_io=direct_io,
-            budget_s=_BUDGET_S / 4,
-        )
-        if not measured.measured:
-            return {"failed": measured.reason}
-        answer |= {"read_bytes_s": measured.read_bytes_s, "write_bytes_s": measured.write_bytes_s}
+        try:
+            speed = measure(
+                make_mover(name, threads=threads),
+                "device" if on_device or not gpu else "host",
+                directory,
+                device_of(torch.empty(0, device="cuda" if gpu else "cpu")),
+                piece_bytes,
+                direct_io=direct_io,
+                budget_s=_BUDGET_S / 4,
+            )
+        except Exception as error:  # noqa: BLE001 - what a library raises is told as well
+            return {"failed": str(error).removeprefix(f"{name}: ") or repr(error)}
+        answer |= speed._asdict()
     return answer
 
 

@@ -4,7 +4,6 @@ Threading: one owner, the scheduler's thread, at start and end; nothing here run
 ``check`` and ``restore``. Ownership: whoever holds a ``TierDirectory`` is the only engine on that directory.
 
     <path>/lock                        held as long as the engine lives
-    <path>/.mover-choice…              scratch of ``engine.autotune``
     <path>/.weights-cache…             digests of the model's files: see ``identity.weights_cache``
     <path>/dp-<i>/…                    one such root per data-parallel engine, where there are several
     <path>/<namespace>/manifest.json   for people, and for recognising the directory; its mtime is the last use

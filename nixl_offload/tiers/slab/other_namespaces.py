@@ -21,9 +21,7 @@ from typing import Any, Final
 from nixl_offload.identity.weights_cache import CACHE_PREFIX
 
 MANIFEST_NAME: Final = "manifest.json"
-MOVER_CHOICE_PREFIX: Final = ".mover-choice"
-"""Scratch files of ``engine.autotune``: a few KiB."""
-SMALL_FILES: Final = (MOVER_CHOICE_PREFIX, CACHE_PREFIX)
+SMALL_FILES: Final = (CACHE_PREFIX,)
 """How names of small files of ours begin; room for them is set aside."""
 _MANIFEST_MAX_BYTES: Final = 1 << 20
 _NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")

@@ -21,17 +21,14 @@ import torch
 
 from nixl_offload.config import SlabConfig
 from nixl_offload.engine import autotune
-from nixl_offload.engine.autotune import plan_transfers
+from nixl_offload.engine.autotune import plan_tier
 from nixl_offload.engine.streams import READY, Device, Fence
 from nixl_offload.movers.base import MemoryKind
-from nixl_offload.types import PAGE_BYTES
+from tests.unit.test_autotune import layout_of
 
 from .build import Control
 
-KIB = 1 << 10
 SLOW_US = 40_000
-BUDGET_S = 5.0
-SLOT_BYTES = 64 * KIB + PAGE_BYTES
 
 
 class Bus:
@@ -62,8 +59,7 @@ class Bus:
 
 @pytest.fixture(autouse=True)
 def _few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the time is never over."""
-    monkeypatch.setattr(autotune, "_SCRATCH_BYTES", (0, 256 << 20))
+    monkeypatch.setattr(autotune, "_TRIAL_BYTES", (0, 1 << 20))
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +78,7 @@ def taken(directory: Path, caplog: pytest.LogCaptureFixture, *, bus_s: float = 0
     tier = SlabConfig.model_validate({"kind": "slab", "path": str(directory), "capacity": "1GiB"})
     device = Device(torch.device("cpu"), MemoryKind.VRAM, Bus(bus_s))
     with caplog.at_level(logging.INFO, logger=autotune.logger.name):
-        plan = plan_transfers(tier, str(directory), device, SLOT_BYTES, budget_s=BUDGET_S)
+        plan = plan_tier(tier, device, layout_of())
     assert plan is not None
     assert not list(directory.iterdir())
     assert plan.side == ("host" if plan.mover == "posix" else "device")

@@ -16,9 +16,8 @@ import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.config import SlabConfig
-from nixl_offload.engine.autotune import TransferPlan
+from nixl_offload.engine.autotune import TransferPlan, open_planned
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.opened_mover import open_planned
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.movers import pinning
 from nixl_offload.movers.nixl import NixlMover
@@ -110,8 +109,7 @@ def test_host_memory_is_none_of_cufiles(lab: Lab, control: Control, tmp_path: Pa
     """
     tier = SlabConfig(kind="slab", path=str(tmp_path), capacity=1 << 30)
     device, plan = emulated(lab.streams), TransferPlan("gds_mt", "host" if way == "host" else "device")
-    mover = open_planned(tier, str(tmp_path), device, plan).mover
-    assert mover is not None
+    mover, _ = open_planned(tier, str(tmp_path), device, plan)
     host = HostSlab(memory_bytes=64 << 20, relay_slots=1, slot_bytes=1 << 20)
     control.reset()
     rig = lab.make(mover, "blhnc", way, host=host)
