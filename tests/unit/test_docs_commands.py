@@ -33,7 +33,8 @@ from tests.s3.servers import MotoServer
 from tests.unit.shard_images import namespace, put_chunk, put_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXTS = {page.name: page.read_text() for page in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]}
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 WHOLE = "\n".join(TEXTS.values())
 LEVELS = {"warning", "error", "critical", "exception"}
 FENCE = r"^ *```%s\n(.*?)^ *```$"
@@ -115,7 +116,7 @@ def test_links_lead_somewhere() -> None:
 
 def _explained() -> list[str]:
     """Return the parts of log lines that the tables name, in the first column."""
-    text = TEXTS["operations.md"].partition("## Every warning and error in the log")[2]
+    text = TEXTS["docs/operations.md"].partition("## Every warning and error in the log")[2]
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     return [part for row in rows for part in re.findall(r"`([^`]+)`", row)]
 
