@@ -68,7 +68,7 @@ def run(
     all_cores = sorted(os.sched_getaffinity(0))
     free = [set(all_cores[worker::workers]) or set(all_cores) for worker in range(workers)]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([])  # a cell of races loads the product over locks of its own
+    context.set_forkserver_preload([])  # a cell of faults sets the clock before it loads the product
     with patch.dict(os.environ, PYTHONHASHSEED="0"):  # the order of sets of keys is part of what a seed decides
         forkserver.ensure_running()
     logs.mkdir(parents=True, exist_ok=True)

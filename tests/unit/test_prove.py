@@ -13,7 +13,6 @@ import pytest
 from tests.prove import __main__ as prove
 from tests.prove import faults
 from tests.prove.faults.table import POINTS, TIERS, faults_at
-from tests.prove.races import quick
 from tests.prove.running import cells_of
 from tests.prove.security import try_forgeries
 from tests.prove.security.manifests import try_manifests
@@ -96,13 +95,6 @@ def test_a_few_faults(tmp_path: Path, names: tuple[str, ...]) -> None:
     for outcome in outcomes.values():
         assert outcome.is_good(), outcome
         assert outcome.counts["rounds"] >= outcome.counts["rounds struck"] >= 3, outcome
-
-
-def test_races_that_were_planted_are_found_and_the_product_has_none(tmp_path: Path) -> None:
-    """In a process of its own, where the product is loaded over the scheduler's locks."""
-    [outcome] = try_cells("races", quick.__name__, list(quick.cells(1)), 1, tmp_path).values()
-    assert outcome.is_good(), outcome
-    assert outcome.counts["schedules"] > 300
 
 
 def test_inputs_that_fuzzing_kept_and_changes_of_them_find_nothing() -> None:
