@@ -99,7 +99,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
 
     def __init__(self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        self._clock = StepClock(self.offload_manager.observe_prefill, time.monotonic)
+        self._clock = StepClock(self.offload_manager.decider.observe_prefill, time.monotonic)
         self._idling = Idling(time.monotonic)
         self._waiting: set[str] = set()
         """Requests that were neither given blocks nor have ended."""
@@ -268,7 +268,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
             return found, is_async
         first = num_computed_tokens // chunk_tokens
         keys = hit_keys(self, status, group, num_computed_tokens + found)[first:]
-        wanted = self.offload_manager.tokens_to_load(
+        wanted = self.offload_manager.decider.tokens_to_load(
             keys,
             status.req_context,
             num_computed_tokens,
@@ -329,7 +329,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
             # It waits for a tier that looks, or for a store of others, which have limits of their own.
             self._answer(request, question, None, WAIT_ANSWER_S)
             return None
-        left_s = self.offload_manager.wait_left_s(
+        left_s = self.offload_manager.decider.wait_left_s(
             status.req_context, computed_tokens + before, request.num_tokens - computed_tokens - before, awaited
         )
         if left_s > 0:

@@ -1,21 +1,18 @@
 """Decides how much of a request's hit is loaded, by what loading and computing cost the server.
 
-Threading: the scheduler's thread. Reads no clock: time is passed in.
+Threading: the scheduler's thread.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
-from nixl_offload.catalog import Catalog
 from nixl_offload.catalog.estimate import Decision, LoadOrRecompute, Part
 from nixl_offload.catalog.tickets import LoadTicket
-from nixl_offload.types import Key
 from nixl_offload.vllm.messages import LoadSample
 
 
@@ -34,7 +31,7 @@ class LoadDecision(NamedTuple):
     tokens: int
     loaded_tokens: int
     parts: tuple[Part, ...] = ()
-    """Which tiers have them, from the beginning on; empty where it was not asked."""
+    """Which tiers have them, from the beginning on."""
     trial: int | None = None
     """The tier that this load tries, though it was judged too slow."""
 
@@ -43,13 +40,6 @@ class WaitsSince(NamedTuple):
     """When a request began to wait. Kept with it, so that it waits once; None: it does not."""
 
     at_s: float | None
-
-
-def _waits_since_s(req_context: ReqContext, now_s: float) -> float:
-    waits = req_context.get_state(WaitsSince)
-    if waits is None or waits.at_s is None:
-        return now_s
-    return waits.at_s
 
 
 class LookupStatistics(NamedTuple):
@@ -65,12 +55,22 @@ class LoadDecider:
     """Weighs loading against computing, by how long either took so far."""
 
     def __init__(
-        self, catalog: Catalog, token_bytes: Mapping[int, float], *, tiers: int, ranks: int, skips_slow: bool
+        self,
+        where: Callable[[OffloadKey, ReqContext | None], int | None],
+        token_bytes: Mapping[int, float],
+        *,
+        tiers: int,
+        ranks: int,
+        skips_slow: bool,
+        clock: Callable[[], float],
     ) -> None:
-        """``token_bytes``: by KV cache group, on each rank. ``skips_slow``: false, whatever is found is loaded."""
-        self._catalog = catalog
+        """``where``: the tier that would serve a chunk to a request. ``token_bytes``: by KV cache group, on each rank.
+        ``skips_slow``: false: whatever is found is loaded.
+        """
+        self._where = where
         self._token_bytes = token_bytes
         self._skips_slow = skips_slow
+        self._clock = clock
         self._speeds = LoadOrRecompute(tiers, ranks=ranks)
 
     def tokens_to_load(
@@ -81,15 +81,19 @@ class LoadDecider:
         tokens: int,
         chunk_tokens: int,
         windows: Mapping[int, int],
-        allowed: frozenset[int] | None,
-        now_s: float,
         server: ServerLoad,
     ) -> int | None:
-        """As the manager's. ``allowed``: the tiers that the request may load from; None: all."""
-        asked = req_context.get_state(LoadDecision)
+        """Return how many of ``tokens`` from ``first_token`` on are better loaded than computed. None: ask again in a
+        later step, for loads that are out will tell how fast a tier is. The same question gets the same answer.
+
+        ``keys``: the chunks of ``chunk_tokens`` that cover them, in order; the first may begin before that token, and
+        what lies behind the last is taken with it, or not at all. ``windows``: by KV cache group that looks no farther
+        back, how many tokens are loaded at most. ``server``: the requests beside this one.
+        """
+        asked, now_s = req_context.get_state(LoadDecision), self._clock()
         if asked is not None and asked[:2] == (first_token, tokens):
             return asked.loaded_tokens
-        parts = self._parts(keys, first_token, tokens, chunk_tokens, windows, allowed)
+        parts = self._parts(keys, req_context, first_token, tokens, chunk_tokens, windows)
         if not parts:
             return tokens
         loaded, trial = tokens, None
@@ -98,52 +102,48 @@ class LoadDecider:
             if self._speeds.must_wait(parts, first_token, now_s, since_s):
                 req_context.set_state(WaitsSince(since_s))
                 return None
-            waiting, running = server
-            choice = self._speeds.choose(parts, first_token, now_s, waiting=waiting, running=running)
+            choice = self._speeds.choose(parts, first_token, now_s, waiting=server.waiting, running=server.running)
             loaded, trial = choice.tokens, choice.trial
         req_context.set_state(LoadDecision(first_token, tokens, loaded, tuple(parts), trial))
         return loaded
 
-    def wait_left_s(
-        self, req_context: ReqContext, first_token: int, tokens: int, tier: int | None, now_s: float
-    ) -> float:
-        """As the manager's. ``tier``: that of the load that it waits for."""
+    def wait_left_s(self, req_context: ReqContext, first_token: int, tokens: int, awaited: OffloadKey | None) -> float:
+        """Return how long a request may still wait rather than be computed: altogether as long as computing ``tokens``
+        behind ``first_token`` takes. ``awaited``: the chunk that another load brings, if it waits for that.
+        """
+        now_s = self._clock()
         since_s = _waits_since_s(req_context, now_s)
         req_context.set_state(WaitsSince(since_s))
+        tier = None if awaited is None else self._where(awaited, None)
         return self._speeds.wait_left_s(tier, tokens, first_token, now_s, since_s)
 
     def observe_prefill(self, tokens: int, context_tokens: int, seconds: float) -> None:
-        """Take note of a step that has computed ``tokens`` behind ``context_tokens`` others."""
+        """Learn from a step that has computed ``tokens`` behind ``context_tokens`` others."""
         self._speeds.prefill.observe(tokens, seconds, context_tokens)
 
-    def begin_load(self, ticket: LoadTicket, req_context: ReqContext, now_s: float) -> None:
+    def begin_load(self, ticket: LoadTicket, req_context: ReqContext) -> None:
         """Record that a load goes out, for a request that was asked about before or not."""
-        asked = req_context.get_state(LoadDecision)
-        trial = None if asked is None else asked.trial
-        if asked is not None and trial is not None:
-            req_context.set_state(LoadDecision(*asked[:4]))  # no second trial, if it is loaded again after a preemption
-        sizes: Counter[int] = Counter()
+        asked, now_s, trial = req_context.get_state(LoadDecision), self._clock(), None
+        if asked is not None and asked.trial is not None:
+            trial = asked.trial
+            req_context.set_state(LoadDecision(*asked[:4]))  # no second trial, if it is loaded after a preemption
+        size_bytes: Counter[int] = Counter()
         for location in ticket.locations:
             if location.tier >= 0:
-                sizes[location.tier] += location.slot_bytes
-        expected_s: dict[int, float] = {}
-        for tier, size in sizes.items():
-            speed = self._speeds.tiers[tier]
-            seconds = speed.seconds(size, now_s) if speed.is_known else None
-            expected_s[tier] = math.inf if seconds is None else seconds
-        slowest_s = max(expected_s.values(), default=0.0)
-        for tier, size in sizes.items():
-            is_slowest = expected_s[tier] >= slowest_s
-            speed = self._speeds.tiers[tier]
-            speed.begin(ticket.ticket, size, now_s, is_slowest=is_slowest, on_trial=tier == trial)
+                size_bytes[location.tier] += location.slot_bytes
+        for tier, size in size_bytes.items():
+            # A load ends with its last part: how long it is out says something of its farthest tier alone.
+            is_slowest = tier == max(size_bytes)
+            self._speeds.tiers[tier].begin(ticket.ticket, size, now_s, is_slowest=is_slowest, on_trial=tier == trial)
 
     def end_load(self, ticket: int) -> None:
         """Record that a load has ended on all ranks."""
         for speed in self._speeds.tiers:
             speed.end(ticket)
 
-    def observe_loads(self, samples: Iterable[LoadSample], now_s: float) -> None:
+    def observe_loads(self, samples: Iterable[LoadSample]) -> None:
         """Learn how long loads took; before ``end_load`` of their tickets."""
+        now_s = self._clock()
         for sample in samples:
             if sample.tier < len(self._speeds.tiers):  # else of a rank with another config
                 speed = self._speeds.tiers[sample.tier]
@@ -156,33 +156,41 @@ class LoadDecider:
     def _parts(
         self,
         keys: Sequence[OffloadKey],
+        req_context: ReqContext,
         first_token: int,
         tokens: int,
         chunk_tokens: int,
         windows: Mapping[int, int],
-        allowed: frozenset[int] | None,
     ) -> list[Part]:
-        """Return which tier would serve what, from the beginning on; empty when some chunk is gone, or nothing asked.
+        """Return which tier would serve what, from the beginning on. Empty when some chunk is gone: loading finds out.
 
-        A chunk that is gone will be seen when it is loaded.
+        The last part has what lies behind the last chunk, and the windows.
         """
-        end = first_token + tokens
-        chunk_bytes = round(chunk_tokens * sum(size for at, size in self._token_bytes.items() if at not in windows))
+        end, at = first_token + tokens, first_token
+        chunk_bytes = round(
+            chunk_tokens * sum(size for group, size in self._token_bytes.items() if group not in windows)
+        )
         parts: list[Part] = []
-        at = first_token
-        for key in keys:
-            until = min(end, at - at % chunk_tokens + chunk_tokens)
-            tier = self._catalog.where(Key(key), allowed)
+        for number, key in enumerate(keys, 1):
+            is_last = number == len(keys)
+            until = end if is_last else min(end, at - at % chunk_tokens + chunk_tokens)
+            size_bytes = chunk_bytes
+            if is_last:
+                size_bytes += round(
+                    sum(self._token_bytes[group] * min(tokens, most) for group, most in windows.items())
+                )
+            tier = self._where(key, req_context)
             if tier is None:
                 return []
             if parts and parts[-1].tier == tier:
-                last = parts.pop()
-                parts.append(Part(tier, last.tokens + until - at, last.size_bytes + chunk_bytes))
+                before = parts.pop()
+                parts.append(Part(tier, before.tokens + until - at, before.size_bytes + size_bytes))
             else:
-                parts.append(Part(tier, until - at, chunk_bytes))
+                parts.append(Part(tier, until - at, size_bytes))
             at = until
-        if parts:
-            last = parts.pop()
-            window_bytes = round(sum(self._token_bytes[at] * min(tokens, most) for at, most in windows.items()))
-            parts.append(Part(last.tier, last.tokens + end - at, last.size_bytes + window_bytes))
         return parts
+
+
+def _waits_since_s(req_context: ReqContext, now_s: float) -> float:
+    waits = req_context.get_state(WaitsSince)
+    return now_s if waits is None or waits.at_s is None else waits.at_s

@@ -143,6 +143,15 @@ class NixlOffloadManager(OffloadingManager):
         self._metrics_failed = False
         self._stats_s = 0.0
         """When to look at the metrics again."""
+        self.decider = LoadDecider(
+            self._where,
+            self._token_bytes,
+            tiers=len(self._tiers),
+            ranks=self._parallel.world_size,
+            skips_slow=config.slow_hits == "skip",
+            clock=time.monotonic,
+        )
+        """How much of a hit is loaded."""
         self._make_catalog()
 
     def open(self, ranks: Sequence[RankGeometry], *, waits: bool = True) -> None:
@@ -189,13 +198,6 @@ class NixlOffloadManager(OffloadingManager):
             store_backlog_bytes=STORE_BACKLOG_STAGINGS * self._config.staging_bytes,
             chain=chain_options(self._config, self._parallel),
             store_after=self._config.store_after,
-        )
-        self._decider = LoadDecider(
-            self.catalog,
-            self._token_bytes,
-            tiers=len(self._tiers),
-            ranks=self._parallel.world_size,
-            skips_slow=self._config.slow_hits == "skip",
         )
 
     def _take_namespace(self, namespace: Namespace) -> None:
@@ -251,7 +253,7 @@ class NixlOffloadManager(OffloadingManager):
             return LookupResult.MISS
         # Asked thousands of times a step, mostly about hits.
         context = LookupContext(req_context.req_id, req_context.get_offload_key_position(key))
-        answer = self.catalog.lookup(Key(key), time.monotonic(), context, allowed_tiers(req_context, self._labels))
+        answer = self.catalog.lookup(Key(key), time.monotonic(), context, self.allowed_tiers(req_context))
         return _VLLM_HIT if answer is _HIT else _ANSWERS[answer]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -279,41 +281,12 @@ class NixlOffloadManager(OffloadingManager):
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Return what kind of tier serves a hit."""
-        position = self.catalog.where(Key(key), allowed_tiers(req_context, self._labels))
+        position = self._where(key, req_context)
         return CacheHitSource.EXTERNAL_UNSPECIFIED if position is None else self._labels[position].source
 
-    def tokens_to_load(
-        self,
-        keys: Sequence[OffloadKey],
-        req_context: ReqContext,
-        first_token: int,
-        tokens: int,
-        chunk_tokens: int,
-        windows: Mapping[int, int] = _NO_WINDOWS,
-        server: ServerLoad = _IDLE,
-    ) -> int | None:
-        """Return how many of ``tokens`` from ``first_token`` on are better loaded than computed. None: ask again in a
-        later step, for loads that are out will tell how fast a tier is. The same question gets the same answer.
-
-        ``keys``: the chunks of ``chunk_tokens`` that cover them, in order; the first may begin before that token, and
-        what lies behind the last is taken with it, or not at all. ``windows``: by KV cache group that looks no farther
-        back, how many tokens are loaded at most. ``server``: the requests beside this one.
-        """
-        before = req_context.get_state(LoadDecision)
-        allowed, now_s = allowed_tiers(req_context, self._labels), time.monotonic()
-        loaded_tokens = self._decider.tokens_to_load(
-            keys, req_context, first_token, tokens, chunk_tokens, windows, allowed, now_s, server
-        )
-        if req_context.get_state(LoadDecision) is not before:
-            self._stats_s = 0.0
-        return loaded_tokens
-
-    def wait_left_s(self, req_context: ReqContext, first_token: int, tokens: int, awaited: OffloadKey | None) -> float:
-        """Return how long a request may still wait rather than be computed: altogether as long as computing ``tokens``
-        behind ``first_token`` takes. ``awaited``: the chunk that another load brings, if it waits for that.
-        """
-        tier = None if awaited is None else self.catalog.where(Key(awaited))
-        return self._decider.wait_left_s(req_context, first_token, tokens, tier, time.monotonic())
+    def _where(self, key: OffloadKey, req_context: ReqContext | None) -> int | None:
+        """Return the tier that would serve a chunk to a request; None: to any request."""
+        return self.catalog.where(Key(key), None if req_context is None else self.allowed_tiers(req_context))
 
     def allocated(self, req_context: ReqContext) -> None:
         """A request is given blocks: count what it has looked up, once. It may wait anew if it is preempted."""
@@ -329,10 +302,6 @@ class NixlOffloadManager(OffloadingManager):
         else:
             self._metrics.looked_up(looked.asked_tokens, decision.parts, decision.loaded_tokens)
 
-    def observe_prefill(self, tokens: int, context_tokens: int, seconds: float) -> None:
-        """Take note of a step that has computed ``tokens`` behind ``context_tokens`` others."""
-        self._decider.observe_prefill(tokens, context_tokens, seconds)
-
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark chunks as recently used."""
         self.catalog.touch(Key(key) for key in keys)
@@ -341,10 +310,8 @@ class NixlOffloadManager(OffloadingManager):
         """Pin chunks and tell the ranks where they are."""
         wanted = tuple(Key(key) for key in keys)
         self.version += 1
-        now_s = time.monotonic()
-        allowed = allowed_tiers(req_context, self._labels)
-        ticket = self.catalog.prepare_load(wanted, now_s, allowed)
-        self._decider.begin_load(ticket, req_context, now_s)
+        ticket = self.catalog.prepare_load(wanted, time.monotonic(), self.allowed_tiers(req_context))
+        self.decider.begin_load(ticket, req_context)
         return TicketSpec(ticket, _adapter_of(req_context))
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -369,14 +336,14 @@ class NixlOffloadManager(OffloadingManager):
         lost: set[OffloadKey] = set()
         self._changed()
         now_s = time.monotonic()
-        self._decider.observe_loads(loads, now_s)
+        self.decider.observe_loads(loads)
         for ticket, report in reports.items():
             settled = self.catalog.report(ticket, report.ranks, report.failures, now_s)
             if settled is None:
                 continue
             self._metrics.settled(settled)
             if settled.kind == "load":
-                self._decider.end_load(ticket)
+                self.decider.end_load(ticket)
                 lost.update(OffloadKey(key) for key in settled.failed)
             if settled.failed:
                 outcomes = Counter(outcome.value for outcome in settled.failed.values())
@@ -419,7 +386,7 @@ class NixlOffloadManager(OffloadingManager):
         if not self._slot_bytes or now_s < self._stats_s:
             return None
         self._stats_s = now_s + STATS_EVERY_S
-        return self._tell(self._metrics.take, self._tiers, self.catalog.counts(), self._decider.counts())
+        return self._tell(self._metrics.take, self._tiers, self.catalog.counts(), self.decider.counts())
 
     @property
     def has_events(self) -> bool:

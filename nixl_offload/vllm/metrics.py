@@ -135,7 +135,7 @@ class MetricsReporter:
             self._begin()
         self._take_chain(counts)
         for (position, decision), value in decisions.items():
-            self._count("hit_decisions", value, (self._kinds[position], decision.value))
+            self._count("hit_decisions", value, (self._kinds[position], decision))
         for kind, of_tier, retained_bytes in zip(self._kinds, statistics, counts.retained_bytes, strict=False):
             if (slots := of_tier.slots) is not None:
                 self._show("used_bytes", slots.used_bytes, (kind,))

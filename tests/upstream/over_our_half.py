@@ -37,16 +37,16 @@ class MockedManager:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
 
-    def observe_prefill(self, tokens: int, context_tokens: int, seconds: float) -> None: ...
+    @property
+    def decider(self) -> Any:
+        """Loads whatever is found."""
+        return SimpleNamespace(
+            observe_prefill=lambda *_: None, tokens_to_load=lambda *asked: asked[3], wait_left_s=lambda *_: 60.0
+        )
+
     def allocated(self, req_context: Any) -> None: ...
     def take_ranks(self, ranks: Any) -> None: ...
     def take_work(self, work: Any) -> None: ...
-
-    def tokens_to_load(self, keys: Any, context: Any, first_token: int, tokens: int, *rest: Any) -> int:
-        return tokens
-
-    def wait_left_s(self, *told: Any) -> float:
-        return 60.0
 
     def is_waiting(self) -> bool:
         return False

@@ -30,6 +30,7 @@ from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
 from nixl_offload.config import Config, parse_config
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
+from nixl_offload.vllm.load_decision import ServerLoad
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketReport, TicketSpec
 from nixl_offload.vllm.spec import NixlOffloadSpec
@@ -245,9 +246,23 @@ class Rig:
     def observe_prefill(self, seconds: float, times: int = 5) -> None:
         """Let computing a chunk's tokens have taken ``seconds``."""
         for _ in range(times):
-            self.manager.observe_prefill(CHUNK_TOKENS, 0, seconds)
+            self.manager.decider.observe_prefill(CHUNK_TOKENS, 0, seconds)
 
     # What is asked
+
+    def wanted(
+        self,
+        keys: Sequence[OffloadKey],
+        context: ReqContext,
+        first_token: int,
+        tokens: int,
+        windows: Mapping[int, int] | None = None,
+        server: ServerLoad | None = None,
+    ) -> int | None:
+        """Return how many of ``tokens`` are better loaded than computed."""
+        return self.manager.decider.tokens_to_load(
+            keys, context, first_token, tokens, CHUNK_TOKENS, windows or {}, server or ServerLoad()
+        )
 
     def events(self) -> list[tuple[str, str, bool, list[int]]]:
         """Return the events since the last call: medium, locality, removed, chunks."""

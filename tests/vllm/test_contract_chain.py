@@ -27,140 +27,7 @@ from nixl_offload.vllm.connector_worker import NixlConnectorWorker
 from nixl_offload.vllm.messages import NOTHING, LoadSample, RankStatus, StepMetadata, TicketReport, WorkerReport
 from nixl_offload.vllm.worker import NixlOffloadingWorker
 from tests.vllm import manager_rig
-from tests.vllm.test_contract import CONNECTOR, OFFLOADING, in_order, named, source
-
-
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        ("vllm.v1.kv_offload.base:Medium", ["CPU", "STORAGE"]),
-        ("vllm.v1.kv_offload.base:Locality", ["LOCAL", "REMOTE"]),
-        (
-            "vllm.v1.metrics.cache_hit_source:CacheHitSource",
-            ["DEVICE", "HOST", "P2P", "DISK", "EXTERNAL_UNSPECIFIED"],
-        ),
-    ],
-)
-def test_vllm_has_no_better_word_for_our_tiers(path: str, words: list[str]) -> None:
-    """Where it gets one, say for a bucket, ``tier_events`` should use it."""
-    assert [item.name for item in named(path)] == words
-
-
-def test_what_a_request_may_load_from_is_asked_of_its_filter() -> None:
-    """``kv_load_tiers`` arrives as a filter; none given is the one object ``ALL``, which the manager compares with."""
-    base = named("vllm.v1.kv_offload.base")
-    assert manager_rig.request().load_tier_filter is base.TierFilter.ALL
-    assert base.ReqContext("request").load_tier_filter is base.TierFilter.ALL
-    only = manager_rig.request(load_tiers=[{"medium": "STORAGE", "locality": "LOCAL"}]).load_tier_filter
-    faces = [(medium, locality) for medium in base.Medium for locality in base.Locality]
-    assert [face for face in faces if only.allows(*face)] == [(base.Medium.STORAGE, base.Locality.LOCAL)]
-    assert not any(manager_rig.request(load_tiers=[]).load_tier_filter.allows(*face) for face in faces)
-
-
-def test_a_request_remembers_one_value_of_each_type() -> None:
-    context = manager_rig.request()
-    assert context.get_state(int) is None
-    for value in (1, "a", 2):
-        context.set_state(value)
-    assert (context.get_state(int), context.get_state(str)) == (2, "a")
-    assert manager_rig.request().get_state(int) is None, "nobody else's"
-
-
-def test_a_hit_is_looked_up_then_prepared_then_its_source_is_asked_for() -> None:
-    """So the source is that of the load which was just prepared, whatever memory is to keep of it."""
-    in_order(
-        "vllm.v1.core.sched.scheduler:Scheduler.schedule",
-        "get_num_new_matched_tokens(",
-        "update_state_after_alloc(",
-        "get_external_cache_hit_sources(",
-    )
-    in_order(
-        f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler.get_external_cache_hit_sources",
-        "load_key_ranges",
-        "self.manager.get_load_source(",
-    )
-
-
-def test_our_message_reaches_the_ranks() -> None:
-    in_order(
-        f"{CONNECTOR}.offloading_connector:OffloadingConnector.build_connector_meta",
-        "self.connector_scheduler.build_connector_meta(",
-    )
-    in_order(
-        f"{CONNECTOR}.offloading_connector:OffloadingConnector.start_load_kv",
-        "start_kv_transfers(self._connector_metadata)",
-    )
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin._get_kv_connector_output",
-        "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.post_forward",
-    ],
-)
-def test_moves_are_submitted_in_every_step_with_or_without_a_forward_pass(path: str) -> None:
-    in_order(path, "start_load_kv(", "get_transfer_results(")
-    no_forward = path.rpartition(".")[0] + (".kv_connector_no_forward" if "Mixin" in path else ".no_forward")
-    assert path.rpartition(".")[2] in source(no_forward)
-
-
-def test_the_engine_is_stepped_while_storage_is_at_work() -> None:
-    """Background moves go on, and are settled, while no request is there."""
-    assert "has_pending_push_work()" in source("vllm.v1.core.sched.scheduler:Scheduler.has_requests")
-    assert "scheduler.has_requests()" in source("vllm.v1.engine.core:EngineCoreProc.has_work")
-    in_order(
-        f"{OFFLOADING}.scheduler:OffloadingConnectorScheduler.has_pending_push_work", "self.manager.has_pending_work()"
-    )
-    assert "has_pending_push_work()" in source(
-        f"{CONNECTOR}.offloading_connector:OffloadingConnector.has_pending_push_work"
-    )
-
-
-def test_every_step_ends_at_the_scheduler_half_once() -> None:
-    """The clock of prefill steps counts ends. A step without a forward pass ends there only when it has to tell."""
-    outputs = named("vllm.v1.outputs")
-    spec = SimpleNamespace(
-        replicated_layout=False, config=SimpleNamespace(canonical_layout=False, parallel=None, groups=(None,))
-    )
-    worker = NixlConnectorWorker(spec, None, manager_rig.kv_cache_config())  # type: ignore[arg-type]
-    for _ in range(2):
-        told = outputs.KVConnectorOutput(kv_connector_worker_meta=worker.build_connector_worker_meta())
-        assert outputs.ModelRunnerOutput.with_kv_conn_output_only(told).kv_connector_output is told
-    silent = outputs.KVConnectorOutput()
-    assert outputs.ModelRunnerOutput.with_kv_conn_output_only(silent).kv_connector_output is None
-    update = "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"
-    in_order(update, "if kv_connector_output:", "self._update_from_kv_xfer_finished(kv_connector_output)")
-    assert source(update).count("_update_from_kv_xfer_finished(") == 1
-    assert (
-        source("vllm.v1.core.sched.scheduler:Scheduler._update_from_kv_xfer_finished").count("update_connector_output(")
-        == 1
-    )
-    for runner in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"):
-        assert "kv_connector_output=kv_connector_output" in source(runner)
-
-
-def test_our_moves_travel_with_vllms_jobs() -> None:
-    """A rank takes our message for vLLM's: it submits the jobs first, then the moves."""
-    common, base = named(f"{OFFLOADING}.common"), named("vllm.v1.kv_offload.base")
-    submitted: list[Any] = []
-    spec = SimpleNamespace(
-        replicated_layout=False, config=SimpleNamespace(canonical_layout=False, parallel=None, groups=(None,))
-    )
-    worker = NixlConnectorWorker(spec, None, manager_rig.kv_cache_config())  # type: ignore[arg-type]
-    rank = object.__new__(NixlOffloadingWorker)
-    rank.submit_load = lambda job_id, *rest, **options: submitted.append(job_id) or True  # type: ignore[func-returns-value, method-assign]
-    rank.submit = lambda ticket, *rest, **options: submitted.append(ticket)  # type: ignore[method-assign]
-    rank.open = lambda places, opening: submitted.append((places, opening))  # type: ignore[method-assign]
-    worker.worker = rank
-    blocks = base.GPULoadStoreSpec([1], group_sizes=[1], block_indices=[0])
-    jobs = {3: common.TransferJob("request", blocks, blocks)}
-    meta = StepMetadata(jobs, {}, set(), ["a move"], {0: "a place"}, 1)  # type: ignore[list-item, arg-type]
-    assert isinstance(meta, common.OffloadingConnectorMetadata)
-    worker.start_kv_transfers(meta)
-    worker.start_kv_transfers(common.OffloadingConnectorMetadata({}, {}))
-    worker.start_kv_transfers(StepMetadata({}, {}, set(), ["another"], opening=1))  # type: ignore[list-item]
-    assert submitted == [3, ({0: "a place"}, 1), "a move", ({}, 1), "another"]
+from tests.vllm.test_contract import OFFLOADING, named
 
 
 def test_a_rank_that_is_asked_twice_before_it_reports_loses_nothing() -> None:
@@ -236,7 +103,7 @@ class Matching:
     def slow_files(self) -> None:
         self.manager.settle({}, [LoadSample(1, manager_rig.SLOT, 10.0, False)] * 5)
         for context_tokens in (0, 256, 512, 768, 1024):
-            self.manager.observe_prefill(manager_rig.CHUNK_TOKENS, context_tokens, 0.01)
+            self.manager.decider.observe_prefill(manager_rig.CHUNK_TOKENS, context_tokens, 0.01)
 
     def ask(self, computed: int = 0, most: int | None = None) -> tuple[int | None, bool]:
         return self.scheduler.get_num_new_matched_tokens(self.request, computed, most)

@@ -8,9 +8,8 @@ really be in files and can be verified; load or recompute is decided once per re
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -37,7 +36,6 @@ from tests.vllm.manager_rig import (
     key,
     keys,
     memory_tier,
-    numbers,
     request,
     slab_tier,
     three_tiers,
@@ -189,22 +187,6 @@ def test_the_source_of_a_hit_is_the_tier_that_serves_it(tmp_path: Path, open_rig
     assert tiers_of(rig.load(1)) == [TREE]
 
 
-def test_the_source_stays_when_the_load_keeps_a_copy(tmp_path: Path, open_rig: Open) -> None:
-    """It is asked for once the load is prepared, when memory has the chunk as one that is being written."""
-    config = config_of(memory_tier(4), slab_tier(tmp_path))
-    first = open_rig(config)
-    first.store(1)
-    first.write_through()
-    first.close()
-    rig = open_rig(config)
-    spec = rig.load(1)
-    assert spec.promotion_ticket
-    assert rig.manager.get_load_source(key(1), request()) is CacheHitSource.DISK
-    rig.report(spec.ticket)
-    rig.report(spec.promotion_ticket)
-    assert rig.manager.get_load_source(key(1), request()) is CacheHitSource.HOST
-
-
 @pytest.mark.parametrize(
     ("load_tiers", "tier"),
     [
@@ -233,22 +215,6 @@ def test_a_request_loads_from_where_it_may(load_tiers: Any, tier: int | None, tm
 # Moves, and coming to rest.
 
 
-def test_moves_go_out_once(tmp_path: Path, open_rig: Open) -> None:
-    rig = open_rig(three_tiers(tmp_path))
-    rig.store(1, 2)
-    (to_slab, to_tree) = rig.step()
-    assert numbers(to_slab.keys) == numbers(to_tree.keys) == [1, 2]
-    assert {source.tier for move in (to_slab, to_tree) for source in move.sources} == {MEMORY}
-    assert rig.manager.take_moves() == []
-    assert rig.step() == []
-    rig.offer(1, 2)
-    assert rig.step() == [], "offered again while it is on its way"
-    for move in (to_slab, to_tree):
-        rig.report(move.ticket)
-    rig.offer(1, 2)
-    assert rig.step() == [], "offered again when it is there"
-
-
 @pytest.mark.parametrize("outcome", [None, *(each for each in Outcome if each is not Outcome.OK)])
 def test_the_engine_comes_to_rest(outcome: Outcome | None, tmp_path: Path, open_rig: Open) -> None:
     """It is kept stepping while a rank has something to report or a chunk is due, and not after that."""
@@ -267,23 +233,6 @@ def test_the_engine_comes_to_rest(outcome: Outcome | None, tmp_path: Path, open_
             rig.report(move.ticket, failures, ranks=1)
     assert not rig.manager.has_pending_work()
     assert rig.step() == [], "what failed is not tried again by itself"
-
-
-def test_a_reset_forgets_what_is_due_and_waits_for_what_has_begun(tmp_path: Path, open_rig: Open) -> None:
-    rig = open_rig(three_tiers(tmp_path))
-    rig.store(1)
-    begun = rig.step()
-    rig.store(2)
-    rig.manager.reset_cache()
-    assert rig.events() == []
-    assert rig.step() == []
-    assert rig.manager.has_pending_work()
-    for move in begun:
-        rig.report(move.ticket)
-    assert not rig.manager.has_pending_work()
-    assert rig.events() == []
-    assert [rig.manager.lookup(key(number), request()) for number in (1, 2)] != [HIT, HIT]
-    assert set(tiers_of(rig.load(1, 2))) == {NOWHERE.tier}
 
 
 # Shutdown.
@@ -328,18 +277,11 @@ def test_a_store_straight_to_files_is_hinted_too(tmp_path: Path, open_rig: Open)
     assert after.manager.lookup(key(2), request()) is HIT
 
 
-def test_a_second_shutdown_does_nothing(tmp_path: Path, open_rig: Open) -> None:
-    rig = open_rig(three_tiers(tmp_path))
-    rig.offer(1)
-    rig.close()
-    rig.close()
-
-
 # Load or recompute.
 
 
-def decisions(rig: Rig) -> dict[tuple[str, ...], float]:
-    return rig.metrics().get("vllm:nixl_offload_hit_decisions", {})
+def decisions(rig: Rig) -> Mapping[tuple[int, str], int]:
+    return rig.manager.decider.counts()
 
 
 def on_disk(rig: Rig, *found: int) -> None:
@@ -359,13 +301,12 @@ def test_a_slow_tier_is_skipped_and_the_decision_is_counted_once(tmp_path: Path,
     rig.observe_loads(SLAB, 10.0)
     rig.observe_prefill(0.01)
     context = request()
-    ask = (keys(1, 2), context, 0, 2 * CHUNK_TOKENS, CHUNK_TOKENS)
-    assert [rig.manager.tokens_to_load(*ask) for _ in range(3)] == [0, 0, 0]
-    assert decisions(rig) == {("slab", "skipped"): 1}
-    assert rig.manager.tokens_to_load(keys(3), request("memory"), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
-    assert decisions(rig) == {("memory", "taken"): 1}
-    assert rig.manager.tokens_to_load(keys(1), context, 0, CHUNK_TOKENS, CHUNK_TOKENS) == 0, "asked in other words"
-    assert decisions(rig) == {("slab", "skipped"): 1}
+    ask = (keys(1, 2), context, 0, 2 * CHUNK_TOKENS)
+    assert [rig.wanted(*ask) for _ in range(3)] == [0, 0, 0]
+    assert decisions(rig) == {(SLAB, "skipped"): 1}
+    assert rig.wanted(keys(3), request("memory"), 0, CHUNK_TOKENS) == CHUNK_TOKENS
+    assert rig.wanted(keys(1), context, 0, CHUNK_TOKENS) == 0, "asked in other words"
+    assert decisions(rig) == {(SLAB, "skipped"): 2, (MEMORY, "taken"): 1}
 
 
 def test_a_load_waits_for_those_that_are_out_until_all_ranks_have_ended_them(tmp_path: Path, open_rig: Open) -> None:
@@ -377,9 +318,7 @@ def test_a_load_waits_for_those_that_are_out_until_all_ranks_have_ended_them(tmp
 
     def wanted(name: str, waiting: int = 0) -> int:
         server = ServerLoad(waiting)
-        return rig.manager.tokens_to_load(
-            keys(2), request(name), 0, CHUNK_TOKENS, CHUNK_TOKENS, MappingProxyType({}), server
-        )
+        return rig.wanted(keys(2), request(name), 0, CHUNK_TOKENS, {}, server)
 
     assert wanted("first") == CHUNK_TOKENS
     ticket = rig.load(1).ticket
@@ -412,20 +351,8 @@ def test_a_hit_is_cut_where_a_slow_tier_begins(tmp_path: Path, open_rig: Open) -
     rig.observe_loads(SLAB, 10.0)
     rig.observe_prefill(0.01)
     first, tokens = CHUNK_TOKENS - 64, 64 + CHUNK_TOKENS - 64
-    assert rig.manager.tokens_to_load(keys(1, 2), request(), first, tokens, CHUNK_TOKENS) == 64
-    assert decisions(rig) == {("memory", "taken"): 1, ("slab", "skipped"): 1}
-
-
-def test_what_is_not_known_is_loaded(tmp_path: Path, open_rig: Open) -> None:
-    """Before there are measurements, and of a chunk that has gone since it was looked up."""
-    rig = open_rig(config_of(memory_tier(), slab_tier(tmp_path)))
-    on_disk(rig, 1)
-    assert rig.manager.tokens_to_load(keys(1), request(), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
-    assert decisions(rig) == {("slab", "taken"): 1}
-    rig.observe_loads(SLAB, 10.0)
-    rig.observe_prefill(0.01)
-    assert rig.manager.tokens_to_load(keys(1, 9), request("gone"), 0, 512, CHUNK_TOKENS) == 512
-    assert decisions(rig) == {}
+    assert rig.wanted(keys(1, 2), request(), first, tokens) == 64
+    assert decisions(rig) == {(MEMORY, "taken"): 1, (SLAB, "skipped"): 1}
 
 
 def test_what_lies_behind_the_last_chunk_goes_with_it(tmp_path: Path, open_rig: Open) -> None:
@@ -434,82 +361,62 @@ def test_what_lies_behind_the_last_chunk_goes_with_it(tmp_path: Path, open_rig: 
     rig.store(1)
     rig.observe_loads(MEMORY, 0.001)
     rig.observe_prefill(0.1)
-    assert rig.manager.tokens_to_load(keys(1), request(), 0, CHUNK_TOKENS + 64, CHUNK_TOKENS) == CHUNK_TOKENS + 64
-    assert rig.manager.tokens_to_load([], request("tail"), CHUNK_TOKENS, 64, CHUNK_TOKENS) == 64
+    assert rig.wanted(keys(1), request(), 0, CHUNK_TOKENS + 64) == CHUNK_TOKENS + 64
+    assert rig.wanted([], request("tail"), CHUNK_TOKENS, 64) == 64
 
 
-def test_a_load_from_two_tiers_speaks_for_the_slower_one(tmp_path: Path, open_rig: Open) -> None:
-    """A part in files keeps a load out; that says nothing of memory, whose part ended long ago."""
-    rig = open_rig(config_of(memory_tier(), slab_tier(tmp_path)))
-    on_disk(rig, 1)
-    rig.store(2, 3)
-    catalog = rig.manager.catalog
-    assert catalog is not None
-    decider = LoadDecider(catalog, {0: SLOT / CHUNK_TOKENS}, tiers=2, ranks=1, skips_slow=True)
-    for _ in range(5):
-        decider.observe_prefill(CHUNK_TOKENS, 0, 1.0)
-        decider.observe_loads([LoadSample(MEMORY, SLOT, 0.01, False)], 0.0)
-    ticket = catalog.prepare_load([Key(key(2)), Key(key(1))], 0.0)
-    decider.begin_load(ticket, request(), 0.0)
+class Decider:
+    """Decides about hits of chunk 1 in memory, at times that a test says."""
 
-    def wanted(number: int, now_s: float) -> int | None:
-        return decider.tokens_to_load(
-            keys(number), request(f"{number} {now_s}"), 0, CHUNK_TOKENS, CHUNK_TOKENS, {}, None, now_s, ServerLoad()
+    def __init__(self, rig: Rig) -> None:
+        rig.store(1)
+        self.now_s = 0.0
+        self.load = LoadDecider(
+            lambda *_: MEMORY,
+            {0: SLOT / CHUNK_TOKENS},
+            tiers=1,
+            ranks=1,
+            skips_slow=True,
+            clock=lambda: self.now_s,
         )
+        self._catalog = rig.manager.catalog
 
-    assert [wanted(number, 0.5) for number in (1, 3)] == [CHUNK_TOKENS, CHUNK_TOKENS]
-    assert [wanted(number, 5.0) for number in (1, 3)] == [0, CHUNK_TOKENS]
+    def begin(self, asks: ReqContext) -> int:
+        ticket = self._catalog.prepare_load([Key(key(1))], self.now_s)
+        self.load.begin_load(ticket, asks)
+        return ticket.ticket
+
+    def wanted(self, asks: ReqContext, now_s: float) -> int | None:
+        self.now_s = now_s
+        return self.load.tokens_to_load(keys(1), asks, 0, CHUNK_TOKENS, CHUNK_TOKENS, {}, ServerLoad())
 
 
-def test_a_hit_waits_once_however_many_loads_end_meanwhile(tmp_path: Path, open_rig: Open) -> None:
+def test_a_hit_waits_once_however_many_loads_end_meanwhile(open_rig: Open) -> None:
     """Where nothing is ever computed, as on a server that only decodes, four at a time would be all for ever."""
-    rig = open_rig(config_of(memory_tier()))
-    rig.store(1)
-    catalog = rig.manager.catalog
-    assert catalog is not None
-    decider = LoadDecider(catalog, {0: SLOT / CHUNK_TOKENS}, tiers=1, ranks=1, skips_slow=True)
-    asks, loads = request(), [catalog.prepare_load([Key(key(1))], 0.0) for _ in range(9)]
-
-    def wanted(now_s: float) -> int | None:
-        return decider.tokens_to_load(keys(1), asks, 0, CHUNK_TOKENS, CHUNK_TOKENS, {}, None, now_s, ServerLoad())
-
-    for load in loads[:4]:
-        decider.begin_load(load, request(), 0.0)
+    decider, asks = Decider(open_rig(config_of(memory_tier()))), request()
+    loads = [decider.begin(request()) for _ in range(4)]
     answers = []
     for number, now_s in enumerate((0.0, 0.4 * WAIT_S, 0.8 * WAIT_S, 1.2 * WAIT_S)):
-        answers.append(wanted(now_s))
-        decider.end_load(loads[number].ticket)
-        decider.begin_load(loads[4 + number], request(), now_s)
+        answers.append(decider.wanted(asks, now_s))
+        decider.load.end_load(loads[number])
+        loads.append(decider.begin(request()))
     assert answers == [None, None, None, 0]
 
 
-def test_a_trial_is_used_up_by_its_load_alone(tmp_path: Path, open_rig: Open) -> None:
+def test_a_trial_is_used_up_by_its_load_alone(open_rig: Open) -> None:
     """Not by a request that is given up before it loads, nor again by one that is preempted and loads once more."""
-    rig = open_rig(config_of(memory_tier()))
-    rig.store(1)
-    catalog = rig.manager.catalog
-    assert catalog is not None
-    decider = LoadDecider(catalog, {0: SLOT / CHUNK_TOKENS}, tiers=1, ranks=1, skips_slow=True)
+    decider, loads = Decider(open_rig(config_of(memory_tier()))), request("loads")
     for _ in range(5):
-        decider.observe_prefill(CHUNK_TOKENS, 0, 0.001)
-        decider.observe_loads([LoadSample(MEMORY, SLOT, 10.0, False)], 0.0)
-
-    def wanted(asks: ReqContext, now_s: float) -> int | None:
-        return decider.tokens_to_load(keys(1), asks, 0, CHUNK_TOKENS, CHUNK_TOKENS, {}, None, now_s, ServerLoad())
-
-    def load(asks: ReqContext, now_s: float) -> None:
-        ticket = catalog.prepare_load([Key(key(1))], now_s)
-        decider.begin_load(ticket, asks, now_s)
-        decider.end_load(ticket.ticket)
-
-    assert wanted(request("early"), 1.0) == 0
-    assert wanted(request("given up"), 700.0) == CHUNK_TOKENS
-    loads = request("loads")
-    assert wanted(loads, 701.0) == CHUNK_TOKENS
-    load(loads, 701.0)
-    assert wanted(request("soon"), 750.0) == 0
-    load(loads, 760.0)
-    assert wanted(request("two minutes later"), 830.0) == CHUNK_TOKENS
+        decider.load.observe_prefill(CHUNK_TOKENS, 0, 0.001)
+        decider.load.observe_loads([LoadSample(MEMORY, SLOT, 10.0, False)])
+    assert decider.wanted(request("early"), 1.0) == 0
+    assert decider.wanted(request("given up"), 700.0) == CHUNK_TOKENS
+    assert decider.wanted(loads, 701.0) == CHUNK_TOKENS
+    decider.load.end_load(decider.begin(loads))
+    assert decider.wanted(request("soon"), 750.0) == 0
+    decider.now_s = 760.0
+    decider.load.end_load(decider.begin(loads))
+    assert decider.wanted(request("two minutes later"), 830.0) == CHUNK_TOKENS
 
 
 def test_of_a_window_only_what_is_loaded_counts(tmp_path: Path, open_rig: Open) -> None:
@@ -520,9 +427,9 @@ def test_of_a_window_only_what_is_loaded_counts(tmp_path: Path, open_rig: Open) 
         rig.observe_loads(MEMORY, 0.01 * slots, 1, size_bytes=slots * SLOT)
     rig.observe_prefill(0.005)
     found, tokens = keys(*range(4)), 4 * CHUNK_TOKENS
-    assert rig.manager.tokens_to_load(found, request(), 0, tokens, CHUNK_TOKENS) == 0, "four slots: 40 ms, computing 20"
+    assert rig.wanted(found, request(), 0, tokens) == 0, "four slots: 40 ms, computing 20"
     windows = {0: CHUNK_TOKENS}
-    assert rig.manager.tokens_to_load(found, request(), 0, tokens, CHUNK_TOKENS, windows) == tokens, "one takes 10"
+    assert rig.wanted(found, request(), 0, tokens, windows) == tokens, "one takes 10"
 
 
 def test_slow_hits_are_taken_where_the_config_says_so(tmp_path: Path, open_rig: Open) -> None:
@@ -530,20 +437,8 @@ def test_slow_hits_are_taken_where_the_config_says_so(tmp_path: Path, open_rig: 
     on_disk(rig, 1)
     rig.observe_loads(SLAB, 10.0)
     rig.observe_prefill(0.01)
-    assert rig.manager.tokens_to_load(keys(1), request(), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
+    assert rig.wanted(keys(1), request(), 0, CHUNK_TOKENS) == CHUNK_TOKENS
     assert decisions(rig) == {}
-
-
-def test_a_request_may_skip_to_a_tier_it_may_load_from(tmp_path: Path, open_rig: Open) -> None:
-    """The decision is about the tier that would serve this request, not about the nearest."""
-    rig = open_rig(config_of(memory_tier(), tree_tier(tmp_path / "tree")))
-    rig.store(1)
-    rig.write_through()
-    rig.observe_loads(1, 10.0)
-    rig.observe_prefill(0.01)
-    storage = request("storage", [{"medium": "STORAGE"}])
-    assert rig.manager.tokens_to_load(keys(1), request(), 0, CHUNK_TOKENS, CHUNK_TOKENS) == CHUNK_TOKENS
-    assert rig.manager.tokens_to_load(keys(1), storage, 0, CHUNK_TOKENS, CHUNK_TOKENS) == 0
 
 
 def test_answers_hold_until_something_has_changed(tmp_path: Path, open_rig: Open) -> None:

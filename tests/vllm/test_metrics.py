@@ -23,7 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadingCounterMetadata,
-    OffloadingGaugeMetadata,
     OffloadingHistogramMetadata,
 )
 
@@ -35,13 +34,11 @@ from nixl_offload.vllm.load_decision import LookupStatistics
 from nixl_offload.vllm.messages import RankStatus, WorkerReport
 from nixl_offload.vllm.metrics import DEFINITIONS, MetricsReporter
 from tests.vllm.damage import until
-from tests.vllm.harness import CHUNK_TOKENS, MAX_BATCHED_TOKENS, Workshop, chain_config, prompts, tier_config, tree_tier
+from tests.vllm.harness import CHUNK_TOKENS
 from tests.vllm.manager_rig import SLOT, Rig, config_of, key, keys, memory_tier, request, three_tiers
 from tests.vllm.manager_rig import tree_tier as rig_tree_tier
 
 PREFIX = "vllm:nixl_offload_"
-CHUNKS = 3 * MAX_BATCHED_TOKENS // CHUNK_TOKENS
-"""Of a prompt."""
 
 
 WORK = Work(
@@ -101,21 +98,6 @@ def test_every_definition_is_accepted_with_its_labels() -> None:
         assert exporter.value(name, *(f"a {label}" for label in definition.labelnames)) == 3, name
 
 
-def test_each_gauge_is_one_series_however_many_api_servers_there_are() -> None:
-    """A step's stats reach one of them, as a snapshot; the other's are older."""
-    gauges = {name: made for name, made in DEFINITIONS.items() if isinstance(made, OffloadingGaugeMetadata)}
-    assert len(gauges) > 5
-    assert {name: made.multiprocess_mode for name, made in gauges.items()} == dict.fromkeys(gauges, "mostrecent")
-
-
-def test_a_label_too_few_is_what_vllm_refuses() -> None:
-    """Else the tests here would show nothing."""
-    stats = OffloadingConnectorStats()
-    stats.increase_counter(PREFIX + "evicted_chunks", 1, ())
-    with pytest.raises(AssertionError, match="expects 1 labels"):
-        Exporter().take(stats)
-
-
 def test_a_chain_tells_of_each_tier(tmp_path: Path, open_rig: Callable[..., Rig]) -> None:
     """Memory of four slots before a tree: used, evicted, due, moved and not moved, pinned, decided."""
     rig, exporter = open_rig(config_of(memory_tier(4), rig_tree_tier(tmp_path / "tree"))), Exporter()
@@ -147,7 +129,7 @@ def test_a_chain_tells_of_each_tier(tmp_path: Path, open_rig: Callable[..., Rig]
     assert told("used_bytes", "memory") == 4 * SLOT
     looks = request()
     looks.set_state(LookupStatistics(0, 3 * CHUNK_TOKENS, CHUNK_TOKENS))
-    rig.manager.tokens_to_load(keys(6), looks, 0, CHUNK_TOKENS, CHUNK_TOKENS)
+    rig.wanted(keys(6), looks, 0, CHUNK_TOKENS)
     rig.manager.allocated(looks)
     rig.manager.allocated(looks)
     assert told("hit_decisions", "memory", "taken") == 1
@@ -201,7 +183,7 @@ def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..
     rig.manager.count("hints", "retain", "taken")
     looks = request()
     looks.set_state(LookupStatistics(0, CHUNK_TOKENS, CHUNK_TOKENS))
-    rig.manager.tokens_to_load(keys(1), looks, 0, CHUNK_TOKENS, CHUNK_TOKENS)
+    rig.wanted(keys(1), looks, 0, CHUNK_TOKENS)
     rig.manager.allocated(looks)
     rig.offer(*range(10, 16))
     rig.offer(*range(10, 16))
@@ -269,67 +251,3 @@ def test_a_rank_of_another_config_costs_metrics_not_the_engine(
     monkeypatch.setattr(MetricsReporter, "take", lambda *_: 1 / 0)
     assert rig.manager.get_stats() is None
     assert caplog.text.count("do all ranks run the same config and version?") == 1
-
-
-def test_a_shared_tier_is_visible_in_metrics(workshop: Workshop) -> None:
-    directory = workshop.scratch / "metrics"
-    directory.mkdir()
-    config = tier_config(tree_tier(directory))
-    asked = prompts(1, seed=901)
-    first = workshop.start_engine(connector=config)
-    first.generate(asked)
-    assert first.settle()
-    until(lambda: first.metrics().get(PREFIX + "chunks") == 6, "six chunks of a prompt are counted as stored")
-
-    second = workshop.start_engine(connector=config)
-    [answer] = second.generate(asked)
-    assert answer.external_hit_tokens == 1536
-    until(lambda: second.metrics().get(PREFIX + "chunks") == 6, "six chunks are counted as loaded")
-    metrics = second.metrics()
-    assert metrics[PREFIX + "probes"] >= 1
-    assert metrics[PREFIX + "known_chunks"] == 6
-    assert metrics[PREFIX + "breaker_state"] == 0
-    assert metrics.get(PREFIX + "probe_errors", 0) == 0
-    assert second.labelled(PREFIX + "chunks", "operation") == {"load": 6, "store": 0}
-    assert second.labelled(PREFIX + "lookup_tokens", "result") == {"hit": 1536, "miss": 0}
-    assert set(second.labelled(PREFIX + "transfer_bytes", "operation")) == {"load"}
-    assert second.labelled(PREFIX + "transfer_bytes", "tier")["shared_dir"] == answer.loaded_bytes
-    assert second.labelled(PREFIX + "tier_info", "path") == {"host": 1}
-    assert second.labelled(PREFIX + "queued_bytes", "operation") == {"load": 0, "store": 0, "write_through": 0}
-    assert metrics[PREFIX + "disabled_ranks"] == 0
-    assert set(second.labelled(PREFIX + "known_chunks", "tier")) == {"shared_dir"}
-
-
-def test_a_chain_is_visible_in_metrics(workshop: Workshop) -> None:
-    """Three prompts, memory for two of them and a half, and a tree behind it."""
-    config = chain_config(
-        {"kind": "memory", "capacity": "8MiB"}, tree_tier(workshop.scratch / "chain-metrics"), slow_hits="skip"
-    )
-    asked = prompts(3, seed=902)
-    with workshop.start_engine(connector=config) as engine:
-        for prompt in asked:  # one after the other: memory must not run full of what is not yet in the tree
-            engine.generate([prompt])
-            assert engine.settle()
-
-        def by_tier(name: str) -> dict[str, float]:
-            return engine.labelled(PREFIX + name, "tier")
-
-        until(
-            lambda: by_tier("write_through_chunks") == {"shared_dir": 3 * CHUNKS},
-            "all chunks are counted as moved to files",
-        )
-        assert by_tier("pending_chunks") == {"shared_dir": 0}
-        assert engine.metrics()[PREFIX + "unsaved_bytes"] == 0
-        evicted, used_bytes = by_tier("evicted_chunks"), by_tier("used_bytes")
-        assert set(evicted) == {"memory", "shared_dir"}
-        assert set(used_bytes) == {"memory"}
-        assert evicted["shared_dir"] == 0
-        slot_bytes = used_bytes["memory"] / (3 * CHUNKS - evicted["memory"])
-        assert slot_bytes % 4096 == 0, "what was stored and not evicted is what is used"
-        assert used_bytes["memory"] <= 8 << 20
-        assert engine.reset_prefix_cache()
-        engine.generate(asked[-1:])
-        assert engine.settle()
-        until(lambda: by_tier("hit_decisions") == {"memory": 1}, "one request, one decision")
-        assert engine.labelled(PREFIX + "hit_decisions", "decision") == {"taken": 1}
-        engine.stop()

@@ -120,7 +120,7 @@ def test_a_hit_that_ends_within_a_block_is_loaded_where_that_is_quicker(
     assert output is not None
     manager.settle({output.store_spec.ticket.ticket: TicketReport()}, [LoadSample(0, SLOT, seconds, False)] * 5)  # type: ignore[attr-defined]
     for _ in range(5):
-        manager.observe_prefill(256, 0, 0.01)
+        manager.decider.observe_prefill(256, 0, 0.01)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (tokens, tokens > 0)
 
 
@@ -142,7 +142,7 @@ def test_a_hit_of_a_model_with_a_draft_is_loaded_where_that_is_quicker(
     assert output is not None
     manager.settle({output.store_spec.ticket.ticket: TicketReport()}, [LoadSample(0, SLOT, seconds, False)] * 5)  # type: ignore[attr-defined]
     for _ in range(5):
-        manager.observe_prefill(256, 0, 0.01)
+        manager.decider.observe_prefill(256, 0, 0.01)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (tokens, tokens > 0)
 
 
@@ -162,8 +162,8 @@ def test_a_hit_waits_while_the_first_loads_are_to_tell_how_fast_the_tier_is(
     manager.settle({output.store_spec.ticket.ticket: TicketReport()})  # type: ignore[attr-defined]
     out = [manager.prepare_load(keys, manager_rig.request(str(number))).ticket for number in range(LOADS_AT_ONCE)]
     looks: list[Any] = []
-    decide = manager.tokens_to_load
-    monkeypatch.setattr(manager, "tokens_to_load", lambda *told: looks.append(told) or decide(*told))
+    decide = manager.decider.tokens_to_load
+    monkeypatch.setattr(manager.decider, "tokens_to_load", lambda *told: looks.append(told) or decide(*told))
     assert [scheduler.get_num_new_matched_tokens(request, 0) for _ in range(3)] == [(None, False)] * 3
     assert len(looks) == 1
     manager.settle({out[0].ticket: TicketReport()}, [LoadSample(0, SLOT, 0.0001, False)])

@@ -243,7 +243,7 @@ def test_what_is_wanted_of_a_hit_is_waited_for_no_longer_either(half: Half, limi
         half.scheduler._chunks_being_loaded.update(group.offload_keys[:1])  # type: ignore[union-attr]
         return 2 * CHUNK_TOKENS
 
-    half.manager.tokens_to_load = half_of_it  # type: ignore[method-assign]
+    half.manager.decider.tokens_to_load = half_of_it  # type: ignore[method-assign]
     assert half.ask("waits") == NOT_YET
     time.sleep(limit_s)
     assert half.ask("waits") == (0, False)
