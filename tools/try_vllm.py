@@ -45,7 +45,7 @@ def parts(source: Path) -> list[Part]:
     upstream = f"import sys, pathlib, tests.upstream.run as u; sys.exit(u.run(pathlib.Path({str(source)!r}), []))"
     own = Part("vLLM's own tests of offloading over our half", (sys.executable, "-c", upstream), 300)
     return [
-        Part("names, signatures and orders of calls that we rely on", (*PYTEST, *contract), 300),
+        Part("signatures and orders of calls that we rely on", (*PYTEST, *contract), 300),
         *([] if source.suffix == ".whl" else [own]),
         Part("engines: store, restart, load, faults", (*PYTEST, *rigs), 900),
         Part("engines as on a GPU, host memory as the device", (*PYTEST, "tests/vllm/test_played_device.py"), 900),

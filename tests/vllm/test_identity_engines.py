@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from examples.demo.model import TINY, write_model
@@ -28,7 +27,6 @@ from tests.vllm.shared_rig import RECOVERY_DEADLINE_S, Medium, hits, said, tree
 from tests.vllm.zygote import MAIN_MODULE
 
 PROMPTS = chunk_prompts(2, seed=501)
-ALL_HITS = len(PROMPTS) * FULL_TOKENS
 
 Config = Mapping[str, Any]
 
@@ -163,27 +161,6 @@ def test_one_changed_tensor(
     right = engines.answers(model=copy)
     assert right != stored
     engines.assert_shares_nothing(right, common.config(), model=copy)
-
-
-def test_the_name_counts(engines: Engines, base: Path, common: Medium, stored: list[Answer]) -> None:
-    """The same bytes under another name are another model."""
-    renamed = shutil.copytree(base, base.with_name(f"{base.name}-ft"))
-    engines.assert_shares_nothing(stored, common.config(), model=renamed)
-
-
-@pytest.mark.skipif(
-    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
-    reason="vLLM's CPU build has an fp8 KV cache only on processors with AVX-512 or AMX",
-)
-def test_layers_without_fp8(engines: Engines) -> None:
-    """Two engines leave different layers of the KV cache unquantized; a block has the same length in both."""
-    slab = file_tier(engines.scratch / "kv-fp8")
-    second: dict[str, Any] = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["2"]}
-    third = {**second, "kv_cache_dtype_skip_layers": ["3"]}
-    right = engines.answers(**third)
-    stored = engines.answers(slab, **second)
-    engines.assert_shares_nothing(right, slab, **third)
-    engines.assert_shares(stored, slab, **second)
 
 
 def _assert_stays_off(engine: Engine, medium: Medium, right: list[Answer]) -> None:

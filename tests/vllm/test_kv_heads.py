@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.v1.core.kv_cache_planning import _project_kv_cache_groups_to_worker, get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
-    KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     KVQuantMode,
@@ -357,10 +356,3 @@ def test_replicas_only_where_all_layers_have_as_many_heads(text: Any, speculativ
     found = Memory(config, [group(full(1), "a")]).reason()
     assert (found is None) == is_known
     assert is_known or "not certain that all layers have 2 KV heads" in str(found)
-
-
-def test_a_rank_without_layers_has_nothing_to_understand() -> None:
-    config = vllm_config(4)
-    empty = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([], full(4))])
-    assert understood_pages(config, empty, {}) is None
-    assert layer_pages(empty, {}, CanonicalKVCaches([], [[]])) == [{}]

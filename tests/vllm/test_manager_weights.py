@@ -4,7 +4,6 @@ lookup is a miss. What goes wrong on the way ends nothing: a tier that cannot be
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,9 +17,8 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
 from nixl_offload.errors import ConfigError
-from nixl_offload.identity import weights_cache
-from nixl_offload.identity.weights import PIECE_BYTES, WeightsDigest
-from nixl_offload.vllm import background, serving_tiers
+from nixl_offload.identity.weights import WeightsDigest
+from nixl_offload.vllm import serving_tiers
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
 from nixl_offload.vllm.messages import RankStatus, TicketReport, TicketSpec
 from tests.vllm import manager_rig
@@ -137,13 +135,6 @@ def test_a_reset_before_the_tiers_are_taken_over_holds(
     manager.shutdown()
 
 
-def test_a_start_waits_for_what_is_quick(model: Path, tmp_path: Path) -> None:
-    manager = manager_of(model, tmp_path / "kv")
-    manager.open(manager_rig.ranks())
-    assert stored(manager, 1) == tuple(manager_rig.keys(1))
-    manager.shutdown()
-
-
 def test_weights_that_cannot_be_read_turn_offloading_off(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,29 +148,6 @@ def test_weights_that_cannot_be_read_turn_offloading_off(
     assert "Offloading is off until the engine restarts" in caplog.text
     assert "model.safetensors" in caplog.text
     manager.shutdown()
-
-
-def test_a_reset_before_a_late_tier_is_open_holds(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies in a directory that comes back is not served after a reset."""
-    monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.05)
-    key, request = manager_rig.key(1), manager_rig.request()
-    first = manager_of(model, tmp_path / "kv")
-    first.open(manager_rig.ranks())
-    manager_rig.ranks_open(first)
-    output = first.prepare_store([key], request)
-    assert output is not None
-    assert isinstance(output.store_spec, TicketSpec)
-    first.settle({output.store_spec.ticket.ticket: TicketReport(1, {})})
-    second = manager_of(model, tmp_path / "kv")
-    second.open(manager_rig.ranks())  # the first one holds the lock
-    second.reset_cache()
-    first.shutdown()
-    deadline = time.monotonic() + DEADLINE_S
-    while not stored(second, 2):
-        assert time.monotonic() < deadline
-        ask(second)
-    assert second.lookup(key, request) is LookupResult.MISS
-    second.shutdown()
 
 
 def test_a_capacity_that_does_not_fit_the_model_ends_the_start(model: Path) -> None:
@@ -198,18 +166,6 @@ def test_a_shutdown_does_not_wait_for_weights(model: Path, tmp_path: Path, gate:
     manager.open(manager_rig.ranks())
     manager.shutdown()
     assert not gate.is_set()
-
-
-def test_a_large_file_that_a_setting_names_is_remembered_beside_the_slab(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weights_cache, "_SETTLED_S", -1.0)
-    with tempfile.NamedTemporaryFile(dir="/dev/shm") as scales:
-        scales.truncate(PIECE_BYTES + 1)
-        manager = manager_of(model, tmp_path / "kv", additional_config={"scales": scales.name})
-        manager.open(manager_rig.ranks())
-        manager.shutdown()
-    assert (tmp_path / "kv" / f"{weights_cache.CACHE_PREFIX}.json").is_file()
 
 
 def test_a_shutdown_ends_the_reading_of_a_file_that_a_setting_names(model: Path, tmp_path: Path) -> None:

@@ -165,31 +165,6 @@ def test_a_tier_that_does_not_fit_the_model_is_left_out_where_the_engine_already
         scheduler.shutdown()
 
 
-def test_a_tier_that_hangs_keeps_no_idle_engine_stepping_that_serves_already(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: Callable[[], threading.Event]
-) -> None:
-    """It joins all the same, in the steps of a request that comes later."""
-    works = hang()
-    monkeypatch.setattr(serving_tiers, "OPENING_WAIT_S", 0.1)
-    scheduler = inside_another(tmp_path, world_size=1)
-    report(scheduler, geometries=dict(enumerate(manager_rig.ranks(1))))
-    assert scheduler.has_pending_push_work()
-    monkeypatch.setattr(serving_tiers, "OPENING_WAIT_S", DEADLINE_S)
-    while scheduler.has_pending_push_work():
-        scheduler.build_connector_meta(SchedulerOutput.make_empty())
-    works.set()
-    for _ in range(1000):
-        meta = scheduler.build_connector_meta(SchedulerOutput.make_empty())
-        if isinstance(meta, StepMetadata):
-            break
-        time.sleep(0.01)
-    assert list(meta.places) == [0]
-    assert scheduler.has_pending_push_work(), "the rank is to open it"
-    report(scheduler, ranks={0: OPEN})
-    assert not scheduler.has_pending_push_work()
-    scheduler.shutdown()
-
-
 def test_a_request_waits_only_so_long(restarted: Callable[[], Matching], monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it is computed, and nothing of it is stored; those that come later hit."""
     monkeypatch.setattr(connector_scheduler, "WAIT_ANSWER_S", 0.0)

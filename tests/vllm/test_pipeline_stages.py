@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from examples.demo.model import ModelShape, write_model
 from nixl_offload.cli.main import main
 from nixl_offload.tiers.shared.naming import parse_shard_name
 from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.types import Key, Outcome, key_group
+from nixl_offload.types import Key, key_group
 from nixl_offload.vllm import rank_shards
 from tests.s3.servers import RcloneServer
 from tests.thinned import thinned
@@ -39,7 +37,6 @@ CHUNKS = 5
 PROMPTS = [random.Random(seed).choices(range(512), k=CHUNKS * CHUNK_TOKENS + 20) for seed in range(3)]
 FULL_TOKENS = [CHUNKS * CHUNK_TOKENS] * len(PROMPTS)
 HEADER_BYTES = 4096
-DEADLINE_S = 60.0
 
 
 def by_vllm(layers: int, stages: int) -> tuple[str, ...]:
@@ -234,112 +231,6 @@ def test_a_second_server_hits_what_the_first_has_stored(
     (verified,) = json.loads(command("verify", file, "--json").splitlines()[-1])["tiers"]
     assert set(verified["chunks"].values()) == {0, verified["chunks"]["good"]}
     assert verified["chunks"]["good"] == chunks if medium.many_writers else verified["chunks"]["good"] > 0
-
-
-@pytest.mark.parametrize(
-    **thinned(
-        stages={name: STAGES[name] for name in ("two, uneven", "windows in the last alone")}, medium=SHARED_MEDIA
-    ),
-    indirect=["medium"],
-)
-def test_servers_at_the_same_time_look_again_and_refresh_and_all_of_it_stays(
-    start: Start, medium: Medium, stages: Sequence[str]
-) -> None:
-    """A look after failed loads finds all chunks whole; refreshing makes them young without another byte."""
-    ttl = {"ttl": "1h"} if medium.name == "bucket" else {}
-    with start(stages, medium.tier) as first:
-        first.generate(PROMPTS)
-        medium.forget()
-        assert_whole(medium, first)
-        before = medium.shards()
-        with start(stages, {**medium.tier, **ttl}) as second:
-            tier = shared_tier(second)
-            assert second.generate(PROMPTS) == FULL_TOKENS
-            assert second.wrong() == []
-            if ttl:
-                old_s = time.time() - 2400.0
-                for name in before:
-                    os.utime(medium.directory / name, (old_s, old_s))
-                medium.forget()
-                before = medium.shards()
-            for key in sorted(keys_in(medium))[:3]:
-                tier.loaded([key], {key: Outcome.FAILED}, time.monotonic())
-            _until(lambda: tier.trouble == "loads", second)
-        first.reset_prefix_cache()
-        assert first.generate(PROMPTS) == FULL_TOKENS, "the first still has all it stored"
-        assert medium.shards() == before
-        if ttl:
-            with start(stages, {**medium.tier, **ttl}) as third:
-                tier = shared_tier(third)
-                assert third.generate(PROMPTS) == FULL_TOKENS
-                _until(lambda: tier.counts().refreshed > 0 and tier._prober.idle, third)
-                # This server keeps the time of a copy to itself; only HEAD tells it. A refresh that met an error has
-                # made some shards young and does not count its chunk.
-                infos = {name: tier._store.head(name) for name in before}
-                old = {name for name, info in infos.items() if info is None or info.modified_s <= old_s + 60.0}
-                young = {key for key in keys_in(medium) if not any(key.hex() in name for name in old)}
-                assert len(young) >= tier.counts().refreshed
-                assert _contents(medium.shards()) == _contents(before)
-                assert third.wrong() == []
-
-
-def _contents(shards: Mapping[str, Shard]) -> dict[str, bytes]:
-    return {name: shard.content for name, shard in shards.items()}
-
-
-def _until(condition: Callable[[], bool], engine: PlayedEngine) -> None:
-    """Step on until it is so."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited {DEADLINE_S} s in vain"
-        engine.generate([[1] * 8])
-        time.sleep(0.01)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
-@pytest.mark.parametrize(
-    "stages", [STAGES["two, uneven"], STAGES["windows in the first alone"], STAGES["one without layers"]], ids=str
-)
-def test_a_chain_of_memory_slab_and_bucket_holds_every_chunk_in_each(
-    start: Start, server: RcloneServer, tmp_path: Path, stages: Sequence[str], layout: str
-) -> None:
-    """Write-through, and what a load leaves in memory, pass over the ranks that hold nothing of a chunk; also where
-    vLLM packs the layers of all groups into blocks.
-    """
-    slab = Medium("slab", {"kind": "slab", "path": str(tmp_path / "slab"), "capacity": "64MiB"}, tmp_path / "slab")
-    bucket = Medium("bucket", server.tier(tmp_path.name, mover="obstore"), server.directory / tmp_path.name)
-    memory = {"kind": "memory", "capacity": "16MiB"}
-    filled = [bool(kinds) for kinds in stages]
-    with start(stages, memory, slab.tier, bucket.tier, layout=layout) as first:
-        first.generate(PROMPTS)
-        server.forget()
-        chunks = assert_whole(bucket, first)
-        assert [size > 0 for size in first.moved("write_through")] == filled
-        assert [len(tier) for tier in first.manager._tiers] == [chunks] * 3
-    before = slab.shards(), bucket.shards()
-    for tiers in ([slab.tier], [bucket.tier], [memory, slab.tier, bucket.tier]):
-        assert (slab.shards(), bucket.shards()) == before
-        with start(stages, *tiers, layout=layout) as second:
-            assert second.generate(PROMPTS) == FULL_TOKENS
-            second.reset_prefix_cache()
-            assert second.generate(PROMPTS) == FULL_TOKENS
-            assert second.wrong() == []
-            assert [size > 0 for size in second.moved("load")] == filled
-            assert second.moved("store") == [0] * len(stages)
-    # What memory has kept goes on to tiers of which it is not known that they have it: the same bytes.
-    assert (slab.shards(), _contents(bucket.shards())) == (before[0], _contents(before[1]))
-
-
-def test_a_rank_without_layers_takes_no_memory_and_opens_no_mover(start: Start, tmp_path: Path) -> None:
-    stages = STAGES["one without layers"]
-    memory = {"kind": "memory", "capacity": "16MiB"}
-    with start(stages, memory, tree_tier(tmp_path / "tree")) as engine:
-        engine.generate(PROMPTS)
-        workers = [rank.worker for rank in engine.ranks]
-        assert [worker._host is None for worker in workers] == [False, True, False]
-        assert [len(worker._engine.open_tiers) for worker in workers] == [2, 0, 2]
-        assert workers[1].layout.empty_groups == set(range(len(workers[1].layout.groups)))
 
 
 def test_other_stages_share_nothing(start: Start, tmp_path: Path) -> None:

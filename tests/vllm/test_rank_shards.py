@@ -18,7 +18,6 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from nixl_offload.chunk.shards import ONE_RANGE
 from nixl_offload.config import ShardCut
 from nixl_offload.errors import LayoutError
 from nixl_offload.vllm import rank_shards
@@ -251,29 +250,3 @@ def test_context_parallelism_is_told_first() -> None:
         config = engine(4)
         setattr(config.parallel_config, name, 2)
         assert "context parallelism" in str(cut_by_config(config, ShardCut(heads=8)))
-
-
-def test_a_model_without_kv_heads_has_nothing_alike() -> None:
-    """Of Mamba vLLM says none; of other configs nothing."""
-    for heads in (0, None):
-        config = engine(1, tp=2)
-        config.model_config.get_total_num_kv_heads = lambda heads=heads: heads
-        assert not has_replicas(config)
-        assert cut_by_config(config, ShardCut(heads="distinct")) == "each rank has KV heads of its own"
-
-
-def test_context_parallelism_leaves_fewer_replicas() -> None:
-    """Ranks of such a group have other tokens of what would be alike."""
-    config = engine(128, tp=8)
-    config.model_config.use_mla = True
-    for dcp, expected in ((1, True), (4, True), (8, False)):
-        config.parallel_config.decode_context_parallel_size = dcp
-        assert has_replicas(config) is expected
-
-
-def test_mla_has_one_head_however_many_its_config_says() -> None:
-    """DeepSeek's says 128, which sixteen ranks do not hold in eight shards."""
-    config = engine(128, tp=16)
-    assert isinstance(cut_by_config(config, ShardCut(heads=8)), str)
-    config.model_config.use_mla = True
-    assert cut_by_config(config, ShardCut(heads=8)) == ONE_RANGE

@@ -33,7 +33,6 @@ from nixl_offload.catalog import NOWHERE, LoadTicket, StoreTicket, WriteThroughT
 from nixl_offload.config import parse_config
 from nixl_offload.engine import Engine, TierEngine, pump
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.streams import Device
 from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus
 from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.hardware.same_machine import machine_token
@@ -302,53 +301,6 @@ def open_files(directory: Path) -> list[str]:
     return [path for path in found if path.startswith(str(directory))]
 
 
-def test_the_store_path_makes_no_directory_and_no_copy_of_a_tensor(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the rank is open, a store neither calls ``.cpu()`` or ``.clone()`` nor makes a directory."""
-    rig.store([0, 1, 2, 3], 0)
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("called on the store path")
-
-    for name in ("cpu", "clone", "contiguous", "tolist"):
-        monkeypatch.setattr(torch.Tensor, name, refuse)
-    for name in ("mkdir", "makedirs"):
-        monkeypatch.setattr(os, name, refuse)
-    rig.worker.submit_store(2, gpu(list(range(4, 12)), 4), rig.to_store(1, 2))
-    (item,) = rig.results()
-    assert item.result.outcomes == (Outcome.OK, Outcome.OK), item.result.errors
-
-
-def test_each_job_is_reported_once_however_often_it_is_asked_for(rig: Rig) -> None:
-    """Nothing is launched twice: as many results as jobs, and as many bytes as chunks."""
-    for number in range(10):
-        rig.worker.submit_store(number, gpu([0, 1, 2, 3], 0), rig.to_store(number))
-        rig.worker.wait({number})
-        rig.worker.wait({number})
-    found = rig.results(10)
-    time.sleep(0.05)
-    assert rig.worker.take_finished() == []
-    assert sorted(item.result.job_id for item in found) == list(range(10))
-    assert all(item.result.bytes_moved <= rig.slot_bytes for item in found)
-
-
-def test_a_load_that_takes_many_steps_is_still_known_when_it_ends(rig: Rig) -> None:
-    """The job is remembered until it is reported, not for one step only."""
-    rig.store([0, 1, 2, 3], 0)
-    asked: list[int] = []
-    take_finished = rig.worker.take_finished
-
-    def counted() -> list[FinishedJob]:
-        asked.append(1)
-        return take_finished() if len(asked) > 50 else []
-
-    rig.worker.take_finished = counted  # type: ignore[method-assign]  # fifty steps in which nothing is heard
-    rig.worker.submit_load(5, rig.to_load(0), gpu([8, 9, 10, 11], 0))
-    (item,) = rig.results()
-    assert item.result.job_id == 5
-    assert item.result.chunks[0].block_ids.tolist() == [8, 9, 10, 11]
-    assert rig.block(8) == rig.block(0)
-
-
 @pytest.mark.parametrize(
     ("blocks", "first", "slots"),
     [([0, 1, 2], 0, (0,)), ([0, 1, 2, 3, 4], 0, (0,)), ([0, 1, 2, 3], 1, (0,)), ([0, 1, 2, 3], 0, (0, 1))],
@@ -439,18 +391,6 @@ def test_a_slow_opening_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(slow.opened) == 1
 
 
-def test_a_job_that_comes_before_the_tiers_are_to_be_opened_fails(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, is_open=False)
-    ticket = rig.to_load(0).ticket
-    assert isinstance(ticket, LoadTicket)
-    promoting = dataclasses.replace(ticket, promotion_ticket=2, promotion_slots=(Location(0, 0, rig.slot_bytes),))
-    rig.worker.submit_load(1, TicketSpec(promoting), gpu([0, 1, 2, 3], 0))
-    (item,) = rig.results()
-    assert item.result.outcomes == (Outcome.FAILED,)
-    assert rig.worker.take_tickets() == {2: {0: Outcome.FAILED}}
-    rig.worker.shutdown()
-
-
 def test_a_tier_that_cannot_be_opened_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Log
 ) -> None:
@@ -489,15 +429,6 @@ def test_a_step_survives_a_machine_without_threads(tmp_path: Path, monkeypatch: 
     assert rig.status().open == {0}
     rig.store([0, 1, 2, 3], 0)
     rig.worker.shutdown()
-
-
-def test_a_shutdown_ends_the_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = SlowStart(monkeypatch, *[RuntimeError("out of memory")] * 2)
-    slow.go_on.set()
-    rig = Rig(tmp_path, is_open=False)
-    rig.open(rig.place)
-    rig.worker.shutdown()
-    assert not any(each.name.startswith("nixl-offload-open-rank") for each in threading.enumerate())
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before the deadline", "after it"])
@@ -701,22 +632,6 @@ def test_no_two_tiers_start_a_library_at_once(tmp_path: Path, monkeypatch: pytes
     rig.worker.shutdown()
 
 
-def test_kernels_are_compiled_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton takes seconds for the first of each: not in the step that brings the first job."""
-    made: list[tuple[int, list[int]]] = []
-
-    def groups(tensors: list[torch.Tensor], pages: list[list[Any]], device: Device) -> None:
-        made.append((len(tensors), [len(group) for group in pages]))
-
-    monkeypatch.setattr(rank_tiers, "DeviceGroups", groups)
-    Rig(tmp_path / "host", is_open=False).worker.shutdown()
-    assert not made, "there is nothing to compile for host memory"
-    with ThreadedStreams() as streams:
-        monkeypatch.setattr(rank_tiers, "device_of", lambda _: emulated(streams))
-        Rig(tmp_path / "device", is_open=False).worker.shutdown()
-    assert made == [(LAYERS, [LAYERS])]
-
-
 @pytest.mark.parametrize(
     ("mover", "on_default", "warnings"), [("kvikio", True, 1), ("kvikio", False, 0), ("", True, 0)]
 )
@@ -778,18 +693,6 @@ def test_a_directory_that_hangs_does_not_hold_up_the_start(
     assert measured == ["shared_dir"]
     assert not any((tmp_path / "tree").iterdir())
     rig.worker.shutdown()
-
-
-def test_a_directory_that_cannot_be_written_to_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor one for which there is no thread; the start goes on."""
-    (tmp_path / "file").write_bytes(b"")
-    assert rank_tiers._touch([str(tmp_path / "file" / "below"), str(tmp_path / "good")]) == {str(tmp_path / "good")}
-
-    def no_thread(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", no_thread)
-    assert rank_tiers._touch([str(tmp_path / "good")]) == set()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

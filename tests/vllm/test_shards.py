@@ -14,14 +14,12 @@ import pytest
 import torch
 
 from nixl_offload.tiers.shared.naming import parse_shard_name
-from tests.families.checkpoints import write_eagle
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, PROMPT_CHUNKS, chunk_prompts, loads_refused
 from tests.vllm.families import CPU_MLA, write_mla
 from tests.vllm.harness import TINY, TINY_HYBRID, Answer, Engine, ModelShape, Workshop, close
 from tests.vllm.shared_rig import Medium, bucket, said, tree, until_stored
 from tests.vllm.staged_cpu import EXTENSION
-from tests.vllm.test_adapters import write_adapter
 
 ODD_RANK: Final = "tests.vllm.odd_rank.OddRankExtension"
 PROMPTS: Final = chunk_prompts(2, seed=301)
@@ -165,25 +163,6 @@ def test_damage_to_a_shard_is_found_by_whoever_reads_it(medium: Medium, start: S
     assert all(close(answer, other) for answer, other in zip(answers, right, strict=True))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("medium", ["tree"], indirect=True)
-def test_what_ranks_have_alike_is_stored_once(medium: Medium, start: Start) -> None:
-    """One KV head on two ranks: by default half of the shards and bytes of ``per_rank``; and one rank that says so
-    finds them, too.
-    """
-    by_rank = start(medium, 2, ONE_HEAD, shards="per_rank")
-    right = until_stored(by_rank, medium, PROMPTS, 2 * PROMPT_CHUNKS * len(PROMPTS))
-    by_rank.stop()
-    before = {name: len(medium.read(name)) for name in medium.shards()}
-    two = start(medium, 2, ONE_HEAD, shards=None)
-    until_stored(two, medium, PROMPTS, len(before) + PROMPT_CHUNKS * len(PROMPTS))
-    added = {name: len(medium.read(name)) for name in medium.shards() if name not in before}
-    assert 2 * len(added) == len(before)
-    assert 2 * sum(added.values()) == sum(before.values())
-    all_from_the_tier(two, PROMPTS, right)
-    all_from_the_tier(start(medium, 1, ONE_HEAD), PROMPTS, right)
-
-
 @pytest.mark.parametrize(
     "medium", [pytest.param("tree"), pytest.param("obstore", marks=pytest.mark.long)], indirect=True
 )
@@ -315,39 +294,3 @@ def test_chains_of_tiers_move_shards(medium: Medium, workshop: Workshop, start: 
     for path in medium.shards():
         medium.delete(path)
     all_from_the_tier(one, PROMPTS, right)
-
-
-@pytest.mark.long
-def test_sizes_share_what_is_computed_with_an_adapter(workshop: Workshop, start: Start) -> None:
-    """The keys of a request with a LoRA adapter hold its content, which is the same on every rank."""
-    medium, path = tree(workshop.scratch / "shards-adapter"), workshop.scratch / "adapter"
-    write_adapter(path, 1)
-    adapter = {"lora_name": "mine", "lora_int_id": 1, "lora_path": str(path)}
-    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
-    one = start(medium, 1, options=lora)
-    right = one.generate(PROMPTS, adapter=adapter)
-    deadline = time.monotonic() + STORED_DEADLINE_S
-    while len(medium.shards()) < 2 * PROMPT_CHUNKS * len(PROMPTS):
-        assert time.monotonic() < deadline, f"not everything is stored{said(one)}"
-        assert one.settle()
-        assert one.reset_prefix_cache()
-        one.generate(PROMPTS, adapter=adapter)
-        assert one.settle()
-    two = start(medium, 2, options=lora)
-    two.call("add_adapter", adapter=adapter)
-    answers = two.generate(PROMPTS, adapter=adapter)
-    assert [answer.external_hit_tokens for answer in answers] == [FULL_TOKENS] * len(PROMPTS), said(two)
-    assert all(close(answer, other) for answer, other in zip(answers, right, strict=True))
-
-
-@pytest.mark.long
-def test_sizes_share_with_a_draft(workshop: Workshop, start: Start) -> None:
-    """An EAGLE head's KV lies in chunks beside the model's, and is divided among ranks likewise."""
-    medium = tree(workshop.scratch / "shards-eagle")
-    draft = write_eagle(workshop.scratch / "eagle")
-    eagle = {"speculative_config": {"method": "eagle", "num_speculative_tokens": 2, "model": str(draft)}}
-    one = start(medium, 1, options=eagle)
-    right = stored_whole(one, PROMPTS)
-    one.stop()
-    all_from_the_tier(start(medium, 2, options=eagle), PROMPTS, right)
-    assert len(medium.namespaces()) == 1
