@@ -1,5 +1,5 @@
 """What README.md, CONTRIBUTING.md, CHANGELOG.md and docs/*.md say is true: commands run, configs load, links lead
-somewhere, and each line of the log that warns is in docs/operations.md, and the other way round.
+somewhere, and each line of the log that warns is in docs/log-messages.md, and the other way round.
 
 A block of shell commands is run where a comment before it says in which place:
 
@@ -111,12 +111,12 @@ def test_links_lead_somewhere() -> None:
                 assert "://" in target or (folder / target).exists(), f"{page.name}: {target}"
 
 
-# The table of warnings in docs/operations.md
+# The table of warnings in docs/log-messages.md
 
 
 def _explained() -> list[str]:
     """Return the parts of log lines that the tables name, in the first column."""
-    text = TEXTS["docs/operations.md"].partition("## Every warning and error in the log")[2]
+    text = TEXTS["docs/log-messages.md"]
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     return [part for row in rows for part in re.findall(r"`([^`]+)`", row)]
 
@@ -146,7 +146,7 @@ def test_every_warning_in_the_code_is_explained() -> None:
             texts = [text for text in constants if isinstance(text, str) and (" " in text or text == "%s")]
             assert texts, f"{where}: the text of a log line must be a constant"
             text = _plain(texts[-1])
-            assert text == "…" or any(part in text for part in parts), f"explain in docs/operations.md: {where}: {text}"
+            assert text == "…" or any(part in text for part in parts), f"explain in docs/log-messages.md: {where}: {text}"
 
 
 def test_every_warning_that_is_explained_exists() -> None:
