@@ -146,7 +146,7 @@ def test_every_warning_in_the_code_is_explained() -> None:
             texts = [text for text in constants if isinstance(text, str) and (" " in text or text == "%s")]
             assert texts, f"{where}: the text of a log line must be a constant"
             text = _plain(texts[-1])
-            assert text == "…" or any(part in text for part in parts), f"explain in docs/log-messages.md: {where}: {text}"
+            assert text == "…" or any(part in text for part in parts), f"explain in log-messages.md: {where}: {text}"
 
 
 def test_every_warning_that_is_explained_exists() -> None:

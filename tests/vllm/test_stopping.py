@@ -18,7 +18,7 @@ from tests.vllm.harness import CHUNK_TOKENS, Workshop, file_tier, prompts
 from tests.vllm.manager_rig import config_of, memory_tier, slab_tier
 
 SETTLED_S = 1.0
-"""As docs/operations.md has it."""
+"""As docs/operations.md says."""
 SENTENCE = "vLLM will kill this engine as soon as it is told to stop"
 
 
