@@ -45,8 +45,8 @@ class IndexStateError(NixlOffloadError):
 class TierError(NixlOffloadError):
     """A tier cannot do what was asked now. ``cause`` groups warnings: one clear line per cause.
 
-    ``cause`` is one of ``full``, ``readonly``, ``missing``, ``locked``, ``permission``, ``files`` (the process may open
-    no more, and the tier is not to blame), ``io``.
+    ``cause`` is one of ``full``, ``readonly``, ``missing``, ``locked``, ``permission``, ``unreachable``, ``files`` (the
+    process may open no more, and the tier is not to blame), ``io``.
     """
 
     def __init__(self, message: str, *, cause: str) -> None:
@@ -65,10 +65,11 @@ class MoverUnavailableError(MoverError):
 class StoreError(NixlOffloadError):
     """A store (a bucket, a shared directory) did not do what was asked. ``cause`` is one word for what kind of trouble.
 
-    One of ``missing`` (no such object), ``short`` (the object ends before the range asked for), ``denied``,
-    ``unreachable`` (no connection, or it broke), ``timeout``, ``throttled`` (asked to slow down), ``full``,
-    ``readonly``, ``server`` (5xx), ``io`` (anything else). ``status``: of the HTTP answer,
-    where one of the last two rests on one.
+    Of any store: ``missing`` (no such object), ``short`` (the object ends before the range asked for), ``full``,
+    ``unreachable`` (no connection, or it broke; the directory is gone), ``io`` (anything else). Of a bucket:
+    ``denied``, ``timeout``, ``throttled`` (asked to slow down), ``server`` (5xx). Of a directory: ``readonly``,
+    ``permission``, ``files`` (the process may open no more). ``status``: of the HTTP answer that ``io`` or ``server``
+    rests on.
     """
 
     def __init__(self, message: str, *, cause: str, status: int | None = None) -> None:

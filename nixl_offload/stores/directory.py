@@ -1,50 +1,25 @@
-"""A shared directory as a store: a name is a relative path, a file is renamed into place when it is whole and synced.
+"""A shared directory as a store: a name is a relative path.
 
 Threading: as ``base.Store``. A filesystem that hangs holds the calling thread: the kernel offers no deadline.
-Directories are 0700, files 0600. Files whose names begin with a dot are drafts, never listed and never read. A symlink
-in place of a file or of a listed directory is not followed.
+Files whose names begin with a dot are drafts, never listed and never read. A symlink in place of a file or of a listed
+directory is not followed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import itertools
 import os
-import re
-import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Final
 
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import ObjectInfo, Store
+from nixl_offload.stores.filesystem import REAL, Filesystem
+from nixl_offload.stores.tree_files import DRAFT, TreeFiles
 
-_CAUSES: Final = {
-    errno.ENOSPC: "full",
-    errno.EDQUOT: "full",
-    errno.EFBIG: "full",
-    errno.EROFS: "readonly",
-    errno.EACCES: "denied",
-    errno.EPERM: "denied",
-    errno.ENOENT: "missing",
-    errno.ENOTDIR: "missing",
-    errno.ESTALE: "unreachable",
-    errno.ENOTCONN: "unreachable",
-    errno.EHOSTDOWN: "unreachable",
-    errno.EHOSTUNREACH: "unreachable",
-    errno.ENETUNREACH: "unreachable",
-    errno.ECONNREFUSED: "unreachable",
-    errno.ETIMEDOUT: "timeout",
-}
 _ABSENT: Final = (FileNotFoundError, NotADirectoryError)
-_DRAFT: Final = re.compile(r"\.(.+)\.[0-9]+-[0-9a-f]+\.[0-9]+\.tmp")
-"""The name that the file is to get, the writer's mark, a number."""
-_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-_MAKE_DIRECTORY_ATTEMPTS: Final = 8
-"""A directory that was made for a file may be pruned, empty, before the file is in it."""
 
 
 class TreeStore(Store):
@@ -52,109 +27,114 @@ class TreeStore(Store):
 
     name = "tree"
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, filesystem: Filesystem = REAL) -> None:
         """``directory`` is absolute. Raises StoreError when it is not there and cannot be made."""
-        self._root = directory.rstrip("/") or "/"
-        self.where = self._root
-        # Two machines may share the pid and the directory, so a draft's name has something of this store alone.
-        self._mark = f"{os.getpid()}-{secrets.token_hex(4)}"
-        self._numbers = itertools.count()
+        self.files = TreeFiles(directory, filesystem=filesystem)
+        self.where = self.files.root
+        self._filesystem = filesystem
         self._closed = False
-        with self._translating("make the directory"):
-            os.makedirs(self._root, mode=0o700, exist_ok=True)
+        with self.files.translating("make the directory"):
+            os.makedirs(self.where, mode=0o700, exist_ok=True)
 
     def __repr__(self) -> str:
         return f"TreeStore({self.where})"
 
     def head(self, name: str) -> ObjectInfo | None:
         path = self._path(name)
-        with self._translating(f"look at {name}"), contextlib.suppress(*_ABSENT):
-            found = os.stat(path, follow_symlinks=False)
+        with self.files.translating(f"look at {name}"), suppress(*_ABSENT):
+            found = self._filesystem.stat(path)
             return ObjectInfo(name, found.st_size, found.st_mtime) if stat.S_ISREG(found.st_mode) else None
-        self._check_root(f"look at {name}")
+        self.files.require_root(f"look at {name}")
         return None
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
-        path, memory, done = self._path(name), memory.cast("B"), 0
-        with self._translating(f"read {name}"), contextlib.ExitStack() as opened:
-            descriptor = os.open(path, _READ)
-            opened.callback(os.close, descriptor)
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                raise StoreError(f"{self.where}: read {name}: not a file", cause="missing")
-            there_bytes = found.st_size - offset
-            while done < memory.nbytes <= there_bytes:
-                got = os.preadv(descriptor, [memory[done:]], offset + done)
-                done += got
-                if not got:  # it was cut meanwhile
-                    there_bytes = done
+        self._check_open()
+        memory, done = memory.cast("B"), 0
+        opened = self.files.open(name)
+        there_bytes = opened.size_bytes - offset
+        try:
+            with self.files.translating(f"read {name}"):
+                while done < memory.nbytes <= there_bytes:
+                    got = self._filesystem.read(opened.fd, memory[done:], offset + done)
+                    done += got
+                    if not got:  # it was cut meanwhile
+                        there_bytes = done
+        finally:
+            self._filesystem.close(opened.fd)
         if there_bytes < memory.nbytes:
             text = f"{memory.nbytes} bytes asked for at offset {offset}, there are {max(0, there_bytes)}"
             raise StoreError(f"{self.where}: read {name}: {text}", cause="short")
 
     def write(self, name: str, memory: memoryview) -> None:
-        path, memory = self._path(name), memory.cast("B")
-        directory, _, base = path.rpartition("/")
-        draft = f"{directory}/.{base}.{self._mark}.{next(self._numbers)}.tmp"
-        with self._translating(f"write {name}"), contextlib.ExitStack() as undo:
-            with os.fdopen(self._create(draft, directory), "wb", buffering=0) as file:
-                undo.callback(_unlink, draft)
-                while memory.nbytes:
-                    memory = memory[file.write(memory) :]
-                os.fsync(file.fileno())
-            os.rename(draft, path)
-            undo.pop_all()
+        self._check_open()
+        memory, done = memory.cast("B"), 0
+        draft = self.files.create(name, memory.nbytes)
+        try:
+            with self.files.translating(f"write {name}"):
+                while done < memory.nbytes:
+                    done += self._filesystem.write(draft.fd, memory[done:], done)
+        except BaseException:
+            self.files.abandon(draft)
+            raise
+        self._filesystem.close(draft.fd)
+        self.files.publish(draft)
 
     def delete(self, names: Sequence[str]) -> None:
-        paths = [self._path(name) for name in names]
-        errors = [error for path in paths if (error := _unlink(path)) is not None]
+        paths, first = [self._path(name) for name in names], None
+        for path in paths:
+            try:
+                with self.files.translating(f"delete {os.path.relpath(path, self.where)}"), suppress(*_ABSENT):
+                    self._filesystem.unlink(path)
+            except StoreError as error:
+                first = first or error
         self._prune({path.rpartition("/")[0] for path in paths})
-        if errors:
-            with self._translating(f"delete {os.path.relpath(errors[0].filename, self._root)}"):
-                raise errors[0]
-        self._check_root("delete")
+        if first is not None:
+            raise first
+        self.files.require_root("delete")
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
         self._check_open()
-        self._check_root(f"list {prefix}")
-        with self._translating(f"list {prefix}"):
+        self.files.require_root(f"list {prefix}")
+        with self.files.translating(f"list {prefix}"):
             yield from self._walk("", os.fsencode(prefix), os.fsencode(start_after))
 
     def refresh(self, name: str, size_bytes: int) -> bool:
         found = self.head(name)
         if found is None or found.size_bytes != size_bytes:
             return False
-        with self._translating(f"refresh {name}"), contextlib.suppress(*_ABSENT):
-            os.utime(self._path(name), follow_symlinks=False)  # without times: a file server takes its own clock
+        with self.files.translating(f"refresh {name}"), suppress(*_ABSENT):
+            self._filesystem.touch(self.files.path(name))
             return True
-        self._check_root(f"refresh {name}")
+        self.files.require_root(f"refresh {name}")
         return False
 
     def remove_stale_drafts(self, older_than_s: float, is_ours: Callable[[str], bool] = lambda name: True) -> int:
         """Remove drafts of dead writers, return how many. Take hours: a slow writer has drafts, too.
 
         ``is_ours`` is asked of the name that a draft was to get: other programs make files that look like drafts.
-        Raises StoreError after all were tried.
+        Raises the first StoreError after all were tried.
         """
         self._check_open()
-        self._check_root("remove stale drafts")
-        removed, newest_s = 0, time.time() - older_than_s
-        errors: list[OSError] = []
-        for directory, directories, files in os.walk(self._root, followlinks=False, onerror=errors.append):
-            directories.sort()
-            for file in files:
-                path, draft = os.path.join(directory, file), _DRAFT.fullmatch(file)
-                if draft is None or not is_ours(os.path.relpath(os.path.join(directory, draft[1]), self._root)):
-                    continue
-                try:
-                    if os.stat(path, follow_symlinks=False).st_mtime < newest_s:
-                        os.unlink(path)
-                        removed += 1
-                except OSError as error:
-                    errors.append(error)
-        for failed in errors:
-            with self._translating("remove stale drafts"), contextlib.suppress(FileNotFoundError):  # gone meanwhile
-                raise failed
+        self.files.require_root("remove stale drafts")
+        removed, newest_s, first = 0, time.time() - older_than_s, None
+        directories = [""]
+        while directories:
+            above = directories.pop()
+            try:
+                with self.files.translating("remove stale drafts"), suppress(*_ABSENT):  # gone meanwhile
+                    entries = self._filesystem.list(os.path.join(self.where, above))
+                    directories += [f"{above}{name}/" for name, is_directory in entries if is_directory]
+                    for name, _ in entries:
+                        draft, path = DRAFT.fullmatch(name), os.path.join(self.where, above, name)
+                        if draft and is_ours(above + draft[1]):
+                            with suppress(FileNotFoundError):
+                                if self._filesystem.stat(path).st_mtime < newest_s:
+                                    self._filesystem.unlink(path)
+                                    removed += 1
+            except StoreError as error:
+                first = first or error
+        if first is not None:
+            raise first
         return removed
 
     def close(self) -> None:
@@ -165,87 +145,37 @@ class TreeStore(Store):
 
         A directory sorts as its name and a slash, as its files' names go on so: "a-b" comes before "a/b".
         """
+        hidden = "lost+found" if not above else ""  # of a mount point, and root's alone
         try:
-            with os.scandir(os.path.join(self._root, above)) as entries:
-                hidden = "lost+found" if not above else ""  # of a mount point, and root's alone
-                shown = [entry for entry in entries if not entry.name.startswith(".") and entry.name != hidden]
-                order = sorted((os.fsencode(e.name) + b"/" * e.is_dir(follow_symlinks=False), e) for e in shown)
+            entries = self._filesystem.list(os.path.join(self.where, above))
         except _ABSENT:
             return  # pruned while we walk
-        base = os.fsencode(above)
-        for last, entry in order:
-            name = base + last
-            if last.endswith(b"/"):
+        shown = (each for each in entries if not each[0].startswith(".") and each[0] != hidden)
+        for name in sorted(os.fsencode(above + name + "/" * is_directory) for name, is_directory in shown):
+            if name.endswith(b"/"):
                 passed = name < start_after and not start_after.startswith(name)
                 if not passed and (name.startswith(prefix) or prefix.startswith(name)):
                     yield from self._walk(os.fsdecode(name), prefix, start_after)
             elif name > start_after and name.startswith(prefix):
-                with contextlib.suppress(FileNotFoundError):
-                    found = entry.stat(follow_symlinks=False)
+                with suppress(FileNotFoundError):
+                    text = os.fsdecode(name)
+                    found = self._filesystem.stat(os.path.join(self.where, text))
                     if stat.S_ISREG(found.st_mode):
-                        yield ObjectInfo(os.fsdecode(name), found.st_size, found.st_mtime)
-
-    def _create(self, draft: str, directory: str) -> int:
-        """Open a new file; make its directory where it is missing, but never the root."""
-        for _ in range(_MAKE_DIRECTORY_ATTEMPTS):
-            with contextlib.suppress(FileNotFoundError):
-                return os.open(draft, _CREATE, 0o600)
-            self._check_root("write")
-            path = self._root
-            for part in directory[len(self._root) :].strip("/").split("/"):
-                path = f"{path}/{part}"
-                with contextlib.suppress(FileExistsError, FileNotFoundError):
-                    os.mkdir(path, 0o700)
-        return os.open(draft, _CREATE, 0o600)
+                        yield ObjectInfo(text, found.st_size, found.st_mtime)
 
     def _prune(self, directories: set[str]) -> None:
         """Remove directories that are empty now, and those above that become so, up to the root."""
         for lowest in sorted(directories, reverse=True):
             directory = lowest
-            with contextlib.suppress(OSError):
-                while len(directory) > len(self._root):
-                    os.rmdir(directory)
+            with suppress(OSError):
+                while len(directory) > len(self.where):
+                    self._filesystem.remove_directory(directory)
                     directory = directory.rpartition("/")[0]
 
     def _path(self, name: str) -> str:
-        """Return the file's path. Names come from digests; one that could lead elsewhere is a bug in the caller."""
         self._check_open()
-        if "\0" in name or any(not part or part.startswith(".") for part in name.split("/")):
-            text = f"{self.where}: {name!r} is not a name: no empty part, none that begins with a dot"
-            raise StoreError(text, cause="io")
-        return f"{self._root}/{name}" if self._root != "/" else f"/{name}"
+        return self.files.path(name)
 
     def _check_open(self) -> None:
         if self._closed:
             raise StoreError(f"{self.where}: the store is closed", cause="io")
-
-    def _check_root(self, doing: str) -> None:
-        """Raise ``unreachable`` when the directory itself is gone: then nothing can be said of what was in it."""
-        try:
-            os.stat(self._root)
-        except OSError as error:
-            why = os.strerror(error.errno or 0)
-            text = f"{self.where}: cannot {doing}: the directory is not there ({why}); unmounted?"
-            raise StoreError(text, cause="unreachable") from error
-
-    @contextlib.contextmanager
-    def _translating(self, doing: str) -> Iterator[None]:
-        """Raise StoreError in place of OSError. A file is ``missing`` only where the root is there."""
-        try:
-            yield
-        except OSError as error:
-            cause = _CAUSES.get(error.errno or 0, "io")
-            if cause == "missing":
-                self._check_root(doing)
-            why = os.strerror(error.errno) if error.errno else str(error)
-            raise StoreError(f"{self.where}: cannot {doing}: {why}", cause=cause) from error
-
-
-def _unlink(path: str) -> OSError | None:
-    """Remove a file, return what went wrong; an absent one is fine."""
-    try:
-        with contextlib.suppress(*_ABSENT):
-            os.unlink(path)
-    except OSError as error:
-        return error
-    return None

@@ -8,12 +8,14 @@ pods where less than 10 % of the node's filesystem is free, 15 % of the one with
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Final
 
 from nixl_offload.config import DirectoryConfig
 from nixl_offload.hardware.mounts import LOCAL, find_mount
+from nixl_offload.stores.filesystem import spare_bytes, spare_files
+
+__all__ = ["kept_free", "spare_bytes", "spare_files"]
 
 SHARED_DRIVE: Final = 0.10
 """The share that stays free where others use the drive, if the config says nothing."""
@@ -40,13 +42,3 @@ def kept_free(config: DirectoryConfig, root: str = "/") -> float:
     except OSError:  # not for this user to see
         return SHARED_DRIVE
     return SHARED_DRIVE if others and inside != "." else 0.0
-
-
-def spare_bytes(space: os.statvfs_result, kept_free: float) -> float:
-    """Return the bytes that may be taken so that ``kept_free`` stays free; infinite if the filesystem does not tell."""
-    return (space.f_bavail - kept_free * space.f_blocks) * space.f_frsize if space.f_blocks else math.inf
-
-
-def spare_files(space: os.statvfs_result, kept_free: float) -> float:
-    """Return the same of files, which end where the inodes do."""
-    return space.f_favail - kept_free * space.f_files if space.f_files else math.inf

@@ -16,6 +16,7 @@ import pytest
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.directory import TreeStore
 from tests.contract.suites.store_suite import cause_of, read, write
+from tests.hostile import HostileFilesystem
 
 
 @pytest.fixture
@@ -96,25 +97,23 @@ def test_drafts_are_not_listed_and_go_when_they_are_old(store: TreeStore, root: 
     assert (old.exists(), young.exists(), foreign.exists()) == (False, True, True)
 
 
-def test_drafts_in_a_directory_that_cannot_be_read_are_an_error(
-    store: TreeStore, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_in_a_directory_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
     """Told once the others were tried."""
-    for directory in ("aa", "zz"):
-        write(store, f"ns/{directory}/x", b"1")
-        draft = root / "ns" / directory / ".x.9-aa.0.tmp"
+    filesystem = HostileFilesystem()
+    store = TreeStore(str(tmp_path), filesystem)
+    drafts = [tmp_path / "ns" / directory / ".x.9-aa.0.tmp" for directory in ("aa", "mm", "zz")]
+    for draft in drafts:
+        write(store, f"ns/{draft.parent.name}/x", b"1")
         draft.write_bytes(b"half")
         os.utime(draft, (time.time() - 7200, time.time() - 7200))
-    scandir = os.scandir
 
-    def refuses(path: str) -> object:
-        if path.endswith("/aa"):
-            raise PermissionError(13, "Permission denied", path)
-        return scandir(path)
+    def refuse(call: str, target: object) -> None:
+        if call == "list" and str(target).rstrip("/").endswith("/mm"):
+            raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(os, "scandir", refuses)
-    assert cause_of(lambda: store.remove_stale_drafts(3600)) == "denied"
-    assert not draft.exists()
+    filesystem.before = refuse
+    assert cause_of(lambda: store.remove_stale_drafts(3600)) == "permission"
+    assert [draft.exists() for draft in drafts] == [False, True, False]
 
 
 def test_empty_directories_go_with_their_last_file(store: TreeStore, root: Path) -> None:

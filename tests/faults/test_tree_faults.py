@@ -23,10 +23,10 @@ from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.shared_dir import link as tree_link
-from nixl_offload.tiers.shared_dir.files import TreeFiles
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.faults.conftest import SmallFilesystem
+from tests.hostile import HostileFilesystem
 from tests.unit.engine_rig import NUM_BLOCKS, Rig, until
 from tests.unit.link_rig import drafts, shards, tree
 
@@ -61,44 +61,11 @@ def make(tmp_path: Path) -> Iterator[Make]:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("nixl-offload")]
 
 
-class Gate:
-    """Holds back calls of ``TreeFiles`` while it is shut, as a server that does not answer would."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, *names: str) -> None:
-        self._open = threading.Event()
-        self._open.set()
-        self.held = 0
-        for name in names:
-            patch.setattr(TreeFiles, name, self._behind(getattr(TreeFiles, name)))
-
-    def _behind(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def held(*args: Any) -> Any:
-            self.held += not self._open.is_set()
-            self._open.wait(60)
-            return call(*args)
-
-        return held
-
-    def shut(self) -> None:
-        """Hold back every call from now on."""
-        self._open.clear()
-
-    def open(self) -> None:
-        """Let all go on."""
-        self._open.set()
-
-
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Gate]]:
-    gates: list[Gate] = []
-
-    def build(*names: str) -> Gate:
-        gates.append(Gate(monkeypatch, *names))
-        return gates[-1]
-
-    yield build
-    for each in gates:
-        each.open()
+def hostile() -> Iterator[HostileFilesystem]:
+    filesystem = HostileFilesystem()
+    yield filesystem
+    filesystem.release()
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> int:
@@ -311,7 +278,7 @@ def test_a_root_that_is_not_there_at_start_is_no_error(make: Make, tmp_path: Pat
     link = tree(root)
     root.rmdir()
     rig = make("per_layer", link=link, clock=clock)
-    assert rig.link.trouble == "missing"
+    assert rig.link.trouble == "unreachable"
     assert rig.store(0, [rig.chunk(0, SOURCE)]) == (FAILED,)
     assert rig.load(1, [rig.chunk(0, TARGET)]) == (FAILED,)
     assert not root.exists()
@@ -325,21 +292,20 @@ def test_a_root_that_is_not_there_at_start_is_no_error(make: Make, tmp_path: Pat
 
 
 def test_a_filesystem_that_hangs_costs_each_chunk_five_seconds_once(
-    make: Make, tmp_path: Path, gate: Callable[..., Gate]
+    make: Make, tmp_path: Path, hostile: HostileFilesystem
 ) -> None:
     """Opening and creating hang: chunks are FAILED after the limit, then at once; when the calls return at last, what
     they opened is closed, what they created removed, and the tier is used again.
     """
     root, clock = tmp_path / "shared", Clock()
-    door = gate("create", "open")
-    rig = make("per_layer", link=tree(root), clock=clock, staging_slots=16)
+    rig = make("per_layer", link=tree(root, filesystem=hostile), clock=clock, staging_slots=16)
     assert rig.store(0, [rig.chunk(0, SOURCE)]) == (OK,)
     before = open_files()
-    door.shut()
+    hostile.hang("create", "open")
     rig.engine.submit_store(1, [rig.chunk(1, SOURCE)])
     rig.engine.submit_load(2, [rig.chunk(0, TARGET)] * 8)
     assert isinstance(rig.link, tree_link.TreeLink)
-    until(lambda: rig.link._calls.pending == 9 and door.held == 8)
+    until(lambda: rig.link._calls.pending == 9 and hostile.held == 8)
     assert rig.engine.finished() == []
     clock.ahead_s += tree_link.BEGIN_LIMIT_S
     assert rig.collect(1).outcomes == (FAILED,)
@@ -347,7 +313,7 @@ def test_a_filesystem_that_hangs_costs_each_chunk_five_seconds_once(
     assert rig.store(3, [rig.chunk(1, SOURCE)]) == (FAILED,)
     assert rig.load(4, [rig.chunk(0, TARGET)] * 4) == (FAILED,) * 4
     assert rig.collect(4).errors == ("storage is out of use: io",)
-    door.open()
+    hostile.release()
     until(lambda: open_files() == before and not drafts(root))
     clock.ahead_s += 61
     assert rig.load(5, [rig.chunk(0, TARGET)]) == (OK,)
@@ -355,20 +321,19 @@ def test_a_filesystem_that_hangs_costs_each_chunk_five_seconds_once(
 
 
 def test_calls_that_never_return_are_bounded(
-    make: Make, tmp_path: Path, gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, hostile: HostileFilesystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trial after trial is given up: from the bound on nothing is asked any more, and nothing piles up."""
     monkeypatch.setattr(tree_link, "MAX_PENDING", 12)
     root, clock = tmp_path / "shared", Clock()
-    door = gate("create", "open")
-    rig = make("per_layer", link=tree(root), clock=clock)
-    door.shut()
+    rig = make("per_layer", link=tree(root, filesystem=hostile), clock=clock)
+    hostile.hang("create", "open")
     link = rig.link
     assert isinstance(link, tree_link.TreeLink)
     full_for = 0
     for job in range(300):
         rig.engine.submit_load(job, [rig.chunk(0, TARGET)])
-        until(lambda: door.held or link.trouble != "none")
+        until(lambda: hostile.held or link.trouble != "none")
         time.sleep(0.002)
         clock.ahead_s += 31
         assert rig.collect(job).outcomes == (FAILED,)
@@ -378,26 +343,25 @@ def test_calls_that_never_return_are_bounded(
             break
     assert full_for == 10, "the bound is reached, and held"
     assert not rig.link.may_store()
-    door.open()
+    hostile.release()
     until(lambda: rig.link._calls.pending == 0)
     clock.ahead_s += 61
     assert rig.store(100, [rig.chunk(0, SOURCE)]) == (OK,)
 
 
 def test_a_sync_that_hangs_fails_the_store_and_shows_nothing(
-    make: Make, tmp_path: Path, gate: Callable[..., Gate]
+    make: Make, tmp_path: Path, hostile: HostileFilesystem
 ) -> None:
     root, clock = tmp_path / "shared", Clock()
-    door = gate("publish")
-    rig = make("per_layer", link=tree(root), clock=clock)
+    rig = make("per_layer", link=tree(root, filesystem=hostile), clock=clock)
     before = open_files()
-    door.shut()
+    hostile.hang("sync")
     rig.engine.submit_store(0, [rig.chunk(0, SOURCE)])
-    until(lambda: door.held == 1)
+    until(lambda: hostile.held == 1)
     rig.engine.wait([0])  # its blocks are free long since
     clock.ahead_s += tree_link.END_LIMIT_S
     assert rig.collect(0).outcomes == (FAILED,)
-    door.open()
+    hostile.release()
     until(lambda: not drafts(root))
     assert not shards(root)
     clock.ahead_s += 2
@@ -408,82 +372,77 @@ def test_a_sync_that_hangs_fails_the_store_and_shows_nothing(
 
 @pytest.mark.parametrize("way", ["create", "open"])
 def test_what_nobody_waits_for_any_more_is_closed_when_it_comes(
-    make: Make, tmp_path: Path, gate: Callable[..., Gate], way: str
+    make: Make, tmp_path: Path, hostile: HostileFilesystem, way: str
 ) -> None:
     """A batch that is dropped while a call hangs leaves no descriptor and no draft behind."""
     root = tmp_path / "shared"
-    door = gate(way)
-    rig = make("per_layer", link=tree(root))
+    rig = make("per_layer", link=tree(root, filesystem=hostile))
     assert rig.store(0, [rig.chunk(0, SOURCE)]) == (OK,)
     stored, before = rig.chunk(0, SOURCE), open_files()
     assert isinstance(rig.link, tree_link.TreeLink)
     begin = rig.link.begin_read if way == "open" else rig.link.begin_write
-    door.shut()
+    hostile.hang(way)
     waiting = begin(stored.key, stored.location, shards(root)[0].stat().st_size)
     next(waiting)
-    until(lambda: door.held == 1)
+    until(lambda: hostile.held == 1)
     waiting.close()
-    door.open()
+    hostile.release()
     until(lambda: rig.link._calls.pending == 0)
     until(lambda: open_files() == before and not drafts(root))
     rig.engine.close()
     assert len(shards(root)) == 1
 
 
-def test_loads_do_not_wait_behind_the_syncing_of_files(make: Make, tmp_path: Path, gate: Callable[..., Gate]) -> None:
+def test_loads_do_not_wait_behind_the_syncing_of_files(make: Make, tmp_path: Path, hostile: HostileFilesystem) -> None:
     """However many files a busy server has to write down, another is opened, and the next is created, at once."""
     root = tmp_path / "shared"
-    door = gate("publish")
-    rig = make("per_layer", link=tree(root), staging_slots=24)
+    rig = make("per_layer", link=tree(root, filesystem=hostile), staging_slots=24)
     assert rig.store(0, [rig.chunk(0, SOURCE)]) == (OK,)
-    door.shut()
+    hostile.hang("sync")
     rig.engine.submit_store(1, [rig.chunk(n, SOURCE) for n in range(1, 13)])
-    until(lambda: door.held == 8)
+    until(lambda: hostile.held == 8)
     assert rig.load(2, [rig.chunk(0, TARGET)]) == (OK,)
     rig.engine.submit_store(3, [rig.chunk(13, SOURCE)])
     until(lambda: len(drafts(root)) == 13)
-    door.open()
+    hostile.release()
     assert rig.collect(1).outcomes == (OK,) * 12
     assert rig.collect(3).outcomes == (OK,)
 
 
 @pytest.mark.parametrize("shape", ["per_layer_pages", "direct_per_layer"])
 def test_blocks_are_free_while_a_file_is_synced(
-    make: Make, tmp_path: Path, gate: Callable[..., Gate], shape: str
+    make: Make, tmp_path: Path, hostile: HostileFilesystem, shape: str
 ) -> None:
     """A step waits for the reading of its blocks alone, and what is visible in the end has been stored."""
-    door, create = gate("publish"), gate("create")
-    rig = make(shape, link=tree(tmp_path / "shared"))
-    door.shut()
+    rig = make(shape, link=tree(tmp_path / "shared", filesystem=hostile))
+    hostile.hang("sync")
     rig.engine.submit_store(0, [rig.chunk(0, SOURCE)])
-    until(lambda: door.held == 1)
+    until(lambda: hostile.held == 1)
     began_s = time.monotonic()
     rig.engine.wait([0], limit_s=50.0)
     assert time.monotonic() - began_s < 40
     assert rig.engine.finished() == []
     # One that is given up beside it does not spoil it.
-    create.shut()
+    hostile.hang("sync", "create")
     rig.engine.submit_store(1, [rig.chunk(1, SOURCE)])
-    until(lambda: create.held == 1)
+    until(lambda: hostile.held == 2)
     rig.engine.wait([0, 1])
-    door.open()
-    create.open()
+    hostile.release()
     assert rig.collect(0).outcomes == (OK,)
     rig.collect(1)
 
 
 def test_an_engine_starts_and_closes_beside_a_hanging_filesystem(
-    make: Make, tmp_path: Path, gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, hostile: HostileFilesystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither waits for the call that hangs."""
     monkeypatch.setattr(tree_link, "BEGIN_LIMIT_S", 0.05)
-    door = gate("connect", "create", "open")
-    door.shut()
+    hostile.hang("stat", "create", "open")
     began_s = time.monotonic()
-    rig = make("per_layer", link=tree(tmp_path / "shared"))
+    rig = make("per_layer", link=tree(tmp_path / "shared", filesystem=hostile))
     assert rig.link.trouble == "io"
     assert rig.load(0, [rig.chunk(0, TARGET)]) == (FAILED,)
     rig.engine.close()
     assert time.monotonic() - began_s < 10
-    door.open()
+    hostile.release()
     until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("nixl-offload")])

@@ -11,6 +11,7 @@ import numpy as np
 
 from nixl_offload.movers.base import Extents, FileId, MemoryId, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
+from nixl_offload.stores.filesystem import REAL, Filesystem
 from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.s3.link import ObjectLink
 from nixl_offload.tiers.shared_dir.link import TreeLink
@@ -20,10 +21,12 @@ NAMESPACE_NAME = "0123456789abcdef" * 2
 LinkMaker = Callable[[Mover, Callable[[], float]], Link]
 
 
-def tree(root: Path, *, rank: int = 0, direct_io: bool = True) -> LinkMaker:
+def tree(root: Path, *, rank: int = 0, filesystem: Filesystem = REAL) -> LinkMaker:
     """Makes the link to a shared directory."""
     root.mkdir(exist_ok=True)
-    return lambda mover, clock: TreeLink(str(root), NAMESPACE_NAME, rank, mover, direct_io=direct_io, clock=clock)
+    return lambda mover, clock: TreeLink(
+        str(root), NAMESPACE_NAME, rank, mover, direct_io=True, clock=clock, filesystem=filesystem
+    )
 
 
 def objects(rank: int = 0) -> LinkMaker:

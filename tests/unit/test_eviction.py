@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.config import SharedDirConfig
-from nixl_offload.errors import ConfigError, StoreError, TierError
+from nixl_offload.errors import ConfigError, StoreError
 from nixl_offload.hardware import mounts
 from nixl_offload.stores.directory import TreeStore
+from nixl_offload.stores.tree_files import TreeFiles
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.free_space import kept_free
 from nixl_offload.tiers.shared import eviction
 from nixl_offload.tiers.shared.eviction import Eviction, shrink
 from nixl_offload.tiers.shared_dir import kind
-from nixl_offload.tiers.shared_dir.files import TreeFiles
 from tests.unit.gc_rig import RANKS, namespace_of, put_chunk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,8 +134,8 @@ def test_a_share_of_the_filesystem_stays_free(tmp_path: Path, monkeypatch: pytes
 
     try:
         fill(store, 30, used_s=lambda number: 1e9 + number)
-        with pytest.raises(TierError, match="25% that stay free") as caught:
-            files.discard_unused(files.create("draft", 600 << 10))
+        with pytest.raises(StoreError, match="25% that stay free") as caught:
+            files.abandon(files.create("draft", 600 << 10))
         assert caught.value.cause == "full"
         (tmp_path / "others").write_bytes(bytes(int((free() - 0.2) * (1 << 20))))
         assert free() < 0.25
@@ -145,7 +145,7 @@ def test_a_share_of_the_filesystem_stays_free(tmp_path: Path, monkeypatch: pytes
         finally:
             evicting.close()
         assert there(store)
-        files.discard_unused(files.create("draft", SHARD_BYTES))
+        files.abandon(files.create("draft", SHARD_BYTES))
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 

@@ -1,7 +1,7 @@
 """Slow metadata calls on threads of their own, so that a filesystem that hangs holds up nobody but them.
 
 Threading: ``start``, ``Call.abandon`` and ``close`` belong to one thread, the engine's pump; work runs on daemon
-threads, which never keep the process from ending (those of concurrent.futures are joined when the interpreter exits).
+threads, which never keep the process from ending (those of a ThreadPoolExecutor are joined when the interpreter exits).
 """
 
 from __future__ import annotations
@@ -10,70 +10,45 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-class Call(Generic[T]):
-    """One call on its way. What it returned or raised is ``result``'s, once ``done``."""
+class Call(Future[T]):
+    """One call on its way."""
 
     def __init__(self, work: Callable[[], T], discard: Callable[[T], None] | None) -> None:
-        self._work = work
-        self._discard = discard
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._abandoned = False
+        super().__init__()
         self.begun_s: float | None = None
         """When a thread took it up."""
-        self._value: T
-        self._error: BaseException | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return self._ended.is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Block until it has ended, ``timeout_s`` at most; whether it has."""
-        return self._ended.wait(timeout_s)
-
-    def result(self) -> T:
-        """Return what the call returned, or raise what it raised. Only once ``done``."""
-        if self._error is not None:
-            raise self._error
-        return self._value
+        self._work = work
+        self._discard = discard
 
     def abandon(self) -> None:
         """Give the result up: ``discard`` gets it, now or when it comes."""
-        with self._lock:
-            self._abandoned = True
-            came = self._ended.is_set()
-        if came:
-            self._discard_value()
+        self.add_done_callback(lambda _: self._discard_result())
 
     def run(self, now_s: float) -> None:
         """Do the work; on a thread of ``CallThreads``."""
         self.begun_s = now_s
         try:
-            self._value = self._work()
+            value = self._work()
         except BaseException as error:  # noqa: BLE001 - handed on by result
-            self._error = error
-        with self._lock:
-            unwanted = self._abandoned
-            self._ended.set()
-        if unwanted:
-            self._discard_value()
+            self.set_exception(error)
+        else:
+            self.set_result(value)
 
-    def _discard_value(self) -> None:
-        if self._discard is not None and self._error is None:
+    def _discard_result(self) -> None:
+        if self._discard is not None and self.exception() is None:
             with contextlib.suppress(OSError):
-                self._discard(self._value)
+                self._discard(self.result())
 
 
 class CallThreads:
-    """At most ``threads`` of them, started as they are needed. Chores begin in the order they were started."""
+    """At most ``threads`` of them, started as they are needed. Calls begin in the order in which they were started."""
 
     def __init__(self, name: str, threads: int = 8, clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name
@@ -83,17 +58,17 @@ class CallThreads:
         self._threads: list[threading.Thread] = []
         self._calls: list[Call[Any]] = []
         self.ended_s = clock()
-        """When a call ended last: as long as some do, those that wait for a thread do not wait for a filesystem."""
+        """When a call ended last. While calls end, one that waits for a thread does not wait for the filesystem."""
 
     @property
     def pending(self) -> int:
         """How many have not ended, abandoned ones included."""
-        return sum(not call.done for call in self._calls)
+        return sum(not call.done() for call in self._calls)
 
     def start(self, work: Callable[[], T], discard: Callable[[T], None] | None = None) -> Call[T]:
         """Queue a call. ``discard`` gets the result of one that is abandoned, on whichever thread is at hand."""
         call = Call(work, discard)
-        self._calls = [other for other in self._calls if not other.done]
+        self._calls = [other for other in self._calls if not other.done()]
         if len(self._calls) >= len(self._threads) < self._limit:
             thread = threading.Thread(target=self._main, name=self._name, daemon=True)
             with contextlib.suppress(RuntimeError):  # none to be had now: the next call tries again

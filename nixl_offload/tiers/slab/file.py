@@ -9,7 +9,6 @@ The mover opens the same path by itself; when ``reopen`` returns True its file m
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import logging
 import mmap
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from nixl_offload.errors import LayoutError, TierError
+from nixl_offload.stores.filesystem import fallocate
 from nixl_offload.tiers.free_space import spare_bytes
 from nixl_offload.tiers.lock import is_held_by
 from nixl_offload.tiers.os_errors import cause_of, tier_error
@@ -31,10 +31,6 @@ ZERO_STEP_BYTES: Final = 64 << 20
 _ZEROS: Final = bytes(1 << 20)
 _KEEP_SIZE: Final = 0x01
 _PUNCH_HOLE: Final = 0x02
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_libc.fallocate.restype = ctypes.c_int
 
 
 def rank_file_name(rank: int) -> str:
@@ -366,11 +362,3 @@ class SlabFile:
         except OSError:
             return False
         return True
-
-
-def fallocate(fd: int, mode: int, offset: int, length_bytes: int) -> None:
-    """Make the system call itself: glibc's posix_fallocate would emulate it by touching every block, over data too."""
-    while _libc.fallocate(fd, mode, offset, length_bytes) != 0:
-        number = ctypes.get_errno()
-        if number != errno.EINTR:
-            raise OSError(number, os.strerror(number))

@@ -24,7 +24,7 @@ from typing import Any, Final
 from nixl_offload.engine import staging
 from nixl_offload.movers import select, select_object
 from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, Mover, Op, Transfer, TransferState
-from nixl_offload.tiers.shared_dir import files as tree_files
+from nixl_offload.stores import filesystem, tree_files
 from nixl_offload.tiers.slab import file as slab_file
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.prove.faults.media import Medium
@@ -89,7 +89,7 @@ class Faults:
         for name in _WRAPPED:
             setattr(os, name, self._around(name, getattr(os, name)))
         fcntl.flock = self._around("flock", fcntl.flock)
-        slab_file.fallocate = tree_files.fallocate = self._around("fallocate", slab_file.fallocate)
+        slab_file.fallocate = filesystem.fallocate = self._around("fallocate", slab_file.fallocate)
         self._wrap_memory()
         self._wrap_movers()
 

@@ -120,7 +120,7 @@ class Leaks:
             return []
         for engines in server.engines:
             if isinstance(engine := engines.get(max(engines)), Engine):
-                engine._link_memory.link._reap()  # what could not be closed at once is with the next
+                engine._link_memory.link._close_stale()  # what could not be closed at once is with the next
         root = str(self._context.root)
         ours = [path for path in self._open_files() if path.startswith(root) and _SHARD.search(path)]
         return [f"{path} is open" for path in ours if path not in self._excused]
