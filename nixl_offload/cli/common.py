@@ -10,7 +10,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple, TextIO, TypeAlias, TypeVar
+from typing import Final, NamedTuple, TextIO, TypeAlias, TypeVar
 
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.key_file import read_key_file
@@ -117,30 +117,19 @@ class TierFailure(NamedTuple):
     words: str
 
 
-@contextlib.contextmanager
-def opened(arguments: argparse.Namespace, config: Config) -> Iterator[list[Inspector | TierFailure]]:
-    """Open the tiers that ``--tier`` selects, for ``visit``. Raises ConfigError."""
-    with contextlib.ExitStack() as stack:
-        found = list[Inspector | TierFailure]()
-        for tier in stored_tiers(config, arguments):
-            found.append(_attempt(tier.kind, None, open_inspector, tier))
-            if isinstance(found[-1], Inspector):
-                stack.callback(found[-1].close)
-        yield found
+def visit(arguments: argparse.Namespace, config: Config, call: Callable[[Inspector], T]) -> Iterator[T | TierFailure]:
+    """Open the tiers that ``--tier`` selects, one after the other, and yield what ``call`` returns of each.
 
-
-def visit(inspector: Inspector | TierFailure, call: Callable[[Inspector], T]) -> T | TierFailure:
-    """Return what ``call`` returns, or why the tier could not be opened or failed meanwhile."""
-    if isinstance(inspector, TierFailure):
-        return inspector
-    return _attempt(inspector.kind, inspector.where, call, inspector)
-
-
-def _attempt(kind: str, where: str | None, call: Callable[..., T], *arguments: Any) -> T | TierFailure:
-    """Return what ``call`` returns. An error of the tier is printed to stderr and returned."""
-    try:
-        return call(*arguments)
-    except (StoreError, TierError, NotSupportedError) as error:
-        sys.stdout.flush()
-        print(f"nixl-offload: {error}", file=sys.stderr)
-        return TierFailure(kind, where, str(error))
+    A tier that cannot be opened, or fails meanwhile, is a line on stderr and a ``TierFailure``. Raises ConfigError.
+    """
+    for tier in stored_tiers(config, arguments):
+        where = None
+        try:
+            with contextlib.closing(open_inspector(tier)) as inspector:
+                where = inspector.where
+                result: T | TierFailure = call(inspector)
+        except (StoreError, TierError, NotSupportedError) as error:
+            sys.stdout.flush()
+            print(f"nixl-offload: {error}", file=sys.stderr)
+            result = TierFailure(tier.kind, where, str(error))
+        yield result

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TextIO
 
 from nixl_offload.cli.common import (
@@ -18,7 +19,6 @@ from nixl_offload.cli.common import (
     TierFailure,
     add_command,
     add_selection,
-    opened,
     report_nothing_found,
     selected,
     visit,
@@ -58,43 +58,39 @@ def add_ls(commands: Commands) -> None:
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. A tier that fails is reported, and the others go on. Raises ConfigError."""
     config = load_config(arguments.file)
-    plain, found, failed = list[dict[str, Any]](), 0, 0
+    if arguments.diff is not None:
+        visited = visit(arguments, config, lambda inspector: list(selected(inspector, arguments)))
+        return _diff(arguments, [each for listed in visited if isinstance(listed, list) for each in listed], out)
+    is_plain = not (arguments.json or arguments.keys)
+    tiers, found, failed = list[dict[str, Any]](), 0, 0
     if config.memory is not None:
-        note = {"kind": "memory", "capacity_bytes": config.memory.capacity_bytes, "told": MEMORY_NOTE}
-        plain.append(note)
-    with opened(arguments, config) as tiers:
-        if arguments.diff is not None:
-            visited = [visit(tier, lambda each: list(selected(each, arguments))) for tier in tiers]
-            return _diff(arguments, [each for listed in visited if isinstance(listed, list) for each in listed], out)
-        if plain and not (arguments.json or arguments.keys or arguments.tier):
+        tiers.append({"kind": "memory", "capacity_bytes": config.memory.capacity_bytes, "note": MEMORY_NOTE})
+        if is_plain and not arguments.tier:
             print(f"{MEMORY_NOTE.capitalize()}.\n", file=out)
-        for number, tier in enumerate(tiers):
-            if arguments.keys:
-                listed = visit(tier, lambda inspector: _list_keys(arguments, inspector, out))
-            else:
-                listed = visit(tier, lambda inspector: _list(arguments, inspector, plain))
-            if isinstance(listed, TierFailure):
-                failed += 1
-                plain.append({"kind": listed.kind, "failure": listed.words})
-                if arguments.keys and arguments.json:
-                    line = {"tier": listed.kind, "where": listed.where, "error": listed.words}
-                    print(json.dumps(line), file=out)
-                continue
-            found += listed
-            if not arguments.json and not arguments.keys:
-                print("\n" * bool(number), end="", file=out)
-                _print_tier(plain[-1], out)
-                out.flush()
+    look = partial(_list_keys, arguments, out) if arguments.keys else partial(_list, arguments)
+    for number, tier in enumerate(visit(arguments, config, look)):
+        if isinstance(tier, TierFailure):
+            failed += 1
+            tiers.append({"kind": tier.kind, "failure": tier.words})
+            if arguments.keys and arguments.json:
+                print(json.dumps({"tier": tier.kind, "where": tier.where, "error": tier.words}), file=out)
+            continue
+        found += len(tier["namespaces"])
+        tiers.append(tier)
+        if is_plain:
+            print("\n" * bool(number), end="", file=out)
+            _print_tier(tier, out)
+            out.flush()
     if arguments.json and not arguments.keys:
-        print(json.dumps({"tiers": plain}, indent=2), file=out)
+        print(json.dumps({"tiers": tiers}, indent=2), file=out)
     if (arguments.namespace is not None or arguments.tenant is not None) and not found and not failed:
         report_nothing_found(arguments)
-        failed += 1
+        return 1
     return 1 if failed else 0
 
 
-def _list(arguments: argparse.Namespace, inspector: Inspector, plain: list[dict[str, Any]]) -> int:
-    """Add what a tier holds to ``plain``, and return of how many namespaces. Times are seconds since the epoch."""
+def _list(arguments: argparse.Namespace, inspector: Inspector) -> dict[str, Any]:
+    """Return what a tier holds, by namespace. Times are seconds since the epoch."""
     progress, namespaces, shards = Progress(sys.stderr), list[dict[str, Any]](), 0
     try:
         for namespace in selected(inspector, arguments):
@@ -124,18 +120,15 @@ def _list(arguments: argparse.Namespace, inspector: Inspector, plain: list[dict[
     capacity, used = inspector.capacity_bytes, inspector.used_bytes()
     if used is None and arguments.namespace is None and arguments.tenant is None:
         used = sum(each["bytes"] for each in namespaces)
-    plain.append(
-        {
-            "kind": inspector.kind,
-            "where": inspector.where,
-            "capacity_bytes": capacity,
-            "used_bytes": used,
-            "used_share": used / capacity if used is not None and capacity else None,
-            "other_objects": inspector.other_objects,
-            "namespaces": namespaces,
-        }
-    )
-    return len(namespaces)
+    return {
+        "kind": inspector.kind,
+        "where": inspector.where,
+        "capacity_bytes": capacity,
+        "used_bytes": used,
+        "used_share": used / capacity if used is not None and capacity else None,
+        "other_objects": inspector.other_objects,
+        "namespaces": namespaces,
+    }
 
 
 def _print_tier(tier: Mapping[str, Any], out: TextIO) -> None:
@@ -166,11 +159,11 @@ def _print_tier(tier: Mapping[str, Any], out: TextIO) -> None:
             print(f"    {last}; {use}", file=out)
 
 
-def _list_keys(arguments: argparse.Namespace, inspector: Inspector, out: TextIO) -> int:
-    """Print chunks, and return of how many namespaces."""
-    found = 0
+def _list_keys(arguments: argparse.Namespace, out: TextIO, inspector: Inspector) -> dict[str, Any]:
+    """Print chunks, and return the names of their namespaces."""
+    names = list[str]()
     for namespace in selected(inspector, arguments):
-        found += 1
+        names.append(namespace.name)
         if not arguments.json:  # as comments: a program may read what follows
             print(f"# {inspector.where}, namespace {namespace.path}: {namespace.owner}", file=out)
             print("# " + (printable(namespace.trouble, 300) or "key  group  rank  size  age  place"), file=out)
@@ -186,7 +179,7 @@ def _list_keys(arguments: argparse.Namespace, inspector: Inspector, out: TextIO)
             for each in chunk.shards:
                 size, place = about_size(each.size_bytes), printable(each.place, 4096)
                 print(f"{chunk.key.hex()}  {group}  {each.rank}  {size}  {age}  {place}", file=out)
-    return found
+    return {"namespaces": names}
 
 
 def about_age(seconds: float) -> str:

@@ -98,7 +98,7 @@ class Database:
             os.close(descriptor)
         refuse_write_ahead_log(self.path)
         self._file_id = _file_id(self.path)
-        self._connection = _connect(self.path, timeout_s=1.0)
+        self._connection = open_connection(self.path, timeout_s=1.0)
         try:
             self._connection.execute(_NO_MAPPING)
             if os.path.lexists(self.path + "-journal"):
@@ -155,7 +155,7 @@ class Database:
         Raises sqlite3.Error when a read fails, or finds damage; what was yielded before is good.
         """
         last = 0
-        connection = _connect(self.path, timeout_s=10.0)
+        connection = open_connection(self.path, timeout_s=10.0)
         try:
             connection.execute(_NO_MAPPING)
             while True:
@@ -284,9 +284,9 @@ def _numbers(listed: bytes) -> Iterator[int]:
     return map(int, listed.split(b","))
 
 
-def _connect(path: str, timeout_s: float) -> sqlite3.Connection:
+def open_connection(path: str, timeout_s: float) -> sqlite3.Connection:
+    """Open the file, which must be there, for any one thread at a time; text is read as bytes. Raises sqlite3.Error."""
     name = os.path.abspath(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
-    # The writer's connection is made by the thread that opens the index, and used by the writer alone from then on.
     connection = sqlite3.connect(
         f"file:{name}?mode=rw", uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False
     )

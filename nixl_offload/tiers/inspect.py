@@ -59,17 +59,18 @@ class ChunkInfo(NamedTuple):
     @property
     def modified_s(self) -> float:
         """When its youngest shard was written or refreshed; 0 in a slab."""
-        return max(shard.modified_s or 0.0 for shard in self.shards)
+        return max((shard.modified_s or 0.0 for shard in self.shards), default=0.0)
 
 
 class NamespaceSize(NamedTuple):
     """How much a namespace holds."""
 
-    chunks: int = 0
-    shards: int = 0
-    size_bytes: int = 0
-    oldest_s: float | None = None
-    newest_s: float | None = None
+    chunks: int
+    shards: int
+    size_bytes: int
+    oldest_s: float | None
+    """When the oldest chunk was written; None where that is unknown."""
+    newest_s: float | None
 
 
 @dataclass(slots=True)
@@ -131,12 +132,6 @@ class NamespaceInfo:
         return "shards" in self._fields
 
     @property
-    def layer_ranges(self) -> int:
-        """Into how many ranges of layers chunks are cut."""
-        layers = self._fields.get("layers")
-        return max(1, len(layers)) if isinstance(layers, list) else 1
-
-    @property
     def blocks_per_chunk(self) -> int | None:
         """Blocks of a chunk, in every group."""
         return self._number("blocks_per_chunk")
@@ -152,9 +147,9 @@ class NamespaceInfo:
         """The KV groups whose shard sizes the manifest tells."""
         return tuple(self._sizes)
 
-    def shard_bytes(self, key: Key, rank: int) -> int | None:
+    def shard_bytes(self, group: int, rank: int) -> int | None:
         """Return the size of the shard of ``rank``, header and padding included; None where no manifest tells it."""
-        sizes = self._sizes.get(key_group(key), ())
+        sizes = self._sizes.get(group, ())
         return sizes[rank] if 0 <= rank < len(sizes) else None
 
     def holders(self, group: int) -> Sequence[int]:
@@ -192,8 +187,9 @@ class NamespaceInfo:
         numbers = ("tp", "pp", "pcp", "dcp", "world_size", "shards", "blocks_per_chunk", "tokens_per_block")
         found: dict[str, str | int | None] = {name: printable(self._fields.get(name)) for name in texts}
         found |= {name: self._number(name) for name in numbers}
-        if self.layer_ranges > 1:
-            found["layers"] = printable(" ".join(map(str, self._fields["layers"])))
+        layers = self._fields.get("layers")
+        if isinstance(layers, list) and len(layers) > 1:
+            found["layers"] = printable(" ".join(map(str, layers)))
         return {name: value for name, value in found.items() if value}
 
     @property
@@ -218,7 +214,7 @@ def _sizes_of(groups: object, ranks: int | None) -> dict[int, tuple[int, ...]]:
 
 
 class Inspector(ABC):
-    """Looks into one tier. Errors: StoreError and TierError."""
+    """Looks into one tier: lists namespaces and chunks, reads shards, deletes. Errors: StoreError and TierError."""
 
     kind: str
     """The tier's kind, as the config spells it."""
@@ -227,8 +223,6 @@ class Inspector(ABC):
     capacity_bytes: int | None
     exclusive: ClassVar[bool] = False
     """One engine at a time has the tier: it locks the directory, reuses slots, and keeps within the capacity itself."""
-    delete_batch: ClassVar[int] = 1
-    """How many chunks ``delete`` best takes at once."""
     store: Store | None = None
     """The store of a tier that servers share; None where chunks lie in slots."""
     other_objects: int = 0
@@ -239,24 +233,12 @@ class Inspector(ABC):
         """Yield what is there, in the order of ``NamespaceInfo.path``."""
 
     @abstractmethod
-    def measure(self, namespace: NamespaceInfo) -> NamespaceSize:
-        """Count chunks and bytes."""
-
-    @abstractmethod
     def chunks(self, namespace: NamespaceInfo) -> Iterator[ChunkInfo]:
-        """Yield the chunks of a namespace."""
+        """Yield the chunks of a namespace; those of a slab in the order in which they were put."""
 
     @abstractmethod
     def find(self, namespace: NamespaceInfo, digits: str, limit: int) -> Sequence[ChunkInfo]:
-        """Return up to ``limit`` chunks whose keys begin with these hex digits (two at least)."""
-
-    @abstractmethod
-    def find_place(self, text: str) -> Sequence[tuple[NamespaceInfo, ChunkInfo, ShardInfo]]:
-        """Return the shards at a place, which may be one of another tier or of none: ``ShardInfo.place`` or a path."""
-
-    @abstractmethod
-    def look_again(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> ChunkInfo | None:
-        """Return the chunk as it is now, None where it is gone."""
+        """Return the first ``limit`` chunks, by key, whose keys begin with these hex digits (two at least)."""
 
     @abstractmethod
     def read_into(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
@@ -269,6 +251,19 @@ class Inspector(ABC):
     def created_s(self, chunk: ChunkInfo) -> float | None:
         """Return when the chunk was written, None where that is unknown."""
 
+    @abstractmethod
+    def delete(
+        self, namespace: NamespaceInfo, chunks: Sequence[tuple[ChunkInfo, Sequence[ShardInfo]]]
+    ) -> list[str | None]:
+        """Delete these shards of chunks that are still as they were listed. A slab forgets the whole chunk.
+
+        Returns for each chunk None where it is done, else why it was left.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what was opened. Idempotent."""
+
     def in_use(self, namespace: NamespaceInfo) -> str | None:
         """Say which engine has the namespace open at this moment; None: none, or unknown."""
         return None
@@ -277,16 +272,6 @@ class Inspector(ABC):
         """Return what the tier, or one namespace, takes on the disk; None where only chunks count."""
         return None
 
-    @abstractmethod
-    def delete(
-        self, namespace: NamespaceInfo, chunks: Sequence[tuple[ChunkInfo, Sequence[ShardInfo]]]
-    ) -> list[str | None]:
-        """Delete these shards of chunks that are still as they were listed.
-
-        Returns for each chunk None where it is done, else why it was left. In a slab the chunk leaves the index, and
-        the slots of the shards named are cleared.
-        """
-
     def remove(self, namespaces: Sequence[NamespaceInfo]) -> list[str | None]:
         """Remove whole namespaces that nobody has opened since they were listed; returns as ``delete``.
 
@@ -294,9 +279,21 @@ class Inspector(ABC):
         """
         raise NotSupportedError(f"{self.where}: chunks of a shared tier are deleted one by one")
 
-    @abstractmethod
-    def close(self) -> None:
-        """Release what was opened. Idempotent."""
+    def look_again(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> ChunkInfo | None:
+        """Return the chunk as it is now, None where it is gone."""
+        return next((now for now in self.find(namespace, chunk.key.hex(), 1) if now.key == chunk.key), None)
+
+    def measure(self, namespace: NamespaceInfo) -> NamespaceSize:
+        """List a namespace and count."""
+        chunks = shards = size_bytes = 0
+        oldest: ChunkInfo | None = None
+        newest: ChunkInfo | None = None
+        for chunk in self.chunks(namespace):
+            chunks, shards, size_bytes = chunks + 1, shards + len(chunk.shards), size_bytes + chunk.size_bytes
+            oldest = chunk if oldest is None or chunk.modified_s < oldest.modified_s else oldest
+            newest = chunk if newest is None or chunk.modified_s >= newest.modified_s else newest
+        ages = [None if chunk is None else self.created_s(chunk) for chunk in (oldest, newest)]
+        return NamespaceSize(chunks, shards, size_bytes, *ages)
 
 
 def printable(value: object, limit: int = _PRINTABLE_CHARS) -> str | None:

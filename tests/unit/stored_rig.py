@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from nixl_offload.config import SlabConfig, parse_config
 from nixl_offload.engine import Chunk
 from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.stores.base import Store
+from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
 from nixl_offload.tiers.slab.tier import SlabTier
@@ -152,6 +154,27 @@ class Cli:
     @property
     def lines(self) -> list[Any]:
         return [json.loads(line) for line in self.out.splitlines()]
+
+
+class Tree:
+    """The chunks of a slab in a shared directory, an hour old, and a config that names it alone."""
+
+    def __init__(self, slab: StoredSlab, directory: Path, numbers: range) -> None:
+        self.slab = slab
+        self.root = directory / "tree"
+        self.store = TreeStore(str(self.root))
+        slab.fill(self.store, numbers)
+        self.file = directory / "tree.yaml"
+        tier = {"kind": "shared_dir", "path": str(self.root), "capacity": "1GiB"}
+        self.file.write_text(yaml.safe_dump({"tiers": [tier]}))
+        self.age(3600)
+
+    def path(self, number: int, rank: int = 0) -> Path:
+        return self.root / self.slab.name(number, rank)
+
+    def age(self, age_s: float) -> None:
+        for path in self.root.rglob("*.000?"):
+            os.utime(path, (time.time() - age_s, time.time() - age_s))
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, int, int]]:

@@ -115,7 +115,7 @@ def test_what_is_not_a_ranks_own_is_told(tiers: Tiers, cli: Cli) -> None:
             (KEYS[1].hex(), 2, "namespace"),
         ]
     )
-    assert cli("stat", tiers.tree, shard_name(SPACE.name, KEYS[CHUNKS], 0)) == 1
+    assert cli("stat", tiers.tree, KEYS[CHUNKS].hex()) == 1
     assert "rank 0 has no layer of KV group 1" in cli.out
 
 
@@ -151,7 +151,7 @@ def test_stat_tells_which_rank_has_no_shard(tiers: Tiers, cli: Cli) -> None:
 def test_sizes_that_cannot_be_true_say_nothing(sizes: object) -> None:
     """Anybody may have written a manifest; then the header alone tells."""
     namespace = NamespaceInfo("0" * 32, {"fields": {"world_size": 2, "groups": [{"group_id": 0, "slot_bytes": sizes}]}})
-    assert (namespace.shard_bytes(KEYS[0], 0), list(namespace.holders(0)), namespace.groups) == (None, [0, 1], ())
+    assert (namespace.shard_bytes(0, 0), list(namespace.holders(0)), namespace.groups) == (None, [0, 1], ())
 
 
 @pytest.mark.parametrize("group", [-1, 1 << 32, 1 << 40, True, "0"])

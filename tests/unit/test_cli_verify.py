@@ -1,4 +1,4 @@
-"""``nixl-offload verify``: every kind of damage is told and nothing else, beside a running server and without one."""
+"""``nixl-offload verify`` reports every kind of damage and nothing else, beside a running server and without one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from nixl_offload.cli.verify import command as verify_command
 from nixl_offload.cli.verify import judge as verify_judge
@@ -23,7 +22,7 @@ from nixl_offload.tiers.shared.inspect import SharedInspector
 from nixl_offload.tiers.slab.inspect import SlabInspector
 from tests.unit.engine_rig import until
 from tests.unit.gc_rig import key
-from tests.unit.stored_rig import BLOCK_BYTES, SLOT_BYTES, Cli, StoredSlab, flip, snapshot
+from tests.unit.stored_rig import BLOCK_BYTES, SLOT_BYTES, Cli, StoredSlab, Tree, flip, snapshot
 
 CHUNKS = 24
 
@@ -48,36 +47,15 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     return Cli(capsys)
 
 
-class Tree:
-    """The same chunks in a shared directory."""
-
-    def __init__(self, slab: StoredSlab, directory: Path) -> None:
-        self.root = directory / "tree"
-        self.store = TreeStore(str(self.root))
-        slab.fill(self.store, range(CHUNKS))
-        self.file = directory / "tree.yaml"
-        tier = {"kind": "shared_dir", "path": str(self.root), "capacity": "1GiB"}
-        self.file.write_text(yaml.safe_dump({"tiers": [tier]}))
-        self.slab = slab
-
-    def path(self, number: int, rank: int = 0) -> Path:
-        return self.root / self.slab.name(number, rank)
-
-    def age(self, age_s: float) -> None:
-        for path in self.root.rglob("*.000?"):
-            os.utime(path, (time.time() - age_s, time.time() - age_s))
-
-
 @pytest.fixture
 def tree(slab: StoredSlab, tmp_path: Path) -> Iterator[Tree]:
-    tree = Tree(slab, tmp_path)
-    tree.age(3600)
+    tree = Tree(slab, tmp_path, range(CHUNKS))
     yield tree
     tree.store.close()
 
 
 def bad(cli: Cli) -> dict[str, list[tuple[int, str]]]:
-    """Key -> (rank, reason) of what was told as bad."""
+    """Key -> (rank, reason) of what was reported as bad."""
     return {
         line["key"]: [(problem["rank"], problem["reason"]) for problem in line["problems"]]
         for line in cli.lines[:-1]
@@ -98,7 +76,7 @@ def test_all_is_good_beside_a_server_and_nothing_is_touched(slab: StoredSlab, cl
     assert snapshot(slab.root) == before, "no side file of the index is made where no server runs"
 
 
-def test_every_kind_of_damage_to_a_slab_is_told(slab: StoredSlab, cli: Cli) -> None:
+def test_every_kind_of_damage_to_a_slab_is_reported(slab: StoredSlab, cli: Cli) -> None:
     slab.damage(0, 0, 4096 + 2 * BLOCK_BYTES + 7)
     slab.damage(1, 1, 60)
     slab.damage(2, 0, 0, bytes(SLOT_BYTES))
@@ -204,7 +182,6 @@ def test_bad_chunks_of_a_slab_are_deleted_only_when_no_server_runs(slab: StoredS
     slab.close()
     assert cli("verify", slab.file, "--delete-bad") == 1
     assert "  2 deleted, 0 bad ones left" in cli.out
-    assert slab.shard(0, 0)[:4096] == bytes(4096), "the sound shard of the other rank goes, too"
     assert cli("verify", slab.file) == 0
     assert f"  {CHUNKS - 2} good" in cli.out
     tier = slab.open()
@@ -224,7 +201,7 @@ def test_a_chunk_put_anew_since_it_was_judged_stays(slab: StoredSlab, tmp_path: 
     assert inspector.delete(namespace, [(first, first.shards)]) == ["changed meanwhile, left"]
 
 
-def test_every_kind_of_damage_to_a_tree_is_told_and_deleted(tree: Tree, slab: StoredSlab, cli: Cli) -> None:
+def test_every_kind_of_damage_to_a_tree_is_reported_and_deleted(tree: Tree, slab: StoredSlab, cli: Cli) -> None:
     flip(tree.path(0), 4096 + 3 * BLOCK_BYTES)
     os.truncate(tree.path(1, 1), 8192)
     os.truncate(tree.path(2), SLOT_BYTES + 4096)
@@ -274,7 +251,7 @@ def test_a_chunk_whose_ranks_still_write_is_not_bad(tree: Tree, cli: Cli) -> Non
     assert tree.path(7, 0).exists()
 
 
-def test_without_a_manifest_nothing_is_said_of_identity(tree: Tree, slab: StoredSlab, cli: Cli) -> None:
+def test_without_a_manifest_checksums_are_checked_and_identity_is_not(tree: Tree, slab: StoredSlab, cli: Cli) -> None:
     (tree.root / slab.namespace.name / "manifest.json").unlink()
     flip(tree.path(3), 6000)
     assert cli("verify", tree.file, "--json") == 1
@@ -317,7 +294,7 @@ def test_a_signal_ends_a_run_in_another_process(slab: StoredSlab, tmp_path: Path
 
 
 def test_storage_that_fails_is_exit_code_1(tree: Tree, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One chunk that cannot be read is told, and never deleted; three in a row end the run."""
+    """One chunk that cannot be read is reported, and never deleted; three in a row end the run."""
     real = TreeStore.read_into
     failing = {tree.slab.name(5, 0)}
 
@@ -344,8 +321,9 @@ def test_a_limit_on_the_rate_is_kept(slab: StoredSlab, cli: Cli) -> None:
     assert time.monotonic() - began_s >= 0.9 * least_s
 
 
-def test_an_index_that_is_gone_is_no_success(slab: StoredSlab, cli: Cli) -> None:
+@pytest.mark.parametrize("name", ["index.sqlite", "manifest.json"])
+def test_a_namespace_that_cannot_be_listed_is_no_success(slab: StoredSlab, cli: Cli, name: str) -> None:
     slab.close()
-    (slab.root / slab.namespace.name / "index.sqlite").unlink()
+    (slab.root / slab.namespace.name / name).unlink()
     assert cli("verify", slab.file) == 1
     assert "1 namespace whose chunks cannot be listed; nixl-offload ls says why" in cli.out

@@ -95,8 +95,7 @@ def test_a_key_of_any_length_takes_no_memory(path: str) -> None:
         assert reread(path) == [row(1, 1)]
         reader = IndexReader(Path(path))
         assert [found.key for found in reader.rows(0)] == [key(1)]
-        assert [found.key for some in reader.ends() for found in some] == [key(1)] * 2
-        assert (reader.find("00", 9)[0].key, reader.get(key(1)) is None, reader.at(8192)) == (key(1), False, None)
+        assert [found.key for found in reader.find("00", 9)] == [key(1)]
         assert tracemalloc.get_traced_memory()[1] < 8 * MIB
     finally:
         tracemalloc.stop()
@@ -268,8 +267,6 @@ def test_an_index_whose_rows_are_out_of_order_is_made_anew(path: str, monkeypatc
 def test_commands_do_not_read_rows_out_of_order_round_and_round(path: str) -> None:
     fill(path, 10)
     renumber(path, {9: 2})
-    with pytest.raises(TierError, match="is damaged: its rows are out of order"):
-        IndexReader(Path(path)).count()
     with pytest.raises(TierError, match="is damaged: its rows are out of order"):
         list(itertools.islice(IndexReader(Path(path)).rows(), 100))
 
@@ -490,7 +487,7 @@ def test_an_index_with_a_write_ahead_log_is_refused(path: str, kind: str) -> Non
     else:
         Path(path + "-wal").symlink_to("/dev/zero")
     with pytest.raises(TierError, match="no rollback journal"):
-        IndexReader(Path(path)).count()
+        list(IndexReader(Path(path)).rows())
     twin, rows = DurableIndex.open(path, GEOMETRY)
     assert flat(rows) == []
     assert twin.close(WAIT_S)
@@ -559,12 +556,11 @@ READING = """
     from pathlib import Path
     from nixl_offload.tiers.slab.index_reader import IndexReader
     reader = IndexReader(Path(sys.argv[1]))
-    print(reader.count(), flush=True)
+    print(sum(1 for _ in reader.rows()), flush=True)
     for _ in range(5):
         numbers = [int.from_bytes(row.key[:32], "big") for row in reader.rows()]
         assert numbers == sorted(set(numbers)), "a row twice, or out of its order"
         assert len(numbers) >= 30_000
-        assert reader.count()[0] >= len(numbers)
 """
 
 
@@ -577,7 +573,7 @@ def test_reading_beside_a_running_engine_keeps_neither_waiting(path: str, caplog
     command = [sys.executable, "-c", textwrap.dedent(READING), path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as child:
         assert child.stdout is not None
-        assert child.stdout.readline().startswith("(30000,")
+        assert child.stdout.readline().strip() == "30000"
         count = 30_000
         while child.poll() is None and count < 500_000:
             for number in range(count, count + 100):

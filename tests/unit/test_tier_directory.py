@@ -396,7 +396,7 @@ def test_engines_that_start_together_remove_the_same_namespace(tmp_path: Path) -
     left.close()
     [seen] = other_namespaces.survey(tmp_path, ()).namespaces
     for _ in range(2):
-        other_namespaces.remove(seen)
+        other_namespaces.remove(seen.path)
     assert not left.namespace_path.exists()
 
 

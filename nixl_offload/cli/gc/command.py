@@ -83,11 +83,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     with closing(open_inspector(tier)) as inspector:
         if inspector.store is None:
             return remove_namespaces(arguments, inspector, out)
-        return collect(arguments, inspector.store, out, max_bytes=max_bytes, older_than_s=older_than_s, now_s=_now_s())
-
-
-def _now_s() -> float:
-    return time.time()
+        return collect(arguments, inspector.store, out, max_bytes=max_bytes, older_than_s=older_than_s)
 
 
 def collect(
@@ -97,11 +93,10 @@ def collect(
     *,
     max_bytes: int | None,
     older_than_s: float | None,
-    now_s: float,
 ) -> int:
     """Look, plan and, where asked to, delete; print to ``out``. Raises StoreError (nothing was deleted yet)."""
     found = Collection(store, namespace=arguments.namespace, tenant=arguments.tenant)
-    ages = found.count()
+    now_s, ages = time.time(), found.count()
     plan = make_plan(ages, now_s=now_s, max_bytes=max_bytes, older_than_s=older_than_s)
     plain = _plain(found, ages.total, plan, max_bytes, older_than_s)
     if any(found.selection.values()) and not found.namespaces:

@@ -17,13 +17,11 @@ from typing import Any, Final, TextIO
 
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.cli.common import (
-    MEMORY_NOTE,
     Commands,
     TierFailure,
     add_command,
     add_selection,
     keys_of,
-    opened,
     report_nothing_found,
     selected,
     visit,
@@ -56,6 +54,8 @@ THREADS: Final = 8
 _IN_FLIGHT: Final = 2 * THREADS
 _FAILURES_IN_A_ROW: Final = 3
 """After so many chunks that cannot be read, the storage counts as down."""
+_DELETE_BATCH: Final = 64
+"""A slab's lock is taken for so many chunks at a time: an engine that starts just then waits."""
 _WORDS_CHARS: Final = 600
 _VERDICT_WORDS: Final[dict[Verdict, str]] = {
     "good": "good",
@@ -80,20 +80,20 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. A tier that fails is reported, and the others go on. Raises ConfigError, KeyboardInterrupt."""
     config = load_config(arguments.file)
     keys, results, runs, failed = keys_of(config), list[dict[str, Any]](), list[TierRun](), False
-    with opened(arguments, config) as tiers:
-        if config.memory is not None and not arguments.json:
-            print(f"Left out: {MEMORY_NOTE}.", file=out)
-        for tier in tiers:
-            if not isinstance(tier, TierFailure):
-                runs.append(TierRun(arguments, tier, out, keys))
-            found = visit(tier, lambda _: runs[-1].run())
-            if isinstance(found, TierFailure):
-                failed = True
-                found = {"tier": found.kind, "where": found.where, "failure": found.words}
+
+    def verify(inspector: Inspector) -> dict[str, Any]:
+        runs.append(TierRun(arguments, inspector, out, keys))
+        return runs[-1].run()
+
+    for found in visit(arguments, config, verify):
+        if isinstance(found, TierFailure):
+            failed = True
+            results.append({"tier": found.kind, "where": found.where, "failure": found.words})
+        else:
             results.append(found)
     if arguments.json:
         print(json.dumps({"tiers": results}), file=out)
-    if arguments.namespace is not None and not any(each.found for each in runs) and not failed:
+    if arguments.namespace is not None and not any(each.namespaces for each in runs) and not failed:
         report_nothing_found(arguments)
         return 1
     return 1 if failed or any(each.is_bad for each in runs) else 0
@@ -103,13 +103,13 @@ class TierRun:
     """One run over one tier; usable once."""
 
     def __init__(
-        self, arguments: argparse.Namespace, inspector: Inspector, out: TextIO, keys: ChunkKeys | None = None
+        self, arguments: argparse.Namespace, inspector: Inspector, out: TextIO, keys: ChunkKeys | None
     ) -> None:
-        self.found = 0
-        """Namespaces that were selected."""
-        self.chunks: dict[Verdict, int] = dict.fromkeys(_VERDICT_WORDS, 0)
-        self.bytes_checked = self.deleted = self.left = self.unlisted_namespaces = 0
-        """``left``: bad chunks that could not be deleted."""
+        self.namespaces: list[NamespaceInfo] = []
+        """Those that were selected."""
+        self._chunks: dict[Verdict, int] = dict.fromkeys(_VERDICT_WORDS, 0)
+        self._bytes_checked = self._deleted = self._left = self._total_bytes = 0
+        """``_left``: bad chunks that could not be deleted."""
         self._arguments = arguments
         self._inspector = inspector
         self._out = out
@@ -118,70 +118,56 @@ class TierRun:
         self._judge = Judge(inspector, arguments.rate, self._stop, keys)
         self._bad: list[ChunkVerdict] = []
         self._failed_in_a_row = 0
+        self._began_s = time.monotonic()
 
     @property
     def is_bad(self) -> bool:
         """Whether something is wrong, or unknown."""
-        return bool(self.chunks["bad"] or self.chunks["unreadable"] or self.unlisted_namespaces)
+        return bool(self._chunks["bad"] or self._chunks["unreadable"] or self._unlisted)
+
+    @property
+    def _unlisted(self) -> int:
+        return sum(namespace.trouble is not None for namespace in self.namespaces)
 
     def run(self) -> dict[str, Any]:
         """Read everything, and return the totals as plain data. Raises StoreError, TierError, KeyboardInterrupt."""
-        namespaces = list(selected(self._inspector, self._arguments))
-        self.found, finished = len(namespaces), False
-        total_bytes = sum(self._inspector.measure(namespace).size_bytes for namespace in namespaces)
-        began_s = time.monotonic()
+        self.namespaces = list(selected(self._inspector, self._arguments))
+        self._total_bytes = sum(self._inspector.measure(namespace).size_bytes for namespace in self.namespaces)
+        self._began_s, finished = time.monotonic(), False
         pool = ThreadPoolExecutor(THREADS, thread_name_prefix="nixl-offload-verify")
         try:
-            for namespace in namespaces:
-                if namespace.trouble is not None:
-                    self.unlisted_namespaces += 1
-                    continue
-                self._read_namespace(pool, namespace, total_bytes, began_s)
+            for namespace in self.namespaces:
+                self._read_namespace(pool, namespace)
             finished = True
         finally:
             self._stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             self._bar.clear()
-            elapsed_s = time.monotonic() - began_s
+            elapsed_s = time.monotonic() - self._began_s
             if not self._arguments.json:
                 self._print_totals(elapsed_s, finished=finished)
         return {
             "tier": self._inspector.kind,
             "where": self._inspector.where,
-            "chunks": self.chunks,
-            "bytes_checked": self.bytes_checked,
-            "deleted": self.deleted,
-            "left": self.left,
-            "unlisted_namespaces": self.unlisted_namespaces,
+            "chunks": self._chunks,
+            "bytes_checked": self._bytes_checked,
+            "deleted": self._deleted,
+            "left": self._left,
+            "unlisted_namespaces": self._unlisted,
             "finished": finished,
             "seconds": round(elapsed_s, 3),
             "bytes_read": self._judge.bytes_read,
         }
 
-    def _read_namespace(
-        self, pool: ThreadPoolExecutor, namespace: NamespaceInfo, total_bytes: int, began_s: float
-    ) -> None:
-        flight: deque[Future[ChunkVerdict]] = deque()
-
-        def settle() -> None:
-            self._settle(namespace, flight[0].result())
-            flight.popleft()
-            checked, all_bytes = self.bytes_checked, max(total_bytes, self.bytes_checked, 1)
-            rate = self._judge.bytes_read / max(time.monotonic() - began_s, 1e-3)
-            left = f", {_about_time((all_bytes - checked) / rate)} left" if rate else ""
-            chunks = plural(sum(self.chunks.values()), "chunk")
-            self._bar(
-                f"{checked / all_bytes:.0%} of {about_size(all_bytes)}, {chunks}, {self.chunks['bad']:,} bad, "
-                f"{about_size(int(rate))}/s{left}"
-            )
-
+    def _read_namespace(self, pool: ThreadPoolExecutor, namespace: NamespaceInfo) -> None:
+        in_flight: deque[Future[ChunkVerdict]] = deque()
         try:
             for chunk in self._inspector.chunks(namespace):
-                flight.append(pool.submit(self._judge.judge, namespace, chunk))
-                if len(flight) >= _IN_FLIGHT:
-                    settle()
-            while flight:
-                settle()
+                in_flight.append(pool.submit(self._judge.judge, namespace, chunk))
+                if len(in_flight) >= _IN_FLIGHT:
+                    self._settle(namespace, in_flight.popleft().result())
+            while in_flight:
+                self._settle(namespace, in_flight.popleft().result())
         finally:
             self._delete_bad(namespace)
 
@@ -193,22 +179,23 @@ class TierRun:
                 raise StoreError(f"{verdict.faults[0].words}; gave up after several in a row", cause="io")
         elif is_good:
             self._failed_in_a_row = 0
-        self.chunks[verdict.kind] += 1
-        self.bytes_checked += verdict.chunk.size_bytes
+        self._chunks[verdict.kind] += 1
+        self._bytes_checked += verdict.chunk.size_bytes
         if self._arguments.delete_bad and verdict.kind in ("bad", "stale"):
             self._bad.append(verdict)
-            if len(self._bad) >= self._inspector.delete_batch:
+            if len(self._bad) >= _DELETE_BATCH:
                 self._delete_bad(namespace)
         elif not is_good:
             self._report(namespace, verdict)
+        self._show_progress()
 
     def _delete_bad(self, namespace: NamespaceInfo) -> None:
         bad, self._bad = self._bad, []
         results = self._inspector.delete(namespace, [(each.chunk, each.bad_shards) for each in bad]) if bad else []
         for verdict, left_because in zip(bad, results, strict=True):
             done = left_because is None
-            self.deleted += done
-            self.left += not done and verdict.kind == "bad"
+            self._deleted += done
+            self._left += not done and verdict.kind == "bad"
             whole = len(verdict.bad_shards) in (0, len(verdict.chunk.shards))
             words = left_because or ("deleted" if whole else "deleted what belongs to no rank; the chunk stays")
             self._report(namespace, verdict, done, words)
@@ -242,18 +229,28 @@ class TierRun:
                 print(f"    rank {fault.rank}:{place} {printable(fault.words, _WORDS_CHARS)}{since}", file=out)
             out.flush()
 
+    def _show_progress(self) -> None:
+        checked, all_bytes = self._bytes_checked, max(self._total_bytes, self._bytes_checked, 1)
+        rate = self._judge.bytes_read / max(time.monotonic() - self._began_s, 1e-3)
+        left = f", {_about_time((all_bytes - checked) / rate)} left" if rate else ""
+        chunks = plural(sum(self._chunks.values()), "chunk")
+        self._bar(
+            f"{checked / all_bytes:.0%} of {about_size(all_bytes)}, {chunks}, {self._chunks['bad']:,} bad, "
+            f"{about_size(int(rate))}/s{left}"
+        )
+
     def _print_totals(self, elapsed_s: float, *, finished: bool) -> None:
         out, bytes_read = self._out, self._judge.bytes_read
         rate = f", {about_size(int(bytes_read / elapsed_s))}/s" if elapsed_s > 0 and bytes_read else ""
-        checked = f"{plural(sum(self.chunks.values()), 'chunk')}, {about_size(self.bytes_checked)} checked{rate}"
+        checked = f"{plural(sum(self._chunks.values()), 'chunk')}, {about_size(self._bytes_checked)} checked{rate}"
         print(f"{self._inspector.where}: {checked}{'' if finished else '; not finished'}", file=out)
         for kind, words in _VERDICT_WORDS.items():
-            if self.chunks[kind] or kind in ("good", "bad"):
-                print(f"  {self.chunks[kind]:,} {words}", file=out)
-        if self.deleted or self.left:
-            print(f"  {self.deleted:,} deleted, {self.left:,} bad ones left", file=out)
-        if self.unlisted_namespaces:
-            namespaces = plural(self.unlisted_namespaces, "namespace")
+            if self._chunks[kind] or kind in ("good", "bad"):
+                print(f"  {self._chunks[kind]:,} {words}", file=out)
+        if self._deleted or self._left:
+            print(f"  {self._deleted:,} deleted, {self._left:,} bad ones left", file=out)
+        if self._unlisted:
+            namespaces = plural(self._unlisted, "namespace")
             print(f"  {namespaces} whose chunks cannot be listed; nixl-offload ls says why", file=out)
 
 

@@ -124,7 +124,7 @@ def check_header(page: memoryview, namespace: NamespaceInfo, chunk: ChunkInfo, s
         words = f"the shard holds {header.blocks_per_chunk} blocks, expected {namespace.blocks_per_chunk}"
         raise FormatError(words, reason="blocks")
     needed_bytes = slot_bytes(header.blocks_per_chunk, header.block_bytes)
-    promised_bytes = namespace.shard_bytes(chunk.key, shard.rank)
+    promised_bytes = namespace.shard_bytes(key_group(chunk.key), shard.rank)
     if promised_bytes not in (None, needed_bytes):
         raise FormatError(
             f"by its header the shard has {needed_bytes} bytes, those of rank {shard.rank} have {promised_bytes}",

@@ -6,20 +6,17 @@ Threading: as ``tiers.inspect``. Ownership: the inspector closes its store.
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from nixl_offload.errors import StoreError
 from nixl_offload.identity.namespace import manifest_fits
 from nixl_offload.stores.base import ObjectInfo, Store
-from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, NamespaceSize, ShardInfo
+from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, ShardInfo
 from nixl_offload.tiers.shared.naming import manifest_name, parse_manifest_name, parse_shard_name
 from nixl_offload.types import Key
 
 _MANIFEST_MAX_BYTES: Final = 1 << 20
-_PLACE: Final = re.compile(r"(?:.*/)?([0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]+\.[0-9a-f]{4})")
 
 
 class SharedInspector(Inspector):
@@ -38,19 +35,6 @@ class SharedInspector(Inspector):
         for name in list_namespaces(self.store, self._count_other):
             yield NamespaceInfo(name, read_manifest(self.store, name))
 
-    def measure(self, namespace: NamespaceInfo) -> NamespaceSize:
-        """List the namespace. A chunk is as old as its youngest shard."""
-        size = NamespaceSize()
-        for chunk in self.chunks(namespace):
-            size = NamespaceSize(
-                size.chunks + 1,
-                size.shards + len(chunk.shards),
-                size.size_bytes + chunk.size_bytes,
-                min(chunk.modified_s, chunk.modified_s if size.oldest_s is None else size.oldest_s),
-                max(chunk.modified_s, chunk.modified_s if size.newest_s is None else size.newest_s),
-            )
-        return size
-
     def chunks(self, namespace: NamespaceInfo) -> Iterator[ChunkInfo]:
         """Yield chunks in the order of their keys."""
 
@@ -63,20 +47,6 @@ class SharedInspector(Inspector):
     def find(self, namespace: NamespaceInfo, digits: str, limit: int) -> Sequence[ChunkInfo]:
         found = group_chunks(self.store.list(f"{namespace.name}/{digits[:2]}/{digits}"))
         return [chunk for chunk, _ in zip(found, range(limit), strict=False)]
-
-    def find_place(self, text: str) -> Sequence[tuple[NamespaceInfo, ChunkInfo, ShardInfo]]:
-        """Find the shard of that name; an absolute path must lie in this directory."""
-        match = _PLACE.fullmatch(text)
-        name = parse_shard_name(match[1]) if match else None
-        outside = text.startswith("/") and not os.path.abspath(text).startswith(f"{self.where}/")
-        if match is None or name is None or outside:
-            return []
-        namespace = NamespaceInfo(name.namespace, read_manifest(self.store, name.namespace))
-        found = group_chunks(self.store.list(match[1]))
-        return [(namespace, chunk, shard) for chunk in found for shard in chunk.shards if shard.place == match[1]]
-
-    def look_again(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> ChunkInfo | None:
-        return next(iter(self.find(namespace, f"{chunk.key.hex()}.", 1)), None)
 
     def read_into(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
         self.store.read_into(shard.place, offset, memory)

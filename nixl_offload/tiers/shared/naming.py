@@ -53,14 +53,6 @@ def parse_shard_name(name: str) -> ShardName | None:
     return ShardName(match[1], Key(bytes.fromhex(match[3])), int(match[4], 16))
 
 
-def end_of(namespace: str, first_byte: int) -> str:
-    """Return a name that sorts behind all shards of keys that begin so, and before those of the next byte.
-
-    "0" follows "/".
-    """
-    return f"{namespace}/{first_byte:02x}0"
-
-
 def manifest_name(namespace: str) -> str:
     """Return the name of a namespace's manifest."""
     return f"{namespace}/{MANIFEST}"

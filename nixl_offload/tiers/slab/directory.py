@@ -228,8 +228,9 @@ class TierDirectory:
         }
         if replicas:
             slab["replicas"] = sorted(map(list, replicas.items()))
-        if stages := self.namespace.stages:
-            slab["stages"] = stages
+        if plan := self.namespace.plan:  # commands find shards by it
+            groups = range(len(self.namespace.fields.groups))
+            slab["held"] = [[plan.held(rank, group) for rank in range(plan.ranks)] for group in groups]
         self._manifest = json.dumps({**self.namespace.manifest(), "slab": slab}, indent=2, sort_keys=True) + "\n"
         self._write_manifest()
 
@@ -263,7 +264,7 @@ class TierDirectory:
             if not _unused(namespace.path.parent, {lock.path for lock in self._locks}):
                 continue
             try:
-                other_namespaces.remove(namespace)
+                other_namespaces.remove(namespace.path)
             except OSError as error:
                 logger.warning("Slab tier %s: cannot remove the unused namespace %s: %s", base, namespace.path, error)
                 continue

@@ -24,7 +24,7 @@ MANIFEST_NAME: Final = "manifest.json"
 SMALL_FILES: Final = (CACHE_PREFIX,)
 """How names of small files of ours begin; room for them is set aside."""
 _MANIFEST_MAX_BYTES: Final = 1 << 20
-_NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
+_NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
 _DP_NAME: Final = re.compile(r"dp-[0-9]+")
 
 
@@ -101,12 +101,12 @@ def last_use_s(path: Path) -> float | None:
         return None
 
 
-def remove(namespace: OtherNamespace) -> None:
+def remove(namespace_path: Path) -> None:
     """Remove a namespace; its manifest goes last, so that remains are still recognised. Raises OSError, but not where
     another engine removes it at the same time and is quicker.
     """
-    manifest = namespace.path / MANIFEST_NAME
-    for path in _children(namespace.path):
+    manifest = namespace_path / MANIFEST_NAME
+    for path in _children(namespace_path):
         if path == manifest:
             continue
         if _is_directory(path):
@@ -115,7 +115,7 @@ def remove(namespace: OtherNamespace) -> None:
             path.unlink(missing_ok=True)
     manifest.unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError):
-        namespace.path.rmdir()
+        namespace_path.rmdir()
 
 
 def tree_bytes(path: Path) -> int:

@@ -220,15 +220,10 @@ def _edit(files: list[bytearray], reader: Reader) -> None:
 
 def _look(looking: IndexReader) -> None:
     """All that commands ask, as they ask it."""
-    key = Key(bytes([1]) * 20 + b"\0\0\0\0")
     asked: list[Any] = [
-        looking.count,
-        lambda: looking.count(0),
-        looking.ends,
         lambda: list(zip(range(1000), looking.rows(), strict=False)),
         lambda: looking.find("010", 4),
-        lambda: looking.get(key),
-        lambda: looking.at(8192),
+        lambda: looking.find((bytes([1]) * 20).hex() + "00000000", 1),
     ]
     for ask in asked:
         try:
