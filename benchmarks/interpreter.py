@@ -2,34 +2,27 @@
 
 With one rank vLLM's scheduler shares the interpreter with this code, so each microsecond here is one of a step.
 
-Run ``python -m benchmarks.interpreter [--directory DIR] [--rounds N] [--json]``. It needs vLLM, and takes three
-minutes. ``DIR`` lies on a tmpfs (``/dev/shm``), so that no drive is waited for. A chunk has 32 layers × 16 blocks with
-pages of 64 bytes, 32 KiB: copying and checksumming it takes a few microseconds, and what is left is interpreter.
+Run ``python -m benchmarks.interpreter [--directory DIR] [--rounds N]``. It needs vLLM, and takes a minute. ``DIR``
+lies on a tmpfs (``/dev/shm``), so that no drive is waited for. A chunk has 32 layers × 16 blocks with pages of 64
+bytes, 32 KiB: copying and checksumming it takes a few microseconds, and what is left is interpreter.
 
-Three figures, which fail in different ways:
+Two figures:
 
 - **interpreter**: CPU time that holds the interpreter, over a run of jobs one after the other, per chunk: that of every
   Python thread of the process, without what lets go of the interpreter: copies between KV blocks and slots, the pump's
   pauses and waits, and NIXL's calls that start and look at I/O. Of the caller's thread only what ``submit_*`` and
   ``get_finished`` take; it asks every 2 ms, as steps would. Other system calls let go of it too and are counted all the
   same: an upper bound.
-- **held**: how much slower a loop of plain Python runs in the main thread while another thread has jobs of 8 chunks
-  done, as microseconds that each chunk has taken from the loop. It counts what the first figure cannot see: handing
-  the interpreter over and back. The rate is limited, and reported: each time that the engine lets go of the
-  interpreter beside a busy thread it gets it back only after the switch interval, 5 ms. The loop alone and the loop
-  beside the engine take turns. It means something on an idle machine only: any other process is as much in the way.
 - **stretch**: CPU time of the pump between two moments in which it lets go of the interpreter, over all jobs of the
   first figure, in microseconds: the 99th percentile and the longest. On a busy machine the longest is mostly the
   machine.
 
-Each figure is the median over rounds, of stretches the median of each round's. Only ``open_rank`` and ``Probes`` know
-the package.
+Each figure is the median over rounds. Only ``open_rank`` and ``Probes`` know the package.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import statistics
 import sys
@@ -59,6 +52,8 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
+from benchmarks import tables
+
 LAYERS = 32
 PAGE_BYTES = 64
 BLOCKS_PER_CHUNK = 16
@@ -69,9 +64,6 @@ CHUNKS = 64
 RUN_CHUNKS = 256
 """Chunks of a measurement of CPU time."""
 ASK_S = 0.002
-BESIDE_CHUNKS_PER_S = 400
-BESIDE_JOB = 8
-LOOP_S = 2.0
 DEADLINE_S = 60.0
 OPERATIONS = ("store", "load")
 NIXL_CALLS = ("postXferReq", "getXferStatus")
@@ -167,17 +159,9 @@ def memory_of_a_rank() -> tuple[list[torch.Tensor], OffloadingConfig]:
     """Return the KV cache of a rank, and what vLLM would say of it."""
     blocks = CHUNKS * BLOCKS_PER_CHUNK
     tensors = [torch.randint(-128, 128, (blocks, PAGE_BYTES), dtype=torch.int8) for _ in range(LAYERS)]
+    sizes = dict.fromkeys(("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size"), 1)
     parallel = OffloadingParallelConfig(
-        rank=0,
-        world_size=1,
-        tp_size=1,
-        pp_size=1,
-        pcp_size=1,
-        dcp_size=1,
-        data_parallel_index=0,
-        data_parallel_size=1,
-        data_parallel_rank_local=None,
-        is_parallelism_agnostic=False,
+        rank=0, data_parallel_index=0, data_parallel_rank_local=None, is_parallelism_agnostic=False, **sizes
     )
     layers = tuple(f"layer {layer}" for layer in range(LAYERS))
     offloading = OffloadingConfig(
@@ -259,57 +243,8 @@ def cpu_us(rank: Rank, operation: str, size: int) -> tuple[float, float]:
     return caller_s * 1e6 / RUN_CHUNKS, others_s * 1e6 / RUN_CHUNKS
 
 
-def loop_rate(seconds: float) -> float:
-    """Return how often a second a loop of plain Python goes round in this thread."""
-    count, value = 0, 0
-    began_s = time.perf_counter()
-    while time.perf_counter() - began_s < seconds:
-        for step in range(1000):
-            value = (value * 31 + step) & 0xFFFF
-        count += 1
-    return count / (time.perf_counter() - began_s)
-
-
-def loop_beside(rank: Rank, operation: str) -> tuple[float, float]:
-    """Return the loop's rate, and chunks a second that were done meanwhile."""
-    over, done = threading.Event(), [0]
-
-    def drive() -> None:
-        next_s = time.monotonic()
-        while not over.is_set():
-            first = done[0] % CHUNKS
-            rank.job(operation, range(first, first + BESIDE_JOB))
-            done[0] += BESIDE_JOB
-            next_s += BESIDE_JOB / BESIDE_CHUNKS_PER_S
-            over.wait(max(0.0, next_s - time.monotonic()))
-
-    driver = threading.Thread(target=drive)
-    driver.start()
-    began_s = time.perf_counter()
-    rate = loop_rate(LOOP_S)
-    while not done[0] and driver.is_alive():  # on a busy machine a job may take longer
-        rate = loop_rate(LOOP_S)
-    seconds, count = time.perf_counter() - began_s, done[0]
-    over.set()
-    driver.join()
-    assert count, "no job ended beside the loop"
-    return rate, count / seconds
-
-
-def held(rank: Rank, operation: str, rounds: int) -> dict[str, float]:
-    """Return by how much the loop is slower beside the engine, and what that makes of each chunk."""
-    ratios, per_chunk, rates = [], [], []
-    for _ in range(rounds):
-        alone = loop_rate(LOOP_S)
-        beside, chunks_per_s = loop_beside(rank, operation)
-        ratios.append(alone / beside)
-        rates.append(chunks_per_s)
-        per_chunk.append((1 - beside / alone) * 1e6 / chunks_per_s)
-    figures = {"slowdown": ratios, "held_us": per_chunk, "beside_chunks_per_s": rates}
-    return {name: statistics.median(values) for name, values in figures.items()}
-
-
 def measure(rank: Rank, operation: str, rounds: int, probes: Probes) -> dict[str, Any]:
+    """Return medians over rounds: ``cpu_us`` by the size of jobs, and stretches."""
     result: dict[str, Any] = {"cpu_us": {}}
     stretches_us = []
     for size in JOBS:
@@ -323,54 +258,34 @@ def measure(rank: Rank, operation: str, rounds: int, probes: Probes) -> dict[str
             without = without_us / RUN_CHUNKS
             runs.append((caller + others - without, caller, others, without))
         names = ("interpreter", "caller", "others", "without")
-        medians = (statistics.median(column) for column in zip(*runs, strict=True))
-        result["cpu_us"][size] = {name: round(value, 1) for name, value in zip(names, medians, strict=True)}
-    p99_us, longest_us = (statistics.median(column) for column in zip(*stretches_us, strict=True))
-    result |= {"stretch_p99_us": round(p99_us), "stretch_longest_us": round(longest_us)}
-    return result | {name: round(value, 3) for name, value in held(rank, operation, rounds).items()}
+        result["cpu_us"][size] = dict(zip(names, map(statistics.median, zip(*runs, strict=True)), strict=True))
+    p99_us, longest_us = map(statistics.median, zip(*stretches_us, strict=True))
+    return result | {"stretch_p99_us": p99_us, "stretch_longest_us": longest_us}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--directory", type=Path, default=Path("/dev/shm"), help="where the slab goes")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    chosen = parser.parse_args()
     logging.disable(logging.WARNING)
-    results: dict[str, Any] = {}
+    rows = []
     probes = Probes()
     for medium in ("slab", "memory"):
-        with (
-            tempfile.TemporaryDirectory(dir=arguments.directory) as directory,
-            open_rank(medium, Path(directory)) as rank,
-        ):
+        with tempfile.TemporaryDirectory(dir=chosen.directory) as scratch, open_rank(medium, Path(scratch)) as rank:
             if medium == "slab":
                 probes.watch_nixl()
             for operation in OPERATIONS:
-                result = measure(rank, operation, arguments.rounds, probes)
-                results[f"{operation}, {medium}"] = {"mover": rank.mover, **result}
-    if arguments.json:
-        print(json.dumps(results, indent=1))
-        return
-    print(
-        "| µs per chunk | "
-        + " | ".join(f"interpreter, jobs of {size}" for size in JOBS)
-        + " | held | slowdown | chunks/s | stretch p99 | longest |"
-    )
-    print("|---|" + "---|" * (len(JOBS) + 5))
-    for name, result in results.items():
-        columns = result["cpu_us"].values()
-        cells = [
-            f"{cpu['interpreter']:.0f} ({cpu['caller']:.0f} + {cpu['others']:.0f} - {cpu['without']:.0f})"
-            for cpu in columns
-        ]
-        cells += [f"{result['held_us']:.0f}", f"{result['slowdown']:.2f}", f"{result['beside_chunks_per_s']:.0f}"]
-        cells += [str(result["stretch_p99_us"]), str(result["stretch_longest_us"])]
-        print(f"| {name} ({result['mover']}) | " + " | ".join(cells) + " |")
-    print(
-        "\nInterpreter: CPU time of the caller's thread + that of others - what of it lets go of the interpreter."
-        "\nSlowdown: at so many chunks a second, in jobs of 8."
-    )
+                found = measure(rank, operation, chosen.rounds, probes)
+                cells = [
+                    f"{cpu['interpreter']:.0f} ({cpu['caller']:.0f} + {cpu['others']:.0f} - {cpu['without']:.0f})"
+                    for cpu in found["cpu_us"].values()
+                ]
+                cells += [f"{found['stretch_p99_us']:.0f}", f"{found['stretch_longest_us']:.0f}"]
+                rows.append([f"{operation}, {medium} ({rank.mover})", *cells])
+    columns = ["µs per chunk", *(f"jobs of {size}" for size in JOBS), "stretch p99", "longest"]
+    print(tables.machine(), tables.table(columns, rows), sep="\n")
+    print("\nCPU time of the caller's thread + that of others - what of it lets go of the interpreter.")
 
 
 if __name__ == "__main__":

@@ -4,22 +4,17 @@ A discrete simulation of a server, no clock: vLLM's steps with a token budget (r
 loads beside the GPU), and a tier that serves one load after the other. Closed loop: as many requests at a time as asked
 for. The rule is the real ``catalog.estimate.LoadOrRecompute``; it learns from what the simulation observes.
 
-    python -m benchmarks.load_or_recompute [--cold] [--requests 300] [--output-tokens 100] [--json FILE]
-
-With ``--cold`` nothing is known at the beginning, when all requests come at once, and everything is measured: what the
-first moments of an engine cost whose cache has outlived the last one.
+    python -m benchmarks.load_or_recompute
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from benchmarks import tables
 from nixl_offload.catalog.estimate import LoadOrRecompute, Part
 
 TOKEN_BYTES = 128 << 10
@@ -33,6 +28,7 @@ _BUDGET_TOKENS = 8192
 _LATENCY_S = 0.001
 _HIT_TOKENS = (1000, 2000, 3000, 4000, 6000)
 _NEW_TOKENS = (100, 500)
+_OUTPUT_TOKENS = (50, 150)
 _WARM_SHARE = 0.3
 """Of the requests: not measured, for estimates are learned in them."""
 
@@ -119,17 +115,9 @@ class Figures(NamedTuple):
     loaded_share: float
 
 
-def simulate(
-    server: Server,
-    policy: Policy,
-    *,
-    requests: int = 300,
-    output_tokens: int = 100,
-    seed: int = 1,
-    warm_share: float = _WARM_SHARE,
-) -> Figures:
+def simulate(server: Server, policy: Policy, requests: int) -> Figures:
     """Serve ``requests`` one after the other as room becomes free, and return what was measured after the warm-up."""
-    source = random.Random(seed)
+    source = random.Random(1)
     now_s = tier_free_s = started_s = 0.0
     made = 0
 
@@ -141,7 +129,7 @@ def simulate(
             arrived_s=now_s,
             hit_tokens=source.choice(_HIT_TOKENS),
             new_tokens=source.randint(*_NEW_TOKENS),
-            output_tokens=source.randint(output_tokens // 2, output_tokens * 3 // 2),
+            output_tokens=source.randint(*_OUTPUT_TOKENS),
         )
 
     waiting = deque(arrive() for _ in range(server.at_a_time))
@@ -149,7 +137,7 @@ def simulate(
     ready: deque[Request] = deque()
     running: list[Request] = []
     done: list[Request] = []
-    warm = int(requests * warm_share)
+    warm = int(requests * _WARM_SHARE)
     while len(done) < requests:
         for request in [request for request in loading if request.ready_s <= now_s]:
             loading.remove(request)
@@ -236,48 +224,27 @@ class Cell(NamedTuple):
         return self.ours.ttft_s / max(self.always, self.never).ttft_s
 
 
-def measure(server: Server, *, requests: int = 300, output_tokens: int = 100, is_cold: bool = False) -> Cell:
-    """Simulate one server under each policy. ``is_cold``: nothing is left out as a warm-up."""
-    policies: Sequence[Callable[[], Policy]] = (Rule, lambda: Fixed(loads=True), lambda: Fixed(loads=False))
-    warm_share = 0.0 if is_cold else _WARM_SHARE
-    figures = [
-        simulate(server, make(), requests=requests, output_tokens=output_tokens, warm_share=warm_share)
-        for make in policies
-    ]
-    return Cell(server, *figures)
+def measure(server: Server, requests: int = 1000) -> Cell:
+    """Simulate one server under each policy."""
+    policies: tuple[Policy, ...] = (Rule(), Fixed(loads=True), Fixed(loads=False))
+    return Cell(server, *(simulate(server, policy, requests) for policy in policies))
 
 
 def main() -> None:
     """Print the grid: our requests per second and TTFT by the better fixed policy's, and what part of hits we load."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cold", action="store_true", help="measure from the first request on")
-    parser.add_argument("--requests", type=int, default=300, help="requests per cell")
-    parser.add_argument("--output-tokens", type=int, default=100, help="tokens that a request decodes, on average")
-    parser.add_argument("--json", metavar="FILE", help="also write every figure to FILE")
-    arguments = parser.parse_args()
     cells = []
     for at_a_time in AT_A_TIME:
-        print(f"{at_a_time} at a time: requests/s ratio, TTFT ratio, part loaded")
-        print("tokens/s " + "".join(f"{f'{speed:g} GB/s':>17}" for speed in TIER_GB_PER_S))
+        print(f"\n{at_a_time} at a time: requests/s ratio, TTFT ratio, part loaded\n")
+        rows = []
         for prefill in PREFILL_TOKENS_PER_S:
-            row = [
-                measure(
-                    Server(at_a_time, prefill, speed * 1e9),
-                    requests=arguments.requests,
-                    output_tokens=arguments.output_tokens,
-                    is_cold=arguments.cold,
-                )
-                for speed in TIER_GB_PER_S
-            ]
+            row = [measure(Server(at_a_time, prefill, speed * 1e9)) for speed in TIER_GB_PER_S]
             cells += row
-            texts = (f"{cell.rate_ratio:.2f} {cell.ttft_ratio:.2f} {cell.ours.loaded_share:.2f}" for cell in row)
-            print(f"{prefill:>8g} " + "".join(f"{text:>17}" for text in texts), flush=True)
+            texts = [f"{cell.rate_ratio:.2f} {cell.ttft_ratio:.2f} {cell.ours.loaded_share:.2f}" for cell in row]
+            rows.append([f"{prefill:g}", *texts])
+        print(tables.table(["tokens/s", *(f"{speed:g} GB/s" for speed in TIER_GB_PER_S)], rows), flush=True)
     rates, ttfts = [cell.rate_ratio for cell in cells], [cell.ttft_ratio for cell in cells]
-    print(f"requests/s: least {min(rates):.2f}, mean {sum(rates) / len(rates):.2f}")
+    print(f"\nrequests/s: least {min(rates):.2f}, mean {sum(rates) / len(rates):.2f}")
     print(f"TTFT: most {max(ttfts):.2f}, mean {sum(ttfts) / len(ttfts):.2f}")
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump([{name: value._asdict() for name, value in cell._asdict().items()} for cell in cells], file)
 
 
 if __name__ == "__main__":
