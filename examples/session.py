@@ -116,31 +116,31 @@ def record(directory: Path) -> str:
     write_model(directory / "model", TINY)
     session.say("# A session")
     session.say(
-        "One server, one drive. `python -m examples.session --write docs/session.md` recorded it on a small, busy "
-        "virtual machine without a GPU, with vLLM's CPU build, a model of four layers and a temporary directory shown "
-        "as `/mnt/nvme`. `serve` starts a vLLM with the config, sends it three prompts, prints the answers, stops it."
+        "One server and one drive, recorded by `python -m examples.session --write docs/session.md` on a small, busy "
+        "virtual machine: vLLM's CPU build, a model of four layers, a temporary directory shown as `/mnt/nvme`. "
+        "`serve` starts a vLLM with the config, sends it three prompts, prints the answers and stops it."
     )
-    session.say("## Is everything right here?")
+    session.say("## Check the config")
     session.run("cat kv.yaml")
     session.run("nixl-offload check kv.yaml")
     session.say("## Serve, stop, serve again")
     session.run("serve kv.yaml")
-    session.say("The second server loads from the drive what the first one computed.")
+    session.say("The second server loads what the first one computed.")
     session.run("serve kv.yaml")
-    session.say("## What is there?")
+    session.say("## Look at what is stored")
     session.run("nixl-offload ls kv.yaml")
     first = json.loads(session.ask("nixl-offload ls kv.yaml --keys --json")[0])
     key = str(first["key"])
     session.run(f"nixl-offload stat kv.yaml {key[:16]}")
-    session.say("## Something goes wrong")
-    session.say("Overwrite one byte of that chunk, as a failing drive might.")
+    session.say("## Damage a chunk")
+    session.say("Overwrite one byte, as a failing drive might.")
     slab, offset = _slot(session, key)
     where = offset + _PAYLOAD_OFFSET + 12345
     session.run(rf"printf '\x5a' | dd of={slab} bs=1 seek={where} conv=notrunc status=none")
     session.run("nixl-offload verify kv.yaml", code=1)
     session.say(
-        "A server needs no `verify`: it finds the damage itself, computes that part and stores it again. The answers "
-        "are the same."
+        "A server needs no `verify`. It finds the damage, computes the chunk and stores it again. The answers are the "
+        "same."
     )
     session.run("serve kv.yaml")
     session.run("nixl-offload verify kv.yaml")
