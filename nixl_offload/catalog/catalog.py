@@ -251,8 +251,7 @@ class Catalog:
         every step.
         """
         tickets = []
-        if self._retention.next_end_s <= now_s:
-            self._retention.expire(now_s)
+        self._retention.expire(now_s)
         for writes in self._write_throughs.begin(now_s):
             keys = tuple(write.chunk.key for write in writes)
             sources, targets = tuple(write.source for write in writes), tuple(write.target for write in writes)
@@ -474,8 +473,7 @@ class Catalog:
                 self._prefetches.ended(location)
         for tier_position, key in reversed(ready):
             self.changes.tell(tier_position, (key,), removed=False)
-            if key in self._retention:
-                self._retention.stored(tier_position, key)
+            self._retention.stored(tier_position, key)
             if record.kind != "write_through" and len(self._tiers) > 1:
                 # What a bucket has served, and memory kept, goes on to the files between them as well.
                 self._write_throughs.offer(key, self._states(key, record.doubtful), now_s)

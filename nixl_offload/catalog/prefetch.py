@@ -8,25 +8,25 @@ Failure: what is nowhere, what memory has no room for and what could not be read
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from itertools import count, islice
-from typing import Final, NamedTuple
+from itertools import count
+from typing import Final, Literal, NamedTuple
 
 from nixl_offload.tiers.base import Tier
+from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Key, Location, Lookup, LookupContext
 
 MAX_PREFETCHES: Final = 256
 """That wait; the oldest is dropped first."""
 MAX_LOOKED_UP: Final = 256
-"""Chunks looked up, or marked as used, in one step: a fraction of a millisecond of it."""
+"""Chunks looked up in one step: a fraction of a millisecond of it."""
 MAX_BEGUN: Final = 64
 """Chunks that begin in one step."""
 MEMORY_SHARE: Final = 0.5
 """Of memory, the most that one prefetch takes: more would throw out what came first."""
 PATIENCE_S: Final = 30.0
-"""A prefetch is dropped after this time: what was foretold has come by then, or the tiers have no time for it."""
+"""A prefetch is dropped when it has not got on for this time: its request has come by then, or there is no room."""
 
 
 class Fetch(NamedTuple):
@@ -46,42 +46,30 @@ class _Prefetch:
     keys: Sequence[Key]
     end_tokens: Sequence[int]
     is_prefix: bool
-    groups: int
+    limit_bytes: float
+    """Of memory, the most that it takes."""
     allowed: Collection[int] | None
     since_s: float
     next: int = 0
     taken_bytes: int = 0
     """Of memory: brought, or there already."""
-    untouched: Iterator[Key] | None = None
-    """What is left to be marked as used; None: not everything was looked up yet."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """What one step may do, and has done."""
+    """What one step has done, and may still do."""
 
     now_s: float
-    limit_bytes: float
-    """Of memory, the most that one prefetch takes."""
-    usable_bytes: int
-    """Of memory: slots that were retired do not come back."""
-    looks_left: int
+    looks_left: int = MAX_LOOKED_UP
     begun: list[Fetch] = field(default_factory=list)
     evicted: list[Key] = field(default_factory=list)
     full: set[int] = field(default_factory=set)
     """Sizes of slots that memory has none of."""
 
 
-class _Progress(Enum):
-    OVER = auto()
-    GOES_ON = auto()
-    """In the next step: some tier has gone to look, or there is more to mark as used."""
-    NO_ROOM = auto()
-    """Memory has no slot now."""
-    NEVER = auto()
-    """Memory will never have a slot."""
-    STEP_OVER = auto()
-    """Nothing more begins in this step."""
+_Progress = Literal["over", "asking", "no_room", "step_over"]
+"""asking: some tier has gone to look, and the next step knows more. no_room: memory has no slot now. step_over: nothing
+more begins in this step."""
 
 
 class PrefetchQueue:
@@ -101,7 +89,7 @@ class PrefetchQueue:
     ) -> None:
         """``lookup``, ``where`` and ``forget`` are the catalog's. ``backlog_bytes``: of chunks under way, per rank.
 
-        ``evicted`` is told, by tier, what had to make room.
+        ``evicted`` is called, by tier, with what had to make room.
         """
         self._tiers = tiers
         self._memory = memory
@@ -115,8 +103,8 @@ class PrefetchQueue:
         self._numbers = count(1)
         self._bytes_under_way = 0
         self.given_up: Counter[str] = Counter()
-        """Prefetches by why they ended early: ``no_room``, memory will never take a chunk; ``late``, nothing came of
-        them for too long; ``overflow``, too many waited."""
+        """Prefetches by why they ended early: ``late``, they did not get on for too long; ``overflow``, too many
+        waited."""
 
     @property
     def has_pending(self) -> bool:
@@ -138,33 +126,31 @@ class PrefetchQueue:
         ``end_tokens``: where each ends in its prompt. ``is_prefix``: those behind one that is nowhere are of no use.
         ``groups``: how many groups of the prompt share what one prefetch may take of memory.
         """
-        if self._memory is None or not keys:
+        memory = None if self._memory is None else self._tiers[self._memory]
+        if not keys or not isinstance(memory, SlotTier):
             return
         if len(self._waiting) >= MAX_PREFETCHES:
             self._give_up(self._waiting.popleft(), "overflow")
-        name = f"prefetch-{next(self._numbers)}"
-        self._waiting.append(_Prefetch(name, keys, end_tokens, is_prefix, groups, allowed, now_s))
+        name, limit_bytes = f"prefetch-{next(self._numbers)}", memory.capacity_bytes * MEMORY_SHARE / groups
+        self._waiting.append(_Prefetch(name, keys, end_tokens, is_prefix, limit_bytes, allowed, now_s))
 
     def begin(self, now_s: float) -> list[Fetch]:
         """Begin what may begin now: sources pinned, slots in memory reserved."""
         assert self._memory is not None, "nothing waits without it"
-        step = self._new_step(now_s)
+        step = _Step(now_s)
         first: list[_Prefetch] = []
-        """In the next step."""
         for _ in range(len(self._waiting)):
             prefetch = self._waiting.popleft()
-            progress = self._advance(prefetch, step)
-            if progress is _Progress.OVER:
+            progress = self._advance(prefetch, self._tiers[self._memory], step)
+            if progress == "over":
                 self._forget(prefetch.request_id)
-            elif progress is _Progress.NEVER:
-                self._give_up(prefetch, "no_room")
             elif now_s - prefetch.since_s >= PATIENCE_S:
                 self._give_up(prefetch, "late")
-            elif progress is _Progress.GOES_ON:
+            elif progress == "asking":
                 self._waiting.append(prefetch)  # a bucket that is slow to answer holds up none of the others
             else:
                 first.append(prefetch)
-                if progress is _Progress.STEP_OVER:
+                if progress == "step_over":
                     break
         self._waiting.extendleft(reversed(first))
         self._evicted(self._memory, step.evicted)
@@ -181,35 +167,16 @@ class PrefetchQueue:
 
     # Inside
 
-    def _new_step(self, now_s: float) -> _Step:
-        assert self._memory is not None
-        slots = self._tiers[self._memory].statistics().slots
-        if slots is None:
-            return _Step(now_s, 0, 0, MAX_LOOKED_UP)
-        limit_bytes = slots.capacity_bytes * MEMORY_SHARE
-        return _Step(now_s, limit_bytes, slots.capacity_bytes - slots.retired_bytes, MAX_LOOKED_UP)
-
     def _give_up(self, prefetch: _Prefetch, why: str) -> None:
         self._forget(prefetch.request_id)
         self.given_up[why] += 1
 
-    def _advance(self, prefetch: _Prefetch, step: _Step) -> _Progress:
-        """Go on with one."""
-        if prefetch.untouched is None:
-            progress = self._look_up(prefetch, step)
-            if progress is not _Progress.OVER:
-                return progress
-            # So far each chunk was younger than those before it: a prefix is to be evicted from its end.
-            known = prefetch.keys[: prefetch.next]
-            prefetch.untouched = iter(known[::-1] if prefetch.is_prefix else known)
-        return self._touch(prefetch.untouched, step)
-
-    def _look_up(self, prefetch: _Prefetch, step: _Step) -> _Progress:
-        """Look for chunks and begin to bring them. OVER: all of them, or as many as are of use."""
+    def _advance(self, prefetch: _Prefetch, memory: Tier, step: _Step) -> _Progress:
+        """Look for chunks and begin to bring them."""
         is_asking = False
         for at in range(prefetch.next, len(prefetch.keys)):
             if not step.looks_left or len(step.begun) >= MAX_BEGUN:
-                return _Progress.GOES_ON if is_asking else _Progress.STEP_OVER
+                return "asking" if is_asking else "step_over"
             step.looks_left -= 1
             key, context = prefetch.keys[at], LookupContext(prefetch.request_id, prefetch.end_tokens[at])
             answer = self._lookup(key, step.now_s, context, prefetch.allowed)
@@ -219,42 +186,30 @@ class PrefetchQueue:
                 break
             elif not is_asking:
                 if answer is Lookup.HIT:
-                    if prefetch.taken_bytes >= step.limit_bytes / prefetch.groups:
+                    if prefetch.taken_bytes >= prefetch.limit_bytes:
                         break
-                    obstacle = self._take(prefetch, key, step)
+                    obstacle = self._take(prefetch, key, memory, step)
                     if obstacle is not None:
-                        # Its next question is a new one, with a time limit of its own.
-                        self._forget(prefetch.request_id)
+                        self._forget(prefetch.request_id)  # its next lookup has a time limit of its own
                         return obstacle
                     prefetch.since_s = step.now_s
                 prefetch.next = at + 1
-        return _Progress.GOES_ON if is_asking else _Progress.OVER
+        return "asking" if is_asking else "over"
 
-    def _take(self, prefetch: _Prefetch, key: Key, step: _Step) -> _Progress | None:
-        """Begin to bring a chunk that is somewhere. Returns what keeps it from that; None: nothing."""
-        assert self._memory is not None
-        memory, slot_bytes = self._tiers[self._memory], self._slot_bytes(key)
-        source = self._where(key, prefetch.allowed)
+    def _take(self, prefetch: _Prefetch, key: Key, memory: Tier, step: _Step) -> _Progress | None:
+        """Begin to bring a chunk that is somewhere. Returns what prevents it; None: nothing."""
+        slot_bytes, source = self._slot_bytes(key), self._where(key, prefetch.allowed)
         if memory.state(key) is None and source is not None:
             if self._bytes_under_way and self._bytes_under_way + slot_bytes > self._backlog_bytes:
-                return _Progress.STEP_OVER
+                return "step_over"
             # Not asked for again: memory may have given up chunks of other sizes, and still lacks room.
             target = None if slot_bytes in step.full else memory.reserve(key, slot_bytes, step.evicted)
             if target is None:
                 step.full.add(slot_bytes)
-                return _Progress.NO_ROOM if slot_bytes <= step.usable_bytes else _Progress.NEVER
+                return "no_room"
             self._bytes_under_way += slot_bytes
             step.begun.append(Fetch(key, self._tiers[source].pin(key), target))
         else:
             memory.touch(key)
         prefetch.taken_bytes += slot_bytes
         return None
-
-    def _touch(self, keys: Iterator[Key], step: _Step) -> _Progress:
-        """Mark chunks as used."""
-        assert self._memory is not None
-        memory = self._tiers[self._memory]
-        for key in islice(keys, step.looks_left):
-            memory.touch(key)
-            step.looks_left -= 1
-        return _Progress.OVER if step.looks_left else _Progress.GOES_ON

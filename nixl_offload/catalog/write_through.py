@@ -41,7 +41,7 @@ class ChainOptions:
     promote: bool = True
     """Keep in memory what is loaded from farther tiers."""
     pin_unsaved: bool = True
-    """Pin chunks in memory until farther tiers have them."""
+    """Pin chunks in memory until a farther tier has them."""
     unsaved_limit_bytes: int = 0
     """The most that is pinned so. Beyond it a chunk may be evicted before it is anywhere else."""
     write_through_backlog_bytes: int = 256 << 20
@@ -91,8 +91,6 @@ class WriteThroughQueue:
         self._bytes_under_way = [0] * len(self._tiers)
         self._written_s = [float("-inf")] * len(self._tiers)
         self._unsaved_bytes = 0
-        self._spare: OrderedDict[PendingChunk, None] = OrderedDict()
-        """Pinned, and in a farther tier already: unpinned when the limit is needed for those that are not."""
         self.outcomes: Counter[tuple[int, str]] = Counter()
         """Counts by target and how a write ended: an outcome; ``gone``, ``refused``, ``overflow`` where none began."""
 
@@ -160,8 +158,8 @@ class WriteThroughQueue:
         if is_saved:
             self._written_s[target] = now_s
         self._close(chunk)
-        if is_saved and chunk.pinned:
-            self._spare[chunk] = None
+        if is_saved:
+            self._unpin(chunk)
 
     def clear(self) -> None:
         """Forget what is pending, and take its pins back. What is under way goes on, until ``settled``."""
@@ -260,18 +258,11 @@ class WriteThroughQueue:
         memory, limit_bytes = self._options.memory, self._options.unsaved_limit_bytes
         if not self._options.pin_unsaved or memory is None or states[memory] is not _READY:
             return
-        if chunk.slot_bytes > limit_bytes:
-            return
-        is_saved = _READY in states[memory + 1 :]
-        while not is_saved and self._spare and self._unsaved_bytes + chunk.slot_bytes > limit_bytes:
-            self._unpin(next(iter(self._spare)))
-        if self._unsaved_bytes + chunk.slot_bytes > limit_bytes:
+        if _READY in states[memory + 1 :] or self._unsaved_bytes + chunk.slot_bytes > limit_bytes:
             return
         self._tiers[memory].pin(chunk.key)
         self._unsaved_bytes += chunk.slot_bytes
         chunk.pinned = True
-        if is_saved:
-            self._spare[chunk] = None
 
     def _unpin(self, chunk: PendingChunk) -> None:
         if not chunk.pinned:
@@ -279,5 +270,4 @@ class WriteThroughQueue:
         assert self._options.memory is not None, "pinned there"
         chunk.pinned = False
         self._unsaved_bytes -= chunk.slot_bytes
-        self._spare.pop(chunk, None)
         self._tiers[self._options.memory].unpin(chunk.key)

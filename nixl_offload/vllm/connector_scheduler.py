@@ -188,7 +188,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         if extra and extra.get("diffusion_read_only"):  # vLLM ends it without computing what it has generated
             limit, prompt_tokens = status.max_offload_tokens, request.num_prompt_tokens
             status.max_offload_tokens = prompt_tokens if limit is None else min(limit, prompt_tokens)
-        if request.kv_transfer_params or request.kv_hints:
+        if request.kv_transfer_params:
             self._hints.arrived(request, status)
 
     def get_num_new_matched_tokens(

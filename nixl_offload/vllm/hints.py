@@ -2,17 +2,16 @@
 
 Threading: the scheduler's thread. Prompts that come as token ids are hashed, and chunks retained and dropped, a piece
 at a step, so that no step waits.
-Failure: nothing raises because of a hint. A bad one is counted, and the first of its sort is logged.
+Failure: nothing raises because of a hint. A bad one is counted, and the first of its kind is logged.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, groupby
-from operator import itemgetter
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Final, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
@@ -20,7 +19,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext, RequestOffloadingCon
 
 from nixl_offload.types import Key
 from nixl_offload.vllm.adapters import AdapterUse
-from nixl_offload.vllm.hint_format import BadHintError, Hint, hints_of
+from nixl_offload.vllm.hint_format import BadHintError, Hint, hint_of
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
 from nixl_offload.vllm.vllm_internals import AdaptedRequestState, request_without_tokens
 
@@ -92,9 +91,11 @@ class Hints:
         self._clock = clock
         self._prompts: deque[tuple[_Prompt, frozenset[int] | None]] = deque()
         """With the tiers that each may be loaded from."""
-        self._tasks: deque[tuple[Callable[[list[OffloadKey]], None], OffloadKey]] = deque()
+        self._tasks: deque[tuple[Callable[[list[OffloadKey]], None], Iterator[OffloadKey]]] = deque()
         """What is to be done with chunks, in this order."""
-        self._at_end: dict[str, list[Hint]] = {}
+        self._waiting_chunks = 0
+        """Of ``_tasks``."""
+        self._at_end: dict[str, Hint] = {}
         """By request: what is to be done with its chunks when it has ended."""
         self._complained: set[str] = set()
 
@@ -103,46 +104,55 @@ class Hints:
         """Whether ``step`` has something to do."""
         return bool(self._prompts or self._tasks)
 
-    def arrived(self, request: Request, status: RequestOffloadState) -> None:
-        """Take the hints of a new request."""
-        for hint in hints_of(request.kv_transfer_params, request.kv_hints):
-            if isinstance(hint, BadHintError):
-                self._complain(hint)
-            else:
-                self._take(hint, request, status)
-
-    def step(self) -> None:
-        """Go on with what has begun, and hash some of the prompt that comes next."""
-        if self._prompts:
-            self._hash()
-        tasks = [self._tasks.popleft() for _ in range(min(CHUNKS_PER_STEP, len(self._tasks)))]
-        for act, alike in groupby(tasks, itemgetter(0)):
-            act([key for _, key in alike])
-
-    def finished(self, request_id: str, status: RequestOffloadState | None) -> None:
-        """A request has ended: begin with what was to be done then. ``status``: with all of its chunks."""
-        for hint in self._at_end.pop(request_id, ()):
-            if status is not None:
-                self._carry_out(hint, status, None)
-
-    def clear(self) -> None:
-        """Carry out nothing of what has come so far."""
-        self._prompts.clear()
-        self._tasks.clear()
-        self._at_end.clear()
-
     @property
     def waits_for_ends(self) -> bool:
         """Whether ``finished`` may have something to do."""
         return bool(self._at_end)
 
+    def arrived(self, request: Request, status: RequestOffloadState) -> None:
+        """Take the hint of a new request."""
+        try:
+            hint = hint_of(request.kv_transfer_params)
+        except BadHintError as error:
+            self._complain(error)
+            return
+        if hint is not None:
+            self._take(hint, request, status)
+
+    def step(self) -> None:
+        """Go on with what has begun: hash some of the oldest prompt, and retain or drop some chunks."""
+        if self._prompts:
+            self._hash()
+        left = CHUNKS_PER_STEP
+        while self._tasks and left:
+            act, waiting = self._tasks[0]
+            if not (keys := list(islice(waiting, left))):
+                self._tasks.popleft()
+                continue
+            left -= len(keys)
+            self._waiting_chunks -= len(keys)
+            act(keys)
+        if not self._waiting_chunks:
+            self._tasks.clear()
+
+    def finished(self, request_id: str, status: RequestOffloadState | None) -> None:
+        """A request has ended: begin with what was to be done then. ``status``: with all of its chunks."""
+        hint = self._at_end.pop(request_id, None)
+        if hint is not None and status is not None:
+            self._carry_out(hint, status, None)
+
+    def clear(self) -> None:
+        """Carry out nothing of what has come so far."""
+        self._prompts.clear()
+        self._tasks.clear()
+        self._waiting_chunks = 0
+        self._at_end.clear()
+
     # Inside
 
     def _take(self, hint: Hint, request: Request, status: RequestOffloadState) -> None:
-        refused = status.req_context.get_state(Refused)
-        is_refused = refused is not None and not refused.may_load  # else by another hint of the same request
-        stores_nothing = not hint.store or (hint.token_ids is None and hint.drop_from is not None)
-        if stores_nothing and not is_refused:
+        has_worthless_keys = status.req_context.get_state(Refused) is not None
+        if not has_worthless_keys and (not hint.store or (hint.token_ids is None and hint.drop_from is not None)):
             status.req_context.set_state(Refused(may_load=True))
         tokens = len(hint.token_ids or ())
         waiting_tokens = sum(len(prompt.token_ids) for prompt, _ in self._prompts) if tokens else 0
@@ -154,13 +164,11 @@ class Hints:
         allowed = self._manager.allowed_tiers(status.req_context)
         if hint.token_ids is not None:
             self._prompts.append((_Prompt(hint, hint.token_ids, status), allowed))
-            return
-        if is_refused:
-            return
-        if hint.prefetch:
-            self._prefetch(self._keys(status), allowed)
-        if hint.retain_s is not None or hint.drop_from is not None:
-            self._at_end.setdefault(request.request_id, []).append(hint)
+        elif not has_worthless_keys:
+            if hint.prefetch:
+                self._prefetch(self._keys(status), allowed)
+            if hint.retain_s is not None or hint.drop_from is not None:
+                self._at_end[request.request_id] = hint
 
     def _hash(self) -> None:
         prompt, allowed = self._prompts[0]
@@ -186,10 +194,11 @@ class Hints:
                 self._begin(self._manager.drop, beyond[::-1])  # the end first: what is left is a prefix
 
     def _begin(self, act: Callable[[list[OffloadKey]], None], keys: list[OffloadKey]) -> None:
-        if len(self._tasks) + len(keys) > MAX_WAITING_CHUNKS:
+        if self._waiting_chunks + len(keys) > MAX_WAITING_CHUNKS:
             self._manager.count("hints", "any", "refused")
-        else:
-            self._tasks += [(act, key) for key in keys]
+        elif keys:
+            self._tasks.append((act, iter(keys)))
+            self._waiting_chunks += len(keys)
 
     def _prefetch(self, keys: list[list[OffloadKey]], allowed: frozenset[int] | None) -> None:
         now_s = self._clock()

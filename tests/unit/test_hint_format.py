@@ -4,47 +4,32 @@ that say what would be right, and never by an exception.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nixl_offload.vllm.hint_format import (
-    ACTION_TYPE,
-    MAX_ACTIONS,
     MAX_RETAIN_S,
     MAX_TOKENS,
     BadHintError,
     Hint,
-    hints_of,
+    hint_of,
 )
-
-
-def envelope(*payloads: Any, kind: str = ACTION_TYPE, version: str = "1.0") -> Any:
-    actions = [SimpleNamespace(action_type=kind, action_version=version, payload=payload) for payload in payloads]
-    return SimpleNamespace(actions=actions)
 
 
 def test_requests_without_hints_for_us() -> None:
     for params in (None, {}, {"do_remote_decode": True}, "text", 7, ["nixl_offload"]):
-        assert list(hints_of(params, None)) == []
-    assert list(hints_of(None, envelope({"keys": []}, kind="kv.fetch"))) == []
-    nonsense: list[Any] = [{"actions": []}, 7, SimpleNamespace(actions=7), SimpleNamespace(actions=[7, None])]
-    for each in nonsense:
-        assert list(hints_of(None, each)) == [], "of no shape that vLLM's decoder would let through"
+        assert hint_of(params) is None
 
 
-def test_every_field_by_either_way() -> None:
+def test_every_field() -> None:
     raw = {"token_ids": [1, 2], "prefetch": True, "retain_s": 60, "store": False}
-    wanted = Hint(token_ids=[1, 2], prefetch=True, retain_s=60, store=False)
-    assert list(hints_of({"nixl_offload": raw}, envelope(raw, {"drop_from": 0}))) == [
-        wanted,
-        wanted,
-        Hint(drop_from=0),
-    ]
-    assert wanted.names == ["prefetch", "retain", "store"]
+    hint = hint_of({"do_remote_decode": True, "nixl_offload": raw})
+    assert hint == Hint(token_ids=[1, 2], prefetch=True, retain_s=60, store=False)
+    assert hint.names == ["prefetch", "retain", "store"]
     assert Hint(drop_from=7).names == ["drop"]
-    assert list(hints_of({"nixl_offload": {}}, envelope({}, version="1.7"))) == [Hint(), Hint()]
+    assert hint_of({"nixl_offload": {}}) == Hint()
+    assert hint_of({"nixl_offload": {"drop_from": 5, "retain_s": 0}}) == Hint(retain_s=0, drop_from=5), "both say drop"
 
 
 @pytest.mark.parametrize(
@@ -77,24 +62,8 @@ def test_every_field_by_either_way() -> None:
 )
 def test_bad_hints_are_named_with_what_would_be_right(raw: Any, where: str) -> None:
     """The value is not in the text: it may be a part of a user's prompt."""
-    for [bad], path in (
-        (list(hints_of({"nixl_offload": raw}, None)), "kv_transfer_params.nixl_offload"),
-        (list(hints_of(None, envelope(raw))), "kv_hints.actions.payload"),
-    ):
-        assert isinstance(bad, BadHintError)
-        assert bad.path == path + where
-        assert str(bad).startswith(f"{bad.path}: ")
-        assert len(str(bad)) < 200
-
-
-def test_other_versions_and_too_many_actions() -> None:
-    [bad] = hints_of(None, envelope({}, version="2.0"))
-    assert isinstance(bad, BadHintError)
-    found = list(hints_of(None, envelope(*[{}] * (MAX_ACTIONS + 5))))
-    assert found[:MAX_ACTIONS] == [Hint()] * MAX_ACTIONS
-    assert len(found) == MAX_ACTIONS + 1
-    assert isinstance(found[-1], BadHintError)
-
-
-def test_both_0_and_drop_say_the_same_and_may_go_together() -> None:
-    assert list(hints_of({"nixl_offload": {"drop_from": 5, "retain_s": 0}}, None)) == [Hint(retain_s=0, drop_from=5)]
+    with pytest.raises(BadHintError) as bad:
+        hint_of({"nixl_offload": raw})
+    assert bad.value.path == "kv_transfer_params.nixl_offload" + where
+    assert str(bad.value).startswith(f"{bad.value.path}: ")
+    assert len(str(bad.value)) < 200

@@ -53,27 +53,6 @@ def bring(chain: Chain, outcome: Outcome = Outcome.OK) -> list[tuple[bytes, int]
     return brought
 
 
-def test_a_step_marks_only_so_many_as_used(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long prefix takes many steps, and none of them does the work of two."""
-    monkeypatch.setattr(prefetch, "MAX_LOOKED_UP", 2)
-    chain = make(memory_slots=16)
-    chain.store(1, 2, 3, 4, 5)
-    chain.write_through()
-    touch, touched = chain.tiers[MEMORY].touch, list[bytes]()
-
-    def count(used: Key) -> None:
-        touched.append(used)
-        touch(used)
-
-    monkeypatch.setattr(chain.tiers[MEMORY], "touch", count)
-    foretell(chain, 1, 2, 3, 4, 5)
-    while chain.catalog.has_pending_writes:
-        before = len(touched)
-        assert bring(chain) == []
-        assert len(touched) - before <= 2
-    assert touched == keys(1, 2, 3, 4, 5, 5, 4, 3, 2, 1), "as they are found, and then so that the end goes first"
-
-
 def test_a_step_looks_up_and_begins_as_much_as_it_may(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four looks and four marks with one to spare; then two chunks a step."""
     monkeypatch.setattr(prefetch, "MAX_LOOKED_UP", 9)
@@ -234,19 +213,6 @@ def test_one_that_gets_no_slot_for_too_long_is_dropped(make: MakeChain) -> None:
     assert not chain.catalog.has_pending_writes
     assert chain.catalog.counts().prefetches_given_up == {"late": 1}
     chain.report(load.ticket)
-
-
-def test_what_memory_has_lost_all_slots_for_is_given_up_at_once(make: MakeChain) -> None:
-    """Slots that late I/O may still touch do not come back."""
-    chain = make(memory_slots=2)
-    on_file_only(chain, 1, 2)
-    foretell(chain, 1, 2)
-    while chain.tiers[MEMORY].statistics().slots.retired_bytes < 2 * SLOT:  # type: ignore[union-attr]
-        bring(chain, Outcome.TAINTED)
-        foretell(chain, 1, 2)
-    assert bring(chain) == []
-    assert not chain.catalog.has_pending_writes
-    assert chain.catalog.counts().prefetches_given_up["no_room"] > 0
 
 
 def test_only_so_many_are_under_way_at_a_time(make: MakeChain) -> None:

@@ -16,7 +16,6 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import (
     OffloadKey,
     ScheduleEndContext,
@@ -57,14 +56,11 @@ def request_of(
     salt: str | None = None,
     adapter: LoRARequest | None = None,
     params: Any = None,
-    envelope: KvHintsEnvelope | None = None,
 ) -> Request:
     """A request as the engine makes it from one that has come."""
     sampling = SamplingParams(max_tokens=1, extra_args=None if params is None else {"kv_transfer_params": params})
     hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-    return Request(
-        name, tokens, sampling, None, lora_request=adapter, cache_salt=salt, block_hasher=hasher, kv_hints=envelope
-    )
+    return Request(name, tokens, sampling, None, lora_request=adapter, cache_salt=salt, block_hasher=hasher)
 
 
 def keys_of(request: Request) -> list[OffloadKey]:
@@ -103,12 +99,11 @@ def pending_steps(scheduler: NixlOffloadScheduler) -> int:
     return steps
 
 
-@pytest.mark.parametrize("by_envelope", [False, True])
 @pytest.mark.parametrize(
     ("salt", "adapter"), [(None, None), ("tenant", None), ("tenant", LoRARequest("adapter", 1, "/adapter"))]
 )
 def test_token_ids_give_the_keys_of_a_request_with_that_salt_and_adapter(
-    scheduler: NixlOffloadScheduler, salt: str | None, adapter: LoRARequest | None, by_envelope: bool
+    scheduler: NixlOffloadScheduler, salt: str | None, adapter: LoRARequest | None
 ) -> None:
     right = keys_of(request_of("right", TOKENS, salt=salt, adapter=adapter))
     assert len(right) == CHUNKS
@@ -117,17 +112,8 @@ def test_token_ids_give_the_keys_of_a_request_with_that_salt_and_adapter(
         scheduler._take_adapters({0: {use.adapter: use.digests}})
         right = [make_offload_key(use.tag(get_offload_block_hash(key)), get_offload_group_idx(key)) for key in right]
     put_on_the_slab(scheduler, right)
-    raw = {"prefetch": True, "token_ids": TOKENS}
-    other = KvHintAction("1", "kv.fetch", "1.0", {"block_hashes": [1]})
-    ours = KvHintAction("2", "nixl_offload.hints", "1.0", raw)
-    carrier = request_of(
-        "carrier",
-        TOKENS[:1],
-        salt=salt,
-        adapter=adapter,
-        params=None if by_envelope else {"do_remote_decode": False, "nixl_offload": raw},
-        envelope=KvHintsEnvelope("0.1", "message", [other, ours]) if by_envelope else None,
-    )
+    params = {"do_remote_decode": False, "nixl_offload": {"prefetch": True, "token_ids": TOKENS}}
+    carrier = request_of("carrier", TOKENS[:1], salt=salt, adapter=adapter, params=params)
     scheduler.on_new_request(carrier)
     assert scheduler.has_pending_push_work(), "an idle engine steps on"
     assert pending_steps(scheduler) == 1
@@ -175,22 +161,13 @@ def test_a_hint_about_many_chunks_takes_many_steps(
     send(retain_s=60)
     while scheduler._hints.has_pending:
         scheduler._hints.step()
-        retained.append([at for at, key in enumerate(keys) if Key(key) in catalog._retention])
+        retained.append([at for at, key in enumerate(keys) if Key(key) in catalog._retention._until_s])
     assert retained == [[0, 1], [0, 1, 2]]
     send(drop_from=0)
     while scheduler._hints.has_pending:
         scheduler._hints.step()
         left.append([at for at, key in enumerate(keys) if catalog._tiers[1].state(Key(key)) is State.READY])
     assert left == [[0], []]
-
-
-def test_hints_of_several_requests_share_a_step(scheduler: NixlOffloadScheduler) -> None:
-    """Else those that end together would wait for each other for many steps."""
-    for number in range(3):
-        own = request_of(f"own {number}", [*TOKENS, number], params={"nixl_offload": {"retain_s": 60}})
-        scheduler.on_new_request(own)
-        scheduler.request_finished(own)
-    assert pending_steps(scheduler) == 1
 
 
 def test_an_adapter_that_is_known_only_later_counts_from_the_first_token(
@@ -222,49 +199,31 @@ def test_a_requests_own_chunks_are_fetched_when_it_arrives(scheduler: NixlOffloa
     settle(scheduler, move.ticket)
 
 
-def test_a_request_that_is_not_stored_may_have_another_hint(scheduler: NixlOffloadScheduler) -> None:
-    """One by each way."""
-    action = KvHintAction("1", "nixl_offload.hints", "1.0", {"prefetch": True})
-    envelope = KvHintsEnvelope("0.1", "message", [action])
-    own = request_of("own", TOKENS, params={"nixl_offload": {"store": False}}, envelope=envelope)
-    put_on_the_slab(scheduler, keys_of(own))
-    scheduler.on_new_request(own)
-    [move] = moves(scheduler)
-    assert list(move.keys) == keys_of(own)
-    settle(scheduler, move.ticket)
-
-
-def test_too_many_at_a_time_are_refused(scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hints, "MAX_PROMPTS", 2)
-    params = {"nixl_offload": {"prefetch": True, "token_ids": TOKENS}}
-    for number in range(5):
-        scheduler.on_new_request(request_of(f"carrier {number}", TOKENS[:1], params=params))
-    assert pending_steps(scheduler) == 2
+def counted(scheduler: NixlOffloadScheduler) -> dict[tuple[str, ...], float]:
     stats = scheduler.offload_manager.get_stats()
     assert stats is not None
-    counted = stats.data["data"]["vllm:nixl_offload_hints"]
-    assert (counted["prefetch", "taken"], counted["any", "refused"]) == (2, 3)
+    return dict(stats.data["data"]["vllm:nixl_offload_hints"])
 
 
-def test_too_many_tokens_at_a_time_are_refused(
-    scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("limit", "most"), [("MAX_PROMPTS", 2), ("MAX_WAITING_TOKENS", 2 * len(TOKENS) + 1)])
+def test_too_many_prompts_at_a_time_are_refused(
+    scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
     """What has been hashed, or was no token, makes room for others."""
-    monkeypatch.setattr(hints, "MAX_WAITING_TOKENS", len(TOKENS) + 1)
+    monkeypatch.setattr(hints, limit, most)
 
-    def send(tokens: list[Any]) -> None:
+    def send(name: str, tokens: list[Any]) -> None:
         params = {"nixl_offload": {"prefetch": True, "token_ids": tokens}}
-        scheduler.on_new_request(request_of(f"carrier of {tokens[-1]}", [1], params=params))
+        scheduler.on_new_request(request_of(name, [1], params=params))
 
-    send(TOKENS)
-    send(["no token"])
-    send(TOKENS)
+    for number in range(4):
+        send(f"carrier {number}", TOKENS if number else ["no token"])
     pending_steps(scheduler)
-    send(TOKENS)
-    stats = scheduler.offload_manager.get_stats()
-    assert stats is not None
-    counted = stats.data["data"]["vllm:nixl_offload_hints"]
-    assert (counted["prefetch", "taken"], counted["any", "refused"], counted["any", "bad"]) == (3, 1, 1)
+    send("later", TOKENS)
+    found = counted(scheduler)
+    refused = 2 if limit == "MAX_PROMPTS" else 1
+    assert (found["prefetch", "taken"], found["any", "refused"]) == (5 - refused, refused)
+    assert found["any", "bad"] == 1
 
 
 def test_too_many_chunks_at_a_time_are_refused(
@@ -280,15 +239,11 @@ def test_too_many_chunks_at_a_time_are_refused(
 
     for number in range(4):
         end(f"own {number}")
-    assert len(scheduler._hints._tasks) == 2 * CHUNKS
     pending_steps(scheduler)
-    assert len(scheduler._hints._tasks) == 0
     end("later")
     pending_steps(scheduler)
-    stats = scheduler.offload_manager.get_stats()
-    assert stats is not None
-    counted = stats.data["data"]["vllm:nixl_offload_hints"]
-    assert (counted["retain", "taken"], counted["any", "refused"]) == (5, 2)
+    found = counted(scheduler)
+    assert (found["retain", "taken"], found["any", "refused"]) == (5, 2)
 
 
 def test_a_reset_ends_what_hints_have_asked_for(scheduler: NixlOffloadScheduler) -> None:
@@ -301,26 +256,6 @@ def test_a_reset_ends_what_hints_have_asked_for(scheduler: NixlOffloadScheduler)
     scheduler.reset_cache()
     scheduler.request_finished(own)
     assert not scheduler._hints.has_pending
-
-
-def test_chunks_that_wait_hold_no_prompt_up(scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much is retained, tokens that come with a prefetch are hashed meanwhile."""
-    monkeypatch.setattr(hints, "CHUNKS_PER_STEP", 1)
-    own = request_of("own", TOKENS, params={"nixl_offload": {"retain_s": 60}})
-    scheduler.on_new_request(own)
-    scheduler.request_finished(own)
-    params = {"nixl_offload": {"prefetch": True, "token_ids": TOKENS}}
-    scheduler.on_new_request(request_of("carrier", TOKENS[:1], params=params))
-    scheduler._hints.step()
-    assert scheduler._hints._tasks
-    assert not scheduler._hints._prompts
-
-
-def test_requests_without_hints_leave_nothing(scheduler: NixlOffloadScheduler) -> None:
-    scheduler.on_new_request(request_of("plain", TOKENS))
-    scheduler.on_new_request(request_of("handed over", TOKENS, params={"do_remote_decode": True}))
-    assert not scheduler._hints.has_pending
-    assert not scheduler._hints.waits_for_ends
 
 
 def test_a_request_that_waits_for_room_hears_that_its_chunks_were_dropped(scheduler: NixlOffloadScheduler) -> None:
@@ -344,4 +279,4 @@ def test_what_is_to_be_done_at_the_end_waits_for_it(scheduler: NixlOffloadSchedu
     assert scheduler.has_pending_push_work(), "an idle engine steps on"
     assert pending_steps(scheduler) == 1
     catalog = scheduler.offload_manager.catalog
-    assert all(Key(key) in catalog._retention for key in keys_of(own))
+    assert catalog._retention._until_s.keys() == {Key(key) for key in keys_of(own)}
