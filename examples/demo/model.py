@@ -3,7 +3,7 @@
 An ordinary random model hardly looks at its KV cache: its attention is flat, an average over thousands of values is
 nearly zero, and the token itself decides the answer. Here the weights are scaled so that attention is sharp (each head
 picks out a few distant tokens) and what attention says outweighs the token's own embedding and the MLP. So a wrong KV
-block changes tokens and logprobs; ``tests/vllm/test_model_depends_on_kv.py`` proves it.
+block changes tokens and logprobs.
 
 Threading: plain functions; nothing is shared. torch and safetensors are imported when a model is written.
 """

@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 ANSWER_TOKENS = 4
-"""So many show any damaged block: ``test_model_depends_on_kv.py``. Each takes as long as 100 tokens of a prompt."""
+"""So many show any damaged block. Each takes as long as 100 tokens of a prompt."""
 BLOCK_TOKENS = 64
 CHUNK_TOKENS = 256
 MAX_BATCHED_TOKENS = 512

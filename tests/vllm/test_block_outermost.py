@@ -4,24 +4,18 @@ and loaded as any other, packed and direct; that groups store their own pages on
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
-from nixl_offload.config import beside, kv_transfer_config, parse_config
-from nixl_offload.errors import ConfigError
 from nixl_offload.vllm import connector as connector_module
 from nixl_offload.vllm.connector import NixlOffloadConnector
 from nixl_offload.vllm.kv_caches import without_padding
-from nixl_offload.vllm.plugin import register
 from tests.vllm.blocks_outermost import ENVIRONMENT
 from tests.vllm.harness import TINY, TINY_HYBRID, Answer, ModelShape, Workshop, file_tier, prompts
 
@@ -105,28 +99,6 @@ def test_when_the_layout_is_asked_for(
     """On a GPU, unless the config forbids it or the model has recurrent state."""
     monkeypatch.setattr(connector_module, "current_platform", _Platform(cuda=cuda))
     assert NixlOffloadConnector.get_required_kvcache_layout(_vllm_config(tmp_path, hybrid, **fields)) == layout
-
-
-def test_beside_a_connector_that_wants_another_layout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """``MultiConnector`` refuses two layouts; what ``show --with nixl`` renders asks for the other's."""
-    monkeypatch.setattr(connector_module, "current_platform", _Platform(cuda=True))
-    register()
-    transfer = kv_transfer_config(parse_config(file_tier(tmp_path)), file_tier(tmp_path))
-    config: Any = copy.copy(_vllm_config(tmp_path, hybrid=False))
-    config.model_config.use_mla = False
-    config.kv_transfer_config = KVTransferConfig(**beside(transfer, ["NixlConnector"]))
-    assert MultiConnector.get_required_kvcache_layout(config) == "LBHNC"
-    extra = config.kv_transfer_config.kv_connector_extra_config["connectors"][1]["kv_connector_extra_config"]
-    del extra["block_outermost"]
-    with pytest.raises(ValueError, match="KV cache layout mismatch"):
-        MultiConnector.get_required_kvcache_layout(config)
-
-
-def test_what_is_wrong_in_the_config_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """VLLM asks for the layout before it builds the connector."""
-    monkeypatch.setattr(connector_module, "current_platform", _Platform(cuda=True))
-    with pytest.raises(ConfigError, match="block_outermost"):
-        NixlOffloadConnector.get_required_kvcache_layout(_vllm_config(tmp_path, hybrid=False, block_outermost="no"))
 
 
 def _vllm_config(tmp_path: Path, hybrid: bool, **fields: Any) -> Any:

@@ -234,27 +234,6 @@ def test_three_tiers(workshop: Workshop, server: RcloneServer) -> None:
             engine.stop()
 
 
-def test_files_pass_on_to_a_bucket(workshop: Workshop, server: RcloneServer) -> None:
-    """Without memory between them: what is stored in files goes on to the bucket, and another engine finds it there."""
-    asked = prompts(2, steps=2, seed=806)
-    bucket = server.tier("relay")
-    config = chain_config(files(workshop.scratch / "relay"), bucket)
-    with workshop.start_engine(TINY, config, environment=server.environment) as engine:
-        right = engine.generate(asked)
-        assert engine.settle()
-        engine.stop()
-    with workshop.start_engine(TINY, chain_config(bucket), environment=server.environment) as engine:
-        until(lambda: _hits(engine, asked) == 2 * FULL_TOKENS, "the other engine finds all of it")
-        assert engine.reset_prefix_cache()
-        all_loaded(engine.generate(asked), right)
-        engine.stop()
-
-
-def _hits(engine: Engine, asked: list[list[int]]) -> int:
-    assert engine.reset_prefix_cache()
-    return sum(answer.external_hit_tokens for answer in engine.generate(asked))
-
-
 def test_a_slab_in_front_of_a_shared_directory(workshop: Workshop) -> None:
     """What a slab holds goes on to the shared directory, and a server that has lost its slab is served from there."""
     asked = prompts(2, steps=2, seed=803)

@@ -12,7 +12,6 @@ import importlib
 import inspect
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +26,9 @@ from nixl_offload.vllm.connector import NixlOffloadConnector
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.connector_worker import NixlConnectorWorker
 from nixl_offload.vllm.manager import NixlOffloadManager
-from nixl_offload.vllm.messages import RankGeometry, StepMetadata, TicketReport, TicketSpec, WorkerReport
+from nixl_offload.vllm.messages import StepMetadata, TicketReport, TicketSpec, WorkerReport
 from nixl_offload.vllm.spec import NixlOffloadSpec
 from nixl_offload.vllm.worker import NixlOffloadingWorker
-from tests.vllm import manager_rig
 
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
 OFFLOADING = f"{CONNECTOR}.offloading"
@@ -227,15 +225,6 @@ def test_reports_of_two_ranks_merge() -> None:
     assert first.tickets[3].ranks == second.tickets[3].ranks == 1
 
 
-def test_geometries_of_one_step_are_merged() -> None:
-    """Inside another connector every rank tells its own in its first report."""
-    reports = [WorkerReport(geometries={rank: RankGeometry(rank, (4096,), "digest")}) for rank in range(3)]
-    merged = reports[0].aggregate(reports[1]).aggregate(reports[2])
-    assert isinstance(merged, WorkerReport)
-    assert merged.geometries == {rank: RankGeometry(rank, (4096,), "digest") for rank in range(3)}
-    assert list(reports[0].geometries) == [0]
-
-
 # What follows from the differences between versions.
 
 
@@ -247,47 +236,3 @@ def test_an_unknown_version_is_refused_before_anything_private_is_imported(monke
     monkeypatch.setattr("vllm.__version__", "0.34.0")
     with pytest.raises(NotSupportedError, match=r"vLLM 0\.33, and this is vLLM 0\.34\.0"):
         getattr(plugin, CONNECTOR_NAME)
-
-
-def test_every_rank_stores_where_the_kv_is_replicated() -> None:
-    """MLA with TP > 1: vLLM lets rank 0 store for all; each of our ranks has a file of its own and loads from it."""
-    jobs = named(f"{OFFLOADING}.common")
-    parallel = SimpleNamespace(rank=1)
-    spec = SimpleNamespace(
-        replicated_layout=True, config=SimpleNamespace(canonical_layout=False, parallel=parallel, groups=(None,))
-    )
-    worker = NixlConnectorWorker(spec, None, manager_rig.kv_cache_config())  # type: ignore[arg-type]
-    blocks = named("vllm.v1.kv_offload.base:GPULoadStoreSpec")([1], group_sizes=[1], block_indices=[0])
-    worker.prepare_store_kv(jobs.OffloadingConnectorMetadata({}, {5: jobs.TransferJob("request", blocks, blocks)}))
-    assert [job_id for job_id, *_ in worker._unsubmitted_store_jobs] == [5]
-
-
-def test_sleeping_without_a_rank_does_nothing() -> None:
-    """Of ``unregister_kv_caches`` and ``restore_kv_caches`` vLLM may call each twice."""
-    assert NixlOffloadConnector.supports_sleep_mode(None)  # type: ignore[arg-type]
-    connector = object.__new__(NixlOffloadConnector)
-    connector.connector_worker = None
-    connector.unregister_kv_caches()
-    connector.restore_kv_caches()
-
-
-def test_opening_again_changes_nothing() -> None:
-    """Waking up repeats the handshake; opening twice would meet our own lock."""
-    rig = manager_rig.Rig(manager_rig.config_of(manager_rig.memory_tier()))
-    opened = rig.manager.catalog
-    rig.manager.open(manager_rig.ranks())
-    assert not rig.manager.serving.take_places(), "the ranks are not told again"
-    assert rig.manager.catalog is opened
-    rig.close()
-
-
-def test_chunks_of_a_failed_load_are_offered_to_the_store_again() -> None:
-    """The stock scheduler half passes over the chunks of a load when it stores, failed or not."""
-    group = SimpleNamespace(offload_keys=[b"a", b"b", b"c", b"d"], next_stored_chunk_idx=4)
-    scheduler = object.__new__(NixlOffloadScheduler)
-    scheduler._jobs = {7: SimpleNamespace(req_id="request", is_store=False, keys={b"a", b"b", b"c"})}  # type: ignore[dict-item]
-    scheduler._req_status = {"request": SimpleNamespace(group_states=[group])}  # type: ignore[dict-item]
-    vllm_internals.offer_again(scheduler, [7, 8], {b"z"})
-    assert group.next_stored_chunk_idx == 4
-    vllm_internals.offer_again(scheduler, [7, 8], {b"b", b"c"})
-    assert group.next_stored_chunk_idx == 1

@@ -6,7 +6,6 @@ As ``test_contract``: asked of the vLLM that is installed, its source where only
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from nixl_offload.types import Outcome
 from nixl_offload.vllm import connector_scheduler
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.connector_worker import NixlConnectorWorker
-from nixl_offload.vllm.messages import NOTHING, LoadSample, RankStatus, StepMetadata, TicketReport, WorkerReport
+from nixl_offload.vllm.messages import LoadSample, RankStatus, TicketReport
 from nixl_offload.vllm.worker import NixlOffloadingWorker
 from tests.vllm import manager_rig
 from tests.vllm.test_contract import OFFLOADING, named
@@ -194,25 +193,6 @@ def test_a_request_that_waits_for_room_is_looked_up_again_when_something_has_cha
     assert ask(0, 2 * chunk) == ((0, False), 1)
 
 
-def test_a_rank_that_has_nothing_to_tell_says_so_in_a_few_bytes() -> None:
-    """In every step, pickled for the scheduler's process, where it is the same object; beside another rank's report it
-    adds nothing.
-    """
-    spec = SimpleNamespace(
-        replicated_layout=False, config=SimpleNamespace(canonical_layout=False, parallel=None, groups=(None,))
-    )
-    silent = NixlConnectorWorker(spec, None, manager_rig.kv_cache_config()).build_connector_worker_meta()  # type: ignore[arg-type]
-    assert silent is NOTHING
-    pickled = pickle.dumps(silent, pickle.HIGHEST_PROTOCOL)
-    assert len(pickled) < 100
-    assert pickle.loads(pickled) is NOTHING
-    told = WorkerReport(tickets={1: TicketReport()})
-    for merged in (silent.aggregate(told), told.aggregate(silent), pickle.loads(pickle.dumps(told))):
-        assert merged == told
-    assert silent.aggregate(silent) is NOTHING
-    assert WorkerReport() == NOTHING, "nobody wrote to it"
-
-
 @pytest.mark.parametrize("memory", [True, False])
 def test_a_chunk_is_described_until_the_last_tier_has_told_that_it_went(
     memory: bool, matching: Callable[..., Matching]
@@ -240,38 +220,6 @@ def test_a_chunk_is_described_until_the_last_tier_has_told_that_it_went(
     assert len(tracker._pending_event_metadata) == 4
     assert removed() == {"STORAGE": blocks}
     assert tracker._pending_event_metadata == {}
-
-
-def test_a_request_is_preempted_and_loaded_in_one_step(matching: Callable[[int], Matching]) -> None:
-    """A reset of running requests makes that. Stores of others are still waited for."""
-    asked = matching(4)
-    scheduler, tokens = asked.scheduler, 4 * manager_rig.CHUNK_TOKENS
-    storing: Any = SimpleNamespace(**{**vars(asked.request), "request_id": "stores"})
-    scheduler.on_new_request(storing)
-    scheduler._req_status["stores"].transfer_jobs.add(9)
-    scheduler._jobs[9] = named(f"{OFFLOADING}.scheduler:TransferJobStatus")("stores", 1, set(), is_store=True)
-    assert asked.ask() == (tokens, True)
-    count = tokens // manager_rig.BLOCK_TOKENS
-    scheduler.update_state_after_alloc(asked.request, manager_rig.allocated(range(1, 1 + count)), tokens)
-    empty = named("vllm.v1.core.sched.output:SchedulerOutput.make_empty")()
-    output = dataclasses.replace(empty, preempted_req_ids={"request", "stores"})
-    meta: Any = scheduler.build_connector_meta(output)
-    assert [job.req_id for job in meta.load_jobs.values()] == ["request"]
-    assert meta.jobs_to_flush == {9}
-
-
-def test_moves_go_out_with_the_step_in_which_they_began(matching: Callable[[int], Matching]) -> None:
-    """The manager begins them when the step's scheduling ends, which is within vLLM's ``build_connector_meta``."""
-    asked = matching(4)
-    empty = named("vllm.v1.core.sched.output:SchedulerOutput.make_empty")
-    meta = asked.scheduler.build_connector_meta(empty())
-    assert isinstance(meta, StepMetadata)
-    assert [list(move.keys) for move in meta.moves] == [asked.keys[:4]]
-    assert not meta.places, "the ranks were told before"
-    assert asked.scheduler.has_pending_push_work()
-    assert not isinstance(asked.scheduler.build_connector_meta(empty()), StepMetadata)
-    asked.manager.settle({meta.moves[0].ticket: TicketReport()})
-    assert not asked.scheduler.has_pending_push_work()
 
 
 @pytest.mark.parametrize("seed", range(4))

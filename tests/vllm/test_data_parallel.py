@@ -27,7 +27,7 @@ from nixl_offload.cli.main import main
 from nixl_offload.tiers.lock import holder_of
 from nixl_offload.tiers.shared import eviction
 from nixl_offload.vllm.metric_names import PREFIX
-from tests.vllm.damage import FULL_TOKENS, PROMPT_CHUNKS, Prompt, chunk_prompts, until
+from tests.vllm.damage import FULL_TOKENS, PROMPT_CHUNKS, Prompt, chunk_prompts
 from tests.vllm.harness import BLOCK_TOKENS, CHUNK_TOKENS, ONE_CORE, Workshop, chain_config
 from tests.vllm.server import Server
 from tests.vllm.shared_rig import SHARD_BYTES, Medium, tree
@@ -173,17 +173,6 @@ def test_damage_to_what_the_other_has_stored(
     prompt, expected = PROMPTS[0], right[0]
     assert ranks.ask_anew(prompt, 1)[0] == expected
     ranks.until_loaded(prompt, 0, expected)
-
-
-@pytest.mark.long
-def test_both_ranks_keep_to_one_capacity(ranks: Ranks, medium: Medium) -> None:
-    """Both store more than fits; what was not used for longest goes, and what was stored last can be loaded."""
-    new = chunk_prompts(CAPACITY_CHUNKS // PROMPT_CHUNKS + 1, seed=242)
-    answers = [ranks.ask(prompt, number % 2) for number, prompt in enumerate(new)]
-    kept = CAPACITY_CHUNKS * (eviction.STEPS - 1) // eviction.STEPS
-    until(lambda: 0 < len(medium.shards()) <= kept, "the directory keeps to its capacity")
-    ranks.until_loaded(new[-1], len(new) % 2, answers[-1])  # on the other one
-    until(lambda: len(medium.shards()) <= kept, "it still does")
 
 
 def test_a_rank_is_killed_while_it_stores(

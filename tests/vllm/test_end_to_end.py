@@ -7,7 +7,6 @@ all the time. That the comparison can fail is shown on the loaded blocks themsel
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,27 +180,6 @@ def test_an_engine_short_of_blocks(shape: ModelShape, workshop: Workshop, refere
         _assert_same(again, reference.many)
         assert sum(answer.external_hit_tokens for answer in again) > 0
         engine.stop()
-
-
-@pytest.mark.long
-def test_scheduler_and_worker_in_processes_of_their_own(workshop: Workshop) -> None:
-    """What ``vllm serve`` runs, the connector's halves in two processes: stored, loaded, stopped, started, loaded.
-
-    Of the first engine these two are bare interpreters, which find our package by themselves.
-    """
-    tier = file_tier(workshop.scratch / "kv-processes")
-    with workshop.start_engine(TINY, tier, in_process=False, forked=False) as engine:
-        right = engine.generate(PROMPTS)
-        assert engine.settle()
-        assert engine.reset_prefix_cache()
-        _assert_loaded(engine.generate(PROMPTS), right)
-        engine.stop()
-    with workshop.start_engine(TINY, tier, in_process=False) as engine:
-        _assert_loaded(engine.generate(PROMPTS), right)
-        engine.stop()
-    (manifest,) = (workshop.scratch / "kv-processes").glob("*/manifest.json")
-    backend = json.loads(manifest.read_text())["fields"]["attention_backend"]
-    assert backend, "the operator chose none, so the rank has to say which one it uses"
 
 
 def _assert_same(answers: list[Answer], expected: list[Answer]) -> None:

@@ -155,12 +155,6 @@ def test_what_cannot_does_not(build: Build, base: Namespace, arguments: dict[str
     assert other.digest == base.digest
 
 
-def test_layer_skipping_tells_two_lists_apart(build: Build) -> None:
-    """Both make blocks of the same size."""
-    two, three = (build(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=[layer]) for layer in "23")
-    assert namespace(two).digest != namespace(three).digest
-
-
 @pytest.mark.parametrize("name", ["cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size"])
 def test_which_tokens_lie_on_which_rank(build: Build, base: Namespace, name: str) -> None:
     """With context parallelism: the same sizes, other tokens."""
@@ -260,18 +254,6 @@ def test_a_tokenizer_of_its_own_counts_by_its_files(build: Build, base: Namespac
     other = build(tokenizer=str(models / "vision"))
     assert models_of(other)["model_config.tokenizer"].files == str(models / "vision")
     assert namespace(other).digest != base.digest
-
-
-def test_a_tokenizer_of_another_revision_or_beside_a_streamed_model_counts(build: Build, models: Path) -> None:
-    same = build()
-    assert set(models_of(same)) == {"model_config"}
-    other = build(tokenizer_revision="v2")
-    assert set(models_of(other)) == {"model_config", "model_config.tokenizer"}
-    for model in (same.model_config, other.model_config):  # as vLLM leaves them that has pulled the model's files
-        model.model_weights, model.tokenizer_revision = "s3://bucket/base", model.revision
-    other.model_config.tokenizer = str(models / "vision")
-    assert set(models_of(same)) == {"model_config"}
-    assert models_of(other)["model_config.tokenizer"].files == str(models / "vision")
 
 
 # Models by name

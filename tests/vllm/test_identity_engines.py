@@ -185,18 +185,6 @@ def test_mla_on_a_cpu(engines: Engines, shared: Medium) -> None:
         _assert_stays_off(engine, shared, right)
 
 
-@pytest.mark.long
-def test_prefix_caching_turned_off_by_the_user(engines: Engines, shared: Medium) -> None:
-    """Nothing is stored or loaded, in whichever process, unless our config overrules that."""
-    off: dict[str, Any] = {"enable_prefix_caching": False}
-    right = engines.answers(**off)
-    with engines.start(shared.config(), in_process=False, **off) as engine:
-        _assert_stays_off(engine, shared, right)
-    served = shared.config(serve_without_prefix_caching=True)
-    assert_same(engines.answers(served, **off), right)
-    engines.assert_shares(right, served, **off)
-
-
 RED, BLUE = "red", "blue"
 TEXT = [prompt[IMAGE_TOKENS:] for prompt in PROMPTS]
 """With an image before them as long as ``PROMPTS``."""

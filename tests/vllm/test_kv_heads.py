@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import derive_canonical_mappings
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-from vllm.v1.core.kv_cache_planning import _project_kv_cache_groups_to_worker, get_kv_cache_config_from_groups
+from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
@@ -238,39 +238,6 @@ def test_layers_side_by_side_are_found_where_they_are_not_by_their_names() -> No
     (rows,) = payloads(memory, [1])
     wanted = [model[name].view(torch.uint8).reshape(BLOCKS, -1).numpy() for name in specs]
     np.testing.assert_array_equal(rows, np.concatenate(wanted, axis=1))
-
-
-def test_pipeline_stages_have_consecutive_layers_of_each_group() -> None:
-    """So what stages store of a block, one behind the other, is what one engine stores."""
-    names = [f"model.layers.{number}.self_attn.attn" for number in range(5)]
-    groups = [group(full(2), *names[:1], *names[2:4]), group(window(2), names[1], names[4])]
-    model = computed(names, 2)
-    whole = Memory(vllm_config(2), groups)
-    stages = []
-    for stage in (names[:2], names[2:4], names[4:]):
-        worker = {name: next(each.kv_cache_spec for each in groups if name in each.layer_names) for name in stage}
-        stages.append(Memory(vllm_config(2), _project_kv_cache_groups_to_worker(groups, worker)))
-    for memory in (whole, *stages):
-        memory.write(model, slice(0, 2))
-    # Groups lie over each other: the first was overwritten by the second, so only the second is compared there.
-    for position in (2, 3):
-        parts = [payloads(memory, [2, 2])[position] for memory in stages]
-        np.testing.assert_array_equal(np.concatenate(parts, axis=1), payloads(whole, [2, 2])[position])
-    assert [memory.shards([2, 2])[0].empty_groups for memory in stages] == [set(), {2, 3}, {0, 1}]
-
-
-def test_what_is_understood() -> None:
-    """Formats that vLLM's kernels share: 16 bits, FP8 with a scale for the layer; padding behind a page."""
-    for spec in (
-        full(4),
-        window(4),
-        full(4, head_size_v=16),
-        full(4, page_size_padded=1 << 10),
-        FullAttentionSpec(
-            TOKENS, num_kv_heads=4, head_size=8, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR
-        ),
-    ):
-        assert Memory(vllm_config(4), [group(spec, "a", "b")]).reason() is None, spec
 
 
 MAMBA = MambaSpec(block_size=TOKENS, shapes=((4, 8),), dtypes=(torch.float32,))

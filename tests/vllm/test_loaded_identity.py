@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from nixl_offload.errors import NamespaceError
 from nixl_offload.vllm.adapters import AdapterName, AdapterTable, AdapterUse, LoadedAdapters
-from nixl_offload.vllm.messages import WeightsAnswer, WorkerReport
+from nixl_offload.vllm.messages import WeightsAnswer
 from nixl_offload.vllm.rank_identity import sources_of
 from nixl_offload.vllm.tensor_digests import adapter_digest, make_factors, piece_sums, weights_digest
 from nixl_offload.vllm.vllm_internals import find_worker
@@ -228,14 +227,6 @@ def test_ranks_that_do_not_answer_block_nobody_for_ever() -> None:
     assert weights.trust is Trust.ASKED
     weights.want(10.1 + ANSWER_WAIT_S)
     assert weights.trust is Trust.BLOCKED
-
-
-def test_reports_of_ranks_are_put_together() -> None:
-    first = WorkerReport(adapters={0: {NAME: ("a",)}}, weights={0: WeightsAnswer(1, "a")})
-    second = WorkerReport(adapters={1: {NAME: ("b",)}}, weights={1: WeightsAnswer(1, "b")})
-    both: Any = first.aggregate(second)
-    assert both.adapters == {0: {NAME: ("a",)}, 1: {NAME: ("b",)}}
-    assert both.weights == {0: WeightsAnswer(1, "a"), 1: WeightsAnswer(1, "b")}
 
 
 def test_the_worker_of_this_connector_is_found() -> None:

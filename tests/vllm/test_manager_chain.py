@@ -139,25 +139,6 @@ def test_a_failed_load_is_told_of_its_tier_and_another_serves(
     assert tier not in tiers_of(rig.load(2, context=request("third")))
 
 
-def test_a_promotion_is_told_when_it_is_there(tmp_path: Path, open_rig: Open) -> None:
-    """What a farther tier served is loadable from memory once the ranks have said so, and not when it fails."""
-    config = config_of(memory_tier(4), slab_tier(tmp_path))
-    first = open_rig(config)
-    first.store(1, 2)
-    first.write_through()
-    first.close()
-    rig = open_rig(config)
-    spec = rig.load(1, 2)
-    assert tiers_of(spec) == [SLAB, SLAB]
-    assert [slot.tier for slot in spec.promotion_slots if slot] == [MEMORY, MEMORY]
-    rig.report(spec.ticket)
-    assert rig.manager.has_pending_work(), "the promotion is still open"
-    assert rig.events() == []
-    rig.report(spec.promotion_ticket, {0: Outcome.DROPPED})
-    assert rig.events() == [("CPU", "LOCAL", False, [2])]
-    assert tiers_of(rig.load(1, 2)) == [SLAB, MEMORY]
-
-
 def test_no_events_where_nobody_listens(tmp_path: Path, open_rig: Open) -> None:
     """They are drained only when events are on, and must not pile up."""
     rig = open_rig(three_tiers(tmp_path), events=False)
@@ -210,29 +191,6 @@ def test_a_request_loads_from_where_it_may(load_tiers: Any, tier: int | None, tm
     assert rig.manager.lookup(key(1), context) is (MISS if tier is None else HIT)
     spec = rig.load(1, context=context)
     assert spec.locations == (NOWHERE,) if tier is None else tiers_of(spec) == [tier]
-
-
-# Moves, and coming to rest.
-
-
-@pytest.mark.parametrize("outcome", [None, *(each for each in Outcome if each is not Outcome.OK)])
-def test_the_engine_comes_to_rest(outcome: Outcome | None, tmp_path: Path, open_rig: Open) -> None:
-    """It is kept stepping while a rank has something to report or a chunk is due, and not after that."""
-    rig = open_rig(three_tiers(tmp_path), world_size=2)
-    assert not rig.manager.has_pending_work()
-    spec = rig.offer(1, 2)
-    assert rig.manager.has_pending_work()
-    rig.report(spec.ticket, ranks=1)
-    assert rig.step() == [], "one rank has not stored it yet"
-    rig.report(spec.ticket, ranks=1)
-    assert rig.manager.has_pending_work(), "it is due in two tiers"
-    failures = {} if outcome is None else {0: outcome}
-    for move in rig.step():
-        for _ in range(2):
-            assert rig.manager.has_pending_work()
-            rig.report(move.ticket, failures, ranks=1)
-    assert not rig.manager.has_pending_work()
-    assert rig.step() == [], "what failed is not tried again by itself"
 
 
 # Shutdown.
@@ -309,27 +267,6 @@ def test_a_slow_tier_is_skipped_and_the_decision_is_counted_once(tmp_path: Path,
     assert decisions(rig) == {(SLAB, "skipped"): 2, (MEMORY, "taken"): 1}
 
 
-def test_a_load_waits_for_those_that_are_out_until_all_ranks_have_ended_them(tmp_path: Path, open_rig: Open) -> None:
-    """A load takes 8 ms, computing 10: a second one behind the first would take 16."""
-    rig = open_rig(config_of(memory_tier(), slab_tier(tmp_path)), world_size=2)
-    on_disk(rig, 1, 2)
-    rig.observe_loads(SLAB, 0.008, 10)
-    rig.observe_prefill(0.01)
-
-    def wanted(name: str, waiting: int = 0) -> int:
-        server = ServerLoad(waiting)
-        return rig.wanted(keys(2), request(name), 0, CHUNK_TOKENS, {}, server)
-
-    assert wanted("first") == CHUNK_TOKENS
-    ticket = rig.load(1).ticket
-    assert wanted("behind it") == 0
-    assert wanted("while another waits for the GPU", 1) == CHUNK_TOKENS
-    rig.report(ticket, ranks=1)
-    assert wanted("one rank still loads") == 0
-    rig.report(ticket, ranks=1)
-    assert wanted("all have ended") == CHUNK_TOKENS
-
-
 def test_stores_go_to_the_next_tier_while_any_rank_has_disabled_the_first(tmp_path: Path, open_rig: Open) -> None:
     rig = open_rig(config_of(slab_tier(tmp_path / "slab"), tree_tier(tmp_path / "tree")), world_size=2)
 
@@ -353,16 +290,6 @@ def test_a_hit_is_cut_where_a_slow_tier_begins(tmp_path: Path, open_rig: Open) -
     first, tokens = CHUNK_TOKENS - 64, 64 + CHUNK_TOKENS - 64
     assert rig.wanted(keys(1, 2), request(), first, tokens) == 64
     assert decisions(rig) == {(MEMORY, "taken"): 1, (SLAB, "skipped"): 1}
-
-
-def test_what_lies_behind_the_last_chunk_goes_with_it(tmp_path: Path, open_rig: Open) -> None:
-    """A hit may end in a part of a block that no chunk of the prompt's covers."""
-    rig = open_rig(config_of(memory_tier(), slab_tier(tmp_path)))
-    rig.store(1)
-    rig.observe_loads(MEMORY, 0.001)
-    rig.observe_prefill(0.1)
-    assert rig.wanted(keys(1), request(), 0, CHUNK_TOKENS + 64) == CHUNK_TOKENS + 64
-    assert rig.wanted([], request("tail"), CHUNK_TOKENS, 64) == 64
 
 
 class Decider:

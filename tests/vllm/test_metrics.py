@@ -85,19 +85,6 @@ def open_rig() -> Iterator[Callable[..., Rig]]:
         rig.close()
 
 
-def test_every_definition_is_accepted_with_its_labels() -> None:
-    exporter = Exporter()
-    stats = OffloadingConnectorStats()
-    for name, definition in DEFINITIONS.items():
-        tell = stats.increase_counter if isinstance(definition, OffloadingCounterMetadata) else stats.set_gauge
-        if isinstance(definition, OffloadingHistogramMetadata):
-            tell = stats.observe_histogram
-        tell(name, 3, tuple(f"a {label}" for label in definition.labelnames))
-    exporter.take(stats)
-    for name, definition in DEFINITIONS.items():
-        assert exporter.value(name, *(f"a {label}" for label in definition.labelnames)) == 3, name
-
-
 def test_a_chain_tells_of_each_tier(tmp_path: Path, open_rig: Callable[..., Rig]) -> None:
     """Memory of four slots before a tree: used, evicted, due, moved and not moved, pinned, decided."""
     rig, exporter = open_rig(config_of(memory_tier(4), rig_tree_tier(tmp_path / "tree"))), Exporter()

@@ -21,7 +21,6 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.outputs import KVConnectorOutput
 
 from examples.demo.model import ModelShape, write_model
@@ -30,7 +29,7 @@ from nixl_offload.tiers.lock import holder_of
 from nixl_offload.vllm import background, connector_scheduler, rank_tiers, serving_tiers
 from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
-from nixl_offload.vllm.manager import NixlOffloadManager, Refused
+from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import RankStatus, StepMetadata, WorkerReport
 from tests.faults.conftest import SmallFilesystem
 from tests.vllm import manager_rig
@@ -180,44 +179,6 @@ def test_a_request_waits_only_so_long(restarted: Callable[[], Matching], monkeyp
     assert asked.ask() == HIT
 
 
-def test_what_cannot_hit_does_not_wait(restarted: Callable[[], Matching]) -> None:
-    """While ranks open: a request of which nothing is stored, one whose keys are worth nothing, and one whose prompt is
-    shorter than a chunk.
-    """
-    asked = restarted()
-    state = asked.scheduler._req_status["request"].req_context
-    assert asked.manager.lookup(manager_rig.key(99), state) is LookupResult.MISS
-    assert asked.manager.lookup(asked.keys[0], state) is LookupResult.RETRY
-    state.set_state(Refused())
-    assert asked.ask() == (0, False)
-    asked.request.num_tokens = asked.request.num_prompt_tokens = manager_rig.CHUNK_TOKENS - 1
-    assert asked.ask() == (0, False)
-
-
-def test_a_rank_that_hangs_does_not_slow_steps_for_ever(
-    restarted: Callable[[], Matching], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = restarted()
-    step(asked)
-    assert asked.manager.is_waiting()
-    monkeypatch.setattr(serving_tiers, "OPENING_WAIT_S", 0.0)
-    assert not asked.manager.is_waiting()
-    assert not asked.scheduler.has_pending_push_work()
-    hear(asked, OPEN)
-    assert asked.ask() == HIT, "it may come late all the same"
-
-
-def test_a_tier_that_a_rank_cannot_open_holds_nothing_up_and_joins_later(restarted: Callable[[], Matching]) -> None:
-    asked = restarted()
-    step(asked)
-    hear(asked, FAILED)
-    assert asked.ask() == (0, False)
-    assert not asked.manager.is_waiting()
-    assert not asked.scheduler.has_pending_push_work()
-    hear(asked, OPEN)
-    assert asked.ask() == HIT
-
-
 @pytest.mark.parametrize("has_slept", [False, True])
 def test_a_directory_that_vanishes_before_ranks_open_is_locked_again(
     restarted: Callable[[], Matching], tmp_path: Path, has_slept: bool
@@ -319,23 +280,6 @@ def test_a_required_tier_that_hangs_on_a_rank_ends_the_engine(tmp_path: Path, mo
     time.sleep(0.25)
     with pytest.raises(TierError, match=f"{REQUIRED}, and some rank has not opened it within"):
         manager.on_new_request(manager_rig.request())
-    manager.shutdown()
-
-
-def test_all_ranks_must_be_open(tmp_path: Path) -> None:
-    config = manager_rig.config_of(manager_rig.slab_tier(tmp_path))
-    manager = NixlOffloadManager(manager_rig.offloading_config(2), config, manager_rig.vllm_config(2))
-    manager.take_ranks({1: OPEN})  # of a stage without layers: it has nothing to open
-    manager.open(manager_rig.ranks(2))
-    assert manager.has_pending_work()
-    output = manager.prepare_store(manager_rig.keys(1), manager_rig.request())
-    assert output is not None
-    assert output.keys_to_store == []
-    manager.take_ranks({0: OPEN})
-    assert not manager.has_pending_work()
-    output = manager.prepare_store(manager_rig.keys(1), manager_rig.request())
-    assert output is not None
-    assert output.keys_to_store == manager_rig.keys(1)
     manager.shutdown()
 
 
@@ -456,39 +400,6 @@ def test_an_opening_that_hangs_costs_hits_and_no_more(
     assert again.generate(PROMPTS) == [0, 0]
     assert all(again.moved("store"))
     again.close()
-
-
-def test_a_tier_that_a_rank_cannot_open_at_start_joins_a_running_engine(
-    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The engine starts, computes, says so once, and hits as soon as the rank's driver works."""
-    gate.set()
-    monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(background, "LONGEST_PAUSE_S", 0.05)
-    works, open_tier_engine = threading.Event(), worker_module.open_tier_engine
-
-    def opening(config: Any, position: int, place: Any, memory: Any, rank: int, *arguments: Any) -> Any:
-        if rank == 1 and not works.is_set():
-            raise TierError("no such driver", cause="io")
-        return open_tier_engine(config, position, place, memory, rank, *arguments)
-
-    monkeypatch.setattr(worker_module, "open_tier_engine", opening)
-    engine = SlowEngine(tmp_path)
-    for _ in range(2):
-        assert engine.generate(PROMPTS) == [0, 0]
-        engine.reset_prefix_cache()
-    assert engine.moved("store") == [0, 0]
-    works.set()
-    deadline = time.monotonic() + DEADLINE_S
-    while engine.generate(PROMPTS) != FULL_TOKENS:
-        assert time.monotonic() < deadline
-        engine.reset_prefix_cache()
-    assert engine.wrong() == []
-    assert engine.longest_step_s < 5.0
-    engine.close()
-    about_the_slab = [record for record in caplog.records if "not open (" in record.getMessage()]
-    assert [record.levelname for record in about_the_slab] == ["WARNING"]
-    assert str(tmp_path / "slab") in about_the_slab[0].getMessage()
 
 
 @pytest.mark.parametrize("kind", ["slab", "shared_dir"])

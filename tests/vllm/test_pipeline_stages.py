@@ -27,7 +27,6 @@ from nixl_offload.cli.main import main
 from nixl_offload.tiers.shared.naming import parse_shard_name
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Key, key_group
-from nixl_offload.vllm import rank_shards
 from tests.s3.servers import RcloneServer
 from tests.thinned import thinned
 from tests.vllm.harness import tree_tier
@@ -328,25 +327,3 @@ def test_a_cut_that_is_not_at_a_servers_stages_is_refused_once(
             assert [rank.worker._shards for rank in engine.ranks] == [None] * 3
         (line,) = [each.getMessage() for each in caplog.records if "as each rank has them" in each.getMessage()]
         assert words in line
-
-
-@pytest.mark.parametrize("is_error", [False, True])
-def test_a_stage_that_is_not_understood_has_all_store_rank_by_rank(
-    start: Start, tmp_path: Path, is_error: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They tell each other: whether it says why, or meets what nobody has thought of."""
-    look = rank_shards.understood_pages
-
-    def broken(config: Any, *arguments: Any) -> str | None:
-        if config.parallel_config.rank == 1:
-            if is_error:
-                raise ValueError("not a page")
-            return "a reason"
-        return look(config, *arguments)
-
-    monkeypatch.setattr(rank_shards, "understood_pages", broken)
-    with start(("FF", "FF"), tree_tier(tmp_path / "tree"), shards=1) as engine:
-        engine.generate(PROMPTS)
-        assert [rank.worker._shards for rank in engine.ranks] == [None, None]
-        engine.reset_prefix_cache()
-        assert engine.generate(PROMPTS) == FULL_TOKENS

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from nixl_offload.config import ShardCut
 from nixl_offload.errors import LayoutError
 from nixl_offload.vllm import rank_shards
-from nixl_offload.vllm.rank_shards import RankShards, cut_by_config, cut_chunks, has_replicas
+from nixl_offload.vllm.rank_shards import RankShards, cut_chunks, has_replicas
 from tests.vllm.test_kv_heads import BLOCKS, Memory, full, group, mla, vllm_config, window
 
 
@@ -77,15 +77,6 @@ def test_what_changes_bytes_changes_the_digest() -> None:
         cut(engine(4), [groups[0], replace(groups[1], role=KVCacheGroupRole.HISPARSE_INDEXER)]).digest,
     ]
     assert len(set(digests)) == len(digests)
-
-
-def test_the_type_of_the_memory_counts_beside_that_of_the_spec() -> None:
-    config = engine(4)
-    memory = Memory(config, [group(full(4), "a")])
-    other = {name: cache.view(torch.float16) for name, cache in memory.caches.items()}
-    found = cut_chunks(config, memory.config, other, memory.canonical(), ShardCut(heads=1), BLOCKS)
-    assert isinstance(found, RankShards), found
-    assert found.digest != cut(config, [group(full(4), "a")]).digest
 
 
 @pytest.mark.parametrize("tp", [1, 8])
@@ -205,18 +196,6 @@ def test_mla_is_one_shard_by_default_whatever_the_size(tp: int) -> None:
     assert (found.plan.shards, found.plan.numbers(tp - 1), found.plan.groups[0].replicas) == (1, (0,), tp)
 
 
-def test_a_draft_with_heads_beside_mla_is_stored_rank_by_rank() -> None:
-    """They are in one group of vLLM's, of which a rank would hold two shards."""
-    config = engine(16, tp=2)
-    config.model_config.use_mla = True
-    specs = {"a": mla(), "b": full(1)}
-    mixed = UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs=specs)
-    memory = Memory(config, [KVCacheGroupSpec(list(specs), mixed)])
-    found = cut_chunks(config, memory.config, memory.caches, memory.canonical(), ShardCut(heads="distinct"), BLOCKS)
-    assert found == "b: it has 1 KV heads on a rank, by the model's config there are 8"
-    assert has_replicas(config)
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_does_not_understand_no_rank_cuts(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """Whatever is wrong there; nor where ranks of a stage have other layers, which would be other shards."""
@@ -243,10 +222,3 @@ def test_what_one_rank_does_not_understand_no_rank_cuts(monkeypatch: pytest.Monk
         told[1] = whole
     told[rank] = "rank looks the other way"
     assert ask() == ["rank looks the other way"] * 2
-
-
-def test_context_parallelism_is_told_first() -> None:
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        config = engine(4)
-        setattr(config.parallel_config, name, 2)
-        assert "context parallelism" in str(cut_by_config(config, ShardCut(heads=8)))

@@ -31,9 +31,8 @@ from vllm.v1.kv_offload.config import (
 
 from nixl_offload.catalog import NOWHERE, LoadTicket, StoreTicket, WriteThroughTicket
 from nixl_offload.config import parse_config
-from nixl_offload.engine import Engine, TierEngine, pump
+from nixl_offload.engine import TierEngine, pump
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus
 from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.hardware.same_machine import machine_token
 from nixl_offload.movers import select, select_object
@@ -49,7 +48,6 @@ from nixl_offload.vllm import background, rank_tiers
 from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.adapters import AdapterUse, adapter_of
 from nixl_offload.vllm.messages import RankStatus, TicketSpec
-from nixl_offload.vllm.rank_tiers import open_host
 from nixl_offload.vllm.worker import FinishedJob, NixlOffloadingWorker
 from tests.unit.device_rig import ThreadedStreams, emulated
 
@@ -189,23 +187,6 @@ def test_a_load_that_begins_inside_a_chunk_touches_only_its_blocks(rig: Rig) -> 
     assert all(rig.block(block) == bytes(LAYERS * PAGE) for block in untouched)
 
 
-def test_a_slab_is_closed_when_its_engine_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after the mover has opened it; and an engine that did start closes it at shutdown."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise LayoutError("no engine here")
-
-    rig = Rig(tmp_path)
-    assert open_files(tmp_path)
-    rig.worker.shutdown()
-    assert not open_files(tmp_path)
-    monkeypatch.setattr("nixl_offload.engine.engine.TierQueue", fail)
-    rig = Rig(tmp_path, is_open=False)
-    assert rig.open(rig.place).failed == {0}
-    assert not open_files(tmp_path)
-    rig.worker.shutdown()
-
-
 def test_sleep_lets_go_of_everything_and_waking_up_takes_it_again(rig: Rig, tmp_path: Path) -> None:
     """Jobs under way end before KV memory goes away, those that come meanwhile fail, and the slab is as it was."""
     for block in range(8):
@@ -326,24 +307,6 @@ def test_a_chunk_that_is_nowhere_fails_and_its_siblings_load(rig: Rig) -> None:
     (item,) = rig.results()
     assert item.result.outcomes == (Outcome.OK, Outcome.FAILED)
     assert [rig.block(8 + number) for number in range(4)] == [rig.block(number) for number in range(4)]
-
-
-def test_a_rank_that_cannot_open_its_storage_answers_every_job(tmp_path: Path, caplog: Log) -> None:
-    """The namespace directory is a file: the rank says so, every job fails softly, and submitting goes on working."""
-    (tmp_path / "file").write_bytes(b"")
-    rig = Rig(tmp_path, is_open=False)
-    place = dataclasses.replace(rig.place, directory=str(tmp_path / "file" / "below"))
-    told = rig.open(place)
-    assert (told.open, told.failed) == (frozenset(), {0})
-    assert rig.worker.take_status() == {}, "told twice"
-    for number in range(3):
-        rig.worker.submit_load(number, rig.to_load(0), gpu([0, 1, 2, 3], 0))
-    outcomes = {outcome for item in rig.results(3) for outcome in item.result.outcomes}
-    assert outcomes == {Outcome.FAILED}
-    rig.worker.wait({0, 1, 2})
-    assert caplog.text.count("on rank 0: not open") == 1
-    assert str(tmp_path / "file" / "below") in caplog.text
-    rig.worker.shutdown()
 
 
 class SlowStart:
@@ -632,30 +595,6 @@ def test_no_two_tiers_start_a_library_at_once(tmp_path: Path, monkeypatch: pytes
     rig.worker.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("mover", "on_default", "warnings"), [("kvikio", True, 1), ("kvikio", False, 0), ("", True, 0)]
-)
-def test_kvikio_beside_a_model_on_the_default_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Log, mover: str, on_default: bool, warnings: int
-) -> None:
-    """Loads and steps would wait for each other: it is said once for the tier, when steps run."""
-    asked: list[int] = []
-
-    def on_default_stream(_: torch.Tensor) -> bool:
-        asked.append(threading.get_ident())
-        return on_default
-
-    status = TierStatus(access=TierAccess(mover, ("device",)))
-    monkeypatch.setattr(worker_module, "model_on_default_stream", on_default_stream)
-    monkeypatch.setattr(Engine, "status", lambda _: status)
-    rig = Rig(tmp_path)
-    for _ in range(3):
-        rig.worker.take_status()
-    rig.worker.shutdown()
-    assert caplog.text.count("KvikIO's copies wait for CUDA's default stream") == warnings
-    assert set(asked) <= {threading.get_ident()}, "each thread has a current stream of its own"
-
-
 def test_a_directory_that_hangs_does_not_hold_up_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Log
 ) -> None:
@@ -693,19 +632,3 @@ def test_a_directory_that_hangs_does_not_hold_up_the_start(
     assert measured == ["shared_dir"]
     assert not any((tmp_path / "tree").iterdir())
     rig.worker.shutdown()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("share", [0.5, 2.0])
-def test_a_memory_tier_smaller_than_the_kv_cache_is_warned_of_once(
-    rank: int, share: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Such a tier stores much and serves little; of several ranks the first says so."""
-    rig = Rig(tmp_path, is_open=False)
-    capacity_bytes = int(share * sum(tensor.nbytes for tensor in rig.tensors))
-    config = parse_config({"tiers": [{"kind": "memory", "capacity": f"{capacity_bytes}B"}]})
-    host = open_host(config, dataclasses.replace(rig.parallel, rank=rank), rig.worker.layout, rig.tensors)
-    assert host is not None
-    host.close()
-    rig.worker.shutdown()
-    assert ("smaller than the KV cache" in caplog.text) == (rank == 0 and share < 1)

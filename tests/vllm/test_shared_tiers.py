@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -178,47 +177,6 @@ def test_two_ranks(server: RcloneServer, workshop: Workshop, name: str) -> None:
     side_by_side(first.stop, second.stop)
     with _start(workshop, medium) as alone:
         assert hits(alone.generate(PROMPTS)) == 0
-
-
-DIFFERENT: dict[str, dict[str, Any]] = {
-    "tenant": {"fields": {"tenant": "other"}},
-    "weights": {"shape": dataclasses.replace(TINY, attention_gain=2.25)},
-    "chunk": {"fields": {"chunk_tokens": 2 * CHUNK_TOKENS}},
-    "block": {"block_size": 32},
-    "hash": {"prefix_caching_hash_algo": "sha256_cbor"},
-}
-"""What sets an engine apart. Every field of the namespace has a test in tests/unit/test_namespace.py."""
-
-
-@pytest.fixture(scope="module")
-def common(server: RcloneServer, workshop: Workshop) -> Medium:
-    """A bucket in which an engine with nothing special has stored ``PROMPTS``."""
-    medium = bucket(server, "obstore", prefix="common")
-    with _start(workshop, medium) as engine:
-        engine.generate(PROMPTS)
-        assert engine.settle()
-    assert medium.shards()
-    return medium
-
-
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_no_hit_across(what: str, common: Medium, workshop: Workshop) -> None:
-    """An engine that differs in one thing finds nothing and stores under names of its own; what was there stays."""
-    before = common.snapshot()
-    spaces = common.namespaces()
-    with _start(workshop, common, **DIFFERENT[what]) as engine:
-        cold = engine.generate(PROMPTS[:1])
-        assert hits(cold) == 0
-        assert engine.settle()
-        assert engine.reset_prefix_cache()
-        again = engine.generate(PROMPTS[:1])
-        assert hits(again) == FULL_TOKENS
-        _assert_same(again, cold)
-    after = common.snapshot()
-    assert {name: after.get(name) for name in before} == before
-    [own] = common.namespaces() - spaces
-    manifest = json.loads(after[f"{own}/manifest.json"])
-    assert manifest["fields"]["tenant"] == ("other" if what == "tenant" else "default")
 
 
 @pytest.mark.parametrize("name", ["obj", "tree"])

@@ -20,7 +20,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from nixl_offload.catalog import estimate
-from nixl_offload.vllm.load_decision import LookupStatistics
 from nixl_offload.vllm.messages import TicketReport, WorkerReport
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import BLOCK_TOKENS, BLOCKS_PER_CHUNK, CHUNK_TOKENS
@@ -157,31 +156,6 @@ def test_what_lies_before_the_chunks_of_a_load_that_hangs_is_loaded(half: Half, 
     assert half.ask("waits") == (2 * CHUNK_TOKENS, True)
 
 
-def test_a_request_that_waits_for_a_load_is_not_looked_up_in_each_step(half: Half, load: int) -> None:
-    half.arrive("waits")
-    assert half.ask("waits") == NOT_YET
-    half.lookups = 0
-    half.manager.touch(half.keys, manager_rig.request("other"))
-    output = half.manager.prepare_load(half.keys[:1], manager_rig.request("other"))
-    assert [half.ask("waits") for _ in range(3)] == [NOT_YET] * 3
-    half.settle(output)
-    assert [half.ask("waits") for _ in range(3)] == [NOT_YET] * 3
-    assert half.lookups == 0
-
-
-def test_a_request_that_waits_for_a_store_is_not_looked_up_in_each_step(half: Half) -> None:
-    more = half.arrive("stores", chunks=CHUNKS + 2).offload_keys
-    output = half.manager.prepare_store(more[CHUNKS:], manager_rig.request("stores"))
-    assert output is not None
-    half.arrive("waits", chunks=CHUNKS + 2)
-    assert half.ask("waits") == NOT_YET
-    half.lookups = 0
-    assert half.ask("waits") == NOT_YET
-    assert half.lookups == 0
-    half.settle(output.store_spec)
-    assert half.ask("waits") == ((CHUNKS + 2) * CHUNK_TOKENS, True)
-
-
 def test_a_preempted_request_whose_stores_hang_is_computed(half: Half, limit_s: float) -> None:
     """Nothing is loaded beside stores of the same request. These end later, and the engine goes on."""
     tokens = (CHUNKS + 1) * CHUNK_TOKENS
@@ -217,22 +191,6 @@ def test_alone_we_look_up_what_no_other_connector_will_bring(half: Half) -> None
     half.scheduler.take_geometries(dict(enumerate(manager_rig.ranks())), is_start=True)
     half.arrive("decodes", {"do_remote_prefill": True})
     assert half.ask("decodes") == WHOLE
-
-
-def test_a_consumer_keeps_no_blocks_in_mind_that_it_would_store(half: Half) -> None:
-    """With windows vLLM looks through all of these in each step."""
-    half.scheduler.set_role(loads=True, stores=False)
-    group = half.arrive("decodes")
-    assert half.ask("decodes") == WHOLE
-    half.compute("decodes", CHUNKS * CHUNK_TOKENS)
-    assert group.next_stored_chunk_idx == len(BLOCKS) // BLOCKS_PER_CHUNK
-
-
-def test_a_prompt_that_is_not_looked_up_is_no_miss(half: Half) -> None:
-    """Its logprobs are asked for, so vLLM computes all of it."""
-    half.arrive("logprobs", prompt_logprobs=1)
-    assert half.ask("logprobs") == (0, False)
-    assert half.scheduler._req_status["logprobs"].req_context.get_state(LookupStatistics) is None
 
 
 def test_what_is_wanted_of_a_hit_is_waited_for_no_longer_either(half: Half, limit_s: float) -> None:
