@@ -60,9 +60,9 @@ class Filesystem:
         """Write at ``offset``. Returns the bytes written."""
         return os.pwrite(fd, memory, offset)
 
-    def allocate(self, fd: int, length_bytes: int) -> None:
-        """Give a file its size, and real space. Raises EOPNOTSUPP where the filesystem cannot."""
-        fallocate(fd, 0, 0, length_bytes)
+    def allocate(self, fd: int, length_bytes: int, offset: int = 0) -> None:
+        """Put real space under a range of a file, and make the file as long. Raises EOPNOTSUPP: it cannot."""
+        fallocate(fd, 0, offset, length_bytes)
 
     def truncate(self, fd: int, length_bytes: int) -> None:
         """Give a file this size."""
@@ -80,9 +80,9 @@ class Filesystem:
         """Look at a path or a descriptor. ``follow``: symbolic links."""
         return os.fstat(target) if isinstance(target, int) else os.stat(target, follow_symlinks=follow)
 
-    def space(self, path: str) -> os.statvfs_result:
-        """Return how much the filesystem of ``path`` has, and what is free of it."""
-        return os.statvfs(path)
+    def space(self, target: str | int) -> os.statvfs_result:
+        """Return how much the filesystem of a path or a descriptor has, and what is free of it."""
+        return os.statvfs(target)
 
     def list(self, directory: str) -> list[tuple[str, bool]]:
         """Return what is in a directory, in any order: names, and which of them are directories."""

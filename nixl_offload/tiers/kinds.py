@@ -1,7 +1,7 @@
 """The kinds of tiers, by what the config calls them: how the scheduler opens each, how a rank opens its link to it, and
 how commands look into it.
 
-A new kind is a folder with a module ``kind``, a model in ``config.schema``, and a row here (the rest: CONTRIBUTING.md).
+A new kind is a folder, a model in ``config.schema``, and a row here (the rest: CONTRIBUTING.md).
 
 Threading: called at start, by the scheduler, by each rank, and by commands; none of it needs torch.
 """
@@ -17,12 +17,12 @@ from nixl_offload.errors import TierError
 from nixl_offload.movers.base import Mover
 from nixl_offload.tiers.base import Link, TierContext
 from nixl_offload.tiers.inspect import Inspector
-from nixl_offload.tiers.memory import kind as memory
 from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
 from nixl_offload.tiers.s3 import kind as s3
 from nixl_offload.tiers.shared.tier import SharedPlace, SharedTier
 from nixl_offload.tiers.shared_dir import kind as shared_dir
-from nixl_offload.tiers.slab import kind as slab
+from nixl_offload.tiers.slab.inspect import SlabInspector
+from nixl_offload.tiers.slab.link import open_link as open_slab_link
 from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
 
 AnyTier = MemoryTier | SlabTier | SharedTier
@@ -40,8 +40,8 @@ class TierKind(NamedTuple):
 
 
 KINDS: Final = {
-    "memory": TierKind(memory.open_tier, None, None),
-    "slab": TierKind(slab.open_tier, slab.open_link, slab.open_inspector),
+    "memory": TierKind(MemoryTier.open, None, None),
+    "slab": TierKind(SlabTier.open, open_slab_link, SlabInspector),
     "shared_dir": TierKind(shared_dir.open_tier, shared_dir.open_link, shared_dir.open_inspector),
     "s3": TierKind(s3.open_tier, s3.open_link, s3.open_inspector),
 }

@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nixl_offload.errors import LayoutError, TierError
-from nixl_offload.identity.namespace import Namespace
+from nixl_offload.stores.filesystem import Filesystem
 from nixl_offload.tiers.lock import DirectoryLock, is_held_by
-from nixl_offload.tiers.slab import file as slab_file
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile
+from tests.contexts import context_of, slab_config
+from tests.hostile import HostileFilesystem
+from tests.unit.gc_rig import namespace_of
 
 if TYPE_CHECKING:
     from conftest import SmallFilesystem
@@ -75,18 +77,25 @@ def test_a_full_disk_refuses_whole_extents_and_resumes(small_filesystem: SmallFi
     assert slab.check() is None
 
 
-def test_space_lost_in_the_middle_of_preallocation_is_given_back(
-    small_filesystem: SmallFilesystem, slab: SlabFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When another writer was quicker, the half-reserved extent is undone, at the end of the file and in a hole."""
+class Boundless(Filesystem):
+    """Says that there is room; the last of it goes to another writer."""
+
+    def space(self, target: str | int) -> os.statvfs_result:
+        """See Filesystem."""
+        return os.statvfs_result((4096, 4096, 1 << 40, 1 << 40, 1 << 40, 0, 0, 0, 0, 255))
+
+
+def test_space_lost_in_the_middle_of_preallocation_is_given_back(small_filesystem: SmallFilesystem) -> None:
+    """When another writer was quicker, the half-reserved extent is undone."""
+    slab = SlabFile(small_filesystem.path / "rank-00000.slab", 32 * MIB, EXTENT, filesystem=Boundless())
+    slab.open()
     slab.ensure(2 * EXTENT, 64 * KIB)
     small_filesystem.fill(leave_bytes=EXTENT // 2)
     free_bytes = small_filesystem.free_bytes
-    monkeypatch.setattr(SlabFile, "_require_space", lambda self, needed_bytes: None)
-    for offset in (3 * EXTENT, 0):
-        assert refusal(slab, offset) == "full"
-        assert abs(small_filesystem.free_bytes - free_bytes) <= 8 * KIB
-        assert slab.path.stat().st_size == 3 * EXTENT
+    assert refusal(slab, 3 * EXTENT) == "full"
+    assert abs(small_filesystem.free_bytes - free_bytes) <= 8 * KIB
+    assert slab.path.stat().st_size == 3 * EXTENT
+    slab.close()
 
 
 def write_direct(path: Path, offset: int, length_bytes: int) -> None:
@@ -226,63 +235,46 @@ def test_reopening_keeps_every_byte_and_cuts_what_is_beyond(tmp_path: Path) -> N
     smaller.close()
 
 
-def unsupported(fd: int, mode: int, offset: int, length_bytes: int) -> None:
-    raise OSError(errno.EOPNOTSUPP, "no")
+def test_a_filesystem_without_fallocate_is_used_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The file is as long as it must be, what is there is never touched, and the log says so once."""
+    filesystem = HostileFilesystem()
 
+    def refuse(call: str, target: object) -> None:
+        if call == "allocate":
+            raise OSError(errno.EOPNOTSUPP, "no")
 
-def test_a_filesystem_without_fallocate_grows_by_zeros(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Space is real all the same, data below the file's end is never touched, and it is said once."""
-    monkeypatch.setattr(slab_file, "fallocate", unsupported)
-    monkeypatch.setattr(slab_file, "ZERO_STEP_BYTES", 3 * MIB)
-    slab = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT)
+    filesystem.before = refuse
+    slab = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT, filesystem=filesystem)
     slab.open()
     slab.ensure(MIB, MIB)
-    assert slab.path.stat().st_size == 3 * MIB
-    slab.path.write_bytes(b"x" * 3 * MIB)
+    assert slab.path.stat().st_size == EXTENT
+    slab.path.write_bytes(b"x" * EXTENT)
     slab.ensure(30 * MIB, 2 * MIB)
     slab.ensure(0, 4 * MIB)
     assert slab.path.stat().st_size == 32 * MIB
-    assert allocated_bytes(slab.path) >= 32 * MIB
-    assert slab.path.read_bytes()[: 3 * MIB] == b"x" * 3 * MIB
+    assert slab.path.read_bytes()[:EXTENT] == b"x" * EXTENT
     assert len([record for record in caplog.records if "preallocate" in record.message]) == 1
     slab.close()
 
 
-def test_a_full_tmpfs_without_fallocate_is_left_as_it_was(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Growing by zeros into a full disk is refused and undone."""
-    monkeypatch.setattr(slab_file, "fallocate", unsupported)
-    monkeypatch.setattr(SlabFile, "_require_space", lambda self, needed_bytes: None)
-    slab = SlabFile(tmpfs / "rank-00000.slab", 32 * MIB, EXTENT)
-    slab.open()
-    assert refusal(slab, 0) == "full"
-    assert slab.path.stat().st_size == 0
-    slab.close()
-
-
-def test_direct_io_is_tried_not_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_direct_io_is_tried_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A filesystem whose O_DIRECT open succeeds and whose I/O fails goes on buffered, says so once, leaves no file."""
-    slab = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT)
+    filesystem = HostileFilesystem()
+    slab = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT, filesystem=filesystem)
     slab.open()
     if not slab.direct_io:
         pytest.skip("the filesystem of the temporary directory has no direct I/O to lose")
 
-    def refuse(fd: int, buffers: object, offset: int) -> int:
-        raise OSError(errno.EINVAL, "Invalid argument")
+    def refuse(call: str, target: object) -> None:
+        if call == "write":
+            raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(os, "pwritev", refuse)
+    filesystem.before = refuse
     for _ in range(2):
         slab.open()
         assert not slab.direct_io
     assert len([record for record in caplog.records if "direct I/O" in record.message]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["rank-00000.slab"]
-    buffered = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT, direct_io=False)
-    buffered.open()
-    assert not buffered.direct_io
-    buffered.close()
     slab.close()
 
 
@@ -341,6 +333,7 @@ def test_what_is_no_file_of_its_own_is_neither_slab_nor_lock(tmp_path: Path, pla
 HOLDER = r"""
 import os, sys, time
 from pathlib import Path
+from nixl_offload.stores.filesystem import Filesystem
 from nixl_offload.tiers.lock import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]))
 lock.acquire()
@@ -376,26 +369,12 @@ def test_a_killed_engine_leaves_no_lock(tmp_path: Path, forks: str) -> None:
             os.killpg(holder.pid, signal.SIGKILL) if forks == "fork" else holder.kill()
 
 
-class NamedNamespace(Namespace):
-    """A namespace for tests that need only its name."""
-
-    def manifest(self) -> dict[str, object]:
-        return {"namespace": self.digest.hex()}
-
-
-def open_tier(path: Path, *, capacity_bytes: int = 32 * MIB, kept_free: float = 0.0, first: int = 0) -> TierDirectory:
-    namespace = object.__new__(NamedNamespace)
-    object.__setattr__(namespace, "digest", bytes(range(first, first + 32)))
-    object.__setattr__(namespace, "plan", None)
-    return TierDirectory.open(
-        path,
-        capacity_bytes=capacity_bytes,
-        kept_free=kept_free,
-        namespace=namespace,
-        slot_classes=[64 * KIB],
-        world_size=1,
-        index_bytes=lambda n: n,
-    )
+def open_tier(
+    path: Path, *, capacity_bytes: int = 32 * MIB, keep_free_percent: int = 0, model: str = "org/model"
+) -> TierDirectory:
+    config = slab_config(path, capacity_bytes, keep_free_percent=keep_free_percent)
+    context = context_of(namespace_of(model=model), [64 * KIB])
+    return TierDirectory.open(config, context, index_bytes=lambda n: n)
 
 
 def test_the_scheduler_takes_a_vanished_directory_back(tmp_path: Path) -> None:
@@ -451,8 +430,8 @@ def test_a_slab_leaves_a_share_of_the_drive_free(small_filesystem: SmallFilesyst
     refused. Another model's slab makes room. What others write later stops its growth.
     """
     path = small_filesystem.path / "kv"
-    for first in range(2):
-        tier = open_tier(path, capacity_bytes=1 << 40, kept_free=0.25, first=first)
+    for model in ("org/one", "org/other"):
+        tier = open_tier(path, capacity_bytes=1 << 40, keep_free_percent=25, model=model)
         slab = SlabFile(tier.rank_path(0), tier.rank_bytes, tier.extent_bytes, kept_free=0.25)
         slab.open()
         slab.ensure(0, tier.rank_bytes)

@@ -21,6 +21,7 @@ from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Key, Location, Outcome
+from tests.contexts import context_of
 from tests.model.chain_world import RANKS, SLOT_CLASSES, Copy, ObjectStore, World, slot_bytes
 from tests.unit.shared_rig import namespace_of, options
 
@@ -134,17 +135,13 @@ class Engine:
             tier.close()
 
     def _open(self, position: int, kind: str) -> MemoryTier | SlabTier | SharedTier:
-        world = self.world
+        world, context = self.world, context_of(NAMESPACE, SLOT_CLASSES, position=position, world_size=RANKS)
         if kind == "memory":
             memory = MemoryConfig.model_validate({"kind": kind, "capacity": MEMORY_BYTES})
-            return MemoryTier.open(
-                memory, position=position, namespace=NAMESPACE, slot_classes=SLOT_CLASSES, world_size=RANKS
-            )
+            return MemoryTier.open(memory, context)
         if kind == "slab":
             file = SlabConfig.model_validate({"kind": kind, "path": str(self.path), "capacity": FILE_BYTES})
-            tier = SlabTier.open(
-                file, position=position, namespace=NAMESPACE, slot_classes=SLOT_CLASSES, world_size=RANKS
-            )
+            tier = SlabTier.open(file, context)
             tier._durable._batch_delay_s = 3600.0  # so that only flush and close write
             return tier
         return SharedTier(

@@ -21,6 +21,7 @@ from nixl_offload.engine import Chunk
 from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
 from nixl_offload.tiers.slab.tier import SlabTier
@@ -56,9 +57,7 @@ class StoredSlab:
         self.offsets: dict[Key, int] = {}
 
     def open(self) -> SlabTier:
-        self.tier = SlabTier.open(
-            self.config, position=0, namespace=self.namespace, slot_classes=[SLOT_BYTES], world_size=RANKS
-        )
+        self.tier = SlabTier.open(self.config, TierContext(0, self.namespace, world_size=RANKS))
         return self.tier
 
     def store(self, numbers: range) -> None:

@@ -19,9 +19,11 @@ from nixl_offload.chunk.shards import ShardPlan, cut_layers, make_plan
 from nixl_offload.config import SlabConfig, parse_config
 from nixl_offload.identity.namespace import CommonFields, GroupFields, Namespace, ShardedFields, make_namespace
 from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
 from nixl_offload.tiers.slab.tier import SlabTier
+from tests.contexts import context_of
 from tests.unit.fleet_rig import CHUNK_BLOCKS, HEAD_BYTES, LAYERS, SLAB, TREE, RankRig, bounds, key, layers_in, ok
 from tests.unit.gc_rig import namespace_of, put_manifest
 from tests.unit.stored_rig import Cli, flip
@@ -61,9 +63,7 @@ class Stored:
         self.file.write_text(yaml.safe_dump({"tiers": [slab, tree]}))
         config = parse_config({"tiers": [slab, tree]}).tiers[0]
         assert isinstance(config, SlabConfig)
-        tier = SlabTier.open(
-            config, position=0, namespace=space, slot_classes=[space.slot_bytes(0)], world_size=plan.ranks
-        )
+        tier = SlabTier.open(config, TierContext(0, space, plan.ranks))
         places = {number: tier.reserve(key(number), space.slot_bytes(0), []) for number in CHUNKS}
         self.offsets = {number: place.offset for number, place in places.items() if place is not None}
         for rank in range(plan.ranks):
@@ -121,9 +121,7 @@ def test_one_copy_of_replicas_is_listed_where_it_is(tmp_path: Path, cli: Cli, ra
     space = replace(space, slot_replicas={space.slot_bytes(0): 2})
     assert isinstance(config.tiers[0], SlabConfig)
     size = space.slot_bytes(0)
-    tier = SlabTier.open(
-        config.tiers[0], position=0, namespace=space, slot_classes=[size], world_size=4, replicas=space.slot_replicas
-    )
+    tier = SlabTier.open(config.tiers[0], TierContext(0, space, world_size=4))
     offsets = {}
     for number in CHUNKS:
         place = tier.reserve(key(number), size, [])
@@ -202,7 +200,7 @@ def test_a_slab_of_other_stages_is_not_taken_for_ones_own(tmp_path: Path, stages
         assert isinstance(plan, ShardPlan)
         space = replace(space_of((1, LAYERS - 1)), plan=plan)
         size_bytes = 1 << 20
-        tier = SlabTier.open(tier_config, position=0, namespace=space, slot_classes=[size_bytes], world_size=4)
+        tier = SlabTier.open(tier_config, context_of(space, [size_bytes], world_size=4))
         found.append(len(tier))
         if not len(tier):
             assert tier.reserve(key(1), size_bytes, []) is not None

@@ -189,7 +189,7 @@ def test_bad_chunks_of_a_slab_are_deleted_only_when_no_server_runs(slab: StoredS
 
 
 def test_a_chunk_put_anew_since_it_was_judged_stays(slab: StoredSlab, tmp_path: Path) -> None:
-    inspector = SlabInspector(slab.config.path, capacity_bytes=None)
+    inspector = SlabInspector(slab.config)
     (namespace,) = inspector.namespaces()
     first = next(inspector.chunks(namespace))
     tier = slab.tier

@@ -19,6 +19,7 @@ from nixl_offload.index import State
 from nixl_offload.tiers.memory.tier import MemoryTier, rank_memory_bytes
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.units import parse_size
+from tests.contexts import context_of
 from tests.unit.shared_rig import key_of, keys_of, namespace_of
 
 SLOT = 64 << 10
@@ -36,14 +37,8 @@ def open_tier(
     slots: int = 8, slot_classes: tuple[int, ...] = (SLOT,), *, world_size: int = 1, dp_size: int = 1, **options: object
 ) -> MemoryTier:
     """Open a tier with room for ``slots`` of the largest class on each rank."""
-    return MemoryTier.open(
-        config_of(slots * max(slot_classes) * world_size * dp_size, **options),
-        position=0,
-        namespace=namespace_of(world_size),
-        slot_classes=slot_classes,
-        world_size=world_size,
-        dp_size=dp_size,
-    )
+    context = context_of(namespace_of(world_size), slot_classes, world_size=world_size, dp_engines=range(dp_size))
+    return MemoryTier.open(config_of(slots * max(slot_classes) * world_size * dp_size, **options), context)
 
 
 def store(tier: MemoryTier, key: Key, slot_bytes: int = SLOT) -> tuple[Location | None, list[Key]]:
@@ -82,14 +77,8 @@ def test_too_small_a_capacity_is_refused_with_the_least_that_does(
     """The capacity that the message names is enough: four chunks of the largest size for each size."""
 
     def open_with(capacity: int | str) -> MemoryTier:
-        return MemoryTier.open(
-            config_of(capacity),
-            position=0,
-            namespace=namespace_of(world_size),
-            slot_classes=slot_classes,
-            world_size=world_size,
-            dp_size=dp_size,
-        )
+        context = context_of(namespace_of(world_size), slot_classes, world_size=world_size, dp_engines=range(dp_size))
+        return MemoryTier.open(config_of(capacity), context)
 
     least_bytes = 4 * len(slot_classes) * max(slot_classes) * world_size * dp_size
     with pytest.raises(ConfigError, match="of the memory tier is too small for this model") as refused:

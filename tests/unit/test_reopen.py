@@ -8,7 +8,7 @@ import pytest
 
 from nixl_offload.index import Index
 from nixl_offload.index.database import Row
-from nixl_offload.tiers.slab.reopen import adopt_rows
+from nixl_offload.tiers.slab.tier import adopt_rows
 from nixl_offload.tiers.slot_allocator import SlabAllocator
 from nixl_offload.types import Key
 

@@ -21,12 +21,12 @@ from nixl_offload.errors import TierError
 from nixl_offload.identity.namespace import GroupFields, NamespaceFields, make_namespace
 from nixl_offload.index import State
 from nixl_offload.movers.copy import CopyMover
+from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.lock import DirectoryLock, holder_of, is_held_by
 from nixl_offload.tiers.slab import tier as slab_tier
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
-from nixl_offload.tiers.slab.kind import open_link
-from nixl_offload.tiers.slab.link import PAUSE_S, SlabLink
+from nixl_offload.tiers.slab.link import PAUSE_S, SlabLink, open_link
 from nixl_offload.tiers.slab.tier import HEAL_EVERY_S, SlabPlace, SlabTier
 from nixl_offload.types import Key, Location, Outcome
 
@@ -49,10 +49,8 @@ def open_tier(tmp_path: Path) -> Iterator[OpenTier]:
     assert isinstance(config, SlabConfig)
     opened: list[SlabTier] = []
 
-    def build(**options: int) -> SlabTier:
-        opened.append(
-            SlabTier.open(config, position=0, namespace=namespace, slot_classes=[SLOT], world_size=1, **options)
-        )
+    def build(**options: Any) -> SlabTier:
+        opened.append(SlabTier.open(config, TierContext(0, namespace, world_size=1, **options)))
         return opened[-1]
 
     yield build

@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile, warn_of_others
 from nixl_offload.tiers.slab.other_namespaces import tree_bytes
 from nixl_offload.tiers.slot_allocator import SlabAllocator
+from tests.contexts import context_of, slab_config
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SLOT = 68 * KIB
@@ -44,11 +45,17 @@ def namespace(model: str = "model") -> Namespace:
     )
 
 
-def open_tier(path: Path, capacity_bytes: int = 16 * MIB, model: str = "model", **options: Any) -> TierDirectory:
+def open_tier(
+    path: Path,
+    capacity_bytes: int = 16 * MIB,
+    model: str = "model",
+    *,
+    slot_classes: Sequence[int] = (SLOT,),
+    **options: Any,
+) -> TierDirectory:
     """Open with a modest index, so that small capacities do."""
-    arguments: dict[str, Any] = {"slot_classes": [SLOT], "world_size": 1, "index_bytes": lambda n: 65536 + 300 * n}
-    arguments.update(options)
-    return TierDirectory.open(path, capacity_bytes=capacity_bytes, namespace=namespace(model), **arguments)
+    context = context_of(namespace(model), slot_classes, **options)
+    return TierDirectory.open(slab_config(path, capacity_bytes), context, index_bytes=lambda n: 65536 + 300 * n)
 
 
 def fill(tier: TierDirectory, ranks: int = 1) -> None:

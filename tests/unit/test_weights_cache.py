@@ -23,6 +23,7 @@ from nixl_offload.identity.weights_cache import CACHE_PREFIX, WeightsCache, keep
 from nixl_offload.identity.weights_files import ModelFile, list_files
 from nixl_offload.tiers.slab import other_namespaces
 from nixl_offload.tiers.slab.inspect import SlabInspector
+from tests.contexts import slab_config
 
 PATIENCE_S = 60.0
 SETTLE_S = 2.1
@@ -265,6 +266,6 @@ def test_a_slab_does_not_count_the_cache_as_foreign(model: Path, tmp_path: Path)
     identify(model, tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
     assert other_namespaces.survey(tmp_path, ()) == other_namespaces.Survey((), 0)
-    inspector = SlabInspector(str(tmp_path), capacity_bytes=None)
+    inspector = SlabInspector(slab_config(tmp_path, 1 << 30))
     assert not list(inspector.namespaces())
     assert inspector.other_objects == 0

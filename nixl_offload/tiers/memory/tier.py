@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from nixl_offload.config import MemoryConfig
 from nixl_offload.errors import ConfigError
-from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import Index, State
+from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.slot_allocator import SLOTS_PER_EXTENT_MIN, SlabAllocator, choose_extent_bytes
 from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import PAGE_BYTES, Key, align_up
@@ -50,22 +50,12 @@ class MemoryTier(SlotTier):
         self.place: MemoryPlace = place
 
     @classmethod
-    def open(
-        cls,
-        config: MemoryConfig,
-        *,
-        position: int,
-        namespace: Namespace,
-        slot_classes: Sequence[int],
-        world_size: int,
-        dp_size: int = 1,
-    ) -> MemoryTier:
+    def open(cls, config: MemoryConfig, context: TierContext) -> MemoryTier:
         """Deal the capacity out to ranks and return the tier, empty.
 
-        ``slot_classes`` are the sizes in bytes of the slots that the groups of the model need on each rank.
         Raises ConfigError when the capacity is too small for this model; it names the least that would do.
         """
-        classes = sorted(set(slot_classes))
+        classes, world_size, dp_size = context.slot_classes, context.world_size, len(context.dp_engines)
         available_bytes = rank_memory_bytes(config.capacity_bytes, world_size, dp_size)
         least_rank_bytes = len(classes) * SLOTS_PER_EXTENT_MIN * classes[-1]
         if available_bytes < least_rank_bytes:
@@ -83,11 +73,8 @@ class MemoryTier(SlotTier):
             dp_size,
             allocator.rank_bytes // classes[0],
         )
-        place = MemoryPlace(
-            rank_namespaces=namespace.rank_digests,
-            rank_bytes=allocator.rank_bytes,
-        )
-        return cls(position, place, Index(), allocator)
+        place = MemoryPlace(context.namespace.rank_digests, allocator.rank_bytes)
+        return cls(context.position, place, Index(), allocator)
 
     def close(self, in_flight: Iterable[Key] = ()) -> None:
         """Nothing is left behind; ``in_flight`` is for tiers that outlive the engine."""

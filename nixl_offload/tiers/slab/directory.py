@@ -20,15 +20,17 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from nixl_offload.config import SlabConfig
 from nixl_offload.errors import ConfigError, TierError
-from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index.database import max_bytes
-from nixl_offload.tiers.free_space import spare_bytes
+from nixl_offload.stores.filesystem import spare_bytes
+from nixl_offload.tiers.base import TierContext
+from nixl_offload.tiers.free_space import kept_free
 from nixl_offload.tiers.lock import DirectoryLock
 from nixl_offload.tiers.os_errors import tier_error
 from nixl_offload.tiers.slab import other_namespaces
@@ -54,67 +56,51 @@ a manifest on its way."""
 class TierDirectory:
     """A locked directory with room for this namespace. Made by ``open``; give it back with ``close``."""
 
-    def __init__(self, namespace: Namespace, root: Path, locks: tuple[DirectoryLock, ...], dp_engines: range) -> None:
+    def __init__(self, base: Path, root: Path, locks: tuple[DirectoryLock, ...], context: TierContext) -> None:
         """Use ``open``."""
-        self.namespace = namespace
         self.root = root
-        self.namespace_path = root / namespace.name
+        self.namespace_path = root / context.namespace.name
         self.index_path = self.namespace_path / _INDEX_NAME
         self.rank_bytes = 0
         """What each rank's slab may hold, in whole extents. The same for all ranks."""
         self.extent_bytes = 0
         """Size of the slab's extents; stays the same over restarts as long as it suits the capacity."""
+        self._base = base
+        self._context = context
         self._locks = locks
         self._closed = threading.Event()
         """``restore``, on another thread, lets go of what it takes after that."""
-        self._dp_engines = dp_engines
-        self._filesystem = 0
+        self._device = 0
         self._manifest = ""
         self._kept_free = 0.0
 
     @classmethod
     def open(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        capacity_bytes: int,
-        namespace: Namespace,
-        slot_classes: Sequence[int],
-        world_size: int,
-        dp_index: int = 0,
-        dp_engines: range = range(1),
-        index_bytes: Callable[[int], int] = max_bytes,
-        replicas: Mapping[int, int] | None = None,
-        kept_free: float = 0.0,
+        cls, config: SlabConfig, context: TierContext, *, index_bytes: Callable[[int], int] = max_bytes
     ) -> TierDirectory:
-        """Lock ``path``, make room in it, and work out the slabs' size.
+        """Lock the directory, make room in it, and work out the slabs' size.
 
-        ``capacity_bytes`` holds for all that lies under ``path``: slabs of all ranks and data-parallel engines,
-        indexes, other namespaces. The latter are removed whole, least recently used first, while this namespace
-        cannot have half, or the least it needs. ``dp_engines``: the engines that share ``path``, this one,
-        ``dp_index``, among them. ``index_bytes`` bounds the durable index by its number of keys. ``replicas``: as
-        ``SlotPlaces.replicas``. Where ``path`` cannot hold the capacity and leave the share ``kept_free`` of its
-        filesystem free, it is lowered to what it can, so that chunks are evicted before the drive is full.
+        The capacity holds for all that lies under the path: slabs of all ranks and data-parallel engines, indexes,
+        other namespaces. The latter are removed whole, least recently used first, while this namespace cannot have
+        half, or the least it needs. Where the drive cannot hold the capacity and leave ``keep_free`` free, it is
+        lowered to what it can, so that chunks are evicted before the drive is full. ``index_bytes`` bounds the durable
+        index by its number of keys.
+
         Raises TierError (``locked`` by another engine; ``full`` when others' files take the capacity; causes of the
         operating system) and ConfigError (capacity too small for this model; names the least that would do).
         """
-        base = Path(os.path.abspath(path))
-        root = base if len(dp_engines) == 1 else base / f"dp-{dp_index}"
+        base, is_shared = Path(os.path.abspath(config.path)), len(context.dp_engines) > 1
+        root = base / f"dp-{context.dp_index}" if is_shared else base
         with ExitStack() as undo:
             try:
                 make_private_directory(root)
-                base_lock = DirectoryLock(base / "lock")
-                undo.callback(base_lock.release)
-                base_lock.acquire(shared=len(dp_engines) > 1)
-                locks = [base_lock]
-                if len(dp_engines) > 1:
-                    locks.append(DirectoryLock(root / "lock"))
+                locks = []
+                for path in (base, root) if is_shared else (base,):
+                    locks.append(DirectoryLock(path / "lock"))
                     undo.callback(locks[-1].release)
-                    locks[-1].acquire()
-                directory = cls(namespace, root, tuple(locks), dp_engines)
-                directory._settle(
-                    base, capacity_bytes, tuple(slot_classes), world_size, index_bytes, replicas or {}, kept_free
-                )
+                    locks[-1].acquire(shared=is_shared and path == base)
+                directory = cls(base, root, tuple(locks), context)
+                directory._settle(config, index_bytes)
             except OSError as error:
                 raise tier_error(error, f"cannot use the directory {root}") from error
             undo.pop_all()
@@ -147,11 +133,11 @@ class TierDirectory:
         try:
             if self._closed.is_set() or self.check() is None:
                 return
-            if nearest_filesystem(self.root) != self._filesystem:
+            if nearest_filesystem(self.root) != self._device:
                 raise TierError(f"the filesystem of {self.root} is not mounted", cause="missing")
             make_private_directory(self.root)
             for lock in self._locks:
-                lock.acquire(shared=len(self._dp_engines) > 1 and lock is self._locks[0])
+                lock.acquire(shared=len(self._locks) > 1 and lock is self._locks[0])
             if not self._closed.is_set():
                 make_private_directory(self.namespace_path)
                 self._write_manifest()
@@ -174,64 +160,54 @@ class TierDirectory:
         for lock in reversed(self._locks):
             lock.release()
 
-    def _settle(
-        self,
-        base: Path,
-        capacity_bytes: int,
-        slot_classes: tuple[int, ...],
-        world_size: int,
-        index_bytes: Callable[[int], int],
-        replicas: Mapping[int, int],
-        kept_free: float,
-    ) -> None:
+    def _settle(self, config: SlabConfig, index_bytes: Callable[[int], int]) -> None:
         """Do all that follows the lock. Raises OSError, TierError, ConfigError."""
-        self._kept_free = kept_free
-        budget = _Budget(slot_classes, world_size, index_bytes, max(replicas.values(), default=1))
-        engines = len(self._dp_engines)
-        share_bytes = capacity_bytes // engines
+        base, context, engines = self._base, self._context, len(self._context.dp_engines)
+        slot_classes, share_bytes = context.slot_classes, config.capacity_bytes // engines
+        self._kept_free = kept_free(config)
         self._remove_leftovers()
-        least_bytes = budget.least_bytes()
-        if share_bytes < least_bytes:
+        needed_bytes = least_bytes(context, index_bytes)
+        if share_bytes < needed_bytes:
             raise ConfigError(
-                f"capacity {format_size(capacity_bytes)} of {base} is too small for this model: slots of "
-                f"{max(slot_classes)} bytes on {world_size} ranks and {engines} data-parallel engines need "
-                f"at least {format_size(least_bytes * engines)}"
+                f"capacity {format_size(config.capacity_bytes)} of {base} is too small for this model: slots of "
+                f"{slot_classes[-1]} bytes on {context.world_size} ranks and {engines} data-parallel engines need "
+                f"at least {format_size(needed_bytes * engines)}"
             )
-        room_bytes = other_namespaces.tree_bytes(base) + spare_bytes(os.statvfs(base), kept_free)
-        if room_bytes < capacity_bytes:
-            share_bytes = max(least_bytes, int(room_bytes) // engines)
+        room_bytes = other_namespaces.tree_bytes(base) + spare_bytes(os.statvfs(base), self._kept_free)
+        if room_bytes < config.capacity_bytes:
+            share_bytes = max(needed_bytes, int(room_bytes) // engines)
             logger.warning(
                 "Slab tier %s: of the capacity of %s the drive has room for %s%s: no more is used until the next start",
                 base,
-                format_size(capacity_bytes),
+                format_size(config.capacity_bytes),
                 format_size(max(0, int(room_bytes)) >> 20 << 20),
-                f", where {kept_free:.0%} of it stay free (keep_free)" if kept_free else "",
+                f", where {self._kept_free:.0%} of it stay free (keep_free)" if self._kept_free else "",
             )
-        available_bytes = self._make_room(base, share_bytes, max(share_bytes // 2, least_bytes))
-        if available_bytes < least_bytes:
+        available_bytes = self._make_room(share_bytes, max(share_bytes // 2, needed_bytes))
+        if available_bytes < needed_bytes:
             raise TierError(
                 f"files that are not ours leave {max(0, available_bytes)} bytes of the capacity of {self.root}; at "
-                f"least {least_bytes} are needed. Move them away or raise the capacity.",
+                f"least {needed_bytes} are needed. Move them away or raise the capacity.",
                 cause="full",
             )
-        rank_bytes = budget.rank_bytes(available_bytes)
-        self.extent_bytes = self._extent_bytes(rank_bytes, slot_classes)
+        rank_bytes = _rank_bytes(context, available_bytes, index_bytes)
+        self.extent_bytes = self._extent_bytes(rank_bytes)
         self.rank_bytes = rank_bytes // self.extent_bytes * self.extent_bytes
         make_private_directory(self.namespace_path)
         self.namespace_path.chmod(0o700)
-        self._filesystem = self.namespace_path.stat().st_dev
-        self._trim(world_size)
+        self._device = self.namespace_path.stat().st_dev
+        self._trim()
         slab: dict[str, object] = {
             "extent_bytes": self.extent_bytes,
-            "slot_classes": sorted(set(slot_classes)),
-            "world_size": world_size,
+            "slot_classes": slot_classes,
+            "world_size": context.world_size,
         }
-        if replicas:
-            slab["replicas"] = sorted(map(list, replicas.items()))
-        if plan := self.namespace.plan:  # commands find shards by it
-            groups = range(len(self.namespace.fields.groups))
+        if context.replicas:
+            slab["replicas"] = sorted(map(list, context.replicas.items()))
+        if plan := context.namespace.plan:  # commands find shards by it
+            groups = range(len(context.namespace.fields.groups))
             slab["held"] = [[plan.held(rank, group) for rank in range(plan.ranks)] for group in groups]
-        self._manifest = json.dumps({**self.namespace.manifest(), "slab": slab}, indent=2, sort_keys=True) + "\n"
+        self._manifest = json.dumps({**context.namespace.manifest(), "slab": slab}, indent=2, sort_keys=True) + "\n"
         self._write_manifest()
 
     def _remove_leftovers(self) -> None:
@@ -243,25 +219,24 @@ class TierDirectory:
                 if _LEFTOVER.fullmatch(path.name):
                     path.unlink(missing_ok=True)
 
-    def _make_room(self, base: Path, share_bytes: int, wanted_bytes: int) -> int:
+    def _make_room(self, share_bytes: int, wanted_bytes: int) -> int:
         """Remove other namespaces while this one cannot have ``wanted_bytes``; return what it can have."""
-        ours = {self.namespace_path, *(lock.path for lock in self._locks)}
+        base, engines, locks = self._base, self._context.dp_engines, {lock.path for lock in self._locks}
+        ours = {self.namespace_path, *locks}
         found = [(other_namespaces.survey(self.root, ours), 1)]
-        if len(self._dp_engines) > 1:
-            siblings = {base / f"dp-{index}" for index in self._dp_engines}
-            found.append((other_namespaces.survey(base, ours | siblings), len(self._dp_engines)))
+        if len(engines) > 1:
+            siblings = {base / f"dp-{index}" for index in engines}
+            found.append((other_namespaces.survey(base, ours | siblings), len(engines)))
         available_bytes = share_bytes - self._unexpected_bytes()
-        namespaces = []
+        charged = []
         for part, sharers in found:
             available_bytes -= -(-part.other_bytes // sharers)
-            for namespace in part.namespaces:
-                charged_bytes = -(-namespace.size_bytes // sharers)
-                available_bytes -= charged_bytes
-                namespaces.append((namespace, charged_bytes))
-        for namespace, charged_bytes in sorted(namespaces, key=lambda pair: pair[0].used_s):
+            charged += [(namespace, -(-namespace.size_bytes // sharers)) for namespace in part.namespaces]
+        available_bytes -= sum(charged_bytes for _, charged_bytes in charged)
+        for namespace, charged_bytes in sorted(charged, key=lambda pair: pair[0].used_s):
             if available_bytes >= wanted_bytes:
                 break
-            if not _unused(namespace.path.parent, {lock.path for lock in self._locks}):
+            if not _unused(namespace.path.parent, locks):
                 continue
             try:
                 other_namespaces.remove(namespace.path)
@@ -289,26 +264,27 @@ class TierDirectory:
             and not _RANK_NAME.fullmatch(path.name)
         )
 
-    def _extent_bytes(self, rank_bytes: int, slot_classes: tuple[int, ...]) -> int:
+    def _extent_bytes(self, rank_bytes: int) -> int:
         """Keep the extents of the last run where they still suit, for a chunk's offset is valid only under them."""
+        slot_classes = self._context.slot_classes
         fresh = choose_extent_bytes(rank_bytes, slot_classes)
         slab: Any = (other_namespaces.read_manifest(self.namespace_path) or {}).get("slab")
-        if not isinstance(slab, dict) or slab.get("slot_classes") != sorted(set(slot_classes)):
+        if not isinstance(slab, dict) or slab.get("slot_classes") != slot_classes:
             return fresh
         kept = slab.get("extent_bytes")
-        if type(kept) is not int or kept < max(slot_classes) or kept % PAGE_BYTES:
+        if type(kept) is not int or kept < slot_classes[-1] or kept % PAGE_BYTES:
             return fresh
-        enough = min(rank_bytes // fresh, SLOTS_PER_EXTENT_MIN * len(set(slot_classes)))
+        enough = min(rank_bytes // fresh, SLOTS_PER_EXTENT_MIN * len(slot_classes))
         return kept if rank_bytes // kept >= enough else fresh
 
-    def _trim(self, world_size: int) -> None:
+    def _trim(self) -> None:
         """Cut slabs to a capacity that shrank; remove slabs of ranks that do not exist."""
         for path in self.namespace_path.iterdir():
             named = _RANK_NAME.fullmatch(path.name)
             if named is None:
                 continue
             status = path.lstat()
-            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or int(named[1]) >= world_size:
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or int(named[1]) >= self._context.world_size:
                 path.unlink()  # nothing else is lost, whatever it was: of a hard link the other name stays
             elif status.st_size > self.rank_bytes:
                 os.truncate(path, self.rank_bytes)
@@ -333,31 +309,23 @@ class TierDirectory:
         os.utime(path)
 
 
-class _Budget:
-    """How many bytes each rank's slab gets out of what this namespace may use."""
+def least_bytes(context: TierContext, index_bytes: Callable[[int], int] = max_bytes) -> int:
+    """Return the capacity, to the MiB, that lets every slot class have an extent of four slots on each rank."""
+    classes = context.slot_classes
+    least_rank_bytes = len(classes) * SLOTS_PER_EXTENT_MIN * classes[-1]
+    available_bytes = align_up(context.world_size * least_rank_bytes, 1 << 20)
+    while _rank_bytes(context, available_bytes, index_bytes) < least_rank_bytes:
+        available_bytes += max(1 << 20, align_up(available_bytes // 64, 1 << 20))
+    return available_bytes
 
-    def __init__(
-        self, slot_classes: Sequence[int], world_size: int, index_bytes: Callable[[int], int], together: int = 1
-    ) -> None:
-        self._smallest = min(slot_classes)
-        self._least_rank_bytes = len(set(slot_classes)) * SLOTS_PER_EXTENT_MIN * max(slot_classes)
-        self._world_size = world_size
-        self._together = together
-        self._index_bytes = index_bytes
-        self._small_files_bytes = _SMALL_FILES_BYTES + world_size * _SMALL_FILES_PER_RANK_BYTES
 
-    def rank_bytes(self, available_bytes: int) -> int:
-        """Return the share of one rank: what index, small files and the filesystem's bookkeeping leave."""
-        keys = max(0, available_bytes) * self._together // self._world_size // self._smallest
-        slabs_bytes = available_bytes - self._index_bytes(keys) - self._small_files_bytes
-        return max(0, slabs_bytes * METADATA_SHARE // (METADATA_SHARE + 1) // self._world_size)
-
-    def least_bytes(self) -> int:
-        """Return what lets every class have an extent of four slots, to the MiB."""
-        available_bytes = align_up(self._world_size * self._least_rank_bytes, 1 << 20)
-        while self.rank_bytes(available_bytes) < self._least_rank_bytes:
-            available_bytes += max(1 << 20, align_up(available_bytes // 64, 1 << 20))
-        return available_bytes
+def _rank_bytes(context: TierContext, available_bytes: int, index_bytes: Callable[[int], int]) -> int:
+    """Return the share of one rank: what index, small files and the filesystem's bookkeeping leave."""
+    ranks, together = context.world_size, max(context.replicas.values(), default=1)
+    keys = max(0, available_bytes) * together // ranks // context.slot_classes[0]
+    small_files_bytes = _SMALL_FILES_BYTES + ranks * _SMALL_FILES_PER_RANK_BYTES
+    slabs_bytes = available_bytes - index_bytes(keys) - small_files_bytes
+    return max(0, slabs_bytes * METADATA_SHARE // (METADATA_SHARE + 1) // ranks)
 
 
 def _sync_directory(directory: Path) -> None:

@@ -15,22 +15,15 @@ import mmap
 import os
 import stat
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from nixl_offload.errors import LayoutError, TierError
-from nixl_offload.stores.filesystem import fallocate
-from nixl_offload.tiers.free_space import spare_bytes
+from nixl_offload.stores.filesystem import REAL, Filesystem, cause_of, spare_bytes
 from nixl_offload.tiers.lock import is_held_by
-from nixl_offload.tiers.os_errors import cause_of, tier_error
-from nixl_offload.types import PAGE_BYTES, align_up
+from nixl_offload.tiers.os_errors import tier_error
+from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
-
-ZERO_STEP_BYTES: Final = 64 << 20
-"""Where the filesystem cannot preallocate, the file grows by zeros to the next multiple of this."""
-_ZEROS: Final = bytes(1 << 20)
-_KEEP_SIZE: Final = 0x01
-_PUNCH_HOLE: Final = 0x02
 
 
 def rank_file_name(rank: int) -> str:
@@ -102,6 +95,7 @@ class SlabFile:
         owner: str = "",
         is_locked_here: bool = False,
         kept_free: float = 0.0,
+        filesystem: Filesystem = REAL,
     ) -> None:
         """Remember the geometry, which is that of the allocator. Nothing is touched before ``open``.
 
@@ -113,14 +107,15 @@ class SlabFile:
         self.rank_bytes = rank_bytes
         self.extent_bytes = extent_bytes
         self.direct_io = False
+        self._filesystem = filesystem
         self._kept_free = kept_free
         self._owner = owner
         self._wants_direct_io = direct_io
-        self._told_buffered = False
-        self._can_preallocate = True
+        self._is_known_buffered = self._is_known_sparse = False
+        """Whether the log says that the filesystem cannot do direct I/O, and that it cannot preallocate."""
         self._fd = -1
         self._identity = (0, 0)
-        self._filesystem: int | None = None
+        self._device: int | None = None
         self._is_locked_here = is_locked_here
         """The engine's scheduler runs on this machine, too, and locks the directory."""
         self._backed = bytearray(-(-rank_bytes // extent_bytes))
@@ -136,16 +131,16 @@ class SlabFile:
         try:
             self._require_lock()
             make_private_directory(self.path.parent)
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            status = os.fstat(self._fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise TierError(f"{self.path} is not a regular file", cause="io")
-            if status.st_nlink > 1:
-                raise TierError(f"{self.path} has another name (a hard link); remove it", cause="io")
+            self._fd = self._filesystem.open(str(self.path), os.O_RDWR | os.O_CREAT)
+            status = self._filesystem.stat(self._fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+                raise TierError(f"{self.path} is no file, or has another name (a hard link); remove it", cause="io")
             is_locked = self._check_lock()  # it may be in a directory that another engine has made meanwhile
             if stat.S_IMODE(status.st_mode) != 0o600:
                 os.fchmod(self._fd, 0o600)
-            self.discard_beyond(self.rank_bytes)
+            if status.st_size > self.rank_bytes:
+                self._filesystem.truncate(self._fd, self.rank_bytes)
+            self._backed = bytearray(len(self._backed))
             self.direct_io = self._wants_direct_io and self._direct_io_works()
         except OSError as error:
             self.close()
@@ -153,36 +148,29 @@ class SlabFile:
         except TierError:
             self.close()
             raise
-        self._identity = (status.st_dev, status.st_ino)
-        self._filesystem = status.st_dev
+        self._identity, self._device = (status.st_dev, status.st_ino), status.st_dev
         self._is_locked_here |= is_locked
 
     def close(self) -> None:
         """Close the descriptor. Idempotent; the bytes stay."""
         if self._fd >= 0:
-            os.close(self._fd)
+            self._filesystem.close(self._fd)
             self._fd = -1
 
     def ensure(self, offset: int, length_bytes: int) -> None:
         """Put real space under ``[offset, offset + length_bytes)``, whole extents at a time, before it is written.
 
-        Afterwards the file's size covers the range and a write into it cannot meet a full disk (copy-on-write
-        filesystems excepted). Costs nothing for extents known to be backed, else one fallocate. Where the filesystem
-        has none, the file grows by zeros up to the end of the range, rounded up to ``ZERO_STEP_BYTES``.
-        Raises LayoutError (outside the slab) and TierError; a refused extent leaves no space taken.
+        Afterwards the file's size covers the range and a write into it cannot meet a full disk, except on filesystems
+        that copy on write, or cannot preallocate. Costs nothing for extents known to be backed, else one fallocate.
+        Raises LayoutError (outside the slab) and TierError; then the file is no longer than before.
         """
         end = offset + length_bytes
         if offset < 0 or length_bytes <= 0 or end > self.rank_bytes:
             raise LayoutError(f"[{offset}, {end}) is outside the slab's {self.rank_bytes} bytes")
-        if not self._can_preallocate:
-            self._grow(end)
-            return
         first, last = offset // self.extent_bytes, (end - 1) // self.extent_bytes
         extent = self._backed.find(0, first, last + 1)
         while extent >= 0:
-            if not self._back(extent):
-                self._grow(end)
-                return
+            self._back(extent)
             self._backed[extent] = 1
             extent = self._backed.find(0, extent, last + 1)
 
@@ -194,21 +182,16 @@ class SlabFile:
         """
         try:
             self._check_lock()
+            probe = self._filesystem.open(str(self.path), os.O_RDWR)
+            try:
+                status = self._filesystem.stat(probe)
+            finally:
+                self._filesystem.close(probe)
         except TierError as error:
             return error.cause
-        try:
-            probe = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             return cause_of(error.errno)
-        try:
-            status = os.fstat(probe)
-        except OSError as error:
-            return cause_of(error.errno)
-        finally:
-            os.close(probe)
-        if self._fd < 0 or (status.st_dev, status.st_ino) != self._identity:
-            return "missing"
-        return None
+        return None if self._fd >= 0 and (status.st_dev, status.st_ino) == self._identity else "missing"
 
     def reopen(self) -> bool:
         """Make storing possible again after trouble. True: a different file is open now, without the chunks.
@@ -221,9 +204,8 @@ class SlabFile:
         if cause is None:
             return False
         if cause != "missing":
-            self._check_lock()  # says it better
-            raise TierError(f"{self.path} is not usable yet", cause=cause)
-        if self._filesystem is not None and nearest_filesystem(self.path.parent) != self._filesystem:
+            self._raise_trouble(cause)
+        if self._device is not None and nearest_filesystem(self.path.parent) != self._device:
             raise TierError(f"the filesystem of {self.path} is not mounted", cause="missing")
         self._require_lock()
         before, held = self._identity, self._fd
@@ -233,63 +215,46 @@ class SlabFile:
         finally:
             # Only now: the number of a deleted file that nobody holds goes to the next one, which would look the same.
             if held >= 0:
-                os.close(held)
+                self._filesystem.close(held)
         return self._identity != before
 
-    def discard_beyond(self, rank_bytes: int) -> None:
-        """Cut the file off at ``rank_bytes`` when it is longer, and hold to that capacity. Raises OSError."""
-        if os.fstat(self._fd).st_size > rank_bytes:
-            os.ftruncate(self._fd, rank_bytes)
-        self.rank_bytes = rank_bytes
-        self._backed = bytearray(-(-rank_bytes // self.extent_bytes))
-
-    def _back(self, extent: int) -> bool:
-        """Preallocate one extent, or undo and raise. False when the filesystem has no fallocate."""
+    def _back(self, extent: int) -> None:
+        """Preallocate one extent. Raises TierError, and leaves the file as long as it was."""
         start = extent * self.extent_bytes
         length = min(self.extent_bytes, self.rank_bytes - start)
-        self._require_same_file()
-        size = os.fstat(self._fd).st_size
-        self._require_space(start + length - max(start, size))
-        fresh = start >= size
-        holds_data = not fresh and self._holds_data(start, start + length)
+        if (cause := self.check()) is not None:
+            self._raise_trouble(cause)
+        size = self._filesystem.stat(self._fd).st_size
+        needed_bytes = start + length - max(start, size)
+        if needed_bytes > 0 and spare_bytes(self._filesystem.space(self._fd), self._kept_free) < needed_bytes:
+            # Rather than take a disk's last blocks away from others and give them back.
+            self._refuse(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed_bytes)
         try:
-            fallocate(self._fd, 0, start, length)
+            try:
+                self._filesystem.allocate(self._fd, length, start)
+            except OSError as error:
+                if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS}:
+                    raise
+                if size < start + length:
+                    self._filesystem.truncate(self._fd, start + length)
+                if not self._is_known_sparse:
+                    self._is_known_sparse = True
+                    logger.warning("%s: this filesystem cannot preallocate; stores fail when it is full", self.path)
         except OSError as error:
-            if error.errno in {errno.EOPNOTSUPP, errno.ENOSYS}:
-                self._can_preallocate = False
-                logger.warning(
-                    "%s: this filesystem cannot preallocate; the file grows by zeros, which costs time",
-                    self.path,
-                )
-                return False
             with contextlib.suppress(OSError):  # where nothing may be changed, nothing was taken
-                if fresh:
-                    os.ftruncate(self._fd, size)
-                elif not holds_data:
-                    fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, length)
+                if start >= size:
+                    self._filesystem.truncate(self._fd, size)
             self._refuse(error, length)
-        return True
-
-    def _grow(self, end: int) -> None:
-        """Without fallocate: everything below the file's size was written once, so only its end needs care."""
-        size = os.fstat(self._fd).st_size
-        if end <= size:
-            return
-        self._require_same_file()
-        end = min(align_up(end, ZERO_STEP_BYTES), self.rank_bytes)
-        self._require_space(end - size)
-        position = size
-        try:
-            while position < end:
-                position += os.pwrite(self._fd, memoryview(_ZEROS)[: end - position], position)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, size)
-            self._refuse(error, end - size)
 
     def _refuse(self, error: OSError, needed_bytes: int) -> NoReturn:
         kept = f" and leave {self._kept_free:.0%} of the drive free" if self._kept_free else ""
         raise tier_error(error, f"cannot reserve {needed_bytes} bytes in {self.path}{kept}") from error
+
+    def _raise_trouble(self, cause: str) -> NoReturn:
+        """Say what ``check`` has found. Raises TierError."""
+        self._check_lock()  # says it better
+        words = "is gone, or another file than the one that was opened" if cause == "missing" else "is not usable"
+        raise TierError(f"{self.path} {words}", cause=cause)
 
     def _check_lock(self) -> bool:
         """Say whether the engine has locked the directory. Raises TierError: another has."""
@@ -305,51 +270,29 @@ class SlabFile:
         else:
             self._check_lock()
 
-    def _require_same_file(self) -> None:
-        try:
-            status = self.path.stat(follow_symlinks=False)
-        except OSError as error:
-            raise tier_error(error, f"the slab {self.path} is gone") from error
-        if self._fd < 0 or (status.st_dev, status.st_ino) != self._identity:
-            raise TierError(f"{self.path} is another file than the one that was opened", cause="missing")
-
-    def _require_space(self, needed_bytes: int) -> None:
-        """Refuse early rather than take a disk's last blocks away from others and give them back."""
-        if needed_bytes > 0 and spare_bytes(os.fstatvfs(self._fd), self._kept_free) < needed_bytes:
-            self._refuse(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed_bytes)
-
-    def _holds_data(self, start: int, end: int) -> bool:
-        try:
-            return os.lseek(self._fd, start, os.SEEK_DATA) < end
-        except OSError as error:
-            return error.errno != errno.ENXIO
-
     def _direct_io_works(self) -> bool:
         """Write and read one page with O_DIRECT in a nameless neighbour, for an open alone proves nothing."""
-        neighbour = self.path.with_name(f".{self.path.name}.direct-{os.getpid()}")
-        page = mmap.mmap(-1, PAGE_BYTES)
-        pattern = os.urandom(PAGE_BYTES)
-        fd = -1
-        try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            fd = os.open(neighbour, flags | os.O_DIRECT, 0o600)
-            page[:] = pattern
-            os.pwritev(fd, [page], 0)
-            page[:] = bytes(PAGE_BYTES)
-            os.preadv(fd, [page], 0)
-            why = None if page[:] == pattern else "it returned other bytes than were written"
-        except OSError as error:
-            if cause_of(error.errno) != "io":
-                return self._direct_open_works()
-            why = os.strerror(error.errno or 0)
-        finally:
-            page.close()
-            if fd >= 0:
-                os.close(fd)
-            with contextlib.suppress(OSError):
-                neighbour.unlink()
-        if why is not None and not self._told_buffered:
-            self._told_buffered = True
+        neighbour = str(self.path.with_name(f".{self.path.name}.direct-{os.getpid()}"))
+        pattern, fd = os.urandom(PAGE_BYTES), -1
+        with mmap.mmap(-1, PAGE_BYTES) as page:
+            try:
+                fd = self._filesystem.open(neighbour, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
+                page[:] = pattern
+                self._filesystem.write(fd, page, 0)
+                page[:] = bytes(PAGE_BYTES)
+                self._filesystem.read(fd, page, 0)
+                why = None if page[:] == pattern else "it returned other bytes than were written"
+            except OSError as error:
+                if cause_of(error.errno) != "io":
+                    return self._direct_open_works()
+                why = os.strerror(error.errno or 0)
+            finally:
+                if fd >= 0:
+                    self._filesystem.close(fd)
+                with contextlib.suppress(OSError):
+                    self._filesystem.unlink(neighbour)
+        if why is not None and not self._is_known_buffered:
+            self._is_known_buffered = True
             logger.warning(
                 "%s: the filesystem cannot do direct I/O (%s); going on through the page cache", self.path, why
             )
@@ -358,7 +301,7 @@ class SlabFile:
     def _direct_open_works(self) -> bool:
         """On a full or read-only disk nothing can be tried out; then the open has to do."""
         try:
-            os.close(os.open(self.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC))
+            self._filesystem.close(self._filesystem.open(str(self.path), os.O_RDONLY | os.O_DIRECT))
         except OSError:
             return False
         return True

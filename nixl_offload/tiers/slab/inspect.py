@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple
 
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header
+from nixl_offload.config import SlabConfig
 from nixl_offload.errors import ConfigError, FormatError, StoreError, TierError
 from nixl_offload.identity.namespace import manifest_fits
 from nixl_offload.tiers.inspect import (
@@ -47,11 +48,11 @@ class SlabInspector(Inspector):
     kind = "slab"
     exclusive: ClassVar[bool] = True
 
-    def __init__(self, path: str, *, capacity_bytes: int | None) -> None:
+    def __init__(self, config: SlabConfig) -> None:
         """Raises StoreError where there is no such directory: nothing can be in it."""
-        self.base = Path(path)
+        self.base = Path(config.path)
         self.where = str(self.base)
-        self.capacity_bytes = capacity_bytes
+        self.capacity_bytes = config.capacity_bytes
         require_directory(self.base)
 
     def namespaces(self) -> Iterator[NamespaceInfo]:

@@ -6,15 +6,20 @@ Ownership: the slab belongs to the link, which closes it.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
 from collections.abc import Callable, Generator, Sequence
-from os import PathLike
-from typing import Protocol
 
+from nixl_offload.config import SlabConfig
 from nixl_offload.errors import MoverError, TierError
 from nixl_offload.movers.base import FileId, Mover, close_if_idle
 from nixl_offload.movers.handles import open_file
 from nixl_offload.tiers.base import NOTHING_STORED, Link, Target
 from nixl_offload.tiers.breaker import Breaker
+from nixl_offload.tiers.free_space import kept_free
+from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
+from nixl_offload.tiers.slab.tier import SlabPlace
 from nixl_offload.types import Key, Location
 
 PAUSE_S = 60.0
@@ -23,32 +28,25 @@ CHECK_EVERY_S = 1.0
 """How often a slab that works is looked at before a store: a deleted file still takes writes, and nobody would know."""
 
 
-class Slab(Protocol):
-    """What the engine needs of ``tiers.slab.file.SlabFile``."""
-
-    @property
-    def path(self) -> PathLike[str]:
-        """The file."""
-
-    @property
-    def rank_bytes(self) -> int:
-        """Its capacity."""
-
-    @property
-    def direct_io(self) -> bool:
-        """Whether it is to be opened with O_DIRECT."""
-
-    def ensure(self, offset: int, length_bytes: int) -> None:
-        """Put real space under a range. Raises TierError."""
-
-    def check(self) -> str | None:
-        """The cause that stands against storing now, or None."""
-
-    def reopen(self) -> bool:
-        """Make storing possible again; True: a different file is open now. Raises TierError."""
-
-    def close(self) -> None:
-        """Close the file; ``reopen`` opens it again. Idempotent."""
+def open_link(config: SlabConfig, place: SlabPlace, rank: int, mover: Mover) -> SlabLink:
+    """Open a rank's slab, and those of the ranks that have copies for it; the link closes them. Raises TierError."""
+    with contextlib.ExitStack() as undo:
+        slabs = []
+        for each in [rank, *place.slots.neighbours(rank)]:
+            slab = SlabFile(
+                os.path.join(place.directory, rank_file_name(each)),
+                rank_bytes=place.rank_bytes,
+                extent_bytes=place.extent_bytes,
+                direct_io=config.direct_io,
+                owner=place.owner,
+                is_locked_here=place.is_locked_here(),
+                kept_free=kept_free(config),
+            )
+            slab.open()  # whoever comes first makes it
+            undo.callback(slab.close)
+            slabs.append(slab)
+        undo.pop_all()
+    return SlabLink(slabs[0], mover, time.monotonic, neighbours=slabs[1:])
 
 
 class SlabLink(Link):
@@ -60,9 +58,9 @@ class SlabLink(Link):
     shares_file = True
 
     def __init__(
-        self, slab: Slab, mover: Mover, clock: Callable[[], float], *, neighbours: Sequence[Slab] = ()
+        self, slab: SlabFile, mover: Mover, clock: Callable[[], float], *, neighbours: Sequence[SlabFile] = ()
     ) -> None:
-        """``neighbours``: slabs of other ranks, which are only read: see ``SlotPlaces.seen_from``."""
+        """Take over open slabs. ``neighbours``: those of other ranks, only read (``SlotPlaces.seen_from``)."""
         self.name = f"slab tier {slab.path}"
         self.mover = mover
         self._slab = slab

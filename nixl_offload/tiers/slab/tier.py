@@ -14,14 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nixl_offload.config import SlabConfig
-from nixl_offload.errors import TierError
+from nixl_offload.errors import IndexStateError, TierError
 from nixl_offload.hardware.same_machine import machine_token
-from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import Index, State
+from nixl_offload.index.database import Row
 from nixl_offload.index.durable import DurableIndex
-from nixl_offload.tiers.free_space import kept_free
+from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.slab.directory import TierDirectory
-from nixl_offload.tiers.slab.reopen import adopt_rows
+from nixl_offload.tiers.slab.file import warn_of_others
 from nixl_offload.tiers.slot_allocator import SlabAllocator
 from nixl_offload.tiers.slot_places import SlotPlaces
 from nixl_offload.tiers.slot_tier import SlotTier
@@ -93,83 +93,58 @@ class SlabTier(SlotTier):
         """Another engine owns the directory now."""
 
     @classmethod
-    def open(
-        cls,
-        config: SlabConfig,
-        *,
-        position: int,
-        namespace: Namespace,
-        slot_classes: Sequence[int],
-        world_size: int,
-        dp_index: int = 0,
-        dp_engines: range = range(1),
-        replicas: Mapping[int, int] | None = None,
-    ) -> SlabTier:
+    def open(cls, config: SlabConfig, context: TierContext) -> SlabTier:
         """Lock the directory, reopen what an earlier engine left there, and return the tier.
 
-        ``slot_classes`` are the sizes in bytes of the slots that the groups of the model need on each rank.
-        ``replicas``: as ``SlotPlaces.replicas``.
-        Raises TierError (locked by another engine, no permission, too little capacity).
+        Raises TierError (locked by another engine, no permission) and ConfigError (too little capacity).
         """
-        directory = TierDirectory.open(
-            config.path,
-            capacity_bytes=config.capacity_bytes,
-            namespace=namespace,
-            slot_classes=slot_classes,
-            world_size=world_size,
-            dp_index=dp_index,
-            dp_engines=dp_engines,
-            replicas=replicas,
-            kept_free=kept_free(config),
-        )
-        try:
-            allocator = SlabAllocator(directory.rank_bytes, slot_classes, directory.extent_bytes, replicas)
-            geometry = {"extent_bytes": str(allocator.extent_bytes), "world_size": str(world_size)}
+        warn_of_others(config.path)
+        namespace, replicas, engines = context.namespace, context.replicas, context.dp_engines
+        with contextlib.ExitStack() as undo:
+            directory = TierDirectory.open(config, context)
+            undo.callback(directory.close)
+            allocator = SlabAllocator(directory.rank_bytes, context.slot_classes, directory.extent_bytes, replicas)
+            geometry = {"extent_bytes": str(allocator.extent_bytes), "world_size": str(context.world_size)}
             if replicas:
                 geometry["replicas"] = json.dumps(sorted(replicas.items()))
             if stages := namespace.stages:  # others hold other shards
                 geometry["stages"] = " ".join(map(str, stages))
             durable, rows = DurableIndex.open(str(directory.index_path), geometry)
-            try:
-                index = Index()
-                stale = adopt_rows(rows, position, index, allocator)
-                for number, key in enumerate(stale, 1):
-                    durable.delete(key)
-                    if number % STALE_PER_FLUSH == 0:  # more than the journal can queue would make it forget all it has
-                        durable.flush(STALE_FLUSH_S)
-            except BaseException:
-                durable.close(CLOSE_S)
-                raise
-        except BaseException:
-            directory.close()
-            raise
+            undo.callback(durable.close, CLOSE_S)
+            index = Index()
+            stale = adopt_rows(rows, context.position, index, allocator)
+            for number, key in enumerate(stale, 1):
+                durable.delete(key)
+                if number % STALE_PER_FLUSH == 0:  # more than the journal can queue would make it forget all it has
+                    durable.flush(STALE_FLUSH_S)
+            undo.pop_all()
         logger.info(
             "Slab tier %s: %d chunks found again, room for %.1f GiB per rank (%d ranks of each of %d engines)%s%s",
             config.path,
             len(index),
             allocator.rank_bytes / 2**30,
-            world_size,
-            len(dp_engines),
+            context.world_size,
+            len(engines),
             f", up to {allocator.places.together} of them with one copy of what they have alike" if replicas else "",
             f", {len(stale)} index rows dropped" if stale else "",
         )
-        if len(dp_engines) > 1 and dp_index == dp_engines[0]:
+        if len(engines) > 1 and context.dp_index == engines[0]:
             logger.warning(
                 "Slab tier %s: %d data-parallel engines have a part of it each, and do not find each other's chunks; "
                 "kind: shared_dir has them share all",
                 config.path,
-                len(dp_engines),
+                len(engines),
             )
         place = SlabPlace(
             directory=str(directory.namespace_path),
             rank_namespaces=namespace.rank_digests,
             rank_bytes=allocator.rank_bytes,
             extent_bytes=allocator.extent_bytes,
-            replicas=dict(replicas or {}),
+            replicas=replicas,
             owner=directory.owner,
             machine=machine_token(),
         )
-        return cls(position, place, index, allocator, durable, directory)
+        return cls(context.position, place, index, allocator, durable, directory)
 
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
         """Make ``key`` WRITING in a slot, evicting as needed; victims are appended to ``evicted``. None: no room."""
@@ -235,3 +210,23 @@ class SlabTier(SlotTier):
             self._durable.abandon()
             self._lost.set()
             logger.error("%s Nothing is stored any more until this engine restarts.", error)
+
+
+def adopt_rows(pieces: Iterable[Sequence[Row]], position: int, index: Index, allocator: SlabAllocator) -> list[Key]:
+    """Make rows READY in ``index`` and taken in ``allocator``, where the first of those that conflict wins.
+
+    A row is a hint: no row is believed before the header in its slot agrees. Returns the keys of the rows that do not
+    fit, and were left out.
+    """
+    stale: list[Key] = []
+    for rows in pieces:
+        for key, offset, slot_bytes in rows:
+            if not allocator.adopt(offset, slot_bytes):
+                stale.append(key)
+                continue
+            try:
+                index.insert_ready(key, Location(position, offset, slot_bytes))
+            except IndexStateError:
+                allocator.free(offset, slot_bytes)
+                stale.append(key)
+    return stale

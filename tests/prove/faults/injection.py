@@ -89,7 +89,7 @@ class Faults:
         for name in _WRAPPED:
             setattr(os, name, self._around(name, getattr(os, name)))
         fcntl.flock = self._around("flock", fcntl.flock)
-        slab_file.fallocate = filesystem.fallocate = self._around("fallocate", slab_file.fallocate)
+        filesystem.fallocate = self._around("fallocate", filesystem.fallocate)
         self._wrap_memory()
         self._wrap_movers()
 

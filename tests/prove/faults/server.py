@@ -18,11 +18,10 @@ from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES, Expected
 from nixl_offload.engine import Engine, TierEngine
 from nixl_offload.index import State
-from nixl_offload.index.database import max_bytes
 from nixl_offload.tiers import kinds
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.tiers.slab.directory import _Budget
+from nixl_offload.tiers.slab.directory import least_bytes
 from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.tiers.slot_tier import SlotTier
@@ -30,6 +29,7 @@ from nixl_offload.types import Lookup, LookupContext, key_group
 from nixl_offload.vllm.background import BackgroundOpening, join_all
 from nixl_offload.vllm.rank_tiers import RankTiers
 from nixl_offload.vllm.serving_tiers import ClosedTier
+from tests.contexts import context_of
 from tests.headers import encode_header, make_header
 from tests.prove import server
 from tests.prove.faults.clock import CLOCK, real_s
@@ -37,6 +37,7 @@ from tests.prove.faults.media import Medium, Piece
 from tests.prove.rank import Rank
 from tests.prove.server import PATIENCE_S, REGIONS, DeadError, config_of, payload_of
 from tests.unit.engine_rig import CHUNK_BLOCKS, SHAPES, kv_cache
+from tests.unit.gc_rig import namespace_of
 
 STUCK_S: Final = 0.4
 """Real time without progress after which the clock is set ahead, so that time-outs come."""
@@ -269,5 +270,5 @@ class Server(server.Server):
 def least_slab_bytes(shape: str, ranks: int) -> int:
     """Return the least capacity of a slab, most of which is promised to its index: room for some ten chunks."""
     _, _, layout = kv_cache(SHAPES[shape], 0)
-    classes = sorted({layout.slot_bytes(group) for group in range(len(layout.groups))})
-    return _Budget(classes, ranks, max_bytes).least_bytes()
+    classes = [layout.slot_bytes(group) for group in range(len(layout.groups))]
+    return least_bytes(context_of(namespace_of(), classes, world_size=ranks))

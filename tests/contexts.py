@@ -1,0 +1,40 @@
+"""What tests open a tier for: a context whose slot sizes they choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nixl_offload.config import SlabConfig
+from nixl_offload.identity.namespace import Namespace
+from nixl_offload.tiers.base import TierContext
+
+
+@dataclass(frozen=True, slots=True)
+class _Context(TierContext):
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def slot_classes(self) -> list[int]:
+        """See TierContext."""
+        return sorted(set(self.sizes))
+
+
+def context_of(
+    namespace: Namespace,
+    slot_classes: Sequence[int],
+    *,
+    position: int = 0,
+    world_size: int = 1,
+    dp_index: int = 0,
+    dp_engines: range = range(1),
+) -> TierContext:
+    """Return a context with slots of these sizes, whatever the namespace's groups need."""
+    return _Context(position, namespace, world_size, dp_index, dp_engines, tuple(slot_classes))
+
+
+def slab_config(path: Path, capacity_bytes: int, *, keep_free_percent: int = 0) -> SlabConfig:
+    """Return the config of a slab."""
+    config = SlabConfig.model_validate({"kind": "slab", "path": str(path), "capacity": capacity_bytes})
+    return config.model_copy(update={"keep_free_percent": keep_free_percent})
