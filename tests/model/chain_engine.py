@@ -119,12 +119,7 @@ class Engine:
     def wait_for_threads(self) -> None:
         """Let the prober finish what it was asked to do, and the healer what it looks at."""
         for shared in self.shared:
-            prober = shared._prober
-            while True:
-                with prober._changed:
-                    is_busy = prober._probes or prober._tasks or prober._tasks_running
-                    if not (is_busy or prober._trial is not None or prober._trial_out):
-                        break
+            while shared._prober.is_busy:
                 time.sleep(0)
         if self.file is not None and self.file._healer is not None:
             self.file._healer.join()

@@ -134,7 +134,7 @@ class SharedMachine(RuleBasedStateMachine):
     @rule()
     def background_work_is_done(self) -> None:
         deadline_s = time.monotonic() + 20.0
-        while not self.rig.tier._prober.idle and time.monotonic() < deadline_s:
+        while (self.rig.tier._prober.is_busy or self.rig.tier._prober._events) and time.monotonic() < deadline_s:
             self.catalog.flush(self.rig.now())
 
     # vLLM

@@ -8,8 +8,8 @@ from hashlib import sha256
 
 from nixl_offload.identity.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
 from nixl_offload.stores.base import Store
-from nixl_offload.tiers.shared.background_tasks import WriteManifest
 from nixl_offload.tiers.shared.naming import manifest_name, shard_name
+from nixl_offload.tiers.shared.upkeep import write_manifest
 from nixl_offload.types import Key
 
 _GROUP = GroupFields(0, 16, (4096, 4096))
@@ -62,6 +62,5 @@ def put_chunk(store: Store, namespace: Namespace, number: int, size_bytes: int =
 
 def put_manifest(store: Store, namespace: Namespace) -> str:
     """Write it as servers do."""
-    name = manifest_name(namespace.name)
-    WriteManifest(name, namespace.manifest(), time.time).run(store)
-    return name
+    write_manifest(namespace, time.time, store)
+    return manifest_name(namespace.name)

@@ -261,7 +261,7 @@ class Rig:
     def settle(self) -> None:
         """Step until nothing is under way in the background."""
         self.flush()
-        self.wait_for(lambda: 1 if self.tier._prober.idle else None)
+        self.wait_for(lambda: None if self.tier._prober.is_busy or self.tier._prober._events else 1)
         self.flush()
 
     def put(

@@ -145,7 +145,7 @@ def test_retaining_leaves_the_timings_of_a_bucket_to_the_metrics(make: MakeChain
     bucket._prober._seconds.append(0.25)
     fill(chain, 1)
     retain(chain, 60.0, 1)
-    assert 0.25 in bucket.take_probe_seconds()
+    assert 0.25 in bucket._prober.take_seconds()
 
 
 def test_what_is_dropped_is_gone_from_memory_and_slab_but_not_from_a_bucket(make: MakeChain) -> None:

@@ -252,7 +252,7 @@ def _break(chain: Chain) -> SharedTier:
     assert isinstance(bucket, SharedTier)
     for number in range(1000, 1003):
         bucket.stored(keys(number), {key(number): Outcome.FAILED}, chain.now_s)
-    assert bucket.breakers()["store"] is BreakerState.OPEN
+    assert bucket._health.breakers()["store"] is BreakerState.OPEN
     bucket.flush(chain.now_s)
     return bucket
 
@@ -624,7 +624,7 @@ def test_a_tier_that_is_out_of_use_serves_only_what_no_other_has(make: MakeChain
     nearer = chain.tiers[1]
     assert isinstance(nearer, SharedTier)
     for _ in range(3):
-        nearer._health._answers.failed("timeout", "no answer", chain.now_s)
+        nearer._health._reach.failed("timeout", "no answer", chain.now_s)
     assert not nearer.in_use
     assert [chain.catalog.where(key(number)) for number in (1, 2)] == [2, 1]
     grant = chain.catalog.prepare_load(keys(1, 2), chain.now_s)

@@ -3,41 +3,38 @@
 Threading: none; one owner. No I/O, no clock.
 
 Prefixes are stored front to back, so "the link is there" is nearly always true up to some point and false from there
-on. A search of fan-out k therefore asks about k positions at once and cuts the range by k + 1 with each round: three
-rounds of 16 settle any chain of up to 4,300 links. Where the chain has a hole, the search never claims a link beyond
-one that it knows to be absent; what it did not ask about may be wrong, and then a load fails and is computed.
+on. A search asks about 16 positions at once and cuts the range by 17 with each round: three rounds settle any chain of
+up to 4,300 links. Where the chain has a hole, the search never claims a link beyond one that it knows to be absent;
+what it did not ask about may be wrong, and then a load fails and is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Final
 
-FAN_OUT = 16
+FAN_OUT: Final = 16
 
 
 class ChainSearch:
-    """One search. Ask ``next_round``, tell each result by ``answer``, until ``done``; then ``boundary`` is the result.
+    """One search. Ask ``next_round``, pass each result to ``answer``, until ``done``; then ``boundary`` is the result.
 
     The first round asks about the first and the last link too: "nothing" and "everything" are the commonest answers.
     """
 
-    __slots__ = ("_asked", "_high", "_infer", "_low", "_outstanding", "_present", "fan_out", "length", "rounds")
+    __slots__ = ("_answers", "_certain", "_high", "_low", "length")
 
-    def __init__(self, length: int, fan_out: int = FAN_OUT, *, infer: bool = True) -> None:
-        """Search a chain of ``length`` links. ``infer=False``: claim only links that were asked about, each of them."""
-        if length < 0 or fan_out < 2:
-            raise ValueError(f"length {length}, fan_out {fan_out}; allowed: from 0, from 2")
+    def __init__(self, length: int, certain: int = 0) -> None:
+        """Search a chain of ``length`` links. ``certain``: of the last links before the boundary so many are asked
+        about one by one; others may be taken for present because a later one is.
+        """
         self.length = length
-        self.fan_out = fan_out
-        self.rounds = 0
-        self._infer = infer
+        self._certain = certain
         self._low = 0
         """Links before it are taken for present."""
         self._high = length
         """The first link known to be absent."""
-        self._present: set[int] = set()
-        self._asked: set[int] = set()
-        self._outstanding: set[int] = set()
+        self._answers: dict[int, bool | None] = {}
+        """Of each position that was asked about; None while the answer is out."""
 
     @property
     def boundary(self) -> int:
@@ -46,112 +43,82 @@ class ChainSearch:
 
     @property
     def known(self) -> int:
-        """As ``boundary``, for whoever cannot wait until it is ``done``: up to the first question that is still out."""
-        return min([self._low, *self._outstanding])
-
-    @property
-    def probes(self) -> int:
-        """How many links were asked about."""
-        return len(self._asked)
-
-    @property
-    def found(self) -> int:
-        """How many were said to be present."""
-        return len(self._present)
+        """The same for those who cannot wait until it is ``done``: up to the first question that is still out."""
+        return min([self._low, *(position for position, answer in self._answers.items() if answer is None)])
 
     @property
     def done(self) -> bool:
         """Whether ``boundary`` is final: no answer that is still out could change it."""
-        return not self._open() and not self._waiting()
+        return not self._open() and not self._is_waiting()
 
     def next_round(self) -> list[int]:
         """Return the positions to ask about now; empty while answers that matter are still out, and when done."""
-        if self._waiting():
-            return []
-        positions = self._open()
-        if positions:
-            self.rounds += 1
-            self._asked.update(positions)
-            self._outstanding.update(positions)
+        positions = [] if self._is_waiting() else self._open()
+        self._answers.update(dict.fromkeys(positions))
         return positions
 
     def answer(self, position: int, present: bool) -> None:
-        """Take an answer; one that nobody waits for is ignored. No answer to be had: say absent."""
-        if position not in self._outstanding:
+        """Take the answer to a question that is out. If there was none to be had, say absent."""
+        assert self._answers[position] is None, "nobody has asked, or it is answered"
+        self._answers[position] = present
+        if position >= self._high:
             return
-        self._outstanding.discard(position)
         if present:
-            self._present.add(position)
-            if position < self._high:
-                self._low = max(self._low, position + 1)
-        elif position < self._high:
-            self._high = position
-            if self._low > position:  # a hole: what lies behind it is of no use
-                self._low = max((known + 1 for known in self._present if known < position), default=0)
+            self._low = max(self._low, position + 1)
+            return
+        self._high = position
+        if self._low > position:  # a hole: what lies behind it is of no use
+            before = (each for each, answer in self._answers.items() if answer and each < position)
+            self._low = max(before, default=-1) + 1
 
-    def _waiting(self) -> bool:
-        return any(position < self._high for position in self._outstanding)
+    def _is_waiting(self) -> bool:
+        return any(answer is None and position < self._high for position, answer in self._answers.items())
 
     def _open(self) -> list[int]:
-        """Positions worth asking about next."""
+        """Return the positions worth asking about next."""
         low, unknown = self._low, self._high - self._low
-        if unknown <= 0:
-            if self._infer:
-                return []
-            return [position for position in range(self._low) if position not in self._asked]
-        positions: Sequence[int]
-        if unknown <= self.fan_out:
-            positions = range(low, self._high)
-        elif not self._asked:
-            last = self.fan_out - 1
-            positions = [low + step * (unknown - 1) // last for step in range(self.fan_out)]
-        else:
-            parts = self.fan_out + 1
-            positions = [low + (step + 1) * (unknown + 1) // parts - 1 for step in range(self.fan_out)]
-        return [position for position in positions if position not in self._outstanding]
+        if not unknown:
+            return [each for each in range(max(0, low - self._certain), low) if each not in self._answers]
+        if unknown <= FAN_OUT:
+            return list(range(low, self._high))
+        if not self._answers:
+            return [step * (unknown - 1) // (FAN_OUT - 1) for step in range(FAN_OUT)]
+        return [low + (step + 1) * (unknown + 1) // (FAN_OUT + 1) - 1 for step in range(FAN_OUT)]
 
 
 class AskAll:
-    """The same questions and answers as ``ChainSearch``, for a few links of which each is wanted: one round of all."""
-
-    __slots__ = ("_outstanding", "boundary", "found", "length", "probes", "rounds")
+    """The same questions and answers for a few links of which each is wanted: one round of all."""
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.rounds = 0
-        self.probes = 0
-        self.found = 0
-        """How many were said to be present."""
-        self.boundary = length
-        """The first that was not."""
-        self._outstanding = set(range(length))
+        self._answers: dict[int, bool] = {}
+        self._is_asked = False
+
+    @property
+    def boundary(self) -> int:
+        """The first link that is not there."""
+        return next((each for each in range(self.length) if not self._answers.get(each, False)), self.length)
 
     @property
     def known(self) -> int:
-        """As ``boundary``, up to the first question that is still out."""
-        return min([self.boundary, *self._outstanding])
+        """The same, whatever is still out."""
+        return self.boundary
+
+    @property
+    def found(self) -> int:
+        """How many links are there."""
+        return sum(self._answers.values())
 
     @property
     def done(self) -> bool:
         """Whether every answer is in."""
-        return not self._outstanding
+        return len(self._answers) == self.length
 
     def next_round(self) -> list[int]:
         """Return all positions, once."""
-        if self.rounds:
-            return []
-        self.rounds, self.probes = 1, self.length
-        return list(range(self.length))
+        was_asked, self._is_asked = self._is_asked, True
+        return [] if was_asked else list(range(self.length))
 
     def answer(self, position: int, present: bool) -> None:
-        """Take an answer; one that nobody waits for is ignored."""
-        if position not in self._outstanding:
-            return
-        self._outstanding.discard(position)
-        if present:
-            self.found += 1
-        else:
-            self.boundary = min(self.boundary, position)
-
-
-Search = ChainSearch | AskAll
+        """Take an answer."""
+        self._answers[position] = present

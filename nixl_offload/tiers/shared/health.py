@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from nixl_offload.errors import StoreError
 from nixl_offload.tiers.breaker import Breaker, BreakerState
 from nixl_offload.types import Key, LookupContext, Outcome
 
 STORAGE_FAILED: Final = frozenset({Outcome.FAILED, Outcome.TAINTED})
-
-
 FLAP_WINDOW_S: Final = 30.0
 """A bucket that asks to slow down answers the next trial: trouble that comes back so soon doubles the pause."""
 
@@ -25,7 +24,7 @@ class StorageHealth:
 
     def __init__(self, name: str) -> None:
         """``name`` opens each log line, such as "S3 tier s3://bucket/prefix"."""
-        self._answers = Breaker(name, flap_window_s=FLAP_WINDOW_S)
+        self._reach = Breaker(name, flap_window_s=FLAP_WINDOW_S)
         self._loads = Breaker(f"{name}, loading")
         self._stores = Breaker(f"{name}, storing")
         self._load_trial: str | None = None
@@ -34,35 +33,35 @@ class StorageHealth:
     @property
     def answers(self) -> bool:
         """Whether the storage answers questions, by all that is known."""
-        return self._answers.closed
+        return self._reach.closed
 
     @property
     def in_use(self) -> bool:
         """Whether it answers and loads work, by all that is known."""
-        return self._answers.closed and self._loads.closed
+        return self._reach.closed and self._loads.closed
 
     @property
     def trouble(self) -> str:
         """Why the tier is disabled, in a word; ``none`` while all is well."""
-        return self._answers.cause or self._loads.cause or self._stores.cause or "none"
+        return self._reach.cause or self._loads.cause or self._stores.cause or "none"
 
     @property
     def openings(self) -> int:
         """How often a breaker has opened."""
-        return self._answers.openings + self._loads.openings + self._stores.openings
+        return self._reach.openings + self._loads.openings + self._stores.openings
 
     def breakers(self) -> dict[str, BreakerState]:
         """Return the state of each breaker by what it watches: ``reach``, ``load`` or ``store``."""
-        return {"reach": self._answers.state, "load": self._loads.state, "store": self._stores.state}
+        return {"reach": self._reach.state, "load": self._loads.state, "store": self._stores.state}
 
     # What may be tried
 
     def may_try(self, now_s: float) -> bool:
-        """Whether one question may go out although the storage does not answer. Tell of it by ``tried``."""
-        return self._answers.allows(now_s)
+        """Whether one question may go out although the storage does not answer. Its answer goes to ``tried``."""
+        return self._reach.allows(now_s)
 
     def may_load(self, context: LookupContext, now_s: float) -> bool:
-        """Whether this request may load; while loads fail, one request at a time may, for a trial."""
+        """Whether this request may load. While loads fail, one request at a time may, as a trial."""
         if self._loads.closed:
             return True
         was_freed = self._load_trial is None and self._loads.state is BreakerState.HALF_OPEN
@@ -71,8 +70,8 @@ class StorageHealth:
         return self._load_trial == context.request_id
 
     def may_store(self, now_s: float) -> bool:
-        """Whether to store now; while stores fail, one at a time may, for a trial."""
-        return self._answers.closed and (self._stores.closed or self._stores.allows(now_s))
+        """Whether to store now. While stores fail, one at a time may, as a trial."""
+        return self._reach.closed and (self._stores.closed or self._stores.allows(now_s))
 
     def forget_request(self, request_id: str) -> None:
         """It loads nothing any more: if it was the trial and has found nothing to load, the next may try at once."""
@@ -81,24 +80,23 @@ class StorageHealth:
 
     # What became of it
 
-    def answered(self, now_s: float) -> None:
-        """A question was answered."""
-        if self._answers.closed:
-            self._answers.succeeded(now_s)
-
-    def unanswered(self, asked_s: float, cause: str, message: str, now_s: float) -> None:
-        """A question was not answered. One from before the storage last recovered says nothing."""
-        if self._answers.closed and asked_s >= self._answers.closed_s:
-            self._answers.failed(cause, message, now_s)
-
-    def tried(self, cause: str, message: str, now_s: float) -> None:
-        """The question that ``may_try`` let through is back; ``cause`` is empty when it was answered."""
-        if self._answers.closed:
+    def answered(self, asked_s: float, error: StoreError | None, now_s: float) -> None:
+        """A question is back. The failure of one from before the storage last recovered says nothing."""
+        if not self._reach.closed:
             return
-        if cause:
-            self._answers.failed(cause, message, now_s)
+        if error is None:
+            self._reach.succeeded(now_s)
+        elif asked_s >= self._reach.closed_s:
+            self._reach.failed(error.cause, str(error), now_s)
+
+    def tried(self, error: StoreError | None, now_s: float) -> None:
+        """The question that ``may_try`` let through is back."""
+        if self._reach.closed:
+            return
+        if error is None:
+            self._reach.succeeded(now_s)
         else:
-            self._answers.succeeded(now_s)
+            self._reach.failed(error.cause, str(error), now_s)
 
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
         """A store is over."""
@@ -108,7 +106,7 @@ class StorageHealth:
             self._stores.failed("stores", f"none of {len(keys)} chunks could be stored", now_s)
 
     def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> Key | None:
-        """A load is over. Returns a chunk to look for where nothing came: is it there? Tell by ``rechecked``."""
+        """A load is over. Where nothing came, returns a chunk to look for, whose answer goes to ``rechecked``."""
         if len(failed) < len(keys) or Outcome.CORRUPT in failed.values():
             self._loads.succeeded(now_s)
             self._load_trial = None
@@ -116,11 +114,11 @@ class StorageHealth:
             return next(key for key in keys if failed[key] in STORAGE_FAILED)
         return None
 
-    def rechecked(self, cause: str, message: str, is_whole: bool, now_s: float) -> None:
-        """Somebody looked for a chunk that could not be loaded. ``cause``: why that was not answered, if so."""
-        if cause:
-            if self._answers.closed:
-                self._answers.failed(cause, message, now_s)
+    def rechecked(self, is_whole: bool, error: StoreError | None, now_s: float) -> None:
+        """Somebody looked whether a chunk that could not be loaded is there."""
+        if error is not None:
+            if self._reach.closed:
+                self._reach.failed(error.cause, str(error), now_s)
         elif is_whole:
             self._loads.failed("loads", "chunks that are there could not be read", now_s)
         else:

@@ -9,30 +9,27 @@ recompute.
 
 from __future__ import annotations
 
-import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from nixl_offload.config.schema import LookupOptions
+from nixl_offload.errors import StoreError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.base import SharedStatistics, Tier, TierContext, TierStatistics, not_arrived
-from nixl_offload.tiers.breaker import BreakerState
-from nixl_offload.tiers.shared.background_tasks import Discard, Recheck, Refresh, WriteManifest
 from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.health import StorageHealth
-from nixl_offload.tiers.shared.lookup_queue import LookupQueue, SearchKind
-from nixl_offload.tiers.shared.maintenance import Maintenance
+from nixl_offload.tiers.shared.lookups import Lookups, Search, SearchKind
 from nixl_offload.tiers.shared.naming import manifest_name, shards_of, witness_of
 from nixl_offload.tiers.shared.presence import MAX_KEYS, Presence
-from nixl_offload.tiers.shared.prober import Prober
-from nixl_offload.tiers.shared.prober_events import ProbeAnswer, ProbeCounts, ProbeResult, SearchEnd, TaskEnd, TrialEnd
+from nixl_offload.tiers.shared.prober import Answer, Prober, Sight
+from nixl_offload.tiers.shared.upkeep import Refreshed, Upkeep, is_whole
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, key_group
-
-logger = logging.getLogger(__name__)
 
 EVENTS_PER_FLUSH = 8192
 """A few milliseconds of the scheduler's step."""
@@ -51,30 +48,12 @@ class SharedPlace:
     """By rank or by shard, the 32 bytes that shard headers carry."""
 
 
-@dataclass(slots=True)
-class SharedCounts:
-    """What a tier has done since it was opened; for metrics."""
-
-    probes: ProbeCounts = field(default_factory=ProbeCounts)
-    inferred: int = 0
-    """Chunks taken for present because later ones of their chain were."""
-    late: int = 0
-    """Requests that were not answered in time."""
-    damaged: int = 0
-    failed_loads: int = 0
-    """Chunks."""
-    discarded: int = 0
-    refreshed: int = 0
-    openings: int = 0
-    """How often the tier was disabled for a while."""
-    known: int = 0
-    """Chunks believed present now."""
-
-
 class SharedTier(Tier):
     """What it says of a chunk is a belief: a load verifies, and corrects it.
 
-    ``health`` says when it is disabled, ``maintenance`` what is done to the store when nobody waits.
+    A lookup of a chunk of which nothing is believed goes through ``lookups`` (who waits for which search) and
+    ``prober`` (which asks the store). ``health`` says when the tier is disabled, ``upkeep`` what is done to the store
+    when nobody waits.
     """
 
     def __init__(
@@ -103,8 +82,7 @@ class SharedTier(Tier):
         self.place: SharedPlace = SharedPlace(namespace.name, namespace.rank_digests)
         self._position = position
         self._store = store
-        self._name = name
-        self._options = lookup
+        self._timeout_s = lookup.timeout_s
         self._ttl_s = ttl_s
         self._namespace = namespace
         self._clock = clock
@@ -115,27 +93,15 @@ class SharedTier(Tier):
         self._presence = Presence(
             present_for_s=lookup.present_for_s, absent_for_s=lookup.absent_for_s, max_keys=max_keys
         )
-        self._lookups = LookupQueue(lookup.timeout_s)
+        self._lookups = Lookups(lookup.timeout_s)
         self._health = StorageHealth(name)
         self._unanswered: set[Key] = set()
         """Asked about, and no answer for longer than a request may wait: nobody else waits for it."""
         self._doubted: set[str] = set()
-        """Requests that were told MISS although nothing was known."""
-        self._counts = SharedCounts()
-        self._prober = Prober(
-            store,
-            witness_of=partial(witness_of, namespace),
-            ttl_s=ttl_s,
-            threads=threads,
-            clock=clock,
-            wall=wall,
-        )
-        manifest = WriteManifest(manifest_name(namespace.name), namespace.manifest(), wall)
-        self._manifest_name = manifest.name
-        self._shards_of = partial(shards_of, namespace)
-        self._maintenance = Maintenance(
-            self._prober, manifest, shards_of=self._shards_of, ttl_s=ttl_s, wall=wall, now_s=self._now_s
-        )
+        """Requests for which a lookup was a MISS although nothing was known."""
+        witness = partial(witness_of, namespace)
+        self._prober = Prober(store, witness_of=witness, ttl_s=ttl_s, threads=threads, clock=clock, wall=wall)
+        self._upkeep = Upkeep(self._prober, namespace, ttl_s=ttl_s, wall=wall, refreshed=self._on_refreshed)
         self._eviction: Eviction | None = None
         try:
             if eviction is not None:
@@ -145,35 +111,15 @@ class SharedTier(Tier):
             raise
 
     @classmethod
-    def open(
-        cls,
-        context: TierContext,
-        store: Store,
-        *,
-        name: str,
-        lookup: LookupOptions,
-        ttl_s: float | None,
-        required: bool,
-        eviction: Callable[[], Eviction] | None = None,
-        is_local: bool = False,
-    ) -> SharedTier:
-        """Return the tier over ``store``, which is closed when that fails.
+    def open(cls, context: TierContext, store: Store, *, required: bool, **options: Any) -> SharedTier:
+        """Return the tier over ``store``, which is closed when that fails. ``options``: as for the constructor.
 
         ``required``: list the namespace first, and raise StoreError where the store does not answer.
         """
         try:
             if required:
                 next(store.list(f"{context.namespace.name}/"), None)
-            return cls(
-                context.position,
-                store,
-                context.namespace,
-                lookup=lookup,
-                ttl_s=ttl_s,
-                name=name,
-                eviction=eviction,
-                is_local=is_local,
-            )
+            return cls(context.position, store, context.namespace, **options)
         except BaseException:
             store.close()
             raise
@@ -185,7 +131,7 @@ class SharedTier(Tier):
 
     def state(self, key: Key) -> State | None:
         """Return the state of ``key`` in this tier, None when nothing is known or it is known to be absent."""
-        if key in self._maintenance.discarding:
+        if key in self._upkeep.discarding:
             return State.EVICTING
         return self._presence.state(key)
 
@@ -201,7 +147,7 @@ class SharedTier(Tier):
             return Lookup.HIT if self._health.may_load(context, now_s) else Lookup.MISS
         if state is State.WRITING:
             return Lookup.PENDING
-        if state is State.EVICTING or self._presence.is_absent(key, now_s) or key in self._maintenance.discarding:
+        if state is State.EVICTING or self._presence.is_absent(key, now_s) or key in self._upkeep.discarding:
             return Lookup.MISS
         if key in self._unanswered:
             return self._unknown(context)
@@ -214,27 +160,26 @@ class SharedTier(Tier):
         self._now_s = now_s
         self._take_in()
         self._taken_in = False
-        overdue = self._prober.overdue(now_s, self._options.timeout_s)
-        self._unanswered = {question.key for question in overdue}
+        self._unanswered, overdue = self._prober.overdue(now_s, self._timeout_s)
         for question in overdue:
-            if question.is_new:
-                why = f"no answer within {self._options.timeout_s:g} s"
-                self._health.unanswered(question.asked_s, "timeout", why, now_s)
+            late = StoreError(f"no answer within {self._timeout_s:g} s", cause="timeout")
+            self._health.answered(question.asked_s, late, now_s)
         if not self._health.answers:
             self._lookups.drop_all()
             self._prober.cancel_all()
-            self._maintenance.clear()
+            self._upkeep.clear()
             if self._health.may_try(now_s):
-                self._prober.trial(self._manifest_name)
+                manifest = manifest_name(self._namespace.name)
+                self._prober.try_store(lambda store: store.head(manifest), self._on_trial_end)
             return
-        for search in self._lookups.begin_searches(now_s):
-            self._prober.search(search.number, search.keys, search.plan)
-        self._maintenance.begin(now_s)
+        for search in self._lookups.begin_searches():
+            self._prober.search(search)
+        self._upkeep.begin(now_s)
 
     def forget_request(self, request_id: str) -> None:
         """No more lookups will come for this request."""
-        for number in self._lookups.forget(request_id):
-            self._prober.cancel(number)
+        for search in self._lookups.forget(request_id):
+            self._prober.cancel(search)
         self._health.forget_request(request_id)
         self._doubted.discard(request_id)
 
@@ -281,7 +226,7 @@ class SharedTier(Tier):
         """
         self._now_s = now_s
         self._health.stored(keys, failed, now_s)
-        self._discard([key for key in failed if self.state(key) is None and len(self._shards_of(key)) > 1])
+        self._discard([key for key in failed if self.state(key) is None and len(shards_of(self._namespace, key)) > 1])
 
     # Loading
 
@@ -297,13 +242,9 @@ class SharedTier(Tier):
     def touch(self, key: Key) -> None:
         """Mark as recently used; unknown keys are ignored. Now and then a chunk in use is refreshed."""
         self._presence.touch(key)
-        ttl_s, maintenance = self._ttl_s, self._maintenance
-        if (
-            ttl_s is not None
-            and maintenance.takes_refreshes
-            and self._presence.needs_refresh(key, self._now_s, ttl_s / 4)
-        ):
-            maintenance.refresh(key)
+        ttl_s, upkeep = self._ttl_s, self._upkeep
+        if ttl_s is not None and upkeep.takes_refreshes and self._presence.needs_refresh(key, self._now_s, ttl_s / 4):
+            upkeep.refresh(key)
 
     def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
         """A load is over: what did not arrive counts as absent, so that it is computed and stored anew.
@@ -312,10 +253,9 @@ class SharedTier(Tier):
         """
         self._now_s = now_s
         bad = not_arrived(keys, failed)
-        self._counts.failed_loads += len(bad)
         doubtful = self._health.loaded(keys, failed, now_s)
         if doubtful is not None and self._health.answers:
-            self._prober.do(Recheck(doubtful, self._shards_of(doubtful)))
+            self._prober.do(partial(is_whole, shards_of(self._namespace, doubtful)), self._on_recheck_end)
         dropped = [key for key in bad if self._presence.missed(key, now_s)]
         corrupt = [key for key in bad if failed[key] is Outcome.CORRUPT and self._presence.state(key) is None]
         self._discard(corrupt, even_whole=True)
@@ -336,7 +276,7 @@ class SharedTier(Tier):
         self._lookups.infer = False
         self._prober.cancel_all()
         self._prober.since_s = self._wall() + RESET_MARGIN_S
-        self._maintenance.clear()
+        self._upkeep.clear()
 
     def close(self, in_flight: Iterable[Key] = (), *, timeout_s: float = 1.0) -> None:
         """End what runs in the background, waiting ``timeout_s`` at most for each part, and close the store.
@@ -353,39 +293,20 @@ class SharedTier(Tier):
         """Whether some request waits for an answer of the store."""
         return len(self._lookups) > 0
 
-    def counts(self) -> SharedCounts:
-        """Return the counters as they are now."""
-        counts = self._counts
-        counts.probes = self._prober.counts()
-        counts.late = self._lookups.late
-        counts.openings = self._health.openings
-        counts.discarded = self._maintenance.discarded
-        counts.known = len(self._presence)
-        return counts
-
     def statistics(self) -> TierStatistics:
         """Return what is believed and how the storage does."""
-        counts = self.counts()
         return TierStatistics(
             shared=SharedStatistics(
-                probes=counts.probes.heads,
-                probe_errors=counts.probes.errors,
-                probe_seconds=self.take_probe_seconds(),
-                late=counts.late,
-                openings=counts.openings,
-                known=counts.known,
-                breakers=self.breakers(),
+                probes=self._prober.questions,
+                probe_errors=self._prober.errors,
+                probe_seconds=self._prober.take_seconds(),
+                late=self._lookups.late,
+                openings=self._health.openings,
+                known=len(self._presence),
+                breakers=self._health.breakers(),
                 evictions=self._eviction.evicted if self._eviction is not None else None,
             )
         )
-
-    def take_probe_seconds(self) -> list[float]:
-        """Return how long questions to the store took since the last call; of very many the latest."""
-        return self._prober.take_seconds()
-
-    def breakers(self) -> dict[str, BreakerState]:
-        """Return the state of each breaker by what it watches: ``reach``, ``load`` or ``store``."""
-        return self._health.breakers()
 
     @property
     def trouble(self) -> str:
@@ -397,74 +318,56 @@ class SharedTier(Tier):
     def _take_in(self) -> None:
         self._taken_in = True
         for event in self._prober.drain(EVENTS_PER_FLUSH):
-            if isinstance(event, ProbeAnswer):
-                self._on_sight(event)
-            elif isinstance(event, SearchEnd):
-                self._on_search_end(event)
-            elif isinstance(event, TrialEnd):
-                self._health.tried(event.cause, event.message, self._now_s)
+            if isinstance(event, Answer):
+                self._on_answer(event)
+            elif isinstance(event, Search):
+                if self._lookups.finish(event) and event.kind is SearchKind.CHAIN:
+                    self._take_chain(event.keys, event.plan.boundary)
             else:
-                self._on_task_end(event)
+                event()
         for search in self._lookups.give_up(self._now_s):
-            found = self._prober.cancel(search.number)
-            if search.kind is SearchKind.CHAIN:
-                self._take_chain(search.keys[:found], found)  # better than nothing, for those that can wait no longer
+            known = self._prober.cancel(search)
+            if search.kind is SearchKind.CHAIN:  # better than nothing, for those that can wait no longer
+                self._take_chain(search.keys[:known], known)
 
-    def _on_sight(self, answer: ProbeAnswer) -> None:
-        if answer.found is ProbeResult.ERROR:
-            self._health.unanswered(answer.asked_s, answer.cause, answer.message, self._now_s)
-            return
-        self._health.answered(self._now_s)
+    def _on_answer(self, answer: Answer) -> None:
+        self._health.answered(answer.asked_s, answer.error, self._now_s)
         key = answer.key
-        if answer.found is ProbeResult.PRESENT and not self._prober.expired(answer.modified_s):
-            if not self._presence.missed_since(key, answer.asked_s) and key not in self._maintenance.discarding:
+        if answer.sight is Sight.PRESENT and not self._prober.expired(answer.modified_s):
+            if not self._presence.missed_since(key, answer.asked_s) and key not in self._upkeep.discarding:
                 self._presence.seen(key, self._now_s, self._expires_s(answer.modified_s))
-        elif not self._presence.seen_since(key, answer.asked_s):  # else it was stored after the question went out
+        elif answer.sight is not None and not self._presence.seen_since(key, answer.asked_s):
+            # Else it was stored after the question went out.
             self._presence.missed(key, self._now_s)
-            if answer.found is ProbeResult.DAMAGED:
-                self._counts.damaged += 1
+            if answer.sight is Sight.DAMAGED:
                 self._discard([key])
-
-    def _on_search_end(self, end: SearchEnd) -> None:
-        search = self._lookups.finish(end.number, end.boundary, end.found)
-        if search is None or search.kind is not SearchKind.CHAIN:
-            return
-        self._take_chain(search.keys, end.boundary)
 
     def _take_chain(self, keys: Sequence[Key], boundary: int) -> None:
         """Believe in what lies before the boundary, and no longer in what lies behind it and was not seen lately."""
         presence, now_s = self._presence, self._now_s
         # From the end: what is believed last is forgotten last, and a prefix's beginning is worth most.
-        for position in range(boundary - 1, -1, -1):
-            key = keys[position]
-            if presence.state(key) is State.READY and presence.fresh(key, now_s):
-                continue
-            if self._lookups.infer and not presence.is_absent(key, now_s) and key not in self._maintenance.discarding:
+        for key in reversed(keys[:boundary]):
+            is_known = presence.look(key, now_s)[1] or presence.is_absent(key, now_s)
+            if self._lookups.infer and not is_known and key not in self._upkeep.discarding:
                 presence.seen(key, now_s)
-                self._counts.inferred += 1
-        for position in range(boundary, len(keys)):
-            key = keys[position]
-            if presence.state(key) is State.READY and not presence.fresh(key, now_s):
+        for key in keys[boundary:]:
+            state, is_fresh = presence.look(key, now_s)
+            if state is State.READY and not is_fresh:
                 presence.drop(key)  # so that it is stored anew when it is computed
 
-    def _on_task_end(self, end: TaskEnd) -> None:
-        task = end.task
-        if end.cause:
-            logger.debug("%s: %s: %s", self._name, type(task).__name__.lower(), end.message)
-        if isinstance(task, Discard):
-            self._maintenance.discard_ended(task)
-        elif isinstance(task, Refresh):
-            for key, modified_s in task.modified_s.items():
-                if self._presence.state(key) is State.READY and not self._prober.expired(modified_s):
-                    self._presence.seen(key, self._now_s, self._expires_s(modified_s))
-            for key in task.gone:
-                if not self._presence.seen_since(key, task.asked_s):
-                    self._presence.missed(key, self._now_s)
-            self._counts.refreshed += task.refreshed
-        elif isinstance(task, Recheck):
-            self._health.rechecked(end.cause, end.message, task.whole, self._now_s)
-        elif isinstance(task, WriteManifest) and end.cause:
-            self._maintenance.manifest_failed(self._now_s)
+    def _on_trial_end(self, _: object, error: StoreError | None) -> None:
+        self._health.tried(error, self._now_s)
+
+    def _on_recheck_end(self, found_whole: bool | None, error: StoreError | None) -> None:
+        self._health.rechecked(bool(found_whole), error, self._now_s)
+
+    def _on_refreshed(self, found: Refreshed, asked_s: float) -> None:
+        for key, modified_s in found.modified_s.items():
+            if self._presence.state(key) is State.READY and not self._prober.expired(modified_s):
+                self._presence.seen(key, self._now_s, self._expires_s(modified_s))
+        for key in found.gone:
+            if not self._presence.seen_since(key, asked_s):
+                self._presence.missed(key, self._now_s)
 
     # Inside
 
@@ -476,9 +379,9 @@ class SharedTier(Tier):
     def _expires_s(self, modified_s: float) -> float:
         """When what was modified then, by the store's clock, ceases to count, on the scheduler's clock."""
         if self._ttl_s is None:
-            return float("inf")
+            return math.inf
         return self._now_s + self._ttl_s - max(0.0, self._wall() - modified_s)
 
     def _discard(self, keys: Sequence[Key], *, even_whole: bool = False) -> None:
         if self._health.answers:
-            self._maintenance.discard(keys, even_whole=even_whole)
+            self._upkeep.discard(keys, even_whole=even_whole)

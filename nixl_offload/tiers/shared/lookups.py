@@ -1,0 +1,233 @@
+"""Who waits to learn what about a shared store: the lookups of a step become searches.
+
+Threading: none; the scheduler's thread alone. No I/O, no clock: time is passed in (monotonic seconds).
+
+vLLM asks key by key. What one request asks in a step about one KV-cache group is a *batch*. Its keys come front to
+back, and a search finds where the prefix ends; or back to front, and only the last few matter (a window). Until the
+search of a batch has ended the request is told to ask again. A request whose first unknown key is already covered by
+another's search waits for that one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from nixl_offload.tiers.shared.chain_search import AskAll, ChainSearch
+from nixl_offload.types import Key, Lookup, LookupContext, key_group
+
+WINDOW_KEYS: Final = 32
+"""So many keys are asked about at a time while a window is looked for, from the end on."""
+
+
+class SearchKind(Enum):
+    """What a search is to find out."""
+
+    CHAIN = "chain"
+    """Where a prefix ends; what lies before is there."""
+    WINDOW = "window"
+    """Each of a few keys."""
+    EDGE = "edge"
+    """Where to begin the scan for a window: nothing was there at the end. Says nothing of keys it did not ask about."""
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    first_end: int
+    last_end: int = 0
+    keys: list[Key] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    first_s: float
+    """When its wait began."""
+    step: int
+    """In which it asked last."""
+    is_answered: bool = False
+    """The last of its searches has ended, and was not given up."""
+    is_late: bool = False
+    """Waited long enough: what is not known is absent for it."""
+    batches: dict[int, _Batch] = field(default_factory=dict)
+    searches: dict[int, Search] = field(default_factory=dict)
+    """By group, as ``batches``."""
+    held_at: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By group: the step in which it was told last to wait for a search, and the end of the key it asked about."""
+    ruled_out: set[Key] = field(default_factory=set)
+    """Behind the edge."""
+    seeks_edge: set[int] = field(default_factory=set)
+    """Groups of which nothing was at the end."""
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """A search that is under way, and who waits for it: requests and their groups."""
+
+    kind: SearchKind
+    keys: list[Key]
+    plan: ChainSearch | AskAll
+    """The prober's until it has ended."""
+    failed: bool = False
+    """A question was not answered, and counted as absent."""
+    waiting: list[tuple[_Request, int]] = field(default_factory=list)
+
+
+class Lookups:
+    """Each request is held back ``timeout_s`` at most, counted from the first time that it was told to ask again.
+
+    Once answered it may go on for a while and then ask about what has been forgotten meanwhile: that is another wait.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.infer = True
+        """Whether a chain's links may be taken for present without asking about each."""
+        self.late = 0
+        """Requests that were not answered in time, ever; for metrics."""
+        self._timeout_s = timeout_s
+        self._requests: dict[str, _Request] = {}
+        self._batching: dict[str, _Request] = {}
+        self._searches: dict[Search, None] = {}
+        self._covered: dict[Key, Search] = {}
+        """Keys of chain searches -> the search."""
+        self._step = 0
+
+    def __len__(self) -> int:
+        """Searches that are under way."""
+        return len(self._searches)
+
+    @property
+    def requests(self) -> int:
+        """Requests that are remembered."""
+        return len(self._requests)
+
+    def ask(self, key: Key, context: LookupContext, now_s: float) -> Lookup:
+        """A request wants to know of a key that nothing is known of: RETRY, or MISS once it has waited long enough."""
+        request = self._requests.get(context.request_id)
+        if request is None:
+            request = self._requests[context.request_id] = _Request(now_s, self._step)
+        elif request.is_answered and self._step > request.step + 1:
+            request.first_s = now_s  # it has not asked for a step at least: not because it was told to wait
+        request.step = self._step
+        if not request.is_late and now_s - request.first_s >= self._timeout_s:
+            request.is_late = True
+            self.late += 1
+        if request.is_late or key in request.ruled_out:
+            return Lookup.MISS
+        group, end = key_group(key), context.end_token or 0
+        search = request.searches.get(group)
+        if search is not None:
+            return self._hold(request, group, search, end)
+        batch = request.batches.setdefault(group, _Batch(end))
+        self._batching[context.request_id] = request
+        batch.last_end = end
+        batch.keys.append(key)
+        return Lookup.RETRY
+
+    def is_late(self, request_id: str) -> bool:
+        """Whether this request has waited long enough, and something was not known."""
+        request = self._requests.get(request_id)
+        return request is not None and request.is_late
+
+    def begin_searches(self) -> list[Search]:
+        """The step is over: return the searches that begin now."""
+        self._step += 1
+        before, batching, self._batching = len(self._searches), self._batching, {}
+        for request in batching.values():
+            batches, request.batches = request.batches, {}
+            # Asked twice in a step: the second time repeats the first.
+            chains = {group: batch for group, batch in batches.items() if batch.last_end >= batch.first_end}
+            for group, batch in chains.items():
+                self._begin_chain(request, group, list(dict.fromkeys(batch.keys)))
+            # How far a window's scan must look back depends on how long the prefix of the other groups is.
+            if not any(search.kind is SearchKind.CHAIN for search in request.searches.values()):
+                for group in batches.keys() - chains.keys():
+                    self._begin_window(request, group, list(dict.fromkeys(batches[group].keys)))
+        return list(self._searches)[before:]
+
+    def finish(self, search: Search) -> bool:
+        """A search has ended: its requests may ask again. False: it had been given up."""
+        if search not in self._searches:
+            return False
+        self._drop(search)
+        for request, group in search.waiting:
+            request.is_answered = not request.searches
+            if isinstance(search.plan, AskAll) and not search.plan.found and not search.failed:
+                request.seeks_edge.add(group)
+            elif search.kind is SearchKind.EDGE and not search.failed:
+                request.ruled_out.update(search.keys[search.plan.boundary :])
+        return True
+
+    def forget(self, request_id: str) -> list[Search]:
+        """No more questions from this request. Returns the searches that nobody waits for any more."""
+        request = self._requests.pop(request_id, None)
+        self._batching.pop(request_id, None)
+        return self._abandon([request]) if request is not None else []
+
+    def give_up(self, now_s: float) -> list[Search]:
+        """Return the searches for which nobody waits any more because all have waited long enough."""
+        waiting = [request for search in self._searches for request, _ in search.waiting]
+        return self._abandon([each for each in waiting if each.is_late or now_s - each.first_s >= self._timeout_s])
+
+    def drop_all(self) -> None:
+        """Give up every search and every batch. Waiting requests may ask again; their time goes on."""
+        self._batching, self._searches, self._covered = {}, {}, {}
+        for request in self._requests.values():
+            request.batches, request.searches, request.is_answered = {}, {}, False
+            request.ruled_out, request.seeks_edge = set(), set()
+
+    def _hold(self, request: _Request, group: int, search: Search, end: int) -> Lookup:
+        """A request whose chain is being looked at is told so once a step: RETRY, then MISS for what lies behind.
+
+        vLLM stops at the MISS and still asks again in the next step. Going on through thousands of keys, as it does
+        after RETRY, would take from the step the time that the search is meant to save.
+        """
+        step, held_end = request.held_at.get(group, (-1, 0))
+        if step == self._step and end > held_end and search.kind is SearchKind.CHAIN:
+            return Lookup.MISS
+        request.held_at[group] = self._step, end
+        return Lookup.RETRY
+
+    def _begin_chain(self, request: _Request, group: int, keys: list[Key]) -> None:
+        search = self._covered.get(keys[0])
+        if search is None:
+            plan = ChainSearch(len(keys), 0 if self.infer else len(keys))
+            search = Search(SearchKind.CHAIN, keys, plan)
+            self._covered.update(dict.fromkeys(keys, search))
+        self._wait(request, group, search)
+
+    def _begin_window(self, request: _Request, group: int, keys: list[Key]) -> None:
+        """``keys``: back to front."""
+        if group in request.seeks_edge:
+            request.seeks_edge.discard(group)
+            search = Search(SearchKind.EDGE, keys[::-1], ChainSearch(len(keys)))
+        else:
+            keys = keys[:WINDOW_KEYS]
+            search = Search(SearchKind.WINDOW, keys, AskAll(len(keys)))
+        self._wait(request, group, search)
+
+    def _wait(self, request: _Request, group: int, search: Search) -> None:
+        self._searches[search] = None
+        search.waiting.append((request, group))
+        request.searches[group] = search
+        request.is_answered = False
+
+    def _drop(self, search: Search) -> None:
+        self._searches.pop(search, None)
+        for request, group in search.waiting:
+            if request.searches.get(group) is search:
+                del request.searches[group]
+        for key in search.keys:
+            if self._covered.get(key) is search:
+                del self._covered[key]
+
+    def _abandon(self, requests: list[_Request]) -> list[Search]:
+        abandoned = []
+        for request in requests:
+            searches, request.searches = request.searches, {}
+            for search in searches.values():
+                search.waiting = [waiter for waiter in search.waiting if waiter[0] is not request]
+                if not search.waiting and search in self._searches:
+                    self._drop(search)
+                    abandoned.append(search)
+        return abandoned
