@@ -16,7 +16,7 @@ COMMANDS: Final = {
     "ls": ("ls", "list what is stored, by tier and namespace"),
     "stat": ("stat", "decode the headers of one chunk"),
     "verify": ("verify.command", "read and check everything that is stored"),
-    "gc": ("gc.command", "delete the oldest chunks of a bucket or shared directory, unused namespaces of a slab"),
+    "gc": ("gc.command", "delete the oldest chunks of a bucket or shared directory"),
     "schema": ("show", "print the config's JSON Schema, which lets editors complete and check it"),
 }
 """In the order of ``--help``."""

@@ -62,15 +62,12 @@ def add_selection(parser: argparse.ArgumentParser, *, tenant: bool) -> None:
         parser.add_argument("--tenant", help="only the namespaces of this tenant")
 
 
-def selects(arguments: argparse.Namespace, namespace: NamespaceInfo) -> bool:
-    """Whether ``--namespace`` and ``--tenant`` select it."""
-    tenant = getattr(arguments, "tenant", None)
-    return arguments.namespace in (None, namespace.name) and tenant in (None, namespace.tenant)
-
-
 def selected(inspector: Inspector, arguments: argparse.Namespace) -> Iterator[NamespaceInfo]:
     """Yield the namespaces that ``--namespace`` and ``--tenant`` select."""
-    return (each for each in inspector.namespaces() if selects(arguments, each))
+    tenant = getattr(arguments, "tenant", None)
+    for namespace in inspector.namespaces():
+        if arguments.namespace in (None, namespace.name) and tenant in (None, namespace.tenant):
+            yield namespace
 
 
 def keys_of(config: Config) -> ChunkKeys | None:

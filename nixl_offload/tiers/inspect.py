@@ -1,13 +1,12 @@
 """The inspection contract: what a tier holds, asked by commands from outside any server.
 
 Threading: one thread lists; ``read_into`` and ``look_again`` may be called by several threads at once.
-Inspection locks, creates and changes nothing, ``delete`` and ``remove`` apart. Memory does not grow with the number of
+Inspection locks, creates and changes nothing. Memory does not grow with the number of
 chunks: listings are yielded.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from abc import ABC, abstractmethod
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple
 
-from nixl_offload.errors import ConfigError, NotSupportedError, StoreError
+from nixl_offload.errors import StoreError
 from nixl_offload.identity.namespace import manifest_digest, rank_digest
 from nixl_offload.stores.base import Store
 from nixl_offload.types import Key, key_group
@@ -214,7 +213,7 @@ def _sizes_of(groups: object, ranks: int | None) -> dict[int, tuple[int, ...]]:
 
 
 class Inspector(ABC):
-    """Looks into one tier: lists namespaces and chunks, reads shards, deletes. Errors: StoreError and TierError."""
+    """Looks into one tier: lists namespaces and chunks, reads shards. Errors: StoreError and TierError."""
 
     kind: str
     """The tier's kind, as the config spells it."""
@@ -252,15 +251,6 @@ class Inspector(ABC):
         """Return when the chunk was written, None where that is unknown."""
 
     @abstractmethod
-    def delete(
-        self, namespace: NamespaceInfo, chunks: Sequence[tuple[ChunkInfo, Sequence[ShardInfo]]]
-    ) -> list[str | None]:
-        """Delete these shards of chunks that are still as they were listed. A slab forgets the whole chunk.
-
-        Returns for each chunk None where it is done, else why it was left.
-        """
-
-    @abstractmethod
     def close(self) -> None:
         """Release what was opened. Idempotent."""
 
@@ -271,13 +261,6 @@ class Inspector(ABC):
     def used_bytes(self, namespace: NamespaceInfo | None = None) -> int | None:
         """Return what the tier, or one namespace, takes on the disk; None where only chunks count."""
         return None
-
-    def remove(self, namespaces: Sequence[NamespaceInfo]) -> list[str | None]:
-        """Remove whole namespaces that nobody has opened since they were listed; returns as ``delete``.
-
-        Raises TierError (``locked``: an engine has the directory; nothing was removed), ConfigError, NotSupportedError.
-        """
-        raise NotSupportedError(f"{self.where}: chunks of a shared tier are deleted one by one")
 
     def look_again(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> ChunkInfo | None:
         """Return the chunk as it is now, None where it is gone."""
@@ -301,20 +284,6 @@ def printable(value: object, limit: int = _PRINTABLE_CHARS) -> str | None:
     if not isinstance(value, str):
         return None
     return "".join(char if char.isprintable() else "?" for char in value[:limit])
-
-
-def refuse_anothers_directory(path: str) -> None:
-    """Raise ConfigError where root would write into another user's directory, whose server could not open the files."""
-    if os.geteuid() != 0:
-        return
-    for place in (os.path.join(path, "lock"), path):
-        with contextlib.suppress(OSError):
-            owner = os.stat(place, follow_symlinks=False).st_uid
-            if owner != 0:
-                raise ConfigError(
-                    f"{path}: belongs to user {owner}, whose server could not open what root puts there; run the "
-                    f"command as that user: sudo -u '#{owner}' nixl-offload ..."
-                )
 
 
 def require_directory(path: Path) -> None:

@@ -27,20 +27,17 @@ _LOOK_PATIENCE_S = 0.1
 _LOOK_PAUSE_S = 0.01
 _LOOKED_AT_PATIENCE_S = 2.0
 """Where nobody has it alone, or whoever has it is about to write a name: on a machine that is short of cores."""
-_BRIEF_PATIENCE_S = 30.0
-"""Who holds a lock briefly says so in it: a command that repairs something, for which no engine must fail to start."""
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 class DirectoryLock:
     """flock on a file. The file's content says who holds it: for people, and for ``is_held_by`` while it is held."""
 
-    def __init__(self, path: Path, *, brief: bool = False) -> None:
-        """Name the lock file; ``acquire`` takes it. ``brief``: for seconds at most, so that others may wait."""
+    def __init__(self, path: Path) -> None:
+        """Name the lock file; ``acquire`` takes it."""
         self.path = path
         self.owner = secrets.token_hex(16)
         """What the file says while this object holds it, each time the same."""
-        self._brief = brief
         self._fd = -1
         self._identity = (0, 0)
 
@@ -59,9 +56,7 @@ class DirectoryLock:
                 fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 hint, patience_s = _hint(self._fd), _LOOK_PATIENCE_S
-                if hint.get("brief") is True:
-                    patience_s = _BRIEF_PATIENCE_S
-                elif "owner" not in hint or not _is_held_alone(self._fd):
+                if "owner" not in hint or not _is_held_alone(self._fd):
                     patience_s = _LOOKED_AT_PATIENCE_S  # a name may be that of an engine that has ended
                 self.release()
                 if time.monotonic() - began_s < patience_s:
@@ -101,14 +96,12 @@ class DirectoryLock:
 
     def _write_hint(self) -> None:
         """Write over what was there, then cut off the rest: readers take the first line."""
-        hint: dict[str, object] = {
+        hint = {
             "owner": self.owner,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         }
-        if self._brief:
-            hint["brief"] = True
         line = f"{json.dumps(hint)}\n".encode()
         try:
             os.pwrite(self._fd, line, 0)

@@ -22,7 +22,6 @@ from nixl_offload.errors import StoreError
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.shared.naming import manifest_name, shard_name
 from tests.unit.gc_rig import RANKS, key, namespace_of, put, put_chunk, put_manifest
-from tests.unit.stored_rig import StoredSlab, stored_namespace
 
 BLUE = namespace_of("blue", "org/blue")
 RED = namespace_of("red", "org/red")
@@ -345,92 +344,6 @@ def test_a_listing_that_breaks_off_deletes_nothing(
     assert tree.gc("--older-than", "0s", "--delete") == 1
     assert capsys.readouterr().err == f"nixl-offload: {tree.root}: cannot list: Input/output error\n"
     assert len(tree.files()) == 2
-
-
-@pytest.fixture
-def slab(tmp_path: Path) -> Iterator[StoredSlab]:
-    """A slab's directory with a namespace that a server has just opened, and one that was opened 40 days ago."""
-    for namespace, age_s in ((stored_namespace("red", "org/red"), 40 * 24 * HOUR_S), (stored_namespace(), 0.0)):
-        slab = StoredSlab(tmp_path, namespace)
-        slab.open()
-        slab.store(range(2))
-        slab.close()
-        used_s = time.time() - age_s
-        os.utime(slab.root / namespace.name / "manifest.json", (used_s, used_s))
-    yield slab
-    slab.close()
-
-
-def test_namespaces_of_a_slab_are_listed_and_removed_whole(
-    slab: StoredSlab, capsys: pytest.CaptureFixture[str]
-) -> None:
-    red = stored_namespace("red", "org/red")
-    assert main(["gc", str(slab.file)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(rf"{slab.root}: 2 namespaces, .*iB on disk", lines[0])
-    assert lines[1] == "No engine has the directory open."
-    assert re.fullmatch(rf"  {red.name}  tenant red, model org/red, .*iB, last opened 20.*Z: stays", lines[2]), (
-        "the least recently used comes first"
-    )
-    assert lines[4].startswith("Nothing was deleted; a slab keeps to its capacity by itself; --namespace, --tenant or")
-    assert main(["gc", str(slab.file), "--older-than", "30d"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.count(": to delete") == 1
-    assert "Limit: last opened more than 30d ago.\nNothing was deleted; --delete does it." in shown
-    assert (slab.root / red.name).exists()
-    assert main(["gc", str(slab.file), "--older-than", "30d", "--delete", "--json"]) == 0
-    found = outcome(capsys)
-    assert [(n["name"], n["deleted"]) for n in found["namespaces"] if n["chosen"]] == [(red.name, True)]
-    assert sorted(path.name for path in slab.root.iterdir()) == sorted([slab.namespace.name, "lock"])
-    assert main(["gc", str(slab.file), "--tenant", "blue", "--delete"]) == 0
-    assert "Deleted: 1 namespace, " in capsys.readouterr().out
-    assert [path.name for path in slab.root.iterdir()] == ["lock"]
-
-
-def test_nothing_is_removed_from_a_slab_that_an_engine_has_open(
-    slab: StoredSlab, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Not even what that engine does not use: it counts on what is there. It is told who must stop."""
-    red = stored_namespace("red", "org/red")
-    slab.open()
-    assert main(["gc", str(slab.file), "--namespace", red.name, "--delete"]) == 1
-    captured = capsys.readouterr()
-    assert f"Open now: pid {os.getpid()} on " in captured.out
-    assert re.search(rf"an engine has the directory open \(pid {os.getpid()} on .*\); stop it, then run", captured.err)
-    assert (slab.root / red.name / "index.sqlite").exists()
-
-
-def test_a_tenant_that_is_not_there_is_a_failure(slab: StoredSlab, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is misspelt, and its chunks would stay for ever; one whose namespaces are too young to go is there."""
-    assert main(["gc", str(slab.file), "--tenant", "bleu", "--delete"]) == 1
-    assert capsys.readouterr().err == "nixl-offload: nothing is there of tenant bleu\n"
-    assert main(["gc", str(slab.file), "--tenant", "blue", "--older-than", "30d", "--delete"]) == 0
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away")
-def test_root_makes_no_lock_in_a_directory_of_somebody_else(
-    slab: StoredSlab, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One that was copied has no lock, and that server could not open root's."""
-    (slab.root / "lock").unlink()
-    os.chown(slab.root, 2000, 0)
-    assert main(["gc", str(slab.file), "--namespace", stored_namespace("red", "org/red").name, "--delete"]) == 2
-    assert "sudo -u '#2000' nixl-offload" in capsys.readouterr().err
-    assert not (slab.root / "lock").exists()
-
-
-def test_what_no_manifest_recognises_stays(slab: StoredSlab, capsys: pytest.CaptureFixture[str]) -> None:
-    """The directory is named like a namespace, and may be anybody's."""
-    stranger = slab.root / ("ab" * 16)
-    stranger.mkdir()
-    (stranger / "thesis.tex").write_text("precious")
-    blue = slab.root / slab.namespace.name / "manifest.json"
-    blue.write_text(blue.read_text().replace("org/blue", "org/none"))
-    assert main(["gc", str(slab.file), "--older-than", "0s", "--delete"]) == 0
-    assert (stranger / "thesis.tex").read_text() == "precious"
-    assert blue.exists()
-    assert "Deleted: 1 namespace" in capsys.readouterr().out
 
 
 def test_progress_is_a_line_on_a_terminal_and_lines_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:

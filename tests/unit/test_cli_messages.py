@@ -38,9 +38,7 @@ LONG = f"{{kind: shared_dir, path: /{'x' * 300}/kv, capacity: 1GiB}}"
         ("gc --tier memory", SHARED, 2, "choose from"),
         ("gc --delete", S3, 2, "--delete: down to what? Say --max-size or --older-than, or capacity or ttl in"),
         ("gc --delete", f"{SLAB}, {S3}", 2, "--delete: down to what?"),
-        ("gc --delete --tier slab", f"{SLAB}, {S3}", 2, "--delete: which namespaces? A slab keeps to its capacity by"),
-        ("gc --max-size 1GiB", SLAB, 2, "--max-size: has no meaning for a slab, which keeps to its capacity by itself"),
-        ("gc --namespace x --delete", SLAB, 2, "--namespace: 'x' is not one"),
+        ("gc --delete", SLAB, 2, "gc looks after a bucket or a shared directory; a slab keeps to its capacity by"),
         ("gc --delete", f"{SHARED}, {S3}", 2, "are both shared, and gc looks after one at a time; say --tier"),
     ],
 )

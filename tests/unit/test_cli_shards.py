@@ -102,7 +102,7 @@ def shards_of(cli: Cli, file: Path) -> set[tuple[int, str]]:
 
 @pytest.mark.parametrize("ranges", [1, 2])
 def test_one_copy_of_replicas_is_listed_where_it_is(tmp_path: Path, cli: Cli, ranges: int) -> None:
-    """Of four ranks in two pairs, each chunk once in a slab of each pair: listed, verified, deleted.
+    """Of four ranks in two pairs, each chunk once in a slab of each pair: listed, verified.
     With two ranges of layers each pair has two shards of it, one after the other.
     """
     config, file = (
@@ -153,9 +153,7 @@ def test_one_copy_of_replicas_is_listed_where_it_is(tmp_path: Path, cli: Cli, ra
     }
     assert shards_of(cli, file) == expected
     flip(Path(tier.place.directory) / rank_file_name(3), places[1][1] + 5000)
-    assert cli("verify", file, "--delete") == 1
-    assert cli("ls", file) == 0
-    assert f"4 chunks in {8 * ranges} shards" in cli.out
+    assert cli("verify", file) == 1
 
 
 def test_pipeline_stages_hold_shards_of_their_own_sizes(tmp_path: Path, cli: Cli) -> None:

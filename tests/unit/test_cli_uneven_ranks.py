@@ -104,6 +104,7 @@ def test_what_is_not_a_ranks_own_is_told(tiers: Tiers, cli: Cli) -> None:
     tiers.store.delete([shard_name(SPACE.name, KEYS[0], 1)])
     put(tiers.store, shard_name(SPACE.name, KEYS[CHUNKS], 0), SIZES[1][1])
     tiers.store.write(shard_name(SPACE.name, KEYS[1], 2), memoryview(image(KEYS[1], 0)))
+    put(tiers.store, shard_name(SPACE.name, KEYS[2], 0xFFFF), 0)
     for path in tiers.shared.rglob("*"):
         os.utime(path, (old_s, old_s))
     assert cli("verify", tiers.tree, "--json") == 1
@@ -113,27 +114,11 @@ def test_what_is_not_a_ranks_own_is_told(tiers: Tiers, cli: Cli) -> None:
             (KEYS[0].hex(), 1, "missing"),
             (KEYS[CHUNKS].hex(), 0, "rank"),
             (KEYS[1].hex(), 2, "namespace"),
+            (KEYS[2].hex(), 0xFFFF, "rank"),
         ]
     )
     assert cli("stat", tiers.tree, KEYS[CHUNKS].hex()) == 1
     assert "rank 0 has no layer of KV group 1" in cli.out
-
-
-def test_a_stray_shard_harms_no_chunk(tiers: Tiers, cli: Cli) -> None:
-    """One of a rank that does not exist, and one of a rank that has no layer of the group: told, and all that
-    ``verify --delete-bad`` deletes.
-    """
-    strays = [shard_name(SPACE.name, KEYS[0], 0xFFFF), shard_name(SPACE.name, KEYS[CHUNKS], 0)]
-    put(tiers.store, strays[0], 0)
-    put(tiers.store, strays[1], SIZES[1][1])
-    for path in tiers.shared.rglob("*"):
-        os.utime(path, (1, 1))
-    assert cli("verify", tiers.tree, "--delete-bad", "--json") == 1
-    told = [(each["place"], each["reason"]) for line in cli.lines[:-1] for each in line["problems"]]
-    assert sorted(told) == sorted((name, "rank") for name in strays)
-    assert [tiers.store.head(name) for name in strays] == [None, None]
-    assert cli("verify", tiers.tree, "--json") == 0
-    assert cli.lines[-1]["tiers"][0]["chunks"]["good"] == 2 * CHUNKS
 
 
 def test_stat_tells_which_rank_has_no_shard(tiers: Tiers, cli: Cli) -> None:

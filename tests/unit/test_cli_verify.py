@@ -18,7 +18,6 @@ from nixl_offload.cli.verify import command as verify_command
 from nixl_offload.cli.verify import judge as verify_judge
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.directory import TreeStore
-from nixl_offload.tiers.shared.inspect import SharedInspector
 from nixl_offload.tiers.slab.inspect import SlabInspector
 from tests.unit.engine_rig import until
 from tests.unit.gc_rig import key
@@ -166,42 +165,9 @@ def test_an_index_that_lags_behind_is_harmless(slab: StoredSlab, cli: Cli) -> No
         slab.damage(3, rank, 0, slab.shard(9, rank))
     assert cli("verify", slab.file) == 0
     assert "  1 forgotten (the slot holds another chunk by now; harmless)" in cli.out
-    assert cli("verify", slab.file, "--delete-bad") == 0
-    assert cli("verify", slab.file) == 0
-    assert f"  {CHUNKS - 1} good\n  0 bad\n" in cli.out
 
 
-def test_bad_chunks_of_a_slab_are_deleted_only_when_no_server_runs(slab: StoredSlab, cli: Cli) -> None:
-    slab.damage(0, 1, 5000)
-    slab.damage(1, 0, 5000)
-    before = snapshot(slab.root)
-    assert cli("verify", slab.file, "--delete-bad") == 1
-    assert cli.out.count("left: an engine has the directory open") == 2
-    assert "  0 deleted, 2 bad ones left" in cli.out
-    assert snapshot(slab.root) == before
-    slab.close()
-    assert cli("verify", slab.file, "--delete-bad") == 1
-    assert "  2 deleted, 0 bad ones left" in cli.out
-    assert cli("verify", slab.file) == 0
-    assert f"  {CHUNKS - 2} good" in cli.out
-    tier = slab.open()
-    assert len(tier) == CHUNKS - 2, "the next server starts with what is good"
-
-
-def test_a_chunk_put_anew_since_it_was_judged_stays(slab: StoredSlab, tmp_path: Path) -> None:
-    inspector = SlabInspector(slab.config)
-    (namespace,) = inspector.namespaces()
-    first = next(inspector.chunks(namespace))
-    tier = slab.tier
-    assert tier is not None
-    location = tier.pin(first.key)
-    assert location is not None
-    tier._durable.put(first.key, location)
-    slab.close()
-    assert inspector.delete(namespace, [(first, first.shards)]) == ["changed meanwhile, left"]
-
-
-def test_every_kind_of_damage_to_a_tree_is_reported_and_deleted(tree: Tree, slab: StoredSlab, cli: Cli) -> None:
+def test_every_kind_of_damage_to_a_tree_is_reported(tree: Tree, slab: StoredSlab, cli: Cli) -> None:
     flip(tree.path(0), 4096 + 3 * BLOCK_BYTES)
     os.truncate(tree.path(1, 1), 8192)
     os.truncate(tree.path(2), SLOT_BYTES + 4096)
@@ -231,24 +197,15 @@ def test_every_kind_of_damage_to_a_tree_is_reported_and_deleted(tree: Tree, slab
         key(9).hex(): [(7, "rank")],
     }
     assert bad(cli) == expected
-    assert cli("verify", tree.file, "--delete-bad") == 1
+    assert cli("verify", tree.file) == 1
     assert "rank 1: the shard of rank 1 is not there: the chunk is incomplete, and cannot be loaded" in cli.out
-    assert "  10 deleted, 0 bad ones left" in cli.out
-    left = {path.name for path in tree.root.rglob("*") if path.is_file()}
-    assert {"notes.txt", tree.path(10).with_suffix(".bak").name, "manifest.json"} < left
-    whole = {digits for digits, problems in expected.items() if {reason for _, reason in problems} == {"rank"}}
-    kept = sorted(name for name in left for digits in expected if name.startswith(digits))
-    own = sorted(f"{digits}.{rank:04x}" for digits in whole for rank in range(2))
-    assert kept == own, "all shards of a bad chunk go, of a whole one what is not its own"
-    assert cli("verify", tree.file) == 0
 
 
 def test_a_chunk_whose_ranks_still_write_is_not_bad(tree: Tree, cli: Cli) -> None:
     tree.path(7, 1).unlink()
     os.utime(tree.path(7, 0))
-    assert cli("verify", tree.file, "--delete-bad") == 0
+    assert cli("verify", tree.file) == 0
     assert "  1 not finished (still being written)" in cli.out
-    assert tree.path(7, 0).exists()
 
 
 def test_without_a_manifest_checksums_are_checked_and_identity_is_not(tree: Tree, slab: StoredSlab, cli: Cli) -> None:
@@ -256,22 +213,6 @@ def test_without_a_manifest_checksums_are_checked_and_identity_is_not(tree: Tree
     flip(tree.path(3), 6000)
     assert cli("verify", tree.file, "--json") == 1
     assert bad(cli) == {key(3).hex(): [(0, "checksum")]}
-
-
-def test_a_bad_file_that_a_server_has_mended_stays(tree: Tree, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the verdict and the deletion a server stores the chunk anew."""
-    whole = tree.path(0).read_bytes()
-    flip(tree.path(0), 6000)
-    real = SharedInspector.delete
-
-    def mended(inspector: SharedInspector, namespace: Any, chunks: Any) -> Any:
-        tree.path(0).write_bytes(whole)
-        return real(inspector, namespace, chunks)
-
-    monkeypatch.setattr(SharedInspector, "delete", mended)
-    assert cli("verify", tree.file, "--delete-bad") == 1
-    assert "changed meanwhile, left" in cli.out
-    assert tree.path(0).read_bytes() == whole
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -294,7 +235,7 @@ def test_a_signal_ends_a_run_in_another_process(slab: StoredSlab, tmp_path: Path
 
 
 def test_storage_that_fails_is_exit_code_1(tree: Tree, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One chunk that cannot be read is reported, and never deleted; three in a row end the run."""
+    """One chunk that cannot be read is reported; three in a row end the run."""
     real = TreeStore.read_into
     failing = {tree.slab.name(5, 0)}
 
@@ -304,9 +245,8 @@ def test_storage_that_fails_is_exit_code_1(tree: Tree, cli: Cli, monkeypatch: py
         real(store, name, offset, memory)
 
     monkeypatch.setattr(TreeStore, "read_into", read_into)
-    assert cli("verify", tree.file, "--delete-bad") == 1
+    assert cli("verify", tree.file) == 1
     assert f"NOT READABLE {key(5).hex()}" in cli.out
-    assert tree.path(5).exists()
     failing.update(tree.slab.name(number, 1) for number in range(CHUNKS))
     assert cli("verify", tree.file) == 1
     assert "gave up after several in a row" in cli.err

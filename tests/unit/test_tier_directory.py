@@ -125,20 +125,6 @@ def test_a_lock_is_not_let_go_while_storage_does_not_say_whose_it_is(
     first.close()
 
 
-def test_an_engine_that_starts_waits_for_a_command_that_mends(tmp_path: Path) -> None:
-    """Who holds the lock briefly says so; a lock that was held so once, by a command that was killed, is as any."""
-    open_tier(tmp_path).close()
-    mending = DirectoryLock(tmp_path / "lock", brief=True)
-    mending.acquire()
-    ends = threading.Timer(0.3, mending.release)  # longer than whoever merely looks has it
-    ends.start()
-    first = open_tier(tmp_path)
-    ends.join()
-    with pytest.raises(TierError, match=f"pid {os.getpid()} on "):
-        open_tier(tmp_path)
-    first.close()
-
-
 @pytest.mark.parametrize("before", [b"", b'{"owner": "an engine that has ended"}'])
 def test_a_lock_that_is_merely_looked_at_is_not_another_engine_s(tmp_path: Path, before: bytes) -> None:
     """Whoever looks may lose its core meanwhile. An engine that took it for an owner would never store again."""

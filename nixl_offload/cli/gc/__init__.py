@@ -1,1 +1,1 @@
-"""``nixl-offload gc``: brings shared tiers down to a size and an age; removes namespaces of slabs."""
+"""``nixl-offload gc``: brings shared tiers down to a size and an age."""

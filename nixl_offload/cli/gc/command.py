@@ -1,5 +1,4 @@
-"""``nixl-offload gc CONFIG``: brings a bucket or a shared directory down to a size and an age, oldest first; removes
-namespaces of a slab that nobody serves any more.
+"""``nixl-offload gc CONFIG``: brings a bucket or a shared directory down to a size and an age, oldest first.
 
 Threading: one thread. ``cli.gc.collection`` counts and deletes, ``tiers.shared.sweep`` decides.
 """
@@ -13,15 +12,14 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from typing import Any, Final, TextIO
+from typing import Any, TextIO
 
-from nixl_offload.cli.common import Commands, add_command, add_selection, report_nothing_found, selects, stored_tiers
+from nixl_offload.cli.common import Commands, add_command, add_selection, report_nothing_found, stored_tiers
 from nixl_offload.cli.gc.collection import STALE_DRAFT_S, Collection
 from nixl_offload.cli.terminal import about_size, duration_argument, moment, plural, size_argument
 from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError
 from nixl_offload.stores.base import Store
-from nixl_offload.tiers.inspect import Inspector
 from nixl_offload.tiers.kinds import open_inspector
 from nixl_offload.tiers.shared.sweep import GRACE_S, Plan, Totals, make_plan
 from nixl_offload.units import format_duration
@@ -40,17 +38,9 @@ Servers go on meanwhile: one whose chunk is deleted computes it anew. Nothing yo
 nothing that is not named like a chunk of ours. A chunk is as old as its last write. In a bucket with a ttl servers
 refresh what they use once it is older than half the ttl, so a smaller --older-than may delete what is in use.
 
-Of a slab, which keeps to its capacity by itself, gc removes whole namespaces, while no engine has the directory open:
-
-    nixl-offload gc kv.yaml --tier slab                  # lists them, with their last use
-    nixl-offload gc kv.yaml --older-than 30d --delete    # not opened by an engine for so long
-
 Exit code 0: done. 1: the storage failed or not all could be deleted (run again), or the tenant has nothing. 2: CONFIG
 or the options are wrong. 130: interrupted; run again to go on.
 """
-
-
-_HINT: Final = "a slab keeps to its capacity by itself; --namespace, --tenant or --older-than choose what may go"
 
 
 def add_gc(commands: Commands) -> None:
@@ -65,15 +55,19 @@ def add_gc(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError, StoreError, TierError (nothing was deleted yet), KeyboardInterrupt."""
-    stored = stored_tiers(load_config(arguments.file), arguments)
-    shared = [tier for tier in stored if tier.is_shared]
+    shared = [tier for tier in stored_tiers(load_config(arguments.file), arguments) if tier.is_shared]
+    kinds = [tier.kind for tier in shared]
     if len(shared) > 1:
-        kinds = [tier.kind for tier in shared]
         raise ConfigError(
             f"{arguments.file}: tiers: {' and '.join(kinds)} are both shared, and gc looks after one at a time; say "
             f"--tier {' or --tier '.join(kinds)}"
         )
-    tier = (shared or stored)[0]
+    if not shared:
+        raise ConfigError(
+            f"{arguments.file}: tiers: gc looks after a bucket or a shared directory; a slab keeps to its capacity by "
+            "itself, and a namespace of it goes with its directory, while no engine runs"
+        )
+    (tier,) = shared
     max_bytes = tier.capacity_bytes if arguments.max_size is None else arguments.max_size
     older_than_s = tier.ttl_s if arguments.older_than is None else arguments.older_than
     if arguments.delete and max_bytes is None and older_than_s is None:
@@ -81,8 +75,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             f"--delete: down to what? Say --max-size or --older-than, or capacity or ttl in {arguments.file}"
         )
     with closing(open_inspector(tier)) as inspector:
-        if inspector.store is None:
-            return remove_namespaces(arguments, inspector, out)
+        assert inspector.store is not None, "the tier is shared"
         return collect(arguments, inspector.store, out, max_bytes=max_bytes, older_than_s=older_than_s)
 
 
@@ -202,76 +195,3 @@ def _totals(totals: Totals) -> dict[str, int]:
 def _counted(found: Mapping[str, Any]) -> str:
     chunks, objects = plural(found["chunks"], "chunk"), plural(found["objects"], "object")
     return f"{chunks} in {objects}, {about_size(found['bytes'])}"
-
-
-def remove_namespaces(arguments: argparse.Namespace, inspector: Inspector, out: TextIO) -> int:
-    """Print to ``out``. Raises ConfigError, StoreError, TierError (``locked``: by whom; nothing was deleted)."""
-    older_than_s = arguments.older_than
-    chooses = any(value is not None for value in (arguments.namespace, arguments.tenant, older_than_s))
-    if arguments.max_size is not None:
-        raise ConfigError(
-            "--max-size: has no meaning for a slab, which keeps to its capacity by itself; here gc removes whole "
-            "namespaces: --namespace, --tenant or --older-than"
-        )
-    if arguments.delete and not chooses:
-        raise ConfigError(
-            "--delete: which namespaces? A slab keeps to its capacity by itself; say --namespace, --tenant or "
-            "--older-than (since an engine last opened them)"
-        )
-    before_s = math.inf if older_than_s is None else time.time() - older_than_s
-    infos = sorted(inspector.namespaces(), key=lambda info: info.used_s or 0.0)
-    # What no manifest identifies as ours is never removed.
-    chosen = [
-        info
-        for info in infos
-        if chooses and selects(arguments, info) and info.manifest and info.used_s is not None and info.used_s < before_s
-    ]
-    rows: list[dict[str, Any]] = [
-        {
-            "name": info.name,
-            "part": info.part or None,
-            "tenant": info.tenant,
-            "model": info.model,
-            "bytes": inspector.used_bytes(info) or 0,
-            "last_opened_s": info.used_s,
-            "open_now": info.in_use,
-            "chosen": info in chosen,
-            "deleted": False,
-            "failure": None,
-        }
-        for info in infos
-    ]
-    selection = {"namespace": arguments.namespace, "tenant": arguments.tenant}
-    missing = any(selection.values()) and not any(selects(arguments, info) for info in infos)
-    if missing:
-        report_nothing_found(arguments)
-    if not arguments.json:
-        total = about_size(sum(row["bytes"] for row in rows))
-        print(f"{inspector.where}: {plural(len(rows), 'namespace')}, {total} on disk", file=out)
-        holder = next((info.in_use for info in infos if info.in_use), None)
-        print(f"Open now: {holder}." if holder else "No engine has the directory open.", file=out)
-        for info, row in zip(infos, rows, strict=True):
-            last, goes = moment(info.used_s), "to delete" if row["chosen"] else "stays"
-            print(f"  {info.path}  {info.owner}, {about_size(row['bytes'])}, last opened {last}: {goes}", file=out)
-        if older_than_s is not None:
-            print(f"Limit: last opened more than {format_duration(older_than_s)} ago.", file=out)
-        if not arguments.delete:
-            print(f"Nothing was deleted; {'--delete does it' if chosen else _HINT}.", file=out)
-        out.flush()
-    if arguments.delete:
-        results = iter(inspector.remove(chosen) if chosen else [])
-        for row in rows:
-            if row["chosen"]:
-                row["failure"] = next(results)
-                row["deleted"] = row["failure"] is None
-        if not arguments.json:
-            gone = [row["bytes"] for row in rows if row["deleted"]]
-            print(f"Deleted: {plural(len(gone), 'namespace')}, {about_size(sum(gone))}.", file=out)
-    if arguments.json:
-        limits = {"older_than_s": older_than_s}
-        plain = {"where": inspector.where, "selection": selection, "limits": limits, "namespaces": rows}
-        print(json.dumps(plain, indent=2), file=out)
-    failures = [row["failure"] for row in rows if row["failure"]]
-    for failure in failures:
-        print(f"nixl-offload: {failure}; run again", file=sys.stderr)
-    return 1 if failures or (missing and arguments.tenant is not None) else 0

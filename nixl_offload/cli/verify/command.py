@@ -39,13 +39,11 @@ out itself and computes it anew; verify finds it earlier, and says where it lies
 
     nixl-offload verify kv.yaml                        # everything
     nixl-offload verify kv.yaml --rate 200MiB/s        # beside a busy server
-    nixl-offload verify kv.yaml --tier s3 --delete-bad
     nixl-offload verify kv.yaml --json                 # a line per chunk that is not good, and a last one with totals
 
-Servers go on meanwhile: what they change while it is read counts as changed, not as bad. --delete-bad removes all
-shards of a bad chunk. In a slab that an engine has open, bad chunks are reported and left.
+Servers go on meanwhile: what they change while it is read counts as changed, not as bad.
 
-Exit code 0: all is good. 1: bad chunks were found (deleted or not), the namespace is not there, or the storage failed.
+Exit code 0: all is good. 1: bad chunks were found, the namespace is not there, or the storage failed.
 2: CONFIG or the options are wrong. 130: interrupted.
 """
 
@@ -54,8 +52,6 @@ THREADS: Final = 8
 _IN_FLIGHT: Final = 2 * THREADS
 _FAILURES_IN_A_ROW: Final = 3
 """After so many chunks that cannot be read, the storage counts as down."""
-_DELETE_BATCH: Final = 64
-"""A slab's lock is taken for so many chunks at a time: an engine that starts just then waits."""
 _WORDS_CHARS: Final = 600
 _VERDICT_WORDS: Final[dict[Verdict, str]] = {
     "good": "good",
@@ -72,7 +68,6 @@ def add_verify(commands: Commands) -> None:
     """Add ``verify`` to the command line."""
     parser = add_command(commands, "verify", run, description=_DESCRIPTION, json="print JSON lines")
     add_selection(parser, tenant=False)
-    parser.add_argument("--delete-bad", action="store_true", help="delete bad chunks, all their shards")
     parser.add_argument("--rate", metavar="SIZE/s", type=rate_argument, help="read no faster, such as 200MiB/s")
 
 
@@ -108,15 +103,13 @@ class TierRun:
         self.namespaces: list[NamespaceInfo] = []
         """Those that were selected."""
         self._chunks: dict[Verdict, int] = dict.fromkeys(_VERDICT_WORDS, 0)
-        self._bytes_checked = self._deleted = self._left = self._total_bytes = 0
-        """``_left``: bad chunks that could not be deleted."""
+        self._bytes_checked = self._total_bytes = 0
         self._arguments = arguments
         self._inspector = inspector
         self._out = out
         self._bar = Progress(sys.stderr)
         self._stop = threading.Event()
         self._judge = Judge(inspector, arguments.rate, self._stop, keys)
-        self._bad: list[ChunkVerdict] = []
         self._failed_in_a_row = 0
         self._began_s = time.monotonic()
 
@@ -151,8 +144,6 @@ class TierRun:
             "where": self._inspector.where,
             "chunks": self._chunks,
             "bytes_checked": self._bytes_checked,
-            "deleted": self._deleted,
-            "left": self._left,
             "unlisted_namespaces": self._unlisted,
             "finished": finished,
             "seconds": round(elapsed_s, 3),
@@ -161,15 +152,12 @@ class TierRun:
 
     def _read_namespace(self, pool: ThreadPoolExecutor, namespace: NamespaceInfo) -> None:
         in_flight: deque[Future[ChunkVerdict]] = deque()
-        try:
-            for chunk in self._inspector.chunks(namespace):
-                in_flight.append(pool.submit(self._judge.judge, namespace, chunk))
-                if len(in_flight) >= _IN_FLIGHT:
-                    self._settle(namespace, in_flight.popleft().result())
-            while in_flight:
+        for chunk in self._inspector.chunks(namespace):
+            in_flight.append(pool.submit(self._judge.judge, namespace, chunk))
+            if len(in_flight) >= _IN_FLIGHT:
                 self._settle(namespace, in_flight.popleft().result())
-        finally:
-            self._delete_bad(namespace)
+        while in_flight:
+            self._settle(namespace, in_flight.popleft().result())
 
     def _settle(self, namespace: NamespaceInfo, verdict: ChunkVerdict) -> None:
         is_good = verdict.kind in ("good", "unauthenticated")
@@ -181,29 +169,12 @@ class TierRun:
             self._failed_in_a_row = 0
         self._chunks[verdict.kind] += 1
         self._bytes_checked += verdict.chunk.size_bytes
-        if self._arguments.delete_bad and verdict.kind in ("bad", "stale"):
-            self._bad.append(verdict)
-            if len(self._bad) >= _DELETE_BATCH:
-                self._delete_bad(namespace)
-        elif not is_good:
+        if not is_good:
             self._report(namespace, verdict)
         self._show_progress()
 
-    def _delete_bad(self, namespace: NamespaceInfo) -> None:
-        bad, self._bad = self._bad, []
-        results = self._inspector.delete(namespace, [(each.chunk, each.bad_shards) for each in bad]) if bad else []
-        for verdict, left_because in zip(bad, results, strict=True):
-            done = left_because is None
-            self._deleted += done
-            self._left += not done and verdict.kind == "bad"
-            whole = len(verdict.bad_shards) in (0, len(verdict.chunk.shards))
-            words = left_because or ("deleted" if whole else "deleted what belongs to no rank; the chunk stays")
-            self._report(namespace, verdict, done, words)
-
-    def _report(
-        self, namespace: NamespaceInfo, verdict: ChunkVerdict, done: bool | None = None, words: str | None = None
-    ) -> None:
-        """Print a bad chunk and what is wrong with it; as JSON any verdict. ``done``: whether it was deleted."""
+    def _report(self, namespace: NamespaceInfo, verdict: ChunkVerdict) -> None:
+        """Print a bad chunk and what is wrong with it; as JSON any verdict."""
         self._bar.clear()
         where, out = self._inspector.where, self._out
         if self._arguments.json:
@@ -215,14 +186,11 @@ class TierRun:
                 "key": verdict.chunk.key.hex(),
                 "bytes": verdict.chunk.size_bytes,
                 "problems": [fault._asdict() for fault in verdict.faults],
-                "deleted": done,
-                "left_because": None if done else words,
             }
             print(json.dumps(line), file=out, flush=True)
         elif verdict.kind in ("bad", "unreadable"):
             heading = "BAD" if verdict.kind == "bad" else "NOT READABLE"
-            what = f", {printable(words, _WORDS_CHARS)}" if words else ""
-            print(f"{heading} {verdict.chunk.key.hex()} in {where}, namespace {namespace.path}{what}", file=out)
+            print(f"{heading} {verdict.chunk.key.hex()} in {where}, namespace {namespace.path}", file=out)
             for fault in verdict.faults:
                 since = f"; written {moment(fault.created_s)}" if fault.created_s else ""
                 place = f" {fault.place}:" if fault.place else ""
@@ -247,8 +215,6 @@ class TierRun:
         for kind, words in _VERDICT_WORDS.items():
             if self._chunks[kind] or kind in ("good", "bad"):
                 print(f"  {self._chunks[kind]:,} {words}", file=out)
-        if self._deleted or self._left:
-            print(f"  {self._deleted:,} deleted, {self._left:,} bad ones left", file=out)
         if self._unlisted:
             namespaces = plural(self._unlisted, "namespace")
             print(f"  {namespaces} whose chunks cannot be listed; nixl-offload ls says why", file=out)

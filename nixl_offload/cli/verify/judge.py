@@ -39,16 +39,6 @@ class ChunkVerdict(NamedTuple):
     """As it was read last."""
     faults: tuple[ShardFault, ...] = ()
 
-    @property
-    def bad_shards(self) -> tuple[ShardInfo, ...]:
-        """The shards to delete: none where the slots hold another chunk, strays alone where the rest is good."""
-        if self.kind != "bad":
-            return ()
-        if all(fault.reason == "rank" for fault in self.faults):
-            strays = {fault.place for fault in self.faults}
-            return tuple(shard for shard in self.chunk.shards if shard.place in strays)
-        return self.chunk.shards
-
 
 class Judge:
     """Reads chunks of one tier and gives verdicts. ``bytes_per_s``: all threads together read no faster."""

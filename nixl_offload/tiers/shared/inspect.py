@@ -55,22 +55,8 @@ class SharedInspector(Inspector):
         """Return when the chunk was written or refreshed."""
         return chunk.modified_s
 
-    def delete(
-        self, namespace: NamespaceInfo, chunks: Sequence[tuple[ChunkInfo, Sequence[ShardInfo]]]
-    ) -> list[str | None]:
-        return [self._delete(namespace, chunk, shards) for chunk, shards in chunks]
-
     def close(self) -> None:
         self.store.close()
-
-    def _delete(self, namespace: NamespaceInfo, chunk: ChunkInfo, shards: Sequence[ShardInfo]) -> str | None:
-        try:
-            if self.look_again(namespace, chunk) != chunk:
-                return "changed meanwhile, left"
-            self.store.delete([shard.place for shard in shards])
-        except StoreError as error:
-            return str(error)
-        return None
 
     def _count_other(self, info: ObjectInfo) -> None:
         self.other_objects += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -69,21 +69,6 @@ class IndexReader:
             limit * (16 if len(digits) % 2 else 1),
         )
         return [row for row in _sound(found) if row.key.hex().startswith(digits)][:limit]
-
-    def drop(self, chunks: Iterable[tuple[int, Key]]) -> set[Key]:
-        """Delete the rows, each named by ``seq`` and key, that are still there. Returns the keys of those deleted.
-
-        The caller holds the directory's lock. Raises TierError; then none is deleted.
-        """
-        try:
-            with contextlib.closing(open_connection(str(self.path), timeout_s=5.0)) as connection:
-                connection.execute("BEGIN IMMEDIATE")
-                delete = "DELETE FROM slot WHERE seq = ? AND key = ?"
-                dropped = {key for seq, key in chunks if connection.execute(delete, (seq, key)).rowcount}
-                connection.execute("COMMIT")
-                return dropped
-        except sqlite3.Error as error:
-            raise translate(error, str(self.path)) from error
 
     def _query(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
         """Ask again while an engine commits, or is making or replacing the index. Raises TierError."""

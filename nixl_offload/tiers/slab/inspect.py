@@ -1,8 +1,7 @@
 """What a slab's directory holds: every namespace in it, those of data-parallel engines too, by their durable indexes.
 
 Threading: as ``tiers.inspect``. An inspector works beside a running engine (see ``index_reader``). An index lags behind
-the engine by a moment, and a row is believed only as far as the header in the slot agrees. ``delete`` and ``remove``
-work under the directory's lock, which a running engine holds.
+the engine by a moment, and a row is believed only as far as the header in the slot agrees.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple
 
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header
 from nixl_offload.config import SlabConfig
-from nixl_offload.errors import ConfigError, FormatError, StoreError, TierError
+from nixl_offload.errors import FormatError, StoreError, TierError
 from nixl_offload.identity.namespace import manifest_fits
 from nixl_offload.tiers.inspect import (
     ChunkInfo,
@@ -26,10 +25,9 @@ from nixl_offload.tiers.inspect import (
     NamespaceInfo,
     ShardInfo,
     printable,
-    refuse_anothers_directory,
     require_directory,
 )
-from nixl_offload.tiers.lock import DirectoryLock, holder_of
+from nixl_offload.tiers.lock import holder_of
 from nixl_offload.tiers.slab import other_namespaces
 from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.tiers.slab.index_reader import IndexReader, IndexRow
@@ -129,38 +127,6 @@ class SlabInspector(Inspector):
         except OSError as error:
             raise TierError(f"{directory}: cannot be measured: {os.strerror(error.errno or 0)}", cause="io") from error
 
-    def delete(
-        self, namespace: NamespaceInfo, chunks: Sequence[tuple[ChunkInfo, Sequence[ShardInfo]]]
-    ) -> list[str | None]:
-        """Drop the chunks' index rows, without which nobody reads their slots."""
-        try:
-            with self._locked([namespace.part]):
-                dropped = self._index(namespace).drop((chunk.version, chunk.key) for chunk, _ in chunks)
-        except (ConfigError, TierError) as error:
-            words = str(error)
-            if isinstance(error, TierError) and error.cause == "locked":
-                words = (
-                    "left: an engine has the directory open, and finds it bad itself when it loads it; stop the engine "
-                    "to delete it now"
-                )
-            return [words] * len(chunks)
-        return [None if chunk.key in dropped else "changed meanwhile, left" for chunk, _ in chunks]
-
-    def remove(self, namespaces: Sequence[NamespaceInfo]) -> list[str | None]:
-        try:
-            with self._locked([namespace.part for namespace in namespaces]):
-                return [self._remove(namespace) for namespace in namespaces]
-        except TierError as error:
-            if error.cause != "locked":
-                raise
-            holders = [self._holder(namespace.part) for namespace in namespaces]
-            holder = next((holder for holder in holders if holder), "which one is not known")
-            raise TierError(
-                f"{self.where}: an engine has the directory open ({holder}); stop it, then run this again. "
-                "Nothing was deleted.",
-                cause="locked",
-            ) from error
-
     def close(self) -> None:
         """Nothing stays open."""
 
@@ -173,31 +139,6 @@ class SlabInspector(Inspector):
         except TierError as error:
             return "no index: its chunks are not known" if error.cause == "missing" else str(error)
         return None if namespace.manifest else "no manifest that fits: nobody knows where its shards lie"
-
-    def _remove(self, namespace: NamespaceInfo) -> str | None:
-        path = self.base / namespace.path
-        used_s = other_namespaces.last_use_s(path)
-        if used_s is None or used_s != namespace.used_s:
-            return f"{path}: was opened or removed meanwhile, left"
-        try:
-            other_namespaces.remove(path)
-        except OSError as error:
-            return f"{path}: cannot be removed: {os.strerror(error.errno or 0)}"
-        return None
-
-    @contextlib.contextmanager
-    def _locked(self, parts: Iterable[str]) -> Iterator[None]:
-        """Hold the directory's lock, and those of its ``parts``, for seconds at most. Raises TierError, ConfigError.
-
-        A part may be the whole directory of an engine whose ``path`` ends in dp-N: it holds that lock alone.
-        """
-        refuse_anothers_directory(self.where)
-        with contextlib.ExitStack() as held:
-            for directory in (self.base, *(self.base / part for part in sorted({*parts} - {""}))):
-                lock = DirectoryLock(directory / "lock", brief=True)
-                lock.acquire()
-                held.callback(lock.release)
-            yield
 
     def _holder(self, part: str) -> str | None:
         """Say which engine has the whole directory, or this part of it; safe to print."""

@@ -177,10 +177,10 @@ def sleep(context: Context, fault: str) -> None:
 def gc(context: Context, fault: str) -> None:
     """Garbage is collected beside a server."""
     arguments = ["--delete", "--older-than", context.rng.choice(("0s", "30d"))]
-    arguments += ["--max-size", context.rng.choice(("1B", "64KiB", "256KiB"))] if context.medium.is_shared else []
+    arguments += ["--max-size", context.rng.choice(("1B", "64KiB", "256KiB"))]
     CLOCK.wall_ahead_s += context.rng.choice((0.0, 700.0, 24 * GRACE_S))
     _command(context, fault, "gc", *arguments)
-    if context.medium.is_shared and context.rng.random() < 0.5:
+    if context.rng.random() < 0.5:
         # With nothing in its way any more, it leaves no more than it shall.
         CLOCK.wall_ahead_s += 24 * GRACE_S
         code, words = _run(context, "gc", "--delete", "--max-size", "1B")
@@ -193,16 +193,13 @@ def gc(context: Context, fault: str) -> None:
 
 def verify(context: Context, fault: str) -> None:
     """What is stored is verified beside a server."""
-    if context.is_sure:  # some faults befall only what verify changes, and it changes only what is bad
-        context.spoil("flipped", context.known)
-    arguments = context.rng.choice(([], ["--delete-bad"], ["--json"]))
-    _command(context, fault, "verify", *(["--delete-bad"] if context.is_sure else arguments))
+    _command(context, fault, "verify", *context.rng.choice(([], ["--json"])))
     if context.rng.random() < 0.5:
         _check_verify(context)
 
 
 def _check_verify(context: Context) -> None:
-    """With nothing in its way any more, verify finds what is bad, deletes it if it may, and finds nothing bad then."""
+    """With nothing in its way any more, verify finds what is bad."""
     pieces = context.server.pieces(context.known)
     if pieces:
         tier = context.server.opened[0]
@@ -217,14 +214,6 @@ def _check_verify(context: Context) -> None:
             context.outcome.missed.append(
                 f"{context.where}: verify ends with {code} over a header without its magic: {words}"
             )
-    if not context.medium.is_shared:
-        return  # an engine has the directory: bad chunks are told of, and left
-    for _ in range(2):
-        _run(context, "verify", "--delete-bad")
-        CLOCK.wall_ahead_s += GRACE_S  # for what may be unfinished is left for a while
-    code, words = _run(context, "verify")
-    if code != 0:
-        context.outcome.missed.append(f"{context.where}: verify finds bad chunks that it should have deleted: {words}")
 
 
 def _command(context: Context, fault: str, name: str, *arguments: str) -> None:

@@ -57,6 +57,7 @@ _SENSELESS_POINTS: Final = {
     ("memory", "verify"): "what lies in a server's memory goes with it: no command looks into it",
     ("s3_obj", "gc"): "commands reach a bucket over obstore, whatever moves its chunks: see s3_obstore/gc",
     ("s3_obj", "verify"): "commands reach a bucket over obstore, whatever moves its chunks: see s3_obstore/verify",
+    ("slab", "gc"): "gc is for tiers that servers share",
     ("s3_obj", "eviction"): "servers evict nothing from a bucket; gc does: see s3_obstore/gc",
     ("s3_obstore", "eviction"): "servers evict nothing from a bucket; gc does: see s3_obstore/gc",
 }
@@ -92,19 +93,15 @@ def why_not(tier: str, point: str, fault: str) -> str | None:
         return "a bucket that cannot be written to answers 403"
     if fault == "permission" and is_bucket:
         return "a bucket that forbids answers 403"
-    if tier == "slab" and fault in {"truncated", "long", "wrong length"} and point == "gc":
-        return "gc removes whole namespaces of a slab, and reads no chunk"
     if point in {"gc", "verify"} and fault in {"late write", "OOM of staging"}:
         return "commands write no chunk, and need no staging"
     if point in {"gc", "verify"} and fault == "short" and not is_bucket:
         return "a file that ends early is truncated"
     if is_bucket and fault == "EIO" and point in {"lookup", "gc", "verify"}:
         return "a server's trouble has a status: see 500"
-    if tier == "slab" and fault in {"hang", "slow"} and point == "gc":
-        return "while an engine has the slab, gc stops at its lock"
-    if fault in {"ENOSPC", "EROFS"} and point in {"lookup", "load", "promotion"}:
+    if fault in {"ENOSPC", "EROFS"} and point in {"lookup", "load", "promotion", "verify"}:
         return "nothing is written"
-    if fault == "ENOSPC" and point in {"gc", "verify"}:
+    if fault == "ENOSPC" and point == "gc":
         return "nothing is written but what frees space"
     if fault == "permission" and tier == "slab" and point in {"load", "promotion"}:
         return "the slab's file is open"
