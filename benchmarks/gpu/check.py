@@ -63,17 +63,8 @@ def said(code: int | None, output: str) -> Verdict:
     return _without_result(code, output)
 
 
-def unpacked(code: int | None, output: str) -> Verdict:
-    """Of ``unpack.py``."""
-    with contextlib.suppress(ValueError, IndexError):
-        figures = json.loads(output.splitlines()[-1])
-        return Verdict(OK, f"{figures['seconds']:.0f} s", figures)
-    return _without_result(code, output)
-
-
 _TEST = re.compile(
-    r"^(tests/\S+?\.py::[\w:]+(?:\[.*?\])?) ?(?:(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b(?: \((.*)\))?)?",
-    re.MULTILINE,
+    r"^(tests/\S+?\.py::[\w:]+(?:\[.*?\])?) ?(?:(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b)?", re.MULTILINE
 )
 _BROKEN = re.compile(r"the device's context is broken.*")
 PYTEST_ENDS = (None, 0, 1, 5)
@@ -83,23 +74,20 @@ PYTEST_ENDS = (None, 0, 1, 5)
 def tested(code: int | None, output: str) -> Verdict:
     """Of ``pytest -v``, run once or more; also of one that was cut off, or that crashed in the midst of a test."""
     outcomes: dict[str, str] = {}
-    reasons: Counter[str] = Counter()
-    for name, outcome, why in _TEST.findall(output):
+    for name, outcome in _TEST.findall(output):
         outcomes[name] = outcome or outcomes.get(name, "")
-        reasons.update([why] if outcome in ("SKIPPED", "XFAIL") else [])
     counts = Counter(outcome.lower() for outcome in outcomes.values() if outcome)
     bad = [name for name, outcome in outcomes.items() if outcome in ("FAILED", "ERROR")] + _BROKEN.findall(output)
     unended = [name for name, outcome in outcomes.items() if not outcome]
     bad += unended[:-1] if code is None else unended
     words = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()) or "no test"
-    figures = {"counts": dict(counts), "bad": bad, "reasons": dict(reasons)}
+    figures = {"counts": dict(counts), "bad": bad}
     if bad:
         return Verdict(WRONG, f"{words}; {len(bad)} bad, first {bad[0]}", figures)
     if code not in (None, 0, 5):
         return replace(_without_result(code, output), figures=figures)
     if code is None:
         return Verdict(CUT_OFF, f"{words}; then {unended[-1] if unended else 'nothing'}", figures)
-    words += "".join(f"; {why}" for why, _ in reasons.most_common(1))
     return Verdict(OK if counts["passed"] else SKIPPED, words, figures)
 
 
@@ -138,7 +126,7 @@ cd {scratch}; mkdir -p loop; image=$(mktemp -p /dev/shm); truncate -s 8G $image;
 device=$(losetup --find --show --direct-io=on $image) && mount $device loop || skipped=yes
 rm $image; losetup -d $device
 [ -z "$skipped" ] || {{ echo {{\\"words\\": \\"no loop device with direct I/O\\", \\"skipped\\": true}}; exit; }}
-cd {repository}; exec {bench} --parts file,engine --dir {scratch}/loop --seconds 45'"""
+cd {repository}; exec {bench} engine --dir {scratch}/loop --seconds 45'"""
 KERNELS = " ".join(f"tests/gpu/test_{name}_cuda.py" for name in ("kernels", "streams", "packer"))
 ENGINE = "tests/gpu/test_engine_cuda.py -k 'lbhnc or large or rots or came_with'"
 REST = ("movers", "device_packer", "memory", "autotune", "tensor_digests", "checksum")
@@ -146,9 +134,9 @@ SMOKE = "{python} -m benchmarks.gpu.smoke "
 RACE = "{python} -m benchmarks.gpu.race --dir {data} "
 
 CALL_1 = (
-    Stage("unpack", 20, "{python} benchmarks/gpu/unpack.py {kit} {scratch}/kit", unpacked),
+    Stage("unpack", 20, "{python} benchmarks/gpu/unpack.py {kit} {scratch}/kit"),
     Stage("machine", 8, "{python} benchmarks/gpu/facts.py {data}"),
-    Stage("movers", 20, "env CUFILE_LOGGING_LEVEL=INFO {bench} --parts= --dir {data}"),
+    Stage("movers", 20, "env CUFILE_LOGGING_LEVEL=INFO {bench} movers --dir {data}"),
     Stage("arithmetic", 15, "{python} -m benchmarks.gpu.arithmetic"),
     Stage("tests of kernels", 32, PYTEST + KERNELS, tested),
     Stage("vLLM with ours", 22, SMOKE + "memory+slab {data}/ours", climbs=True, early=True),
@@ -156,9 +144,9 @@ CALL_1 = (
     Stage("vLLM with its own", 14, SMOKE + "vllm-cpu {data}/its-own", early=True),
 )
 CALL_2 = (
-    Stage("unpack", 20, "{python} benchmarks/gpu/unpack.py {kit} {scratch}/kit", unpacked),
+    Stage("unpack", 20, "{python} benchmarks/gpu/unpack.py {kit} {scratch}/kit"),
     Stage("machine", 8, "{python} benchmarks/gpu/facts.py {data}"),
-    Stage("kernels and bus", 47, "{bench} --parts kernels,bus --dir {data} --seconds 45"),
+    Stage("kernels and bus", 47, "{bench} kernels bus --dir {data} --seconds 45"),
     Stage("prefix", 45, RACE + "prefix", climbs=True, early=True),
     Stage("memory", 40, RACE + "memory", early=True),
     Stage("vllm-cpu", 40, RACE + "vllm-cpu", early=True),
@@ -244,7 +232,7 @@ class Check:
                 rungs, output = rungs[1:], ""
             elif stage.verdict is tested and code not in PYTEST_ENDS:
                 before = options
-                options = "".join(f" --deselect {shlex.quote(name)}" for name, _, _ in _TEST.findall(output))
+                options = "".join(f" --deselect {shlex.quote(name)}" for name, _ in _TEST.findall(output))
                 if options == before:  # not even one more test was started
                     return verdict
             else:
@@ -384,7 +372,7 @@ def main() -> int:
         scratch = Path(name)
         data = data_directory(scratch)
         kit = os.environ.get("KIT", f"{REPOSITORY}/build/gpu-kit")
-        bench = f"{sys.executable} -m benchmarks.gpu --json --out {name}{' --emulate' if options.played else ''}"
+        bench = f"{sys.executable} -m benchmarks.gpu{' --emulate' if options.played else ''}"
         words = {"python": sys.executable, "bench": bench, "kit": kit, "scratch": name, "data": str(data)}
         check = Check(out, scratch, environment_of(out, scratch), words)
         if options.played:

@@ -16,21 +16,26 @@ from pathlib import Path
 
 WANTED_BYTES = 24 << 30
 """For a memory tier of 16 GiB, and for vLLM."""
-COMMANDS = (
-    "nvidia-smi",
-    "nvidia-smi -q -d PCIE,MEMORY",
-    "findmnt -T {directory}",
-    "lsblk",
-    "df -h {directory} /dev/shm",
-    "lscpu",
-    "ulimit -l",
-    "ls -l /run/udev /proc/driver/nvidia-fs",
-    "python3 -m pip list",
-)
+COMMANDS = """nvidia-smi
+nvidia-smi -q -d PCIE,MEMORY
+findmnt -T {directory}
+lsblk
+df -h {directory} /dev/shm
+lscpu
+ulimit -l
+ls -l /run/udev /proc/driver/nvidia-fs
+python3 -m pip list"""
+GPU = "nvidia-smi --query-gpu=name,driver_version,pcie.link.gen.max,pcie.link.width.max --format=csv,noheader"
+
+
+def output_of(command: str) -> str:
+    """Return what a shell command prints, errors included."""
+    done = subprocess.run(command, shell=True, stdout=-1, stderr=subprocess.STDOUT, text=True, timeout=20, check=False)
+    return done.stdout.strip()
 
 
 def available_bytes() -> int:
-    """What the kernel could give to processes."""
+    """Return what the kernel could give to processes."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
 
@@ -45,29 +50,17 @@ def grow() -> None:
 
 
 def main(directory: str) -> None:
-    for command in COMMANDS:
-        print(f"$ {command}", flush=True)
-        subprocess.run(
-            command.format(directory=directory), shell=True, stderr=subprocess.STDOUT, timeout=20, check=False
-        )
+    for command in COMMANDS.format(directory=directory).splitlines():
+        print(f"$ {command}\n{output_of(command)}", flush=True)
     before_bytes = available_bytes()
     if before_bytes < WANTED_BYTES and "NIXL_OFFLOAD_PLAYED" not in os.environ:
         grow()
     after_bytes = available_bytes()
-    query = [
-        "nvidia-smi",
-        "--query-gpu=name,driver_version,pcie.link.gen.max,pcie.link.width.max",
-        "--format=csv,noheader",
-    ]
-    try:
-        gpu = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        gpu = "no GPU"
-    grown = f", {after_bytes / 2**30:.0f} after touching" if after_bytes > 1.1 * before_bytes else ""
     words = (
-        f"{gpu}; {os.cpu_count()} cores, {before_bytes / 2**30:.0f} GiB available{grown}; kernel {platform.release()}"
+        f"{output_of(GPU)}; {os.cpu_count()} cores, {before_bytes / 2**30:.0f} GiB available, "
+        f"{after_bytes / 2**30:.0f} after touching; kernel {platform.release()}; data in {directory}"
     )
-    print(json.dumps({"words": f"{words}; data in {directory}", "available_bytes": after_bytes}))
+    print(json.dumps({"words": words, "available_bytes": after_bytes}))
 
 
 if __name__ == "__main__":

@@ -144,11 +144,9 @@ def _pack_library(wheel: Path, member: str, variants: dict[str, str | int], arch
         with zipfile.ZipFile(wheel) as source:
             whole = Path(source.extract(member, name))
         small = Path(name, "small.so")
-        done = slim(whole, small, **variants)
+        kept_bytes = slim(whole, small, **variants)
         archive.write_bytes(lzma.compress(small.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
-        return (
-            f"{member}: {whole.stat().st_size / MIB:.1f} MiB made small, {done.kept_bytes / MIB:.1f} MiB of sm_90 code"
-        )
+        return f"{member}: {whole.stat().st_size / MIB:.1f} MiB made small, {kept_bytes / MIB:.1f} MiB of sm_90 code"
 
 
 def _pack_python(wheel: Path, archive: Path) -> str:

@@ -1,7 +1,7 @@
 """Unpacks the kit on a machine without a registry: ``python3 benchmarks/gpu/unpack.py KIT TARGET``.
 
 Runs before anything is installed, so it uses the standard library and pip alone. Nothing outside TARGET is written. The
-last line of output is JSON: ``{"pythonpath": [...], "seconds": ...}``. Threading: one process for each archive, and one
+last line of output is JSON: ``{"words": ..., "pythonpath": [...]}``. Threading: one process for each archive, and one
 for pip; then all cores compile.
 """
 
@@ -98,7 +98,7 @@ def main() -> int:
     except (OSError, ValueError, EOFError, lzma.LZMAError, tarfile.TarError, RuntimeError) as error:
         print(f"unpack: {error}", file=sys.stderr)
         return 1
-    print(json.dumps({"pythonpath": [str(path) for path in paths], "seconds": round(time.monotonic() - start, 1)}))
+    print(json.dumps({"words": f"{time.monotonic() - start:.0f} s", "pythonpath": [str(path) for path in paths]}))
     return 0
 
 

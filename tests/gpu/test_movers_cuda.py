@@ -5,16 +5,13 @@ own first, and skipped with the reason where it cannot run.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.gpu.ways import unfit_movers
 from nixl_offload.movers.base import MemoryKind, Mover
 from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.nixl import NixlMover
@@ -35,30 +32,8 @@ CLOSE_S = 5.0
 
 @pytest.fixture(scope="session")
 def unfit(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Movers that crash, hang, or do not bring back some MiB in small extents, with the reason; all tried at once."""
-    directory = tmp_path_factory.mktemp("trials")
-    answers = {name: directory / name for name in TRIED}
-    command = [sys.executable, "-m", "benchmarks.gpu", "--dir", str(directory), "--seconds", str(TRIAL_S)]
-    trials = {
-        name: subprocess.Popen(
-            [*command, "--probe", name, "--rows", str(answer)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
-        )
-        for name, answer in answers.items()
-    }
-    found = {}
-    end_s = time.monotonic() + TRIAL_S
-    for name, trial in trials.items():
-        try:
-            _, errors = trial.communicate(timeout=max(0.1, end_s - time.monotonic()))
-            words = f"ended with {trial.returncode}: {errors.decode()[-300:]}" if trial.returncode else ""
-        except subprocess.TimeoutExpired:
-            words = "hung"
-            trial.kill()
-            with suppress(subprocess.TimeoutExpired):  # what hangs in the kernel cannot be waited for
-                trial.communicate(timeout=5)
-        if words := words or (answers[name].read_text() if answers[name].exists() else ""):
-            found[name] = words
-    return found
+    """Movers that crash, hang, or do not bring back what they stored, with the reason; all tried at once."""
+    return unfit_movers(str(tmp_path_factory.mktemp("trials")), TRIAL_S, emulate=False, names=TRIED)
 
 
 class DeviceRigs(MoverRigs):
