@@ -22,7 +22,7 @@ from pathlib import Path
 from nixl_offload.errors import TierError
 from nixl_offload.tiers.slab.index_reader import IndexReader
 from tests.prove.cells import Cell, Outcome
-from tests.prove.files import files
+from tests.prove.happenings import files
 from tests.prove.kills.process import Report, ServerProcess
 from tests.prove.kills.serving import Ledger, Setup, drafts_in, serve, serve_and_close
 

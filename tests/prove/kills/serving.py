@@ -23,7 +23,7 @@ from nixl_offload.tiers.slab.other_namespaces import tree_bytes
 from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.units import parse_size
 from tests.prove.cells import Outcome
-from tests.prove.files import files
+from tests.prove.happenings import files
 from tests.prove.kills.process import Report
 from tests.prove.server import Server, config_of, key_of, memory, slab, tree
 

@@ -1,4 +1,4 @@
-"""The far end of the soak: an engine in one process that takes laps of requests, and tells how large its tables are.
+"""The far end of the soak: an engine in one process that takes laps of requests, and says what it holds.
 
 Threading: one thread, beside those of the connector. Imported in the engine's process only.
 """
@@ -9,16 +9,10 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import sys
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from examples.demo.engine_process import EngineHost, Reply
 from examples.demo.engine_process import main as serve
-
-_CONTAINERS = (dict, list, set, frozenset, tuple, deque, OrderedDict)
-_DEPTH = 12
 
 
 class SoakHost(EngineHost):
@@ -76,26 +70,18 @@ class SoakHost(EngineHost):
                 del running[number]
         return {"outputs": [outputs.get(number, []) for number in range(len(requests))], "steps": steps}
 
-    def tables(self) -> Reply:
-        """How large every container is that our objects hold, by its path; what is open; and Python's own blocks."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
-        half = scheduler.connector.connector_scheduler
-        rank: Any = get_kv_transfer_group()
-        sizes: dict[str, int] = {}
-        for name, root in {"scheduler": half, "rank": rank.connector_worker}.items():
-            for path, size in _sizes(root, name, set(), 0):
-                sizes[path] = sizes.get(path, 0) + size
-        manager = half.offload_manager
-        pinned = sum(
-            taken.pinned + taken.writing + taken.evicting
-            for tier in manager.catalog._tiers
-            for taken in (tier.occupancy().values() if hasattr(tier, "occupancy") else ())
-        )
+    def held(self) -> Reply:
+        """Return what is held: with nothing under way, all of it is to be 0. And what libraries have from malloc."""
+        half = self._llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler
+        catalog = half.offload_manager.catalog
+        taken = [taken for tier in catalog._tiers if hasattr(tier, "occupancy") for taken in tier.occupancy().values()]
+        pinned = sum(each.pinned + each.writing + each.evicting for each in taken)
         gc.collect()
-        open_now = {"tickets": manager.catalog.open_tickets, "slots pinned or being written": pinned}
-        return {"sizes": sizes, "open": open_now, "blocks": sys.getallocatedblocks(), "heap": _heap()}
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+        mallinfo2.restype = _Heap
+        heap = mallinfo2()
+        held = {"tickets": catalog.open_tickets, "slots pinned or being written": pinned}
+        return {"held": held, "malloc_bytes": heap.uordblks + heap.hblkhd}
 
 
 class _Heap(ctypes.Structure):
@@ -106,14 +92,6 @@ class _Heap(ctypes.Structure):
     )]  # fmt: skip
 
 
-def _heap() -> dict[str, int]:
-    """Return what libraries have from malloc, bytes: in use, and kept for later. The latter says nothing of leaks."""
-    mallinfo2 = ctypes.CDLL(None).mallinfo2
-    mallinfo2.restype = _Heap
-    heap = mallinfo2()
-    return {"used": heap.uordblks + heap.hblkhd, "kept": heap.fordblks}
-
-
 def _told(completion: Any) -> dict[str, Any]:
     """Tokens, their logprobs, and by how much each was ahead of the next one."""
     tokens, logprobs, leads = list(completion.token_ids), [], []
@@ -122,24 +100,6 @@ def _told(completion: Any) -> dict[str, Any]:
         logprobs.append(by_token[token].logprob)
         leads.append(values[0] - values[1])
     return {"tokens": tokens, "logprobs": logprobs, "leads": leads}
-
-
-def _sizes(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, int]]:
-    """Yield path and length of the containers below ``value``, through objects of ours and what they hold."""
-    if id(value) in seen or depth > _DEPTH:
-        return
-    seen.add(id(value))
-    if isinstance(value, _CONTAINERS):
-        yield path, len(value)
-        inner = list(value.values()) if isinstance(value, Mapping) else list(value)
-        if len(inner) > 1000 or not isinstance(value, Mapping | Sequence | Set):
-            return
-        for item in inner:
-            yield from _sizes(item, f"{path}[]", seen, depth + 1)
-    elif type(value).__module__.startswith("nixl_offload"):
-        names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        for name in {*names, *getattr(value, "__dict__", {})}:
-            yield from _sizes(getattr(value, name, None), f"{path}.{name}", seen, depth + 1)
 
 
 def main() -> int:

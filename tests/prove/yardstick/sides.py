@@ -10,9 +10,6 @@ Threading: plain functions and records. Ownership: directories and buckets are t
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
-import importlib.util
 import json
 import secrets
 import shlex
@@ -23,7 +20,7 @@ from typing import Any, Final
 
 from examples.s3_server import REGION, free_port
 from nixl_offload.chunk.header import HEADER_BYTES
-from tests.prove.files import files
+from tests.prove.happenings import Piece, files
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import CHUNK_BYTES, PROMPT_CHUNKS, TierFiles
 from tests.vllm.harness import CHUNK_TOKENS, chain_config
@@ -39,35 +36,6 @@ _CAPACITY: Final = "192MiB"
 A slab's index may take 33 MiB.
 """
 _LOOKUP: Final = {"timeout": "2s", "present_for": "200ms", "absent_for": "300ms"}
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A chunk as it rests: a whole file, or a part of one."""
-
-    path: Path
-    offset: int = 0
-    size: int | None = None
-    """None: to the end of the file."""
-
-    @property
-    def is_file(self) -> bool:
-        """Whether it has a file of its own."""
-        return self.size is None
-
-    def read(self) -> bytes:
-        """Return its bytes."""
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            return file.read() if self.size is None else file.read(self.size)
-
-    def write(self, data: bytes) -> None:
-        """Put ``data`` in its place, on the medium; a file gets that length."""
-        with self.path.open("r+b") as file:
-            file.seek(self.offset)
-            file.write(data)
-            if self.is_file:
-                file.truncate()
 
 
 @dataclass(frozen=True)
@@ -90,29 +58,15 @@ class Side:
     """Removes what a killed engine leaves outside its directories."""
 
 
-def version(name: str) -> str:
-    """Return the version of what a side is made of, or nothing where it cannot run."""
-    if name in OURS:
-        return "this commit"
-    package = "lmcache" if name.startswith("LMCache") else "vllm"
-    for distribution in (package, f"{package}-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return f"{package} {importlib.metadata.version(distribution)}"
-    return ""
-
-
-def make(name: str, directory: Path, server: RcloneServer | None, endpoint: str) -> Side:
+def make(name: str, directory: Path, server: RcloneServer, endpoint: str) -> Side:
     """Return a side over a ``directory`` or, if it has one, the bucket of ``server``, reached by ``endpoint``."""
-    if name in OURS:
-        return _ours(name, directory, server, endpoint)
-    if name.startswith("vLLM"):
-        return _vllm(name, directory, server, endpoint)
-    return _lmcache(name, directory)
+    if name.startswith("LMCache"):
+        return _lmcache(name, directory)
+    return (_ours if name in OURS else _vllm)(name, directory, server, endpoint)
 
 
-def _ours(name: str, directory: Path, server: RcloneServer | None, endpoint: str) -> Side:
+def _ours(name: str, directory: Path, server: RcloneServer, endpoint: str) -> Side:
     if name == "s3":
-        assert server is not None
         tier = server.tier("ours", endpoint=endpoint, request_timeout="1s", lookup=_LOOKUP)
         base, environment, forget = server.directory / "ours", server.environment, server.forget
     else:
@@ -126,11 +80,10 @@ def _ours(name: str, directory: Path, server: RcloneServer | None, endpoint: str
     return Side(name, options, pieces, environment, is_ours=True, is_bucket=name == "s3", forget=forget)
 
 
-def _vllm(name: str, directory: Path, server: RcloneServer | None, endpoint: str) -> Side:
+def _vllm(name: str, directory: Path, server: RcloneServer, endpoint: str) -> Side:
     region = f"yardstick-{secrets.token_hex(6)}"
     tier: dict[str, Any]
     if name == "vLLM obj":
-        assert server is not None
         base, forget = server.directory / "vllm", server.forget
         environment = {**server.environment, "NIXL_TELEMETRY_ENABLE": "y"}  # without it vLLM dies of NIXL 1.5's
         tier = {

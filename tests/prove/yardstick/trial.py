@@ -10,16 +10,27 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Final
 
 from examples.demo.engine import Answer, Engine, EngineError
-from tests.prove.yardstick.happenings import DAMAGES, World
-from tests.prove.yardstick.sides import Piece, Side
-from tests.s3.proxy import Delay, Rule, Stall
+from tests.faults.conftest import SmallFilesystem
+from tests.prove.happenings import (
+    DAMAGES,
+    Outage,
+    Piece,
+    bucket_outages,
+    directory_gone,
+    disk_outages,
+    lasting,
+    unreadable,
+)
+from tests.prove.yardstick.sides import Side
+from tests.s3.proxy import Delay, FaultProxy, Rule, Stall
+from tests.s3.servers import RcloneServer
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, PROMPT_CHUNKS, Prompt, chunk_prompts, loads_refused
 from tests.vllm.harness import Workshop, close
 
@@ -38,7 +49,7 @@ START_S: Final = 60.0
 STORED_S: Final = 8.0
 STORE_ATTEMPTS: Final = 5
 GONE_IN_FLIGHT, GONE_AT_START, KILLED = "server gone in flight", "server gone at start", "kill -9 mid-write"
-FOUND_BY_LOADS: Final = ("byte flipped", "two swapped", "another prompt's")
+FOUND_BY_LOADS: Final = ("flipped", "swapped", "another's")
 """Damage that a lookup does not see: a load must have refused it."""
 _WORST: Final = (EXACT, REFUSED, HUNG, DIED, WRONG)
 
@@ -70,10 +81,27 @@ class NoHitsError(Exception):
 class Trial:
     """Tries a side. ``close`` ends its engine."""
 
-    def __init__(self, workshop: Workshop, side: Side, world: World, answers: Answers, faults: str = "") -> None:
-        """``faults``: only those with this in their names."""
-        self._workshop, self._side, self._world, self._answers = workshop, side, world, answers
+    def __init__(
+        self,
+        workshop: Workshop,
+        side: Side,
+        server: RcloneServer,
+        proxy: FaultProxy,
+        disk: SmallFilesystem | None,
+        directory: Path,
+        answers: Answers,
+        faults: str = "",
+    ) -> None:
+        """``disk``: None where a side is a bucket. ``faults``: only those with this in their names."""
+        self._workshop, self._side, self._proxy, self._answers = workshop, side, proxy, answers
         self._wanted = faults
+        if disk is None:
+            wanted = ("S3 500", "S3 503", "S3 403", "S3 hangs", "S3 resets", "S3 refused")
+            self._outages = {name: bucket_outages(server, proxy)[name] for name in wanted}
+        else:
+            self._outages = {**disk_outages(disk), "directory gone": partial(directory_gone, directory)}
+            if side.name != "slab":  # one file that is open all the time
+                self._outages["unreadable"] = partial(unreadable, directory)
         self._engine: Engine | None = None
         self._prompts = iter(answers.prompts)
         self._restarts = 0
@@ -89,8 +117,8 @@ class Trial:
         if came == NO or wrong:
             raise NoHitsError(f"with nothing wrong: {wrong or 'nothing comes from storage'}")
         tries: dict[str, Callable[[], Verdict]] = {
-            **{name: partial(self._damaged, name, damage) for name, damage in DAMAGES.items()},
-            **{name: partial(self._outage, name, outage) for name, outage in self._world.outages().items()},
+            **{name: partial(self._damaged, name) for name in DAMAGES if name != "long"},
+            **{name: partial(self._outage, name, outage) for name, outage in self._outages.items()},
         }
         if self._side.is_bucket:
             tries |= {GONE_IN_FLIGHT: self._gone_in_flight, GONE_AT_START: self._gone_at_start}
@@ -108,17 +136,17 @@ class Trial:
 
     # The cells
 
-    def _damaged(self, name: str, damage: Callable[[list[Piece], list[Piece]], None]) -> Verdict:
+    def _damaged(self, name: str) -> Verdict:
         mine, pieces = self._stored()
         _, others = self._stored()
-        damage(pieces, others)
+        DAMAGES[name](pieces[1], others[1], 0.5)
         self._side.forget()
         before = self._refused()
         came = self._ask([mine])
         was_met = not self._side.is_ours or name not in FOUND_BY_LOADS or self._refused() > before
         return replace(self._verdict(name, came, mine), was_met=was_met)
 
-    def _outage(self, name: str, outage: Callable[[], AbstractContextManager[object]]) -> Verdict:
+    def _outage(self, name: str, outage: Outage) -> Verdict:
         mine, _ = self._stored()
         fresh = next(self._prompts)
         with outage() as rule:
@@ -128,13 +156,13 @@ class Trial:
 
     def _gone_in_flight(self) -> Verdict:
         mine, _ = self._stored()
-        rule = self._world.proxy.inject(Stall(0.5), operation="GET")
+        rule = self._proxy.inject(Stall(0.5), operation="GET")
         told: list[tuple[str, str]] = []
         asking = threading.Thread(target=lambda: told.append(self._ask([mine])))
         asking.start()
         with contextlib.suppress(TimeoutError):
             rule.wait(timeout_s=IN_FLIGHT_S)
-        with self._world.refused():
+        with lasting(self._proxy.go_down, self._proxy.come_back):
             rule.release()
             asking.join()
         [came] = told
@@ -143,7 +171,7 @@ class Trial:
     def _gone_at_start(self) -> Verdict:
         mine, _ = self._stored()
         self.close()
-        with self._world.refused():
+        with lasting(self._proxy.go_down, self._proxy.come_back):
             came = self._ask([mine])
         return self._verdict(GONE_AT_START, came, mine)
 
@@ -151,9 +179,7 @@ class Trial:
         """While the last prompt of several is being stored: by ``kill -9``, of all processes."""
         self._started()
         asked = [next(self._prompts) for _ in range(3)]
-        slow = (
-            self._world.proxy.inject(Delay(0.3), operation="PUT") if self._side.is_bucket else contextlib.nullcontext()
-        )
+        slow = self._proxy.inject(Delay(0.3), operation="PUT") if self._side.is_bucket else contextlib.nullcontext()
         with slow:
             before = self._ask(asked, settle=False)
             self.close()
