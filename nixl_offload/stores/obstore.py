@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import re
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +38,7 @@ from nixl_offload.stores.s3 import (
     hush_botocore,
     printable,
     readable_ca_bundle,
+    tls_context,
 )
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class BucketStore(Store):
         """Whether an answer came that only an existing bucket gives."""
         self._ignores_ranges = False
         self._unusable_answers = 0
-        self._direct = DirectGets(timeout_s=tier.request_timeout_s, tls=partial(_tls, tier))
+        self._direct = DirectGets(timeout_s=tier.request_timeout_s, tls=partial(tls_context, tier))
 
     def __repr__(self) -> str:
         return f"BucketStore({self.where})"
@@ -361,13 +361,6 @@ class _Provider(Boto3CredentialProvider):
     def __init__(self, *, ttl: timedelta) -> None:
         super().__init__(ttl=ttl)
         self.keys = self.credentials.get_frozen_credentials()
-
-
-def _tls(tier: S3Config) -> ssl.SSLContext:
-    context, bundle = ssl.create_default_context(), readable_ca_bundle(tier)
-    if bundle is not None:
-        context.load_verify_locations(bundle)
-    return context
 
 
 def _head(store: S3Store, key: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import ssl
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -148,6 +149,17 @@ def readable_ca_bundle(tier: S3Config) -> str | None:
     if bundle is not None and not (os.path.isfile(bundle) and os.access(bundle, os.R_OK)):
         raise StoreError(f"{S3Address.of(tier).where}: cannot read the CA bundle {bundle}", cause="io")
     return bundle
+
+
+def tls_context(tier: S3Config) -> ssl.SSLContext:
+    """Return what verifies a server: the system's authorities and the tier's. Raises StoreError."""
+    context, bundle = ssl.create_default_context(), readable_ca_bundle(tier)
+    if bundle is not None:
+        try:
+            context.load_verify_locations(bundle)
+        except OSError as error:
+            raise StoreError(f"{bundle}: holds no certificates", cause="io") from error
+    return context
 
 
 def proxy_of(url: SplitResult) -> str | None:

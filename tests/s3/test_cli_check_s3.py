@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import yaml
 
-from nixl_offload.cli.check import s3 as check_s3
 from nixl_offload.cli.check.child import ChildProcess, memory_room
 from nixl_offload.cli.check.findings import Finding
 from nixl_offload.cli.check.s3 import look_at_bucket, try_rights
@@ -116,9 +115,9 @@ def test_a_server_that_is_down(
 
 
 def test_a_server_that_forbids_delete(
-    rclone: RcloneServer, proxy: FaultProxy, child: ChildProcess, prefix: str, monkeypatch: pytest.MonkeyPatch
+    rclone: RcloneServer, proxy: FaultProxy, child: ChildProcess, prefix: str
 ) -> None:
-    """What the check could not remove is told; no mover leaves more behind; once allowed, a later check removes it."""
+    """What the check could not remove is reported; no mover leaves more behind."""
     tier = tier_of(rclone, prefix, endpoint=proxy.endpoint)
     with proxy.inject(Answer(403, "AccessDenied"), operation="DELETE|DELETE_MANY"):
         lines = look(tier, child, io=True)
@@ -128,14 +127,6 @@ def test_a_server_that_forbids_delete(
     assert '"Action": "s3:DeleteObject"' in str(lines["delete"].fix)
     assert lines["movers"].state == "unknown"
     assert "speed" not in lines
-    rclone.write(f"{prefix}/check-of-somebody-else", b"theirs")
-    monkeypatch.setattr(check_s3, "LEFTOVER_S", -5.0)
-    fixed = look(tier, child)
-    assert (fixed["delete"].state, fixed["delete"].words) == (
-        "ok",
-        "allowed; 1 that earlier checks had to leave removed",
-    )
-    assert rclone.objects(prefix) == [f"{prefix}/check-of-somebody-else"]
 
 
 def rights(tier: S3Config) -> dict[str, Finding]:
@@ -189,18 +180,9 @@ def test_a_wrong_region_that_the_server_does_not_mind(moto: MotoServer, child: C
     assert (fixed["region"].state, fixed["region"].words) == ("ok", "eu-central-1")
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        Answer(301, "PermanentRedirect", headers=("x-amz-bucket-region: eu-central-1",)),
-        Answer(400, "AuthorizationHeaderMalformed", more="<Region>eu-central-1</Region>"),
-    ],
-    ids=["redirects", "refuses"],
-)
-def test_a_wrong_region_is_told_with_the_right_one(
-    moto: MotoServer, child: ChildProcess, elsewhere: str, answer: Answer
-) -> None:
+def test_a_wrong_region_is_named_with_the_right_one(moto: MotoServer, child: ChildProcess, elsewhere: str) -> None:
     """As S3 does it; the fix works."""
+    answer = Answer(400, "AuthorizationHeaderMalformed", more="<Region>eu-central-1</Region>")
     fields = {"bucket": elsewhere, "mover": "obstore", "ttl": "7d"}
     with FaultProxy(moto.port) as proxy, proxy.inject(answer, unless="/eu-central-1/s3/aws4_request"):
         lines = look(tier_of(moto, "kv", endpoint=proxy.endpoint, **fields), child)
@@ -212,15 +194,13 @@ def test_a_wrong_region_is_told_with_the_right_one(
         assert wrong(fixed) == []
 
 
-@pytest.mark.parametrize(("ahead_s", "state"), [(1200, "wrong"), (-1200, "wrong"), (300, "warning"), (10, "ok")])
+@pytest.mark.parametrize(("ahead_s", "state"), [(1200, "wrong"), (-300, "warning")])
 def test_clocks_that_differ(rclone: RcloneServer, proxy: FaultProxy, ahead_s: int, state: str, prefix: str) -> None:
     """The server's clock is ahead or behind; the limit is S3's, 15 minutes."""
     with proxy.inject(Redate(ahead_s)):
         clock = reach(tier_of(rclone, prefix, endpoint=proxy.endpoint), proxy.endpoint, 5.0)[1]
     assert (clock.name, clock.state) == ("clock", state)
-    if state != "ok":
-        assert ("behind" if ahead_s > 0 else "ahead of") in clock.words
-        assert "timedatectl set-ntp true" in str(clock.fix)
+    assert ("behind" if ahead_s > 0 else "ahead of") in clock.words
     assert reach(tier_of(rclone, prefix), rclone.endpoint, 5.0)[1].state == "ok"
 
 

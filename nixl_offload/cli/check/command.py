@@ -75,7 +75,7 @@ def _sections(arguments: argparse.Namespace, config: Config, child: ChildProcess
     from nixl_offload.units import format_size
 
     gpu, io = find_driver(), not arguments.no_io
-    yield Section("environment", "Environment", machine.environment(config, gpu, cuda=machine.cuda_of_torch()))
+    yield Section("environment", "Environment", machine.environment(config, gpu))
     for number, tier in enumerate(config.tiers):
         if tier.kind == "memory":
             room = (machine.memory_finding(tier.capacity_bytes, child.run(memory_room), config.staging_bytes),)

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 import pwd
-import re
 import shlex
 import stat
 import tempfile
@@ -46,7 +45,6 @@ T = TypeVar("T")
 HANG_S: Final = 15.0
 _SCRATCH: Final = ".mover-probe-"
 """Servers know the prefix and never count such files for long."""
-_OURS: Final = re.compile(r"lock|[0-9a-f]{32}|dp-[0-9]+")
 _NETWORK: Final = ("nfs", "nfs4", "lustre", "gpfs", "mmfs", "beegfs", "wekafs", "ceph", "cifs", "smb3", "9p")
 _CLOCK_S: Final = 5.0
 """A loaded file server dates a file late."""
@@ -57,11 +55,6 @@ _FIXES: Final = {
     "posix_uring": "sysctl kernel.io_uring_disabled=0; in a container a seccomp profile that allows io_uring",
     "posix_aio": "sysctl -w fs.aio-max-nr=1048576",
     "kvikio": "where cuFile is not to be had: export KVIKIO_COMPAT_MODE=ON",
-}
-_PACKAGES: Final = {
-    "kvikio": "pip install kvikio-cu13 (or kvikio-cu12, whichever fits torch's CUDA)",
-    "libcufile": "pip install nvidia-cufile-cu12",
-    "libcudart": "pip install nvidia-cuda-runtime-cu12",
 }
 
 
@@ -158,38 +151,31 @@ def _access(path: str, at: str) -> Finding:
     name, quoted, me = "directory", shlex.quote(at), _user(os.geteuid())
     try:
         status = os.stat(at)
+        if not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     except OSError as error:
-        fix = f"ls -ld {quoted}; repair the link, or change path: in the config"
+        fix = f"path: a directory, in the config; ls -ld {quoted} shows what this is"
         return Finding(name, "wrong", f"{at}: {error.strerror}", fix)
-    if not stat.S_ISDIR(status.st_mode):
-        fix = f"path: a directory, in the config (ls -ld {quoted} shows what this is)"
-        return Finding(name, "wrong", f"{at} is no directory", fix)
     owner = f"{_user(status.st_uid)}, mode {stat.S_IMODE(status.st_mode):04o}"
     install = f"sudo install -d -m 700 -o {me} {shlex.quote(path)}"
     try:
         with tempfile.NamedTemporaryFile(prefix=_SCRATCH, dir=at):
             pass
     except OSError as error:
-        where = at if at == path else f"{path} is not there, and {at}"
+        where, fix = f"{at}: no file can be made there", f"df -hi {quoted}; findmnt -T {quoted}; dmesg | tail"
         if error.errno == errno.EROFS:
-            mount = find_mount(at)
-            fix = f"mount -o remount,rw {shlex.quote(mount.point) if mount else quoted}; of a container: no :ro in -v"
-            return Finding(name, "wrong", f"{where} is mounted read-only", fix)
-        if error.errno in (errno.EACCES, errno.EPERM):
-            fix = f"chmod u+rwx {quoted}" if status.st_uid == os.geteuid() else f"sudo chown {me} {quoted}"
-            words = f"{where} belongs to {owner}; {me} cannot write there"
-            return Finding(name, "wrong", words, fix if at == path else install)
-        fix = f"df -hi {quoted}; du -xsh {quoted}/*; findmnt -T {quoted}; dmesg | tail"
-        return Finding(name, "wrong", f"{where}: no file can be made there ({error.strerror})", fix)
+            fix = f"mount -o remount,rw {shlex.quote(_mount_point(at))}; of a container: no :ro in -v"
+        elif error.errno in (errno.EACCES, errno.EPERM):
+            where = f"{at} belongs to {owner}; {me} cannot write there"
+            own = f"chmod u+rwx {quoted}" if status.st_uid == os.geteuid() else f"sudo chown {me} {quoted}"
+            fix = own if at == path else install
+        return Finding(name, "wrong", f"{where} ({error.strerror})", fix)
     if at != path:
         above = os.path.dirname(path)
         if above == at:
             return Finding(name, "ok", f"not there yet; the server makes it (mode 0700) in {at} ({owner})")
         words = f"{path} is not there, nor is {above}: is the drive mounted? A server would make it in {at}"
         return Finding(name, "warning", words, f"mount the drive, or, if {at} is right: {install}")
-    if closed := _closed(at):
-        words = f"{owner}; {me} can write there, but not open {closed}, which another user has left"
-        return Finding(name, "wrong", words, f"sudo chown -R {me} {quoted}")
     if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
         words = f"{owner}: other users of this machine may remove what servers keep there"
         below = f"path: {os.path.join(at, 'kv')}, in the config, which the server makes with mode 0700"
@@ -197,25 +183,20 @@ def _access(path: str, at: str) -> Finding:
     return Finding(name, "ok", f"{owner}; {me} can write there")
 
 
-def _closed(directory: str) -> str | None:
-    """Return something that servers keep in ``directory`` and this user may not open."""
-    try:
-        for path in (os.path.join(directory, name) for name in os.listdir(directory) if _OURS.fullmatch(name)):
-            if not os.access(path, os.R_OK | os.W_OK | (os.X_OK if os.path.isdir(path) else 0)):
-                return path
-    except OSError:
-        return directory
-    return None
+def _mount_point(path: str) -> str:
+    mount = find_mount(path)
+    return mount.point if mount else path
 
 
 def _filesystem(tier: DirectoryConfig, at: str, root: str) -> Finding:
-    mount, quoted, name = find_mount(at, root), shlex.quote(tier.path), "filesystem"
+    mount, name = find_mount(at, root), "filesystem"
     if mount is None:
-        return Finding(name, "unknown", "what the directory lies on cannot be told", f"findmnt -T {quoted}")
+        words = "what the directory lies on is not known"
+        return Finding(name, "unknown", words, f"findmnt -T {shlex.quote(tier.path)}")
     on = f"{mount.kind} at {mount.point}"
     if mount.kind == "overlay":
         words = f"{on}: the container's own layer, slow, gone with the container, and out of reach for a GPU"
-        fix = f"docker run -v /mnt/nvme/kv:{quoted}, with a directory of the host's NVMe drive"
+        fix = f"docker run -v /mnt/nvme/kv:{shlex.quote(tier.path)}, with a directory of the host's NVMe drive"
         return Finding(name, "warning", words, fix)
     if mount.kind in ("tmpfs", "ramfs"):
         words = f"{on}: this is memory, counted as such, gone when the machine restarts, and out of reach for a GPU"
@@ -224,14 +205,12 @@ def _filesystem(tier: DirectoryConfig, at: str, root: str) -> Finding:
         if tier.is_shared:
             return Finding(name, "ok", f"{on}, for servers to share")
         words = f"{on}: a slab belongs to one engine of one machine, and other machines may use this path too"
-        return Finding(
-            name, "warning", words, "kind: shared_dir, for servers that share it; else a path on a local drive"
-        )
+        fix = "kind: shared_dir, for servers that share it; else a path on a local drive"
+        return Finding(name, "warning", words, fix)
     if mount.point == "/":
         words = f"{on} ({mount.source}): the root filesystem, which is full when the tier is; is the drive not mounted?"
         return Finding(name, "warning", words, "mount the drive, or path: a directory on it; lsblk -f shows drives")
-    local = "; only servers of this machine share it" if tier.is_shared else ""
-    return Finding(name, "ok", f"{on} ({mount.source}){local}")
+    return Finding(name, "ok", f"{on} ({mount.source})")
 
 
 def _space(tier: DirectoryConfig, at: str, root: str, *, has_capacity: bool) -> Finding:
@@ -362,11 +341,10 @@ def why_not(name: str, answer: Answer) -> tuple[str, str]:
     words, fix = str(answer["failed"]), _FIXES.get(name, "NIXL_LOG_LEVEL=DEBUG nixl-offload check tells more")
     own, loader = os.environ.get("NIXL_PLUGIN_DIR"), answer.get("loader", "")
     if answer.get("not_installed"):
-        fix = _PACKAGES.get(name, 'pip install "nixl>=1.5"')
+        fix = "pip install kvikio-cu13, or kvikio-cu12" if name == "kvikio" else 'pip install "nixl>=1.5"'
     elif loader:
-        words, missing = loader, loader.partition(": cannot open shared object file")[0]
-        package = _PACKAGES.get(missing.partition(".")[0], f"install what brings {missing}")
-        fix = f"{package}, then export LD_LIBRARY_PATH to its directory; or run the image"
+        missing = loader.partition(": cannot open shared object file")[0]
+        words, fix = loader, f"pip install what brings {missing}, and export LD_LIBRARY_PATH; or run the image"
     elif loader is None and own is not None:
         words, fix = f"NIXL_PLUGIN_DIR={own} does not hold its plugin", "unset NIXL_PLUGIN_DIR"
     return words, fix

@@ -6,13 +6,12 @@ Threading: values and printing.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, NamedTuple, TextIO
 
 State = Literal["ok", "warning", "wrong", "unknown"]
-_COLOURS: Final[dict[str, int]] = {"ok": 32, "warning": 33, "wrong": 31, "unknown": 35}
+_STATES: Final = ("ok", "warning", "wrong", "unknown")
 _NAME_CHARS: Final = 20
 
 
@@ -40,29 +39,26 @@ class Section(NamedTuple):
 def report(sections: Iterable[Section], out: TextIO, *, as_json: bool) -> bool:
     """Print all findings. Returns whether nothing is wrong."""
     counts, plain = Counter[str](), list[dict[str, Any]]()
-    colours = out.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     for kind, title, findings in sections:
         made = list[dict[str, Any]]()
         plain.append({"kind": kind, "title": title, "findings": made})
-        if not as_json:
-            print(_printable(title), file=out, flush=True)
+        lines = [_printable(title)]
         for found in findings:
             counts[found.state] += 1
             made.append(found._asdict())
+            lines.append(f"  {found.state:<7}  {found.name:<{_NAME_CHARS}}  {_printable(found.words)}")
+            if found.fix:
+                lines.append(f"{'fix: ':>{_NAME_CHARS + 18}}{_printable(found.fix)}")
             if not as_json:
-                state = f"\x1b[{_COLOURS[found.state]}m{found.state}\x1b[0m" if colours else found.state
-                indent = " " * (7 - len(found.state))
-                print(f"  {state}{indent}  {found.name:<{_NAME_CHARS}}  {_printable(found.words)}", file=out)
-                if found.fix:
-                    print(f"{'fix: ':>{_NAME_CHARS + 18}}{_printable(found.fix)}", file=out)
-                out.flush()
+                print(*lines, sep="\n", file=out, flush=True)
+                lines = []
         if not as_json:
-            print(file=out)
+            print(*lines, sep="\n", file=out)
     if as_json:
         print(json.dumps({"works": not counts["wrong"], "sections": plain}, indent=2), file=out)
     else:
         verdict = {0: "Nothing is wrong", 1: "One thing is wrong"}.get(counts["wrong"], "Some things are wrong")
-        print(f"{verdict}: {', '.join(f'{counts[state]} {state}' for state in _COLOURS if counts[state])}.", file=out)
+        print(f"{verdict}: {', '.join(f'{counts[state]} {state}' for state in _STATES if counts[state])}.", file=out)
     return not counts["wrong"]
 
 

