@@ -30,7 +30,6 @@ from nixl_offload.catalog.tickets import (
 from nixl_offload.catalog.write_through import ChainOptions, WriteThrough, WriteThroughQueue
 from nixl_offload.index import State
 from nixl_offload.tiers.base import Tier
-from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 
 PREFETCH_BACKLOGS: Final = 4
@@ -66,8 +65,6 @@ class Catalog:
         self._numbered = tuple(enumerate(self._tiers))
         self.is_chain = len(self._tiers) > 1
         """Whether ``begin_write_throughs`` can have something to begin."""
-        self.has_flush = self._has_flush()
-        """Whether some tier has something to do in ``flush``."""
         self._world_size = world_size
         self._slot_bytes = slot_bytes
         self._pending_limit_s = pending_limit_s
@@ -94,6 +91,8 @@ class Catalog:
             forget=self.forget_request,
             evicted=self._removed,
         )
+        self.prefetch = self._prefetches.add
+        """Have chunks read into memory in the background: see ``PrefetchQueue.add``."""
         self._tickets: dict[int, OpenTicket] = {}
         self._numbers = count(1)
         self._writing_since: tuple[dict[Key, float], ...] = tuple({} for _ in self._tiers)
@@ -108,7 +107,6 @@ class Catalog:
         """From now on use ``tier`` at ``position``, where one stood that had nothing and took nothing."""
         self._tiers[position] = tier
         self._numbered = tuple(enumerate(self._tiers))
-        self.has_flush = self._has_flush()
 
     def disable(self, positions: Collection[int], now_s: float) -> None:
         """Store nothing more in these tiers, which some rank has disabled, and again in all others."""
@@ -118,11 +116,6 @@ class Catalog:
     def open_tickets(self) -> int:
         """Jobs that some rank has not reported yet."""
         return len(self._tickets)
-
-    @property
-    def backlog_bytes(self) -> int:
-        """Bytes per rank that are reserved for stores and not yet settled."""
-        return sum(self._placing.bytes_by_tier)
 
     @property
     def has_pending_writes(self) -> bool:
@@ -266,22 +259,6 @@ class Catalog:
 
     # What hints ask for
 
-    def prefetch(
-        self,
-        keys: Sequence[Key],
-        end_tokens: Sequence[int],
-        now_s: float,
-        allowed: Collection[int] | None = None,
-        *,
-        is_prefix: bool,
-        groups: int,
-    ) -> None:
-        """Have chunks of one KV cache group read into memory in the background, in their order, from the tiers
-        ``allowed`` (None: any). ``end_tokens``: where each ends in its prompt. ``is_prefix``: those behind one that no
-        tier has are of no use. ``groups``: how many groups of the prompt share what one prefetch may take.
-        """
-        self._prefetches.add(keys, end_tokens, now_s, allowed, is_prefix=is_prefix, groups=groups)
-
     def retain(self, keys: Iterable[Key], seconds: float, now_s: float) -> None:
         """Do not evict these chunks for so long, as far as there is room: see ``retention``. 0 ends it."""
         self._retention.retain(keys, now_s + seconds, now_s)
@@ -365,9 +342,6 @@ class Catalog:
         )
 
     # Inside
-
-    def _has_flush(self) -> bool:
-        return not all(isinstance(tier, SlotTier) for tier in self._tiers)
 
     def _among(self, allowed: Collection[int]) -> list[tuple[int, Tier]]:
         return [numbered for numbered in self._numbered if numbered[0] in allowed]

@@ -116,7 +116,7 @@ class PrefetchQueue:
         keys: Sequence[Key],
         end_tokens: Sequence[int],
         now_s: float,
-        allowed: Collection[int] | None,
+        allowed: Collection[int] | None = None,
         *,
         is_prefix: bool,
         groups: int,

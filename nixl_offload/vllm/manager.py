@@ -262,8 +262,7 @@ class NixlOffloadManager(OffloadingManager):
             self._reopen_when_idle()
         if not self.serving.is_whole:
             self.serving.update()
-        if self.catalog.has_flush:
-            self.catalog.flush(time.monotonic())
+        self.catalog.flush(time.monotonic())
         if self.catalog.is_chain and not self._reopens and not self.is_paused:
             moves = self.catalog.begin_write_throughs(time.monotonic())
             self.moves += moves

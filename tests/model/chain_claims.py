@@ -35,7 +35,7 @@ def check_everything(engine: Engine, seen: Counter[str]) -> None:
 
 def check_nothing_is_held(engine: Engine) -> None:
     """Nothing is under way and nothing waits."""
-    assert engine.catalog.backlog_bytes == 0
+    assert not any(engine.catalog.counts().storing_bytes)
     assert engine.catalog.counts().unsaved_bytes == 0
     assert not any(engine.catalog.counts().pending_writes)
     for tier in engine.slots.values():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,13 +147,6 @@ def test_beyond_the_limit_chunks_are_not_pinned_and_a_pending_write_without_sour
     assert chain.holders(2) == [], "not pinned, so it was evicted"
     assert [written[0] for written in chain.write_through()] == keys(1, 3)
     assert chain.told(FILE) == {"ok": 2, "gone": 1}
-
-
-def test_a_limit_of_nothing_pins_nothing(make: MakeChain) -> None:
-    chain = make(unsaved_slots=0)
-    chain.store(1)
-    assert chain.pinned(MEMORY) == 0
-    assert chain.write_through() == [(key(1), MEMORY, FILE)]
 
 
 def test_without_pins_memory_evicts_until_a_write_begins(make: MakeChain) -> None:
@@ -351,13 +343,6 @@ def test_so_many_writes_are_pending_at_most(make: MakeChain, monkeypatch: pytest
     assert chain.told(FILE) == {"overflow": 2}
     assert chain.pinned(MEMORY) == 3
     assert [written[0] for written in chain.write_through()] == keys(2, 3, 4), "the oldest went"
-
-
-def test_so_many_writes_begin_in_one_step_at_most(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_through, "MAX_BEGUN", 3)
-    chain = make()
-    chain.store(*range(8))
-    assert [len(chain.write_through()) for _ in range(4)] == [3, 3, 2, 0]
 
 
 def test_a_chunk_larger_than_the_backlog_goes_alone(make: MakeChain) -> None:
@@ -797,22 +782,6 @@ def test_a_chunk_whose_slot_is_still_read_there_holds_up_no_other(make: MakeChai
     assert chain.write_through() == [(key(2), MEMORY, FILE)]
     chain.catalog.report(load.ticket, 1, {}, chain.now_s)
     assert chain.write_through() == [(key(1), MEMORY, FILE)]
-
-
-def test_without_memory_nothing_is_pinned_as_unsaved(make: MakeChain) -> None:
-    chain = make()
-    queue = chain.catalog._write_throughs
-    queue._options = replace(queue._options, memory=None)
-    chain.store(1)
-    assert chain.catalog.counts().unsaved_bytes == 0
-    chain.write_through()
-    assert chain.holders(1) == [MEMORY, FILE]
-
-
-def test_only_what_has_to_go_and_look_is_flushed(make: MakeChain) -> None:
-    """Each step of the scheduler's asks."""
-    assert make(bucket=True).catalog.has_flush is True
-    assert make().catalog.has_flush is False
 
 
 def test_what_begins_late_keeps_those_behind_it(make: MakeChain) -> None:

@@ -315,7 +315,8 @@ class Cell:
             CLOCK.ahead_s += 61.0
             self._context.steps_for(0.01)
         troubles = [[status.trouble for status in rank.chain.statuses()] for rank in server.ranks]
-        told = f"{dict(came)}; room for {server.room}; {server.catalog.backlog_bytes} bytes being stored; {troubles}"
+        storing_bytes = server.catalog.counts().storing_bytes
+        told = f"{dict(came)}; room for {server.room}; {storing_bytes} bytes being stored; {troubles}"
         slots = f"; {tier.statistics().slots}, {tier.occupancy()}" if isinstance(tier, SlotTier) else ""
         self._found_dead(f"no chunk is stored and served again, but {told}{slots}")
 
