@@ -113,27 +113,6 @@ def test_a_trial_speaks_for_all_sizes_and_its_first_load_alone() -> None:
     assert tier.seconds(MIB, 0.0) < 0.08, "a stall later on counts as any other"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_many_ranks_that_tell_of_one_load_count_as_one(ranks: int) -> None:
-    """A tier is known after three loads; and what eight ranks say of one stall is one stall."""
-    speed, known = TierSpeed(ranks), []
-    for number, seconds in enumerate([0.1] * 20 + [30.0]):
-        known.append(speed.is_known)
-        for _ in range(ranks):
-            speed.observe(MIB, seconds, number * 0.1)
-    assert known == [False] * 3 + [True] * 18
-    assert 0.1 < speed.seconds(MIB, 0.0) < 0.6
-
-
-def test_what_is_old_fades_faster() -> None:
-    """The same news mends an estimate from a minute ago that it hardly moves when all is of the same second."""
-    old, young = tier_speed(0.0, MIB), tier_speed(0.0, MIB)
-    teach_tier(old, 0.0, 100 * MIB, count=4, now_s=60.0)
-    teach_tier(young, 0.0, 100 * MIB, count=4, now_s=0.0)
-    after_a_minute, at_once = old.seconds(16 * MIB, 0.0), young.seconds(16 * MIB, 0.0)
-    assert after_a_minute < at_once / 2
-
-
 def test_prefill_grows_with_the_context_when_the_samples_say_so() -> None:
     """Short steps, mostly overhead, count little."""
     level, growing, short = PrefillSpeed(), PrefillSpeed(), PrefillSpeed()
@@ -267,20 +246,6 @@ def test_a_failed_load_says_that_it_would_have_taken_longer() -> None:
     assert not unknown.is_known, "refused"
 
 
-def test_a_tier_of_unknown_speed_gets_no_load_while_one_takes_longer_than_computing() -> None:
-    """1,024 tokens are computed in a second, once more for each request that waits: so long nothing is held against it.
-
-    At the beginning three slow loads, one beside the other, would cost as many requests many times what one costs.
-    """
-    judged = judge(None)
-    judged.tiers[0].begin(1, 1024 * TOKEN_BYTES, 10.0)
-    taken = [bool(judged.choose([part(0, 1024)], 0, now_s).tokens) for now_s in (10.0, 10.9, 11.2, 15.0)]
-    assert taken == [True, True, False, False]
-    assert judged.choose([part(0, 1024)], 0, 11.2, waiting=1).tokens, "computing would delay another one, too"
-    judged.tiers[0].end(1)
-    assert judged.choose([part(0, 1024)], 0, 15.0).tokens, "none is out: the next one says more of the tier"
-
-
 @pytest.mark.parametrize(("knows_prefill", "limit_s"), [(False, WAIT_S), (True, 1.024)])
 def test_a_hit_waits_for_the_first_loads_to_tell(knows_prefill: bool, limit_s: float) -> None:
     """While none of them has taken longer than computing the hit would, or half a second where that is not known.
@@ -301,19 +266,6 @@ def test_a_hit_waits_for_the_first_loads_to_tell(knows_prefill: bool, limit_s: f
         judged.tiers[0].begin(LOADS_AT_ONCE + ticket, 1024 * TOKEN_BYTES, early_s)
     assert judged.must_wait(burst, 0, late_s, early_s)
     assert not judged.must_wait(burst, 0, late_s, 1.0), "it has waited for the first four"
-
-
-def test_nothing_waits_for_a_tier_that_is_known() -> None:
-    judged = judge(1e9, None)
-    for ticket in range(2 * LOADS_AT_ONCE):
-        judged.tiers[0].begin(ticket, 1024 * TOKEN_BYTES, 1.0)
-    assert not judged.must_wait([part(0, 1024)], 0, 1.0, 1.0)
-    assert not judged.must_wait([], 0, 1.0, 1.0)
-    for ticket in range(LOADS_AT_ONCE):
-        judged.tiers[1].begin(ticket, 1024 * TOKEN_BYTES, 1.0)
-    both = [part(0, 1024), part(1, 1024)]
-    assert judged.must_wait(both, 0, 2.0, 2.0), "1.024 s are those of the second part alone"
-    assert not judged.must_wait(both, 0, 2.1, 2.1)
 
 
 def test_a_long_context_makes_loading_worth_more() -> None:

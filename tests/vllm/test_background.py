@@ -72,26 +72,6 @@ def test_a_machine_without_threads_is_an_error_of_the_tier(monkeypatch: pytest.M
     close(opening)
 
 
-def test_between_two_trials_for_a_thread_there_is_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "FIRST_PAUSE_S", DEADLINE_S)
-    threads = Threads(monkeypatch, "background-opening")
-    opening = opening_of(lambda: "open")
-    threads.left = True
-    assert opening.take() is None
-    assert opening.error is not None
-    assert not opening.close()
-
-
-def test_no_thread_is_started_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = Threads(monkeypatch, "background-opening")
-    opening = opening_of(lambda: "open")
-    threads.left = True
-    opening.close()
-    time.sleep(0.1)
-    assert opening.take() is None
-    assert not any(each.name == "background-opening" for each in threading.enumerate())
-
-
 class Staging:
     """Stands for gigabytes."""
 

@@ -131,19 +131,6 @@ def test_another_salt_finds_nothing(scheduler: NixlOffloadScheduler) -> None:
     assert moves(scheduler) == []
 
 
-def test_a_long_prompt_takes_many_steps(scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each hashes so many blocks; the keys are those that one call gives."""
-    monkeypatch.setattr(hints, "HASHES_PER_STEP", 5)
-    right = keys_of(request_of("right", TOKENS))
-    put_on_the_slab(scheduler, right)
-    params = {"nixl_offload": {"prefetch": True, "token_ids": TOKENS}}
-    scheduler.on_new_request(request_of("carrier", TOKENS[:1], params=params))
-    assert pending_steps(scheduler) == -(-len(TOKENS) // (5 * BLOCK_TOKENS))
-    [move] = moves(scheduler)
-    assert list(move.keys) == right
-    settle(scheduler, move.ticket)
-
-
 def test_a_hint_about_many_chunks_takes_many_steps(
     scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,15 +174,6 @@ def test_an_adapter_that_is_known_only_later_counts_from_the_first_token(
     pending_steps(scheduler)
     [move] = moves(scheduler)
     assert list(move.keys) == right
-    settle(scheduler, move.ticket)
-
-
-def test_a_requests_own_chunks_are_fetched_when_it_arrives(scheduler: NixlOffloadScheduler) -> None:
-    own = request_of("own", TOKENS, params={"nixl_offload": {"prefetch": True}})
-    put_on_the_slab(scheduler, keys_of(own))
-    scheduler.on_new_request(own)
-    [move] = moves(scheduler)
-    assert list(move.keys) == keys_of(own)
     settle(scheduler, move.ticket)
 
 

@@ -72,11 +72,6 @@ def _store(steps: Steps, number: int) -> int:
     return ticket
 
 
-def test_no_pause_where_nothing_is_under_way(steps: Steps) -> None:
-    assert steps.step() == []
-    assert steps.step(tokens=1) == []
-
-
 def test_steps_slow_down_while_storage_hangs(steps: Steps) -> None:
     """Half a millisecond at first, longer once nothing has come of it; a word of a rank or a step of work ends that."""
     ticket, _ = _store(steps, 1), _store(steps, 2)

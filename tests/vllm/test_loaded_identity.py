@@ -13,14 +13,12 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from vllm.v1.worker.worker_base import WorkerBase
 
 from nixl_offload.errors import NamespaceError
 from nixl_offload.vllm.adapters import AdapterName, AdapterTable, AdapterUse, LoadedAdapters
 from nixl_offload.vllm.messages import WeightsAnswer
 from nixl_offload.vllm.rank_identity import sources_of
 from nixl_offload.vllm.tensor_digests import adapter_digest, make_factors, piece_sums, weights_digest
-from nixl_offload.vllm.vllm_internals import find_worker
 from nixl_offload.vllm.weights_check import ANSWER_WAIT_S, Trust, WeightsCheck
 
 NAME = AdapterName("mine", "/adapters/mine")
@@ -227,18 +225,6 @@ def test_ranks_that_do_not_answer_block_nobody_for_ever() -> None:
     assert weights.trust is Trust.ASKED
     weights.want(10.1 + ANSWER_WAIT_S)
     assert weights.trust is Trust.BLOCKED
-
-
-def test_the_worker_of_this_connector_is_found() -> None:
-    """There may be others in the process: the configuration tells them apart."""
-    ours, theirs = SimpleNamespace(model_config=object()), SimpleNamespace(model_config=object())
-    workers = []
-    for each in (theirs, ours):
-        worker = object.__new__(WorkerBase)
-        worker.model_config = each.model_config  # type: ignore[assignment]
-        workers.append(worker)
-    assert find_worker(ours) is workers[1]  # type: ignore[arg-type]
-    assert find_worker(SimpleNamespace(model_config=object())) is None  # type: ignore[arg-type]
 
 
 def test_with_shards_what_ranks_agree_on_counts_once() -> None:

@@ -101,44 +101,6 @@ def test_a_directory_on_a_drive_of_this_machine_is_local(
     assert rig.manager.lookup(key(1), request("may not", [{"locality": "REMOTE"}])) is MISS
 
 
-def test_what_goes_from_memory_is_told_of_memory_alone(tmp_path: Path, open_rig: Open) -> None:
-    """The chunk is still in files: an indexer that takes it for gone would send its requests elsewhere."""
-    rig = open_rig(three_tiers(tmp_path, slots=4))
-    rig.store(1, 2, 3, 4)
-    rig.write_through()
-    rig.events()
-    rig.store(5)
-    (removed, stored) = rig.events()
-    assert removed[:3] == ("CPU", "LOCAL", True)
-    assert len(removed[3]) == 1
-    assert stored == ("CPU", "LOCAL", False, [5])
-    assert rig.manager.lookup(key(removed[3][0]), request()) is HIT
-
-
-@pytest.mark.parametrize(
-    ("load_tiers", "tier", "face"),
-    [
-        ([{"medium": "CPU"}], MEMORY, ("CPU", "LOCAL")),
-        ([{"medium": "STORAGE", "locality": "LOCAL"}], SLAB, ("STORAGE", "LOCAL")),
-        ([{"locality": "REMOTE"}], TREE, ("STORAGE", "REMOTE")),
-    ],
-)
-@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CORRUPT])
-def test_a_failed_load_is_told_of_its_tier_and_another_serves(
-    load_tiers: Any, tier: int, face: tuple[str, str], outcome: Outcome, tmp_path: Path, open_rig: Open
-) -> None:
-    rig = open_rig(three_tiers(tmp_path))
-    rig.store(1, 2, 3)
-    rig.write_through()
-    rig.events()
-    spec = rig.load(1, 2, 3, context=request("first", load_tiers))
-    assert tiers_of(spec) == [tier] * 3
-    assert rig.report(spec.ticket, {1: outcome}) == {key(2)}
-    assert rig.events() == [(*face, True, [2])]
-    assert rig.manager.lookup(key(2), request("second", load_tiers)) is MISS
-    assert tier not in tiers_of(rig.load(2, context=request("third")))
-
-
 def test_no_events_where_nobody_listens(tmp_path: Path, open_rig: Open) -> None:
     """They are drained only when events are on, and must not pile up."""
     rig = open_rig(three_tiers(tmp_path), events=False)

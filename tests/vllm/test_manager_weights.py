@@ -19,8 +19,8 @@ from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 from nixl_offload.errors import ConfigError
 from nixl_offload.identity.weights import WeightsDigest
 from nixl_offload.vllm import serving_tiers
-from nixl_offload.vllm.manager import NixlOffloadManager, Refused
-from nixl_offload.vllm.messages import RankStatus, TicketReport, TicketSpec
+from nixl_offload.vllm.manager import NixlOffloadManager
+from nixl_offload.vllm.messages import TicketReport, TicketSpec
 from tests.vllm import manager_rig
 
 DEADLINE_S = 30.0
@@ -180,64 +180,3 @@ def test_a_shutdown_ends_the_reading_of_a_file_that_a_setting_names(model: Path,
         time.sleep(0.001)
     manager.shutdown()
     wait_for_readers(are_there=False)
-
-
-def test_a_request_with_worthless_keys_is_left_alone(tmp_path: Path) -> None:
-    """It finds nothing that others have stored, and stores nothing."""
-    rig = manager_rig.Rig(manager_rig.config_of(manager_rig.slab_tier(tmp_path)))
-    rig.store(1)
-    refused = manager_rig.request("refused")
-    refused.set_state(Refused())
-    assert rig.manager.lookup(manager_rig.key(1), manager_rig.request()) is LookupResult.HIT
-    assert rig.manager.lookup(manager_rig.key(1), refused) is LookupResult.MISS
-    output = rig.manager.prepare_store(manager_rig.keys(2), refused)
-    assert output is not None
-    assert output.keys_to_store == []
-    rig.close()
-
-
-def test_other_weights_have_a_namespace_of_their_own(tmp_path: Path) -> None:
-    """Memory and a slab: nothing is found and nothing is stored from when the weights are known to be others until the
-    tiers are open for them, on the ranks, too; and with the first weights the slab is as it was.
-    """
-    rig = manager_rig.Rig(manager_rig.config_of(manager_rig.memory_tier(), manager_rig.slab_tier(tmp_path)))
-    rig.store(1)
-    rig.write_through()
-    pending = rig.offer(2)
-    rig.manager.reopen("other weights")
-    assert rig.manager.lookup(manager_rig.key(1), manager_rig.request()) is LookupResult.MISS
-    assert not rig.offer(3).keys
-    assert rig.manager.has_pending_work(), "the engine steps until that is done"
-    assert not rig.step()
-    rig.report(pending.ticket)
-    first = reopen(rig)
-    assert rig.manager.lookup(manager_rig.key(1), manager_rig.request()) is LookupResult.MISS
-    rig.store(1)
-    rig.write_through()
-    assert rig.manager.lookup(manager_rig.key(1), manager_rig.request()) is LookupResult.HIT
-    rig.manager.reopen(None)
-    second = reopen(rig)
-    assert first != second
-    assert rig.manager.lookup(manager_rig.key(1), manager_rig.request()) is LookupResult.HIT
-    assert rig.manager.lookup(manager_rig.key(3), manager_rig.request()) is LookupResult.MISS
-    rig.close()
-
-
-def reopen(rig: manager_rig.Rig) -> set[tuple[bytes, ...]]:
-    """Step until the tiers are open anew, and say so for the rank. Returns the namespaces that it was told."""
-    before, told = rig.manager.serving.number, set()
-    deadline = time.monotonic() + DEADLINE_S
-    opened = 0
-    while opened < 2:
-        assert time.monotonic() < deadline
-        rig.step()
-        places = rig.manager.serving.take_places()
-        told |= {place.rank_namespaces for place in places.values()}
-        opened += len(places)
-        time.sleep(0.001)
-    number = rig.manager.serving.number
-    rig.manager.take_ranks({0: RankStatus(frozenset(range(2)), opening=number - 1)})
-    assert not rig.offer(3).keys, "that was said of the tiers before"
-    rig.manager.take_ranks({0: RankStatus(frozenset(range(2)), opening=number)})
-    assert before <= number
-    return told

@@ -35,7 +35,7 @@ from nixl_offload.vllm.messages import RankStatus, WorkerReport
 from nixl_offload.vllm.metrics import DEFINITIONS, MetricsReporter
 from tests.vllm.damage import until
 from tests.vllm.harness import CHUNK_TOKENS
-from tests.vllm.manager_rig import SLOT, Rig, config_of, key, keys, memory_tier, request, three_tiers
+from tests.vllm.manager_rig import Rig, config_of, key, keys, memory_tier, request, three_tiers
 from tests.vllm.manager_rig import tree_tier as rig_tree_tier
 
 PREFIX = "vllm:nixl_offload_"
@@ -83,48 +83,6 @@ def open_rig() -> Iterator[Callable[..., Rig]]:
     yield make
     for rig in made:
         rig.close()
-
-
-def test_a_chain_tells_of_each_tier(tmp_path: Path, open_rig: Callable[..., Rig]) -> None:
-    """Memory of four slots before a tree: used, evicted, due, moved and not moved, pinned, decided."""
-    rig, exporter = open_rig(config_of(memory_tier(4), rig_tree_tier(tmp_path / "tree"))), Exporter()
-
-    def told(name: str, *labels: str) -> float | None:
-        stats = rig.manager.get_stats()
-        if stats is not None:
-            exporter.take(stats)
-        return exporter.value(PREFIX + name, *labels)
-
-    rig.store(1, 2, 3)
-    assert told("used_bytes", "memory") == 3 * SLOT
-    assert told("pending_chunks", "shared_dir") == 3
-    assert told("unsaved_bytes") == SLOT, "a quarter of memory"
-    assert told("chunks", "store", "ok", "memory") == 3
-    [move] = rig.step()
-    assert told("pending_chunks", "shared_dir") == 0
-    rig.report(move.ticket, {2: Outcome.FAILED})
-    assert told("write_through_chunks", "shared_dir") == 2
-    assert told("write_through_failures", "shared_dir", "failed") == 1
-    assert told("chunks", "write_through", "ok", "shared_dir") == 2
-    assert told("chunks", "write_through", "failed", "shared_dir") == 1
-    assert told("unsaved_bytes") == 0
-    assert told("evicted_chunks", "memory") == 0, "told before it happens, so that rate() sees the first one"
-    assert told("capacity_bytes", "memory") == 4 * SLOT
-    assert told("retired_bytes", "memory") == 0
-    rig.store(4, 5, 6)
-    assert told("evicted_chunks", "memory") == 2
-    assert told("used_bytes", "memory") == 4 * SLOT
-    looks = request()
-    looks.set_state(LookupStatistics(0, 3 * CHUNK_TOKENS, CHUNK_TOKENS))
-    rig.wanted(keys(6), looks, 0, CHUNK_TOKENS)
-    rig.manager.allocated(looks)
-    rig.manager.allocated(looks)
-    assert told("hit_decisions", "memory", "taken") == 1
-    assert told("lookup_tokens", "memory", "hit") == CHUNK_TOKENS
-    assert told("lookup_tokens", "memory", "miss") == 2 * CHUNK_TOKENS, "which the tree was asked about"
-    assert told("lookup_tokens", "shared_dir", "hit") == 0
-    assert told("lookup_tokens", "shared_dir", "miss") == 2 * CHUNK_TOKENS
-    assert rig.manager.get_stats() is None, "nothing has changed"
 
 
 def test_tiers_opened_anew_replace_what_was_told_of_the_old_ones() -> None:

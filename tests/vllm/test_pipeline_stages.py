@@ -232,14 +232,6 @@ def test_a_second_server_hits_what_the_first_has_stored(
     assert verified["chunks"]["good"] == chunks if medium.many_writers else verified["chunks"]["good"] > 0
 
 
-def test_other_stages_share_nothing(start: Start, tmp_path: Path) -> None:
-    """Shards of other sizes are never looked for under the same name."""
-    tree = tree_tier(tmp_path / "tree")
-    for stages in (("FFFF", "FFF"), ("FFF", "FFFF"), ("FFFFFFF",)):
-        with start(stages, tree) as engine:
-            assert engine.generate(PROMPTS[:1]) == [0]
-
-
 KINDS = {
     "full": "FFFFFFFF",
     "windows in the first": "SSFFFFFF",

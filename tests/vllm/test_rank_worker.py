@@ -375,25 +375,6 @@ def test_a_tier_that_cannot_be_opened_is_tried_again(
     rig.worker.shutdown()
 
 
-def test_a_step_survives_a_machine_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank tells that the tier is not open, and opens it in a later step."""
-    monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.05)
-    start, has_threads = threading.Thread.start, threading.Event()
-
-    def started(thread: threading.Thread) -> None:
-        if "open-rank" in thread.name and not has_threads.is_set():
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", started)
-    rig = Rig(tmp_path, is_open=False)
-    assert rig.open(rig.place).failed == {0}
-    has_threads.set()
-    assert rig.status().open == {0}
-    rig.store([0, 1, 2, 3], 0)
-    rig.worker.shutdown()
-
-
 @pytest.mark.parametrize("late", [False, True], ids=["before the deadline", "after it"])
 def test_a_shutdown_during_the_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
     """It waits for a moment. What is opened is closed, by whoever comes last, and the slab can be opened anew."""

@@ -27,17 +27,6 @@ def engine(rank: int, local_rank: int, *, is_dense: bool = False, **fields: Any)
     return parallel
 
 
-def test_an_engine_alone() -> None:
-    assert sharing_engines(ParallelConfig()) == range(1)
-
-
-def test_a_field_that_vllm_has_for_something_else_may_be_unset() -> None:
-    """No engine ends for that."""
-    parallel = engine(1, 1, is_dense=True, data_parallel_size=2, data_parallel_size_local=2)
-    parallel.elastic_ep_max_dp_size = None  # type: ignore[assignment]
-    assert sharing_engines(parallel) == range(1)
-
-
 @pytest.mark.parametrize("is_dense", [False, True])
 def test_all_engines_on_one_machine(is_dense: bool) -> None:
     """Also where vLLM tells each of them that it is alone."""
@@ -50,11 +39,6 @@ def test_of_two_machines_each_divides_its_own(load_balancing: dict[str, bool]) -
     fields = {"data_parallel_size": 16, "data_parallel_size_local": 8, **load_balancing}
     assert sharing_engines(engine(3, 3, **fields)) == range(8)
     assert sharing_engines(engine(11, 3, data_parallel_rank=8, **fields)) == range(8, 16)
-
-
-def test_one_engine_of_each_machine_is_alone_there() -> None:
-    fields = {"data_parallel_size": 2, "data_parallel_size_local": 1}
-    assert sharing_engines(engine(1, 0, data_parallel_rank=1, **fields)) == range(1, 2)
 
 
 def test_dense_engines_of_two_machines_take_less_than_they_might() -> None:
