@@ -64,37 +64,17 @@ class Event(IntEnum):
 
 
 _TRANSITIONS: dict[Phase, dict[Event, Phase]] = {
-    Phase.ABSENT: {
-        Event.INSERT_WRITING: Phase.WRITING,
-        Event.INSERT_READY: Phase.READY,
-        Event.DROP: Phase.ABSENT,
-    },
-    Phase.WRITING: {
-        Event.COMMIT: Phase.READY,
-        Event.ABORT: Phase.ABSENT,
-        Event.DROP: Phase.DOOMED,
-    },
-    Phase.DOOMED: {
-        Event.COMMIT: Phase.ABSENT,
-        Event.ABORT: Phase.ABSENT,
-        Event.DROP: Phase.DOOMED,
-    },
-    Phase.READY: {
-        Event.PIN: Phase.PINNED,
-        Event.DROP: Phase.ABSENT,
-        Event.EVICT: Phase.ABSENT,
-    },
+    Phase.ABSENT: {Event.INSERT_WRITING: Phase.WRITING, Event.INSERT_READY: Phase.READY, Event.DROP: Phase.ABSENT},
+    Phase.WRITING: {Event.COMMIT: Phase.READY, Event.ABORT: Phase.ABSENT, Event.DROP: Phase.DOOMED},
+    Phase.DOOMED: {Event.COMMIT: Phase.ABSENT, Event.ABORT: Phase.ABSENT, Event.DROP: Phase.DOOMED},
+    Phase.READY: {Event.PIN: Phase.PINNED, Event.DROP: Phase.ABSENT, Event.EVICT: Phase.ABSENT},
     Phase.PINNED: {
         Event.PIN: Phase.PINNED,
         Event.UNPIN: Phase.PINNED,
         Event.UNPIN_LAST: Phase.READY,
         Event.DROP: Phase.LEAVING,
     },
-    Phase.LEAVING: {
-        Event.UNPIN: Phase.LEAVING,
-        Event.UNPIN_LAST: Phase.ABSENT,
-        Event.DROP: Phase.LEAVING,
-    },
+    Phase.LEAVING: {Event.UNPIN: Phase.LEAVING, Event.UNPIN_LAST: Phase.ABSENT, Event.DROP: Phase.LEAVING},
 }
 
 _TABLE: tuple[tuple[Phase | None, ...], ...] = tuple(
@@ -102,13 +82,8 @@ _TABLE: tuple[tuple[Phase | None, ...], ...] = tuple(
 )
 
 STATE_OF_PHASE: tuple[State | None, ...] = (
-    None,
-    State.WRITING,
-    State.EVICTING,
-    State.READY,
-    State.READY,
-    State.EVICTING,
-)
+    None, State.WRITING, State.EVICTING, State.READY, State.READY, State.EVICTING
+)  # fmt: skip
 """Indexed by ``Phase``."""
 
 

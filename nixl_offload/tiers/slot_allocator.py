@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from nixl_offload.errors import IndexStateError, LayoutError
 from nixl_offload.tiers.slot_places import SlotPlaces
@@ -85,18 +85,16 @@ class SlabAllocator:
     def _start_empty(self) -> None:
         classes = self.slot_classes
         self._held = [0] * len(classes)
+        """Per class: how many extents it has."""
         self._taken_slots = [0] * len(classes)
-        self._roomy: list[list[int]] = [[] for _ in classes]
-        """Per class a heap of extents that may have a free slot; full ones are weeded out when they come up."""
-        self._in_roomy = bytearray(self.extent_count)
         self._owner = array("i", [_POOL]) * self.extent_count
         self._used = array("q", [0]) * self.extent_count
         self._lowest_free = array("q", [0]) * self.extent_count
         """No slot below this one is free."""
         self._taken: list[bytearray | None] = [None] * self.extent_count
+        # Heaps. One that has a free slot, or is in the pool, is in the heap; what else is there is weeded out on top.
+        self._roomy: list[list[int]] = [[] for _ in classes]
         self._pool = list(range(self.extent_count))
-        """A heap; may still name extents that ``adopt`` took out, which are weeded out when they come up."""
-        self._in_pool = bytearray(b"\x01") * self.extent_count
         self._draining: int | None = None
 
     @property
@@ -112,11 +110,6 @@ class SlabAllocator:
         """Bytes of the slots that were retired, per rank; ``used_bytes`` counts them too."""
         return sum(-(-size // self.places.replicas.get(size, 1)) for size in self._retired.values())
 
-    @property
-    def extents_in_use(self) -> int:
-        """Extents lent to some class."""
-        return sum(self._held)
-
     def used_slots(self, slot_bytes: int) -> int:
         """Slots of this class that are taken."""
         return self._taken_slots[self._class(slot_bytes)]
@@ -130,12 +123,20 @@ class SlabAllocator:
         extent = self._extent_with_room(number)
         if extent is None:
             return None
+        if extent == self._draining:  # its class has no other
+            self._draining = None
+            heappush(self._roomy[number], extent)
+        elif self._owner[extent] == _POOL:
+            heappop(self._pool)
+            self._lend(extent, number)
         taken = self._map(extent)
         slot = taken.find(0, self._lowest_free[extent])
         taken[slot] = _TAKEN
         self._lowest_free[extent] = slot + 1
         self._used[extent] += 1
         self._taken_slots[number] += 1
+        if self._used[extent] == self._slots[number]:
+            heappop(self._roomy[number])  # it was on top, or the only one
         return extent * self._stride + slot * slot_bytes
 
     def free(self, offset: int, slot_bytes: int) -> None:
@@ -146,9 +147,13 @@ class SlabAllocator:
         self._taken_slots[number] -= 1
         self._lowest_free[extent] = min(self._lowest_free[extent], slot)
         if not self._used[extent]:
-            self._release(extent, number)
-        elif not self._in_roomy[extent] and extent != self._draining:
-            self._offer(extent, number)
+            if self._draining == extent:
+                self._draining = None
+            self._owner[extent], self._taken[extent] = _POOL, None
+            self._held[number] -= 1
+            heappush(self._pool, extent)
+        elif self._used[extent] == self._slots[number] - 1 and extent != self._draining:
+            heappush(self._roomy[number], extent)
 
     def retire(self, offset: int, slot_bytes: int) -> None:
         """Never give a taken slot away again, whatever is cleared: something may still write to it.
@@ -160,7 +165,7 @@ class SlabAllocator:
         self._retired[offset] = slot_bytes
         if extent == self._draining:  # it will never be empty
             self._draining = None
-            self._offer(extent, number)
+            heappush(self._roomy[number], extent)
 
     def clear(self, held: Iterable[tuple[int, int]]) -> None:
         """Take back every slot but ``held``, as (offset, slot_bytes), and what was retired. Costs per extent and slot.
@@ -199,38 +204,31 @@ class SlabAllocator:
         self._taken_slots[number] += 1
         return True
 
-    def reclaimable(self, slot_bytes: int, *, nothing_evictable: bool = False) -> tuple[int, int] | None:
+    def reclaimable(self, slot_bytes: int) -> tuple[int, int] | None:
         """Propose the byte range of an extent to be emptied for a class that has no room, or None.
 
         Answers only when the class has no free slot, the pool is empty, and the class holds less than
-        1 / (2 * classes) of the extents; ``nothing_evictable`` says that its own slots cannot be freed either and
-        waives the last condition. The range is the least used extent of the class that holds most, of those without
-        a retired slot. Until it is empty no new slot is taken from it, unless its own class has no other.
+        1 / (2 * classes) of the extents. The range is the least used extent of the class that holds most, of those
+        without a retired slot. Until it is empty no new slot is taken from it, unless its own class has no other.
         """
         number = self._class(slot_bytes)
-        if self._extent_with_room(number, lend=False) is not None:
+        if self._extent_with_room(number) is not None:
             return None
-        if not nothing_evictable and self._held[number] * 2 * len(self.slot_classes) >= self.extent_count:
+        if self._held[number] * 2 * len(self.slot_classes) >= self.extent_count:
             return None
-        if self._draining is not None:
-            if self._owner[self._draining] != number:
-                return self._range(self._draining)
-            self._draining = None
-        others = [other for other in range(len(self.slot_classes)) if other != number]
-        richest = max(others, key=self._held.__getitem__, default=None)
-        if richest is None or self._held[richest] < 2 or self._held[richest] <= self._held[number]:
+        if self._draining is None:
+            richest = max(range(len(self.slot_classes)), key=self._held.__getitem__)
+            if self._held[richest] < 2 or self._held[richest] <= self._held[number]:
+                return None
+            never_empty = {offset // self._stride for offset in self._retired}
+            self._draining = min(
+                (each for each, owner in enumerate(self._owner) if owner == richest and each not in never_empty),
+                key=self._used.__getitem__,
+                default=None,
+            )
+        if self._draining is None or self._owner[self._draining] == number:
             return None
-        never_empty = {offset // self._stride for offset in self._retired}
-        extent = min(
-            (extent for extent, owner in enumerate(self._owner) if owner == richest and extent not in never_empty),
-            key=self._used.__getitem__,
-            default=None,
-        )
-        if extent is None:
-            return None
-        self._withdraw(extent, richest)
-        self._draining = extent
-        return self._range(extent)
+        return self._draining * self._stride, (self._draining + 1) * self._stride
 
     def _class(self, slot_bytes: int) -> int:
         number = self._number.get(slot_bytes)
@@ -255,67 +253,31 @@ class SlabAllocator:
         slot, rest = divmod(inside, slot_bytes)
         return extent, -1 if rest else slot
 
-    def _range(self, extent: int) -> tuple[int, int]:
-        return extent * self._stride, (extent + 1) * self._stride
-
     def _map(self, extent: int) -> bytearray:
         taken = self._taken[extent]
         if taken is None:
             raise IndexStateError(f"extent {extent} is lent to no class")
         return taken
 
-    def _extent_with_room(self, number: int, *, lend: bool = True) -> int | None:
-        """Return an extent of this class with a free slot, from the pool if need be.
-
-        With ``lend`` False an extent of the pool is only named, not lent.
-        """
-        roomy, slots = self._roomy[number], self._slots[number]
+    def _extent_with_room(self, number: int) -> int | None:
+        """Return an extent of this class with a free slot, else one of the pool, else the one that is being emptied."""
+        roomy, draining = self._roomy[number], self._draining
         while roomy:
-            if self._used[roomy[0]] < slots:
+            if self._has_room(roomy[0], number) and roomy[0] != draining:
                 return roomy[0]
-            self._in_roomy[heappop(roomy)] = 0
-        while self._pool:
-            extent = self._pool[0]
-            if extent >= self.limit:
-                break
-            if self._owner[extent] == _POOL:
-                if lend:
-                    self._lend(extent, number)
-                return extent
-            self._in_pool[heappop(self._pool)] = 0
-        draining = self._draining
-        if draining is not None and self._owner[draining] == number and self._used[draining] < slots:
-            if lend:
-                self._draining = None
-                self._offer(draining, number)
-            return draining
-        return None
+            heappop(roomy)
+        while self._pool and self._pool[0] < self.limit:
+            if self._owner[self._pool[0]] == _POOL:
+                return self._pool[0]
+            heappop(self._pool)
+        return draining if draining is not None and self._has_room(draining, number) else None
+
+    def _has_room(self, extent: int, number: int) -> bool:
+        return self._owner[extent] == number and self._used[extent] < self._slots[number]
 
     def _lend(self, extent: int, number: int) -> None:
         self._owner[extent] = number
-        self._used[extent] = 0
-        self._lowest_free[extent] = 0
+        self._used[extent] = self._lowest_free[extent] = 0
         self._taken[extent] = bytearray(self._slots[number])
         self._held[number] += 1
-        self._offer(extent, number)
-
-    def _release(self, extent: int, number: int) -> None:
-        self._withdraw(extent, number)
-        if self._draining == extent:
-            self._draining = None
-        self._owner[extent] = _POOL
-        self._taken[extent] = None
-        self._held[number] -= 1
-        if not self._in_pool[extent]:
-            self._in_pool[extent] = 1
-            heappush(self._pool, extent)
-
-    def _offer(self, extent: int, number: int) -> None:
         heappush(self._roomy[number], extent)
-        self._in_roomy[extent] = 1
-
-    def _withdraw(self, extent: int, number: int) -> None:
-        if self._in_roomy[extent]:
-            self._in_roomy[extent] = 0
-            self._roomy[number].remove(extent)
-            heapify(self._roomy[number])
