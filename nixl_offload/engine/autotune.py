@@ -29,8 +29,7 @@ from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError, MoverUnavailableError, NixlOffloadError
 from nixl_offload.hardware.cores import unbound
 from nixl_offload.keep import keep_forever
-from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState
-from nixl_offload.movers.handles import open_file
+from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState, open_file
 from nixl_offload.movers.paired import PairedMover
 from nixl_offload.movers.select import SCRATCH_BYTES, MoverChoice, open_mover
 from nixl_offload.types import PAGE_BYTES, align_up

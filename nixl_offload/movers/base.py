@@ -1,19 +1,22 @@
 """The contract of a mover: how bytes travel between registered memory and a file or object. Movers know no keys.
 
-Threading: one mover is driven by one thread, the engine's pump; it may keep threads of its own inside.
+Threading: one thread drives a mover, the engine's pump; the mover may have threads of its own.
 Ownership: between ``submit`` and a final ``poll`` the memory of a transfer belongs to the mover. A final state means
-that *nothing will touch that memory any more*; a mover that cannot promise this for a failed transfer sets
+that nothing will touch that memory any more. If a mover cannot promise this for a failed transfer, it sets
 ``quarantine``.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import stat
+import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import Final, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +25,11 @@ from nixl_offload.errors import MoverError
 from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
+
+LIBRARIES: Final = threading.RLock()
+"""Held while a mover starts or ends a third-party library, or registers memory with it: tiers open on a thread each,
+and not every library takes two such calls at once. Never held around I/O: storage that hangs would keep other tiers
+closed."""
 
 MemoryId = NewType("MemoryId", int)
 FileId = NewType("FileId", int)
@@ -97,10 +105,10 @@ class Transfer:
 
 
 class Mover(ABC):
-    """Moves bytes between registered memory and opened files, or objects: one of the two, by the same calls.
+    """Moves bytes between registered memory and opened files, or objects; a mover moves one of the two.
 
     Errors: ``submit`` raises ``MoverError`` when nothing was started (bad ids, extents outside a region, limits).
-    After ``submit`` returned, failure is told by ``Transfer.state`` alone; ``poll`` never raises.
+    After ``submit`` has returned, only ``Transfer.state`` tells of failure; ``poll`` never raises.
     """
 
     name: str
@@ -116,11 +124,11 @@ class Mover(ABC):
         """Forget a region. No transfer of it may be in flight."""
 
     def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
-        """Register ``[0, length_bytes)`` of a regular file that somebody else opened; no I/O, not even metadata.
+        """Register ``[0, length_bytes)`` of a regular file that the caller has opened; no I/O, not even metadata.
 
-        ``fd`` is open for reading, and for writing where a WRITE is to come; ``direct`` says whether it has O_DIRECT;
-        ``path`` is for messages. It belongs to the mover from here on, also when this raises (it is closed then); it
-        ends with ``close_file``. Raises MoverError; so does every mover that moves objects only.
+        ``fd`` is open for reading, and for writing if a WRITE is to come; ``direct`` says whether it has O_DIRECT;
+        ``path`` is for messages. The descriptor belongs to the mover from here on, and is closed when this raises.
+        Raises MoverError; a mover of objects always does.
         """
         os.close(fd)
         raise MoverError(f"{self.name}: moves no files")
@@ -128,8 +136,8 @@ class Mover(ABC):
     def open_object(self, name: str, length_bytes: int) -> FileId:
         """Name an object of ``length_bytes`` in the mover's store, to be read or written. No I/O; it need not exist.
 
-        ``name`` is relative to the mover's prefix, as in ``stores.base``. Raises MoverError; so does every mover that
-        moves files only.
+        ``name`` is relative to the mover's prefix, as in ``stores.base``. Raises MoverError; a mover of files always
+        does.
         """
         raise MoverError(f"{self.name}: moves no objects")
 
@@ -143,7 +151,8 @@ class Mover(ABC):
     ) -> Transfer:
         """Start one transfer. Row i of both arrays has the same length. Returns at once; does not block on I/O.
 
-        No rows at all is DONE at once. Where rows overlap (memory of a READ, file of a WRITE), any of them may win.
+        The arrays must not change until the transfer is final. No rows at all is DONE at once. Where rows overlap
+        (memory of a READ, file of a WRITE), any of them may win.
         """
 
     @abstractmethod
@@ -151,9 +160,8 @@ class Mover(ABC):
         """Push the transfer on and return its state. Must be called until final; idempotent afterwards."""
 
     def look(self) -> float | None:
-        """Poll each transfer that may have ended; from then on ``Transfer.state`` says so, and no pending one needs a
-        poll. Returns 0 if any has ended since the last look, or else for how many seconds another would tell nothing
-        new. None: poll each transfer yourself.
+        """Poll all transfers. Returns 0.0 if any has ended since the last look, else the seconds until the next look is
+        worth while. None: this mover has no such call; poll each transfer.
         """
         return None
 
@@ -162,10 +170,32 @@ class Mover(ABC):
         """Wait for what is in flight, then release everything. Idempotent."""
 
 
-def close_if_idle(mover: Mover, file: FileId) -> bool:
-    """Close a file that nobody needs any more. False while transfers still own it: it stays open until the next try, or
-    until the mover closes.
+def open_file(mover: Mover, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
+    """Open an existing regular file for reading and writing, and have ``mover`` register ``[0, length_bytes)``.
+
+    Never creates, never truncates. A filesystem that refuses O_DIRECT is used buffered, with one line in the log.
+    Raises MoverError.
     """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
+    direct = direct_io
+    try:
+        try:
+            fd = os.open(path, flags | (os.O_DIRECT if direct else 0))
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            fd, direct = os.open(path, flags), False
+            logger.warning("%s: this filesystem refuses O_DIRECT; reading and writing through the page cache", path)
+    except OSError as error:
+        raise MoverError(f"cannot open {path} for reading and writing: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise MoverError(f"cannot use {path}: not a regular file")
+    return mover.adopt_file(fd, path, length_bytes, direct=direct)
+
+
+def close_if_idle(mover: Mover, file: FileId) -> bool:
+    """Close a file. False while transfers use it: it stays open until the next try, or until the mover closes."""
     try:
         mover.close_file(file)
     except MoverError as error:

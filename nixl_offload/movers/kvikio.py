@@ -1,15 +1,14 @@
 """KvikIO behind the mover contract: device or host memory and files, by cuFile or by KvikIO's own POSIX path.
 
-Where cuFile cannot be had for a file (``path_of`` says which it is), KvikIO reads and writes through page-locked
-bounce buffers: its compatibility mode. cuFile, for its part, has such a mode as well: ``hardware.gds`` reports that.
+If cuFile does not take a file (``path_of`` says which it is), KvikIO reads and writes through page-locked bounce
+buffers: its compatibility mode. cuFile has such a mode of its own, which ``hardware.gds`` reports.
 
-Threading: driven by one thread. A thread of the mover's own opens files and hands pieces to KvikIO, because that may
+Threading: driven by one thread. A thread of the mover's own opens files and hands pieces to KvikIO, because both may
 block: with cuFile, KvikIO waits for the device's default stream first. KvikIO's pool moves the bytes. One process: its
-threads do not survive a fork, and a forked child that ends by ``exit`` (``sys.exit``) waits for them for ever, in
-KvikIO's own destructors, once a mover has been used before the fork: it has to end by ``os._exit``.
-Process-wide in KvikIO, set by the mover that starts last and left so: the number of threads, the size of bounce
-buffers, O_DIRECT where a file takes it, no size below which the calling thread would do the I/O itself. Whether cuFile
-may be used stays as ``KVIKIO_COMPAT_MODE`` says (auto, unless set).
+threads do not survive a fork, and a forked child must end by ``os._exit``, because KvikIO's destructors wait for them.
+Process-wide in KvikIO, set by the mover that starts last: the number of threads, the size of bounce buffers, O_DIRECT
+where a file takes it, no size below which the calling thread does the I/O. Whether cuFile may be used stays as
+``KVIKIO_COMPAT_MODE`` says (auto, unless set).
 """
 
 from __future__ import annotations
@@ -24,17 +23,13 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
 from nixl_offload.errors import MoverError
 from nixl_offload.keep import keep_forever, keep_in_children
-from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, MemoryRegion, MoverLimits, Op
-from nixl_offload.movers.handles import FileEntry, MemoryEntry, drain
+from nixl_offload.movers.base import LIBRARIES, FileId, MemoryId, MemoryKind, MemoryRegion, MoverLimits, Op
 from nixl_offload.movers.kvikio_library import KVIKIO_ERRORS, load_kvikio, words_of
 from nixl_offload.movers.launcher import Launcher
-from nixl_offload.movers.library_lock import LIBRARIES
-from nixl_offload.movers.pinning import check_pinning
-from nixl_offload.movers.tracked import ExtentTransfer, TrackedMover
+from nixl_offload.movers.pinning import pinning_limit
+from nixl_offload.movers.tracked import FileEntry, TrackedMover, TrackedTransfer
 from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -43,13 +38,13 @@ IoPath = Literal["cufile", "compat"]
 
 _ALREADY_REGISTERED = "already registered"
 _DEFAULTS = threading.Lock()
-"""KvikIO is told by process-wide defaults how to open a file. Movers that open files at once take turns."""
+"""KvikIO opens a file by process-wide defaults. Movers that open files at once take turns."""
 _DEFAULTS_WAIT_S = 5.0
-"""Then a file is opened all the same: storage hangs under the mover whose turn it is."""
+"""Then a file is opened in any case: storage hangs under the mover that holds the lock."""
 
 
 class _CudaArray:
-    """A piece of memory as KvikIO wants to be told of it; whether it is a device's, KvikIO finds out by itself."""
+    """A piece of memory as KvikIO takes it. KvikIO finds out by itself whether it is a device's."""
 
     __slots__ = ("__cuda_array_interface__",)
 
@@ -71,7 +66,7 @@ class _OpenFile:
 
 
 @dataclass(slots=True, eq=False)
-class _KvikioTransfer(ExtentTransfer):
+class _KvikioTransfer(TrackedTransfer):
     pieces: list[tuple[int, Any]] = field(default_factory=list)
     """Length and KvikIO's future of each piece not known to be done; filled by the launching thread."""
     launch: Future[None] | None = None
@@ -88,8 +83,10 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
     one warning, because threads may still write there.
     """
 
+    transfer_type = _KvikioTransfer
+
     def __init__(self, threads: int = 8, bounce_bytes: int = 16 << 20, *, close_timeout_s: float = 30.0) -> None:
-        # KvikIO takes what is off the grid as well, by the page cache and another copy: nobody wants that unawares.
+        # KvikIO would take bytes off the grid as well, but by the page cache and another copy.
         limits = MoverLimits(alignment_bytes=PAGE_BYTES)
         super().__init__("kvikio", frozenset({MemoryKind.VRAM, MemoryKind.DRAM}), limits)
         self._threads = threads
@@ -98,8 +95,8 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
         self._kvikio: Any = None
         self._launcher: Launcher | None = None
         self._opened: dict[FileEntry, Future[_OpenFile]] = {}
-        self._in_cufile: dict[MemoryId, bool] = {}
-        """Device regions; whether cuFile knows the allocation by this one (else by another region of the same)."""
+        self._in_cufile: set[MemoryId] = set()
+        """Regions by which cuFile knows their allocations."""
         keep_in_children(self)  # handles that are collected deregister their files with cuFile
 
     def connect(self) -> None:
@@ -122,42 +119,33 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
             return memory
         try:
             if not self._kvikio.defaults.is_compat_mode_preferred():
-                held_bytes = sum(self._table.memory(each).region.length_bytes for each in self._in_cufile)
-                check_pinning(self.name, region, held_bytes)
+                held_bytes = sum(self._memory(each).length_bytes for each in self._in_cufile)
+                pinning_limit(self.name, region.length_bytes, held_bytes)
             with LIBRARIES:
-                self._in_cufile[memory] = self._register_with_cufile(region)
-        except MoverError:
-            self._table.pop_memory(memory)
-            raise
+                self._kvikio.memory_register(_CudaArray(region.address, region.length_bytes))
+            self._in_cufile.add(memory)
         except KVIKIO_ERRORS as error:
-            self._table.pop_memory(memory)
+            if _ALREADY_REGISTERED in str(error):  # another region of the same allocation
+                return memory
+            super().unregister_memory(memory)
             raise MoverError(
                 f"{self.name}: cannot register {region.length_bytes} bytes of device memory: {words_of(error)}; "
                 "nixl-offload check says what cuFile lacks here, and KVIKIO_COMPAT_MODE=ON does without cuFile"
             ) from error
+        except MoverError:
+            super().unregister_memory(memory)
+            raise
         return memory
 
-    def _register_with_cufile(self, region: MemoryRegion) -> bool:
-        """Whether it was this call that registered the allocation. Nothing to do, and True, in compatibility mode."""
-        try:
-            self._kvikio.memory_register(_CudaArray(region.address, region.length_bytes))
-        except RuntimeError as error:
-            if _ALREADY_REGISTERED in str(error):
-                return False
-            raise
-        return True
-
     def unregister_memory(self, memory: MemoryId) -> None:
-        self._check_usable()
-        region = self._table.pop_memory(memory).region
-        if not self._in_cufile.pop(memory, False):
+        region = self._memory(memory)
+        super().unregister_memory(memory)
+        if memory not in self._in_cufile:
             return
+        self._in_cufile.remove(memory)
         try:
             with LIBRARIES:
                 self._kvikio.memory_deregister(_CudaArray(region.address, region.length_bytes))
-                # Regions that leaned on this one stand on their own now.
-                for other in [other for other, knows in self._in_cufile.items() if not knows]:
-                    self._in_cufile[other] = self._register_with_cufile(self._table.memory(other).region)
         except KVIKIO_ERRORS as error:
             raise MoverError(f"{self.name}: cannot unregister device memory: {words_of(error)}") from error
 
@@ -207,10 +195,10 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
 
         Waits until the file is open. Raises MoverError.
         """
-        return self._opened[self._table.file(file)].result().io_path
+        return self._opened[self._file(file)].result().io_path
 
     def close_file(self, file: FileId) -> None:
-        entry = self._table.pop_file(file)
+        entry = self._pop_file(file)
         opened = self._opened.pop(entry)
         wait([opened])  # else the path of the descriptor could be somebody else's when KvikIO comes to open it
         if opened.exception() is None:
@@ -219,11 +207,6 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
         os.close(entry.fd)
 
     # Transfers
-
-    def _make(self, op: Op, memory: MemoryEntry, mem: Extents, file: FileEntry, fil: Extents) -> _KvikioTransfer:
-        total_bytes = int(mem[:, 1].sum())
-        mem, fil = _joined(mem, fil)
-        return _KvikioTransfer(op, total_bytes, memory=memory, file=file, mem=mem, fil=fil)
 
     def _launch(self, transfer: _KvikioTransfer) -> None:
         assert self._launcher is not None
@@ -264,11 +247,11 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
     # The end
 
     def close(self) -> None:
-        """Wait ``close_timeout_s`` at most; in a forked child do nothing."""
-        if self._closed or os.getpid() != self._pid:
+        """Wait ``close_timeout_s`` at most."""
+        if not self._may_close():
             return
         end_s = time.monotonic() + self._close_timeout_s
-        drain(self._in_flight, self.poll, self._close_timeout_s)
+        self._drain(self._close_timeout_s)
         unopened = wait(self._opened.values(), max(0.0, end_s - time.monotonic())).not_done
         if self._in_flight or unopened:
             logger.warning(
@@ -285,20 +268,10 @@ class KvikioMover(TrackedMover[_KvikioTransfer]):
             if self._launcher is not None:
                 self._launcher.end(wait=False)
             return
-        for file in list(self._table.files):
+        for file in list(self._files):
             self._let_go(self.close_file, file)
-        for memory in list(self._table.memories):
+        for memory in list(self._memories):
             self._let_go(self.unregister_memory, memory)
         self._closed = True
         if self._launcher is not None:
             self._launcher.end(wait=True)
-
-
-def _joined(mem: Extents, fil: Extents) -> tuple[Extents, Extents]:
-    """The same bytes in as few rows as can be: what goes on where the row before it ends, on both sides, joins that."""
-    joins = (mem[1:, 0] == mem[:-1].sum(axis=1)) & (fil[1:, 0] == fil[:-1].sum(axis=1))
-    if not joins.any():
-        return mem, fil
-    first = np.flatnonzero(np.concatenate(([True], ~joins)))
-    lengths = np.add.reduceat(mem[:, 1], first)
-    return np.stack([mem[first, 0], lengths], axis=1), np.stack([fil[first, 0], lengths], axis=1)

@@ -21,17 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_offload.errors import MoverError, MoverUnavailableError
-from nixl_offload.movers.base import Extents, MemoryKind
-from nixl_offload.movers.library_lock import LIBRARIES
+from nixl_offload.movers.base import LIBRARIES, Extents, MemoryKind
 from nixl_offload.movers.nixl_plugins import NixlPlugin
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _agent_numbers = itertools.count(1)
-
-
-FEW = 32
+_FEW = 32
 
 
 class NixlAgent:
@@ -88,8 +85,8 @@ class NixlAgent:
 
 
 def descriptors(extents: Extents, base: int, device_id: int) -> npt.NDArray[np.uint64] | list[tuple[int, int, int]]:
-    """Rows of (address, length, device id), as NIXL wants them: of a few as tuples, which come cheaper."""
-    if len(extents) <= FEW:
+    """Rows of (address, length, device id) for NIXL: a few as tuples, which cost less."""
+    if len(extents) <= _FEW:
         return [(base + at, length, device_id) for at, length in extents.tolist()]
     rows = np.empty((len(extents), 3), dtype=np.uint64)
     rows[:, 0] = extents[:, 0] + base

@@ -1,17 +1,16 @@
 """Two movers as one: device memory goes by the first, host memory by the second, to and from the same files.
 
-For movers that register host memory with cuFile as well. That pins it once more, takes long, and may fail: a memory
-tier of a hundred GB must not go there, and gains nothing by it, as its bytes do not come from a device.
+For movers that register host memory with cuFile as well. That would pin it once more, take long, and might fail: a
+memory tier of a hundred GB must not go there.
 
-Threading: as the two, driven by one thread. Ownership: owns both and closes them. A file is opened by the second only
-when host memory is first moved to or from it.
+Threading: as the two, driven by one thread. Ownership: owns both and closes them.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import (
@@ -27,17 +26,6 @@ from nixl_offload.movers.base import (
 )
 
 
-@dataclass(slots=True, eq=False)
-class _File:
-    path: str
-    length_bytes: int
-    direct: bool
-    of_device: FileId
-    spare_fd: int
-    """For the host's mover; -1 once that has it, or the file is being closed."""
-    of_host: FileId | None = None
-
-
 class PairedMover(Mover):
     """The contract of either, within the limits of both; named as the device's. Moves files, no objects.
 
@@ -45,7 +33,7 @@ class PairedMover(Mover):
     """
 
     def __init__(self, device: Mover, host: Mover) -> None:
-        """``device`` takes VRAM and ``host`` DRAM; what else they take is not used."""
+        """``device`` takes VRAM and ``host`` DRAM."""
         first, second = device.limits, host.limits
         self.name = device.name
         self.memory_kinds = frozenset({MemoryKind.VRAM, MemoryKind.DRAM})
@@ -54,127 +42,81 @@ class PairedMover(Mover):
             alignment_bytes=max(first.alignment_bytes, second.alignment_bytes),
             max_extent_bytes=min(first.max_extent_bytes, second.max_extent_bytes),
             max_extents_per_transfer=min(first.max_extents_per_transfer, second.max_extents_per_transfer),
-            whole_writes=first.whole_writes or second.whole_writes,
-            tells_short_reads=first.tells_short_reads and second.tells_short_reads,
         )
-        self._device, self._host = device, host
-        self._memories: dict[MemoryId, tuple[Mover, MemoryId]] = {}
-        self._files: dict[FileId, _File] = {}
-        self._going: dict[Transfer, Mover] = {}
+        self._movers = {MemoryKind.VRAM: device, MemoryKind.DRAM: host}
+        self._memories: dict[MemoryId, tuple[MemoryKind, MemoryId]] = {}
+        self._files: dict[FileId, dict[MemoryKind, FileId]] = {}
         self._next_id = 1
-        self._closed = False
 
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id - 1
 
-    # Regions and files
-
     def register_memory(self, region: MemoryRegion) -> MemoryId:
-        mover = self._device if region.kind is MemoryKind.VRAM else self._host
-        inner = mover.register_memory(region)
+        inner = self._movers[region.kind].register_memory(region)
         memory = MemoryId(self._new_id())
-        self._memories[memory] = mover, inner
+        self._memories[memory] = region.kind, inner
         return memory
 
     def unregister_memory(self, memory: MemoryId) -> None:
-        mover, inner = self._memory(memory)
-        mover.unregister_memory(inner)
+        kind, inner = self._memory(memory)
+        self._movers[kind].unregister_memory(inner)
         del self._memories[memory]
 
     def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
         try:
-            spare_fd = os.dup(fd)
+            second_fd = os.dup(fd)
         except OSError as error:
-            with suppress(OSError):
-                os.close(fd)
+            os.close(fd)
             raise MoverError(f"cannot use {path}: {error.strerror}") from error
-
+        fds = {MemoryKind.VRAM: fd, MemoryKind.DRAM: second_fd}
+        inner: dict[MemoryKind, FileId] = {}
         try:
-            inner = self._device.adopt_file(fd, path, length_bytes, direct=direct)
+            for kind, mover in self._movers.items():
+                inner[kind] = mover.adopt_file(fds.pop(kind), path, length_bytes, direct=direct)
         except BaseException:
-            os.close(spare_fd)
+            for kind, opened in inner.items():
+                self._movers[kind].close_file(opened)
+            for spare_fd in fds.values():
+                os.close(spare_fd)
             raise
         file = FileId(self._new_id())
-        self._files[file] = _File(path, length_bytes, direct, inner, spare_fd)
+        self._files[file] = inner
         return file
 
     def close_file(self, file: FileId) -> None:
         """Raises MoverError while a transfer of either is in flight or quarantined."""
-        entry = self._file(file)
-        if entry.of_host is not None:
-            self._host.close_file(entry.of_host)
-            entry.of_host = None
-        if entry.spare_fd >= 0:
-            os.close(entry.spare_fd)
-            entry.spare_fd = -1
-        self._device.close_file(entry.of_device)
+        inner = self._file(file)
+        for kind in list(inner):
+            self._movers[kind].close_file(inner[kind])
+            del inner[kind]
         del self._files[file]
-
-    # Transfers
 
     def submit(
         self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
     ) -> Transfer:
-        mover, inner = self._memory(memory)
-        entry = self._file(file)
-        its_file = entry.of_device if mover is self._device else self._of_host(entry)
-        transfer = mover.submit(op, inner, memory_extents, its_file, file_extents)
-        if transfer.state is TransferState.PENDING:
-            self._going[transfer] = mover
-        return transfer
+        kind, inner = self._memory(memory)
+        opened = self._file(file).get(kind)
+        if opened is None:
+            raise MoverError(f"{self.name}: file {file} is being closed")
+        return self._movers[kind].submit(op, inner, memory_extents, opened, file_extents)
 
     def poll(self, transfer: Transfer) -> TransferState:
-        mover = self._going.get(transfer)
-        if mover is None:
-            return transfer.state
-        state = mover.poll(transfer)
-        if state is not TransferState.PENDING:
-            del self._going[transfer]
-        return state
+        for mover in self._movers.values():  # one of them knows it
+            mover.poll(transfer)
+        return transfer.state
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        with ExitStack() as rest:  # done whatever the host's mover raises
-            rest.callback(self._let_go)
-            rest.callback(self._device.close)
-            self._host.close()
+        with ExitStack() as both:  # the second is closed even if the first raises
+            for mover in self._movers.values():
+                both.callback(mover.close)
 
-    def _let_go(self) -> None:
-        for transfer, mover in list(self._going.items()):
-            mover.poll(transfer)
-        self._going.clear()
-        for entry in self._files.values():
-            if entry.spare_fd >= 0:
-                os.close(entry.spare_fd)
-        self._files.clear()
-        self._memories.clear()
-
-    # Inside
-
-    def _memory(self, memory: MemoryId) -> tuple[Mover, MemoryId]:
-        found = self._memories.get(memory)
-        if found is None:
+    def _memory(self, memory: MemoryId) -> tuple[MemoryKind, MemoryId]:
+        if memory not in self._memories:
             raise MoverError(f"{self.name}: memory {memory} is not registered here")
-        return found
+        return self._memories[memory]
 
-    def _file(self, file: FileId) -> _File:
-        found = self._files.get(file)
-        if found is None:
+    def _file(self, file: FileId) -> dict[MemoryKind, FileId]:
+        if file not in self._files:
             raise MoverError(f"{self.name}: file {file} is not open here")
-        return found
-
-    def _of_host(self, entry: _File) -> FileId:
-        if entry.of_host is None:
-            if entry.spare_fd < 0:
-                raise MoverError(f"{self.name}: {entry.path} is being closed")
-            try:
-                fd = os.dup(entry.spare_fd)  # a mover that refuses closes what it was given, and may be asked again
-            except OSError as error:
-                raise MoverError(f"cannot use {entry.path}: {error.strerror}") from error
-            entry.of_host = self._host.adopt_file(fd, entry.path, entry.length_bytes, direct=entry.direct)
-            os.close(entry.spare_fd)
-            entry.spare_fd = -1
-        return entry.of_host
+        return self._files[file]

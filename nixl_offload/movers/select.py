@@ -20,9 +20,8 @@ import numpy as np
 from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.hardware.gds import gds_report
 from nixl_offload.keep import keep_forever
-from nixl_offload.movers.base import Extents, MemoryKind, MemoryRegion, Mover, Op, Transfer, TransferState
+from nixl_offload.movers.base import Extents, MemoryKind, MemoryRegion, Mover, Op, Transfer, TransferState, open_file
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.handles import open_file
 from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS

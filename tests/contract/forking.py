@@ -19,8 +19,7 @@ from typing import Any
 
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import MoverUnavailableError
-from nixl_offload.movers.base import Mover, Op, Transfer, TransferState
-from nixl_offload.movers.handles import open_file
+from nixl_offload.movers.base import Mover, Op, Transfer, TransferState, open_file
 from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.nixl import NixlMover
 from nixl_offload.movers.nixl_plugins import PLUGINS, object_plugin

@@ -1,4 +1,4 @@
-"""How a mover of files is chosen, what it does with a descriptor and with cut memory, and what scripted faults do."""
+"""How a mover of files is chosen, and which files and sizes every mover refuses."""
 
 from __future__ import annotations
 
@@ -7,25 +7,18 @@ import ctypes
 import errno
 import mmap
 import os
+import shutil
+import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from nixl_offload.errors import MoverError, MoverUnavailableError
-from nixl_offload.movers.base import (
-    MemoryKind,
-    MemoryRegion,
-    Mover,
-    TransferState,
-)
+from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, open_file
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.nixl import _split_at
-from nixl_offload.movers.select import SCRATCH_BYTES, open_mover
+from nixl_offload.movers.select import SCRATCH_BYTES, open_mover, probe_round_trip
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.contract.suites.mover_suite import KIB
-
-PENDING, DONE, FAILED = TransferState.PENDING, TransferState.DONE, TransferState.FAILED
+from tests.contract.suites.mover_rig import HostMemory, extents
 
 
 def test_choosing_tries_for_real(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -78,41 +71,42 @@ def test_a_probe_believes_bytes_only(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not os.listdir(tmp_path)
 
 
-def test_a_descriptor_that_cannot_be_looked_at_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server forgot the file, say: what a mover was given it closes, whatever it answers."""
-    mover, path = CopyMover(), tmp_path / "data"
-    path.write_bytes(bytes(KIB))
-    fd, fstat = os.open(path, os.O_RDONLY | os.O_CLOEXEC), os.fstat
+def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    """Missing, a directory, a pipe, not writable: MoverError, nothing is created, nothing stays open."""
+    os.mkfifo(tmp_path / "pipe")
+    # A program that runs cannot be opened for writing by anyone, root included.
+    program = tmp_path / "sleep"
+    shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
+    before = len(os.listdir("/proc/self/fd"))
+    with contextlib.closing(CopyMover()) as mover, subprocess.Popen([str(program), "60"]) as process:
+        try:
+            for path in (tmp_path / "missing", tmp_path, tmp_path / "pipe", program):
+                for direct_io in (True, False):
+                    with pytest.raises(MoverError, match=path.name):
+                        open_file(mover, str(path), 4096, direct_io=direct_io)
+            assert len(os.listdir("/proc/self/fd")) == before
+        finally:
+            process.kill()
+    assert not (tmp_path / "missing").exists()
 
-    def stale(fd: int) -> os.stat_result:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    monkeypatch.setattr(os, "fstat", stale)
-    with pytest.raises(MoverError, match=r"[Ss]tale"):
-        mover.adopt_file(fd, str(path), KIB, direct=False)
-    monkeypatch.setattr(os, "fstat", fstat)
-    with pytest.raises(OSError, match="descriptor"):
-        os.fstat(fd)
-    mover.close()
+def test_an_extent_above_the_limit_is_refused(tmp_path: Path) -> None:
+    """The kernel moves no more in one read or write."""
+    path, memory = tmp_path / "data", HostMemory(2 << 30)
+    path.touch()
+    os.truncate(path, 2 << 30)
+    with contextlib.closing(CopyMover()) as mover:
+        region, file = mover.register_memory(memory.region), open_file(mover, str(path), 2 << 30, direct_io=True)
+        with pytest.raises(MoverError, match="in one extent"):
+            mover.submit(Op.READ, region, extents([0], 2 << 30), file, extents([0], 2 << 30))
 
 
-def test_extents_are_cut_where_registered_memory_is() -> None:
-    """Against a byte-by-byte reckoning; an extent that touches a cut is left whole."""
-    rng = np.random.default_rng(3)
-    for _ in range(50):
-        cuts = np.unique(rng.integers(1, 400, rng.integers(1, 6)))
-        begins, lengths = rng.integers(0, 300, 7), rng.integers(1, 100, 7)
-        mem = np.stack([begins, lengths], axis=1)
-        fil = np.stack([rng.integers(0, 10_000, 7), lengths], axis=1)
-        cut_mem, cut_fil = _split_at(mem, fil, cuts)
-        pairs = [
-            (m + n, f + n) for (m, size), (f, _) in zip(mem.tolist(), fil.tolist(), strict=True) for n in range(size)
-        ]
-        found = []
-        for (m, size), (f, same) in zip(cut_mem.tolist(), cut_fil.tolist(), strict=True):
-            assert size == same > 0
-            assert not [cut for cut in cuts if m < cut < m + size]
-            found += [(m + n, f + n) for n in range(size)]
-        assert found == pairs
-    touching = np.array([[0, 100], [100, 50]])
-    assert _split_at(touching, touching, np.array([100, 150]))[0] is touching
+def test_a_scratch_file_that_cannot_be_removed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory has become read-only meanwhile: what is in it can still be read."""
+
+    def refuse(path: str) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    with contextlib.closing(CopyMover()) as mover, monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        assert probe_round_trip(mover, MemoryKind.DRAM, str(tmp_path)) == "round trip ok"

@@ -15,6 +15,7 @@ import pytest
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine import Chunk
 from nixl_offload.engine.states import WorkKind
+from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryId, MemoryRegion, Mover, Op
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.types import Location, Outcome
@@ -167,7 +168,7 @@ class NoHostMemory(CopyMover):
     def register_memory(self, region: MemoryRegion) -> MemoryId:
         self.regions += 1
         if self.regions > 1:
-            return super().register_memory(replace(region, length_bytes=0))
+            raise MoverError("no more")
         return super().register_memory(region)
 
 

@@ -13,9 +13,8 @@ import pytest
 
 from nixl_offload.engine import TierEngine
 from nixl_offload.identity.weights import WeightsDigest
-from nixl_offload.movers.base import MemoryRegion, Op, TransferState
+from nixl_offload.movers.base import MemoryRegion, Op, TransferState, open_file
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.handles import open_file
 from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.prober import Prober
 from nixl_offload.tiers.shared.tier import SharedTier

@@ -28,8 +28,8 @@ from nixl_offload.config import DirectoryConfig, SharedDirConfig, TierConfig
 from nixl_offload.errors import MoverError, TierError
 from nixl_offload.hardware.gds import GdsReport, gds_report
 from nixl_offload.hardware.mounts import find_mount
-from nixl_offload.movers.base import MemoryKind, MemoryRegion
-from nixl_offload.movers.pinning import check_pinning
+from nixl_offload.movers.base import MemoryKind
+from nixl_offload.movers.pinning import pinning_limit
 from nixl_offload.movers.select import candidates
 from nixl_offload.tiers.free_space import kept_free, spare_bytes
 from nixl_offload.tiers.kinds import require_apart
@@ -304,7 +304,7 @@ def _staging(staging_bytes: int) -> Finding:
     """Say whether ``staging`` can be registered with cuFile: NIXL would only warn, and bounce."""
     name = f"staging of {format_size(staging_bytes)}"
     try:
-        check_pinning(name, MemoryRegion(0, staging_bytes, MemoryKind.VRAM), 0)
+        pinning_limit(name, staging_bytes)
     except MoverError as error:
         return Finding("staging", "wrong", str(error), "staging: 64MiB")
     return Finding("staging", "ok", f"{name} can be registered with cuFile")

@@ -13,8 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 
 from nixl_offload.config import SlabConfig
 from nixl_offload.errors import MoverError, TierError
-from nixl_offload.movers.base import FileId, Mover, close_if_idle
-from nixl_offload.movers.handles import open_file
+from nixl_offload.movers.base import FileId, Mover, close_if_idle, open_file
 from nixl_offload.tiers.base import NOTHING_STORED, Link, Target
 from nixl_offload.tiers.breaker import Breaker
 from nixl_offload.tiers.free_space import kept_free

@@ -131,17 +131,15 @@ def test_host_memory_is_none_of_cufiles(lab: Lab, control: Control, tmp_path: Pa
     assert control["bounced"] == 0
 
 
-def test_kv_memory_that_cufile_takes_in_pieces_only(
-    lab: Lab, control: Control, monkeypatch: pytest.MonkeyPatch
+def test_kv_memory_that_cufile_refuses_is_packed(
+    lab: Lab, control: Control, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Blocks lie across the cuts; nothing bounces, and what is stored comes back."""
-    monkeypatch.setattr(pinning, "PIECE_BYTES", (256 << 10, 128 << 10))
+    """Nothing bounces, the log says why, and what is stored comes back."""
+    caplog.set_level("INFO")
     monkeypatch.setattr(pinning, "pinning_route", lambda *_: "nvidia-fs")
     control["max_register"] = 128 << 10
-    # Header pages are host memory, more than a piece of it, which never goes to cuFile.
-    host = NixlMover(PLUGINS["posix_aio"])
-    rig = lab.make(PairedMover(NixlMover(PLUGINS["gds_mt"]), host), "blhnc", "direct")
-    assert rig.engine._link_memory.plans[0].path == "direct"
-    assert control["buffers"] > 10
+    rig = lab.make(PairedMover(NixlMover(PLUGINS["gds_mt"]), NixlMover(PLUGINS["posix_aio"])), "blhnc", "direct")
+    assert rig.engine._link_memory.plans[0].path != "direct"
+    assert "cuFile refuses to register" in caplog.text
     assert_round_trip(rig, lambda: time.sleep(0.005))
     assert control["bounced"] == 0

@@ -9,6 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,19 +45,6 @@ class TestThreaded(MoverSuite):
 
     def make_mover(self) -> Mover:
         return NixlMover(PLUGINS["gds_mt"])
-
-
-class TestThreadedInPieces(TestThreaded):
-    """GDS_MT where cuFile takes no more than 256 KiB at once: whatever moves lies in registered memory all the same."""
-
-    @pytest.fixture(autouse=True)
-    def in_pieces(self, control: Control, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        monkeypatch.setattr(pinning, "PIECE_BYTES", (MIB, 256 * KIB, 64 * KIB))
-        monkeypatch.setattr(pinning, "pinning_route", lambda *_: "nvidia-fs")
-        control["max_register"] = 256 * KIB
-        yield
-        assert control["bounced"] == 0
-        assert control["largest"] <= 256 * KIB
 
 
 class TestPaired(MoverSuite):
@@ -121,62 +109,34 @@ class TestThreadedFaults(MoverRigs):
         rig.wait(transfer)
         assert np.array_equal(rig.memory.reshape(64, -1), rig.stored.reshape(64, -1)[::-1])
 
-    def test_pieces_that_are_refused_too_are_given_back(
-        self, tmp_path: Path, control: Control, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Where something pins, that is an error, so that the caller packs; NIXL would bounce without a word."""
-        monkeypatch.setattr(pinning, "PIECE_BYTES", (MIB,))
+    def test_memory_that_cufile_refuses_is_an_error(self, control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+        """So the caller packs; NIXL would bounce without a word."""
         monkeypatch.setattr(pinning, "pinning_route", lambda *_: "nvidia-fs")
         before = control["buffers"]
         control["max_register"] = 64 * KIB
         with contextlib.closing(self.make_mover()) as mover:
-            memory = HostMemory(4 * MIB)
-            region = MemoryRegion(memory.region.address, 4 * MIB, MemoryKind.VRAM)
-            with pytest.raises(MoverError, match="in pieces too"):
+            region = replace(HostMemory(4 * MIB).region, kind=MemoryKind.VRAM)
+            with pytest.raises(MoverError, match=r"cuFile refuses to register 4MiB .*turn `block_outermost` off"):
                 mover.register_memory(region)
             assert control["buffers"] == before
             control["max_register"] = 0
             mover.unregister_memory(mover.register_memory(region))
             assert control["buffers"] == before
 
-    @pytest.mark.parametrize("most_bytes", [0, 256 * KIB])
-    def test_memory_of_two_tiers_is_registered_once_and_cut_alike(
-        self, control: Control, monkeypatch: pytest.MonkeyPatch, most_bytes: int
-    ) -> None:
-        """CuFile refuses the second what it has of the first: no reason to pack, or to bounce."""
-        monkeypatch.setattr(pinning, "PIECE_BYTES", (256 * KIB,))
-        monkeypatch.setattr(pinning, "pinning_route", lambda *_: "nvidia-fs")
-        control["max_register"] = most_bytes
-        memory = HostMemory(4 * MIB)
-        region = MemoryRegion(memory.region.address, 4 * MIB, MemoryKind.VRAM)
-        with contextlib.closing(NixlMover(PLUGINS["gds_mt"])) as first:
-            first.register_memory(region)
-            held = control["buffers"]
-            with contextlib.closing(NixlMover(PLUGINS["gds_mt"])) as second:
-                second.register_memory(region)
-                assert control["buffers"] == held
-                cuts = [[each.tolist() for each in mover._cuts.values()] for mover in (first, second)]
-        assert cuts[0] == cuts[1]
-        assert bool(cuts[0]) == bool(most_bytes)
-
-    @pytest.mark.parametrize("most_bytes", [0, 256 * KIB])
     @pytest.mark.parametrize("stays", [0, 1], ids=["the first stays", "the second stays"])
-    def test_a_tier_that_closes_leaves_the_memory_of_another_registered(
-        self, tmp_path: Path, control: Control, monkeypatch: pytest.MonkeyPatch, stays: int, most_bytes: int
+    def test_memory_of_two_tiers_is_registered_until_the_last_has_closed(
+        self, control: Control, monkeypatch: pytest.MonkeyPatch, stays: int
     ) -> None:
-        """CuFile counts no registrations: whoever lets go takes the memory from all, and they would bounce."""
-        monkeypatch.setattr(pinning, "PIECE_BYTES", (256 * KIB,))
+        """CuFile counts no registrations: the first to let go would take the memory from all, and they would bounce."""
         monkeypatch.setattr(pinning, "pinning_route", lambda *_: "nvidia-fs")
-        control["max_register"] = most_bytes
         before = control["buffers"]
         memory = HostMemory(4 * MIB)
-        region = MemoryRegion(memory.region.address, 4 * MIB, MemoryKind.VRAM)
         movers = [NixlMover(PLUGINS["gds_mt"]) for _ in range(2)]
         for mover in movers:
-            mover.register_memory(region)
-        held = control["buffers"]
+            mover.register_memory(replace(memory.region, kind=MemoryKind.VRAM))
+            assert control["buffers"] == before + 1
         movers.pop(1 - stays).close()
-        assert control["buffers"] == held
+        assert control["buffers"] == before + 1
         movers[0].close()
         assert control["buffers"] == before
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
-import signal
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import (
     Extents,
     FileId,
@@ -31,8 +28,8 @@ from nixl_offload.movers.base import (
     Op,
     Transfer,
     TransferState,
+    open_file,
 )
-from nixl_offload.movers.handles import open_file
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -74,6 +71,16 @@ def extents(offsets: npt.ArrayLike, length_bytes: npt.ArrayLike) -> Extents:
     """Rows of (offset, length); one length serves all."""
     column = np.asarray(offsets, dtype=np.int64)
     return np.stack([column, np.broadcast_to(np.asarray(length_bytes, dtype=np.int64), column.shape)], axis=1)
+
+
+def wait(mover: Mover, *transfers: Transfer, timeout_s: float = WAIT_S) -> Transfer:
+    """Poll in turn until all are final; return the first."""
+    deadline_s = time.monotonic() + timeout_s
+    pending = list(transfers)
+    while pending := [each for each in pending if mover.poll(each) is TransferState.PENDING]:
+        assert time.monotonic() < deadline_s, f"not final after {timeout_s} s: {pending}"
+        time.sleep(0.0002)
+    return transfers[0]
 
 
 class Rig:
@@ -134,14 +141,7 @@ class Rig:
 
     def wait(self, *transfers: Transfer, timeout_s: float = WAIT_S) -> Transfer:
         """Poll in turn until all are final; return the first."""
-        deadline = time.monotonic() + timeout_s
-        open_ones = list(transfers)
-        while open_ones:
-            open_ones = [transfer for transfer in open_ones if self.mover.poll(transfer) is TransferState.PENDING]
-            assert time.monotonic() < deadline, f"not final after {timeout_s} s: {open_ones}"
-            if open_ones:
-                time.sleep(0.0002)
-        return transfers[0]
+        return wait(self.mover, *transfers, timeout_s=timeout_s)
 
     def assert_memory_is_ours(self, transfer: Transfer) -> None:
         """After a final state nothing may write the memory, unless quarantine says that it may."""
@@ -189,37 +189,6 @@ class MoverRigs:
         """The rig of most cases."""
         with self.open_rig(tmp_path / "data") as rig:
             yield rig
-
-
-def exit_code_of_fork(mover: Mover, submit: Callable[[], object], transfer: Transfer) -> int:
-    """Fork, try ``mover`` there, and return how the child ended: 0 where it may not ``submit``, is not told that
-    ``transfer``, which is under way, is done, and can close the mover.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads is the point here
-        child = os.fork()
-    if child == 0:
-        signal.alarm(10)
-        code = 1
-        try:
-            code = _in_fork(mover, submit, transfer)
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def _in_fork(mover: Mover, submit: Callable[[], object], transfer: Transfer) -> int:
-    try:
-        submit()
-    except MoverError as error:
-        if "process" not in str(error):
-            return 2
-    else:
-        return 3
-    if mover.poll(transfer) is TransferState.DONE:
-        return 4
-    mover.close()
-    return 0
 
 
 def open_paths() -> set[str]:

@@ -12,18 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from nixl_offload.movers.base import (
-    Extents,
-    FileId,
-    MemoryId,
-    MemoryKind,
-    MemoryRegion,
-    Mover,
-    Op,
-    Transfer,
-    TransferState,
-)
-from tests.contract.suites.mover_suite import WAIT_S, extents
+from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, MemoryRegion, Mover, Op, Transfer
+from tests.contract.suites.mover_rig import WAIT_S, extents, wait
 
 
 class RawObjects(Protocol):
@@ -75,14 +65,7 @@ class ObjectRig:
 
     def wait(self, *transfers: Transfer, timeout_s: float = WAIT_S) -> Transfer:
         """Poll in turn until all are final; return the first."""
-        deadline = time.monotonic() + timeout_s
-        open_ones = list(transfers)
-        while open_ones:
-            open_ones = [transfer for transfer in open_ones if self.mover.poll(transfer) is TransferState.PENDING]
-            assert time.monotonic() < deadline, f"not final after {timeout_s} s: {open_ones}"
-            if open_ones:
-                time.sleep(0.0005)
-        return transfers[0]
+        return wait(self.mover, *transfers, timeout_s=timeout_s)
 
     def bytes_at(self, offset: int, length_bytes: int) -> bytes:
         """A copy of the region's bytes."""

@@ -1,0 +1,167 @@
+"""A mover that moves bytes by blocking calls on a few threads of its own.
+
+Threading: driven by one thread. Its own threads are daemons: a call that hangs holds up neither ``close`` for longer
+than its time nor the end of the process. A transfer is final when no thread touches its memory any more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import queue
+import threading
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from nixl_offload.errors import NixlOffloadError, StoreError
+from nixl_offload.movers.base import MemoryKind, MoverLimits, Op
+from nixl_offload.movers.tracked import TrackedMover, TrackedTransfer
+
+logger = logging.getLogger(__name__)
+
+Row = tuple[int, int, int]
+"""Address, length, and offset in the file."""
+
+_TASK_BYTES: Final = 8 << 20
+"""Rows of about this many bytes are one task: large enough that Python costs nothing, small enough for all threads."""
+_LAST: Final = 2
+"""The priority behind reads (0) and writes (1): the thread ends."""
+_LOOK_S: Final = 0.001
+"""The end of a transfer is noticed at most this late."""
+_AFTER_CLOSE_S: Final = 1.0
+"""How long calls get to end after ``_release``."""
+
+
+@dataclass(slots=True, eq=False)
+class ThreadedTransfer(TrackedTransfer):
+    """A transfer and the tasks that are left of it."""
+
+    tasks_left: int = 0
+    failure: Exception | None = None
+    stop: bool = False
+    """Set by a task that fails: rows that have not begun are left alone."""
+
+
+class ThreadedMover(TrackedMover[ThreadedTransfer]):
+    """Moves rows of host memory by ``_move``. ``threads`` calls run at once; the rest waits, reads before writes.
+
+    After a failure the memory is free. ``quarantine`` is set only by ``close``, for calls that do not end within
+    ``close_timeout_s``.
+    """
+
+    transfer_type = ThreadedTransfer
+
+    def __init__(self, name: str, limits: MoverLimits, *, threads: int, close_timeout_s: float) -> None:
+        super().__init__(name, frozenset({MemoryKind.DRAM}), limits)
+        self._threads = threads
+        self._close_timeout_s = close_timeout_s
+        self._tasks: queue.PriorityQueue[tuple[int, int, ThreadedTransfer | None, Sequence[Row]]] = (
+            queue.PriorityQueue()
+        )
+        """By priority and number."""
+        self._numbers = itertools.count()
+        self._ended: deque[tuple[ThreadedTransfer, Exception | None]] = deque()
+        """Tasks that threads have ended, with their errors."""
+        self._tasks_left = 0
+        self._workers: list[threading.Thread] = []
+
+    @abstractmethod
+    def _move(self, transfer: ThreadedTransfer, row: Row, memory: memoryview) -> None:
+        """Move one row, on a thread. Raises any exception: the transfer has failed."""
+
+    def _release(self) -> None:
+        """Free what the mover holds at the end; this may end calls that hang."""
+
+    def _launch(self, transfer: ThreadedTransfer) -> None:
+        tasks: list[list[Row]] = []
+        room_bytes = 0
+        for row in transfer.rows():
+            if room_bytes <= 0:
+                tasks.append([])
+                room_bytes = _TASK_BYTES
+            tasks[-1].append(row)
+            room_bytes -= row[1]
+        transfer.tasks_left = len(tasks)
+        self._tasks_left += len(tasks)
+        while len(self._workers) < min(self._threads, self._tasks_left):
+            name = f"nixl-offload-{self.name}-{len(self._workers) + 1}"
+            worker = threading.Thread(target=self._work, name=name, daemon=True)
+            try:
+                worker.start()
+            except RuntimeError as error:  # this machine has no thread to spare now
+                if not self._workers:
+                    self._tasks_left -= len(tasks)
+                    self._finish(transfer, f"{self.name}: {error}")
+                    return
+                break
+            self._workers.append(worker)
+        for task in tasks:
+            self._tasks.put((int(transfer.op is Op.WRITE), next(self._numbers), transfer, task))
+
+    def _advance(self, transfer: ThreadedTransfer) -> None:
+        self._collect()
+
+    def look(self) -> float | None:
+        return 0.0 if self._collect() else _LOOK_S
+
+    def _collect(self) -> bool:
+        """Make transfers final whose last task has ended; return whether there were any."""
+        any_final = False
+        while self._ended:
+            transfer, error = self._ended.popleft()
+            self._tasks_left -= 1
+            transfer.tasks_left -= 1
+            transfer.failure = transfer.failure or error
+            if transfer.tasks_left or transfer not in self._in_flight:
+                continue
+            failure, any_final = transfer.failure, True
+            transfer.missing = isinstance(failure, StoreError) and failure.cause == "missing"
+            self._finish(transfer, None if failure is None else f"{self.name}: {_words(transfer, failure)}")
+        return any_final
+
+    def close(self) -> None:
+        """Wait ``close_timeout_s`` at most."""
+        if not self._may_close():
+            return
+        self._closed = True
+        self._drain(self._close_timeout_s)
+        for _ in self._workers:
+            self._tasks.put((_LAST, next(self._numbers), None, ()))
+        self._release()
+        self._drain(_AFTER_CLOSE_S)
+        if self._in_flight:
+            logger.warning("%s: %d transfers did not end; leaking their memory", self.name, len(self._in_flight))
+            self._abandon()
+        else:
+            for worker in self._workers:
+                worker.join()
+        self._memories.clear()
+        for file in [file for file, entry in self._files.items() if not entry.in_flight]:
+            self.close_file(file)
+
+    def _work(self) -> None:
+        """Do tasks until the last, on a thread."""
+        while True:
+            _, _, transfer, rows = self._tasks.get()
+            if transfer is None:
+                return
+            error = None
+            try:
+                for row in rows:
+                    if transfer.stop:
+                        break
+                    self._move(transfer, row, memoryview((ctypes.c_char * row[1]).from_address(row[0])).cast("B"))
+            except Exception as raised:  # noqa: BLE001 - the transfer must end and the thread go on
+                error, transfer.stop = raised, True
+            self._ended.append((transfer, error))
+
+
+def _words(transfer: ThreadedTransfer, error: Exception) -> str:
+    if isinstance(error, NixlOffloadError):
+        return str(error)
+    why = error.strerror if isinstance(error, OSError) else repr(error)
+    return f"{transfer.op.value} of {transfer.file.path} failed: {why}"
