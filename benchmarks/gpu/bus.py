@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.bench import PIECES_BYTES, Cache, Row, Run, Scene, WrongBytesError, contest
-from nixl_offload.engine.bus_packer import BusPacker
-from nixl_offload.engine.packer import Packer, pages_of
+from nixl_offload.engine.device_packer import DevicePacker
+from nixl_offload.engine.packer import pages_of
 
 PLAIN = "plain copy"
 
@@ -29,7 +29,7 @@ def measure(scene: Scene) -> Iterator[Row]:
 
 
 def _directions(scene: Scene, cache: Cache) -> dict[str, dict[str, Run]]:
-    packer: Packer = BusPacker(cache.tensors, pages_of(cache.layout), scene.device)
+    packer = DevicePacker(cache.tensors, pages_of(cache.layout), scene.device)
     host = [torch.zeros(cache.total_bytes, dtype=torch.uint8, pin_memory=scene.device.page_locks) for _ in range(2)]
     flat = [scene.noise(cache.total_bytes) for _ in range(2)]
 

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
-from nixl_offload.engine.device_packer import DevicePacker
-from nixl_offload.engine.engine_memory import EngineMemory, HostSlots
 from nixl_offload.engine.jobs import JobTable, TierQueue
-from nixl_offload.engine.link_memory import open_link
+from nixl_offload.engine.link_memory import HostSlots, open_link
 from nixl_offload.engine.packer import make_packer, pages_of, require_agreement
 from nixl_offload.engine.pump import POLL_S, STUCK_POLL_S, Pauses
 from nixl_offload.engine.ratelog import RateLog
-from nixl_offload.engine.staging import DeviceStagingPool, Staging, StagingPool
+from nixl_offload.engine.staging import DeviceStagingPool, SlotPool, Staging
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.engine.transfer_paths.common import Context
@@ -86,35 +85,28 @@ class Engine(TierEngine):
         """
         require_agreement(tensors, layout)
         device = device or device_of(tensors[0])
-        memory = EngineMemory(
-            slot_bytes=max(layout.slot_bytes(group) for group in range(len(layout.groups))),
-            budget_bytes=staging_bytes,
-            device=device,
-            packs_on_device=staging == "device" and device.is_accelerator and keys is None,
-            host=host,
-        )
         self._link_memory = open_link(
             link,
-            memory,
             layout,
             device,
+            staging_bytes=staging_bytes,
+            packs_on_device=staging == "device" and device.is_accelerator and keys is None,
             direct_min_extent_bytes=direct_min_extent_bytes,
+            host=host,
             authenticated=keys is not None,
         )
         for plan, shard in zip(self._link_memory.plans, shards, strict=bool(shards)):
             plan.shard = shard.number
         link.connect()
-        staged_bytes = sum(pool.slots_total * pool.slot_bytes for pool in memory.packed)
+        pools = [pool for path, pool in self._link_memory.pools.items() if path != "direct"]
+        staged_bytes = sum(pool.slots_total * pool.slot_bytes for pool in pools)
         limit_bytes = STORE_QUEUE_FACTOR * (staged_bytes or staging_bytes)
         super().__init__(TierQueue(table, tier, layout, store_limit_bytes=limit_bytes), device.streams.compute_fence)
-        pages = pages_of(layout)
         context = Context(
             table=table,
             layout=layout,
-            packer=make_packer(tensors, pages, device),
-            device_packer=None if memory.device is None else DevicePacker(tensors, pages, device),
-            memory=memory,
-            host=memory.host,
+            packer=make_packer(tensors, pages_of(layout), device),
+            host=host,
             link_memory=self._link_memory,
             namespaces=[shard.digest for shard in shards] or [rank_namespace] * len(layout.groups),
             keys=keys,
@@ -125,7 +117,7 @@ class Engine(TierEngine):
             "Engine: %s by %s, %s, %s",
             link.name,
             link.mover.name,
-            " and ".join(_words(pool) for pool in memory.packed) or "no staging",
+            " and ".join(map(_words, pools)) or "no staging",
             f"verify={verify}" if keys is None else f"authenticated by key {keys.first_id.hex()}",
         )
         paths = LinkPaths(context, self._link_memory.plans, tuple(tensors))
@@ -139,6 +131,6 @@ class Engine(TierEngine):
         return TierStatus(self.queue.waiting(), trouble, TierAccess(link.mover.name, paths))
 
 
-def _words(pool: StagingPool | DeviceStagingPool) -> str:
+def _words(pool: SlotPool[Any]) -> str:
     where = "on the device" if isinstance(pool, DeviceStagingPool) else "in host memory"
     return f"{pool.slots_total} staging slots of {pool.slot_bytes / 2**20:.2f} MiB {where}"

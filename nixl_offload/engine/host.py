@@ -45,7 +45,7 @@ Progress = Callable[[int, int], None]
 HUGE_PAGE_BYTES = 2 << 20
 PIN_PIECE_BYTES = 1 << 30
 """Page-locking goes by pieces that end at multiples of this *address*, so that progress can be told. A copy to or from
-a device must not cross from one piece into the next: see ``packer.BusPacker``."""
+a device must not cross from one piece into the next: see ``device_packer``."""
 RESERVE_SHARE = 1 / 16
 RESERVE_LIMIT_BYTES = 2 << 30
 """Of what can be had, so much is left for everything else that an engine allocates later."""

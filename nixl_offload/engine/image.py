@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -194,16 +194,37 @@ def invalidate(slot: Slot) -> None:
     slot.memory[: len(MAGIC)] = 0
 
 
-def rows(slot: Slot, plan: GroupPlan, chunk: Chunk) -> npt.NDArray[np.uint8]:
-    """Return the blocks of a staged chunk that ``chunk`` is about: a view of shape (blocks, block_bytes)."""
+def any_slot(chunk: Chunk) -> Slot | DeviceSlot:
+    """Return the slot in which a chunk lies: of the host slab, or of staging."""
+    slot = chunk.host if chunk.host is not None else chunk.slot
+    assert slot is not None
+    return slot
+
+
+def host_slot(chunk: Chunk) -> Slot:
+    """As ``any_slot``, where it is in host memory."""
+    slot = any_slot(chunk)
+    assert isinstance(slot, Slot)
+    return slot
+
+
+def device_slot(chunk: Chunk) -> DeviceSlot:
+    """As ``any_slot``, where it is in device memory."""
+    slot = any_slot(chunk)
+    assert isinstance(slot, DeviceSlot)
+    return slot
+
+
+@overload
+def rows(slot: Slot, plan: GroupPlan, chunk: Chunk) -> npt.NDArray[np.uint8]: ...
+@overload
+def rows(slot: DeviceSlot, plan: GroupPlan, chunk: Chunk) -> torch.Tensor: ...
+@overload
+def rows(slot: Slot | DeviceSlot, plan: GroupPlan, chunk: Chunk) -> npt.NDArray[np.uint8] | torch.Tensor: ...
+def rows(slot: Slot | DeviceSlot, plan: GroupPlan, chunk: Chunk) -> npt.NDArray[np.uint8] | torch.Tensor:
+    """Return the blocks in a slot that ``chunk`` is about: a view of shape (blocks, block_bytes)."""
     at = cut(plan, chunk)
     return slot.memory[at.begin : at.end].reshape(-1, plan.block_bytes)
-
-
-def device_rows(slot: DeviceSlot, plan: GroupPlan, chunk: Chunk) -> torch.Tensor:
-    """``rows`` of a slot in device memory."""
-    at = cut(plan, chunk)
-    return slot.memory[at.begin : at.end].view(-1, plan.block_bytes)
 
 
 def valid_rows(slot: Slot, plan: GroupPlan, first_block: int) -> npt.NDArray[np.uint8]:

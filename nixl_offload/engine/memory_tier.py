@@ -12,25 +12,25 @@ from collections.abc import Sequence
 
 import torch
 
-from nixl_offload.chunk.header import check_headers
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import image
-from nixl_offload.engine.batch import Batch, Steps
+from nixl_offload.engine.copies import Packer
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.jobs import JobTable, TierQueue
-from nixl_offload.engine.packer import Packer, make_packer, pages_of, require_agreement
+from nixl_offload.engine.packer import make_packer, pages_of, require_agreement
 from nixl_offload.engine.pump import InFlight, Pauses
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.records import Chunk
-from nixl_offload.engine.states import ChunkState, WorkKind
+from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.streams import Device
 from nixl_offload.engine.tier_engine import TierEngine
-from nixl_offload.engine.transfer_paths.common import Copies, Phase, TierPaths, slot_of
+from nixl_offload.engine.transfer_paths import packed
+from nixl_offload.engine.transfer_paths.common import Context, Phase, TierPaths
 from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus
 from nixl_offload.errors import LayoutError
-from nixl_offload.types import Outcome, Verify
+from nixl_offload.types import Verify
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class MemoryEngine(TierEngine):
     its KV blocks are untouched. FAILED and DROPPED stores have let go of their slots.
 
     Blocks are as trustworthy here as in vLLM's own KV cache, so neither a store nor a load sums them; the first
-    write-through does (``transfer_paths.host_slot``). With ``verify="always"`` a store does, and a load verifies.
+    write-through does (``transfer_paths.packed``). With ``verify="always"`` a store does, and a load verifies.
 
     Write-throughs and fetches are made by the engines of farther tiers, to or from the slots here: submitted here,
     each of their chunks is FAILED.
@@ -87,7 +87,7 @@ class MemoryEngine(TierEngine):
         require_agreement(tensors, layout)
         packer = packer if packer is not None else make_packer(tensors, pages_of(layout), device)
         super().__init__(TierQueue(table, tier, layout, store_limit_bytes=store_queue_bytes), packer.fence)
-        copies = Copies(
+        context = Context(
             table=table,
             layout=layout,
             packer=packer,
@@ -97,7 +97,7 @@ class MemoryEngine(TierEngine):
             rate_log=RateLog(logger, table.clock),
         )
         plans = [image.make_plan(layout, group) for group in range(len(layout.groups))]
-        self._start(_MemoryPaths(copies, plans, host, tuple(tensors)), name="nixl-offload-memory", pauses=PAUSES)
+        self._start(_MemoryPaths(context, plans, host, tuple(tensors)), name="nixl-offload-memory", pauses=PAUSES)
 
     def status(self) -> TierStatus:
         """Return what waits here; memory has no trouble."""
@@ -106,9 +106,9 @@ class MemoryEngine(TierEngine):
 
 class _MemoryPaths(TierPaths):
     def __init__(
-        self, copies: Copies, plans: Sequence[GroupPlan], host: HostSlab, keep_alive: Sequence[object]
+        self, context: Context, plans: Sequence[GroupPlan], host: HostSlab, keep_alive: Sequence[object]
     ) -> None:
-        super().__init__(copies, plans, keep_alive)
+        super().__init__(context, plans, keep_alive)
         self._host = host
 
     def room(self, chunk: Chunk, in_flight: InFlight) -> int:
@@ -129,52 +129,4 @@ class _MemoryPaths(TierPaths):
         chunk.host = self._host.slot(location.offset, location.slot_bytes)
 
     def _phase(self, chunk: Chunk, plan: GroupPlan) -> Phase:
-        return _store if chunk.kind.writes else _load
-
-
-def _store(copies: Copies, batch: Batch, plan: GroupPlan) -> Steps:
-    """Copy, then add the header. Given up from now on, a chunk is FAILED when the copy is over: not before may others
-    have the slot.
-    """
-    if not copies.advance_or_end(batch, ChunkState.BORROWED):
-        return
-    chunks, parts = batch.alive, []
-    for chunk in chunks:
-        image.invalidate(slot_of(chunk))
-        parts.append((chunk.block_ids, image.rows(slot_of(chunk), plan, chunk)))
-    copies.turn.pause()
-    gathered = copies.packer.gather_many(chunks[0].group, parts, chunks[0].job.fence)
-    copies.turn.begin()  # host memory has been copied by now, without the interpreter
-    yield from batch.passes([gathered])
-    # All source blocks are free before the first checksum is computed.
-    if not copies.advance_or_end(batch, ChunkState.TRANSFER):
-        return
-    sums = None
-    if copies.verify_checksum or gathered.by_device:
-        found = zip(chunks, gathered.values(), strict=True)
-        sums = [values for chunk, values in found if chunk.result is None]
-    pages = copies.encode(batch, plan, sums)
-    copies.turn.pause()
-    for chunk, page in zip(batch.alive, pages, strict=True):
-        copies.turn.pause()
-        image.header_page(slot_of(chunk))[:] = page
-        image.clear_around(slot_of(chunk), plan, chunk.first_block)
-        chunk.end(Outcome.OK)
-
-
-def _load(copies: Copies, batch: Batch, plan: GroupPlan) -> Steps:
-    """Compare headers, verify blocks where that is asked for, then copy."""
-    assert copies.host is not None, "the slots lie there"
-    pages = [image.header_page(slot_of(chunk)) for chunk in batch.alive]
-    check = check_headers if copies.verify_checksum else copies.host.headers.check
-    checked = copies.check(batch.alive, plan, pages, check)
-    checked.refuse_absent()
-    chunks = batch.alive if copies.verify_checksum else []
-    rows = [image.rows(slot_of(chunk), plan, chunk) for chunk in chunks]
-    yield from copies.verify(batch, checked, chunks, [chunk.first_block for chunk in chunks], rows)
-    copies.turn.pause()
-    if copies.advance_or_end(batch, ChunkState.SCATTER):
-        chunks = batch.alive
-        yield from copies.scatter(batch, plan, chunks)
-        for chunk in chunks:
-            chunk.end(Outcome.OK)
+        return packed.store_in_memory if chunk.kind.writes else packed.load_from_memory

@@ -1,13 +1,11 @@
-"""Copies between KV blocks and chunks' payloads, where each block is one row: its pages side by side, layer by layer.
+"""The packer for where the KV blocks lie, and that of the host's own memory.
 
-Threading: ``fence`` is called by the submitting thread, everything else by the pump. ``HostPacker`` is done when it
-returns.
+Threading: see ``copies``. Each call of ``HostPacker`` is done when it returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,49 +13,22 @@ import torch
 import xxhash
 
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.engine.brought import BlockIds, DeviceRows, Parts, Payload, ScatterParts, Summed, SummedByHost
-from nixl_offload.engine.bus_packer import BusPacker
+from nixl_offload.engine.copies import (
+    BlockIds,
+    Checksums,
+    Packer,
+    Parts,
+    Payload,
+    Source,
+    Sources,
+    Summed,
+    SummedByHost,
+)
+from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.host_copies import HostCopy, host_copies_of, runs_of
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.streams import READY, Device, Fence, ReadyFence, device_of
 from nixl_offload.errors import LayoutError
-
-
-class Sums(Fence, Protocol):
-    """Checksums on their way to the host."""
-
-    def values(self) -> npt.NDArray[np.uint64]:
-        """One per block, in the order asked for. Raises RuntimeError before ``done``."""
-
-
-class Packer(Protocol):
-    """How KV blocks and payloads are copied. ``pages`` is indexed by group, then by layer; a group without pages has no
-    blocks.
-    """
-
-    def fence(self) -> Fence:
-        """Mark this point of the compute stream. KV blocks may be touched once it is done."""
-
-    def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
-        """KV blocks to payloads, summed. It is done when the blocks may change and the payloads are complete. If it
-        raises, nothing touches any payload any more.
-        """
-
-    def scatter_many(self, group: int, parts: ScatterParts, fence: Fence) -> Fence:
-        """Payloads to KV blocks. The returned fence is done when the blocks are complete and the payloads may change.
-        If it raises, nothing touches any block any more.
-        """
-
-    def bring(self, group: int, payloads: Sequence[Payload]) -> Generator[None, None, Summed]:
-        """Sum blocks that lie in host memory, in scratch of the device where there is one, from which they can be
-        scattered then. Yields as long as there is no scratch.
-        """
-
-    def sums(self, group: int, block_ids: BlockIds, fence: Fence) -> Sums:
-        """The checksum of each block where it lies, read once ``fence`` is done. The blocks must not change before."""
-
-    def clear(self, group: int, block_ids: BlockIds, fence: Fence) -> Fence:
-        """Zero the group's pages of KV blocks once ``fence`` is done. The returned fence is done when they are zero."""
 
 
 class HostPacker:
@@ -76,16 +47,16 @@ class HostPacker:
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
         """Raises LayoutError for block ids outside the KV cache."""
-        block_ids, payloads = self._checked_ids(group, parts), [payload for _, payload in parts]
+        block_ids, payloads = self._checked(group, parts)
         runs = runs_of(block_ids, [len(payload) for payload in payloads])
         for copy in self._copies[group]:
             copy.gather(runs, payloads)
         return SummedByHost(READY, payloads)
 
-    def scatter_many(self, group: int, parts: ScatterParts, fence: Fence) -> Fence:
+    def scatter_many(self, group: int, parts: Sources, fence: Fence) -> Fence:
         """Raises LayoutError for block ids outside the KV cache."""
-        self._checked_ids(group, parts)
-        rows = [(block_ids, payload) for block_ids, payload in parts if not isinstance(payload, DeviceRows)]
+        _, payloads = self._checked(group, parts)
+        rows = [(block_ids, payload) for (block_ids, _), payload in zip(parts, payloads, strict=True)]
         for copy in self._copies[group]:
             copy.scatter(rows)
         return READY
@@ -95,21 +66,17 @@ class HostPacker:
         yield from ()
         return SummedByHost(READY, payloads)
 
-    def _checked_ids(self, group: int, parts: ScatterParts) -> BlockIds:
-        """The ids of all parts. Host copies reckon with addresses: nothing else would stop a wrong one."""
-        block_ids = np.concatenate([block_ids for block_ids, _ in parts])
-        if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self._num_blocks[group]:
-            raise LayoutError(f"block ids outside a KV cache of {self._num_blocks[group]} blocks")
-        return block_ids
-
-    def sums(self, group: int, block_ids: BlockIds, fence: Fence) -> Sums:
+    def sums(self, group: int, block_ids: Sequence[BlockIds], fence: Fence) -> Summed:
         """Summed when this returns."""
-        found = np.empty(len(block_ids), dtype=np.uint64)
-        for row, block in enumerate(block_ids.tolist()):
-            digest = xxhash.xxh3_64()
-            for view in self._views[group]:
-                digest.update(view[block].data)
-            found[row] = digest.intdigest()
+        found = []
+        for chunk in block_ids:
+            sums = np.empty(len(chunk), dtype=np.uint64)
+            for row, block in enumerate(chunk.tolist()):
+                digest = xxhash.xxh3_64()
+                for view in self._views[group]:
+                    digest.update(view[block].data)
+                sums[row] = digest.intdigest()
+            found.append(sums)
         return _ReadySums(found)
 
     def clear(self, group: int, block_ids: BlockIds, fence: Fence) -> Fence:
@@ -118,15 +85,27 @@ class HostPacker:
             view[block_ids] = 0
         return READY
 
+    def _checked(self, group: int, parts: Sources) -> tuple[BlockIds, list[Payload]]:
+        """The ids and payloads of all parts. Host copies reckon with addresses: nothing else would stop a wrong id."""
+        block_ids = np.concatenate([block_ids for block_ids, _ in parts])
+        if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self._num_blocks[group]:
+            raise LayoutError(f"block ids outside a KV cache of {self._num_blocks[group]} blocks")
+        return block_ids, [rows for _, rows in parts if isinstance(rows, np.ndarray)]
+
 
 class _ReadySums(ReadyFence):
     """What was summed at once."""
 
-    def __init__(self, values: npt.NDArray[np.uint64]) -> None:
+    by_device = False
+
+    def __init__(self, values: list[Checksums]) -> None:
         self._values = values
 
-    def values(self) -> npt.NDArray[np.uint64]:
+    def values(self) -> list[Checksums]:
         return self._values
+
+    def rows(self) -> list[Source]:
+        raise NotImplementedError("the blocks were summed where they lie")
 
 
 def make_packer(
@@ -139,7 +118,7 @@ def make_packer(
     if device is None and tensors:
         device = device_of(tensors[0])
     if device is not None and device.is_accelerator:
-        return BusPacker(tensors, pages, device)
+        return DevicePacker(tensors, pages, device)
     return HostPacker([tensor.view(torch.uint8).numpy() for tensor in tensors], pages)
 
 

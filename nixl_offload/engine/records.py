@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.engine.brought import ScatterSource
+from nixl_offload.engine.copies import Source
 from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool
 from nixl_offload.engine.states import ChunkState, Operation, WorkKind
 from nixl_offload.engine.streams import Fence
@@ -77,7 +77,7 @@ class Chunk:
     """A slot of the host slab that holds its image, or is to."""
     is_kept: bool = field(default=False, init=False)
     """The image in ``host`` is whole and verified."""
-    brought: ScatterSource | None = field(default=None, init=False, repr=False)
+    brought: Source | None = field(default=None, init=False, repr=False)
     """Its blocks from ``brought_from`` on, where they were summed and verified; given up with the chunk."""
     brought_from: int = field(default=0, init=False)
     sums: npt.NDArray[np.uint64] | None = field(default=None, init=False, repr=False)

@@ -18,7 +18,7 @@ import torch
 
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
-from nixl_offload.movers.base import MemoryRegion
+from nixl_offload.movers.base import MemoryId, MemoryRegion
 from nixl_offload.types import PAGE_BYTES, align_up
 from nixl_offload.units import format_size
 
@@ -58,6 +58,8 @@ class SlotPool(Generic[SlotT]):
     """Equal slots over one region. The memory lives as long as any reference to the pool or a slot does."""
 
     region: MemoryRegion
+    memory: MemoryId | None = None
+    """What the mover that was given the region calls it."""
 
     def __init__(self, slot_bytes: int, slots_total: int) -> None:
         self.slot_bytes = slot_bytes

@@ -30,13 +30,13 @@ from nixl_offload.chunk.shards import Shard
 from nixl_offload.config import Config, TierConfig
 from nixl_offload.engine import ChainEngine, Engine, TierEngine
 from nixl_offload.engine.autotune import TransferPlan, open_planned, plan_tier, staging_for
-from nixl_offload.engine.engine_memory import share_staging, spared_bytes
+from nixl_offload.engine.device_packer import DeviceGroups
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.packer import pages_of
-from nixl_offload.engine.queued import DeviceGroups
 from nixl_offload.engine.staging import Staging
+from nixl_offload.engine.staging_share import share_staging, spared_bytes
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.errors import TierError
 from nixl_offload.hardware.cores import unbound

@@ -20,7 +20,7 @@ from nixl_offload.engine.transfer_paths.direct import LATE_S
 from nixl_offload.movers.base import Op
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.unit.device_lab import Lab, faulty, memory_of, open_lab, packer_of
+from tests.unit.device_lab import Lab, faulty, open_lab, packer_of, pools_of
 from tests.unit.kv_shapes import DeviceCopyMover, DeviceRig, Way, until
 
 OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
@@ -155,45 +155,6 @@ def test_a_failed_read_fails_its_chunk_only(lab: Lab, way: Way) -> None:
         rig.assert_as_expected()
 
 
-def test_quarantined_slots_are_never_used_again(lab: Lab, leaked: list[object]) -> None:
-    """Neither the slot on the device nor its header page. When the last one is gone, everything fails, at once."""
-    mover = faulty()
-    rig = lab.make(mover, "blhnc", staging_slots=3)
-    stored(rig, 0)
-    kept = len(leaked)
-    for job in range(3):
-        mover.script = [Fault(len(mover.submitted), FaultKind.FAIL, quarantine=True)]
-        assert rig.load(job, [rig.chunk(0, TARGET)]) == (FAILED,)
-        mover.script = []
-        until(lambda wanted=kept + job + 1: len(leaked) == wanted)
-        assert memory_of(rig).device.usable == 2 - job
-    submitted = len(mover.submitted)
-    assert rig.load(20, [rig.chunk(0, TARGET)] * 10) == (FAILED,) * 10
-    assert rig.store(21, [rig.chunk(1, SOURCE)]) == (FAILED,)
-    assert len(mover.submitted) == submitted
-    rig.assert_as_expected()
-
-
-def test_an_abandoned_load_keeps_its_slot_and_touches_no_block(lab: Lab) -> None:
-    """After the timeout it is FAILED; the slot stays away until the transfer is final, and late bytes go no further."""
-    clock, mover = Clock(), faulty()
-    rig = lab.make(mover, clock=clock, staging_slots=2)
-    stored(rig, 0)
-    wanted = rig.rows(SOURCE)
-    mover.script = [Fault(n, FaultKind.STUCK, op=Op.READ) for n in range(2)]
-    rig.engine.submit_load(1, [rig.chunk(0, TARGET)] * 4)
-    until(lambda: mover.submitted.count(Op.READ) == 2)
-    clock.ahead_s += 31
-    assert rig.collect(1).outcomes == (FAILED,) * 4
-    rig.engine.submit_load(2, [rig.chunk(0, [8, 9, 10, 11])])
-    time.sleep(0.02)
-    assert mover.submitted.count(Op.READ) == 2, "a slot was reused under a transfer that is not final"
-    mover.release()
-    assert rig.collect(2).outcomes == (OK,)
-    rig.expect([8, 9, 10, 11], wanted)
-    rig.assert_as_expected()
-
-
 def test_while_a_direct_load_hangs_others_go_through_staging(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     """Its request waits, as its blocks may still be written; the next ones can be given up. Then all is as before."""
     clock, mover = Clock(), faulty()
@@ -223,24 +184,11 @@ def test_while_a_direct_load_hangs_others_go_through_staging(lab: Lab, caplog: p
     assert [record.message[:23] for record in caplog.records] == ["A load into KV blocks h"]
 
 
-def test_stores_leave_slots_to_loads(lab: Lab) -> None:
-    mover = faulty()
-    rig = lab.make(mover, staging_slots=4)
-    stored(rig, 0)
-    mover.script = [Fault(1, FaultKind.STUCK, op=Op.WRITE, every=True)]
-    rig.engine.submit_store(1, [rig.chunk(n, SOURCE) for n in range(1, 9)])
-    until(lambda: mover.submitted.count(Op.WRITE) == 4)
-    assert rig.load(2, [rig.chunk(0, TARGET)]) == (OK,)
-    assert mover.submitted.count(Op.WRITE) == 4
-    mover.release()
-    assert rig.collect(1).outcomes == (OK,) * 8
-
-
 def test_direct_chunks_wait_for_header_pages(lab: Lab) -> None:
     """None free: they wait, and fail only when none will ever be free again."""
     rig = lab.make(None, "blhnc", "direct")
     stored(rig, 0)
-    pages = memory_of(rig).pages
+    pages = pools_of(rig)["direct"]
     until(lambda: pages.free == pages.usable)
     taken = [page for _ in range(pages.usable) if (page := pages.acquire()) is not None]
     rig.engine.submit_load(1, [rig.chunk(0, TARGET)])
@@ -282,7 +230,7 @@ def test_work_that_fails_on_the_device_costs_its_slot(
         else:
             assert rig.load(1, [rig.chunk(0, TARGET)]) == (FAILED,)
         until(lambda: len(leaked) == kept + 1)
-        assert memory_of(rig).device.usable == 3
+        assert pools_of(rig)["device"].usable == 3
         for stream in lab.streams.made:
             with suppress(RuntimeError):
                 stream.synchronize()

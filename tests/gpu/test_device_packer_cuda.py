@@ -14,10 +14,8 @@ import torch
 
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.engine import staging
-from nixl_offload.engine.bus_packer import BusPacker
-from nixl_offload.engine.device_packer import DevicePacker
+from nixl_offload.engine.device_packer import DevicePacker, SummedOnDevice, page_locked
 from nixl_offload.engine.kernels.base import Page
-from nixl_offload.engine.queued import page_locked
 from nixl_offload.engine.staging import DeviceStagingPool
 from nixl_offload.engine.streams import READY, Device, device_of
 from nixl_offload.errors import MoverError
@@ -28,7 +26,6 @@ from tests.unit.test_device_packer import (  # noqa: F401 - run here with the fi
     test_an_inspection_without_rows_brings_the_headers_alone,
     test_chunks_lie_in_their_slots_as_on_the_host_and_come_back,
     test_ids_outside_the_kv_cache_are_refused,
-    test_only_what_lies_behind_the_header_page_can_be_cleared,
     test_rows_that_do_not_fit_their_blocks_are_refused,
 )
 
@@ -54,7 +51,6 @@ class Kit:
         self.device = device
         self.tensors = [torch.zeros((16, 4096), dtype=torch.uint8, device="cuda") for _ in range(2)]
         self.packer = DevicePacker(self.tensors, PAGES, device)
-        self.bus = BusPacker(self.tensors, PAGES, device)
         self.slot = torch.ones(4096 + 4 * 8192 + 512, dtype=torch.uint8, device="cuda")
         self.rows = self.slot[4096 : 4096 + 4 * 8192].view(4, 8192)
         self.parts = [(IDS[:1], self.rows[:1]), (IDS[1:], self.rows[1:])]
@@ -72,13 +68,13 @@ class Kit:
         """One call of each kind, behind the model's stream. What comes of it is of no interest."""
         fence = self.device.streams.compute_fence()
         asked = [
-            self.packer.gather(0, self.parts, fence),
-            self.packer.finish_images(self.headers, [self.slot], [[(4096 + 4 * 8192, len(self.slot))]]),
-            self.packer.inspect([self.slot] * 2, [rows for _, rows in self.parts])[1],
-            self.packer.scatter(0, self.parts, fence),
-            self.bus.gather_many(0, [(IDS, self.payload)], fence),
-            self.bus.scatter_many(0, [(IDS, self.payload)], fence),
-            self.bus.sums(0, IDS, fence),
+            self.packer.gather_many(0, self.parts, fence),
+            self.packer.finish_images(self.headers, [self.slot], [[slice(4096 + 4 * 8192, len(self.slot))]]),
+            self.packer.inspect(0, [self.slot] * 2, [rows for _, rows in self.parts])[1],
+            self.packer.scatter_many(0, self.parts, fence),
+            self.packer.gather_many(0, [(IDS, self.payload)], fence),
+            self.packer.scatter_many(0, [(IDS, self.payload)], fence),
+            self.packer.sums(0, [IDS], fence),
         ]
         for each in asked:
             each.done()
@@ -109,20 +105,20 @@ def test_a_store_sees_what_the_model_writes_before_its_fence(kit: Kit) -> None:
     torch.cuda._sleep(STEP_CYCLES)
     for tensor in kit.tensors:
         tensor.fill_(7)
-    sums = kit.packer.gather(0, kit.parts, kit.device.streams.compute_fence())
+    sums = kit.packer.gather_many(0, kit.parts, kit.device.streams.compute_fence())
     assert not sums.done()
     with pytest.raises(RuntimeError, match="before"):
         sums.values()
     settled(sums)
     assert (kit.rows == 7).all()
-    assert (sums.values() == block_checksums(np.full((4, 8192), 7, dtype=np.uint8))).all()
+    assert (np.concatenate(sums.values()) == block_checksums(np.full((4, 8192), 7, dtype=np.uint8))).all()
 
 
 def test_a_load_does_not_overtake_what_the_model_writes_before_its_fence(kit: Kit) -> None:
     torch.cuda._sleep(STEP_CYCLES)
     for tensor in kit.tensors:
         tensor.fill_(0)
-    loaded = kit.packer.scatter(0, kit.parts, kit.device.streams.compute_fence())
+    loaded = kit.packer.scatter_many(0, kit.parts, kit.device.streams.compute_fence())
     assert not loaded.done()
     settled(loaded)
     assert all((tensor[IDS.tolist()] == 1).all() for tensor in kit.tensors)
@@ -134,14 +130,14 @@ def test_loads_headers_and_inspections_wait_for_no_store(kit: Kit) -> None:
     early = kit.device.streams.compute_fence()
     torch.cuda._sleep(STEP_CYCLES)
     busy = kit.device.streams.compute_fence()
-    stored = kit.packer.gather(0, [(IDS[:2], other[:2]), (IDS[2:], other[2:])], busy)
+    stored = kit.packer.gather_many(0, [(IDS[:2], other[:2]), (IDS[2:], other[2:])], busy)
     settled(kit.packer.finish_images(kit.headers, [kit.slot], [[]]))
-    _, inspected = kit.packer.inspect([kit.slot], [kit.rows])
+    _, inspected = kit.packer.inspect(0, [kit.slot], [kit.rows])
     settled(inspected)
-    assert (inspected.values() == block_checksums(np.ones((4, 8192), dtype=np.uint8))).all()
-    settled(kit.packer.scatter(0, kit.parts, early))
-    settled(sums := kit.bus.sums(0, IDS, READY))
-    assert (sums.values() == inspected.values()).all()
+    assert (inspected.values()[0] == block_checksums(np.ones((4, 8192), dtype=np.uint8))).all()
+    settled(kit.packer.scatter_many(0, kit.parts, early))
+    settled(sums := kit.packer.sums(0, [IDS], READY))
+    assert (sums.values()[0] == inspected.values()[0]).all()
     assert not busy.done()
     assert not stored.done()
     settled(stored)
@@ -153,7 +149,7 @@ def test_a_slot_that_is_let_go_of_while_it_is_filled_is_not_handed_out(kit: Kit)
     rows = torch.empty((4, 8192 << 10), dtype=torch.uint8, device="cuda")[:, :8192]
     address, length_bytes = rows.data_ptr(), 4 * (8192 << 10)
     torch.cuda._sleep(STEP_CYCLES)
-    stored = kit.packer.gather(0, [(IDS[:1], rows[:1]), (IDS[1:], rows[1:])], kit.device.streams.compute_fence())
+    stored = kit.packer.gather_many(0, [(IDS[:1], rows[:1]), (IDS[1:], rows[1:])], kit.device.streams.compute_fence())
     del rows
     fresh = torch.empty(length_bytes, dtype=torch.uint8, device="cuda")
     assert fresh.data_ptr() != address
@@ -165,8 +161,9 @@ def test_sums_that_nobody_waits_for_land_in_nobodys_memory(kit: Kit) -> None:
     """Torch keeps page-locked memory until the copy into it is done: we rely on that for ids and sums alike."""
     torch.cuda._sleep(STEP_CYCLES)
     busy = kit.device.streams.compute_fence()
-    sums = kit.packer.gather(0, kit.parts, busy)
-    address = sums._host.data_ptr()
+    sums = kit.packer.gather_many(0, kit.parts, busy)
+    assert isinstance(sums, SummedOnDevice)
+    address = sums.host.data_ptr()
     del sums
     fresh = [page_locked(len(IDS), torch.int64, kit.device) for _ in range(64)]
     assert address not in {each.data_ptr() for each in fresh}

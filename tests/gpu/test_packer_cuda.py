@@ -1,5 +1,5 @@
-"""Proves on a GPU: BusPacker's copies equal HostPacker's, alone and in batches, wait for the compute stream, and hold
-nobody up; host memory is page-locked; the memory tier's engine brings back what it stored.
+"""Proves on a GPU: copies between the device and host memory equal HostPacker's, alone and in batches; host memory is
+page-locked; the memory tier's engine brings back what it stored.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
-from nixl_offload.engine import Chunk
-from nixl_offload.engine import brought as brought_module
-from nixl_offload.engine import bus_packer as packer_module
+from nixl_offload.engine import Chunk, copies
+from nixl_offload.engine import device_packer as packer_module
 from nixl_offload.engine import host as host_module
-from nixl_offload.engine.bus_packer import BusPacker
+from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.memory_tier import MemoryEngine
@@ -34,8 +33,8 @@ PAGES = [[Page(0, 0, 3000), Page(1, 3000, 4096)], [Page(1, 0, 1000)]]
 IDS = np.array([7, 8, 9, 31, 2], dtype=np.int32)
 
 
-def _packer(tensors: list[torch.Tensor], pages: list[list[Page]]) -> BusPacker:
-    return BusPacker(tensors, pages, device_of(tensors[0]))
+def _packer(tensors: list[torch.Tensor], pages: list[list[Page]]) -> DevicePacker:
+    return DevicePacker(tensors, pages, device_of(tensors[0]))
 
 
 def _settled(fence: Fence) -> None:
@@ -52,7 +51,7 @@ def test_gather_scatter_and_checksums_equal_the_host(group: int) -> None:
     torch.cuda.synchronize()
     reference, packer = (
         HostPacker([tensor.numpy() for tensor in host], PAGES),
-        BusPacker(device, PAGES, device_of(device[0])),
+        DevicePacker(device, PAGES, device_of(device[0])),
     )
     block_bytes = sum(page.bytes for page in PAGES[group])
     pool = StagingPool(slot_bytes=len(IDS) * block_bytes, budget_bytes=1 << 20, pinned=True)
@@ -63,9 +62,9 @@ def test_gather_scatter_and_checksums_equal_the_host(group: int) -> None:
     reference.gather_many(group, [(IDS, wanted)], reference.fence())
     _settled(packer.gather_many(group, [(IDS, payload)], packer.fence()))
     assert (payload == wanted).all()
-    sums = packer.sums(group, IDS, packer.fence())
+    sums = packer.sums(group, [IDS], packer.fence())
     _settled(sums)
-    assert (sums.values() == reference.sums(group, IDS, READY).values()).all()
+    assert (sums.values()[0] == reference.sums(group, [IDS], READY).values()[0]).all()
 
     targets = IDS[::-1].copy()
     reference.scatter_many(group, [(targets, wanted)], reference.fence())
@@ -102,7 +101,7 @@ def test_batches_equal_the_host_whatever_fits_in_scratch(
     torch.cuda.synchronize()
     reference, packer = (
         HostPacker([tensor.numpy() for tensor in host], [pages]),
-        BusPacker(device, [pages], device_of(device[0])),
+        DevicePacker(device, [pages], device_of(device[0])),
     )
     payload_bytes = 4 * 8192
     block_bytes = sum(page.bytes for page in pages)
@@ -130,7 +129,7 @@ def test_what_crosses_the_bus_is_summed_on_the_device(monkeypatch: pytest.Monkey
     host = torch.randint(0, 256, (64, 16384), dtype=torch.uint8)
     tensor, pages = host.cuda(), [Page(0, 0, 16384)]
     torch.cuda.synchronize()
-    reference, packer = HostPacker([host.numpy()], [pages]), BusPacker([tensor], [pages], device_of(tensor))
+    reference, packer = HostPacker([host.numpy()], [pages]), DevicePacker([tensor], [pages], device_of(tensor))
     slots = _PinnedSlots(3, 4 * 16384)
     ids = [np.array([4 * n, 9, 30, 1], dtype=np.int32) for n in range(3)]
     payloads = [slots.payload(n, 4) for n in range(3)]
@@ -139,7 +138,7 @@ def test_what_crosses_the_bus_is_summed_on_the_device(monkeypatch: pytest.Monkey
     def refuse(_: object) -> None:
         raise AssertionError("the processor was to sum")
 
-    monkeypatch.setattr(brought_module, "payload_checksums", refuse)
+    monkeypatch.setattr(copies, "payload_checksums", refuse)
     gathered = packer.gather_many(0, list(zip(ids, payloads, strict=True)), packer.fence())
     _settled(gathered)
     summed = at_once(packer.bring(0, payloads))

@@ -33,8 +33,8 @@ ROOMS = {
     "index": (*_unit("durable", "reopen", "retention"), "contract/test_index.py", "model/test_index_model.py"),
     "chunk": _unit("authentication", "checksum", "format", "head*", "late_checksums", "layout", "shards"),
     "identity": _unit("namespace", "settings", "sharded_namespace", "weights*"),
-    "engine": _unit("*batch*", "brought", "*chain", "engine*", "grace", "job_table", "late_checksums")
-    + _unit("memory_engine", "promotions", "pump", "queued", "slot_headers", "staging", "transfer_statistics", "turn"),
+    "engine": _unit("*batch*", "*chain", "engine*", "grace", "job_table", "late_checksums")
+    + _unit("memory_engine", "promotions", "pump", "slot_headers", "staging", "transfer_statistics", "turn"),
 }
 """Each with the tests that are to notice, below ``tests``."""
 ALIVE_PERCENT = 25

@@ -5,13 +5,14 @@ Threading: the test's thread. Ownership: the lab closes its rigs, then the strea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from nixl_offload.engine.device_packer import DevicePacker
-from nixl_offload.engine.engine_memory import EngineMemory
+from nixl_offload.engine.image import TransferPath
+from nixl_offload.engine.staging import SlotPool
 from nixl_offload.movers.base import Mover
 from tests.contract.suites.faulty_mover import Fault, FaultyMover
 from tests.unit.device_rig import ThreadedStream, ThreadedStreams, emulated
@@ -64,13 +65,14 @@ def faulty(*faults: Fault) -> FaultyMover:
     return FaultyMover(DeviceCopyMover(), faults)
 
 
-def memory_of(rig: DeviceRig) -> EngineMemory:
-    memory: EngineMemory = rig.engine._pump._driven._context.memory
-    return memory
+def pools_of(rig: DeviceRig) -> Mapping[TransferPath, SlotPool[Any]]:
+    """Staging slots and header pages."""
+    pools: Mapping[TransferPath, SlotPool[Any]] = rig.engine._link_memory.pools
+    return pools
 
 
 def packer_of(rig: DeviceRig) -> DevicePacker:
-    packer = rig.engine._pump._driven._context.device_packer
+    packer = rig.engine._pump._driven._context.packer
     assert isinstance(packer, DevicePacker)
     return packer
 

@@ -16,7 +16,7 @@ import torch
 from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import Chunk, Completion
-from nixl_offload.engine.brought import Parts, ScatterParts
+from nixl_offload.engine.copies import Parts, Sources
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.packer import HostPacker, pages_of
@@ -66,7 +66,7 @@ class SlowPacker(HostPacker):
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> SlowFence:
         return self._queue(super().gather_many, group, parts, fence)
 
-    def scatter_many(self, group: int, parts: ScatterParts, fence: Fence) -> Fence:
+    def scatter_many(self, group: int, parts: Sources, fence: Fence) -> Fence:
         return self._queue(super().scatter_many, group, parts, fence)
 
     def _queue(self, copy: Any, group: int, parts: Any, fence: Fence) -> SlowFence:

@@ -16,8 +16,8 @@ from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.config import SlabConfig
 from nixl_offload.engine import autotune
 from nixl_offload.engine.autotune import Speed, TransferPlan, best_of, measure, open_planned, plan_tier
-from nixl_offload.engine.engine_memory import share_staging, spared_bytes
 from nixl_offload.engine.pump import LEAKED
+from nixl_offload.engine.staging_share import share_staging, spared_bytes
 from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.movers.base import MemoryKind, Mover, Op

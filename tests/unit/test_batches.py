@@ -208,7 +208,7 @@ def test_an_object_that_fails_is_the_only_one_of_its_batch(
     monkeypatch.setattr(common, "QUARANTINE_S", 0.05)
     mover = FaultyMover(ObjectFiles(tmp_path / "o"))
     rig = make("per_layer", mover, link=objects())
-    batches, staging = sizes(rig, monkeypatch), rig.engine._pump._driven._context.memory.staging
+    batches, staging = sizes(rig, monkeypatch), rig.engine._link_memory.pools["host"]
     chunks = [rig.chunk(n, blocks_of(n)) for n in range(6)]
     wanted = rig.bytes_of(range(24))
     mover.script = [Fault(2, FaultKind.FAIL, op=op, quarantine=quarantine) for op in Op]
@@ -317,7 +317,7 @@ def test_a_refused_chunk_gives_its_slot_back_at_once(make: Make, tmp_path: Path)
     """One whose file is gone, and one that the mover refuses, while the others of their batch hang."""
     mover = FaultyMover(CopyMover())
     rig = make("per_layer", mover, link=tree(tmp_path / "t"))
-    staging = rig.engine._pump._driven._context.memory.staging
+    staging = rig.engine._link_memory.pools["host"]
     chunks = [rig.chunk(n, blocks_of(n)) for n in range(6)]
     assert rig.store(1, chunks[:5]) == (OK,) * 5
     until(lambda: staging.free == staging.slots_total)

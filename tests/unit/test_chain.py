@@ -215,25 +215,6 @@ def test_an_id_that_is_live_is_not_taken_twice(rank: Rank, caplog: pytest.LogCap
     assert rank.told().outcomes == (OK, OK)
 
 
-def test_what_is_asked_of_it_is_true_in_every_state(rank: Rank) -> None:
-    assert not rank.chain.has_jobs
-    rank.chain.submit_store(1, [chunk(1, FILE)])
-    assert rank.chain.has_jobs
-    rank.chain.submit_moves(9, [move(1, FILE, MEMORY)])
-    rank.file.run()
-    assert rank.settled() == {9: (OK,)}
-    assert rank.chain.has_jobs, "there is something to tell"
-    assert rank.told().outcomes == (OK,)
-    assert not rank.chain.has_jobs
-    rank.chain.submit_moves(2, [move(1, FILE, MEMORY)])
-    assert rank.chain.has_jobs
-    rank.file.run()
-    assert rank.chain.finished() == []
-    assert rank.chain.has_jobs
-    assert rank.settled() == {2: (OK,)}
-    assert not rank.chain.has_jobs
-
-
 def test_what_was_moved_is_counted_by_tier_and_once(rank: Rank) -> None:
     assert rank.chain.take_work() is None
     rank.chain.submit_store(1, [chunk(1, FILE), chunk(2, BUCKET)])
@@ -278,14 +259,6 @@ def test_without_a_ticket_no_slot_is_filled(rank: Rank) -> None:
     assert [chunk.kind for chunk in rank.file.run()] == [LOAD, LOAD]
     assert rank.told().outcomes == (OK, OK)
     assert rank.settled() == {}
-
-
-def test_relays_are_handed_from_pump_to_pump(rank: Rank) -> None:
-    rank.chain.submit_moves(1, [move(number, FILE, BUCKET) for number in range(3)])
-    for _ in range(2):
-        rank.file.run()
-        rank.bucket.run()
-    assert rank.settled() == {1: (OK, OK, OK)}
 
 
 def test_a_relay_slot_serves_one_move_at_a_time_in_their_order(rank: Rank) -> None:
@@ -362,6 +335,16 @@ def test_a_slot_that_storing_may_still_read_is_never_used_again(rank: Rank) -> N
     assert rank.settled() == {3: (DROPPED, OK)}, "there is none left"
 
 
+def test_a_slot_that_a_dead_pump_may_still_write_to_is_never_used_again(rank: Rank) -> None:
+    rank.chain.submit_moves(1, [move(1, FILE, BUCKET)])
+    rank.file.take()
+    rank.file.queue.give_up("the disk is gone")
+    assert rank.settled() == {1: (DROPPED,)}
+    rank.chain.join(GONE, Engine(rank.chain.table, GONE))
+    rank.chain.submit_moves(2, [move(number, BUCKET, GONE) for number in range(2, 5)])
+    assert len(rank.bucket.take()[Lane.BACKGROUND]) == 1
+
+
 def test_relays_that_wait_for_too_long_are_dropped_and_what_has_begun_goes_on(rank: Rank) -> None:
     """Although tiers say nothing. Each half of its way has its own time."""
     rank.chain.submit_moves(1, [move(number, FILE, BUCKET) for number in range(2)])
@@ -395,16 +378,6 @@ def test_a_tier_serves_from_when_it_joins(rank: Rank) -> None:
     rank.chain.submit_moves(2, [move(1, MEMORY, GONE)])
     engine.run()
     assert rank.settled() == {2: (OK,)}
-
-
-def test_a_fence_is_of_the_compute_stream_and_of_no_tier_none(rank: Rank) -> None:
-    fence = rank.chain.compute_fence()
-    assert fence is not None
-    assert [fence] == [each for engine in rank.engines for each in engine.fences]
-    chain = ChainEngine(2)
-    assert chain.compute_fence() is None
-    chain.join(1, rank.file)
-    assert chain.compute_fence() is rank.file.fences[-1]
 
 
 def test_parted_engines_are_the_callers(rank: Rank) -> None:
@@ -534,26 +507,6 @@ def test_a_tier_that_does_not_close_well_or_at_all_holds_up_no_other(
             end(late, OK)
     assert (running.chain.finished(), running.settled()) == ([], {}), "what comes late changes nothing"
     assert "The engine of tier 1 did not close well" in caplog.text
-
-
-def test_tiers_that_hang_are_waited_for_together(running: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain_module, "CLOSE_PATIENCE_S", 0.1)
-    for engine in running.engines:
-        engine.hangs = threading.Event()
-    began_s = time.monotonic()
-    running.chain.close(0.0)
-    assert 0.1 <= time.monotonic() - began_s < 2.5
-
-
-def test_where_no_thread_can_be_had_tiers_are_closed_one_after_the_other(
-    running: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    running.chain.close(0.1)
-    assert [len(engine.closed_within) for engine in running.engines] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ test_packer_streams.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,8 @@ import torch
 
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.engine.device_packer import DevicePacker
+from nixl_offload.engine import device_packer
+from nixl_offload.engine.device_packer import DeviceGroups, DevicePacker
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.packer import HostPacker
 from nixl_offload.engine.staging import DeviceSlot, DeviceStagingPool
@@ -136,31 +139,30 @@ def test_chunks_lie_in_their_slots_as_on_the_host_and_come_back(
     reference.gather_many(0, list(zip(ids, wanted, strict=True)), READY)
     right = np.concatenate([block_checksums(payload) for payload in wanted])
     rows = [rows_of(slot, count, block_bytes, first) for slot, count in zip(slots, counts, strict=False)]
-    sums = packer.gather(0, list(zip(ids, rows, strict=True)), ready(device))
+    sums = packer.gather_many(0, list(zip(ids, rows, strict=True)), ready(device))
     settled(sums)
-    assert sums.values().dtype == np.uint64
-    assert (sums.values() == right).all()
+    assert (np.concatenate(sums.values()) == right).all()
     for image, payload, end in zip(images, wanted, ends, strict=False):
         image[end - payload.size : end] = payload.reshape(-1)
     assert_images()
 
     headers = noise(len(counts) * HEADER_BYTES, 52).reshape(-1, HEADER_BYTES)
-    clear = [[(HEADER_BYTES, HEADER_BYTES + first * block_bytes), (end, end + 200)] for end in ends]
+    clear = [[slice(HEADER_BYTES, HEADER_BYTES + first * block_bytes), slice(end, end + 200)] for end in ends]
     memories = [slot.memory for slot in slots[:-1]]
     settled(packer.finish_images(headers, memories, clear))
     for image, header, ranges in zip(images, headers, clear, strict=False):
         image[:HEADER_BYTES] = header
-        for begin, stop in ranges:
-            image[begin:stop] = 0
+        for part in ranges:
+            image[part] = 0
     assert_images()
 
-    come, found = packer.inspect(memories, rows)
+    come, found = packer.inspect(0, memories, rows)
     settled(found)
     assert (come == headers).all()
-    assert (found.values() == right).all()
+    assert (np.concatenate(found.values()) == right).all()
 
     targets = [((each + 9) % BLOCKS).astype(np.int32) for each in ids]
-    settled(packer.scatter(0, list(zip(targets, rows, strict=True)), ready(device)))
+    settled(packer.scatter_many(0, list(zip(targets, rows, strict=True)), ready(device)))
     reference.scatter_many(0, list(zip(targets, wanted, strict=True)), READY)
     assert all((tensor.cpu().numpy() == array).all() for tensor, array in zip(tensors, arrays, strict=True))
     assert_images()
@@ -169,10 +171,10 @@ def test_chunks_lie_in_their_slots_as_on_the_host_and_come_back(
 
 def test_an_inspection_without_rows_brings_the_headers_alone(device: Device) -> None:
     slots = [torch.tensor(noise(8192, seed), device=device.torch_device) for seed in range(3)]
-    come, found = one_layer(device).inspect(slots, None)
+    come, found = one_layer(device).inspect(0, slots, [])
     settled(found)
     assert (come == [slot.cpu().numpy()[:HEADER_BYTES] for slot in slots]).all()
-    assert found.values().shape == (0,)
+    assert found.values() == []
 
 
 @pytest.mark.parametrize("ids", [[-1, 2], [0, BLOCKS], [2**31 - 1, 0]])
@@ -183,7 +185,7 @@ def test_ids_outside_the_kv_cache_are_refused(ids: list[int], device: Device) ->
     ]
     packer = DevicePacker(tensors, [[Page(0, 0, 512), Page(1, 512, 512)]], device)
     rows = torch.ones((2, 1024), dtype=torch.uint8, device=device.torch_device)
-    for call in (packer.gather, packer.scatter):
+    for call in (packer.gather_many, packer.scatter_many):
         with pytest.raises(LayoutError, match="block ids"):
             call(0, [(np.array([1, 0], dtype=np.int32), rows), (np.array(ids, dtype=np.int32), rows)], READY)
     assert rows.all()
@@ -194,7 +196,7 @@ def test_rows_that_do_not_fit_their_blocks_are_refused(device: Device) -> None:
     packer, two = one_layer(device), np.array([0, 1], dtype=np.int32)
     for count, width in ((2, 511), (3, 512)):
         rows = torch.zeros((count, width), dtype=torch.uint8, device=device.torch_device)
-        for call in (packer.gather, packer.scatter):
+        for call in (packer.gather_many, packer.scatter_many):
             with pytest.raises(LayoutError, match="rows"):
                 call(0, [(two, rows)], READY)
     right, wrong, slot = (
@@ -202,12 +204,41 @@ def test_rows_that_do_not_fit_their_blocks_are_refused(device: Device) -> None:
     )
     for rows_of_each in ([wrong, wrong], [right, wrong]):
         with pytest.raises(LayoutError, match="511"):
-            packer.inspect([slot, slot], rows_of_each)
+            packer.inspect(0, [slot, slot], rows_of_each)
 
 
-@pytest.mark.parametrize("clear", [(4095, 5000), (-100, 5000), (5000, 8193), (6000, 5000)])
-def test_only_what_lies_behind_the_header_page_can_be_cleared(clear: tuple[int, int], device: Device) -> None:
-    slot = torch.ones(8192, dtype=torch.uint8, device=device.torch_device)
-    with pytest.raises(LayoutError, match="cleared"):
-        one_layer(device).finish_images(np.zeros((1, HEADER_BYTES), np.uint8), [slot], [[(5000, 6000), clear]])
-    assert slot.all()
+@pytest.mark.parametrize(
+    ("is_gpu", "name", "is_slow"), [(True, "triton", False), (True, "torch", True), (False, "torch", False)]
+)
+def test_torchs_checksums_are_slow_on_a_real_device_alone(
+    monkeypatch: pytest.MonkeyPatch, device: Device, is_gpu: bool, name: str, is_slow: bool
+) -> None:
+    """One group's are enough. Then the host sums, and chunks go through host memory."""
+    made = iter(["triton", name])
+    monkeypatch.setattr(device_packer, "open_kernels", lambda *_: SimpleNamespace(name=next(made)))
+    where = replace(device, torch_device=torch.device("cuda")) if is_gpu else device
+    pages = [[Page(0, 0, 64)], [], [Page(0, 0, 32)]]
+    assert DeviceGroups([torch.zeros((9, 64), dtype=torch.int8)], pages, where).sums_slowly is is_slow
+
+
+def test_memory_of_a_gpu_goes_back_to_the_allocator_behind_the_work_that_is_queued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That of the host goes at once: work there is over when its call returns."""
+    kept: list[object] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("the stream of", device))
+    device_packer.keep(SimpleNamespace(is_cuda=True, device="cuda:1", record_stream=kept.append))  # type: ignore[arg-type]
+    assert kept == [("the stream of", "cuda:1")]
+    device_packer.keep(torch.zeros(1))
+
+
+def test_sums_are_told_when_they_have_come_and_not_before() -> None:
+    with ThreadedStreams() as streams:
+        packer = one_layer(emulated(streams))
+        with streams.compute.held():
+            sums = packer.sums(0, [np.array([1], dtype=np.int32)], streams.compute_fence())
+            assert not sums.done()
+            with pytest.raises(RuntimeError, match="before the device had them"):
+                sums.values()
+        settled(sums)
+        assert sums.values()[0].dtype == np.uint64

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from nixl_offload.chunk.header import HEADER_BYTES, lacks_checksums
-from nixl_offload.engine import Chunk, Completion, brought, bus_packer, slot_headers
-from nixl_offload.engine.bus_packer import BusPacker
+from nixl_offload.engine import Chunk, Completion, copies, device_packer, slot_headers
+from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.streams import READY
-from nixl_offload.engine.transfer_paths import host
+from nixl_offload.engine.transfer_paths import packed
 from nixl_offload.errors import LayoutError
 from nixl_offload.types import Location, Outcome
 from tests.unit.device_lab import Lab, open_lab
@@ -117,7 +117,7 @@ def no_sums_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
             raise AssertionError("the processor was to sum")
         return []
 
-    for module in (brought, host, slot_headers):
+    for module in (copies, packed, slot_headers):
         monkeypatch.setattr(module, "payload_checksums", refuse)
 
 
@@ -156,8 +156,8 @@ def test_every_way_through_host_memory(tmp_path: Path, shape: str, verify: str) 
             rig.expect([32, 33, 34, 35], wanted, group)
             assert rank.move(job + 5, WorkKind.FETCH, [0], group) == (OK,)
             rig.write(range(4))
-            packed = [rig.chunk(3, [0, 1, 2, 3], group=group), rig.chunk(4, [2, 3], first=2, group=group)]
-            assert rig.store(job + 6, packed) == (OK, OK)
+            stores = [rig.chunk(3, [0, 1, 2, 3], group=group), rig.chunk(4, [2, 3], first=2, group=group)]
+            assert rig.store(job + 6, stores) == (OK, OK)
             again = rig.rows([0, 1, 2, 3], group)
             assert rig.load(job + 7, [rig.chunk(3, [40, 41, 42, 43], group=group)]) == (OK,)
             rig.expect([40, 41, 42, 43], again, group)
@@ -215,11 +215,11 @@ def test_always_verifies_memory_on_the_device(tmp_path: Path) -> None:
 
 def test_batches_take_turns_for_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is room for none beside another, one goes after the other, and all arrive."""
-    monkeypatch.setattr(bus_packer, "BROUGHT_BYTES", 1)
+    monkeypatch.setattr(device_packer, "BROUGHT_BYTES", 1)
     refused: list[None] = []
-    real = BusPacker.bring
+    real = DevicePacker.bring
 
-    def counted(self: BusPacker, *arguments: Any) -> Any:
+    def counted(self: DevicePacker, *arguments: Any) -> Any:
         steps = real(self, *arguments)
         while True:
             try:
@@ -229,13 +229,13 @@ def test_batches_take_turns_for_scratch(tmp_path: Path, monkeypatch: pytest.Monk
             refused.append(None)
             yield
 
-    monkeypatch.setattr(BusPacker, "bring", counted)
+    monkeypatch.setattr(DevicePacker, "bring", counted)
     with opened(tmp_path) as (_, rank):
         rig = rank.rig
         rig.write(range(16))
         assert rig.store(0, [rig.chunk(n, list(range(4 * n, 4 * n + 4))) for n in range(4)]) == (OK,) * 4
         wanted = rig.rows(range(16))
-        with rig.engine._pump._driven._context.packer._ready.held():
+        with rig.engine._pump._driven._context.packer._beside.held():
             for n in range(4):
                 rig.engine.submit_load(n + 1, [rig.chunk(n, list(range(16 + 4 * n, 20 + 4 * n)))])
             until(lambda: len(refused) > 3)
@@ -249,12 +249,12 @@ def test_batches_that_fail_to_scatter_hold_no_scratch(tmp_path: Path, monkeypatc
     """They fill it, and their chunks, tried singly, want some of it again: kept, all would wait for each other."""
     with opened(tmp_path, verify="always") as (_, rank):
         rig, paths = rank.rig, rank.memory._pump._driven
-        bus = paths._copies.packer  # type: ignore[attr-defined]
+        bus = paths._context.packer  # type: ignore[attr-defined]
         rig.write(range(16))
         wanted = rig.rows(range(16))
         assert rank.store(0, [rank.chunk(n, list(range(4 * n, 4 * n + 4))) for n in range(4)]) == (OK,) * 4
-        monkeypatch.setattr(bus_packer, "BROUGHT_BYTES", 16 * bus._groups.block_bytes[0])
-        monkeypatch.setattr(type(paths._copies.rate_log), "error", lambda *_, **__: None)  # type: ignore[attr-defined]  # pytest keeps it
+        monkeypatch.setattr(device_packer, "BROUGHT_BYTES", 16 * bus._groups.block_bytes[0])
+        monkeypatch.setattr(type(paths._context.rate_log), "error", lambda *_, **__: None)  # type: ignore[attr-defined]  # pytest keeps it
         real, failures = bus.scatter_many, [1, 2]
 
         def scatter(*arguments: Any) -> Any:
@@ -264,7 +264,7 @@ def test_batches_that_fail_to_scatter_hold_no_scratch(tmp_path: Path, monkeypatc
             return real(*arguments)
 
         monkeypatch.setattr(bus, "scatter_many", scatter)
-        with bus._ready.held():
+        with bus._beside.held():
             for job in (1, 2):
                 numbers = (2 * job - 2, 2 * job - 1)
                 rank.memory.submit_load(job, [rank.chunk(n, list(range(16 + 4 * n, 20 + 4 * n))) for n in numbers])
@@ -295,7 +295,7 @@ def test_a_scatter_that_raises_leaves_nothing_queued(tmp_path: Path) -> None:
 def test_a_device_without_memory_has_the_host_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as (_, rank):
         bus = rank.rig.engine._pump._driven._context.packer
-        monkeypatch.setattr(bus._ready, "run", _out_of_memory)
+        monkeypatch.setattr(bus._beside, "run", _out_of_memory)
         payload = np.zeros((2, bus._groups.block_bytes[0]), dtype=np.uint8)
         found = at_once(bus.bring(0, [payload]))
         assert not found.by_device

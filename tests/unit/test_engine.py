@@ -282,25 +282,6 @@ def test_loads_overtake_stores_and_find_room(make: Make) -> None:
     assert rig.collect(1).outcomes == (OK,) * 7
 
 
-def test_stores_are_dropped_before_they_pile_up(make: Make) -> None:
-    """The queue holds four times the staging memory; what is beyond it is DROPPED at submit, and later stores work."""
-    mover = FaultyMover(CopyMover(), [Fault(0, FaultKind.STUCK, op=Op.WRITE, every=True)])
-    rig = make("per_layer", mover, staging_slots=2)
-    chunks = [rig.chunk(n % 60, [1, 2, 3, 4]) for n in range(100)]
-    rig.engine.submit_store(1, chunks)
-    until(lambda: len(mover.submitted) == 1)
-    rig.engine.submit_store(2, chunks[:20])  # may fill the place of the one in flight
-    rig.engine.submit_store(3, chunks[:20])
-    assert rig.collect(3).outcomes == (DROPPED,) * 20
-    mover.release()
-    assert rig.collect(2).outcomes[1:] == (DROPPED,) * 19
-    outcomes = rig.collect(1).outcomes
-    assert set(outcomes) == {OK, DROPPED}
-    assert 8 <= outcomes.count(OK) <= 12
-    assert outcomes[-80:] == (DROPPED,) * 80
-    assert rig.store(4, chunks[:5]) == (OK,) * 5
-
-
 # -- jobs -----------------------------------------------------------------------------------------------------------
 
 

@@ -147,14 +147,6 @@ def test_only_chunks_that_are_alike_in_all_of_it_travel_together(other: dict[str
     assert chunk(1, **ALIKE).travels_with(chunk(2, **{**ALIKE, **other})) is not bool(other)
 
 
-def test_a_job_of_no_chunks_ends_at_once() -> None:
-    table = Table()
-    table.submit(1, LOAD, [])
-    told = table.told()
-    assert told.outcomes == ()
-    assert not table.has_jobs
-
-
 def test_what_is_waited_for_goes_first_by_group_and_once() -> None:
     table = Table()
     table.submit(1, LOAD, [1, 0, 1, 0])

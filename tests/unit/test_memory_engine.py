@@ -1,7 +1,7 @@
-"""Proves: chunks of every layout come back bit for bit from host slots, whose images are those of a file once they
-have checksums; no chunk is served from a slot whose header is not its own, and with ``verify: always`` none whose bytes
-have changed; a slot is told of only when no copy is at it; ``wait`` frees source blocks and nothing
-sooner; loads overtake stores; each job ends exactly once; the thread survives what it meets, and ends with ``close``.
+"""Proves of the memory tier: chunks of every layout come back bit for bit from host slots, whose images are those of a
+file once they have checksums; no chunk is served from a slot whose header is not its own, and with ``verify: always``
+none whose bytes have changed; a slot is told of only when no copy is at it; ``wait`` frees source blocks and nothing
+sooner; what a device does not end costs its slots and nobody's wait.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ import pytest
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES, Expected, check_header
 from nixl_offload.engine import WorkKind
-from nixl_offload.engine import memory_tier as memory_module
 from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.pump import LEAKED
-from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus, Waiting
 from nixl_offload.errors import FormatError, LayoutError
 from nixl_offload.types import Location, Outcome
 from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, assert_every_part_loads, until
@@ -132,39 +130,6 @@ def test_a_chunk_stored_from_its_middle_serves_its_tail_only(make: Make, shape: 
     rig.wipe(0xEE)
     assert rig.load(2, [rig.chunk(0, [20, 21, 22], first=1)]) == (CORRUPT,)
     assert set(rig.bytes_of(range(NUM_BLOCKS))) == {0xEE}
-
-
-def test_jobs_larger_than_a_batch_go_in_several(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of two chunks and a job of nine; each outcome is its own chunk's, in the job's order."""
-    rig = make("per_layer", slow=True, verify="always")
-    size = CHUNK_BLOCKS * rig.layout.groups[0].block_bytes
-    monkeypatch.setattr(memory_module, "STORE_BATCH_BYTES", 2 * size + 1)
-    monkeypatch.setattr(memory_module, "LOAD_BATCH_BYTES", 2 * size)
-    wanted = [rig.bytes_of(range(4 * n, 4 * n + 4)) for n in range(9)]
-    rig.engine.submit_store(0, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(9)])
-    for number in range(5):
-        until(lambda number=number: len(rig.fences) > number)
-        rig.fences[number].go()
-    assert rig.collect(0).outcomes == (OK,) * 9
-    rig.memory(4)[HEADER_BYTES] ^= 1
-    rig.wipe()
-    rig.engine.submit_load(1, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(9)])
-    for number in range(5, 10):
-        until(lambda number=number: len(rig.fences) > number)
-        rig.fences[number].go()
-    assert rig.collect(1).outcomes == tuple(CORRUPT if n == 4 else OK for n in range(9))
-    for n in set(range(9)) - {4}:
-        assert rig.bytes_of(range(4 * n, 4 * n + 4)) == wanted[n]
-
-
-def test_a_chunk_larger_than_a_batch_goes_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make("per_layer", slow=True)
-    monkeypatch.setattr(memory_module, "STORE_BATCH_BYTES", 1)
-    rig.engine.submit_store(0, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(2)])
-    until(lambda: len(rig.fences) == 2)
-    for fence in rig.fences:
-        fence.go()
-    assert rig.collect(0).outcomes == (OK, OK)
 
 
 # -- never a wrong token --------------------------------------------------------------------------------------------
@@ -406,23 +371,6 @@ def test_wait_returns_when_the_copy_is_over_and_not_before(make: Make) -> None:
     assert rig.collect(0).outcomes == (OK,)
 
 
-def test_wait_drops_what_has_not_begun(make: Make) -> None:
-    """Four batches of stores are in flight on a device that is busy; the fifth job gives its blocks back."""
-    rig = make("per_layer", slow=True)
-    for job in range(5):
-        rig.engine.submit_store(job, [rig.chunk(job, range(4 * job, 4 * job + 4))])
-    until(lambda: len(rig.fences) == memory_module.MAX_STORE_BATCHES)
-    waiting = Waiting(store_bytes=CHUNK_BLOCKS * rig.layout.groups[0].block_bytes)
-    assert rig.engine.status() == TierStatus(waiting, "", TierAccess("copy", ("host",)))
-    rig.engine.wait([4, 777])
-    assert rig.collect(4).outcomes == (DROPPED,)
-    for fence in rig.fences:
-        fence.go()
-    for job in range(4):
-        assert rig.collect(job).outcomes == (OK,)
-    assert len(rig.fences) == 4
-
-
 def test_a_store_that_wait_gave_up_keeps_its_slot_until_the_copy_is_over(make: Make) -> None:
     """Its blocks change under the copy: it must not become OK; and until then its slot must not be given away."""
     rig = make("per_layer", slow=True)
@@ -438,92 +386,6 @@ def test_a_store_that_wait_gave_up_keeps_its_slot_until_the_copy_is_over(make: M
     assert rig.collect(0).errors == ("its blocks were given away meanwhile",)
     assert causes_of(rig.collect(0)) == ((FAILED, "needed_back", 1),)
     assert rig.load(1, [rig.chunk(0, [5, 6, 7, 8])]) == (CORRUPT,)
-
-
-def test_a_load_that_is_being_copied_is_waited_for(make: Make) -> None:
-    """Whatever the limit says: giving its blocks away would mean late bytes in another request's KV."""
-    rig = make("per_layer", slow=True)
-    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
-    until(lambda: len(rig.fences) == 1)
-    rig.fences[0].go()
-    wanted = rig.bytes_of([1, 2, 3, 4])
-    rig.collect(0)
-    rig.engine.submit_load(1, [rig.chunk(0, [5, 6, 7, 8])])
-    until(lambda: len(rig.fences) == 2)
-    waiter = threading.Thread(target=rig.engine.wait, args=([1], 0.01))
-    waiter.start()
-    time.sleep(0.05)
-    assert waiter.is_alive()
-    rig.fences[1].go()
-    waiter.join(5)
-    assert not waiter.is_alive()
-    assert rig.bytes_of([5, 6, 7, 8]) == wanted
-
-
-def test_loads_overtake_stores_and_expedited_ones_all(make: Make) -> None:
-    """Behind a full house of stores: the next to begin are the expedited load, the load, and then a store."""
-    rig = make("per_layer", slow=True)
-    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
-    until(lambda: len(rig.fences) == 1)
-    rig.fences[0].go()
-    rig.collect(0)
-    for job in range(1, 6):
-        rig.engine.submit_store(job, [rig.chunk(job, [1, 2, 3, 4])])
-    until(lambda: len(rig.fences) == 5)
-    rig.engine.submit_load(10, [rig.chunk(0, [5, 6, 7, 8])])
-    until(lambda: len(rig.fences) == 6)
-    rig.fences[5].go()
-    assert rig.collect(10).outcomes == (OK,)
-    for job in range(11, 15):
-        rig.engine.submit_load(job, [rig.chunk(0, [5, 6, 7, 8])])
-    until(lambda: len(rig.fences) == 10)
-    rig.engine.submit_load(15, [rig.chunk(0, [20, 21, 22, 23])])
-    rig.engine.submit_load(16, [rig.chunk(0, [30, 31, 32, 33])], expedited=True)
-    time.sleep(0.02)
-    assert len(rig.fences) == memory_module.MAX_BATCHES + 2
-    rig.wipe(0)
-    rig.fences[6].go()
-    until(lambda: len(rig.fences) == 11)
-    rig.fences[10].go()
-    assert any(rig.bytes_of([30, 31, 32, 33]))
-    assert not any(rig.bytes_of([20, 21, 22, 23]))
-    assert rig.collect(16).outcomes == (OK,)
-
-
-def test_a_queue_that_is_full_drops_stores_at_once(make: Make) -> None:
-    rig = make("per_layer", slow=True, store_queue_bytes=6 * CHUNK_BLOCKS * 4608)
-    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
-    until(lambda: len(rig.fences) == 1)
-    for job in range(1, 4):
-        rig.engine.submit_store(job, [rig.chunk(job, [1, 2, 3, 4])])
-    until(lambda: len(rig.fences) == 4)
-    rig.engine.submit_store(9, [rig.chunk(n, [1, 2, 3, 4]) for n in range(4, 12)])
-    for fence in rig.fences:
-        fence.go()
-    until(lambda: len(rig.fences) == 5)
-    rig.fences[4].go()
-    assert rig.collect(9).outcomes == (OK,) * 6 + (DROPPED,) * 2
-
-
-def test_a_load_that_waits_too_long_is_failed_and_never_copied(make: Make) -> None:
-    rig = make("per_layer", slow=True, load_timeout_s=0.1)
-    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
-    until(lambda: len(rig.fences) == 1)
-    rig.fences[0].go()
-    rig.collect(0)
-    for job in range(1, 10):
-        rig.engine.submit_load(job, [rig.chunk(0, [5, 6, 7, 8])])
-    until(lambda: len(rig.fences) == 1 + memory_module.MAX_BATCHES)
-    assert rig.collect(9).outcomes == (FAILED,)
-    for fence in rig.fences[1:]:
-        fence.go()
-    for job in range(1, 9):
-        assert rig.collect(job).outcomes == (OK,)
-    assert len(rig.fences) == 9
-
-
-def test_an_empty_job_ends(make: Make) -> None:
-    assert make("per_layer").store(0, []) == ()
 
 
 # -- failures of the copier itself ----------------------------------------------------------------------------------
@@ -597,37 +459,7 @@ def test_a_fence_that_breaks_taints_what_the_device_may_still_write_to(make: Mak
     assert rig.collect(1).outcomes == (OK,)
 
 
-def test_a_copier_that_dies_fails_every_job(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rather than have callers wait for ever for a thread that is gone."""
-    rig = make("per_layer", slow=True)
-
-    def gone(*_: object) -> None:
-        raise SystemExit
-
-    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
-    until(lambda: len(rig.fences) == 1)
-    monkeypatch.setattr(rig.engine._pump, "_launch", gone)
-    rig.engine.submit_load(1, [rig.chunk(0, [1, 2, 3, 4])])
-    assert rig.collect(0).outcomes == (TAINTED,)
-    assert rig.collect(1).outcomes == (FAILED,)
-    assert rig.store(2, [rig.chunk(0, [1, 2, 3, 4])]) == (FAILED,)
-    rig.engine.wait([0, 1, 2])
-    assert rig.engine.idle()
-    LEAKED.pop()
-
-
 # -- close ----------------------------------------------------------------------------------------------------------
-
-
-def test_close_finishes_what_there_is_and_ends_the_thread(make: Make) -> None:
-    rig = make("per_layer")
-    rig.engine.submit_store(0, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(9)])
-    assert any(thread.name == "nixl-offload-memory" for thread in threading.enumerate())
-    rig.engine.close()
-    assert rig.collect(0).outcomes == (OK,) * 9
-    assert not any(thread.name == "nixl-offload-memory" for thread in threading.enumerate())
-    assert rig.load(1, [rig.chunk(0, [1, 2, 3, 4])]) == (FAILED,)
-    rig.engine.close()
 
 
 def test_close_gives_up_what_a_device_does_not_end(make: Make, caplog: pytest.LogCaptureFixture) -> None:

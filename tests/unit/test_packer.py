@@ -12,8 +12,8 @@ import pytest
 import torch
 import xxhash
 
-from nixl_offload.engine import bus_packer as packer_module
-from nixl_offload.engine.bus_packer import BusPacker
+from nixl_offload.engine import device_packer as packer_module
+from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.packer import HostPacker
 from nixl_offload.engine.streams import READY, Device, HostStreams
@@ -98,7 +98,7 @@ def test_a_range_of_each_page() -> None:
     packer.gather_many(0, [(ids, payload)], READY)
     assert payload.tobytes() == expected(tensors, pages, ids.tolist())
     sums = [xxhash.xxh3_64_intdigest(row) for row in payload]
-    assert packer.sums(0, ids, READY).values().tolist() == sums
+    assert packer.sums(0, [ids], READY).values()[0].tolist() == sums
     wanted = [tensor.copy() for tensor in tensors]
     targets = np.array([0, 23, 9], dtype=np.int32)
     for page in pages:
@@ -139,7 +139,7 @@ def test_the_devices_packer_reckons_as_the_hosts(
     layers, sizes, stride, shift = CASES[case]
     tensors = tensors_of(layers, max(sizes), stride, shift)
     pages = [Page(layer, sum(sizes[:layer]), sizes[layer]) for layer in range(layers)]
-    packer = BusPacker([torch.from_numpy(tensor) for tensor in tensors], [pages], AT_ONCE)
+    packer = DevicePacker([torch.from_numpy(tensor) for tensor in tensors], [pages], AT_ONCE)
     reference = HostPacker(tensors, [pages])
     arrays = [np.array(each, dtype=np.int32) for each in SCATTERED]
     slots = noise(3 * 4 * sum(sizes) + 512, 8)[512:].reshape(3, 4, -1)

@@ -1,5 +1,6 @@
-"""Proves, for both packers of a device, the order of what they queue: stores and loads wait for the model's stream and
-not for each other, no fence comes before its copy, nothing waits for the device, and no error leaves anything queued.
+"""Proves, for slots on the host and on the device, the order of what a packer queues: stores and loads wait for the
+model's stream and not for each other, no fence comes before its copy, nothing waits for the device, and no error leaves
+anything queued.
 
 The device is emulated: what these say of streams and fences is said of a real one in tests/gpu.
 """
@@ -18,10 +19,9 @@ import pytest
 import torch
 
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.engine import bus_packer as packer_module
-from nixl_offload.engine.brought import BlockIds
-from nixl_offload.engine.bus_packer import BusPacker
-from nixl_offload.engine.device_packer import DevicePacker, DeviceParts
+from nixl_offload.engine import device_packer as packer_module
+from nixl_offload.engine.copies import BlockIds, SlotRows
+from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.streams import READY, Device, Fence
 from nixl_offload.errors import LayoutError
@@ -36,33 +36,29 @@ A_WHILE_S = 0.05
 
 
 class Kit:
-    """A packer of either kind over a KV cache of zeros, and a payload of four blocks, all of ones."""
+    """A packer over a KV cache of zeros, and a payload of four blocks, all of ones, on the host or on the device."""
 
-    def __init__(self, kind: type[BusPacker | DevicePacker], device: Device) -> None:
+    def __init__(self, side: str, device: Device) -> None:
         self.tensors = [torch.zeros((BLOCKS, PAGE), dtype=torch.uint8) for _ in range(LAYERS)]
         pages = [[Page(layer, layer * PAGE, PAGE) for layer in range(LAYERS)]]
         self.payload: npt.NDArray[np.uint8] = np.ones((len(IDS), LAYERS * PAGE), dtype=np.uint8)
-        self.device = device
-        self.packer = kind(self.tensors, pages, device)
+        self.side = side
+        self.packer = DevicePacker(self.tensors, pages, device)
 
     def fill(self, value: int) -> None:
         for tensor in self.tensors:
             tensor.fill_(value)
 
     def gather(self, fence: Fence, ids: BlockIds = IDS) -> Fence:
-        if isinstance(self.packer, DevicePacker):
-            return self.packer.gather(0, self.halves(ids), fence)
-        return self.packer.gather_many(0, [(ids, self.payload)], fence)
+        return self.packer.gather_many(0, self.halves(ids), fence)
 
     def scatter(self, fence: Fence, ids: BlockIds = IDS) -> Fence:
-        if isinstance(self.packer, DevicePacker):
-            return self.packer.scatter(0, self.halves(ids), fence)
-        return self.packer.scatter_many(0, [(ids, self.payload)], fence)
+        return self.packer.scatter_many(0, self.halves(ids), fence)
 
-    def halves(self, ids: BlockIds) -> DeviceParts:
-        """Two chunks, in memory that a device packer takes for the device's."""
-        payload = torch.from_numpy(self.payload)
-        return [(ids[:1], payload[:1]), (ids[1:], payload[1:])]
+    def halves(self, ids: BlockIds) -> list[tuple[BlockIds, SlotRows]]:
+        """Two chunks."""
+        payload: SlotRows = self.payload if self.side == "host" else torch.from_numpy(self.payload)
+        return [(ids[:2], payload[:2]), (ids[2:], payload[2:])]
 
     def blocks(self) -> npt.NDArray[np.uint8]:
         return np.concatenate([tensor.numpy()[IDS] for tensor in self.tensors], axis=1)
@@ -84,7 +80,7 @@ def streams() -> Iterator[ThreadedStreams]:
         yield all_of_them
 
 
-@pytest.fixture(params=[BusPacker, DevicePacker])
+@pytest.fixture(params=["host", "device"])
 def kit(request: pytest.FixtureRequest, streams: ThreadedStreams) -> Kit:
     return Kit(request.param, emulated(streams))
 
@@ -129,25 +125,23 @@ def test_no_fence_is_done_before_its_copy(kit: Kit, way: str, monkeypatch: pytes
 
 def test_sums_wait_for_the_model_and_only_where_they_must(streams: ThreadedStreams) -> None:
     """The sums of a store go behind its fence; those of a load that has come wait for no store."""
-    kit = Kit(BusPacker, emulated(streams))
-    assert isinstance(kit.packer, BusPacker)
+    kit = Kit("host", emulated(streams))
     old = block_checksums(np.zeros((len(IDS), LAYERS * PAGE), dtype=np.uint8))
     new = block_checksums(np.full((len(IDS), LAYERS * PAGE), 7, dtype=np.uint8))
     with streams.compute.held():
         streams.compute.run(partial(kit.fill, 7))
-        of_store = kit.packer.sums(0, IDS, streams.compute_fence())
-        of_load = kit.packer.sums(0, IDS, READY)
+        of_store = kit.packer.sums(0, [IDS], streams.compute_fence())
+        of_load = kit.packer.sums(0, [IDS], READY)
         settled(of_load)
-        assert (of_load.values() == old).all()
+        assert (of_load.values()[0] == old).all()
         assert not of_store.done()
     settled(of_store)
-    assert (of_store.values() == new).all()
+    assert (of_store.values()[0] == new).all()
 
 
 def test_blocks_are_cleared_behind_the_fence(streams: ThreadedStreams) -> None:
     """Only the blocks that are named, and not before the model has written to them."""
-    kit = Kit(BusPacker, emulated(streams))
-    assert isinstance(kit.packer, BusPacker)
+    kit = Kit("host", emulated(streams))
     kit.fill(1)
     with streams.compute.held():
         streams.compute.run(partial(kit.fill, 7))
@@ -162,13 +156,12 @@ def test_blocks_are_cleared_behind_the_fence(streams: ThreadedStreams) -> None:
 
 def test_headers_and_inspections_wait_for_no_step(streams: ThreadedStreams) -> None:
     """Another chunk's gather, or scatter, may be waiting for the model meanwhile."""
-    kit = Kit(DevicePacker, emulated(streams))
-    assert isinstance(kit.packer, DevicePacker)
+    kit = Kit("device", emulated(streams))
     slot, headers = torch.zeros(8192, dtype=torch.uint8), np.full((1, 4096), 5, dtype=np.uint8)
     with streams.compute.held():
         waiting = [kit.gather(streams.compute_fence()), kit.scatter(streams.compute_fence())]
         settled(kit.packer.finish_images(headers, [slot], [[]]))
-        settled(kit.packer.inspect([slot], [slot[4096:].view(4, 1024)])[1])
+        settled(kit.packer.inspect(0, [slot], [slot[4096:].view(4, 1024)])[1])
         assert not any(fence.done() for fence in waiting)
     for fence in waiting:
         settled(fence)
@@ -201,40 +194,36 @@ class Failing(ThreadedStream):
             raise RuntimeError("out of memory")
 
 
+@pytest.mark.parametrize("side", ["host", "device"])
 @pytest.mark.parametrize(
-    ("kind", "way", "where", "at"),
+    ("way", "where", "at"),
     [
-        (BusPacker, "gather", "run", 2),
-        (BusPacker, "gather", "record", 1),
-        (BusPacker, "scatter", "run", 2),
-        (BusPacker, "scatter", "record", 1),
-        (DevicePacker, "gather", "record", 1),
-        (DevicePacker, "scatter", "record", 1),
-        (DevicePacker, "finish_images", "record", 1),
-        (DevicePacker, "inspect", "record", 1),
+        ("gather", "run", 2),
+        ("gather", "record", 1),
+        ("scatter", "run", 2),
+        ("scatter", "record", 1),
+        ("finish_images", "record", 1),
+        ("inspect", "record", 1),
     ],
 )
 def test_when_a_call_fails_nothing_of_it_is_under_way_any_more(
-    kind: type[Any], way: str, where: str, at: int, streams: ThreadedStreams, monkeypatch: pytest.MonkeyPatch
+    side: str, way: str, where: str, at: int, streams: ThreadedStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots and blocks are given to others then: what was queued before the failure must not land in them."""
     monkeypatch.setattr(packer_module, "SCRATCH_BYTES", 1)
-    kit = Kit(kind, emulated(streams))
+    kit = Kit(side, emulated(streams))
     failing = Failing(streams, where, at)
     for name in ("_out", "_in", "_beside"):
-        monkeypatch.setattr(kit.packer, name, failing, raising=kind is DevicePacker)
+        monkeypatch.setattr(kit.packer, name, failing)
     slot, headers = torch.zeros(8192, dtype=torch.uint8), np.full((1, 4096), 5, dtype=np.uint8)
-    halves = [(IDS[:2], kit.payload[:2]), (IDS[2:], kit.payload[2:])]
-    calls: dict[tuple[type[Any], str], Callable[[Any], object]] = {
-        (BusPacker, "gather"): lambda packer: packer.gather_many(0, halves, READY),
-        (BusPacker, "scatter"): lambda packer: packer.scatter_many(0, halves, READY),
-        (DevicePacker, "gather"): lambda packer: kit.gather(READY),
-        (DevicePacker, "scatter"): lambda packer: kit.scatter(READY),
-        (DevicePacker, "finish_images"): lambda packer: packer.finish_images(headers, [slot], [[(4096, 5000)]]),
-        (DevicePacker, "inspect"): lambda packer: packer.inspect([slot], None),
+    calls: dict[str, Callable[[], object]] = {
+        "gather": lambda: kit.gather(READY),
+        "scatter": lambda: kit.scatter(READY),
+        "finish_images": lambda: kit.packer.finish_images(headers, [slot], [[slice(4096, 5000)]]),
+        "inspect": lambda: kit.packer.inspect(0, [slot], []),
     }
     with pytest.raises(RuntimeError, match="out of memory"):
-        calls[kind, way](kit.packer)
+        calls[way]()
     memory = (kit.payload, kit.blocks(), slot.numpy())
     then = [each.copy() for each in memory]
     failing.told.set()

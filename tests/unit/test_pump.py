@@ -5,11 +5,9 @@ and stops each time that it would sleep.
 
 from __future__ import annotations
 
-import gc
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -19,7 +17,7 @@ from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine import pump
 from nixl_offload.engine.batch import Batch, Steps
 from nixl_offload.engine.jobs import JobTable, TierQueue
-from nixl_offload.engine.pump import MAX_FAILED_PASSES, STEP_ALL_S, InFlight, Pauses, Pump, leak
+from nixl_offload.engine.pump import MAX_FAILED_PASSES, STEP_ALL_S, InFlight, Pauses, Pump
 from nixl_offload.engine.records import Chunk, Completion, Job
 from nixl_offload.engine.staging import Slot, SlotPool
 from nixl_offload.engine.states import Lane, WorkKind
@@ -268,66 +266,6 @@ def test_it_sleeps_until_the_mover_may_have_news(world: World) -> None:
     assert world.paths.stepped() == [batch], "it may have been given up"
 
 
-def test_with_news_those_are_moved_on_that_do_not_wait_for_others(world: World) -> None:
-    one, other = world.begin(1, LOAD), world.begin(2, LOAD)
-    one.transfers, other.transfers = transfers(1), transfers(2)
-    world.paths.quiet_s = 3.0
-    world.next(STEP_ALL_S)
-    one.transfers[0].state = other.transfers[0].state = TransferState.DONE
-    world.paths.stepped()
-    assert world.next() == 3.0
-    assert world.paths.stepped() == [], "the mover has said that there is nothing new"
-    world.paths.quiet_s = 0.0
-    world.next()
-    assert world.paths.stepped() == [one]
-    other.parts_s = world.queue.now_s
-    world.next()
-    assert world.paths.stepped() == [one, other]
-
-
-def test_a_batch_that_can_go_on_is_looked_at_between_polls(world: World) -> None:
-    """It waits for a fence, say, of which no mover knows."""
-    waits, goes_on = world.begin(1, LOAD), world.begin(2, LOAD)
-    waits.transfers = transfers(1)
-    world.paths.quiet_s = 3.0
-    world.next(STEP_ALL_S)
-    world.paths.stepped()
-    assert world.next() == PAUSES.poll_s
-    assert world.paths.stepped() == [goes_on]
-
-
-def test_late_chunks_are_parted_from_in_time_although_the_mover_has_no_news(world: World) -> None:
-    batch = world.begin(1, LOAD)
-    batch.transfers, batch.parts_s = transfers(2), 0.0
-    world.paths.quiet_s = 3.0
-    world.next(STEP_ALL_S)
-    world.paths.stepped()
-    world.next()
-    assert world.paths.stepped() == [], "that is to be set when the first has arrived"
-    batch.transfers[0].state = TransferState.DONE
-    batch.parts_s = world.queue.now_s + 0.1
-    world.paths.quiet_s = 0.0
-    world.next()
-    world.paths.quiet_s = 3.0
-    world.paths.stepped()
-    world.next(0.099)
-    assert world.paths.stepped() == []
-    world.next(0.001)
-    assert world.paths.stepped() == [batch]
-
-
-def test_what_is_new_is_moved_on_although_all_others_wait(world: World) -> None:
-    batch = world.begin(1, LOAD)
-    batch.transfers = transfers(1)
-    world.paths.quiet_s = 3.0
-    world.next(STEP_ALL_S)
-    world.submit(2, LOAD)
-    assert world.next() == PAUSES.poll_s
-    world.paths.stepped()
-    world.next()
-    assert world.paths.stepped() == [world.paths.begun[-1]]
-
-
 # -- what begins ----------------------------------------------------------------------------------------------------
 
 
@@ -495,33 +433,6 @@ def test_chunks_that_were_forgotten_fail_and_the_others_keep_their_outcome(
     assert "without an outcome" in caplog.text
 
 
-def test_parts_of_a_batch_go_on_when_it_has_ended(world: World) -> None:
-    def parting(batch: Batch) -> Steps:
-        batch.split([[chunk] for chunk in batch.alive], world.paths.wait)
-        yield from ()
-
-    world.paths.does = parting
-    world.submit(1, LOAD, 2)
-    world.next()
-    parts = world.paths.begun[0].parts
-    assert len(parts) == 2
-    world.paths.does = world.paths.wait
-    world.end(parts[0])
-    assert world.table.drain() == []
-    world.end(parts[1])
-    assert world.told().outcomes == (OK, OK)
-    assert world.next() is None
-
-
-def test_a_load_is_given_up_when_its_time_is_over(world: World) -> None:
-    batch = world.begin(1, LOAD)
-    world.next(LOAD_TIMEOUT_S - 0.1)
-    assert world.table.drain() == []
-    world.next(0.2)
-    assert world.told().outcomes == (FAILED,)
-    world.end(batch)
-
-
 def test_others_may_have_the_interpreter_between_two_pieces_of_work(world: World) -> None:
     """Of batches that go on, end and begin; and after a sleep another stretch begins."""
 
@@ -583,16 +494,6 @@ def test_it_survives_many_failures_but_not_one_in_a_row_more(
     assert (told.outcomes, told.errors) == ((FAILED,), ("the pump ended unexpectedly",))
 
 
-def test_a_mover_that_tells_from_the_first_look_on_stumbles_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    paths = Paths()
-    paths.quiet_s = 3.0
-    world = World(paths)
-    world.end(world.begin(1, LOAD))
-    assert world.told().outcomes == (OK,)
-    world.stop()
-    assert "stumbled" not in caplog.text
-
-
 def some_steps(count: int, each: Callable[[], None] = lambda: None) -> Callable[[Batch], Steps]:
     """What a batch does that has so many steps before its end."""
 
@@ -604,14 +505,6 @@ def some_steps(count: int, each: Callable[[], None] = lambda: None) -> Callable[
             chunk.end(OK)
 
     return steps
-
-
-def test_it_is_woken_to_end(world: World, leaked: list[object]) -> None:
-    world.queue.is_played = False
-    assert world.next() is None
-    world.pump.stop(0.0, patience_s=PATIENCE_S)
-    assert not world.thread.is_alive()
-    assert (world.paths.closed, leaked) == (1, [])
 
 
 def test_it_finishes_what_is_there_before_it_ends(world: World, leaked: list[object]) -> None:
@@ -641,20 +534,6 @@ def test_it_waits_for_what_is_under_way_of_jobs_that_were_given_up(world: World,
     assert (world.paths.closed, leaked) == (1, [])
 
 
-def test_it_waits_for_room_for_what_is_queued(world: World) -> None:
-    world.paths.limit = 0
-    world.submit(1, STORE)
-    world.paths.does = some_steps(1)
-    looks = iter(range(10**6))
-
-    def look() -> None:
-        world.paths.limit = int(next(looks) >= 3)
-
-    world.paths.look = look  # type: ignore[method-assign]
-    world.stop(PATIENCE_S)
-    assert world.told().outcomes == (OK,)
-
-
 def test_a_deadline_ends_what_does_not_end_and_its_memory_is_kept(
     world: World, leaked: list[object], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -677,71 +556,8 @@ def test_a_deadline_ends_what_does_not_end_and_its_memory_is_kept(
     assert "5 transfers did not end" in caplog.text
 
 
-def test_the_deadline_counts_from_stop(world: World) -> None:
-    """By the engine's clock."""
-
-    def tick() -> None:
-        if not world.queue.is_played:
-            world.queue.now_s += 1.0
-
-    world.paths.does = some_steps(9, tick)
-    world.begin(1, LOAD)
-    world.begin(2, LOAD)
-    world.stop(30.0)
-    assert [told.outcomes for told in world.table.drain()] == [(OK,)] * 2
-
-
-def test_a_pump_that_takes_a_moment_is_waited_for(world: World, leaked: list[object]) -> None:
-    world.begin(1, LOAD)
-    world.paths.does = some_steps(1, lambda: time.sleep(0.05))
-    world.submit(2, LOAD)
-    world.stop(0.0)
-    assert not world.thread.is_alive()
-    assert len(leaked) == 1, "what is in flight, not the pump"
-
-
-def test_a_pump_that_hangs_is_left_behind_with_its_memory(
-    world: World, leaked: list[object], caplog: pytest.LogCaptureFixture
-) -> None:
-    hang, hangs = threading.Event(), threading.Event()
-
-    def step() -> None:
-        hangs.set()
-        hang.wait(PATIENCE_S)
-
-    world.paths.does = some_steps(1, step)
-    world.submit(1, STORE)
-    world.queue.is_played = False
-    world.queue.goes_on.put(None)
-    try:
-        assert hangs.wait(PATIENCE_S)
-        world.pump.stop(0.0, patience_s=0.05)
-        told = world.told()
-        assert (told.outcomes, told.errors) == ((FAILED,), ("the engine was closed while storage hung",))
-        assert leaked == [world.pump]
-        assert world.thread.daemon, "it holds up no end of the process"
-        assert "hangs in a system call" in caplog.text
-    finally:
-        hang.set()
-
-
 def test_what_does_not_close_is_kept(world: World, leaked: list[object], caplog: pytest.LogCaptureFixture) -> None:
     world.paths.is_broken = True
     world.stop()
     assert leaked == [world.paths]
     assert "Closing links and movers failed" in caplog.text
-
-
-def test_what_is_left_behind_is_known_and_never_freed() -> None:
-    """See also ``tests/faults/test_interpreter_end.py``."""
-
-    class Memory:
-        pass
-
-    memory = Memory()
-    lives = weakref.ref(memory)
-    leak(memory)
-    assert pump.LEAKED.pop() is memory
-    del memory
-    gc.collect()
-    assert lives() is not None

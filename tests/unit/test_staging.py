@@ -4,17 +4,12 @@ twice or once retired; a device gives what it can spare, and says when it cannot
 
 from __future__ import annotations
 
-import errno
 import logging
-import mmap
-import os
 import time
 
-import numpy as np
 import pytest
 import torch
 
-from nixl_offload.engine import staging
 from nixl_offload.engine.staging import DeviceStagingPool, StagingPool
 from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.errors import MoverError
@@ -25,24 +20,6 @@ from tests.unit.device_rig import ThreadedStreams, emulated
 DEVICE = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
 
 
-def test_slots_are_aligned_disjoint_and_inside_the_region() -> None:
-    pool = StagingPool(slot_bytes=5000, budget_bytes=8192 * 5 + 100)
-    assert pool.slot_bytes == 8192
-    slots = [pool.acquire() for _ in range(5)]
-    assert pool.acquire() is None
-    assert pool.free == 0
-    for index, slot in enumerate(slots):
-        assert slot is not None
-        assert slot.memory.ctypes.data % PAGE_BYTES == 0
-        assert slot.memory.ctypes.data == pool.region.address + slot.offset_bytes
-        assert slot.memory.nbytes == 8192
-        slot.memory[:] = index
-    for index, slot in enumerate(slots):
-        assert slot is not None
-        assert (slot.memory == index).all()
-    assert pool.region.length_bytes == 5 * 8192
-
-
 def test_a_budget_too_small_for_two_slots_is_exceeded_and_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         pool = StagingPool(slot_bytes=1 << 20, budget_bytes=4096)
@@ -51,42 +28,6 @@ def test_a_budget_too_small_for_two_slots_is_exceeded_and_said(caplog: pytest.Lo
         caplog.clear()
         StagingPool(slot_bytes=1 << 20, budget_bytes=2 << 20)
         assert not caplog.records, "two are enough"
-
-
-@pytest.mark.parametrize(("begins_at", "asked"), [(0, [5]), (512, [5, 6])])
-def test_page_locked_slots_are_aligned_too_and_take_no_page_more_than_they_must(
-    monkeypatch: pytest.MonkeyPatch, begins_at: int, asked: list[int]
-) -> None:
-    """Torch may give such memory from anywhere in a page."""
-    area = np.frombuffer(mmap.mmap(-1, 16 * PAGE_BYTES), dtype=np.uint8)
-    lengths = []
-
-    def empty(length_bytes: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-        assert (dtype, pin_memory) == (torch.uint8, True)
-        lengths.append(length_bytes)
-        return torch.from_numpy(area[begins_at : begins_at + length_bytes])
-
-    monkeypatch.setattr(torch, "empty", empty)
-    pool = StagingPool(slot_bytes=PAGE_BYTES, budget_bytes=5 * PAGE_BYTES, pinned=True)
-    assert [length_bytes // PAGE_BYTES for length_bytes in lengths] == asked
-    assert (pool.slots_total, pool.region.length_bytes) == (5, 5 * PAGE_BYTES)
-    assert pool.region.address % PAGE_BYTES == 0
-    first, *_, last = (pool.acquire() for _ in range(5))
-    assert first is not None
-    assert last is not None
-    first.memory[:], last.memory[:] = 1, 5
-    begin = PAGE_BYTES if begins_at else 0
-    assert (area[begin : begin + PAGE_BYTES] == 1).all()
-    assert (area[begin + 4 * PAGE_BYTES : begin + 5 * PAGE_BYTES] == 5).all()
-
-
-def test_memory_that_cannot_be_had_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(*arguments: object, **options: object) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    monkeypatch.setattr(staging.mmap, "mmap", no_memory)
-    with pytest.raises(MoverError, match=r"16KiB of host memory for staging: Cannot allocate memory; lower staging"):
-        StagingPool(slot_bytes=4096, budget_bytes=4 * 4096)
 
 
 def test_a_retired_slot_never_comes_back() -> None:
@@ -172,15 +113,3 @@ def test_slots_on_a_device_are_aligned_disjoint_and_inside_one_region_of_it(capl
         pool.release(slots[1])
     assert (pool.usable, pool.free) == (4, 1)
     assert "staging_bytes" not in caplog.text
-
-
-def test_a_device_with_too_little_memory_gets_half_as_many_slots_again_and_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One warning, that says how many."""
-    limited(monkeypatch, 9 << 20)
-    pool = DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=DEVICE)
-    assert pool.slots_total == 7
-    assert pool.region.length_bytes == 7 << 20
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "7 slots of 1048576 bytes are used instead of 30" in caplog.text

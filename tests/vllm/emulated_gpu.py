@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from nixl_offload.engine import brought, engine, packer, slot_headers
+from nixl_offload.engine import copies, engine, packer, slot_headers
 from nixl_offload.engine.autotune import TransferPlan
 from nixl_offload.engine.streams import Device
-from nixl_offload.engine.transfer_paths import host
+from nixl_offload.engine.transfer_paths import packed
 from nixl_offload.movers.base import MemoryKind
 from nixl_offload.vllm import rank_tiers
 from tests.unit.device_rig import ThreadedStreams
@@ -62,7 +62,7 @@ if NO_SUMS in os.environ:
             raise AssertionError("the processor was to sum")
         return []
 
-    for _path in (brought, host, slot_headers):
+    for _path in (copies, packed, slot_headers):
         _path.payload_checksums = _refuse  # type: ignore[attr-defined]
 
 

@@ -22,30 +22,26 @@ from nixl_offload.chunk.header import ExpectedRows, HeaderRows, Pages, check_hea
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import image
 from nixl_offload.engine.batch import Batch, Steps
-from nixl_offload.engine.brought import Payload, ScatterSource
-from nixl_offload.engine.device_packer import DevicePacker
-from nixl_offload.engine.engine_memory import EngineMemory, HostSlots
-from nixl_offload.engine.image import GroupPlan, Spans
+from nixl_offload.engine.copies import Packer, Payload
+from nixl_offload.engine.image import GroupPlan, Spans, TransferPath, host_slot
 from nixl_offload.engine.jobs import JobTable
-from nixl_offload.engine.link_memory import LinkMemory
-from nixl_offload.engine.packer import Packer, Sums
+from nixl_offload.engine.link_memory import HostSlots, LinkMemory
 from nixl_offload.engine.pump import PumpPaths
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.records import Chunk
-from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool, SlotT
 from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.checked import CheckedChunks
 from nixl_offload.engine.turn import Turn
 from nixl_offload.errors import LayoutError, MoverError, TierError
-from nixl_offload.movers.base import MemoryId, Mover, Op, Transfer, TransferState
+from nixl_offload.movers.base import Op, Transfer, TransferState
 from nixl_offload.tiers.base import Link, Target
 from nixl_offload.types import Outcome
 
 PART_AFTER_S = 0.1
 """Chunks with transfers of their own wait so long for the last of their batch, or as long as the first of them took if
 that is longer. Then those that have arrived go on without the others."""
-MAC_STEP_BYTES = 4 << 20
-"""About a millisecond on one core. Then the pump looks at its other batches."""
+STEP_BYTES = 4 << 20
+"""Summed or signed by one core, about a millisecond. Then the pump looks at its other batches."""
 QUARANTINE_S = 30.0
 """A transfer that failed with late I/O still possible keeps what it writes to this long before others may have it: a
 direct load its KV blocks, a store its location. Siblings of a failed transfer were seen to go on for two seconds;
@@ -68,34 +64,6 @@ def out_of_use(link: Link) -> str:
     return f"storage is out of use: {link.trouble}"
 
 
-def any_slot_of(chunk: Chunk) -> Slot | DeviceSlot:
-    """Return the slot in which a chunk lies: of the host slab, or of staging."""
-    slot = chunk.host if chunk.host is not None else chunk.slot
-    assert slot is not None
-    return slot
-
-
-def slot_of(chunk: Chunk) -> Slot:
-    """As ``any_slot_of``, where it is in host memory."""
-    slot = any_slot_of(chunk)
-    assert isinstance(slot, Slot)
-    return slot
-
-
-def rows_to_scatter(chunk: Chunk, plan: GroupPlan) -> ScatterSource:
-    """Return the blocks that a load wants of an image: on the device, if they were summed there."""
-    if chunk.brought is None:
-        return image.rows(slot_of(chunk), plan, chunk)
-    begin = chunk.first_block - chunk.brought_from
-    return chunk.brought[begin : begin + len(chunk.block_ids)]
-
-
-def sums_of_each(chunks: Sequence[Chunk], sums: Sums) -> list[npt.NDArray[np.uint64]]:
-    """Return each chunk's share of the checksums of all their blocks."""
-    ends = np.cumsum([len(chunk.block_ids) for chunk in chunks])
-    return np.split(sums.values(), ends[:-1])
-
-
 def _by_transfer(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     """Part chunks by their own transfers: those that have arrived, those that are under way, and each that failed."""
     by_state: dict[TransferState, list[Chunk]] = {state: [] for state in TransferState}
@@ -106,8 +74,8 @@ def _by_transfer(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copies:
-    """What a tier's engine has for all batches: enough for the memory tier, where nothing but copies is made."""
+class Context:
+    """What a tier's engine has for all batches, and what all paths do with it."""
 
     table: JobTable
     layout: KVLayout
@@ -118,12 +86,17 @@ class Copies:
     """By group, what headers carry."""
     verify_checksum: bool
     rate_log: RateLog
+    link_memory: LinkMemory | None = None
+    """None: of the memory tier, which makes nothing but copies."""
+    keys: ChunkKeys | None = None
+    """None: chunks are not authenticated."""
     turn: Turn = field(default_factory=Turn)
 
     @property
-    def mover(self) -> Mover | None:
-        """Of all transfers."""
-        return None
+    def linked(self) -> LinkMemory:
+        """The link of a tier that has one."""
+        assert self.link_memory is not None
+        return self.link_memory
 
     def clock(self) -> float:
         """Return the table's time."""
@@ -199,7 +172,7 @@ class Copies:
 
     def begin(self, batch: Batch, plan: GroupPlan, phase: Phase, again: Phase | None = None) -> Steps:
         """Return the steps of ``batch`` from ``phase`` on. ``again`` as for ``run``."""
-        batch.mover = self.mover
+        batch.mover = None if self.link_memory is None else self.link_memory.link.mover
         return self.run(batch, plan, phase, again)
 
     def abandon(self, batch: Batch, error: str | None) -> None:
@@ -209,6 +182,10 @@ class Copies:
 
     def let_go(self, chunk: Chunk, error: str | None) -> None:
         """As ``abandon``, of one chunk."""
+        target, chunk.target = chunk.target, None
+        if target is not None:
+            link = self.linked.link
+            (link.fail_write if chunk.kind.writes else link.fail_read)(target, error)
 
     def advance_or_end(self, batch: Batch, state: ChunkState) -> bool:
         """Move the chunks of a batch on; end those that were given up. Whether any is left."""
@@ -219,13 +196,6 @@ class Copies:
                 self.let_go(chunk, None)
                 chunk.end(Outcome.FAILED, "its blocks were given away meanwhile", "needed_back")
         return any(going)
-
-    def scatter(self, batch: Batch, plan: GroupPlan, chunks: Sequence[Chunk]) -> Steps:
-        """Copy verified images to KV blocks."""
-        copies = [(chunk.block_ids, rows_to_scatter(chunk, plan)) for chunk in chunks]
-        scattered = self.packer.scatter_many(chunks[0].group, copies, chunks[0].job.fence)
-        self.turn.begin()  # on the host it has been copied by now, without the interpreter
-        yield from batch.passes([scattered])
 
     def settle(self, batch: Batch) -> Steps:
         """Poll until nothing of the batch is under way."""
@@ -284,28 +254,13 @@ class Copies:
         checked.end_corrupt()
         return checked
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Context(Copies):
-    """As ``Copies``, with the link of a tier."""
-
-    device_packer: DevicePacker | None
-    """None: nothing is packed on the device."""
-    memory: EngineMemory
-    link_memory: LinkMemory
-    keys: ChunkKeys | None
-    """None: chunks are not authenticated."""
-
-    @property
-    def mover(self) -> Mover | None:
-        return self.link_memory.link.mover
-
     # -- slots ------------------------------------------------------------------------------------------------------
 
-    def take_slots(self, batch: Batch, pool: SlotPool[SlotT] | None) -> None:
+    def take_slots(self, batch: Batch, path: TransferPath) -> None:
         """Take a slot for each chunk that has none: when a phase begins again with single chunks, they have theirs. A
         chunk for which none is left is FAILED.
         """
+        pool = self.linked.pools.get(path)
         for chunk in [chunk for chunk in batch.alive if chunk.slot is None]:
             chunk.slot = pool.acquire() if pool is not None else None
             if chunk.slot is not None:
@@ -322,7 +277,7 @@ class Context(Copies):
 
         Asked for each thing that is opened: the answer may be yes for a single trial.
         """
-        link, goes = self.link_memory.link, False
+        link, goes = self.linked.link, False
         may_go = link.may_store if batch.chunks[0].kind.writes else link.may_load
         for number, chunk in enumerate(batch.alive):
             if number == 0 or not link.shares_file:
@@ -333,7 +288,7 @@ class Context(Copies):
 
     def open_targets(self, batch: Batch, plan: GroupPlan) -> Generator[None, None, list[Chunk]]:
         """Begin a read or write of each chunk; return those that can be moved. A chunk that cannot be is FAILED."""
-        link, writes = self.link_memory.link, batch.kind.writes
+        link, writes = self.linked.link, batch.kind.writes
         begin = link.begin_write if writes else link.begin_read
 
         def begun(chunk: Chunk, target: Target) -> None:
@@ -378,14 +333,12 @@ class Context(Copies):
             if running:
                 yield
 
-    def write(self, batch: Batch, plan: GroupPlan, phase: Phase, memory: MemoryId | None, spans_of: SpansOf) -> Steps:
+    def write(self, batch: Batch, plan: GroupPlan, phase: Phase, spans_of: SpansOf) -> Steps:
         """Write slots, and end their chunks. ``phase`` is the caller, for chunks that are to go singly."""
-        yield from self._move(batch, plan, Op.WRITE, memory, spans_of)
+        yield from self._move(batch, plan, Op.WRITE, spans_of)
         yield from self.arrive(batch, plan, phase, lambda batch: self.finish_writes(batch, plan, phase))
 
-    def read(
-        self, batch: Batch, plan: GroupPlan, phase: Phase, memory: MemoryId | None, spans_of: SpansOf, use: Use
-    ) -> Steps:
+    def read(self, batch: Batch, plan: GroupPlan, phase: Phase, spans_of: SpansOf, use: Use) -> Steps:
         """Read into slots; ``use`` is what becomes of the chunks that have arrived. ``phase`` as for ``write``."""
 
         def finish(batch: Batch) -> Steps:
@@ -393,23 +346,19 @@ class Context(Copies):
             if arrived:
                 yield from use(batch, arrived)
 
-        yield from self._move(batch, plan, Op.READ, memory, spans_of)
+        yield from self._move(batch, plan, Op.READ, spans_of)
         yield from self.arrive(batch, plan, phase, finish, self.settle_load)
 
-    def _move(self, batch: Batch, plan: GroupPlan, op: Op, memory: MemoryId | None, spans_of: SpansOf) -> Steps:
-        def start(chunks: Sequence[Chunk]) -> Iterator[Transfer]:
-            parts = [(any_slot_of(chunk), chunk.target, spans_of(chunk)) for chunk in chunks]
-            return self.link_memory.submit(op, memory, parts)
-
+    def _move(self, batch: Batch, plan: GroupPlan, op: Op, spans_of: SpansOf) -> Steps:
         yield from self.open_targets(batch, plan)
         self.turn.pause()
-        self.start_transfers(batch, start)
+        self.start_transfers(batch, lambda chunks: self.linked.submit(op, chunks, spans_of))
 
     def start_transfers(self, batch: Batch, start: Callable[[Sequence[Chunk]], Iterator[Transfer]]) -> None:
         """Move all chunks at once where they lie in one file. Else each has transfers of its own; one that the mover
         refuses is FAILED.
         """
-        if self.link_memory.link.shares_file:
+        if self.linked.link.shares_file:
             for transfer in start(batch.alive):
                 batch.transfers.append(transfer)  # at once: the next one may raise
                 self.turn.pause()
@@ -443,7 +392,7 @@ class Context(Copies):
         def go_on(context: Context, part: Batch, plan: GroupPlan) -> Steps:
             return context.arrive(part, plan, phase, finish, settle)
 
-        may_part = len(batch.chunks) > 1 and not self.link_memory.link.shares_file
+        may_part = len(batch.chunks) > 1 and not self.linked.link.shares_file
         if may_part and 0 < len(batch.alive) < len(batch.chunks):
             # What was refused ends now, and gives its slots back.
             batch.split([batch.alive], lambda part: self.begin(part, plan, go_on, phase))
@@ -474,7 +423,7 @@ class Context(Copies):
                 for chunk in waited_for:
                     if chunk.state is ChunkState.DONE:
                         chunk.is_overdue = True
-                        self.link_memory.link.overdue()
+                        self.linked.link.overdue()
                 waited_for = [chunk for chunk in waited_for if not chunk.is_overdue]
             yield
 
@@ -498,7 +447,7 @@ class Context(Copies):
         for chunk in chunks:
             target, chunk.target = chunk.target, None
             assert target is not None
-            calls.append(self.link_memory.link.end_write(target))
+            calls.append(self.linked.link.end_write(target))
         yield from self._ask_link(chunks, calls, lambda chunk, _: chunk.end(Outcome.OK))
 
     def finish_reads(self, batch: Batch, plan: GroupPlan, phase: Phase) -> list[Chunk]:
@@ -510,7 +459,7 @@ class Context(Copies):
             for chunk in batch.chunks:
                 target, chunk.target = chunk.target, None
                 if target is not None:
-                    self.link_memory.link.end_read(target)
+                    self.linked.link.end_read(target)
         if failure is None:
             return batch.alive
         self.abandon(batch, failure.error or "read failed")
@@ -519,23 +468,19 @@ class Context(Copies):
             chunk.end(Outcome.FAILED, failure.error, "missing" if failure.missing else "io")
         return []
 
-    def let_go(self, chunk: Chunk, error: str | None) -> None:
-        link, target, chunk.target = self.link_memory.link, chunk.target, None
-        if target is not None:
-            (link.fail_write if chunk.kind.writes else link.fail_read)(target, error)
-
     def authenticate(self, batch: Batch, checked: CheckedChunks, plan: GroupPlan) -> Steps:
-        """Compare the MACs of images that were read whole, before anything else believes in them; a chunk without a
-        right one is CORRUPT.
+        """Where chunks are authenticated: compare the MACs of images that were read whole, before anything else
+        believes in them. A chunk without a right one is CORRUPT.
         """
-        assert self.keys is not None, "asked for where chunks are authenticated"
+        if self.keys is None:
+            return
         read_bytes = 0
         for chunk in batch.alive:
-            slot = slot_of(chunk)
+            slot = host_slot(chunk)
             rows = image.valid_rows(slot, plan, checked.first_valid_block(chunk))
             checked.authenticate(chunk, self.keys, image.header_page(slot), rows)
             read_bytes += rows.nbytes
-            if read_bytes >= MAC_STEP_BYTES:
+            if read_bytes >= STEP_BYTES:
                 read_bytes = 0
                 yield
 
@@ -543,9 +488,9 @@ class Context(Copies):
 class TierPaths(PumpPaths):
     """Makes batches of chunks whose numbers fit."""
 
-    def __init__(self, context: Copies, plans: Sequence[GroupPlan], keep_alive: Sequence[object]) -> None:
+    def __init__(self, context: Context, plans: Sequence[GroupPlan], keep_alive: Sequence[object]) -> None:
         """``plans`` is indexed by group; ``keep_alive``: what must live as long as I/O may touch its memory."""
-        self._copies = context
+        self._context = context
         self._plans = plans
         self._keep_alive = keep_alive
         self.turn = context.turn
@@ -566,11 +511,11 @@ class TierPaths(PumpPaths):
                     raise LayoutError(fault)
                 self._find_slot(chunk, plan)
             except LayoutError as error:
-                self._copies.rate_log.error("LayoutError", "A chunk could not be moved: %s", error)
+                self._context.rate_log.error("LayoutError", "A chunk could not be moved: %s", error)
                 chunk.end(Outcome.FAILED, str(error), "layout")
         if batch.alive:
             self.turn.pause()
-            yield from self._copies.begin(batch, plan, self._phase(first, plan))
+            yield from self._context.begin(batch, plan, self._phase(first, plan))
 
     def _find_slot(self, chunk: Chunk, plan: GroupPlan) -> None:
         """Look up the host slot of a chunk that takes one. Raises LayoutError where there is none."""

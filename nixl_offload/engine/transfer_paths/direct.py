@@ -6,17 +6,14 @@ Threading and ownership: see ``common``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-
-import numpy as np
 
 from nixl_offload.engine.batch import Batch, Steps
-from nixl_offload.engine.image import GroupPlan
-from nixl_offload.engine.packer import Sums
+from nixl_offload.engine.copies import Summed
+from nixl_offload.engine.image import GroupPlan, host_slot
 from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.states import ChunkState
-from nixl_offload.engine.transfer_paths.common import Context, slot_of, sums_of_each
-from nixl_offload.movers.base import Op, Transfer
+from nixl_offload.engine.transfer_paths.common import Context
+from nixl_offload.movers.base import Op
 from nixl_offload.types import Outcome
 
 logger = logging.getLogger(__name__)
@@ -27,15 +24,15 @@ LATE_S = 30.0
 
 def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Sum the blocks where they lie, then write them. They are free once the mover has read them."""
-    context.take_slots(batch, context.memory.pages)
+    context.take_slots(batch, "direct")
     if not context.may_go(batch):
         return
     chunks = batch.alive
     # The sums come after the job's fence, for which no mover would wait.
     sums = _sums(context, chunks)
     yield from batch.passes([sums])
-    for chunk, encoded in zip(chunks, context.encode(batch, plan, sums_of_each(chunks, sums)), strict=True):
-        slot_of(chunk).memory[:] = encoded
+    for chunk, encoded in zip(chunks, context.encode(batch, plan, sums.values()), strict=True):
+        host_slot(chunk).memory[:] = encoded
     yield from context.run(batch, plan, _write)
 
 
@@ -50,7 +47,7 @@ def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Read into the blocks, then verify them. If that fails they are zeroed, and the chunk says so."""
-    context.take_slots(batch, context.memory.pages)
+    context.take_slots(batch, "direct")
     if context.may_go(batch):
         yield from context.run(batch, plan, _read)
 
@@ -83,14 +80,14 @@ def _use(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     arrived = context.finish_reads(batch, plan, _read)
     if not arrived:
         return
-    pages = [slot_of(chunk).memory for chunk in arrived]
+    pages = [host_slot(chunk).memory for chunk in arrived]
     checked = context.check(arrived, plan, pages)
     checked.refuse_absent()
     chunks = batch.alive
     if context.verify_checksum and chunks:
         sums = _sums(context, chunks)
         yield from batch.passes([sums])
-        checked.verify(chunks, [chunk.first_block for chunk in chunks], sums_of_each(chunks, sums))
+        checked.verify(chunks, [chunk.first_block for chunk in chunks], sums.values())
     for chunk in batch.alive:
         chunk.end(Outcome.OK)
 
@@ -122,14 +119,8 @@ def _settle_load(context: Context, batch: Batch, plan: GroupPlan, late_s: float)
 def _submit(context: Context, batch: Batch, op: Op) -> None:
     batch.touches_blocks = True
 
-    def start(chunks: Sequence[Chunk]) -> Iterator[Transfer]:
-        parts = [(slot_of(chunk), chunk.target, chunk) for chunk in chunks]
-        return context.link_memory.submit_direct(op, context.layout, parts)
-
-    context.start_transfers(batch, start)
+    context.start_transfers(batch, lambda chunks: context.linked.submit_direct(op, context.layout, chunks))
 
 
-def _sums(context: Context, chunks: list[Chunk]) -> Sums:
-    """The checksums of all blocks of the chunks, one after the other."""
-    ids = np.concatenate([chunk.block_ids for chunk in chunks])
-    return context.packer.sums(chunks[0].group, ids, chunks[0].job.fence)
+def _sums(context: Context, chunks: list[Chunk]) -> Summed:
+    return context.packer.sums(chunks[0].group, [chunk.block_ids for chunk in chunks], chunks[0].job.fence)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 import os
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from nixl_offload.engine.batch import Batch
-from nixl_offload.engine.engine_memory import HEADER_PAGES
-from nixl_offload.engine.image import GroupPlan, TransferPath
+from nixl_offload.engine.image import GroupPlan
+from nixl_offload.engine.link_memory import HEADER_PAGES
 from nixl_offload.engine.pump import InFlight
 from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.states import WorkKind
-from nixl_offload.engine.transfer_paths import device, direct, host, host_slot
+from nixl_offload.engine.transfer_paths import direct, packed
 from nixl_offload.engine.transfer_paths.common import Context, Phase, TierPaths, out_of_use
 from nixl_offload.errors import LayoutError
 
@@ -48,16 +48,12 @@ MAX_BATCH_BYTES = 16 << 20
 BATCH_SHARE = 4
 """A batch takes at most one in so many staging slots, so that one is gathered while another is written."""
 
-_STORES: Mapping[TransferPath, Phase] = {"direct": direct.store, "device": device.store, "host": host.store}
-_LOADS: Mapping[TransferPath, Phase] = {"direct": direct.load, "device": device.load, "host": host.load}
-
 
 class LinkPaths(TierPaths):
     """A chunk's failure is its own outcome; nothing raises for reasons of storage."""
 
     def __init__(self, context: Context, plans: Sequence[GroupPlan], keep_alive: Sequence[object] = ()) -> None:
         super().__init__(context, plans, keep_alive)
-        self._context = context
         self._own_chunks = OWN_CHUNKS
         self._look_s = -math.inf
         """When to count descriptors again."""
@@ -67,7 +63,7 @@ class LinkPaths(TierPaths):
         plan = self._plans[chunk.group]
         slot_bytes = max(1, plan.slot_bytes)
         total, most = self._own_chunks, OWN_BATCH_CHUNKS
-        if self._context.link_memory.link.shares_file:
+        if self._context.linked.link.shares_file:
             total, most = max(MIN_CHUNKS, min(MAX_CHUNKS, IN_FLIGHT_BYTES // slot_bytes)), MAX_BATCH_CHUNKS
         elif not in_flight.chunks:
             total = self._look_at_descriptors()
@@ -81,15 +77,13 @@ class LinkPaths(TierPaths):
             limit = min(limit, stores - in_flight.stores - in_flight.background)
         if self._by_host_slot(chunk):
             return limit
-        pools = self._context.memory.pools_of(plan.path)
-        full = [pool for pool in pools if not pool.free]
-        if full:
-            return min(limit, 1) if any(pool.usable == 0 for pool in full) else 0
-        usable = min((pool.usable for pool in pools), default=0)
-        limit = min([limit, max(1, usable // BATCH_SHARE), *(pool.free for pool in pools)])
+        pool = self._context.linked.pools.get(plan.path)
+        if pool is None or not pool.usable:
+            return min(limit, 1)  # it will be rejected
+        limit = min(limit, max(1, pool.usable // BATCH_SHARE), pool.free)
         if chunk.kind.writes:
-            reserve = max(1, int(usable * LOAD_RESERVE))
-            limit = min(limit, max(1, usable - reserve) - in_flight.stores)
+            reserve = max(1, int(pool.usable * LOAD_RESERVE))
+            limit = min(limit, max(1, pool.usable - reserve) - in_flight.stores)
         return limit
 
     def _look_at_descriptors(self) -> int:
@@ -112,19 +106,19 @@ class LinkPaths(TierPaths):
                 left,
                 limit,
                 self._own_chunks,
-                self._context.link_memory.link.name,
+                self._context.linked.link.name,
                 OWN_CHUNKS,
             )
         return self._own_chunks
 
     def why_not(self, chunk: Chunk) -> str | None:
         """Say why a load shall not wait: nobody knows when a suspect tier answers what takes up its room."""
-        link = self._context.link_memory.link
+        link = self._context.linked.link
         return out_of_use(link) if link.suspect else None
 
     def look(self) -> float | None:
         """Look at the transfers of the link's mover."""
-        return self._context.link_memory.link.mover.look()
+        return self._context.linked.link.mover.look()
 
     def abandon(self, batch: Batch, error: str | None) -> None:
         """Have the link undo what was begun for a batch and not ended."""
@@ -132,7 +126,7 @@ class LinkPaths(TierPaths):
 
     def close(self) -> None:
         """Close the link and its mover."""
-        link = self._context.link_memory.link
+        link = self._context.linked.link
         link.close()
         link.mover.close()
 
@@ -145,13 +139,15 @@ class LinkPaths(TierPaths):
 
     def _phase(self, chunk: Chunk, plan: GroupPlan) -> Phase:
         if self._by_host_slot(chunk):
-            return host_slot.store if chunk.kind.writes else host_slot.load
-        return (_STORES if chunk.kind.writes else _LOADS)[plan.path]
+            return packed.write_through if chunk.kind.writes else packed.fetch
+        if plan.path == "direct":
+            return direct.store if chunk.kind.writes else direct.load
+        return packed.store if chunk.kind.writes else packed.load
 
     def _by_host_slot(self, chunk: Chunk) -> bool:
         """Whether a chunk goes by its host slot. A promotion whose tier cannot touch that serves its KV blocks all the
         same.
         """
         if chunk.kind is WorkKind.PROMOTION:
-            return self._context.link_memory.host is not None or not len(chunk.block_ids)
+            return self._context.linked.host is not None or not len(chunk.block_ids)
         return chunk.kind in {WorkKind.WRITE_THROUGH, WorkKind.FETCH}

@@ -198,8 +198,7 @@ class Server(server.Server):
                 if in_flight.batches or in_flight.chunks or in_flight.stores or in_flight.background:
                     found.append(f"rank {rank.number}, tier {position}: {in_flight}")
                 if isinstance(engine, Engine):
-                    memory = engine._pump._driven._context.memory  # type: ignore[attr-defined]
-                    for pool in [*memory.packed, memory.pages]:
+                    for pool in engine._link_memory.pools.values():
                         if pool.free != pool.usable:
                             out = pool.usable - pool.free
                             found.append(f"rank {rank.number}, tier {position}: {out} staging slots are out")
