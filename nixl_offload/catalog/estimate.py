@@ -18,7 +18,7 @@ from typing import Final, Literal, NamedTuple
 TRIAL_INTERVAL_S: Final = 30.0
 """A tier that is judged too slow is tried again after this time. Each further trial waits four times as long as the one
 before, ``TRIAL_LIMIT_S`` at most."""
-TRIAL_LIMIT_S: Final = 300.0
+TRIAL_LIMIT_S: Final = 600.0
 SLOW_FAILURE_S: Final = 1.0
 """A load that fails sooner was refused, and says nothing of how long loads take."""
 LOADS_AT_ONCE: Final = 4
