@@ -50,17 +50,6 @@ def test_a_key_lives_from_writing_to_ready_to_gone(index: Index) -> None:
             call(key(1))
 
 
-def test_the_group_at_the_end_of_a_key_counts(index: Index) -> None:
-    for group in range(2):
-        index.insert_ready(key(1, group), place(group))
-    assert [index.location(key(1, group)) for group in range(2)] == [place(0), place(1)]
-    index.pin(key(1))
-    for group in range(2):
-        with pytest.raises(IndexStateError):
-            index.insert_ready(key(1, group), place(2))
-    assert index.drop(key(1, group=2)) is None, "absent"
-
-
 def test_a_location_of_another_tier_is_refused(index: Index) -> None:
     """Offsets of two tiers have nothing to do with each other."""
     index.insert_ready(key(1), place(0))
@@ -84,15 +73,3 @@ def test_every_chunk_has_a_slot_of_its_own_through_many_evictions(index: Index) 
         held[key(number)] = location
         assert len(set(held.values())) == len(held)
         assert all(index.location(each) == where for each, where in held.items())
-
-
-def test_an_extent_can_change_its_size_class(index: Index) -> None:
-    """Once every key in it is gone, slots of another size may lie across the old borders."""
-    for number in range(6):
-        index.insert_ready(key(number), place(number))
-    for each in index.keys_between(0, 6 * SLOT_BYTES):
-        assert index.drop(each) is not None
-    for number in range(16):
-        index.insert_ready(key(100 + number), place(number, OTHER_SLOT_BYTES))
-    assert len(index.keys_between(0, 6 * SLOT_BYTES)) == 16
-    assert (index.evict(SLOT_BYTES), index.occupancy()[OTHER_SLOT_BYTES].slots) == (None, 16)

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 KIB, MIB = 1 << 10, 1 << 20
 EXTENT = 4 * MIB
-LARGE_DISK = pytest.mark.parametrize("small_filesystem", [48 * MIB], indirect=True)
 
 
 @pytest.fixture
@@ -109,19 +108,6 @@ def write_direct(path: Path, offset: int, length_bytes: int) -> None:
         page.close()
 
 
-def test_a_disk_that_turns_read_only_under_an_open_slab(small_filesystem: SmallFilesystem, slab: SlabFile) -> None:
-    """Immutable files bind root and open descriptors alike; storing is refused in words and resumes."""
-    slab.ensure(0, 64 * KIB)
-    small_filesystem.make_read_only()
-    assert refusal(slab, EXTENT) == "permission"
-    assert slab.check() == "permission"
-    with pytest.raises(TierError):
-        slab.reopen()
-    small_filesystem.make_writable()
-    assert slab.check() is None
-    slab.ensure(EXTENT, 64 * KIB)
-
-
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_rank_on_a_read_only_medium(small_filesystem: SmallFilesystem, is_open: bool) -> None:
     """Whose directory it is can be read there, so the medium is what is told; it resumes."""
@@ -181,17 +167,6 @@ def test_a_vanished_directory_is_made_again(tmp_path: Path, slab: SlabFile) -> N
     assert allocated_bytes(slab.path) >= EXTENT
     assert stat.S_IMODE(slab.path.parent.stat().st_mode) == 0o700
     assert allocated_bytes(tmp_path / "elsewhere" / "ns" / "rank-00000.slab") < 2 * EXTENT, "the old one did not grow"
-
-
-def test_a_replaced_file_is_not_the_slab(slab: SlabFile) -> None:
-    """A restored backup under the same name is another file; what the old one held is not in it."""
-    slab.ensure(0, 64 * KIB)
-    slab.path.unlink()
-    slab.path.write_bytes(bytes(EXTENT))
-    assert slab.check() == "missing"
-    assert refusal(slab, EXTENT) == "missing"
-    assert slab.reopen() is True
-    slab.ensure(EXTENT, 64 * KIB)
 
 
 def test_nothing_is_created_under_an_empty_mount_point(small_filesystem: SmallFilesystem, slab: SlabFile) -> None:
@@ -276,16 +251,6 @@ def test_direct_io_is_tried_not_believed(tmp_path: Path, caplog: pytest.LogCaptu
     assert len([record for record in caplog.records if "direct I/O" in record.message]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["rank-00000.slab"]
     slab.close()
-
-
-@LARGE_DISK
-def test_direct_io_on_ext4(small_filesystem: SmallFilesystem, slab: SlabFile, caplog: pytest.LogCaptureFixture) -> None:
-    """ext4 does direct I/O; a full disk, where it cannot be tried out, does not hide that."""
-    assert slab.direct_io
-    small_filesystem.fill()
-    slab.open()
-    assert slab.direct_io
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077, 0o777])

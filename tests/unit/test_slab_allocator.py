@@ -52,34 +52,6 @@ def test_free_refuses_what_is_not_taken() -> None:
     assert slab.used_slots(LARGE) == 1
 
 
-def test_clearing_keeps_what_is_held_and_frees_the_rest() -> None:
-    """What is held is given to nobody; its extents aside, any class can have the room."""
-    slab = SlabAllocator(4 * EXTENT, [SMALL, LARGE], EXTENT)
-    offsets = take_all(slab, SMALL)
-    slab.clear([(offsets[0], SMALL), (offsets[-1], SMALL)])
-    assert slab.used_bytes == 2 * SMALL
-    assert len(take_all(slab, LARGE)) == 2 * (EXTENT // LARGE)
-    assert sorted([*take_all(slab, SMALL), offsets[0], offsets[-1]]) == offsets[:16] + offsets[-16:]
-    with pytest.raises(IndexStateError):
-        slab.clear([(1, SMALL)])
-
-
-def test_a_retired_slot_is_never_given_away_again() -> None:
-    """Not by freeing, not by clearing; the rest of its extent stays in use by its class."""
-    slab = SlabAllocator(2 * EXTENT, [LARGE], EXTENT)
-    offsets = take_all(slab, LARGE)
-    slab.retire(offsets[1], LARGE)
-    for refused in (slab.free, slab.retire):
-        with pytest.raises(IndexStateError):
-            refused(offsets[1], LARGE)
-    assert not slab.adopt(offsets[1], LARGE)
-    for _ in range(2):
-        slab.clear([(offsets[0], LARGE)])
-        assert slab.used_bytes == 2 * LARGE
-        assert take_all(slab, LARGE) == offsets[2:]
-    assert slab.retired_bytes == LARGE
-
-
 def test_an_extent_with_a_retired_slot_is_not_emptied_for_another_class() -> None:
     """It never would be empty, and the starved class would wait for it for ever."""
     slab = SlabAllocator(4 * EXTENT, [SMALL, LARGE], EXTENT)

@@ -9,19 +9,16 @@ import stat
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nixl_offload.config import SlabConfig, parse_config
 from nixl_offload.errors import TierError
-from nixl_offload.identity.namespace import GroupFields, NamespaceFields, make_namespace
 from nixl_offload.index import State
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.lock import DirectoryLock, holder_of, is_held_by
 from nixl_offload.tiers.slab import tier as slab_tier
 from nixl_offload.tiers.slab.directory import TierDirectory
@@ -29,6 +26,8 @@ from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
 from nixl_offload.tiers.slab.link import PAUSE_S, SlabLink, open_link
 from nixl_offload.tiers.slab.tier import HEAL_EVERY_S, SlabPlace, SlabTier
 from nixl_offload.types import Key, Location, Outcome
+from tests.contexts import context_of, slab_config
+from tests.unit.gc_rig import namespace_of
 
 SLOT = 64 << 10
 WAIT_S = 20.0
@@ -38,19 +37,11 @@ OpenTier = Callable[..., SlabTier]
 @pytest.fixture
 def open_tier(tmp_path: Path) -> Iterator[OpenTier]:
     """Return a function that opens a tier on the same directory each time; closes what it opened."""
-    plain: dict[str, Any] = {"str": "x", "str | None": None, "int": 1, "tuple[int, ...]": (SLOT,)}
-    group = GroupFields(**{field.name: plain[str(field.type)] for field in fields(GroupFields)})
-    plain["tuple[GroupFields, ...]"] = (group,)
-    plain |= {"tuple[str, ...]": ("x",), "Mapping[str, Setting]": {}}
-    values = {field.name: plain[str(field.type)] for field in fields(NamespaceFields)}
-    namespace = make_namespace(NamespaceFields(**values))
-    tier = {"kind": "slab", "path": str(tmp_path / "kv"), "capacity": "128MiB"}
-    (config,) = parse_config({"tiers": [tier]}).tiers
-    assert isinstance(config, SlabConfig)
+    config = slab_config(tmp_path / "kv", 128 << 20)
     opened: list[SlabTier] = []
 
     def build(**options: Any) -> SlabTier:
-        opened.append(SlabTier.open(config, TierContext(0, namespace, world_size=1, **options)))
+        opened.append(SlabTier.open(config, context_of(namespace_of(), [SLOT], **options)))
         return opened[-1]
 
     yield build
@@ -354,9 +345,7 @@ def test_chunks_are_evicted_where_others_have_filled_the_drive(
 
 def open_and_close(place: SlabPlace, path: Path) -> None:
     """Open a rank's half as a rank does."""
-    (config,) = parse_config({"tiers": [{"kind": "slab", "path": str(path), "capacity": "128MiB"}]}).tiers
-    assert isinstance(config, SlabConfig)
-    mover = CopyMover()
+    config, mover = slab_config(path, 128 << 20), CopyMover()
     try:
         open_link(config, place, 0, mover).close()
     finally:
@@ -378,18 +367,6 @@ def test_a_rank_makes_nothing_under_an_empty_mount_point(open_tier: OpenTier, tm
     (tmp_path / "kv").rmdir()
     (tmp_path / "not mounted").rename(tmp_path / "kv")
     open_and_close(place, tmp_path / "kv")
-    assert (Path(place.directory) / rank_file_name(0)).is_file()
-
-
-@pytest.mark.parametrize("other", [{"machine": "another"}, {"machine": ""}, {"owner": ""}])
-def test_a_rank_that_cannot_see_the_lock_makes_its_directory(
-    open_tier: OpenTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, str]
-) -> None:
-    """The scheduler runs on another machine, or nobody knows where, or nobody has a lock."""
-    place = replace(open_tier().place, directory=str(tmp_path / "there" / "ns"), **other)
-    if place.machine == "":
-        monkeypatch.setattr("nixl_offload.tiers.slab.tier.machine_token", str)
-    open_and_close(place, tmp_path / "there")
     assert (Path(place.directory) / rank_file_name(0)).is_file()
 
 
