@@ -5,7 +5,6 @@ Threading: one thread, beside the product's own. Ownership: ``lift`` ends what w
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import os
@@ -21,7 +20,7 @@ from nixl_offload.index import State
 from tests.prove.cells import Outcome
 from tests.prove.faults.clock import CLOCK, real_s
 from tests.prove.faults.injection import ERRNOS, FOREVER, Armed, Faults, flip_memory
-from tests.prove.faults.media import Bucket, Medium, Piece, damage
+from tests.prove.faults.media import Bucket, Medium, damage
 from tests.prove.faults.server import Server
 from tests.prove.faults.table import ANSWERS, RESTING
 from tests.s3.proxy import Rule
@@ -60,7 +59,6 @@ class Context:
             self.medium = self.faults.bucket = Bucket(tier, root)
         else:
             self.medium = Medium("slab" if tier == "memory" else tier, root, is_small=point == "eviction")
-        self._old: dict[Piece, bytes] = {}
         self._last = 0
         self._children: list[int] = []
         self._leaving: list[int] = []
@@ -99,7 +97,6 @@ class Context:
         """Another model: nothing is found again."""
         self.known.clear()
         self.spoilt.clear()
-        self._old.clear()
 
     # Time
 
@@ -185,23 +182,13 @@ class Context:
             return
         with self.faults.spared():
             pieces = self.server.pieces(numbers)
-            if fault == "stale" and self.medium.is_shared:
-                old = {piece: self.server.foreign_image(*of) for piece, of in pieces.items()}
-            else:
-                old = self._old
             if fault == "vanished" and self.rng.random() < 0.05:
                 self.medium.wipe()
                 self.counts[fault] += 1
-                return
-            if pieces:
-                with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
-                    spoilt = damage(fault, self.medium, list(pieces), self.rng, old)
-                    self.counts[fault] += len(spoilt)
-                    self.spoilt |= {pieces[piece][0] for piece in spoilt}
-            if not self.medium.is_shared:
-                for piece in pieces:
-                    if piece.path.exists() and self.rng.random() < 0.5:
-                        self._old[piece] = piece.read()
+            elif pieces:
+                spoilt = damage(fault, self.medium, list(pieces), self.rng)
+                self.counts[fault] += len(spoilt)
+                self.spoilt |= {pieces[piece][0] for piece in spoilt}
 
     def _spoil_memory(self, fault: str) -> None:
         """Bits flip in a slot of memory that nobody writes to, or two slots change places."""

@@ -5,14 +5,15 @@ Threading: the cell's thread. Ownership: a medium owns its servers; ``close`` en
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from tests.prove.happenings import DAMAGES, Piece
 from tests.s3.proxy import Answer, Cut, Delay, Fault, FaultProxy, Flip, Hold, Reset, Rule, Stretch
 from tests.s3.servers import RcloneServer
 
@@ -23,25 +24,6 @@ PRESENT_S: Final = 600.0
 """So long a lookup's answer is believed."""
 LOOKUP: Final = {"timeout": "1s", "absent_for": "1ms", "present_for": f"{PRESENT_S:.0f}s"}
 MEMORY_BYTES: Final = 768 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Where a shard's bytes lie: in a file."""
-
-    path: Path
-    offset: int
-    length: int
-
-    def read(self) -> bytes:
-        """Return them, as far as they are there."""
-        with self.path.open("rb") as file:
-            return os.pread(file.fileno(), self.length, self.offset)
-
-    def write(self, data: bytes) -> None:
-        """Put other bytes there."""
-        with self.path.open("r+b") as file:
-            os.pwrite(file.fileno(), data, self.offset)
 
 
 class Medium:
@@ -145,62 +127,22 @@ class Bucket(Medium):
         self.server.close()
 
 
-def damage(
-    fault: str, medium: Medium, pieces: Sequence[Piece], rng: random.Random, old: dict[Piece, bytes]
-) -> list[Piece]:
-    """Spoil some of ``pieces``, all of which are there. ``old``: bytes that lay there once. Returns which."""
+def damage(fault: str, medium: Medium, pieces: Sequence[Piece], rng: random.Random) -> list[Piece]:
+    """Spoil some of ``pieces``. Returns which."""
     spoilt: list[Piece] = []
+    name = {"stale": "another's", "vanished": "deleted", "wrong length": "truncated"}.get(fault, fault)
     for piece in rng.sample(pieces, rng.randint(1, len(pieces))):
-        if not piece.path.exists():
-            continue
-        data = piece.read()
-        if not data:
-            continue
-        if fault == "flipped":
-            at, times = rng.randrange(len(data)), rng.choice((1, 1, 1, 8))
-            changed = bytes(byte ^ (1 << rng.randrange(8)) for byte in data[at : at + times])
-            Piece(piece.path, piece.offset + at, times).write(changed)
-        elif fault == "truncated":
-            os.truncate(piece.path, piece.offset + rng.randrange(len(data)))
-        elif fault == "long":
-            with piece.path.open("ab") as file:
-                file.write(rng.randbytes(rng.choice((1, 100, 4096, 8192))))
-        elif fault == "wrong length":
-            length = rng.choice((1, piece.length // 2, piece.length - 1, piece.length + 1, 2 * piece.length))
-            made = (data * (length // len(data) + 1))[:length]
-            try:
-                others = [other.read() for other in pieces if other.path.exists()]
-                others = [other for other in others if len(other) != piece.length]
-                piece.path.write_bytes(rng.choice(others) if others and rng.random() < 0.5 else made)
-            except FileNotFoundError:  # evicted meanwhile
-                continue
-        elif fault == "swapped":
-            other = rng.choice(pieces)
-            if other.path.exists() and other.read() != data:
-                _swap(piece, other, whole=medium.is_shared)
+        with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
+            before, size = piece.read(), piece.path.stat().st_size
+            if not medium.is_shared and fault in {"truncated", "long"}:  # the file of them all
+                os.truncate(piece.path, rng.randrange(piece.offset, size) if fault == "truncated" else size + 4096)
+                spoilt.append(piece)
+                break
+            if fault == "wrong length" and rng.random() < 0.5:
+                piece.write((2 * before)[: rng.choice((1, len(before) + 1, 2 * len(before)))])
             else:
-                continue
-        elif fault == "stale":
-            if old.get(piece, data) == data:
-                continue
-            piece.write(old[piece])
-        elif fault == "vanished":
-            if medium.is_shared or rng.random() < 0.2:
-                piece.path.unlink()
-            else:
-                piece.write(bytes(len(data)))  # as a hole: what was under it is gone
-        spoilt.append(piece)
-        if fault == "long" and not medium.is_shared:
-            break  # all of them are in that one file
+                DAMAGES[name](piece, rng.choice(pieces), rng.random())
+            if not piece.path.exists() or piece.read() != before:
+                spoilt.append(piece)
     medium.changed()
     return spoilt
-
-
-def _swap(one: Piece, other: Piece, *, whole: bool) -> None:
-    first, second = one.read(), other.read()
-    if whole:
-        one.path.write_bytes(second)
-        other.path.write_bytes(first)
-    else:
-        one.write(second[: one.length])
-        other.write(first[: other.length])

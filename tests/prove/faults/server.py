@@ -12,10 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
-from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.chunk.header import HEADER_BYTES, Expected
 from nixl_offload.engine import Engine, TierEngine
 from nixl_offload.index import State
 from nixl_offload.tiers import kinds
@@ -25,26 +21,24 @@ from nixl_offload.tiers.slab.directory import least_bytes
 from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.tiers.slot_tier import SlotTier
-from nixl_offload.types import Lookup, LookupContext, key_group
+from nixl_offload.types import Lookup, LookupContext
 from nixl_offload.vllm.background import BackgroundOpening, join_all
 from nixl_offload.vllm.rank_tiers import RankTiers
 from nixl_offload.vllm.serving_tiers import ClosedTier
 from tests.contexts import context_of
-from tests.headers import encode_header, make_header
 from tests.prove import server
 from tests.prove.faults.clock import CLOCK, real_s
-from tests.prove.faults.media import Medium, Piece
+from tests.prove.faults.media import Medium
+from tests.prove.happenings import Piece
 from tests.prove.rank import Rank
-from tests.prove.server import PATIENCE_S, REGIONS, DeadError, config_of, payload_of
-from tests.unit.engine_rig import CHUNK_BLOCKS, SHAPES, kv_cache
+from tests.prove.server import PATIENCE_S, REGIONS, DeadError, config_of
+from tests.unit.engine_rig import SHAPES, kv_cache
 from tests.unit.gc_rig import namespace_of
 
 STUCK_S: Final = 0.4
 """Real time without progress after which the clock is set ahead, so that time-outs come."""
 JUMP_S: Final = 31.0
 """More than any time-out and quarantine."""
-FOREIGN: Final = 1 << 20
-"""Added to a chunk's number for what servers with other weights have under its key."""
 
 
 class Server(server.Server):
@@ -63,18 +57,6 @@ class Server(server.Server):
         self._is_closed = False
         super().__init__(config_of(*tiers, verify=verify), **options)
 
-    def foreign_image(self, number: int, rank: int) -> bytes:
-        """Return a whole shard under the same key, of an engine with other weights."""
-        group = self.group(number)
-        block_bytes = self.layout.groups[group].block_bytes
-        rows = payload_of(number + FOREIGN, rank, block_bytes)
-        image = np.zeros(self.layout.slot_bytes(group), dtype=np.uint8)
-        image[HEADER_BYTES : HEADER_BYTES + rows.size] = rows.reshape(-1)
-        digest = bytes(byte ^ 0xFF for byte in self.namespace.rank_digest(rank))
-        expected = Expected(digest, self.key(number), group, CHUNK_BLOCKS, block_bytes)
-        image[:HEADER_BYTES] = encode_header(make_header(expected, block_checksums(rows)))
-        return image.tobytes()
-
     def pieces(self, numbers: Iterable[int]) -> dict[Piece, tuple[int, int]]:
         """Return where shards lie in the tier under test, as far as it has them, and number and rank of each."""
         found: dict[Piece, tuple[int, int]] = {}
@@ -90,7 +72,7 @@ class Server(server.Server):
                     piece = Piece(path, place.offset, place.slot_bytes)
                 elif isinstance(tier, SharedTier):
                     path = medium.root / shard_name(self.namespace.name, key, rank.number)
-                    piece = Piece(path, 0, self.namespace.shard_bytes(key_group(key), rank.number))
+                    piece = Piece(path)
                 else:
                     continue
                 if piece.path.exists():

@@ -1,4 +1,4 @@
-"""Which faults a tier can meet at a point, and why the others make no sense there.
+"""Which faults a tier can meet at a point.
 
 Threading: constants and pure functions. Imports nothing of the product, for a cell sets the clock before it does.
 """
@@ -10,40 +10,12 @@ from typing import Final
 TIERS: Final = ("memory", "slab", "shared_dir", "s3_obj", "s3_obstore")
 """``s3_obj``: over NIXL's OBJ plugin; ``s3_obstore``: over that client."""
 POINTS: Final = (
-    "lookup",
-    "store",
-    "load",
-    "write-through",
-    "promotion",
-    "eviction",
-    "start",
-    "shutdown",
-    "gc",
-    "verify",
-    "sleep",
+    *("lookup", "store", "load", "write-through", "promotion", "eviction"),
+    *("start", "shutdown", "gc", "verify", "sleep"),
 )
 FAULTS: Final = (
-    "EIO",
-    "ENOSPC",
-    "EROFS",
-    "short",
-    "long",
-    "slow",
-    "hang",
-    "flipped",
-    "truncated",
-    "swapped",
-    "stale",
-    "vanished",
-    "permission",
-    "500",
-    "503",
-    "403",
-    "reset",
-    "wrong length",
-    "late write",
-    "clock jump",
-    "fork",
+    *("EIO", "ENOSPC", "EROFS", "short", "long", "slow", "hang", "flipped", "truncated", "swapped", "stale"),
+    *("vanished", "permission", "500", "503", "403", "reset", "wrong length", "late write", "clock jump", "fork"),
     "OOM of staging",
 )
 
@@ -68,54 +40,35 @@ def senseless(tier: str, point: str) -> str | None:
     return _SENSELESS_POINTS.get((tier, point))
 
 
-def why_not(tier: str, point: str, fault: str) -> str | None:
-    """Return why ``fault`` makes no sense there, None where it does."""
-    if (why := senseless(tier, point)) is not None:
-        return why
+def makes_sense(tier: str, point: str, fault: str) -> bool:
+    """Whether a tier can meet ``fault`` at a point."""
+    if senseless(tier, point) is not None:
+        return False
     if tier == "memory":
-        if fault in _ERRNOS or fault in ANSWERS or fault in {"short", "slow"}:
-            return "copies within memory meet no storage: they are whole or the process is gone"
-        if fault in {"long", "truncated", "vanished", "wrong length"}:
-            return "a slot of memory has one length, and is there as long as the process"
-        if fault in RESTING and point in {"start", "shutdown"}:
-            return "memory is empty at a start, and gone at the end"
-        if fault in {"hang", "late write"} and point not in {"write-through", "promotion", "shutdown", "sleep"}:
-            return "nothing but a farther tier's transfer touches a slot of memory from outside"
-        if fault == "OOM of staging" and point not in {"start", "sleep"}:
-            return "memory is taken at the start"
-        return None
-    if fault == "OOM of staging" and point in {"write-through", "promotion"}:
-        return "what goes to and from slots of memory needs no staging"
-    is_bucket = tier.startswith("s3")
-    if fault in ANSWERS and not is_bucket:
-        return "no server answers for a directory"
-    if fault == "EROFS" and is_bucket:
-        return "a bucket that cannot be written to answers 403"
-    if fault == "permission" and is_bucket:
-        return "a bucket that forbids answers 403"
-    if point in {"gc", "verify"} and fault in {"late write", "OOM of staging"}:
-        return "commands write no chunk, and need no staging"
-    if point in {"gc", "verify"} and fault == "short" and not is_bucket:
-        return "a file that ends early is truncated"
-    if is_bucket and fault == "EIO" and point in {"lookup", "gc", "verify"}:
-        return "a server's trouble has a status: see 500"
-    if fault in {"ENOSPC", "EROFS"} and point in {"lookup", "load", "promotion", "verify"}:
-        return "nothing is written"
-    if fault == "ENOSPC" and point == "gc":
-        return "nothing is written but what frees space"
-    if fault == "permission" and tier == "slab" and point in {"load", "promotion"}:
-        return "the slab's file is open"
-    if point == "lookup" and fault in {"short", "late write", "OOM of staging"}:
-        return "a lookup transfers nothing"
-    if point == "lookup" and tier == "slab" and fault in {"hang", "slow", *_ERRNOS}:
-        return "the index knows: a lookup reaches no storage"
-    if point == "start" and fault in {"short", "late write"}:
-        return "a start transfers no chunk"
-    if tier == "slab" and fault == "wrong length":
-        return "slots have the length of their class; see swapped, which crosses classes, and truncated"
-    return None
+        if fault in _ERRNOS | ANSWERS | {"short", "slow", "long", "truncated", "vanished", "wrong length"}:
+            return False  # copies within memory meet no storage; a slot has one length
+        if fault in RESTING:
+            return point not in {"start", "shutdown"}  # memory is empty at a start, and gone at the end
+        if fault in {"hang", "late write"}:  # of a farther tier's transfer
+            return point in {"write-through", "promotion", "shutdown", "sleep"}
+        return fault != "OOM of staging" or point in {"start", "sleep"}
+    is_bucket, is_command = tier.startswith("s3"), point in {"gc", "verify"}
+    absurd = {
+        "OOM of staging": is_command or point in {"lookup", "write-through", "promotion"},  # none is needed
+        "EROFS": is_bucket or point in {"lookup", "load", "promotion", "verify"},  # or nothing is written
+        "permission": is_bucket or (tier == "slab" and point in {"lookup", "load", "promotion"}),  # its file is open
+        "ENOSPC": is_command or point in {"lookup", "load", "promotion"},  # nothing is written
+        "EIO": (point == "lookup" and tier != "shared_dir") or (is_bucket and is_command),  # a server answers 500
+        "short": point in {"lookup", "start"} or (is_command and not is_bucket),  # nothing is transferred
+        "late write": point in {"lookup", "start"} or is_command,
+        "wrong length": tier == "slab",  # slots have the length of their class
+        "hang": tier == "slab" and point == "lookup",  # the index knows
+        "slow": tier == "slab" and point == "lookup",
+        **dict.fromkeys(ANSWERS, not is_bucket),
+    }
+    return not absurd.get(fault, False)
 
 
 def faults_at(tier: str, point: str) -> tuple[str, ...]:
     """Return the faults that make sense there."""
-    return tuple(fault for fault in FAULTS if why_not(tier, point, fault) is None)
+    return tuple(fault for fault in FAULTS if makes_sense(tier, point, fault))
