@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
 from nixl_offload.stores.s3 import proxy_of
@@ -29,8 +29,8 @@ PAUSE_S: Final = 5.0
 KEEP_S: Final = 20.0
 """A connection that has rested for longer is not used again: something between us and the server may have dropped it.
 """
-CONNECT_S: Final = 0.5
-"""Limit to connect to one address when the host has another."""
+CONNECT_S: Final = 1.0
+"""Limit to connect to one address. A host may have dead ones beside others."""
 _HEAD_BYTES: Final = 16 << 10
 """Limit of an answer's status line and headers."""
 _END: Final = b"\r\n\r\n"
@@ -46,8 +46,6 @@ class DirectGets:
         self._context: ssl.SSLContext | None = None
         self._idle: deque[tuple[float, socket.socket]] = deque()
         """Connections and when their last answer ended, the latest last."""
-        self._dead: set[Any] = set()
-        """Addresses that did not connect when they were last tried."""
         self._refusing = False
         self._not_before_s = 0.0
 
@@ -101,7 +99,8 @@ class DirectGets:
             self._refusing = True
             raise OSError("behind a proxy")
         host, is_tls = parts.hostname or "", parts.scheme == "https"
-        opened = self._dial(host, parts.port or (443 if is_tls else 80))
+        port, limit_s = parts.port or (443 if is_tls else 80), min(CONNECT_S, self._timeout_s)
+        opened = socket.create_connection((host, port), limit_s)  # to the first of its addresses that answers
         try:
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if is_tls:
@@ -116,21 +115,6 @@ class DirectGets:
         except BaseException:
             opened.close()
             raise
-        return opened
-
-    def _dial(self, host: str, port: int) -> socket.socket:
-        """Connect to an address of ``host``; to those that were dead after the others."""
-        addresses = [each[4] for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-        *others, last = sorted(addresses, key=self._dead.__contains__)
-        for address in others:
-            with suppress(OSError):
-                return self._dial_one(address, min(CONNECT_S, self._timeout_s))
-        return self._dial_one(last, self._timeout_s)
-
-    def _dial_one(self, address: Any, timeout_s: float) -> socket.socket:
-        self._dead.add(address)
-        opened = socket.create_connection(address[:2], timeout_s)
-        self._dead.discard(address)
         return opened
 
     def _exchange(self, connection: socket.socket, request: bytes, offset: int, memory: memoryview) -> int | None:

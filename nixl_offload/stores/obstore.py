@@ -65,10 +65,6 @@ _MESSAGE: Final = re.compile(r"<Message>([^<>]{1,200})</Message>")
 _OS_MESSAGE: Final = re.compile(r'^ *message: "([^"]{1,200})",$', re.MULTILINE)
 
 
-class _BrokenBodyError(StoreError):
-    """An answer began well and broke off."""
-
-
 class BucketStore(Store):
     """An S3 bucket behind one ``S3Store``, made at the first call, with credentials of boto3's chain.
 
@@ -104,12 +100,7 @@ class BucketStore(Store):
         return None
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
-        read = partial(self._call, f"GET {name}", self._read_into, name, offset, memory.cast("B"))
-        try:
-            read()
-        except _BrokenBodyError:
-            # obstore retries what does not begin. A broken body it resumes by a range, which not every server has.
-            read()
+        self._call(f"GET {name}", self._read_into, name, offset, memory.cast("B"))
 
     def write(self, name: str, memory: memoryview) -> None:
         key = self._address.key(name)
@@ -206,7 +197,7 @@ class BucketStore(Store):
                 return
         # A body that ends here was read to its end: only then is its connection used again.
         if filled < memory.nbytes:
-            raise _BrokenBodyError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
+            raise StoreError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
 
     def _list_directory(self, doing: str, directory: str, after: str) -> Iterator[ObjectInfo]:
         """Yield what is in ``directory`` behind ``after``, a page per request."""
@@ -279,8 +270,7 @@ class BucketStore(Store):
             hint = "; set ca_bundle if the server has its own certificate authority" if "ertificate" in text else ""
             return StoreError(f"{begin}cannot connect{why}{hint}", cause="unreachable")
         if kind:
-            broken = StoreError if "RetryError" in text else _BrokenBodyError
-            return broken(f"{begin}the connection broke{why}", cause="unreachable")
+            return StoreError(f"{begin}the connection broke{why}", cause="unreachable")
         if "redirect" in text:
             return StoreError(f"{begin}redirected; the bucket may be in another region: set region", cause="io")
         if "redential" in text:

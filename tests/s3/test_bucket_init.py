@@ -77,7 +77,6 @@ def test_a_missing_bucket_is_made_with_its_rule_and_the_second_run_has_nothing_t
 @pytest.mark.parametrize(
     ("said", "at_terminal", "words"),
     [
-        ("n\n", True, "Apply? [y/N] Nothing was changed"),
         ("", True, "Apply? [y/N] Nothing was changed"),
         ("y\n", False, "--yes applies it"),
         ("y\n", True, "Apply? [y/N] Done."),
@@ -101,23 +100,6 @@ def test_only_a_yes_at_a_terminal_applies_it(
     assert main(["bucket", "init", str(file)]) == (0 if applied else 1)
     assert words in capsys.readouterr().out
     assert len(rules(client, bucket)) == applied
-
-
-def test_json_shows_and_applies_only_with_yes(
-    file: Path, client: Any, bucket: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    client.create_bucket(Bucket=bucket)
-    assert main(["bucket", "init", str(file), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["applied"] is False
-    assert len(shown["changes"]) == 1
-    assert rules(client, bucket) == []
-    assert main(["bucket", "init", str(file), "--json", "--yes"]) == 0
-    assert json.loads(capsys.readouterr().out)["applied"] is True
-    assert len(rules(client, bucket)) == 1
-    assert main(["bucket", "init", str(file), "--json", "--yes"]) == 0
-    nothing = json.loads(capsys.readouterr().out)
-    assert (nothing["changes"], nothing["applied"]) == ([], False)
 
 
 def test_a_server_that_is_down_is_one_line_and_exit_code_1(
@@ -150,12 +132,3 @@ def test_a_server_without_lifecycle_rules_gets_its_bucket_and_says_what_is_missi
     # The second run has nothing to make, and the same to say.
     assert main(["bucket", "init", str(path), "--yes", "--json"]) == 1
     assert "knows nothing of it" in json.loads(capsys.readouterr().out)["error"]
-
-
-def test_a_config_without_a_bucket_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "kv.yaml"
-    path.write_text("tiers: [{kind: slab, path: /mnt/kv, capacity: 1GiB}]\n")
-    assert main(["bucket", "init", str(path)]) == 2
-    assert capsys.readouterr().err == (
-        f"nixl-offload: {path}: tiers: none of them has kind: s3, so there is no bucket\n"
-    )

@@ -73,14 +73,3 @@ def test_damage_in_a_bucket_is_reported(bucket: Bucket, cli: Cli) -> None:
     assert (namespace["tenant"], namespace["chunks"], namespace["shards"]) == ("blue", CHUNKS, 2 * CHUNKS)
     assert cli("ls", bucket.file, "--keys") == 0
     assert bucket.slab.name(4, 1) in cli.out
-
-
-def test_a_server_that_is_down_is_exit_code_1(bucket: Bucket, cli: Cli, tmp_path: Path) -> None:
-    tier = {**bucket.server.tier("x"), "endpoint": "http://127.0.0.1:9", "request_timeout": "1s"}
-    file = tmp_path / "down.yaml"
-    file.write_text(yaml.safe_dump({"tiers": [tier]}))
-    for command in (["ls", file], ["verify", file], ["stat", file, "abcd"]):
-        assert cli(*command) == 1
-        assert "127.0.0.1:9: LIST" in cli.err
-        assert "LIST :" not in cli.err
-        assert "Traceback" not in cli.err

@@ -99,24 +99,6 @@ def test_a_bucket_is_brought_down_to_its_capacity_and_ttl(
         assert server.access_key_id not in text
 
 
-def test_the_bucket_behind_a_shared_directory(bucket: tuple[Rig, RcloneServer], tmp_path: Path) -> None:
-    """``--tier s3`` keeps to the bucket's own limits, and touches nothing in the directory."""
-    rig, server = bucket
-    chunks = [aged(rig, server, put_chunk(rig.store, BLUE, n), HOUR_S * (n + 1)) for n in range(4)]
-    directory = tmp_path / "kv"
-    tree = {"kind": "shared_dir", "path": str(directory), "capacity": "8192B"}
-    tiers = [tree, {**server.tier(rig.prefix), "capacity": "8192B"}]
-    rig.file.write_text(yaml.safe_dump({"tiers": tiers}))
-    for name in (name for names in chunks for name in names):
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_bytes(bytes(8192))
-        os.utime(directory / name, (1e9, 1e9))
-    assert rig.gc("--delete") == 2
-    assert rig.gc("--tier", "s3", "--older-than", "3h", "--delete") == 0
-    assert rig.names() == {*chunks[0], *chunks[1]}
-    assert sum(path.is_file() for path in directory.rglob("*")) == 8
-
-
 def test_more_objects_than_a_page_and_a_batch_hold(
     bucket: tuple[Rig, RcloneServer], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,15 +116,3 @@ def test_more_objects_than_a_page_and_a_batch_hold(
     assert rig.gc("--older-than", "1d", "--delete", "--json") == 0
     assert json.loads(capsys.readouterr().out)["outcome"]["deleted"]["objects"] == 2400
     assert rig.names() == set(young)
-
-
-def test_a_bucket_that_is_not_there_is_one_line_and_exit_code_1(
-    bucket: tuple[Rig, RcloneServer], capsys: pytest.CaptureFixture[str]
-) -> None:
-    rig, _ = bucket
-    for tier in ({"bucket": "no-such-bucket"}, {"endpoint": "http://127.0.0.1:9", "request_timeout": "300ms"}):
-        rig.config(**tier)
-        assert rig.gc() == 1
-        error = capsys.readouterr().err
-        assert error.startswith("nixl-offload: s3://")
-        assert error.count("\n") == 1

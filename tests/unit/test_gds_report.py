@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.hardware.cufile import VARIABLES, read_settings
-from nixl_offload.hardware.gds import gds_report
 from tests.unit.gds_rig import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +58,6 @@ def test_our_cufile_json_is_what_p2pdma_wants(machine: Machine) -> None:
     [
         ("GPU driver", lambda m: m.remove("proc/driver/nvidia"), "no NVIDIA driver here", "--gpus all"),
         ("udev", lambda m: m.remove("run/udev"), "has no data", "-v /run/udev:/run/udev:ro"),
-        ("udev", lambda m: m.remove("run/udev/data"), "has no data", "-v /run/udev:/run/udev:ro"),
         ("nvidia-fs", lambda m: m.remove("proc/driver/nvidia-fs"), "not loaded", "modprobe nvidia-fs"),
         ("nvidia-fs", lambda m: m.remove("dev/nvidia-fs0"), "no /dev/nvidia-fs*", "NVIDIA_GDS=enabled"),
         ("nvidia-fs", lambda m: m.write("proc/driver/nvidia-fs/modules", "rpcrdma: 1\n"), "nvme driver", "MLNX_OFED"),
@@ -70,7 +68,6 @@ def test_our_cufile_json_is_what_p2pdma_wants(machine: Machine) -> None:
             "off",
         ),
         ("cufile.json", lambda m: m.cufile('{"properties": {'), "cannot be understood", "correct /etc/cufile.json"),
-        ("cufile.json", lambda m: m.cufile("[1]"), "no JSON object", "correct"),
         (
             "mount options",
             lambda m: m.mount("ext4", "/dev/nvme0n1", "259:0", "rw"),
@@ -84,9 +81,6 @@ def test_our_cufile_json_is_what_p2pdma_wants(machine: Machine) -> None:
             "remount",
         ),
         ("filesystem", lambda m: m.mount("overlay", "overlay", "0:40", "rw,lowerdir=/a"), "overlay at", "NVMe"),
-        ("filesystem", lambda m: m.mount("btrfs", "/dev/nvme0n1", "0:41", "rw"), "btrfs at", "xfs"),
-        ("filesystem", lambda m: m.mount("fuse.sshfs", "host:/", "0:42", "rw"), "fuse.sshfs at", "xfs"),
-        ("filesystem", lambda m: m.mount("zfs", "tank/kv", "0:43", "rw"), "zfs at", "xfs"),
         ("mount options", lambda m: m.mount("nfs4", "h:/x", "0:44", "rw,proto=tcp"), "goes by tcp", "proto=rdma"),
     ],
 )
@@ -188,12 +182,3 @@ def test_odd_files_raise_nothing(machine: Machine, content: bytes) -> None:
         if path.is_file() and not path.is_symlink():
             path.write_bytes(content)
     assert not machine.report().real
-
-
-def test_a_directory_that_cannot_be_used(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = gds_report(str(machine.directory / "none"), root=str(machine.root))
-    assert missing.verdict.startswith("GPUDirect Storage: not certain, because the filesystem cannot be told")
-    closed = gds_report("/proc/self", root=str(machine.root))
-    (fact,) = [fact for fact in closed.facts if fact.name == "O_DIRECT"]
-    assert fact.ok is False
-    assert "cannot be written" in fact.words

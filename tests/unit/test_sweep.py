@@ -18,7 +18,6 @@ from nixl_offload.tiers.shared.sweep import (
     Ages,
     Plan,
     Sweep,
-    Totals,
     make_plan,
     manifest_goes,
 )
@@ -108,25 +107,6 @@ def test_whatever_is_there_the_limits_are_kept(
         spare_bytes = max_bytes - kept_bytes
         in_last = [i.size_bytes for i in gone if i.modified_s >= max(b.modified_s for b in by_size) - width_s]
         assert spare_bytes <= sum(in_last), "hardly more goes than must"
-
-
-@given(_CHUNKS, st.integers(2, 40))
-def test_ages_lose_nothing_however_narrow_their_memory(chunks: list[ChunkInfo], most_buckets: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "_MOST_BUCKETS", most_buckets)
-        ages, first, second = counted(chunks), counted(chunks[::2]), counted(chunks[1::2])
-        first.merge(second)
-    total = Totals(len(chunks), sum(len(c.shards) for c in chunks), sum(c.size_bytes for c in chunks))
-    for counts in (ages, first):
-        assert counts.total == total
-        buckets = list(counts.oldest_first())
-        assert len(buckets) <= most_buckets
-        assert sum(tally.size_bytes for _, tally in buckets) == total.size_bytes
-        assert buckets == sorted(buckets)
-        if chunks:
-            assert counts.oldest_s == min(item.modified_s for item in chunks)
-            assert counts.newest_s == max(item.modified_s for item in chunks)
-    assert first.width_s == ages.width_s
 
 
 def test_a_manifest_stays_while_there_is_something_to_describe_or_somebody_has_just_begun() -> None:

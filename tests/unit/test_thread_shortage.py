@@ -16,7 +16,6 @@ from nixl_offload.identity.weights import WeightsDigest
 from nixl_offload.movers.base import MemoryRegion, Op, TransferState, open_file
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.shared.eviction import Eviction
-from nixl_offload.tiers.shared.prober import Prober
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.vllm.rank_tiers import RankTiers
 from tests.unit.chain_rig import FILE, MEMORY, ChainRig
@@ -80,13 +79,6 @@ def test_a_copy_that_found_no_thread_never_touches_its_memory(tmp_path: Path, sh
         assert last.state is TransferState.DONE
     for page, each in enumerate(transfers):
         assert set(memory[page * PAGE : (page + 1) * PAGE]) == {each.state is TransferState.DONE}
-
-
-def test_a_prober_that_gets_too_few_threads_keeps_none(shortage: Shortage) -> None:
-    shortage(after=3)
-    with pytest.raises(RuntimeError, match="start new thread"):
-        Prober(MemoryStore(), witness_of=lambda key: None)
-    until(lambda: not _threads("nixl-offload-probe"))
 
 
 def test_a_shared_tier_that_cannot_evict_keeps_no_thread(shortage: Shortage) -> None:

@@ -101,12 +101,6 @@ class StoreSuite:
         assert (found.name, found.size_bytes) == ("ns/ab/name.0000", size_bytes)
         assert abs(found.modified_s - time.time()) < CLOCK_SKEW_S
 
-    def test_what_others_wrote_is_read(self, rig: StoreRig) -> None:
-        """An object that came another way is there, whole and in ranges."""
-        content = os.urandom(100 * KIB)
-        rig.raw_set({"ns/ab/name.0000": content})
-        assert read(rig.store, "ns/ab/name.0000", 0, len(content)) == content
-
     def test_ranges(self, rig: StoreRig) -> None:
         """Any range inside the object, and nothing of what is around it."""
         content = os.urandom(3 * MIB + 5)
@@ -241,26 +235,6 @@ class StoreSuite:
             assert rig.store.refresh(name, size_bytes) is False
         assert [rig.store.head(name) for name in ("x/1", "x/empty")] == before
 
-    def test_sixteen_threads(self, store: Store) -> None:
-        """Threads that write, look, read, list and delete get what is theirs."""
-
-        def live(number: int) -> None:
-            mine = f"t{number:02d}/"
-            for turn in range(6):
-                content = os.urandom(20 * KIB + number * 7 + turn)
-                name = f"{mine}{turn}"
-                write(store, name, content)
-                found = store.head(name)
-                assert found is not None
-                assert found.size_bytes == len(content)
-                assert read(store, name, turn, len(content) - turn) == content[turn:]
-            assert [info.name for info in store.list(mine)] == [f"{mine}{turn}" for turn in range(6)]
-            store.delete([f"{mine}{turn}" for turn in range(6)])
-            assert store.head(f"{mine}0") is None
-
-        with ThreadPoolExecutor(16) as pool:
-            list(pool.map(live, range(16)))
-
     def test_a_closed_store_refuses(self, store: Store) -> None:
         """Every call raises StoreError, and closing again is fine."""
         write(store, "x/1", b"1")
@@ -276,12 +250,6 @@ class StoreSuite:
         ]
         for call in calls:
             cause_of(call)
-
-    def test_it_says_what_it_is(self, store: Store) -> None:
-        """A name for logs, and a place for people."""
-        assert store.name
-        assert store.where
-        assert store.where in repr(store)
 
 
 __all__ = ["ObjectInfo", "StoreRig", "StoreSuite", "cause_of", "read", "write"]
