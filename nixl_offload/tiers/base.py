@@ -117,17 +117,17 @@ def not_arrived(keys: Sequence[Key], failed: Mapping[Key, Outcome]) -> list[Key]
 class Tier:
     """One tier's index and capacity. None of it blocks, none of it raises for reasons of storage.
 
-    What a tier does not define is that of one which has nothing and takes nothing.
+    The methods here are those of a tier that has nothing and takes nothing.
     """
 
     place: Place
     """What the ranks need to know of the tier."""
     is_local: bool = False
-    """Whether no other machine reaches what it holds."""
+    """True if only this machine can read the tier."""
 
     @property
     def is_looking(self) -> bool:
-        """Whether some request waits for an answer of the storage."""
+        """Whether a request waits for an answer of the storage."""
         return False
 
     @property
@@ -188,9 +188,7 @@ class Tier:
         """No more lookups will come for this request."""
 
     def doubts(self, request_id: str) -> bool:
-        """Whether a lookup of this request was a MISS because the storage did not answer: what it computes may be there
-        already, so it is not stored there.
-        """
+        """Whether a lookup of this request went unanswered. The request stores nothing there, to avoid duplicates."""
         return False
 
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
@@ -254,7 +252,7 @@ class Link(ABC):
 
     @abstractmethod
     def may_load(self) -> bool:
-        """Whether to load now; likewise."""
+        """Whether to load now; may be the trial, too."""
 
     @property
     def suspect(self) -> bool:

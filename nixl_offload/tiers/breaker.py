@@ -25,10 +25,10 @@ class BreakerState(Enum):
 class Breaker:
     """Opens after ``threshold`` failures in a row; pauses double from ``first_pause_s`` to ``longest_pause_s``.
 
-    Whoever is let through must tell how it went, by ``succeeded`` or ``failed``; a trial that is not heard of within
-    ``trial_limit_s`` counts as lost, and the next caller is the trial. Trouble that returns within ``flap_window_s`` of
-    a recovery goes on with twice the pause it had, in silence, so that a disk that comes and goes does not flood the
-    log. One warning is logged per outage and cause, and one line when it is over.
+    A caller that is let through reports its outcome by ``succeeded`` or ``failed``. A trial without one within
+    ``trial_limit_s`` is lost; the next caller is the trial. Trouble that returns within ``flap_window_s`` of a recovery
+    doubles the pause and is not logged, so that a disk that comes and goes does not flood the log. Else each cause of
+    an outage is logged once, and its end.
     """
 
     def __init__(

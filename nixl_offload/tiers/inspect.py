@@ -143,11 +143,11 @@ class NamespaceInfo:
 
     @property
     def groups(self) -> Sequence[int]:
-        """The KV groups whose shard sizes the manifest tells."""
+        """The KV groups whose shard sizes the manifest has."""
         return tuple(self._sizes)
 
     def shard_bytes(self, group: int, rank: int) -> int | None:
-        """Return the size of the shard of ``rank``, header and padding included; None where no manifest tells it."""
+        """Return the size of the shard of ``rank``, header and padding included; None where no manifest has it."""
         sizes = self._sizes.get(group, ())
         return sizes[rank] if 0 <= rank < len(sizes) else None
 
@@ -181,7 +181,7 @@ class NamespaceInfo:
         return rank_digest(self.digest, rank) if self.digest and 0 <= rank < 1 << 32 else None
 
     def details(self) -> dict[str, str | int]:
-        """Return what tells this namespace from others of the same model, safe to print."""
+        """Return the fields in which namespaces of one model differ, safe to print."""
         texts = ("engine", "platform", "revision", "dtype", "kv_layout", "attention_backend")
         numbers = ("tp", "pp", "pcp", "dcp", "world_size", "shards", "blocks_per_chunk", "tokens_per_block")
         found: dict[str, str | int | None] = {name: printable(self._fields.get(name)) for name in texts}

@@ -23,10 +23,10 @@ from nixl_offload.tiers.os_errors import tier_error
 
 _HINT_MAX_BYTES = 4096
 _LOOK_PATIENCE_S = 0.1
-"""Whoever looks who holds a lock takes it for microseconds: an engine that starts just then tries again for so long."""
+"""A process that looks at a lock holds it for microseconds. An engine that starts just then tries again, this long."""
 _LOOK_PAUSE_S = 0.01
 _LOOKED_AT_PATIENCE_S = 2.0
-"""Where nobody has it alone, or whoever has it is about to write a name: on a machine that is short of cores."""
+"""The same where the lock is shared, or its holder has no name there yet: a machine may be short of cores."""
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 

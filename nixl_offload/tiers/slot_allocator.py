@@ -156,7 +156,7 @@ class SlabAllocator:
             heappush(self._roomy[number], extent)
 
     def retire(self, offset: int, slot_bytes: int) -> None:
-        """Never give a taken slot away again, whatever is cleared: something may still write to it.
+        """Never give a taken slot away again, not even after ``clear``: something may still write to it.
 
         Raises IndexStateError, changing nothing, when it is not a taken slot of this class.
         """

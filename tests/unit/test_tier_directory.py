@@ -299,11 +299,6 @@ def test_what_a_killed_start_has_left_is_removed_and_takes_no_room(tmp_path: Pat
     assert tier.rank_bytes == rank_bytes
     assert not {path.name for path in directory.iterdir()} & set(left)
     tier.close()
-    (directory / ".of-somebody-else").write_bytes(bytes(512 * KIB))
-    tier = open_tier(tmp_path)
-    assert tier.rank_bytes < rank_bytes
-    assert (directory / ".of-somebody-else").exists()
-    tier.close()
 
 
 def test_a_smaller_capacity_cuts_the_slabs_and_keeps_the_geometry(tmp_path: Path) -> None:

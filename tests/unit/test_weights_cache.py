@@ -265,7 +265,7 @@ def test_a_slab_does_not_count_the_cache_as_foreign(model: Path, tmp_path: Path)
     """Else a second start would find less room, and ls would list other objects."""
     identify(model, tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
-    assert other_namespaces.survey(tmp_path, ()) == other_namespaces.Survey((), 0)
+    assert other_namespaces.survey(tmp_path, ()) == other_namespaces.Survey([], 0)
     inspector = SlabInspector(slab_config(tmp_path, 1 << 30))
     assert not list(inspector.namespaces())
     assert inspector.other_objects == 0

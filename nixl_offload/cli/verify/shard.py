@@ -56,7 +56,7 @@ class Macs(NamedTuple):
         if namespace.is_authenticated:
             raise FormatError("there is no MAC, and servers of this namespace want one", reason="authentication")
         if namespace.is_authenticated is None and self.keys is not None:
-            raise FormatError("not authenticated: no MAC, and no manifest that tells of it", reason=NO_KEY)
+            raise FormatError("not authenticated: no MAC, and no manifest that asks for one", reason=NO_KEY)
         return None
 
 
@@ -84,7 +84,7 @@ def check_shard(
         except StoreError as error:
             if error.cause != "short" or first_bytes == HEADER_BYTES:
                 raise
-            first_bytes = HEADER_BYTES  # a slab may end within a slot; the header tells more than that
+            first_bytes = HEADER_BYTES  # a slab may end within a slot; the header says more than that
             read(shard, 0, page)
         created_s = decode_header(page).created_s
         header = check_header(page, namespace, chunk, shard)

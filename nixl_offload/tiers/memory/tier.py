@@ -42,7 +42,7 @@ def rank_memory_bytes(capacity_bytes: int, world_size: int, dp_size: int) -> int
 
 
 class MemoryTier(SlotTier):
-    """Slots of host memory, one index for all ranks. What is pinned keeps its slot, whoever needs room."""
+    """Slots of host memory, one index for all ranks. A pinned chunk keeps its slot."""
 
     def __init__(self, position: int, place: MemoryPlace, index: Index, allocator: SlabAllocator) -> None:
         """Put the parts together; ``open`` is the usual way."""

@@ -1,7 +1,7 @@
 """The scheduler's hold on a slab tier's directory: the lock, the namespace's place in it, and how large slabs may be.
 
 Threading: one owner, the scheduler's thread, at start and end; nothing here runs while requests are served, except
-``check`` and ``restore``. Ownership: whoever holds a ``TierDirectory`` is the only engine on that directory.
+``check`` and ``restore``. Ownership: the process that has a ``TierDirectory`` is the only engine on that directory.
 
     <path>/lock                        held as long as the engine lives
     <path>/.weights-cache…             digests of the model's files: see ``identity.weights_cache``
@@ -227,8 +227,7 @@ class TierDirectory:
         if len(engines) > 1:
             siblings = {base / f"dp-{index}" for index in engines}
             found.append((other_namespaces.survey(base, ours | siblings), len(engines)))
-        available_bytes = share_bytes - self._unexpected_bytes()
-        charged = []
+        available_bytes, charged = share_bytes, []
         for part, sharers in found:
             available_bytes -= -(-part.other_bytes // sharers)
             charged += [(namespace, -(-namespace.size_bytes // sharers)) for namespace in part.namespaces]
@@ -253,17 +252,6 @@ class TierDirectory:
             )
         return available_bytes
 
-    def _unexpected_bytes(self) -> int:
-        """Bytes in our own namespace that are neither slabs nor index nor manifest."""
-        if not self.namespace_path.is_dir():
-            return 0
-        return sum(
-            other_namespaces.tree_bytes(path)
-            for path in self.namespace_path.iterdir()
-            if not path.name.startswith((_INDEX_NAME, other_namespaces.MANIFEST_NAME))
-            and not _RANK_NAME.fullmatch(path.name)
-        )
-
     def _extent_bytes(self, rank_bytes: int) -> int:
         """Keep the extents of the last run where they still suit, for a chunk's offset is valid only under them."""
         slot_classes = self._context.slot_classes
@@ -285,7 +273,7 @@ class TierDirectory:
                 continue
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or int(named[1]) >= self._context.world_size:
-                path.unlink()  # nothing else is lost, whatever it was: of a hard link the other name stays
+                path.unlink()  # of a hard link the other name stays
             elif status.st_size > self.rank_bytes:
                 os.truncate(path, self.rank_bytes)
 

@@ -32,7 +32,7 @@ def rank_file_name(rank: int) -> str:
 
 
 def make_private_directory(directory: Path) -> None:
-    """Make ``directory`` and its missing parents, each 0700 whatever the umask. Raises OSError."""
+    """Make ``directory`` and its missing parents, each 0700 under any umask. Raises OSError."""
     missing = []
     while not directory.is_dir():
         missing.append(directory)

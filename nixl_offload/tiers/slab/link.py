@@ -41,7 +41,7 @@ def open_link(config: SlabConfig, place: SlabPlace, rank: int, mover: Mover) -> 
                 is_locked_here=place.is_locked_here(),
                 kept_free=kept_free(config),
             )
-            slab.open()  # whoever comes first makes it
+            slab.open()  # the first rank to come makes it
             undo.callback(slab.close)
             slabs.append(slab)
         undo.pop_all()
@@ -92,7 +92,7 @@ class SlabLink(Link):
         return self._probe(now_s)
 
     def may_load(self) -> bool:
-        """Whatever is open may be read."""
+        """Always: an open file can be read."""
         return True
 
     def begin_write(

@@ -14,9 +14,8 @@ import re
 import shutil
 import stat
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from nixl_offload.identity.weights_cache import CACHE_PREFIX
 
@@ -28,8 +27,7 @@ _NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
 _DP_NAME: Final = re.compile(r"dp-[0-9]+")
 
 
-@dataclass(frozen=True, slots=True)
-class OtherNamespace:
+class OtherNamespace(NamedTuple):
     """A whole namespace of another model or configuration."""
 
     path: Path
@@ -38,11 +36,10 @@ class OtherNamespace:
     """When an engine last opened it, seconds since the epoch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """What was found: namespaces that may go, oldest use first, and bytes that are not ours to remove."""
+class Survey(NamedTuple):
+    """What was found: namespaces that may go, and bytes that are not ours to remove."""
 
-    namespaces: tuple[OtherNamespace, ...]
+    namespaces: list[OtherNamespace]
     other_bytes: int
 
 
@@ -67,7 +64,7 @@ def survey(directory: Path, skip: Collection[Path]) -> Survey:
             other_bytes += part.other_bytes
         else:
             other_bytes += tree_bytes(path)
-    return Survey(tuple(sorted(namespaces, key=lambda found: found.used_s)), other_bytes)
+    return Survey(namespaces, other_bytes)
 
 
 def read_manifest(namespace_path: Path) -> dict[str, Any] | None:
@@ -88,14 +85,11 @@ def last_use_s(path: Path) -> float | None:
     try:
         if not _NAMESPACE_NAME.fullmatch(path.name) or not _is_directory(path):
             return None
-    except OSError:
-        return None
-    manifest = read_manifest(path)
-    if manifest is None or not str(manifest.get("namespace", "")).startswith(path.name):
-        return None
-    if not isinstance(manifest.get("slab"), dict):  # a shared directory's, and other servers' as well
-        return None
-    try:
+        manifest = read_manifest(path)
+        if manifest is None or not str(manifest.get("namespace", "")).startswith(path.name):
+            return None
+        if not isinstance(manifest.get("slab"), dict):  # a shared directory's, and other servers' as well
+            return None
         return (path / MANIFEST_NAME).stat(follow_symlinks=False).st_mtime
     except OSError:
         return None
