@@ -1,13 +1,15 @@
-"""The keyed MAC of a stored shard: who lacks the key can make no shard that is accepted, only misses.
+"""The keyed MAC of a stored shard, and the file of keys: without a key one can cause misses, and nothing else.
 
-It lies in the header page, and covers that page and all blocks that the shard holds, so nothing of one shard can stand
-in another's place. docs/format.md has the bytes, docs/decisions/0031-authentication.md the reasons.
-Threading: immutable; safe anywhere. BLAKE3 leaves the interpreter to others while it reads blocks.
+The MAC lies in the header page. It covers that page and all blocks that the shard holds, so nothing of one shard can
+stand in another's place. docs/format.md has the bytes, docs/decisions/0031-authentication.md the reasons.
+Threading: immutable; safe anywhere. BLAKE3 releases the GIL while it reads blocks. No message repeats a key.
 """
 
 from __future__ import annotations
 
 import hmac
+import os
+import stat
 from collections.abc import Sequence
 from typing import Final
 
@@ -17,7 +19,7 @@ from blake3 import blake3
 
 from nixl_offload.chunk.checksum import block_checksum
 from nixl_offload.chunk.header import HEADER_BYTES, OWN_CHECKSUM, OWN_CHECKSUM_AT, Buffer, bytes_of
-from nixl_offload.errors import FormatError
+from nixl_offload.errors import ConfigError, FormatError
 
 KEY_BYTES: Final = 32
 MAC_AT: Final = 152
@@ -28,6 +30,8 @@ SCHEME: Final = "blake3 1"
 _ID_CONTEXT: Final = "nixl-offload 2026-11 key id 1"
 _ZERO_MAC: Final = bytes(KEY_ID_AT - MAC_AT)
 _ZERO_END: Final = bytes(HEADER_BYTES - OWN_CHECKSUM_AT)
+_FILE_MAX_BYTES: Final = 1 << 16
+_FILE_HOW: Final = f"one key a line, {2 * KEY_BYTES} hex digits, as by: openssl rand -hex {KEY_BYTES}"
 
 
 class ChunkKeys:
@@ -125,3 +129,58 @@ def _begin(page: memoryview | bytearray, key: bytes) -> blake3:
     mac = blake3(key=key)
     mac.update(bytes(page[:MAC_AT]) + _ZERO_MAC + bytes(page[KEY_ID_AT:OWN_CHECKSUM_AT]) + _ZERO_END)
     return mac
+
+
+def read_key_file(path: str) -> ChunkKeys:
+    """Read the keys of ``authenticate.key_file``. Links are followed, because Kubernetes mounts secrets by them.
+
+    Raises ConfigError: the file cannot be read, is no regular file, is another user's, can be read or written by
+    others, or does not have keys.
+    """
+    where = f"authenticate.key_file: {path}"
+    try:
+        # Not blocking: somebody may have put a FIFO there.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
+    try:
+        _refuse_exposed(where, os.fstat(fd))
+        content = os.read(fd, _FILE_MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
+    finally:
+        os.close(fd)
+    if len(content) > _FILE_MAX_BYTES:
+        raise ConfigError(f"{where}: is larger than {_FILE_MAX_BYTES} bytes; allowed: {_FILE_HOW}")
+    keys = []
+    for number, line in enumerate(content.splitlines(), start=1):
+        digits = line.strip()
+        if not digits:
+            continue
+        try:
+            key = bytes.fromhex(digits.decode("ascii"))
+        except ValueError:
+            key = b""
+        # A text of one digit again and again is what somebody wrote to try it out.
+        if len(digits) != 2 * KEY_BYTES or len(key) != KEY_BYTES or len(set(key)) == 1:
+            raise ConfigError(f"{where}: line {number} is no key; allowed: {_FILE_HOW}") from None
+        keys.append(key)
+    if not keys:
+        raise ConfigError(f"{where}: is empty; allowed: {_FILE_HOW}")
+    return ChunkKeys(keys)
+
+
+def _refuse_exposed(where: str, status: os.stat_result) -> None:
+    """Raise ConfigError for a file that others than us, and root, can read or write."""
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{where}: is not a regular file")
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(f"{where}: belongs to user {status.st_uid}; allowed: this user ({os.geteuid()}), or root")
+    # Kubernetes gives a secret to a user by a group (fsGroup), in a file that stays root's.
+    shared = stat.S_IRGRP if status.st_uid == 0 else 0
+    exposed = stat.S_IMODE(status.st_mode) & 0o077 & ~shared
+    if exposed:
+        raise ConfigError(
+            f"{where}: has mode {stat.S_IMODE(status.st_mode):04o}, so that others can read or write it; "
+            "allowed: 0600 or 0400; a file of root's may be 0440"
+        )

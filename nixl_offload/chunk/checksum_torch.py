@@ -6,7 +6,7 @@ lanes and then scrambles the lanes. What is added does not depend on the lanes' 
 are summed at once and only the scrambling, eight words per kilobyte, runs in order. Torch has no unsigned 64-bit
 arithmetic: int64 wraps around to the same bits.
 Threading: pure functions on the caller's current stream. ``xxh3_64_torch`` waits for the device once, when it first
-meets it (``words_on``), and never again; ``block_checksums_torch`` waits.
+meets it (``words_on``), and never again.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
-
-from nixl_offload.chunk.checksum import block_checksums
 
 SHORT_BYTES = 240
 """Up to this length XXH3 is another function, which only the host computes: no KV block is so short."""
@@ -100,20 +97,6 @@ def words_on(device: torch.device) -> torch.Tensor:
 def length_term(length: int) -> int:
     """Return what rows of ``length`` bytes add to the merged lanes, as the int64 of the same bits."""
     return _signed(length * _PRIME64_1)
-
-
-def block_checksums_torch(payload: torch.Tensor) -> npt.NDArray[np.uint64]:
-    """Return what ``checksum.block_checksums`` returns for the same bytes: shape ``(blocks,)``, in host memory.
-
-    ``payload``: uint8 of shape ``(blocks, block_bytes)`` on any device; the sums run there, on the current stream,
-    and the call waits for the result. Blocks up to 240 bytes are copied to the host. Raises ValueError for another
-    type or shape.
-    """
-    if payload.dim() == 2 and payload.dtype == torch.uint8 and payload.shape[1] <= SHORT_BYTES:
-        host: npt.NDArray[np.uint8] = payload.cpu().contiguous().numpy()
-        return block_checksums(host)
-    digests: npt.NDArray[np.int64] = xxh3_64_torch(payload).cpu().numpy()
-    return digests.view(np.uint64)
 
 
 def _round_sums(rows: torch.Tensor, rounds: int, keys: torch.Tensor) -> list[torch.Tensor]:

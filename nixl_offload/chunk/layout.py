@@ -1,8 +1,10 @@
-"""Where the blocks of a job lie: pure arithmetic from vLLM's KV tensors and block lists to coalesced extents of
-memory and payload.
+"""Where the blocks of a job lie: pure arithmetic from vLLM's KV tensors and block lists to extents of memory and
+payload; and which bytes of a layer's pages belong to a range of KV heads.
 
 The payload of a shard is block-major: block 0 with the runs of its group, a run being consecutive bytes of a page, then
-block 1, and so on, without gaps. A job whose numbers do not fit is refused, never guessed at.
+block 1, and so on, without gaps. Where shards are by heads, a block is layer after layer, and a layer head after head:
+that order depends neither on tensor parallelism nor on whether layers lie side by side in a block. A job whose numbers
+do not fit is refused, never guessed at.
 Threading: immutable descriptions and pure functions; safe anywhere. The arrays handed out belong to the caller.
 """
 
@@ -71,6 +73,40 @@ class GroupLayout:
         return cls(tuple(PageRun(tensor_index, 0, page_bytes) for tensor_index, page_bytes in pages))
 
 
+@dataclass(frozen=True, slots=True)
+class HeadPages:
+    """One layer's pages on one rank: in each, head after head without gaps."""
+
+    tensor_index: int
+    page_offset: int
+    """Bytes from the begin of the tensor's page."""
+    heads: int
+    """That this rank has; 1 where KV is not divided (MLA)."""
+    head_bytes: int
+    """Of one head in one block."""
+
+
+def shard_groups(layers: Sequence[HeadPages], shards: int) -> tuple[GroupLayout, ...]:
+    """Return what a rank stores of a group: a layout for each of its ``shards``, in the order of their heads.
+
+    ``layers``: those that the rank has of the group, in the model's order. Raises LayoutError when a layer's heads
+    cannot be dealt out evenly.
+    """
+    for layer in layers:
+        if layer.heads % shards:
+            raise LayoutError(f"{layer.heads} KV heads cannot be dealt out to {shards} shards")
+    lengths = [layer.heads // shards * layer.head_bytes for layer in layers]
+    return tuple(
+        GroupLayout(
+            tuple(
+                PageRun(layer.tensor_index, layer.page_offset + shard * length, length)
+                for layer, length in zip(layers, lengths, strict=True)
+            )
+        )
+        for shard in range(shards)
+    )
+
+
 class ChunkBlocks(NamedTuple):
     """The blocks of a job that belong to one of its keys."""
 
@@ -104,20 +140,6 @@ class JobExtents(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupTable:
-    """A group's refs as arrays, shape ``(refs,)`` each."""
-
-    tensor_index: Int32Array
-    stride: Int64Array
-    page_offset: Int64Array
-    length: Int64Array
-    offset_in_block: Int64Array
-    block_bytes: int
-    num_blocks: int
-    can_coalesce: bool
-
-
-@dataclass(frozen=True, slots=True)
 class KVLayout:
     """All KV memory of one worker and how its groups are stored.
 
@@ -128,7 +150,6 @@ class KVLayout:
     tensors: tuple[RegionSpec, ...]
     groups: tuple[GroupLayout, ...]
     blocks_per_chunk: int
-    _tables: tuple[_GroupTable, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.blocks_per_chunk <= MAX_BLOCKS_PER_CHUNK:
@@ -139,8 +160,8 @@ class KVLayout:
                     f"tensor {index}: {tensor.num_blocks} pages of {tensor.page_bytes} bytes, "
                     f"{tensor.stride_bytes} apart"
                 )
-        tables = tuple(self._table(position, group) for position, group in enumerate(self.groups))
-        object.__setattr__(self, "_tables", tables)
+        for position, group in enumerate(self.groups):
+            self._check_group(position, group)
 
     def group(self, position: int) -> GroupLayout:
         """Return a group by its position. Raises LayoutError when there is none."""
@@ -160,7 +181,6 @@ class KVLayout:
 
     def is_group_direct_capable(self, position: int, alignment_bytes: int) -> bool:
         """Say whether every extent that this group can ever have is aligned, wherever its blocks lie."""
-        _check_alignment(alignment_bytes)
         return all(
             (self.tensors[tensor].base_address | self.tensors[tensor].stride_bytes | page_offset | length)
             % alignment_bytes
@@ -168,9 +188,8 @@ class KVLayout:
             for tensor, page_offset, length in self.group(position).refs
         )
 
-    def _table(self, position: int, group: GroupLayout) -> _GroupTable:
-        refs = group.refs
-        for tensor_index, page_offset, length in refs:
+    def _check_group(self, position: int, group: GroupLayout) -> None:
+        for tensor_index, page_offset, length in group.refs:
             if not 0 <= tensor_index < len(self.tensors):
                 raise LayoutError(f"group {position} refers to tensor {tensor_index} of {len(self.tensors)}")
             page_bytes = self.tensors[tensor_index].page_bytes
@@ -179,21 +198,6 @@ class KVLayout:
                     f"group {position} stores {length} bytes from byte {page_offset} on of the pages of tensor "
                     f"{tensor_index}, which have {page_bytes}"
                 )
-        tensors = [self.tensors[run.tensor_index] for run in refs]
-        lengths = np.array([run.length for run in refs], dtype=np.int64)
-        return _GroupTable(
-            tensor_index=np.array([run.tensor_index for run in refs], dtype=np.int32),
-            stride=np.array([tensor.stride_bytes for tensor in tensors], dtype=np.int64),
-            page_offset=np.array([run.page_offset for run in refs], dtype=np.int64),
-            length=lengths,
-            offset_in_block=np.cumsum(lengths) - lengths,
-            block_bytes=group.block_bytes,
-            num_blocks=min((tensor.num_blocks for tensor in tensors), default=0),
-            # Runs within a block are joined: what can still touch is a block's last with the next block's first.
-            can_coalesce=bool(refs)
-            and refs[0].tensor_index == refs[-1].tensor_index
-            and refs[-1].page_offset + refs[-1].length == tensors[0].stride_bytes + refs[0].page_offset,
-        )
 
 
 def split_job(
@@ -225,8 +229,7 @@ def split_job(
 
     Raises:
         LayoutError: the numbers do not fit each other. A store from a sliding window with holes among its blocks is
-        such a
-            case: where the holes are cannot be known, so the whole job is refused.
+            refused whole, because nobody knows where the holes are.
     """
     if not len(group_sizes) == len(block_indices) == len(group_ids):
         raise LayoutError(
@@ -265,72 +268,44 @@ def split_job(
     return [chunk for chunk in chunks if chunk is not None]
 
 
-def job_extents(layout: KVLayout, chunks: Sequence[ChunkBlocks], *, coalesce: bool = True) -> JobExtents:
-    """Return the extents of the chunks' blocks, in payload order, chunk by chunk in the order of ``chunks``.
+def job_extents(layout: KVLayout, chunks: Sequence[ChunkBlocks]) -> JobExtents:
+    """Return the extents of the blocks of ``chunks``, which are of one group: in payload order, chunk by chunk.
 
-    ``coalesce`` joins neighbours in one chunk that touch both in memory and in the payload. Raises LayoutError for ids
-    outside the tensors or blocks outside the chunk.
+    Neighbours in one chunk that touch both in memory and in the payload are joined. Raises LayoutError for ids outside
+    the tensors or blocks outside the chunk.
     """
-    by_group: dict[int, list[int]] = {}
-    for index, chunk in enumerate(chunks):
-        by_group.setdefault(chunk.group, []).append(index)
-    parts = []
-    for group, members in by_group.items():
-        layout.group(group)
-        sizes = np.array([len(chunks[index].block_ids) for index in members], dtype=np.int64)
-        firsts = np.array([chunks[index].first_block for index in members], dtype=np.int64)
-        _check_chunk_bounds(sizes, firsts, layout.blocks_per_chunk)
-        owners = np.repeat(np.array(members, dtype=np.int64), sizes)
-        # Position in the chunk: the running number of the block, less where its chunk began.
-        positions = np.arange(len(owners), dtype=np.int64) - np.repeat(np.cumsum(sizes) - sizes - firsts, sizes)
-        ids = np.concatenate([chunks[index].block_ids for index in members])
-        parts.append(_group_extents(layout._tables[group], ids, positions, owners, coalesce))
-    return _assemble(parts, len(chunks))
+    group = layout.group(chunks[0].group)
+    tensors = [layout.tensors[run.tensor_index] for run in group.refs]
+    sizes = np.array([len(chunk.block_ids) for chunk in chunks], dtype=np.int64)
+    firsts = np.array([chunk.first_block for chunk in chunks], dtype=np.int64)
+    bad = np.flatnonzero((sizes < 1) | (firsts < 0) | (firsts + sizes > layout.blocks_per_chunk))
+    if bad.size:
+        size, first = int(sizes[bad[0]]), int(firsts[bad[0]])
+        raise LayoutError(f"blocks {first} to {first + size} of a chunk of {layout.blocks_per_chunk}")
+    ids = np.concatenate([chunk.block_ids for chunk in chunks]).astype(np.int64)
+    num_blocks = min((tensor.num_blocks for tensor in tensors), default=0)
+    if ids.min() < 0 or ids.max() >= num_blocks:
+        raise LayoutError(f"block ids {ids.min()} to {ids.max()} of a KV cache of {num_blocks} blocks")
 
+    # One row for each block, one column for each run; then all in payload order.
+    lengths = np.array([run.length for run in group.refs], dtype=np.int64)
+    # Position in the chunk: the running number of the block, less where its chunk began.
+    positions = np.arange(len(ids)) - np.repeat(np.cumsum(sizes) - sizes - firsts, sizes)
+    strides = np.array([tensor.stride_bytes for tensor in tensors], dtype=np.int64)
+    page_offsets = np.array([run.page_offset for run in group.refs], dtype=np.int64)
+    memory = (ids[:, np.newaxis] * strides + page_offsets).ravel()
+    payload = ((positions * group.block_bytes)[:, np.newaxis] + np.cumsum(lengths) - lengths).ravel()
+    length = np.tile(lengths, len(ids))
+    tensor = np.tile(np.array([run.tensor_index for run in group.refs], dtype=np.int32), len(ids))
+    owner = np.repeat(np.repeat(np.arange(len(chunks)), sizes), len(lengths))
 
-_Part = tuple[Int64Array, ChunkExtents]
-
-
-def _group_extents(
-    table: _GroupTable, ids: Int32Array, positions: Int64Array, owners: Int64Array, coalesce: bool
-) -> _Part:
-    """Expand blocks of one group to extents; return the chunk that owns each, too."""
-    lowest, highest = int(ids.min()), int(ids.max())
-    if lowest < 0 or highest >= table.num_blocks:
-        raise LayoutError(f"block ids {lowest} to {highest} of a KV cache of {table.num_blocks} blocks")
-    refs = len(table.length)
-    memory = (ids.astype(np.int64)[:, np.newaxis] * table.stride + table.page_offset).ravel()
-    payload = ((positions * table.block_bytes)[:, np.newaxis] + table.offset_in_block).ravel()
-    length = np.tile(table.length, len(ids))
-    tensor = np.tile(table.tensor_index, len(ids))
-    owner = np.repeat(owners, refs) if refs > 1 else owners
-    if not (coalesce and table.can_coalesce):
-        return owner, ChunkExtents(tensor, memory, payload, length)
-    end = payload + length
-    joined = memory[:-1] + length[:-1] == memory[1:]
-    joined &= end[:-1] == payload[1:]
-    joined &= owner[:-1] == owner[1:]
-    joined &= tensor[:-1] == tensor[1:]
+    joined = (memory[:-1] + length[:-1] == memory[1:]) & (payload[:-1] + length[:-1] == payload[1:])
+    joined &= (owner[:-1] == owner[1:]) & (tensor[:-1] == tensor[1:])
     heads = np.flatnonzero(np.concatenate(([True], ~joined)))
-    tails = np.concatenate((heads[1:], [len(memory)])) - 1
-    return owner[heads], ChunkExtents(tensor[heads], memory[heads], payload[heads], end[tails] - payload[heads])
-
-
-def _assemble(parts: Sequence[_Part], chunk_count: int) -> JobExtents:
-    """Put the groups' extents into the order of the chunks."""
-    if not parts:
-        empty = np.empty(0, dtype=np.int64)
-        return JobExtents(
-            np.zeros(chunk_count + 1, dtype=np.int64), ChunkExtents(np.empty(0, dtype=np.int32), empty, empty, empty)
-        )
-    owner, extents = parts[0]
-    if len(parts) > 1:
-        owner = np.concatenate([part_owner for part_owner, _ in parts])
-        columns = [np.concatenate(column) for column in zip(*(part for _, part in parts), strict=True)]
-        order = np.argsort(owner, kind="stable")
-        owner = owner[order]
-        extents = ChunkExtents(*(column[order] for column in columns))
-    return JobExtents(np.searchsorted(owner, np.arange(chunk_count + 1)), extents)
+    ends = np.append(heads[1:], len(memory)) - 1
+    whole = payload[ends] + length[ends] - payload[heads]
+    starts = np.searchsorted(owner[heads], np.arange(len(chunks) + 1))
+    return JobExtents(starts, ChunkExtents(tensor[heads], memory[heads], payload[heads], whole))
 
 
 def _joined(refs: Sequence[PageRun]) -> tuple[PageRun, ...]:
@@ -358,15 +333,3 @@ def _keys_by_group(key_groups: Sequence[int], group_ids: Sequence[int]) -> list[
             raise LayoutError(f"key {key_index} belongs to group {group_id}; the job has {list(group_ids)}")
         keys[position].append(key_index)
     return keys
-
-
-def _check_chunk_bounds(sizes: Int64Array, firsts: Int64Array, blocks_per_chunk: int) -> None:
-    bad = np.flatnonzero((sizes < 1) | (firsts < 0) | (firsts + sizes > blocks_per_chunk))
-    if bad.size:
-        size, first = int(sizes[bad[0]]), int(firsts[bad[0]])
-        raise LayoutError(f"blocks {first} to {first + size} of a chunk of {blocks_per_chunk}")
-
-
-def _check_alignment(alignment_bytes: int) -> None:
-    if alignment_bytes < 1 or alignment_bytes & (alignment_bytes - 1):
-        raise LayoutError(f"an alignment of {alignment_bytes} bytes is not a power of two")

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple, TextIO, TypeAlias, TypeVar
 
-from nixl_offload.chunk.authentication import ChunkKeys
-from nixl_offload.chunk.key_file import read_key_file
+from nixl_offload.chunk.authentication import ChunkKeys, read_key_file
 from nixl_offload.cli.commands import COMMANDS
 from nixl_offload.config import Config, StoredConfig
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError, TierError

@@ -32,8 +32,7 @@ from vllm.v1.kv_cache_interface import (
     group_kernel_blocks,
 )
 
-from nixl_offload.chunk.heads import HeadPages
-from nixl_offload.chunk.layout import RegionSpec
+from nixl_offload.chunk.layout import HeadPages, RegionSpec
 from nixl_offload.chunk.shards import ONE_RANGE, LayerCut, cut_layers
 from nixl_offload.errors import LayoutError
 from nixl_offload.vllm.kv_caches import layers_of, offloaded_groups, regions_of

@@ -22,8 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_o
 from vllm.distributed.parallel_state import GroupCoordinator, get_pp_group, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
-from nixl_offload.chunk.heads import HeadPages, shard_groups
-from nixl_offload.chunk.layout import GroupLayout, KVLayout
+from nixl_offload.chunk.layout import GroupLayout, HeadPages, KVLayout, shard_groups
 from nixl_offload.chunk.shards import LayerCut, ShardPlan, make_plan
 from nixl_offload.config import ShardCut
 from nixl_offload.errors import LayoutError

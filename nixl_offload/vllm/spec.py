@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from nixl_offload.chunk.key_file import read_key_file
+from nixl_offload.chunk.authentication import read_key_file
 from nixl_offload.config import Config
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.vllm.kv_caches import offloaded_groups, without_padding

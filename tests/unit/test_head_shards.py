@@ -16,8 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nixl_offload.chunk.heads import HeadPages, shard_groups
-from nixl_offload.chunk.layout import ChunkBlocks, GroupLayout, KVLayout, RegionSpec, job_extents
+from nixl_offload.chunk.layout import (
+    ChunkBlocks,
+    GroupLayout,
+    HeadPages,
+    KVLayout,
+    RegionSpec,
+    job_extents,
+    shard_groups,
+)
 from nixl_offload.engine.packer import HostPacker, pages_of
 from nixl_offload.engine.streams import READY
 from nixl_offload.errors import LayoutError

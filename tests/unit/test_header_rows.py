@@ -143,21 +143,3 @@ def test_blocks_that_were_never_stored_are_refused_whatever_their_sum() -> None:
     headers = check_headers(encode_headers(expect, checksums, [0, 2]), expect)
     verify_rows(headers, [0, 1], [1, 1], [checksums[0, 1:], checksums[1, 1:]])
     assert {row: error.reason for row, error in headers.errors.items()} == {1: "blocks"}
-
-
-def test_what_does_not_fit_a_page_is_refused() -> None:
-    good = expected(2)
-    for bad in (
-        ExpectedRows(bytes(31), good.keys, 3, 4, 1000),
-        ExpectedRows(NAMESPACE, [b"", b"x"], 3, 4, 1000),
-        ExpectedRows(NAMESPACE, [b"x", bytes(65)], 3, 4, 1000),
-        ExpectedRows(NAMESPACE, good.keys, -1, 4, 1000),
-        ExpectedRows(NAMESPACE, good.keys, 3, 4, 0),
-    ):
-        with pytest.raises(LayoutError):
-            encode_headers(bad, sums(2, 4, [0, 0]), [0, 0])
-    for firsts in ([0], [0, 4], [-1, 0]):
-        with pytest.raises(LayoutError):
-            encode_headers(good, sums(2, 4, [0, 0]), firsts)
-    with pytest.raises(LayoutError):
-        encode_headers(good, sums(2, 3, [0, 0]), [0, 0])

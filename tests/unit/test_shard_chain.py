@@ -54,22 +54,6 @@ def stored(engine: EngineRig, tier: int = TREE) -> EngineRig:
     return engine
 
 
-@pytest.mark.parametrize("writer", [1, 2, 4])
-@pytest.mark.parametrize("reader", [1, 2, 4])
-def test_every_size_reads_what_every_size_has_stored(make: Make, writer: int, reader: int, tmp_path: Path) -> None:
-    """Whole chunks, and tails of them; four files a chunk, whoever wrote them."""
-    stored(make(writer))
-    assert len(shards(tmp_path / "kv")) == 4 * len(CHUNKS)
-    engine = make(reader)
-    engine.wipe()
-    assert ok([rank.load(CHUNKS, TREE) for rank in engine.ranks])
-    assert engine.holds(CHUNKS)
-    engine.wipe()
-    assert ok([rank.load(CHUNKS, TREE, first=2) for rank in engine.ranks])
-    assert engine.holds(CHUNKS, first=2)
-    assert not engine.holds(CHUNKS)
-
-
 @settings(max_examples=8, deadline=None)
 @given(heads=st.sampled_from([1, 2, 3, 4]), wanted=st.integers(1, 4), sizes=st.tuples(*[st.integers(1, 4)] * 2))
 def test_any_two_sizes_that_can_hold_the_shards_agree(heads: int, wanted: int, sizes: tuple[int, int]) -> None:
@@ -85,6 +69,9 @@ def test_any_two_sizes_that_can_hold_the_shards_agree(heads: int, wanted: int, s
                     engine.wipe()
                     assert ok([rank.load(CHUNKS, TREE) for rank in engine.ranks])
                     assert engine.holds(CHUNKS)
+                    engine.wipe()
+                    assert ok([rank.load(CHUNKS, TREE, first=2) for rank in engine.ranks])
+                    assert engine.holds(CHUNKS, first=2)
             finally:
                 engine.close()
 
@@ -175,16 +162,6 @@ def test_stages_and_sizes_read_what_others_have_stored(
                 engine.close()
 
 
-def test_replicas_of_each_stage_write_it_once(make: Make, tmp_path: Path) -> None:
-    """Two stages of four ranks with one head: two files a chunk, of a layer and of two."""
-    engine = stored(make(4, heads=1, wanted=1, stages=(1, 2)))
-    files = shards(tmp_path / "kv")
-    assert len(files) == 2 * len(CHUNKS)
-    assert len({(tmp_path / "kv" / name).stat().st_size for name in files}) == 2
-    assert ok([rank.load(CHUNKS, TREE) for rank in engine.ranks])
-    assert engine.holds(CHUNKS)
-
-
 @pytest.mark.parametrize("tier", [MEMORY, SLAB])
 def test_shards_of_other_sizes_lie_in_a_slot_one_after_the_other(make: Make, tier: int) -> None:
     """A rank with ranges of one and of two layers."""
@@ -206,17 +183,6 @@ def test_a_rank_without_shards_has_no_part_in_anything(make: Make) -> None:
     assert chunks.of_job(StoreTicket(1, keys, places), blocks) == []
     assert chunks.of_job(LoadTicket(2, keys, places, 3, places), blocks) == []
     assert chunks.of_moves(WriteThroughTicket(4, keys, (Location(MEMORY, 0, 4096),) * len(CHUNKS), places)) == []
-
-
-def test_a_job_that_comes_twice_is_told_once(make: Make) -> None:
-    engine = make(4, heads=1, wanted=1)
-    engine.write([0])
-    for rank in engine.ranks:
-        for _ in range(2):
-            ticket = StoreTicket(1, (key(0),), (rank.at(TREE, 0),))
-            rank.chain.submit_store(1 << 20, rank.chunks.of_job(ticket, rank.blocks([0])), 1)
-    assert ok([rank.store(CHUNKS, TREE) for rank in engine.ranks])
-    assert ok([rank.collect(1 << 20) for rank in engine.ranks if 1 << 20 not in rank.results])
 
 
 def test_a_move_of_a_group_that_there_is_not_fails_alone(make: Make) -> None:

@@ -33,8 +33,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from nixl_offload.chunk.heads import shard_groups
-from nixl_offload.chunk.layout import KVLayout
+from nixl_offload.chunk.layout import KVLayout, shard_groups
 from nixl_offload.engine.packer import HostPacker, pages_of
 from nixl_offload.engine.streams import READY
 from nixl_offload.vllm.kv_caches import regions_of

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from nixl_offload import __version__
-from nixl_offload.chunk.key_file import read_key_file
+from nixl_offload.chunk.authentication import read_key_file
 from nixl_offload.cli.check.child import Answer
 from nixl_offload.cli.check.findings import Finding
 from nixl_offload.cli.terminal import about_size
