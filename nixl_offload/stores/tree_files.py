@@ -162,23 +162,28 @@ class TreeFiles:
                     raise StoreError(f"{path} is a symbolic link", cause="missing") from error
                 raise
 
-    def require_root(self, doing: str) -> None:
+    def require_root(self, doing: str) -> os.stat_result:
         """Raise ``unreachable`` where the root is gone: then nothing can be said of what was in it."""
         try:
-            self.filesystem.stat(self.root, follow=True)
+            return self.filesystem.stat(self.root, follow=True)
         except OSError as error:
             text = f"{self.root}: cannot {doing}: the directory is not there ({words_of(error)}); unmounted?"
             raise StoreError(text, cause="unreachable") from error
 
-    def make_directory(self, directory: str) -> None:
-        """Make what is missing between the root and ``directory``, a path. Nothing is made where a mount is missing."""
-        self.require_root(f"make {directory}")
-        with self.translating(f"make {directory}"):
-            device = self.filesystem.stat(self.root, follow=True).st_dev
+    def require_mounted(self, doing: str) -> None:
+        """As ``require_root``, and where the root is empty and on another filesystem than before: not mounted."""
+        device = self.require_root(doing).st_dev
+        with self.translating(doing):
             if self._device not in {None, device} and not self.filesystem.list(self.root):
                 text = f"{self.root} is empty, and on another filesystem than before: not mounted"
                 raise StoreError(text, cause="unreachable")
-            self._device, path = device, self.root
+        self._device = device
+
+    def make_directory(self, directory: str) -> None:
+        """Make what is missing between the root and ``directory``, a path."""
+        self.require_mounted(f"make {directory}")
+        path = self.root
+        with self.translating(f"make {directory}"):
             for part in os.path.relpath(directory, self.root).split("/"):
                 path = os.path.join(path, part)
                 with suppress(FileExistsError, FileNotFoundError):

@@ -47,7 +47,6 @@ STALE_DRAFT_S: Final = 3600.0
 CLOCK_S: Final = 3600.0
 """What was used so much later than now was used before a clock was set back, nobody knows when: it goes first. Else it
 would stay until that time has come, and what is used now would go in its place."""
-_DELETE_NAMES: Final = 64
 _PAUSE_CHUNKS: Final = 16
 _PAUSE_S: Final = 200e-6
 """So many chunks are a fifth of a millisecond's work; then the scheduler may have the interpreter."""
@@ -69,15 +68,14 @@ class Eviction:
         """What the directory may hold, by the last pass."""
         self._name = name
         self._lock = DirectoryLock(Path(store.where, LOCK_NAME))
-        self._device: int | None = None
         self._free_bytes = self._lost_bytes = 0
         """At the last look, and what was lost between looks since the last pass began."""
         self._pass_s = self._drafts_s = float("-inf")
         """When the last pass began, and when drafts were looked for."""
         self._took_s = 0.0
         """The last pass."""
-        self._told = False
-        """That nothing is evicted now."""
+        self._has_warned = False
+        """That nothing is evicted, in this trouble."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nixl-offload-evict", daemon=True)
         self._thread.start()
@@ -96,7 +94,9 @@ class Eviction:
                     if self._holds():
                         self._look()
                 except (StoreError, TierError, OSError) as error:
-                    self._tell(str(error))
+                    if not self._has_warned:
+                        logger.warning("%s: nothing is evicted: %s", self._name, error)
+                    self._has_warned = True
                 except Exception:
                     logger.exception("%s: eviction met an error that should not be; it goes on", self._name)
                 self._stop.wait(LOOK_S)
@@ -104,10 +104,8 @@ class Eviction:
             self._lock.release()
 
     def _holds(self) -> bool:
-        """Whether this engine is the one that deletes. Raises TierError, OSError."""
-        device = os.stat(self._store.where).st_dev
-        if self._device not in {None, device} and not os.listdir(self._store.where):
-            return False  # not mounted, perhaps: nothing may be made there
+        """Whether this engine is the one that deletes. Raises StoreError, TierError."""
+        self._store.files.require_mounted("evict")
         if not self._lock.is_held():
             try:
                 self._lock.acquire()
@@ -117,12 +115,11 @@ class Eviction:
                 if error.cause != "full":  # no inode is left for the lock: one pass without it makes room
                     raise
             self._pass_s = self._drafts_s = float("-inf")
-        self._device = device
         return True
 
     def _look(self) -> None:
         """Begin a pass if it is time. Raises StoreError, OSError."""
-        space, now_s = os.statvfs(self._store.where), time.monotonic()
+        space, now_s = self._store.files.filesystem.space(self._store.where), time.monotonic()
         free_bytes = space.f_bavail * space.f_frsize
         self._lost_bytes += max(0, self._free_bytes - free_bytes)  # others may free as much meanwhile
         self._free_bytes = free_bytes
@@ -135,17 +132,11 @@ class Eviction:
             self._store, self._capacity_bytes, space=space, kept_free=self._kept_free, stopped=self._stop.is_set
         )
         self.evicted += evicted
-        self._told = False
+        self._has_warned = False
         self._took_s = time.monotonic() - now_s
         if now_s - self._drafts_s >= STALE_DRAFT_S:
             self._drafts_s = now_s
             self._store.remove_stale_drafts(STALE_DRAFT_S, _is_ours)
-
-    def _tell(self, trouble: str) -> None:
-        """Warn once of a trouble that goes on."""
-        if not self._told:
-            self._told = True
-            logger.warning("%s: nothing is evicted: %s", self._name, trouble)
 
 
 class Shrunk(NamedTuple):
@@ -186,29 +177,18 @@ def shrink(
         return Shrunk(0, limit_bytes)
     left_bytes = limit_bytes - 2 * step_bytes
     sweep = Sweep(make_plan(ages, now_s=wall(), max_bytes=left_bytes, older_than_s=None, grace_s=0.0))
-    names: list[str] = []
     evicted, fault = 0, None
     for chunk in _chunks(store, stopped, latest_s):
         if sweep.takes(chunk):
-            names += [shard.place for shard in chunk.shards]
             evicted += 1
-        if len(names) >= _DELETE_NAMES:
-            fault = _delete(store, names) or fault
-            names.clear()
-    fault = _delete(store, names) or fault
+            try:
+                store.delete([shard.place for shard in chunk.shards])
+            except StoreError as error:
+                fault = error
     logger.debug("%s: %d chunks evicted; it held %.1f GiB", store.where, evicted, ages.total.size_bytes / 2**30)
     if fault is not None:
         raise fault
     return Shrunk(evicted, limit_bytes)
-
-
-def _delete(store: TreeStore, names: list[str]) -> StoreError | None:
-    """Delete what can be deleted; return what went wrong."""
-    try:
-        store.delete(names)
-    except StoreError as error:
-        return error
-    return None
 
 
 def _chunks(store: TreeStore, stopped: Callable[[], bool], latest_s: float) -> Iterator[ChunkInfo]:
@@ -217,7 +197,8 @@ def _chunks(store: TreeStore, stopped: Callable[[], bool], latest_s: float) -> I
     What is younger than ``latest_s`` is told as very old.
     Only namespaces are looked into: beside them may lie much that is not ours, or that we may not list (lost+found).
     """
-    names = [name for name in sorted(os.listdir(store.where)) if parse_manifest_name(manifest_name(name))]
+    names = sorted(name for name, _ in store.files.filesystem.list(store.where))
+    names = [name for name in names if parse_manifest_name(manifest_name(name))]
     listing = chain.from_iterable(store.list(f"{name}/") for name in names)
     for number, chunk in enumerate(group_chunks(listing)):
         if not number % _PAUSE_CHUNKS:

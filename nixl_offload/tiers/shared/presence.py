@@ -2,7 +2,7 @@
 
 Threading: none; the scheduler's thread alone. No I/O, no clock: time is passed in (monotonic seconds).
 States, pins and the choice of what to forget are ``index.Index``'s, whose locations serve here as numbers of rows.
-Memory: some 110 bytes per chunk remembered as present, 150 per absent one.
+Memory: some 350 bytes per chunk remembered as present, 150 per absent one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ import numpy as np
 from nixl_offload.index import Index, State
 from nixl_offload.types import Key, Location
 
+MAX_KEYS = 1_000_000
 MAX_ABSENT = 100_000
 _READY = State.READY
 _ROW_BYTES = 1
 """All rows are of one size class, so that one queue says what to forget first."""
-
-MAX_KEYS = 1_000_000
-"""About 110 bytes of host memory each."""
 
 
 class Presence:
@@ -36,24 +34,18 @@ class Presence:
         self._absent_for_s = absent_for_s
         self._max_keys = max_keys
         self._absent: dict[Key, float] = {}
-        """Key -> until when. In order of time, because all last equally long."""
-        self._reset()
-
-    def _reset(self) -> None:
+        """Key -> when it was missed. In order of time."""
         self._index = Index()
         self._free = array("q")
         # By row.
         self._seen_s = array("d")
-        self._expires_s = array("d")
+        self._until_s = array("d")
+        """How long the belief is fresh."""
         self._look_s = array("d")
+        """When to look after it again."""
 
     def __len__(self) -> int:
         return len(self._index)
-
-    @property
-    def full(self) -> bool:
-        """Whether a new key would push an old one out."""
-        return len(self._index) >= self._max_keys
 
     # Questions
 
@@ -61,45 +53,33 @@ class Presence:
         """Return what is believed of ``key``; None: nothing, or that it is absent."""
         return self._index.state(key)
 
-    def fresh(self, key: Key, now_s: float) -> bool:
-        """Whether the belief that a READY ``key`` is there still holds."""
-        return self.look(key, now_s)[1]
-
     def look(self, key: Key, now_s: float) -> tuple[State | None, bool]:
-        """Return ``state`` and, of a READY key, ``fresh``."""
+        """Return ``state`` and, of a READY key, whether the belief is fresh."""
         found = self._index.find(key)
         if found is None:
             return None, False
         state, row = found
-        if state is not _READY:
-            return state, False
-        return state, now_s - self._seen_s[row] <= self._present_for_s and now_s < self._expires_s[row]
+        return state, state is _READY and now_s < self._until_s[row]
 
     def seen_since(self, key: Key, then_s: float) -> bool:
         """Whether ``key`` is here and was seen or stored at ``then_s`` or later, or is being stored."""
-        state = self._index.state(key)
-        if state is State.READY:
-            return self._seen_s[self._index.location(key).offset] >= then_s
-        return state is not None
+        found = self._index.find(key)
+        return found is not None and (found[0] is not _READY or self._seen_s[found[1]] >= then_s)
 
     def is_absent(self, key: Key, now_s: float) -> bool:
         """Whether ``key`` was looked for in vain not long ago."""
-        until_s = self._absent.get(key)
-        return until_s is not None and now_s < until_s
+        return now_s < self._absent.get(key, -math.inf) + self._absent_for_s
 
     def missed_since(self, key: Key, then_s: float) -> bool:
         """Whether ``key`` was found to be absent, or to be of no use, at ``then_s`` or later."""
-        until_s = self._absent.get(key)
-        return until_s is not None and until_s - self._absent_for_s >= then_s
+        return self._absent.get(key, -math.inf) >= then_s
 
     def needs_refresh(self, key: Key, now_s: float, every_s: float) -> bool:
         """Whether a READY ``key`` has not been looked after for ``every_s``; counts as looked after from now on."""
-        if self._index.state(key) is not State.READY:
+        found = self._index.find(key)
+        if found is None or found[0] is not _READY or now_s < self._look_s[found[1]]:
             return False
-        row = self._index.location(key).offset
-        if now_s < self._look_s[row]:
-            return False
-        self._look_s[row] = now_s + every_s
+        self._look_s[found[1]] = now_s + every_s
         return True
 
     # What became known
@@ -107,29 +87,29 @@ class Presence:
     def seen(self, key: Key, now_s: float, expires_s: float = math.inf) -> None:
         """It is there: READY from now on, whatever was believed, unless somebody still holds it as EVICTING."""
         self._absent.pop(key, None)
-        state = self._index.state(key)
-        if state is None:
+        found = self._index.find(key)
+        if found is None:
             row = self._room()
             if row is None:
                 return
             self._index.insert_ready(key, _place(row))
-        elif state is not State.READY:
-            return
+        elif found[0] is _READY:
+            row = found[1]
         else:
-            row = self._index.location(key).offset
-        self._seen_s[row], self._expires_s[row] = now_s, expires_s
+            return
+        self._believe(row, now_s, expires_s)
 
     def missed(self, key: Key, now_s: float) -> bool:
         """It is not there: not looked for again for ``absent_for_s``. True: it was READY, and is dropped."""
         self._absent.pop(key, None)
-        self._absent[key] = now_s + self._absent_for_s
+        self._absent[key] = now_s
         if len(self._absent) > MAX_ABSENT:
             del self._absent[next(iter(self._absent))]
         return self.drop(key)
 
     def drop(self, key: Key) -> bool:
         """Forget a READY ``key``. False: it was not READY."""
-        if self._index.state(key) is not State.READY:
+        if self._index.state(key) is not _READY:
             return False
         self._give_back(self._index.drop(key))
         return True
@@ -152,7 +132,8 @@ class Presence:
         if freed is not None:
             self._give_back(freed)
             return False
-        self._seen_s[row], self._expires_s[row], self._look_s[row] = now_s, expires_s, look_s
+        self._believe(row, now_s, expires_s)
+        self._look_s[row] = look_s
         return True
 
     def abort(self, key: Key) -> None:
@@ -175,8 +156,11 @@ class Presence:
         """Forget everything. Keys in use stay EVICTING until their holders let go."""
         held = np.array([location.offset for location in self._index.clear()], dtype=np.int64)
         self._absent.clear()
-        rows = len(self._seen_s)
-        self._free = array("q", np.setdiff1d(np.arange(rows, dtype=np.int64), held, assume_unique=True).tobytes())
+        rows = np.arange(len(self._seen_s), dtype=np.int64)
+        self._free = array("q", np.setdiff1d(rows, held, assume_unique=True).tobytes())
+
+    def _believe(self, row: int, now_s: float, expires_s: float) -> None:
+        self._seen_s[row], self._until_s[row] = now_s, min(now_s + self._present_for_s, expires_s)
 
     def _room(self) -> int | None:
         if len(self._index) >= self._max_keys:
@@ -188,9 +172,9 @@ class Presence:
             row = self._free.pop()
         else:
             row = len(self._seen_s)
-            for column in (self._seen_s, self._expires_s, self._look_s):
+            for column in (self._seen_s, self._until_s, self._look_s):
                 column.append(0.0)
-        self._expires_s[row], self._look_s[row] = math.inf, -math.inf
+        self._look_s[row] = -math.inf
         return row
 
     def _give_back(self, freed: Location | None) -> None:
@@ -210,7 +194,7 @@ class Presence:
     @property
     def held(self) -> int:
         """How many keys somebody holds: being written, pinned, or given up and not let go yet."""
-        return sum(o.writing + o.pinned + o.evicting for o in self._index.occupancy().values())
+        return sum(each.writing + each.pinned + each.evicting for each in self._index.occupancy().values())
 
 
 def _place(row: int) -> Location:
