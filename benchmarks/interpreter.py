@@ -183,7 +183,7 @@ class Probes:
     def __init__(self) -> None:
         from nixl_offload.engine.host_copies import HostCopy
         from nixl_offload.engine.jobs import TierQueue
-        from nixl_offload.engine.turn import Turn
+        from nixl_offload.engine.pump import Turn
 
         self._without_s = 0.0
         self._stretches_s: list[float] = []

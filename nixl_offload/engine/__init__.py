@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from nixl_offload.engine.chain import ChainEngine
 from nixl_offload.engine.engine import Engine
+from nixl_offload.engine.pump import TierEngine
 from nixl_offload.engine.records import Chunk, Completion, Share, make_move
 from nixl_offload.engine.states import WorkKind
-from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.engine.transfer_statistics import TierStatus, Work
 
 __all__ = [

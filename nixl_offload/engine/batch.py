@@ -87,7 +87,7 @@ class Batch:
         return self.is_pending
 
     def passes(self, fences: Iterable[Fence]) -> Iterator[None]:
-        """Wait until the device is past ``fences``. Until then no slot is given back, whatever happens."""
+        """Wait until the device is past ``fences``. Until then no slot is given back."""
         self.fences.extend(fences)
         while self.poll() and self.fences:
             yield

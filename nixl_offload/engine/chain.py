@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from nixl_offload.engine.jobs import JobTable
-from nixl_offload.engine.pump import LEAKED
+from nixl_offload.engine.pump import LEAKED, TierEngine
 from nixl_offload.engine.records import Chunk, Completion, Job
 from nixl_offload.engine.states import Lane, WorkKind
 from nixl_offload.engine.streams import READY, Fence
-from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.engine.transfer_statistics import TierStatus, Work
 from nixl_offload.types import Outcome
 
@@ -35,8 +34,7 @@ Refused = tuple[Outcome, str]
 
 
 class ChainEngine:
-    """All tiers of one rank. Each submitted job yields exactly one ``Completion`` and each ticket exactly one
-    ``Completion``, whatever fails.
+    """All tiers of one rank. Each submitted job and each ticket yields exactly one ``Completion``.
 
     Chunks belong to the table once they are submitted. ``count``: how many the caller counts where
     ``Chunk.position`` says of which of them each chunk is a shard; None: each chunk is one, in order.

@@ -1,6 +1,6 @@
 """The engine of a tier that a link reaches: a slab, a shared directory, a bucket.
 
-Threading: see ``tier_engine``. Ownership: the engine owns its link, the link's mover, its staging memory and the pump.
+Threading: see ``pump.TierEngine``. Ownership: the engine owns its link, the link's mover, its staging and the pump.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine.jobs import JobTable, TierQueue
 from nixl_offload.engine.link_memory import HostSlots, open_link
 from nixl_offload.engine.packer import make_packer, pages_of, require_agreement
-from nixl_offload.engine.pump import POLL_S, STUCK_POLL_S, Pauses
+from nixl_offload.engine.pump import POLL_S, STUCK_POLL_S, Pauses, TierEngine
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.staging import DeviceStagingPool, SlotPool, Staging
 from nixl_offload.engine.streams import Device, device_of
-from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.engine.transfer_paths.common import Context
 from nixl_offload.engine.transfer_paths.link_paths import LinkPaths
 from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus

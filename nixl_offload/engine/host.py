@@ -1,8 +1,8 @@
 """Host memory of one rank: the memory tier's slots, and behind them those through which farther tiers hand chunks on.
 
-Threading: made and closed by the thread that owns the rank; in between its views are read and written by whoever owns
-a slot. Ownership: one allocation, made whole at start, because a kernel that runs out of memory later kills the engine.
-It lives as long as any view of it; ``close`` only takes the page-lock off.
+Threading: made and closed by the thread that owns the rank; in between the owner of a slot reads and writes its view.
+Ownership: one allocation, made whole at start, because a kernel that runs out of memory later kills the engine. It
+lives as long as any view of it; ``close`` only takes the page-lock off.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import mmap
 import os
 import platform
 import resource
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
-from importlib import import_module
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +42,8 @@ Progress = Callable[[int, int], None]
 
 HUGE_PAGE_BYTES = 2 << 20
 PIN_PIECE_BYTES = 1 << 30
-"""Page-locking goes by pieces that end at multiples of this *address*, so that progress can be told. A copy to or from
-a device must not cross from one piece into the next: see ``device_packer``."""
+"""Memory is page-locked in pieces that end at multiples of this *address*, so that progress can be logged. A copy to or
+from a device must not cross from one piece into the next: see ``device_packer``."""
 RESERVE_SHARE = 1 / 16
 RESERVE_LIMIT_BYTES = 2 << 30
 """Of what can be had, so much is left for everything else that an engine allocates later."""
@@ -83,7 +81,7 @@ class HostSlab:
         ``pinned`` needs CUDA and makes copies asynchronous; ``device`` says whose NUMA node is preferred then. The
         attribute says whether it is.
         ``sharers``: ranks that a configured ``capacity`` is divided by, for the words of an error. ``progress``
-        replaces the bar (on a terminal) or the log lines (elsewhere). ``keys``: as for ``SlotHeaders``. Raises
+        replaces the log lines. ``keys``: as for ``SlotHeaders``. Raises
         TierError with cause ``full`` when the machine or a control group cannot give that much, or cannot lock it;
         everything is given back then.
         """
@@ -104,19 +102,17 @@ class HostSlab:
         self.region = MemoryRegion(self._memory.ctypes.data, self.length_bytes)
         try:
             node = _prefer_node(self.region, device if pinned else None)
-            with _reporting(progress) as report:
-                self._fill(self._memory, report)
+            self._fill(self._memory, progress or _log_progress())
         except BaseException:
             self.close()
             raise
         logger.info(
-            "Host memory: %s (memory tier %s, %d relay slots of %s), %s, %d %% huge pages, NUMA node %s, in %.1f s",
+            "Host memory: %s (memory tier %s, %d relay slots of %s), %s, NUMA node %s, in %.1f s",
             _words(self.length_bytes),
             _words(self.memory_bytes),
             relay_slots,
             _words(slot_bytes),
             "page-locked" if self.pinned else "pageable",
-            100 * _huge_bytes(self.region) // self.length_bytes,
             node,
             time.monotonic() - began_s,
         )
@@ -270,46 +266,17 @@ def _node_of(device: int) -> int:
     return int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
 
 
-def _huge_bytes(region: MemoryRegion) -> int:
-    """How much of ``region`` lies in huge pages; 0 where the kernel does not say."""
-    found, inside = 0, False
-    with suppress(OSError, ValueError), Path("/proc/self/smaps").open() as lines:
-        for line in lines:
-            name = line.split(maxsplit=1)[0]
-            if not name.endswith(":"):
-                begin, end = (int(part, 16) for part in name.split("-"))
-                inside = begin < region.address + region.length_bytes and end > region.address
-            elif inside and name == "AnonHugePages:":
-                found += int(line.split()[1]) << 10
-    return min(found, region.length_bytes)
-
-
-@contextmanager
-def _reporting(progress: Progress | None) -> Iterator[Progress]:
-    """The caller's own progress, a bar on a terminal, or a log line every few seconds."""
-    if progress is not None:
-        yield progress
-        return
-    bar = None
-    if sys.stderr.isatty():
-        with suppress(ImportError):
-            bar = import_module("tqdm").tqdm(desc="Host memory", unit="B", unit_scale=True, unit_divisor=1024)
+def _log_progress() -> Progress:
+    """Log every few seconds."""
     next_s = time.monotonic() + LOG_EVERY_S
 
     def report(done_bytes: int, total_bytes: int) -> None:
         nonlocal next_s
-        if bar is not None:
-            bar.total = total_bytes
-            bar.update(done_bytes - bar.n)
-        elif time.monotonic() >= next_s:
+        if time.monotonic() >= next_s:
             next_s = time.monotonic() + LOG_EVERY_S
             logger.info("Host memory: %s of %s are ready", _words(done_bytes), _words(total_bytes))
 
-    try:
-        yield report
-    finally:
-        if bar is not None:
-            bar.close()
+    return report
 
 
 def _words(size_bytes: int) -> str:

@@ -31,12 +31,10 @@ STEP_BYTES = 64 << 20
 """Brought in at once by one thread; before each step it is looked whether the memory is still there to be had."""
 MAX_THREADS = 8
 """Of one rank: some 20 GB/s and more of clearing, which ranks of one machine divide."""
-CRAWL_BYTES_PER_S = 1 << 30
-"""Huge pages that come slower than that, for one thread, are compared with small ones."""
-TRIAL_STEPS = 3
-"""So many of each kind are compared, by their medians."""
-CRAWL_FACTOR = 2.0
-"""Huge pages are given up where small ones come so many times as fast."""
+CRAWL_BYTES_PER_S = 256 << 20
+"""Huge pages that come slower than that, for one thread, while the kernel compacts memory for them are given up."""
+CRAWL_STEPS = 3
+"""Judged by the median of so many."""
 
 _MADV_POPULATE_WRITE = 23
 _MADV_NOHUGEPAGE = 15
@@ -56,24 +54,20 @@ def populate(memory: npt.NDArray[np.uint8], threads: int, before: Callable[[int]
     ``before``: called ahead of each step with the bytes that no step was begun for; what it raises comes out. Raises
     TierError with cause ``full`` when the kernel refuses. Close the iterator: it returns when no helper is at work.
     """
-    total_bytes, pages, avoided_till = len(memory), PageSize(), 0
+    total_bytes, pages = len(memory), HugePages()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="nixl-offload-populate")
-    steps: deque[tuple[int, bool, Future[float]]] = deque()
+    steps: deque[tuple[int, Future[float]]] = deque()
     try:
         for begin in range(0, total_bytes, STEP_BYTES):
             before(total_bytes - begin)
             end = min(total_bytes, begin + STEP_BYTES)
-            huge = pages.are_huge
-            if not huge and avoided_till < end:
-                # For good: one call for all that is left, as each waits for the helpers' steps.
-                avoided_till = total_bytes if pages.is_decided else end
-                _avoid_huge(memory[begin:avoided_till])
-            steps.append((end, huge, _start(pool, memory[begin:end])))
-            pages.began()
-            while len(steps) > threads or (steps and steps[0][2].done()):
-                yield _settle(steps, pages, total_bytes)
+            if pages.crawl(total_bytes - begin):
+                _avoid_huge(memory[begin:])
+            steps.append((end, _start(pool, memory[begin:end])))
+            while len(steps) > threads or (steps and steps[0][1].done()):
+                yield _settle(steps, pages)
         while steps:
-            yield _settle(steps, pages, total_bytes)
+            yield _settle(steps, pages)
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -87,73 +81,39 @@ def _start(pool: ThreadPoolExecutor, memory: npt.NDArray[np.uint8]) -> Future[fl
         return done
 
 
-def _settle(steps: deque[tuple[int, bool, Future[float]]], pages: PageSize, total_bytes: int) -> int:
-    end, huge, step = steps.popleft()
-    seconds = step.result()
-    if end % STEP_BYTES == 0:
-        pages.told(STEP_BYTES / max(seconds, 1e-9), huge=huge, left_bytes=total_bytes - end)
+def _settle(steps: deque[tuple[int, Future[float]]], pages: HugePages) -> int:
+    end, step = steps.popleft()
+    pages.rates.append(STEP_BYTES / max(step.result(), 1e-9))
     return end
 
 
-class PageSize:
-    """Decides between huge pages and small ones.
-
-    Where free memory is in small pieces, the kernel moves what others use about to make huge pages, which may take many
-    times as long. It tells when it does. So three huge steps that were slow meanwhile have three small ones tried, and
-    if those are much faster, huge pages are given up. Else they go on, and are doubted again only when they come at
-    half that speed.
+class HugePages:
+    """Notices when huge pages crawl: where free memory is in small pieces, the kernel moves what others use about to
+    make them, which may take many times as long as small pages do. It counts how often somebody waited for that.
     """
 
-    def __init__(self, stalls: Callable[[], int | None] | None = None) -> None:
-        """``stalls``: how often the kernel has made somebody wait for compaction so far; None: it does not tell."""
-        self.is_decided = False
-        """Small pages for good."""
-        self._stalls = stalls or compaction_stalls
-        self._stalls_before = self._stalls()
-        self._slow_bytes_per_s = float(CRAWL_BYTES_PER_S)
-        self._huge: deque[float] = deque(maxlen=TRIAL_STEPS)
-        self._small: list[float] = []
-        self._to_try = 0
+    def __init__(self) -> None:
+        self.rates: deque[float] = deque(maxlen=CRAWL_STEPS)
+        """Bytes per second of the last steps."""
+        self._stalls = compaction_stalls()
+        self._are_given_up = False
 
-    @property
-    def are_huge(self) -> bool:
-        """Whether the next step is to have huge pages."""
-        return not self.is_decided and not self._to_try
-
-    def began(self) -> None:
-        """A step was begun as ``are_huge`` said."""
-        self._to_try = max(0, self._to_try - 1)
-
-    def told(self, bytes_per_s: float, *, huge: bool, left_bytes: int) -> None:
-        """A step has ended. ``left_bytes``: behind it, for the words."""
-        if self.is_decided:
-            return
-        if huge:
-            self._huge.append(bytes_per_s)
-            if self._are_crawling():
-                self._to_try, self._small = TRIAL_STEPS, []
-                self._slow_bytes_per_s = statistics.median(self._huge) / 2
-            return
-        self._small.append(bytes_per_s)
-        if len(self._small) < TRIAL_STEPS:
-            return
-        slow, quick = statistics.median(self._huge), statistics.median(self._small)
-        if quick > CRAWL_FACTOR * slow:
-            self.is_decided = True
-            logger.warning(
-                "Host memory: huge pages come at %.2f GiB/s a thread and small ones at %.2f, for free memory is in "
-                "pieces: what is left, %.1f GiB, is taken in small pages. Copies to and from it may be slower. "
-                "Start before other programs fill the page cache, or write 1 to /proc/sys/vm/compact_memory first.",
-                slow / 2**30,
-                quick / 2**30,
-                left_bytes / 2**30,
-            )
-
-    def _are_crawling(self) -> bool:
-        if len(self._huge) < TRIAL_STEPS or statistics.median(self._huge) >= self._slow_bytes_per_s:
+    def crawl(self, left_bytes: int) -> bool:
+        """Whether they do, from now on; true once. ``left_bytes``: for the words."""
+        if self._are_given_up or len(self.rates) < CRAWL_STEPS or statistics.median(self.rates) >= CRAWL_BYTES_PER_S:
             return False
-        before, self._stalls_before = self._stalls_before, self._stalls()
-        return before is None or self._stalls_before is None or self._stalls_before > before
+        before, self._stalls = self._stalls, compaction_stalls()
+        if before is not None and self._stalls is not None and self._stalls <= before:
+            return False
+        self._are_given_up = True
+        logger.warning(
+            "Host memory: huge pages come at %.2f GiB/s a thread, as free memory is in pieces. What is left, %.1f GiB, "
+            "is taken in small pages: copies to and from it may be slower. Start before other programs fill the page "
+            "cache, or write 1 to /proc/sys/vm/compact_memory first.",
+            statistics.median(self.rates) / 2**30,
+            left_bytes / 2**30,
+        )
+        return True
 
 
 def compaction_stalls() -> int | None:

@@ -5,7 +5,6 @@ Threading: pure functions over slots that the caller owns; ``GroupPlan`` is writ
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -145,7 +144,7 @@ def _fault_of_ids(plan: GroupPlan, chunk: Chunk) -> str | None:
 
 
 def expected(namespace: bytes, plan: GroupPlan, chunks: Sequence[Chunk]) -> ExpectedRows:
-    """Return what the headers of chunks, whose keys all name one group, have to say."""
+    """Return what the headers of chunks must say. Their keys all name one group."""
     keys = [chunk.key for chunk in chunks]
     return ExpectedRows(namespace, keys, key_group(keys[0]), plan.blocks, plan.block_bytes)
 
@@ -188,9 +187,7 @@ def header_page(slot: Slot) -> npt.NDArray[np.uint8]:
 
 
 def invalidate(slot: Slot) -> None:
-    """Have the header say nothing, before the blocks behind it change: whoever still looks for the chunk that lay here
-    is refused.
-    """
+    """Make the header invalid before the blocks behind it change: a load of the chunk that lay here is refused."""
     slot.memory[: len(MAGIC)] = 0
 
 
@@ -266,24 +263,3 @@ def clear_around(slot: Slot, plan: GroupPlan, first_block: int) -> None:
     end = HEADER_BYTES + plan.blocks * plan.block_bytes
     if end < plan.slot_bytes:
         slot.memory[end : plan.slot_bytes] = 0
-
-
-class Canary:
-    """Tells whether a read was cut short where the mover would not: a byte at the end of each span that is still there
-    afterwards. In one of 256 whole reads it is there by chance.
-    """
-
-    def __init__(self, plan: GroupPlan) -> None:
-        self._byte = None if plan.tells_short_reads else os.urandom(1)[0]
-
-    def place(self, slot: Slot, moved: Spans) -> None:
-        """Before the read."""
-        if self._byte is not None:
-            for begin, length in moved:
-                slot.memory[begin + length - 1] = self._byte
-
-    def may_be_short(self, slot: Slot, moved: Spans) -> bool:
-        """After it."""
-        if self._byte is None:
-            return False
-        return any(slot.memory[begin + length - 1] == self._byte for begin, length in moved)

@@ -1,4 +1,4 @@
-"""The one table of a rank: its live jobs, what waits for each tier, and what is to be told, without any I/O.
+"""The one table of a rank: its live jobs, what waits for each tier, and the completions. It does no I/O.
 
 Threading: ``JobTable`` is shared by the rank's caller and the pumps of all its tiers. Its one lock guards jobs, chunks
 and queues; all of them decide by the methods here, which hold that lock for microseconds, and act outside it.
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 EXPIRE_EVERY_S = 0.05
 FENCE_POLL_S = 0.0005
-"""Between two looks at a step that stores are waited for. Nothing tells of its end."""
+"""Between two looks at a step that stores wait for. CUDA has no call that waits with a limit."""
 MOVE_QUEUE_LIMIT_S = 30.0
 """Background work that has not begun by then is DROPPED: it keeps a host slot from being used for something better."""
 STORE_GRACE_S = 0.005
@@ -43,8 +43,8 @@ store that finds none waits for storage, and a step must not."""
 class JobTable:
     """The live jobs of all tiers, and their completions.
 
-    After any failure still holds: each accepted job and each ticket is told exactly once; a chunk that is DONE never
-    leaves that state; a relay slot is of one chunk until nothing reads or writes it, or never used again.
+    After any failure still holds: each accepted job and each ticket is reported exactly once; a chunk that is DONE
+    stays so; a relay slot is of one chunk until nothing reads or writes it, or never used again.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class JobTable:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether there is something to tell, now or later."""
+        """Whether there is something to report, now or later."""
         return bool(self._jobs or self._tickets or self._completions or self._settled or self._relaying)
 
     @property
@@ -334,7 +334,7 @@ class JobTable:
             self._return_relay(chunk, tainted=outcome is Outcome.TAINTED)
             self._settle(chunk, outcome)
         elif chunk.onward is not None:
-            # Told before the slot is free: storage may answer much later, but nothing will come of it. The target was
+            # Reported before the slot is free: storage may answer much later, and that changes nothing. The target was
             # never touched, and is not to blame.
             is_told = outcome is Outcome.CORRUPT or chunk.queue is None
             self._settle(chunk, outcome if is_told else Outcome.DROPPED)
@@ -451,7 +451,7 @@ class TierQueue:
     def busy_lanes(self) -> Iterator[Lane]:
         """Yield the lanes with something in them, in their order, each looked at when its turn comes.
 
-        Without the lock: whoever adds to a lane wakes the pump afterwards.
+        Without the lock: a caller that adds to a lane wakes the pump afterwards.
         """
         for lane in LANES:
             if self.lanes[lane]:

@@ -1,8 +1,8 @@
 """The engine of the memory tier: chunks between KV blocks and slots of the host slab, copied batch by batch.
 
-Threading: see ``tier_engine``; the pump alone drives the packer and touches slots. Nothing waits for a device: fences
-are polled. Ownership: slots belong to the catalog, which gives none away before its chunk's outcome is told; KV tensors
-and slab belong to the caller, who closes them after the engine.
+Threading: see ``pump.TierEngine``; the pump alone drives the packer and touches slots. Nothing waits for a device:
+fences are polled. Ownership: slots belong to the catalog, which gives none away before its chunk's outcome is reported.
+KV tensors and slab belong to the caller, who closes them after the engine.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.jobs import JobTable, TierQueue
 from nixl_offload.engine.packer import make_packer, pages_of, require_agreement
-from nixl_offload.engine.pump import InFlight, Pauses
+from nixl_offload.engine.pump import InFlight, Pauses, TierEngine
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.streams import Device
-from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.engine.transfer_paths import packed
 from nixl_offload.engine.transfer_paths.common import Context, Phase, TierPaths
 from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus

@@ -1,5 +1,5 @@
 """CUDA streams that nobody else has. Torch deals its streams out of a pool of 32 for each GPU and priority, in turn:
-the 33rd is the first again, and a copy on it waits for whatever vLLM or a library has queued there.
+the 33rd is the first again, and a copy on it waits for what vLLM or a library has queued there.
 
 Threading: any thread; no lock, because streams come back when the garbage collector says so.
 Ownership: a stream is lent for the life of what ``take`` returns. It is never destroyed: torch records events on every

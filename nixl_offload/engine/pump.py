@@ -11,6 +11,8 @@ import logging
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from nixl_offload.engine.batch import Batch
@@ -18,7 +20,8 @@ from nixl_offload.engine.jobs import TierQueue
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.states import Lane, WorkKind
-from nixl_offload.engine.turn import Turn
+from nixl_offload.engine.streams import Fence
+from nixl_offload.engine.transfer_statistics import TierStatus
 from nixl_offload.keep import keep_forever
 from nixl_offload.types import Outcome
 
@@ -33,8 +36,12 @@ STEP_ALL_S = 0.25
 MAX_FAILED_PASSES = 100
 """In a row; then the pump gives up and every job fails, rather than have callers wait for a loop that does nothing."""
 
+HOLD_S = 100e-6
+"""The pump releases the interpreter after the first piece of work that ends later than this. Pieces take some 100 µs at
+most."""
+
 LEAKED: list[object] = []
-"""Whatever may still be touched by I/O when an engine had to end: see ``leak``."""
+"""What I/O may still touch although its engine has ended: see ``leak``."""
 
 
 def leak(what: object) -> None:
@@ -78,6 +85,33 @@ class Pauses:
     slow_poll_s: float
     """Once nothing has moved for ``slow_after_s``."""
     slow_after_s: float
+
+
+class Turn:
+    """A pump's stretch of time without a wait, after which it lets others have the interpreter.
+
+    vLLM's scheduler shares it, and shall not wait for a batch. A thread that wants the interpreter gets it when the one
+    that has it waits for something, and otherwise only after the switch interval, 5 ms. The pump's work on a batch is
+    many small pieces; between them it asks ``pause``.
+    """
+
+    def __init__(self) -> None:
+        self._began_s = time.perf_counter()
+
+    def begin(self) -> None:
+        """The thread has waited: another stretch begins."""
+        self._began_s = time.perf_counter()
+
+    def pause(self) -> None:
+        """Between two pieces of work: let go of the interpreter if this stretch has lasted for ``HOLD_S``."""
+        if time.perf_counter() - self._began_s >= HOLD_S:
+            self._let_go()
+            self.begin()
+
+    def _let_go(self) -> None:
+        # The kernel makes some 80 us of it, long enough for a thread that waits to wake up. ``sched_yield`` takes half
+        # a microsecond: its caller has the interpreter back before anybody else could take it.
+        time.sleep(0)
 
 
 class PumpPaths:
@@ -332,3 +366,41 @@ class Pump:
         except Exception:
             leak(self._driven)
             logger.exception("Closing links and movers failed; their memory is kept until the process exits")
+
+
+class TierEngine(ABC):
+    """One tier on a rank: its queue in the rank's table, and the pump that works it off. Everything slow happens there.
+
+    Threading: the rank's caller thread (vLLM's worker) plus the pump. Ownership: tensors belong to the caller. It keeps
+    them alive, and the blocks of a job untouched until it is reported.
+    After any failure each chunk has an outcome, and so has the host slot that it fills.
+
+    Loads overtake stores. A store is FAILED when nothing can write to its location any more, or when a transfer has not
+    ended within its quarantine, or with the pump: then only header and checksums tell late bytes from the next chunk's
+    own. A load that storage does not answer in time is FAILED unless something may still write to its blocks.
+    """
+
+    def __init__(self, queue: TierQueue, compute_fence: Callable[[], Fence]) -> None:
+        self.queue = queue
+        self.compute_fence = compute_fence
+        """Marks this point of the compute stream, the caller's own."""
+        self._closed = False
+
+    def _start(self, driven: PumpPaths, *, name: str, pauses: Pauses) -> None:
+        """Start the pump. The last step of construction."""
+        self._pump = Pump(self.queue, driven, name=name, pauses=pauses)
+        self._pump.start()
+
+    @abstractmethod
+    def status(self) -> TierStatus:
+        """Return what waits here and how the tier stands, for metrics. Quick; it may be a moment old."""
+
+    def close(self, deadline_s: float = 5.0) -> None:
+        """Finish what ``deadline_s`` allows; queued stores and moves become DROPPED then, all else FAILED. Idempotent.
+
+        Afterwards the pump is gone, and new chunks fail at once. Memory that a hung transfer may still touch is kept
+        for the life of the process; host slots that one may still touch are TAINTED.
+        """
+        if not self._closed:
+            self._closed = True
+            self._pump.stop(deadline_s)

@@ -60,12 +60,12 @@ class Chunk:
     queued_s: float = field(default=0.0, init=False)
     state: ChunkState = field(default=ChunkState.QUEUED, init=False)
     outcome: Outcome | None = field(default=None, init=False)
-    """As the job's completion tells it; ``error`` and ``cause`` likewise."""
+    """As the job's completion reports it, with ``error`` and ``cause``."""
     error: str | None = field(default=None, init=False)
     cause: str = field(default="", init=False)
     """``error`` in one word, for metrics."""
     settled: Outcome | None = field(default=None, init=False)
-    """As its ticket's completion tells it; None where it is of none, too."""
+    """As its ticket's completion reports it; None if it has no ticket."""
 
     result: tuple[Outcome, str | None, str] | None = field(default=None, init=False)
     """What its batch has made of it, with ``error`` and ``cause``; None while it is alive there."""
@@ -101,7 +101,7 @@ class Chunk:
         return TransferState.DONE
 
     def end(self, outcome: Outcome, error: str | None = None, cause: str = "") -> None:
-        """Decide its result; the first one counts. Told when the batch ends."""
+        """Decide its result; the first one counts. It is reported when the batch ends."""
         if self.result is None:
             self.result, self.brought = (outcome, error, cause), None
 
@@ -111,7 +111,7 @@ class Chunk:
             return Outcome.TAINTED
         if self.is_kept:
             return Outcome.OK
-        # What the caller was told when it gave the load up says more than what the batch thinks of it.
+        # A load that was given up has an outcome already, which says more than the batch's result.
         outcome = self.outcome or (self.result[0] if self.result is not None else Outcome.FAILED)
         return Outcome.FAILED if outcome is Outcome.OK else outcome
 
@@ -148,7 +148,7 @@ class Share:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Chunks that are told of together: a job of vLLM, a ticket of moves, or a load with the ticket of its promotions.
+    """Chunks that are reported together: a job of vLLM, a ticket of moves, or a load with the ticket of its promotions.
 
     The only record of it; its chunks may lie in several tiers.
     """
@@ -167,7 +167,7 @@ class Job:
     unfinished: int = 0
     """Chunks that have no outcome."""
     unsettled: int = 0
-    """Chunks of which the ticket knows nothing yet."""
+    """Chunks that are not settled."""
     shares: dict[tuple[Operation, int], Share] = field(default_factory=dict)
 
 
@@ -197,7 +197,7 @@ class Completion:
 
 
 def completion_of(job: Job) -> Completion:
-    """Return what to tell of a job whose chunks are all DONE."""
+    """Return the completion of a job whose chunks are all DONE."""
     assert job.job_id is not None
     failed = [chunk for chunk in job.chunks if chunk.outcome is not Outcome.OK]
     shares = sorted(job.shares.values(), key=lambda share: share.tier)
@@ -214,7 +214,7 @@ def completion_of(job: Job) -> Completion:
 
 
 def settlement_of(job: Job) -> Completion:
-    """Return what to tell of a ticket whose chunks are all settled."""
+    """Return the completion of a ticket whose chunks are all settled."""
     outcomes = _folded(
         job.count, ((chunk.position, chunk.settled) for chunk in job.chunks if chunk.settled is not None)
     )

@@ -1,15 +1,10 @@
 """Header pages in the host slab, which the engines of several tiers share.
 
 A store into memory leaves the checksums out. The first write-through adds them in place, because movers take an image
-as one extent; and the MAC, if chunks of any tier are authenticated, for the page must not change once a tier may be
-sending it. Meanwhile other threads read the page: loads from memory, and write-throughs of the same chunk to other
-tiers. So that none of them takes a half-written page for damage, or sends it to storage:
-
-- ``complete`` writes a page under a lock; nobody else writes it while the chunk can be read;
-- ``check`` looks again, under that lock, at a page that seems damaged;
-- a write-through claims an image before it looks for checksums: it is summed once, and whole when it is sent.
-
-Namespace, key, group and lengths are the same before and after.
+as one extent; and the MAC, if chunks of any tier are authenticated. Meanwhile other threads read the page: loads from
+memory, and write-throughs of the same chunk to other tiers. None of them may take a half-written page for damage, or
+send it to storage. So a page is written once, under a lock; ``lacks_something`` looks under that lock, and ``check``
+looks again under it at a page that seems damaged. Namespace, key, group and lengths are the same before and after.
 
 Threading: safe anywhere. Nothing is summed under the lock.
 """
@@ -31,13 +26,12 @@ Page = npt.NDArray[np.uint8]
 
 
 class SlotHeaders:
-    """One for each host slab. A claim is held by one thread, between two steps of its pump at most."""
+    """One for each host slab."""
 
     def __init__(self, keys: ChunkKeys | None = None) -> None:
         """``keys``: of the tiers whose chunks are authenticated; None: there is no such tier."""
         self._keys = keys
         self._lock = threading.Lock()
-        self._claimed: set[int] = set()
 
     def check(self, pages: Sequence[Page], expect: ExpectedRows) -> HeaderRows:
         """As ``check_headers``, of pages with and without checksums."""
@@ -47,31 +41,24 @@ class SlotHeaders:
                 headers = check_headers(pages, expect, may_lack_checksums=True)
         return headers
 
-    def claim(self, offset: int) -> bool:
-        """Claim the slot at ``offset`` unless another thread has it: nobody else completes its page until
-        ``release``.
-        """
-        with self._lock:
-            if offset in self._claimed:
-                return False
-            self._claimed.add(offset)
-            return True
-
-    def release(self, offset: int) -> None:
-        """Give a claimed slot back."""
-        with self._lock:
-            self._claimed.remove(offset)
-
     def lacks_something(self, page: Page) -> bool:
         """Whether a page that was checked must be completed before a tier gets it."""
-        return lacks_checksums(page) or (self._keys is not None and not self._keys.knows(page))
+        with self._lock:
+            return self._lacks_something(page)
 
     def complete(self, page: Page, rows: npt.NDArray[np.uint8]) -> None:
-        """Add what the page of a claimed slot lacks. ``rows``: uint8 of shape (n, block_bytes), contiguous, the blocks
-        from the first valid one to the last. Raises LayoutError as ``add_checksums``.
+        """Add what a page lacks, unless another thread did so first. ``rows``: uint8 of shape (n, block_bytes),
+        contiguous, the blocks from the first valid one to the last. Raises LayoutError as ``add_checksums``.
         """
-        whole = add_checksums(page, *payload_checksums([rows])) if lacks_checksums(page) else page
+        with self._lock:
+            whole = page.copy()
+        if lacks_checksums(whole):
+            whole = add_checksums(whole, *payload_checksums([rows]))
         if self._keys is not None:
             whole = self._keys.signed(whole, rows)
         with self._lock:
-            page[:] = whole
+            if self._lacks_something(page):  # else a tier may be sending it already
+                page[:] = whole
+
+    def _lacks_something(self, page: Page) -> bool:
+        return lacks_checksums(page) or (self._keys is not None and not self._keys.knows(page))

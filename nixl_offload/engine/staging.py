@@ -1,7 +1,7 @@
 """Staging slots: page-aligned memory of the host or of a device, allocated and registered once, in which a chunk lies
 as it lies in its file.
 
-Threading: used by the pump alone after construction. Ownership: a slot belongs to whoever acquired it until it is
+Threading: used by the pump alone after construction. Ownership: a slot belongs to its acquirer until it is
 released; a slot whose memory a mover may still touch is retired instead and never handed out again.
 """
 
@@ -81,7 +81,7 @@ class SlotPool(Generic[SlotT]):
         return self.slots_total - self._retired
 
     def acquire(self) -> SlotT | None:
-        """Take a slot, or None if all are in use. Its bytes are whatever was there before."""
+        """Take a slot, or None if all are in use. Its bytes are those of an earlier chunk."""
         if not self._free:
             return None
         index = self._free.pop()
@@ -145,25 +145,28 @@ class DeviceStagingPool(SlotPool[DeviceSlot]):
     """Slots in the memory of a device."""
 
     def __init__(self, *, slot_bytes: int, budget_bytes: int, device: Device) -> None:
-        """Allocate as many slots as ``budget_bytes`` holds and the device can spare: of what is free at most
-        ``DEVICE_SHARE``, half as many again and again while that cannot be had, and never fewer than ``MIN_SLOTS``.
-        A warning says so when they are others than asked for.
+        """Allocate as many slots as ``budget_bytes`` holds, of what is free on the device at most ``DEVICE_SHARE``, and
+        never fewer than ``MIN_SLOTS``. A warning says so when they are others than asked for.
 
         Waits until the device has done what the caller queued, for movers follow no stream. Raises MoverError when
-        ``MIN_SLOTS`` are more than the device can spare: a model that finds no memory any more ends the engine, and
-        chunks can go through host memory.
+        the device has no room: a model that finds no memory any more ends the engine, and chunks can go through host
+        memory.
         """
         slot_bytes = align_up(slot_bytes)
-        wanted = budget_bytes // slot_bytes
-        free_bytes = _free_bytes(device)
-        spared = max(wanted, MIN_SLOTS) if free_bytes is None else int(free_bytes * DEVICE_SHARE) // slot_bytes
-        if spared < MIN_SLOTS:
-            raise MoverError(_no_room(device, slot_bytes))
+        wanted, free_bytes = budget_bytes // slot_bytes, _free_bytes(device)
+        spared = wanted if free_bytes is None else int(free_bytes * DEVICE_SHARE) // slot_bytes
         slots_total = max(MIN_SLOTS, min(wanted, spared))
-        while (memory := _allocate_on(device, slots_total * slot_bytes)) is None:
-            if slots_total == MIN_SLOTS:
-                raise MoverError(_no_room(device, slot_bytes))
-            slots_total = max(MIN_SLOTS, slots_total // 2)
+        has_room = free_bytes is None or spared >= MIN_SLOTS
+        memory = _allocate_on(device, slots_total * slot_bytes) if has_room else None
+        free = (
+            "" if free_bytes is None else f"; {format_size(free_bytes)} are free, {DEVICE_SHARE:.0%} of it may be taken"
+        )
+        if memory is None:
+            wanted_words = f"{slots_total} staging slots of {format_size(slot_bytes)}{free}"
+            raise MoverError(
+                f"{device.torch_device} has no room for {wanted_words}: lower gpu_memory_utilization or "
+                "blocks_per_chunk, or let the tier stage in host memory"
+            )
         if slots_total != wanted:
             logger.warning(
                 "staging_bytes=%d, in device memory: %d slots of %d bytes are used instead of %d%s",
@@ -171,7 +174,7 @@ class DeviceStagingPool(SlotPool[DeviceSlot]):
                 slots_total,
                 slot_bytes,
                 wanted,
-                "" if free_bytes is None else f"; {format_size(free_bytes)} were free",
+                free,
             )
         super().__init__(slot_bytes, slots_total)
         self._memory = memory
@@ -214,17 +217,8 @@ def _allocate_on(device: Device, length_bytes: int) -> torch.Tensor | None:
 
 
 def _free_bytes(device: Device) -> int | None:
-    """What is free on the device now; None where that cannot be told."""
+    """What is free on the device now; None where that is not known."""
     if device.torch_device.type != "cuda":
         return None
     free_bytes, _ = torch.cuda.mem_get_info(device.torch_device)
     return free_bytes
-
-
-def _no_room(device: Device, slot_bytes: int) -> str:
-    free_bytes = _free_bytes(device)
-    free = "" if free_bytes is None else f"; {format_size(free_bytes)} are free, {DEVICE_SHARE:.0%} of it may be taken"
-    return (
-        f"{device.torch_device} has no room for {MIN_SLOTS} staging slots of {format_size(slot_bytes)}{free}: lower "
-        "gpu_memory_utilization or blocks_per_chunk, or let the tier stage in host memory"
-    )

@@ -73,7 +73,7 @@ class Device:
 
     torch_device: torch.device
     kind: MemoryKind
-    """What movers are told of its memory."""
+    """The kind of its memory, for movers."""
     streams: Streams
 
     @property
@@ -93,7 +93,7 @@ class Device:
 
 
 class HostStreams:
-    """The host's: whatever is run is done at once, and the model's writes are over when its call returns."""
+    """The host's: work is done when ``run`` returns, and the model's writes are over when its call returns."""
 
     def compute_fence(self) -> Fence:
         return READY
@@ -144,7 +144,7 @@ class _CudaFence:
 
 
 class _CudaStream:
-    """Whoever drives it works on its device from then on."""
+    """The thread that drives it works on its device from then on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -14,7 +14,7 @@ from nixl_offload.engine.records import Share
 from nixl_offload.engine.states import Operation
 
 MAX_SAMPLES = 256
-"""Durations per tier and operation between two reports; those that come on top are not told."""
+"""Durations per tier and operation between two reports; more are not reported."""
 
 
 class Act(NamedTuple):

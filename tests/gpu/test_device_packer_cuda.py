@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.engine import staging
 from nixl_offload.engine.device_packer import DevicePacker, SummedOnDevice, page_locked
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.staging import DeviceStagingPool
@@ -181,20 +180,15 @@ def test_staging_lies_in_one_aligned_region_of_the_device(device: Device) -> Non
 
 
 def test_staging_takes_what_the_device_can_spare_and_says_when_there_is_none(
-    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """First its share of what is free, then, if it may take more than there is, half again and again."""
+    """At most its share of what is free."""
     torch.cuda.empty_cache()
     free_bytes, _ = torch.cuda.mem_get_info()
     slot_bytes = free_bytes // 64 // PAGE_BYTES * PAGE_BYTES
     pool = DeviceStagingPool(slot_bytes=slot_bytes, budget_bytes=free_bytes, device=device)
     assert 14 <= pool.slots_total <= 16
-    assert "were free" in caplog.text
-    del pool
-    torch.cuda.empty_cache()
-    monkeypatch.setattr(staging, "DEVICE_SHARE", 8.0)
-    pool = DeviceStagingPool(slot_bytes=slot_bytes, budget_bytes=4 * free_bytes, device=device)
-    assert 16 <= pool.slots_total <= 64
+    assert "are free" in caplog.text
     del pool
     torch.cuda.empty_cache()
     with pytest.raises(MoverError, match="no room"):

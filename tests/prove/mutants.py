@@ -34,7 +34,7 @@ ROOMS = {
     "chunk": _unit("authentication", "checksum", "format", "head*", "late_checksums", "layout", "shards"),
     "identity": _unit("namespace", "settings", "sharded_namespace", "weights*"),
     "engine": _unit("*batch*", "*chain", "engine*", "grace", "job_table", "late_checksums")
-    + _unit("memory_engine", "promotions", "pump", "slot_headers", "staging", "transfer_statistics", "turn"),
+    + _unit("memory_engine", "promotions", "pump", "slot_headers", "staging", "transfer_statistics"),
 }
 """Each with the tests that are to notice, below ``tests``."""
 ALIVE_PERCENT = 25

@@ -20,7 +20,7 @@ from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import Chunk, Completion, Engine, make_move
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_tier import MemoryEngine
-from nixl_offload.engine.tier_engine import TierEngine
+from nixl_offload.engine.pump import TierEngine
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.slab.file import SlabFile

@@ -161,15 +161,6 @@ def test_a_batch_that_fails_is_tried_singly(make: Make, shape: str, op: Op, kind
     assert rig.bytes_of([0, 1, 2, 3] if outcomes[0] is OK else [4, 5, 6, 7]) in wanted
 
 
-def test_a_place_that_cannot_be_had_fails_its_chunk_only(make: Make) -> None:
-    rig = make("per_layer")
-    chunks = [rig.chunk(n, blocks_of(n)) for n in range(8)]
-    beyond = Location(0, rig.slab.rank_bytes, chunks[0].location.slot_bytes)
-    chunks[4] = replace(chunks[4], location=beyond)
-    assert rig.store(1, chunks) == tuple(FAILED if n == 4 else OK for n in range(8))
-    assert rig.load(2, chunks) == tuple(FAILED if n == 4 else OK for n in range(8))
-
-
 @pytest.mark.parametrize("kind", ["tree", "objects"])
 def test_files_and_objects_keep_a_transfer_each(make: Make, tmp_path: Path, kind: str) -> None:
     """One that hangs holds up no other chunk of its batch, in either direction."""

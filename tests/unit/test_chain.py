@@ -17,11 +17,11 @@ from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine import chain as chain_module
 from nixl_offload.engine.chain import ChainEngine
 from nixl_offload.engine.jobs import MOVE_QUEUE_LIMIT_S, JobTable, TierQueue
+from nixl_offload.engine.pump import TierEngine
 from nixl_offload.engine.records import Chunk, Completion, make_move
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.states import LANES, Lane, WorkKind
 from nixl_offload.engine.streams import Fence
-from nixl_offload.engine.tier_engine import TierEngine
 from nixl_offload.engine.transfer_statistics import Act, Failure, TierAccess, TierStatus
 from nixl_offload.types import Key, Location, Outcome
 

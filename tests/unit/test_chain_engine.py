@@ -91,24 +91,6 @@ def test_moves_of_all_kinds_bring_the_image_unchanged(make: Make, shape: str) ->
     assert rig.chain.idle()
 
 
-def test_a_ticket_may_hold_moves_of_every_kind(make: Make) -> None:
-    """Outcomes stay in the order of the moves, bad ones among good ones."""
-    rig = make()
-    rig.fill_host(0)
-    for tier, number in [(FILE, 1), (FILE, 2), (BUCKET, 3)]:
-        rig.put(tier, number)
-    moves = [
-        rig.move(1, FILE, BUCKET),
-        rig.move(0, MEMORY, FILE),
-        rig.move(9, FILE, BUCKET),
-        rig.move(3, BUCKET, MEMORY),
-        rig.move(8, MEMORY, BUCKET),
-        rig.move(2, FILE, MEMORY),
-        rig.move(3, BUCKET, FILE),
-    ]
-    assert rig.moves(1, moves) == (OK, OK, CORRUPT, OK, CORRUPT, OK, OK)
-
-
 def test_promotions_of_a_load_are_told_under_its_ticket(make: Make) -> None:
     """In the order of the chunks that had a slot, from two tiers; the load itself is told of apart."""
     rig = make()

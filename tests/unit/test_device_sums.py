@@ -4,7 +4,6 @@ store into memory has summed goes on to storage with it; and what is damaged rea
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,12 +22,10 @@ from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.states import WorkKind
-from nixl_offload.engine.streams import READY
 from nixl_offload.engine.transfer_paths import packed
-from nixl_offload.errors import LayoutError
 from nixl_offload.types import Location, Outcome
 from tests.unit.device_lab import Lab, open_lab
-from tests.unit.device_rig import at_once, settled
+from tests.unit.device_rig import at_once
 from tests.unit.kv_shapes import NAMESPACE, SHAPES, DeviceRig, allocate, layout_of, until
 from tests.unit.rank_rig import Alone
 
@@ -274,22 +271,6 @@ def test_batches_that_fail_to_scatter_hold_no_scratch(tmp_path: Path, monkeypatc
         assert not failures
         rig.expect(range(16, 32), wanted)
         rig.assert_as_expected()
-
-
-def test_a_scatter_that_raises_leaves_nothing_queued(tmp_path: Path) -> None:
-    """Nor its first half, from host memory, when the second, from scratch, is refused."""
-    with opened(tmp_path) as (_, rank):
-        bus = rank.rig.engine._pump._driven._context.packer
-        payload = np.full((2, bus._groups.block_bytes[0]), 7, dtype=np.uint8)
-        summed = at_once(bus.bring(0, [payload]))
-        settled(summed)
-        bus._in.run(lambda: time.sleep(0.1))
-        parts = [(np.array([3, 4], dtype=np.int32), payload), (np.array([5], dtype=np.int32), summed.rows()[0])]
-        with pytest.raises(LayoutError):
-            bus.scatter_many(0, parts, READY)
-        found = [tensor.clone() for tensor in rank.rig.tensors]
-        bus._in.synchronize()
-        assert all(torch.equal(tensor, before) for tensor, before in zip(rank.rig.tensors, found, strict=True))
 
 
 def test_a_device_without_memory_has_the_host_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

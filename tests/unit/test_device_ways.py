@@ -69,21 +69,6 @@ def test_what_one_way_stored_another_loads(lab: Lab) -> None:
         rig.close()
 
 
-def test_stored_files_hold_no_leftovers_of_other_chunks(lab: Lab) -> None:
-    """Padding and what lies before a tail are zero, although the slot on the device held something else before."""
-    rig = lab.make(None, "lbhnc_small_pages", staging_slots=2)
-    rig.write(range(48))
-    for number in range(4):
-        assert rig.store(number, [rig.chunk(number, [1, 2, 3, 4])]) == (OK,)
-    assert rig.store(9, [rig.chunk(0, [1], first=3)]) == (OK,)
-    stored, size, block_bytes = rig.slab.path.read_bytes(), rig.location(0).slot_bytes, rig.layout.groups[0].block_bytes
-    for number in range(4):
-        assert not any(stored[number * size + HEADER_BYTES + 4 * block_bytes : (number + 1) * size])
-    # What is written begins with the page in which the block begins.
-    row = HEADER_BYTES + 3 * block_bytes
-    assert not any(stored[row // 4096 * 4096 : row])
-
-
 # -- gates ----------------------------------------------------------------------------------------------------------
 
 
@@ -279,14 +264,4 @@ def test_memory_that_cannot_be_registered_is_done_without(lab: Lab, said: pytest
     assert reasons(said)[0].startswith("0: packed through host memory, because its memory cannot be registered")
     assert "and staging on the device cannot be registered: device_copy:" in reasons(said)[0]
     assert {region.kind for region in mover.regions} == {MemoryKind.DRAM}
-    assert_round_trip(rig, lambda: time.sleep(0.005))
-
-
-def test_a_device_without_room_stages_in_host_memory(
-    lab: Lab, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("nixl_offload.engine.staging._allocate_on", lambda device, length_bytes: None)
-    rig = lab.make(None, "lbhnc", "device")
-    assert reasons(said)[0].startswith("0: packed through host memory, because its pieces of 8192 bytes are smaller")
-    assert "cpu has no room for 2 staging slots" in reasons(said)[0]
     assert_round_trip(rig, lambda: time.sleep(0.005))

@@ -85,23 +85,6 @@ def test_torch_copies_and_sums_exactly(
     check(kernels, group, rows, [7, 2, 3, 8, 0], [1, 0, 8, 5, 6])
 
 
-def test_rows_and_ids_that_do_not_fit_are_refused() -> None:
-    """Triton's kernels reckon with addresses: both share these checks."""
-    group = group_of([1024, 1024])
-    kernels = TorchKernels(group.tensors, group.pages)
-    ids = torch.tensor([1, 2])
-    with pytest.raises(ValueError, match="block ids"):
-        kernels.gather(ids.to(torch.int32), slot_of(2, 2048))
-    with pytest.raises(ValueError, match="block ids"):
-        kernels.scatter(ids, slot_of(3, 2048))
-    with pytest.raises(ValueError, match="rows"):
-        kernels.gather(ids, slot_of(2, 2056))
-    with pytest.raises(ValueError, match="rows"):
-        kernels.sums_of_rows(slot_of(2, 4096)[:, ::2])
-    with pytest.raises(ValueError, match="rows"):
-        kernels.gather_summed(ids, slot_of(2, 2048).view(torch.int8))
-
-
 def test_a_sample_is_small_and_of_the_same_make() -> None:
     """What Triton compiles depends on tile size, alignment and on how full the last program is."""
     for sizes, gap, shift in (([1 << 21] * 3, 0, 0), ([41984] * 7, 8, 8), ([1024], 0, 0), ([2048, 4096], 16, 0)):

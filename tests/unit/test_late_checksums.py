@@ -78,27 +78,16 @@ def test_storage_holds_what_always_writes(make: Make, shape: str, monkeypatch: p
 
 
 def test_two_tiers_that_take_a_chunk_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sums it, the other waits, with its pump at work; both write the same."""
-    rig, calls = make(), []
-    waits = threading.Event()
-    claim = rig.host.headers.claim
+    """Both sum it at the same time, and both write the same."""
+    rig, both = make(), threading.Barrier(2, timeout=30)
 
-    def told(offset: int) -> bool:
-        mine = claim(offset)
-        if not mine:
-            waits.set()
-        return mine
-
-    def slow(payloads: Sequence[npt.NDArray[np.uint8]]) -> Sums:
-        calls.append(threading.current_thread())
-        assert waits.wait(30)
+    def together(payloads: Sequence[npt.NDArray[np.uint8]]) -> Sums:
+        both.wait()
         return payload_checksums(payloads)
 
-    monkeypatch.setattr(rig.host.headers, "claim", told)
-    monkeypatch.setattr(slot_headers, "payload_checksums", slow)
+    monkeypatch.setattr(slot_headers, "payload_checksums", together)
     assert rig.store(1, [rig.chunk(0, MEMORY, blocks_of(0))]) == (OK,)
     assert rig.moves(2, [rig.move(0, MEMORY, FILE), rig.move(0, MEMORY, BUCKET)]) == (OK, OK)
-    assert len(calls) == 1
     assert np.array_equal(rig.stored(FILE, 0), rig.stored(BUCKET, 0))
     decode_header(rig.stored(FILE, 0)[:HEADER_BYTES])
 

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -385,17 +384,3 @@ def test_calls_that_wait_for_a_thread_are_not_overdue_while_others_end(
         for gate in gates.values():
             gate.set()
         link.close()
-
-
-def test_a_link_is_what_it_says(tmp_path: Path) -> None:
-    """Limits that no mover has yet: one that does not tell short reads is never direct, whatever else it can."""
-    mover = CopyMover()
-    mover.limits = replace(mover.limits, tells_short_reads=False)
-    rig = Rig.make(tmp_path, "direct_blocks", mover, link=tree(tmp_path / "shared"))
-    try:
-        assert isinstance(rig.link, TreeLink)
-        assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
-        assert rig.load(1, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
-        assert rig.bytes_of([1, 2, 3, 4]) == rig.bytes_of([5, 6, 7, 8])
-    finally:
-        rig.close()

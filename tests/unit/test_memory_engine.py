@@ -22,11 +22,10 @@ import pytest
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES, Expected, check_header
 from nixl_offload.engine import WorkKind
-from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.pump import LEAKED
-from nixl_offload.errors import FormatError, LayoutError
+from nixl_offload.errors import FormatError
 from nixl_offload.types import Location, Outcome
-from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, assert_every_part_loads, until
+from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, until
 from tests.unit.memory_rig import MemoryRig
 from tests.unit.rank_rig import causes_of
 
@@ -108,11 +107,6 @@ def test_a_slot_holds_the_image_that_a_file_would(make: Make, shape: str, verify
         assert payload.tobytes() == rig.bytes_of(blocks, group)
         assert header.checksums == tuple(block_checksums(payload.reshape(CHUNK_BLOCKS, block_bytes)).tolist())
         assert not image[end : rig.layout.slot_bytes(group)].any()
-
-
-@pytest.mark.parametrize("shape", ["per_layer", "packed_blocks", "padded", "mla"])
-def test_any_part_of_a_chunk_can_be_loaded(make: Make, shape: str) -> None:
-    assert_every_part_loads(make(shape))
 
 
 @pytest.mark.parametrize("shape", ["mla", "packed_blocks"])
@@ -207,17 +201,6 @@ def test_always_takes_no_chunk_without_checksums(make: Make) -> None:
     assert strict.collect(1).errors == ("corrupt: checksum",)
 
 
-def test_a_flip_outside_the_wanted_tail_does_no_harm(make: Make) -> None:
-    rig = make("per_layer", verify="always")
-    tail = rig.bytes_of([4])
-    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
-    rig.memory(0)[HEADER_BYTES + 10] ^= 1
-    assert rig.load(1, [rig.chunk(0, [9], first=3)]) == (OK,)
-    assert rig.bytes_of([9]) == tail
-    assert rig.load(2, [rig.chunk(0, [9, 10, 11, 12])]) == (CORRUPT,)
-    assert rig.collect(2).errors == ("corrupt: checksum",)
-
-
 def test_swapped_slots_and_foreign_shards_are_corrupt(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """The right bytes of the wrong key, and the right key of another namespace, group or geometry."""
     rig = make("shared_tensors")
@@ -233,22 +216,6 @@ def test_swapped_slots_and_foreign_shards_are_corrupt(make: Make, caplog: pytest
     stranger.wipe(0xEE)
     assert stranger.load(0, [stranger.chunk(0, [1, 2, 3, 4])]) == (CORRUPT,)
     assert set(stranger.bytes_of(range(NUM_BLOCKS))) == {0xEE}
-
-
-def test_one_bad_chunk_does_not_spoil_its_job(make: Make) -> None:
-    """Corrupt, misplaced and good ones together; each has its own outcome, and the good ones are there."""
-    rig = make("per_layer", verify="always")
-    chunks = [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(4)]
-    wanted = rig.bytes_of(range(16))
-    assert rig.store(0, chunks) == (OK,) * 4
-    rig.memory(2)[HEADER_BYTES] ^= 1
-    misplaced = replace(chunks[1], location=replace_location(chunks[1].location, offset=1 << 40))
-    rig.wipe()
-    assert rig.load(1, [chunks[0], misplaced, chunks[2], chunks[3]]) == (OK, FAILED, CORRUPT, OK)
-    block_bytes = 4 * rig.layout.groups[0].block_bytes
-    assert rig.bytes_of(range(4)) == wanted[:block_bytes]
-    assert rig.bytes_of(range(12, 16)) == wanted[3 * block_bytes :]
-    assert rig.collect(1).bytes_moved == 2 * block_bytes
 
 
 def replace_location(location: Location, **changes: int) -> Location:
@@ -274,12 +241,6 @@ def test_places_outside_the_tier_are_refused(make: Make, change: dict[str, int],
     assert words in rig.collect(0).errors[0]
 
 
-def test_tensors_that_are_not_those_of_the_layout_are_refused(make: Make) -> None:
-    rig = make("per_layer")
-    with pytest.raises(LayoutError, match="0 KV tensors"):
-        MemoryEngine(table=rig.engine.table, tensors=[], layout=rig.layout, host=rig.host, rank_namespace=NAMESPACE)
-
-
 def test_a_header_names_its_group_s_shard(make: Make) -> None:
     shards = [SimpleNamespace(digest=bytes([group]) * 32) for group in (1, 2)]
     rig = make("two_groups", shards=shards)
@@ -298,22 +259,6 @@ def test_relay_slots_are_no_place_of_the_tier(make: Make) -> None:
     assert rig.store(0, [chunk]) == (FAILED,)
     assert not rig.memory(3).any()
     assert rig.store(1, [rig.chunk(0, [1, 2, 3, 4], slot=2)]) == (OK,), "the last slot of the tier"
-
-
-@pytest.mark.parametrize("blocks", [[], [1, 2, 3, 4, 5], [-1, 2, 3, 4], [0, 1, 2, NUM_BLOCKS]])
-@pytest.mark.parametrize("is_store", [True, False])
-def test_blocks_that_do_not_exist_are_refused(make: Make, blocks: list[int], is_store: bool) -> None:
-    rig = make("per_layer")
-    assert (rig.store if is_store else rig.load)(0, [rig.chunk(0, blocks)]) == (FAILED,)
-
-
-def test_chunks_of_no_group_and_stores_without_an_end_are_refused(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    rig = make("per_layer")
-    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4], group=1), rig.chunk(1, [1, 2, 3])]) == (FAILED, FAILED)
-    assert any("there is no group 1" in words for words in rig.collect(0).errors)
-    assert causes_of(rig.collect(0)) == ((FAILED, "layout", 1),)
-    assert "A chunk could not be moved: " in caplog.text
-    assert rig.load(1, [replace(rig.chunk(0, [1, 2, 3, 4]), group=-1)]) == (FAILED,)
 
 
 def test_moves_and_landings_are_not_made_here(make: Make) -> None:
@@ -389,29 +334,6 @@ def test_a_store_that_wait_gave_up_keeps_its_slot_until_the_copy_is_over(make: M
 
 
 # -- failures of the copier itself ----------------------------------------------------------------------------------
-
-
-def test_a_group_that_cannot_be_copied_fails_its_job_when_the_others_are_over(
-    make: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each group is a batch of its own, and so are their outcomes. The thread goes on."""
-    rig = make("two_groups", slow=True)
-    assert rig.packer is not None
-    rig.packer.broken = {1}
-    chunks = [rig.chunk(0, [1, 2, 3, 4]), rig.chunk(1, [1, 2, 3, 4], group=1)]
-    rig.engine.submit_store(0, chunks)
-    until(lambda: len(rig.fences) == 1)
-    time.sleep(0.02)
-    assert rig.engine.finished() == []
-    rig.fences[0].go()
-    assert rig.collect(0).outcomes == (OK, FAILED)
-    assert rig.collect(0).errors == ("unexpected RuntimeError",)
-    assert "the device is out of order" in caplog.text
-    rig.packer.broken = set()
-    rig.engine.submit_store(1, chunks[:1])
-    until(lambda: len(rig.fences) == 2)
-    rig.fences[1].go()
-    assert rig.collect(1).outcomes == (OK,)
 
 
 def test_a_chunk_that_cannot_be_copied_fails_alone(

@@ -25,9 +25,7 @@ from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.kernels.base import Page
 from nixl_offload.engine.streams import READY, Device, Fence
 from nixl_offload.errors import LayoutError
-from nixl_offload.types import Outcome
 from tests.unit.device_rig import ThreadedFence, ThreadedStream, ThreadedStreams, emulated, settled
-from tests.unit.memory_rig import MemoryRig
 
 BLOCKS, LAYERS, PAGE = 16, 2, 512
 IDS = np.array([3, 9, 1, 14], dtype=np.int32)
@@ -245,27 +243,3 @@ def test_an_error_on_the_device_is_told_by_every_fence_behind_it(kit: Kit, monke
         with pytest.raises(RuntimeError, match="out of order"):
             settled(fence)
     assert (kit.payload == 1).all()
-
-
-def test_the_memory_tier_stores_behind_the_model_and_brings_back_what_it_stored(streams: ThreadedStreams) -> None:
-    """Its engine over a device: a store that was submitted before the blocks are computed."""
-    rig = MemoryRig.make("two_groups", device=emulated(streams))
-
-    def compute() -> None:
-        for tensor in rig.kv:
-            np.add(tensor, 1, out=tensor)
-
-    try:
-        with streams.compute.held():
-            streams.compute.run(compute)
-            rig.engine.submit_store(1, [rig.chunk(0, range(4)), rig.chunk(1, range(8, 12), group=1)])
-            time.sleep(A_WHILE_S)
-            assert not rig.engine.finished()
-        assert rig.collect(1).outcomes == (Outcome.OK, Outcome.OK)
-        wanted = rig.bytes_of(range(4)), rig.bytes_of(range(8, 12), 1)
-        rig.wipe()
-        moved = [rig.chunk(0, range(20, 24)), rig.chunk(1, range(30, 34), group=1)]
-        assert rig.load(2, moved) == (Outcome.OK, Outcome.OK)
-        assert (rig.bytes_of(range(20, 24)), rig.bytes_of(range(30, 34), 1)) == wanted
-    finally:
-        rig.close()

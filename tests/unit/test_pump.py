@@ -17,13 +17,12 @@ from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine import pump
 from nixl_offload.engine.batch import Batch, Steps
 from nixl_offload.engine.jobs import JobTable, TierQueue
-from nixl_offload.engine.pump import MAX_FAILED_PASSES, STEP_ALL_S, InFlight, Pauses, Pump
+from nixl_offload.engine.pump import MAX_FAILED_PASSES, STEP_ALL_S, InFlight, Pauses, Pump, Turn
 from nixl_offload.engine.records import Chunk, Completion, Job
 from nixl_offload.engine.staging import Slot, SlotPool
 from nixl_offload.engine.states import Lane, WorkKind
 from nixl_offload.engine.streams import READY, Fence
 from nixl_offload.engine.transfer_statistics import Failure
-from nixl_offload.engine.turn import Turn
 from nixl_offload.movers.base import Op, Transfer, TransferState
 from nixl_offload.types import Key, Location, Outcome
 from tests.unit.rank_rig import causes_of
@@ -269,19 +268,6 @@ def test_it_sleeps_until_the_mover_may_have_news(world: World) -> None:
 # -- what begins ----------------------------------------------------------------------------------------------------
 
 
-def test_paths_are_told_what_is_in_flight(world: World) -> None:
-    store, load = world.begin(1, STORE, 2), world.begin(2, LOAD, 3)
-    moves = [world.begin(3, WRITE_THROUGH, 4), world.begin(4, FETCH, 5)]
-    world.paths.no_room_for = 5  # and so paths are asked in every pass
-    world.submit(5, FETCH)
-    world.next()
-    assert world.paths.told[-1] == InFlight(batches=4, store_batches=1, chunks=14, stores=2, background=9)
-    world.end(load, moves[0])
-    assert world.paths.told[-1] == InFlight(batches=2, store_batches=1, chunks=7, stores=2, background=5)
-    world.end(store, moves[1])
-    assert world.paths.told[-1] == InFlight()
-
-
 def test_a_load_that_comes_while_stores_begin_overtakes_those_that_have_not(world: World) -> None:
     """Where each is over with its first step, as a copy is."""
 
@@ -296,17 +282,6 @@ def test_a_load_that_comes_while_stores_begin_overtakes_those_that_have_not(worl
     world.submit(1, STORE, 3)
     world.next()
     assert [batch.kind for batch in world.paths.begun] == [STORE, LOAD, STORE, STORE]
-
-
-@pytest.mark.parametrize("lane", [Lane.LOAD, Lane.EXPEDITED_LOAD])
-def test_loads_that_find_no_room_are_refused_where_paths_say_why_and_stores_wait(world: World, lane: Lane) -> None:
-    world.paths.limit, world.paths.refusal = 0, "out of use"
-    world.submit(1, STORE)
-    world.submit(2, LOAD, 2, lane=lane)
-    world.next()
-    told = world.told()
-    assert (told.job_id, told.outcomes, told.errors) == (2, (FAILED,) * 2, ("out of use",))
-    assert world.queue.waiting() == (0, CHUNK, 0)
 
 
 def test_what_cannot_begin_fails_and_the_next_begins(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -516,21 +491,6 @@ def test_it_finishes_what_is_there_before_it_ends(world: World, leaked: list[obj
     world.stop(PATIENCE_S)
     assert not world.thread.is_alive()
     assert [told.outcomes for told in world.table.drain()] == [(OK,), (OK,) * 3]
-    assert (world.paths.closed, leaked) == (1, [])
-
-
-def test_it_waits_for_what_is_under_way_of_jobs_that_were_given_up(world: World, leaked: list[object]) -> None:
-    """Their memory is free a moment later."""
-    batch = world.begin(1, LOAD)
-    world.next(LOAD_TIMEOUT_S)
-    assert world.told().outcomes == (FAILED,)
-
-    def look() -> None:
-        if not world.queue.is_played and len(world.paths.stepped()) == 1:
-            world.paths.over.append(batch)
-
-    world.paths.look = look  # type: ignore[method-assign]
-    world.stop(PATIENCE_S)
     assert (world.paths.closed, leaked) == (1, [])
 
 

@@ -1,4 +1,4 @@
-"""The pages of a group as tiles of one size: what kernels walk through, whatever the pages' lengths and places.
+"""The pages of a group as tiles of one size: what kernels walk through, for pages of any length and place.
 
 Tile t of a block lies at ``base + block * stride`` of row t of the table, and at ``t * tile_bytes`` of the payload row.
 Threading: pure functions.

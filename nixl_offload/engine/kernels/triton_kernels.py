@@ -221,5 +221,5 @@ def _scratch(rounds: int, device: torch.device) -> torch.Tensor:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, whatever the tensors' is."""
+    """Triton launches on the current device, not on that of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -3,7 +3,7 @@
 Threading: the pump's thread. Ownership: see ``batch``.
 
 Each step works on a whole batch and ends the chunks that it finds at fault. A failure that cannot be pinned on a chunk
-is raised, or told by a transfer that carries several; then the chunks of the batch are tried again, each in a batch of
+is raised, or reported by a transfer of several; then the chunks of the batch are tried again, each in a batch of
 its own. Where each chunk has transfers of its own, those that failed or are late part from the others.
 """
 
@@ -26,20 +26,19 @@ from nixl_offload.engine.copies import Packer, Payload
 from nixl_offload.engine.image import GroupPlan, Spans, TransferPath, host_slot
 from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.link_memory import HostSlots, LinkMemory
-from nixl_offload.engine.pump import PumpPaths
+from nixl_offload.engine.pump import PumpPaths, Turn
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths.checked import CheckedChunks
-from nixl_offload.engine.turn import Turn
 from nixl_offload.errors import LayoutError, MoverError, TierError
 from nixl_offload.movers.base import Op, Transfer, TransferState
 from nixl_offload.tiers.base import Link, Target
 from nixl_offload.types import Outcome
 
 PART_AFTER_S = 0.1
-"""Chunks with transfers of their own wait so long for the last of their batch, or as long as the first of them took if
-that is longer. Then those that have arrived go on without the others."""
+"""Chunks with transfers of their own wait for the last of their batch: this long, or as long as the first of them took
+if that is longer. Then those that have arrived go on without the others."""
 STEP_BYTES = 4 << 20
 """Summed or signed by one core, about a millisecond. Then the pump looks at its other batches."""
 QUARANTINE_S = 30.0
@@ -105,7 +104,7 @@ class Context:
     # -- a batch as a whole -----------------------------------------------------------------------------------------
 
     def run(self, batch: Batch, plan: GroupPlan, phase: Phase, again: Phase | None = None) -> Steps:
-        """Do one phase. Whatever it raises becomes outcomes, told only when nothing of the batch is under way.
+        """Do one phase. What it raises becomes outcomes, when nothing of the batch is under way any more.
 
         ``again``: what to begin again with each chunk alone after a failure; None: the same phase.
         """
@@ -243,7 +242,7 @@ class Context:
         pages: Sequence[npt.NDArray[np.uint8]],
         check: Callable[[Sequence[npt.NDArray[np.uint8]], ExpectedRows], HeaderRows] = check_headers,
     ) -> CheckedChunks:
-        """Check identity and lengths, whatever ``verify`` says. A chunk whose header is not right is CORRUPT.
+        """Check identity and lengths, with any ``verify``. A chunk whose header is not right is CORRUPT.
 
         ``check``: another one for pages in the host slab, which other engines share.
         """

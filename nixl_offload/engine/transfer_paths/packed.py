@@ -14,7 +14,7 @@ Threading and ownership: see ``common``. Slots of the catalog lie in the host sl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.header import check_headers
@@ -105,16 +105,10 @@ def _complete(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     pages = [image.header_page(host_slot(chunk)) for chunk in chunks]
     checked = context.check(chunks, plan, pages, host.headers.check)
     for chunk in batch.alive:
-        slot = host_slot(chunk)
-        while not host.headers.claim(slot.offset_bytes):
-            yield  # the engine of another tier is at it
-        try:
-            if host.headers.lacks_something(pages[chunk.row]):
-                rows = image.valid_rows(slot, plan, checked.first_valid_block(chunk))
-                host.headers.complete(pages[chunk.row], rows)
-                summed_bytes += rows.nbytes
-        finally:
-            host.headers.release(slot.offset_bytes)
+        if host.headers.lacks_something(pages[chunk.row]):
+            rows = image.valid_rows(host_slot(chunk), plan, checked.first_valid_block(chunk))
+            host.headers.complete(pages[chunk.row], rows)
+            summed_bytes += rows.nbytes
         if summed_bytes >= STEP_BYTES:
             summed_bytes = 0
             yield
@@ -141,14 +135,7 @@ def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 
 def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    canary = image.Canary(plan)
-
-    def spans(chunk: Chunk) -> Spans:
-        return image.cut(plan, chunk).spans
-
     is_on_device = isinstance(batch.alive[0].slot, DeviceSlot)
-    for chunk in [] if is_on_device else batch.alive:
-        canary.place(host_slot(chunk), spans(chunk))
 
     def use(batch: Batch, arrived: list[Chunk]) -> Steps:
         if is_on_device:
@@ -157,31 +144,27 @@ def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
             checked = context.check(arrived, plan, [image.header_page(host_slot(chunk)) for chunk in arrived])
             checked.refuse_absent()
             yield from context.authenticate(batch, checked, plan)
-            suspects = _suspects(context, batch, canary, spans)
-            rows = [image.rows(host_slot(chunk), plan, chunk) for chunk in suspects]
-            yield from context.verify(batch, checked, suspects, [chunk.first_block for chunk in suspects], rows)
+            chunks = batch.alive if _sums(context, plan) else []
+            rows = [image.rows(host_slot(chunk), plan, chunk) for chunk in chunks]
+            yield from context.verify(batch, checked, chunks, [chunk.first_block for chunk in chunks], rows)
         # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
         yield from context.run(batch, plan, _scatter)
 
-    yield from context.read(batch, plan, _read, spans, use)
+    yield from context.read(batch, plan, _read, lambda chunk: image.cut(plan, chunk).spans, use)
 
 
-def _suspects(context: Context, batch: Batch, canary: image.Canary, spans: Callable[[Chunk], Spans]) -> list[Chunk]:
-    """The chunks whose checksums must be compared. A MAC says more than they do."""
-    if context.keys is not None:
-        return []
-    return [
-        chunk for chunk in batch.alive if context.verify_checksum or canary.may_be_short(host_slot(chunk), spans(chunk))
-    ]
+def _sums(context: Context, plan: GroupPlan) -> bool:
+    """Whether the checksums of what was read are compared. A MAC says more than they do.
+
+    A read that was cut short leaves in the slot what an earlier chunk left there: where the mover would not tell, the
+    checksums do, with any ``verify``.
+    """
+    return context.keys is None and (context.verify_checksum or not plan.tells_short_reads)
 
 
 def _verify_on_device(context: Context, batch: Batch, plan: GroupPlan, arrived: list[Chunk]) -> Steps:
-    """Bring headers and checksums to the host, and compare them there.
-
-    A read that was cut short leaves in the slot what an earlier chunk left there: where the mover would not tell, the
-    checksums do, whatever ``verify`` says.
-    """
-    is_summed = context.verify_checksum or not plan.tells_short_reads
+    """Bring headers and checksums to the host, and compare them there."""
+    is_summed = _sums(context, plan)
     slots = [device_slot(chunk) for chunk in arrived]
     pairs = zip(arrived, slots, strict=True)
     rows = [image.rows(slot, plan, chunk) for chunk, slot in pairs] if is_summed else []
@@ -225,19 +208,17 @@ def fetch(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 
 def _read_whole(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    canary, whole = image.Canary(plan), image.whole(plan)
     for chunk in batch.alive:
         image.invalidate(host_slot(chunk))  # what lay here before must not be found in front of what is read
-        canary.place(host_slot(chunk), whole)
 
     def use(batch: Batch, arrived: list[Chunk]) -> Steps:
         # Loads that were given up meanwhile have a host slot all the same: what has come is kept.
         checked = context.check(arrived, plan, [image.header_page(host_slot(chunk)) for chunk in arrived])
         yield from context.authenticate(batch, checked, plan)
-        suspects = _suspects(context, batch, canary, lambda _: whole)
-        firsts = [checked.first_valid_block(chunk) for chunk in suspects]
-        rows = [image.valid_rows(host_slot(chunk), plan, first) for chunk, first in zip(suspects, firsts, strict=True)]
-        yield from context.verify(batch, checked, suspects, firsts, rows)
+        chunks = batch.alive if _sums(context, plan) else []
+        firsts = [checked.first_valid_block(chunk) for chunk in chunks]
+        rows = [image.valid_rows(host_slot(chunk), plan, first) for chunk, first in zip(chunks, firsts, strict=True)]
+        yield from context.verify(batch, checked, chunks, firsts, rows)
         for chunk in batch.alive:
             image.clear_around(host_slot(chunk), plan, checked.first_valid_block(chunk))
         checked.refuse_absent()
@@ -246,7 +227,7 @@ def _read_whole(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
                 image.invalidate(host_slot(chunk))
         yield from context.run(batch, plan, _serve)  # a phase of its own, as ``_scatter``
 
-    yield from context.read(batch, plan, _read_whole, lambda _: whole, use)
+    yield from context.read(batch, plan, _read_whole, lambda _: image.whole(plan), use)
 
 
 def _serve(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
