@@ -1,4 +1,4 @@
-"""A little of the proof's part ``power``, and that its checks can fail: see tests/prove/power."""
+"""A little of the proof's part ``power``: see tests/prove/power."""
 
 from __future__ import annotations
 
@@ -9,19 +9,6 @@ import pytest
 
 from tests.prove import power
 from tests.prove.power.histories import STORIES
-from tests.prove.power.pages import MIXTURES, run
-
-
-def test_each_mixture_of_two_images_is_whole_or_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And without checksums it is not, which this would notice."""
-    monkeypatch.chdir(tmp_path)
-    mixture = replace(MIXTURES["new over old"], most=200)
-    outcome = run(mixture)
-    assert outcome.is_good(), outcome
-    assert outcome.counts["whole"] > 0
-    (tmp_path / "again").mkdir()
-    monkeypatch.chdir(tmp_path / "again")
-    assert run(replace(mixture, verify="header")).wrong
 
 
 @pytest.mark.parametrize("name", ["slab/first start", "tree/first start, aio"])

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.prove.fuzz import answers, memory, stored, texts
+from tests.prove.fuzz import answers, stored, texts
 
-TARGETS = {target.name: target for part in (stored, texts, memory, answers) for target in part.targets()}
+TARGETS = {target.name: target for part in (stored, texts, answers) for target in part.targets()}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nixl_offload.cli.commands import COMMANDS
 from nixl_offload.cli.main import main
-from nixl_offload.config import from_extra_config, kv_transfer_config, load_config, parse_config
+from nixl_offload.config import kv_transfer_config, load_config, parse_config
 from nixl_offload.config.schema import TIER_KINDS, TIER_MODELS, Config
 from nixl_offload.errors import ConfigError
 from nixl_offload.vllm.hint_format import FIELD, BadHintError, hint_of
@@ -39,24 +39,6 @@ def config(scratch: Path) -> One:
             return
         expect(parse_config(found.to_dict()) == found, "a config that is written out is the same config")
         json.dumps(kv_transfer_config(found, str(file)))
-
-    return one
-
-
-def inline(scratch: Path) -> One:
-    """The same as plain data, which vLLM's extra config may hold."""
-
-    def one(data: bytes) -> None:
-        try:
-            extra = json.loads(data)
-        except (ValueError, RecursionError):
-            return
-        try:
-            found = from_extra_config({"config": extra} if isinstance(extra, dict) else {"config": [extra]})
-        except ConfigError as error:
-            _check_message(str(error), "kv_connector_extra_config")
-            return
-        expect(parse_config(found.to_dict()) == found, "a config that is written out is the same config")
 
     return one
 
@@ -160,16 +142,6 @@ def targets() -> Iterator[Target]:
         "texts/config", config, 10_000, lambda: [*_json(), *_yaml()], words, partial(yaml_mutated, words=said),
         max_bytes=1500,
     )  # fmt: skip
-    json_words = [f'"{name}"'.encode() for name in names] + [f'"{kind}"'.encode() for kind in TIER_KINDS]
-    yield Target(
-        "texts/inline",
-        inline,
-        20_000,
-        _json,
-        [*json_words, b'"kind"'],
-        partial(json_mutated, words=said),
-        max_bytes=1500,
-    )
     yield Target(
         "texts/hints", hints, 100_000,
         lambda: [b'{"token_ids":[1,2],"prefetch":true}', b'{"nixl_offload":{"drop_from":3}}', b'[{"retain_s":1.5}]'],

@@ -23,7 +23,6 @@ from nixl_offload.tiers.slab import other_namespaces
 from tests.prove.cells import Cell, Outcome
 from tests.prove.power.disk import Crash, Disk, Naming, crash_times, samples, whole_calls
 from tests.prove.power.histories import NUMBERS, STORIES, Story
-from tests.prove.power.pages import page_cells
 from tests.prove.power.recording import History, build, record
 from tests.prove.server import Server
 
@@ -42,7 +41,6 @@ def cells(seed: int) -> Iterator[Cell]:
     for name, story in STORIES.items():
         for naming in story.names:
             yield Cell(f"{name}, names: {naming}", partial(try_story, name, story, naming, f"{seed} {name}"), LIMIT_S)
-    yield from page_cells()
 
 
 def try_story(name: str, story: Story, naming: Naming, seed: str, most: int = DISKS) -> Outcome:

@@ -83,17 +83,31 @@ def promising(image: bytes) -> bytes:
     made = bytearray(image)
     (blocks,) = struct.unpack_from("<H", made, BLOCKS)
     struct.pack_into("<QQ", made, BLOCK_BYTES, PROMISED_BYTES // blocks, PROMISED_BYTES // blocks * blocks)
-    struct.pack_into("<Q", made, OWN_CHECKSUM_AT, block_checksum(memoryview(made)[:OWN_CHECKSUM_AT]))
-    return bytes(made)
+    return _own_sum(made)
 
 
-def payload(loot: Loot) -> bytes:
-    """Another payload, all checksums right, the MAC left."""
-    return sealed(_forged(loot))
+def _changed(image: bytes, at: int, put: bytes) -> bytearray:
+    """Return the image with other bytes at a place."""
+    return bytearray(image[:at] + put + image[at + len(put) :])
 
 
-def one_bit(loot: Loot) -> bytes:
-    """One bit of the payload flipped, all checksums right."""
+def _own_sum(image: bytearray) -> bytes:
+    """Make the header's own checksum right, and no other."""
+    struct.pack_into("<Q", image, OWN_CHECKSUM_AT, block_checksum(memoryview(image)[:OWN_CHECKSUM_AT]))
+    return bytes(image)
+
+
+def _own_key(loot: Loot) -> bytearray:
+    """Another payload, signed by the attacker."""
+    return bytearray(_signed(loot, _forged(loot)))
+
+
+def _known_id(loot: Loot, image: bytes) -> bytes:
+    """The image under the id of a key that servers know."""
+    return sealed(_changed(image, KEY_ID_AT, loot.target[KEY_ID_AT:CHECKSUMS_AT]))
+
+
+def _one_bit(loot: Loot) -> bytes:
     image = bytearray(loot.target)
     blocks, first, block_bytes = struct.unpack_from("<HHQ", image, BLOCKS)
     at = loot.random.randrange(HEADER_BYTES + first * block_bytes, HEADER_BYTES + blocks * block_bytes)
@@ -101,112 +115,21 @@ def one_bit(loot: Loot) -> bytes:
     return sealed(image)
 
 
-def downgrade(loot: Loot) -> bytes:
-    """Another payload, without a MAC."""
-    image = _forged(loot)
-    image[MAC_AT:CHECKSUMS_AT] = bytes(CHECKSUMS_AT - MAC_AT)
-    return sealed(image)
-
-
-def unsigned(loot: Loot) -> bytes:
-    """The right payload from a server without ``authenticate``."""
-    return loot.unsigned
-
-
-def own_key(loot: Loot) -> bytes:
-    """Another payload, signed by the attacker."""
-    return _signed(loot, _forged(loot))
-
-
-def own_key_by_a_known_id(loot: Loot) -> bytes:
-    """Likewise, under the id of a key that servers know."""
-    image = bytearray(_signed(loot, _forged(loot)))
-    image[KEY_ID_AT:CHECKSUMS_AT] = loot.target[KEY_ID_AT:CHECKSUMS_AT]
-    return sealed(image)
-
-
-def zero_key(loot: Loot) -> bytes:
-    """Likewise, signed by the key of zeros."""
-    return _signed(replace(loot, attackers_key=bytes(32)), _forged(loot))
-
-
-def mac_of_another(loot: Loot) -> bytes:
-    """Another payload, with the MAC of another chunk."""
-    image = _forged(loot)
-    image[MAC_AT:CHECKSUMS_AT] = loot.other_key[MAC_AT:CHECKSUMS_AT]
-    return sealed(image)
-
-
-def header_of_another(loot: Loot) -> bytes:
-    """The payload behind the header of another chunk, that says it is this one."""
-    return sealed(bytearray(bytes(_retagged(loot, loot.other_key)[:HEADER_BYTES]) + loot.target[HEADER_BYTES:]))
-
-
-def payload_of_another(loot: Loot) -> bytes:
-    """The payload of another chunk behind the header."""
-    return sealed(bytearray(loot.target[:HEADER_BYTES] + loot.other_key[HEADER_BYTES:]))
-
-
-def another_key(loot: Loot) -> bytes:
-    """Another chunk as it is."""
-    return loot.other_key
-
-
-def another_key_retagged(loot: Loot) -> bytes:
-    """Another chunk that says it is this one."""
-    return sealed(_retagged(loot, loot.other_key))
-
-
-def another_namespace(loot: Loot) -> bytes:
-    """The chunk of another namespace, which has the same key."""
-    return loot.other_namespace
-
-
-def another_namespace_retagged(loot: Loot) -> bytes:
-    """Likewise, and it says that it is of this one."""
-    return sealed(_retagged(loot, loot.other_namespace))
-
-
-def another_rank(loot: Loot) -> bytes:
-    """Another rank's shard of the chunk."""
-    return loot.other_rank
-
-
-def another_rank_retagged(loot: Loot) -> bytes:
-    """Likewise, and it says that it is this rank's."""
-    return sealed(_retagged(loot, loot.other_rank))
-
-
-def blocks_permuted(loot: Loot) -> bytes:
-    """The first and the last block changed places, with their checksums."""
-    image = bytearray(loot.target)
-    blocks, first, block_bytes = struct.unpack_from("<HHQ", image, BLOCKS)
+def _permuted(loot: Loot) -> bytes:
+    blocks, first, block_bytes = struct.unpack_from("<HHQ", loot.target, BLOCKS)
     low, high = HEADER_BYTES + first * block_bytes, HEADER_BYTES + (blocks - 1) * block_bytes
-    image[low : low + block_bytes], image[high : high + block_bytes] = (
-        loot.target[high : high + block_bytes],
-        loot.target[low : low + block_bytes],
-    )
-    return sealed(image)
+    image = _changed(loot.target, low, loot.target[high : high + block_bytes])
+    return sealed(_changed(bytes(image), high, loot.target[low : low + block_bytes]))
 
 
-def time_changed(loot: Loot) -> bytes:
-    """The header says another time; no harm, but it shows that every field counts."""
-    image = bytearray(loot.target)
-    struct.pack_into("<Q", image, CREATED, 1)
-    return sealed(image)
-
-
-def fields_changed(loot: Loot) -> bytes:
-    """Some bytes of the header changed, its checksum right."""
+def _fields_changed(loot: Loot) -> bytes:
     image = bytearray(loot.target)
     for at in loot.random.sample(range(8, OWN_CHECKSUM_AT), 3):
         image[at] ^= loot.random.randrange(1, 256)
-    struct.pack_into("<Q", image, OWN_CHECKSUM_AT, block_checksum(memoryview(image)[:OWN_CHECKSUM_AT]))
-    return bytes(image)
+    return _own_sum(image)
 
 
-def first_block_given_up(loot: Loot) -> bytes:
-    """The header says that the first block that is there was never stored."""
+def _first_block_given_up(loot: Loot) -> bytes:
     image = bytearray(loot.target)
     (first,) = struct.unpack_from("<H", image, FIRST)
     struct.pack_into("<H", image, FIRST, first + 1)
@@ -214,48 +137,48 @@ def first_block_given_up(loot: Loot) -> bytes:
     return sealed(image)
 
 
-def giant(loot: Loot) -> bytes:
-    """The header promises more than there is memory in the world."""
-    image = bytearray(loot.target)
-    struct.pack_into("<HHQQ", image, BLOCKS, 487, 0, 1 << 54, 487 << 54)
-    struct.pack_into("<Q", image, OWN_CHECKSUM_AT, block_checksum(memoryview(image)[:OWN_CHECKSUM_AT]))
-    return bytes(image)
-
-
-def large(loot: Loot) -> bytes:
-    """The header promises more than was stored, but not more than there is memory for. See ``promising``."""
-    return promising(loot.target)
-
-
-def retired(loot: Loot) -> bytes:
-    """The right payload, signed by a key that servers trust no more."""
-    return loot.retired
-
-
-def retired_by_a_known_id(loot: Loot) -> bytes:
-    """Likewise, under the id of one that they trust."""
-    image = bytearray(loot.retired)
-    image[KEY_ID_AT:CHECKSUMS_AT] = loot.target[KEY_ID_AT:CHECKSUMS_AT]
-    return sealed(image)
-
-
-def cut(loot: Loot) -> bytes:
-    """The file ends early."""
+def _cut(loot: Loot) -> bytes:
     return loot.target[: loot.random.choice([0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1, -PAGE, -1])]
 
 
-def longer(loot: Loot) -> bytes:
-    """Something is behind it."""
-    return loot.target + loot.random.randbytes(PAGE)
-
-
-FORGERIES: Final[tuple[Attack, ...]] = (
-    payload, one_bit, downgrade, own_key, own_key_by_a_known_id, zero_key, mac_of_another, payload_of_another,
-    another_key_retagged, another_namespace_retagged, another_rank_retagged, blocks_permuted,
-)  # fmt: skip
-"""Those that a server without ``authenticate`` takes for what it asked for, and that have other bytes."""
-REFUSED: Final[tuple[Attack, ...]] = (
-    *FORGERIES, unsigned, header_of_another, another_key, another_namespace, another_rank, time_changed,
-    fields_changed, first_block_given_up, giant, large, retired, retired_by_a_known_id, cut,
-)  # fmt: skip
-"""Those of which no byte is used. ``longer`` is refused where the length of a file is looked at."""
+_NO_MAC: Final = bytes(CHECKSUMS_AT - MAC_AT)
+FORGERIES: Final[dict[str, Attack]] = {
+    "another payload, all checksums right": lambda loot: sealed(_forged(loot)),
+    "one bit of the payload flipped, all checksums right": _one_bit,
+    "another payload without a MAC": lambda loot: sealed(_changed(bytes(_forged(loot)), MAC_AT, _NO_MAC)),
+    "another payload, signed by the attacker": lambda loot: bytes(_own_key(loot)),
+    "the same under a known key's id": lambda loot: _known_id(loot, _own_key(loot)),
+    "another payload, signed by the key of zeros": lambda loot: bytes(_own_key(replace(loot, attackers_key=bytes(32)))),
+    "another payload with another chunk's MAC": lambda loot: sealed(
+        _changed(bytes(_forged(loot)), MAC_AT, loot.other_key[MAC_AT:CHECKSUMS_AT])
+    ),
+    "another chunk's payload": lambda loot: sealed(
+        bytearray(loot.target[:HEADER_BYTES] + loot.other_key[HEADER_BYTES:])
+    ),
+    "another chunk that says it is this one": lambda loot: sealed(_retagged(loot, loot.other_key)),
+    "another namespace's that says it is this one's": lambda loot: sealed(_retagged(loot, loot.other_namespace)),
+    "another rank's that says it is this one's": lambda loot: sealed(_retagged(loot, loot.other_rank)),
+    "two blocks changed places, with their checksums": _permuted,
+}
+"""What a server without ``authenticate`` takes for what it asked for, and has other bytes."""
+REFUSED: Final[dict[str, Attack]] = {
+    **FORGERIES,
+    "the right payload without a MAC": lambda loot: loot.unsigned,
+    "another chunk's header, retagged": lambda loot: sealed(
+        bytearray(bytes(_retagged(loot, loot.other_key)[:HEADER_BYTES]) + loot.target[HEADER_BYTES:])
+    ),
+    "another chunk": lambda loot: loot.other_key,
+    "another namespace's chunk": lambda loot: loot.other_namespace,
+    "another rank's shard": lambda loot: loot.other_rank,
+    "another time in the header": lambda loot: sealed(_changed(loot.target, CREATED, struct.pack("<Q", 1))),
+    "bytes of the header changed": _fields_changed,
+    "the first block said not to be stored": _first_block_given_up,
+    "a header that promises more than all memory": lambda loot: _own_sum(
+        _changed(loot.target, BLOCKS, struct.pack("<HHQQ", 487, 0, 1 << 54, 487 << 54))
+    ),
+    "a header that promises 2 GiB": lambda loot: promising(loot.target),
+    "signed by a key that was retired": lambda loot: loot.retired,
+    "the same under a trusted key's id": lambda loot: _known_id(loot, loot.retired),
+    "cut": _cut,
+}
+"""Those of which no byte is used."""
