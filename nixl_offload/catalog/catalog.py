@@ -61,10 +61,10 @@ class Catalog:
         ``store_after``: a chunk is stored when it is offered for the N-th time.
         """
         self._tiers = list(tiers)
-        """Shared with the parts below, so that they see what ``join`` puts there."""
+        """Shared with the parts below, which see what ``join`` replaces."""
         self._numbered = tuple(enumerate(self._tiers))
         self.is_chain = len(self._tiers) > 1
-        """Whether ``begin_write_throughs`` can have something to begin."""
+        """Whether ``begin_write_throughs`` can ever begin something."""
         self._world_size = world_size
         self._slot_bytes = slot_bytes
         self._pending_limit_s = pending_limit_s
@@ -98,18 +98,18 @@ class Catalog:
         self._writing_since: tuple[dict[Key, float], ...] = tuple({} for _ in self._tiers)
         """By tier: what is written there under a ticket."""
         self._held_since: dict[str, float] = {}
-        """Request -> when it was told first that a chunk is being written."""
+        """Request -> when it was first answered that a chunk is being written."""
         self._not_admitted = 0
         self._no_room = 0
         self._unanswered = 0
 
     def join(self, position: int, tier: Tier) -> None:
-        """From now on use ``tier`` at ``position``, where one stood that had nothing and took nothing."""
+        """Use ``tier`` at ``position`` from now on. The tier that stood there had nothing and took nothing."""
         self._tiers[position] = tier
         self._numbered = tuple(enumerate(self._tiers))
 
     def disable(self, positions: Collection[int], now_s: float) -> None:
-        """Store nothing more in these tiers, which some rank has disabled, and again in all others."""
+        """Store nothing in these tiers, which some rank has disabled, and use all others again."""
         self._placing.disable(positions, now_s)
 
     @property
@@ -119,7 +119,7 @@ class Catalog:
 
     @property
     def has_pending_writes(self) -> bool:
-        """Whether ``begin_write_throughs`` has something to begin, or to drop once it has waited too long."""
+        """Whether something waits to begin, or to be dropped once it has waited too long."""
         return self._write_throughs.has_pending or self._prefetches.has_pending
 
     # What is there
@@ -134,7 +134,7 @@ class Catalog:
         pending = retry = False
         for position, tier in self._numbered if allowed is None else self._among(allowed):
             if pending and tier.state(key) is not _READY:
-                continue  # it will be in a nearer tier before anybody has looked here
+                continue  # it will be in a nearer tier before a look here has ended
             answer = tier.lookup(key, context, now_s)
             if answer is _HIT:
                 return answer
@@ -159,7 +159,7 @@ class Catalog:
         return found
 
     def flush(self, now_s: float) -> None:
-        """The scheduler's step is over: tiers begin what lookups have asked for."""
+        """A step is scheduled: tiers begin to look for what lookups have asked about."""
         for tier in self._tiers:
             tier.flush(now_s)
 
@@ -183,10 +183,10 @@ class Catalog:
         """Reserve room for the chunks among ``keys`` that no tier has; for the first of them when room is short.
 
         A chunk goes to the nearest tier that takes it. Tiers that did not answer this request are left out, now and
-        when the chunks go on to farther tiers: they may have them already.
-        Returns None when there is nothing to store. Never an error: no room means fewer keys.
-        Chunks that are known count as used: vLLM offers what its own cache still had, and tells of it in no other way.
-        So a prompt's beginning is not evicted to make room for its end. Farther tiers that lack them get them written.
+        when the chunks go on to farther tiers, because they may have them already.
+        Returns None when there is nothing to store. No room is no error: it means fewer keys.
+        Known chunks count as used: vLLM reports hits in its own cache in no other way. So a prompt's beginning is not
+        evicted to make room for its end. Farther tiers that lack known chunks get them written.
         """
         keys = tuple(keys)
         self.touch(keys)
@@ -207,7 +207,7 @@ class Catalog:
             if not self._admission.admits(key):
                 self._not_admitted += 1
                 continue
-            if None not in states:  # being written, or on its way out, everywhere: room for others there may be
+            if None not in states:  # every tier writes or evicts it; there may still be room for others
                 self._unanswered += bool(doubtful)
                 continue
             location = None if is_full else self._placing.place(key, states, refused, now_s)
@@ -224,10 +224,10 @@ class Catalog:
         return StoreTicket(ticket, tuple(granted), tuple(locations))
 
     def prepare_load(self, keys: Iterable[Key], now_s: float, allowed: Collection[int] | None = None) -> LoadTicket:
-        """Pin ``keys`` and tell where they are, among the tiers ``allowed``. A key that is gone gets ``NOWHERE``.
+        """Pin ``keys`` and return where they are, among the tiers ``allowed``. A key that is gone gets ``NOWHERE``.
 
-        What comes from farther than the memory tier is kept there, as far as there is room: under a ticket of its own,
-        for it may be told of long after the load.
+        Chunks from farther tiers are kept in memory, as far as there is room. They have a ticket of their own, which
+        may be settled long after the load.
         """
         wanted = tuple(keys)
         locations = tuple(self._pin(key, allowed) for key in wanted)
@@ -240,9 +240,7 @@ class Catalog:
         return LoadTicket(ticket, wanted, locations, promotion, slots)
 
     def begin_write_throughs(self, now_s: float) -> list[WriteThroughTicket]:
-        """Begin pending writes to farther tiers, and prefetches: sources pinned, targets reserved. To be called in
-        every step.
-        """
+        """Begin pending writes to farther tiers, and prefetches: sources pinned, targets reserved. Called each step."""
         tickets = []
         self._retention.expire(now_s)
         for writes in self._write_throughs.begin(now_s):
@@ -260,7 +258,7 @@ class Catalog:
     # What hints ask for
 
     def retain(self, keys: Iterable[Key], seconds: float, now_s: float) -> None:
-        """Do not evict these chunks for so long, as far as there is room: see ``retention``. 0 ends it."""
+        """Do not evict these chunks for this time, as far as there is room: see ``retention``. 0 ends it."""
         self._retention.retain(keys, now_s + seconds, now_s)
 
     def drop(self, keys: Iterable[Key]) -> None:
@@ -274,10 +272,10 @@ class Catalog:
     # What has ended
 
     def report(self, ticket: int, ranks: int, failures: Mapping[int, Outcome], now_s: float) -> Settled | None:
-        """Take what ``ranks`` ranks say of a ticket: ``failures`` maps positions in its keys to outcomes.
+        """Take the reports of ``ranks`` ranks on a ticket: ``failures`` maps positions in its keys to outcomes.
 
-        Returns how it ended once the last rank has spoken, else None. Unknown tickets are ignored. Of a write-through
-        and a prefetch, CORRUPT says that the source is damaged; no other failure is the source's.
+        Returns how it ended once the last rank has reported, else None. Unknown tickets are ignored. Of a write-through
+        and a prefetch, CORRUPT says that the source is damaged; other failures leave the source alone.
         """
         record = self._tickets.get(ticket)
         if record is None or not record.take(ranks, failures):
@@ -299,7 +297,7 @@ class Catalog:
     def clear(self) -> None:
         """Forget every chunk, and the changes not taken yet. Locations in use come back as their tickets settle.
 
-        What goes is not listed by ``take_changes``: there may be millions, and whoever clears knows.
+        ``take_changes`` does not list them: there may be millions, and the caller knows.
         """
         self._write_throughs.clear()
         self._prefetches.clear()
@@ -309,14 +307,14 @@ class Catalog:
         self._admission.clear()
         self.changes.take()
 
-    # What to tell
+    # What has changed
 
     def take_changes(self) -> list[Change]:
         """Return which chunks became loadable and which ceased to be since the last call, in that order of events."""
         return self.changes.take()
 
     def in_flight_stores(self) -> list[tuple[int, Key]]:
-        """Return (tier, key) of all that is being written. At the end a rank may finish it without being heard."""
+        """Return (tier, key) of all that is being written. At a shutdown a rank may finish it without reporting it."""
         return [
             (location.tier, key)
             for record in self._tickets.values()
@@ -356,7 +354,7 @@ class Catalog:
 
     def _removed(self, tier: int, keys: Iterable[Key]) -> None:
         keys = tuple(keys)
-        self.changes.tell(tier, keys, removed=True)
+        self.changes.add(tier, keys, removed=True)
         self._retention.dropped(tier, keys)
 
     def _may_wait(self, writing_since_s: float, context: LookupContext, now_s: float) -> bool:
@@ -413,8 +411,8 @@ class Catalog:
         self._removed(memory, evicted)
         return tuple(slots)
 
-    # These go from the end of a prefix to its beginning: what is used last is evicted last, and a chunk without those
-    # before it is of no use.
+    # These go from the end of a prefix to its beginning: what is used last is evicted last, and a chunk is of no use
+    # without those before it.
 
     def _unpin(self, record: OpenTicket) -> None:
         for key, location in zip(reversed(record.keys), reversed(record.locations), strict=True):
@@ -446,7 +444,7 @@ class Catalog:
                 self._release_source(key, record.sources[position], outcome, now_s)
                 self._prefetches.ended(location)
         for tier_position, key in reversed(ready):
-            self.changes.tell(tier_position, (key,), removed=False)
+            self.changes.add(tier_position, (key,), removed=False)
             self._retention.stored(tier_position, key)
             if record.kind != "write_through" and len(self._tiers) > 1:
                 # What a bucket has served, and memory kept, goes on to the files between them as well.

@@ -1,4 +1,4 @@
-"""Which chunks became loadable and which ceased to be, per tier: what vLLM's events are made of.
+"""Which chunks became loadable, or ceased to be, by tier: the source of vLLM's events.
 
 Threading: the scheduler's thread alone.
 """
@@ -21,14 +21,14 @@ class Change:
 
 
 class Changes:
-    """What became of chunks since it was asked for last, in the order in which it happened."""
+    """Changes since the last ``take``, in their order."""
 
     def __init__(self) -> None:
         self.log: list[tuple[int, bool, list[Key]]] = []
-        """Tier, whether they were removed, and the chunks. Empty: ``take`` has nothing to return."""
+        """Tier, whether the chunks were removed, and the chunks."""
 
-    def tell(self, tier: int, keys: Iterable[Key], *, removed: bool) -> None:
-        """Append ``keys``."""
+    def add(self, tier: int, keys: Iterable[Key], *, removed: bool) -> None:
+        """Record that ``keys`` became loadable from a tier, or ceased to be."""
         keys = list(keys)
         if not keys:
             return
@@ -38,6 +38,6 @@ class Changes:
             self.log.append((tier, removed, keys))
 
     def take(self) -> list[Change]:
-        """Return all of it, and begin anew."""
+        """Return all changes, and forget them."""
         log, self.log = self.log, []
         return [Change(tier, tuple(keys), removed) for tier, removed, keys in log]

@@ -40,11 +40,10 @@ logger = logging.getLogger(__name__)
 
 _NOTHING: Mapping[int, Iterable[threading.Thread]] = MappingProxyType({})
 
+NAMING_WAIT_S = 5.0
+"""How long a start waits to learn which weights a local model has. Reading those of a large model goes on behind it."""
 START_WAIT_S = 30.0
-"""How long a start waits to learn which weights a local model has, and then for the scheduler's half of the tiers."""
-LARGE_WEIGHTS_BYTES = 1 << 30
-LARGE_WEIGHTS_WAIT_S = 1.5
-"""How long a start waits for the digest of more weights than this, which takes longer than a second to read."""
+"""How long a start then waits for the scheduler's half of the tiers."""
 OPENING_WAIT_S = 5.0
 """How long an engine without requests steps for tiers that are being opened, and a request waits for ranks to open what
 it would hit. What takes longer hangs, or reads the weights of a large model."""
@@ -180,11 +179,7 @@ class ServingTiers:
         self._patient_until_s = math.inf if waits else time.monotonic() + OPENING_WAIT_S
         if not waits:
             return
-        if not naming.wait(min(LARGE_WEIGHTS_WAIT_S, START_WAIT_S)):
-            with self._lock:
-                size_bytes = sum(digest.progress()[1] for digest in self._digests.values())
-            if size_bytes <= LARGE_WEIGHTS_BYTES:
-                naming.wait(max(0.0, START_WAIT_S - LARGE_WEIGHTS_WAIT_S))
+        naming.wait(NAMING_WAIT_S)
         self.update()
         until_s = time.monotonic() + START_WAIT_S
         for opening in self._openings.values():

@@ -1,7 +1,6 @@
 """All that we touch of vLLM's private attributes: the place to look at first when vLLM moves on.
 
-Threading: as whatever of vLLM is touched. ``tests/vllm/test_contract.py`` holds every installed vLLM to it, and this
-file to be the only one.
+Threading: that of the object of vLLM's. ``tests/vllm/test_contract.py`` checks that no other file touches them.
 """
 
 from __future__ import annotations

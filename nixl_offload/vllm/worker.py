@@ -296,16 +296,8 @@ class NixlOffloadingWorker(OffloadingWorker):
         return [FinishedJob(self._jobs.pop(result.job_id), result) for result in results]
 
     def get_finished(self) -> list[TransferResult]:
-        """Serve vLLM's own contract; our connector worker uses ``take_finished``, which keeps outcomes per chunk."""
-        return [
-            TransferResult(
-                job_id=job.result.job_id,
-                success=all(outcome is Outcome.OK for outcome in job.result.outcomes),
-                transfer_size=job.result.bytes_moved,
-                transfer_time=job.result.seconds,
-            )
-            for job in self.take_finished()
-        ]
+        """Return nothing: our connector worker uses ``take_finished``, which keeps outcomes per chunk."""
+        return []
 
     def shutdown(self) -> None:
         """Drain within a deadline and release everything."""

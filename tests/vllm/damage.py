@@ -21,7 +21,14 @@ from examples.demo.model import TINY, random_prompts
 from nixl_offload.chunk.header import HEADER_BYTES, ShardHeader, decode_header
 from nixl_offload.errors import FormatError, TierError
 from nixl_offload.tiers.slab.index_reader import IndexReader
-from tests.vllm.harness import CHUNK_TOKENS, TAIL_TOKENS, Answer, Engine, Workshop
+from tests.vllm.harness import (
+    CHUNK_TOKENS,
+    TAIL_TOKENS,
+    Answer,
+    Engine,
+    Workshop,
+    assert_same,
+)
 
 CHUNK_BYTES = CHUNK_TOKENS * 2 * TINY.layers * TINY.kv_heads * TINY.head_size * 4
 PROMPT_CHUNKS = 4
@@ -55,9 +62,7 @@ class Reference:
         """Let ``engine`` answer, without what the GPU remembers; assert that tokens and logprobs are right."""
         assert engine.reset_prefix_cache()
         answers = engine.generate(prompts)
-        for answer, right in zip(answers, self.answers(prompts), strict=True):
-            assert answer.tokens == right.tokens
-            assert answer.logprobs == right.logprobs
+        assert_same(answers, self.answers(prompts))
         return answers
 
     def check_healed(self, engine: Engine, prompts: list[Prompt]) -> None:

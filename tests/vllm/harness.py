@@ -20,7 +20,7 @@ import itertools
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,12 @@ __all__ = [
     "EngineError",
     "ModelShape",
     "Workshop",
+    "assert_same",
     "chain_config",
     "close",
     "file_tier",
     "prompts",
+    "same",
     "tier_config",
     "tree_tier",
 ]
@@ -145,6 +147,16 @@ def tree_tier(path: Path, **fields: Any) -> dict[str, Any]:
 def prompts(count: int, *, steps: int = 3, seed: int, shape: ModelShape = TINY) -> list[list[int]]:
     """Random prompts: ``steps`` full prefill steps (two chunks each) and a short tail. Each test takes its own seed."""
     return random_prompts(shape, [steps * MAX_BATCHED_TOKENS + TAIL_TOKENS] * count, seed=seed)
+
+
+def same(answers: Sequence[Answer], others: Sequence[Answer]) -> bool:
+    """Whether tokens and logprobs are the same, to the last bit."""
+    return all(answer.same_as(other) for answer, other in zip(answers, others, strict=True))
+
+
+def assert_same(answers: Sequence[Answer], right: Sequence[Answer]) -> None:
+    """Assert that tokens and logprobs are the same, to the last bit."""
+    assert [(each.tokens, each.logprobs) for each in answers] == [(each.tokens, each.logprobs) for each in right]
 
 
 def close(answer: Answer, right: Answer, *, logprob_tolerance: float = 1e-3) -> bool:

@@ -15,7 +15,12 @@ from safetensors.torch import save_file
 
 from examples.demo.model import TINY
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, chunk_prompts
-from tests.vllm.harness import Answer, Engine, Workshop
+from tests.vllm.harness import (
+    Answer,
+    Engine,
+    Workshop,
+    same,
+)
 from tests.vllm.shared_rig import Medium, hits, said, tree
 
 PROMPTS = chunk_prompts(1, seed=1401)
@@ -39,11 +44,6 @@ def write_adapter(directory: Path, seed: int) -> None:
 @pytest.fixture(scope="module")
 def shared(workshop: Workshop) -> Medium:
     return tree(workshop.scratch / "kv-adapters")
-
-
-def same(answers: list[Answer], others: list[Answer]) -> bool:
-    """Whether tokens and logprobs are the same, to the last bit."""
-    return [(each.tokens, each.logprobs) for each in answers] == [(each.tokens, each.logprobs) for each in others]
 
 
 def ask(engine: Engine, adapter: dict[str, Any]) -> list[Answer]:

@@ -17,7 +17,15 @@ from nixl_offload.vllm import connector as connector_module
 from nixl_offload.vllm.connector import NixlOffloadConnector
 from nixl_offload.vllm.kv_caches import without_padding
 from tests.vllm.blocks_outermost import ENVIRONMENT
-from tests.vllm.harness import TINY, TINY_HYBRID, Answer, ModelShape, Workshop, file_tier, prompts
+from tests.vllm.harness import (
+    TINY,
+    TINY_HYBRID,
+    ModelShape,
+    Workshop,
+    assert_same,
+    file_tier,
+    prompts,
+)
 
 EXTENSION = "tests.vllm.blocks_outermost.BlocksOutermostExtension"
 
@@ -48,7 +56,7 @@ def test_stored_and_loaded_bit_by_bit(
         second = engine.generate(asked)
         assert all(answer.external_hit_tokens > 0 for answer in second)
         log = Path(engine.log).read_text(encoding="utf-8", errors="replace")
-    assert all(Answer.same_as(answer, other) for answer, other in zip(second, first, strict=True))
+    assert_same(second, first)
     assert f"KV group 0: {way}" in log
 
 

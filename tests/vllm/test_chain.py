@@ -25,6 +25,7 @@ from tests.vllm.harness import (
     Engine,
     ModelShape,
     Workshop,
+    assert_same,
     chain_config,
     close,
     prompts,
@@ -43,12 +44,6 @@ SMALL = {"kind": "memory", "capacity": "8MiB"}
 
 def files(path: Path, capacity: str = "256MiB") -> dict[str, Any]:
     return {"kind": "slab", "path": str(path), "capacity": capacity}
-
-
-def assert_same(answers: list[Answer], expected: list[Answer]) -> None:
-    for answer, right in zip(answers, expected, strict=True):
-        assert answer.tokens == right.tokens
-        assert answer.logprobs == right.logprobs
 
 
 def all_loaded(answers: list[Answer], expected: list[Answer]) -> None:

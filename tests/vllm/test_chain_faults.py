@@ -17,7 +17,15 @@ import pytest
 from tests.s3.proxy import Delay, FaultProxy, Hold
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import until
-from tests.vllm.harness import CHUNK_TOKENS, MAX_BATCHED_TOKENS, Engine, Workshop, chain_config, prompts
+from tests.vllm.harness import (
+    CHUNK_TOKENS,
+    MAX_BATCHED_TOKENS,
+    Engine,
+    Workshop,
+    assert_same,
+    chain_config,
+    prompts,
+)
 
 STALL_S = float(os.environ.get("NIXL_OFFLOAD_STALL_S", "0"))
 """How long the bucket stalls at least. A minute, as an outage lasts, takes a minute: that is for a run by hand."""
@@ -67,8 +75,7 @@ def test_a_bucket_that_stalls(workshop: Workshop, server: RcloneServer) -> None:
                 for prompt, expected in zip(known, right, strict=True):
                     [answer] = engine.generate([prompt])
                     assert answer.external_hit_tokens == FULL_TOKENS
-                    assert answer.tokens == expected.tokens
-                    assert answer.logprobs == expected.logprobs
+                    assert answer.same_as(expected)
                     assert answer.total_s < HELD_S / 2
                 engine.generate([next(fresh) for _ in range(4)])
                 assert engine.metrics()["vllm:nixl_offload_unsaved_bytes"] <= LIMIT
@@ -106,9 +113,7 @@ def test_a_hit_slower_than_computing_is_not_taken(workshop: Workshop, server: Rc
         with workshop.start_engine(connector=config, environment=server.environment) as engine:
             engine.generate(prompts(4, steps=2, seed=814))  # so that it is known how fast computing is
             answers = engine.generate(asked)
-            for answer, expected in zip(answers, right, strict=True):
-                assert answer.tokens == expected.tokens
-                assert answer.logprobs == expected.logprobs
+            assert_same(answers, right)
             taken = [answer.external_hit_tokens for answer in answers]
             assert taken[:3] == [FULL_TOKENS] * 3, "nothing is known of the tier yet"
             assert taken[3:] == [0] * 5
@@ -134,7 +139,6 @@ def test_files_that_are_gone(workshop: Workshop) -> None:
             assert engine.reset_prefix_cache()
             answers = engine.generate(asked)
             assert [answer.external_hit_tokens for answer in answers] == [FULL_TOKENS] * 2
-            for answer, expected in zip(answers, right, strict=True):
-                assert answer.same_as(expected)
+            assert_same(answers, right)
         engine.stop()
     assert FULL_TOKENS % CHUNK_TOKENS == 0

@@ -1,8 +1,5 @@
-"""What we rely on in vLLM, name by name, asked of the vLLM that is installed. Starts no engine.
-
-Much of it is private to vLLM or is an order of calls that no signature shows. A new version that renames or reorders
-one of these fails here, in a sentence, and not as a request that never comes back. Where only the source can tell (who
-is called first, which attributes a constructor sets), the source is read.
+"""Our classes against vLLM's: which versions are accepted, that overrides take every call, which file touches private
+names, and how ranks' reports merge. Starts no engine.
 """
 
 from __future__ import annotations
@@ -53,19 +50,6 @@ def named(path: str) -> Any:
         assert hasattr(thing, name), f"this vLLM has no {name} in {path}"
         thing = getattr(thing, name)
     return thing
-
-
-def source(path: str) -> str:
-    return textwrap.dedent(inspect.getsource(named(path)))
-
-
-def in_order(path: str, *pieces: str) -> None:
-    """Assert that ``pieces`` occur in the source of ``path``, one after the other."""
-    text, at = source(path), 0
-    for piece in pieces:
-        found = text.find(piece, at)
-        assert found >= 0, f"{path} no longer has {piece!r} after the pieces before it in {list(pieces)}"
-        at = found + len(piece)
 
 
 # Versions.
@@ -179,34 +163,6 @@ def test_loads_within_the_step_are_turned_off() -> None:
     assert vllm_internals.turn_off_loads_within_the_step(extra) is None
 
 
-# Orders of calls.
-
-
-def test_a_step_touches_no_block_of_a_load_that_comes_with_it() -> None:
-    """What the fence of loads rests on, which is recorded in ``handle_preemptions``: decision 0014."""
-    runner, second = "vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
-    # Before the forward pass, in either runner, and on the thread that launches it.
-    in_order(f"{runner}.execute_model", "handle_preemptions(", "self._update_states(", "self._model_forward(")
-    launches = ("pre_forward(", "run_fullgraph(", "pre_forward(", "model(")
-    in_order(f"{second}.execute_model", "self.update_requests(", *launches)
-    in_order("vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.post_forward", "_start_load_kv()", "wait_for_save()")
-    # The first one zeroes blocks behind it: not those of a load, of any group that we load.
-    assert "zero_block_ids" in source(f"{runner}._zero_block_ids")
-    scheduler = "vllm.v1.core.sched.scheduler:Scheduler.schedule"
-    in_order(scheduler, "delay_cache_blocks=load_kv_async", "get_loaded_kv_cache_group_ids(request)")
-    coordinator = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.allocate_new_computed_blocks"
-    assert "record_for_zeroing=i not in skip_zeroing_group_ids" in source(coordinator)
-    loaded = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_loaded_kv_cache_group_ids"
-    assert "prefix_cacheable_group_ids" in source(loaded)
-    assert "get_loaded_kv_cache_group_ids" not in vars(NixlOffloadConnector)
-    assert "get_loaded_kv_cache_group_ids" not in source(f"{CONNECTOR}.offloading_connector")
-    assert "prefix_cacheable_group_ids" in source(f"{OFFLOADING}.config:get_offloading_group_ids")
-    # Nor does the step have freed blocks in its hands: after a preemption it admits no load.
-    in_order(scheduler, "self._preempt_request(", "if not preempted_reqs", "get_num_new_matched_tokens(")
-    # The request of a load waits: it is no part of the step, and its blocks are in nobody's prefix.
-    in_order(scheduler, "if load_kv_async:", "WAITING_FOR_REMOTE_KVS", "skip_request(request_queue)", "continue")
-
-
 # Our messages.
 
 
@@ -223,9 +179,6 @@ def test_reports_of_two_ranks_merge() -> None:
     assert merged.tickets[3].ranks == 2
     assert merged.tickets[3].failures == {0: Outcome.CORRUPT, 1: Outcome.DROPPED, 2: Outcome.FAILED}
     assert first.tickets[3].ranks == second.tickets[3].ranks == 1
-
-
-# What follows from the differences between versions.
 
 
 def test_an_unknown_version_is_refused_before_anything_private_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

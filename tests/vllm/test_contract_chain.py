@@ -1,6 +1,5 @@
-"""What a chain of tiers relies on in vLLM: words for tiers, hints, the order of calls, hits that may be cut.
-
-As ``test_contract``: asked of the vLLM that is installed, its source where only that can tell. Starts no engine.
+"""Our scheduler's half over vLLM's: hits that may be cut, answers that are kept, chunks that are described. Starts no
+engine.
 """
 
 from __future__ import annotations

@@ -10,7 +10,17 @@ import pytest
 
 from tests.contract.emulation.build import Control, build_emulation
 from tests.vllm.blocks_outermost import ENVIRONMENT
-from tests.vllm.harness import TINY, TINY_HYBRID, Answer, ModelShape, Workshop, chain_config, prompts, tier_config
+from tests.vllm.harness import (
+    TINY,
+    TINY_HYBRID,
+    Answer,
+    ModelShape,
+    Workshop,
+    assert_same,
+    chain_config,
+    prompts,
+    tier_config,
+)
 
 EXTENSION = "tests.vllm.emulated_gpu.EmulatedGpuExtension"
 
@@ -81,7 +91,7 @@ def test_answers_are_right_and_damage_is_noticed(
     assert f"KV group 0: {told}" in log
     assert "corrupt" in log
     for answers in (loaded, awake, anew):
-        assert all(Answer.same_as(answer, other) for answer, other in zip(answers, computed, strict=True))
+        assert_same(answers, computed)
 
 
 @pytest.mark.parametrize("way", ["device", "host"])
@@ -120,7 +130,7 @@ def test_through_host_memory_the_processor_sums_nothing(
         assert "the processor was to sum" not in log
         assert "unexpected" not in log
     for others in answers[1:]:
-        assert all(Answer.same_as(answer, other) for answer, other in zip(others, answers[0], strict=True))
+        assert_same(others, answers[0])
     assert control["largest"] < 64 << 20
 
 

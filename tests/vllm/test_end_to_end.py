@@ -24,6 +24,7 @@ from tests.vllm.harness import (
     Engine,
     ModelShape,
     Workshop,
+    assert_same,
     close,
     file_tier,
     prompts,
@@ -93,7 +94,7 @@ def test_storing_changes_nothing(first_engine: tuple[Engine, list[Answer]], refe
     """The engine that stores answers bit by bit as the one without a connector."""
     _, answers = first_engine
     assert [answer.cached_tokens for answer in answers] == [0] * len(PROMPTS)
-    _assert_same(answers, reference.each)
+    assert_same(answers, reference.each)
 
 
 def test_every_full_chunk_is_stored_once(first_engine: tuple[Engine, list[Answer]], shape: ModelShape) -> None:
@@ -135,7 +136,7 @@ def test_a_wrong_load_would_be_noticed(second_engine: Engine, reference: Referen
         assert damaged.tokens != right.tokens
         assert damaged.logprobs != right.logprobs
     second_engine.worker("poison_blocks", loaded)
-    _assert_same(second_engine.generate(PROMPTS), reference.each)
+    assert_same(second_engine.generate(PROMPTS), reference.each)
 
 
 def test_a_shared_prefix_is_loaded_and_the_rest_computed(
@@ -148,7 +149,7 @@ def test_a_shared_prefix_is_loaded_and_the_rest_computed(
     assert second_engine.reset_prefix_cache()
     [answer] = second_engine.generate([FORK])
     assert answer.external_hit_tokens == (2 * MAX_BATCHED_TOKENS if shape.sliding_window is None else 0)
-    _assert_same([answer], [reference.fork])
+    assert_same([answer], [reference.fork])
     assert second_engine.settle()
     assert second_engine.reset_prefix_cache()
     _assert_loaded(second_engine.generate([FORK]), [reference.fork])
@@ -172,20 +173,14 @@ def test_an_engine_short_of_blocks(shape: ModelShape, workshop: Workshop, refere
     with workshop.start_engine(
         shape, tier, num_gpu_blocks_override=blocks * (1 if shape.sliding_window is None else 2), max_model_len=2048
     ) as engine:
-        _assert_same(engine.generate(MANY), reference.many)
+        assert_same(engine.generate(MANY), reference.many)
         together = engine.generate(MANY, together=True)
         assert all(close(answer, right) for answer, right in zip(together, reference.many, strict=True))
         assert engine.settle()
         again = engine.generate(MANY)
-        _assert_same(again, reference.many)
+        assert_same(again, reference.many)
         assert sum(answer.external_hit_tokens for answer in again) > 0
         engine.stop()
-
-
-def _assert_same(answers: list[Answer], expected: list[Answer]) -> None:
-    for answer, right in zip(answers, expected, strict=True):
-        assert answer.tokens == right.tokens
-        assert answer.logprobs == right.logprobs
 
 
 def _assert_loaded(answers: list[Answer], expected: list[Answer]) -> None:
@@ -193,4 +188,4 @@ def _assert_loaded(answers: list[Answer], expected: list[Answer]) -> None:
     assert [answer.external_hit_tokens for answer in answers] == [FULL_CHUNKS_TOKENS] * len(answers)
     assert [answer.cached_tokens for answer in answers] == [FULL_CHUNKS_TOKENS] * len(answers)
     assert FULL_CHUNKS_TOKENS % CHUNK_TOKENS == 0
-    _assert_same(answers, expected)
+    assert_same(answers, expected)

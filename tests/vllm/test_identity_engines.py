@@ -21,7 +21,13 @@ from examples.demo.model import TINY, write_model
 from tests.vllm import vision
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, Prompt, chunk_prompts
 from tests.vllm.families import CPU_MLA, IMAGE_TOKENS, write_long_rope, write_mla, write_vision
-from tests.vllm.harness import Answer, Engine, Workshop, file_tier
+from tests.vllm.harness import (
+    Answer,
+    Engine,
+    Workshop,
+    assert_same,
+    file_tier,
+)
 from tests.vllm.hub_stand_in import HubStandIn
 from tests.vllm.shared_rig import RECOVERY_DEADLINE_S, Medium, hits, said, tree
 from tests.vllm.zygote import MAIN_MODULE
@@ -61,11 +67,6 @@ class Engines:
         answers = self.answers(connector, **options)
         assert hits(answers) == 0
         assert_same(answers, right)
-
-
-def assert_same(answers: list[Answer], right: list[Answer]) -> None:
-    """Assert that tokens and logprobs are the same, to the last bit."""
-    assert [(answer.tokens, answer.logprobs) for answer in answers] == [(each.tokens, each.logprobs) for each in right]
 
 
 def assert_loads(engine: Engine, right: list[Answer], prompts: list[Prompt] = PROMPTS) -> None:

@@ -11,7 +11,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.vllm.harness import BLOCK_TOKENS, Answer, Engine, Workshop, close, file_tier, prompts
+from tests.vllm.harness import (
+    BLOCK_TOKENS,
+    Answer,
+    Engine,
+    Workshop,
+    close,
+    file_tier,
+    prompts,
+    same,
+)
 
 PROMPTS = prompts(3, steps=2, seed=91)
 OTHERS = prompts(6, steps=2, seed=92)
@@ -32,17 +41,13 @@ def engine(workshop: Workshop) -> Iterator[Engine]:
         yield started
 
 
-def _same(answers: list[Answer], right: list[Answer]) -> bool:
-    return all(answer.same_as(other) for answer, other in zip(answers, right, strict=True))
-
-
 @pytest.mark.parametrize("steps", STEPS)
 def test_aborted_while_computing_and_storing(engine: Engine, right: list[Answer], steps: int) -> None:
     """Cold prompts are given up after some steps; then they are asked for again."""
     assert engine.settle()
     assert engine.reset_prefix_cache(connector=True)
     engine.abandon(OTHERS, steps=steps)
-    assert _same(engine.generate(PROMPTS), right)
+    assert same(engine.generate(PROMPTS), right)
     assert engine.settle(), "something is still waiting"
 
 
@@ -53,7 +58,7 @@ def test_aborted_while_loading(engine: Engine, right: list[Answer], steps: int) 
     assert engine.settle()
     assert engine.reset_prefix_cache()
     engine.abandon(PROMPTS, steps=steps)
-    assert _same(engine.generate(PROMPTS), right)
+    assert same(engine.generate(PROMPTS), right)
     assert engine.settle(), "something is still waiting"
 
 
@@ -65,7 +70,7 @@ def test_a_reset_while_stores_are_under_way(engine: Engine, right: list[Answer])
         engine.abandon(PROMPTS, steps=4)
         engine.reset_prefix_cache(connector=True)
         answers = engine.generate(PROMPTS)
-        assert _same(answers, right)
+        assert same(answers, right)
         assert [answer.external_hit_tokens for answer in answers] == [0] * len(PROMPTS)
         engine.reset_prefix_cache(connector=True)
     assert engine.settle()
@@ -73,7 +78,7 @@ def test_a_reset_while_stores_are_under_way(engine: Engine, right: list[Answer])
     assert engine.settle()
     assert engine.reset_prefix_cache()
     answers = engine.generate(PROMPTS)
-    assert _same(answers, right)
+    assert same(answers, right)
     assert all(answer.external_hit_tokens for answer in answers)
 
 

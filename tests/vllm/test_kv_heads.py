@@ -203,28 +203,6 @@ def test_pages_of_mla_are_one_shard_on_every_rank() -> None:
         np.testing.assert_array_equal(rows, np.concatenate(wanted, axis=1))
 
 
-@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
-def test_groups_and_layers_of_several_kinds(layout: str) -> None:
-    """Two groups over the same memory, in the second fewer layers; stored by one rank, loaded by two."""
-    names, others = ["full.0", "full.1"], ["window.0"]
-    model = computed([*names, *others], 4)
-    one = Memory(vllm_config(4, 1, 0, layout), [group(full(4), *names), group(window(4), *others)])
-    for position, chosen in enumerate((names, others)):
-        one.write({**model, **{name: torch.zeros_like(model[name]) for name in model}}, slice(0, 4))
-        for name in chosen:
-            one.caches[name].copy_(model[name].view(torch.bfloat16))
-        stored = payloads(one, [4, 4])[4 * position : 4 * position + 4]
-        for rank in range(2):
-            target = "LBHNC" if layout == "BLHNC" else "BLHNC"
-            two = Memory(vllm_config(4, 2, rank, target), [group(full(2), *names), group(window(2), *others)])
-            _, packer = two.shards([2, 2])
-            for shard in range(2):
-                rows = stored[2 * rank + shard]
-                packer.scatter_many(2 * position + shard, [(np.arange(BLOCKS, dtype=np.int32), rows)], READY)
-            for name in chosen:
-                assert torch.equal(two.caches[name].view(torch.int16), model[name][:, 2 * rank : 2 * rank + 2])
-
-
 def test_layers_side_by_side_are_found_where_they_are_not_by_their_names() -> None:
     """In a block vLLM puts layers of one kind together; the group names them in the model's order."""
     specs = {"a": mla(), "b": full(1), "c": mla()}

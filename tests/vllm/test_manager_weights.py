@@ -40,7 +40,7 @@ class Gated(WeightsDigest):
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """While it is not set, nothing is read of any model."""
     monkeypatch.setattr(serving_tiers, "WeightsDigest", Gated)
-    monkeypatch.setattr(serving_tiers, "START_WAIT_S", 0.1)
+    monkeypatch.setattr(serving_tiers, "NAMING_WAIT_S", 0.1)
     Gated.gate = threading.Event()
     yield Gated.gate
     Gated.gate.set()

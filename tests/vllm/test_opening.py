@@ -88,26 +88,6 @@ def hear(asked: Matching, *ranks: RankStatus) -> None:
     asked.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
 
 
-def test_the_first_request_after_a_start_waits_for_the_ranks_and_hits(
-    restarted: Callable[[], Matching], caplog: pytest.LogCaptureFixture
-) -> None:
-    """An engine without requests steps on its own, so that the ranks hear where the tiers are before one comes."""
-    with caplog.at_level("INFO", "nixl_offload"):
-        asked = restarted()
-    assert "256 tokens take 0.01 MiB in each tier, in a chunk for each of 1 KV groups" in caplog.text
-    assert asked.scheduler.has_pending_push_work()
-    assert asked.ask() == (None, False)
-    told = step(asked)
-    assert isinstance(told, StepMetadata)
-    assert list(told.places) == [0]
-    assert not isinstance(step(asked), StepMetadata), "told once"
-    assert asked.ask() == (None, False)
-    assert asked.manager.is_waiting()
-    hear(asked, OPEN)
-    assert asked.ask() == HIT
-    assert not asked.scheduler.has_pending_push_work()
-
-
 def inside_another(path: Path, world_size: int, capacity: str = "64MiB") -> NixlOffloadScheduler:
     """A scheduler's half that no handshake reaches, for ``MultiConnector`` has given it to another connector."""
     config = manager_rig.config_of(manager_rig.slab_tier(path, capacity=capacity))
@@ -116,32 +96,6 @@ def inside_another(path: Path, world_size: int, capacity: str = "64MiB") -> Nixl
 
 def report(scheduler: NixlOffloadScheduler, **fields: Any) -> None:
     scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(**fields)))
-
-
-def test_ranks_tell_their_geometry_in_their_reports_where_no_handshake_comes(tmp_path: Path) -> None:
-    """The engine steps until all have told; then the tiers open while it goes on stepping, and the ranks hear where."""
-    scheduler = inside_another(tmp_path, world_size=2)
-    try:
-        geometries = dict(enumerate(manager_rig.ranks(2)))
-        for rank, geometry in geometries.items():
-            assert scheduler.has_pending_push_work()
-            assert not isinstance(scheduler.build_connector_meta(SchedulerOutput.make_empty()), StepMetadata)
-            report(scheduler, geometries={rank: geometry})
-        for _ in range(1000):
-            assert scheduler.has_pending_push_work()
-            meta = scheduler.build_connector_meta(SchedulerOutput.make_empty())
-            report(scheduler, geometries=geometries)  # once more, as after an engine woke up: changes nothing
-            if isinstance(meta, StepMetadata):
-                break
-            time.sleep(0.01)
-        assert list(meta.places) == [0]
-        report(scheduler, ranks={0: OPEN, 1: OPEN})
-        assert not scheduler.has_pending_push_work()
-        output = scheduler.offload_manager.prepare_store([manager_rig.key(1)], manager_rig.request())
-        assert output is not None
-        assert output.keys_to_store == [manager_rig.key(1)]
-    finally:
-        scheduler.shutdown()
 
 
 def test_a_tier_that_does_not_fit_the_model_is_left_out_where_the_engine_already_serves(
@@ -232,17 +186,6 @@ def test_a_required_tier_that_cannot_be_opened_ends_the_start(tmp_path: Path, ki
     )
     again.open(manager_rig.ranks(1))
     again.shutdown()
-
-
-def test_a_required_tier_that_hangs_ends_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: Callable[[], threading.Event]
-) -> None:
-    hang()
-    monkeypatch.setattr(serving_tiers, "START_WAIT_S", 0.1)
-    config = manager_rig.config_of(manager_rig.slab_tier(tmp_path, required=True))
-    manager = NixlOffloadManager(manager_rig.offloading_config(), config, manager_rig.vllm_config())
-    with pytest.raises(TierError, match=REQUIRED):
-        manager.open(manager_rig.ranks(1))
 
 
 def test_a_required_tier_must_open_on_all_ranks_once(tmp_path: Path) -> None:

@@ -246,19 +246,6 @@ def test_waking_up_while_the_drive_is_away(tmp_path: Path, monkeypatch: pytest.M
         lock.release()
 
 
-def test_tiers_are_opened_anew_for_other_weights(rig: Rig) -> None:
-    """In another namespace: what lies in the same place is of the one before, and no load takes it."""
-    rig.fill(0, 4)
-    rig.store([0, 1, 2, 3], 0)
-    rig.worker.open({0: dataclasses.replace(rig.place, rank_namespaces=(b"s" * 32,))}, 1)
-    while not (status := rig.status()).open:
-        assert not status.failed
-    assert status.opening == 1
-    rig.worker.submit_load(2, rig.to_load(0), gpu([8, 9, 10, 11], 0))
-    (item,) = rig.results()
-    assert item.result.outcomes == (Outcome.CORRUPT,)
-
-
 def test_keys_that_stand_for_another_adapter_are_refused(rig: Rig) -> None:
     """The scheduler's half has not heard yet that the adapter was replaced."""
     request = LoRARequest("mine", 1, "/adapters/mine")

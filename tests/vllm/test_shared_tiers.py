@@ -15,7 +15,16 @@ import pytest
 from nixl_offload.tiers.shared.naming import parse_shard_name
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, Prompt, chunk_prompts
-from tests.vllm.harness import CHUNK_TOKENS, TINY, TINY_HYBRID, Answer, Engine, ModelShape, Workshop
+from tests.vllm.harness import (
+    CHUNK_TOKENS,
+    TINY,
+    TINY_HYBRID,
+    Answer,
+    Engine,
+    ModelShape,
+    Workshop,
+    assert_same,
+)
 from tests.vllm.shared_rig import (
     LOOK_EACH_TIME_S,
     MOVERS,
@@ -89,12 +98,6 @@ def right(workshop: Workshop) -> dict[ModelShape, list[Answer]]:
     return answers
 
 
-def _assert_same(answers: list[Answer], expected: list[Answer]) -> None:
-    for answer, other in zip(answers, expected, strict=True):
-        assert answer.tokens == other.tokens
-        assert answer.logprobs == other.logprobs
-
-
 def _load(engine: Engine, asked: list[Prompt], expected: list[Answer]) -> list[Answer]:
     """Let ``engine`` answer; assert that every full chunk comes from the tier, and that the answers are right.
 
@@ -103,7 +106,7 @@ def _load(engine: Engine, asked: list[Prompt], expected: list[Answer]) -> list[A
     deadline = time.monotonic() + RECOVERY_DEADLINE_S
     while True:
         answers = engine.generate(asked)
-        _assert_same(answers, expected)
+        assert_same(answers, expected)
         if [answer.external_hit_tokens for answer in answers] == [FULL_TOKENS] * len(answers):
             return answers
         assert time.monotonic() < deadline, f"not every full chunk is loaded{said(engine)}"
@@ -125,7 +128,7 @@ def test_two_engines(
     medium, first, second, count = pair.medium, pair.first, pair.second, len(PROMPTS)
     answers = until_stored(first, medium, PROMPTS, count * FULL_TOKENS // CHUNK_TOKENS)
     assert hits(answers) == 0
-    _assert_same(answers, right[shape][:count])
+    assert_same(answers, right[shape][:count])
     answers = _load(second, PROMPTS, right[shape][:count])
     assert second.settle()
     assert second.stored_bytes() == 0, "it has found all and stored some again"
@@ -133,7 +136,7 @@ def test_two_engines(
         assert hits(answers) * token_bytes(shape) == first.stored_bytes()
         assert len(medium.shards()) * CHUNK_TOKENS == hits(answers)
 
-    _assert_same(second.generate(OTHERS), right[shape][count:-1])
+    assert_same(second.generate(OTHERS), right[shape][count:-1])
     assert second.settle()
     _load(first, OTHERS, right[shape][count:-1])
 
@@ -142,7 +145,7 @@ def test_two_engines(
     assert second.reset_prefix_cache()
     [answer] = second.generate([FORK])
     assert answer.external_hit_tokens == (FORK_TOKENS if shape.sliding_window is None else 0), said(second)
-    _assert_same([answer], right[shape][-1:])
+    assert_same([answer], right[shape][-1:])
     assert second.settle()
     assert first.reset_prefix_cache()
     _load(first, [FORK], right[shape][-1:])
@@ -169,7 +172,7 @@ def test_two_ranks(server: RcloneServer, workshop: Workshop, name: str) -> None:
         gone = next(shard for shard in medium.shards() if shard.endswith(f".{rank:04x}"))
         medium.delete(gone)
         assert second.reset_prefix_cache()
-        _assert_same(second.generate(PROMPTS), expected)
+        assert_same(second.generate(PROMPTS), expected)
         assert second.settle()
         assert second.reset_prefix_cache()
         _load(second, PROMPTS, expected)
@@ -193,7 +196,7 @@ def test_a_reset_counts_for_one_engine(name: str, pair_on: Callable[[str, ModelS
     assert medium.snapshot() == before
     answers = one.generate(FRESH)
     assert hits(answers) == 0
-    _assert_same(answers, expected)
+    assert_same(answers, expected)
 
     assert other.reset_prefix_cache()
     _load(other, FRESH, expected)

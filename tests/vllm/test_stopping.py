@@ -14,7 +14,13 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from nixl_offload.vllm.connector import sentence_about_stopping
-from tests.vllm.harness import CHUNK_TOKENS, Workshop, file_tier, prompts
+from tests.vllm.harness import (
+    CHUNK_TOKENS,
+    Workshop,
+    assert_same,
+    file_tier,
+    prompts,
+)
 from tests.vllm.manager_rig import config_of, memory_tier, slab_tier
 
 SETTLED_S = 1.0
@@ -35,7 +41,7 @@ def test_what_was_stored_a_second_before_a_kill_is_found_again(workshop: Worksho
     with workshop.start_engine(connector=tier, shutdown_timeout=10) as engine:
         answers = engine.generate(texts)
         assert SENTENCE not in engine.log.read_text()
-    assert all(answer.same_as(other) for answer, other in zip(answers, right, strict=True))
+    assert_same(answers, right)
     whole = len(texts[0]) // CHUNK_TOKENS * CHUNK_TOKENS
     assert [answer.external_hit_tokens for answer in answers] == [whole] * len(texts)
 

@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.harness import MAX_BATCHED_TOKENS, TAIL_TOKENS, Answer, Engine, Workshop, file_tier, prompts
+from tests.vllm.harness import (
+    MAX_BATCHED_TOKENS,
+    TAIL_TOKENS,
+    Answer,
+    Engine,
+    Workshop,
+    assert_same,
+    file_tier,
+    prompts,
+)
 
 PROMPTS = prompts(2, steps=2, seed=71)
 LATER = prompts(2, steps=2, seed=72)
@@ -71,7 +80,7 @@ def _until_stored(engine: Engine, asked: list[list[int]], right: list[Answer]) -
     while True:
         answers, hits = _hits(engine, asked)
         assert engine.settle()
-        assert all(answer.same_as(other) for answer, other in zip(answers, right, strict=True))
+        assert_same(answers, right)
         if hits == [FULL_TOKENS] * len(asked):
             return
         assert time.monotonic() < deadline, f"not stored anew; hits {hits}"
@@ -84,7 +93,7 @@ def test_both_ranks_store_and_load(engine: Engine, directory: Path, right: list[
     assert slabs[0] != slabs[1]
     answers, hits = _hits(engine, PROMPTS)
     assert hits == [FULL_TOKENS] * len(PROMPTS)
-    assert all(answer.same_as(other) for answer, other in zip(answers, right, strict=True))
+    assert_same(answers, right)
 
 
 def test_a_store_that_fails_on_one_rank(engine: Engine, directory: Path, right: list[Answer]) -> None:
@@ -98,7 +107,7 @@ def test_a_store_that_fails_on_one_rank(engine: Engine, directory: Path, right: 
     assert engine.settle()
     answers, hits = _hits(engine, LATER)
     assert hits == [0] * len(LATER), "rank 0 has stored them, rank 1 has not: nobody may load them"
-    assert all(answer.same_as(other) for answer, other in zip(answers, first, strict=True))
+    assert_same(answers, first)
 
     slab.rmdir()
     aside.rename(slab)
@@ -115,7 +124,7 @@ def test_a_load_that_fails_on_one_rank(engine: Engine, directory: Path, right: l
         file.seek(0)
         file.write(content)
     answers, _ = _hits(engine, PROMPTS)
-    assert all(answer.same_as(other) for answer, other in zip(answers, right, strict=True))
+    assert_same(answers, right)
     assert engine.settle()
     _until_stored(engine, PROMPTS, right)
     assert len(PROMPTS[0]) == FULL_TOKENS + TAIL_TOKENS
@@ -130,6 +139,6 @@ def test_another_server_finds_what_the_first_has_stored(
     with _start(workshop, directory) as second:
         answers = second.generate(PROMPTS)
         assert [answer.external_hit_tokens for answer in answers] == [FULL_TOKENS] * len(PROMPTS)
-        assert all(answer.same_as(other) for answer, other in zip(answers, right, strict=True))
+        assert_same(answers, right)
     assert sorted(path.parent for path in directory.glob("*/index.sqlite")) == namespaces
     assert len(namespaces) == 1

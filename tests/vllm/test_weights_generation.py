@@ -5,15 +5,16 @@ another that shares the tier, and what was stored before stays for those who hav
 from __future__ import annotations
 
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, chunk_prompts
-from tests.vllm.harness import Answer, Engine, Workshop, chain_config
+from tests.vllm.harness import (
+    Answer,
+    Engine,
+    Workshop,
+    chain_config,
+    same,
+)
 from tests.vllm.shared_rig import REMEMBERING, hits, said, tree
 
 PROMPTS = chunk_prompts(1, seed=1402)
-
-
-def same(answers: list[Answer], others: list[Answer]) -> bool:
-    """Whether tokens and logprobs are the same, to the last bit."""
-    return [(each.tokens, each.logprobs) for each in answers] == [(each.tokens, each.logprobs) for each in others]
 
 
 def ask(engine: Engine, *, connector: bool = False) -> list[Answer]:
