@@ -30,8 +30,7 @@ class Counts:
     no_room: int
     """Offers of chunks that no tier took: full, disabled, or too slow."""
     unanswered: int
-    """Likewise, where a tier was left out that may have them: it had not said whether it has what the request asked
-    for."""
+    """The same, for lookups that left out a tier which had not answered and may have the chunks."""
     retained_bytes: tuple[int, ...]
     """Not to be evicted before a time, by tier."""
     prefetches_given_up: Mapping[str, int]

@@ -33,7 +33,7 @@ class Placing:
         stuck_after_s: float,
         evicted: Callable[[int, Iterable[Key]], None],
     ) -> None:
-        """``evicted`` is told, by tier, what had to go for a store."""
+        """``evicted`` is called, by tier, with what had to go for a store."""
         self._tiers = tiers
         self._slot_bytes = slot_bytes
         self._backlog_bytes = backlog_bytes

@@ -1,6 +1,6 @@
 """Tickets: what a job may touch until every rank has reported it, and how it ended.
 
-Threading: the scheduler's thread alone. Tickets and ``Settled`` are immutable; a ticket travels to the ranks as it is.
+Threading: the scheduler's thread alone. Tickets and ``Settled`` are immutable; tickets travel to the ranks.
 Ownership: a ticket holds its locations. They go back to their tiers only when it is settled, so nothing can be written
 over while a rank may still touch it, resets and aborts included.
 """

@@ -80,7 +80,7 @@ class WriteThroughQueue:
         slot_bytes: Callable[[Key], int],
         evicted: Callable[[int, Iterable[Key]], None],
     ) -> None:
-        """``tiers`` may be replaced in place. ``evicted`` is told, by tier, what had to make room."""
+        """``tiers`` may be replaced in place. ``evicted`` is called, by tier, with what had to make room."""
         self._tiers = tiers
         self._options = options
         self._slot_bytes = slot_bytes

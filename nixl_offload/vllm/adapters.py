@@ -94,7 +94,7 @@ class LoadedAdapters:
 
 @dataclass(slots=True)
 class _Known:
-    """What the ranks have told of an adapter."""
+    """What the ranks have reported of an adapter."""
 
     digests: dict[int, str | None] = field(default_factory=dict)
     changed_under: object = field(default_factory=object)
@@ -114,7 +114,7 @@ class AdapterTable:
     def hear(
         self, told: Mapping[int, Mapping[AdapterName, tuple[str | None, ...]]], prefix_cache: object
     ) -> set[AdapterName]:
-        """Take the word of ranks. ``prefix_cache``: as it is now. Returns the adapters of which the content changed."""
+        """Take the reports of ranks. ``prefix_cache``: the current one. Returns the adapters whose content changed."""
         changed: set[AdapterName] = set()
         for rank, adapters in told.items():
             for name, digests in adapters.items():
@@ -142,7 +142,7 @@ class AdapterTable:
         return AdapterUse(name, digests, self.of_any_size) if len(digests) == self._world_size else None
 
     def may_come(self, name: AdapterName, step: int, heard_steps: int) -> bool:
-        """Whether ranks that have loaded this adapter may not have told so yet: they tell with their next report.
+        """Whether ranks may have loaded this adapter and not reported it yet: they do in their next report.
 
         ``step``: the one that is being scheduled; ``heard_steps``: of how many the reports are here.
         """

@@ -229,7 +229,7 @@ class NixlOffloadConnector(LeanConnector):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Open the tiers, if every rank has told its geometry. Called before the first step and by wake_up."""
+        """Open the tiers, if every rank has sent its geometry. Called before the first step and by wake_up."""
         if self.connector_scheduler is not None:
             told = {item.rank: item for item in metadata.values() if isinstance(item, RankGeometry)}
             self.connector_scheduler.take_geometries(told, is_start=True)

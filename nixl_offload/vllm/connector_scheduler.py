@@ -108,7 +108,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._hints = Hints(self.offload_manager, self.config, time.monotonic)
         self._world_size = vllm_config.parallel_config.world_size
         self._geometries: dict[int, RankGeometry] = {}
-        """By rank: what was told so far, as long as some rank has not told."""
+        """By rank, until all ranks have sent theirs."""
         self._loads = True
         """Whether ``kv_role`` has us load."""
         self._answers: dict[str, _LastAnswer] = {}
@@ -118,7 +118,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._steps = 0
         """How many steps were scheduled."""
         self._heard_steps = 0
-        """Of how many the ranks have told the outcome."""
+        """Of how many the ranks have reported the outcome."""
         self._held_stores = HeldStores()
         self._counts_media = counts_media(vllm_config)
         self._adapters = AdapterTable(self._world_size)
@@ -154,8 +154,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._idling.record_progress()
 
     def take_geometries(self, told: Mapping[int, RankGeometry], *, is_start: bool) -> None:
-        """Open the tiers once every rank has told its geometry. ``is_start``: before the first step, which waits; so
-        ranks tell it only where no other connector is beside ours.
+        """Open the tiers once every rank has sent its geometry. ``is_start``: before the first step, which waits; so
+        ranks send it only where no other connector is beside ours.
         """
         self._held_stores.is_alone |= is_start and bool(told)
         self._geometries.update(told)

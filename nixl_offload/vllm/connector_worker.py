@@ -60,7 +60,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         super().__init__(spec, vllm_config, kv_cache_config)
         store_on_every_rank(self)  # each has storage of its own
         self._report = NOTHING
-        """What is not told yet. ``_news`` gives one that may be written to."""
+        """What is not reported yet. ``_news`` returns one that may be written to."""
         self.failed_blocks: set[int] = set()
         """Those that ``take_failed_blocks`` would return."""
         self._failed_requests: set[str] = set()
@@ -106,12 +106,12 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
             self.rank_worker.wake_up()
 
     def _digest_weights(self) -> str | None:
-        """Return a digest of the weights on this rank; None, with one line in the log, where it cannot be told."""
+        """Return a digest of the weights on this rank; None, with one line in the log, where there is none."""
         try:
             if self._vllm_worker is None:
                 raise NotSupportedError("vLLM's worker was not found in this process")
             return weights_digest(models_of_worker(self._vllm_worker))
-        except Exception as error:  # noqa: BLE001 - whatever it is: nothing of other weights is to be believed then
+        except Exception as error:  # noqa: BLE001 - without a digest nothing stored is trusted
             if not self._weights_unknown:
                 logger.warning("Which weights this rank has loaded cannot be told: %s", error)
             self._weights_unknown = True
@@ -124,7 +124,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         return self.worker
 
     def geometry(self) -> RankGeometry | None:
-        """Return what a chunk needs on this rank, once the KV caches are registered. Whoever asks passes it on."""
+        """Return what a chunk needs on this rank, once the KV caches are registered. The caller passes it on."""
         if self.worker is None:
             return None
         self._has_told_geometry = True

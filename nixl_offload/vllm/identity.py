@@ -1,5 +1,5 @@
 """What makes this engine's bytes interchangeable with another's: the namespace, read from vLLM's final configuration
-and from what the ranks have told, and when the keys of vLLM itself are worth nothing.
+and from what the ranks have sent, and when vLLM's own keys are worth nothing.
 
 Threading: pure functions. A thread of its own makes the namespace at start (``ServingTiers``), and reads the files that
 settings name; the scheduler's asks what needs no files.
@@ -167,7 +167,7 @@ def build_namespace(
 ) -> Namespace:
     """Return the fingerprint of everything that makes bytes interchangeable between two engines.
 
-    ``ranks``: what each has told, in order. ``weights``: digests of the files that ``models_of`` names, by its keys.
+    ``ranks``: the geometry of each, in order. ``weights``: digests of the files that ``models_of`` names, by its keys.
     ``digest_file``: as for ``text_setting``. ``loaded``: see ``loaded_weights``.
     """
     models = models_of(vllm_config, sources_of_ranks(ranks))
@@ -366,7 +366,7 @@ def has_lasting_keys(request: Request, *, counts_media: bool = False) -> bool:
 
     vLLM names an image by a digest of its content, or by the ``uuid`` that the user gave, or (``counts_media``) by a
     number that it counts up; the name, behind that of a LoRA adapter, is in the block hashes. A uuid that looks like
-    such a digest cannot be told from one: of 64 hex digits, or one that vLLM digests because the request brings
+    such a digest passes for one: one of 64 hex digits, or one that vLLM digests because the request brings
     ``mm_processor_kwargs`` or ``media_io_kwargs``.
     """
     if not request.mm_features:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 IDLE_STEP_S = 0.0005
-"""A step that schedules nothing lasts at least so long while storage is at work. vLLM steps on without a pause when all
-requests wait for loads, and where a rank shares the scheduler's process its pump then waits 5 ms for the interpreter
-each time that it needs it (decision 0011)."""
+"""The least time of a step that schedules nothing while storage is at work. vLLM steps on without a pause when all
+requests wait for loads. Where a rank shares the scheduler's process its pump then waits 5 ms each time it needs the
+interpreter (decision 0011)."""
 STUCK_STEP_S = 0.005
 """The same after ``STUCK_AFTER_S`` without progress: a tier that hangs must not cost a core."""
 STUCK_AFTER_S = 0.25

@@ -2,7 +2,7 @@
 of other sizes understand.
 
 A page is understood where heads lie one after the other, each whole, and where it is certain which of the model's heads
-a rank has. Whatever is not known to be so is not understood: its chunks are stored rank by rank.
+a rank has. All other pages are not understood: their chunks are stored rank by rank.
 
 With pipeline stages vLLM makes the groups of the whole model, and a stage has of each the layers that it runs, or
 none: in the model's order, by names with the model's own layer numbers. So a range of layers is the same wherever it is
@@ -134,7 +134,7 @@ def _all_layers_have(vllm_config: VllmConfig, heads: int) -> bool:
 
 
 def _named(config: Any, inside: str = "") -> Iterator[object]:
-    """Return what a config says of KV heads, at whatever depth."""
+    """Return what a config says of KV heads, at any depth."""
     if isinstance(config, Mapping):
         for key, value in config.items():
             yield from _named(value, str(key))
@@ -158,7 +158,7 @@ def _head_pages(spec: KVCacheSpec, pages: torch.Tensor, regions: Sequence[Region
 
 
 def _span_bytes(pages: torch.Tensor) -> int:
-    """Bytes from the first block to behind the last, whatever lies between blocks."""
+    """Bytes from the first block to behind the last, gaps included."""
     return pages.shape[0] * pages.stride(0) * pages.element_size()
 
 

@@ -65,7 +65,7 @@ class LoadDecider:
         clock: Callable[[], float],
     ) -> None:
         """``where``: the tier that would serve a chunk to a request. ``token_bytes``: by KV cache group, on each rank.
-        ``skips_slow``: false: whatever is found is loaded.
+        ``skips_slow``: false: all that is found is loaded.
         """
         self._where = where
         self._token_bytes = token_bytes

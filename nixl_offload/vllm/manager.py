@@ -155,7 +155,7 @@ class NixlOffloadManager(OffloadingManager):
         self._make_catalog()
 
     def open(self, ranks: Sequence[RankGeometry], *, waits: bool = True) -> None:
-        """Open the tiers, once. ``ranks``: what every rank has told, in order. ``waits``: before the first step.
+        """Open the tiers, once. ``ranks``: the geometry of each, in order. ``waits``: before the first step.
 
         Waits and raises as ``ServingTiers.open``, and only at a start. Called again (vLLM repeats the handshake when it
         wakes up) it leaves the tiers, and the lock they hold, as they are.
@@ -379,7 +379,7 @@ class NixlOffloadManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return what has changed in our metrics since the last call.
 
-        Asked in every step: a change that came with no chunk is told ``STATS_EVERY_S`` late.
+        Called in every step: a change that came with no chunk is reported ``STATS_EVERY_S`` late.
         """
         now_s = time.monotonic()
         if not self._slot_bytes or now_s < self._stats_s:
@@ -401,7 +401,7 @@ class NixlOffloadManager(OffloadingManager):
         return [event_of(change, self._labels[change.tier]) for change in changes]
 
     def take_removed(self) -> list[OffloadKey]:
-        """Return the chunks of which ``take_events`` has told that they went from some tier, since the last call."""
+        """Return the chunks that ``take_events`` has reported as gone from some tier, since the last call."""
         removed, self._removed = self._removed, []
         return removed
 

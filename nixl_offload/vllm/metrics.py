@@ -1,8 +1,8 @@
-"""What this connector counts, told to vLLM's exporter by the scheduler's half when something has changed.
+"""What this connector counts. The scheduler's half passes changes to vLLM's exporter.
 
 Threading: the scheduler's thread; ``DEFINITIONS`` is a constant that the process with the exporter reads as well.
 Gauges are snapshots, counters are what was added since the last telling, histograms the samples since then. Counters
-of trouble are told as 0 at first: a counter that appears with its first event hides that event from ``rate()``.
+of trouble begin as 0: a counter that appears with its first event hides that event from ``rate()``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class MetricsReporter:
         """By rank."""
 
     def restart(self) -> None:
-        """The tiers are opened anew, and count from 0 again. The exporter shows gauges until it is told otherwise."""
+        """The tiers are opened anew, and count from 0 again. The exporter shows a gauge until it gets another value."""
         gauges = {metric.name.removeprefix(PREFIX) for metric in METRICS if metric.kind == "gauge"}
         self._told = {told: value for told, value in self._told.items() if told[0] in gauges}
         self._statuses.clear()

@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 
 _OF_THE_RANK: Final = {
     "num_kv_heads": "the heads of all ranks count",
-    "num_head_slots": "likewise",
+    "num_head_slots": "the heads of all ranks count",
     "block_stride_alignment": "what lies between blocks",
     "max_tp_shards": "who holds replicas",
     "page_size_padded": "what lies between pages",

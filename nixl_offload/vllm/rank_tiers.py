@@ -58,7 +58,8 @@ logger = logging.getLogger(__name__)
 WAKE_UP_S = 10.0
 """How long waking up waits for tiers to be open again."""
 TOUCH_LIMIT_S = 5.0
-"""A start waits so long for all directories together: what is not written to by then may hang, and is not measured."""
+"""How long a start waits for all directories together. One that is not written to by then may hang, and is not
+measured."""
 RELAY_SLOTS = 16
 RELAY_SHARE = 4
 """Chunks that travel between farther tiers rest in so many slots, at most a quarter of what staging takes."""
@@ -199,7 +200,7 @@ class RankMemory:
 def plan_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout) -> list[TransferPlan | None]:
     """Compare transfer paths between device memory and files, and have kernels compiled: at start, for it may take
     seconds. Returns a plan for each tier; None: nothing was compared, and the tier takes the first mover that works.
-    Trouble is told when the tier is opened.
+    Trouble is logged when the tier is opened.
     """
     device = device_of(tensors[0])
     plans: list[TransferPlan | None] = [None] * len(config.tiers)
@@ -314,7 +315,7 @@ def open_tier_engine(
     """Open this rank's link to a tier, its mover, and the engine that owns both, for jobs in ``table``. ``memory`` must
     outlive it.
 
-    Raises whatever keeps it from being opened. May take as long as storage hangs.
+    Raises what prevents the opening. May take as long as storage hangs.
     """
     tier = config.tiers[position]
     device = device_of(memory.tensors[0])

@@ -71,7 +71,7 @@ class NixlOffloadSpec(OffloadingSpec):
         """This rank's, by layer, as vLLM has made them."""
 
     def get_manager(self) -> OffloadingManager:
-        """Return the scheduler's half; its tiers open when the ranks have told their geometry."""
+        """Return the scheduler's half; its tiers open when the ranks have sent their geometry."""
         return NixlOffloadManager(self.config, self.config_file, self.vllm_config)
 
     def take_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -108,7 +108,7 @@ class NixlOffloadSpec(OffloadingSpec):
                     logger.info("Chunks are cut by KV heads and layers; shards of a chunk, by KV group: %s", numbers)
                 return found
             is_missed = wanted.heads != "distinct" or wanted.layers is not None or has_replicas(self.vllm_config)
-        except Exception:  # whatever vLLM has that nobody has thought of is stored as ever
+        except Exception:  # an unknown kind of cache is stored rank by rank
             found = f"the KV heads in the caches of rank {rank} are not found"
             logger.exception("The KV heads in the caches of this rank are not found")
         if rank == 0 and is_missed:

@@ -24,7 +24,7 @@ class TierLabel(NamedTuple):
     locality: Locality
     source: CacheHitSource
     reports_removals: bool
-    """Whether every chunk that goes is told of. vLLM remembers until then what a chunk was made of."""
+    """Whether each removal is reported. vLLM remembers until then what a chunk was made of."""
     event_medium: str | None = None
     """What events call the medium, where vLLM has no word for it: as llm-d's router weighs it (decision 0023)."""
 

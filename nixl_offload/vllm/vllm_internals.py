@@ -101,7 +101,7 @@ def evict_blocks(connector: OffloadingConnector, block_ids: set[int]) -> None:
 
 
 def prefix_cache(connector: OffloadingConnector) -> object:
-    """Return vLLM's table of cached blocks, which a reset replaces: as long as it is the same, nothing was reset."""
+    """Return vLLM's table of cached blocks, which each reset replaces."""
     manager = connector._kv_cache_manager
     return None if manager is None else manager.block_pool.cached_block_hash_to_block
 
@@ -434,7 +434,7 @@ def forget_descriptions(
 ) -> None:
     """Forget what chunks were made of that no tier has any more.
 
-    vLLM takes it that whatever is stored also rests in host memory until that is told to be gone, which without a
+    vLLM assumes that stored chunks also rest in host memory until an event removes them from there, which without a
     memory tier it never is.
     """
     described = scheduler._events_tracker._pending_event_metadata

@@ -1,7 +1,7 @@
 """Whether the ranks still have the weights that the namespace stands for.
 
 vLLM tells a connector nothing of new weights. It resets caches: the connector's when it sleeps, pauses or is asked to,
-its own when whoever has loaded weights asks for it. After each reset the ranks are asked for a digest of what they have
+its own when the loader of new weights asks for it. After each reset the ranks are asked for a digest of what they have
 in memory, and nothing is stored or loaded until they have answered.
 
 Threading: the scheduler's thread. Reads no clock: time is passed in.

@@ -127,12 +127,12 @@ class NixlOffloadingWorker(OffloadingWorker):
         """
         self._jobs: dict[int, StoreTicket | LoadTicket] = {}
         self._status: RankStatus | None = None
-        """As it was told last."""
+        """The last one that was reported."""
         self._look_s = 0.0
         """When to look for a new one."""
         self._is_shut_down = False
         self.adapters = LoadedAdapters()
-        """Whoever loads LoRA adapters on this rank tells it here."""
+        """Records the LoRA adapters that are loaded on this rank."""
 
     def geometry(self, digest: str, attention_backends: Iterable[str] = ()) -> RankGeometry:
         """Return what this rank tells the scheduler's half. ``digest``: from ``rank_identity``."""
@@ -262,7 +262,7 @@ class NixlOffloadingWorker(OffloadingWorker):
     def take_status(self) -> dict[int, RankStatus]:
         """Return which tiers this rank has open, under its number; empty while that is as it was at the last call.
 
-        Asked in every step: a change that came with no job is told ``STATUS_EVERY_S`` late.
+        Called in every step: a change that came with no job is reported ``STATUS_EVERY_S`` late.
         """
         now_s = time.monotonic()
         if now_s < self._look_s:
