@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
@@ -91,10 +92,8 @@ class Hints:
         self._clock = clock
         self._prompts: deque[tuple[_Prompt, frozenset[int] | None]] = deque()
         """With the tiers that each may be loaded from."""
-        self._tasks: deque[tuple[Callable[[list[OffloadKey]], None], Iterator[OffloadKey]]] = deque()
+        self._tasks: deque[tuple[Callable[[list[OffloadKey]], None], OffloadKey]] = deque()
         """What is to be done with chunks, in this order."""
-        self._waiting_chunks = 0
-        """Of ``_tasks``."""
         self._at_end: dict[str, Hint] = {}
         """By request: what is to be done with its chunks when it has ended."""
         self._complained: set[str] = set()
@@ -123,17 +122,9 @@ class Hints:
         """Go on with what has begun: hash some of the oldest prompt, and retain or drop some chunks."""
         if self._prompts:
             self._hash()
-        left = CHUNKS_PER_STEP
-        while self._tasks and left:
-            act, waiting = self._tasks[0]
-            if not (keys := list(islice(waiting, left))):
-                self._tasks.popleft()
-                continue
-            left -= len(keys)
-            self._waiting_chunks -= len(keys)
-            act(keys)
-        if not self._waiting_chunks:
-            self._tasks.clear()
+        tasks = [self._tasks.popleft() for _ in range(min(CHUNKS_PER_STEP, len(self._tasks)))]
+        for act, alike in groupby(tasks, itemgetter(0)):
+            act([key for _, key in alike])
 
     def finished(self, request_id: str, status: RequestOffloadState | None) -> None:
         """A request has ended: begin with what was to be done then. ``status``: with all of its chunks."""
@@ -145,7 +136,6 @@ class Hints:
         """Carry out nothing of what has come so far."""
         self._prompts.clear()
         self._tasks.clear()
-        self._waiting_chunks = 0
         self._at_end.clear()
 
     # Inside
@@ -194,11 +184,10 @@ class Hints:
                 self._begin(self._manager.drop, beyond[::-1])  # the end first: what is left is a prefix
 
     def _begin(self, act: Callable[[list[OffloadKey]], None], keys: list[OffloadKey]) -> None:
-        if self._waiting_chunks + len(keys) > MAX_WAITING_CHUNKS:
+        if len(self._tasks) + len(keys) > MAX_WAITING_CHUNKS:
             self._manager.count("hints", "any", "refused")
-        elif keys:
-            self._tasks.append((act, iter(keys)))
-            self._waiting_chunks += len(keys)
+        else:
+            self._tasks += [(act, key) for key in keys]
 
     def _prefetch(self, keys: list[list[OffloadKey]], allowed: frozenset[int] | None) -> None:
         now_s = self._clock()

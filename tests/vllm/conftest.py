@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,8 +17,13 @@ if str(ROOT) not in sys.path:
 
 from examples.demo.engine import quick_environment  # noqa: E402 - needs the path above
 from tests.faults.conftest import small_filesystem  # noqa: E402, F401 - a fixture
+from tests.s3.servers import RcloneServer  # noqa: E402
+from tests.vllm.damage import Reference  # noqa: E402
 from tests.vllm.harness import ONE_CORE, Workshop  # noqa: E402
 from tests.vllm.zygote import Zygote  # noqa: E402
+
+if TYPE_CHECKING:
+    from tests.vllm.played.engine import PlayedWorkshop
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,5 +61,28 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 def workshop(zygote: Zygote) -> Iterator[Workshop]:
     """Makes engines for the tests of a module; ends them all afterwards."""
     made = Workshop(zygote)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RcloneServer]:
+    """An S3 server of the module's own."""
+    with RcloneServer() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def reference(workshop: Workshop) -> Reference:
+    """The engine without a connector."""
+    return Reference(workshop)
+
+
+@pytest.fixture(scope="module")
+def played() -> Iterator[PlayedWorkshop]:
+    """Starts engines on a played device."""
+    from tests.vllm.played.engine import PlayedWorkshop
+
+    made = PlayedWorkshop()
     yield made
     made.close()

@@ -8,7 +8,6 @@ the others; a request's hints are followed; what waits to be written when the en
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,13 +192,6 @@ def test_stored_when_asked_for_again(workshop: Workshop) -> None:
         answers = engine.generate([once, twice])
         assert [answer.external_hit_tokens for answer in answers] == [0, FULL_TOKENS]
         engine.stop()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RcloneServer]:
-    """An S3 server of this module's own."""
-    with RcloneServer() as running:
-        yield running
 
 
 def test_three_tiers(workshop: Workshop, server: RcloneServer) -> None:

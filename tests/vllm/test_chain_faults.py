@@ -9,10 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from tests.s3.proxy import Delay, FaultProxy, Hold
 from tests.s3.servers import RcloneServer
@@ -36,12 +33,6 @@ HELD_S = 8.0
 FULL_TOKENS = 2 * MAX_BATCHED_TOKENS
 LIMIT = 4 << 20
 SOURCES = "vllm:prompt_tokens_cached_by_source"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RcloneServer]:
-    with RcloneServer() as running:
-        yield running
 
 
 def resident_bytes(engine: Engine) -> int:

@@ -70,17 +70,6 @@ def test_prompts_that_begin_alike_hit_what_they_hit_in_vllms_own_cache(workshop:
     assert [answer.same_as(own) for answer, own in zip(answers, right, strict=True)] == [True] * len(prompts)
 
 
-@pytest.mark.long
-def test_one_rank_of_two(workshop: Workshop) -> None:
-    """Each rank has a shard of state and one of attention: that of one rank damaged alone is enough."""
-    trial = Trial(workshop, FAMILIES["qwen3-next TP 2"], prompts=1)
-    cells = {cell.case: cell for cell in trial.run("slab", ["damaged-0-rank-1", "restart"])}
-    assert trial.reference().groups[0] == "MambaSpec"
-    assert {case: (cell.verdict, cell.note) for case, cell in cells.items()} == dict.fromkeys(cells, ("same", ""))
-    assert list(cells) == ["cold", "hit", "damaged-0-rank-1", "restart"]
-    assert cells["restart"].hit_tokens == cells["hit"].hit_tokens == len(trial.reference().prompts[0]) - TAIL
-
-
 @pytest.mark.parametrize(
     ("family", "kinds"),
     [("qwen3-next MTP", ["MambaSpec", "FullAttentionSpec"]), ("deepseek MTP", ["MLAAttentionSpec"])],

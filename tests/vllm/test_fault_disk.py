@@ -38,12 +38,6 @@ class Fresh:
         return self._engine.stored_bytes() - before
 
 
-@pytest.fixture(scope="module")
-def reference(workshop: Workshop) -> Reference:
-    """The engine without a connector."""
-    return Reference(workshop)
-
-
 def warnings(engine: Engine, words: str) -> list[str]:
     """The lines of the engine's log that warn in these words."""
     return [line for line in engine.log.read_text(errors="replace").splitlines() if words in line]

@@ -59,19 +59,6 @@ COMPUTE_S = 4.0
 """More than a prompt takes to compute, however busy the machine."""
 
 
-@pytest.fixture(scope="module")
-def reference(workshop: Workshop) -> Reference:
-    """The engine without a connector."""
-    return Reference(workshop)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RcloneServer]:
-    """The S3 server of this module."""
-    with RcloneServer() as started:
-        yield started
-
-
 def start(workshop: Workshop, medium: Medium, *, lookup: dict[str, str] = SHORT_LOOKUP, **fields: str) -> Engine:
     """Start an engine on a medium."""
     config = medium.config(lookup=lookup, **{"load_timeout": f"{LOAD_S}s", **fields})

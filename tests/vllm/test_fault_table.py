@@ -72,12 +72,6 @@ PAYLOAD = {
 
 
 @pytest.fixture(scope="module")
-def reference(workshop: Workshop) -> Reference:
-    """The engine without a connector."""
-    return Reference(workshop)
-
-
-@pytest.fixture(scope="module")
 def files(workshop: Workshop) -> TierFiles:
     """The directory that all engines here use."""
     return TierFiles(workshop.scratch / "kv")

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,21 +112,6 @@ def damage(trial: Trial) -> None:
         assert engine.reset_prefix_cache()
         trial.check(engine)  # a bucket takes the good chunk only now
         trial.check_loaded(engine)
-
-
-@pytest.fixture(scope="module")
-def played() -> Iterator[PlayedWorkshop]:
-    """Starts engines."""
-    made = PlayedWorkshop()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RcloneServer]:
-    """A bucket."""
-    with RcloneServer() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ a vLLM without a cache.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,14 +105,6 @@ def after_a_reset(model: str, runner: str, config: dict[str, Any], prompts: list
 
 def bits(answers: list[dict[str, Any]]) -> list[Any]:
     return [[answer["tokens"], answer["logprobs"]] for answer in answers]
-
-
-@pytest.fixture(scope="module")
-def played() -> Iterator[PlayedWorkshop]:
-    """Starts engines."""
-    made = PlayedWorkshop()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])

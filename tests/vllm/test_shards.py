@@ -35,12 +35,6 @@ STORED_DEADLINE_S: Final = 120.0
 Start = Callable[..., Engine]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RcloneServer]:
-    with RcloneServer() as started:
-        yield started
-
-
 @pytest.fixture
 def medium(request: pytest.FixtureRequest, server: RcloneServer, workshop: Workshop) -> Medium:
     """What engines of the test share; each test has its own."""

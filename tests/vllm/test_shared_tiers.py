@@ -47,13 +47,6 @@ FRESH = chunk_prompts(1, seed=203)
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RcloneServer]:
-    """The S3 server of this module; each medium has a prefix of its own."""
-    with RcloneServer() as started:
-        yield started
-
-
 @dataclasses.dataclass(frozen=True)
 class Pair:
     """Two engines that run at the same time, and what they share."""
