@@ -1,8 +1,7 @@
 """The inspection contract: what a tier holds, asked by commands from outside any server.
 
 Threading: one thread lists; ``read_into`` and ``look_again`` may be called by several threads at once.
-Inspection locks, creates and changes nothing. Memory does not grow with the number of
-chunks: listings are yielded.
+Inspection locks, creates and changes nothing. Memory does not grow with the number of chunks: listings are yielded.
 """
 
 from __future__ import annotations
@@ -15,16 +14,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple
 
-from nixl_offload.errors import StoreError
-from nixl_offload.identity.namespace import manifest_digest, rank_digest
+from nixl_offload.errors import NamespaceError, StoreError
+from nixl_offload.identity.namespace import (
+    GroupFields,
+    Namespace,
+    NamespaceFields,
+    ShardedFields,
+    make_namespace,
+    manifest_digest,
+    rank_digest,
+)
 from nixl_offload.stores.base import Store
 from nixl_offload.types import Key, key_group
 
-_MAX_RANKS: Final = 1 << 16
-"""A manifest that names more ranks is not believed: counting up to a forged number would never end."""
-_GROUPS: Final = range(1 << 32)
-"""A key has four bytes for its KV group."""
-_MAX_BYTES: Final = 1 << 62
+_MAX_BYTES: Final = 1 << 52
+"""A manifest with larger shards is not believed: no file is as large, and sums of sizes are offsets."""
 _PRINTABLE_CHARS: Final = 60
 
 
@@ -79,7 +83,7 @@ class NamespaceInfo:
     name: str
     """32 hex digits."""
     manifest: Mapping[str, Any] | None
-    """Only a manifest that fits the namespace; the values of its fields may still be of any type."""
+    """Only a manifest that fits the name. Its fields may still be of any kind: anybody may have written it."""
     part: str = ""
     """``dp-0`` and so on, where data-parallel engines share a directory."""
     used_s: float | None = None
@@ -88,13 +92,15 @@ class NamespaceInfo:
     """Which engine has it open now, in words; None: none, or unknown (``Inspector.exclusive``)."""
     trouble: str | None = None
     """Why its chunks cannot be listed, if so."""
-    digest: bytes | None = field(init=False)
+    _known: Namespace | None = field(init=False, repr=False, compare=False)
+    """By the manifest; None: there is none, or one of another version."""
     _sizes: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     """By KV group: bytes of a shard by rank."""
 
     def __post_init__(self) -> None:
-        self.digest = manifest_digest(self.manifest)
-        self._sizes = _sizes_of(self._fields.get("groups"), self.ranks)
+        self._known = _namespace_of(self.manifest)
+        groups = self._known.fields.groups if self._known else ()
+        self._sizes = {group.group_id: group.slot_bytes for group in groups}
 
     @property
     def path(self) -> str:
@@ -120,51 +126,44 @@ class NamespaceInfo:
     @property
     def ranks(self) -> int | None:
         """How many ranks the namespace has: the most shards that a chunk can consist of."""
-        ranks = self._number("shards" if self.is_cut else "world_size")
-        return None if ranks is None or ranks > _MAX_RANKS else ranks
+        return self._known.fields.holders if self._known else None
 
     @property
     def is_cut(self) -> bool:
         """Whether chunks are cut into shards: then servers of other parallel sizes share them, and "rank" stands for
         the number of a shard.
         """
-        return "shards" in self._fields
+        return self._known is not None and isinstance(self._known.fields, ShardedFields)
 
     @property
     def blocks_per_chunk(self) -> int | None:
         """Blocks of a chunk, in every group."""
-        return self._number("blocks_per_chunk")
+        return self._known.fields.blocks_per_chunk if self._known else None
 
     @property
     def chunk_tokens(self) -> int | None:
         """Tokens of a chunk."""
-        block, blocks = self._number("tokens_per_block"), self.blocks_per_chunk
-        return block * blocks if block and blocks else None
+        fields = self._known.fields if self._known else None
+        return fields.tokens_per_block * fields.blocks_per_chunk if fields else None
 
     @property
     def groups(self) -> Sequence[int]:
-        """The KV groups whose shard sizes the manifest has."""
-        return tuple(self._sizes)
+        """The KV groups, in the order of their numbers."""
+        return sorted(self._sizes)
 
     def shard_bytes(self, group: int, rank: int) -> int | None:
-        """Return the size of the shard of ``rank``, header and padding included; None where no manifest has it."""
+        """Return the size of the shard of ``rank``, header and padding included; None where that is unknown."""
         sizes = self._sizes.get(group, ())
         return sizes[rank] if 0 <= rank < len(sizes) else None
 
     def holders(self, group: int) -> Sequence[int]:
-        """Return the ranks that hold a shard of the group's chunks: all of them, unless the manifest says otherwise."""
-        sizes = self._sizes.get(group)
-        if sizes is None:
-            return range(self.ranks or 0)
-        return tuple(rank for rank, size in enumerate(sizes) if size)
+        """Return the ranks that hold a shard of the group's chunks; none where that is unknown."""
+        return [rank for rank, size in enumerate(self._sizes.get(group, ())) if size]
 
     @property
     def is_authenticated(self) -> bool | None:
         """Whether its chunks must have a MAC; None: without a manifest nobody knows."""
-        if self.manifest is None:
-            return None
-        settings = self.manifest["fields"].get("settings")
-        return isinstance(settings, Mapping) and "authenticate" in settings
+        return "authenticate" in self._known.fields.settings if self._known else None
 
     def why_no_shard(self, key: Key, rank: int) -> str | None:
         """Say why a chunk can have no shard of ``rank``; None where it has one, or where that is unknown."""
@@ -178,38 +177,37 @@ class NamespaceInfo:
 
     def rank_digest(self, rank: int) -> bytes | None:
         """Return the digest that the headers of ``rank`` must carry; None where no manifest fits."""
-        return rank_digest(self.digest, rank) if self.digest and 0 <= rank < 1 << 32 else None
+        return rank_digest(self._known.digest, rank) if self._known and 0 <= rank < 1 << 32 else None
 
     def details(self) -> dict[str, str | int]:
         """Return the fields in which namespaces of one model differ, safe to print."""
-        texts = ("engine", "platform", "revision", "dtype", "kv_layout", "attention_backend")
-        numbers = ("tp", "pp", "pcp", "dcp", "world_size", "shards", "blocks_per_chunk", "tokens_per_block")
-        found: dict[str, str | int | None] = {name: printable(self._fields.get(name)) for name in texts}
-        found |= {name: self._number(name) for name in numbers}
-        layers = self._fields.get("layers")
-        if isinstance(layers, list) and len(layers) > 1:
-            found["layers"] = printable(" ".join(map(str, layers)))
-        return {name: value for name, value in found.items() if value}
+        names = ("engine", "platform", "revision", "dtype", "kv_layout", "attention_backend", "tp", "pp", "pcp", "dcp",
+                 "world_size", "shards", "blocks_per_chunk", "tokens_per_block")  # fmt: skip
+        found = {name: getattr(self._known.fields, name, None) for name in names} if self._known else {}
+        layers = getattr(self._known.fields, "layers", ()) if self._known else ()
+        found["layers"] = " ".join(map(str, layers)) if len(layers) > 1 else None
+        return {name: printable(value) or value for name, value in found.items() if value}
 
     @property
     def _fields(self) -> Mapping[str, Any]:
         return self.manifest["fields"] if self.manifest else {}
 
-    def _number(self, name: str) -> int | None:
-        value = self._fields.get(name)
-        return value if type(value) is int and 0 < value < 1 << 31 else None
 
-
-def _sizes_of(groups: object, ranks: int | None) -> dict[int, tuple[int, ...]]:
-    """Return what a manifest says of shard sizes, as far as it can be true: anybody may have written it."""
-    sizes: dict[int, tuple[int, ...]] = {}
-    for group in groups if isinstance(groups, list) and ranks else ():
-        number, of_ranks = (group.get("group_id"), group.get("slot_bytes")) if isinstance(group, dict) else (None, None)
-        if type(number) is not int or number not in _GROUPS or not isinstance(of_ranks, list) or len(of_ranks) != ranks:
-            continue
-        if all(type(each) is int and 0 <= each < _MAX_BYTES for each in of_ranks) and any(of_ranks):
-            sizes[number] = tuple(of_ranks)
-    return sizes
+def _namespace_of(manifest: Mapping[str, Any] | None) -> Namespace | None:
+    """Return the namespace that a manifest describes; None where it cannot be true."""
+    try:
+        plain = dict(manifest["fields"]) if manifest else {}
+        for group in plain["groups"]:
+            if any(size >= _MAX_BYTES for size in group["slot_bytes"]):
+                return None
+        plain["groups"] = tuple(
+            GroupFields(**{**each, "slot_bytes": tuple(each["slot_bytes"])}) for each in plain["groups"]
+        )
+        plain |= {name: tuple(plain[name]) for name in ("ranks", "layers") if name in plain}
+        known = make_namespace(ShardedFields(**plain) if "shards" in plain else NamespaceFields(**plain))
+        return known if known.digest == manifest_digest(manifest) else None
+    except (NamespaceError, KeyError, TypeError, ValueError, RecursionError):
+        return None
 
 
 class Inspector(ABC):

@@ -19,7 +19,6 @@ from nixl_offload.cli.ls import about_age, differing
 from nixl_offload.identity.namespace import make_namespace
 from nixl_offload.index.database import Database
 from nixl_offload.stores.directory import TreeStore
-from nixl_offload.tiers.inspect import NamespaceInfo
 from nixl_offload.tiers.lock import DirectoryLock, holder_of
 from nixl_offload.tiers.slab.index_reader import IndexReader
 from tests.unit.gc_rig import key, put, put_chunk, put_manifest
@@ -285,8 +284,3 @@ def test_a_damaged_index_is_named(slab: StoredSlab, cli: Cli) -> None:
 def test_ages_for_people() -> None:
     seconds = (-5, 3, 119, 600, 7199, 7300, 200_000)
     assert [about_age(s) for s in seconds] == ["0s", "3s", "119s", "10m", "120m", "2h", "2d"]
-
-
-@pytest.mark.parametrize(("said", "believed"), [(2, 2), (1 << 16, 1 << 16), (1 << 30, None), (0, None), ("2", None)])
-def test_nobody_counts_up_to_what_a_manifest_invents(said: object, believed: int | None) -> None:
-    assert NamespaceInfo("0" * 32, {"namespace": "0" * 64, "fields": {"world_size": said}}).ranks == believed

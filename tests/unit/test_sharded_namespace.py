@@ -110,7 +110,7 @@ def test_the_manifest_says_what_the_namespace_is() -> None:
     assert not {"tp", "pp", "pcp", "dcp", "world_size", "kv_layout"} & set(manifest["fields"])
     assert manifest_fits(manifest, make_namespace(CUT).name)
     info = NamespaceInfo(make_namespace(CUT).name, manifest)
-    assert (info.is_cut, info.ranks, info.holders(0), info.holders(1)) == (True, 4, (0, 1, 2, 3), (0,))
+    assert (info.is_cut, info.ranks, info.holders(0), info.holders(1)) == (True, 4, [0, 1, 2, 3], [0])
     assert info.rank_digest(3) == make_namespace(CUT).rank_digest(3)
     assert info.why_no_shard(key_of(1, 1), 2) == "a chunk of KV group 1 has no shard 2"
     by_rank = make_namespace(BASE)

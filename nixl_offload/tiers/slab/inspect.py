@@ -138,7 +138,7 @@ class SlabInspector(Inspector):
             next(self._index(namespace).rows(), None)
         except TierError as error:
             return "no index: its chunks are not known" if error.cause == "missing" else str(error)
-        return None if namespace.manifest else "no manifest that fits: nobody knows where its shards lie"
+        return None if namespace.ranks else "no manifest that fits: nobody knows where its shards lie"
 
     def _holder(self, part: str) -> str | None:
         """Say which engine has the whole directory, or this part of it; safe to print."""
