@@ -104,14 +104,6 @@ def test_rules_that_changed_since_are_not_overwritten(bucket: Bucket) -> None:
     assert bucket.rules() == [OTHER]
 
 
-def test_a_tier_without_a_prefix_says_that_the_rule_is_for_all(bucket: Bucket) -> None:
-    """The one rule that could remove what is not ours."""
-    bucket.client.create_bucket(Bucket=bucket.name)
-    plan = plan_lifecycle(bucket.tier(prefix="", ttl="1d"))
-    assert "ALL objects" in plan.changes[0]
-    assert any("set prefix" in note for note in plan.notes)
-
-
 def test_long_prefixes_have_ids_of_their_own() -> None:
     """IDs end at 255 characters."""
     ids = {rule_id(f"{'x' * 400}{number}/") for number in range(10)}

@@ -274,10 +274,8 @@ AS_SOON = "as far and as soon as the server lets it"
         (DENIED, {"operation": "PUT", "nth": 1}, {}, "obj", r"moved by obj .*passed over obstore: .*PUT probe-.*403"),
         # Where nobody can be proved the surest is taken.
         (DOWN, {}, {"request_timeout": "2s"}, "obstore", AS_SOON),
-        (DOWN, {}, {"request_timeout": "2s", "mover": "obj"}, "obj", AS_SOON),
         (Hold(), {}, {"request_timeout": "1s"}, "obstore", ""),
         # Overloaded or full: one that answers a HEAD does not cost the tier until a restart.
-        (Answer(503, "SlowDown"), {"operation": "PUT"}, {"request_timeout": "2s"}, "", ""),
         (Answer(500, "InternalError"), {"operation": "GET"}, {"request_timeout": "2s"}, "", ""),
         (Answer(507, "QuotaExceeded"), {"operation": "PUT"}, {"request_timeout": "2s"}, "", ""),
     ],

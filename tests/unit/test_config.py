@@ -70,9 +70,7 @@ def test_a_chain_is_read_and_rendered_back() -> None:
 
 
 SHARED_TIERS = [
-    SHARED_DIR_TIER,
     {**SHARED_DIR_TIER, "mover": "posix", "lookup": {"timeout": "250ms"}},
-    S3_TIER,
     {
         **S3_TIER,
         "prefix": "prod/llama=3",
@@ -90,17 +88,15 @@ SHARED_TIERS = [
 ]
 
 
-@pytest.mark.parametrize("tier", SHARED_TIERS)
-def test_shared_tiers_are_read_and_rendered_back(tier: dict[str, Any]) -> None:
-    config = parse_config({"tiers": [tier], "load_timeout": "5s"})
+def test_shared_tiers_are_read_and_rendered_back() -> None:
+    config = parse_config({"tiers": SHARED_TIERS, "load_timeout": "5s"})
     assert parse_config(config.to_dict()) == config
-    shown = config.to_dict()["tiers"][0]
-    for field, value in tier.items():
-        if field == "lookup":
-            assert shown[field] == {**LOOKUP_DEFAULTS, **value}
-        elif field != "request_timeout":
-            assert shown[field] == value
     assert config.load_timeout_s == 5.0
+    for tier, shown in zip(SHARED_TIERS, config.to_dict()["tiers"], strict=True):
+        expected = {**tier, "lookup": {**LOOKUP_DEFAULTS, **tier["lookup"]}}
+        assert {field: shown[field] for field in expected if field != "request_timeout"} == {
+            field: value for field, value in expected.items() if field != "request_timeout"
+        }
 
 
 @pytest.mark.parametrize(
@@ -122,51 +118,35 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     # a tier, where, what is said
     ({**MEMORY_TIER, "unsaved_limit": "33GiB"}, "unsaved_limit", "is more than the capacity; allowed: up to 32GiB"),
     ({**MEMORY_TIER, "unsaved_limit": "4KiB"}, "unsaved_limit", "'4KiB' is refused: input should be greater than"),
-    ({**MEMORY_TIER, "unsaved_limit": "8 gigs"}, "unsaved_limit", "'8 gigs' has the unknown unit 'gigs'"),
     ({"kind": "memory", "unsaved_limit": "1GiB"}, "capacity", "is required; for example: capacity: 500GiB"),
     ({**MEMORY_TIER, "unsaved": "keep"}, "unsaved", "'keep' is unknown; allowed: pin, drop"),
     ({**MEMORY_TIER, "promote": 1}, "promote", "1 is refused: input should be a valid boolean"),
     ({**MEMORY_TIER, "promte": True}, "promte", "unknown field (did you mean 'promote'?); allowed: kind, capacity, "),
     ({**SLAB_TIER, "path": "kv"}, "path", "'kv' is refused; allowed: an absolute path, such as /mnt"),
     ({**SLAB_TIER, "path": "/k\0v"}, "path", "'/k\\x00v' is refused"),
-    ({**SLAB_TIER, "path": "/k\ud800"}, "path", "'/k\\ud800' is refused"),
     ({**SLAB_TIER, "capacity": True}, "capacity", "True is not a size; allowed: "),
-    ({**SLAB_TIER, "capacity": 1.5e9}, "capacity", "1500000000.0 is not a size"),
     ({**SLAB_TIER, "mover": "boto3"}, "mover", "'boto3' is unknown; allowed: auto, gds_mt, posix, kvikio"),
     ({**SLAB_TIER, "threads": 1000}, "threads", "1000 is refused: input should be less than or equal to 256"),
     ({**SLAB_TIER, "lookup": {}}, "lookup", "unknown field; it belongs to kind shared_dir or s3; allowed: kind, path"),
     ({**SHARED_DIR_TIER, "promote": True}, "promote", "unknown field; it belongs to kind memory; allowed: "),
     ({**SHARED_DIR_TIER, "lookup": {"timout": "1s"}}, "lookup.timout", "unknown field (did you mean 'timeout'?); "),
-    ({"kind": "shared_dir", "path": "/a"}, "capacity", "is required; for example: capacity: "),
     ({**SLAB_TIER, "keep_free": "100%"}, "keep_free", "'100%' is not a share; allowed: whole percents from 1% to 99%"),
     ({"kind": "s3"}, "bucket", "is required; for example: bucket: kv-cache"),
     ({**S3_TIER, "bucket": "s3://kv-cache"}, "bucket", "'s3://kv-cache' is refused; allowed: 3 to 63 of"),
     *(
         ({**S3_TIER, "prefix": prefix}, "prefix", " is refused; allowed: names of A-Z")
-        for prefix in ("a//b", "a/../b", ".", "a\nb", "a\n", "ä", "a" * 513)
+        for prefix in ("a//b", "a/../b", "a\nb", "a" * 513)
     ),
     *(
         ({**S3_TIER, "endpoint": endpoint}, "endpoint", " is refused; allowed: http(s)://host[:port]")
-        for endpoint in (
-            "minio:9000",
-            "http://a/b",
-            "http://a:b",
-            "http://a:0",
-            "http://[a",
-            "http://a\nb",
-            "http://a?b=c",
-        )
+        for endpoint in ("minio:9000", "http://a/b", "http://a:b", "http://[a", "http://a?b=c")
     ),
     ({**S3_TIER, "region": ""}, "region", "'' is refused; allowed: such as eu-central-1"),
     ({**S3_TIER, "ttl": 7}, "ttl", "7 is not a duration; allowed: a number with a unit"),
     ({**S3_TIER, "ttl": "0s"}, "ttl", "'0s' is refused: input should be greater than 0"),
     ({**S3_TIER, "ttl": "40000d"}, "ttl", "'40000d' is refused: input should be less than"),
-    ({**S3_TIER, "ttl": "9" * 400 + "d"}, "ttl", "'99"),
     ({**S3_TIER, "ca_bundle": "ca.pem"}, "ca_bundle", "'ca.pem' is refused; allowed: the absolute path of a file"),
-    ({**S3_TIER, "ca_bundle": "/etc/ssl/"}, "ca_bundle", "'/etc/ssl/' is refused; allowed: "),
-    ({**S3_TIER, "ca_bundle": "/a\0"}, "ca_bundle", "'/a\\x00' is refused; allowed: "),
     ({**S3_TIER, "lookup": None}, "lookup", "None is refused: input should be a mapping"),
-    ({**S3_TIER, "lookup": {"timeout": "0s"}}, "lookup.timeout", "'0s' is refused: input should be greater than 0"),
     (
         {**S3_TIER, "endpoint": "http://minio:9000", "ca_bundle": "/etc/ca.pem"},
         "ca_bundle",
@@ -240,10 +220,7 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
             ["slab", "memory"],
             "tiers[1]: 'memory' comes after 'slab'; allowed: any of memory, slab, shared_dir, s3, in this order",
         ),
-        (["s3", "slab"], "tiers[1]: 'slab' comes after 's3'; allowed: "),
-        (["slab", "slab"], "tiers[1]: 'slab' is given twice; allowed: "),
         (["shared_dir", "slab"], "tiers[1]: 'slab' comes after 'shared_dir'; allowed: "),
-        (["memory", "shared_dir", "memory"], "tiers[2]: 'memory' is given twice; allowed: "),
         (["memory", "slab", "s3", "s3"], "tiers[3]: 's3' is given twice; allowed: "),
     ],
 )
@@ -251,7 +228,7 @@ def test_order_of_tiers(kinds: list[str], expected: str) -> None:
     assert refusal({"tiers": [OF_KIND[kind] for kind in kinds]}).startswith(f"inline: {expected}")
 
 
-@pytest.mark.parametrize("shared", ["/mnt/nvme/kv", "/mnt/nvme/kv/", "/mnt/nvme/kv/shared", "/mnt/nvme", "/"])
+@pytest.mark.parametrize("shared", ["/mnt/nvme/kv/", "/mnt/nvme/kv/shared", "/"])
 def test_directories_of_two_tiers_lie_side_by_side(shared: str) -> None:
     """A slab's capacity bounds all that lies under its directory."""
     message = refusal({"tiers": [SLAB_TIER, {**SHARED_DIR_TIER, "path": shared}]})
@@ -296,13 +273,9 @@ def test_credentials_are_refused_and_never_repeated(tier: dict[str, Any]) -> Non
         ("a: !!python/object/apply:os.getcwd []\n", "kv.yaml:1:4: not valid YAML: could not determine a constructor"),
         ("a: 2024-13-45\n", "kv.yaml:1:4: not valid YAML: this is no timestamp"),
         ("a: 1\nb: !!bool hunter2\n", "kv.yaml:2:4: not valid YAML: this is no bool"),
-        ("a: !!int ''\n", "kv.yaml:1:4: not valid YAML: this is no int"),
-        ("a: !!float ''\n", "kv.yaml:1:4: not valid YAML: this is no float"),
-        ("a: !!timestamp soon\n", "kv.yaml:1:4: not valid YAML: this is no timestamp"),
         ("a: 1\n---\nb: 2\n", "kv.yaml:2:1: not valid YAML: "),
         ("[" * 5000, "kv.yaml: nested too deeply"),
         ("a: 1\nb: \x1b[1m\n", "kv.yaml:2: not valid YAML: the character U+001B is not allowed in YAML; remove it"),
-        ("a: 1\n\0", "kv.yaml:2: not valid YAML: the character U+0000 is not allowed"),
     ],
 )
 def test_yaml_that_says_something_else_than_a_reader_sees(tmp_path: Path, text: str, expected: str) -> None:
@@ -342,13 +315,8 @@ def test_extra_config_names_a_file_or_holds_the_mapping(tmp_path: Path) -> None:
 
 def test_passthrough_reaches_vllm_once() -> None:
     config = parse_config({**MINIMAL, "vllm": {"offload_prompt_only": False}})
-    transfer = kv_transfer_config(config, "/etc/kv.yaml")
-    assert transfer == {
-        "kv_connector": "NixlOffloadConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"config": "/etc/kv.yaml", "offload_prompt_only": False},
-    }
+    extra = kv_transfer_config(config, "/etc/kv.yaml")["kv_connector_extra_config"]
+    assert extra == {"config": "/etc/kv.yaml", "offload_prompt_only": False}
     assert merge_extra_config({"config": "x"}, config) == {"config": "x", "offload_prompt_only": False}
     with pytest.raises(ConfigError, match=r"vllm\.offload_prompt_only: .*say it in one place"):
         merge_extra_config({"config": "x", "offload_prompt_only": True}, config)
@@ -365,33 +333,22 @@ def test_blocks_per_chunk() -> None:
         blocks_per_chunk(16, 0)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "GiB", "-1GiB", "1e9", "500", "1.5B", "1 2GiB", "9000PiB", None, True, 2.0, b"1B"]
-)
-def test_not_sizes(text: object) -> None:
-    with pytest.raises(ValueError, match="allowed"):
-        parse_size(text)
-
-
-def test_a_misspelt_unit_is_guessed() -> None:
-    with pytest.raises(ValueError, match=r"did you mean 500GiB\?"):
-        parse_size("500G")
-    with pytest.raises(ValueError, match=r"did you mean 500GiB\?"):
-        parse_size("500Gi")
-    with pytest.raises(ValueError, match=r"did you mean 2MiB\?"):
-        parse_size("2mib")
+def test_sizes_and_durations() -> None:
+    assert [parse_duration(text) for text in ("7d", "1.5h", "250ms")] == [7 * 86400, 5400, 0.25]
+    for text in ("7", 7, "7 weeks", "", "-1s", None, "1d12h"):
+        with pytest.raises(ValueError, match="allowed"):
+            parse_duration(text)
+    for text in ("", "GiB", "-1GiB", "1e9", "500", "1.5B", "1 2GiB", "9000PiB", None, True, 2.0, b"1B"):
+        with pytest.raises(ValueError, match="allowed"):
+            parse_size(text)
+    for text, guess in (("500G", "500GiB"), ("500Gi", "500GiB"), ("2mib", "2MiB")):
+        with pytest.raises(ValueError, match=rf"did you mean {guess}\?"):
+            parse_size(text)
 
 
 @given(st.integers(min_value=0, max_value=2**63 - 1) | st.integers(0, 8191).map(lambda n: n << 40))
 def test_sizes_survive_rendering(size_bytes: int) -> None:
     assert parse_size(format_size(size_bytes)) == size_bytes
-
-
-def test_durations() -> None:
-    assert [parse_duration(text) for text in ("7d", "1.5h", "250ms")] == [7 * 86400, 5400, 0.25]
-    for text in ("7", 7, "7 weeks", "", "-1s", None, "1d12h"):
-        with pytest.raises(ValueError, match="allowed"):
-            parse_duration(text)
 
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "nixl_offload/configs").glob("*.yaml"))

@@ -112,17 +112,12 @@ def test_any_flipped_bit_of_the_header_is_found(bit: int) -> None:
 def test_any_flipped_bit_of_the_payload_is_found_in_its_block(bit: int) -> None:
     slot = make_shard()
     slot[HEADER_BYTES + bit // 8] ^= 1 << (bit % 8)
-    with pytest.raises(FormatError, match=f"^block {bit // 8 // BLOCK_BYTES} of {BLOCKS} ") as caught:
+    bad = bit // 8 // BLOCK_BYTES
+    with pytest.raises(FormatError, match=f"^block {bad} of {BLOCKS} ") as caught:
         read_shard(slot)
     assert caught.value.reason == "checksum"
-
-
-def test_a_bad_block_does_not_spoil_the_others() -> None:
-    """A load that needs only the tail of a chunk is not refused for a byte it will not use."""
-    slot = make_shard()
-    slot[HEADER_BYTES] ^= 1
-    read_shard(slot, first=1)
-    assert reason(slot, first=0, last=1) == "checksum"
+    if bad + 1 < BLOCKS:
+        read_shard(slot, first=bad + 1)
 
 
 @given(st.integers(0, slot_bytes(BLOCKS, BLOCK_BYTES) - 1))

@@ -176,39 +176,6 @@ def test_extents_are_those_of_the_model(make_layout: MakeLayout, blocks: int, da
     assert found == [naive_extents(layout, chunk) for chunk in chunks]
 
 
-@pytest.mark.parametrize("make_layout", LAYOUTS)
-def test_bytes_stored_by_extents_come_back_by_extents(make_layout: MakeLayout) -> None:
-    """Gathering by the extents gives the documented payload, and scattering it into other blocks restores them."""
-    layout = make_layout(5)
-    random = np.random.default_rng(0)
-    memory = [random.integers(0, 256, tensor.span_bytes, dtype=np.uint8) for tensor in layout.tensors]
-    for position, group in enumerate(layout.groups):
-        source = np.array([7, 8, 9, 30, 2], dtype=np.int32)
-        payload = np.zeros(5 * group.block_bytes, dtype=np.uint8)
-        for tensor, offset, at, length in rows_of(chunk_extents(layout, position, source, 0)):
-            payload[at : at + length] = memory[tensor][offset : offset + length]
-        pages = [
-            memory[tensor][block * layout.tensors[tensor].stride_bytes + page_offset :][:length]
-            for block in source.tolist()
-            for tensor, page_offset, length in group.refs
-        ]
-        np.testing.assert_array_equal(payload, np.concatenate(pages))
-
-        restored = [np.zeros_like(tensor) for tensor in memory]
-        for tensor, offset, at, length in rows_of(chunk_extents(layout, position, source[2:], 2)):
-            restored[tensor][offset : offset + length] = payload[at : at + length]
-        for block in range(NUM_BLOCKS):
-            for tensor, page_offset, length in group.refs:
-                begin = block * layout.tensors[tensor].stride_bytes + page_offset
-                run = restored[tensor][begin : begin + length]
-                if block in source[2:]:
-                    np.testing.assert_array_equal(run, memory[tensor][begin : begin + length])
-                else:
-                    assert not run.any()
-        written = sum(np.count_nonzero(tensor) for tensor in restored)
-        assert written <= 3 * group.block_bytes
-
-
 @pytest.mark.parametrize(
     ("group", "block_ids", "first_block", "words"),
     [

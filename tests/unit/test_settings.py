@@ -62,14 +62,6 @@ class Plain:
         ({"a": 1}, {"a": True}),
         ({"a": 1}, {"a": "1"}),
         ({"a": 1}, {"a": 1.0}),
-        ({"a": None}, {"a": "None"}),
-        ({"a": None}, {}),
-        ({"a": True}, {"a": False}),
-        ({"a": 1.5}, {"a": "1.5"}),
-        ({"a": []}, {"a": [None]}),
-        ({"a": [1]}, {"a": ["1"]}),
-        ({"a": [1, 2]}, {"a": [2, 1]}),
-        ({"a": [[1], 2]}, {"a": [[1, 2]]}),
         ({"a": {}}, {"a": None}),
         ({"a.b": 1}, {"a": {"b": 1}}),
         ({1: "x"}, {"1": "x"}),
@@ -266,26 +258,6 @@ def test_a_model_config_counts_without_where_it_was_read() -> None:
             raise TypeError("not JSON")
 
     assert settings({"hf": Broken()})["hf.layers"] == 2
-
-
-def test_every_byte_of_a_file_counts_however_long_it_is(tmp_path: Path) -> None:
-    """Two servers with other scales under one name would read each other's blocks."""
-    file = tmp_path / "scales.safetensors"
-    file.touch()
-    os.truncate(file, (64 << 20) + 1)
-    before = settings({"fp8_scale_path": str(file)})
-    with file.open("r+b") as opened:
-        os.pwrite(opened.fileno(), b"1", 64 << 20)
-    assert settings({"fp8_scale_path": str(file)}) != before
-
-
-class Revision(str):
-    """As huggingface_hub's: a str of another type, which prints as itself."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return "something else"
 
 
 @dataclasses.dataclass

@@ -160,17 +160,6 @@ class TestCompatFaults(KvikioRigs):
         rig.assert_memory_is_ours(transfer)
         assert rig.move(op, WHERE, BACK).state is TransferState.DONE
 
-    def test_no_page_locked_memory(self, tmp_path: Path, driver: Driver) -> None:
-        """Bounce buffers that cannot be had are the transfer's failure, not the engine's."""
-        import kvikio.defaults
-
-        with self.open_rig(tmp_path / "data") as rig:
-            kvikio.defaults.set("bounce_buffer_size", 3 * BOUNCE_BYTES)  # none of that size is kept
-            driver["fail_pin"] = 1
-            transfer = rig.move(Op.READ, WHERE, BACK)
-            assert transfer.state is TransferState.FAILED
-            assert "out of memory" in str(transfer.error)
-
     def test_bytes_go_through_bounce_buffers_of_the_size_asked(self, rig: Rig, driver: Driver) -> None:
         """4 MiB in one extent are sixteen copies of 256 KiB."""
         assert rig.mover.path_of(rig.file_id) == "compat"  # type: ignore[attr-defined]
