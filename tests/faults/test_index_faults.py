@@ -41,7 +41,7 @@ ENGINE = """
 
 
 class Engine:
-    """Puts what it is told, and says whether that is on the medium."""
+    """Puts rows on command, and says whether they are on the medium."""
 
     def __init__(self, path: Path) -> None:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

@@ -110,7 +110,7 @@ def write_direct(path: Path, offset: int, length_bytes: int) -> None:
 
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_rank_on_a_read_only_medium(small_filesystem: SmallFilesystem, is_open: bool) -> None:
-    """Whose directory it is can be read there, so the medium is what is told; it resumes."""
+    """The lock can be read there, so the error names the medium; storing resumes."""
     lock = DirectoryLock(small_filesystem.path / "lock")
     lock.acquire()
     slab = SlabFile(small_filesystem.path / "ns" / "rank-00000.slab", 32 * MIB, EXTENT, owner=lock.owner)
@@ -156,7 +156,7 @@ def test_a_lock_on_a_full_disk_says_nothing_wrong(tmp_path: Path, monkeypatch: p
 
 
 def test_a_vanished_directory_is_made_again(tmp_path: Path, slab: SlabFile) -> None:
-    """The old inode is not written on: the loss is seen, a new file takes over, and the caller is told."""
+    """The old inode is not written on: the loss is seen, a new file takes over, and ``reopen`` says so."""
     slab.ensure(0, 64 * KIB)
     (tmp_path / "kv").rename(tmp_path / "elsewhere")
     assert slab.check() == "missing"
@@ -314,7 +314,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize("forks", ["alone", "fork"])
 def test_a_killed_engine_leaves_no_lock(tmp_path: Path, forks: str) -> None:
-    """A second process is refused and told by whom; after kill -9 it may, though a forked child lives on."""
+    """A second process is refused, with the holder's pid; after kill -9 it may, though a forked child lives on."""
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "lock"), forks]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as holder:
         try:
@@ -343,7 +343,7 @@ def open_tier(
 
 
 def test_the_scheduler_takes_a_vanished_directory_back(tmp_path: Path) -> None:
-    """Directory and lock are made again; when another engine was quicker, this one is told to keep off."""
+    """Directory and lock are made again; when another engine was quicker, this one keeps off."""
     tier = open_tier(tmp_path / "kv")
     tier.restore()
     (tmp_path / "kv").rename(tmp_path / "gone")
@@ -391,7 +391,7 @@ def test_starting_on_a_full_disk_keeps_what_is_there(
 
 
 def test_a_slab_leaves_a_share_of_the_drive_free(small_filesystem: SmallFilesystem) -> None:
-    """Whatever its capacity: it is sized by what the drive has, so that its chunks are evicted instead of new ones
+    """Under any capacity it is sized by what the drive has, so that its chunks are evicted instead of new ones
     refused. Another model's slab makes room. What others write later stops its growth.
     """
     path = small_filesystem.path / "kv"

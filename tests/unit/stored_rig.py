@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -178,8 +177,5 @@ class Tree:
 
 def snapshot(root: Path) -> dict[str, tuple[int, int, int]]:
     """What must not change by looking: names, sizes, times, inodes; times of reading left out."""
-    told: Callable[[Path], os.stat_result] = Path.stat
-    return {
-        str(path.relative_to(root)): (told(path).st_size, told(path).st_mtime_ns, told(path).st_ino)
-        for path in sorted(root.rglob("*"))
-    }
+    found = {str(path.relative_to(root)): path.stat() for path in sorted(root.rglob("*"))}
+    return {name: (status.st_size, status.st_mtime_ns, status.st_ino) for name, status in found.items()}

@@ -59,7 +59,7 @@ def levels(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.levelname for record in caplog.records]
 
 
-def test_each_cause_of_an_outage_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_cause_of_an_outage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """However often it fails, the log holds a line per cause and one for the recovery."""
     caplog.set_level(logging.INFO)
     breaker = Breaker("Slab tier /kv", threshold=1, longest_pause_s=60.0)

@@ -56,7 +56,7 @@ class Directory:
         self.write({})
 
     def write(self, changes: dict[str, object], *tiers: dict[str, object]) -> Path:
-        """Write the config, with ``authenticate`` unless told otherwise."""
+        """Write the config, with ``authenticate`` unless ``changes`` say otherwise."""
         fields = {"authenticate": {"key_file": str(self.keys)}, "tiers": [*tiers, self.shared], **changes}
         said = {name: value for name, value in fields.items() if value is not None}
         self.file.write_text(yaml.safe_dump(said))
@@ -92,7 +92,7 @@ def directory(tmp_path: Path) -> Iterator[Directory]:
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> Iterator[Cli]:
-    """Whatever a command prints or logs at DEBUG has no key in it."""
+    """Nothing that a command prints or logs at DEBUG has a key in it."""
     caplog.set_level(logging.DEBUG)
 
     class Searched(Cli):

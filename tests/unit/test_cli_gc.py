@@ -1,4 +1,4 @@
-"""``nixl-offload gc`` over a shared directory: what it tells, what it deletes, what it never touches, how it fails."""
+"""``nixl-offload gc`` over a shared directory: what it prints, deletes and never touches, and how it fails."""
 
 from __future__ import annotations
 

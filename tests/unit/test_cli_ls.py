@@ -1,4 +1,4 @@
-"""``nixl-offload ls``: what is told of slabs, trees and memory, beside a server and without; looking changes none."""
+"""``nixl-offload ls``: slabs, trees and memory, beside a server and without one; looking changes nothing."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_keys_are_comments_and_columns_and_lines_of_json(slab: StoredSlab, cli: 
     assert cli.lines[5]["written_s"] is None
 
 
-def test_tiers_in_their_order_memory_told_in_a_line(slab: StoredSlab, tmp_path: Path, cli: Cli) -> None:
+def test_tiers_in_their_order_memory_in_a_line(slab: StoredSlab, tmp_path: Path, cli: Cli) -> None:
     store = TreeStore(str(tmp_path / "tree"))
     slab.fill(store, range(3))
     red = stored_namespace("red", "org/red")
@@ -140,7 +140,7 @@ def test_tiers_in_their_order_memory_told_in_a_line(slab: StoredSlab, tmp_path: 
 
 
 def test_two_namespaces_data_parallel_parts_and_strangers(slab: StoredSlab, cli: Cli, tmp_path: Path) -> None:
-    """What is in the way is counted and left; a namespace without manifest or index is told as far as it goes."""
+    """What is in the way is counted and left; a namespace without manifest or index is listed without chunks."""
     slab.close()
     part = slab.root / "dp-1"
     part.mkdir()

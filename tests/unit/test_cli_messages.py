@@ -1,4 +1,4 @@
-"""What is said wrongly is told in one line with exit code 2; what is not there, with exit code 1; no traceback."""
+"""Wrong arguments and configs are one line and exit code 2, missing things exit code 1; there is no traceback."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LONG = f"{{kind: shared_dir, path: /{'x' * 300}/kv, capacity: 1GiB}}"
         ("gc --delete", f"{SHARED}, {S3}", 2, "are both shared, and gc looks after one at a time; say --tier"),
     ],
 )
-def test_what_is_wrong_is_told(
+def test_what_is_wrong_is_one_line(
     command: str, tiers: str, code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "kv").mkdir()

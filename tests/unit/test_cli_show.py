@@ -96,9 +96,9 @@ def test_a_failure_is_an_error_object_with_json(
     """A config that cannot be read, an option that there is not, an interruption: stderr says it as without --json."""
     key = ["5f3a"] if command == "stat" else []
     assert main([*command.split(), "/nonexistent/kv.yaml", *key, "--json"]) == 2
-    told = capsys.readouterr()
-    assert json.loads(told.out) == {"error": "/nonexistent/kv.yaml: cannot be read: No such file or directory"}
-    assert told.err == f"nixl-offload: {json.loads(told.out)['error']}\n"
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"error": "/nonexistent/kv.yaml: cannot be read: No such file or directory"}
+    assert captured.err == f"nixl-offload: {json.loads(captured.out)['error']}\n"
     with pytest.raises(SystemExit) as caught:
         main([*command.split(), "--json", "--nonsense", "kv.yaml", *key])
     assert caught.value.code == 2
@@ -118,7 +118,7 @@ def _interrupt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "code", "told"),
+    ("output", "code", "words"),
     [
         ("> /dev/full", 1, "nixl-offload: the output cannot be written: No space left on device\n"),
         (">&-", 0, ""),
@@ -126,10 +126,10 @@ def _interrupt() -> None:
         ("| true; exit ${PIPESTATUS[0]}", 0, ""),
     ],
 )
-def test_an_output_that_takes_nothing_is_no_traceback(file: Path, output: str, code: int, told: str) -> None:
+def test_an_output_that_takes_nothing_is_no_traceback(file: Path, output: str, code: int, words: str) -> None:
     command = f"{shlex.quote(sys.executable)} -m nixl_offload.cli.main show {shlex.quote(str(file))} {output}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (code, told)
+    assert (done.returncode, done.stderr) == (code, words)
 
 
 def test_needs_neither_vllm_nor_torch(file: Path) -> None:

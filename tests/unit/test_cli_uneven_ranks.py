@@ -99,7 +99,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     return Cli(capsys)
 
 
-def test_what_is_not_a_ranks_own_is_told(tiers: Tiers, cli: Cli) -> None:
+def test_what_is_not_a_ranks_own_is_reported(tiers: Tiers, cli: Cli) -> None:
     """A shard that is missing, one of another rank, and one of a rank that has no layer of the group."""
     old_s = time.time() - 86_400
     tiers.store.delete([shard_name(SPACE.name, KEYS[0], 1)])
@@ -135,7 +135,7 @@ def test_stat_tells_which_rank_has_no_shard(tiers: Tiers, cli: Cli) -> None:
     "sizes", [[0] * 4, [1], [-1, 1, 1, 1], [True, 1, 1, 1], ["1", 1, 1, 1], "1111", 0, True, None, [1, 1, 1, 1 << 62]]
 )
 def test_sizes_that_cannot_be_true_say_nothing(sizes: object) -> None:
-    """Anybody may have written a manifest; then the header alone tells."""
+    """Anybody may have written a manifest; then only the header counts."""
     manifest = json.loads(json.dumps(SPACE.manifest()))
     assert NamespaceInfo(SPACE.name, manifest).shard_bytes(0, 1) == SIZES[0][1]
     manifest["fields"]["groups"][0]["slot_bytes"] = sizes

@@ -1,4 +1,4 @@
-"""The durable index has after a restart what it was given, whatever happens between, and is never in the way."""
+"""The durable index has after a restart what it was given before, and never delays the scheduler."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_random_calls_leave_the_rows_of_a_model(path: str) -> None:
 
 
 def test_the_file_is_for_the_owner_alone(path: str) -> None:
-    """Mode 0600, whatever the umask, also when the file was there before. SQLite gives that to its journal too."""
+    """Mode 0600 under any umask, also when the file was there before. SQLite gives that to its journal too."""
     Path(path).touch(mode=0o644)
     old_umask = os.umask(0)
     try:
@@ -534,7 +534,7 @@ def test_an_abandoned_index_leaves_the_file_to_its_new_owner(path: str) -> None:
     index.clear()
     index.put(key(3), place(3))
     index._writer.join(WAIT_S / 2)
-    assert not index._writer.is_alive(), "at once, whatever it was waiting for"
+    assert not index._writer.is_alive(), "at once, although it was waiting"
     assert index.close(WAIT_S)
     assert reread(path) == [row(2, 2)]
     idle, _ = DurableIndex.open(path, GEOMETRY)

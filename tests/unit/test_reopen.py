@@ -1,4 +1,4 @@
-"""What a slab's journal remembers is found again, whatever damage has made of some of its rows."""
+"""A start finds again what a slab's journal remembers, though some of its rows are damaged."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_a_lock_is_not_let_go_while_storage_does_not_say_whose_it_is(
 
 @pytest.mark.parametrize("before", [b"", b'{"owner": "an engine that has ended"}'])
 def test_a_lock_that_is_merely_looked_at_is_not_another_engine_s(tmp_path: Path, before: bytes) -> None:
-    """Whoever looks may lose its core meanwhile. An engine that took it for an owner would never store again."""
+    """A process that looks may lose its core meanwhile. An engine that took it for an owner would never store again."""
     (tmp_path / "lock").write_bytes(before)
     looking = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(looking, fcntl.LOCK_SH)
@@ -230,7 +230,7 @@ def test_what_is_not_recognised_is_counted_and_never_removed(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("mode", "warns"), [(0o700, False), (0o755, False), (0o770, True), (0o702, True), (0o1777, True)]
 )
-def test_a_directory_that_others_can_write_to_is_told(
+def test_a_directory_that_others_can_write_to_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warns: bool
 ) -> None:
     (tmp_path / "kv").mkdir()
