@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.load_or_recompute import Server, measure
+from tests.model.serving_simulation import Server, measure
 
 GRID = [
     Server(at_a_time, prefill, speed)

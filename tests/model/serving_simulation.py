@@ -1,10 +1,8 @@
-"""Load or recompute over a grid of servers: requests per second and TTFT of our rule, of always and of never loading.
+"""A server and a tier, simulated: requests per second and TTFT of our rule, of always and of never loading.
 
-A discrete simulation of a server, no clock: vLLM's steps with a token budget (running requests first, chunked prefill,
-loads beside the GPU), and a tier that serves one load after the other. Closed loop: as many requests at a time as asked
-for. The rule is the real ``catalog.estimate.LoadOrRecompute``; it learns from what the simulation observes.
-
-    python -m benchmarks.load_or_recompute
+No clock: vLLM's steps with a token budget (running requests first, chunked prefill, loads beside the GPU), and a tier
+that serves one load after the other. As many requests at a time as asked for. The rule is the real
+``catalog.estimate.LoadOrRecompute``; it learns from what the simulation observes.
 """
 
 from __future__ import annotations
@@ -14,14 +12,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from benchmarks import tables
 from nixl_offload.catalog.estimate import LoadOrRecompute, Part
 
 TOKEN_BYTES = 128 << 10
 """KV cache of an 8B model."""
-PREFILL_TOKENS_PER_S = (2e3, 5e3, 1e4, 2e4, 5e4, 1e5)
-TIER_GB_PER_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
-AT_A_TIME = (1, 4, 16, 32)
 
 _BASE_S = 0.010
 _BUDGET_TOKENS = 8192
@@ -228,24 +222,3 @@ def measure(server: Server, requests: int = 1000) -> Cell:
     """Simulate one server under each policy."""
     policies: tuple[Policy, ...] = (Rule(), Fixed(loads=True), Fixed(loads=False))
     return Cell(server, *(simulate(server, policy, requests) for policy in policies))
-
-
-def main() -> None:
-    """Print the grid: our requests per second and TTFT by the better fixed policy's, and what part of hits we load."""
-    cells = []
-    for at_a_time in AT_A_TIME:
-        print(f"\n{at_a_time} at a time: requests/s ratio, TTFT ratio, part loaded\n")
-        rows = []
-        for prefill in PREFILL_TOKENS_PER_S:
-            row = [measure(Server(at_a_time, prefill, speed * 1e9)) for speed in TIER_GB_PER_S]
-            cells += row
-            texts = [f"{cell.rate_ratio:.2f} {cell.ttft_ratio:.2f} {cell.ours.loaded_share:.2f}" for cell in row]
-            rows.append([f"{prefill:g}", *texts])
-        print(tables.table(["tokens/s", *(f"{speed:g} GB/s" for speed in TIER_GB_PER_S)], rows), flush=True)
-    rates, ttfts = [cell.rate_ratio for cell in cells], [cell.ttft_ratio for cell in cells]
-    print(f"\nrequests/s: least {min(rates):.2f}, mean {sum(rates) / len(rates):.2f}")
-    print(f"TTFT: most {max(ttfts):.2f}, mean {sum(ttfts) / len(ttfts):.2f}")
-
-
-if __name__ == "__main__":
-    main()
