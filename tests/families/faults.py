@@ -1,19 +1,16 @@
 """Families on a shared tier that fails: a bucket behind a proxy that breaks requests, a directory on a small disk.
 
 The state of a boundary and the attention before it are chunks of their own, so either may fail without the other.
-``python -m tests.families --families none --features none --layouts none``.
+``python -m tests.families --only trouble``.
 
 Threading: one thread. Ownership: places belong to who made them; an engine ends with ``try_faults``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,10 +18,10 @@ from pathlib import Path
 from typing import Final
 
 from examples.demo.engine import Engine, EngineError
-from nixl_offload.chunk.header import HEADER_BYTES
-from tests.families.media import Medium, Shard, make_medium
+from tests.families.media import Medium, make_medium
 from tests.families.trial import TAIL, Cell, Prompts, Reference, Trial, refusals
 from tests.faults.conftest import SmallFilesystem
+from tests.prove.happenings import DAMAGES, Outage, Piece, disk_outages, lasting, make_disk
 from tests.s3.proxy import Answer as Reply
 from tests.s3.proxy import Cut, Fault, FaultProxy, Flip, Hold, Rule, Stall
 from tests.s3.servers import RcloneServer
@@ -44,27 +41,19 @@ BUCKET_FAULTS: Final[Mapping[str, tuple[str, str, Fault | None]]] = {
     "HEAD 503": ("HEAD", "", Reply(503, "SlowDown")),
     "GET hangs": ("GET", "", Stall(0.5)),
     "GET 503": ("GET", "", Reply(503, "SlowDown")),
-    "GET cut": ("GET", "", Cut(0.5)),
     "GET cut, unnoticed": ("GET", "", Cut(0.5, lying=True)),
     "GET flipped": ("GET", "", Flip(0.5)),
     "GET of state hangs": ("GET", "state", Stall(0.5)),
-    "GET of state 503": ("GET", "state", Reply(503, "SlowDown")),
     "GET of state 404": ("GET", "state", Reply(404, "NoSuchKey")),
-    "GET of state cut, unnoticed": ("GET", "state", Cut(0.5, lying=True)),
     "GET of state flipped": ("GET", "state", Flip(0.5)),
-    "GET of attention hangs": ("GET", "attention", Stall(0.5)),
     "GET of attention 404": ("GET", "attention", Reply(404, "NoSuchKey")),
     "GET of attention flipped": ("GET", "attention", Flip(0.5)),
     "PUT hangs": ("PUT", "", Hold()),
     "PUT 503": ("PUT", "", Reply(503, "SlowDown")),
     "PUT flipped": ("PUT", "", Flip(0.5, side="request")),
     "PUT of state 503": ("PUT", "state", Reply(503, "SlowDown")),
-    "PUT of attention 503": ("PUT", "attention", Reply(503, "SlowDown")),
 }
 """Name -> operation, chunks of which kind, and what happens to its requests; None: connections are refused."""
-
-Happening = Callable[[], AbstractContextManager[Rule | None]]
-"""Begins a fault, which ends with the context."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +61,7 @@ class Place:
     """A shared tier, and what may befall it."""
 
     medium: Medium
-    faults: Mapping[str, Happening]
+    faults: Mapping[str, Outage]
     waits_for_ever: bool = False
     """A mover's client waits for a silent server for half a minute."""
 
@@ -82,17 +71,9 @@ def bucket(server: RcloneServer, proxy: FaultProxy, reference: Reference, name: 
     medium = make_medium("s3", server.directory, name, server)
     tier = {**medium.tier, "mover": mover, "endpoint": proxy.endpoint, "request_timeout": "1s", "lookup": _LIMITS}
 
-    @contextlib.contextmanager
-    def refused() -> Iterator[None]:
-        proxy.go_down()
-        try:
-            yield
-        finally:
-            proxy.come_back()
-
     def begin(operation: str, kind: str, fault: Fault | None) -> AbstractContextManager[Rule | None]:
         if fault is None:
-            return refused()
+            return lasting(proxy.go_down, proxy.come_back)
         return proxy.inject(fault, operation=operation, key=_names_of(reference.groups, kind))
 
     faults = {name: partial(begin, *what) for name, what in BUCKET_FAULTS.items()}
@@ -106,30 +87,19 @@ def directory(filesystem: SmallFilesystem, reference: Reference, name: str) -> P
     root = made.directory
     assert root is not None
 
-    @contextlib.contextmanager
-    def lasting(begin: Callable[[], object], end: Callable[[], object] = lambda: None) -> Iterator[None]:
-        begin()
-        try:
-            yield
-        finally:
-            end()
+    def damage(kind: str, how: str) -> None:
+        pieces = [Piece(each.path) for each in made.shards() if each.header.group in groups_of(reference.groups, kind)]
+        for piece in pieces:
+            DAMAGES[how](piece, piece, 0.5)
 
-    def change(kind: str, how: Callable[[Shard], None]) -> None:
-        for shard in made.shards():
-            if shard.header.group in groups_of(reference.groups, kind):
-                how(shard)
-
-    faults: dict[str, Happening] = {
-        "deleted": partial(
-            lasting, partial(shutil.rmtree, made.directory), partial(made.directory.mkdir, exist_ok=True)
-        ),
+    faults: dict[str, Outage] = {
+        **disk_outages(filesystem),
+        "deleted": partial(lasting, partial(shutil.rmtree, root), partial(root.mkdir, exist_ok=True)),
         "unmounted": partial(lasting, partial(filesystem.take_away, lazily=True), filesystem.bring_back),
-        "full": partial(lasting, filesystem.fill, filesystem.drain),
-        "read-only": partial(lasting, filesystem.make_read_only, filesystem.make_writable),
     }
     for kind in ("state", "attention"):
-        faults[f"{kind} deleted"] = partial(lasting, partial(change, kind, lambda shard: shard.path.unlink()))
-        faults[f"{kind} cut"] = partial(lasting, partial(change, kind, _cut))
+        for how in ("deleted", "truncated"):
+            faults[f"{kind} {how}"] = partial(lasting, partial(damage, kind, how), lambda: None)
     return Place(made, faults)
 
 
@@ -137,10 +107,9 @@ def try_place(trial: Trial, where: str, server: RcloneServer, scratch: Path) -> 
     """Yield a cell for each fault of one of ``PLACES``. Raises as ``try_faults``."""
     reference, name = trial.reference(), f"{trial.name}-{where}"
     if where == "shared_dir":
-        try:
-            filesystem = SmallFilesystem(scratch / "disk.img", scratch / "disk", 192 << 20)
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise EngineError(f"no filesystem can be made here: {error}") from error
+        filesystem = make_disk(scratch, 192 << 20)
+        if filesystem is None:
+            raise EngineError("no filesystem can be made here")
         try:
             yield from try_faults(trial, directory(filesystem, reference, name))
         finally:
@@ -150,8 +119,8 @@ def try_place(trial: Trial, where: str, server: RcloneServer, scratch: Path) -> 
             yield from try_faults(trial, bucket(server, proxy, reference, name, where))
 
 
-def try_faults(trial: Trial, place: Place, names: Collection[str] = ()) -> Iterator[Cell]:
-    """Yield a cell for each fault. ``names``: only these; none: all. Wants a fresh prompt of the trial for each.
+def try_faults(trial: Trial, place: Place) -> Iterator[Cell]:
+    """Yield a cell for each fault. Wants a fresh prompt of the trial for each.
 
     While a fault lasts, what is stored is asked for, and what is not: answers are compared. Then both are asked for
     until all of them comes from the tier, and compared each time. Raises EngineError when the engine dies, or does not
@@ -162,7 +131,7 @@ def try_faults(trial: Trial, place: Place, names: Collection[str] = ()) -> Itera
     with trial.start(place.medium, load_timeout=_LOAD_TIMEOUT) as engine:
         if _until_found(trial, engine, "", reference.prompts).note:
             raise EngineError("nothing is stored while all is well")
-        for name in names or place.faults:
+        for name in place.faults:
             new = [next(fresh)]
             yield _suffer(trial, place, engine, name, new)
         engine.stop()
@@ -236,7 +205,3 @@ def _names_of(groups: Sequence[str], kind: str) -> str:
     KV cache group.
     """
     return "|".join(rf"{group:08x}\.[0-9a-f]{{4}}$" for group in groups_of(groups, kind)) if kind else ""
-
-
-def _cut(shard: Shard) -> None:
-    os.truncate(shard.path, HEADER_BYTES + shard.header.payload_bytes // 2)

@@ -1,4 +1,4 @@
-"""What requests can say besides a prompt, each with a slab: ``python -m tests.families --families none``.
+"""What requests can say besides a prompt, each with a slab.
 
 Threading: one thread. Ownership: engines end with each case.
 """
