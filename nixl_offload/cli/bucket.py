@@ -37,10 +37,7 @@ def add_bucket(commands: Commands) -> None:
     """Add ``bucket init`` to the command line."""
     parser = commands.add_parser("bucket", help=COMMANDS["bucket"][1])
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    summary, json_help = (
-        "show what the bucket lacks, ask, apply it",
-        "print JSON; asks nothing, applies only with --yes",
-    )
+    summary, json_help = "show what the bucket lacks, ask, apply it", "print JSON; applies only with --yes"
     init = add_command(actions, "init", run_init, summary=summary, description=_DESCRIPTION, json=json_help)
     init.add_argument("--yes", action="store_true", help="apply without asking")
 
@@ -57,8 +54,8 @@ def run_init(arguments: argparse.Namespace, out: TextIO) -> int:
     plan, applied = plan_lifecycle(tier), False
     if not arguments.json:
         print(f"{plan.where}: {'to change:' if plan.changes else 'nothing to do.'}", file=out)
-        for line in (*(f"  - {change}" for change in plan.changes), *(f"Note: {note}" for note in plan.notes)):
-            print(line, file=out)
+        for change in plan.changes:
+            print(f"  - {change}", file=out)
         out.flush()
     if plan.changes and (arguments.yes or (not arguments.json and _asked(out))):
         try:
@@ -77,7 +74,7 @@ def run_init(arguments: argparse.Namespace, out: TextIO) -> int:
             )
         applied = True
     if arguments.json:
-        shown = {"where": plan.where, "changes": plan.changes, "notes": plan.notes, "applied": applied}
+        shown = {"where": plan.where, "changes": plan.changes, "applied": applied}
         print(json.dumps(shown, indent=2), file=out)
         return 0
     if plan.changes:

@@ -27,7 +27,6 @@ from nixl_offload.stores.s3 import (
     hush_botocore,
     readable_ca_bundle,
 )
-from nixl_offload.units import format_duration
 
 Rule = dict[str, Any]
 """A lifecycle rule as S3's API has it."""
@@ -55,8 +54,6 @@ class LifecyclePlan:
     after: tuple[Rule, ...]
     changes: tuple[str, ...]
     """What ``apply_lifecycle`` does, a sentence each, for people. Empty: nothing to do."""
-    notes: tuple[str, ...]
-    """What people should know and nothing changes."""
 
 
 class _Bucket:
@@ -178,8 +175,7 @@ def plan_lifecycle(tier: S3Config) -> LifecyclePlan:
         verb = "add" if own is None else "replace"
         changes.append(f"{verb} the lifecycle rule {own_id!r}: {_in_words(wanted, address)}")
     after = before if same else (*others, wanted)
-    notes = tuple(_notes(tier, address, versioned, others))
-    return LifecyclePlan(tier, address.where, missing, before, after, tuple(changes), notes)
+    return LifecyclePlan(tier, address.where, missing, before, after, tuple(changes))
 
 
 def apply_lifecycle(plan: LifecyclePlan) -> None:
@@ -231,25 +227,8 @@ def _in_words(rule: Rule, address: S3Address) -> str:
     days = rule.get("Expiration", {}).get("Days")
     what = f"objects under {address.prefix}" if address.prefix else "ALL objects in the bucket"
     removed = f"removed {days} day{'s' * (days != 1)} after they were written or refreshed" if days else "kept"
-    words = [f"{what} are {removed}"]
-    if "NoncurrentVersionExpiration" in rule:
-        words.append(f"versions that were replaced or deleted are removed after {_NONCURRENT_DAYS} day")
-    words.append(f"what is left of broken uploads is removed after {_UPLOAD_DAYS} day")
-    return "; ".join(words)
-
-
-def _notes(tier: S3Config, address: S3Address, versioned: bool, others: tuple[Rule, ...]) -> Iterator[str]:
-    if not address.prefix:
-        yield "the tier has no prefix: the rule is for every object in the bucket, whoever wrote it; set prefix"
-    if tier.ttl_s is not None and tier.ttl_s % _DAY_S:
-        yield f"rules know whole days: until then, what is older than {format_duration(tier.ttl_s)} counts as absent"
-    if versioned:
-        yield "the bucket keeps versions: what is replaced or deleted is billed for a day more"
-    for rule in others:
-        theirs = _prefix_of(rule)
-        overlaps = theirs.startswith(address.prefix) or address.prefix.startswith(theirs)
-        if rule.get("Status") == "Enabled" and overlaps and ("Transitions" in rule or "Expiration" in rule):
-            yield f"the rule {rule.get('ID', '?')!r}, which is kept, also touches these objects"
+    versions = "; replaced and deleted versions after 1 day" if "NoncurrentVersionExpiration" in rule else ""
+    return f"{what} are {removed}{versions}; broken uploads after 1 day"
 
 
 def _essence(rule: Rule) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,37 +26,14 @@ from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.faults.conftest import SmallFilesystem
 from tests.hostile import HostileFilesystem
 from tests.unit.engine_rig import NUM_BLOCKS, Rig, until
-from tests.unit.link_rig import drafts, shards, tree
+from tests.unit.link_rig import Clock, drafts, engines, shards, tree
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]
 SOURCE, TARGET = [1, 2, 3, 4], [5, 6, 7, 8]
 
 
-class Clock:
-    """Real time plus what the test adds."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead_s
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    rigs: list[Rig] = []
-
-    def build(*args: Any, **options: Any) -> Rig:
-        rigs.append(Rig.make(tmp_path, *args, **options))
-        return rigs[-1]
-
-    yield build
-    for rig in rigs:
-        if isinstance(rig.mover, FaultyMover):
-            rig.mover.release()
-        rig.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("nixl-offload")]
+make = pytest.fixture(engines)
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ becomes of the objects in the bucket, no KV block sees other bytes; and answers 
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from nixl_offload.movers.base import Mover
 from nixl_offload.movers.select_object import make_mover
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Outcome
-from tests.contract.suites.faulty_mover import FaultyMover
 from tests.unit.engine_rig import NUM_BLOCKS, Rig, until
-from tests.unit.link_rig import NAMESPACE_NAME, Watched, objects
+from tests.unit.link_rig import NAMESPACE_NAME, Clock, Watched, engines, objects
 
 from .proxy import FaultProxy, Hold, Stall
 from .servers import RcloneServer
@@ -30,16 +28,6 @@ OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
 SOURCE, TARGET = [1, 2, 3, 4], [5, 6, 7, 8]
 MOVERS = ["obj", "obstore"]
 Make = Callable[..., Rig]
-
-
-class Clock:
-    """Real time plus what the test adds."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead_s
 
 
 @pytest.fixture
@@ -55,19 +43,7 @@ def mover(rclone: RcloneServer, prefix: str, s3_environment: None) -> Callable[.
     return build
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    rigs: list[Rig] = []
-
-    def build(*args: Any, **options: Any) -> Rig:
-        rigs.append(Rig.make(tmp_path, *args, link=objects(), **options))
-        return rigs[-1]
-
-    yield build
-    for rig in rigs:
-        if isinstance(rig.mover, FaultyMover):
-            rig.mover.release()
-        rig.close()
+make = pytest.fixture(engines)
 
 
 @pytest.mark.parametrize("verify", ["checksum", "header"])
@@ -81,14 +57,14 @@ def test_a_bucket_gives_back_what_was_stored_or_nothing(
     verify: str,
 ) -> None:
     """Stored by one engine and loaded by another, whole and in part; then damaged in every way."""
-    first = make("packed_blocks", mover(name))
+    first = make("packed_blocks", link=objects(), mover=mover(name))
     names = [f"{prefix}/{shard_name(NAMESPACE_NAME, first.key(n), 0)}" for n in range(3)]
     rclone.make_directories(str(Path(names[0]).parent), *(str(Path(each).parent) for each in names))
     wanted = first.bytes_of(SOURCE)
     assert first.store(0, [first.chunk(n, SOURCE) for n in range(2)]) == (OK, OK)
     assert first.store(1, [first.chunk(2, SOURCE[2:], first=2)]) == (OK,)
     assert {rclone.path(each).stat().st_size for each in names} == {first.layout.slot_bytes(0)}
-    rig = make("packed_blocks", mover(name), seed=2, verify=verify, staging_slots=2)
+    rig = make("packed_blocks", link=objects(), mover=mover(name), seed=2, verify=verify, staging_slots=2)
     block = rig.layout.groups[0].block_bytes
     rig.wipe(0xEE)
     assert rig.load(0, [rig.chunk(0, TARGET), rig.chunk(2, [20, 21], first=2)]) == (OK, OK)
@@ -136,7 +112,7 @@ def test_late_answers_reach_no_memory_that_is_in_use(
     clock = Clock()
     with FaultProxy(rclone.port) as proxy:
         watched = Watched(mover(name, proxy.endpoint))
-        rig = make("packed_blocks", watched, clock=clock, staging_slots=6)
+        rig = make("packed_blocks", link=objects(), mover=watched, clock=clock, staging_slots=6)
         wanted = {n: rig.bytes_of(range(4 * n, 4 * n + 4)) for n in range(4)}
         for n in range(4):
             assert rig.store(n, [rig.chunk(n, range(4 * n, 4 * n + 4))]) == (OK,)
@@ -169,7 +145,7 @@ def test_an_object_that_hangs_holds_up_no_other(
     """
     clock = Clock()
     with FaultProxy(rclone.port) as proxy:
-        rig = make("packed_blocks", mover(name, proxy.endpoint), clock=clock, staging_slots=6)
+        rig = make("packed_blocks", link=objects(), mover=mover(name, proxy.endpoint), clock=clock, staging_slots=6)
         wanted = {n: rig.bytes_of(range(4 * n, 4 * n + 4)) for n in range(3)}
         assert rig.store(0, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(3)]) == (OK,) * 3
         rule = proxy.inject(Hold(at="answer"), operation="GET", key=shard_name(NAMESPACE_NAME, rig.key(0), 0))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +19,36 @@ from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.s3.link import ObjectLink
 from nixl_offload.tiers.shared_dir.link import TreeLink
 from tests.contract.suites.faulty_mover import FaultyMover
+from tests.unit.engine_rig import Rig
 
 NAMESPACE_NAME = "0123456789abcdef" * 2
 LinkMaker = Callable[[Mover, Callable[[], float]], Link]
+
+
+class Clock:
+    """Real time plus what the test adds."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+def engines(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    """A fixture: makes rigs and closes them; a closed engine leaves no thread behind."""
+    rigs: list[Rig] = []
+
+    def build(*args: Any, **options: Any) -> Rig:
+        rigs.append(Rig.make(tmp_path, *args, **options))
+        return rigs[-1]
+
+    yield build
+    for rig in rigs:
+        if isinstance(rig.mover, FaultyMover):
+            rig.mover.release()
+        rig.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("nixl-offload")]
 
 
 def tree(root: Path, *, rank: int = 0, filesystem: Filesystem = REAL) -> LinkMaker:

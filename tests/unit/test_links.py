@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,38 +27,14 @@ from nixl_offload.tiers.shared_dir.link import TreeLink
 from nixl_offload.types import Key, Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Rig, until
-from tests.unit.link_rig import NAMESPACE_NAME, ObjectFiles, Watched, drafts, objects, shards, tree
+from tests.unit.link_rig import NAMESPACE_NAME, Clock, ObjectFiles, Watched, drafts, engines, objects, shards, tree
 from tests.unit.test_engine import real_mover
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]
 
 
-class Clock:
-    """Real time plus what the test adds."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead_s
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    rigs: list[Rig] = []
-
-    def build(*args: Any, **options: Any) -> Rig:
-        rigs.append(Rig.make(tmp_path, *args, **options))
-        return rigs[-1]
-
-    yield build
-    for rig in rigs:
-        if isinstance(rig.mover, FaultyMover):
-            rig.mover.release()
-        rig.close()
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("nixl-offload")]
-    assert not left, "a closed engine left threads behind"
+make = pytest.fixture(engines)
 
 
 # -- a shared directory ---------------------------------------------------------------------------------------------
