@@ -8,10 +8,9 @@ Threading: pure functions over buffers that the caller owns and keeps unchanged 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ParamSpec
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +18,6 @@ import numpy.typing as npt
 from nixl_offload.chunk.checksum import ALGORITHM_NONE, ALGORITHM_XXH3_64, block_checksum
 from nixl_offload.errors import FormatError, LayoutError
 from nixl_offload.types import PAGE_BYTES, align_up
-
-P = ParamSpec("P")
 
 MAGIC = b"NIXLOFF1"
 FORMAT_VERSION = 1
@@ -31,16 +28,13 @@ MAX_KEY_BYTES = 64
 _FIXED = struct.Struct("<8s4H32sIHHQQQH6x64s")
 """magic, version, header bytes, algorithm, flags, namespace, group, blocks, first valid block, block bytes, payload
 bytes, created, key bytes, key."""
-ALGORITHM_AT, ALGORITHM = 12, struct.Struct("<H")
 CHECKSUMS_AT = 192
 OWN_CHECKSUM_AT = HEADER_BYTES - 8
 OWN_CHECKSUM = struct.Struct("<Q")
 
-_BLOCKS_AT, _BLOCKS = 52, struct.Struct("<H")
-_FIRST_AT, _FIRST = 54, struct.Struct("<H")
-_SIZES_AT = 56
-_CREATED_AT, _CREATED = 72, struct.Struct("<Q")
-_KEY_AT, _KEY = 80, struct.Struct(f"<H6x{MAX_KEY_BYTES}s")
+_ALGORITHM_AT, _BLOCKS_AT, _FIRST_AT, _SIZES_AT, _CREATED_AT, _KEY_AT = 12, 52, 54, 56, 72, 80
+_U16, _U64 = struct.Struct("<H"), struct.Struct("<Q")
+_KEY = struct.Struct(f"<H6x{MAX_KEY_BYTES}s")
 """Length of the key, and the key. Behind it lies what ``authentication`` knows of, or zeros, up to the checksums."""
 _KEY_END = _KEY_AT + _KEY.size
 
@@ -198,7 +192,12 @@ def verify_checksums(header: ShardHeader, found: npt.NDArray[np.uint64], first_b
     Raises FormatError with reason ``checksum`` naming the first bad block, or ``blocks`` when a block was never stored.
     """
     last_block = first_block + len(found)
-    _refuse_absent(header, first_block, last_block)
+    if not header.first_valid_block <= first_block < last_block <= header.blocks_per_chunk:
+        raise FormatError(
+            f"blocks {first_block} to {last_block} were asked for, the shard of key {header.key.hex()} holds "
+            f"{header.first_valid_block} to {header.blocks_per_chunk}",
+            reason="blocks",
+        )
     stated = header.checksums[first_block:last_block]
     values = tuple(found.tolist())
     if values == stated:
@@ -278,9 +277,9 @@ def encode_headers(
     for key, first in zip(expect.keys, first_valid_block, strict=True):
         if not 0 <= first < expect.blocks or not 0 < len(key) <= MAX_KEY_BYTES:
             raise LayoutError(f"first valid block {first} or key {key.hex()} does not fit")
-    created = _CREATED.pack(created_s)
+    created = _U64.pack(created_s)
     fixed = [
-        before + _FIRST.pack(first) + sizes + created + _KEY.pack(len(key), key) + bytes(CHECKSUMS_AT - _KEY_END)
+        before + _U16.pack(first) + sizes + created + _KEY.pack(len(key), key) + bytes(CHECKSUMS_AT - _KEY_END)
         for key, first in zip(expect.keys, first_valid_block, strict=True)
     ]
     sums_end = CHECKSUMS_AT + 8 * expect.blocks
@@ -295,7 +294,7 @@ def encode_headers(
 
 def lacks_checksums(page: npt.NDArray[np.uint8]) -> bool:
     """Whether a page that was checked is of an image in memory whose blocks were not summed yet."""
-    (algorithm,) = ALGORITHM.unpack_from(page.data, ALGORITHM_AT)
+    (algorithm,) = _U16.unpack_from(page.data, _ALGORITHM_AT)
     return bool(algorithm == ALGORITHM_NONE)
 
 
@@ -306,10 +305,10 @@ def add_checksums(page: npt.NDArray[np.uint8], sums: npt.NDArray[np.uint64]) -> 
     has checksums.
     """
     whole = bytearray(page.tobytes())
-    (blocks,), (first,) = _BLOCKS.unpack_from(whole, _BLOCKS_AT), _FIRST.unpack_from(whole, _FIRST_AT)
+    (blocks,), (first,) = _U16.unpack_from(whole, _BLOCKS_AT), _U16.unpack_from(whole, _FIRST_AT)
     if not lacks_checksums(page) or first + len(sums) != blocks:
         raise LayoutError(f"{len(sums)} checksums for blocks {first} to {blocks} of a chunk that lacks them")
-    ALGORITHM.pack_into(whole, ALGORITHM_AT, ALGORITHM_XXH3_64)
+    _U16.pack_into(whole, _ALGORITHM_AT, ALGORITHM_XXH3_64)
     begin = CHECKSUMS_AT + 8 * first
     whole[begin : begin + 8 * len(sums)] = sums.astype("<u8").tobytes()
     OWN_CHECKSUM.pack_into(whole, OWN_CHECKSUM_AT, block_checksum(memoryview(whole)[:OWN_CHECKSUM_AT]))
@@ -327,7 +326,7 @@ def check_headers(
     for row, (page, key) in enumerate(zip(pages, expect.keys, strict=True)):
         view = page.data
         fixed = bytes(view[:CHECKSUMS_AT])
-        (first,) = _FIRST.unpack_from(fixed, _FIRST_AT)
+        (first,) = _U16.unpack_from(fixed, _FIRST_AT)
         (own,) = OWN_CHECKSUM.unpack_from(view, OWN_CHECKSUM_AT)
         alike = (
             fixed[:_FIRST_AT] in befores
@@ -337,8 +336,9 @@ def check_headers(
             and own == block_checksum(view[:OWN_CHECKSUM_AT])
         )
         if not alike:
-            error = _error_of(check_header, page, expect.one(row), may_lack_checksums=may_lack_checksums)
-            if error is not None:
+            try:
+                check_header(page, expect.one(row), may_lack_checksums=may_lack_checksums)
+            except FormatError as error:
                 headers.errors[row] = error
         headers.first_valid_block.append(first)
         headers.checksums.append(page[CHECKSUMS_AT:end].view("<u8"))
@@ -358,8 +358,9 @@ def verify_rows(
         held = headers.first_valid_block[row] <= begin < end
         if held and headers.checksums[row][begin:end].tobytes() == sums.tobytes():
             continue
-        error = _error_of(verify_checksums, headers.one(row), sums, begin)
-        if error is not None:
+        try:
+            verify_checksums(headers.one(row), sums, begin)
+        except FormatError as error:
             headers.errors[row] = error
 
 
@@ -387,24 +388,6 @@ def _common(namespace: bytes, group: int, blocks: int, block_bytes: int) -> tupl
     return with_sums[:_FIRST_AT], without[:_FIRST_AT], with_sums[_SIZES_AT:_CREATED_AT]
 
 
-def _error_of(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> FormatError | None:
-    """Return the FormatError that ``check`` raises, if it does."""
-    try:
-        check(*args, **kwargs)
-    except FormatError as error:
-        return error
-    return None
-
-
 def bytes_of(buffer: Buffer) -> memoryview:
     """Return the bytes of a buffer as a flat view."""
     return (buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)).cast("B")
-
-
-def _refuse_absent(header: ShardHeader, first_block: int, last_block: int) -> None:
-    if not header.first_valid_block <= first_block < last_block <= header.blocks_per_chunk:
-        raise FormatError(
-            f"blocks {first_block} to {last_block} were asked for, the shard of key {header.key.hex()} holds "
-            f"{header.first_valid_block} to {header.blocks_per_chunk}",
-            reason="blocks",
-        )
