@@ -256,8 +256,8 @@ class Inspector(ABC):
         """Say which engine has the namespace open at this moment; None: none, or unknown."""
         return None
 
-    def used_bytes(self, namespace: NamespaceInfo | None = None) -> int | None:
-        """Return what the tier, or one namespace, takes on the disk; None where only chunks count."""
+    def used_bytes(self) -> int | None:
+        """Return what the tier takes on the disk; None where only chunks count."""
         return None
 
     def look_again(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> ChunkInfo | None:

@@ -118,14 +118,13 @@ class SlabInspector(Inspector):
             return None
         return float(header.created_s) if header.key == chunk.key else None
 
-    def used_bytes(self, namespace: NamespaceInfo | None = None) -> int | None:
+    def used_bytes(self) -> int | None:
         """Return what lies under the directory, ours or not, for that is what the capacity bounds. Raises TierError."""
-        # The directory itself may be a link; inside it none is followed.
-        directory = self.base.resolve() if namespace is None else self.base / namespace.path
         try:
-            return other_namespaces.tree_bytes(directory)
+            # The directory itself may be a link; inside it none is followed.
+            return other_namespaces.tree_bytes(self.base.resolve())
         except OSError as error:
-            raise TierError(f"{directory}: cannot be measured: {os.strerror(error.errno or 0)}", cause="io") from error
+            raise TierError(f"{self.where}: cannot be measured: {os.strerror(error.errno or 0)}", cause="io") from error
 
     def close(self) -> None:
         """Nothing stays open."""
