@@ -15,7 +15,6 @@ from examples.demo.model import TINY, random_prompts, write_model
 from tests.families.host import ENVIRONMENT
 from tests.families.models import FAMILIES
 from tests.families.trial import Cell, judge
-from tests.vllm.families import write_vision
 from tests.vllm.harness import CHUNK_TOKENS, TAIL_TOKENS, Workshop, file_tier
 
 LENGTH: Final = 4 * CHUNK_TOKENS + TAIL_TOKENS
@@ -39,10 +38,9 @@ class Feature:
     """Whether the engine must have preempted requests."""
 
 
-_ONE, _TWO = random_prompts(TINY, [LENGTH] * 2, seed=51)
+_EMBEDS: Final = {"enable_prompt_embeds": True}
+[_ONE] = random_prompts(TINY, [LENGTH], seed=51)
 _MANY = random_prompts(TINY, [LENGTH] * 6, seed=52)
-_CROWD: Final[Mapping[str, Any]] = {"kv_cache_memory_bytes": 18 << 20}
-"""72 blocks, as few as vLLM takes for so long a context: three or four of these prompts fit, and grow."""
 
 FEATURES: Final = {
     feature.name: feature
@@ -50,37 +48,8 @@ FEATURES: Final = {
         Feature("cache_salt: the same", [{"tokens": _ONE, "salt": "a"}], [{"tokens": _ONE, "salt": "a"}], finds=True),
         Feature("cache_salt: another", [{"tokens": _ONE, "salt": "a"}], [{"tokens": _ONE, "salt": "b"}], finds=False),
         Feature("cache_salt: none", [{"tokens": _ONE, "salt": "a"}], [{"tokens": _ONE}], finds=False),
-        Feature(
-            "prompt_embeds: the same",
-            [{"embeds": [1, LENGTH]}],
-            [{"embeds": [1, LENGTH]}],
-            finds=True,
-            options={"enable_prompt_embeds": True},
-        ),
-        Feature(
-            "prompt_embeds: others",
-            [{"embeds": [1, LENGTH]}],
-            [{"embeds": [2, LENGTH]}],
-            finds=False,
-            options={"enable_prompt_embeds": True},
-        ),
-        Feature(
-            "structured output",
-            [{"tokens": _ONE, "regex": "(t5|t6|t7|t8)+"}],
-            [{"tokens": _ONE, "regex": "(t5|t6|t7|t8)+"}],
-            finds=True,
-            options={"skip_tokenizer_init": False},
-            model=write_vision,
-        ),
-        Feature(
-            "priorities",
-            [{"tokens": prompt} for prompt in _MANY],
-            [{"tokens": prompt, "priority": -at} for at, prompt in enumerate(_MANY)],
-            finds=True,
-            options={**_CROWD, "scheduling_policy": "priority"},
-            together=True,
-            answer_tokens=100,
-        ),
+        Feature("prompt_embeds: the same", [{"embeds": [1, LENGTH]}], [{"embeds": [1, LENGTH]}], True, _EMBEDS),
+        Feature("prompt_embeds: others", [{"embeds": [1, LENGTH]}], [{"embeds": [2, LENGTH]}], False, _EMBEDS),
         Feature(
             "preemption with state",
             [{"tokens": prompt} for prompt in _MANY],
@@ -88,16 +57,6 @@ FEATURES: Final = {
             finds=True,
             options={"kv_cache_memory_bytes": 10 << 20, "max_num_batched_tokens": 200},  # a block of 192, and decodes
             model=FAMILIES["nemotron-h"].write,
-            together=True,
-            answer_tokens=200,
-            preempts=True,
-        ),
-        Feature(
-            "preemption under load",
-            [{"tokens": prompt} for prompt in _MANY],
-            [{"tokens": prompt} for prompt in _MANY],
-            finds=True,
-            options=_CROWD,
             together=True,
             answer_tokens=200,
             preempts=True,

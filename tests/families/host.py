@@ -1,4 +1,4 @@
-"""An engine process that answers requests of every sort, not only prompts of token ids: salts, embeddings, grammars.
+"""An engine process that answers requests of every sort, not only prompts of token ids: salts and embeddings.
 
 Threading: as ``examples.demo.engine_process``, whose main loop it is.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from examples.demo import engine_process
 from examples.demo.engine_process import EngineHost, Reply, _answer, _sampling
+from examples.demo.engine_process import main as serve
 from tests.vllm.zygote import MAIN_MODULE
 
 ENVIRONMENT = {MAIN_MODULE: __name__}
@@ -19,12 +19,8 @@ class FeatureHost(EngineHost):
     """Adds an operation to the protocol."""
 
     def ask(self, requests: list[dict[str, Any]], max_tokens: int, timeout_s: float | None = None) -> Reply:
-        """Answer requests, all at once. Each has ``tokens`` or ``embeds`` (a seed and a count), and may have ``salt``,
-        ``priority`` and ``regex``.
-        """
-        from vllm.sampling_params import StructuredOutputsParams
-
-        prompts, samplings = [], []
+        """Answer requests, all at once: ``tokens`` or ``embeds`` (a seed and a count), and perhaps ``salt``."""
+        prompts = []
         for request in requests:
             if "embeds" in request:
                 prompt: dict[str, Any] = {"prompt_embeds": self._embeds(*request["embeds"])}
@@ -32,14 +28,9 @@ class FeatureHost(EngineHost):
                 prompt = {"prompt_token_ids": request["tokens"]}
             if "salt" in request:
                 prompt["cache_salt"] = request["salt"]
-            sampling = _sampling(max_tokens)
-            if "regex" in request:
-                sampling.structured_outputs = StructuredOutputsParams(regex=request["regex"])
             prompts.append(prompt)
-            samplings.append(sampling)
         start = time.perf_counter()
-        priority = [request.get("priority", 0) for request in requests]
-        outputs = self._llm.generate(prompts, samplings, use_tqdm=False, priority=priority if any(priority) else None)
+        outputs = self._llm.generate(prompts, _sampling(max_tokens), use_tqdm=False)
         return {"answers": [_answer(output, time.perf_counter() - start) for output in outputs]}
 
     def _embeds(self, seed: int, count: int) -> Any:
@@ -51,5 +42,4 @@ class FeatureHost(EngineHost):
 
 def main() -> int:
     """Serve requests from stdin."""
-    engine_process.EngineHost = FeatureHost  # type: ignore[misc]
-    return engine_process.main()
+    return serve(FeatureHost)
