@@ -7,7 +7,7 @@ is not known, and then nothing is claimed. Where each condition is documented: d
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import mmap
 import os
 import re
@@ -29,8 +29,7 @@ _NETWORK: Final = {"nfs": "rpcrdma", "nfs4": "rpcrdma", "lustre": "lnet", "beegf
 _DRIVERS: Final = {"nvme": "nvme", "raid0": "nvme", "nvmeof": "nvme_rdma"}
 _BLOCK_SECTIONS: Final = {"nvme": "nvme", "nvmeof": "nvmeof", "raid0": "raid"}
 """Kind of drive → its section of cufile.json under ``block``."""
-_ROUTES: Final = ("nvidia-fs", "PCI P2PDMA")
-"""One of them is enough."""
+_LOCAL: Final = ("ext4", "xfs")
 _REASONS: Final = 3
 _MOVE: Final = "put the directory on ext4 (mounted with data=ordered) or xfs, on NVMe"
 
@@ -63,27 +62,25 @@ def gds_report(directory: str, *, root: str = "/") -> GdsReport:
     Writes one page to a scratch file there (mode 0600, removed) to see whether O_DIRECT works. Takes a few ms.
     """
     settings, mount = read_settings(root), find_mount(directory, root) if os.path.isdir(directory) else None
-    device = find_device(mount, root) if mount and mount.kind in ("ext4", "xfs") else None
-    facts = [find_driver(root), *_conditions(directory, mount, device, settings, root)]
+    device = find_device(mount, root) if mount and mount.kind in _LOCAL else None
     kind = _kind_below(device)
-    fs_driver = _DRIVERS.get(kind) or _NETWORK.get(mount.kind if mount else "")
-    routes = [_nvidia_fs(root, fs_driver), _p2pdma(root, kind, settings)]
+    facts = [find_driver(root), *_conditions(directory, mount, device, settings, root)]
+    storage_driver = _DRIVERS.get(kind) or _NETWORK.get(mount.kind if mount else "")
+    routes = [_nvidia_fs(root, storage_driver), _p2pdma(root, kind, settings)]
     route = next((each for each in routes if each.ok), None)
-    if not route and all(fact.ok for fact in facts if fact.name in ("filesystem", "mount options", "block device")):
-        facts += routes
-        routes = []
-    against = [fact for fact in facts if fact.ok is False]
-    doubtful = [fact for fact in facts if fact.ok is None]
-    if doubtful and not any(fact.name not in _ROUTES for fact in against):
+    # Of a filesystem that no route serves the routes say nothing.
+    is_served = all(fact.ok for fact in facts if fact.name in ("filesystem", "mount options", "block device"))
+    deciding = [*facts, *(routes if is_served and not route else ())]
+    against = [fact for fact in deciding if fact.ok is False]
+    doubtful = [fact for fact in deciding if fact.ok is None]
+    if doubtful and not any(fact not in routes for fact in against):
         verdict = f"GPUDirect Storage: not certain, because {_reasons(doubtful)}; `gdscheck -p` may tell"
     elif against:
         fatal = [fact for fact in against if fact.name == "GPU driver"]
-        refused = (mount and mount.kind in ("tmpfs", "ramfs")) or not settings.flag("properties.allow_compat_mode")
-        verdict = "compatibility mode: cuFile copies through host memory"
-        verdict = "no GPUDirect Storage: cuFile refuses these files" if refused else verdict
-        verdict = "no GPUDirect Storage: cuFile cannot run here" if fatal else verdict
+        what = "compatibility mode: cuFile copies through host memory"
+        what = "no GPUDirect Storage: cuFile cannot run here" if fatal else what
         fixes = "; ".join(filter(None, (fact.fix for fact in (fatal or against)[:_REASONS])))
-        verdict += f", because {_reasons(fatal or against)}{'; fix: ' if fixes else ''}{fixes}"
+        verdict = f"{what}, because {_reasons(fatal or against)}{'; fix: ' if fixes else ''}{fixes}"
     else:
         assert route is not None
         assert mount is not None
@@ -129,37 +126,38 @@ def _conditions(
 ) -> Iterator[Fact]:
     """Look at all but the driver and the routes."""
     over = ", over it ".join([settings.where, *settings.variables])
-    words = settings.error or f"read from {over}"
-    yield _fact("cufile.json", not settings.error, words, f"correct {settings.where}, or unset CUFILE_ENV_PATH_JSON")
+    fix = f"correct {settings.where}, or unset CUFILE_ENV_PATH_JSON"
+    yield _fact("cufile.json", not settings.error, settings.error or f"read from {over}", fix)
     if settings.flag("properties.force_compat_mode"):
         yield _fact("cufile.json", False, f"force_compat_mode is on ({over})", "turn force_compat_mode off")
     if mount is None:
-        yield _fact("filesystem", None, "the filesystem cannot be told")
+        yield _fact("filesystem", None, "the filesystem is not known")
     else:
-        is_network, here = mount.kind in _NETWORK, f"{mount.kind} at {mount.point}"
-        yield _fact("filesystem", is_network or mount.kind in ("ext4", "xfs"), here, _MOVE)
-        options = dict(option.partition("=")[::2] for option in mount.options)
-        if mount.kind == "ext4":
-            data = options.get("data")
-            words = (
-                f"{here} has data={data}" if data else f"{here} does not say data=ordered, which cuFile wants to see"
-            )
-            fix = f"mount -o remount,data=ordered {mount.point} (of the root filesystem: rootflags=data=ordered)"
-            yield _fact("mount options", data == "ordered", words, fix)
-        if mount.kind.startswith("nfs"):
-            protocol = options.get("proto", "tcp")
-            yield _fact("mount options", protocol == "rdma", f"{here} goes by {protocol}", "mount it with proto=rdma")
-        if mount.kind in ("ext4", "xfs"):
-            words = device.words if device else "the block device cannot be told"
-            good = bool(_kind_below(device)) if device else None
-            yield _fact(
-                "block device", good, words if good is not False else f"{words} is no NVMe or RAID 0 of it", _MOVE
-            )
+        yield from _of_mount(mount, device)
     if os.path.isdir(directory):
         yield _direct_io(directory)
     has_udev = bool(names(root, "/run/udev/data"))
     words = f"/run/udev, by which cuFile finds out what a mount is, {'is here' if has_udev else 'has no data'}"
     yield _fact("udev", has_udev, words, "in a container: -v /run/udev:/run/udev:ro")
+
+
+def _of_mount(mount: Mount, device: BlockDevice | None) -> Iterator[Fact]:
+    here = f"{mount.kind} at {mount.point}"
+    yield _fact("filesystem", mount.kind in (*_NETWORK, *_LOCAL), here, _MOVE)
+    options = dict(option.partition("=")[::2] for option in mount.options)
+    if mount.kind == "ext4":
+        data = options.get("data")
+        words = f"{here} has data={data}" if data else f"{here} does not say data=ordered, which cuFile wants to see"
+        fix = f"mount -o remount,data=ordered {mount.point} (of the root filesystem: rootflags=data=ordered)"
+        yield _fact("mount options", data == "ordered", words, fix)
+    if mount.kind.startswith("nfs"):
+        protocol = options.get("proto", "tcp")
+        yield _fact("mount options", protocol == "rdma", f"{here} goes by {protocol}", "mount it with proto=rdma")
+    if mount.kind in _LOCAL and device is None:
+        yield _fact("block device", None, "the block device is not known")
+    elif mount.kind in _LOCAL and device is not None:
+        is_good = bool(_kind_below(device))
+        yield _fact("block device", is_good, device.words + ("" if is_good else " is no NVMe or RAID 0 of it"), _MOVE)
 
 
 def _kind_below(device: BlockDevice | None) -> str:
@@ -171,24 +169,21 @@ def _kind_below(device: BlockDevice | None) -> str:
 
 def _direct_io(directory: str) -> Fact:
     try:
-        scratch, path = tempfile.mkstemp(prefix=".mover-probe-", dir=directory)
-    except OSError as error:
-        return _fact(
-            "O_DIRECT", False, f"{directory} cannot be written ({error.strerror})", "let this user write there"
-        )
-    os.close(scratch)
-    try:
         with (
-            open(os.open(path, os.O_RDWR | os.O_DIRECT), "r+b", buffering=0) as file,
+            tempfile.NamedTemporaryFile(prefix=".mover-probe-", dir=directory) as scratch,
             mmap.mmap(-1, PAGE_BYTES) as page,
         ):
-            file.write(page)
-            os.preadv(file.fileno(), [page], 0)
+            fd = os.open(scratch.name, os.O_RDWR | os.O_DIRECT)
+            try:
+                os.pwritev(fd, [page], 0)
+                os.preadv(fd, [page], 0)
+            finally:
+                os.close(fd)
     except OSError as error:
-        return _fact("O_DIRECT", False, f"O_DIRECT does not work there ({error.strerror})", _MOVE)
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+        words = f"O_DIRECT does not work there ({error.strerror})"
+        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOENT):
+            words = f"{directory} cannot be written ({error.strerror})"
+        return _fact("O_DIRECT", False, words, _MOVE)
     return _fact("O_DIRECT", True, "O_DIRECT reads and writes")
 
 
@@ -196,10 +191,8 @@ def _nvidia_fs(root: str, wanted: str | None) -> Fact:
     """Say whether nvidia-fs does it. ``wanted``: the storage driver that must know it; None: nothing that it serves."""
     version = (read(root, "/proc/driver/nvidia-fs/version") or "").partition(":")[2].strip()
     registered = re.findall(r"^(\w+):", read(root, "/proc/driver/nvidia-fs/modules") or "", re.MULTILINE)
-    device, driver = (
-        "start the container with NVIDIA_GDS=enabled",
-        "install the {} driver of DOCA or MLNX_OFED, with GDS",
-    )
+    device = "start the container with NVIDIA_GDS=enabled"
+    driver = "install the {} driver of DOCA or MLNX_OFED, with GDS"
     for is_missing, words, fix in (
         (not version, "is not loaded", "install nvidia-gds and the nvidia-fs module, then `modprobe nvidia-fs`"),
         (not _has_nvidia_fs_device(root), "is loaded, but there is no /dev/nvidia-fs* here", device),
@@ -246,11 +239,8 @@ def _p2pdma(root: str, kind: str, settings: CufileSettings) -> Fact:
         return Fact("PCI P2PDMA", False, ", ".join(words for words, _ in missing), fixes)
     groups = names(root, "/sys/kernel/iommu_groups")[:256] if is_x86 else []
     if {(read(root, f"/sys/kernel/iommu_groups/{group}/type") or "").strip() for group in groups} - {"", "identity"}:
-        words, fix = (
-            "whether the IOMMU lets it pass cannot be told",
-            "put iommu=pt on the kernel's command line, reboot",
-        )
-        return Fact("PCI P2PDMA", None, words, fix)
+        fix = "put iommu=pt on the kernel's command line, reboot"
+        return Fact("PCI P2PDMA", None, "whether the IOMMU lets it pass is not known", fix)
     return Fact("PCI P2PDMA", True, f"PCI P2PDMA of kernel {release}")
 
 
