@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nixl_offload.chunk.header import HEADER_BYTES, MAGIC, ExpectedRows, HeaderRows, Pages, encode_headers
+from nixl_offload.chunk.header import HEADER_BYTES, MAGIC, ExpectedRows, Pages, encode_headers
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.staging import DeviceSlot, Slot
 from nixl_offload.engine.states import WorkKind
-from nixl_offload.errors import FormatError, LayoutError
+from nixl_offload.errors import LayoutError
 from nixl_offload.types import PAGE_BYTES, align_up, key_group
 
 Spans = Sequence[tuple[int, int]]
@@ -43,7 +43,8 @@ class GroupPlan:
     """Of the KV cache; block ids lie below."""
     path: TransferPath
     packed: TransferPath
-    """What ``path`` becomes when a load that went direct is quarantined, for good, or late, until it has ended."""
+    """Where the group's chunks are packed: ``path``, unless that is direct. ``path`` becomes this when a load that went
+    direct is quarantined, for good, or late, until it has ended."""
     whole_writes: bool
     """What is stored is written in one extent, padding and all."""
     tells_short_reads: bool
@@ -170,15 +171,6 @@ def encode(
                 raise LayoutError(f"a store of blocks up to {first + len(found)} of {plan.blocks}")
             table[row, first:] = found
     return encode_headers(expected(namespace, plan, chunks), table, firsts, created_s=int(time.time()))
-
-
-def refuse_absent(headers: HeaderRows, chunks: Sequence[Chunk]) -> None:
-    """Add an error for each chunk of which a wanted block was never stored. A chunk that wants no block is right."""
-    for row, (chunk, first) in enumerate(zip(chunks, headers.first_valid_block, strict=True)):
-        if first > chunk.first_block and len(chunk.block_ids) and row not in headers.errors:
-            headers.errors[row] = FormatError(
-                f"block {chunk.first_block} was asked for, the shard begins with {first}", reason="blocks"
-            )
 
 
 def header_page(slot: Slot) -> npt.NDArray[np.uint8]:

@@ -95,49 +95,6 @@ def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> int:
 # -- the mover fails ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["per_layer", "direct_blocks", "direct_per_layer"])
-def test_a_failed_read_fails_its_chunk_only(make: Make, shape: str) -> None:
-    mover = faulty()
-    rig = make(shape, mover)
-    wanted = [rig.bytes_of(range(4 * n, 4 * n + 4)) for n in range(4)]
-    chunks = [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(4)]
-    assert rig.store(1, chunks) == (OK,) * 4
-    per_chunk = len(mover.submitted) // 4
-    for job, bad in enumerate(range(4 * per_chunk), start=2):
-        reads = mover.submitted.count(Op.READ)
-        mover.script = [Fault(reads + bad, FaultKind.FAIL, op=Op.READ, amount=4096)]
-        rig.wipe(0xEE)
-        outcomes = rig.load(job, chunks)
-        assert outcomes.count(FAILED) == 1
-        assert outcomes.count(OK) == 3
-        for n, outcome in enumerate(outcomes):
-            if outcome is OK:
-                assert rig.bytes_of(range(4 * n, 4 * n + 4)) == wanted[n]
-            elif not rig.shape.direct:
-                assert set(rig.bytes_of(range(4 * n, 4 * n + 4))) == {0xEE}
-    mover.script = []
-    assert rig.load(99, chunks) == (OK,) * 4
-
-
-@pytest.mark.parametrize("shape", ["per_layer", "direct_per_layer"])
-def test_a_failed_write_stops_storing_until_a_probe_succeeds(
-    make: Make, shape: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One warning; no I/O meanwhile; loads go on; storing resumes."""
-    clock, mover = Clock(), faulty()
-    rig = make(shape, mover, clock=clock)
-    assert rig.store(1, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
-    mover.script = [Fault(len(mover.submitted), FaultKind.FAIL)]
-    assert rig.store(2, [rig.chunk(1, [1, 2, 3, 4])]) == (FAILED,)
-    submitted = len(mover.submitted)
-    assert rig.store(3, [rig.chunk(2, [1, 2, 3, 4])] * 5) == (FAILED,) * 5
-    assert len(mover.submitted) == submitted
-    assert rig.load(4, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
-    clock.ahead_s += 1.5
-    assert rig.store(5, [rig.chunk(1, [1, 2, 3, 4])]) == (OK,)
-    assert warnings_of(caplog, "nothing is stored until this is over") == 1
-
-
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
 @pytest.mark.parametrize("shape", ["per_layer", "direct_blocks", "direct_per_layer"])
 @pytest.mark.parametrize("kind", [FaultKind.SHORT, FaultKind.CORRUPT])
@@ -295,22 +252,6 @@ def test_wait_gives_up_what_a_hanging_pump_has_not_gathered(
     assert mover.submitted == [Op.WRITE]
 
 
-def test_loads_are_given_up_although_the_pump_hangs(make: Make, tmp_path: Path) -> None:
-    clock, slab = Clock(), troubled(tmp_path)
-    rig = make("per_layer", slab=slab, clock=clock)
-    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
-    slab.hang = threading.Event()
-    try:
-        rig.engine.submit_store(1, [rig.chunk(1, [1, 2, 3, 4])])
-        rig.engine.wait([1])
-        rig.engine.submit_load(2, [rig.chunk(0, [5, 6, 7, 8])])
-        assert rig.engine.finished() == []
-        clock.ahead_s += 31
-        assert rig.collect(2, 20).outcomes == (FAILED,)
-    finally:
-        slab.hang.set()
-
-
 @pytest.mark.parametrize("shape", ["per_layer", "direct_blocks"])
 def test_a_quarantined_store_keeps_its_location(make: Make, shape: str) -> None:
     """FAILED gives the location away, so it is told only when late writes must be over. The blocks are free at once."""
@@ -381,27 +322,6 @@ def test_close_while_storage_hangs_keeps_the_memory(make: Make) -> None:
     assert rig.collect(2).outcomes == (FAILED,)
     assert not [thread for thread in threading.enumerate() if thread.name == "nixl-offload-pump"]
     assert len(pump.LEAKED) == leaked + 1
-
-
-def test_a_hanging_system_call_holds_nobody_up(make: Make, tmp_path: Path) -> None:
-    """The pump itself is stuck (fallocate on a dead mount): ``wait``, ``submit`` and ``close`` return all the same."""
-    slab = troubled(tmp_path)
-    slab.hang = threading.Event()
-    rig = make("per_layer", slab=slab)
-    try:
-        rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
-        rig.engine.submit_store(2, [rig.chunk(1, [1, 2, 3, 4])])
-        waiter = threading.Thread(target=rig.engine.wait, args=([1, 2],))
-        waiter.start()
-        waiter.join(20)
-        assert not waiter.is_alive()
-        assert rig.collect(2).outcomes == (DROPPED,)
-        rig.engine.submit_load(3, [rig.chunk(0, [1, 2, 3, 4])])
-        rig.engine.close(0.05)
-        assert rig.collect(1).outcomes == (FAILED,)
-        assert rig.collect(3).outcomes == (FAILED,)
-    finally:
-        slab.hang.set()
 
 
 # -- the slab is in trouble -----------------------------------------------------------------------------------------

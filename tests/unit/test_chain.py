@@ -507,29 +507,3 @@ def test_a_tier_that_does_not_close_well_or_at_all_holds_up_no_other(
             end(late, OK)
     assert (running.chain.finished(), running.settled()) == ([], {}), "what comes late changes nothing"
     assert "The engine of tier 1 did not close well" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("path", "hangs", "is_left", "may_go"),
-    [
-        ("host", False, False, True),
-        ("direct", False, False, True),
-        ("direct", True, False, False),
-        ("direct", False, True, False),
-        ("host", True, True, True),
-    ],
-)
-def test_kv_memory_may_go_unless_a_direct_transfer_has_not_ended(
-    running: Rank, monkeypatch: pytest.MonkeyPatch, path: str, hangs: bool, is_left: bool, may_go: bool
-) -> None:
-    """Now, or earlier: then it was left behind. Either way there is no tier afterwards, and any may join again."""
-    monkeypatch.setattr(chain_module, "CLOSE_PATIENCE_S", 0.05)
-    monkeypatch.setattr(chain_module, "LEAKED", [object()] * is_left)
-    running.file.path = path
-    if hangs:
-        running.file.hangs = threading.Event()
-    assert running.chain.release(0.0) is may_go
-    assert running.chain.open_tiers == frozenset()
-    running.chain.join(BUCKET, running.bucket)
-    assert running.chain.open_tiers == {BUCKET}
-    assert running.chain.statuses()[FILE].trouble == "unavailable"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -17,7 +16,7 @@ from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine import pump
 from nixl_offload.engine.batch import Batch, Steps
 from nixl_offload.engine.jobs import JobTable, TierQueue
-from nixl_offload.engine.pump import MAX_FAILED_PASSES, STEP_ALL_S, InFlight, Pauses, Pump, Turn
+from nixl_offload.engine.pump import STEP_ALL_S, InFlight, Pauses, Pump, Turn
 from nixl_offload.engine.records import Chunk, Completion, Job
 from nixl_offload.engine.staging import Slot, SlotPool
 from nixl_offload.engine.states import Lane, WorkKind
@@ -439,34 +438,6 @@ def test_others_may_have_the_interpreter_between_two_pieces_of_work(world: World
 
 
 # -- when it stumbles, and its end -----------------------------------------------------------------------------------
-
-
-def test_it_survives_many_failures_but_not_one_in_a_row_more(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It rests after each, for it must not cost a core."""
-    monkeypatch.setattr(pump, "STUCK_POLL_S", 0.001)
-    left, paths = [MAX_FAILED_PASSES], Paths()
-
-    def look() -> float | None:
-        if left[0]:
-            left[0] -= 1
-            raise RuntimeError("a bug in the mover")
-        return None
-
-    paths.look = look  # type: ignore[method-assign]
-    began_s = time.monotonic()
-    world = World(paths)
-    assert not left[0]
-    assert time.monotonic() - began_s >= MAX_FAILED_PASSES * 0.001
-    assert "a bug in the mover" in caplog.text
-    left[0] = MAX_FAILED_PASSES
-    world.begin(1, LOAD)
-    left[0] = MAX_FAILED_PASSES + 1
-    world.queue.goes_on.put(None)
-    world.thread.join(PATIENCE_S)
-    told = world.told()
-    assert (told.outcomes, told.errors) == ((FAILED,), ("the pump ended unexpectedly",))
 
 
 def some_steps(count: int, each: Callable[[], None] = lambda: None) -> Callable[[Batch], Steps]:

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.header import HeaderRows, verify_rows
-from nixl_offload.engine import image
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.records import Chunk
 from nixl_offload.errors import FormatError
@@ -29,8 +28,11 @@ class CheckedChunks:
     headers: HeaderRows
 
     def refuse_absent(self) -> None:
-        """A chunk of which a wanted block was never stored is CORRUPT."""
-        image.refuse_absent(self.headers, self.chunks)
+        """A chunk of which a wanted block was never stored is CORRUPT. One that wants no block is right."""
+        for row, (chunk, first) in enumerate(zip(self.chunks, self.headers.first_valid_block, strict=True)):
+            if first > chunk.first_block and len(chunk.block_ids) and row not in self.headers.errors:
+                words = f"block {chunk.first_block} was asked for, the shard begins with {first}"
+                self.headers.errors[row] = FormatError(words, reason="blocks")
         self.end_corrupt()
 
     def first_valid_block(self, chunk: Chunk) -> int:

@@ -37,7 +37,7 @@ def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     # Refuses to begin again behind the gather, when the blocks may be somebody else's.
     if not context.advance_or_end(batch, ChunkState.CLAIMED):
         return
-    context.take_slots(batch, plan.path)
+    context.take_slots(batch, plan.packed)
     if context.may_go(batch):
         yield from _gather(context, batch, plan)
         yield from context.run(batch, plan, _seal)
@@ -129,7 +129,7 @@ def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 
 def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
     """Read, verify, scatter. Nothing unverified touches a KV block."""
-    context.take_slots(batch, plan.path)
+    context.take_slots(batch, plan.packed)
     if context.may_go(batch):
         yield from context.run(batch, plan, _read)
 
