@@ -10,10 +10,9 @@ from itertools import count
 
 import pytest
 
-from nixl_offload.catalog.placing import TRIAL_S, Placing
-from nixl_offload.catalog.tickets import NOWHERE, OpenTicket
+from nixl_offload.catalog.placing import Placing
 from nixl_offload.index import State
-from nixl_offload.types import Key, Location, Outcome
+from nixl_offload.types import Key, Location
 
 SLOT = 4096
 BACKLOG_SLOTS = 2
@@ -87,18 +86,6 @@ def test_what_is_being_stored_is_known_until_it_ends(make: Callable[..., World])
     assert world.evicted == [(0, [Key(b"gone" + key(1))])]
 
 
-def test_a_full_backlog_sheds_until_the_tier_is_stuck_and_is_then_passed_over(make: Callable[..., World]) -> None:
-    """The time counts from when the first store began, and anew from each that ends."""
-    world = make(8, 8)
-    assert [world.place(number, 100.0) for number in (1, 2)] == [0, 0]
-    assert world.place(3, 100.0 + STUCK_S) is None
-    assert world.place(3, 100.1 + STUCK_S) == 1
-    world.end(1, 0, 120.0)
-    assert world.place(4, 120.0) == 0
-    assert world.place(5, 120.0 + STUCK_S) is None
-    assert world.place(5, 120.1 + STUCK_S) == 1
-
-
 def test_a_second_store_does_not_begin_the_time_anew(make: Callable[..., World]) -> None:
     world = make(8, 8)
     assert [world.place(1, 0.0), world.place(2, 4.0)] == [0, 0]
@@ -133,29 +120,3 @@ def test_a_tier_that_holds_the_key_does_not_take_it_again(make: Callable[..., Wo
     world = make(8, 8)
     assert world.place(1, 0.0, None, State.EVICTING, None) == 1
     assert world.place(2, 0.0, None, State.EVICTING, State.WRITING) is None
-
-
-def test_a_disabled_tier_gets_a_chunk_now_and_then_and_the_last_one_all_the_same(make: Callable[..., World]) -> None:
-    world = make(8, 8)
-    world.placing.disable([0], 0.0)
-    assert world.place(1, TRIAL_S - 0.1) == 1
-    world.placing.disable([0], TRIAL_S - 0.1)
-    assert world.place(2, TRIAL_S) == 0
-    assert world.place(3, TRIAL_S) == 1
-    world.end(3, 1, TRIAL_S)
-    assert world.place(4, 2 * TRIAL_S) == 0
-    world.end(4, 0, 2 * TRIAL_S)
-    world.placing.disable([1], 2 * TRIAL_S)
-    assert world.place(5, 2 * TRIAL_S) == 0
-    last = make(0, 8)
-    last.placing.disable([1], 0.0)
-    assert last.place(6, 0.1) == 1
-
-
-def test_a_ticket_keeps_the_worst_word_of_any_rank() -> None:
-    ticket = OpenTicket("store", (key(1), key(2)), (Location(0, 0, SLOT), NOWHERE), ranks_left=3)
-    assert not ticket.take(1, {0: Outcome.DROPPED, 1: Outcome.OK, 2: Outcome.FAILED, -1: Outcome.FAILED})
-    assert not ticket.take(1, {0: Outcome.TAINTED})
-    assert ticket.take(1, {0: Outcome.FAILED})
-    assert ticket.failures == {0: Outcome.TAINTED}
-    assert ticket.keys_by_tier() == {0: [key(1)]}
