@@ -25,7 +25,6 @@ from vllm.distributed.utils import get_pp_indices
 from examples.demo.model import ModelShape, write_model
 from nixl_offload.cli.main import main
 from nixl_offload.tiers.shared.naming import parse_shard_name
-from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Key, key_group
 from tests.s3.servers import RcloneServer
 from tests.thinned import thinned
@@ -184,19 +183,13 @@ def command(*arguments: object) -> str:
     return out.getvalue()
 
 
-def shared_tier(engine: PlayedEngine) -> SharedTier:
-    tier = engine.manager._tiers[-1]
-    assert isinstance(tier, SharedTier)
-    return tier
-
-
 def store_all(engine: PlayedEngine) -> None:
     """Compute until everything is stored: one rank that has all layers drops what it has no staging for."""
     for _ in range(MOST_TRIES):
         engine.reset_prefix_cache()
         if engine.generate(PROMPTS) == FULL_TOKENS:
             return
-    pytest.fail(f"not stored after {MOST_TRIES} tries: {shared_tier(engine).counts()}")
+    pytest.fail(f"not stored after {MOST_TRIES} tries")
 
 
 @pytest.mark.parametrize(**thinned(stages=STAGES, medium=MEDIA), indirect=["medium"])
@@ -221,9 +214,6 @@ def test_a_second_server_hits_what_the_first_has_stored(
         second.reset_prefix_cache()
         assert second.generate(PROMPTS) == FULL_TOKENS
         assert (second.moved("store"), second.wrong()) == ([0] * len(stages), [])
-        if medium.many_writers:
-            counts = shared_tier(second).counts()
-            assert (counts.damaged, counts.discarded, counts.failed_loads) == (0, 0, 0)
     assert medium.shards() == before
     file = tmp_path / "kv.yaml"
     file.write_text(yaml.safe_dump({"tiers": [dict(medium.tier)]}))
@@ -269,8 +259,6 @@ def test_servers_of_other_stages_share_what_is_cut_for_four(
         second.reset_prefix_cache()
         assert second.generate(PROMPTS) == FULL_TOKENS
         assert (second.moved("store"), second.wrong()) == ([0] * sizes[1], [])
-        counts = shared_tier(second).counts()
-        assert (counts.damaged, counts.discarded, counts.failed_loads) == (0, 0, 0)
     assert medium.shards() == before
     assert "as each rank has them" not in caplog.text
 
