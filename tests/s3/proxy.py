@@ -58,12 +58,11 @@ class Hold:
 class Answer:
     """Answer instead of the server, which hears nothing. For example (500, "InternalError"), (403, "AccessDenied").
 
-    ``headers`` are lines, ``more`` is XML beside the code.
+    ``more`` is XML beside the code.
     """
 
     status: int = 503
     code: str = "SlowDown"
-    headers: tuple[str, ...] = ()
     more: str = ""
 
 
@@ -137,9 +136,6 @@ class Request:
     status: int | None = None
     """What the client was told; None while it was told nothing."""
     end_s: float | None = None
-    bytes_up: int = 0
-    bytes_down: int = 0
-    """Payload that was passed on."""
     faults: list[Fault] = field(default_factory=list)
 
 
@@ -392,11 +388,11 @@ class _Connection(threading.Thread):
                 self._answer(head, request, fault, "Connection: close")
                 return False
             self._client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        raw, payload_bytes = head.body(requests)
+        raw = head.body(requests)
         if isinstance(fault, Answer):
             self._answer(head, request, fault)
             return True
-        answer, body = self._ask(head, raw, request, fault, payload_bytes)
+        answer, body = self._ask(head, raw, fault)
         self._pause("answer", rules)
         if fault == Reset("answer"):
             raise ConnectionResetError("by rule")
@@ -408,12 +404,10 @@ class _Connection(threading.Thread):
         body = f"<?xml version='1.0'?>{error}".encode()
         request.status = fault.status
         lines = [f"HTTP/1.1 {fault.status} {fault.code}", "Content-Type: application/xml"]
-        lines += [f"Content-Length: {len(body)}", *fault.headers, *more, "", ""]
+        lines += [f"Content-Length: {len(body)}", *more, "", ""]
         self._client.sendall("\r\n".join(lines).encode() + (b"" if head.first[0] == "HEAD" else body))
 
-    def _ask(
-        self, head: Head, raw: bytearray, request: Request, fault: Fault | None, payload_bytes: int
-    ) -> tuple[Head, bytearray]:
+    def _ask(self, head: Head, raw: bytearray, fault: Fault | None) -> tuple[Head, bytearray]:
         """Send a request to the server; return the answer's head and body."""
         if isinstance(fault, Flip) and fault.side == "request" and raw:
             raw[_offset(fault.at, len(raw))] ^= 0x10
@@ -424,7 +418,6 @@ class _Connection(threading.Thread):
             raise ConnectionResetError("by rule")
         with suppress(OSError):  # it may have answered early, with a refusal; that is there to be read
             server.sendall(raw)
-        request.bytes_up = payload_bytes
         while True:
             answer = Head.read(answers)
             if answer is None:
@@ -461,14 +454,12 @@ class _Connection(threading.Thread):
         if fault == Reset("headers"):
             stop_at = 0
         self._client.sendall(sent[:stop_at])
-        request.bytes_down = min(stop_at, len(body))
         if isinstance(fault, Reset):
             time.sleep(0.05)  # let the client read what was sent before the reset throws it away
             raise ConnectionResetError("by rule")
         if isinstance(fault, Stall) and rule is not None:
             self._wait_for(rule)
             self._client.sendall(sent[stop_at:])
-            request.bytes_down = len(body)
         return not isinstance(fault, Cut) or fault.lying or stop_at == len(body)
 
     def _pause(self, at: str, rules: list[Rule]) -> None:
@@ -542,21 +533,19 @@ class Head:
         connection = self.headers.get("connection", "").lower()
         return connection == "close" or (self.first[0] == "HTTP/1.0" and connection != "keep-alive")
 
-    def body(self, stream: BinaryIO) -> tuple[bytearray, int]:
-        """Read the body of a request; return it as it came, and the length of its payload."""
+    def body(self, stream: BinaryIO) -> bytearray:
+        """Read the body of a request; return it as it came."""
         if "chunked" not in self.headers.get("transfer-encoding", "").lower():
-            raw = bytearray(stream.read(int(self.headers.get("content-length", 0))))
-            return raw, len(raw)
-        raw, payload_bytes, length = bytearray(), 0, -1
+            return bytearray(stream.read(int(self.headers.get("content-length", 0))))
+        raw, length = bytearray(), -1
         while length:
             line = stream.readline()
             length = int(line.split(b";")[0], 16)
             raw += line + stream.read(length)
-            payload_bytes += length
             while length == 0 and (trailer := stream.readline()) not in (b"", b"\r\n"):
                 raw += trailer
             raw += stream.readline() if length else b"\r\n"
-        return raw, payload_bytes
+        return raw
 
     def payload(self, stream: BinaryIO) -> bytearray:
         """Read the body of an answer, and take it out of its chunks."""

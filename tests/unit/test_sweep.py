@@ -68,14 +68,6 @@ def test_a_listing_becomes_chunks_with_all_their_ranks() -> None:
     assert others == [f"{NS}/ab/notes.txt", manifest_name(NS)]
 
 
-@pytest.mark.parametrize(("max_bytes", "older_than_s"), [(0, None), (None, 0.0), (0, 0.0)])
-def test_nothing_young_goes(max_bytes: int | None, older_than_s: float | None) -> None:
-    chunks = [chunk(GRACE_S + 2), chunk(GRACE_S - 2), chunk(0), chunk(-3600)]
-    plan, gone, _ = plan_and_sweep(chunks, max_bytes, older_than_s)
-    assert gone == chunks[:1]
-    assert plan.over_bytes == (300 if max_bytes == 0 else 0)
-
-
 _AGES = st.floats(min_value=-100, max_value=3e7) | st.integers(0, 2000).map(float)
 _CHUNKS = st.lists(st.builds(chunk, _AGES, st.integers(0, 1000), st.integers(1, 4)), max_size=60)
 
