@@ -1,10 +1,11 @@
 """Our classes against vLLM's: which versions are accepted, that overrides take every call, which file touches private
-names, and how ranks' reports merge. Starts no engine.
+names, how ranks' reports merge, and in which order vLLM calls what decides over right tokens. Starts no engine.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import textwrap
@@ -15,6 +16,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm.v1.attention.backend import AttentionLayer
 
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.types import Outcome
@@ -50,6 +52,23 @@ def named(path: str) -> Any:
         assert hasattr(thing, name), f"this vLLM has no {name} in {path}"
         thing = getattr(thing, name)
     return thing
+
+
+def source(path: str) -> str:
+    return textwrap.dedent(inspect.getsource(named(path)))
+
+
+def in_order(path: str, *pieces: str) -> None:
+    """Assert that ``pieces`` occur in the source of ``path``, one after the other."""
+    text, at = source(path), 0
+    for piece in pieces:
+        found = text.find(piece, at)
+        assert found >= 0, f"{path} no longer has {piece!r} after the pieces before it in {list(pieces)}"
+        at = found + len(piece)
+
+
+def parameters(path: str) -> list[str]:
+    return [name for name in inspect.signature(named(path)).parameters if name != "self"]
 
 
 # Versions.
@@ -137,6 +156,11 @@ def test_private_names_of_vllm_live_in_one_file() -> None:
         assert not found, f"{cls.__name__} touches {sorted(found)}, which are vLLM's"
 
 
+def test_layers_keep_the_scales_of_quantized_kv_where_we_read_them() -> None:
+    """Under another name they would drop out of the identity without a word."""
+    assert {"_k_scale_float", "_v_scale_float"} <= set(AttentionLayer.__annotations__)
+
+
 # Registration, and what vLLM reads out of its extra config.
 
 
@@ -163,7 +187,58 @@ def test_loads_within_the_step_are_turned_off() -> None:
     assert vllm_internals.turn_off_loads_within_the_step(extra) is None
 
 
+# Orders of calls.
+
+
+def test_ranks_stop_before_the_scheduler_gives_up_the_directory() -> None:
+    """Else a second engine could take the lock while ours still writes."""
+    in_order("vllm.v1.engine.core:EngineCore.shutdown", "self.model_executor.shutdown()", "self.scheduler.shutdown()")
+
+
+def test_stores_are_flushed_before_their_blocks_are_reused() -> None:
+    in_order(f"{OFFLOADING}.worker:OffloadingConnectorWorker.handle_preemptions", "submit_store(", "self.worker.wait(")
+    in_order("vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.pre_forward", "handle_preemptions(", "_start_load_kv(")
+
+
+def test_a_step_touches_no_block_of_a_load_that_comes_with_it() -> None:
+    """What the fence of loads rests on, which is recorded in ``handle_preemptions``: decision 0014."""
+    runner, second = "vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+    # Before the forward pass, in either runner, and on the thread that launches it.
+    in_order(f"{runner}.execute_model", "handle_preemptions(", "self._update_states(", "self._model_forward(")
+    launches = ("pre_forward(", "run_fullgraph(", "pre_forward(", "model(")
+    in_order(f"{second}.execute_model", "self.update_requests(", *launches)
+    in_order("vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.post_forward", "_start_load_kv()", "wait_for_save()")
+    # The first one zeroes blocks behind it: not those of a load, of any group that we load.
+    assert "zero_block_ids" in source(f"{runner}._zero_block_ids")
+    scheduler = "vllm.v1.core.sched.scheduler:Scheduler.schedule"
+    in_order(scheduler, "delay_cache_blocks=load_kv_async", "get_loaded_kv_cache_group_ids(request)")
+    coordinator = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.allocate_new_computed_blocks"
+    assert "record_for_zeroing=i not in skip_zeroing_group_ids" in source(coordinator)
+    loaded = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_loaded_kv_cache_group_ids"
+    assert "prefix_cacheable_group_ids" in source(loaded)
+    assert "get_loaded_kv_cache_group_ids" not in vars(NixlOffloadConnector)
+    assert "get_loaded_kv_cache_group_ids" not in source(f"{CONNECTOR}.offloading_connector")
+    assert "prefix_cacheable_group_ids" in source(f"{OFFLOADING}.config:get_offloading_group_ids")
+    # Nor does the step have freed blocks in its hands: after a preemption it admits no load.
+    in_order(scheduler, "self._preempt_request(", "if not preempted_reqs", "get_num_new_matched_tokens(")
+    # The request of a load waits: it is no part of the step, and its blocks are in nobody's prefix.
+    in_order(scheduler, "if load_kv_async:", "WAITING_FOR_REMOTE_KVS", "skip_request(request_queue)", "continue")
+
+
 # Our messages.
+
+
+def test_messages_that_we_build_by_position_keep_their_order() -> None:
+    meta = named(f"{OFFLOADING}.common:OffloadingWorkerMetadata")
+    assert [item.name for item in dataclasses.fields(meta)][:2] == ["completed_jobs", "transfer_stats"]
+    prepared = ["keys_to_store", "store_spec", "evicted_keys"]
+    assert parameters("vllm.v1.kv_offload.base:PrepareStoreOutput")[:3] == prepared
+    assert parameters(f"{OFFLOADING}.common:DirectionalTransferStats.record") == ["num_bytes", "time"]
+    named("vllm.v1.kv_offload.base:RequestOffloadingContext")()
+    scheduled = named(f"{OFFLOADING}.common:OffloadingConnectorMetadata")
+    assert [item.name for item in dataclasses.fields(scheduled)] == ["load_jobs", "store_jobs", "jobs_to_flush"], (
+        "build_connector_meta copies these, and would leave out what came on top"
+    )
 
 
 def test_reports_of_two_ranks_merge() -> None:

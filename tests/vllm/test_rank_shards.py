@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from nixl_offload.config import ShardCut
 from nixl_offload.errors import LayoutError
 from nixl_offload.vllm import rank_shards
-from nixl_offload.vllm.rank_shards import RankShards, cut_chunks, has_replicas
+from nixl_offload.vllm.rank_shards import RankShards, cut_by_config, cut_chunks, has_replicas
 from tests.vllm.test_kv_heads import BLOCKS, Memory, full, group, mla, vllm_config, window
 
 
@@ -77,6 +77,15 @@ def test_what_changes_bytes_changes_the_digest() -> None:
         cut(engine(4), [groups[0], replace(groups[1], role=KVCacheGroupRole.HISPARSE_INDEXER)]).digest,
     ]
     assert len(set(digests)) == len(digests)
+
+
+def test_the_type_of_the_memory_counts_beside_that_of_the_spec() -> None:
+    config = engine(4)
+    memory = Memory(config, [group(full(4), "a")])
+    other = {name: cache.view(torch.float16) for name, cache in memory.caches.items()}
+    found = cut_chunks(config, memory.config, other, memory.canonical(), ShardCut(heads=1), BLOCKS)
+    assert isinstance(found, RankShards), found
+    assert found.digest != cut(config, [group(full(4), "a")]).digest
 
 
 @pytest.mark.parametrize("tp", [1, 8])
@@ -222,3 +231,19 @@ def test_what_one_rank_does_not_understand_no_rank_cuts(monkeypatch: pytest.Monk
         told[1] = whole
     told[rank] = "rank looks the other way"
     assert ask() == ["rank looks the other way"] * 2
+
+
+def test_context_parallelism_is_told_first() -> None:
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        config = engine(4)
+        setattr(config.parallel_config, name, 2)
+        assert "context parallelism" in str(cut_by_config(config, ShardCut(heads=8)))
+
+
+def test_context_parallelism_leaves_fewer_replicas() -> None:
+    """Ranks of such a group have other tokens of what would be alike."""
+    config = engine(128, tp=8)
+    config.model_config.use_mla = True
+    for dcp, expected in ((1, True), (4, True), (8, False)):
+        config.parallel_config.decode_context_parallel_size = dcp
+        assert has_replicas(config) is expected
