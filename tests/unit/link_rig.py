@@ -48,7 +48,10 @@ def engines(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
         if isinstance(rig.mover, FaultyMover):
             rig.mover.release()
         rig.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("nixl-offload")]
+    for thread in threading.enumerate():
+        if thread.name.startswith("nixl-offload"):
+            thread.join(5.0)
+            assert not thread.is_alive(), thread.name
 
 
 def tree(root: Path, *, rank: int = 0, filesystem: Filesystem = REAL) -> LinkMaker:
