@@ -362,7 +362,8 @@ DAMAGES: dict[str, Callable[[Medium, str, str], None]] = {
 SEEN_BY_LOOKING = ("emptied", "cut by a byte", "grown", "deleted")
 """Where the size tells, so that nobody needs to load."""
 AT_REST = [
-    *(("remembering", what) for what in (*DAMAGES, *FLIPS) if what != "grown"),
+    # The one byte that is missing may be in the slot since an earlier load: then the chunk is whole, and is served.
+    *(("remembering", what) for what in (*DAMAGES, *FLIPS) if what not in ("grown", "cut by a byte")),
     *(("looking", what) for what in (*SEEN_BY_LOOKING, "swapped")),
 ]
 AT_REST_OF_ALL = [("looking", "deleted"), ("looking", "swapped")]
@@ -418,8 +419,7 @@ def _payloads(pair: Pair) -> dict[str, bytes]:
 def test_verify_header(workshop: Workshop, server: RcloneServer, reference: Reference) -> None:
     """Without checksums too a shard that ends early is refused, at rest and on the way.
 
-    Mover obj does not tell: checksums are compared there all the same. So a shard is taken that lacks one byte which
-    its slot has from an earlier chunk.
+    Mover obj does not report short reads, so checksums are compared there all the same.
     """
     reference.answers(PROMPT)
     lengths = (0, HEADER_BYTES, HEADER_BYTES + BLOCK_BYTES + 1, HEADER_BYTES + CHUNK_BYTES // 2)
