@@ -57,7 +57,7 @@ test-long: $(STAMP) ## The tests that `make test` has no time for: fleets, ranks
 $(TESTS): test-%: $(STAMP)
 	@$(PYTEST) $(PARALLEL) tests/$* $(ARGS)
 
-prove: $(STAMP) ## The proof at length: faults, kills, races, fuzzing ...; goes on where it was (ARGS="--parts NAME --seed 2 --list")
+prove: $(STAMP) ## The proof at length: faults, kills, power cuts, fuzzing ...; goes on where it was (ARGS="--parts NAME --seed 2 --list")
 	@$(BIN)/python -m tests.prove $(ARGS)
 
 test-vllm-upstream: $(STAMP) ## vLLM's own tests of its offloading scheduler over our half
