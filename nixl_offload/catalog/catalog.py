@@ -159,7 +159,8 @@ class Catalog:
         return found
 
     def flush(self, now_s: float) -> None:
-        """A step is scheduled: tiers begin to look for what lookups have asked about."""
+        """A step is scheduled: end retention that is over, and have tiers look for what lookups have asked about."""
+        self._retention.expire(now_s)
         for tier in self._tiers:
             tier.flush(now_s)
 
@@ -242,7 +243,6 @@ class Catalog:
     def begin_write_throughs(self, now_s: float) -> list[WriteThroughTicket]:
         """Begin pending writes to farther tiers, and prefetches: sources pinned, targets reserved. Called each step."""
         tickets = []
-        self._retention.expire(now_s)
         for writes in self._write_throughs.begin(now_s):
             keys = tuple(write.chunk.key for write in writes)
             sources, targets = tuple(write.source for write in writes), tuple(write.target for write in writes)

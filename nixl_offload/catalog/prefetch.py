@@ -144,6 +144,9 @@ class PrefetchQueue:
             progress = self._advance(prefetch, self._tiers[self._memory], step)
             if progress == "over":
                 self._forget(prefetch.request_id)
+                if prefetch.is_prefix:  # it is of use from its beginning: let its end be evicted first
+                    for key in reversed(prefetch.keys[: prefetch.next]):
+                        self._tiers[self._memory].touch(key)
             elif now_s - prefetch.since_s >= PATIENCE_S:
                 self._give_up(prefetch, "late")
             elif progress == "asking":

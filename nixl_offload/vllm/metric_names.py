@@ -43,8 +43,8 @@ shard_failures | counter | operation outcome cause tier | shards (a chunk's part
     namespace, key, length, blocks or authentication did not verify. dropped: queue_full (too many stores for storage),
     needed_back (vLLM wanted the blocks before storage had time), no_answer, no_time (a write-through waited 30 s),
     files (the process may open no more) or closed (shutdown). failed: disabled (see disabled_ranks), full, readonly,
-    missing, locked, permission, io, timeout (load_timeout), needed_back, closed, or layout and unexpected (bugs). | Why
-    chunks_total shows failed, corrupt or dropped
+    missing, unreachable, locked, permission, io, timeout (load_timeout), needed_back, closed, or layout and unexpected
+    (bugs). | Why chunks_total shows failed, corrupt or dropped
 queued_bytes | gauge | operation tier | bytes, sum over ranks |
     KV bytes of loads, stores and write-throughs that wait for their turn in a tier; those in progress are left out.
     Those of the last step, while the engine is idle. | Storage does not keep up

@@ -64,9 +64,11 @@ class MetricsReporter:
         """By rank."""
 
     def restart(self) -> None:
-        """The tiers are opened anew, and count from 0 again. The exporter shows a gauge until it gets another value."""
-        gauges = {metric.name.removeprefix(PREFIX) for metric in METRICS if metric.kind == "gauge"}
-        self._told = {told: value for told, value in self._told.items() if told[0] in gauges}
+        """The tiers are opened anew, and count from 0 again. The exporter shows a gauge until it gets another value.
+        Decisions about hits go on counting.
+        """
+        kept = {metric.name.removeprefix(PREFIX) for metric in METRICS if metric.kind == "gauge"} | {"hit_decisions"}
+        self._told = {told: value for told, value in self._told.items() if told[0] in kept}
         self._statuses.clear()
 
     def settled(self, settled: Settled) -> None:

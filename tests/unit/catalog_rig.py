@@ -133,6 +133,7 @@ class Chain:
             )
 
     def begin(self) -> list[WriteThroughTicket]:
+        self.catalog.flush(self.now_s)
         grants = self.catalog.begin_write_throughs(self.now_s)
         self.open.update((grant.ticket, len(grant.keys)) for grant in grants)
         return grants

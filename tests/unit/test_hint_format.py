@@ -1,4 +1,4 @@
-"""What a hint may be: our names in ``kv_transfer_params`` and in an envelope; whatever else comes is refused in words
+"""What a hint may be: our names in ``kv_transfer_params``; what else comes is refused in words
 that say what would be right, and never by an exception.
 """
 

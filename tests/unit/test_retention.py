@@ -51,6 +51,15 @@ def test_what_is_retained_outlives_what_came_later(make: MakeChain) -> None:
     assert MEMORY not in chain.holders(1), "its time is over"
 
 
+def test_retention_ends_where_nothing_is_written_through(make: MakeChain) -> None:
+    chain = make()
+    fill(chain, 1)
+    retain(chain, 60.0, 1)
+    chain.now_s += 60.0
+    chain.catalog.flush(chain.now_s)
+    assert not any(chain.catalog.counts().retained_bytes)
+
+
 def test_half_of_a_tier_is_left_for_others(make: MakeChain) -> None:
     chain = make(memory_slots=4)
     fill(chain, 1, 2, 3)

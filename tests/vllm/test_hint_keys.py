@@ -1,5 +1,5 @@
 """The scheduler's half with hints, without an engine: token ids become the keys that a request with these tokens has, a
-piece at a step; hints come by ``kv_transfer_params`` and by vLLM's envelope alike; too many at a time are refused.
+piece at a step; hints come by ``kv_transfer_params``; too many at a time are refused.
 """
 
 from __future__ import annotations
