@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_offload.errors import MoverError
+from nixl_offload.stores.filesystem import REAL
 from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -191,6 +192,7 @@ def open_file(mover: Mover, path: str, length_bytes: int, *, direct_io: bool) ->
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise MoverError(f"cannot use {path}: not a regular file")
+    REAL.clear_flag(fd, os.O_NONBLOCK)  # io_uring answers EAGAIN for such files on some devices
     return mover.adopt_file(fd, path, length_bytes, direct=direct)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import os
 import subprocess
@@ -94,6 +95,25 @@ class Refuses(DeviceCopyMover):
         """See Mover."""
         super().close()
         raise MoverError("deregister memory failed")
+
+
+class Notes(CopyMover):
+    """Keeps the flags of the files that it gets."""
+
+    flags = 0
+
+    def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
+        self.flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        return super().adopt_file(fd, path, length_bytes, direct=direct)
+
+
+def test_only_the_open_is_made_without_blocking(tmp_path: Path) -> None:
+    """io_uring answers EAGAIN for files that are left so on some devices."""
+    (tmp_path / "data").write_bytes(bytes(4096))
+    mover = Notes()
+    open_file(mover, str(tmp_path / "data"), 4096, direct_io=False)
+    assert not mover.flags & os.O_NONBLOCK
+    mover.close()
 
 
 def test_a_pair_leaves_nothing_open_though_one_of_the_two_fails(tmp_path: Path) -> None:
