@@ -272,6 +272,20 @@ def test_storing_resumes_in_a_directory_taken_back(open_tier: OpenTier, open_ran
         open_tier()
 
 
+def test_a_store_without_a_descriptor_does_not_pause_the_others(
+    open_tier: OpenTier, open_rank: OpenRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slab is well; only the process has too many files open."""
+    tier = open_tier()
+    rank = open_rank(tier)
+    where = tier.reserve(key(1), SLOT, [])
+    assert where is not None
+    monkeypatch.setattr(rank.slab, "check", lambda: "files")
+    with pytest.raises(TierError):
+        next(rank.link.begin_write(key(1), where, SLOT))
+    assert (rank.link.trouble, rank.link.may_store()) == ("none", True)
+
+
 def test_a_vanished_directory_is_locked_before_anything_is_stored_there(
     open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path
 ) -> None:

@@ -103,7 +103,8 @@ class SlabLink(Link):
             self._slab.ensure(location.offset, length_bytes)
             file = self._opened(0)
         except TierError as error:
-            self._stores.failed(error.cause, str(error), self._clock())
+            if error.cause != "files":
+                self._stores.failed(error.cause, str(error), self._clock())
             raise
         except OSError as error:
             self._stores.failed("io", str(error), self._clock())
