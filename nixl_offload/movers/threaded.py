@@ -135,6 +135,8 @@ class ThreadedMover(TrackedMover[ThreadedTransfer]):
         self._drain(_AFTER_CLOSE_S)
         if self._in_flight:
             logger.warning("%s: %d transfers did not end; leaking their memory", self.name, len(self._in_flight))
+            for transfer in self._in_flight.values():
+                transfer.stop = True
             self._abandon()
         else:
             for worker in self._workers:

@@ -186,9 +186,11 @@ class BlockingStore(Store):
 
     def __init__(self, *, polite: bool) -> None:
         self.go = threading.Event()
+        self.reads = 0
         self._polite = polite
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
+        self.reads += 1
         self.go.wait(30)
         raise StoreError("let go", cause="io")
 
@@ -216,6 +218,10 @@ def test_close_is_bounded(polite: bool) -> None:
     assert time.monotonic() - started_s < 20
     assert [(read.state, read.quarantine) for read in reads] == [(TransferState.FAILED, not polite)] * 3
     store.go.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith(f"nixl-offload-{rig.mover.name}"):
+            thread.join(10)
+    assert store.reads == 2 + polite, "what was queued does not begin after close"
 
 
 def test_a_store_that_raises_anything() -> None:
