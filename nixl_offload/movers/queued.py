@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 NOT_ANSWERING: Final = frozenset({"unreachable", "timeout", "throttled", "server"})
 """Causes of a StoreError that say nothing of the client or the object: another time the same call works."""
-_LOOK_S: Final = 0.001
-"""Looks are this far apart: a poll of NIXL costs as much processor time as a request."""
+_LOOK_SHARE, _LOOK_MIN_S, _LOOK_MAX_S = 0.125, 0.0005, 0.01
+"""Looks are this share of a transfer's usual time apart: a poll of NIXL costs as much processor time as a request."""
 
 
 class _Answer(Enum):
@@ -51,6 +51,8 @@ class _QueuedTransfer(Transfer):
     """The attempt that runs; between two attempts, the one that failed."""
     first_s: float = 0.0
     """When the first attempt began."""
+    began_s: float = 0.0
+    """When the latest did."""
     again_s: float = 0.0
     """When the next may begin."""
     answer: Future[_Answer] | None = None
@@ -93,6 +95,8 @@ class QueuedMover(Mover):
         self._names: dict[FileId, str] = {}
         self._busy: Counter[FileId] = Counter()
         """Transfers by object."""
+        self._usual_s = 0.0
+        """What a transfer takes."""
         self._look_s = 0.0
         """When the next look is due."""
         self._news = False
@@ -146,7 +150,8 @@ class QueuedMover(Mover):
 
     def _begin(self, transfer: _QueuedTransfer) -> MoverError | None:
         """Begin an attempt. Returns the refusal, if nothing was started."""
-        transfer.first_s = transfer.first_s or time.monotonic()
+        transfer.began_s = time.monotonic()
+        transfer.first_s = transfer.first_s or transfer.began_s
         transfer.attempts_left -= 1
         try:
             transfer.inner = self.inner.submit(transfer.op, *transfer.request)
@@ -173,7 +178,7 @@ class QueuedMover(Mover):
         now_s = time.monotonic()
         if now_s < self._look_s:
             return
-        self._look_s = now_s + _LOOK_S
+        self._look_s = now_s + min(max(_LOOK_SHARE * self._usual_s, _LOOK_MIN_S), _LOOK_MAX_S)
         for transfer in tuple(self._running):
             self._advance(transfer, now_s)
         for transfer in tuple(self._resting):
@@ -194,6 +199,10 @@ class QueuedMover(Mover):
             return
         if state is TransferState.PENDING:
             return
+        if state is TransferState.DONE:
+            # What ends sooner than others counts for more, so that nobody waits for slow times.
+            took_s = now_s - transfer.began_s
+            self._usual_s += (took_s - self._usual_s) * (0.25 if took_s < self._usual_s else 0.125)
         again_s = now_s + self._pause_s * random.uniform(0.5, 1.5)
         over = state is TransferState.DONE or inner.quarantine or inner.missing or self._closed
         if over or not transfer.attempts_left or again_s > transfer.first_s + self._within_s:
@@ -265,7 +274,7 @@ class QueuedMover(Mover):
         end_s = time.monotonic() + self._close_timeout_s
         while (self._running or self._waiting) and time.monotonic() < end_s:
             self._pass()
-            time.sleep(_LOOK_S)
+            time.sleep(_LOOK_MIN_S)
         for transfer in self._waiting:
             self._settle(transfer, TransferState.FAILED, f"{self.name}: closed before it was started")
         self._waiting.clear()
