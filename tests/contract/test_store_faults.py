@@ -304,6 +304,12 @@ def test_an_absent_bucket_is_not_an_absent_object(rclone: RcloneServer, monkeypa
         assert (failure.cause, "bucket init" in str(failure)) == ("io", True), (operation, str(failure))
 
 
+def test_a_certificate_bundle_that_is_not_there() -> None:
+    """Said at the first call, and not by a foreign exception."""
+    store = store_at("https://127.0.0.1:1", ca_bundle="/no/such/bundle.pem")
+    assert "/no/such/bundle.pem" in str(failure_of(store, "head"))
+
+
 def test_refresh_where_a_server_copies_nothing(rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The object is read and written instead: young again, and the same."""
     for name, value in rclone.environment.items():

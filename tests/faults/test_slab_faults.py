@@ -169,6 +169,17 @@ def test_a_vanished_directory_is_made_again(tmp_path: Path, slab: SlabFile) -> N
     assert allocated_bytes(tmp_path / "elsewhere" / "ns" / "rank-00000.slab") < 2 * EXTENT, "the old one did not grow"
 
 
+def test_a_replaced_file_is_not_the_slab(slab: SlabFile) -> None:
+    """A restored backup under the same name is another file; what the old one held is not in it."""
+    slab.ensure(0, 64 * KIB)
+    slab.path.unlink()
+    slab.path.write_bytes(bytes(EXTENT))
+    assert slab.check() == "missing"
+    assert refusal(slab, EXTENT) == "missing"
+    assert slab.reopen() is True
+    slab.ensure(EXTENT, 64 * KIB)
+
+
 def test_nothing_is_created_under_an_empty_mount_point(small_filesystem: SmallFilesystem, slab: SlabFile) -> None:
     """An unmounted disk must not turn into a cache on the system's own disk."""
     slab.ensure(0, 64 * KIB)

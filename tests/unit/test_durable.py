@@ -127,6 +127,29 @@ def test_random_calls_leave_the_rows_of_a_model(path: str) -> None:
     assert reread(path) == [(k, *v) for k, v in model.items()]
 
 
+def test_put_and_delete_do_not_wait_for_the_storage(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a write hangs, calls go on; afterwards all of them are there."""
+    hangs, go_on = threading.Event(), threading.Event()
+    write = Database.write
+
+    def hanging(self: Database, batch: list[tuple[Key, int, int] | tuple[Key]]) -> None:
+        hangs.set()
+        assert go_on.wait(WAIT_S)
+        write(self, batch)
+
+    monkeypatch.setattr(Database, "write", hanging)
+    twin, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0)
+    twin.put(key(0), place(0))
+    assert hangs.wait(WAIT_S)
+    for number in range(1, 3000):
+        twin.put(key(number), place(number))
+    assert not twin.flush(0.01)
+    go_on.set()
+    assert twin.flush(WAIT_S)
+    assert twin.close(WAIT_S)
+    assert len(reread(path)) == 3000
+
+
 def test_the_file_is_for_the_owner_alone(path: str) -> None:
     """Mode 0600 under any umask, also when the file was there before. SQLite gives that to its journal too."""
     Path(path).touch(mode=0o644)

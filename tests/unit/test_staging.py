@@ -5,8 +5,10 @@ twice or once retired; a device gives what it can spare, and says when it cannot
 from __future__ import annotations
 
 import logging
+import mmap
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +30,33 @@ def test_a_budget_too_small_for_two_slots_is_exceeded_and_said(caplog: pytest.Lo
         caplog.clear()
         StagingPool(slot_bytes=1 << 20, budget_bytes=2 << 20)
         assert not caplog.records, "two are enough"
+
+
+@pytest.mark.parametrize(("begins_at", "asked"), [(0, [5]), (512, [5, 6])])
+def test_page_locked_slots_are_aligned_too_and_take_no_page_more_than_they_must(
+    monkeypatch: pytest.MonkeyPatch, begins_at: int, asked: list[int]
+) -> None:
+    """Torch may give such memory from anywhere in a page."""
+    area = np.frombuffer(mmap.mmap(-1, 16 * PAGE_BYTES), dtype=np.uint8)
+    lengths = []
+
+    def empty(length_bytes: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert (dtype, pin_memory) == (torch.uint8, True)
+        lengths.append(length_bytes)
+        return torch.from_numpy(area[begins_at : begins_at + length_bytes])
+
+    monkeypatch.setattr(torch, "empty", empty)
+    pool = StagingPool(slot_bytes=PAGE_BYTES, budget_bytes=5 * PAGE_BYTES, pinned=True)
+    assert [length_bytes // PAGE_BYTES for length_bytes in lengths] == asked
+    assert (pool.slots_total, pool.region.length_bytes) == (5, 5 * PAGE_BYTES)
+    assert pool.region.address % PAGE_BYTES == 0
+    first, *_, last = (pool.acquire() for _ in range(5))
+    assert first is not None
+    assert last is not None
+    first.memory[:], last.memory[:] = 1, 5
+    begin = PAGE_BYTES if begins_at else 0
+    assert (area[begin : begin + PAGE_BYTES] == 1).all()
+    assert (area[begin + 4 * PAGE_BYTES : begin + 5 * PAGE_BYTES] == 5).all()
 
 
 def test_a_retired_slot_never_comes_back() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +16,42 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from nixl_offload.engine import Work
+from nixl_offload.engine.transfer_statistics import Act
 from nixl_offload.types import Outcome
 from nixl_offload.vllm import connector_scheduler
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
-from nixl_offload.vllm.messages import LoadSample, TicketReport
+from nixl_offload.vllm.connector_worker import NixlConnectorWorker
+from nixl_offload.vllm.messages import LoadSample, RankStatus, TicketReport
+from nixl_offload.vllm.worker import NixlOffloadingWorker
 from tests.vllm import manager_rig
 from tests.vllm.test_contract import OFFLOADING, named
+
+
+def test_a_rank_that_is_asked_twice_before_it_reports_loses_nothing() -> None:
+    """What was moved is added up, and the status that it told stays in the report."""
+    spec = SimpleNamespace(
+        replicated_layout=False, config=SimpleNamespace(canonical_layout=False, parallel=None, groups=(None,))
+    )
+    worker = NixlConnectorWorker(spec, None, manager_rig.kv_cache_config())  # type: ignore[arg-type]
+    act, status = Act("store", 0), RankStatus(frozenset({0}))
+    works = [Work(Counter({act: size_bytes})) for size_bytes in (3, 4)]
+    told: list[dict[int, RankStatus]] = [{0: status}, {}, {}]
+    rank = object.__new__(NixlOffloadingWorker)
+    rank._engine = SimpleNamespace(has_jobs=True)  # type: ignore[assignment]
+    rank._look_s = 0.0
+    rank.take_finished = list  # type: ignore[method-assign]
+    rank.take_tickets = lambda: {1: {}}  # type: ignore[method-assign]
+    rank.take_work = lambda: works.pop() if works else None  # type: ignore[method-assign]
+    rank.take_status = lambda: told.pop(0)  # type: ignore[method-assign]
+    worker.worker = rank
+    worker._has_told_geometry = True
+    for _ in range(3):
+        worker.get_finished(set())
+    report = worker.build_connector_worker_meta()
+    assert report.work is not None
+    assert report.work.payload_bytes == {act: 7}
+    assert report.ranks == {0: status}
 
 
 class Matching:
