@@ -124,8 +124,11 @@ def test_a_restart_loses_nothing(second_engine: Engine, reference: Reference) ->
     assert second_engine.stored_bytes() == 0
 
 
-def test_a_wrong_load_would_be_noticed(second_engine: Engine, reference: Reference) -> None:
-    """Damage to the blocks that were just loaded changes tokens and logprobs; damaging them back restores both."""
+def test_a_wrong_load_would_be_noticed(second_engine: Engine, reference: Reference, shape: ModelShape) -> None:
+    """Damage to the blocks that were just loaded changes tokens and logprobs; damaging them back restores both.
+
+    Damage to one block shows, too, whichever of those it is that the rest of the prompt attends to.
+    """
     assert second_engine.reset_prefix_cache()
     second_engine.worker("clear_kv")
     _assert_loaded(second_engine.generate(PROMPTS), reference.each)
@@ -137,6 +140,16 @@ def test_a_wrong_load_would_be_noticed(second_engine: Engine, reference: Referen
         assert damaged.logprobs != right.logprobs
     second_engine.worker("poison_blocks", loaded)
     assert_same(second_engine.generate(PROMPTS), reference.each)
+    assert second_engine.reset_prefix_cache()
+    second_engine.worker("clear_kv")
+    _assert_loaded(second_engine.generate(PROMPTS[:1]), reference.each[:1])
+    noticed = 0
+    for block in second_engine.worker("written_blocks")[0]:
+        second_engine.worker("poison_blocks", [block])
+        [damaged] = second_engine.generate(PROMPTS[:1])
+        noticed += not damaged.same_as(reference.each[0])
+        second_engine.worker("poison_blocks", [block])
+    assert noticed == (FULL_CHUNKS_TOKENS + (shape.sliding_window or 0)) // BLOCK_TOKENS
 
 
 def test_a_shared_prefix_is_loaded_and_the_rest_computed(

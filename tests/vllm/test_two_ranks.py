@@ -36,11 +36,12 @@ def directory(workshop: Workshop) -> Path:
     return workshop.scratch / "kv-ranks"
 
 
-def _start(workshop: Workshop, directory: Path) -> Engine:
+def _start(workshop: Workshop, directory: Path, *, forked: bool = True) -> Engine:
     """Two ranks, each a process with a slab of its own."""
     return workshop.start_engine(
         connector=file_tier(directory),
         in_process=False,
+        forked=forked,
         # Two ranks on a machine with one NUMA node.
         environment={"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"},
         tensor_parallel_size=2,
@@ -136,7 +137,7 @@ def test_another_server_finds_what_the_first_has_stored(
     """Each rank of the second tells the same of itself as its like in the first, so both have one namespace."""
     namespaces = sorted(path.parent for path in directory.glob("*/index.sqlite"))
     engine.stop()
-    with _start(workshop, directory) as second:
+    with _start(workshop, directory, forked=False) as second:  # as for a user: each process imports for itself
         answers = second.generate(PROMPTS)
         assert [answer.external_hit_tokens for answer in answers] == [FULL_TOKENS] * len(PROMPTS)
         assert_same(answers, right)
