@@ -85,15 +85,16 @@ class Boundless(Filesystem):
 
 
 def test_space_lost_in_the_middle_of_preallocation_is_given_back(small_filesystem: SmallFilesystem) -> None:
-    """When another writer was quicker, the half-reserved extent is undone."""
+    """When another writer was quicker, the half-reserved extent is undone, at the end of the file and in a hole."""
     slab = SlabFile(small_filesystem.path / "rank-00000.slab", 32 * MIB, EXTENT, filesystem=Boundless())
     slab.open()
     slab.ensure(2 * EXTENT, 64 * KIB)
     small_filesystem.fill(leave_bytes=EXTENT // 2)
     free_bytes = small_filesystem.free_bytes
-    assert refusal(slab, 3 * EXTENT) == "full"
-    assert abs(small_filesystem.free_bytes - free_bytes) <= 8 * KIB
-    assert slab.path.stat().st_size == 3 * EXTENT
+    for offset in (3 * EXTENT, 0):
+        assert refusal(slab, offset) == "full"
+        assert abs(small_filesystem.free_bytes - free_bytes) <= 8 * KIB
+        assert slab.path.stat().st_size == 3 * EXTENT
     slab.close()
 
 
@@ -222,22 +223,30 @@ def test_reopening_keeps_every_byte_and_cuts_what_is_beyond(tmp_path: Path) -> N
 
 
 def test_a_filesystem_without_fallocate_is_used_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The file is as long as it must be, what is there is never touched, and the log says so once."""
+    """Space is real all the same, a full disk loses none, what is there stays, and the log says so once."""
     filesystem = HostileFilesystem()
+
+    is_full = True
 
     def refuse(call: str, target: object) -> None:
         if call == "allocate":
             raise OSError(errno.EOPNOTSUPP, "no")
+        if call == "write" and is_full and os.fstat(int(str(target))).st_size >= MIB:
+            raise OSError(errno.ENOSPC, "full")
 
     filesystem.before = refuse
     slab = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT, filesystem=filesystem)
     slab.open()
+    assert refusal(slab, 0) == "full"
+    assert slab.path.stat().st_size == 0
+    is_full = False
     slab.ensure(MIB, MIB)
     assert slab.path.stat().st_size == EXTENT
     slab.path.write_bytes(b"x" * EXTENT)
     slab.ensure(30 * MIB, 2 * MIB)
     slab.ensure(0, 4 * MIB)
     assert slab.path.stat().st_size == 32 * MIB
+    assert allocated_bytes(slab.path) >= 32 * MIB
     assert slab.path.read_bytes()[:EXTENT] == b"x" * EXTENT
     assert len([record for record in caplog.records if "preallocate" in record.message]) == 1
     slab.close()

@@ -15,15 +15,19 @@ import mmap
 import os
 import stat
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from nixl_offload.errors import LayoutError, TierError
-from nixl_offload.stores.filesystem import REAL, Filesystem, cause_of, spare_bytes
+from nixl_offload.stores.filesystem import REAL, Filesystem, cause_of, fallocate, spare_bytes
 from nixl_offload.tiers.lock import is_held_by
 from nixl_offload.tiers.os_errors import tier_error
 from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
+
+_ZEROS: Final = bytes(1 << 20)
+_KEEP_SIZE: Final = 0x01
+_PUNCH_HOLE: Final = 0x02
 
 
 def rank_file_name(rank: int) -> str:
@@ -111,7 +115,7 @@ class SlabFile:
         self._kept_free = kept_free
         self._owner = owner
         self._wants_direct_io = direct_io
-        self._is_known_buffered = self._is_known_sparse = False
+        self._is_known_buffered = self._is_known_slow = False
         """Whether the log says that the filesystem cannot do direct I/O, and that it cannot preallocate."""
         self._fd = -1
         self._identity = (0, 0)
@@ -161,7 +165,8 @@ class SlabFile:
         """Put real space under ``[offset, offset + length_bytes)``, whole extents at a time, before it is written.
 
         Afterwards the file's size covers the range and a write into it cannot meet a full disk, except on filesystems
-        that copy on write, or cannot preallocate. Costs nothing for extents known to be backed, else one fallocate.
+        that copy on write. Costs nothing for extents known to be backed, else one fallocate. Where the filesystem has
+        none, the file grows by zeros to the end of the extent.
         Raises LayoutError (outside the slab) and TierError; then the file is no longer than before.
         """
         end = offset + length_bytes
@@ -224,7 +229,8 @@ class SlabFile:
         length = min(self.extent_bytes, self.rank_bytes - start)
         if (cause := self.check()) is not None:
             self._raise_trouble(cause)
-        size = self._filesystem.stat(self._fd).st_size
+        size = size_now = self._filesystem.stat(self._fd).st_size
+        holds_data = start < size and self._holds_data(start, start + length)
         needed_bytes = start + length - max(start, size)
         if needed_bytes > 0 and spare_bytes(self._filesystem.space(self._fd), self._kept_free) < needed_bytes:
             # Rather than take a disk's last blocks away from others and give them back.
@@ -235,16 +241,26 @@ class SlabFile:
             except OSError as error:
                 if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS}:
                     raise
-                if size < start + length:
-                    self._filesystem.truncate(self._fd, start + length)
-                if not self._is_known_sparse:
-                    self._is_known_sparse = True
-                    logger.warning("%s: this filesystem cannot preallocate; stores fail when it is full", self.path)
+                if not self._is_known_slow:
+                    self._is_known_slow = True
+                    logger.warning(
+                        "%s: this filesystem cannot preallocate; the file grows by zeros, which costs time", self.path
+                    )
+                while size_now < start + length:  # what is below the file's size was written once
+                    zeros = memoryview(_ZEROS)[: start + length - size_now]
+                    size_now += self._filesystem.write(self._fd, zeros, size_now)
         except OSError as error:
             with contextlib.suppress(OSError):  # where nothing may be changed, nothing was taken
-                if start >= size:
-                    self._filesystem.truncate(self._fd, size)
+                self._filesystem.truncate(self._fd, size)
+                if start < size and not holds_data:
+                    fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, length)
             self._refuse(error, length)
+
+    def _holds_data(self, start: int, end: int) -> bool:
+        try:
+            return os.lseek(self._fd, start, os.SEEK_DATA) < end
+        except OSError as error:
+            return error.errno != errno.ENXIO
 
     def _refuse(self, error: OSError, needed_bytes: int) -> NoReturn:
         kept = f" and leave {self._kept_free:.0%} of the drive free" if self._kept_free else ""
