@@ -273,7 +273,8 @@ class Config(_Model):
     verify: Verify = "checksum"
     """``checksum``: every byte read from a drive, directory or bucket is verified, and of chunks in this process's own
     memory identity and length. ``always``: every byte of those, too; stores to and loads from memory are slower then.
-    ``header``: only identity and length, everywhere; does not notice flipped bits or writes torn by a crash."""
+    ``header``: only identity and length, except of chunks that mover ``obj`` reads, which reports no short reads: their
+    bytes are verified; elsewhere flipped bits and writes torn by a crash are not noticed."""
     authenticate: AuthenticateOptions | None = None
     """Sign chunks in ``shared_dir`` and ``s3`` tiers with a secret key, and load only chunks with a valid signature. If
     omitted, anyone who can write to that storage is trusted as much as someone who can write the model's weights."""

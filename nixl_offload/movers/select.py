@@ -5,7 +5,6 @@ Threading: call it in the process and on the thread that will drive the mover. T
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import mmap
@@ -131,29 +130,23 @@ def probe_round_trip(mover: Mover, kind: MemoryKind, directory: str, scratch: Me
     The memory itself is never looked at, so it may be on a device. The mover stays open. Raises MoverError.
     """
     try:
-        fd, path = tempfile.mkstemp(prefix=".mover-probe-", dir=directory)
-    except OSError as error:
-        raise MoverError(f"cannot make a scratch file in {directory}: {error.strerror}") from error
-    try:
-        pattern = os.urandom(PAGE_BYTES)
-        os.pwrite(fd, pattern + bytes(3 * PAGE_BYTES), 0)
-        os.fsync(fd)
-        region, keep = (scratch, None) if scratch is not None else scratch_memory(kind)
-        try:
-            bounces = _round_trip(mover, region, path)
-        except MoverError:
-            # Whatever went wrong, late I/O must not find this memory in other hands.
-            keep_forever(keep)
-            raise
-        arrived = os.pread(fd, PAGE_BYTES, 2 * PAGE_BYTES)
-        around = os.pread(fd, PAGE_BYTES, PAGE_BYTES) + os.pread(fd, PAGE_BYTES, 3 * PAGE_BYTES)
-        del keep
+        with tempfile.TemporaryFile(buffering=0, dir=directory) as file:  # without a name: a kill leaves nothing
+            fd = file.fileno()
+            pattern = os.urandom(PAGE_BYTES)
+            os.pwrite(fd, pattern + bytes(3 * PAGE_BYTES), 0)
+            os.fsync(fd)
+            region, keep = (scratch, None) if scratch is not None else scratch_memory(kind)
+            try:
+                bounces = _round_trip(mover, region, f"/proc/self/fd/{fd}")
+            except MoverError:
+                # Late I/O must not find this memory in other hands.
+                keep_forever(keep)
+                raise
+            arrived = os.pread(fd, PAGE_BYTES, 2 * PAGE_BYTES)
+            around = os.pread(fd, PAGE_BYTES, PAGE_BYTES) + os.pread(fd, PAGE_BYTES, 3 * PAGE_BYTES)
+            del keep
     except OSError as error:
         raise MoverError(f"scratch file in {directory}: {error.strerror}") from error
-    finally:
-        os.close(fd)
-        with contextlib.suppress(OSError):
-            os.unlink(path)
     if arrived != pattern or any(around):
         raise MoverError("the round trip came back with other bytes")
     if bounces:
