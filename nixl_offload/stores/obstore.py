@@ -157,21 +157,25 @@ class BucketStore(Store):
     def _read_into(self, store: S3Store, name: str, offset: int, memory: memoryview) -> None:
         key = self._address.key(name)
         if self._direct.refusing or not memory.nbytes:
-            self._read_by_obstore(store, name, offset, memory)
+            self._read_by_obstore(store, name, offset, memory, is_last=False)
             return
         status = self._direct.read_into(obstore.sign(store, "GET", key, _SIGNED_FOR), offset, memory)
         if status is None:
             self._unusable_answers = 0
             return
         self._client()  # raises when closed
-        self._read_by_obstore(store, name, offset, memory)
+        self._read_by_obstore(store, name, offset, memory, is_last=True)
         self._unusable_answers += 0 < status < 500
         if status in (400, 401, 403) or self._unusable_answers >= _UNUSABLE_MOST:
             logger.info("%s: answers presigned addresses by HTTP %d, of no use; obstore reads", self.where, status)
             self._direct.refuse()
 
-    def _read_by_obstore(self, store: S3Store, name: str, offset: int, memory: memoryview) -> None:
-        """Copy the body into ``memory``. Where the whole object comes, skip what is before ``offset``."""
+    def _read_by_obstore(self, store: S3Store, name: str, offset: int, memory: memoryview, *, is_last: bool) -> None:
+        """Copy the body into ``memory``. Where the whole object comes, skip what is before ``offset``.
+
+        A body that breaks off is read once more unless ``is_last``: obstore resumes it by a range, which not every
+        server has.
+        """
         end = offset + memory.nbytes
         options: Any = {} if self._ignores_ranges or not memory.nbytes else {"range": (offset, end)}
         try:
@@ -181,22 +185,29 @@ class BucketStore(Store):
                 raise
             # rclone sends the range, but as 200, and obstore refuses that. Whole objects, from now on.
             self._ignores_ranges = True
-            self._read_by_obstore(store, name, offset, memory)
+            self._read_by_obstore(store, name, offset, memory, is_last=is_last)
             return
         begin, stop = result.range
         if stop < end:
             text = f"{memory.nbytes} bytes asked for at offset {offset}, there are {max(0, stop - offset)}"
             raise StoreError(f"{self.where}: GET {name}: {text}", cause="short")
         filled, skip = 0, offset - begin
-        for chunk in result.stream(min_chunk_size=1 << 20):
-            view = memoryview(chunk)[skip:][: memory.nbytes - filled]
-            skip = max(0, skip - len(chunk))
-            memory[filled : filled + view.nbytes] = view
-            filled += view.nbytes
-            if stop > end and filled == memory.nbytes:
-                return
+        try:
+            for chunk in result.stream(min_chunk_size=1 << 20):
+                view = memoryview(chunk)[skip:][: memory.nbytes - filled]
+                skip = max(0, skip - len(chunk))
+                memory[filled : filled + view.nbytes] = view
+                filled += view.nbytes
+                if stop > end and filled == memory.nbytes:
+                    return
+        except BaseError as error:
+            if is_last or "kind: Timeout" in str(error):
+                raise
+            filled = -1
         # A body that ends here was read to its end: only then is its connection used again.
-        if filled < memory.nbytes:
+        if filled < memory.nbytes and not is_last:
+            self._read_by_obstore(store, name, offset, memory, is_last=True)
+        elif filled < memory.nbytes:
             raise StoreError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
 
     def _list_directory(self, doing: str, directory: str, after: str) -> Iterator[ObjectInfo]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import sys
 import time
 import traceback
@@ -214,19 +215,28 @@ def test_a_server_that_takes_no_presigned_addresses_is_read_all_the_same() -> No
     """It is asked so once, not for each object."""
 
     class HeadersOnly(OneAnswerServer):
-        """Answers 403 to what is signed in the address."""
+        """Answers 403 to what is signed in the address. An answer breaks off while ``breaks``, and none is resumed."""
+
+        breaks = False
 
         def _serve(self, connection) -> None:  # type: ignore[no-untyped-def]
             head = connection.recv(65536)
             self.requests.append(head)
             in_vain = b"X-Amz-Signature=" in head.split(b"\r\n")[0]
             good = answer("206 Partial Content", b"0123456789", **PARTIAL)
+            if b"bytes=0-9" not in head:
+                good = answer("200 OK", b"0123456789", ETag='"e"', Last_Modified=LAST_MODIFIED)
+            elif self.breaks:
+                good, self.breaks = answer("206 Partial Content", b"01234", length=10, **PARTIAL), False
             connection.sendall(answer("403 Forbidden") if in_vain else good)
+            connection.shutdown(socket.SHUT_WR)
 
     with HeadersOnly(HANG) as server, contextlib.closing(store_at(server.endpoint)) as store:
         for _ in range(3):
             assert read(store, "x/1", 0, 10) == b"0123456789"
         assert [b"X-Amz-Signature=" in head for head in server.requests] == [True, False, False, False]
+        server.breaks = True
+        assert read(store, "x/1", 0, 10) == b"0123456789", "a body that breaks off is read once more"
 
 
 @pytest.mark.parametrize(
