@@ -162,7 +162,7 @@ def test_an_object_is_kept_while_its_transfer_waits(setup: Setup) -> None:
     """In the queue, and between two attempts; afterwards nothing is remembered of it."""
     setup.control.gate.clear()
     running = [setup.read(Fault(n, FaultKind.FAIL)) for n in range(2)]
-    waiting = setup.read()
+    waiting = setup.read(Fault(2, FaultKind.FAIL))
     until(lambda: setup.mover.poll(waiting) is PENDING and setup.control.asked == 1)
     files = list(setup.mover._names)
     for file in files:
