@@ -31,14 +31,15 @@ _TOLERANCE: Final = 1.05
 """A load is preferred while it costs at most this many times as much as computing."""
 _RUNNING_WEIGHT: Final = 0.4
 _MOST_RUNNING: Final = 2.0
-"""A prefill delays each running request's next token. They count by this weight, together at most as so many waiting
-requests: the full weight would accept a long TTFT for a few more requests per second (decision 0018)."""
+"""A prefill delays the next token of each running request. Each counts as ``_RUNNING_WEIGHT`` waiting requests, and all
+together as at most ``_MOST_RUNNING``: the full weight would accept a long TTFT for a few more requests per second
+(decision 0018)."""
 _FEWEST: Final = 3
 """Observations without which nothing is said."""
 _OUTLIER: Final = 16.0
 """An observation counts as at most so many times what was expected, so that one stall does not decide."""
 _SPREAD: Final = 0.2
-"""Standard deviation of the sizes, by their mean, below which they count as one size: no slope is seen then."""
+"""If the standard deviation of the sizes is below this part of their mean, they count as one size, without a slope."""
 _TIER_KEEP: Final = 0.9
 """What older loads keep of their weight at each new one: the last ten or so count."""
 _TIER_HALF_LIFE_S: Final = 6.0
@@ -46,15 +47,18 @@ _TIER_HALF_LIFE_S: Final = 6.0
 _PREFILL_HALF_LIFE_TOKENS: Final = 32768.0
 
 Decision = Literal["taken", "skipped", "unknown", "trial"]
-"""What was decided about a tier's part of a hit. skipped: computing is expected to be faster. unknown: computed, for as
-many loads are out as a tier of unknown speed may have. trial: loaded although the tier was judged too slow."""
+"""What was decided about a tier's part of a hit.
+
+skipped: computing is expected to be faster. unknown: computed, because a speed is not known yet and ``LOADS_AT_ONCE``
+loads are out. trial: loaded although the tier was judged too slow.
+"""
 
 
 class _Line:
     """The line y = a + b·x, neither of them negative, through weighted points that fade."""
 
     def __init__(self, *, is_level: bool) -> None:
-        """``is_level``: through points of one size goes a level line, else one through the origin."""
+        """``is_level``: points of one size give a level line; otherwise they give a line through the origin."""
         self._is_level = is_level
         self._count = 0.0
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
@@ -96,7 +100,7 @@ class _OpenLoad(NamedTuple):
     queued_bytes: int
     """Of the loads that were out when it began."""
     began_s: float
-    """inf: how long it is out says nothing of this tier."""
+    """inf: another tier decides how long this load is out."""
 
 
 class TierSpeed:
@@ -138,8 +142,8 @@ class TierSpeed:
     def observe(self, size_bytes: int, seconds: float, now_s: float, ticket: int = 0, *, failed: bool = False) -> None:
         """Learn from a load that ends; call it before ``end``.
 
-        What was queued when ``ticket`` began counts with it, so that a tier is not judged by its queue. A load that
-        ``failed`` counts only if it took longer than expected. No bytes or no time say nothing.
+        Bytes that were queued when ``ticket`` began are added to its own, so that a tier is not judged by its queue.
+        A load that ``failed`` counts only if it took longer than expected. A load of no bytes or no time is ignored.
         """
         if size_bytes <= 0 or not 0.0 < seconds < math.inf:
             return
@@ -266,7 +270,7 @@ class LoadOrRecompute:
     def must_wait(self, parts: Sequence[Part], computed_tokens: int, now_s: float, since_s: float) -> bool:
         """Whether ``choose`` is better called later: loads that are out will soon say how fast a tier is.
 
-        Otherwise, where many requests find an idle server at once, most would be computed, however fast the tier is.
+        Without this wait, most requests that reach an idle server together would be computed, however fast the tier.
         ``since_s``: when this request began to wait; ``now_s`` if it does not.
         """
         allowed = self._allowed(parts)
@@ -277,8 +281,10 @@ class LoadOrRecompute:
         return self.wait_left_s(parts[allowed].tier, tokens, context_tokens, now_s, since_s) > 0
 
     def wait_left_s(self, tier: int | None, tokens: int, context_tokens: int, now_s: float, since_s: float) -> float:
-        """Return how long a request may still wait for a load of ``tier``: as long as computing ``tokens`` takes, since
-        the oldest load went out, or since it began to wait, if that is earlier.
+        """Return how long a request may still wait for a load of ``tier``.
+
+        The limit is the time that computing ``tokens`` takes. It counts from the start of the oldest load, or from the
+        start of the request's wait if that is earlier.
         """
         limit_s = self.prefill.seconds(tokens, context_tokens)
         oldest_s = 0.0 if tier is None else self.tiers[tier].oldest_s(now_s)

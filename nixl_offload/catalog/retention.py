@@ -21,7 +21,7 @@ from nixl_offload.types import Key
 MAX_RETAINED: Final = 65_536
 """Chunks whose time is remembered."""
 MAX_EXPIRED: Final = 256
-"""Chunks whose time ends in one step: about a millisecond of it."""
+"""Most chunks whose retention ends in one step; they take about a millisecond of it."""
 TIER_SHARE: Final = 0.5
 """Of a tier's slots, the most that is retained: the rest is left for everybody else."""
 
@@ -35,8 +35,8 @@ class Retention:
         self._slot_bytes = slot_bytes
         self._until_s: dict[Key, float] = {}
         self._ends: list[tuple[float, int, Key]] = []
-        """A heap of when retention ends; of chunks that end together the last one named comes first. Entries that
-        ``_until_s`` does not confirm are stale."""
+        """A heap of end times. Of chunks with the same time, the one retained last comes first. An entry is stale if
+        ``_until_s`` has another time, or none, for its chunk."""
         self._numbers = count(0, -1)
         self._pinned: set[tuple[int, Key]] = set()
         """By tier and chunk."""
@@ -78,7 +78,7 @@ class Retention:
             self._unpin(position, key)
 
     def expire(self, now_s: float) -> None:
-        """End what has had its time: ``MAX_EXPIRED`` chunks at most. Of a prefix its end goes first."""
+        """End the retention of chunks whose time has passed, ``MAX_EXPIRED`` at most. A prefix loses its end first."""
         left = MAX_EXPIRED
         while left and self._ends and self._ends[0][0] <= now_s:
             until_s, _, key = heappop(self._ends)

@@ -3,7 +3,7 @@ which are pinned in memory until then.
 
 Threading: the scheduler's thread alone. No I/O, no clock.
 Ownership: the pins of unsaved chunks. The source (pinned) and the target (WRITING) of a write-through that has begun
-belong to its ticket. A chunk's unsaved pin and its sources' are counted apart: each is taken back once, by who took it.
+belong to its ticket. Unsaved pins and source pins are counted separately; whoever takes a pin removes it, once.
 Failure: a pending write whose source is gone, whose target takes nothing, or that failed is dropped and counted. It is
 pending again when the chunk is offered again.
 """
@@ -21,7 +21,7 @@ from nixl_offload.tiers.base import Tier
 from nixl_offload.types import Key, Location, Outcome
 
 PATIENCE_S: Final = 30.0
-"""A pending write is dropped after this time, if its tier has finished no write-through either in that time."""
+"""A pending write is dropped if it has waited this long and its tier has finished no write-through meanwhile."""
 MAX_PENDING: Final = 65_536
 """Pending writes to one tier; the oldest is dropped first."""
 MAX_BEGUN: Final = 128
@@ -92,7 +92,7 @@ class WriteThroughQueue:
         self._written_s = [float("-inf")] * len(self._tiers)
         self._unsaved_bytes = 0
         self.outcomes: Counter[tuple[int, str]] = Counter()
-        """Counts by target and how a write ended: an outcome; ``gone``, ``refused``, ``overflow`` where none began."""
+        """Counts by target and how a write ended: an outcome, or ``gone``, ``refused`` or ``overflow``."""
 
     @property
     def has_pending(self) -> bool:
@@ -142,7 +142,7 @@ class WriteThroughQueue:
             self._pin(chunk, states)
 
     def begin(self, now_s: float) -> list[list[WriteThrough]]:
-        """Begin what may begin now, in the order in which it was stored: lists for one ticket and one target each."""
+        """Begin the writes that may begin now, oldest stored first. Each list is one ticket, with one target."""
         begun: list[list[WriteThrough]] = []
         for target, pending in enumerate(self._pending):
             if pending:
@@ -240,7 +240,7 @@ class WriteThroughQueue:
         return None
 
     def _drop(self, target: int, key: Key, why: str) -> None:
-        """Its write is not pending any more. ``why`` empty: it is there."""
+        """Remove a pending write. ``why``: the outcome to count; empty if the tier has the chunk already."""
         del self._pending[target][key]
         if why:
             self.outcomes[target, why] += 1

@@ -75,7 +75,7 @@ class ChunkKeys:
         return np.frombuffer(made, dtype=np.uint8)
 
     def verify(self, page: Buffer, blocks: npt.NDArray[np.uint8]) -> None:
-        """Raise FormatError, with reason ``authentication``, unless the page has the MAC of itself and ``blocks``.
+        """Raise FormatError, with reason ``authentication``, unless the MAC in ``page`` matches it and ``blocks``.
 
         ``page`` was checked as ``check_header`` does; ``blocks`` as for ``signed``.
         """
@@ -95,7 +95,7 @@ class ChunkKeys:
 
 
 class MacCheck:
-    """A MAC on its way: give it the blocks in order, then ask."""
+    """A MAC check under way: pass it the blocks in order, then ask for the result."""
 
     def __init__(self, mac: blake3, stated: bytes) -> None:
         self._mac = mac

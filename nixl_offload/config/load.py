@@ -160,7 +160,7 @@ def _check(data: object, source: str, lines: Mapping[Path, int]) -> Config:
         if not problems:
             return Config.model_validate(data)
     except ValidationError as error:
-        # Of too few tiers pydantic complains where those that are there have been refused.
+        # If pydantic has refused the tiers that are there, it also reports too few tiers.
         found = [each for each in error.errors() if each["type"] != "too_short" or not each["input"]]
         problems = dict(_problem(each, data) for each in reversed(found))
     rendered = []

@@ -41,7 +41,7 @@ BUDGET_S: Final = 0.7
 TRANSFER_LIMIT_S: Final = 30.0
 """Storage that has not answered by then hangs."""
 MARGIN: Final = 0.1
-"""Movers this close to the fastest are as good as it: two seconds of measuring tell no better."""
+"""Movers this close to the fastest count as equal: two seconds of measuring cannot tell them apart."""
 FREE_SHARE: Final = 16
 """The scratch file takes at most a sixteenth of what the filesystem has left."""
 _ROUNDS: Final = 3
@@ -68,7 +68,7 @@ class Speed(NamedTuple):
 
     @property
     def cost_s_byte(self) -> float:
-        """Seconds per byte. Reads count twice: a load holds up a request, a store goes on behind it."""
+        """Seconds per byte. Reads count twice: a request waits for a load, but not for a store."""
         return 2 / self.read_bytes_s + 1 / self.write_bytes_s
 
 
@@ -82,9 +82,9 @@ def plan_tier(
 ) -> TransferPlan | None:
     """Compare movers in the tier's directory, which must exist, and log the figures.
 
-    None: nothing was compared, and the tier's mover is opened unmeasured. That is so on the host, where the config
-    names a mover, and where none could be measured. ``host_because``: why chunks must go through host memory; then
-    they do, and nothing is measured.
+    Returns None if nothing was compared; the tier's mover is then opened unmeasured. This happens on the host, if the
+    config names a mover, or if no mover could be measured. ``host_because``: why chunks must go through host memory.
+    If it is given, they do, and nothing is measured.
     """
     if tier.mover != "auto" or not device.is_accelerator:
         return None

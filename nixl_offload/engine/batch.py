@@ -39,13 +39,14 @@ class Batch:
     fences: list[Fence] = field(default_factory=list)
     """Work of the device on slots or KV blocks of this batch that is not known to be over."""
     touches_blocks: bool = False
-    """A mover is, or was, at the KV blocks themselves."""
+    """A mover reads or writes the KV blocks directly, or did."""
     parts: list[Batch] = field(default_factory=list)
-    """What goes on in its place, once it has ended."""
+    """The batches that take over its live chunks when it ends."""
     chunks_begun: int = 0
-    """How many the pump has counted in."""
+    """Number of chunks that the pump added to its count of chunks in flight."""
     parts_s: float = math.inf
-    """When those that have arrived go on without the others; 0.0: that is to be set when the first one has."""
+    """Deadline: from this time on, chunks that have arrived go on without the others. inf: no deadline. 0.0: the
+    deadline is set when the first chunk has arrived."""
 
     @property
     def alive(self) -> list[Chunk]:
@@ -75,8 +76,9 @@ class Batch:
         return next((transfer for transfer in self.transfers if transfer.state is not TransferState.DONE), None)
 
     def poll(self) -> bool:
-        """Push on every transfer that is not final; whether anything is still under way. Raises what a fence raises:
-        then nothing is known of the device any more.
+        """Advance every transfer that is not final. Return whether anything is still under way.
+
+        Raises what a fence raises; the state of the device is then unknown.
         """
         if self.mover is not None:
             for transfer in self.transfers:
@@ -93,10 +95,10 @@ class Batch:
             yield
 
     def split(self, groups: Iterable[list[Chunk]], steps_of: Callable[[Batch], Steps]) -> None:
-        """Have the chunks that are alive, which ``groups`` has, go on in parts, by ``steps_of``. Nothing may be in
-        flight but transfers that are a chunk's own, which it takes along.
+        """Move the live chunks into new batches, one for each of ``groups``; ``steps_of`` returns a batch's steps.
 
-        Their ``brought`` is given up: what waits for that memory must not hold some of it. Their slots have the bytes.
+        ``groups`` must hold all live chunks. Each chunk keeps its own transfers; nothing else may be in flight.
+        ``brought`` is given up, so that no chunk holds such memory while it waits for more. The slots have the bytes.
         """
         for group in groups:
             for chunk in group:

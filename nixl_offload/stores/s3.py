@@ -42,7 +42,7 @@ _ANSWERS: Final[Sequence[tuple[str, Container[int], str, str]]] = (
     ("server", range(500, 600), "InternalError", ""),
     ("io", range(300, 400), "PermanentRedirect", "; the bucket may be in another region: set region"),
 )
-"""A StoreError's cause; the statuses and S3's codes that stand for it, the first row that fits; what to add."""
+"""Rows: a StoreError's cause, its HTTP statuses, its S3 codes, and a hint to add. The first row that fits counts."""
 
 
 def open_store(tier: S3Config) -> Store:

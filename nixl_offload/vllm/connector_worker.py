@@ -136,16 +136,16 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         return replace(geometry, weights=self._weights, sources=self._sources)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
-        """As vLLM's, before the step's forward pass is launched; and fence the loads of this step off what ran before.
+        """Before each forward pass: submit the stores of the step before, as vLLM does, and fence this step's loads.
 
-        vLLM submits them when it has launched the forward pass: fenced there they would wait for all of it.
+        vLLM submits the loads once it has launched the forward pass. Fenced only there, they would wait for all of it.
         """
         super().handle_preemptions(kv_connector_metadata)
         if kv_connector_metadata.load_jobs:
             self.rank_worker.fence_loads()
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Submit vLLM's jobs, then our moves; and open the tiers that the message names."""
+        """Submit vLLM's loads, then our moves; and open the tiers that the message names."""
         try:
             super().start_kv_transfers(metadata)
         finally:

@@ -9,6 +9,9 @@
 | write-through | | the catalog's | another tier |
 | promotion, fetch | a farther tier | the catalog's, which keeps the image | KV blocks of a promotion |
 
+Each order is a few phases. One starts the next by ``Context.run``: a store is ``store``, ``_seal``, ``_write``; a load
+is ``load``, ``_read``, ``_scatter``. A batch that fails begins its phase again, chunk by chunk.
+
 Threading and ownership: see ``common``. Slots of the catalog lie in the host slab; completions say what became of them.
 """
 
