@@ -4,6 +4,8 @@ objects are written whole; a read cut short unnoticed is found out; a link out o
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import stat
 import subprocess
@@ -26,6 +28,7 @@ from nixl_offload.tiers.shared.naming import parse_shard_name, shard_name
 from nixl_offload.tiers.shared_dir.link import TreeLink
 from nixl_offload.types import Key, Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
+from tests.hostile import HostileFilesystem
 from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Rig, until
 from tests.unit.link_rig import NAMESPACE_NAME, Clock, ObjectFiles, Watched, drafts, engines, objects, shards, tree
 from tests.unit.test_engine import real_mover
@@ -98,35 +101,37 @@ def test_a_file_in_use_stays_young(make: Make, tmp_path: Path) -> None:
         assert (path.stat().st_mtime > before_s + 1) is touched
 
 
+class _NoDirectIO(HostileFilesystem):
+    """Refuses O_DIRECT when a file is opened, or, as some do, at the first read."""
+
+    def __init__(self, *, at_open: bool) -> None:
+        super().__init__()
+        self._at_open = at_open
+        self._has_refused = False
+
+    def open(self, path: str, flags: int) -> int:
+        if self._at_open and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return super().open(path, flags)
+
+    def read(self, fd: int, memory: memoryview | mmap.mmap, offset: int) -> int:
+        if not self._at_open and not self._has_refused:
+            self._has_refused = True
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return super().read(fd, memory, offset)
+
+
+@pytest.mark.parametrize("at_open", [True, False])
 def test_a_filesystem_without_direct_io_is_used_buffered(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, at_open: bool
 ) -> None:
-    """Refused at open, or, as some do, at the first read: one warning, and everything works."""
-    real_open, real_preadv = os.open, os.preadv
-
-    def refuse_open(path: Any, flags: int, mode: int = 0o777, **options: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
-        return real_open(path, flags, mode, **options)
-
-    refused = []
-
-    def refuse_read(fd: int, buffers: Any, offset: int, *flags: int) -> int:
-        if not refused:
-            refused.append(fd)
-            raise OSError(22, "Invalid argument")
-        return real_preadv(fd, buffers, offset, *flags)
-
-    for number, (what, how) in enumerate((("open", refuse_open), ("preadv", refuse_read))):
-        caplog.clear()
-        with monkeypatch.context() as patched:
-            patched.setattr(os, what, how)
-            rig = make("mla", link=tree(tmp_path / f"shared-{number}"))
-            wanted = rig.bytes_of([1, 2, 3, 4])
-            assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4]), rig.chunk(1, [5, 6, 7, 8])]) == (OK, OK)
-            assert rig.load(1, [rig.chunk(0, [9, 10, 11, 12])]) == (OK,)
-            assert rig.bytes_of([9, 10, 11, 12]) == wanted
-        assert sum("cannot do direct I/O" in record.getMessage() for record in caplog.records) == 1
+    """One warning, and everything works."""
+    rig = make("mla", link=tree(tmp_path / "shared", filesystem=_NoDirectIO(at_open=at_open)))
+    wanted = rig.bytes_of([1, 2, 3, 4])
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4]), rig.chunk(1, [5, 6, 7, 8])]) == (OK, OK)
+    assert rig.load(1, [rig.chunk(0, [9, 10, 11, 12])]) == (OK,)
+    assert rig.bytes_of([9, 10, 11, 12]) == wanted
+    assert sum("cannot do direct I/O" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_readers_never_see_half_a_file(make: Make, tmp_path: Path) -> None:
