@@ -39,7 +39,11 @@ def main() -> int:
     axis.invert_yaxis()
     axis.axis("off")
     about = f"{result['prompt_tokens']:,} tokens, model of {result['model_parameters'] / 1e6:.0f} M parameters"
-    axis.set_title(f"Time to first token (median of 8): {about}, vLLM {result['vllm']}", fontsize=9, loc="left")
+    axis.set_title(
+        f"Time to first token (median of 8): {about}, vLLM {result['vllm']} on {result['device'] or 'this machine'}",
+        fontsize=9,
+        loc="left",
+    )
     figure.savefig(PICTURE, metadata={"Date": None})
     return 0
 
