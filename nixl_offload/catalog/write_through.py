@@ -3,7 +3,7 @@ which are pinned in memory until then.
 
 Threading: the scheduler's thread alone. No I/O, no clock.
 Ownership: the pins of unsaved chunks. The source (pinned) and the target (WRITING) of a write-through that has begun
-belong to its ticket. Unsaved pins and source pins are counted separately; whoever takes a pin removes it, once.
+belong to its ticket. Unsaved pins and source pins are counted separately. The holder of a pin removes it, once.
 Failure: a pending write whose source is gone, whose target takes nothing, or that failed is dropped and counted. It is
 pending again when the chunk is offered again.
 """

@@ -1,7 +1,7 @@
 """The filesystem under tiers in files: the calls that they make to the operating system, and what each errno means.
 
 Threading: any thread. A call blocks for as long as the storage takes to answer, which may be for ever.
-Whoever makes the calls takes a ``Filesystem``; tests pass one that fails, hangs or lies (``tests/hostile.py``).
+What makes such calls takes a ``Filesystem``; tests pass one that fails, hangs or lies (``tests/hostile.py``).
 """
 
 from __future__ import annotations

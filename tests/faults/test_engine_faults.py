@@ -8,9 +8,8 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, Rig, until
+from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, Rig, rigs, until
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]
@@ -63,19 +62,7 @@ class TroubledSlab(SlabFile):
         return self.trouble if self.trouble not in {"bug", "oserror"} else None
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    rigs: list[Rig] = []
-
-    def build(*args: Any, **options: Any) -> Rig:
-        rigs.append(Rig.make(tmp_path, *args, **options))
-        return rigs[-1]
-
-    yield build
-    for rig in rigs:
-        if isinstance(rig.mover, FaultyMover):
-            rig.mover.release()
-        rig.close()
+make = pytest.fixture(rigs)
 
 
 def faulty(*faults: Fault) -> FaultyMover:

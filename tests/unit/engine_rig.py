@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Key, Location, Outcome, align_up
+from tests.contract.suites.faulty_mover import FaultyMover
 from tests.unit.rank_rig import Alone
 
 NAMESPACE = bytes(range(32))
@@ -218,3 +219,18 @@ def until(condition: Any, timeout_s: float = DEADLINE_S) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "waited in vain"
         time.sleep(0.0005)
+
+
+def rigs(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    """A fixture: makes rigs and closes them."""
+    made: list[Rig] = []
+
+    def build(*args: Any, **options: Any) -> Rig:
+        made.append(Rig.make(tmp_path, *args, **options))
+        return made[-1]
+
+    yield build
+    for rig in made:
+        if isinstance(rig.mover, FaultyMover):
+            rig.mover.release()
+        rig.close()

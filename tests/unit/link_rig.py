@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.s3.link import ObjectLink
 from nixl_offload.tiers.shared_dir.link import TreeLink
 from tests.contract.suites.faulty_mover import FaultyMover
-from tests.unit.engine_rig import Rig
+from tests.unit.engine_rig import Rig, rigs
 
 NAMESPACE_NAME = "0123456789abcdef" * 2
 LinkMaker = Callable[[Mover, Callable[[], float]], Link]
@@ -37,17 +36,7 @@ class Clock:
 
 def engines(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     """A fixture: makes rigs and closes them; a closed engine leaves no thread behind."""
-    rigs: list[Rig] = []
-
-    def build(*args: Any, **options: Any) -> Rig:
-        rigs.append(Rig.make(tmp_path, *args, **options))
-        return rigs[-1]
-
-    yield build
-    for rig in rigs:
-        if isinstance(rig.mover, FaultyMover):
-            rig.mover.release()
-        rig.close()
+    yield from rigs(tmp_path)
     for thread in threading.enumerate():
         if thread.name.startswith("nixl-offload"):
             thread.join(5.0)

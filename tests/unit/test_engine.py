@@ -7,9 +7,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,25 +22,13 @@ from nixl_offload.movers.select import make_mover
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Rig, assert_every_part_loads, until
+from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Rig, assert_every_part_loads, rigs, until
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    rigs: list[Rig] = []
-
-    def build(*args: Any, **options: Any) -> Rig:
-        rigs.append(Rig.make(tmp_path, *args, **options))
-        return rigs[-1]
-
-    yield build
-    for rig in rigs:
-        if isinstance(rig.mover, FaultyMover):
-            rig.mover.release()
-        rig.close()
+make = pytest.fixture(rigs)
 
 
 def real_mover(name: str) -> Mover:

@@ -67,6 +67,18 @@ def test_a_step_looks_up_and_begins_as_much_as_it_may(make: MakeChain, monkeypat
     assert [[brought for brought, _ in bring(chain)] for _ in range(2)] == [keys(11, 12), keys(13)]
 
 
+def test_a_prefetched_prefix_is_evicted_from_its_end(make: MakeChain) -> None:
+    chain = make(memory_slots=8)
+    chain.store(1, 2, 3)
+    chain.write_through()
+    foretell(chain, 1, 2, 3)
+    assert bring(chain) == []
+    for number in range(10, 16):
+        chain.store(number)
+        chain.write_through()
+    assert [MEMORY in chain.holders(number) for number in (1, 2, 3)] == [True, True, False]
+
+
 def test_every_rank_has_to_have_it(make: MakeChain) -> None:
     chain = make(world_size=2)
     on_file_only(chain, 1)

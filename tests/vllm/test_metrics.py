@@ -86,12 +86,14 @@ def open_rig() -> Iterator[Callable[..., Rig]]:
 
 
 def test_tiers_opened_anew_replace_what_was_told_of_the_old_ones() -> None:
-    """The exporter goes on showing a gauge until it is told otherwise: a mover that is not used any more says 0."""
+    """The exporter shows a gauge until it gets another value, so a mover that is not used any more says 0. What the
+    decider has counted before is not counted again.
+    """
     reporter, exporter = MetricsReporter(["slab"]), Exporter()
     nothing = Counts((0,), (0,), 0, (0,), {}, 0, 0, 0, (0,), {})
 
     def info(mover: str) -> float | None:
-        stats = reporter.take((), nothing, {})
+        stats = reporter.take((), nothing, {(0, "taken"): 3})
         if stats is not None:
             exporter.take(stats)
         return exporter.value(PREFIX + "tier_info", "slab", mover, "host")
@@ -101,7 +103,8 @@ def test_tiers_opened_anew_replace_what_was_told_of_the_old_ones() -> None:
     reporter.restart()
     other = STATUS._replace(access=TierAccess("kvikio", ("host",)))
     reporter.update_ranks({0: (other,)})
-    assert (info("posix"), info("kvikio")) == (0, 1), "rank 1 has not told yet"
+    assert (info("posix"), info("kvikio")) == (0, 1), "rank 1 has said nothing yet"
+    assert exporter.value(PREFIX + "hit_decisions", "slab", "taken") == 3
 
 
 def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..., Rig]) -> None:

@@ -53,7 +53,7 @@ class _Request:
     searches: dict[int, Search] = field(default_factory=dict)
     """By group, as ``batches``."""
     held_at: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By group: the step in which it was told last to wait for a search, and the end of the key it asked about."""
+    """By group: the step in which it last had to wait for a search, and the end of the key it asked about."""
     ruled_out: set[Key] = field(default_factory=set)
     """Behind the edge."""
     seeks_edge: set[int] = field(default_factory=set)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_TASKS: Final = 1024
-"""Tasks that may wait. More are refused; whoever meets the chunk next wants them again."""
+"""Tasks that may wait. More are refused; the next lookup of the chunk asks for them again."""
 MAX_SAMPLES: Final = 1024
 """Durations of questions that are kept until somebody takes them."""
 TASK_THREADS: Final = 2

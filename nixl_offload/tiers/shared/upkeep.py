@@ -35,7 +35,7 @@ class Refreshed(NamedTuple):
 
 
 class Upkeep:
-    """Hands tasks to the prober. What it refuses is wanted again by whoever meets the chunk next."""
+    """Hands tasks to the prober. The next lookup of the chunk asks again for what it refuses."""
 
     def __init__(
         self,
