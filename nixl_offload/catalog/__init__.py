@@ -9,7 +9,7 @@ from __future__ import annotations
 from nixl_offload.catalog.catalog import Catalog
 from nixl_offload.catalog.changes import Change
 from nixl_offload.catalog.counts import Counts
-from nixl_offload.catalog.tickets import NOBODY, NOWHERE, Kind, LoadTicket, Settled, StoreTicket, WriteThroughTicket
+from nixl_offload.catalog.tickets import NOBODY, NOWHERE, Kind, LoadTicket, MoveTicket, Settled, StoreTicket
 from nixl_offload.catalog.write_through import ChainOptions
 from nixl_offload.tiers.base import Tier
 
@@ -22,8 +22,8 @@ __all__ = [
     "Counts",
     "Kind",
     "LoadTicket",
+    "MoveTicket",
     "Settled",
     "StoreTicket",
     "Tier",
-    "WriteThroughTicket",
 ]

@@ -22,10 +22,10 @@ from nixl_offload.catalog.tickets import (
     NOWHERE,
     Kind,
     LoadTicket,
+    MoveTicket,
     OpenTicket,
     Settled,
     StoreTicket,
-    WriteThroughTicket,
 )
 from nixl_offload.catalog.write_through import ChainOptions, WriteThrough, WriteThroughQueue
 from nixl_offload.index import State
@@ -64,7 +64,7 @@ class Catalog:
         """Shared with the parts below, which see what ``join`` replaces."""
         self._numbered = tuple(enumerate(self._tiers))
         self.is_chain = len(self._tiers) > 1
-        """Whether ``begin_write_throughs`` can ever begin something."""
+        """Whether ``begin_moves`` can ever begin something."""
         self._world_size = world_size
         self._slot_bytes = slot_bytes
         self._pending_limit_s = pending_limit_s
@@ -240,19 +240,19 @@ class Catalog:
         promotion = self._open("promotion", [key for key, _ in promoted], [slot for _, slot in promoted], now_s)
         return LoadTicket(ticket, wanted, locations, promotion, slots)
 
-    def begin_write_throughs(self, now_s: float) -> list[WriteThroughTicket]:
+    def begin_moves(self, now_s: float) -> list[MoveTicket]:
         """Begin pending writes to farther tiers, and prefetches: sources pinned, targets reserved. Called each step."""
         tickets = []
         for writes in self._write_throughs.begin(now_s):
             keys = tuple(write.chunk.key for write in writes)
             sources, targets = tuple(write.source for write in writes), tuple(write.target for write in writes)
             number = self._open("write_through", keys, targets, now_s, writes=writes)
-            tickets.append(WriteThroughTicket(number, keys, sources, targets))
+            tickets.append(MoveTicket(number, keys, sources, targets))
         fetches = self._prefetches.begin(now_s) if self._prefetches.has_pending else ()
         if fetches:
             keys, sources, targets = zip(*fetches, strict=True)
             number = self._open("prefetch", keys, targets, now_s, sources=sources)
-            tickets.append(WriteThroughTicket(number, keys, sources, targets))
+            tickets.append(MoveTicket(number, keys, sources, targets))
         return tickets
 
     # What hints ask for

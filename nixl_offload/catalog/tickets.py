@@ -48,7 +48,7 @@ class LoadTicket:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteThroughTicket:
+class MoveTicket:
     """Chunks that go from tier to tier: ``keys[i]`` from ``sources[i]`` to ``targets[i]``, all of one tier.
 
     That is a farther one, or, of a prefetch, memory.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
+from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.layout import KVLayout, split_job
 from nixl_offload.chunk.shards import ShardPlan
 from nixl_offload.engine import Chunk, make_move
@@ -105,7 +105,7 @@ class RankChunks:
                 chunks.append(Chunk(key, part.of(here), part.group, ids, first, offset, position=at))
         return chunks
 
-    def of_moves(self, ticket: WriteThroughTicket) -> list[Chunk]:
+    def of_moves(self, ticket: MoveTicket) -> list[Chunk]:
         """Return the moves of a ticket."""
         chunks = []
         places = zip(ticket.keys, ticket.sources, ticket.targets, strict=True)

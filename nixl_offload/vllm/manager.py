@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from nixl_offload.catalog import Catalog, ChainOptions, StoreTicket, WriteThroughTicket
+from nixl_offload.catalog import Catalog, ChainOptions, MoveTicket, StoreTicket
 from nixl_offload.config import Config
 from nixl_offload.engine import Work
 from nixl_offload.errors import NixlOffloadError
@@ -135,7 +135,7 @@ class NixlOffloadManager(OffloadingManager):
         """By position; whether a directory is on a drive of this machine is known once it is open."""
         self._disabled: dict[int, set[int]] = {}
         """By rank: the tiers that it has disabled."""
-        self.moves: list[WriteThroughTicket] = []
+        self.moves: list[MoveTicket] = []
         """What ``take_moves`` would return."""
         self._removed: list[OffloadKey] = []
         """What ``take_removed`` would return."""
@@ -264,12 +264,12 @@ class NixlOffloadManager(OffloadingManager):
             self.serving.update()
         self.catalog.flush(time.monotonic())
         if self.catalog.is_chain and not self._reopens and not self.is_paused:
-            moves = self.catalog.begin_write_throughs(time.monotonic())
+            moves = self.catalog.begin_moves(time.monotonic())
             self.moves += moves
             if moves or self.has_events:
                 self._changed()
 
-    def take_moves(self) -> list[WriteThroughTicket]:
+    def take_moves(self) -> list[MoveTicket]:
         """Return the moves to tell the ranks of."""
         moves, self.moves = self.moves, []
         return moves

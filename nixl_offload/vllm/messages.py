@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
-from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
+from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.shards import ShardPlan
 from nixl_offload.engine import TierStatus, Work
 from nixl_offload.tiers.kinds import AnyPlace
@@ -60,7 +60,7 @@ class TicketSpec(LoadStoreSpec):
 class StepMetadata(OffloadingConnectorMetadata):
     """vLLM's message to the ranks in a step, with ours beside its jobs."""
 
-    moves: list[WriteThroughTicket] = field(default_factory=list)
+    moves: list[MoveTicket] = field(default_factory=list)
     places: dict[int, AnyPlace] = field(default_factory=dict)
     """Tiers to open, by position in the config, and where they are. Each is sent once, before any job that needs it."""
     opening: int = 0

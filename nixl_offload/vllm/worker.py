@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
+from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.config import Config
 from nixl_offload.engine import ChainEngine, Completion, TierEngine, Work
@@ -198,7 +198,7 @@ class NixlOffloadingWorker(OffloadingWorker):
 
     def submit(
         self,
-        ticket: StoreTicket | LoadTicket | WriteThroughTicket,
+        ticket: StoreTicket | LoadTicket | MoveTicket,
         job_id: int = 0,
         blocks: GPULoadStoreSpec | None = None,
         *,
@@ -213,7 +213,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         """
         self._look_s = 0.0
         self._tiers.take_opened()
-        if isinstance(ticket, WriteThroughTicket):
+        if isinstance(ticket, MoveTicket):
             self._engine.submit_moves(ticket.ticket, self._chunks.of_moves(ticket), len(ticket.keys))
             return
         assert blocks is not None

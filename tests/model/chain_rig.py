@@ -115,12 +115,12 @@ class ChainRig:
                     copy.target = place
         return grant.locations
 
-    def begin_write_throughs(self) -> None:
+    def begin_moves(self) -> None:
         """Begin pending writes."""
         engine = self.engine
         had_pending = engine.catalog.has_pending_writes
         before = {position: engine.ready(position) for position in engine.slots}
-        grants = engine.catalog.begin_write_throughs(self.world.now_s)
+        grants = engine.catalog.begin_moves(self.world.now_s)
         assert had_pending or not grants, "an idle engine would not have been stepped for it"
         for grant in grants:
             for key, source, target in zip(grant.keys, grant.sources, grant.targets, strict=True):
@@ -210,7 +210,7 @@ class ChainRig:
         """Moves, too, though not all that were waiting."""
         for _ in range(4):
             self.finish_all()
-            self.begin_write_throughs()
+            self.begin_moves()
 
     # What operators do.
 
@@ -282,7 +282,7 @@ class ChainRig:
         """Whatever is broken: all that is under way ends, nothing waits for ever, and nothing is left behind."""
         for _ in range(MOST_STEPS):
             self.finish_all()
-            self.begin_write_throughs()
+            self.begin_moves()
             self.step_ends()
             self.world.now_s += 5.0
             check_changes(self.engine, self.seen)

@@ -53,7 +53,7 @@ ACTIONS = [
     *["offer"] * 5,
     *["request"] * 4,
     *["load_what_may_be_gone"] * 2,
-    *["begin_write_throughs"] * 4,
+    *["begin_moves"] * 4,
     *["work"] * 4,
     *["finish"] * 4,
     *["acknowledge"] * 3,
@@ -178,8 +178,8 @@ class ChainMachine(RuleBasedStateMachine):
     def load_what_may_be_gone(self, rig: ChainRig, draw: st.DrawFn) -> None:
         rig.load(self.chain_of(draw(backs), draw(lengths)), None)
 
-    def begin_write_throughs(self, rig: ChainRig, draw: st.DrawFn) -> None:
-        rig.begin_write_throughs()
+    def begin_moves(self, rig: ChainRig, draw: st.DrawFn) -> None:
+        rig.begin_moves()
 
     def work(self, rig: ChainRig, draw: st.DrawFn) -> None:
         if jobs := rig.unfinished():

@@ -238,7 +238,7 @@ class Server:
         """The end of a step of vLLM's: everything that may go on does."""
         now_s = time.monotonic()
         self.catalog.flush(now_s)
-        for grant in self.catalog.begin_write_throughs(now_s):
+        for grant in self.catalog.begin_moves(now_s):
             self.open_tickets[grant.ticket] = len(self.ranks)
             memory = None if self.config.memory is None else 0
             for rank in self.ranks:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from nixl_offload.catalog import Catalog, ChainOptions, Settled, StoreTicket, WriteThroughTicket
+from nixl_offload.catalog import Catalog, ChainOptions, MoveTicket, Settled, StoreTicket
 from nixl_offload.index import DurableIndex, Index, State
 from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
@@ -132,9 +132,9 @@ class Chain:
                 grant.promotion_ticket, dict.fromkeys(range(count), promoted) if promoted is not Outcome.OK else {}
             )
 
-    def begin(self) -> list[WriteThroughTicket]:
+    def begin(self) -> list[MoveTicket]:
         self.catalog.flush(self.now_s)
-        grants = self.catalog.begin_write_throughs(self.now_s)
+        grants = self.catalog.begin_moves(self.now_s)
         self.open.update((grant.ticket, len(grant.keys)) for grant in grants)
         return grants
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
+from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.chunk.shards import HeadCut, LayerCut, Shard, ShardPlan, cut_layers, make_plan
 from nixl_offload.engine import ChainEngine, Completion, Engine
@@ -209,7 +209,7 @@ class RankRig:
     def move(self, numbers: Sequence[int], source: int, target: int) -> tuple[Outcome, ...]:
         number = next(self._numbers)
         sources, targets = (tuple(self.at(tier, n) for n in numbers) for tier in (source, target))
-        ticket = WriteThroughTicket(number, tuple(map(key, numbers)), sources, targets)
+        ticket = MoveTicket(number, tuple(map(key, numbers)), sources, targets)
         self.chain.submit_moves(number, self.chunks.of_moves(ticket), len(numbers))
         return self._collect(self.settled, number)
 

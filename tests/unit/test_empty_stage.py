@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import pytest
 
-from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
+from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.engine import ChainEngine, Completion
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm.chunks import RankChunks
@@ -59,7 +59,7 @@ class Stage:
 
     def move(self, source: int, target: int, first: int) -> tuple[Outcome, ...]:
         number = next(self.numbers)
-        ticket = WriteThroughTicket(number, self.keys(first), self.places(source, first), self.places(target, first))
+        ticket = MoveTicket(number, self.keys(first), self.places(source, first), self.places(target, first))
         self.rig.chain.submit_moves(number, self.chunks.of_moves(ticket), 4)
         return self.rig.settle(number).outcomes
 

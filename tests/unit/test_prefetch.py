@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.catalog import WriteThroughTicket, prefetch
+from nixl_offload.catalog import MoveTicket, prefetch
 from nixl_offload.tiers.shared.naming import shards_of
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Key, Outcome
@@ -40,7 +40,7 @@ def foretell(
     chain.catalog.prefetch(keys(*numbers), end_tokens, chain.now_s, allowed, is_prefix=is_prefix, groups=groups)
 
 
-def begun(chain: Chain) -> list[WriteThroughTicket]:
+def begun(chain: Chain) -> list[MoveTicket]:
     return [grant for grant in chain.begin() if grant.targets[0].tier == MEMORY]
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
+from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import LayerCut, ShardPlan, cut, hold
@@ -163,14 +163,14 @@ def test_a_rank_without_shards_has_no_part_in_anything(make: Make) -> None:
     blocks = engine.ranks[0].blocks(CHUNKS)
     assert chunks.of_job(StoreTicket(1, keys, places), blocks) == []
     assert chunks.of_job(LoadTicket(2, keys, places, 3, places), blocks) == []
-    assert chunks.of_moves(WriteThroughTicket(4, keys, (Location(MEMORY, 0, 4096),) * len(CHUNKS), places)) == []
+    assert chunks.of_moves(MoveTicket(4, keys, (Location(MEMORY, 0, 4096),) * len(CHUNKS), places)) == []
 
 
 def test_a_move_of_a_group_that_there_is_not_fails_alone(make: Make) -> None:
     rank = stored(make(1)).ranks[0]
     keys = key(0), Key(key(1)[:-4] + (7).to_bytes(4, "big"))
     places = tuple(tuple(rank.at(tier, n) for n in range(2)) for tier in (TREE, MEMORY))
-    rank.chain.submit_moves(1 << 20, rank.chunks.of_moves(WriteThroughTicket(1, keys, *places)), 2)
+    rank.chain.submit_moves(1 << 20, rank.chunks.of_moves(MoveTicket(1, keys, *places)), 2)
     assert rank.settle(1 << 20) == (Outcome.OK, Outcome.FAILED)
 
 

@@ -117,7 +117,7 @@ def test_a_smaller_chunk_does_not_overtake_a_larger_one(tmp_path: Path) -> None:
     assert stored is not None
     catalog.report(stored.ticket, 1, {}, 0.0)
     begun = []
-    while grants := catalog.begin_write_throughs(0.0):
+    while grants := catalog.begin_moves(0.0):
         begun.append([each for grant in grants for each in grant.keys])
         for grant in grants:
             catalog.report(grant.ticket, 1, {}, 0.0)

@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from nixl_offload.catalog import LoadTicket, StoreTicket, WriteThroughTicket
+from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.config import Config, parse_config
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
@@ -218,7 +218,7 @@ class Rig:
         assert isinstance(ticket, LoadTicket)
         return ticket
 
-    def step(self) -> list[WriteThroughTicket]:
+    def step(self) -> list[MoveTicket]:
         """End a step of the scheduler; return the moves that go out with it."""
         self.manager.on_schedule_end(ScheduleEndContext([], []))
         return self.manager.take_moves()

@@ -70,13 +70,13 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sleeping
 def test_what_is_stored_outlives_sleep(engine: SleepingEngine) -> None:
     """In memory, too; and what memory has still to pass on while the engine sleeps is passed on afterwards."""
     catalog = engine.manager.catalog
-    begin, catalog.begin_write_throughs = catalog.begin_write_throughs, lambda now_s: []
+    begin, catalog.begin_moves = catalog.begin_moves, lambda now_s: []
     for prompt in PROMPTS:
         engine.core.add_request(engine.request(prompt))
     while engine.core.scheduler.has_unfinished_requests() or catalog.open_tickets:
         engine.core.step_fn()
     engine.core.sleep(level=1)
-    catalog.begin_write_throughs = begin
+    catalog.begin_moves = begin
     engine.manager.has_pending_work = lambda: True  # a step comes, as while a report is due
     for _ in range(10):
         engine.core.step_fn()

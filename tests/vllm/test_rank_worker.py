@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from nixl_offload.catalog import NOWHERE, LoadTicket, StoreTicket, WriteThroughTicket
+from nixl_offload.catalog import NOWHERE, LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.config import parse_config
 from nixl_offload.engine import TierEngine, pump
 from nixl_offload.engine.host import HostSlab
@@ -327,7 +327,7 @@ def test_a_slow_opening_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.Mon
     began_s = time.monotonic()
     rig.worker.submit_store(1, gpu([0, 1, 2, 3], 0), rig.to_store(0))
     location = Location(0, 0, rig.slot_bytes)
-    rig.worker.submit(WriteThroughTicket(7, (Key(bytes(36)),), (location,), (location,)))
+    rig.worker.submit(MoveTicket(7, (Key(bytes(36)),), (location,), (location,)))
     rig.worker.wait({1})
     (item,) = rig.worker.take_finished()
     assert item.result.outcomes == (Outcome.FAILED,)
@@ -418,7 +418,7 @@ def test_moves_of_a_group_that_is_not_there_fail_and_raise_nothing(rig: Rig) -> 
     """Anything that is raised here ends vLLM's engine."""
     key = Key(bytes(32) + (77).to_bytes(4, "big"))
     here, there = Location(0, 0, rig.slot_bytes), Location(1, 0, rig.slot_bytes)
-    rig.worker.submit(WriteThroughTicket(3, (key,), (here,), (there,)))
+    rig.worker.submit(MoveTicket(3, (key,), (here,), (there,)))
     assert rig.worker.take_tickets() == {3: {0: Outcome.FAILED}}
 
 
