@@ -14,7 +14,7 @@ import itertools
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -27,8 +27,7 @@ from tests.prove.power.recording import History, build, record
 from tests.prove.server import Server
 
 DISKS = 100
-"""How many are opened of each history and way to keep names; of small histories some samples more, of the shortest all
-that there may be."""
+"""How many are opened of each history and way to keep names; of small histories a third more, as samples."""
 LIMIT_S = 600.0
 FRESH = (NUMBERS, NUMBERS + 1)
 """Chunks that no history has."""
@@ -55,8 +54,9 @@ def try_story(name: str, story: Story, naming: Naming, seed: str, most: int = DI
     judge = Judge(story, history, outcome, counts)
     judge.judge(whole, is_whole=True)
     if story.is_small:
-        every = _unlike(_torn(history, naming, since, story.torn, counts))
-        tried = every if story.torn or len(every) <= most else random.Random(seed).sample(every, most)
+        times = crash_times(history, since)
+        every = _unlike(disk for at in times for disk in whole_calls(Crash(history, at, naming, since)))
+        tried = every if len(every) <= most else random.Random(seed).sample(every, most)
         counts["possible"], counts["of these tried"] = len(every), len(tried)
         disks = tried + list(itertools.islice(samples(history, naming, since, seed), most // 3))
     else:
@@ -67,18 +67,6 @@ def try_story(name: str, story: Story, naming: Naming, seed: str, most: int = DI
         outcome.missed.append("no chunk was whole on any disk")
     outcome.counts = {"histories": 1, "calls": len(history.calls), **counts}
     return outcome
-
-
-def _torn(history: History, naming: Naming, since: int, most: int, counts: Counter[str]) -> Iterator[Disk]:
-    """Yield the disks of a small history: at each time all, by pages, where these are not more than ``most``, else by
-    whole calls.
-    """
-    for at in crash_times(history, since):
-        crash = Crash(history, at, naming, since)
-        every = crash.every_disk(most)
-        counts["times"] += 1
-        counts["times by pages"] += every is not None
-        yield from whole_calls(crash) if every is None else every
 
 
 class Judge:
@@ -166,7 +154,7 @@ class Judge:
         return ready
 
 
-def _unlike(disks: Iterator[Disk]) -> list[Disk]:
+def _unlike(disks: Iterable[Disk]) -> list[Disk]:
     """Return one each of equal disks."""
     return list({disk.digest: disk for disk in disks}.values())
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import os
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -138,36 +137,9 @@ class Crash:
         however little of what they wrote; ``rest``: what lies there then.
         """
         found = self._found(names)
-        contents = {
-            file: self._content(file, data, unit, sizes, rest) for file in {*found.values()} if file is not None
-        }
-        return self._disk(found, contents, told)
-
-    def every_disk(self, most: int) -> list[Disk] | None:
-        """Return all disks there may be, but for tears within pages; None where that are more than ``most``.
-
-        What a file has that was not written is zeros, or all 0xFF.
-        """
-        sets = 1 << len(self.loose_names) if self.naming == "any" else 0
-        if sets > most:
-            return None
-        every = _subsets(self.loose_names, len(self.loose_names)) if sets else self.all_names()
-        namings = {tuple(found.items()): found for found in map(self._found, every)}
-        contents: dict[int, list[bytes]] = {}
-        disks: list[Disk] = []
-        for found in namings.values():
-            files = sorted({file for file in found.values() if file is not None})
-            for file in files:
-                if file not in contents:
-                    if (some := self._contents(file, most)) is None:
-                        return None
-                    contents[file] = some
-            if len(disks) + math.prod(len(contents[file]) for file in files) > most:
-                return None
-            for chosen in itertools.product(*(range(len(contents[file])) for file in files)):
-                content = {file: contents[file][which] for file, which in zip(files, chosen, strict=True)}
-                disks.append(self._disk(found, content, f", names {sorted(found)}, contents {chosen}"))
-        return disks
+        files = {path: self._content(file, data, unit, sizes, rest) for path, file in found.items() if file is not None}
+        directories = tuple(sorted(path for path, file in found.items() if file is None and path))
+        return Disk(files, directories, self.at, f"crash at {self.at}, names: {self.naming}{told}", self.sure)
 
     def _found(self, names: frozenset[int]) -> Names:
         """Return the names when of the uncertain calls on them these were done."""
@@ -188,25 +160,6 @@ class Crash:
                     _extend(content, call.offset + len(call.data), rest)
         return bytes(content)
 
-    def _contents(self, file: int, most: int) -> list[bytes] | None:
-        """Return all that a file may hold, by pages; None where the choices are more than ``most``."""
-        loose = [at for at in self.loose_data if self.data[at][0].file == file]
-        choices = [_choices(self.data[at][0]) for at in loose]
-        if math.prod(map(len, choices)) > most:
-            return None
-        found: dict[bytes, None] = {}
-        for chosen in itertools.product(*choices):
-            data = {at: part for at, (part, _) in zip(loose, chosen, strict=True) if part is None or part}
-            sizes = {at for at, (_, is_as_long) in zip(loose, chosen, strict=True) if is_as_long}
-            for rest in (b"\0", b"\xff"):
-                found[self._content(file, data, PAGE, sizes, rest)] = None
-        return list(found)
-
-    def _disk(self, found: Names, contents: Mapping[int, bytes], told: str) -> Disk:
-        files = {path: contents[file] for path, file in found.items() if file is not None}
-        directories = tuple(sorted(path for path, file in found.items() if file is None and path))
-        return Disk(files, directories, self.at, f"crash at {self.at}, names: {self.naming}{told}", self.sure)
-
     def whole(self) -> Disk:
         """Return the disk on which everything is."""
         return self.disk(frozenset(self.loose_names), dict.fromkeys(self.loose_data), told=", nothing lost")
@@ -220,12 +173,6 @@ def crash_times(history: History, since: int = 0) -> list[int]:
     said = [time for time, _ in history.marks]
     last = max(time for call in history.calls for time in (call.began, call.ended, *said) if time < NEVER)
     return [*sorted(ends), last + 1]
-
-
-def small(history: History, naming: Naming, since: int) -> Iterator[Disk]:
-    """Yield the disks of a small history: ``whole_calls`` at each time."""
-    for at in crash_times(history, since):
-        yield from whole_calls(Crash(history, at, naming, since))
 
 
 def whole_calls(crash: Crash) -> Iterator[Disk]:
@@ -318,15 +265,6 @@ def _subsets(items: Sequence[int], most: int = 9) -> list[frozenset[int]]:
     for count in range(1, len(items)):
         found[frozenset(items[: count - 1]) | frozenset(items[count : count + 1])] = None
     return list(found)
-
-
-def _choices(call: Call) -> list[tuple[Part, bool]]:
-    """Return what may be there of an uncertain call on data: which of its pages, and whether its file is as long."""
-    if call.kind is not Kind.WRITE:
-        return [(None, False), (frozenset(), False)]
-    pages = range((call.offset + len(call.data) - 1) // PAGE - call.offset // PAGE + 1)
-    parts = [frozenset(some) for count in range(len(pages)) for some in itertools.combinations(pages, count)]
-    return [(None, False), *itertools.product(parts, (False, True))]
 
 
 def _extend(content: bytearray, end: int, rest: bytes) -> None:

@@ -38,8 +38,6 @@ class Story:
     is_small: bool = False
     """All its losses of whole calls are known, and as many tried as there is time for, drawn by the seed; of others
     samples."""
-    torn: int = 0
-    """Above 0: all its losses are tried, and of pages, too, at each time at which these make no more disks."""
     names: tuple[Naming, ...] = ("journal", "any")
     """Ways in which names may be lost that make a difference."""
 
@@ -197,7 +195,7 @@ def _evicting(root: Path, story: Story) -> None:
 
 
 STORIES = {
-    "slab/first start": Story("s", _first_start, is_small=True, torn=60),
+    "slab/first start": Story("s", _first_start, is_small=True),
     "slab/overwriting": Story("s", _overwriting, is_small=True, names=("journal",)),
     "slab/overwriting, aio": Story("s", _overwriting, mover="posix_aio", is_small=True, names=("journal",)),
     "slab/reopening": Story("s", _reopening, is_small=True),
@@ -206,8 +204,8 @@ STORIES = {
     "slab/long": Story("s", _long),
     "slab/long, two ranks": Story("s", _long, ranks=2),
     "slab/long, behind memory": Story("ms", _long),
-    "tree/one chunk": Story("t", _one_chunk, is_small=True, torn=1000),
-    "tree/first start": Story("t", _first_start, is_small=True, torn=1000),
+    "tree/one chunk": Story("t", _one_chunk, is_small=True),
+    "tree/first start": Story("t", _first_start, is_small=True),
     "tree/first start, aio": Story("t", _first_start, mover="posix_aio", is_small=True),
     "tree/evicting": Story("t", _evicting, small_tree=True),
     "tree/long, two ranks, behind memory": Story("mt", _long, ranks=2),
