@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from nixl_offload.config import SlabConfig
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.tiers.base import TierContext
+from nixl_offload.tiers.slab.file import SlabFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +40,8 @@ def slab_config(path: Path, capacity_bytes: int, *, keep_free_percent: int = 0) 
     """Return the config of a slab."""
     config = SlabConfig.model_validate({"kind": "slab", "path": str(path), "capacity": capacity_bytes})
     return config.model_copy(update={"keep_free_percent": keep_free_percent})
+
+
+def back(slab: SlabFile, offset: int, length_bytes: int) -> None:
+    """Put space under a range of a slab, as ``SlabFile.ensure``, without a pause."""
+    deque(slab.ensure(offset, length_bytes), maxlen=0)

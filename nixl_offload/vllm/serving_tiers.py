@@ -27,7 +27,6 @@ from nixl_offload.identity.weights import WeightsDigest, cache_directory_of
 from nixl_offload.tiers import kinds
 from nixl_offload.tiers.base import Tier, TierContext
 from nixl_offload.tiers.kinds import AnyPlace, AnyTier
-from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.types import Key, Lookup, LookupContext
 from nixl_offload.vllm.background import CLOSE_S, BackgroundOpening, in_background, join_all, name_of
 from nixl_offload.vllm.identity import build_namespace, loaded_weights, models_of, sources_of_ranks
@@ -226,10 +225,6 @@ class ServingTiers:
         true`` could not be opened.
         """
         now_s = time.monotonic()
-        for position in self._failed:
-            tier = self._opened[position]
-            if isinstance(tier, SlabTier):
-                tier.heal(now_s)  # ranks open nothing in a directory that has lost its lock
         if self.is_whole or self._naming is None or self.is_off:
             return
         named = self._naming.take()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -387,10 +387,10 @@ class HangingSlab(SlabFile):
 
     hang: threading.Event | None = None
 
-    def ensure(self, offset: int, length_bytes: int) -> None:
+    def ensure(self, offset: int, length_bytes: int) -> Generator[None, None, None]:
         if self.hang is not None:
             self.hang.wait(30)
-        super().ensure(offset, length_bytes)
+        return super().ensure(offset, length_bytes)
 
 
 def test_a_pump_that_hangs_in_a_system_call_holds_nobody_up(make: Make) -> None:

@@ -8,7 +8,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +45,7 @@ class TroubledSlab(SlabFile):
     hang: threading.Event | None = None
     hang_check: threading.Event | None = None
 
-    def ensure(self, offset: int, length_bytes: int) -> None:
+    def ensure(self, offset: int, length_bytes: int) -> Generator[None, None, None]:
         if self.hang is not None:
             self.hang.wait(30)
         if self.trouble == "bug":
@@ -54,12 +54,13 @@ class TroubledSlab(SlabFile):
             raise OSError(5, "untranslated")
         if self.trouble is not None:
             raise TierError(f"told to say {self.trouble}", cause=self.trouble)
-        super().ensure(offset, length_bytes)
+        return super().ensure(offset, length_bytes)
 
-    def check(self) -> str | None:
+    def check(self) -> None:
         if self.hang_check is not None:
             self.hang_check.wait(30)
-        return self.trouble if self.trouble not in {"bug", "oserror"} else None
+        if self.trouble not in {None, "bug", "oserror"}:
+            raise TierError(f"told to say {self.trouble}", cause=str(self.trouble))
 
 
 make = pytest.fixture(rigs)
@@ -344,25 +345,17 @@ def test_unexpected_exceptions_fail_the_chunk_and_the_pump_goes_on(make: Make, t
     assert rig.store(1, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
 
 
-def test_a_vanished_directory_is_noticed_and_made_anew(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """What the open file still holds may be read; what was lost is CORRUPT, not wrong; then all is as at first."""
+def test_a_vanished_directory_is_noticed(make: Make) -> None:
+    """What the open file holds may be read. Nothing is stored in a file that nobody will find."""
     clock = Clock()
     rig = make("per_layer", clock=clock)
     wanted = rig.bytes_of([1, 2, 3, 4])
     assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
     shutil.rmtree(rig.slab.path.parent)
+    clock.ahead_s += 2
+    assert rig.store(2, [rig.chunk(1, [1, 2, 3, 4])]) == (FAILED,)
     assert rig.load(1, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
     assert rig.bytes_of([5, 6, 7, 8]) == wanted
-    clock.ahead_s += 2
-    rig.store(2, [rig.chunk(1, [1, 2, 3, 4])])
-    clock.ahead_s += 61
-    assert rig.store(3, [rig.chunk(1, [1, 2, 3, 4])]) == (OK,)
-    assert rig.slab.path.exists()
-    assert rig.load(4, [rig.chunk(1, [9, 10, 11, 12])]) == (OK,)
-    assert rig.bytes_of([9, 10, 11, 12]) == wanted
-    rig.wipe(0xEE)
-    assert rig.load(5, [rig.chunk(0, [5, 6, 7, 8])])[0] in {FAILED, CORRUPT}
-    assert set(rig.bytes_of(range(NUM_BLOCKS))) == {0xEE}
 
 
 def test_a_slab_that_cannot_be_used_at_start_is_no_error(make: Make, tmp_path: Path) -> None:

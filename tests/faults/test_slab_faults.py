@@ -1,7 +1,4 @@
-"""Real trouble under a slab: a full disk, a read-only one, a vanished directory, a second engine, a killed one.
-
-Each case ends with storing possible again, for that is half of the promise.
-"""
+"""Real trouble under a slab: a full disk, a read-only one, a vanished directory, a second engine, a killed one."""
 
 from __future__ import annotations
 
@@ -22,9 +19,10 @@ import pytest
 from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.stores.filesystem import Filesystem
 from nixl_offload.tiers.lock import DirectoryLock, is_held_by
+from nixl_offload.tiers.slab import file as slab_file
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile
-from tests.contexts import context_of, slab_config
+from tests.contexts import back, context_of, slab_config
 from tests.hostile import HostileFilesystem
 from tests.unit.gc_rig import namespace_of
 
@@ -48,8 +46,17 @@ def slab(request: pytest.FixtureRequest) -> Iterator[SlabFile]:
 
 def refusal(slab: SlabFile, offset: int) -> str:
     with pytest.raises(TierError) as caught:
-        slab.ensure(offset, 64 * KIB)
+        back(slab, offset, 64 * KIB)
     return caught.value.cause
+
+
+def trouble(slab: SlabFile) -> str:
+    """What stands against storing now."""
+    try:
+        slab.check()
+    except TierError as error:
+        return error.cause
+    return "none"
 
 
 def allocated_bytes(path: Path) -> int:
@@ -58,22 +65,21 @@ def allocated_bytes(path: Path) -> int:
 
 def test_a_full_disk_refuses_whole_extents_and_resumes(small_filesystem: SmallFilesystem, slab: SlabFile) -> None:
     """What is backed stays writable, what is refused takes nothing, and space that comes back is noticed."""
-    slab.ensure(0, 64 * KIB)
+    back(slab, 0, 64 * KIB)
     small_filesystem.fill(leave_bytes=EXTENT // 2)
     free_bytes = small_filesystem.free_bytes
     assert 0 < free_bytes < EXTENT
     assert refusal(slab, EXTENT) == "full"
-    assert slab.check() is None, "what has space can be written"
+    assert trouble(slab) == "none", "what has space can be written"
     assert small_filesystem.free_bytes == free_bytes, "a refused extent leaves no space taken"
     assert slab.path.stat().st_size == EXTENT
-    slab.ensure(EXTENT - 64 * KIB, 64 * KIB)
+    back(slab, EXTENT - 64 * KIB, 64 * KIB)
     write_direct(slab.path, 0, EXTENT)
     small_filesystem.fill()
     write_direct(slab.path, 0, EXTENT)
     small_filesystem.drain()
-    assert slab.reopen() is False, "the same file: nothing is lost"
-    slab.ensure(EXTENT, 64 * KIB)
-    assert slab.check() is None
+    back(slab, EXTENT, 64 * KIB)
+    assert trouble(slab) == "none"
 
 
 class Boundless(Filesystem):
@@ -85,16 +91,15 @@ class Boundless(Filesystem):
 
 
 def test_space_lost_in_the_middle_of_preallocation_is_given_back(small_filesystem: SmallFilesystem) -> None:
-    """When another writer was quicker, the half-reserved extent is undone, at the end of the file and in a hole."""
+    """When another writer was quicker, the half-reserved extent is undone."""
     slab = SlabFile(small_filesystem.path / "rank-00000.slab", 32 * MIB, EXTENT, filesystem=Boundless())
     slab.open()
-    slab.ensure(2 * EXTENT, 64 * KIB)
+    back(slab, 2 * EXTENT, 64 * KIB)
     small_filesystem.fill(leave_bytes=EXTENT // 2)
     free_bytes = small_filesystem.free_bytes
-    for offset in (3 * EXTENT, 0):
-        assert refusal(slab, offset) == "full"
-        assert abs(small_filesystem.free_bytes - free_bytes) <= 8 * KIB
-        assert slab.path.stat().st_size == 3 * EXTENT
+    assert refusal(slab, 3 * EXTENT) == "full"
+    assert abs(small_filesystem.free_bytes - free_bytes) <= 8 * KIB
+    assert slab.path.stat().st_size == 3 * EXTENT
     slab.close()
 
 
@@ -116,20 +121,21 @@ def test_a_rank_on_a_read_only_medium(small_filesystem: SmallFilesystem, is_open
     lock.acquire()
     slab = SlabFile(small_filesystem.path / "ns" / "rank-00000.slab", 32 * MIB, EXTENT, owner=lock.owner)
     slab.open()
-    if not is_open:
-        slab.close()
     small_filesystem.make_read_only()
-    with pytest.raises(TierError) as caught:
-        slab.reopen() if is_open else slab.open()
-    assert caught.value.cause == slab.check() == "permission"
+    assert trouble(slab) == "permission"
+    if not is_open:
+        with pytest.raises(TierError) as caught:
+            slab.open()
+        assert caught.value.cause == "permission"
     small_filesystem.make_writable()
-    assert slab.reopen() is False, "the same file"
-    slab.ensure(0, 64 * KIB)
+    if not is_open:
+        slab.open()
+    back(slab, 0, 64 * KIB)
     other = SlabFile(slab.path, MIB, MIB, owner="another")
     small_filesystem.make_read_only()
     with pytest.raises(TierError, match="in use by another engine"):
         other.open()
-    assert other.check() == "locked"
+    assert trouble(other) == "locked"
     small_filesystem.make_writable()
     slab.close()
     lock.release()
@@ -156,44 +162,29 @@ def test_a_lock_on_a_full_disk_says_nothing_wrong(tmp_path: Path, monkeypatch: p
     lock.release()
 
 
-def test_a_vanished_directory_is_made_again(tmp_path: Path, slab: SlabFile) -> None:
-    """The old inode is not written on: the loss is seen, a new file takes over, and ``reopen`` says so."""
-    slab.ensure(0, 64 * KIB)
-    (tmp_path / "kv").rename(tmp_path / "elsewhere")
-    assert slab.check() == "missing"
+@pytest.mark.parametrize("how", ["directory", "file", "replaced"])
+def test_a_file_that_is_gone_is_not_stored_in(tmp_path: Path, slab: SlabFile, how: str) -> None:
+    """Nobody would find what is stored there. A restored backup under the same name is another file, too."""
+    back(slab, 0, 64 * KIB)
+    if how == "directory":
+        (tmp_path / "kv").rename(tmp_path / "elsewhere")
+    else:
+        slab.path.unlink()
+    if how == "replaced":
+        slab.path.write_bytes(bytes(EXTENT))
+    assert trouble(slab) == "missing"
     assert refusal(slab, EXTENT) == "missing"
-    assert slab.reopen() is True
-    assert slab.check() is None
-    slab.ensure(0, 64 * KIB)
-    assert allocated_bytes(slab.path) >= EXTENT
-    assert stat.S_IMODE(slab.path.parent.stat().st_mode) == 0o700
-    assert allocated_bytes(tmp_path / "elsewhere" / "ns" / "rank-00000.slab") < 2 * EXTENT, "the old one did not grow"
+    assert slab.path.exists() == (how == "replaced"), "it is not made anew"
 
 
-def test_a_replaced_file_is_not_the_slab(slab: SlabFile) -> None:
-    """A restored backup under the same name is another file; what the old one held is not in it."""
-    slab.ensure(0, 64 * KIB)
-    slab.path.unlink()
-    slab.path.write_bytes(bytes(EXTENT))
-    assert slab.check() == "missing"
-    assert refusal(slab, EXTENT) == "missing"
-    assert slab.reopen() is True
-    slab.ensure(EXTENT, 64 * KIB)
-
-
-def test_nothing_is_created_under_an_empty_mount_point(small_filesystem: SmallFilesystem, slab: SlabFile) -> None:
-    """An unmounted disk must not turn into a cache on the system's own disk."""
-    slab.ensure(0, 64 * KIB)
+def test_an_unmounted_slab_is_used_again_once_it_is_mounted(small_filesystem: SmallFilesystem, slab: SlabFile) -> None:
+    """Meanwhile nothing is made under the empty mount point, on the system's own disk."""
+    back(slab, 0, 64 * KIB)
     small_filesystem.take_away(lazily=True)
-    assert slab.check() == "missing"
-    with pytest.raises(TierError, match="not mounted") as caught:
-        slab.reopen()
-    assert caught.value.cause == "missing"
+    assert refusal(slab, EXTENT) == trouble(slab) == "missing"
     assert list(small_filesystem.path.iterdir()) == []
     small_filesystem.bring_back()
-    assert slab.reopen() is False, "the same file of the same filesystem"
-    assert slab.check() is None
-    slab.ensure(EXTENT, 64 * KIB)
+    back(slab, EXTENT, 64 * KIB)
 
 
 def test_reopening_keeps_every_byte_and_cuts_what_is_beyond(tmp_path: Path) -> None:
@@ -201,7 +192,7 @@ def test_reopening_keeps_every_byte_and_cuts_what_is_beyond(tmp_path: Path) -> N
     path = tmp_path / "rank-00000.slab"
     first = SlabFile(path, 32 * MIB, EXTENT)
     first.open()
-    first.ensure(5 * EXTENT, EXTENT)
+    back(first, 5 * EXTENT, EXTENT)
     with path.open("r+b") as file:
         for extent in (0, 3, 5):
             file.seek(extent * EXTENT)
@@ -209,7 +200,7 @@ def test_reopening_keeps_every_byte_and_cuts_what_is_beyond(tmp_path: Path) -> N
     first.close()
     again = SlabFile(path, 32 * MIB, EXTENT)
     again.open()
-    again.ensure(0, 4 * EXTENT)
+    back(again, 0, 4 * EXTENT)
     again.close()
     content = path.read_bytes()
     assert [content[extent * EXTENT : extent * EXTENT + 1] for extent in (0, 3, 5)] == [b"0", b"3", b"5"]
@@ -218,7 +209,7 @@ def test_reopening_keeps_every_byte_and_cuts_what_is_beyond(tmp_path: Path) -> N
     assert path.stat().st_size == 16 * MIB
     assert path.read_bytes()[3 * EXTENT : 3 * EXTENT + 1] == b"3"
     with pytest.raises(LayoutError):
-        smaller.ensure(16 * MIB - KIB, 2 * KIB)
+        back(smaller, 16 * MIB - KIB, 2 * KIB)
     smaller.close()
 
 
@@ -240,15 +231,46 @@ def test_a_filesystem_without_fallocate_is_used_without(tmp_path: Path, caplog: 
     assert refusal(slab, 0) == "full"
     assert slab.path.stat().st_size == 0
     is_full = False
-    slab.ensure(MIB, MIB)
+    back(slab, MIB, MIB)
     assert slab.path.stat().st_size == EXTENT
     slab.path.write_bytes(b"x" * EXTENT)
-    slab.ensure(30 * MIB, 2 * MIB)
-    slab.ensure(0, 4 * MIB)
+    back(slab, 30 * MIB, 2 * MIB)
+    back(slab, 0, 4 * MIB)
     assert slab.path.stat().st_size == 32 * MIB
     assert allocated_bytes(slab.path) >= 32 * MIB
     assert slab.path.read_bytes()[:EXTENT] == b"x" * EXTENT
     assert len([record for record in caplog.records if "preallocate" in record.message]) == 1
+    slab.close()
+
+
+def test_growing_by_zeros_lets_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pump goes on after each step. Of two chunks one grows the file at a time: where the first one fails, the file
+    is cut to what it was, and the other one's space is not in it yet.
+    """
+    filesystem, is_full = HostileFilesystem(), False
+
+    def refuse(call: str, target: object) -> None:
+        if call == "allocate":
+            raise OSError(errno.EOPNOTSUPP, "no")
+        if call == "write" and is_full:
+            raise OSError(errno.ENOSPC, "full")
+
+    filesystem.before = refuse
+    monkeypatch.setattr(slab_file, "ZEROS_STEP_BYTES", MIB)
+    slab = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT, filesystem=filesystem)
+    slab.open()
+    first, second = slab.ensure(0, KIB), slab.ensure(EXTENT, KIB)
+    for size in (1 * MIB, 2 * MIB):
+        next(first)
+        next(second)
+        assert slab.path.stat().st_size == size
+    is_full = True
+    with pytest.raises(TierError):
+        next(first)
+    assert slab.path.stat().st_size == 0
+    is_full = False
+    assert sum(1 for _ in second) == 8
+    assert slab.path.stat().st_size == 2 * EXTENT
     slab.close()
 
 
@@ -362,29 +384,6 @@ def open_tier(
     return TierDirectory.open(config, context, index_bytes=lambda n: n)
 
 
-def test_the_scheduler_takes_a_vanished_directory_back(tmp_path: Path) -> None:
-    """Directory and lock are made again; when another engine was quicker, this one keeps off."""
-    tier = open_tier(tmp_path / "kv")
-    tier.restore()
-    (tmp_path / "kv").rename(tmp_path / "gone")
-    assert tier.check() == "missing"
-    tier.restore()
-    assert tier.check() is None
-    assert (tier.namespace_path / "manifest.json").is_file()
-    with pytest.raises(TierError):
-        open_tier(tmp_path / "kv")
-    (tmp_path / "kv").rename(tmp_path / "gone too")
-    other = open_tier(tmp_path / "kv")
-    with pytest.raises(TierError) as caught:
-        tier.restore()
-    assert caught.value.cause == "locked"
-    assert tier.check() == "missing"
-    other.close()
-    tier.restore()
-    assert tier.check() is None
-    tier.close()
-
-
 def test_starting_on_a_full_disk_keeps_what_is_there(
     small_filesystem: SmallFilesystem, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -394,7 +393,7 @@ def test_starting_on_a_full_disk_keeps_what_is_there(
     tier = open_tier(small_filesystem.path / "kv")
     slab = SlabFile(tier.rank_path(0), tier.rank_bytes, tier.extent_bytes)
     slab.open()
-    slab.ensure(0, 16 * MIB)
+    back(slab, 0, 16 * MIB)
     slab.close()
     tier.close()
     small_filesystem.fill()
@@ -405,7 +404,7 @@ def test_starting_on_a_full_disk_keeps_what_is_there(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     slab = SlabFile(again.rank_path(0), again.rank_bytes, again.extent_bytes)
     slab.open()
-    slab.ensure(0, again.rank_bytes)
+    back(slab, 0, again.rank_bytes)
     slab.close()
     again.close()
 
@@ -419,7 +418,7 @@ def test_a_slab_leaves_a_share_of_the_drive_free(small_filesystem: SmallFilesyst
         tier = open_tier(path, capacity_bytes=1 << 40, keep_free_percent=25, model=model)
         slab = SlabFile(tier.rank_path(0), tier.rank_bytes, tier.extent_bytes, kept_free=0.25)
         slab.open()
-        slab.ensure(0, tier.rank_bytes)
+        back(slab, 0, tier.rank_bytes)
         slab.close()
         tier.close()
         space = os.statvfs(path)

@@ -117,12 +117,12 @@ class Engine:
         return min(ready, key=lambda position: not self.tiers[position].in_use, default=None)
 
     def wait_for_threads(self) -> None:
-        """Let the prober finish what it was asked to do, and the healer what it looks at."""
+        """Let the prober finish what it was asked to do, and the slab what it looks at."""
         for shared in self.shared:
             while shared._prober.is_busy:
                 time.sleep(0)
-        if self.file is not None and self.file._healer is not None:
-            self.file._healer.join()
+        if self.file is not None and self.file._looker is not None:
+            self.file._looker.join()
 
     def close(self) -> None:
         """Close the tiers. Idempotent."""

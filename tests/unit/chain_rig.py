@@ -5,6 +5,7 @@ each farther tier, and images of chunks that are made without the engine.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,7 +112,9 @@ class ChainRig:
             extent = align_up(slot_bytes * 4, 65536)
             slab = slab_class(directory / f"tier{tier}" / "rank.slab", extent * SLOTS // 4, extent, direct_io=True)
             slab.open()
-            SlabFile.ensure(slab, 0, slab.rank_bytes)  # what was never written reads as zeros, not as the file's end
+            deque(
+                SlabFile.ensure(slab, 0, slab.rank_bytes), 0
+            )  # what was never written reads as zeros, not as the file's end
             slabs.append(slab)
             engine = Engine(
                 table=chain.table,
@@ -191,7 +194,7 @@ class ChainRig:
 
     def put(self, tier: int, number: int, image: npt.NDArray[np.uint8] | None = None) -> None:
         """Write an image (that of the chunk) to slot ``number`` of a farther tier, past the engine."""
-        SlabFile.ensure(self.slabs[tier - 1], number * self.slot_bytes, self.slot_bytes)
+        deque(SlabFile.ensure(self.slabs[tier - 1], number * self.slot_bytes, self.slot_bytes), 0)
         with self.path(tier).open("r+b") as file:
             file.seek(number * self.slot_bytes)
             file.write((self.image(number) if image is None else image).tobytes())

@@ -8,7 +8,6 @@ import fcntl
 import json
 import logging
 import os
-import shutil
 import stat
 import threading
 from collections.abc import Callable, Sequence
@@ -21,12 +20,12 @@ from nixl_offload.config import parse_config
 from nixl_offload.errors import ConfigError, TierError
 from nixl_offload.tiers.kinds import require_apart
 from nixl_offload.tiers.lock import DirectoryLock, holder_of
-from nixl_offload.tiers.slab import directory, other_namespaces
+from nixl_offload.tiers.slab import other_namespaces
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile, warn_of_others
 from nixl_offload.tiers.slab.other_namespaces import tree_bytes
 from nixl_offload.tiers.slot_allocator import SlabAllocator
-from tests.contexts import context_of, slab_config
+from tests.contexts import back, context_of, slab_config
 from tests.unit.gc_rig import namespace_of
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -51,7 +50,7 @@ def fill(tier: TierDirectory, ranks: int = 1) -> None:
     for rank in range(ranks):
         slab = SlabFile(tier.rank_path(rank), tier.rank_bytes, tier.extent_bytes, direct_io=False)
         slab.open()
-        slab.ensure(0, tier.rank_bytes)
+        back(slab, 0, tier.rank_bytes)
         slab.close()
 
 
@@ -67,35 +66,18 @@ def test_everything_is_private_and_where_the_readme_says(tmp_path: Path) -> None
     assert {path.name for path in paths if path.is_file()} == {"lock", "manifest.json", "rank-00000.slab"}
     for path in paths:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-    assert tier.check() is None
+    assert tier.is_held()
     tier.close()
     tier.close()
-
-
-def test_what_is_taken_back_while_it_is_closed_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A filesystem that hangs may have the healing thread end after ``close``: the next opening must not be refused."""
-    path = tmp_path / "tier"
-    first = open_tier(path)
-    shutil.rmtree(path)
-    find = directory.nearest_filesystem
-
-    def close_and_find(where: Path) -> int:
-        first.close()
-        return find(where)
-
-    monkeypatch.setattr(directory, "nearest_filesystem", close_and_find)
-    first.restore()
-    monkeypatch.undo()
-    open_tier(path).close()
 
 
 @pytest.mark.parametrize("name", ["lock", ""])
-def test_a_lock_is_not_let_go_while_storage_does_not_say_whose_it_is(
+def test_a_lock_counts_while_storage_does_not_say_whose_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Storage fails when the healing thread looks: gc, or another engine, must not get the directory for that."""
-    first = open_tier(tmp_path)
-    fails_at = tmp_path / name if name else first.namespace_path
+    """Storage that fails when the directory is looked at must not end storing until the next start."""
+    tier = open_tier(tmp_path)
+    fails_at = tmp_path / name if name else tier.namespace_path
     look = Path.stat
 
     def stat_or_fail(self: Path, **options: bool) -> os.stat_result:
@@ -104,13 +86,9 @@ def test_a_lock_is_not_let_go_while_storage_does_not_say_whose_it_is(
         return look(self, **options)
 
     monkeypatch.setattr(Path, "stat", stat_or_fail)
-    with contextlib.suppress(TierError):
-        first.restore()
-    monkeypatch.undo()
-    with pytest.raises(TierError, match="in use"):
-        open_tier(tmp_path)
-    assert first.check() is None
-    first.close()
+    with contextlib.suppress(OSError):
+        assert tier.is_held()
+    tier.close()
 
 
 @pytest.mark.parametrize("before", [b"", b'{"owner": "an engine that has ended"}'])
@@ -170,7 +148,7 @@ def make_foreign(path: Path, model: str, used_s: float, capacity_bytes: int = 64
     tier = open_tier(path, capacity_bytes, model)
     slab = SlabFile(tier.rank_path(0), tier.rank_bytes, tier.extent_bytes, direct_io=False)
     slab.open()
-    slab.ensure(0, 3 * MIB)
+    back(slab, 0, 3 * MIB)
     slab.close()
     os.utime(tier.namespace_path / "manifest.json", (used_s, used_s))
     tier.close()
@@ -351,7 +329,7 @@ def test_data_parallel_engines_share_path_and_capacity(tmp_path: Path) -> None:
         fill(tier)
     assert sum(tree_bytes(tier.root) for tier in engines) <= 32 * MIB
     for tier in engines:
-        assert tier.check() is None
+        assert tier.is_held()
         tier.close()
     alone = open_tier(tmp_path, 32 * MIB)
     fill(alone)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import random
-import shutil
 import socket
 import threading
 import time
@@ -25,7 +24,6 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from examples.demo.model import ModelShape, write_model
 from nixl_offload.errors import TierError
-from nixl_offload.tiers.lock import holder_of
 from nixl_offload.vllm import background, connector_scheduler, rank_tiers, serving_tiers
 from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
@@ -131,24 +129,6 @@ def test_a_request_waits_only_so_long(restarted: Callable[[], Matching], monkeyp
     step(asked)
     hear(asked, OPEN)
     assert asked.ask() == HIT
-
-
-@pytest.mark.parametrize("has_slept", [False, True])
-def test_a_directory_that_vanishes_before_ranks_open_is_locked_again(
-    restarted: Callable[[], Matching], tmp_path: Path, has_slept: bool
-) -> None:
-    """They make nothing there without its lock, and no store would ever have the scheduler's half look."""
-    asked = restarted()
-    step(asked)
-    if has_slept:
-        hear(asked, OPEN)
-    (lock,) = tmp_path.rglob("lock")
-    shutil.rmtree(lock.parent)
-    hear(asked, FAILED)
-    until_s = time.monotonic() + 20
-    while holder_of(lock) is None:
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
 
 
 REQUIRED = "required: true allows no server without it"

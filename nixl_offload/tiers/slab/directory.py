@@ -1,7 +1,7 @@
 """The scheduler's hold on a slab tier's directory: the lock, the namespace's place in it, and how large slabs may be.
 
-Threading: one owner, the scheduler's thread, at start and end; nothing here runs while requests are served, except
-``check`` and ``restore``. Ownership: the process that has a ``TierDirectory`` is the only engine on that directory.
+Threading: one owner, at start and end. While requests are served a thread may call ``is_held`` and ``extents_now``.
+Ownership: the process that has a ``TierDirectory`` is the only engine on that directory.
 
     <path>/lock                        held as long as the engine lives
     <path>/.weights-cache…             digests of the model's files: see ``identity.weights_cache``
@@ -19,7 +19,6 @@ import logging
 import os
 import re
 import stat
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,7 +33,7 @@ from nixl_offload.tiers.free_space import kept_free
 from nixl_offload.tiers.lock import DirectoryLock
 from nixl_offload.tiers.os_errors import tier_error
 from nixl_offload.tiers.slab import other_namespaces
-from nixl_offload.tiers.slab.file import make_private_directory, nearest_filesystem, rank_file_name
+from nixl_offload.tiers.slab.file import make_private_directory, rank_file_name
 from nixl_offload.tiers.slot_allocator import SLOTS_PER_EXTENT_MIN, choose_extent_bytes
 from nixl_offload.types import PAGE_BYTES, align_up
 from nixl_offload.units import format_size
@@ -68,10 +67,6 @@ class TierDirectory:
         self._base = base
         self._context = context
         self._locks = locks
-        self._closed = threading.Event()
-        """``restore``, on another thread, lets go of what it takes after that."""
-        self._device = 0
-        self._manifest = ""
         self._kept_free = 0.0
 
     @classmethod
@@ -100,7 +95,7 @@ class TierDirectory:
                     undo.callback(locks[-1].release)
                     locks[-1].acquire(shared=is_shared and path == base)
                 directory = cls(base, root, tuple(locks), context)
-                directory._settle(config, index_bytes)
+                directory._make_ready(config, index_bytes)
             except OSError as error:
                 raise tier_error(error, f"cannot use the directory {root}") from error
             undo.pop_all()
@@ -108,44 +103,16 @@ class TierDirectory:
 
     @property
     def owner(self) -> str:
-        """What the lock of ``root`` says while this engine holds it, also after ``restore``."""
+        """What the lock of ``root`` says while this engine holds it."""
         return self._locks[-1].owner
 
     def rank_path(self, rank: int) -> Path:
         """Return where the slab of ``rank`` lies."""
         return self.namespace_path / rank_file_name(rank)
 
-    def check(self) -> str | None:
-        """Return None while the lock is on the directory that bears the name; ``missing`` when it is not.
-
-        Raises OSError: storage does not say.
-        """
-        held = all(lock.is_held() for lock in self._locks)
-        return None if held and self.namespace_path.is_dir() else "missing"
-
-    def restore(self) -> None:
-        """Take a directory that vanished into possession again: make it anew, on its filesystem only, and lock it.
-
-        No-op while ``check`` is content. Raises TierError: ``missing`` (its filesystem is gone), ``locked`` (another
-        engine was quicker: this one must not store any more), or a cause of the operating system. May run on another
-        thread than ``close``, and end after it.
-        """
-        try:
-            if self._closed.is_set() or self.check() is None:
-                return
-            if nearest_filesystem(self.root) != self._device:
-                raise TierError(f"the filesystem of {self.root} is not mounted", cause="missing")
-            make_private_directory(self.root)
-            for lock in self._locks:
-                lock.acquire(shared=len(self._locks) > 1 and lock is self._locks[0])
-            if not self._closed.is_set():
-                make_private_directory(self.namespace_path)
-                self._write_manifest()
-        except OSError as error:
-            raise tier_error(error, f"cannot make {self.namespace_path} again") from error
-        finally:
-            if self._closed.is_set():
-                self.close()
+    def is_held(self) -> bool:
+        """Say whether the locks are on the directories that bear the names now, and the namespace is there."""
+        return all(lock.is_held() for lock in self._locks) and self.namespace_path.is_dir()
 
     def extents_now(self) -> int:
         """Return how many extents each slab may have: those that it has, where not all can grow. Raises OSError."""
@@ -156,11 +123,10 @@ class TierDirectory:
 
     def close(self) -> None:
         """Release the locks. Idempotent. The bytes stay for the next engine."""
-        self._closed.set()
         for lock in reversed(self._locks):
             lock.release()
 
-    def _settle(self, config: SlabConfig, index_bytes: Callable[[int], int]) -> None:
+    def _make_ready(self, config: SlabConfig, index_bytes: Callable[[int], int]) -> None:
         """Do all that follows the lock. Raises OSError, TierError, ConfigError."""
         base, context, engines = self._base, self._context, len(self._context.dp_engines)
         slot_classes, share_bytes = context.slot_classes, config.capacity_bytes // engines
@@ -195,7 +161,6 @@ class TierDirectory:
         self.rank_bytes = rank_bytes // self.extent_bytes * self.extent_bytes
         make_private_directory(self.namespace_path)
         self.namespace_path.chmod(0o700)
-        self._device = self.namespace_path.stat().st_dev
         self._trim()
         slab: dict[str, object] = {
             "extent_bytes": self.extent_bytes,
@@ -207,8 +172,7 @@ class TierDirectory:
         if plan := context.namespace.plan:  # commands find shards by it
             groups = range(len(context.namespace.fields.groups))
             slab["held"] = [[plan.held(rank, group) for rank in range(plan.ranks)] for group in groups]
-        self._manifest = json.dumps({**context.namespace.manifest(), "slab": slab}, indent=2, sort_keys=True) + "\n"
-        self._write_manifest()
+        self._write_manifest({**context.namespace.manifest(), "slab": slab})
 
     def _remove_leftovers(self) -> None:
         """Remove them before they are counted, as far as that can be. Nobody else starts here: the lock is held, and
@@ -277,19 +241,20 @@ class TierDirectory:
             elif status.st_size > self.rank_bytes:
                 os.truncate(path, self.rank_bytes)
 
-    def _write_manifest(self) -> None:
+    def _write_manifest(self, manifest: dict[str, Any]) -> None:
         """Put the manifest in place whole, or only touch it when it says the same: that works on a full disk too.
 
         It outlives a power cut sooner than the slabs do: without it nobody would know that their space may be taken.
         """
         path = self.namespace_path / other_namespaces.MANIFEST_NAME
-        if other_namespaces.read_manifest(self.namespace_path) != json.loads(self._manifest):
+        text = json.dumps(manifest, indent=2, sort_keys=True) + "\n"
+        if other_namespaces.read_manifest(self.namespace_path) != json.loads(text):
             draft = path.with_name(_DRAFT_NAME)
             draft.unlink(missing_ok=True)
             fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "w", encoding="utf-8") as file:
                 os.fchmod(fd, 0o600)
-                file.write(self._manifest)
+                file.write(text)
                 file.flush()
                 os.fsync(fd)
             draft.replace(path)

@@ -3,7 +3,7 @@
 Threading: one owner, the engine's pump thread. Calls do metadata I/O (milliseconds; see ``ensure``), never payload.
 Ownership: owns the file's descriptor. The directory's lock is the scheduler's (``directory.py``): here it is looked
 at, so that a directory which another engine has taken is left alone.
-The mover opens the same path by itself; when ``reopen`` returns True its file must be closed and opened again.
+The mover opens the same path by itself. A file that is deleted stays readable; nothing more is stored in it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import logging
 import mmap
 import os
 import stat
+from collections.abc import Generator
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
 from nixl_offload.errors import LayoutError, TierError
-from nixl_offload.stores.filesystem import REAL, Filesystem, cause_of, fallocate, spare_bytes
+from nixl_offload.stores.filesystem import REAL, Filesystem, cause_of, spare_bytes
 from nixl_offload.tiers.lock import is_held_by
 from nixl_offload.tiers.os_errors import tier_error
 from nixl_offload.types import PAGE_BYTES
@@ -26,8 +27,8 @@ from nixl_offload.types import PAGE_BYTES
 logger = logging.getLogger(__name__)
 
 _ZEROS: Final = bytes(1 << 20)
-_KEEP_SIZE: Final = 0x01
-_PUNCH_HOLE: Final = 0x02
+ZEROS_STEP_BYTES: Final = 64 << 20
+"""What is written at a time while the file grows by zeros; loads of the tier go on between."""
 
 
 def rank_file_name(rank: int) -> str:
@@ -76,13 +77,6 @@ def require_lock(directory: Path, owner: str) -> None:
         raise TierError(f"the engine's lock {lock} is gone: deleted, moved or not mounted", cause="missing")
 
 
-def nearest_filesystem(directory: Path) -> int:
-    """Return the device number of the filesystem that ``directory`` is on, or would be made on."""
-    while not directory.is_dir():
-        directory = directory.parent
-    return directory.stat().st_dev
-
-
 class SlabFile:
     """The file behind ``[0, rank_bytes)`` of one rank. Make, then ``open``.
 
@@ -119,27 +113,30 @@ class SlabFile:
         """Whether the log says that the filesystem cannot do direct I/O, and that it cannot preallocate."""
         self._fd = -1
         self._identity = (0, 0)
-        self._device: int | None = None
         self._is_locked_here = is_locked_here
-        """The engine's scheduler runs on this machine, too, and locks the directory."""
         self._backed = bytearray(-(-rank_bytes // extent_bytes))
+        """By extent: 1 where it is known to have real space."""
+        self._is_growing = False
 
     def open(self) -> None:
         """Open or create the file (0600, directories 0700). What is there stays, except beyond ``rank_bytes``.
 
         Raises TierError; ``locked``: the directory is another engine's, whose files are left as they are; ``missing``:
         the engine's lock must be there and is not, so nothing is made. After a failure the file is closed and ``open``
-        or ``reopen`` may be tried again.
+        may be tried again.
         """
         self.close()
         try:
-            self._require_lock()
+            if self._is_locked_here:
+                require_lock(self.path.parent, self._owner)
+            else:
+                self._check_lock()
             make_private_directory(self.path.parent)
             self._fd = self._filesystem.open(str(self.path), os.O_RDWR | os.O_CREAT)
             status = self._filesystem.stat(self._fd)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
                 raise TierError(f"{self.path} is no file, or has another name (a hard link); remove it", cause="io")
-            is_locked = self._check_lock()  # it may be in a directory that another engine has made meanwhile
+            self._check_lock()  # it may be in a directory that another engine has made meanwhile
             if stat.S_IMODE(status.st_mode) != 0o600:
                 os.fchmod(self._fd, 0o600)
             if status.st_size > self.rank_bytes:
@@ -152,8 +149,7 @@ class SlabFile:
         except TierError:
             self.close()
             raise
-        self._identity, self._device = (status.st_dev, status.st_ino), status.st_dev
-        self._is_locked_here |= is_locked
+        self._identity = (status.st_dev, status.st_ino)
 
     def close(self) -> None:
         """Close the descriptor. Idempotent; the bytes stay."""
@@ -161,130 +157,85 @@ class SlabFile:
             self._filesystem.close(self._fd)
             self._fd = -1
 
-    def ensure(self, offset: int, length_bytes: int) -> None:
+    def ensure(self, offset: int, length_bytes: int) -> Generator[None, None, None]:
         """Put real space under ``[offset, offset + length_bytes)``, whole extents at a time, before it is written.
 
         Afterwards the file's size covers the range and a write into it cannot meet a full disk, except on filesystems
         that copy on write. Costs nothing for extents known to be backed, else one fallocate. Where the filesystem has
-        none, the file grows by zeros to the end of the extent.
+        none, the file grows by zeros to the end of the extent, ``ZEROS_STEP_BYTES`` between two yields.
         Raises LayoutError (outside the slab) and TierError; then the file is no longer than before.
         """
         end = offset + length_bytes
         if offset < 0 or length_bytes <= 0 or end > self.rank_bytes:
             raise LayoutError(f"[{offset}, {end}) is outside the slab's {self.rank_bytes} bytes")
         first, last = offset // self.extent_bytes, (end - 1) // self.extent_bytes
-        extent = self._backed.find(0, first, last + 1)
-        while extent >= 0:
-            self._back(extent)
-            self._backed[extent] = 1
-            extent = self._backed.find(0, extent, last + 1)
+        while (extent := self._backed.find(0, first, last + 1)) >= 0:
+            if self._is_growing:  # for another chunk; were this one to fail, it would cut off what that one has written
+                yield
+                continue
+            self._is_growing = True
+            try:
+                yield from self._back(extent)
+                self._backed[extent] = 1
+            finally:
+                self._is_growing = False
 
-    def check(self) -> str | None:
-        """Look whether storing can work now. Returns None, or the ``TierError.cause`` that stands against it.
+    def check(self) -> None:
+        """Raise TierError where storing cannot work now. A full drive is no reason: what has space can be written.
 
-        ``missing``: the path is gone, or it is another file than the one opened; ``reopen`` is needed.
-        ``locked``: the directory is another engine's. A full drive is no reason: what has space can be written.
+        ``missing``: the path is gone, or leads to another file than the one opened. ``locked``: the directory is
+        another engine's.
         """
+        self._check_lock()
         try:
-            self._check_lock()
             probe = self._filesystem.open(str(self.path), os.O_RDWR)
             try:
                 status = self._filesystem.stat(probe)
             finally:
                 self._filesystem.close(probe)
-        except TierError as error:
-            return error.cause
         except OSError as error:
-            return cause_of(error.errno)
-        return None if self._fd >= 0 and (status.st_dev, status.st_ino) == self._identity else "missing"
+            raise tier_error(error, f"cannot use {self.path}") from error
+        if self._fd < 0 or (status.st_dev, status.st_ino) != self._identity:
+            raise TierError(f"{self.path} is another file than the one that was opened", cause="missing")
 
-    def reopen(self) -> bool:
-        """Make storing possible again after trouble. True: a different file is open now, without the chunks.
-
-        A vanished directory is made anew, but only on the filesystem where it was; nothing is created under an empty
-        mount point, nor before the engine has locked the directory again. Raises TierError with the cause that still
-        stands against it.
-        """
-        cause = self.check()
-        if cause is None:
-            return False
-        if cause != "missing":
-            self._raise_trouble(cause)
-        if self._device is not None and nearest_filesystem(self.path.parent) != self._device:
-            raise TierError(f"the filesystem of {self.path} is not mounted", cause="missing")
-        self._require_lock()
-        before, held = self._identity, self._fd
-        self._fd = -1
-        try:
-            self.open()
-        finally:
-            # Only now: the number of a deleted file that nobody holds goes to the next one, which would look the same.
-            if held >= 0:
-                self._filesystem.close(held)
-        return self._identity != before
-
-    def _back(self, extent: int) -> None:
+    def _back(self, extent: int) -> Generator[None, None, None]:
         """Preallocate one extent. Raises TierError, and leaves the file as long as it was."""
         start = extent * self.extent_bytes
-        length = min(self.extent_bytes, self.rank_bytes - start)
-        if (cause := self.check()) is not None:
-            self._raise_trouble(cause)
-        size = size_now = self._filesystem.stat(self._fd).st_size
-        holds_data = start < size and self._holds_data(start, start + length)
-        needed_bytes = start + length - max(start, size)
-        if needed_bytes > 0 and spare_bytes(self._filesystem.space(self._fd), self._kept_free) < needed_bytes:
-            # Rather than take a disk's last blocks away from others and give them back.
-            self._refuse(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed_bytes)
+        end = min(start + self.extent_bytes, self.rank_bytes)
+        self.check()
+        size = self._filesystem.stat(self._fd).st_size
+        needed_bytes = end - max(start, size)
         try:
+            if needed_bytes > 0 and spare_bytes(self._filesystem.space(self._fd), self._kept_free) < needed_bytes:
+                raise OSError(errno.ENOSPC, "")  # rather than take a drive's last blocks from others
             try:
-                self._filesystem.allocate(self._fd, length, start)
+                self._filesystem.allocate(self._fd, end - start, start)
             except OSError as error:
                 if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS}:
                     raise
-                if not self._is_known_slow:
-                    self._is_known_slow = True
-                    logger.warning(
-                        "%s: this filesystem cannot preallocate; the file grows by zeros, which costs time", self.path
-                    )
-                while size_now < start + length:  # what is below the file's size was written once
-                    zeros = memoryview(_ZEROS)[: start + length - size_now]
-                    size_now += self._filesystem.write(self._fd, zeros, size_now)
+                yield from self._write_zeros(size, end)
         except OSError as error:
             with contextlib.suppress(OSError):  # where nothing may be changed, nothing was taken
                 self._filesystem.truncate(self._fd, size)
-                if start < size and not holds_data:
-                    fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, length)
-            self._refuse(error, length)
+            kept = f" and leave {self._kept_free:.0%} of the drive free" if self._kept_free else ""
+            raise tier_error(error, f"cannot reserve {needed_bytes} bytes in {self.path}{kept}") from error
 
-    def _holds_data(self, start: int, end: int) -> bool:
-        try:
-            return os.lseek(self._fd, start, os.SEEK_DATA) < end
-        except OSError as error:
-            return error.errno != errno.ENXIO
+    def _write_zeros(self, size: int, end: int) -> Generator[None, None, None]:
+        """Grow the file to ``end``. What lies below its ``size`` was written once. Raises OSError."""
+        if not self._is_known_slow:
+            self._is_known_slow = True
+            logger.warning(
+                "%s: this filesystem cannot preallocate; the file grows by zeros, which costs time", self.path
+            )
+        while size < end:
+            step_end = min(size + ZEROS_STEP_BYTES, end)
+            while size < step_end:
+                size += self._filesystem.write(self._fd, memoryview(_ZEROS)[: step_end - size], size)
+            yield
 
-    def _refuse(self, error: OSError, needed_bytes: int) -> NoReturn:
-        kept = f" and leave {self._kept_free:.0%} of the drive free" if self._kept_free else ""
-        raise tier_error(error, f"cannot reserve {needed_bytes} bytes in {self.path}{kept}") from error
-
-    def _raise_trouble(self, cause: str) -> NoReturn:
-        """Say what ``check`` has found. Raises TierError."""
-        self._check_lock()  # says it better
-        words = "is gone, or another file than the one that was opened" if cause == "missing" else "is not usable"
-        raise TierError(f"{self.path} {words}", cause=cause)
-
-    def _check_lock(self) -> bool:
-        """Say whether the engine has locked the directory. Raises TierError: another has."""
-        return is_held_by(self.path.parent.parent / "lock", self._owner)
-
-    def _require_lock(self) -> None:
-        """Raise TierError where another has locked the directory, or the engine had to and has not.
-
-        After it was raised, the scheduler's half takes the lock again if it can (``SlabTier.heal``).
-        """
-        if self._is_locked_here:
-            require_lock(self.path.parent, self._owner)
-        else:
-            self._check_lock()
+    def _check_lock(self) -> None:
+        """Raise TierError where another engine has locked the directory."""
+        is_held_by(self.path.parent.parent / "lock", self._owner)
 
     def _direct_io_works(self) -> bool:
         """Write and read one page with O_DIRECT in a nameless neighbour, for an open alone proves nothing."""

@@ -1,4 +1,4 @@
-"""The link to a slab: its file opened once in the mover, given space before each write, watched, and reopened.
+"""The link to a slab: its file opened once in the mover, given space before each write, and watched.
 
 Threading: the pump's thread, after ``connect`` at start. The calls do metadata I/O of a local disk, at once.
 Ownership: the slab belongs to the link, which closes it.
@@ -68,10 +68,8 @@ class SlabLink(Link):
         self._stores = Breaker(
             f"Slab tier {slab.path}", threshold=1, longest_pause_s=PAUSE_S, flap_window_s=PAUSE_S, effect=NOTHING_STORED
         )
-        self._files: list[FileId | None] = [None] * len(self._slabs)
-        """In the mover, of each slab."""
-        self._current = [False] * len(self._slabs)
-        self._stale: list[FileId] = []
+        self._files: list[FileId] = []
+        """In the mover, of each slab; shorter until all are open."""
         self._check_s = clock()
 
     @property
@@ -79,7 +77,7 @@ class SlabLink(Link):
         return self._stores.cause or "none"
 
     def connect(self) -> None:
-        """Open the file; if that fails, the tier starts disabled and is tried again later."""
+        """Open the files; if that fails, the tier starts disabled and is tried again later."""
         self._probe(self._clock())
 
     def may_store(self) -> bool:
@@ -100,17 +98,13 @@ class SlabLink(Link):
     ) -> Generator[None, None, Target]:
         """Puts real space under the slot."""
         try:
-            self._slab.ensure(location.offset, length_bytes)
-            file = self._opened(0)
-        except TierError as error:
-            if error.cause != "files":
-                self._stores.failed(error.cause, str(error), self._clock())
-            raise
-        except OSError as error:
-            self._stores.failed("io", str(error), self._clock())
-            raise TierError(str(error), cause="io") from error
-        yield from ()  # at once
-        return Target(file, location.offset)
+            yield from self._slab.ensure(location.offset, length_bytes)
+            return Target(self._opened(0), location.offset)
+        except (TierError, OSError) as error:
+            found = error if isinstance(error, TierError) else TierError(str(error), cause="io")
+            if found.cause != "files":
+                self._stores.failed(found.cause, str(found), self._clock())
+            raise found from error
 
     def end_write(self, target: Target) -> Generator[None, None, None]:
         """A slot becomes visible by the index, when all ranks have reported."""
@@ -120,10 +114,11 @@ class SlabLink(Link):
         """Looks whether the slab knows why."""
         if error is None:
             return
+        cause = "io"
         try:
-            cause = self._slab.check() or "io"
-        except OSError:
-            cause = "io"
+            self._slab.check()
+        except TierError as found:
+            cause = found.cause
         self._stores.failed(cause, error, self._clock())
 
     def begin_read(
@@ -140,45 +135,29 @@ class SlabLink(Link):
         """A slab that cannot be read in one place may be sound in all others."""
 
     def close(self) -> None:
-        self._stale += [file for file in self._files if file is not None]
-        self._files = [None] * len(self._slabs)
-        self._close_stale()
+        for file in self._files:
+            close_if_idle(self.mover, file)  # one that late I/O may still touch stays until the mover closes
+        self._files = []
         for slab in self._slabs:
             slab.close()
 
     def _opened(self, which: int) -> FileId:
-        file = self._files[which] if which < len(self._files) else None
-        if file is None:
-            raise TierError(f"{self._slabs[min(which, len(self._slabs) - 1)].path} is not open", cause="missing")
-        return file
+        if which >= len(self._files):
+            raise TierError(f"{self._slab.path} is not open", cause="missing")
+        return self._files[which]
 
     def _probe(self, now_s: float) -> bool:
         self._check_s = now_s + CHECK_EVERY_S
         try:
-            for which, slab in enumerate(self._slabs):
-                if slab.reopen():
-                    self._current[which] = False
-                if not self._current[which]:
-                    self._open(which)
-        except TierError as error:
-            if error.cause == "files" and self._stores.closed:
+            self._slab.check()
+            for slab in self._slabs[len(self._files) :]:
+                file = open_file(self.mover, str(slab.path), slab.rank_bytes, direct_io=slab.direct_io)
+                self._files.append(file)
+        except (TierError, MoverError, OSError) as error:
+            cause = error.cause if isinstance(error, TierError) else "io"
+            if cause == "files" and self._stores.closed:
                 return True  # it cannot be looked at now, and was well a second ago
-            self._stores.failed(error.cause, str(error), now_s)
-            return False
-        except (MoverError, OSError) as error:
-            self._stores.failed("io", str(error), now_s)
+            self._stores.failed(cause, str(error), now_s)
             return False
         self._stores.succeeded(now_s)
         return True
-
-    def _open(self, which: int) -> None:
-        slab, before = self._slabs[which], self._files[which]
-        file = open_file(self.mover, str(slab.path), slab.rank_bytes, direct_io=slab.direct_io)
-        if before is not None:
-            self._stale.append(before)
-        self._files[which], self._current[which] = file, True
-        self._close_stale()
-
-    def _close_stale(self) -> None:
-        """Close replaced files; one that is still in flight stays until the next time, or until the mover closes."""
-        self._stale = [file for file in self._stale if not close_if_idle(self.mover, file)]

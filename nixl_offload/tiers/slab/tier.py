@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nixl_offload.config import SlabConfig
-from nixl_offload.errors import IndexStateError, TierError
+from nixl_offload.errors import IndexStateError
 from nixl_offload.hardware.same_machine import machine_token
 from nixl_offload.index import Index, State
 from nixl_offload.index.database import Row
@@ -29,10 +29,10 @@ from nixl_offload.types import Key, Location, Outcome
 
 logger = logging.getLogger(__name__)
 
-HEAL_EVERY_S = 5.0
-"""A directory that vanished is looked for this often at most, while stores fail, or a rank cannot open its slab."""
 LOOK_EVERY_S = 60.0
-"""And so often while none fails: none does without the lock's file, or where the engine slept meanwhile."""
+"""How often the directory is looked at; and at once where a store failed, or the drive had no room, ..."""
+LOOK_PAUSE_S = 5.0
+"""... but not more often than this."""
 
 STALE_PER_FLUSH = 100_000
 STALE_FLUSH_S = 60.0
@@ -85,12 +85,12 @@ class SlabTier(SlotTier):
         self.place: SlabPlace = place
         self._directory = directory
         self._durable = durable
-        self._next_heal_s = self._next_look_s = 0.0
-        self._healer: threading.Thread | None = None
+        self._next_look_s = self._next_due_s = 0.0
+        self._looker: threading.Thread | None = None
         self._extents = allocator.extent_count
         """Those that the drive has room for, by the last look."""
         self._lost = threading.Event()
-        """Another engine owns the directory now."""
+        """The directory, or its lock, is gone, or another engine's."""
 
     @classmethod
     def open(cls, config: SlabConfig, context: TierContext) -> SlabTier:
@@ -156,31 +156,31 @@ class SlabTier(SlotTier):
     def flush(self, now_s: float) -> None:
         """Look again where the drive had no room."""
         if self._extents < self._allocator.extent_count:
-            self.heal(now_s)
+            self.look(now_s)
 
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
-        """A store is over: where storage failed it, and now and then, look whether the directory is still there."""
-        if now_s >= self._next_look_s or not {Outcome.FAILED, Outcome.TAINTED}.isdisjoint(failed.values()):
-            self._next_look_s = now_s + LOOK_EVERY_S
-            self.heal(now_s)
+        """A store is over: where storage failed it, and now and then, look after the directory."""
+        if now_s >= self._next_due_s or not {Outcome.FAILED, Outcome.TAINTED}.isdisjoint(failed.values()):
+            self._next_due_s = now_s + LOOK_EVERY_S
+            self.look(now_s)
 
-    def heal(self, now_s: float) -> None:
-        """Look on a thread of its own whether the directory, or its lock, vanished, and take it back if so; and whether
-        the drive has room. Where it has none, chunks are evicted within what slabs have.
+    def look(self, now_s: float) -> None:
+        """Look on a thread whether the directory is still ours, and how much room the drive has: where it has none,
+        chunks are evicted within what slabs have.
 
-        At most one such thread, at most every ``HEAL_EVERY_S`` seconds (``now_s``: monotonic). Never raises. When
-        another engine has taken the place meanwhile, nothing is stored any more; what can still be read is served.
+        At most one such thread, at most every ``LOOK_PAUSE_S`` (``now_s``: monotonic). Never raises. A directory that
+        was lost is not made anew: nothing is stored any more, and what can still be read is served.
         """
-        if self._directory is None or self._lost.is_set() or now_s < self._next_heal_s:
+        if self._directory is None or self._lost.is_set() or now_s < self._next_look_s:
             return
-        if self._healer is not None and self._healer.is_alive():
+        if self._looker is not None and self._looker.is_alive():
             return  # storage hangs: one thread that waits for it is enough
-        self._next_heal_s = now_s + HEAL_EVERY_S
+        self._next_look_s = now_s + LOOK_PAUSE_S
         # A daemon, for a hanging filesystem must not keep the process from ending.
-        healer = threading.Thread(target=self._restore, args=(self._directory,), name="nixl-offload-heal", daemon=True)
+        looker = threading.Thread(target=self._look, args=(self._directory,), name="nixl-offload-look", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread to be had now
-            healer.start()
-            self._healer = healer
+            looker.start()
+            self._looker = looker
 
     def close(self, in_flight: Iterable[Key] = (), *, timeout_s: float = CLOSE_S) -> None:
         """Write the journal out and release the lock. Idempotent.
@@ -192,24 +192,27 @@ class SlabTier(SlotTier):
         for key in in_flight:
             if self.state(key) is State.WRITING:
                 self._durable.put(key, self._index.location(key))
-        if self._healer is not None:
-            self._healer.join(timeout_s)
+        if self._looker is not None:
+            self._looker.join(timeout_s)
         self._durable.close(timeout_s)
         if self._directory is not None:
             self._directory.close()
 
-    def _restore(self, directory: TierDirectory) -> None:
+    def _look(self, directory: TierDirectory) -> None:
         try:
-            directory.restore()
-            self._extents = directory.extents_now()
-        except (OSError, TierError) as error:
-            if not isinstance(error, TierError) or error.cause != "locked":
-                logger.debug("%s", error)
+            if directory.is_held():
+                self._extents = directory.extents_now()
                 return
-            # The index at this path is the other engine's, too.
-            self._durable.abandon()
-            self._lost.set()
-            logger.error("%s Nothing is stored any more until this engine restarts.", error)
+        except OSError as error:
+            logger.debug("%s", error)
+            return
+        self._durable.abandon()  # the index at this path may be another engine's
+        self._lost.set()
+        logger.error(
+            "Slab tier %s was deleted, moved or unmounted, or another engine has taken it. Nothing is stored there any "
+            "more until this engine restarts.",
+            directory.namespace_path,
+        )
 
 
 def adopt_rows(pieces: Iterable[Sequence[Row]], position: int, index: Index, allocator: SlabAllocator) -> list[Key]:

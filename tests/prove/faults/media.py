@@ -57,8 +57,8 @@ class Medium:
         return None
 
     def wipe(self) -> None:
-        """Everything vanishes. A shared directory itself, which may be a mount point, stays."""
-        for path in [self.root] if self.kind == "slab" else self.root.glob("*"):
+        """Everything in a shared directory vanishes. Nothing is stored in a slab that did, until the next start."""
+        for path in self.root.glob("*") if self.is_shared else ():
             shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:

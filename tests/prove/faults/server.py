@@ -234,10 +234,6 @@ class Server(server.Server):
                     tiers.open({position: tier.place}, 0)
         for tiers in self.rank_tiers:
             tiers.take_opened()
-        for position in {failed for tiers in self.rank_tiers for failed in tiers.failed}:
-            tier = self.opened[position]
-            if isinstance(tier, SlabTier):  # also after sleep, when the tier still serves
-                tier.heal(time.monotonic())
         for position in self.opened:
             is_on_all = all(position in rank.chain.open_tiers for rank in self.ranks)
             if isinstance(self.serving[position], ClosedTier) and is_on_all:
