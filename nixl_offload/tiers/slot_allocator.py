@@ -40,7 +40,7 @@ def choose_extent_bytes(rank_bytes: int, slot_classes: Sequence[int]) -> int:
     return extent
 
 
-class SlabAllocator:
+class SlotAllocator:
     """Hands out and takes back slots of a few sizes in ``[0, rank_bytes)``.
 
     An extent is lent to a class when the class needs it and returns to the pool as soon as its last slot is free. The

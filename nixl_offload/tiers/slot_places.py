@@ -15,7 +15,7 @@ from math import gcd
 
 @dataclass(frozen=True, slots=True)
 class SlotPlaces:
-    """How the offsets that a ``SlabAllocator`` hands out are to be read on a rank."""
+    """How the offsets that a ``SlotAllocator`` hands out are to be read on a rank."""
 
     rank_bytes: int
     """What each rank has, in whole extents."""

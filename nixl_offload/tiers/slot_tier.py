@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from nixl_offload.index import DurableIndex, Index, Occupancy, State
 from nixl_offload.tiers.base import SlotStatistics, Tier, TierStatistics, not_arrived
-from nixl_offload.tiers.slot_allocator import SlabAllocator
+from nixl_offload.tiers.slot_allocator import SlotAllocator
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 
 
@@ -24,7 +24,7 @@ class SlotTier(Tier):
     is_local = True
 
     def __init__(
-        self, position: int, index: Index, allocator: SlabAllocator, journal: DurableIndex | None = None
+        self, position: int, index: Index, allocator: SlotAllocator, journal: DurableIndex | None = None
     ) -> None:
         """Take over ``index`` and ``allocator``, which agree. ``journal`` learns of every chunk that comes and goes."""
         self._position = position

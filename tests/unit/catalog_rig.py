@@ -16,7 +16,7 @@ from nixl_offload.index import DurableIndex, Index, State
 from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
-from nixl_offload.tiers.slot_allocator import SlabAllocator
+from nixl_offload.tiers.slot_allocator import SlotAllocator
 from nixl_offload.types import Key, Outcome
 from tests.unit.shared_rig import MemoryStore, namespace_of, options
 
@@ -81,14 +81,14 @@ class Chain:
 
     def _memory(self, slots: int) -> MemoryTier:
         self.indexes.append(Index())
-        allocator = SlabAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT)
+        allocator = SlotAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT)
         return MemoryTier(MEMORY, MemoryPlace((b"n" * 32,), slots * SLOT), self.indexes[-1], allocator)
 
     def _file(self, path: Path, slots: int) -> SlabTier:
         self.indexes.append(Index())
         place = SlabPlace(str(path), (b"n" * 32,), slots * SLOT, SLOT)
         journal, _ = DurableIndex.open(str(path / "index.sqlite"), {})
-        return SlabTier(FILE, place, self.indexes[-1], SlabAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT), journal)
+        return SlabTier(FILE, place, self.indexes[-1], SlotAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT), journal)
 
     def _bucket(self, position: int) -> SharedTier:
         return SharedTier(

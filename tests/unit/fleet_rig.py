@@ -26,7 +26,7 @@ from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.shared_dir.link import TreeLink
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
-from nixl_offload.tiers.slot_allocator import SlabAllocator
+from nixl_offload.tiers.slot_allocator import SlotAllocator
 from nixl_offload.types import Key, Location, Outcome, align_up
 from nixl_offload.vllm.chunks import RankChunks
 from tests.unit.engine_rig import DEADLINE_S
@@ -108,7 +108,7 @@ class RankRig:
             root / f"{plan.ranks}-{len(plan.numbers(0))}-{rank}.slab", SLOTS // 4 * extent, extent
         )
         self.slab.open()
-        allocator = SlabAllocator(
+        allocator = SlotAllocator(
             self.slab.rank_bytes, [self.slot_bytes], extent, {self.slot_bytes: together} if together > 1 else None
         )
         self.places = allocator.places

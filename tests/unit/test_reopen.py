@@ -9,7 +9,7 @@ import pytest
 from nixl_offload.index import Index
 from nixl_offload.index.database import Row
 from nixl_offload.tiers.slab.tier import adopt_rows
-from nixl_offload.tiers.slot_allocator import SlabAllocator
+from nixl_offload.tiers.slot_allocator import SlotAllocator
 from nixl_offload.types import Key
 
 CLASSES = (4096, 12288, 65536)
@@ -58,7 +58,7 @@ def test_sound_rows_are_found_again_and_damaged_ones_left_out(seed: int) -> None
     for at in chance.sample(range(len(rows)), (0, 0, 3, 300)[seed % 4]):
         rows[at] = spoil(rows[at], rows, chance)
     piece = chance.choice((1, 50, 1000, 100_000))
-    index, allocator = Index(), SlabAllocator(RANK_BYTES, CLASSES, EXTENT)
+    index, allocator = Index(), SlotAllocator(RANK_BYTES, CLASSES, EXTENT)
     stale = adopt_rows((rows[at : at + piece] for at in range(0, len(rows), piece)), 3, index, allocator)
     index.check()
     assert len(index) + len(stale) == len(rows)

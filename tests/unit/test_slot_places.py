@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nixl_offload.tiers.slot_allocator import SlabAllocator
+from nixl_offload.tiers.slot_allocator import SlotAllocator
 from nixl_offload.tiers.slot_places import ranks_together, replicas_of_slots
 
 PAGE, EXTENT, EXTENTS = 4096, 12 * 4096, 5
@@ -18,7 +18,7 @@ PAGE, EXTENT, EXTENTS = 4096, 12 * 4096, 5
 def test_every_slot_has_a_place_of_its_own(replicas: dict[int, int], size: int) -> None:
     """Other sizes have extents meanwhile; what is left is full when the places of each rank are."""
     sizes = [PAGE, 2 * PAGE, 5 * PAGE]
-    allocator = SlabAllocator(EXTENTS * EXTENT, sizes, EXTENT, replicas)
+    allocator = SlotAllocator(EXTENTS * EXTENT, sizes, EXTENT, replicas)
     places = allocator.places
     held = [(allocator.allocate(other), other) for other in sizes if other != size]
     while (offset := allocator.allocate(size)) is not None:
@@ -35,7 +35,7 @@ def test_every_slot_has_a_place_of_its_own(replicas: dict[int, int], size: int) 
             assert places.name(holder, begin, each) == offset
             taken[holder, begin // PAGE : (begin + each) // PAGE] += 1
     assert taken.max() == 1
-    again = SlabAllocator(EXTENTS * EXTENT, sizes, EXTENT, replicas)
+    again = SlotAllocator(EXTENTS * EXTENT, sizes, EXTENT, replicas)
     for offset, each in held:
         assert offset is not None
         assert not again.adopt(offset + EXTENTS * places.stride_bytes, each)

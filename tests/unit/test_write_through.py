@@ -20,7 +20,7 @@ from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
-from nixl_offload.tiers.slot_allocator import SlabAllocator
+from nixl_offload.tiers.slot_allocator import SlotAllocator
 from nixl_offload.types import Lookup, LookupContext, Outcome
 from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
 
@@ -97,8 +97,8 @@ def test_a_smaller_chunk_does_not_overtake_a_larger_one(tmp_path: Path) -> None:
     """Two of a prompt's groups: what lies behind a gap is of no use, and a large chunk would wait for ever."""
     size_bytes = 16 * SLOT
 
-    def allocator() -> SlabAllocator:
-        return SlabAllocator(size_bytes, [SLOT, 2 * SLOT], extent_bytes=2 * SLOT)
+    def allocator() -> SlotAllocator:
+        return SlotAllocator(size_bytes, [SLOT, 2 * SLOT], extent_bytes=2 * SLOT)
 
     journal, _ = DurableIndex.open(str(tmp_path / "index.sqlite"), {})
     slab = SlabPlace(str(tmp_path), (b"n" * 32,), size_bytes, 2 * SLOT)

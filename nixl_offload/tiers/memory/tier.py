@@ -14,7 +14,7 @@ from nixl_offload.config import MemoryConfig
 from nixl_offload.errors import ConfigError
 from nixl_offload.index import Index, State
 from nixl_offload.tiers.base import TierContext
-from nixl_offload.tiers.slot_allocator import SLOTS_PER_EXTENT_MIN, SlabAllocator, choose_extent_bytes
+from nixl_offload.tiers.slot_allocator import SLOTS_PER_EXTENT_MIN, SlotAllocator, choose_extent_bytes
 from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import PAGE_BYTES, Key, align_up
 from nixl_offload.units import format_size
@@ -44,7 +44,7 @@ def rank_memory_bytes(capacity_bytes: int, world_size: int, dp_size: int) -> int
 class MemoryTier(SlotTier):
     """Slots of host memory, one index for all ranks. A pinned chunk keeps its slot."""
 
-    def __init__(self, position: int, place: MemoryPlace, index: Index, allocator: SlabAllocator) -> None:
+    def __init__(self, position: int, place: MemoryPlace, index: Index, allocator: SlotAllocator) -> None:
         """Put the parts together; ``open`` is the usual way."""
         super().__init__(position, index, allocator)
         self.place: MemoryPlace = place
@@ -65,7 +65,7 @@ class MemoryTier(SlotTier):
                 f"of {classes[-1]} bytes on {world_size} ranks and {dp_size} data-parallel engines need at least "
                 f"{format_size(least_bytes)}"
             )
-        allocator = SlabAllocator(available_bytes, classes, _extent_bytes(available_bytes, classes))
+        allocator = SlotAllocator(available_bytes, classes, _extent_bytes(available_bytes, classes))
         logger.info(
             "Memory tier: room for %.1f GiB per rank (%d ranks of each of %d engines), up to %d chunks",
             allocator.rank_bytes / 2**30,

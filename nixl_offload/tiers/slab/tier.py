@@ -22,7 +22,7 @@ from nixl_offload.index.durable import DurableIndex
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import warn_of_others
-from nixl_offload.tiers.slot_allocator import SlabAllocator
+from nixl_offload.tiers.slot_allocator import SlotAllocator
 from nixl_offload.tiers.slot_places import SlotPlaces
 from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Key, Location, Outcome
@@ -76,7 +76,7 @@ class SlabTier(SlotTier):
         position: int,
         place: SlabPlace,
         index: Index,
-        allocator: SlabAllocator,
+        allocator: SlotAllocator,
         durable: DurableIndex,
         directory: TierDirectory | None = None,
     ) -> None:
@@ -103,7 +103,7 @@ class SlabTier(SlotTier):
         with contextlib.ExitStack() as undo:
             directory = TierDirectory.open(config, context)
             undo.callback(directory.close)
-            allocator = SlabAllocator(directory.rank_bytes, context.slot_classes, directory.extent_bytes, replicas)
+            allocator = SlotAllocator(directory.rank_bytes, context.slot_classes, directory.extent_bytes, replicas)
             geometry = {"extent_bytes": str(allocator.extent_bytes), "world_size": str(context.world_size)}
             if replicas:
                 geometry["replicas"] = json.dumps(sorted(replicas.items()))
@@ -215,7 +215,7 @@ class SlabTier(SlotTier):
         )
 
 
-def adopt_rows(pieces: Iterable[Sequence[Row]], position: int, index: Index, allocator: SlabAllocator) -> list[Key]:
+def adopt_rows(pieces: Iterable[Sequence[Row]], position: int, index: Index, allocator: SlotAllocator) -> list[Key]:
     """Make rows READY in ``index`` and taken in ``allocator``, where the first of those that conflict wins.
 
     A row is a hint: no row is believed before the header in its slot agrees. Returns the keys of the rows that do not

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from nixl_offload.errors import IndexStateError, LayoutError
-from nixl_offload.tiers.slot_allocator import SlabAllocator, choose_extent_bytes
+from nixl_offload.tiers.slot_allocator import SlotAllocator, choose_extent_bytes
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SMALL, MIDDLE, LARGE = 4 * KIB, 12 * KIB, 20 * KIB
 EXTENT = 64 * KIB
 
 
-def take_all(slab: SlabAllocator, slot_bytes: int) -> list[int]:
+def take_all(slab: SlotAllocator, slot_bytes: int) -> list[int]:
     """Allocate until there is no room."""
     offsets = []
     while (offset := slab.allocate(slot_bytes)) is not None:
@@ -25,7 +25,7 @@ def take_all(slab: SlabAllocator, slot_bytes: int) -> list[int]:
 
 def test_free_refuses_what_is_not_taken() -> None:
     """Double free, a wrong class, a wrong offset and a place outside are bugs of the caller and change nothing."""
-    slab = SlabAllocator(4 * EXTENT, [SMALL, LARGE], EXTENT)
+    slab = SlotAllocator(4 * EXTENT, [SMALL, LARGE], EXTENT)
     offset = slab.allocate(SMALL)
     other = slab.allocate(LARGE)
     assert offset is not None
@@ -54,7 +54,7 @@ def test_free_refuses_what_is_not_taken() -> None:
 
 def test_an_extent_with_a_retired_slot_is_not_emptied_for_another_class() -> None:
     """It never would be empty, and the starved class would wait for it for ever."""
-    slab = SlabAllocator(4 * EXTENT, [SMALL, LARGE], EXTENT)
+    slab = SlotAllocator(4 * EXTENT, [SMALL, LARGE], EXTENT)
     offsets = take_all(slab, SMALL)
     first = slab.reclaimable(LARGE)
     assert first == (0, EXTENT)
@@ -69,7 +69,7 @@ def test_an_extent_with_a_retired_slot_is_not_emptied_for_another_class() -> Non
 
 def test_a_starved_class_gets_the_cheapest_extent_of_the_richest() -> None:
     """With the pool empty, the class without extents is offered the least used extent of the richest, and gets it."""
-    slab = SlabAllocator(8 * EXTENT, [SMALL, LARGE], EXTENT)
+    slab = SlotAllocator(8 * EXTENT, [SMALL, LARGE], EXTENT)
     offsets = take_all(slab, SMALL)
     cheap = [offset for offset in offsets if 3 * EXTENT <= offset < 4 * EXTENT]
     for offset in cheap[2:]:
@@ -86,7 +86,7 @@ def test_a_starved_class_gets_the_cheapest_extent_of_the_richest() -> None:
 
 def test_a_draining_extent_takes_no_new_slots_unless_its_class_has_no_other() -> None:
     """Emptying is not undone by the rich class as long as that one has room elsewhere, and never blocks it for good."""
-    slab = SlabAllocator(8 * EXTENT, [SMALL, LARGE], EXTENT)
+    slab = SlotAllocator(8 * EXTENT, [SMALL, LARGE], EXTENT)
     offsets = take_all(slab, SMALL)
     start, end = slab.reclaimable(LARGE) or (-1, -1)
     inside = [offset for offset in offsets if start <= offset < end]
@@ -120,9 +120,9 @@ def test_extent_size(rank_bytes: int, classes: list[int]) -> None:
 def test_impossible_geometry_is_refused(classes: list[int], extent: int | None) -> None:
     """Sizes that O_DIRECT could not write and extents that hold no slot are errors at once."""
     with pytest.raises(LayoutError):
-        SlabAllocator(MIB, classes, extent)
+        SlotAllocator(MIB, classes, extent)
     with pytest.raises(LayoutError):
-        SlabAllocator(MIB, [SMALL]).allocate(LARGE)
+        SlotAllocator(MIB, [SMALL]).allocate(LARGE)
 
 
 class SlabModel(RuleBasedStateMachine):
@@ -133,7 +133,7 @@ class SlabModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.classes = (SMALL, MIDDLE, LARGE)
-        self.slab = SlabAllocator(6 * EXTENT, self.classes, EXTENT)
+        self.slab = SlotAllocator(6 * EXTENT, self.classes, EXTENT)
         self.taken: dict[int, int] = {}
         self.retired: list[tuple[int, int]] = []
         """Among ``taken``, and never freed."""
