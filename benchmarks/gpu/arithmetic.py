@@ -98,8 +98,8 @@ def flash_attention() -> str:
 
 def our_kernels() -> str:
     """Ours, which ``open_kernels`` tries before it takes them."""
-    from nixl_offload.engine.kernels.base import Page
     from nixl_offload.engine.kernels.select import open_kernels
+    from nixl_offload.engine.kernels.torch_kernels import Page
 
     name = open_kernels([torch.zeros(64, 65536, dtype=torch.uint8, device=DEVICE)], [Page(0, 0, 65536, 0)]).name
     assert name == "triton", f"{name} was taken; the log says why"

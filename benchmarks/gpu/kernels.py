@@ -1,7 +1,7 @@
 """Within device memory: blocks gathered, summed and scattered, by Triton and by torch, against one plain copy.
 
 Each byte of the payload is counted once. A copy, a gather and a scatter read and write each: the memory moves twice as
-many bytes. Checksums of blocks or rows only read: at the memory's own speed their ratio to a copy is near 2.
+many bytes. Checksums only read: at the memory's own speed their ratio to a copy is near 2.
 Threading: one thread. Times are the device's own, between two events; the host has queued everything before the first.
 """
 
@@ -15,9 +15,8 @@ import torch
 
 from benchmarks.gpu.bench import KIB, MIB, Row, Run, Scene, WrongBytesError, contest
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.engine.kernels.base import GroupKernels, Page
 from nixl_offload.engine.kernels.select import open_kernels
-from nixl_offload.engine.kernels.torch_kernels import TorchKernels
+from nixl_offload.engine.kernels.torch_kernels import Page, TorchKernels
 
 SHAPES = ((16 * KIB, 32, 1), (64 * KIB, 32, 1), (256 * KIB, 32, 1), (2 * MIB, 1, 1), (8 * KIB, 32, 8))
 """Bytes that are copied of a page, layers, shards of a page: three caches with a tensor for each layer, one in which a
@@ -67,7 +66,7 @@ class _Blocks:
         source, target = self._rows[number % 2], self._rows[(number + 1) % 2]
         return self._timed(lambda: target.copy_(source))[0]
 
-    def cases(self, kernels: GroupKernels) -> dict[str, Run]:
+    def cases(self, kernels: TorchKernels) -> dict[str, Run]:
         """Return what kernels do, as rounds of a contest; the first round checks what came of it."""
 
         def case(work: Callable[..., object], *, copies: bool, sums: bool) -> Run:
@@ -82,11 +81,14 @@ class _Blocks:
 
             return run
 
+        def gather_and_sum(ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            kernels.gather(ids, rows)
+            return kernels.sums_of_rows(rows)
+
         return {
             "gather": case(kernels.gather, copies=True, sums=False),
-            "gather + sums": case(kernels.gather_summed, copies=True, sums=True),
+            "gather + sums": case(gather_and_sum, copies=True, sums=True),
             "scatter": case(kernels.scatter, copies=True, sums=False),
-            "sums of blocks": case(lambda ids, _: kernels.sums(ids), copies=False, sums=True),
             "sums of rows": case(lambda _, rows: kernels.sums_of_rows(rows), copies=False, sums=True),
         }
 

@@ -1,8 +1,6 @@
 """The checksum of stored blocks, on the CPU: one XXH3-64 (seed 0) per block, over the block's bytes as they lie in
-the payload.
+the payload. On a GPU ``engine.kernels`` computes the same value. Why this one: docs/decisions/0002-checksum.md.
 
-``checksum_torch`` computes the same value on the device that holds the bytes. Why this one:
-docs/decisions/0002-checksum.md.
 Threading: pure functions, safe anywhere. The library holds the GIL for blocks under 64 KiB; the
 caller keeps the buffer alive and unchanged until the call returns.
 """

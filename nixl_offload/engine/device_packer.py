@@ -31,8 +31,8 @@ from nixl_offload.engine.copies import (
     SummedByHost,
 )
 from nixl_offload.engine.host import PIN_PIECE_BYTES
-from nixl_offload.engine.kernels.base import GroupKernels, Page
 from nixl_offload.engine.kernels.select import open_kernels
+from nixl_offload.engine.kernels.torch_kernels import Page, TorchKernels
 from nixl_offload.engine.streams import READY, Device, Fence, Stream
 from nixl_offload.errors import LayoutError
 
@@ -43,7 +43,7 @@ BROUGHT_BYTES = 64 << 20
 DEVICE_BYTES = 2 * SCRATCH_BYTES + BROUGHT_BYTES
 """What a packer takes of the device at most, unless a chunk is larger."""
 
-_Work = Callable[[GroupKernels, torch.Tensor, Sources], None]
+_Work = Callable[[TorchKernels, torch.Tensor, Sources], None]
 """What is done with a group's kernels, block ids on the device, and the chunks of one turn."""
 
 
@@ -53,7 +53,7 @@ class DeviceGroups:
     def __init__(self, tensors: Sequence[torch.Tensor], pages: Sequence[Sequence[Page]], device: Device) -> None:
         """``tensors``: uint8 or int8 of shape (num_blocks, page_bytes); ``pages``: by group, then by layer."""
         bytes_of = [tensor.view(torch.uint8) for tensor in tensors]
-        self.kernels: dict[int, GroupKernels] = {
+        self.kernels: dict[int, TorchKernels] = {
             number: open_kernels(bytes_of, group) for number, group in enumerate(pages) if group
         }
         """By group; one without pages has none."""
@@ -137,19 +137,19 @@ class DevicePacker:
         return self._device.streams.compute_fence()
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
-        """The kernel that gathers sums as well. If the device's kernels sum slowly, the host sums what lies there."""
+        """The device sums as well. Without quick kernels for that, the host sums what lies there."""
         payloads = [rows for _, rows in parts if isinstance(rows, np.ndarray)]
         if self._groups.sums_slowly and len(payloads) == len(parts):
             return SummedByHost(self._in_turns(self._out, _gather, group, parts, fence), payloads)
         counts = [len(rows) for _, rows in parts]
         summed, begin = SummedOnDevice(counts, self._room_for_sums(counts), payloads), 0
 
-        def gather(kernels: GroupKernels, ids: torch.Tensor, turn: Sources) -> None:
+        def gather(kernels: TorchKernels, ids: torch.Tensor, turn: Sources) -> None:
             nonlocal begin  # turns are taken in order
             rows, copies = _side_by_side(turn, ids.device)
-            found = kernels.gather_summed(ids, rows)
+            kernels.gather(ids, rows)
             _copy([(slot, row) for row, slot in copies])
-            summed.host[begin : begin + len(ids)].copy_(found, non_blocking=True)
+            summed.host[begin : begin + len(ids)].copy_(kernels.sums_of_rows(rows), non_blocking=True)
             begin += len(ids)
 
         summed.fence = self._in_turns(self._out, gather, group, parts, fence)
@@ -340,13 +340,13 @@ def _tensor_or_array(rows: Source) -> Payload | torch.Tensor:
 # Within work on a stream.
 
 
-def _gather(kernels: GroupKernels, ids: torch.Tensor, turn: Sources) -> None:
+def _gather(kernels: TorchKernels, ids: torch.Tensor, turn: Sources) -> None:
     rows, copies = _side_by_side(turn, ids.device)
     kernels.gather(ids, rows)
     _copy([(slot, row) for row, slot in copies])
 
 
-def _scatter(kernels: GroupKernels, ids: torch.Tensor, turn: Sources) -> None:
+def _scatter(kernels: TorchKernels, ids: torch.Tensor, turn: Sources) -> None:
     rows, copies = _side_by_side(turn, ids.device)
     _copy(copies)
     kernels.scatter(ids, rows)

@@ -26,7 +26,7 @@ from nixl_offload.engine.copies import (
 )
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.host_copies import HostCopy, host_copies_of, runs_of
-from nixl_offload.engine.kernels.base import Page
+from nixl_offload.engine.kernels.torch_kernels import Page
 from nixl_offload.engine.streams import READY, Device, Fence, ReadyFence, device_of
 from nixl_offload.errors import LayoutError
 

@@ -208,7 +208,7 @@ def test_direct_chunks_wait_for_header_pages(lab: Lab) -> None:
 # -- the device -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("work", ["gather_summed", "scatter", "sums_of_rows"])
+@pytest.mark.parametrize("work", ["gather", "scatter", "sums_of_rows"])
 def test_work_that_fails_on_the_device_costs_its_slot(
     lab: Lab, work: str, monkeypatch: pytest.MonkeyPatch, leaked: list[object]
 ) -> None:
@@ -225,7 +225,7 @@ def test_work_that_fails_on_the_device_costs_its_slot(
     kept = len(leaked)
     with monkeypatch.context() as patch:
         patch.setattr(type(packer_of(rig)._groups.kernels[0]), work, broken)
-        if work == "gather_summed":
+        if work == "gather":
             assert rig.store(1, [rig.chunk(1, SOURCE)]) == (FAILED,)
         else:
             assert rig.load(1, [rig.chunk(0, TARGET)]) == (FAILED,)

@@ -14,7 +14,7 @@ import torch
 
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.engine.device_packer import DevicePacker, SummedOnDevice, page_locked
-from nixl_offload.engine.kernels.base import Page
+from nixl_offload.engine.kernels.torch_kernels import Page
 from nixl_offload.engine.staging import DeviceStagingPool
 from nixl_offload.engine.streams import READY, Device, device_of
 from nixl_offload.errors import MoverError

@@ -1,113 +1,172 @@
-"""Proves: pages become tiles, or a reason why not; kernels by torch copy and sum every shape exactly, and nothing
-beside it; wrong rows and ids are refused; kernels that err or fail are found out before they are used; the
-benchmark of kernels runs.
+"""Proves without a device, Triton's kernels by Triton's interpreter: blocks are copied exactly, nothing beside them is
+touched, and checksums are those of the ``xxhash`` library, whatever the lengths, places and distances. Kernels that err
+or fail are found out before they are used.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterator, Sequence
+from functools import partial
+from types import ModuleType
+
 import pytest
 import torch
 
-from nixl_offload.engine.kernels import torch_kernels
-from nixl_offload.engine.kernels.base import Page
+pytest.importorskip("triton")
+
+import triton.language as tl
+from triton import knobs
+from triton.runtime.interpreter import InterpretedFunction
+
+from nixl_offload.engine.kernels import torch_kernels, triton_code, triton_kernels
 from nixl_offload.engine.kernels.select import fault_of, open_kernels, sample
-from nixl_offload.engine.kernels.tiles import Misfit, PlacedPage, Tiles, tiles_of
-from nixl_offload.engine.kernels.torch_kernels import TorchKernels
-from tests.unit.kernels_rig import check, group_of, slot_of
+from nixl_offload.engine.kernels.torch_kernels import Page, TorchKernels
+from nixl_offload.engine.kernels.triton_kernels import TritonKernels
+from tests.unit.kernels_rig import check, digests, group_of, slot_of
 
-CPU = torch.device("cpu")
-SHAPES = {
-    "words": ([4096, 1024], 0, 0),
-    "words, odd stride": ([4096, 1024], 8, 0),
-    "half words": ([1004, 300], 0, 4),
-    "bytes": ([1000, 31], 3, 1),
-    "short": ([100, 40], 0, 0),
-}
+pytestmark = pytest.mark.no_cover  # tracing the interpreter would triple its time
+IDS, TARGETS = [7, 2, 3, 8, 0], [1, 0, 8, 5, 6]
 
 
-def tiles_for(*pages: PlacedPage) -> Tiles:
-    found = tiles_of(pages)
-    assert isinstance(found, Tiles)
-    return found
+@pytest.fixture(scope="module")
+def code() -> Iterator[ModuleType]:
+    """``triton_code`` once more, to be interpreted.
 
-
-def reason_for(*pages: PlacedPage) -> str:
-    found = tiles_of(pages)
-    assert isinstance(found, Misfit)
-    return found.reason
-
-
-def test_tiles_are_the_largest_that_divide_all_pages() -> None:
-    """In the order of the payload row, whatever order the pages have."""
-    tiles = tiles_for(PlacedPage(1 << 20, 8192, 4096, 6144), PlacedPage(4096, 4096, 0, 4096))
-    assert tiles.tile_bytes == 2048
-    assert tiles.block_bytes == 10240
-    assert tiles.table.tolist() == [
-        [4096, 4096],
-        [6144, 4096],
-        [1 << 20, 8192],
-        [(1 << 20) + 2048, 8192],
-        [(1 << 20) + 4096, 8192],
-    ]
-    assert tiles_for(PlacedPage(0, 1 << 21, 0, 1 << 21)).tile_bytes == 8192
-    assert tiles_for(PlacedPage(0, 41984, 0, 41984)).tile_bytes == 1024
-
-
-def test_tiles_know_how_wide_loads_can_be() -> None:
-    """Bases and strides decide: rows and tiles are multiples of a kilobyte."""
-    assert tiles_for(PlacedPage(4096, 1024, 0, 1024), PlacedPage(16, 1040, 1024, 1024)).alignment == 16
-    assert tiles_for(PlacedPage(4096, 1024, 0, 1024), PlacedPage(8, 1024, 1024, 1024)).alignment == 8
-    assert tiles_for(PlacedPage(4096, 1024, 0, 1024), PlacedPage(16, 1032, 1024, 1024)).alignment == 8
-    assert "multiples of 8" in reason_for(PlacedPage(4100, 1024, 0, 1024))
-    assert "multiples of 8" in reason_for(PlacedPage(4096, 1028, 0, 1024))
-
-
-def test_pages_that_make_no_tiles() -> None:
-    assert "1000 bytes" in reason_for(PlacedPage(0, 1024, 0, 1000))
-    assert "column 1024" in reason_for(PlacedPage(0, 1024, 0, 1024), PlacedPage(0, 1024, 2048, 1024))
-    assert "column 1024" in reason_for(PlacedPage(0, 1024, 0, 1024), PlacedPage(0, 1024, 0, 1024))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("gap", "shift", "offset"), [(0, 0, 0), (24, 8, 0), (1, 3, 0), (0, 0, 8), (0, 0, 6)])
-def test_torch_copies_and_sums_exactly(
-    shape: str, gap: int, shift: int, offset: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where rows are less aligned than pages, where blocks are summed in several turns, and where pages begin
-    somewhere in their blocks.
+    Functions that kernels call are given as the interpreter would run them: it would prepare the language anew for
+    every call. ``tl.sum`` is one of them.
     """
-    sizes, between, first = SHAPES[shape]
+    spec = importlib.util.spec_from_file_location("interpreted_triton_code", triton_code.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = True
+        spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tl, "sum", InterpretedFunction(tl.sum.fn).rewrite())
+        for name, function in vars(module).copy().items():
+            if name.startswith("_") and isinstance(function, InterpretedFunction):
+                setattr(module, name, function.rewrite())
+        yield module
+
+
+@pytest.fixture
+def _triton_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sum is left to the host, whose checksums would be right as well."""
+    monkeypatch.delattr(TorchKernels, "sums_of_rows")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "between", "first"),
+    [([4096, 1024], 8, 0), ([1004, 300], 0, 4), ([1000, 31], 3, 1), ([100, 40], 0, 0)],
+)
+@pytest.mark.parametrize(("gap", "shift", "offset"), [(0, 0, 0), (24, 8, 0), (1, 3, 0), (0, 0, 6)])
+def test_torch_copies_and_sums_exactly(
+    sizes: list[int], between: int, first: int, gap: int, shift: int, offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where rows are less aligned than pages, and where blocks are summed in several turns."""
     group = group_of(sizes, gap=between, shift=first, used=5, offset=offset)
     monkeypatch.setattr(torch_kernels, "SCRATCH_BYTES", 2 * group.block_bytes + 1)
     kernels = open_kernels(group.tensors, group.pages)
     assert kernels.name == "torch"
-    rows = slot_of(5, group.block_bytes, gap=gap, shift=shift)
-    check(kernels, group, rows, [7, 2, 3, 8, 0], [1, 0, 8, 5, 6])
+    check(kernels, group, slot_of(5, group.block_bytes, gap=gap, shift=shift), IDS, TARGETS)
 
 
-def test_a_sample_is_small_and_of_the_same_make() -> None:
-    """What Triton compiles depends on tile size, alignment and on how full the last program is."""
-    for sizes, gap, shift in (([1 << 21] * 3, 0, 0), ([41984] * 7, 8, 8), ([1024], 0, 0), ([2048, 4096], 16, 0)):
-        pages = [PlacedPage(4096 + shift, size + gap, index * size, size) for index, size in enumerate(sizes)]
-        if sizes == [2048, 4096]:
-            pages[1] = PlacedPage(4096, 4096, 2048, 4096)
-        tiles = tiles_for(*pages)
-        tensors, picked = sample(tiles, tiles.block_bytes, CPU)
-        small = tiles_for(
-            *(PlacedPage(tensors[p.tensor].data_ptr(), tensors[p.tensor].stride(0), p.column, p.bytes) for p in picked)
-        )
-        per_program = 8192 // tiles.tile_bytes
-        assert (small.tile_bytes, small.alignment) == (tiles.tile_bytes, tiles.alignment)
-        assert len(small.table) % per_program == len(tiles.table) % per_program
-        assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) < 1 << 20
-    tensors, picked = sample(Misfit("odd"), (1 << 20) + 264, CPU)
-    assert sum(page.bytes for page in picked) == (2 << 13) + 264
+SHAPES = {
+    "full programs": ([8192, 16384], 0, 0, 0, 8192),
+    "several tiles a program, the last not full": ([4096, 4096, 4096], 16, 0, 0, 4096),
+    "the smallest tiles": ([1024, 3072, 5120], 16, 16, 0, 1024),
+    "one tile": ([1024], 0, 0, 0, 1024),
+    "heads in the midst of pages": ([4096, 4096, 2048], 16, 0, 2048, 2048),
+    "heads at odd words": ([4096, 1024], 0, 0, 1048, None),
+    "no tiles": ([1000, 24], 16, 0, 12, None),
+    "no tiles, a tail of 16": ([1032, 8], 16, 0, 0, None),
+}
+"""Lengths, gap, shift, offset in the page; the tiles that must be found, None: torch copies, and Triton sums."""
+
+
+@pytest.mark.usefixtures("_triton_sums")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_triton_copies_and_sums_exactly(shape: str, code: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks apart, not in order; rows apart, in the midst of other memory; tensors of other strides."""
+    sizes, gap, shift, offset, tile_bytes = SHAPES[shape]
+    group = group_of(sizes, gap=gap, shift=shift, offset=offset)
+    monkeypatch.setattr(torch_kernels, "SCRATCH_BYTES", 2 * group.block_bytes)
+    kernels = TritonKernels(group.tensors, group.pages, code)
+    assert (kernels.tiles and kernels.tiles.tile_bytes) == tile_bytes
+    check(kernels, group, slot_of(5, group.block_bytes, gap=16, shift=16), IDS, TARGETS)
+
+
+@pytest.mark.usefixtures("_triton_sums")
+@pytest.mark.parametrize("sizes", [[4096, 8192], [1000, 24]])
+def test_one_row_can_go_to_many_blocks(sizes: list[int], code: ModuleType) -> None:
+    """Rows no distance apart: how blocks are cleared."""
+    group = group_of(sizes)
+    kernels = TritonKernels(group.tensors, group.pages, code)
+    kernels.scatter(torch.tensor(IDS), torch.zeros(group.block_bytes, dtype=torch.uint8).expand(len(IDS), -1))
+    for tensor in group.tensors:
+        assert [row for row in range(len(tensor)) if not tensor[row].any()] == sorted(IDS)
+
+
+@pytest.mark.usefixtures("_triton_sums")
+@pytest.mark.parametrize("length", [256, 272, 320, 336, 960, 1008, 1040, 1088, 2112, 2128, 8192, 9216, 17408])
+def test_rows_that_end_anywhere_in_a_round(length: int, code: ModuleType) -> None:
+    """At, before and after a stripe's end; six rows are two programs of the folding, the second half empty."""
+    group = group_of([length], blocks=6, gap=16)
+    kernels = TritonKernels(group.tensors, group.pages, code)
+    assert torch.equal(kernels.sums_of_rows(group.tensors[0]), digests(group.tensors[0]))
+
+
+@pytest.mark.parametrize("fault", [0x00, 0x80, 0xFF])
+def test_sums_of_extreme_words(fault: int, code: ModuleType) -> None:
+    """Words with the sign bit set and products near 2**64 are where signed arithmetic could go wrong."""
+    rows = torch.full((2, 4112), fault, dtype=torch.uint8)
+    kernels = TritonKernels([rows], [Page(0, 0, 4112)], code)
+    assert torch.equal(kernels.sums_of_rows(rows), digests(rows))
+
+
+def test_wrong_ids_and_rows_are_refused(code: ModuleType) -> None:
+    """Kernels reckon with addresses: nothing else would stop them. A device stops for good at unaligned loads."""
+    group = group_of([4096])
+    kernels = TritonKernels(group.tensors, group.pages, code)
+    ids, rows = torch.tensor([3, 1]), slot_of(2, 4096)
+    for wrong_ids, wrong_rows in (
+        (ids.int(), rows),
+        (ids[:1], rows),
+        (ids, rows[:, :-16]),
+        (ids, rows.view(torch.int8)),
+        (ids, slot_of(2, 8192)[:, ::2]),
+        (ids, slot_of(2, 4096, shift=8)),
+    ):
+        for work in (kernels.gather, kernels.scatter):
+            with pytest.raises(ValueError, match="must be"):
+                work(wrong_ids, wrong_rows)
+
+
+# The trial at start.
+
+
+@pytest.mark.parametrize("sizes", [[16384] * 3, [41984], [1040]])
+def test_the_trial_passes_what_works(sizes: list[int], code: ModuleType) -> None:
+    group = group_of(sizes, blocks=2, gap=16)
+    assert fault_of(partial(TritonKernels, code=code), *sample(group.tensors, group.pages)) is None
+
+
+@pytest.mark.parametrize(("gap", "shift"), [(0, 0), (16, 16), (8, 8)])
+def test_a_sample_gets_the_same_kernels(gap: int, shift: int) -> None:
+    """What Triton compiles depends on lengths and alignment."""
+    group = group_of([8192, 4096], gap=gap, shift=shift, blocks=40)
+    tensors, pages = sample(group.tensors, group.pages)
+    found, wanted = triton_kernels.tiles_of(tensors, pages), triton_kernels.tiles_of(group.tensors, group.pages)
+    assert (found and (found.tile_bytes, len(found.table))) == (wanted and (wanted.tile_bytes, len(wanted.table)))
+    assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) < 6 * group.block_bytes
 
 
 class Wrong(TorchKernels):
     """Errs in one way."""
 
-    def __init__(self, tensors: list[torch.Tensor], pages: list[Page], fault: str) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], pages: Sequence[Page], fault: str) -> None:
         super().__init__(tensors, pages)
         self._fault = fault
 
@@ -115,18 +174,11 @@ class Wrong(TorchKernels):
         super().gather(ids, rows)
         if self._fault == "gather":
             rows[1, 5] ^= 1
-
-    def gather_summed(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        TorchKernels.gather(self, ids, rows)
-        if self._fault == "beside":
+        elif self._fault == "beside":
             torch.as_strided(rows, (1,), (1,), rows.stride(0) - 1).zero_()
-        return TorchKernels.sums_of_rows(self, rows) + (self._fault == "summed")
 
     def scatter(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         super().scatter(ids if self._fault != "scatter" else ids.flip(0), rows)
-
-    def sums(self, ids: torch.Tensor) -> torch.Tensor:
-        return super().sums(ids if self._fault != "sums" else ids.flip(0))
 
     def sums_of_rows(self, rows: torch.Tensor) -> torch.Tensor:
         if self._fault == "crash":
@@ -134,10 +186,20 @@ class Wrong(TorchKernels):
         return super().sums_of_rows(rows) + (self._fault == "rows")
 
 
-@pytest.mark.parametrize("fault", ["gather", "beside", "summed", "scatter", "sums", "rows", "crash", ""])
+@pytest.mark.parametrize("fault", ["gather", "beside", "scatter", "rows", "crash", ""])
 def test_kernels_that_err_or_fail_are_found_out(fault: str) -> None:
-    tiles = tiles_for(PlacedPage(0, 4096, 0, 4096))
-    found = fault_of(lambda tensors, pages: Wrong([*tensors], [*pages], fault), *sample(tiles, 4096, CPU))
+    group = group_of([4096])
+    found = fault_of(lambda tensors, pages: Wrong(tensors, pages, fault), *sample(group.tensors, group.pages))
     assert (found is None) == (not fault)
-    if fault == "crash":
-        assert found == "OSError: no compiler"
+    assert fault != "crash" or found == "OSError: no compiler"
+
+
+@pytest.mark.parametrize("key", [3, *(at.value for at in (triton_code.SCRAMBLE_KEY, triton_code.LAST_KEY))])
+def test_the_trial_finds_another_constant(key: int, code: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of the key of a stripe, a scramble, or the last stripe."""
+    words = triton_kernels.constants_on(torch.device("cpu")).clone()
+    words[key] ^= 1 << 40
+    monkeypatch.setattr(triton_kernels, "constants_on", lambda device: words)
+    group = group_of([8192] * 3, blocks=2)
+    found = fault_of(partial(TritonKernels, code=code), *sample(group.tensors, group.pages))
+    assert found == "rows gave other checksums"

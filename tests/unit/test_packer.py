@@ -14,7 +14,7 @@ import xxhash
 
 from nixl_offload.engine import device_packer as packer_module
 from nixl_offload.engine.device_packer import DevicePacker
-from nixl_offload.engine.kernels.base import Page
+from nixl_offload.engine.kernels.torch_kernels import Page
 from nixl_offload.engine.packer import HostPacker
 from nixl_offload.engine.streams import READY, Device, HostStreams
 from nixl_offload.errors import LayoutError

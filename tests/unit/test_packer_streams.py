@@ -22,7 +22,7 @@ from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.engine import device_packer as packer_module
 from nixl_offload.engine.copies import BlockIds, SlotRows
 from nixl_offload.engine.device_packer import DevicePacker
-from nixl_offload.engine.kernels.base import Page
+from nixl_offload.engine.kernels.torch_kernels import Page
 from nixl_offload.engine.streams import READY, Device, Fence
 from nixl_offload.errors import LayoutError
 from tests.unit.device_rig import ThreadedFence, ThreadedStream, ThreadedStreams, emulated, settled
@@ -111,7 +111,7 @@ def test_a_load_does_not_overtake_what_the_model_writes_before_its_fence(kit: Ki
 def test_no_fence_is_done_before_its_copy(kit: Kit, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot would be written to storage, or the request answered, half copied."""
     begin = threading.Event()
-    for name in ("gather", "gather_summed", "scatter"):
+    for name in ("gather", "scatter"):
         kit.slow(monkeypatch, name, lambda: begin.wait(20.0))
     copied = getattr(kit, way)(READY)
     time.sleep(A_WHILE_S)
@@ -236,8 +236,7 @@ def test_an_error_on_the_device_is_told_by_every_fence_behind_it(kit: Kit, monke
     def broken() -> None:
         raise RuntimeError("an illegal address")
 
-    for name in ("gather", "gather_summed"):
-        kit.slow(monkeypatch, name, broken)
+    kit.slow(monkeypatch, "gather", broken)
     first, second = kit.gather(READY), kit.gather(READY)
     for fence in (first, second):
         with pytest.raises(RuntimeError, match="out of order"):

@@ -1,123 +1,97 @@
-"""Gather, scatter and checksums in torch's own operations: for tensors in host memory, and for a device on which
-Triton's kernels cannot run.
+"""Gather, scatter and checksums of the KV blocks of one group, by torch's own operations: for tensors in host memory,
+and for a device on which Triton's kernels cannot run.
 
-Checksums on a device are right but slow there: a handful of small kernels for every kilobyte of a block.
-Threading: see base. Ownership: what a call allocates belongs to the caller's current stream.
+A *row* is a block as it lies in a payload: the pages of its layers side by side. All calls queue work on the caller's
+current stream and return at once; checksums by torch alone wait, because the host computes them.
+Threading: one thread at a time per object. Ownership: what a call allocates belongs to the caller's current stream.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.chunk.checksum_torch import SHORT_BYTES, words_on, xxh3_64_torch
-from nixl_offload.engine.kernels.base import Page
 
 SCRATCH_BYTES = 32 << 20
 """Blocks copied together to be summed; a block that is larger, alone."""
 
+_Rows = TypeVar("_Rows", torch.Tensor, npt.NDArray[np.uint8])
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One layer's share of a block: ``bytes`` from ``offset`` of a row of ``tensor`` on go to ``column`` of the payload
+    row.
+    """
+
+    tensor: int
+    column: int
+    bytes: int
+    offset: int = 0
+
+    def of(self, tensors: Sequence[_Rows]) -> _Rows:
+        """Return a view of it in all blocks, of shape (num_blocks, ``bytes``)."""
+        return tensors[self.tensor][:, self.offset : self.offset + self.bytes]
+
 
 class TorchKernels:
-    """Implements GroupKernels. On a device, blocks of up to ``SHORT_BYTES`` are summed by the host, which waits."""
+    """``ids``: block ids, int64 of shape (n,) on the device, checked by the caller: addresses follow from them.
+
+    ``rows``: uint8 of shape (n, block_bytes) on the device; rows contiguous, any distance between them. Checksums are
+    those of ``checksum.block_checksums``: int64 of shape (n,) on the device with the same 64 bits. Numbers that do not
+    fit raise ValueError.
+    """
 
     name = "torch"
+    """For logs."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> None:
+        """``tensors``: all KV tensors, uint8 of shape (num_blocks, page_bytes), rows contiguous, any stride; ``pages``:
+        those of the group.
+        """
         self.block_bytes = sum(page.bytes for page in pages)
-        self._device = tensors[pages[0].tensor].device
-        self._wide = _by_width(tensors, pages)
-        words_on(self._device)  # the first call of all would wait for the device
+        self._views = [(page.of(tensors), slice(page.column, page.column + page.bytes)) for page in pages]
 
     def gather(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        wide, rows = self._view(ids, rows)
-        for source, columns in wide:
+        """Copy blocks to rows."""
+        self._check(rows, ids)
+        for source, columns in self._views:
             torch.index_select(source, 0, ids, out=rows[:, columns])
 
-    def gather_summed(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        self.gather(ids, rows)
-        return self.sums_of_rows(rows)
-
     def scatter(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        wide, rows = self._view(ids, rows)
-        for target, columns in wide:
+        """Copy rows to blocks."""
+        self._check(rows, ids)
+        for target, columns in self._views:
             target.index_copy_(0, ids, rows[:, columns])
 
-    def sums(self, ids: torch.Tensor) -> torch.Tensor:
-        """Some blocks at a time are copied side by side."""
-        return sums_of_copies(self.gather, self.sums_of_rows, ids, self.block_bytes)
-
     def sums_of_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        check_rows(rows, self.block_bytes)
-        if not rows.is_cuda or rows.shape[1] <= SHORT_BYTES:
-            digests = block_checksums(rows.cpu().numpy())
-            return torch.from_numpy(digests.view(np.int64)).to(rows.device)
-        return xxh3_64_torch(rows)
+        """Return the checksums of rows."""
+        self._check(rows)
+        digests = block_checksums(rows.cpu().numpy())
+        return torch.from_numpy(digests.view(np.int64)).to(rows.device)
 
-    def _view(self, ids: torch.Tensor, rows: torch.Tensor) -> tuple[_Columns, torch.Tensor]:
-        """The pages as columns of the widest integers that ``rows`` are made of too, and ``rows`` as such."""
-        check_ids(ids, len(rows))
-        check_rows(rows, self.block_bytes)
-        width = math.gcd(max(self._wide), rows.data_ptr(), rows.storage_offset(), rows.stride(0))
-        dtype, wide = self._wide[width]
-        return wide, rows.view(dtype)
+    def sums(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the checksums of blocks, some of which are copied side by side at a time."""
+        step = max(1, SCRATCH_BYTES // self.block_bytes)
+        sums = torch.empty(len(ids), dtype=torch.int64, device=ids.device)
+        scratch = torch.empty((min(step, len(ids)), self.block_bytes), dtype=torch.uint8, device=ids.device)
+        for begin in range(0, len(ids), step):
+            some = ids[begin : begin + step]
+            rows = scratch[: len(some)]
+            self.gather(some, rows)
+            sums[begin : begin + step] = self.sums_of_rows(rows)
+        return sums
 
-
-_Columns = list[tuple[torch.Tensor, slice]]
-
-
-def _by_width(tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> dict[int, tuple[torch.dtype, _Columns]]:
-    """A group's pages as columns of integers of each width that all of them are made of: bytes are copied singly."""
-    parts = []
-    for page in pages:
-        view = page.of(tensors)
-        parts += [page.bytes, page.column, view.stride(0), view.data_ptr(), view.storage_offset()]
-    widest = math.gcd(8, *parts)
-    return {
-        dtype.itemsize: (
-            dtype,
-            [
-                (
-                    page.of(tensors).view(dtype),
-                    slice(page.column // dtype.itemsize, (page.column + page.bytes) // dtype.itemsize),
-                )
-                for page in pages
-            ],
-        )
-        for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)
-        if dtype.itemsize <= widest
-    }
-
-
-def check_ids(ids: torch.Tensor, count: int) -> None:
-    """Raise ValueError unless ``ids`` are ``count`` block ids."""
-    if ids.dtype != torch.int64 or ids.shape != (count,):
-        raise ValueError(f"block ids must be int64 of shape ({count},), not {ids.dtype} {tuple(ids.shape)}")
-
-
-def check_rows(rows: torch.Tensor, block_bytes: int) -> None:
-    """Raise ValueError unless ``rows`` are rows of ``block_bytes``: kernels reckon with addresses."""
-    if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != block_bytes or rows.stride(1) != 1:
-        found = f"{rows.dtype} {tuple(rows.shape)}, strides {rows.stride()}"
-        raise ValueError(f"rows must be uint8 of shape (n, {block_bytes}), each contiguous, not {found}")
-
-
-def sums_of_copies(
-    gather: Callable[[torch.Tensor, torch.Tensor], None],
-    sums_of_rows: Callable[[torch.Tensor], torch.Tensor],
-    ids: torch.Tensor,
-    block_bytes: int,
-) -> torch.Tensor:
-    """Return the checksums of blocks whose pages cannot be summed where they lie."""
-    step = max(1, SCRATCH_BYTES // block_bytes)
-    sums = torch.empty(len(ids), dtype=torch.int64, device=ids.device)
-    scratch = torch.empty((min(step, len(ids)), block_bytes), dtype=torch.uint8, device=ids.device)
-    for begin in range(0, len(ids), step):
-        some = ids[begin : begin + step]
-        rows = scratch[: len(some)]
-        gather(some, rows)
-        sums[begin : begin + step] = sums_of_rows(rows)
-    return sums
+    def _check(self, rows: torch.Tensor, ids: torch.Tensor | None = None) -> None:
+        """Raise ValueError unless these are rows of the group, and a block id for each."""
+        if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != self.block_bytes or rows.stride(1) != 1:
+            found = f"{rows.dtype} {tuple(rows.shape)}, strides {rows.stride()}"
+            raise ValueError(f"rows must be uint8 of shape (n, {self.block_bytes}), each contiguous, not {found}")
+        if ids is not None and (ids.dtype != torch.int64 or ids.shape != (len(rows),)):
+            raise ValueError(f"block ids must be int64 of shape ({len(rows)},), not {ids.dtype} {tuple(ids.shape)}")

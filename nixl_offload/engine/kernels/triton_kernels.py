@@ -1,223 +1,173 @@
-"""Gather, scatter and checksums by Triton: pages are read once and rows written once, with the checksum on the way.
+"""Gather, scatter and checksums by Triton: one launch for the pages of all layers.
 
-Importing this needs Triton. Where pages do not fit tiles, blocks are copied by torch and summed as rows.
-Threading: see base. Ownership: tables live as long as the object; what a call allocates belongs to the caller's
-current stream, on which it launches.
+Importing this needs Triton. Threading and ownership: see ``torch_kernels``. Tables live as long as the object.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from types import ModuleType
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from nixl_offload.chunk.checksum_torch import ROUND_BYTES, SHORT_BYTES, length_term, words_on
 from nixl_offload.engine.kernels import triton_code
-from nixl_offload.engine.kernels.base import Page
-from nixl_offload.engine.kernels.tiles import MAX_TILE_BYTES, Misfit, PlacedPage, Tiles, tiles_of
-from nixl_offload.engine.kernels.torch_kernels import TorchKernels, check_ids, check_rows, sums_of_copies
+from nixl_offload.engine.kernels.torch_kernels import Page, TorchKernels
 
-_WORD_BYTES = 8
-_LANES = 8
-_STRIPE_BYTES = 64
-_SPAN_BYTES = MAX_TILE_BYTES
-"""What one program copies or sums."""
+SHORT_BYTES = 240
+"""Up to this length XXH3 is another function. No KV block is so short."""
+ALIGNMENT = 16
+"""Bytes that a thread loads at once."""
+MIN_TILE_BYTES, SPAN_BYTES = 1024, 8192
+"""The least that a page must be a multiple of, and what one program of a kernel takes."""
+
+_ROUND_BYTES, _STRIPE_BYTES, _LANES = 1024, 64, 8
 _OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 """Nothing here is a floating-point number; unset, newer versions of Triton warn about its default."""
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+"""XXH3's default secret: 192 bytes, part of the algorithm."""
+_PRIME32 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+_PRIME64 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+_START = _PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0]
+
+
+class Tiles(NamedTuple):
+    """The pages of a group as tiles of one size. Tile t of a block lies at ``base + block * stride`` of row t of
+    ``table``, and at ``t * tile_bytes`` of the payload row.
+    """
+
+    table: torch.Tensor
+    """Base and stride of each tile, int64 of shape (tiles, 2)."""
+    tile_bytes: int
+    """A power of two."""
+
+
+def tiles_of(tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> Tiles | None:
+    """Return the largest tiles of which all pages of a group are made. None: they are no multiples of
+    ``MIN_TILE_BYTES``, or do not begin at multiples of ``ALIGNMENT``.
+    """
+    views = [page.of(tensors) for page in pages]
+    tile_bytes = math.gcd(SPAN_BYTES, *(page.bytes for page in pages))
+    places = math.gcd(*(part for view in views for part in (view.data_ptr(), view.stride(0))))
+    if tile_bytes < MIN_TILE_BYTES or places % ALIGNMENT:
+        return None
+    table = [
+        (view.data_ptr() + begin, view.stride(0))
+        for view, page in zip(views, pages, strict=True)
+        for begin in range(0, page.bytes, tile_bytes)
+    ]
+    return Tiles(torch.tensor(table, dtype=torch.int64, device=views[0].device), tile_bytes)
 
 
 def fits_rows(block_bytes: int) -> bool:
     """Return whether rows of that length can be summed."""
-    return SHORT_BYTES < block_bytes < 1 << 31 and block_bytes % _WORD_BYTES == 0
+    return SHORT_BYTES < block_bytes < 1 << 31 and block_bytes % ALIGNMENT == 0
 
 
-def placed_tiles(tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> Tiles | Misfit:
-    """Return the tiles of a group, or why it has none."""
-    places = []
-    for page in pages:
-        view = page.of(tensors)
-        places.append(PlacedPage(view.data_ptr(), view.stride(0), page.column, page.bytes))
-    return tiles_of(places)
-
-
-class TritonKernels:
-    """Implements GroupKernels. Rows that do not begin at multiples of what loads want are left to torch."""
+class TritonKernels(TorchKernels):
+    """Blocks whose pages are no tiles are copied by torch, and summed as rows."""
 
     name = "triton"
 
     def __init__(self, tensors: Sequence[torch.Tensor], pages: Sequence[Page], code: ModuleType = triton_code) -> None:
         """``pages``: ``fits_rows`` their sum. ``code``: ``triton_code``, or another instance of it."""
-        self.block_bytes = sum(page.bytes for page in pages)
-        self.tiles = placed_tiles(tensors, pages)
-        self._device = tensors[pages[0].tensor].device
-        self._by_torch = TorchKernels(tensors, pages)
-        self._rows = _RowSums(self.block_bytes, self._device, code)
-        self._tiled = None
-        if isinstance(self.tiles, Tiles):
-            self._tiled = _TiledCopies(self.tiles, self._device, code)
+        super().__init__(tensors, pages)
+        self.tiles = tiles_of(tensors, pages)
+        self._code = code
+        constants_on(tensors[0].device)  # the first call waits for the device
 
     def gather(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        if (tiled := self._tiled_for(ids, rows)) is None:
-            self._by_torch.gather(ids, rows)
+        if self.tiles is None:
+            super().gather(ids, rows)
         else:
-            tiled.run(ids, rows, "pages", "rows")
-
-    def gather_summed(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        if (tiled := self._tiled_for(ids, rows)) is None:
-            self._by_torch.gather(ids, rows)
-            return self.sums_of_rows(rows)
-        return self._rows.folded(rows, tiled.run(ids, rows, "pages", "rows", summed=True))
+            self._copy(self.tiles, ids, rows, gather=True)
 
     def scatter(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        if (tiled := self._tiled_for(ids, rows)) is None:
-            self._by_torch.scatter(ids, rows)
+        if self.tiles is None:
+            super().scatter(ids, rows)
         else:
-            tiled.run(ids, rows, "rows", "pages")
-
-    def sums(self, ids: torch.Tensor) -> torch.Tensor:
-        check_ids(ids, len(ids))
-        if self._tiled is None:
-            return sums_of_copies(self._by_torch.gather, self.sums_of_rows, ids, self.block_bytes)
-        return self._tiled.folded(ids, self._tiled.run(ids, None, "pages", "nothing", summed=True))
+            self._copy(self.tiles, ids, rows, gather=False)
 
     def sums_of_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        check_rows(rows, self.block_bytes)
-        if not _aligned(rows, self._rows.alignment):
-            return self._by_torch.sums_of_rows(rows)
-        return self._rows.folded(rows, self._rows.run(rows))
-
-    def _tiled_for(self, ids: torch.Tensor, rows: torch.Tensor) -> _TiledCopies | None:
-        check_ids(ids, len(rows))
-        check_rows(rows, self.block_bytes)
-        tiled = self._tiled
-        return tiled if tiled is not None and _aligned(rows, tiled.tiles.alignment) else None
-
-
-class _TiledCopies:
-    """Blocks whose pages are made of tiles."""
-
-    def __init__(self, tiles: Tiles, device: torch.device, code: ModuleType) -> None:
-        self.tiles = tiles
-        self._device, self._code = device, code
-        self._table = torch.from_numpy(tiles.table).to(device)
-        self._tiles_per_span = _SPAN_BYTES // tiles.tile_bytes
-        self._spans = -(-len(tiles.table) // self._tiles_per_span)
-        self._rounds = tiles.block_bytes // ROUND_BYTES
-        base, stride = tiles.table[-1].tolist()
-        self._last = base + tiles.tile_bytes - _STRIPE_BYTES, stride
-
-    def run(
-        self, ids: torch.Tensor, rows: torch.Tensor | None, source: str, target: str, *, summed: bool = False
-    ) -> torch.Tensor:
-        """Queue one pass over blocks and rows; return the sums of all rounds, if they are wanted."""
-        ids = ids.contiguous()
-        sums = _scratch(len(ids) * self._rounds if summed else 0, self._device)
-        if len(ids):
-            with _current(self._device):
-                self._code.copy_tiles[(len(ids) * self._spans,)](
-                    ids,
-                    self._table,
-                    0 if rows is None else rows.data_ptr(),
-                    0 if rows is None else rows.stride(0),
-                    sums,
-                    words_on(self._device),
-                    self._spans,
-                    len(self.tiles.table),
-                    FROM=source,
-                    TO=target,
-                    SUM=summed,
-                    TILES=self._tiles_per_span,
-                    TILE_WORDS=self.tiles.tile_bytes // _WORD_BYTES,
-                    ROUNDS=_SPAN_BYTES // ROUND_BYTES,
-                    EVEN=len(self.tiles.table) % self._tiles_per_span == 0,
-                    ALIGNMENT=self.tiles.alignment,
-                    **_OPTIONS,
-                )
-        return sums
-
-    def folded(self, ids: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-        """Queue what makes checksums of sums; the last bytes are read where the blocks lie."""
-        return _folded(
-            self._code, ids.contiguous(), sums, len(ids), self._last, self.tiles.block_bytes, by_id=True
-        )  # fmt: skip
-
-
-class _RowSums:
-    """Rows of one length, side by side or apart."""
-
-    def __init__(self, row_bytes: int, device: torch.device, code: ModuleType) -> None:
-        self.alignment = 16 if row_bytes % 16 == 0 else 8
-        self._row_bytes, self._device, self._code = row_bytes, device, code
-        self._rounds = -(-row_bytes // ROUND_BYTES)
-        self._spans = -(-self._rounds * ROUND_BYTES // _SPAN_BYTES)
-        # Of a row that ends within a round, the last stripe overlaps others: it is not one of those.
-        self._stripes = row_bytes // _STRIPE_BYTES if row_bytes % ROUND_BYTES == 0 else (row_bytes - 1) // _STRIPE_BYTES
-
-    def run(self, rows: torch.Tensor) -> torch.Tensor:
-        """Queue one pass over the rows; return the sums of all rounds."""
-        sums = _scratch(len(rows) * self._rounds, self._device)
-        if len(rows):
-            with _current(self._device):
-                self._code.sum_rows[(len(rows) * self._spans,)](
-                    rows.data_ptr(),
-                    rows.stride(0),
-                    sums,
-                    words_on(self._device),
-                    self._spans,
-                    self._rounds,
-                    self._stripes,
-                    ROUNDS=_SPAN_BYTES // ROUND_BYTES,
-                    EVEN=self._row_bytes % _SPAN_BYTES == 0,
-                    ALIGNMENT=self.alignment,
-                    **_OPTIONS,
-                )
-        return sums
-
-    def folded(self, rows: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-        """Queue what makes checksums of sums; the last bytes are read in the rows."""
-        last = rows.data_ptr() + self._row_bytes - _STRIPE_BYTES, rows.stride(0)
-        return _folded(self._code, sums, sums, len(rows), last, self._row_bytes, by_id=False)
-
-
-def _folded(
-    code: ModuleType,
-    ids: torch.Tensor,
-    sums: torch.Tensor,
-    count: int,
-    last: tuple[int, int],
-    length: int,
-    *,
-    by_id: bool,
-) -> torch.Tensor:
-    """Queue ``fold_sums``. ``last``: the address of block or row 0's last stripe, and how far apart they lie."""
-    found = torch.empty(count, dtype=torch.int64, device=sums.device)
-    if count:
-        with _current(sums.device):
-            code.fold_sums[(-(-count // code.ROWS.value),)](
-                ids,
+        self._check(rows)
+        device, count, length = rows.device, len(rows), self.block_bytes
+        rounds, rounds_per_span = -(-length // _ROUND_BYTES), SPAN_BYTES // _ROUND_BYTES
+        spans = -(-rounds // rounds_per_span)
+        sums = torch.empty(count * rounds * _LANES, dtype=torch.int64, device=device)
+        found = torch.empty(count, dtype=torch.int64, device=device)
+        if not count:
+            return found
+        with _current(device):
+            self._code.sum_rounds[(count * spans,)](
+                rows.data_ptr(),
+                rows.stride(0),
                 sums,
-                found,
-                *last,
-                length_term(length),
-                words_on(sums.device),
-                count,
-                -(-length // ROUND_BYTES),
-                BY_ID=by_id,
-                WHOLE=length % ROUND_BYTES == 0,
+                constants_on(device),
+                spans,
+                rounds,
+                (length - 1) // _STRIPE_BYTES,  # the last stripe, whole or not, is no part of a round
+                ROUNDS=rounds_per_span,
                 **_OPTIONS,
             )
-    return found
+            self._code.fold_rounds[(-(-count // triton_code.ROWS.value),)](
+                sums,
+                found,
+                rows.data_ptr() + length - _STRIPE_BYTES,
+                rows.stride(0),
+                _signed(length * _PRIME64[0]),
+                constants_on(device),
+                count,
+                rounds,
+                **_OPTIONS,
+            )
+        return found
+
+    def _copy(self, tiles: Tiles, ids: torch.Tensor, rows: torch.Tensor, *, gather: bool) -> None:
+        self._check(rows, ids)
+        tiles_per_span = SPAN_BYTES // tiles.tile_bytes
+        spans = -(-len(tiles.table) // tiles_per_span)
+        if len(ids):
+            with _current(ids.device):
+                self._code.copy_tiles[(len(ids) * spans,)](
+                    ids.contiguous(),
+                    tiles.table,
+                    rows.data_ptr(),
+                    rows.stride(0),
+                    spans,
+                    len(tiles.table),
+                    GATHER=gather,
+                    TILES=tiles_per_span,
+                    TILE_WORDS=tiles.tile_bytes // 8,
+                    **_OPTIONS,
+                )
+
+    def _check(self, rows: torch.Tensor, ids: torch.Tensor | None = None) -> None:
+        """Also for alignment: a device stops for good at a load that is not aligned."""
+        super()._check(rows, ids)
+        if rows.data_ptr() % ALIGNMENT or (len(rows) > 1 and rows.stride(0) % ALIGNMENT):
+            raise ValueError(f"rows must begin at multiples of {ALIGNMENT} bytes")
 
 
-def _aligned(rows: torch.Tensor, alignment: int) -> bool:
-    return rows.data_ptr() % alignment == 0 and (len(rows) < 2 or rows.stride(0) % alignment == 0)
+@cache
+def constants_on(device: torch.device) -> torch.Tensor:
+    """Return XXH3's constants on ``device``: int64, see ``triton_code.SCRAMBLE_KEY``. The first call waits for it."""
+    last, merge = (np.frombuffer(_SECRET, "<u8", _LANES, offset) for offset in (len(_SECRET) - _STRIPE_BYTES - 7, 11))
+    words = np.concatenate([np.frombuffer(_SECRET, "<u8"), last, merge, np.array(_START, dtype=np.uint64)])
+    return torch.from_numpy(words.view(np.int64)).to(device)
 
 
-def _scratch(rounds: int, device: torch.device) -> torch.Tensor:
-    """Memory for the sums of so many rounds."""
-    return torch.empty(rounds * _LANES, dtype=torch.int64, device=device)
+def _signed(value: int) -> int:
+    """The int64 that has the low 64 bits of ``value``."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
