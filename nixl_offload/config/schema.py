@@ -103,8 +103,6 @@ class MemoryConfig(_Tier):
     """
 
     outlives_process: ClassVar[bool] = False
-    required: ClassVar[bool] = False
-    """A start always needs its memory: what takes it, on the ranks, ends the start where there is too little."""
     ttl_s: ClassVar[None] = None
     kind: Literal["memory"]
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
@@ -149,8 +147,6 @@ class DirectoryConfig(_Tier):
     keep_free_percent: Percent | None = Field(default=None, alias="keep_free")
     """Share of the filesystem that stays free, such as ``20%``. If omitted, ``10%`` on a drive of this machine on which
     other files lie, or of which a container sees only a part; ``20%`` in an emptyDir; else ``0%``."""
-    required: bool = False
-    """``true`` ends a start where this tier cannot be opened. ``false`` starts without it, warns, and tries again."""
 
     @property
     def where(self) -> str:
@@ -218,8 +214,6 @@ class S3Config(_Tier):
     """For one attempt of a request; there are up to three."""
     lookup: LookupOptions = LookupOptions()
     """How servers ask what the bucket holds."""
-    required: bool = False
-    """``true`` ends a start where this tier cannot be opened. ``false`` starts without it, warns, and tries again."""
 
     @model_validator(mode="after")
     def _check(self) -> S3Config:

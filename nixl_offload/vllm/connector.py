@@ -29,7 +29,7 @@ from nixl_offload.config import Config, blocks_per_chunk, from_extra_config, mer
 from nixl_offload.units import format_duration
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.connector_worker import NixlConnectorWorker
-from nixl_offload.vllm.identity import group_tokens, reason_to_stay_off, sentence_about_media
+from nixl_offload.vllm.identity import group_tokens, reason_to_stay_off
 from nixl_offload.vllm.kv_caches import keeps_state, retained_blocks
 from nixl_offload.vllm.messages import RankGeometry
 from nixl_offload.vllm.plugin import SPEC_NAME, check_version, register
@@ -136,8 +136,6 @@ class NixlOffloadConnector(LeanConnector):
         if role == KVConnectorRole.SCHEDULER:
             if (sentence := sentence_about_stopping(vllm_config, config)) is not None:
                 logger.warning("%s", sentence)
-            if (sentence := sentence_about_media(vllm_config)) is not None:
-                logger.info("%s", sentence)
             self.connector_scheduler = NixlOffloadScheduler(spec, vllm_config, kv_cache_config)
             self.connector_scheduler.recompute = self._recompute
             self.connector_scheduler.set_role(loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer)

@@ -1,11 +1,10 @@
 """The scheduler's half behind vLLM's connector: asks our manager, sends our messages, hears the ranks' reports.
 
-Threading: the scheduler's thread. Nothing raises for reasons of storage, but for a tier with ``required: true``.
+Threading: the scheduler's thread. Nothing raises for reasons of storage.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import cached_property
@@ -18,12 +17,11 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 from nixl_offload.vllm.adapters import AdapterTable, adapter_of
 from nixl_offload.vllm.held_stores import HeldStores
 from nixl_offload.vllm.hints import Hints
-from nixl_offload.vllm.identity import counts_media, has_lasting_keys
+from nixl_offload.vllm.identity import has_lasting_keys
 from nixl_offload.vllm.idling import Idling
 from nixl_offload.vllm.load_decision import LookupStatistics, ServerLoad
 from nixl_offload.vllm.manager import NixlOffloadManager, Refused
 from nixl_offload.vllm.messages import NOTHING, RankGeometry, StepMetadata, WorkerReport
-from nixl_offload.vllm.metric_names import PREFIX
 from nixl_offload.vllm.step_clock import StepClock
 from nixl_offload.vllm.tier_events import name_media
 from nixl_offload.vllm.vllm_internals import (
@@ -60,8 +58,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from nixl_offload.vllm.adapters import AdapterName
-
-logger = logging.getLogger(__name__)
 
 
 def _no_prefix_cache() -> object:
@@ -120,10 +116,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._heard_steps = 0
         """Of how many the ranks have reported the outcome."""
         self._held_stores = HeldStores()
-        self._counts_media = counts_media(vllm_config)
         self._adapters = AdapterTable(self._world_size)
         self._weights = WeightsCheck(self._world_size)
-        self._has_reported_reuse = False
         self._prefix_cache: Callable[[], object] = _no_prefix_cache
         """Returns vLLM's prefix cache: another one after each reset."""
         self._windows = {
@@ -200,7 +194,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """
         self._idling.record_progress()
         self._asked_about.add(request.request_id)
-        if self.offload_manager.serving.is_begun and self._awaits_weights():
+        serving = self.offload_manager.serving
+        if serving.is_begun and (self._awaits_weights() or (self._loads and serving.awaits_ranks)):
             return None, False
         question = num_computed_tokens, max_num_new_tokens
         known = self._answers.get(request.request_id)
@@ -432,17 +427,6 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
     def renamed(self, request_id: str, name: str) -> None:
         self._held_stores.rename(request_id, name)
 
-    def block_differs(self, request_id: str) -> None:
-        self.offload_manager.count("unstored_chunks", "block_reused")
-        if not self._has_reported_reuse:
-            self._has_reported_reuse = True
-            logger.warning(
-                "Request %s: a chunk is not stored, because vLLM has given away one of its blocks. Please report this; "
-                "%sunstored_chunks_total counts later ones",
-                request_id,
-                PREFIX,
-            )
-
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """As vLLM's."""
         self._waiting.discard(request.request_id)
@@ -452,12 +436,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         return super().request_finished(request)
 
     def has_pending_push_work(self) -> bool:
-        """As vLLM's, as long as storage makes progress. Requests keep the engine stepping by themselves.
-
-        While ranks open a tier that is required, always: a step ends the engine where that takes too long.
-        """
-        if self.offload_manager.serving.awaits_required:
-            return True
+        """As vLLM's, as long as storage makes progress. Requests keep the engine stepping by themselves."""
         awaits = self._hints.has_pending or not self.offload_manager.serving.is_begun
         return self._idling.is_patient and (awaits or super().has_pending_push_work())
 
@@ -535,5 +514,5 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
 
     def _refuse_worthless_keys(self, request: Request) -> None:
         status = request_state(self, request.request_id)
-        if status is not None and not has_lasting_keys(request, counts_media=self._counts_media):
+        if status is not None and not has_lasting_keys(request):
             status.req_context.set_state(Refused())

@@ -1,7 +1,7 @@
 """The scheduler's half behind vLLM's ``OffloadingManager``: translates vLLM's questions into the catalog's.
 
 Threading: called by the scheduler's thread. Nothing here blocks on storage, and nothing raises for reasons of storage
-but where a tier with ``required: true`` cannot be opened.
+but at a start where a tier's options do not fit the model.
 """
 
 from __future__ import annotations
@@ -133,8 +133,6 @@ class NixlOffloadManager(OffloadingManager):
         """The same of a token."""
         self._labels = [label_of(tier, is_local=False) for tier in config.tiers]
         """By position; whether a directory is on a drive of this machine is known once it is open."""
-        self._disabled: dict[int, set[int]] = {}
-        """By rank: the tiers that it has disabled."""
         self.moves: list[MoveTicket] = []
         """What ``take_moves`` would return."""
         self._removed: list[OffloadKey] = []
@@ -185,7 +183,7 @@ class NixlOffloadManager(OffloadingManager):
         """Open the tiers for other weights, if nothing is under way any more."""
         if self._first is None or self.catalog.open_tickets:
             return
-        self._reopens, self._disabled = False, {}
+        self._reopens = False
         self._metrics.restart()
         self._changed()
         self.serving.reopen(with_loaded_weights(self._first, self._loaded_weights))
@@ -217,12 +215,11 @@ class NixlOffloadManager(OffloadingManager):
     def take_ranks(self, ranks: Mapping[int, RankStatus]) -> None:
         """Take the word of ranks whose status has changed. A tier serves when all of them have opened it."""
         self._stats_s = 0.0
-        ranks = {rank: status for rank, status in ranks.items() if status.opening == self.serving.number}
-        for rank, status in ranks.items():
-            self._disabled[rank] = {position for position, tier in enumerate(status.tiers) if tier.trouble}
-        self.catalog.disable(set().union(*self._disabled.values()), time.monotonic())
-        self._tell(self._metrics.update_ranks, {rank: status.tiers for rank, status in ranks.items()})
         self.serving.take_ranks(ranks)
+        statuses = [status.tiers for status in self.serving.ranks.values()]
+        disabled = {position for tiers in statuses for position, tier in enumerate(tiers) if tier.trouble}
+        self.catalog.disable(disabled, time.monotonic())
+        self._tell(self._metrics.update_ranks, statuses)
 
     # What hints need: see ``hints``.
 

@@ -71,9 +71,8 @@ known_chunks | gauge | tier | chunks |
     recently used are asked about anew
 unstored_chunks | counter | cause | chunks |
     Chunks not stored: not_admitted (not yet computed store_after times), no_room (every tier is full of chunks in use,
-    disabled, or too slow), unanswered (a bucket or directory did not say whether it has them) or block_reused (vLLM
-    gave a block away before it was stored). They are offered again when computed again. | no_room rises: staging or
-    storage is too slow
+    disabled, or too slow) or unanswered (a bucket or directory did not say whether it has them). They are offered
+    again when computed again. | no_room rises: staging or storage is too slow
 pending_chunks | gauge | tier | chunks |
     Chunks that wait for their write-through to a tier. | Grows without end: the tier is too slow
 unsaved_bytes | gauge | - | bytes per rank |

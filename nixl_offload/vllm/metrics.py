@@ -60,8 +60,6 @@ class MetricsReporter:
         self._told: dict[tuple[str, _Labels], float] = {}
         """By name without prefix, and labels."""
         self._began = False
-        self._statuses: dict[int, tuple[TierStatus, ...]] = {}
-        """By rank."""
 
     def restart(self) -> None:
         """The tiers are opened anew, and count from 0 again. The exporter shows a gauge until it gets another value.
@@ -69,7 +67,6 @@ class MetricsReporter:
         """
         kept = {metric.name.removeprefix(PREFIX) for metric in METRICS if metric.kind == "gauge"} | {"hit_decisions"}
         self._told = {told: value for told, value in self._told.items() if told[0] in kept}
-        self._statuses.clear()
 
     def settled(self, settled: Settled) -> None:
         """Count the chunks of a ticket."""
@@ -112,11 +109,10 @@ class MetricsReporter:
             labels = (failure.operation, failure.outcome, failure.cause, self._kinds[failure.tier])
             self.add("shard_failures", shards, labels)
 
-    def update_ranks(self, statuses: Mapping[int, tuple[TierStatus, ...]]) -> None:
-        """Take what ranks tell of their tiers, by rank and position; of other ranks nothing has changed."""
-        self._statuses.update(statuses)
+    def update_ranks(self, statuses: Sequence[Sequence[TierStatus]]) -> None:
+        """Take what each rank tells of its tiers, by position."""
         for position, kind in enumerate(self._kinds):
-            here = [of_rank[position] for of_rank in self._statuses.values() if position < len(of_rank)]
+            here = [of_rank[position] for of_rank in statuses if position < len(of_rank)]
             for at, operation in enumerate(("load", "store", "write_through")):
                 waiting_bytes = sum(status.waiting[at] for status in here)
                 self._show("queued_bytes", waiting_bytes, (operation, kind))

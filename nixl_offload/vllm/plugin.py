@@ -1,6 +1,5 @@
 """The entry point vLLM calls in every process (group ``vllm.general_plugins``), and where its factory finds us: makes
-our names known, and our log lines to vLLM's handlers; refuses a vLLM that is not supported, and a configuration that
-would keep our connector from being built.
+our names known, and our log lines to vLLM's handlers, and refuses a vLLM that is not supported.
 
 Threading: called at start, by whichever thread vLLM loads plugins or builds connectors on. Imports nothing heavy and no
 vLLM, so that commands can ask which versions there are.
@@ -8,17 +7,13 @@ vLLM, so that commands can ask which versions there are.
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 from nixl_offload.config import CONNECTOR_NAME
 from nixl_offload.errors import NotSupportedError
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +27,6 @@ PIP_REQUIREMENT: Final = "vllm>=0.33,<0.34"
 
 def register() -> None:
     """Register the connector and its offloading spec with vLLM. Safe to call again."""
-    from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
@@ -41,38 +35,6 @@ def register() -> None:
     with suppress(ValueError):
         OffloadingSpecFactory.register_spec(SPEC_NAME, "nixl_offload.vllm.spec", SPEC_NAME)
     _log_as_vllm_does()
-    if not hasattr(VllmConfig.__post_init__, "__wrapped__"):
-        VllmConfig.__post_init__ = _look_at_connectors(VllmConfig.__post_init__)  # type: ignore[method-assign]
-
-
-def _look_at_connectors(post_init: Any) -> Any:
-    """Return ``post_init`` of vLLM's configuration with a look at what it makes of our connector, which
-    ``--kv-offloading-size`` replaces there: no other code of ours runs then.
-
-    Raises NotSupportedError for two of ours.
-    """
-
-    @functools.wraps(post_init)
-    def look(self: VllmConfig, *args: Any) -> None:
-        transfer, names = self.kv_transfer_config, []
-        if transfer is not None:
-            children = transfer.kv_connector_extra_config.get("connectors", ())
-            names = [transfer.kv_connector]
-            names += [child.get("kv_connector") for child in children if names == ["MultiConnector"]]
-        if names.count(CONNECTOR_NAME) > 1:
-            raise NotSupportedError(
-                f"two {CONNECTOR_NAME} in a MultiConnector would count under the same metrics; put the tiers of both "
-                "into one config"
-            )
-        post_init(self, *args)
-        if CONNECTOR_NAME in names and transfer is not None and transfer.kv_connector != names[0]:
-            logger.warning(
-                "--kv-offloading-size replaces %s by vLLM's %s: no tier of its config is used; leave that option out",
-                CONNECTOR_NAME,
-                transfer.kv_connector,
-            )
-
-    return look
 
 
 def _log_as_vllm_does() -> None:

@@ -1,7 +1,7 @@
-"""The scheduler's half of the tiers: each is opened in the background, then by every rank, and serves after that.
+"""The scheduler's half of the tiers: each opens in the background, then on every rank, and serves after that.
 
 Threading: the scheduler's thread. One other makes the namespace, and each tier has one that opens it. Only a start
-waits for them, and storage raises nothing here, except for a tier with ``required: true`` that cannot be opened.
+waits for them, and only a config that does not fit the model raises.
 Ownership: the tiers, until ``close``.
 """
 
@@ -13,21 +13,21 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import vllm.envs
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from nixl_offload.config import Config, TierConfig
-from nixl_offload.errors import ConfigError, NixlOffloadError, TierError
+from nixl_offload.errors import ConfigError, NixlOffloadError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.identity.weights import WeightsDigest, cache_directory_of
 from nixl_offload.tiers import kinds
 from nixl_offload.tiers.base import Tier, TierContext
 from nixl_offload.tiers.kinds import AnyPlace, AnyTier
-from nixl_offload.types import Key, Lookup, LookupContext
+from nixl_offload.types import Key
 from nixl_offload.vllm.background import CLOSE_S, BackgroundOpening, in_background, join_all, name_of
 from nixl_offload.vllm.identity import build_namespace, loaded_weights, models_of, sources_of_ranks
 from nixl_offload.vllm.messages import RankGeometry, RankStatus
@@ -37,62 +37,37 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NOTHING: Mapping[int, Iterable[threading.Thread]] = MappingProxyType({})
-
 NAMING_WAIT_S = 5.0
 """How long a start waits to learn which weights a local model has. Reading those of a large model goes on behind it."""
 START_WAIT_S = 30.0
 """How long a start then waits for the scheduler's half of the tiers."""
 OPENING_WAIT_S = 5.0
-"""How long an engine without requests steps for tiers that are being opened, and a request waits for ranks to open what
-it would hit. What takes longer hangs, or reads the weights of a large model."""
-REQUIRED_WAIT_S = 120.0
-"""How long ranks may take to open a tier with ``required: true``: registering much memory takes its time."""
+"""How long an engine without requests steps for tiers that are being opened, and how long requests wait for ranks to
+open them. What takes longer hangs, or reads the weights of a large model."""
 
 
-class ClosedTier(Tier):
-    """Has nothing and takes nothing: holds a tier's position in the catalog until it serves.
+@dataclass(slots=True)
+class _Entry:
+    """One tier on its way: ``opening`` until it is open here, then ``tier``; it ``serves`` once all ranks have it."""
 
-    ``opened``: the tier that will serve here once the ranks have opened it. For what it has, lookups say RETRY, for
-    ``OPENING_WAIT_S`` at most; what it lacks is a MISS at once. None: nobody waits.
-    """
+    opening: BackgroundOpening[AnyTier]
+    tier: AnyTier | None = None
+    told_s: float | None = None
+    """Since when the ranks know where it is."""
+    is_awaited: bool = False
+    """It was opened at a start: requests wait shortly for the ranks."""
+    must_clear: bool = False
+    """The cache was reset before it was open."""
+    serves: bool = False
 
-    def __init__(self, opened: Tier | None = None) -> None:
-        self._opened = opened
-        self._held_since_s: float | None = None
-        self.is_local = opened is not None and opened.is_local
-
-    def give_up(self) -> None:
-        """Have nobody wait any more."""
-        self._opened = None
-
-    @property
-    def is_looking(self) -> bool:
-        return self._opened is not None and self._opened.is_looking
-
-    def lookup(self, key: Key, context: LookupContext, now_s: float) -> Lookup:
-        if self._opened is None:
-            return Lookup.MISS
-        answer = self._opened.lookup(key, context, now_s)
-        if answer is not Lookup.HIT:
-            return answer
-        if self._held_since_s is None:
-            self._held_since_s = now_s
-        return Lookup.RETRY if now_s - self._held_since_s < OPENING_WAIT_S else Lookup.MISS
-
-    def flush(self, now_s: float) -> None:
-        if self._opened is not None:
-            self._opened.flush(now_s)
-
-    def forget_request(self, request_id: str) -> None:
-        if self._opened is not None:
-            self._opened.forget_request(request_id)
+    def may_serve_soon(self, now_s: float) -> bool:
+        """Whether ranks are opening it, and are not taking too long."""
+        is_late = self.told_s is not None and now_s - self.told_s >= OPENING_WAIT_S
+        return self.tier is not None and not self.serves and not is_late
 
 
 class ServingTiers:
-    """The tiers by position in the config: what serves, or a ``ClosedTier``. On its way to serving a tier is first in
-    ``_openings``, then in ``_opened`` and ``_awaited``, then in ``_opened`` alone.
-    """
+    """The tiers by position in the config. One that does not serve is a plain ``Tier``, which has nothing."""
 
     def __init__(
         self,
@@ -109,30 +84,25 @@ class ServingTiers:
         self._vllm_config = vllm_config
         self._begin = begin
         self._join = join
-        self.tiers: list[Tier] = [ClosedTier() for _ in config.tiers]
+        self.tiers: list[Tier] = [Tier() for _ in config.tiers]
         self.number = 0
         """Counts how often the tiers were opened anew for another namespace: places and the ranks' words carry it."""
         self.is_off = False
         """Nothing will ever be stored or loaded."""
         self.is_whole = False
         """All tiers serve, and ``update`` and ``take_places`` have nothing left to do."""
-        self._required = {position for position, tier in enumerate(config.tiers) if tier.required}
-        """The tiers without which no engine shall run, until they serve for the first time."""
+        self.ranks: dict[int, RankStatus] = {}
+        """The latest word of each rank, of this ``number``."""
+        self._failed: frozenset[int] = frozenset()
+        """The tiers that some rank cannot open at the moment; also some that serve, after the rank has slept."""
         self._patient_until_s = 0.0
         """Until then an engine without requests steps for what was not tried yet, and requests wait for ranks."""
         self._naming: BackgroundOpening[Namespace | Exception] | None = None
         """Makes the namespace. None: ``open`` was not called."""
-        self._is_named = False
-        self._openings: dict[int, BackgroundOpening[AnyTier]] = {}
-        self._opened: dict[int, AnyTier] = {}
-        self._awaited: dict[int, float] = {}
-        """The tiers that not all ranks have open: since when they are open here."""
-        self._untold: dict[int, AnyPlace] = {}
-        self._ranks: dict[int, RankStatus] = {}
-        self._failed: frozenset[int] = frozenset()
-        """The tiers that some rank cannot open at the moment; also some that serve, after the rank has slept."""
-        self._to_clear: set[int] = set()
-        """The cache was reset before these were open."""
+        self._entries: list[_Entry] = []
+        """By position, once the namespace is known."""
+        self._is_reset = False
+        """The cache was reset before the namespace was known."""
         self._lock = threading.Lock()
         """Guards what follows, which the thread that makes the namespace uses, too."""
         self._digests: dict[tuple[str, bool], WeightsDigest] = {}
@@ -150,27 +120,24 @@ class ServingTiers:
         does not for a tier that hangs.
         """
         now_s = time.monotonic()
-        if now_s < self._patient_until_s and not self.is_off:
-            has_failed = [opening.error is not None for opening in self._openings.values()]
-            if not self._is_named or not all(has_failed):
-                return True
-        return any(at not in self._failed and now_s - since < OPENING_WAIT_S for at, since in self._awaited.items())
+        untried = not self._entries or any(e.tier is None and e.opening.error is None for e in self._entries)
+        return (now_s < self._patient_until_s and not self.is_off and untried) or any(self._soon(now_s))
+
+    @property
+    def awaits_ranks(self) -> bool:
+        """Whether requests should wait, shortly, until the ranks have opened what was opened here at a start."""
+        return not self.is_whole and any(entry.is_awaited for entry in self._soon(time.monotonic()))
 
     @property
     def is_about_to_serve(self) -> bool:
         """Whether no tier serves yet, and some will in a moment."""
-        return not self.is_whole and self.is_opening and all(isinstance(tier, ClosedTier) for tier in self.tiers)
-
-    @property
-    def awaits_required(self) -> bool:
-        """Whether some rank has still to open a tier without which no engine shall run."""
-        return not self._required.isdisjoint(self._awaited)
+        return not self.is_whole and self.is_opening and not any(entry.serves for entry in self._entries)
 
     def open(self, ranks: Sequence[RankGeometry], *, waits: bool) -> None:
         """Open the tiers for what ``ranks`` have, in order, and, at a start that ``waits``, wait for them.
 
-        Then raises ConfigError for a tier whose options do not fit the model, and TierError for one with ``required:
-        true`` that is not open. What else fails or takes longer joins in a later ``update``.
+        Then raises ConfigError for a tier whose options do not fit the model. What else fails or takes longer joins in
+        a later ``update``.
         """
         naming = self._naming = BackgroundOpening(
             partial(self._name, ranks), id, what="Offloading", thread_name="nixl-offload-open"
@@ -181,96 +148,83 @@ class ServingTiers:
         naming.wait(NAMING_WAIT_S)
         self.update()
         until_s = time.monotonic() + START_WAIT_S
-        for opening in self._openings.values():
-            opening.wait(max(0.0, until_s - time.monotonic()))
-            if isinstance(opening.error, ConfigError):
-                raise opening.error
+        for entry in self._entries:
+            entry.opening.wait(max(0.0, until_s - time.monotonic()))
+            if isinstance(entry.opening.error, ConfigError):
+                raise entry.opening.error
         self.update()
         self._patient_until_s = 0.0
-        if not self._is_named and not self.is_off and naming.error is None:
+        if not self._entries and not self.is_off and naming.error is None:
             logger.info("Offloading begins as soon as the model's files have been read, to know which weights they are")
-        for position, opening in self._openings.items():
-            if opening.error is None:
-                if position in self._required:
-                    raise self._refusal(position, f"it is not open within {START_WAIT_S:.0f} s")
+        for tier, entry in zip(self._config.tiers, self._entries, strict=False):
+            if entry.tier is None and entry.opening.error is None:
                 logger.warning(
                     "%s: not open within %.0f s. Requests go on without it; it is used once it is open",
-                    name_of(self._config.tiers[position]),
+                    name_of(tier),
                     START_WAIT_S,
                 )
 
     def reopen(self, namespace: Namespace) -> None:
         """Close what is open, and open it for another namespace, in the background. Nothing is under way."""
-        ending: dict[int, list[threading.Thread]] = {}
-        for position, opening in self._openings.items():
-            if (opened := opening.take()) is not None:
-                self._opened[position] = opened
-            ending[position] = opening.close()
-        for position, tier in self._opened.items():
-            ending[position] = [*ending.get(position, ()), *in_background(tier.close)]
-        self.tiers[:] = [ClosedTier() for _ in self.tiers]
+        for entry in self._entries:
+            if entry.tier is None:
+                entry.tier = entry.opening.take()
+        ending = [
+            entry.opening.close() + ([] if entry.tier is None else in_background(entry.tier.close))
+            for entry in self._entries
+        ]
+        self.tiers[:] = [Tier() for _ in self.tiers]
         self.number += 1
-        self.is_whole, self._failed = False, frozenset()
-        for of_these_tiers in (self._openings, self._opened, self._awaited, self._untold, self._ranks):
-            of_these_tiers.clear()
-        self._to_clear.clear()
-        self._required.clear()  # of the start
+        self.is_whole, self._is_reset = False, False
+        self._failed, self.ranks = frozenset(), {}
         self._patient_until_s = time.monotonic() + OPENING_WAIT_S
         self._open_tiers(namespace, ending)
 
     def update(self) -> None:
-        """Take over what was opened since the last call, and have those serve that all ranks have opened, too.
-
-        Called in every step: costs nothing where nothing has changed. Raises TierError where a tier with ``required:
-        true`` could not be opened.
+        """Take over what was opened since the last call, and have those serve that all ranks have opened, too. Called
+        in every step: costs nothing where nothing has changed.
         """
         now_s = time.monotonic()
         if self.is_whole or self._naming is None or self.is_off:
             return
-        named = self._naming.take()
-        if named is not None:
+        if (named := self._naming.take()) is not None:
             self._take_namespace(named)
-        for position, opening in list(self._openings.items()):
-            error, opened = opening.error, opening.take()
-            if error is not None and position in self._required:
-                raise self._refusal(position, str(error), error)
-            if opened is not None:
-                del self._openings[position]
-                self._take_tier(position, opened, now_s)
-        for position in sorted(self._required):
-            if position in self._failed:
-                raise self._refusal(position, "some rank cannot open it, and its log says why")
-            if now_s - self._awaited.get(position, now_s) >= REQUIRED_WAIT_S:
-                why = f"some rank has not opened it within {REQUIRED_WAIT_S:.0f} s; does storage answer where it runs?"
-                raise self._refusal(position, why)
-        if len(self._ranks) < self._offloading.parallel.world_size:
-            return
-        for position in [at for at in self._awaited if all(at in said.open for said in self._ranks.values())]:
-            del self._awaited[position]
-            self._required.discard(position)
-            self._put(position, self._opened[position])
-        self.is_whole = not any(isinstance(tier, ClosedTier) for tier in self.tiers)
+        is_heard = len(self.ranks) == self._offloading.parallel.world_size
+        for position, entry in enumerate(self._entries):
+            if entry.tier is None and (tier := entry.opening.take()) is not None:
+                if entry.must_clear:
+                    tier.clear()
+                entry.tier, entry.is_awaited = tier, now_s < self._patient_until_s
+            if entry.tier is None or entry.serves:
+                continue
+            if is_heard and all(position in status.open for status in self.ranks.values()):
+                entry.serves = True
+                self.tiers[position] = entry.tier
+                self._join(position, entry.tier)
+        self.is_whole = bool(self._entries) and all(entry.serves for entry in self._entries)
 
     def take_places(self) -> dict[int, AnyPlace]:
         """Return where the ranks are to open tiers that were opened here since the last call."""
-        places, self._untold = self._untold, {}
+        places: dict[int, AnyPlace] = {}
+        for position, entry in enumerate(self._entries):
+            if entry.tier is not None and entry.told_s is None:
+                places[position], entry.told_s = entry.tier.place, time.monotonic()
         return places
 
     def take_ranks(self, ranks: Mapping[int, RankStatus]) -> None:
-        """Take the word of ranks whose status has changed, of this ``number``. Raises as ``update``."""
-        self._ranks.update(ranks)
-        self._failed = frozenset(at for status in self._ranks.values() for at in status.failed)
-        for position in self._failed:
-            tier = self.tiers[position]
-            if isinstance(tier, ClosedTier):
-                tier.give_up()
+        """Take the word of ranks whose status has changed."""
+        self.ranks.update({rank: status for rank, status in ranks.items() if status.opening == self.number})
+        self._failed = frozenset(at for status in self.ranks.values() for at in status.failed)
         self.update()
 
     def clear_closed(self) -> None:
         """Have nothing found in tiers that do not serve yet of what they hold now."""
-        self._to_clear.update(set(range(len(self.tiers))) - self._opened.keys())
-        for position in self._awaited:
-            self._opened[position].clear()
+        self._is_reset = True
+        for entry in self._entries:
+            if entry.tier is None:
+                entry.must_clear = True
+            elif not entry.serves:
+                entry.tier.clear()
 
     def close(self, pending: Iterable[tuple[int, Key]]) -> None:
         """Close what is open, and give up what is not, which is waited for shortly. ``pending``: by position, what was
@@ -282,14 +236,19 @@ class ServingTiers:
         for digest in digests:
             digest.close()
         ending = [] if self._naming is None else self._naming.close()
-        for opening in self._openings.values():
-            ending += opening.close()
+        for entry in self._entries:
+            ending += entry.opening.close()
         join_all(ending, CLOSE_S)
         written = list(pending)
-        for position, tier in self._opened.items():
-            tier.close([key for at, key in written if at == position])
+        for position, entry in enumerate(self._entries):
+            if entry.tier is not None:
+                entry.tier.close([key for at, key in written if at == position])
 
     # Inside
+
+    def _soon(self, now_s: float) -> Iterable[_Entry]:
+        """Return the tiers that the ranks may open in a moment."""
+        return [e for at, e in enumerate(self._entries) if at not in self._failed and e.may_serve_soon(now_s)]
 
     def _name(self, ranks: Sequence[RankGeometry]) -> Namespace | Exception:
         """Return the namespace, or why there is none; on a thread of its own, for it may read a model's files."""
@@ -324,25 +283,23 @@ class ServingTiers:
     def _take_namespace(self, namespace: Namespace | Exception) -> None:
         if isinstance(namespace, Exception):
             self.is_off = True
-            if self._required:
-                raise self._refusal(min(self._required), str(namespace), namespace)
             trace = None if isinstance(namespace, NixlOffloadError) else namespace
             logger.error("Offloading is off until the engine restarts: %s", namespace, exc_info=trace)
-            return
-        self._is_named = True
-        self._open_tiers(namespace)
+        else:
+            self._open_tiers(namespace, [[] for _ in self.tiers])
 
-    def _open_tiers(self, namespace: Namespace, after: Mapping[int, Iterable[threading.Thread]] = _NOTHING) -> None:
+    def _open_tiers(self, namespace: Namespace, after: Sequence[Iterable[threading.Thread]]) -> None:
         """Begin to open the tiers. ``after``: what must have ended before, by position."""
-        said = namespace.fields
+        fields = namespace.fields
         logger.info(
             "%d tokens take %.2f MiB in each tier, in a chunk for each of %d KV groups",
-            said.tokens_per_block * said.blocks_per_chunk,
-            sum(namespace.chunk_bytes(group.group_id) for group in said.groups) / 2**20,
-            len(said.groups),
+            fields.tokens_per_block * fields.blocks_per_chunk,
+            sum(namespace.chunk_bytes(group.group_id) for group in fields.groups) / 2**20,
+            len(fields.groups),
         )
         self._begin(namespace)
         parallel = self._vllm_config.parallel_config
+        self._entries = []
         for position, tier in enumerate(self._config.tiers):
             context = TierContext(
                 position,
@@ -351,31 +308,14 @@ class ServingTiers:
                 dp_index=parallel.data_parallel_index,
                 dp_engines=sharing_engines(parallel),
             )
-            self._openings[position] = BackgroundOpening(
+            opening = BackgroundOpening(
                 partial(open_tier, tier, context, self._config.tiers[:position]),
                 lambda opened: opened.close(),
                 what=name_of(tier),
                 thread_name=f"nixl-offload-open-{position}",
-                after=after.get(position, ()),
+                after=after[position],
             )
-
-    def _take_tier(self, position: int, tier: AnyTier, now_s: float) -> None:
-        if position in self._to_clear:
-            tier.clear()
-        self._opened[position], self._untold[position] = tier, tier.place
-        self._awaited[position] = now_s
-        if now_s < self._patient_until_s:  # not amid traffic
-            self._put(position, ClosedTier(tier))
-
-    def _refusal(self, position: int, why: str, error: Exception | None = None) -> TierError:
-        sentence = f"{name_of(self._config.tiers[position])}: required: true allows no server without it, and {why}"
-        refusal = TierError(sentence, cause=getattr(error, "cause", "io"))
-        refusal.__cause__ = error
-        return refusal
-
-    def _put(self, position: int, tier: Tier) -> None:
-        self.tiers[position] = tier
-        self._join(position, tier)
+            self._entries.append(_Entry(opening, must_clear=self._is_reset))
 
 
 def open_tier(tier: TierConfig, context: TierContext, nearer: Sequence[TierConfig]) -> AnyTier:

@@ -239,11 +239,6 @@ class ChunkwiseScheduler(OffloadingConnectorScheduler):
                 own = owned[at] if at < len(owned) else 0
                 if group.block_ids[at] not in (0, own):
                     group.block_ids[at] = 0
-                    if own:
-                        self.block_differs(request_id)
-
-    def block_differs(self, request_id: str) -> None:
-        """Take note that vLLM has another block in a place than was noted, which is not stored."""
 
     def _make_boundary_key(
         self, request: Request, group_idx: int, boundary_tokens: int, req_context: ReqContext

@@ -24,7 +24,6 @@ from nixl_offload.index import State
 from nixl_offload.tiers import kinds
 from nixl_offload.tiers.base import Tier, TierContext
 from nixl_offload.types import Key, Lookup, LookupContext, Outcome, key_group
-from nixl_offload.vllm.serving_tiers import ClosedTier
 from tests.prove.rank import STAGING_SLOTS, Rank
 from tests.unit import shared_rig
 from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES
@@ -124,8 +123,8 @@ class Server:
         self.layout = self.ranks[0].layout
         self.namespace = self._namespace(tenant)
         self.opened: dict[int, kinds.AnyTier] = {}
-        self.serving: list[Tier] = [ClosedTier() for _ in config.tiers]
-        """The tiers; a ``ClosedTier`` for each that is not open on all ranks."""
+        self.serving: list[Tier] = [Tier() for _ in config.tiers]
+        """The tiers; a plain ``Tier`` for each that is not open on all ranks."""
         self.catalog = self._catalog()
         self._begin()
 

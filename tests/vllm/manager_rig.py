@@ -156,7 +156,7 @@ def ranks_open(manager: NixlOffloadManager, count: int = 1) -> None:
 def wait_for_tiers(manager: NixlOffloadManager) -> None:
     """Take over what is opened, until each tier is open here or has failed to be."""
     until_s = time.monotonic() + 30.0
-    while not manager.serving._is_named or not all(each.error for each in manager.serving._openings.values()):
+    while not (entries := manager.serving._entries) or any(e.tier is None and e.opening.error is None for e in entries):
         assert time.monotonic() < until_s
         manager.serving.update()
         time.sleep(0.01)

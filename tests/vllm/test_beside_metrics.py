@@ -5,7 +5,6 @@ metrics beside ours. vLLM's own code makes configurations and exporters, without
 from __future__ import annotations
 
 import functools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.engine.arg_utils import EngineArgs
 
 from examples.demo.model import TINY, write_model
-from nixl_offload.errors import NotSupportedError
 from nixl_offload.vllm.metric_names import PREFIX
 from nixl_offload.vllm.plugin import register
 
@@ -44,22 +42,6 @@ def configured(model: Path, transfer: dict[str, Any], **arguments: Any) -> VllmC
 def inside_multi(*children: dict[str, Any]) -> dict[str, Any]:
     extra = {"connectors": [dict(child) for child in children]}
     return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-
-
-@pytest.mark.parametrize("transfer", [OURS, inside_multi(THEIRS, OURS)], ids=["alone", "inside MultiConnector"])
-def test_an_option_that_replaces_our_connector_is_named(
-    transfer: dict[str, Any], model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "nixl_offload"):
-        configured(model, transfer)
-        configured(model, transfer, kv_offloading_size=1.0)
-    [record] = [record for record in caplog.records if record.name.startswith("nixl_offload")]
-    assert "--kv-offloading-size replaces NixlOffloadConnector by vLLM's OffloadingConnector" in record.getMessage()
-
-
-def test_two_of_ours_are_refused(model: Path) -> None:
-    with pytest.raises(NotSupportedError, match="put the tiers of both into one config"):
-        configured(model, inside_multi(OURS, OURS))
 
 
 @pytest.mark.parametrize("children", [[OURS, THEIRS], [THEIRS, OURS]], ids=["ours first", "ours last"])

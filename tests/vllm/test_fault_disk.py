@@ -9,11 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from nixl_offload.hardware.gds import gds_report
 from nixl_offload.units import parse_size
 from tests.faults.conftest import SmallFilesystem
 from tests.vllm.damage import ENGINE_OPTIONS, Prompt, Reference, TierFiles, chunk_prompts, until
-from tests.vllm.harness import Engine, EngineError, Workshop, file_tier, tier_config
+from tests.vllm.harness import Engine, Workshop, file_tier
 
 CAPACITY = "128MiB"
 PROMPTS = chunk_prompts(2, seed=301)
@@ -101,25 +100,6 @@ def test_a_start_on_a_read_only_disk(
         assert len(warnings(engine, "not open (")) == 1
         engine.stop()
     _survives_a_restart(workshop, reference, files)
-
-
-def test_a_required_tier_ends_the_engine(workshop: Workshop, small_filesystem: SmallFilesystem) -> None:
-    """The start, where the directory cannot be used; and soon after it, where no rank's mover can use it."""
-    tier = {"kind": "slab", "path": str(small_filesystem.path / "kv"), "capacity": CAPACITY, "required": True}
-    small_filesystem.make_read_only()
-    with pytest.raises(EngineError, match="required: true allows no server without it"):
-        workshop.start_engine(connector=tier_config(tier), **ENGINE_OPTIONS)
-    small_filesystem.make_writable()
-    if gds_report("/").real:
-        pytest.skip("gds_mt may work here")
-    connector = tier_config({**tier, "mover": "gds_mt"})
-    with (
-        pytest.raises(EngineError),
-        workshop.start_engine(connector=connector, in_process=False, **ENGINE_OPTIONS) as engine,
-    ):
-        until(lambda: not engine.generate(PROMPTS), "the engine has ended")
-    log = max(workshop.scratch.glob("engine-*.log"), key=lambda path: path.stat().st_mtime)
-    assert "and some rank cannot open it" in log.read_text(errors="replace")
 
 
 def _survives_a_restart(workshop: Workshop, reference: Reference, files: TierFiles) -> None:

@@ -38,13 +38,11 @@ from nixl_offload.identity.namespace import Namespace, ShardedFields
 from nixl_offload.identity.weights import WeightsDigest
 from nixl_offload.vllm.identity import (
     build_namespace,
-    counts_media,
     has_lasting_keys,
     loaded_weights,
     models_of,
     name_model,
     reason_to_stay_off,
-    sentence_about_media,
     with_loaded_weights,
 )
 from nixl_offload.vllm.messages import RankGeometry
@@ -423,22 +421,13 @@ def test_only_digests_of_content_are_lasting_names() -> None:
         assert not has_lasting_keys(request("a" * 64, name)), name
 
 
-def test_images_that_are_counted_have_no_lasting_names(build: Build) -> None:
-    """Whatever they look like: a request's own arguments turn the counter into a digest of it."""
+def test_an_engine_stays_off_where_vllm_counts_images(build: Build) -> None:
+    """A request's own arguments turn the counter into a digest of it, which looks like that of an image."""
     counted = build("vision", enable_prefix_caching=False, mm_processor_cache_gb=0)
-    assert counts_media(counted)
-    assert not has_lasting_keys(request("a" * 64), counts_media=True)
-    assert has_lasting_keys(request(), counts_media=True)
-    assert "counter" in str(sentence_about_media(counted))
-    for vllm_config in (
-        build("vision", mm_processor_cache_gb=0),
-        build("vision", enable_prefix_caching=False),
-        build("vision"),
-    ):
-        assert not counts_media(vllm_config)
-        assert "uuid" in str(sentence_about_media(vllm_config))
-    assert not counts_media(build(enable_prefix_caching=False))
-    assert sentence_about_media(build()) is None
+    served = config(manager_rig.memory_tier(), serve_without_prefix_caching=True)
+    assert "counter" in str(reason_to_stay_off(counted, served))
+    assert reason_to_stay_off(build("vision", mm_processor_cache_gb=0), served) is None
+    assert reason_to_stay_off(build("vision", enable_prefix_caching=False), served) is None
 
 
 # What a rank has allocated

@@ -98,11 +98,11 @@ def test_tiers_opened_anew_replace_what_was_told_of_the_old_ones() -> None:
             exporter.take(stats)
         return exporter.value(PREFIX + "tier_info", "slab", mover, "host")
 
-    reporter.update_ranks({0: (STATUS,), 1: (STATUS,)})
+    reporter.update_ranks([(STATUS,), (STATUS,)])
     assert info("posix") == 2
     reporter.restart()
     other = STATUS._replace(access=TierAccess("kvikio", ("host",)))
-    reporter.update_ranks({0: (other,)})
+    reporter.update_ranks([(other,)])
     assert (info("posix"), info("kvikio")) == (0, 1), "rank 1 has said nothing yet"
     assert exporter.value(PREFIX + "hit_decisions", "slab", "taken") == 3
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +22,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
 from examples.demo.model import ModelShape, write_model
-from nixl_offload.errors import TierError
-from nixl_offload.vllm import background, connector_scheduler, rank_tiers, serving_tiers
+from nixl_offload.vllm import background, rank_tiers, serving_tiers
 from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.manager import NixlOffloadManager
@@ -34,7 +32,7 @@ from tests.vllm import manager_rig
 from tests.vllm.pipeline_rig import CHUNK_TOKENS, PlayedEngine, played, vllm_config_of
 from tests.vllm.test_contract_chain import Matching
 
-OPEN, FAILED = RankStatus(frozenset({0})), RankStatus(frozenset(), frozenset({0}))
+OPEN = RankStatus(frozenset({0}))
 DEADLINE_S = 60.0
 HIT = (4 * manager_rig.CHUNK_TOKENS, True)
 
@@ -118,92 +116,16 @@ def test_a_tier_that_does_not_fit_the_model_is_left_out_where_the_engine_already
 
 def test_a_request_waits_only_so_long(restarted: Callable[[], Matching], monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it is computed, and nothing of it is stored; those that come later hit."""
-    monkeypatch.setattr(connector_scheduler, "WAIT_ANSWER_S", 0.0)
     asked = restarted()
     assert asked.ask() == (None, False)
+    step(asked)
     monkeypatch.setattr(serving_tiers, "OPENING_WAIT_S", 0.0)
     assert asked.ask() == (0, False)
     output = asked.manager.prepare_store(asked.keys[4:], manager_rig.request())
     assert output is not None
     assert output.keys_to_store == []
-    step(asked)
     hear(asked, OPEN)
     assert asked.ask() == HIT
-
-
-REQUIRED = "required: true allows no server without it"
-
-
-@pytest.mark.parametrize("kind", ["slab", "shared_dir", "s3"])
-def test_a_required_tier_that_cannot_be_opened_ends_the_start(tmp_path: Path, kind: str) -> None:
-    """A file where the directory should be, and a bucket of a server that is not there. The tiers that were opened
-    beside it are closed: the next start has the slab's lock.
-    """
-    free_port = socket.create_server(("127.0.0.1", 0))
-    bucket = {
-        "kind": "s3",
-        "bucket": "kv-cache",
-        "endpoint": f"http://127.0.0.1:{free_port.getsockname()[1]}",
-        "region": "us-east-1",
-        "request_timeout": "1s",
-    }
-    free_port.close()
-    (tmp_path / "file").touch()
-    slab = manager_rig.slab_tier(tmp_path / "slab")
-    broken = {
-        "slab": manager_rig.slab_tier(tmp_path / "file"),
-        "shared_dir": manager_rig.tree_tier(tmp_path / "file"),
-        "s3": bucket,
-    }[kind]
-    beside = [] if kind == "slab" else [slab]
-    config = manager_rig.config_of(*beside, {**broken, "required": True})
-    manager = NixlOffloadManager(manager_rig.offloading_config(), config, manager_rig.vllm_config())
-    with pytest.raises(TierError, match=REQUIRED) as raised:
-        manager.open(manager_rig.ranks(1))
-    assert config.tiers[-1].where in str(raised.value)
-    again = NixlOffloadManager(
-        manager_rig.offloading_config(), manager_rig.config_of({**slab, "required": True}), manager_rig.vllm_config()
-    )
-    again.open(manager_rig.ranks(1))
-    again.shutdown()
-
-
-def test_a_required_tier_must_open_on_all_ranks_once(tmp_path: Path) -> None:
-    """One that fails ends the engine in the step that says so; once all had it open, nothing does any more."""
-    config = manager_rig.config_of(manager_rig.slab_tier(tmp_path, required=True))
-
-    def opened() -> NixlOffloadManager:
-        manager = NixlOffloadManager(manager_rig.offloading_config(2), config, manager_rig.vllm_config(2))
-        manager.open(manager_rig.ranks(2))
-        return manager
-
-    manager = opened()
-    manager.take_ranks({0: OPEN})
-    with pytest.raises(TierError, match=f"{REQUIRED}, and some rank"):
-        manager.take_ranks({1: FAILED})
-    manager.shutdown()
-    manager = opened()
-    manager.take_ranks({0: OPEN, 1: OPEN})
-    manager.take_ranks({1: FAILED})
-    manager.on_new_request(manager_rig.request())
-    manager.shutdown()
-
-
-def test_a_required_tier_that_hangs_on_a_rank_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that never says a word: the engine steps on without requests, and a step after the bound ends it."""
-    monkeypatch.setattr(serving_tiers, "REQUIRED_WAIT_S", 0.2)
-    config = manager_rig.config_of(manager_rig.slab_tier(tmp_path, required=True))
-    scheduler = manager_rig.scheduler_half(config, 2)
-    monkeypatch.setattr("nixl_offload.vllm.idling.PATIENCE_S", 0.0)
-    scheduler.open(manager_rig.ranks(2))
-    manager = scheduler.offload_manager
-    manager.take_ranks({0: OPEN})
-    assert scheduler.has_pending_push_work(), "nobody else would notice"
-    manager.on_new_request(manager_rig.request())
-    time.sleep(0.25)
-    with pytest.raises(TierError, match=f"{REQUIRED}, and some rank has not opened it within"):
-        manager.on_new_request(manager_rig.request())
-    manager.shutdown()
 
 
 @pytest.mark.parametrize("which", ["nixl-offload-open", "nixl-offload-open-0"])

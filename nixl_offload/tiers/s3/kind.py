@@ -16,7 +16,7 @@ from nixl_offload.tiers.shared.tier import SharedPlace, SharedTier
 def open_tier(config: S3Config, context: TierContext) -> SharedTier:
     """Open the store and begin with nothing known. Storage that does not answer is used once it does.
 
-    Raises StoreError or NotSupportedError when there can be no store, and when a required one does not answer.
+    Raises StoreError or NotSupportedError when there can be no store.
     """
     store = open_store(config)
     return SharedTier.open(
@@ -25,7 +25,6 @@ def open_tier(config: S3Config, context: TierContext) -> SharedTier:
         name=f"S3 tier {store.where}",
         lookup=config.lookup,
         ttl_s=config.ttl_s,
-        required=config.required,
     )
 
 

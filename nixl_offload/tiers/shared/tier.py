@@ -111,14 +111,9 @@ class SharedTier(Tier):
             raise
 
     @classmethod
-    def open(cls, context: TierContext, store: Store, *, required: bool, **options: Any) -> SharedTier:
-        """Return the tier over ``store``, which is closed when that fails. ``options``: as for the constructor.
-
-        ``required``: list the namespace first, and raise StoreError where the store does not answer.
-        """
+    def open(cls, context: TierContext, store: Store, **options: Any) -> SharedTier:
+        """Return the tier over ``store``, which is closed when that fails. ``options``: as for the constructor."""
         try:
-            if required:
-                next(store.list(f"{context.namespace.name}/"), None)
             return cls(context.position, store, context.namespace, **options)
         except BaseException:
             store.close()

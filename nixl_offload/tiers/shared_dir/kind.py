@@ -29,8 +29,8 @@ from nixl_offload.units import format_size
 def open_tier(config: SharedDirConfig, context: TierContext) -> SharedTier:
     """Open the store and begin with nothing known. Storage that does not answer is used once it does.
 
-    Raises StoreError or NotSupportedError when there can be no store, and when a required one does not answer, and
-    ConfigError when what engines would keep there is less than two chunks.
+    Raises StoreError or NotSupportedError when there can be no store, and ConfigError when what engines would keep
+    there is less than two chunks.
     """
     keeps, least_bytes = is_kept(config), 2 * context.chunk_bytes
     if keeps and config.capacity_bytes < least_bytes:
@@ -47,7 +47,6 @@ def open_tier(config: SharedDirConfig, context: TierContext) -> SharedTier:
         name=name,
         lookup=config.lookup,
         ttl_s=None,
-        required=config.required,
         eviction=partial(Eviction, store, config.capacity_bytes, name=name, kept_free=share) if keeps else None,
         is_local=is_local(config),
     )

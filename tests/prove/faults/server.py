@@ -15,6 +15,7 @@ from typing import Any, Final
 from nixl_offload.engine import Engine, TierEngine
 from nixl_offload.index import State
 from nixl_offload.tiers import kinds
+from nixl_offload.tiers.base import Tier
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slab.directory import least_bytes
@@ -24,7 +25,6 @@ from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Lookup, LookupContext
 from nixl_offload.vllm.background import BackgroundOpening, join_all
 from nixl_offload.vllm.rank_tiers import RankTiers
-from nixl_offload.vllm.serving_tiers import ClosedTier
 from tests.contexts import context_of
 from tests.prove import server
 from tests.prove.faults.clock import CLOCK, real_s
@@ -84,7 +84,7 @@ class Server(server.Server):
     @property
     def is_open(self) -> bool:
         """Whether every tier serves, on every rank."""
-        are_open = not any(isinstance(tier, ClosedTier) for tier in self.serving)
+        are_open = not any(type(tier) is Tier for tier in self.serving)
         return are_open and not any(tiers.is_opening for tiers in self.rank_tiers)
 
     def look_up(self, numbers: Sequence[int], *, limit_s: float = 0.3) -> list[int]:
@@ -236,7 +236,7 @@ class Server(server.Server):
             tiers.take_opened()
         for position in self.opened:
             is_on_all = all(position in rank.chain.open_tiers for rank in self.ranks)
-            if isinstance(self.serving[position], ClosedTier) and is_on_all:
+            if type(self.serving[position]) is Tier and is_on_all:
                 self._join(position)
 
     def _report(self, done: Any) -> None:
