@@ -26,7 +26,7 @@ from tests.prove.running import cells_of, run
 ROOT = Path(__file__).parents[2]
 PARTS: dict[str, str] = {
     name: f"tests.prove.{name}"
-    for name in ("soak", "yardstick", "faults", "kills", "power", "scheduler", "fuzz", "security", "mutants")
+    for name in ("soak", "yardstick", "faults", "kills", "power", "scheduler", "fuzz", "mutants")
 }
 """Name of a part, and its module: one with ``cells(seed: int) -> Iterable[Cell]``. Those with the longest
 cells come first, so that no core has to wait for another at the end.

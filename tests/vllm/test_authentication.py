@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
-from tests.prove.security.attacks import sealed
+from tests.unit.forgeries import sealed
 from tests.vllm.damage import CHUNK_TOKENS, ENGINE_OPTIONS, FULL_TOKENS, chunk_prompts
 from tests.vllm.harness import Engine, EngineError, Workshop
 from tests.vllm.shared_rig import LOOKING, hits, let_beliefs_lapse, said, tree, until_stored

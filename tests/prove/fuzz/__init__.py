@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.prove.cells import Cell, Outcome
-from tests.prove.fuzz.target import Target
+from tests.prove.fuzz.target import Target, targets
 
 _ROOT = Path(__file__).parents[3]
 KEPT = _ROOT / "build" / "prove"
@@ -34,17 +34,13 @@ _RUNS = re.compile(r"stat::number_of_executed_units: +(\d+)")
 
 def cells(seed: int) -> Iterator[Cell]:
     """A cell for each target."""
-    from tests.prove.fuzz.targets import TARGETS
-
-    for name in TARGETS:
+    for name in targets():
         yield Cell(name, partial(fuzz, name, seed), limit_s=2.0 * _SECONDS + 60)
 
 
 def fuzz(name: str, seed: int) -> Outcome:
     """Fuzz a target in a process of its own, in the current directory."""
-    from tests.prove.fuzz.targets import TARGETS
-
-    target, found = TARGETS[name], Path("found.jsonl").absolute()
+    target, found = targets()[name], Path("found.jsonl").absolute()
     ended = subprocess.run(
         [
             sys.executable, "-m", "tests.prove.fuzz", name, f"--seed={seed}", f"--seconds={_SECONDS}",

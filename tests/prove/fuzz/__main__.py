@@ -1,5 +1,8 @@
 """``python -m tests.prove.fuzz TARGET``: fuzz it by atheris; with files behind it, give it these inputs alone.
 
+``python -m tests.prove.fuzz --replay``: give all targets what was kept and seeded changes of it, which takes seconds
+and needs no atheris. In a process of its own: targets change what a process has.
+
 Threading: one thread. What is found is written to ``--found``, a JSON line each, as it is found: libFuzzer ends the
 process without coming back.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import os
 import random
 import resource
 import sys
@@ -16,22 +20,25 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.prove.fuzz.target import One, kind_of, told
+from tests.prove.fuzz.target import Broken, One, Target, targets, told
 
 MEMORY_BYTES = 4 << 30
 """What an input may have the process allocate, together with all that it has imported."""
 _FOUND_MOST = 10
 _TREES = 0.7
 """Share of changes that ``Target.mutate`` makes."""
+_CHANGES = 200
+_FEWER = {"stored/index": 3, "answers/bucket": 10, "answers/obstore": 20, "texts/command_line": 20, "texts/config": 50}
+"""Changes in a replay, where an input takes long."""
 
 
 def main() -> int:
-    """Run a target."""
+    """Run a target, or replay all."""
     parsing = argparse.ArgumentParser(prog="python -m tests.prove.fuzz", description=__doc__)
-    parsing.add_argument("target")
+    parsing.add_argument("target", nargs="?")
     parsing.add_argument("inputs", nargs="*", type=Path)
+    parsing.add_argument("--replay", action="store_true")
     parsing.add_argument("--seed", type=int, default=1)
-    parsing.add_argument("--runs", type=int)
     parsing.add_argument("--seconds", type=int, default=600, help="end then, however many runs are left")
     parsing.add_argument("--found", type=Path, default=Path("found.jsonl"))
     parsing.add_argument("--scratch", type=Path, default=Path("scratch"))
@@ -39,16 +46,49 @@ def main() -> int:
     chosen = parsing.parse_args()
     chosen.scratch, chosen.found = chosen.scratch.absolute(), chosen.found.absolute()  # a target may go elsewhere
     chosen.corpus = (chosen.corpus or chosen.scratch / "corpus").absolute()
+    inputs = [file.read_bytes() for file in chosen.inputs]
     chosen.scratch.mkdir(parents=True, exist_ok=True)
-    if chosen.inputs:
-        from tests.prove.fuzz.targets import TARGETS
+    if chosen.replay:
+        found = sum(_replay(target, chosen.scratch) for target in targets().values())
+        sys.stdout.flush()
+        os._exit(min(found, 1))  # a server of a target's still listens
+    if not inputs:
+        return _fuzz(chosen)
+    one = targets()[chosen.target].begin(chosen.scratch)
+    for data in inputs:
+        one(data)
+    return 0
 
-        inputs = [file.read_bytes() for file in chosen.inputs]  # a target may go elsewhere
-        one = TARGETS[chosen.target].begin(chosen.scratch)
-        for data in inputs:
+
+def _replay(target: Target, scratch: Path) -> int:
+    """Return how many inputs found something."""
+    directory = scratch / target.directory
+    directory.mkdir()
+    os.chdir(directory)
+    chance, found = random.Random(target.name), 0
+    kept = [*target.seeds(), *(file.read_bytes() for file in target.corpus())]
+    one = target.begin(directory)
+    changes = [_changed(chance.choice(kept), target, chance) for _ in range(_FEWER.get(target.name, _CHANGES))]
+    for data in [*kept, *changes]:
+        try:
             one(data)
-        return 0
-    return _fuzz(chosen)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
+            found += 1
+            print(f"{target.name}: {told(error)}; input (base64): {base64.b64encode(data).decode()}")
+    print(f"{target.name}: {len(kept)} kept inputs, {len(changes)} changes of them")
+    return found
+
+
+def _changed(data: bytes, target: Target, chance: random.Random) -> bytes:
+    """Return an input with a few bytes, words or values changed."""
+    if target.mutate is not None and (other := target.mutate(data, chance)) is not None:
+        return other[: target.max_bytes]
+    edited = bytearray(data or b"\0")
+    for _ in range(chance.randint(1, 3)):
+        at = chance.randrange(len(edited) + 1)
+        put = chance.choice([*target.words, chance.randbytes(chance.randint(0, 4))])
+        edited[at : at + chance.randint(0, 4)] = put
+    return bytes(edited[: target.max_bytes])
 
 
 def _fuzz(chosen: argparse.Namespace) -> int:
@@ -56,8 +96,7 @@ def _fuzz(chosen: argparse.Namespace) -> int:
 
     # Branches of the package lead the way, and those of the reader of YAML.
     with atheris.instrument_imports(include=["nixl_offload", "yaml"]):
-        from tests.prove.fuzz.targets import TARGETS
-    target = TARGETS[chosen.target]
+        target = targets()[chosen.target]
     one = target.begin(chosen.scratch)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     corpus: Path = chosen.corpus
@@ -68,7 +107,7 @@ def _fuzz(chosen: argparse.Namespace) -> int:
     escaped = ("".join(map(r"\x{:02x}".format, word)) for word in target.words)
     words.write_text("".join(f'"{word}"\n' for word in escaped))
     options = [
-        f"-seed={chosen.seed}", f"-runs={chosen.runs or target.runs}", f"-max_total_time={chosen.seconds}",
+        f"-seed={chosen.seed}", f"-runs={target.runs}", f"-max_total_time={chosen.seconds}",
         f"-max_len={target.max_bytes}", f"-timeout={target.input_s}", "-rss_limit_mb=3072", "-print_final_stats=1",
         f"-artifact_prefix={chosen.scratch}/", "-verbosity=1", "-len_control=0",
     ]  # fmt: skip
@@ -88,28 +127,23 @@ def _fuzz(chosen: argparse.Namespace) -> int:
 
 def _noting(one: One, found: Path) -> One:
     """Return what gives inputs to a target and writes down what is found, each place in the code once."""
-    places = set()
+    places = set[Iterable[object]]()
 
     def noting(data: bytes) -> None:
         try:
             one(data)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
-            place = _place_of(error)
+            frames = traceback.extract_tb(error.__traceback__)[-2:]
+            place = (type(error), *((frame.filename, frame.lineno) for frame in frames))
             if place in places or len(places) >= _FOUND_MOST:
                 return
             places.add(place)
+            kind = "wrong" if isinstance(error, Broken) else "dead"
+            line = {"kind": kind, "error": told(error), "input": base64.b64encode(data).decode()}
             with found.open("a") as file:
-                json.dump(
-                    {"kind": kind_of(error), "error": told(error), "input": base64.b64encode(data).decode()}, file
-                )
-                file.write("\n")
+                file.write(json.dumps(line) + "\n")
 
     return noting
-
-
-def _place_of(error: Exception) -> Iterable[object]:
-    frames = traceback.extract_tb(error.__traceback__)
-    return (type(error), *((frame.filename, frame.lineno) for frame in frames[-2:]))
 
 
 if __name__ == "__main__":

@@ -53,6 +53,13 @@ class Target:
         return sorted((CORPUS / self.directory).glob("*"))
 
 
+def targets() -> dict[str, Target]:
+    """Return all targets by name. They import the package, which a fuzzer instruments before."""
+    from tests.prove.fuzz import answers, stored, texts
+
+    return {target.name: target for part in (stored, texts, answers) for target in part.targets()}
+
+
 def expect(holds: object, promise: str) -> None:
     """Raise Broken unless it holds."""
     if not holds:
@@ -84,15 +91,6 @@ class Reader:
     def choice(self, values: Sequence[T]) -> T:
         """Take one of some values; a byte tells which."""
         return values[self.number() % len(values)]
-
-    def rest(self) -> bytes:
-        """Take all that is left."""
-        return self.bytes(self.left)
-
-
-def kind_of(error: Exception) -> str:
-    """Return the kind of finding: an answer that is wrong, or an end that nobody documents."""
-    return "wrong" if isinstance(error, Broken) else "dead"
 
 
 def told(error: Exception) -> str:

@@ -21,37 +21,12 @@ _VALUES: Final[tuple[Any, ...]] = (
     *(float("inf"), "", "x", "auto", "\0", "\ud800", "é" * 40, "1GiB", "7d", "0s", "-1B", "/x", "../x", "~/x", "\n"),
     *([], {}, [[]], [{}], {"": 0}, [None], [1, 2], {"kind": []}, ["a", "a"], "9" * 5000),
 )
-_YAML: Final = tuple(
-    f"{_RAW}{text}{_RAW}"
-    for text in (
-        *(
-            "!!bool x",
-            "!!int ''",
-            "!!float ''",
-            "!!timestamp x",
-            "!!binary x",
-            "!!set {a, b}",
-            "!!omap [a: 1]",
-            "=",
-            "<<",
-        ),
-        *(
-            "!!pairs [a: 1]",
-            "!!null x",
-            "2026-11-23",
-            "2026-13-45",
-            "1:30",
-            "0x_",
-            "0o7",
-            ".nan",
-            "&a b",
-            "*a",
-            "~",
-            "1_0",
-        ),
-        *("!!python/name:os.system x", "!x y", "{a: 1, a: 2}", "{<<: {a: 1}}", "{1: 2}", "{[a]: 2}", "|\n x", "@", "`"),
-    )
+_YAML_VALUES: Final = (
+    "!!bool x|!!int ''|!!float ''|!!timestamp x|!!binary x|!!set {a, b}|!!omap [a: 1]|=|<<|!!pairs [a: 1]|!!null x|"
+    "2026-11-23|2026-13-45|1:30|0x_|0o7|.nan|&a b|*a|~|1_0|!!python/name:os.system x|!x y|{a: 1, a: 2}|{<<: {a: 1}}|"
+    "{1: 2}|{[a]: 2}|@|`"
 )
+_YAML: Final = tuple(f"{_RAW}{text}{_RAW}" for text in (*_YAML_VALUES.split("|"), "|\n x"))
 
 
 def json_mutated(data: bytes, chance: random.Random, words: tuple[Any, ...] = ()) -> bytes | None:
@@ -96,7 +71,7 @@ def _change(root: list[Any], chance: random.Random, words: tuple[Any, ...]) -> N
 
 def _places(value: Any) -> Any:
     """Yield (container, key) of all values within one."""
-    items = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+    items = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
     for key, inner in list(items):
         yield value, key
         yield from _places(inner)

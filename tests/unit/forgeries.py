@@ -1,6 +1,7 @@
 """What somebody who can write to a bucket or a shared directory, and lacks the key, can make of what is stored there.
 
 They read all that is stored, know the format, and compute every checksum. An attack is a function of what they have.
+Threading: pure functions.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import numpy as np
 from nixl_offload.chunk.authentication import KEY_ID_AT, MAC_AT, ChunkKeys
 from nixl_offload.chunk.checksum import block_checksum
 from nixl_offload.chunk.header import CHECKSUMS_AT, HEADER_BYTES, OWN_CHECKSUM_AT
-from tests.prove.security.memory import PROMISED_BYTES
 
 NAMESPACE, GROUP, BLOCKS, FIRST, BLOCK_BYTES, CREATED, KEY = 16, 48, 52, 54, 56, 72, 80
 """Offsets of fields in a header page, of docs/format.md."""
 PAGE: Final = 4096
+PROMISED_BYTES: Final = 2 << 30
+"""What a forged header says that its blocks have: a machine has so much, so taking it would go well, and be noticed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +139,6 @@ def _first_block_given_up(loot: Loot) -> bytes:
     return sealed(image)
 
 
-def _cut(loot: Loot) -> bytes:
-    return loot.target[: loot.random.choice([0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1, -PAGE, -1])]
-
-
 _NO_MAC: Final = bytes(CHECKSUMS_AT - MAC_AT)
 FORGERIES: Final[dict[str, Attack]] = {
     "another payload, all checksums right": lambda loot: sealed(_forged(loot)),
@@ -179,6 +177,9 @@ REFUSED: Final[dict[str, Attack]] = {
     "a header that promises 2 GiB": lambda loot: promising(loot.target),
     "signed by a key that was retired": lambda loot: loot.retired,
     "the same under a trusted key's id": lambda loot: _known_id(loot, loot.retired),
-    "cut": _cut,
+    **{
+        f"cut at {at}": lambda loot, at=at: loot.target[:at]  # type: ignore[misc]
+        for at in (0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1, -PAGE, -1)
+    },
 }
 """Those of which no byte is used."""
