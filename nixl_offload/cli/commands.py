@@ -15,8 +15,8 @@ COMMANDS: Final = {
     "bucket": ("bucket", "make a bucket ready (bucket init)"),
     "ls": ("ls", "list what is stored, by tier and namespace"),
     "stat": ("stat", "decode the headers of one chunk"),
-    "verify": ("verify.command", "read and check everything that is stored"),
-    "gc": ("gc.command", "delete the oldest chunks of a bucket or shared directory"),
+    "verify": ("verify", "read and check everything that is stored"),
+    "gc": ("gc", "delete the oldest chunks of a bucket or shared directory"),
     "schema": ("show", "print the config's JSON Schema, which lets editors complete and check it"),
 }
 """In the order of ``--help``."""

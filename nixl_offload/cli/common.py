@@ -1,4 +1,4 @@
-"""What commands share: their common arguments, and the way from a config file to the tiers in it.
+"""What commands share: common arguments, the way from a config file to its tiers, sizes and times for people.
 
 Threading: one thread.
 """
@@ -9,7 +9,9 @@ import argparse
 import contextlib
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import Final, NamedTuple, TextIO, TypeAlias, TypeVar
 
 from nixl_offload.chunk.authentication import ChunkKeys, read_key_file
@@ -18,14 +20,11 @@ from nixl_offload.config import Config, StoredConfig
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError, TierError
 from nixl_offload.tiers.inspect import Inspector, NamespaceInfo
 from nixl_offload.tiers.kinds import open_inspector
+from nixl_offload.units import parse_duration, parse_size
 
 T = TypeVar("T")
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-MEMORY_NOTE: Final = (
-    "memory tier: lives in the server's processes and cannot be looked at from outside; the server's metrics tell what "
-    "it holds"
-)
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def add_command(
@@ -54,7 +53,7 @@ def add_command(
 
 
 def add_selection(parser: argparse.ArgumentParser, *, tenant: bool) -> None:
-    """Add ``--tier`` and ``--namespace``, ``--tenant`` too where it says so."""
+    """Add ``--tier`` and ``--namespace``, and ``--tenant`` if ``tenant``."""
     parser.add_argument("--tier", choices=("slab", "shared_dir", "s3"), help="only this tier of CONFIG")
     parser.add_argument("--namespace", metavar="NAME", help="only this namespace, 32 hex digits as ls prints them")
     if tenant:
@@ -129,3 +128,76 @@ def visit(arguments: argparse.Namespace, config: Config, call: Callable[[Inspect
             print(f"nixl-offload: {error}", file=sys.stderr)
             result = TierFailure(tier.kind, where, str(error))
         yield result
+
+
+def about_size(size_bytes: int) -> str:
+    """Render a size to three digits or so: ``3.14GiB``."""
+    number, unit = float(size_bytes), 0
+    while number >= 1023.5 and unit < len(_UNITS) - 1:
+        number, unit = number / 1024, unit + 1
+    decimals = 0 if unit == 0 or number >= 99.95 else 1 if number >= 9.995 else 2
+    return f"{number:.{decimals}f}{_UNITS[unit]}"
+
+
+def moment(seconds: float | None) -> str:
+    """Render a time since the epoch in UTC: ``2026-11-21 14:03:13Z``; ``-`` for none, and for what no calendar has."""
+    if seconds is None:
+        return "-"
+    try:
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}Z"
+    except (ValueError, OverflowError, OSError):
+        return "-"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return ``1 object`` or ``1,234 objects``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def size_argument(text: str) -> int:
+    """Read a size given on the command line."""
+    try:
+        return parse_size(int(text) if text.isascii() and text.isdigit() else text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"{text!r} {exc}") from None
+
+
+def duration_argument(text: str) -> float:
+    """Read a duration given on the command line."""
+    try:
+        return parse_duration(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"{text!r} {exc}") from None
+
+
+def rate_argument(text: str) -> int:
+    """Read bytes per second given on the command line, such as 500MB/s."""
+    per_second = text.removesuffix("/s")
+    if per_second == text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate; allowed: a size and /s, such as 500MB/s")
+    rate = size_argument(per_second)
+    if not rate:
+        raise argparse.ArgumentTypeError(f"{text!r} would never end")
+    return rate
+
+
+class Progress:
+    """Progress on stderr: one line that is overwritten on a terminal; a line every ten seconds in a log."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._each_s = 0.2 if self._is_terminal else 10.0
+        self._next_s = time.monotonic() + self._each_s
+
+    def __call__(self, text: str) -> None:
+        """Show ``text``, unless something was shown just now."""
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + self._each_s
+            line = f"\r\x1b[K{text}" if self._is_terminal else f"nixl-offload: {text}\n"
+            print(line, end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Erase the line."""
+        if self._is_terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

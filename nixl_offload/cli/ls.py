@@ -11,19 +11,21 @@ import sys
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 from nixl_offload.cli.common import (
-    MEMORY_NOTE,
     Commands,
+    Progress,
     TierFailure,
+    about_size,
     add_command,
     add_selection,
+    moment,
+    plural,
     report_nothing_found,
     selected,
     visit,
 )
-from nixl_offload.cli.terminal import Progress, about_size, moment, plural
 from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError
 from nixl_offload.tiers.inspect import Inspector, NamespaceInfo, printable
@@ -45,6 +47,10 @@ a bucket or a shared directory a chunk is as old as its last write or refresh.
 Exit code 0: listed. 1: a tier's storage failed, or the namespace or tenant is not there. 2: CONFIG or the options are
 wrong. 130: interrupted.
 """
+_MEMORY_NOTE: Final = (
+    "memory tier: lives in the server's processes and cannot be looked at from outside; the server's metrics tell what "
+    "it holds"
+)
 
 
 def add_ls(commands: Commands) -> None:
@@ -64,9 +70,9 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     is_plain = not (arguments.json or arguments.keys)
     tiers, found, failed = list[dict[str, Any]](), 0, 0
     if config.memory is not None:
-        tiers.append({"kind": "memory", "capacity_bytes": config.memory.capacity_bytes, "note": MEMORY_NOTE})
+        tiers.append({"kind": "memory", "capacity_bytes": config.memory.capacity_bytes, "note": _MEMORY_NOTE})
         if is_plain and not arguments.tier:
-            print(f"{MEMORY_NOTE.capitalize()}.\n", file=out)
+            print(f"{_MEMORY_NOTE.capitalize()}.\n", file=out)
     look = partial(_list_keys, arguments, out) if arguments.keys else partial(_list, arguments)
     for number, tier in enumerate(visit(arguments, config, look)):
         if isinstance(tier, TierFailure):
@@ -91,7 +97,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 
 def _list(arguments: argparse.Namespace, inspector: Inspector) -> dict[str, Any]:
     """Return what a tier holds, by namespace. Times are seconds since the epoch."""
-    progress, namespaces, shards = Progress(sys.stderr), list[dict[str, Any]](), 0
+    progress, namespaces, shards = Progress(), list[dict[str, Any]](), 0
     try:
         for namespace in selected(inspector, arguments):
             size = inspector.measure(namespace)

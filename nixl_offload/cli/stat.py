@@ -1,11 +1,12 @@
 """``nixl-offload stat CONFIG KEY``: what the headers of one chunk's shards say, and what is wrong with them.
 
-The fields are those of docs/format.md; ``verify.shard`` says what is wrong. Threading: one thread.
+The fields are those of docs/format.md; ``cli.shard`` says what is wrong. Threading: one thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 from functools import partial
@@ -13,9 +14,18 @@ from typing import Any, Final, TextIO
 
 from nixl_offload.chunk.authentication import ChunkKeys, stated_key_id
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header
-from nixl_offload.cli.common import Commands, TierFailure, add_command, add_selection, keys_of, selected, visit
-from nixl_offload.cli.terminal import about_size, moment
-from nixl_offload.cli.verify.shard import NO_KEY, Buffer, Macs, check_header, check_shard
+from nixl_offload.cli.common import (
+    Commands,
+    TierFailure,
+    about_size,
+    add_command,
+    add_selection,
+    keys_of,
+    moment,
+    selected,
+    visit,
+)
+from nixl_offload.cli.shard import NO_KEY, Buffer, Macs, check_shard
 from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError, FormatError, StoreError
 from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, ShardInfo, printable
@@ -24,15 +34,15 @@ from nixl_offload.types import key_group
 _KEYS_SHOWN: Final = 4
 """Of several that begin alike."""
 _DESCRIPTION = """\
-Prints the header of every shard of one chunk, field by field, and what is wrong with it.
+Prints the header of every shard of one chunk, field by field. Reads the chunk, checks every block, and says what is
+wrong.
 
     nixl-offload stat kv.yaml 5f3a9c01                     # a key in hex, or its first digits: four at least
-    nixl-offload stat kv.yaml 5f3a9c01 --verify            # reads the payload, too, and checks every block
 
 It works beside running servers, which may give a slot to another chunk meanwhile: then the key does not match.
 
-Exit code 0: nothing that was checked is wrong. 1: something is wrong, nothing was found, or the storage failed. 2:
-CONFIG or the options are wrong, or several keys begin so. 130: interrupted.
+Exit code 0: nothing is wrong. 1: something is wrong, nothing was found, or the storage failed. 2: CONFIG or the options
+are wrong, or several keys begin so. 130: interrupted.
 """
 
 
@@ -41,7 +51,6 @@ def add_stat(commands: Commands) -> None:
     parser = add_command(commands, "stat", run, description=_DESCRIPTION)
     parser.add_argument("key", metavar="KEY", help="key in hex, or its first digits")
     add_selection(parser, tenant=False)
-    parser.add_argument("--verify", action="store_true", help="read the payload and check every block")
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
@@ -50,8 +59,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     digits = arguments.key.lower().removeprefix("0x")
     if not re.fullmatch("[0-9a-f]{4,128}", digits):
         raise ConfigError("KEY: allowed: a key in hex, or its first digits, four at least")
-    secret = keys_of(config) if arguments.verify else None
-    tiers = list(visit(arguments, config, partial(_look, arguments, digits, secret)))
+    tiers = list(visit(arguments, config, partial(_look, arguments, digits, keys_of(config))))
     chunks = [chunk for tier in tiers if not isinstance(tier, TierFailure) for chunk in tier]
     failures = [tier.words for tier in tiers if isinstance(tier, TierFailure)]
     if not chunks and failures:
@@ -85,22 +93,19 @@ def _look(
         for namespace in selected(inspector, arguments)
         for chunk in inspector.find(namespace, digits, _KEYS_SHOWN)
     ]
-    is_one = len({chunk.key for _, chunk in found}) == 1
     plain = []
     for namespace, chunk in found:
-        shards, missing = [], []
-        if is_one:
-            shards = [_decode(arguments, inspector, namespace, chunk, each, buffer, macs) for each in chunk.shards]
-        if arguments.verify:
-            place = {"tier": inspector.kind, "where": inspector.where, "namespace": namespace.path}
-            absent = {*namespace.holders(key_group(chunk.key))} - {shard.rank for shard in chunk.shards}
-            missing = [{**place, "rank": rank} for rank in sorted(absent)]
+        place = {"tier": inspector.kind, "where": inspector.where, "namespace": namespace.path}
+        shards = list[dict[str, Any]]()
+        if len({chunk.key for _, chunk in found}) == 1:
+            shards = [place | _decode(inspector, namespace, chunk, each, buffer, macs) for each in chunk.shards]
+        absent = {*namespace.holders(key_group(chunk.key))} - {shard.rank for shard in chunk.shards}
+        missing = [{**place, "rank": rank} for rank in sorted(absent)]
         plain.append({"key": chunk.key.hex(), "shards": shards, "missing": missing})
     return plain
 
 
 def _decode(
-    arguments: argparse.Namespace,
     inspector: Inspector,
     namespace: NamespaceInfo,
     chunk: ChunkInfo,
@@ -108,45 +113,28 @@ def _decode(
     buffer: Buffer,
     macs: Macs | None,
 ) -> dict[str, Any]:
-    """Return a shard as plain data."""
-    wrong = list[str]()
-    plain: dict[str, Any] = {
-        "tier": inspector.kind,
-        "where": inspector.where,
-        "namespace": namespace.path,
+    """Return a shard, and what is wrong with it, as plain data."""
+    fields, page = dict[str, str | int](), buffer.memory[:HEADER_BYTES]
+    with contextlib.suppress(FormatError, StoreError):  # ``check_shard`` says so
+        inspector.read_into(shard, 0, page)
+        fields = _fields_of(page)
+    fault = check_shard(inspector.read_into, namespace, chunk, shard, buffer, macs)
+    rank_words = namespace.why_no_shard(chunk.key, shard.rank)
+    wrong = [] if rank_words is None else [f"rank: {rank_words}"]
+    no_key = fault.words if fault and fault.reason == NO_KEY else None
+    if fault and not no_key:
+        wrong.append(f"{fault.reason}: {fault.words}")
+    return {
         "tenant": namespace.tenant,
         "model": namespace.model,
         "place": shard.place,
         "rank": shard.rank,
         "bytes": shard.size_bytes,
         "modified_s": shard.modified_s,
-        "fields": {},
+        "fields": fields,
         "wrong": wrong,
-        "verified": None,
+        "no_key": no_key,
     }
-    page = buffer.memory[:HEADER_BYTES]
-    try:
-        inspector.read_into(shard, 0, page)
-    except StoreError as error:
-        if error.cause not in ("short", "missing"):
-            raise
-        wrong.append(str(error))
-        return plain
-    if (words := namespace.why_no_shard(chunk.key, shard.rank)) is not None:
-        wrong.append(f"rank: {words}")
-    try:
-        plain["fields"] = _fields_of(page)
-        check_header(page, namespace, chunk, shard)
-    except FormatError as error:
-        wrong.append(f"{error.reason}: {error}")
-    if arguments.verify:
-        fault = check_shard(inspector.read_into, namespace, chunk, shard, buffer, macs)
-        if fault is not None and fault.reason == NO_KEY:
-            plain["no_key"], fault = fault.words, None
-        plain["verified"] = fault is None
-        if fault is not None and f"{fault.reason}: {fault.words}" not in wrong:
-            wrong.append(f"{fault.reason}: {fault.words}")
-    return plain
 
 
 def _fields_of(page: memoryview) -> dict[str, str | int]:
@@ -176,9 +164,8 @@ def _print(shard: dict[str, Any], out: TextIO) -> None:
         lines.append(("modified", moment(shard["modified_s"])))
     for name, value in shard["fields"].items():
         lines.append((name, f"{value}   ({moment(value)})" if name == "created" else str(value)))
-    if shard["verified"] is not None:
-        words = "every block verifies" if shard["verified"] else "does not verify"
-        lines.append(("payload", f"{words}; {shard['no_key']}" if "no_key" in shard else words))
+    if not shard["wrong"]:
+        lines.append(("payload", "every block verifies" + (f"; {shard['no_key']}" if shard["no_key"] else "")))
     for name, text in lines:
         print(f"    {name:<18}{text}", file=out)
     for words in shard["wrong"]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from nixl_offload.cli.gc import collection
+from nixl_offload.cli import gc as collection
+from nixl_offload.cli.common import about_size, moment, plural
 from nixl_offload.cli.main import main
-from nixl_offload.cli.terminal import about_size, moment, plural
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.shared.naming import manifest_name, shard_name

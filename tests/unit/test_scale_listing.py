@@ -9,7 +9,7 @@ from hashlib import sha256
 
 import pytest
 
-from nixl_offload.cli.gc import collection
+from nixl_offload.cli import gc as collection
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import ObjectInfo
 from nixl_offload.tiers.shared.sweep import make_plan

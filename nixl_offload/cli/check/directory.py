@@ -23,7 +23,7 @@ from typing import Final, TypeVar
 
 from nixl_offload.cli.check.child import Answer, ChildProcess, try_file_mover
 from nixl_offload.cli.check.findings import Finding, speed_words
-from nixl_offload.cli.terminal import about_size
+from nixl_offload.cli.common import about_size
 from nixl_offload.config import DirectoryConfig, SharedDirConfig, TierConfig
 from nixl_offload.errors import MoverError, TierError
 from nixl_offload.hardware.gds import GdsReport, gds_report

@@ -16,7 +16,7 @@ from nixl_offload import __version__
 from nixl_offload.chunk.authentication import read_key_file
 from nixl_offload.cli.check.child import Answer
 from nixl_offload.cli.check.findings import Finding
-from nixl_offload.cli.terminal import about_size
+from nixl_offload.cli.common import about_size
 from nixl_offload.config import Config
 from nixl_offload.errors import ConfigError
 from nixl_offload.hardware.gds import Fact

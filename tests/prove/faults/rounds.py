@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from nixl_offload.cli.verify import judge
+from nixl_offload.cli import verify
 from nixl_offload.index import State
 from nixl_offload.tiers.memory.tier import MemoryTier
 from nixl_offload.tiers.shared import eviction
@@ -66,7 +66,7 @@ class Cell:
         background.FIRST_PAUSE_S = background.LONGEST_PAUSE_S = 0.02
         eviction.LOOK_S = 0.02
         rank_tiers.WAKE_UP_S = 0.2
-        judge._PAUSES_BESIDE_AN_ENGINE_S = (0.1, 0.2)
+        verify._PAUSES_BESIDE_AN_ENGINE_S = (0.1, 0.2)
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, which is the point of it
         logging.getLogger("nixl_offload").addHandler(_Unexpected(self._found_dead))
         logging.getLogger("nixl_offload").addHandler(logging.StreamHandler())  # what is kept if something is found

@@ -1,36 +1,43 @@
-"""``nixl-offload verify CONFIG``: reads everything that is stored and checks it, beside servers or without.
+"""``nixl-offload verify CONFIG``: reads everything that is stored and checks it, beside servers that write and evict.
 
-Threading: the main thread lists, settles and prints; ``THREADS`` others read and check. Memory: a piece per thread and
-the names of the chunks in flight.
+Nothing is called bad at first sight: ``Judge`` looks again at what a server may have changed meanwhile.
+
+Threading: the main thread lists, counts and prints; ``THREADS`` others read and check, each with a buffer of its own.
+Memory: a piece per thread and the names of the chunks in flight.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import threading
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, TextIO
+from typing import Any, Final, Literal, NamedTuple, TextIO
 
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.cli.common import (
     Commands,
+    Progress,
     TierFailure,
+    about_size,
     add_command,
     add_selection,
     keys_of,
+    moment,
+    plural,
+    rate_argument,
     report_nothing_found,
     selected,
     visit,
 )
-from nixl_offload.cli.terminal import Progress, about_size, moment, plural, rate_argument
-from nixl_offload.cli.verify.judge import ChunkVerdict, Judge, Verdict
+from nixl_offload.cli.shard import NO_KEY, Buffer, Macs, ShardFault, check_shard
 from nixl_offload.config import load_config
-from nixl_offload.errors import StoreError
-from nixl_offload.tiers.inspect import Inspector, NamespaceInfo, printable
+from nixl_offload.errors import NixlOffloadError, StoreError
+from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, ShardInfo, printable
+from nixl_offload.tiers.shared.sweep import GRACE_S
+from nixl_offload.types import key_group
 
 _DESCRIPTION = """\
 Reads every chunk that the tiers of CONFIG hold and checks it as a server would before using it: header, key, lengths,
@@ -47,12 +54,13 @@ Exit code 0: all is good. 1: bad chunks were found, the namespace is not there, 
 2: CONFIG or the options are wrong. 130: interrupted.
 """
 
-
 THREADS: Final = 8
-_IN_FLIGHT: Final = 2 * THREADS
 _FAILURES_IN_A_ROW: Final = 3
 """After so many chunks that cannot be read, the storage counts as down."""
-_WORDS_CHARS: Final = 600
+_PAUSES_BESIDE_AN_ENGINE_S: Final = (0.3, 1.0)
+"""Before a slot is read again: an engine records an eviction in its index within 0.1 s, and writes a slot in less."""
+Verdict = Literal["good", "bad", "changed", "stale", "unfinished", "unreadable", "unauthenticated"]
+"""Unfinished: shards of some ranks are missing, and the others are so young that those may still be on their way."""
 _VERDICT_WORDS: Final[dict[Verdict, str]] = {
     "good": "good",
     "bad": "bad",
@@ -94,6 +102,99 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     return 1 if failed or any(each.is_bad for each in runs) else 0
 
 
+class StoppedError(NixlOffloadError):
+    """The run was interrupted: no verdict."""
+
+
+class ChunkVerdict(NamedTuple):
+    """What became of a chunk."""
+
+    kind: Verdict
+    chunk: ChunkInfo
+    """As it was read last."""
+    faults: tuple[ShardFault, ...] = ()
+
+
+class Judge:
+    """Reads chunks of one tier and gives verdicts. Several threads call ``judge`` at once.
+
+    ``bytes_per_s``: all threads together read no faster. ``stop``: set, reads raise StoppedError.
+    """
+
+    def __init__(
+        self, inspector: Inspector, bytes_per_s: float | None, stop: threading.Event, keys: ChunkKeys | None
+    ) -> None:
+        self._inspector = inspector
+        self._macs = None if inspector.exclusive else Macs(keys)
+        self._bytes_per_s = bytes_per_s
+        self._next_read_s = 0.0
+        self._stop = stop
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self.bytes_read = 0
+        """By all threads."""
+
+    def judge(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> ChunkVerdict:
+        """Return the verdict. Raises StoppedError, StoreError, TierError (the index cannot be read)."""
+        faults = self._check(namespace, chunk)
+        beside_an_engine = bool(_worse(faults)) and self._inspector.in_use(namespace) is not None
+        for pause_s in _PAUSES_BESIDE_AN_ENGINE_S if beside_an_engine else (0.0,):
+            if not _worse(faults):
+                break
+            self._stop.wait(pause_s)
+            now = self._inspector.look_again(namespace, chunk)
+            gone = {each.place for each in chunk.shards} - {each.place for each in now.shards} if now else True
+            if now is None or now.version != chunk.version or gone:
+                return ChunkVerdict("changed", chunk)
+            chunk, faults = now, self._check(namespace, now)
+        return ChunkVerdict(self._kind(chunk, faults), chunk, _worse(faults) or faults)
+
+    def _kind(self, chunk: ChunkInfo, faults: tuple[ShardFault, ...]) -> Verdict:
+        reasons = {fault.reason for fault in _worse(faults)}
+        if not reasons:
+            return "unauthenticated" if faults else "good"
+        if "unreadable" in reasons:
+            return "unreadable"
+        if reasons == {"other"} and len(faults) == len(chunk.shards) and self._inspector.exclusive:
+            return "stale"  # harmless: a load checks the header
+        if reasons - {"rank"} == {"missing"} and chunk.modified_s > time.time() - GRACE_S:
+            return "unfinished"
+        return "bad"
+
+    def _check(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> tuple[ShardFault, ...]:
+        faults = []
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = Buffer()
+        for shard in chunk.shards:
+            if words := namespace.why_no_shard(chunk.key, shard.rank):
+                faults.append(ShardFault(shard.rank, shard.place, "rank", words))
+            elif fault := check_shard(self._read, namespace, chunk, shard, self._own.buffer, self._macs):
+                faults.append(fault)
+        there = {shard.rank for shard in chunk.shards}
+        for rank in sorted(set(namespace.holders(key_group(chunk.key))) - there):
+            words = f"the shard of rank {rank} is not there: the chunk is incomplete, and cannot be loaded"
+            faults.append(ShardFault(rank, "", "missing", words))
+        return tuple(faults)
+
+    def _read(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
+        if self._bytes_per_s is not None:
+            with self._lock:
+                now_s = time.monotonic()
+                begin_s = max(self._next_read_s, now_s)
+                self._next_read_s = begin_s + memory.nbytes / self._bytes_per_s
+            self._stop.wait(begin_s - now_s)
+        if self._stop.is_set():
+            raise StoppedError("interrupted")
+        self._inspector.read_into(shard, offset, memory)
+        with self._lock:
+            self.bytes_read += memory.nbytes
+
+
+def _worse(faults: tuple[ShardFault, ...]) -> tuple[ShardFault, ...]:
+    """Return the faults without those that only say that a key is not here."""
+    return tuple(fault for fault in faults if fault.reason != NO_KEY)
+
+
 class TierRun:
     """One run over one tier; usable once."""
 
@@ -103,14 +204,11 @@ class TierRun:
         self.namespaces: list[NamespaceInfo] = []
         """Those that were selected."""
         self._chunks: dict[Verdict, int] = dict.fromkeys(_VERDICT_WORDS, 0)
-        self._bytes_checked = self._total_bytes = 0
-        self._arguments = arguments
-        self._inspector = inspector
-        self._out = out
-        self._bar = Progress(sys.stderr)
+        self._bytes_checked = self._total_bytes = self._failed_in_a_row = 0
+        self._arguments, self._inspector, self._out = arguments, inspector, out
+        self._bar = Progress()
         self._stop = threading.Event()
         self._judge = Judge(inspector, arguments.rate, self._stop, keys)
-        self._failed_in_a_row = 0
         self._began_s = time.monotonic()
 
     @property
@@ -130,7 +228,13 @@ class TierRun:
         pool = ThreadPoolExecutor(THREADS, thread_name_prefix="nixl-offload-verify")
         try:
             for namespace in self.namespaces:
-                self._read_namespace(pool, namespace)
+                in_flight: deque[Future[ChunkVerdict]] = deque()
+                for chunk in self._inspector.chunks(namespace):
+                    in_flight.append(pool.submit(self._judge.judge, namespace, chunk))
+                    if len(in_flight) >= 2 * THREADS:
+                        self._count(namespace, in_flight.popleft().result())
+                while in_flight:
+                    self._count(namespace, in_flight.popleft().result())
             finished = True
         finally:
             self._stop.set()
@@ -150,16 +254,7 @@ class TierRun:
             "bytes_read": self._judge.bytes_read,
         }
 
-    def _read_namespace(self, pool: ThreadPoolExecutor, namespace: NamespaceInfo) -> None:
-        in_flight: deque[Future[ChunkVerdict]] = deque()
-        for chunk in self._inspector.chunks(namespace):
-            in_flight.append(pool.submit(self._judge.judge, namespace, chunk))
-            if len(in_flight) >= _IN_FLIGHT:
-                self._settle(namespace, in_flight.popleft().result())
-        while in_flight:
-            self._settle(namespace, in_flight.popleft().result())
-
-    def _settle(self, namespace: NamespaceInfo, verdict: ChunkVerdict) -> None:
+    def _count(self, namespace: NamespaceInfo, verdict: ChunkVerdict) -> None:
         is_good = verdict.kind in ("good", "unauthenticated")
         if verdict.kind == "unreadable":
             self._failed_in_a_row += 1
@@ -170,42 +265,39 @@ class TierRun:
         self._chunks[verdict.kind] += 1
         self._bytes_checked += verdict.chunk.size_bytes
         if not is_good:
-            self._report(namespace, verdict)
-        self._show_progress()
+            self._print(namespace, verdict)
+        checked, all_bytes = self._bytes_checked, max(self._total_bytes, self._bytes_checked, 1)
+        rate = self._judge.bytes_read / max(time.monotonic() - self._began_s, 1e-3)
+        left = f", {(all_bytes - checked) / rate / 60:,.1f} min left" if rate else ""
+        chunks = plural(sum(self._chunks.values()), "chunk")
+        self._bar(
+            f"{checked / all_bytes:.0%} of {about_size(all_bytes)}, {chunks}, {self._chunks['bad']:,} bad, "
+            f"{about_size(int(rate))}/s{left}"
+        )
 
-    def _report(self, namespace: NamespaceInfo, verdict: ChunkVerdict) -> None:
+    def _print(self, namespace: NamespaceInfo, verdict: ChunkVerdict) -> None:
         """Print a bad chunk and what is wrong with it; as JSON any verdict."""
         self._bar.clear()
-        where, out = self._inspector.where, self._out
+        where, out, key = self._inspector.where, self._out, verdict.chunk.key.hex()
         if self._arguments.json:
             line = {
                 "verdict": verdict.kind,
                 "tier": self._inspector.kind,
                 "where": where,
                 "namespace": namespace.path,
-                "key": verdict.chunk.key.hex(),
+                "key": key,
                 "bytes": verdict.chunk.size_bytes,
                 "problems": [fault._asdict() for fault in verdict.faults],
             }
             print(json.dumps(line), file=out, flush=True)
         elif verdict.kind in ("bad", "unreadable"):
             heading = "BAD" if verdict.kind == "bad" else "NOT READABLE"
-            print(f"{heading} {verdict.chunk.key.hex()} in {where}, namespace {namespace.path}", file=out)
+            print(f"{heading} {key} in {where}, namespace {namespace.path}", file=out)
             for fault in verdict.faults:
                 since = f"; written {moment(fault.created_s)}" if fault.created_s else ""
                 place = f" {fault.place}:" if fault.place else ""
-                print(f"    rank {fault.rank}:{place} {printable(fault.words, _WORDS_CHARS)}{since}", file=out)
+                print(f"    rank {fault.rank}:{place} {printable(fault.words, 600)}{since}", file=out)
             out.flush()
-
-    def _show_progress(self) -> None:
-        checked, all_bytes = self._bytes_checked, max(self._total_bytes, self._bytes_checked, 1)
-        rate = self._judge.bytes_read / max(time.monotonic() - self._began_s, 1e-3)
-        left = f", {_about_time((all_bytes - checked) / rate)} left" if rate else ""
-        chunks = plural(sum(self._chunks.values()), "chunk")
-        self._bar(
-            f"{checked / all_bytes:.0%} of {about_size(all_bytes)}, {chunks}, {self._chunks['bad']:,} bad, "
-            f"{about_size(int(rate))}/s{left}"
-        )
 
     def _print_totals(self, elapsed_s: float, *, finished: bool) -> None:
         out, bytes_read = self._out, self._judge.bytes_read
@@ -218,9 +310,3 @@ class TierRun:
         if self._unlisted:
             namespaces = plural(self._unlisted, "namespace")
             print(f"  {namespaces} whose chunks cannot be listed; nixl-offload ls says why", file=out)
-
-
-def _about_time(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f}s"
-    return f"{seconds / 60:.0f}m" if seconds < 5400 else f"{seconds / 3600:.1f}h"

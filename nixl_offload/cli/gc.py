@@ -1,0 +1,386 @@
+"""``nixl-offload gc CONFIG``: brings a bucket or a shared directory down to a size and an age, oldest first.
+
+A run lists everything twice: ``Collection.count``, then, by a plan of ``tiers.shared.sweep``, ``Collection.delete``. A
+large namespace is listed in 256 parts: S3 gives a thousand names per request, and names begin with two digits of a
+hash, so parts are about equally long and lie in other places of the bucket.
+
+Threading: the caller's thread; ``_THREADS`` more for a large namespace, which end with the call. Memory does not grow
+with the number of objects. Nothing is locked and servers go on: one whose chunk goes computes it anew. An interrupted
+run leaves at worst a chunk without some of its shards, which costs one failed load; the next run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from typing import Any, Final, TextIO
+
+from nixl_offload.cli.common import (
+    Commands,
+    Progress,
+    about_size,
+    add_command,
+    add_selection,
+    duration_argument,
+    moment,
+    plural,
+    report_nothing_found,
+    size_argument,
+    stored_tiers,
+)
+from nixl_offload.config import load_config
+from nixl_offload.errors import ConfigError, StoreError
+from nixl_offload.stores.base import ObjectInfo, Store
+from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.inspect import ChunkInfo, NamespaceInfo
+from nixl_offload.tiers.kinds import open_inspector
+from nixl_offload.tiers.shared.inspect import group_chunks, list_namespaces, read_manifest
+from nixl_offload.tiers.shared.naming import manifest_name, parse_manifest_name, parse_shard_name
+from nixl_offload.tiers.shared.sweep import GRACE_S, NOTHING, Ages, Plan, Sweep, Totals, make_plan, manifest_goes
+from nixl_offload.units import format_duration
+
+_STALE_DRAFT_S: Final = 3600.0
+"""Drafts in a shared directory that are older belong to writers that died."""
+_SPLIT_OBJECTS: Final = 10_000
+"""A smaller namespace is listed once, front to back: each part costs a request at least."""
+_PARTS: Final = 256
+_THREADS: Final = 16
+_BATCH_NAMES: Final = 1000
+"""What one bulk delete of S3 takes."""
+_FAILURES_IN_A_ROW: Final = 3
+"""After so many the store counts as down."""
+_FAILURES_SHOWN: Final = 5
+_DESCRIPTION = """\
+Deletes the oldest chunks of the shared tier of CONFIG (a bucket or a shared directory) until at most --max-size is
+left, and every chunk older than --older-than. Without --delete it only says what it would delete. Run it every hour or
+so, from one machine:
+
+    nixl-offload gc kv.yaml                              # look
+    nixl-offload gc kv.yaml --delete                     # keep to the capacity and ttl of kv.yaml
+    nixl-offload gc kv.yaml --tenant blue --max-size 2TiB --delete
+    nixl-offload gc kv.yaml --namespace 0f3a... --older-than 0s --delete      # all of a model that is no longer served
+
+Servers go on meanwhile: one whose chunk is deleted computes it anew. Nothing younger than ten minutes is deleted, and
+nothing that is not named like a chunk of ours. A chunk is as old as its last write. In a bucket with a ttl servers
+refresh what they use once it is older than half the ttl, so a smaller --older-than may delete what is in use.
+
+Exit code 0: done. 1: the storage failed or not all could be deleted (run again), or the tenant has nothing. 2: CONFIG
+or the options are wrong. 130: interrupted; run again to go on.
+"""
+
+
+def add_gc(commands: Commands) -> None:
+    """Add ``gc`` to the command line."""
+    parser = add_command(commands, "gc", run, description=_DESCRIPTION)
+    add_selection(parser, tenant=True)
+    size, age = "leave at most so much, such as 20TiB; default: the capacity", "delete what is older, such as 7d"
+    parser.add_argument("--max-size", metavar="SIZE", type=size_argument, help=size)
+    parser.add_argument("--older-than", metavar="DURATION", type=duration_argument, help=f"{age}; default: the ttl")
+    parser.add_argument("--delete", action="store_true", help="do it, instead of saying what would be done")
+
+
+def run(arguments: argparse.Namespace, out: TextIO) -> int:
+    """Print to ``out``. Raises ConfigError, StoreError, TierError (nothing was deleted yet), KeyboardInterrupt."""
+    shared = [tier for tier in stored_tiers(load_config(arguments.file), arguments) if tier.is_shared]
+    kinds = [tier.kind for tier in shared]
+    if len(shared) > 1:
+        raise ConfigError(
+            f"{arguments.file}: tiers: {' and '.join(kinds)} are both shared, and gc looks after one at a time; say "
+            f"--tier {' or --tier '.join(kinds)}"
+        )
+    if not shared:
+        raise ConfigError(
+            f"{arguments.file}: tiers: gc looks after a bucket or a shared directory; a slab keeps to its capacity by "
+            "itself, and a namespace of it goes with its directory, while no engine runs"
+        )
+    (tier,) = shared
+    max_bytes = tier.capacity_bytes if arguments.max_size is None else arguments.max_size
+    older_than_s = tier.ttl_s if arguments.older_than is None else arguments.older_than
+    if arguments.delete and max_bytes is None and older_than_s is None:
+        raise ConfigError(
+            f"--delete: down to what? Say --max-size or --older-than, or capacity or ttl in {arguments.file}"
+        )
+    with closing(open_inspector(tier)) as inspector:
+        assert inspector.store is not None, "the tier is shared"
+        found = Collection(inspector.store, namespace=arguments.namespace, tenant=arguments.tenant)
+        now_s, ages = time.time(), found.count()
+        if any(found.selection.values()) and not found.namespaces:
+            report_nothing_found(arguments)
+        plan = make_plan(ages, now_s=now_s, max_bytes=max_bytes, older_than_s=older_than_s)
+        shown = {
+            "where": found.where,
+            "selection": found.selection,
+            "namespaces": [entry.plain() for entry in found.namespaces],
+            "other_objects": found.other_objects,
+            "total": _plain(ages.total),
+            "limits": {"max_bytes": max_bytes, "older_than_s": older_than_s},
+            "plan": {"delete": _plain(plan.estimate), "keep_bytes": plan.kept_bytes, "over_bytes": plan.over_bytes},
+            "outcome": None,
+        }
+        if not arguments.json:
+            _print_plan(shown, out)
+        try:
+            if arguments.delete:
+                found.delete(plan, now_s)
+        finally:
+            if arguments.delete:
+                shown["outcome"] = found.outcome()
+            if arguments.json:
+                print(json.dumps(shown, indent=2), file=out)
+            elif arguments.delete:
+                _print_outcome(found.outcome(), out)
+            elif plan.estimate.chunks or found.sweeps_drafts:
+                drafts = " (and what writers that died have left)" if found.sweeps_drafts else ""
+                print(f"Nothing was deleted; --delete does it{drafts}.", file=out)
+            for failure in found.failures:
+                print(f"nixl-offload: {failure}", file=sys.stderr)
+    if not found.failures:
+        return 1 if arguments.tenant is not None and not found.namespaces else 0
+    end = "gave up after several failures in a row" if found.gave_up else "the rest went on"
+    count = f"up to {plural(found.failed_objects, 'object')} not deleted; " if found.failed_objects else ""
+    print(f"nixl-offload: {count}{end}; run again", file=sys.stderr)
+    return 1
+
+
+def _print_plan(shown: Mapping[str, Any], out: TextIO) -> None:
+    said = " and ".join(f"{name} {value}" for name, value in shown["selection"].items() if value)
+    print(f"{shown['where']}{f', {said}' if said else ''}: {_counted(shown['total'])}", file=out)
+    if shown["other_objects"]:
+        print(f"{plural(shown['other_objects'], 'other object')} beside them, never touched", file=out)
+    for each in shown["namespaces"]:
+        ages = f"written {moment(each['oldest_s'])} to {moment(each['newest_s'])}"
+        owner = f"tenant {each['tenant'] or '?'}, model {each['model'] or '?'}"
+        print(f"  {each['name']}  {owner}: {_counted(each)}, {ages}", file=out)
+    max_bytes, older_than_s = shown["limits"].values()
+    limits = [] if max_bytes is None else [f"at most {about_size(max_bytes)}"]
+    if older_than_s is not None:
+        limits.append(f"nothing older than {format_duration(max(older_than_s, GRACE_S))}")
+    none = "none; say --max-size or --older-than, or capacity or ttl in the config"
+    print(f"Limits: {', '.join(limits) or none}.", file=out)
+    goes, keeps, over = shown["plan"].values()
+    if limits:
+        words = f"{_counted(goes)} to delete" if goes["chunks"] else "nothing to delete"
+        print(f"Plan: {words}; {about_size(keeps)} stay.", file=out)
+    if over:
+        print(
+            f"That is {about_size(over)} too much, but what is left was written or refreshed within the last "
+            f"{format_duration(GRACE_S)}; later runs will get to it.",
+            file=out,
+        )
+    out.flush()
+
+
+def _print_outcome(outcome: Mapping[str, Any], out: TextIO) -> None:
+    print(f"Deleted: {_counted(outcome['deleted'])}.", file=out)
+    if outcome["manifests"]:
+        print(f"Deleted: {plural(outcome['manifests'], 'manifest')} of namespaces that are empty.", file=out)
+    if outcome["drafts"]:
+        age = format_duration(_STALE_DRAFT_S)
+        print(f"Deleted: {plural(outcome['drafts'], 'draft')} older than {age}, of writers that died.", file=out)
+
+
+def _plain(totals: Totals) -> dict[str, int]:
+    return {"chunks": totals.chunks, "objects": totals.objects, "bytes": totals.size_bytes}
+
+
+def _counted(found: Mapping[str, Any]) -> str:
+    chunks, objects = plural(found["chunks"], "chunk"), plural(found["objects"], "object")
+    return f"{chunks} in {objects}, {about_size(found['bytes'])}"
+
+
+@dataclass(slots=True)
+class NamespaceAges:
+    """What one namespace holds."""
+
+    info: NamespaceInfo
+    manifest: ObjectInfo | None
+    ages: Ages = field(default_factory=Ages)
+
+    def plain(self) -> dict[str, Any]:
+        """Return it for JSON. Times are seconds since the epoch."""
+        times = {"oldest_s": self.ages.oldest_s, "newest_s": self.ages.newest_s}
+        return {
+            "name": self.info.name,
+            "tenant": self.info.tenant,
+            "model": self.info.model,
+            **_plain(self.ages.total),
+            **{name: time_s if math.isfinite(time_s) else None for name, time_s in times.items()},
+        }
+
+
+class Collection:
+    """One run over one store. Usable once: ``count``, then ``delete``."""
+
+    def __init__(self, store: Store, *, namespace: str | None, tenant: str | None) -> None:
+        self.where = store.where
+        self.namespaces: list[NamespaceAges] = []
+        self.other_objects = 0
+        """What lies beside the namespaces and is not ours: never touched."""
+        self.deleted = NOTHING
+        self.failed_objects = 0
+        """Objects of batches in which something failed; some of them may be deleted all the same."""
+        self.failures: list[str] = []
+        """The first few, in words."""
+        self.gave_up = False
+        self.selection = {"namespace": namespace, "tenant": tenant}
+        self._store = store
+        self._manifests = self._drafts = 0
+        self._progress = Progress()
+        self._lock = threading.Lock()
+        """Guards all counts, while there are threads."""
+        self._failures_in_a_row = 0
+
+    @property
+    def sweeps_drafts(self) -> bool:
+        """Whether what writers that died have left goes, too."""
+        return isinstance(self._store, TreeStore) and not any(self.selection.values())
+
+    def outcome(self) -> dict[str, Any]:
+        """Return what ``delete`` has done so far, for JSON."""
+        return {
+            "deleted": _plain(self.deleted),
+            "manifests": self._manifests,
+            "drafts": self._drafts,
+            "failed_objects": self.failed_objects,
+            "failures": self.failures,
+            "gave_up": self.gave_up,
+        }
+
+    def count(self) -> Ages:
+        """List what was selected, and return all chunks by age. Raises StoreError."""
+        wanted, tenant, total = self.selection["namespace"], self.selection["tenant"], Ages()
+        for name in [wanted] if wanted else list_namespaces(self._store, self._count_other):
+            info = NamespaceInfo(name, read_manifest(self._store, name))
+            if tenant not in (None, info.tenant):
+                continue
+            entry = NamespaceAges(info, self._store.head(manifest_name(name)))
+
+            def count(chunks: Iterator[ChunkInfo], entry: NamespaceAges = entry) -> None:
+                ages = Ages()
+                for chunk in chunks:
+                    ages.add(chunk)
+                with self._lock:
+                    entry.ages.merge(ages)
+                    objects = total.total.objects + entry.ages.total.objects
+                    self._progress(f"{plural(objects, 'object')} counted so far")
+
+            try:
+                self._in_parts(name, count)
+            finally:
+                self._progress.clear()
+            if entry.ages.total.objects or entry.manifest:
+                self.namespaces.append(entry)
+                total.merge(entry.ages)
+        return total
+
+    def delete(self, plan: Plan, now_s: float) -> None:
+        """Delete by ``plan`` from a fresh listing. Raises nothing of the store's.
+
+        Single failures are noted and the rest goes on; after three in a row it gives up. After an interruption it waits
+        for the requests that are out.
+        """
+        sweep = Sweep(plan)
+        try:
+            for entry in self.namespaces:
+                self._sweep(entry, sweep, now_s)
+                if self.gave_up:
+                    return
+            if self.sweeps_drafts and isinstance(self._store, TreeStore):
+                self._drafts = self._store.remove_stale_drafts(_STALE_DRAFT_S, _is_ours)
+        except StoreError as error:
+            self._fail(error)
+        finally:
+            self._progress.clear()
+
+    def _sweep(self, entry: NamespaceAges, sweep: Sweep, now_s: float) -> None:
+        """Delete what goes of a namespace, whole chunks, about a thousand names at a time."""
+
+        def takes(chunk: ChunkInfo) -> bool:
+            with self._lock:
+                return sweep.takes(chunk)
+
+        def delete(chunks: Iterator[ChunkInfo]) -> None:
+            names, batch = list[str](), NOTHING
+            for chunk in filter(takes, chunks):
+                if names and len(names) + len(chunk.shards) > _BATCH_NAMES:
+                    self._delete(names, batch)
+                    names, batch = [], NOTHING
+                if self.gave_up:
+                    return
+                names += [shard.place for shard in chunk.shards]
+                batch = batch.plus(1, len(chunk.shards), chunk.size_bytes)
+            if names and not self.gave_up:
+                self._delete(names, batch)
+
+        name = entry.info.name
+        try:
+            self._in_parts(name, delete)
+        except StoreError as error:
+            self._fail(error)
+            return
+        if not entry.manifest or not manifest_goes(entry.ages, entry.manifest.modified_s, now_s=now_s):
+            return
+        try:
+            if not any(group_chunks(self._store.list(f"{name}/"))):  # no server has begun to store there
+                self._store.delete([manifest_name(name)])
+                self._manifests += 1
+        except StoreError as error:
+            self._fail(error, 1)
+
+    def _in_parts(self, namespace: str, work: Callable[[Iterator[ChunkInfo]], None]) -> None:
+        """Call ``work`` with all chunks of a namespace: once, or once for each part, on threads.
+
+        Raises StoreError of a part that fails; no other part begins then.
+        """
+        first = list(islice(self._store.list(f"{namespace}/"), _SPLIT_OBJECTS + 1))
+        if len(first) <= _SPLIT_OBJECTS:
+            work(group_chunks(first))
+            return
+        stop = threading.Event()
+
+        def part(number: int) -> None:
+            listing = self._store.list(f"{namespace}/{number:02x}/")
+            work(group_chunks(takewhile(lambda _: not stop.is_set(), listing)))
+
+        with ThreadPoolExecutor(_THREADS, "nixl-offload-gc") as pool:
+            try:
+                for each in [pool.submit(part, number) for number in range(_PARTS)]:
+                    each.result()
+            finally:
+                stop.set()
+                pool.shutdown(cancel_futures=True)
+
+    def _delete(self, names: list[str], batch: Totals) -> None:
+        try:
+            self._store.delete(names)
+        except StoreError as error:
+            self._fail(error, len(names))
+            return
+        with self._lock:
+            self._failures_in_a_row = 0
+            self.deleted = self.deleted.plus(*batch)
+            self._progress(f"{plural(self.deleted.objects, 'object')} deleted so far")
+
+    def _fail(self, error: StoreError, objects: int = 0) -> None:
+        with self._lock:
+            self.failed_objects += objects
+            self._failures_in_a_row += bool(objects)
+            self.gave_up = self.gave_up or self._failures_in_a_row >= _FAILURES_IN_A_ROW
+            if len(self.failures) < _FAILURES_SHOWN:
+                self.failures.append(str(error))
+
+    def _count_other(self, info: ObjectInfo) -> None:
+        self.other_objects += 1
+
+
+def _is_ours(name: str) -> bool:
+    return parse_shard_name(name) is not None or parse_manifest_name(name) is not None

@@ -1,1 +1,0 @@
-"""``nixl-offload gc``: brings shared tiers down to a size and an age."""

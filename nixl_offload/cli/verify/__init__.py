@@ -1,1 +1,0 @@
-"""``nixl-offload verify``: reads and checks everything."""
