@@ -7,11 +7,18 @@ Threading: called by the scheduler's thread alone. No I/O, no thread, no clock: 
 from __future__ import annotations
 
 from nixl_offload.catalog.catalog import Catalog
-from nixl_offload.catalog.changes import Change
-from nixl_offload.catalog.counts import Counts
-from nixl_offload.catalog.tickets import NOBODY, NOWHERE, Kind, LoadTicket, MoveTicket, Settled, StoreTicket
-from nixl_offload.catalog.write_through import ChainOptions
-from nixl_offload.tiers.base import Tier
+from nixl_offload.catalog.moves import ChainOptions
+from nixl_offload.catalog.tickets import (
+    NOBODY,
+    NOWHERE,
+    Change,
+    Counts,
+    Kind,
+    LoadTicket,
+    MoveTicket,
+    Settled,
+    StoreTicket,
+)
 
 __all__ = [
     "NOBODY",
@@ -25,5 +32,4 @@ __all__ = [
     "MoveTicket",
     "Settled",
     "StoreTicket",
-    "Tier",
 ]

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count
-from typing import Final
 
-from nixl_offload.catalog.admission import Admission
-from nixl_offload.catalog.changes import Change, Changes
-from nixl_offload.catalog.counts import Counts
+from nixl_offload.catalog.moves import ChainOptions, Move, Moves
 from nixl_offload.catalog.placing import Placing
-from nixl_offload.catalog.prefetch import PrefetchQueue
 from nixl_offload.catalog.retention import Retention
 from nixl_offload.catalog.tickets import (
     NOBODY,
     NOWHERE,
+    Change,
+    Counts,
     Kind,
     LoadTicket,
     MoveTicket,
@@ -27,13 +25,9 @@ from nixl_offload.catalog.tickets import (
     Settled,
     StoreTicket,
 )
-from nixl_offload.catalog.write_through import ChainOptions, WriteThrough, WriteThroughQueue
 from nixl_offload.index import State
 from nixl_offload.tiers.base import Tier
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
-
-PREFETCH_BACKLOGS: Final = 4
-"""Prefetches under way are at most this part of what may be written through at any time: both wait in one queue."""
 
 _HIT, _PENDING, _RETRY = Lookup.HIT, Lookup.PENDING, Lookup.RETRY
 _READY = State.READY
@@ -60,53 +54,36 @@ class Catalog:
         lookup answers PENDING for one store, and to one request, so that stuck storage cannot hold requests back.
         ``store_after``: a chunk is stored when it is offered for the N-th time.
         """
-        self._tiers = list(tiers)
+        self.tiers = list(tiers)
         """Shared with the parts below, which see what ``join`` replaces."""
-        self._numbered = tuple(enumerate(self._tiers))
-        self.is_chain = len(self._tiers) > 1
+        self.slot_bytes = slot_bytes
+        self._numbered = tuple(enumerate(self.tiers))
+        self.is_chain = len(self.tiers) > 1
         """Whether ``begin_moves`` can ever begin something."""
         self._world_size = world_size
-        self._slot_bytes = slot_bytes
         self._pending_limit_s = pending_limit_s
         self._chain = ChainOptions() if chain is None else chain
-        self._admission = Admission(store_after)
-        self.changes = Changes()
-        """What ``take_changes`` would return."""
         self._placing = Placing(
-            self._tiers,
-            slot_bytes=slot_bytes,
-            backlog_bytes=store_backlog_bytes,
-            stuck_after_s=pending_limit_s,
-            evicted=self._removed,
+            self, backlog_bytes=store_backlog_bytes, stuck_after_s=pending_limit_s, store_after=store_after
         )
-        self._write_throughs = WriteThroughQueue(self._tiers, self._chain, slot_bytes=slot_bytes, evicted=self._removed)
-        self._retention = Retention(self._tiers, slot_bytes)
-        self._prefetches = PrefetchQueue(
-            self._tiers,
-            memory=self._chain.memory if self.is_chain else None,
-            backlog_bytes=self._chain.write_through_backlog_bytes // PREFETCH_BACKLOGS,
-            slot_bytes=slot_bytes,
-            lookup=self.lookup,
-            where=self.where,
-            forget=self.forget_request,
-            evicted=self._removed,
-        )
-        self.prefetch = self._prefetches.add
-        """Have chunks read into memory in the background: see ``PrefetchQueue.add``."""
+        self._moves = Moves(self, self._chain)
+        self._retention = Retention(self)
+        self.prefetch = self._moves.prefetch
+        """Have chunks read into memory in the background: see ``Moves.prefetch``."""
         self._tickets: dict[int, OpenTicket] = {}
         self._numbers = count(1)
-        self._writing_since: tuple[dict[Key, float], ...] = tuple({} for _ in self._tiers)
+        self._changes: list[tuple[int, list[Key], bool]] = []
+        """As ``Change``, in the order of events."""
+        self._writing_since: tuple[dict[Key, float], ...] = tuple({} for _ in self.tiers)
         """By tier: what is written there under a ticket."""
         self._held_since: dict[str, float] = {}
         """Request -> when it was first answered that a chunk is being written."""
-        self._not_admitted = 0
-        self._no_room = 0
-        self._unanswered = 0
+        self._not_admitted = self._no_room = self._unanswered = 0
 
     def join(self, position: int, tier: Tier) -> None:
         """Use ``tier`` at ``position`` from now on. The tier that stood there had nothing and took nothing."""
-        self._tiers[position] = tier
-        self._numbered = tuple(enumerate(self._tiers))
+        self.tiers[position] = tier
+        self._numbered = tuple(enumerate(self.tiers))
 
     def disable(self, positions: Collection[int], now_s: float) -> None:
         """Store nothing in these tiers, which some rank has disabled, and use all others again."""
@@ -120,7 +97,7 @@ class Catalog:
     @property
     def has_pending_writes(self) -> bool:
         """Whether something waits to begin, or to be dropped once it has waited too long."""
-        return self._write_throughs.has_pending or self._prefetches.has_pending
+        return self._moves.has_pending
 
     # What is there
 
@@ -161,19 +138,19 @@ class Catalog:
     def flush(self, now_s: float) -> None:
         """A step is scheduled: end retention that is over, and have tiers look for what lookups have asked about."""
         self._retention.expire(now_s)
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.flush(now_s)
 
     def forget_request(self, request_id: str) -> None:
         """No more lookups will come for this request."""
         self._held_since.pop(request_id, None)
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.forget_request(request_id)
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Mark chunks, in prefix order, as recently used, wherever they are."""
         backwards = tuple(keys)[::-1]
-        for tier in self._tiers:
+        for tier in self.tiers:
             touch = tier.touch
             for key in backwards:
                 touch(key)
@@ -201,11 +178,11 @@ class Catalog:
             copies = states.count(_READY)
             if copies:
                 if copies < len(states):
-                    self._write_throughs.offer(key, states, now_s)
+                    self._moves.offer(key, states, now_s)
                 continue
             if key in self._placing:
                 continue
-            if not self._admission.admits(key):
+            if not self._placing.admits(key):
                 self._not_admitted += 1
                 continue
             if None not in states:  # every tier writes or evicts it; there may still be room for others
@@ -241,17 +218,12 @@ class Catalog:
         return LoadTicket(ticket, wanted, locations, promotion, slots)
 
     def begin_moves(self, now_s: float) -> list[MoveTicket]:
-        """Begin pending writes to farther tiers, and prefetches: sources pinned, targets reserved. Called each step."""
+        """Begin moves to farther tiers and into memory: sources pinned, targets reserved. Called each step."""
         tickets = []
-        for writes in self._write_throughs.begin(now_s):
-            keys = tuple(write.chunk.key for write in writes)
-            sources, targets = tuple(write.source for write in writes), tuple(write.target for write in writes)
-            number = self._open("write_through", keys, targets, now_s, writes=writes)
-            tickets.append(MoveTicket(number, keys, sources, targets))
-        fetches = self._prefetches.begin(now_s) if self._prefetches.has_pending else ()
-        if fetches:
-            keys, sources, targets = zip(*fetches, strict=True)
-            number = self._open("prefetch", keys, targets, now_s, sources=sources)
+        for moves in self._moves.begin(now_s):
+            keys, sources, targets, _ = zip(*moves, strict=True)
+            kind: Kind = "prefetch" if targets[0].tier == self._chain.memory else "write_through"
+            number = self._open(kind, keys, targets, now_s, moves=tuple(moves))
             tickets.append(MoveTicket(number, keys, sources, targets))
         return tickets
 
@@ -267,7 +239,7 @@ class Catalog:
             self._retention.end(key)
             for position, tier in self._numbered:
                 if tier.drop(key):
-                    self._removed(position, (key,))
+                    self.removed(position, (key,))
 
     # What has ended
 
@@ -282,36 +254,50 @@ class Catalog:
             return None
         del self._tickets[ticket]
         failed = {record.keys[position]: outcome for position, outcome in record.failures.items()}
+        tiers = tuple(location.tier for location in record.locations)
         if record.kind == "load":
             self._unpin(record)
         else:
             self._settle_written(record, failed, now_s)
-        for position, keys in record.keys_by_tier().items():
-            tier, among = self._tiers[position], {key: failed[key] for key in keys if key in failed}
+        for position in sorted({*tiers} - {NOWHERE.tier}):
+            keys = [key for key, tier in zip(record.keys, tiers, strict=True) if tier == position]
+            among = {key: failed[key] for key in keys if key in failed}
             if record.kind == "load":
-                self._removed(position, tier.loaded(keys, among, now_s))
+                self.removed(position, self.tiers[position].loaded(keys, among, now_s))
             else:
-                tier.stored(keys, among, now_s)
-        return Settled(record.kind, record.keys, failed, tuple(location.tier for location in record.locations))
+                self.tiers[position].stored(keys, among, now_s)
+        return Settled(record.kind, record.keys, failed, tiers)
 
     def clear(self) -> None:
         """Forget every chunk, and the changes not taken yet. Locations in use come back as their tickets settle.
 
         ``take_changes`` does not list them: there may be millions, and the caller knows.
         """
-        self._write_throughs.clear()
-        self._prefetches.clear()
+        self._moves.clear()
         self._retention.clear()
-        for tier in self._tiers:
+        self._placing.clear()
+        for tier in self.tiers:
             tier.clear()
-        self._admission.clear()
-        self.changes.take()
+        self._changes.clear()
 
     # What has changed
 
+    def removed(self, tier: int, keys: Iterable[Key]) -> None:
+        """A tier has given up chunks that could be loaded until now. For the parts of the catalog."""
+        keys = tuple(keys)
+        self._note_change(tier, keys, removed=True)
+        self._retention.dropped(tier, keys)
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether ``take_changes`` has something to return."""
+        return bool(self._changes)
+
     def take_changes(self) -> list[Change]:
         """Return which chunks became loadable and which ceased to be since the last call, in that order of events."""
-        return self.changes.take()
+        changes = [Change(tier, tuple(keys), removed) for tier, keys, removed in self._changes]
+        self._changes.clear()
+        return changes
 
     def in_flight_stores(self) -> list[tuple[int, Key]]:
         """Return (tier, key) of all that is being written. At a shutdown a rank may finish it without reporting it."""
@@ -320,23 +306,22 @@ class Catalog:
             for record in self._tickets.values()
             if record.kind != "load"
             for key, location in zip(record.keys, record.locations, strict=True)
-            if self._tiers[location.tier].state(key) is State.WRITING
+            if self.tiers[location.tier].state(key) is State.WRITING
         ]
 
     def counts(self) -> Counts:
         """Return the figures as they are now."""
-        writes = self._write_throughs
         return Counts(
             storing_bytes=self._placing.bytes_by_tier,
-            write_through_bytes=writes.bytes_under_way,
-            unsaved_bytes=writes.unsaved_bytes,
-            pending_writes=writes.pending,
-            write_throughs=dict(writes.outcomes),
+            write_through_bytes=self._moves.bytes_under_way,
+            unsaved_bytes=self._moves.unsaved_bytes,
+            pending_writes=self._moves.pending,
+            write_throughs=dict(self._moves.outcomes),
             not_admitted=self._not_admitted,
             no_room=self._no_room,
             unanswered=self._unanswered,
             retained_bytes=self._retention.bytes_by_tier,
-            prefetches_given_up=dict(self._prefetches.given_up),
+            prefetches_given_up=dict(self._moves.given_up),
         )
 
     # Inside
@@ -346,16 +331,17 @@ class Catalog:
 
     def _states(self, key: Key, doubtful: Collection[int]) -> list[State | None]:
         """Return the state of ``key`` by tier; in those that are ``doubtful`` it counts as being written."""
-        states = [tier.state(key) for tier in self._tiers]
+        states = [tier.state(key) for tier in self.tiers]
         for position in doubtful:
             if states[position] is not _READY:
                 states[position] = State.WRITING
         return states
 
-    def _removed(self, tier: int, keys: Iterable[Key]) -> None:
-        keys = tuple(keys)
-        self.changes.add(tier, keys, removed=True)
-        self._retention.dropped(tier, keys)
+    def _note_change(self, tier: int, keys: Sequence[Key], *, removed: bool) -> None:
+        if keys and self._changes and self._changes[-1][::2] == (tier, removed):
+            self._changes[-1][1].extend(keys)
+        elif keys:
+            self._changes.append((tier, list(keys), removed))
 
     def _may_wait(self, writing_since_s: float, context: LookupContext, now_s: float) -> bool:
         # Chunks of one prompt are written one after another, each pending anew.
@@ -368,20 +354,11 @@ class Catalog:
         keys: Sequence[Key],
         locations: Sequence[Location],
         now_s: float,
-        writes: Sequence[WriteThrough] = (),
-        sources: tuple[Location, ...] = (),
+        moves: tuple[Move, ...] = (),
         doubtful: tuple[int, ...] = (),
     ) -> int:
         number = next(self._numbers)
-        self._tickets[number] = OpenTicket(
-            kind,
-            tuple(keys),
-            tuple(locations),
-            self._world_size,
-            writes=tuple(writes),
-            sources=sources,
-            doubtful=doubtful,
-        )
+        self._tickets[number] = OpenTicket(kind, tuple(keys), tuple(locations), self._world_size, moves, doubtful)
         if kind != "load":
             for key, location in zip(keys, locations, strict=True):
                 self._writing_since[location.tier][key] = now_s
@@ -391,7 +368,7 @@ class Catalog:
         position = self.where(key, allowed)
         if position is None:
             return NOWHERE
-        tier = self._tiers[position]
+        tier = self.tiers[position]
         tier.touch(key)
         return tier.pin(key)
 
@@ -400,15 +377,15 @@ class Catalog:
         memory = self._chain.memory
         if memory is None or not self._chain.promote:
             return (None,) * len(keys)
-        tier = self._tiers[memory]
+        tier = self.tiers[memory]
         evicted: list[Key] = []
         slots: list[Location | None] = []
         for key, location in zip(keys, locations, strict=True):
             if location.tier <= memory or tier.state(key) is not None:
                 slots.append(None)
             else:
-                slots.append(tier.reserve(key, self._slot_bytes(key), evicted))
-        self._removed(memory, evicted)
+                slots.append(tier.reserve(key, self.slot_bytes(key), evicted))
+        self.removed(memory, evicted)
         return tuple(slots)
 
     # These go from the end of a prefix to its beginning: what is used last is evicted last, and a chunk is of no use
@@ -417,14 +394,14 @@ class Catalog:
     def _unpin(self, record: OpenTicket) -> None:
         for key, location in zip(reversed(record.keys), reversed(record.locations), strict=True):
             if location.tier >= 0:
-                self._tiers[location.tier].unpin(key)
+                self.tiers[location.tier].unpin(key)
 
     def _settle_written(self, record: OpenTicket, failed: Mapping[Key, Outcome], now_s: float) -> None:
         ready: list[tuple[int, Key]] = []
         for position in range(len(record.keys) - 1, -1, -1):
             key, location = record.keys[position], record.locations[position]
             del self._writing_since[location.tier][key]
-            tier, outcome = self._tiers[location.tier], failed.get(key)
+            tier, outcome = self.tiers[location.tier], failed.get(key)
             is_ready = False
             if outcome is Outcome.TAINTED:
                 tier.retire(key)
@@ -436,23 +413,22 @@ class Catalog:
                 ready.append((location.tier, key))
             if record.kind == "store":
                 self._placing.ended(key, location, now_s)
-            elif record.kind == "write_through":
-                write, how = record.writes[position], outcome.value if outcome is not None else "ok"
-                self._release_source(key, write.source, outcome, now_s)
-                self._write_throughs.settled(write, how if outcome is not None or is_ready else "gone", now_s)
-            elif record.kind == "prefetch":
-                self._release_source(key, record.sources[position], outcome, now_s)
-                self._prefetches.ended(location)
+            elif record.moves:
+                move, how = record.moves[position], "ok" if is_ready else "gone"
+                self._release_source(move, outcome, now_s)
+                self._moves.settled(move, how if outcome is None else outcome.value, now_s)
         for tier_position, key in reversed(ready):
-            self.changes.add(tier_position, (key,), removed=False)
+            self._note_change(tier_position, (key,), removed=False)
             self._retention.stored(tier_position, key)
-            if record.kind != "write_through" and len(self._tiers) > 1:
+            if record.kind != "write_through" and self.is_chain:
                 # What a bucket has served, and memory kept, goes on to the files between them as well.
-                self._write_throughs.offer(key, self._states(key, record.doubtful), now_s)
+                self._moves.offer(key, self._states(key, record.doubtful), now_s)
+        for prefix in {id(move.prefix): move.prefix for move in record.moves}.values():
+            self.touch(prefix)  # its beginning may have come with an earlier ticket
 
-    def _release_source(self, key: Key, location: Location, outcome: Outcome | None, now_s: float) -> None:
+    def _release_source(self, move: Move, outcome: Outcome | None, now_s: float) -> None:
         """A chunk is not read from there any more. ``outcome``: of what was written, None if that is well."""
-        source = self._tiers[location.tier]
-        source.unpin(key)
+        source = self.tiers[move.source.tier]
+        source.unpin(move.key)
         if outcome is Outcome.CORRUPT:
-            self._removed(location.tier, source.loaded([key], {key: Outcome.CORRUPT}, now_s))
+            self.removed(move.source.tier, source.loaded([move.key], {move.key: Outcome.CORRUPT}, now_s))

@@ -1,23 +1,21 @@
-"""Tickets: what a job may touch until every rank has reported it, and how it ended.
+"""What the catalog tells: tickets to the ranks, and what has ended, what has changed, and figures for metrics.
 
-Threading: the scheduler's thread alone. Tickets and ``Settled`` are immutable; tickets travel to the ranks.
-Ownership: a ticket holds its locations. They go back to their tiers only when it is settled, so nothing can be written
-over while a rank may still touch it, resets and aborts included.
+Threading: the scheduler's thread alone. All but ``OpenTicket`` is immutable; tickets travel to the ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal, NamedTuple
 
-from nixl_offload.catalog.write_through import WriteThrough
+from nixl_offload.catalog.moves import Move
 from nixl_offload.types import Key, Location, LookupContext, Outcome, worst
 
-NOWHERE = Location(tier=-1, offset=-1, slot_bytes=0)
+NOWHERE: Final = Location(tier=-1, offset=-1, slot_bytes=0)
 """Stands for a chunk that is gone; a rank answers it with FAILED and the request recomputes."""
 
-NOBODY = LookupContext("")
+NOBODY: Final = LookupContext("")
 
 Kind = Literal["store", "load", "promotion", "write_through", "prefetch"]
 """store: KV blocks to a tier. load: a tier to KV blocks. promotion: what a load from a farther tier leaves in memory.
@@ -69,14 +67,12 @@ class OpenTicket:
     locations: tuple[Location, ...]
     """What is written; of a load, what is read."""
     ranks_left: int
-    failures: dict[int, Outcome] = field(default_factory=dict)
-    """By position: the worst that any rank has said."""
-    writes: tuple[WriteThrough, ...] = ()
-    """Of a write-through, by position."""
-    sources: tuple[Location, ...] = ()
-    """Of a prefetch, by position; pinned."""
+    moves: tuple[Move, ...] = ()
+    """Of a write-through and of a prefetch, by position."""
     doubtful: tuple[int, ...] = ()
     """Of a store: tiers that may have the chunks already."""
+    failures: dict[int, Outcome] = field(default_factory=dict)
+    """By position: the worst that any rank has said."""
 
     def take(self, ranks: int, failures: Mapping[int, Outcome]) -> bool:
         """Take the word of ``ranks`` ranks. True: it was the last."""
@@ -85,14 +81,6 @@ class OpenTicket:
                 self.failures[position] = worst(outcome, self.failures.get(position, Outcome.OK))
         self.ranks_left -= ranks
         return self.ranks_left <= 0
-
-    def keys_by_tier(self) -> dict[int, list[Key]]:
-        """Return the keys by the tier of their location; those that are nowhere are left out."""
-        keys: dict[int, list[Key]] = {}
-        for key, location in zip(self.keys, self.locations, strict=True):
-            if location.tier >= 0:
-                keys.setdefault(location.tier, []).append(key)
-        return keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +93,38 @@ class Settled:
     """The worst outcome that any rank reported."""
     tiers: tuple[int, ...]
     """By position: the tier that was written to, or, of a load, read from; -1 for a chunk that was gone."""
+
+
+class Change(NamedTuple):
+    """Chunks that became loadable from a tier, or ceased to be: the source of vLLM's events."""
+
+    tier: int
+    keys: tuple[Key, ...]
+    removed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a catalog holds and has done; for metrics. Bytes are per rank."""
+
+    storing_bytes: tuple[int, ...]
+    """Being stored from KV blocks, by tier."""
+    write_through_bytes: tuple[int, ...]
+    """Being moved, by target."""
+    unsaved_bytes: int
+    """Pinned in memory for farther tiers."""
+    pending_writes: tuple[int, ...]
+    """Chunks that wait to be moved, by target."""
+    write_throughs: Mapping[tuple[int, str], int]
+    """Chunks by target and what became of them. ``gone``: evicted or reset before their turn. ``refused``: their tier
+    took nothing for too long. ``overflow``: too many waited. Of write-throughs outcomes as well."""
+    not_admitted: int
+    """Offers of chunks that were not asked for often enough yet."""
+    no_room: int
+    """Offers of chunks that no tier took: full, disabled, or too slow."""
+    unanswered: int
+    """The same, for lookups that left out a tier which had not answered and may have the chunks."""
+    retained_bytes: tuple[int, ...]
+    """Not to be evicted before a time, by tier."""
+    prefetches_given_up: Mapping[str, int]
+    """By why their lookups ended early: see ``Moves.given_up``."""

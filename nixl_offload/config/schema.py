@@ -110,10 +110,7 @@ class MemoryConfig(_Tier):
     Allocated whole at start. If an engine spans several machines, each machine provides the share of its own ranks."""
     promote: bool = True
     """Keep in memory what a farther tier serves."""
-    unsaved: Literal["pin", "drop"] = "pin"
-    """Chunks that have not reached the next tier: ``pin`` keeps up to ``unsaved_limit`` of them until they have;
-    ``drop`` allows evicting them."""
-    unsaved_limit_bytes: SizeBytes | None = Field(default=None, alias="unsaved_limit", ge=8192)
+    unsaved_limit_bytes: SizeBytes | None = Field(default=None, alias="unsaved_limit", ge=0)
     """How much may wait, pinned, for the next tier; what exceeds it may be evicted. If omitted, a quarter of
     ``capacity``."""
 

@@ -98,7 +98,6 @@ def chain_options(config: Config, parallel: ParallelConfig) -> ChainOptions:
     unsaved_bytes = memory.capacity_bytes // 4 if memory.unsaved_limit_bytes is None else memory.unsaved_limit_bytes
     return ChainOptions(
         promote=memory.promote,
-        pin_unsaved=memory.unsaved == "pin",
         unsaved_limit_bytes=rank_memory_bytes(unsaved_bytes, parallel.world_size, len(sharing_engines(parallel))),
         write_through_backlog_bytes=config.staging_bytes,
         memory=0,
@@ -387,7 +386,7 @@ class NixlOffloadManager(OffloadingManager):
     @property
     def has_events(self) -> bool:
         """Whether ``take_events`` has something to take. Asked in every step."""
-        return bool(self.catalog.changes.log)
+        return self.catalog.has_changes
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return what was stored and removed since the last call."""

@@ -90,7 +90,6 @@ class ChainMachine(RuleBasedStateMachine):
     @initialize(
         kinds=st.sampled_from(CHAINS),
         promote=st.sampled_from([True, True, True, False]),
-        pin_unsaved=st.sampled_from([True, True, True, False]),
         unsaved_limit=st.sampled_from([5 * SLOT_MAX, 2 * SLOT_MAX, 0]),
         write_through_backlog=st.sampled_from([3 * SLOT_MAX, 1 << 30, 1]),
         store_backlog=st.sampled_from([1 << 30, 3 * SLOT_MAX]),
@@ -101,7 +100,6 @@ class ChainMachine(RuleBasedStateMachine):
         self,
         kinds: tuple[str, ...],
         promote: bool,
-        pin_unsaved: bool,
         unsaved_limit: int,
         write_through_backlog: int,
         store_backlog: int,
@@ -111,7 +109,6 @@ class ChainMachine(RuleBasedStateMachine):
         """Begin with ``stored`` chunks offered, so that tiers may be full."""
         chain = ChainOptions(
             promote=promote,
-            pin_unsaved=pin_unsaved,
             unsaved_limit_bytes=unsaved_limit,
             write_through_backlog_bytes=write_through_backlog,
             memory=0 if kinds[0] == "memory" else None,

@@ -29,7 +29,7 @@ def _unit(*names: str) -> tuple[str, ...]:
 
 
 ROOMS = {
-    "catalog": _unit("admission", "catalog", "estimate", "placing", "prefetch", "retention", "write_through"),
+    "catalog": _unit("catalog", "estimate", "moves", "prefetch", "retention"),
     "index": (*_unit("durable", "reopen", "retention"), "contract/test_index.py", "model/test_index_model.py"),
     "chunk": _unit("authentication", "checksum", "format", "head*", "late_checksums", "layout", "shards"),
     "identity": _unit("namespace", "settings", "sharded_namespace", "weights*"),

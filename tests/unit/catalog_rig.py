@@ -45,7 +45,6 @@ class Chain:
         second_bucket: bool = False,
         world_size: int = 1,
         unsaved_slots: int = 1000,
-        pin_unsaved: bool = True,
         promote: bool = True,
         write_through_backlog_slots: int = 1000,
         store_backlog_slots: int = 1000,
@@ -69,7 +68,6 @@ class Chain:
             store_backlog_bytes=store_backlog_slots * SLOT,
             chain=ChainOptions(
                 promote=promote,
-                pin_unsaved=pin_unsaved,
                 unsaved_limit_bytes=unsaved_slots * SLOT,
                 write_through_backlog_bytes=write_through_backlog_slots * SLOT,
                 memory=MEMORY,
@@ -197,7 +195,7 @@ class Chain:
         assert counts.unsaved_bytes == 0
         assert not any(counts.write_through_bytes)
         assert not any(counts.storing_bytes)
-        assert not self.catalog._write_throughs._chunks
+        assert not any(self.catalog._moves._under_way)
         for index in self.indexes:
             index.check()
 

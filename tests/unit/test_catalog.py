@@ -79,22 +79,19 @@ def test_one_failed_rank_drops_the_chunk_and_keeps_its_siblings(make: MakeCatalo
     assert again.keys == (_key(1),), "the damaged chunk is stored anew, the good one is not"
 
 
-@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.FAILED])
-def test_a_failed_load_drops_the_chunk(make: MakeCatalog, outcome: Outcome) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "then"),
+    [(Outcome.CORRUPT, Lookup.MISS), (Outcome.FAILED, Lookup.MISS), (Outcome.DROPPED, Lookup.HIT)],
+)
+def test_a_failed_load_drops_the_chunk(make: MakeCatalog, outcome: Outcome, then: Lookup) -> None:
+    """Unless it was given up to shed load."""
     catalog = make()
     _store(catalog, 1, 2)
     grant = catalog.prepare_load([_key(1), _key(2)], 0.0)
     catalog.report(grant.ticket, 1, {1: outcome}, 0.0)
     assert catalog.lookup(_key(1), 0.0) is Lookup.HIT
-    assert catalog.lookup(_key(2), 0.0) is Lookup.MISS
-
-
-def test_a_load_given_up_for_load_shedding_keeps_the_chunk(make: MakeCatalog) -> None:
-    catalog = make()
-    _store(catalog, 1)
-    grant = catalog.prepare_load([_key(1)], 0.0)
-    catalog.report(grant.ticket, 1, {0: Outcome.DROPPED}, 0.0)
-    assert catalog.lookup(_key(1), 0.0) is Lookup.HIT
+    assert catalog.lookup(_key(2), 0.0) is then
+    assert catalog.report(grant.ticket, 1, {}, 0.0) is None, "an unknown ticket"
 
 
 def test_a_chunk_that_is_gone_gets_a_location_nobody_can_read(make: MakeCatalog) -> None:
@@ -114,13 +111,6 @@ def test_a_pinned_chunk_is_not_evicted_and_its_slot_not_reused(make: MakeCatalog
     assert grant.keys == (_key(3),), "only one slot could be had: the other is being read"
     assert load.locations[0] not in grant.locations
     assert catalog.lookup(_key(1), 0.0) is Lookup.HIT
-
-
-def test_a_reset_lists_no_changes(make: MakeCatalog) -> None:
-    catalog = make()
-    _store(catalog, 1, 2)
-    catalog.clear()
-    assert catalog.take_changes() == [], "nor the stores before it, which would be announced after it"
 
 
 def test_a_reset_serves_nothing_and_reuses_no_slot_that_a_rank_may_still_touch(make: MakeCatalog) -> None:
@@ -179,6 +169,13 @@ def test_stores_beyond_the_backlog_are_dropped_from_the_end(make: MakeCatalog) -
     assert catalog.reserve([_key(7)], 0.0) is not None
 
 
+def test_a_chunk_larger_than_the_backlog_is_stored_alone(make: MakeCatalog) -> None:
+    catalog = make(backlog=SLOT - 1)
+    grant = catalog.reserve([_key(1), _key(2)], 0.0)
+    assert grant is not None
+    assert grant.keys == (_key(1),)
+
+
 def test_a_smaller_chunk_is_not_stored_behind_one_that_has_no_room(tmp_path: Path) -> None:
     """Of a prompt with two groups of layers: what lies behind a gap is of no use."""
     large, small, held = _key(1), _key(2), _key(3)
@@ -219,10 +216,6 @@ def test_stuck_storage_does_not_hold_requests_back(make: MakeCatalog) -> None:
     assert catalog.lookup(_key(1), 13.0) is Lookup.MISS
 
 
-def test_reports_of_unknown_tickets_are_ignored(make: MakeCatalog) -> None:
-    assert make().report(77, 1, {0: Outcome.FAILED}, 0.0) is None
-
-
 def test_eviction_tells_what_was_removed(make: MakeCatalog) -> None:
     catalog = make(slots=1)
     _store(catalog, 1)
@@ -232,8 +225,8 @@ def test_eviction_tells_what_was_removed(make: MakeCatalog) -> None:
         Change(0, (_key(1),), removed=True),
         Change(0, (_key(2),), removed=False),
     ], "in the order in which it happened"
-    assert catalog._tiers[0].state(_key(1)) is None
-    assert catalog._tiers[0].state(_key(2)) is State.READY
+    assert catalog.tiers[0].state(_key(1)) is None
+    assert catalog.tiers[0].state(_key(2)) is State.READY
 
 
 def test_a_request_does_not_wait_for_one_store_after_another(make: MakeCatalog) -> None:

@@ -64,12 +64,12 @@ def test_beside_another_connector(file: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_wrong_config_is_a_message_and_exit_code_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file.write_text("tiers: [{kind: memory, capacity: 1GiB, unsaved: dropp}]\nchunk: 3\n")
+    file.write_text("tiers: [{kind: s3, bucket: kv-cache, mover: objj}]\nchunk: 3\n")
     assert main(["show", "kv.yaml"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == [
-        "nixl-offload: kv.yaml:1: tiers[0].unsaved: 'dropp' is unknown (did you mean 'drop'?); allowed: pin, drop",
+        "nixl-offload: kv.yaml:1: tiers[0].mover: 'objj' is unknown (did you mean 'obj'?); allowed: auto, obj, obstore",
         captured.err.splitlines()[1],
     ]
     assert captured.err.splitlines()[1].startswith("kv.yaml:2: chunk: unknown field")

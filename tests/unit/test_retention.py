@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.catalog import Change, retention
-from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Outcome
 from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
 
@@ -47,16 +46,12 @@ def test_what_is_retained_outlives_what_came_later(make: MakeChain) -> None:
     assert MEMORY not in chain.holders(2)
     assert chain.catalog.counts().retained_bytes[MEMORY] == SLOT
     chain.now_s += 60.0
-    fill(chain, *range(20, 30))
-    assert MEMORY not in chain.holders(1), "its time is over"
-
-
-def test_retention_ends_where_nothing_is_written_through(make: MakeChain) -> None:
-    chain = make()
-    fill(chain, 1)
-    retain(chain, 60.0, 1)
-    chain.now_s += 60.0
     chain.catalog.flush(chain.now_s)
+    assert not any(chain.catalog.counts().retained_bytes), "its time is over"
+    fill(chain, *range(20, 30))
+    assert MEMORY not in chain.holders(1)
+    retain(chain, 60.0, 29)
+    chain.catalog.clear()
     assert not any(chain.catalog.counts().retained_bytes)
 
 
@@ -111,16 +106,6 @@ def test_damage_frees_what_is_retained(make: MakeChain) -> None:
     assert chain.catalog.counts().retained_bytes == (SLOT,), "and it is retained again"
 
 
-def test_a_reset_ends_it(make: MakeChain) -> None:
-    chain = make()
-    fill(chain, 1, 2)
-    retain(chain, 60.0, 1, 2, 3)
-    chain.catalog.clear()
-    assert not any(chain.catalog.counts().retained_bytes)
-    chain.store(1)
-    assert not any(chain.catalog.counts().retained_bytes)
-
-
 def test_only_so_many_are_remembered(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "MAX_RETAINED", 2)
     chain = make()
@@ -133,28 +118,6 @@ def test_only_so_many_are_remembered(make: MakeChain, monkeypatch: pytest.Monkey
     chain.now_s += 30.0
     chain.begin()
     assert [key(number) in chain.catalog._retention._until_s for number in (1, 2, 3)] == [True, False, False]
-
-
-def test_being_renewed_for_ever_costs_no_memory(make: MakeChain) -> None:
-    chain = make()
-    fill(chain, 1)
-    for number in (2, 3, 4):
-        retain(chain, 1000.0 - number, number)
-    for _ in range(10_000):
-        chain.now_s += 0.001
-        retain(chain, 60.0, 1)
-    assert len(chain.catalog._retention._ends) < 2_000
-
-
-def test_retaining_leaves_the_timings_of_a_bucket_to_the_metrics(make: MakeChain) -> None:
-    """Whoever asks for a tier's statistics takes them."""
-    chain = make(bucket=True)
-    bucket = chain.tiers[BUCKET]
-    assert isinstance(bucket, SharedTier)
-    bucket._prober._seconds.append(0.25)
-    fill(chain, 1)
-    retain(chain, 60.0, 1)
-    assert 0.25 in bucket._prober.take_seconds()
 
 
 def test_what_is_dropped_is_gone_from_memory_and_slab_but_not_from_a_bucket(make: MakeChain) -> None:

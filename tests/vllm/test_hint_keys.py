@@ -86,8 +86,8 @@ def put_on_the_slab(scheduler: NixlOffloadScheduler, keys: Sequence[OffloadKey])
         settle(scheduler, move.ticket)
     catalog = scheduler.offload_manager.catalog
     for key in keys:
-        catalog._tiers[0].drop(Key(key))
-        assert [tier.state(Key(key)) for tier in catalog._tiers] == [None, State.READY]
+        catalog.tiers[0].drop(Key(key))
+        assert [tier.state(Key(key)) for tier in catalog.tiers] == [None, State.READY]
 
 
 def pending_steps(scheduler: NixlOffloadScheduler) -> int:
@@ -153,7 +153,7 @@ def test_a_hint_about_many_chunks_takes_many_steps(
     send(drop_from=0)
     while scheduler._hints.has_pending:
         scheduler._hints.step()
-        left.append([at for at, key in enumerate(keys) if catalog._tiers[1].state(Key(key)) is State.READY])
+        left.append([at for at, key in enumerate(keys) if catalog.tiers[1].state(Key(key)) is State.READY])
     assert left == [[0], []]
 
 

@@ -173,7 +173,7 @@ class Cell:
         if not is_alone:
             tiers.append(medium.tier())
         if is_memory and self._point == "promotion" and self._rng.random() < 0.3:
-            tiers[0]["unsaved"] = "drop"
+            tiers[0]["unsaved_limit"] = "0B"
         self._context.server = Server(tiers, None if is_alone else medium, **options)
         return self._context.server
 

@@ -196,7 +196,7 @@ def _note(server: Server, stored: int, ledger: Ledger) -> None:
 
 def _evicted(server: Server, tier: int) -> set[int]:
     """Return what a tier has lost since the last call."""
-    changes = server.catalog.changes.take()
+    changes = server.catalog.take_changes()
     gone = {key for change in changes if change.removed and change.tier == tier for key in change.keys}
     return {number for number in range(NUMBERS) if key_of(number) in gone} if gone else set()
 

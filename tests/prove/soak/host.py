@@ -74,7 +74,7 @@ class SoakHost(EngineHost):
         """Return what is held: with nothing under way, all of it is to be 0. And what libraries have from malloc."""
         half = self._llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler
         catalog = half.offload_manager.catalog
-        taken = [taken for tier in catalog._tiers if hasattr(tier, "occupancy") for taken in tier.occupancy().values()]
+        taken = [taken for tier in catalog.tiers if hasattr(tier, "occupancy") for taken in tier.occupancy().values()]
         pinned = sum(each.pinned + each.writing + each.evicting for each in taken)
         gc.collect()
         mallinfo2 = ctypes.CDLL(None).mallinfo2

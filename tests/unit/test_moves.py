@@ -14,13 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.catalog import Catalog, ChainOptions, Change, write_through
-from nixl_offload.index import DurableIndex, Index, State
+from nixl_offload.catalog import Change, moves, placing
+from nixl_offload.index import State
 from nixl_offload.tiers.breaker import BreakerState
-from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
+from nixl_offload.tiers.memory.tier import MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
-from nixl_offload.tiers.slot_allocator import SlotAllocator
 from nixl_offload.types import Lookup, LookupContext, Outcome
 from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
 
@@ -67,14 +65,10 @@ def test_a_tier_that_a_rank_has_disabled_is_passed_over_but_for_trials(make: Mak
     chain.catalog.disable((), chain.now_s)
     chain.store(5)
     assert chain.holders(5) == [MEMORY]
-
-
-def test_the_last_tier_is_never_passed_over(make: MakeChain) -> None:
-    """Nothing could take its chunks, and its ranks look at their storage when they are to store."""
-    chain = make(file_slots=0)
-    chain.catalog.disable({MEMORY}, chain.now_s)
-    chain.store(1)
-    assert chain.holders(1) == [MEMORY]
+    alone = make(file_slots=0)
+    alone.catalog.disable({MEMORY}, alone.now_s)
+    alone.store(1)
+    assert alone.holders(1) == [MEMORY], "ranks look at their storage when they store"
 
 
 def test_writes_begin_in_the_order_in_which_chunks_were_stored(make: MakeChain) -> None:
@@ -91,39 +85,6 @@ def test_writes_begin_in_the_order_in_which_chunks_were_stored(make: MakeChain) 
             begun += grant.keys
             chain.report(grant.ticket)
     assert begun == keys(*range(10, 40))
-
-
-def test_a_smaller_chunk_does_not_overtake_a_larger_one(tmp_path: Path) -> None:
-    """Two of a prompt's groups: what lies behind a gap is of no use, and a large chunk would wait for ever."""
-    size_bytes = 16 * SLOT
-
-    def allocator() -> SlotAllocator:
-        return SlotAllocator(size_bytes, [SLOT, 2 * SLOT], extent_bytes=2 * SLOT)
-
-    journal, _ = DurableIndex.open(str(tmp_path / "index.sqlite"), {})
-    slab = SlabPlace(str(tmp_path), (b"n" * 32,), size_bytes, 2 * SLOT)
-    tiers = [
-        MemoryTier(MEMORY, MemoryPlace((b"n" * 32,), size_bytes), Index(), allocator()),
-        SlabTier(FILE, slab, Index(), allocator(), journal),
-    ]
-    catalog = Catalog(
-        tiers,
-        world_size=1,
-        slot_bytes=lambda wanted: SLOT if wanted == key(3) else 2 * SLOT,
-        store_backlog_bytes=1 << 30,
-        chain=ChainOptions(memory=MEMORY, write_through_backlog_bytes=3 * SLOT),
-    )
-    stored = catalog.reserve(keys(1, 2, 3), 0.0)
-    assert stored is not None
-    catalog.report(stored.ticket, 1, {}, 0.0)
-    begun = []
-    while grants := catalog.begin_moves(0.0):
-        begun.append([each for grant in grants for each in grant.keys])
-        for grant in grants:
-            catalog.report(grant.ticket, 1, {}, 0.0)
-    assert begun == [keys(1), keys(2, 3)]
-    for tier in tiers:
-        tier.close()
 
 
 def test_what_is_nowhere_else_keeps_its_place_in_memory(make: MakeChain) -> None:
@@ -147,33 +108,6 @@ def test_beyond_the_limit_chunks_are_not_pinned_and_a_pending_write_without_sour
     assert chain.holders(2) == [], "not pinned, so it was evicted"
     assert [written[0] for written in chain.write_through()] == keys(1, 3)
     assert chain.told(FILE) == {"ok": 2, "gone": 1}
-
-
-def test_without_pins_memory_evicts_until_a_write_begins(make: MakeChain) -> None:
-    chain = make(memory_slots=2, pin_unsaved=False)
-    chain.store(1, 2)
-    assert chain.pinned(MEMORY) == 0
-    chain.begin()
-    assert chain.pinned(MEMORY) == 2, "the sources of writes are pinned all the same"
-    grant = chain.reserve(3)
-    assert grant is not None
-    assert grant.locations[0].tier == FILE
-
-
-def test_what_memory_has_given_up_goes_on_from_the_next_tier(make: MakeChain) -> None:
-    chain = make(memory_slots=1, bucket=True, pin_unsaved=False)
-    chain.store(1)
-    assert chain.write_through(to=[FILE]) == [(key(1), MEMORY, FILE)]
-    chain.come_to_rest()
-    chain.catalog.clear()
-    chain.store(2)
-    (to_file, to_bucket) = chain.begin()
-    chain.report(to_file.ticket)
-    chain.report(to_bucket.ticket, {0: Outcome.FAILED})
-    chain.store(3)
-    assert chain.holders(2) == [FILE]
-    chain.reserve(2)
-    assert (key(2), FILE, BUCKET) in chain.write_through(), "offered again, so pending again, from where it is now"
 
 
 def test_a_chunk_that_one_farther_tier_has_is_pinned_no_longer(make: MakeChain) -> None:
@@ -271,7 +205,7 @@ def test_a_tier_that_is_out_of_use_keeps_nobody_awake_for_long(make: MakeChain) 
 
 def test_what_waited_in_vain_is_dropped_bit_by_bit(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tens of thousands of chunks lose their last chance in the same instant, and one step must not pay for all."""
-    monkeypatch.setattr(write_through, "MAX_DROPPED", 3)
+    monkeypatch.setattr(moves, "MAX_DROPPED", 3)
     chain = make(bucket=True)
     bucket = _break(chain)
     monkeypatch.setattr(bucket, "reserve", lambda key, slot_bytes, evicted: None)
@@ -319,24 +253,8 @@ def test_a_tier_that_hangs_is_given_up_and_holds_up_no_other(make: MakeChain) ->
         chain.report(grant.ticket, {0: Outcome.FAILED})
 
 
-def test_a_chunk_that_is_being_given_up_there_is_waited_for(make: MakeChain) -> None:
-    chain = make()
-    file = chain.tiers[FILE]
-    assert file.reserve(key(1), SLOT, []) is not None
-    file.commit(key(1))
-    load = chain.catalog.prepare_load(keys(1), chain.now_s)
-    chain.report(load.promotion_ticket, {0: Outcome.DROPPED})
-    file.clear()
-    assert file.state(key(1)) is State.EVICTING
-    chain.store(1)
-    assert chain.begin() == []
-    assert chain.catalog.has_pending_writes
-    chain.report(load.ticket, {0: Outcome.FAILED})
-    assert chain.write_through() == [(key(1), MEMORY, FILE)]
-
-
 def test_so_many_writes_are_pending_at_most(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_through, "MAX_PENDING", 3)
+    monkeypatch.setattr(moves, "MAX_PENDING", 3)
     chain = make()
     chain.store(*range(5))
     assert chain.catalog.counts().pending_writes == (0, 3)
@@ -370,21 +288,8 @@ def test_a_write_that_failed_is_counted_and_made_again_when_it_is_offered(make: 
     assert chain.write_through() == [(key(1), MEMORY, FILE)]
 
 
-def test_a_tainted_place_is_never_used_again(make: MakeChain) -> None:
-    chain = make(file_slots=2)
-    chain.store(1)
-    (grant,) = chain.begin()
-    tainted = grant.targets[0]
-    chain.report(grant.ticket, {0: Outcome.TAINTED})
-    for number in range(2, 8):
-        chain.store(number)
-        for ticket in chain.begin():
-            assert tainted not in ticket.targets
-            chain.report(ticket.ticket)
-
-
 def test_a_damaged_source_is_dropped(make: MakeChain) -> None:
-    chain = make(memory_slots=1, bucket=True, pin_unsaved=False)
+    chain = make(memory_slots=1, bucket=True, unsaved_slots=0)
     chain.store(1)
     chain.write_through(to=[FILE])
     chain.come_to_rest()
@@ -507,14 +412,6 @@ def test_a_promotion_that_failed_leaves_the_farther_copy(make: MakeChain, outcom
         chain.report(again.promotion_ticket)
 
 
-def test_nothing_is_kept_where_promotion_is_off(make: MakeChain) -> None:
-    chain = make(promote=False)
-    _in_file_alone(chain, 1)
-    grant = chain.catalog.prepare_load(keys(1), chain.now_s)
-    assert (grant.promotion_ticket, grant.promotion_slots) == (0, ())
-    chain.report(grant.ticket)
-
-
 def test_a_promotion_pushes_nothing_out_that_the_same_load_reads(make: MakeChain) -> None:
     chain = make(memory_slots=2)
     _in_file_alone(chain, 1, 2)
@@ -550,17 +447,6 @@ def test_a_chunk_whose_load_failed_is_stored_anew_though_its_promotion_is_still_
     assert chain.holders(1) == [FILE]
     chain.report(grant.promotion_ticket, {0: Outcome.TAINTED})
     assert chain.catalog.lookup(key(1), chain.now_s) is Lookup.HIT
-
-
-def test_a_reset_while_something_is_promoted(make: MakeChain) -> None:
-    chain = make()
-    _in_file_alone(chain, 1)
-    grant = chain.catalog.prepare_load(keys(1), chain.now_s)
-    chain.catalog.clear()
-    chain.report(grant.ticket)
-    chain.report(grant.promotion_ticket)
-    assert chain.holders(1) == []
-    assert chain.catalog.take_changes() == []
 
 
 # Who serves
@@ -657,22 +543,17 @@ def test_a_busy_tier_sheds_and_a_stuck_one_is_passed_over(make: MakeChain) -> No
     assert again.locations[0].tier == MEMORY
 
 
-def test_chunks_are_admitted_when_they_are_offered_again(make: MakeChain) -> None:
+def test_chunks_are_admitted_when_they_are_offered_again(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = make(store_after=2)
     assert chain.reserve(1, 2) is None
     assert chain.catalog.counts().not_admitted == 2
     chain.store(2)
     chain.catalog.clear()
     assert chain.reserve(2) is None, "a reset forgets that as well"
-
-
-def test_a_tainted_store_costs_its_place_and_nothing_else(make: MakeChain) -> None:
-    chain = make(memory_slots=1)
-    grant = chain.reserve(1)
-    assert grant is not None
-    chain.report(grant.ticket, {0: Outcome.TAINTED})
-    chain.store(1)
-    assert chain.holders(1) == [FILE]
+    monkeypatch.setattr(placing, "MAX_OFFERED", 2)
+    assert chain.reserve(3, 2) is not None, "offered twice, and the youngest now"
+    assert chain.reserve(4) is None
+    assert chain.reserve(3) is None, "forgotten first"
 
 
 # Whatever happens
@@ -687,7 +568,6 @@ def test_no_pin_is_left_whatever_happens(make: MakeChain, seed: int) -> None:
         file_slots=chance.choice([0, 3, 12]),
         bucket=chance.random() < 0.7,
         unsaved_slots=chance.choice([0, 1, 3, 100]),
-        pin_unsaved=chance.random() < 0.8,
         promote=chance.random() < 0.8,
         write_through_backlog_slots=chance.choice([1, 4, 100]),
         store_backlog_slots=chance.choice([2, 100]),
@@ -759,18 +639,6 @@ def test_what_a_request_computes_without_an_answer_stays_out_of_that_tier(make: 
     chain.come_to_rest()
 
 
-def test_what_one_tier_still_waits_for_another_may_lack_again(make: MakeChain) -> None:
-    """A write that failed is pending again when the chunk is offered again."""
-    chain = make(bucket=True, write_through_backlog_slots=1)
-    chain.store(1, 2)
-    for outcome in (Outcome.OK, Outcome.FAILED):
-        (to_bucket,) = (grant for grant in chain.begin() if grant.targets[0].tier == BUCKET)
-        chain.report(to_bucket.ticket, {} if outcome is Outcome.OK else {0: outcome})
-    assert chain.catalog.counts().pending_writes == (0, 1, 0)
-    assert chain.reserve(2) is None
-    assert chain.catalog.counts().pending_writes == (0, 1, 1)
-
-
 def test_a_chunk_whose_slot_is_still_read_there_holds_up_no_other(make: MakeChain) -> None:
     chain = make(promote=False)
     chain.store(1)
@@ -788,7 +656,7 @@ def test_what_begins_late_keeps_those_behind_it(make: MakeChain) -> None:
     """The tier had no room for long; now it goes on, one by one."""
     chain = make(write_through_backlog_slots=1)
     chain.store(1, 2)
-    chain.now_s += write_through.PATIENCE_S
+    chain.now_s += moves.PATIENCE_S
     assert [write[0] for write in chain.write_through()] == keys(1)
     assert [write[0] for write in chain.write_through()] == keys(2)
     assert chain.told(FILE) == {"ok": 2}

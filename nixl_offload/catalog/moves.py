@@ -1,0 +1,357 @@
+"""Which chunks go from tier to tier, and when: write-throughs to farther tiers, and prefetches into memory.
+
+Threading: the scheduler's thread alone. No I/O, no clock.
+Ownership: one pin in memory of each chunk that no farther tier has yet. The source (pinned) and the target (WRITING) of
+a move that has begun belong to its ticket.
+Failure: a pending move whose source is gone, or whose target takes nothing for ``PATIENCE_S``, is dropped and counted.
+A chunk that is offered again, or asked for by another hint, is pending again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from nixl_offload.index import State
+from nixl_offload.tiers.slot_tier import SlotTier
+from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
+
+if TYPE_CHECKING:
+    from nixl_offload.catalog.catalog import Catalog
+
+PATIENCE_S: Final = 30.0
+"""A pending move is dropped if it has waited this long and none to its tier has succeeded meanwhile; a prefetch, if
+none of its chunks was found for this long."""
+MAX_PENDING: Final = 65_536
+"""Pending moves to one tier; the oldest is dropped first."""
+MAX_BEGUN: Final = 128
+"""Moves to one tier that begin in one step: one or two milliseconds of it."""
+MAX_DROPPED: Final = 256
+"""Pending moves that are dropped in one step for a tier that takes nothing: a millisecond or two of it."""
+MAX_PREFETCHES: Final = 256
+"""Prefetches whose chunks are looked up; the oldest is dropped first."""
+MAX_LOOKED_UP: Final = 256
+"""Chunks of prefetches that are looked up in one step: a fraction of a millisecond of it."""
+MEMORY_SHARE: Final = 0.5
+"""Of memory, the most that one prefetch takes: more would evict what came first."""
+PREFETCH_BACKLOGS: Final = 4
+"""Prefetches under way take at most this part of the backlog: they wait in one queue with write-throughs."""
+_MAX_LOOKED_AT: Final = 1024
+_TICKETS_PER_BACKLOG: Final = 8
+"""The backlog of a tier is divided among at least so many tickets, so that one can settle while others go on."""
+_READY, _EVICTING = State.READY, State.EVICTING
+
+
+@dataclass(frozen=True, slots=True)
+class ChainOptions:
+    """How tiers work together. Bytes are per rank."""
+
+    promote: bool = True
+    """Keep in memory what is loaded from farther tiers."""
+    unsaved_limit_bytes: int = 0
+    """The most that is pinned in memory until a farther tier has it. Chunks beyond it may be evicted before."""
+    write_through_backlog_bytes: int = 256 << 20
+    """Of moves under way to one tier."""
+    memory: int | None = None
+    """Position of the memory tier; None: there is none."""
+
+
+@dataclass(slots=True, eq=False)
+class _Prefetch:
+    """Chunks of one KV cache group, in the order in which they are looked up."""
+
+    request_id: str
+    """What lookups are made under."""
+    keys: Sequence[Key]
+    end_tokens: Sequence[int]
+    is_prefix: bool
+    limit_bytes: float
+    """Of memory, the most that it takes."""
+    allowed: Collection[int] | None
+    since_s: float
+    next: int = 0
+    taken_bytes: int = 0
+
+
+class _Pending(NamedTuple):
+    """A move that waits to begin."""
+
+    since_s: float
+    prefetch: _Prefetch | None = None
+
+
+class Move(NamedTuple):
+    """A chunk on its way from tier to tier."""
+
+    key: Key
+    source: Location
+    target: Location
+    prefix: Sequence[Key] = ()
+    """Of a prefetch: all chunks of the prompt, whose beginning is to stay in memory for longer than its end."""
+
+
+class Moves:
+    """Looks up what hints ask for, and begins moves as far as their targets have room."""
+
+    def __init__(self, catalog: Catalog, options: ChainOptions) -> None:
+        """``catalog`` has the tiers, and knows which chunks are where."""
+        self._catalog = catalog
+        self._tiers = catalog.tiers
+        self._options = options
+        self._pending: tuple[OrderedDict[Key, _Pending], ...] = tuple(OrderedDict() for _ in self._tiers)
+        """By target, oldest first."""
+        self._under_way: tuple[set[Key], ...] = tuple(set() for _ in self._tiers)
+        self._bytes_under_way = [0] * len(self._tiers)
+        self._moved_s = [float("-inf")] * len(self._tiers)
+        """By target: when a move succeeded last."""
+        self._unsaved: set[Key] = set()
+        """Pinned in memory."""
+        self._unsaved_bytes = 0
+        self._prefetches: deque[_Prefetch] = deque()
+        """Those whose chunks are looked up."""
+        self._numbers = count(1)
+        self.outcomes: Counter[tuple[int, str]] = Counter()
+        """By target and how a move ended: ``gone``, ``refused`` or ``overflow``; of write-throughs outcomes, too."""
+        self.given_up: Counter[str] = Counter()
+        """Prefetches by why their lookups ended early: ``late`` or ``overflow``, too many waited."""
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether something waits. What waits in vain is dropped, so this does not last."""
+        return bool(self._prefetches) or any(self._pending)
+
+    @property
+    def unsaved_bytes(self) -> int:
+        """Bytes per rank that are pinned in memory for farther tiers."""
+        return self._unsaved_bytes
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Pending moves, by target."""
+        return tuple(len(pending) for pending in self._pending)
+
+    @property
+    def bytes_under_way(self) -> tuple[int, ...]:
+        """Bytes per rank that are on their way, by target."""
+        return tuple(self._bytes_under_way)
+
+    def offer(self, key: Key, states: Sequence[State | None], now_s: float) -> None:
+        """A chunk was stored, or offered again: it is to be written to each farther tier that lacks it.
+
+        ``states``: of the chunk, by tier. A tier that is just giving it up lacks it, too.
+        """
+        nearest = states.index(_READY)
+        lacking = [at for at in range(nearest + 1, len(states)) if states[at] is None or states[at] is _EVICTING]
+        for target in lacking:
+            self._wait(target, key, _Pending(now_s))
+        if lacking and nearest == self._options.memory and _READY not in states[nearest + 1 :]:
+            self._pin(key)
+
+    def prefetch(
+        self,
+        keys: Sequence[Key],
+        end_tokens: Sequence[int],
+        now_s: float,
+        allowed: Collection[int] | None = None,
+        *,
+        is_prefix: bool,
+        groups: int,
+    ) -> None:
+        """Have chunks of one group read into memory from the tiers ``allowed`` (None: any), in their order.
+
+        ``end_tokens``: where each ends in its prompt. ``is_prefix``: those behind one that is nowhere are of no use.
+        ``groups``: how many groups of the prompt share what one prefetch may take of memory.
+        """
+        memory = None if self._options.memory is None else self._tiers[self._options.memory]
+        if not keys or len(self._tiers) == 1 or not isinstance(memory, SlotTier):
+            return
+        if len(self._prefetches) >= MAX_PREFETCHES:
+            self._give_up(self._prefetches.popleft(), "overflow")
+        name, limit_bytes = f"prefetch-{next(self._numbers)}", memory.capacity_bytes * MEMORY_SHARE / groups
+        self._prefetches.append(_Prefetch(name, keys, end_tokens, is_prefix, limit_bytes, allowed, now_s))
+
+    def begin(self, now_s: float) -> list[list[Move]]:
+        """Begin the moves that may begin now, the oldest first. Each list is one ticket, with one target."""
+        if self._prefetches:
+            self._look_up(now_s)
+        begun: list[list[Move]] = []
+        for target, pending in enumerate(self._pending):
+            if pending:
+                begun += self._divide(self._begin(target, now_s))
+        return begun
+
+    def settled(self, move: Move, how: str, now_s: float) -> None:
+        """Its target is committed or given back, its source unpinned. ``how``: an outcome, or ``gone``."""
+        target = move.target.tier
+        self._bytes_under_way[target] -= move.target.slot_bytes
+        self._under_way[target].remove(move.key)
+        if target != self._options.memory:
+            self.outcomes[target, how] += 1
+        if how == Outcome.OK.value:
+            self._moved_s[target] = now_s
+            self._unpin(move.key)
+        self._unpin_if_done(move.key)
+
+    def clear(self) -> None:
+        """Forget what is pending, and take its pins back. What is under way goes on, until ``settled``."""
+        for key in list(self._unsaved):
+            self._unpin(key)
+        for pending in self._pending:
+            pending.clear()
+        while self._prefetches:
+            self._catalog.forget_request(self._prefetches.popleft().request_id)
+
+    # Lookups of prefetches
+
+    def _look_up(self, now_s: float) -> None:
+        """Look chunks up in their order, as a request would. Those that some tier has are pending then."""
+        asking: list[_Prefetch] = []
+        looks_left = MAX_LOOKED_UP
+        while self._prefetches and looks_left:
+            prefetch = self._prefetches.popleft()
+            looks_left, is_asking, is_over = self._advance(prefetch, now_s, looks_left)
+            if is_over:
+                self._catalog.forget_request(prefetch.request_id)
+                if prefetch.is_prefix:
+                    self._catalog.touch(prefetch.keys[: prefetch.next])
+            elif now_s - prefetch.since_s >= PATIENCE_S:
+                self._give_up(prefetch, "late")
+            elif is_asking:
+                asking.append(prefetch)  # a bucket that is slow to answer holds up none of the others
+            else:
+                self._prefetches.appendleft(prefetch)
+        self._prefetches.extend(asking)
+
+    def _advance(self, prefetch: _Prefetch, now_s: float, looks_left: int) -> tuple[int, bool, bool]:
+        """Return how many looks are left, whether some tier has gone to look, and whether all is known."""
+        memory, is_asking = self._options.memory, False
+        assert memory is not None, "there are no prefetches without it"
+        for at in range(prefetch.next, len(prefetch.keys)):
+            if not looks_left:
+                return 0, is_asking, False
+            looks_left -= 1
+            key, context = prefetch.keys[at], LookupContext(prefetch.request_id, prefetch.end_tokens[at])
+            answer = self._catalog.lookup(key, now_s, context, prefetch.allowed)
+            if answer is Lookup.RETRY:
+                is_asking = True  # those behind it are asked about, too: a search wants to know how far they go
+            elif answer is Lookup.MISS and prefetch.is_prefix:
+                break
+            elif not is_asking:
+                if answer is Lookup.HIT:
+                    if prefetch.taken_bytes >= prefetch.limit_bytes:
+                        break
+                    prefetch.taken_bytes += self._catalog.slot_bytes(key)
+                    prefetch.since_s = now_s
+                    if self._tiers[memory].state(key) is None:
+                        self._wait(memory, key, _Pending(now_s, prefetch))
+                    self._tiers[memory].touch(key)
+                prefetch.next = at + 1
+        return looks_left, is_asking, not is_asking
+
+    def _give_up(self, prefetch: _Prefetch, why: str) -> None:
+        self._catalog.forget_request(prefetch.request_id)
+        self.given_up[why] += 1
+
+    # What waits to begin
+
+    def _wait(self, target: int, key: Key, pending: _Pending) -> None:
+        waiting = self._pending[target]
+        waiting.setdefault(key, pending)
+        if len(waiting) > MAX_PENDING:
+            self._drop(target, next(iter(waiting)), "overflow")
+
+    def _begin(self, target: int, now_s: float) -> list[Move]:
+        waiting, tier = self._pending[target], self._tiers[target]
+        backlog_bytes = self._options.write_through_backlog_bytes
+        if target == self._options.memory:
+            backlog_bytes //= PREFETCH_BACKLOGS
+        begun: list[Move] = []
+        over: list[tuple[Key, str]] = []
+        evicted: list[Key] = []
+        is_blocked = False
+        for key, (since_s, prefetch) in islice(waiting.items(), _MAX_LOOKED_AT):
+            state = tier.state(key)
+            if state is _EVICTING:  # somebody holds it still
+                if now_s - since_s >= PATIENCE_S:
+                    over.append((key, "refused"))
+                continue
+            if state is not None:
+                over.append((key, ""))
+                continue
+            source = self._catalog.where(key, range(target) if prefetch is None else prefetch.allowed)
+            if source is None or not self._tiers[source].in_use:
+                over.append((key, "gone"))
+                continue
+            slot_bytes, bytes_under_way = self._catalog.slot_bytes(key), self._bytes_under_way[target]
+            is_blocked = bytes_under_way > 0 and bytes_under_way + slot_bytes > backlog_bytes
+            location = None if is_blocked else tier.reserve(key, slot_bytes, evicted)
+            if location is None:
+                is_blocked = True
+                break
+            self._bytes_under_way[target] += slot_bytes
+            self._under_way[target].add(key)
+            prefix = prefetch.keys if prefetch is not None and prefetch.is_prefix else ()
+            begun.append(Move(key, self._tiers[source].pin(key), location, prefix))
+            if len(begun) >= MAX_BEGUN:
+                break
+        self._catalog.removed(target, evicted)
+        for move in begun:
+            del waiting[move.key]
+        for key, why in over:
+            self._drop(target, key, why)
+        if is_blocked and not begun:
+            self._drop_overdue(target, now_s)
+        return begun
+
+    def _divide(self, moves: Sequence[Move]) -> Iterator[list[Move]]:
+        """Yield the moves of one ticket at a time."""
+        most_bytes = self._options.write_through_backlog_bytes // _TICKETS_PER_BACKLOG
+        of_ticket: list[Move] = []
+        size_bytes = 0
+        for move in moves:
+            if of_ticket and size_bytes + move.target.slot_bytes > most_bytes:
+                yield of_ticket
+                of_ticket, size_bytes = [], 0
+            of_ticket.append(move)
+            size_bytes += move.target.slot_bytes
+        if of_ticket:
+            yield of_ticket
+
+    def _drop_overdue(self, target: int, now_s: float) -> None:
+        for key, pending in list(islice(self._pending[target].items(), MAX_DROPPED)):
+            if now_s - max(pending.since_s, self._moved_s[target]) < PATIENCE_S:
+                return
+            self._drop(target, key, "refused")
+
+    def _drop(self, target: int, key: Key, why: str) -> None:
+        """Remove a pending move. ``why``: what to count; empty if the tier has the chunk already."""
+        del self._pending[target][key]
+        if why:
+            self.outcomes[target, why] += 1
+        self._unpin_if_done(key)
+
+    # Pins of unsaved chunks
+
+    def _pin(self, key: Key) -> None:
+        slot_bytes = self._catalog.slot_bytes(key)
+        if key in self._unsaved or self._unsaved_bytes + slot_bytes > self._options.unsaved_limit_bytes:
+            return
+        assert self._options.memory is not None, "only chunks in memory are pinned"
+        self._tiers[self._options.memory].pin(key)
+        self._unsaved.add(key)
+        self._unsaved_bytes += slot_bytes
+
+    def _unpin(self, key: Key) -> None:
+        if key in self._unsaved:
+            assert self._options.memory is not None, "pinned there"
+            self._unsaved.remove(key)
+            self._unsaved_bytes -= self._catalog.slot_bytes(key)
+            self._tiers[self._options.memory].unpin(key)
+
+    def _unpin_if_done(self, key: Key) -> None:
+        """Unpin a chunk that no farther tier is to get any more."""
+        if key in self._unsaved and not any(key in keys for keys in (*self._pending, *self._under_way)):
+            self._unpin(key)
