@@ -103,11 +103,11 @@ def _silu_and_mul(result: torch.Tensor, x: torch.Tensor) -> None:
 
 def _swap_blocks_batch(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, _: bool = False) -> None:
     """Copy one by one, slower than vLLM's kernel does: the race of this rung says nothing of vLLM's offloading."""
-    from nixl_offload.engine.own_streams import runtime
+    from nixl_offload.engine.streams import cuda_runtime
 
     default, stream = 4, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
-        code = runtime().cudaMemcpyAsync(
+        code = cuda_runtime().cudaMemcpyAsync(
             ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(size), default, stream
         )
         assert not code, f"CUDA error {code}"

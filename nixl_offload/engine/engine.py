@@ -14,16 +14,18 @@ import torch
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
+from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.jobs import JobTable, TierQueue
-from nixl_offload.engine.link_memory import HostSlots, open_link
+from nixl_offload.engine.link_memory import open_link
 from nixl_offload.engine.packer import make_packer, pages_of, require_agreement
 from nixl_offload.engine.pump import POLL_S, STUCK_POLL_S, Pauses, TierEngine
 from nixl_offload.engine.ratelog import RateLog
-from nixl_offload.engine.staging import DeviceStagingPool, SlotPool, Staging
+from nixl_offload.engine.staging import SlotPool, Staging
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.engine.transfer_paths.common import Context
 from nixl_offload.engine.transfer_paths.link_paths import LinkPaths
 from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus
+from nixl_offload.movers.base import MemoryKind
 from nixl_offload.tiers.base import Link
 from nixl_offload.types import Verify
 
@@ -62,7 +64,7 @@ class Engine(TierEngine):
         tier: int = 0,
         verify: Verify = "checksum",
         direct_min_extent_bytes: int = DIRECT_MIN_EXTENT_BYTES,
-        host: HostSlots | None = None,
+        host: HostSlab | None = None,
         device: Device | None = None,
         staging: Staging = "host",
         keys: ChunkKeys | None = None,
@@ -131,5 +133,5 @@ class Engine(TierEngine):
 
 
 def _words(pool: SlotPool[Any]) -> str:
-    where = "on the device" if isinstance(pool, DeviceStagingPool) else "in host memory"
+    where = "on the device" if pool.region.kind is MemoryKind.VRAM else "in host memory"
     return f"{pool.slots_total} staging slots of {pool.slot_bytes / 2**20:.2f} MiB {where}"

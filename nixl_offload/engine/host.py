@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-import os
 import platform
 import resource
 import time
@@ -25,9 +24,9 @@ import torch
 
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.engine.host_pages import populate, threads_for
-from nixl_offload.engine.own_streams import runtime
 from nixl_offload.engine.slot_headers import SlotHeaders
 from nixl_offload.engine.staging import Slot
+from nixl_offload.engine.streams import cuda_runtime
 from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.hardware import memory_limits
 from nixl_offload.hardware.cores import unbound
@@ -48,8 +47,6 @@ RESERVE_SHARE = 1 / 16
 RESERVE_LIMIT_BYTES = 2 << 30
 """Of what can be had, so much is left for everything else that an engine allocates later."""
 LOG_EVERY_S = 5.0
-NO_POOL = -1
-"""``Slot.index`` of a slot that belongs to no pool: the catalog says whose it is."""
 
 _MPOL_PREFERRED = 1
 _MBIND = {"x86_64": 237, "aarch64": 235}
@@ -95,14 +92,15 @@ class HostSlab:
         self.pinned = pinned
         self._sharers = sharers
         self._root = root
-        self._pieces: list[tuple[int, int]] = []
+        self._pieces: list[int] = []
+        """Begins of what is page-locked."""
         began_s = time.monotonic()
         self._require_room(self.length_bytes)
         self._memory: npt.NDArray[np.uint8] | None = self._map()
         self.region = MemoryRegion(self._memory.ctypes.data, self.length_bytes)
         try:
             node = _prefer_node(self.region, device if pinned else None)
-            self._fill(self._memory, progress or _log_progress())
+            self._fill(self._memory, progress)
         except BaseException:
             self.close()
             raise
@@ -118,7 +116,7 @@ class HostSlab:
         )
 
     def slot(self, offset: int, slot_bytes: int) -> Slot:
-        """Return a view of a slot; its ``offset_bytes`` is its place in ``region``.
+        """Return a view of a slot, which belongs to no pool; its ``offset_bytes`` is its place in ``region``.
 
         Raises LayoutError when it does not lie inside the slab, is not page-aligned, or the slab is closed.
         """
@@ -127,7 +125,7 @@ class HostSlab:
             raise LayoutError("the host memory is closed")
         if offset < 0 or slot_bytes < 1 or offset % PAGE_BYTES or offset + slot_bytes > self.length_bytes:
             raise LayoutError(f"a slot of {slot_bytes} bytes at {offset} of {self.length_bytes} bytes of host memory")
-        return Slot(NO_POOL, offset, memory[offset : offset + slot_bytes])
+        return Slot(-1, offset, memory[offset : offset + slot_bytes])
 
     def close(self) -> None:
         """Take the page-lock off and let go of the memory; it goes when the last view goes. Idempotent.
@@ -136,7 +134,7 @@ class HostSlab:
         """
         self._memory = None
         pieces, self._pieces = self._pieces, []
-        for address, _ in pieces:
+        for address in pieces:
             code = int(_cudart().cudaHostUnregister(address))
             if code:
                 logger.warning("Host memory at %#x could not be unlocked: CUDA error %d", address, code)
@@ -155,22 +153,24 @@ class HostSlab:
                 area.madvise(advice, start, self.length_bytes)
         return everything[start : start + self.length_bytes]
 
-    def _fill(self, memory: npt.NDArray[np.uint8], report: Progress) -> None:
+    def _fill(self, memory: npt.NDArray[np.uint8], progress: Progress | None) -> None:
         """Bring everything in, and lock piece after piece meanwhile. Raises TierError."""
         address, end = self.region.address, self.region.address + self.length_bytes
-        with unbound():
-            steps = populate(memory, threads_for(self._sharers), self._require_room)
-            with closing(steps):
-                for ready_bytes in steps:
-                    report(ready_bytes, self.length_bytes)
-                    while self.pinned and address < end:
-                        piece_end = min(end, (address // PIN_PIECE_BYTES + 1) * PIN_PIECE_BYTES)
-                        if self.region.address + ready_bytes < piece_end:
-                            break
-                        self.pinned = _lock(address, piece_end - address)
-                        if not self.pinned:
-                            break
-                        self._pieces.append((address, piece_end - address))
+        log_s = time.monotonic() + LOG_EVERY_S
+        with unbound(), closing(populate(memory, threads_for(self._sharers), self._require_room)) as steps:
+            for ready_bytes in steps:
+                if progress is not None:
+                    progress(ready_bytes, self.length_bytes)
+                elif time.monotonic() >= log_s:
+                    log_s = time.monotonic() + LOG_EVERY_S
+                    logger.info("Host memory: %s of %s are ready", _words(ready_bytes), _words(self.length_bytes))
+                while self.pinned and address < end:
+                    piece_end = min(end, (address // PIN_PIECE_BYTES + 1) * PIN_PIECE_BYTES)
+                    if self.region.address + ready_bytes < piece_end:
+                        break
+                    self.pinned = _lock(address, piece_end - address)
+                    if self.pinned:
+                        self._pieces.append(address)
                         address = piece_end
 
     def _require_room(self, wanted_bytes: int) -> None:
@@ -183,8 +183,8 @@ class HostSlab:
         usable_bytes = available_bytes - min(int(available_bytes * RESERVE_SHARE), RESERVE_LIMIT_BYTES)
         if wanted_bytes <= usable_bytes:
             return
-        relay_bytes = self.length_bytes - self.memory_bytes
         had_bytes = self.length_bytes - wanted_bytes
+        relay_bytes = self.length_bytes - self.memory_bytes
         fits = ((usable_bytes + had_bytes - relay_bytes) * self._sharers >> 20) << 20
         ranks = f" (for {self._sharers} ranks)" if self._sharers > 1 else ""
         advice = (
@@ -215,7 +215,7 @@ def _lock(address: int, length_bytes: int) -> bool:
         return True
     if code == _NOT_SUPPORTED:
         with suppress(OSError, AttributeError):
-            runtime().cudaGetLastError()  # else torch takes it for the error of its next kernel
+            cuda_runtime().cudaGetLastError()  # else torch takes it for the error of its next kernel
         logger.warning(
             "Host memory stays pageable: CUDA cannot page-lock it here (error 801, confidential computing). Copies "
             "between it and the GPU are slower"
@@ -231,52 +231,26 @@ def _lock(address: int, length_bytes: int) -> bool:
 
 
 def _prefer_node(region: MemoryRegion, device: int | None) -> str:
-    """Ask for pages on the NUMA node of a GPU, or else on the caller's, wherever its helpers run; says in words what
-    came of it, and never fails.
+    """Ask for pages on the NUMA node of a GPU, or of the caller's core, wherever its helpers run. Returns the node, or
+    what stood against it; never fails.
     """
     try:
-        nodes = Path("/sys/devices/system/node")
-        if len(list(nodes.glob("node[0-9]*"))) < 2:
-            return "the only one"
-        node, whose, why = -1, "the GPU's", ""
         if device is not None:
-            try:
-                node = _node_of(device)
-                why = "" if node >= 0 else "; the GPU has none"
-            except Exception as error:  # noqa: BLE001 - then the caller's will do
-                why = f"; the GPU's is not known: {error!r}"
-        if node < 0:
+            facts: Any = torch.cuda.get_device_properties(device)  # torch's stubs know no PCI address
+            address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+            node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+        else:
             (home,) = Path(f"/sys/devices/system/cpu/cpu{_LIBC.sched_getcpu()}").glob("node[0-9]*")
-            node, whose = int(home.name.removeprefix("node")), f"the thread's{why}"
-        mask = (ctypes.c_ulong * (node // 64 + 1))()
+            node = int(home.name.removeprefix("node"))
+        mask = (ctypes.c_ulong * (max(0, node) // 64 + 1))()
         mask[node // 64] = 1 << node % 64
         call = _MBIND[platform.machine()]
         arguments = (region.address, region.length_bytes, _MPOL_PREFERRED, ctypes.addressof(mask), 64 * len(mask) + 1)
-        if _LIBC.syscall(ctypes.c_long(call), *map(ctypes.c_ulong, arguments), ctypes.c_ulong(0)):
-            return f"as the helpers' ({whose}, {node}, was refused: {os.strerror(ctypes.get_errno())})"
-        return f"{node} ({whose})"
+        if node < 0 or _LIBC.syscall(ctypes.c_long(call), *map(ctypes.c_ulong, arguments), ctypes.c_ulong(0)):
+            return f"any ({node} cannot be asked for)"
+        return str(node)
     except Exception as error:  # noqa: BLE001 - locality is a wish
-        return f"as the helpers' ({error!r})"
-
-
-def _node_of(device: int) -> int:
-    """Return the NUMA node of a GPU; below 0 where it has none."""
-    facts: Any = torch.cuda.get_device_properties(device)  # torch's stubs know no PCI address
-    address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-    return int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
-
-
-def _log_progress() -> Progress:
-    """Log every few seconds."""
-    next_s = time.monotonic() + LOG_EVERY_S
-
-    def report(done_bytes: int, total_bytes: int) -> None:
-        nonlocal next_s
-        if time.monotonic() >= next_s:
-            next_s = time.monotonic() + LOG_EVERY_S
-            logger.info("Host memory: %s of %s are ready", _words(done_bytes), _words(total_bytes))
-
-    return report
+        return f"any ({error!r})"
 
 
 def _words(size_bytes: int) -> str:

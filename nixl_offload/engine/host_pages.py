@@ -63,28 +63,18 @@ def populate(memory: npt.NDArray[np.uint8], threads: int, before: Callable[[int]
             end = min(total_bytes, begin + STEP_BYTES)
             if pages.crawl(total_bytes - begin):
                 _avoid_huge(memory[begin:])
-            steps.append((end, _start(pool, memory[begin:end])))
-            while len(steps) > threads or (steps and steps[0][1].done()):
-                yield _settle(steps, pages)
-        while steps:
-            yield _settle(steps, pages)
+            try:
+                step = pool.submit(_bring_in, memory[begin:end])
+            except RuntimeError:  # no thread can be started: this one does it
+                step = Future()
+                step.set_result(_bring_in(memory[begin:end]))
+            steps.append((end, step))
+            while len(steps) > threads or (steps and (end == total_bytes or steps[0][1].done())):
+                ready_bytes, step = steps.popleft()
+                pages.rates.append(STEP_BYTES / max(step.result(), 1e-9))
+                yield ready_bytes
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _start(pool: ThreadPoolExecutor, memory: npt.NDArray[np.uint8]) -> Future[float]:
-    try:
-        return pool.submit(_bring_in, memory)
-    except RuntimeError:  # no thread can be started: this one does it
-        done: Future[float] = Future()
-        done.set_result(_bring_in(memory))
-        return done
-
-
-def _settle(steps: deque[tuple[int, Future[float]]], pages: HugePages) -> int:
-    end, step = steps.popleft()
-    pages.rates.append(STEP_BYTES / max(step.result(), 1e-9))
-    return end
 
 
 class HugePages:

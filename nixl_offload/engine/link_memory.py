@@ -9,17 +9,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.chunk.layout import ChunkBlocks, KVLayout, job_extents
 from nixl_offload.engine import image
+from nixl_offload.engine.device_packer import DEVICE_BYTES
+from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.image import GroupPlan, Spans, TransferPath
 from nixl_offload.engine.records import Chunk
-from nixl_offload.engine.slot_headers import SlotHeaders
-from nixl_offload.engine.staging import DeviceStagingPool, Slot, SlotPool, StagingPool
+from nixl_offload.engine.staging import MIN_SLOTS, SlotPool, Staging, device_pool, host_pool
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, MemoryRegion, Mover, Op, Transfer
@@ -31,16 +33,9 @@ logger = logging.getLogger(__name__)
 
 HEADER_PAGES = 256
 """One for each chunk that may be in flight: see ``transfer_paths.link_paths``."""
-
-
-class HostSlots(Protocol):
-    """The slots that ``Chunk.host_offset`` names: what the engine needs of ``host.HostSlab``."""
-
-    region: MemoryRegion
-    headers: SlotHeaders
-
-    def slot(self, offset: int, slot_bytes: int) -> Slot:
-        """Return a view of a slot. Raises LayoutError where there is none."""
+SPARED_SHARE = 0.25
+"""Of a device's memory that is free, and that the model has not claimed, staging takes so much. The rest is for CUDA
+graphs, libraries and neighbours."""
 
 
 class TensorMemory(NamedTuple):
@@ -117,6 +112,41 @@ class LinkMemory:
                 yield self.link.mover.submit(op, memory, _extents(in_memory[rows]), file, _extents(in_file[rows]))
 
 
+def share_staging(
+    side: Staging,
+    wanted_bytes: int,
+    device: Device,
+    claimed_share: float,
+    *,
+    packers: int,
+    sharers: int,
+    layout: KVLayout,
+) -> tuple[Staging, int]:
+    """Return where an engine packs chunks, and its share of the staging memory that ``sharers`` engines divide.
+
+    ``claimed_share``: the part of the device's memory that the model has claimed (vLLM's ``gpu_memory_utilization``).
+    ``packers``: engines that have scratch there. Where the device can spare less than two chunks for each sharer,
+    chunks go through host memory.
+    """
+    share_bytes = wanted_bytes // sharers
+    if side == "host" or device.torch_device.type != "cuda":
+        return side, share_bytes
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device.torch_device)
+    # Much of what is free when a tier opens is for activations: only what was not claimed is to be had.
+    unclaimed_bytes = min(free_bytes, int(total_bytes * max(0.0, 1.0 - claimed_share)))
+    spared_bytes = max(0, int(unclaimed_bytes * SPARED_SHARE) - packers * DEVICE_BYTES) // sharers
+    least_bytes = MIN_SLOTS * max(layout.slot_bytes(group) for group in range(len(layout.groups)))
+    if spared_bytes >= least_bytes:
+        return "device", min(share_bytes, spared_bytes)
+    logger.warning(
+        "Chunks go through host memory: the device can spare %s for a tier, and two chunks take %s. "
+        "Lower gpu_memory_utilization or chunk_tokens.",
+        format_size(spared_bytes),
+        format_size(least_bytes),
+    )
+    return "host", share_bytes
+
+
 def open_link(
     link: Link,
     layout: KVLayout,
@@ -125,7 +155,7 @@ def open_link(
     staging_bytes: int,
     packs_on_device: bool,
     direct_min_extent_bytes: int,
-    host: HostSlots | None = None,
+    host: HostSlab | None = None,
     authenticated: bool = False,
 ) -> LinkMemory:
     """Allocate staging, register memory with the link's mover, each piece once, and choose how each group travels.
@@ -209,21 +239,18 @@ class _Opening:
             return f"its pages are not aligned to {limits.alignment_bytes} bytes"
         if smallest < min_extent_bytes:
             return f"its pieces of {smallest} bytes are smaller than {min_extent_bytes}"
-        return self._attempt("header pages", self._open_pages) or self._attempt(
-            f"group {group}", lambda: self._register_tensors(group)
-        )
+        why = self._attempt("header pages", lambda: self._open_host("direct", PAGE_BYTES, PAGE_BYTES * HEADER_PAGES))
+        return why or self._attempt(f"group {group}", lambda: self._register_tensors(group))
 
     def why_not_device(self) -> str:
         """Allocate staging on the device and register it."""
         if self._device.kind not in self._mover.memory_kinds:
             return f"{self._mover.name} cannot touch {self._device.kind.value}"
-        return self._attempt("device", self._open_device)
+        return self._attempt("staging on the device", self._open_device)
 
     def open_host(self) -> None:
         """Allocate staging in host memory, page-locked for an accelerator, and register it. Raises MoverError."""
-        pool = self._host_pool(self._slot_bytes, self._staging_bytes)
-        pool.memory = self._mover.register_memory(pool.region)
-        self.pools["host"] = pool
+        self._open_host("host", self._slot_bytes, self._staging_bytes)
 
     def _attempt(self, what: str, register: Callable[[], None]) -> str:
         if what not in self._refused:
@@ -240,18 +267,15 @@ class _Opening:
         except MoverError as error:
             raise MoverError(f"{what} cannot be registered: {error}") from error
 
-    def _open_pages(self) -> None:
-        pool = self._host_pool(PAGE_BYTES, PAGE_BYTES * HEADER_PAGES)
-        pool.memory = self._register(pool.region, "header pages")
-        self.pools["direct"] = pool
+    def _open_host(self, path: TransferPath, slot_bytes: int, budget_bytes: int) -> None:
+        pool = host_pool(slot_bytes=slot_bytes, budget_bytes=budget_bytes, page_locked=self._device.page_locks)
+        pool.memory = self._register(pool.region, "header pages" if path == "direct" else "staging in host memory")
+        self.pools[path] = pool
 
     def _open_device(self) -> None:
-        pool = DeviceStagingPool(slot_bytes=self._slot_bytes, budget_bytes=self._staging_bytes, device=self._device)
+        pool = device_pool(slot_bytes=self._slot_bytes, budget_bytes=self._staging_bytes, device=self._device)
         pool.memory = self._register(pool.region, "staging on the device")
         self.pools["device"] = pool
-
-    def _host_pool(self, slot_bytes: int, budget_bytes: int) -> StagingPool:
-        return StagingPool(slot_bytes=slot_bytes, budget_bytes=budget_bytes, pinned=self._device.page_locks)
 
     def _register_tensors(self, group: int) -> None:
         """Register what is not yet of a group's tensors, with all that lies in the same memory."""

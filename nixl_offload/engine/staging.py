@@ -1,7 +1,7 @@
 """Staging slots: page-aligned memory of the host or of a device, allocated and registered once, in which a chunk lies
 as it lies in its file.
 
-Threading: used by the pump alone after construction. Ownership: a slot belongs to its acquirer until it is
+Threading: a pool is used by the pump alone after construction. Ownership: a slot belongs to its acquirer until it is
 released; a slot whose memory a mover may still touch is retired instead and never handed out again.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import mmap
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Final, Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +27,8 @@ logger = logging.getLogger(__name__)
 Staging = Literal["host", "device"]
 """Where chunks are packed that do not go direct."""
 
-MIN_SLOTS = 2
+MIN_SLOTS: Final = 2
 """One that stores may hold while another is left for a load."""
-DEVICE_SHARE = 1 / 4
-"""Of the device memory that is free at start, staging takes at most so much: graphs and kernels need some later."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,17 +55,15 @@ SlotT = TypeVar("SlotT", Slot, DeviceSlot)
 class SlotPool(Generic[SlotT]):
     """Equal slots over one region. The memory lives as long as any reference to the pool or a slot does."""
 
-    region: MemoryRegion
     memory: MemoryId | None = None
     """What the mover that was given the region calls it."""
 
-    def __init__(self, slot_bytes: int, slots_total: int) -> None:
-        self.slot_bytes = slot_bytes
-        self.slots_total = slots_total
-        self._free = list(range(slots_total - 1, -1, -1))
-        self._is_free = bytearray(b"\1" * slots_total)
-        self._slots: list[SlotT | None] = [None] * slots_total
-        """Those that were handed out before."""
+    def __init__(self, region: MemoryRegion, slots: list[SlotT]) -> None:
+        """``slots``: all of ``region``, one behind the other."""
+        self.region = region
+        self.slots_total = len(slots)
+        self.slot_bytes = region.length_bytes // len(slots)
+        self._free: dict[int, SlotT] = {slot.index: slot for slot in reversed(slots)}
         self._retired = 0
 
     @property
@@ -82,21 +78,13 @@ class SlotPool(Generic[SlotT]):
 
     def acquire(self) -> SlotT | None:
         """Take a slot, or None if all are in use. Its bytes are those of an earlier chunk."""
-        if not self._free:
-            return None
-        index = self._free.pop()
-        self._is_free[index] = False
-        slot = self._slots[index]
-        if slot is None:
-            slot = self._slots[index] = self._slot(index)
-        return slot
+        return self._free.popitem()[1] if self._free else None
 
     def release(self, slot: SlotT) -> None:
         """Give a slot back. Nothing may touch its memory any more. Raises RuntimeError if it is not out."""
-        if self._is_free[slot.index]:
+        if slot.index in self._free:
             raise RuntimeError(f"staging slot {slot.index} was released twice")
-        self._is_free[slot.index] = True
-        self._free.append(slot.index)
+        self._free[slot.index] = slot
 
     def retire(self, slot: SlotT) -> None:
         """Never hand this slot out again: something may still write to it."""
@@ -108,86 +96,57 @@ class SlotPool(Generic[SlotT]):
             self.slots_total,
         )
 
-    def _slot(self, index: int) -> SlotT:
-        raise NotImplementedError
+
+def host_pool(*, slot_bytes: int, budget_bytes: int, page_locked: bool = False) -> SlotPool[Slot]:
+    """Return slots in host memory: as many as ``budget_bytes`` holds, and at least ``MIN_SLOTS``.
+
+    ``page_locked``: copies to and from a device need that to be asynchronous (``Device.page_locks``). Raises MoverError
+    when the host does not have so much.
+    """
+    slots_total = _slots_total(budget_bytes, slot_bytes)
+    slot_bytes = align_up(slot_bytes)
+    memory = _allocate(slots_total * slot_bytes, page_locked=page_locked)
+    region = MemoryRegion(memory.ctypes.data, len(memory))
+    begins = enumerate(range(0, len(memory), slot_bytes))
+    return SlotPool(region, [Slot(index, begin, memory[begin : begin + slot_bytes]) for index, begin in begins])
 
 
-class StagingPool(SlotPool[Slot]):
-    """Slots in host memory."""
+def device_pool(*, slot_bytes: int, budget_bytes: int, device: Device) -> SlotPool[DeviceSlot]:
+    """Return slots in the memory of ``device``, counted as for ``host_pool``.
 
-    def __init__(self, *, slot_bytes: int, budget_bytes: int, pinned: bool = False) -> None:
-        """Allocate as many slots as ``budget_bytes`` holds, at least ``MIN_SLOTS`` (then a warning says so).
-
-        ``pinned`` asks torch for page-locked memory, which copies to and from a device need to be asynchronous: see
-        ``Device.page_locks``. Raises MoverError when the host does not have so much.
-        """
-        slot_bytes = align_up(slot_bytes)
-        slots_total = budget_bytes // slot_bytes
-        if slots_total < MIN_SLOTS:
-            logger.warning(
-                "staging_bytes=%d holds fewer than %d chunks of %d bytes; using %d bytes",
-                budget_bytes,
-                MIN_SLOTS,
-                slot_bytes,
-                MIN_SLOTS * slot_bytes,
-            )
-            slots_total = MIN_SLOTS
-        super().__init__(slot_bytes, slots_total)
-        self._memory = _allocate(slots_total * slot_bytes, pinned=pinned)
-        self.region = MemoryRegion(self._memory.ctypes.data, len(self._memory))
-
-    def _slot(self, index: int) -> Slot:
-        start = index * self.slot_bytes
-        return Slot(index, start, self._memory[start : start + self.slot_bytes])
-
-
-class DeviceStagingPool(SlotPool[DeviceSlot]):
-    """Slots in the memory of a device."""
-
-    def __init__(self, *, slot_bytes: int, budget_bytes: int, device: Device) -> None:
-        """Allocate as many slots as ``budget_bytes`` holds, of what is free on the device at most ``DEVICE_SHARE``, and
-        never fewer than ``MIN_SLOTS``. A warning says so when they are others than asked for.
-
-        Waits until the device has done what the caller queued, for movers follow no stream. Raises MoverError when
-        the device has no room: a model that finds no memory any more ends the engine, and chunks can go through host
-        memory.
-        """
-        slot_bytes = align_up(slot_bytes)
-        wanted, free_bytes = budget_bytes // slot_bytes, _free_bytes(device)
-        spared = wanted if free_bytes is None else int(free_bytes * DEVICE_SHARE) // slot_bytes
-        slots_total = max(MIN_SLOTS, min(wanted, spared))
-        has_room = free_bytes is None or spared >= MIN_SLOTS
-        memory = _allocate_on(device, slots_total * slot_bytes) if has_room else None
-        free = (
-            "" if free_bytes is None else f"; {format_size(free_bytes)} are free, {DEVICE_SHARE:.0%} of it may be taken"
+    Waits until the device has done what the caller queued, for movers follow no stream. Raises MoverError when the
+    device has no room.
+    """
+    slots_total = _slots_total(budget_bytes, slot_bytes)
+    slot_bytes = align_up(slot_bytes)
+    memory = _allocate_on(device, slots_total * slot_bytes)
+    if memory is None:
+        raise MoverError(
+            f"{device.torch_device} has no room for {slots_total} staging slots of {format_size(slot_bytes)}: lower "
+            "gpu_memory_utilization or blocks_per_chunk, or let the tier stage in host memory"
         )
-        if memory is None:
-            wanted_words = f"{slots_total} staging slots of {format_size(slot_bytes)}{free}"
-            raise MoverError(
-                f"{device.torch_device} has no room for {wanted_words}: lower gpu_memory_utilization or "
-                "blocks_per_chunk, or let the tier stage in host memory"
-            )
-        if slots_total != wanted:
-            logger.warning(
-                "staging_bytes=%d, in device memory: %d slots of %d bytes are used instead of %d%s",
-                budget_bytes,
-                slots_total,
-                slot_bytes,
-                wanted,
-                free,
-            )
-        super().__init__(slot_bytes, slots_total)
-        self._memory = memory
-        self.region = MemoryRegion(memory.data_ptr(), len(memory), device.kind, device.number)
-
-    def _slot(self, index: int) -> DeviceSlot:
-        start = index * self.slot_bytes
-        return DeviceSlot(index, start, self._memory[start : start + self.slot_bytes])
+    region = MemoryRegion(memory.data_ptr(), len(memory), device.kind, device.number)
+    begins = enumerate(range(0, len(memory), slot_bytes))
+    return SlotPool(region, [DeviceSlot(index, begin, memory[begin : begin + slot_bytes]) for index, begin in begins])
 
 
-def _allocate(length_bytes: int, *, pinned: bool) -> npt.NDArray[np.uint8]:
+def _slots_total(budget_bytes: int, slot_bytes: int) -> int:
+    slot_bytes = align_up(slot_bytes)
+    if budget_bytes >= MIN_SLOTS * slot_bytes:
+        return budget_bytes // slot_bytes
+    logger.warning(
+        "staging_bytes=%d holds fewer than %d chunks of %d bytes; using %d bytes",
+        budget_bytes,
+        MIN_SLOTS,
+        slot_bytes,
+        MIN_SLOTS * slot_bytes,
+    )
+    return MIN_SLOTS
+
+
+def _allocate(length_bytes: int, *, page_locked: bool) -> npt.NDArray[np.uint8]:
     """Return page-aligned memory of shape (length_bytes,). Raises MoverError."""
-    if not pinned:
+    if not page_locked:
         try:
             area = mmap.mmap(-1, length_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -214,11 +173,3 @@ def _allocate_on(device: Device, length_bytes: int) -> torch.Tensor | None:
     stream.synchronize()
     start = -memory.data_ptr() % PAGE_BYTES
     return memory[start : start + length_bytes]
-
-
-def _free_bytes(device: Device) -> int | None:
-    """What is free on the device now; None where that is not known."""
-    if device.torch_device.type != "cuda":
-        return None
-    free_bytes, _ = torch.cuda.mem_get_info(device.torch_device)
-    return free_bytes

@@ -7,15 +7,20 @@ Threading: ``Streams.compute_fence`` on the thread that submits to the model's s
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import logging
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from nixl_offload.engine import own_streams
 from nixl_offload.movers.base import MemoryKind
+
+logger = logging.getLogger(__name__)
 
 
 class Fence(Protocol):
@@ -144,16 +149,28 @@ class _CudaFence:
 
 
 class _CudaStream:
-    """The thread that drives it works on its device from then on."""
+    """The thread that drives it works on its device from then on.
+
+    Torch deals its own streams out of a pool of 32 for each GPU, in turn: a copy on one of them could wait for what
+    vLLM or a library has queued there. So these are made here, and lent for the life of this object. They are never
+    destroyed: torch records events on every stream that touched page-locked memory when that memory is freed, which may
+    be long after an engine was closed. What is still queued on one is done before what its next owner queues.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         _take_thread_to(device)
-        own = own_streams.take(device)
-        self._stream = torch.Stream(device) if own is None else own.stream
-        if own is not None:
-            # Lent for as long as anybody can queue something on it.
-            weakref.finalize(self, own.give_back).atexit = False
+        free = _FREE.setdefault(device.index, deque())
+        try:
+            handle = free.pop()
+        except IndexError:
+            handle = _new_handle()
+        if not handle:
+            self._stream = torch.Stream(device)
+            return
+        wrap: Any = torch.cuda.ExternalStream  # torch has no types for it
+        self._stream = wrap(handle, device)
+        weakref.finalize(self, free.append, handle).atexit = False
 
     def run(self, work: Callable[[], None]) -> None:
         _take_thread_to(self._device)
@@ -173,6 +190,42 @@ class _CudaStream:
 
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+
+_FREE: dict[int, deque[int]] = {}
+"""Handles of streams that may be lent again, by the number of their GPU. A garbage collection may give one back on any
+thread: each operation on it is one of the interpreter's.
+"""
+_NON_BLOCKING = 1
+"""Neither waits for CUDA's default stream, nor that for it."""
+
+
+def _new_handle() -> int:
+    """Return a new stream of the calling thread's current GPU; 0 where CUDA gives none."""
+    handle = ctypes.c_void_p()
+    try:
+        error = cuda_runtime().cudaStreamCreateWithFlags(ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING))
+        why = f"error {error} of cudaStreamCreateWithFlags" if error else ""
+    except (OSError, AttributeError) as problem:
+        why = str(problem)
+    if why:
+        _complain(why)
+        return 0
+    return handle.value or 0
+
+
+@functools.cache
+def _complain(why: str) -> None:
+    logger.warning("No CUDA streams of our own (%s): copies may wait for others' work on torch's streams", why)
+
+
+@functools.cache
+def cuda_runtime() -> Any:
+    """Return the CUDA runtime that torch has loaded. Raises OSError."""
+    version = torch.version.cuda
+    if version is None:
+        raise OSError("this torch is built without CUDA")
+    return ctypes.CDLL(f"libcudart.so.{version.partition('.')[0]}")
 
 
 def _take_thread_to(device: torch.device) -> None:

@@ -33,10 +33,10 @@ from nixl_offload.engine.autotune import TransferPlan, open_planned, plan_tier, 
 from nixl_offload.engine.device_packer import DeviceGroups
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.jobs import JobTable
+from nixl_offload.engine.link_memory import share_staging
 from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.packer import pages_of
 from nixl_offload.engine.staging import Staging
-from nixl_offload.engine.staging_share import share_staging, spared_bytes
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.errors import TierError
 from nixl_offload.hardware.cores import unbound
@@ -342,8 +342,15 @@ def open_tier_engine(
         undo.callback(mover.close)
         link = open_link(tier, place, rank, mover)
         undo.callback(link.close)
-        spared = spared_bytes(device, memory.claimed_share, len(config.tiers))
-        side, staging_bytes = share_staging(side, config.staging_bytes, spared, len(config.stored), memory.layout)
+        side, staging_bytes = share_staging(
+            side,
+            config.staging_bytes,
+            device,
+            memory.claimed_share,
+            packers=len(config.tiers),
+            sharers=len(config.stored),
+            layout=memory.layout,
+        )
         engine = Engine(
             table=table,
             tensors=memory.tensors,

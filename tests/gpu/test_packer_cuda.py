@@ -21,7 +21,7 @@ from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.kernels.torch_kernels import Page
 from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.packer import HostPacker
-from nixl_offload.engine.staging import StagingPool
+from nixl_offload.engine.staging import host_pool
 from nixl_offload.engine.streams import READY, Fence, device_of
 from nixl_offload.types import Key, Location, Outcome
 from tests.unit.device_rig import at_once
@@ -54,7 +54,7 @@ def test_gather_scatter_and_checksums_equal_the_host(group: int) -> None:
         DevicePacker(device, PAGES, device_of(device[0])),
     )
     block_bytes = sum(page.bytes for page in PAGES[group])
-    pool = StagingPool(slot_bytes=len(IDS) * block_bytes, budget_bytes=1 << 20, pinned=True)
+    pool = host_pool(slot_bytes=len(IDS) * block_bytes, budget_bytes=1 << 20, page_locked=True)
     slot = pool.acquire()
     assert slot is not None
     payload = slot.memory[: len(IDS) * block_bytes].reshape(len(IDS), block_bytes)

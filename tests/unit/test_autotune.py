@@ -1,10 +1,9 @@
 """Proves which mover is taken between a device and a directory's files, that no fault of storage meanwhile keeps an
-engine from starting or frees memory that late I/O may touch, and how much staging a tier gets.
+engine from starting or frees memory that late I/O may touch.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from nixl_offload.config import SlabConfig
 from nixl_offload.engine import autotune
 from nixl_offload.engine.autotune import Speed, TransferPlan, best_of, measure, open_planned, plan_tier
 from nixl_offload.engine.pump import LEAKED
-from nixl_offload.engine.staging_share import share_staging, spared_bytes
 from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.movers.base import MemoryKind, Mover, Op
@@ -180,26 +178,3 @@ def test_a_planned_mover_that_opens_no_more_is_passed_over(
     assert "kvikio: gone" in caplog.text
     with pytest.raises(MoverUnavailableError):
         open_planned(tier_at(tmp_path, "kvikio"), str(tmp_path), DEVICE, None)
-
-
-def test_staging_keeps_to_what_the_device_can_spare(caplog: pytest.LogCaptureFixture) -> None:
-    """Less than asked for, down to two chunks for each engine; below that through host memory, as much as asked for."""
-    layout = layout_of()
-    two = 2 * layout.slot_bytes(0)
-    assert share_staging("device", 64 * MIB, None, 2, layout) == ("device", 32 * MIB)
-    assert share_staging("device", 64 * MIB, 40 * MIB, 2, layout) == ("device", 20 * MIB)
-    assert share_staging("device", 64 * MIB, 2 * two, 2, layout) == ("device", two)
-    assert not caplog.records
-    with caplog.at_level(logging.WARNING):
-        assert share_staging("device", 64 * MIB, 2 * two - 2, 2, layout) == ("host", 32 * MIB)
-    assert "gpu_memory_utilization" in caplog.text
-
-
-def test_what_the_model_has_claimed_is_not_spared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much of it is free at start: activations come later."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 << 30, 80 << 30))
-    device = Device(torch.device("cuda"), MemoryKind.VRAM, HostStreams())
-    assert spared_bytes(device, 0.9, 0) == pytest.approx(2 << 30, rel=1e-6)
-    assert spared_bytes(device, 0.9, 3) == pytest.approx((2 << 30) - 3 * (128 << 20), rel=1e-6), "for copies"
-    assert spared_bytes(device, 1.0, 1) == 0
-    assert spared_bytes(DEVICE, 0.9, 1) is None

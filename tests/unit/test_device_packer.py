@@ -23,7 +23,7 @@ from nixl_offload.engine import device_packer
 from nixl_offload.engine.device_packer import DeviceGroups, DevicePacker
 from nixl_offload.engine.kernels.torch_kernels import Page
 from nixl_offload.engine.packer import HostPacker
-from nixl_offload.engine.staging import DeviceSlot, DeviceStagingPool
+from nixl_offload.engine.staging import DeviceSlot, SlotPool, device_pool
 from nixl_offload.engine.streams import READY, Device, Fence
 from nixl_offload.errors import LayoutError
 from tests.unit.device_rig import ThreadedStreams, emulated, settled
@@ -99,7 +99,7 @@ def one_layer(device: Device) -> DevicePacker:
     return DevicePacker([tensor], [[Page(0, 0, 512)]], device)
 
 
-def acquired(pool: DeviceStagingPool) -> DeviceSlot:
+def acquired(pool: SlotPool[DeviceSlot]) -> DeviceSlot:
     slot = pool.acquire()
     assert slot is not None
     return slot
@@ -125,7 +125,7 @@ def test_chunks_lie_in_their_slots_as_on_the_host_and_come_back(
     block_bytes = sum(page.bytes for page in pages)
     ids = np.split(np.random.default_rng(3).permutation(BLOCKS)[: sum(counts)].astype(np.int32), np.cumsum(counts)[:-1])
     ends = [HEADER_BYTES + (first + count) * block_bytes for count in counts]
-    pool = DeviceStagingPool(slot_bytes=max(ends) + 300, budget_bytes=1 << 20, device=device)
+    pool = device_pool(slot_bytes=max(ends) + 300, budget_bytes=1 << 20, device=device)
     slots = [acquired(pool) for _ in range(len(counts) + 1)]  # the last is nobody's
     images = [noise(pool.slot_bytes, 50 + number) for number in range(len(slots))]
     for slot, image in zip(slots, images, strict=True):

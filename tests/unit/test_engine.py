@@ -34,9 +34,9 @@ make = pytest.fixture(rigs)
 def real_mover(name: str) -> Mover:
     mover = make_mover(name)
     try:
-        from nixl_offload.engine.staging import StagingPool
+        from nixl_offload.engine.staging import host_pool
 
-        pool = StagingPool(slot_bytes=4096, budget_bytes=8192)
+        pool = host_pool(slot_bytes=4096, budget_bytes=8192)
         mover.unregister_memory(mover.register_memory(pool.region))
     except MoverError as error:
         mover.close()

@@ -137,7 +137,8 @@ def test_memory_that_cuda_cannot_page_lock_stays_pageable(
         return 801
 
     monkeypatch.setattr(host_module, "_cudart", lambda: SimpleNamespace(cudaHostRegister=refuse))
-    monkeypatch.setattr(host_module, "runtime", lambda: SimpleNamespace(cudaGetLastError=lambda: forgotten.append(801)))
+    runtime = SimpleNamespace(cudaGetLastError=lambda: forgotten.append(801))
+    monkeypatch.setattr(host_module, "cuda_runtime", lambda: runtime)
     monkeypatch.setattr(host_module, "PIN_PIECE_BYTES", 4 * MIB)
     with caplog.at_level(logging.INFO):
         slab = HostSlab(memory_bytes=16 * MIB, relay_slots=0, slot_bytes=4096, pinned=True)

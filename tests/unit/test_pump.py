@@ -22,7 +22,7 @@ from nixl_offload.engine.staging import Slot, SlotPool
 from nixl_offload.engine.states import Lane, WorkKind
 from nixl_offload.engine.streams import READY, Fence
 from nixl_offload.engine.transfer_statistics import Failure
-from nixl_offload.movers.base import Op, Transfer, TransferState
+from nixl_offload.movers.base import MemoryRegion, Op, Transfer, TransferState
 from nixl_offload.types import Key, Location, Outcome
 from tests.unit.rank_rig import causes_of
 
@@ -62,10 +62,8 @@ class Slots(SlotPool[Slot]):
     """Two staging slots."""
 
     def __init__(self) -> None:
-        super().__init__(CHUNK, 2)
-
-    def _slot(self, index: int) -> Slot:
-        return Slot(index, index * CHUNK, np.empty(CHUNK, dtype=np.uint8))
+        slots = [Slot(index, index * CHUNK, np.empty(CHUNK, dtype=np.uint8)) for index in range(2)]
+        super().__init__(MemoryRegion(0, 2 * CHUNK), slots)
 
 
 class CountedTurn(Turn):

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from nixl_offload.engine.staging import DeviceStagingPool, StagingPool
+from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
+from nixl_offload.engine.link_memory import share_staging
+from nixl_offload.engine.staging import Staging, device_pool, host_pool
 from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryKind
@@ -24,11 +26,11 @@ DEVICE = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
 
 def test_a_budget_too_small_for_two_slots_is_exceeded_and_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        pool = StagingPool(slot_bytes=1 << 20, budget_bytes=4096)
+        pool = host_pool(slot_bytes=1 << 20, budget_bytes=4096)
         assert pool.slots_total == 2
         assert "staging_bytes=4096" in caplog.text
         caplog.clear()
-        StagingPool(slot_bytes=1 << 20, budget_bytes=2 << 20)
+        host_pool(slot_bytes=1 << 20, budget_bytes=2 << 20)
         assert not caplog.records, "two are enough"
 
 
@@ -46,7 +48,7 @@ def test_page_locked_slots_are_aligned_too_and_take_no_page_more_than_they_must(
         return torch.from_numpy(area[begins_at : begins_at + length_bytes])
 
     monkeypatch.setattr(torch, "empty", empty)
-    pool = StagingPool(slot_bytes=PAGE_BYTES, budget_bytes=5 * PAGE_BYTES, pinned=True)
+    pool = host_pool(slot_bytes=PAGE_BYTES, budget_bytes=5 * PAGE_BYTES, page_locked=True)
     assert [length_bytes // PAGE_BYTES for length_bytes in lengths] == asked
     assert (pool.slots_total, pool.region.length_bytes) == (5, 5 * PAGE_BYTES)
     assert pool.region.address % PAGE_BYTES == 0
@@ -59,50 +61,48 @@ def test_page_locked_slots_are_aligned_too_and_take_no_page_more_than_they_must(
     assert (area[begin + 4 * PAGE_BYTES : begin + 5 * PAGE_BYTES] == 5).all()
 
 
-def test_a_retired_slot_never_comes_back() -> None:
-    pool = StagingPool(slot_bytes=4096, budget_bytes=3 * 4096)
-    bad = pool.acquire()
-    assert bad is not None
-    pool.retire(bad)
-    assert pool.usable == 2
-    rest = [pool.acquire(), pool.acquire()]
-    assert bad.index not in {slot.index for slot in rest if slot is not None}
-    assert pool.acquire() is None
-
-
-def limited(monkeypatch: pytest.MonkeyPatch, limit_bytes: int) -> None:
-    """A device that gives so much at once."""
-    empty = torch.empty
-
-    def given(size: int, **options: object) -> torch.Tensor:
-        if size > limit_bytes:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return empty(size, **options)  # type: ignore[call-overload, no-any-return]
-
-    monkeypatch.setattr(torch, "empty", given)
-
-
 def test_a_device_without_room_says_what_can_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    limited(monkeypatch, 1 << 20)
+    def full(size: int, **_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(MoverError, match=r"no room for 30 staging slots of 1MiB.*gpu_memory_utilization.*host memory"):
-        DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=DEVICE)
+        device_pool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=DEVICE)
 
 
-def test_staging_takes_no_more_than_its_share_of_a_devices_free_memory(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("side", "free_bytes", "claimed", "packers", "wanted", "found"),
+    [
+        ("device", 79 * GIB, 0.9, 0, 64 * MIB, ("device", 32 * MIB)),
+        ("device", 79 * GIB, 0.9, 0, 8 * GIB, ("device", GIB)),  # activations come later: only 8 GiB are not claimed
+        ("device", 2 * GIB, 0.9, 0, 8 * GIB, ("device", GIB // 4)),  # others use the device as well
+        ("device", 79 * GIB, 0.9, 3, 8 * GIB, ("device", GIB - 3 * 64 * MIB)),  # room for copies
+        ("device", 79 * GIB, 1.0, 1, 64 * MIB, ("host", 32 * MIB)),
+        ("host", 79 * GIB, 0.9, 0, 64 * MIB, ("host", 32 * MIB)),
+    ],
+)
+def test_staging_keeps_to_what_the_device_can_spare(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    side: Staging,
+    free_bytes: int,
+    claimed: float,
+    packers: int,
+    wanted: int,
+    found: tuple[str, int],
 ) -> None:
-    """What the model may still want is not ours; where two slots are too much, chunks go through host memory."""
+    """A quarter of what is free and not claimed, for two tiers; through host memory where two chunks are too much."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes, 80 * GIB))
+    layout = KVLayout((RegionSpec(0, GIB, 64, 8192, 8192),), (GroupLayout.of_pages([(0, 8192)]),), 4)
     device = Device(torch.device("cuda"), MemoryKind.VRAM, HostStreams())
-    free_bytes, empty = 32 << 20, torch.empty
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes, 80 << 30))
-    monkeypatch.setattr(torch, "empty", lambda length_bytes, *, dtype, device: empty(length_bytes, dtype=dtype))
-    assert DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=device).slots_total == 8
-    assert "32MiB are free" in caplog.text
-    free_bytes = 8 << 20
-    assert DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=device).slots_total == 2
-    free_bytes = (8 << 20) - 1
-    with pytest.raises(MoverError, match=r"no room for 2 staging slots of 1MiB.*25% of it may be taken.*host memory"):
-        DeviceStagingPool(slot_bytes=1 << 20, budget_bytes=30 << 20, device=device)
+    options = {"packers": packers, "sharers": 2, "layout": layout}
+    side, share_bytes = share_staging(side, wanted, device, claimed, **options)
+    assert (side, share_bytes) == (found[0], pytest.approx(found[1], rel=1e-6))
+    assert ("gpu_memory_utilization" in caplog.text) == (claimed == 1.0)
+    assert share_staging("device", wanted, DEVICE, claimed, **options) == ("device", wanted // 2)
 
 
 def test_memory_of_a_device_is_not_handed_out_while_the_model_may_still_write_there(
@@ -114,7 +114,7 @@ def test_memory_of_a_device_is_not_handed_out_while_the_model_may_still_write_th
         monkeypatch.setattr(torch, "empty", lambda *_, **__: reused)
         streams.compute.run(lambda: time.sleep(0.1))
         streams.compute.run(lambda: reused.__setitem__(slice(None), 9))
-        pool = DeviceStagingPool(slot_bytes=PAGE_BYTES, budget_bytes=2 * PAGE_BYTES, device=emulated(streams))
+        pool = device_pool(slot_bytes=PAGE_BYTES, budget_bytes=2 * PAGE_BYTES, device=emulated(streams))
         slot = pool.acquire()
         assert slot is not None
         assert (slot.memory == 9).all()
@@ -122,7 +122,7 @@ def test_memory_of_a_device_is_not_handed_out_while_the_model_may_still_write_th
 
 def test_slots_on_a_device_are_aligned_disjoint_and_inside_one_region_of_it(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        pool = DeviceStagingPool(slot_bytes=5000, budget_bytes=8192 * 5 + 100, device=DEVICE)
+        pool = device_pool(slot_bytes=5000, budget_bytes=8192 * 5 + 100, device=DEVICE)
     assert (pool.slots_total, pool.slot_bytes, pool.region.length_bytes) == (5, 8192, 5 * 8192)
     assert (pool.region.kind, pool.region.device_id) == (MemoryKind.VRAM, 0)
     slots = [pool.acquire() for _ in range(5)]

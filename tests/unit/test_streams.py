@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nixl_offload.engine import own_streams
+from nixl_offload.engine import streams as streams_module
 from nixl_offload.engine.streams import CudaStreams, Stream, model_on_default_stream
 
 
@@ -110,8 +110,8 @@ class _External(_Recorded):
 def cuda(monkeypatch: pytest.MonkeyPatch) -> PlayedRuntime:
     """As much of CUDA as makes streams; the calling thread's device is the one that is asked for."""
     runtime = PlayedRuntime()
-    monkeypatch.setattr(own_streams, "runtime", lambda: runtime)
-    monkeypatch.setattr(own_streams, "_FREE", {})
+    monkeypatch.setattr(streams_module, "cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(streams_module, "_FREE", {})
     monkeypatch.setattr(torch.cuda, "ExternalStream", _External)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -131,10 +131,10 @@ def test_streams_are_lent_again_and_never_destroyed(cuda: PlayedRuntime) -> None
         made = [streams.new() for streams in devices for _ in range(3)]
         handles = [handle_of(stream) for stream in made]
         assert len(set(handles)) == 6
-        assert not set(handles[:3]) & set(own_streams._FREE.get(1, ()))
+        assert not set(handles[:3]) & set(streams_module._FREE.get(1, ()))
         del made
     assert len(cuda.flags) == 6
-    assert {number: len(handles) for number, handles in own_streams._FREE.items()} == {0: 3, 1: 3}
+    assert {number: len(handles) for number, handles in streams_module._FREE.items()} == {0: 3, 1: 3}
 
 
 def test_a_stream_that_is_held_is_nobody_elses(cuda: PlayedRuntime) -> None:
@@ -150,7 +150,7 @@ def test_without_streams_of_our_own_torchs_are_taken(
     cuda: PlayedRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is said once; slower, perhaps, but no reason to end anything."""
-    own_streams._complain.cache_clear()
+    streams_module._complain.cache_clear()
     cuda._error = 2
     streams = CudaStreams(torch.device("cuda", 0))
     assert all(type(streams.new()._stream) is _Recorded for _ in range(3))  # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ def test_without_streams_of_our_own_torchs_are_taken(
     def missing() -> None:
         raise OSError("libcudart.so.13: cannot open shared object file")
 
-    monkeypatch.setattr(own_streams, "runtime", missing)
+    monkeypatch.setattr(streams_module, "cuda_runtime", missing)
     assert type(streams.new()._stream) is _Recorded  # type: ignore[attr-defined]
     assert caplog.text.count("cannot open shared object file") == 1
 

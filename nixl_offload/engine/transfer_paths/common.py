@@ -23,9 +23,10 @@ from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import image
 from nixl_offload.engine.batch import Batch, Steps
 from nixl_offload.engine.copies import Packer, Payload
+from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.image import GroupPlan, Spans, TransferPath, host_slot
 from nixl_offload.engine.jobs import JobTable
-from nixl_offload.engine.link_memory import HostSlots, LinkMemory
+from nixl_offload.engine.link_memory import LinkMemory
 from nixl_offload.engine.pump import PumpPaths, Turn
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.records import Chunk
@@ -79,7 +80,7 @@ class Context:
     table: JobTable
     layout: KVLayout
     packer: Packer
-    host: HostSlots | None
+    host: HostSlab | None
     """The slots that chunks name; None: there are none."""
     namespaces: Sequence[bytes]
     """By group, what headers carry."""
