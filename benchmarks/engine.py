@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
-from nixl_offload.engine import ChainEngine, Chunk, Engine
+from nixl_offload.engine import Chunk, Job, LinkEngine, RankEngine, WorkKind
+from nixl_offload.engine.streams import READY
 from nixl_offload.movers.base import Op
 from nixl_offload.tiers.base import Link
 from nixl_offload.types import Outcome
@@ -36,23 +37,27 @@ class DrivenEngine:
     """Stores and loads chunks, a few jobs at a time."""
 
     def __init__(self, link: Link, layers: Sequence[torch.Tensor], layout: KVLayout, **options: Any) -> None:
-        """``options`` as for ``Engine``."""
-        self._rank = ChainEngine(1)
-        engine = Engine(
-            table=self._rank.table, tensors=layers, layout=layout, link=link, rank_namespace=bytes(32), **options
+        """``options`` as for ``LinkEngine``."""
+        self._rank = RankEngine(1)
+        engine = LinkEngine(
+            table=self._rank, tensors=layers, layout=layout, link=link, rank_namespace=bytes(32), **options
         )
         self._rank.join(0, engine)
         self._jobs = 0
 
     def move(self, op: Op, chunks: Sequence[Chunk], *, job_chunks: int, at_a_time: int) -> float:
         """Store or load these; return the seconds. RuntimeError: a chunk is not OK, or a job hangs."""
-        submit = self._rank.submit_store if op is Op.WRITE else self._rank.submit_load
+        kind = WorkKind.STORE if op is Op.WRITE else WorkKind.LOAD
         waiting = deque(chunks[at : at + job_chunks] for at in range(0, len(chunks), job_chunks))
         in_flight, began_s = 0, time.perf_counter()
         while waiting or in_flight:
             while waiting and in_flight < at_a_time:
                 self._jobs += 1
-                submit(self._jobs, waiting.popleft())
+                job = list(waiting.popleft())
+                for position, chunk in enumerate(job):
+                    chunk.position = position
+                fence = self._rank.compute_fence() or READY
+                self._rank.submit(Job(kind, job, len(job), fence, self._jobs))
                 in_flight += 1
             for done in self._rank.finished():
                 if set(done.outcomes) != {Outcome.OK}:

@@ -181,9 +181,9 @@ class Probes:
     """Notes how long threads go on without letting go of the interpreter, and what they do while they have let go."""
 
     def __init__(self) -> None:
+        from nixl_offload.engine.batch import Turn
         from nixl_offload.engine.host_copies import HostCopy
         from nixl_offload.engine.jobs import TierQueue
-        from nixl_offload.engine.pump import Turn
 
         self._without_s = 0.0
         self._stretches_s: list[float] = []

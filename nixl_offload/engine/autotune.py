@@ -23,7 +23,8 @@ import torch
 
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.config import DirectoryConfig
-from nixl_offload.engine.pump import POLL_S, leak
+from nixl_offload.engine.link_engine import POLL_S
+from nixl_offload.engine.pump import leak
 from nixl_offload.engine.staging import Staging
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError, MoverUnavailableError, NixlOffloadError

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.engine.records import Chunk, Completion, Job, Share, completion_of, settlement_of
+from nixl_offload.engine.records import Chunk, Completion, Job, Share
 from nixl_offload.engine.states import (
     LANES,
     READS_BLOCKS,
@@ -21,11 +22,10 @@ from nixl_offload.engine.states import (
     ChunkState,
     Lane,
     WorkKind,
-    claimed,
     when_closed,
     when_given_up,
 )
-from nixl_offload.engine.transfer_statistics import TransferStatistics, Waiting, Work
+from nixl_offload.engine.transfer_statistics import Waiting, Work
 from nixl_offload.types import Location, Outcome
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,9 @@ MOVE_QUEUE_LIMIT_S = 30.0
 STORE_GRACE_S = 0.005
 """How long, once their step has ended, stores are given to find a slot: time for the pump to wake up and to begin. A
 store that finds none waits for storage, and a step must not."""
+WAIT_LIMIT_S = 2.0
+"""How long ``wait`` lets tiers read source blocks, or finish loads. Only hung storage takes longer: that shall not hang
+the engine."""
 
 
 class JobTable:
@@ -48,9 +51,15 @@ class JobTable:
     """
 
     def __init__(
-        self, *, clock: Callable[[], float], load_timeout_s: float = 30.0, relay_offsets: Sequence[int] = ()
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        load_timeout_s: float = 30.0,
+        relay_offsets: Sequence[int] = (),
     ) -> None:
-        """``relay_offsets``: of the slots in the host slab for moves between farther tiers."""
+        """``load_timeout_s``: after that a load has failed. ``relay_offsets``: of the slots in the host slab for moves
+        between farther tiers.
+        """
         self.clock = clock
         self.queues: dict[int, TierQueue] = {}
         """Of the tiers that can be used, by position."""
@@ -61,9 +70,9 @@ class JobTable:
         """Of vLLM: those that have not ended."""
         self._tickets: dict[int, Job] = {}
         """By ticket: those that are not settled. Their job may have ended long ago."""
-        self._completions: list[Completion] = []
+        self._finished: list[Completion] = []
         self._settled: list[Completion] = []
-        self._statistics = TransferStatistics()
+        self._work = Work()
         self._expire_s = clock()
         self._relay_offsets = list(relay_offsets)
         """Of the relay slots that are free."""
@@ -80,47 +89,50 @@ class JobTable:
         with self._lock:
             self.queues = {queue.tier: queue for queue in queues}
 
-    def add(self, job: Job, lane: Lane, refused: tuple[Outcome, str] | None = None) -> None:
-        """Accept ``job``, all of its chunks queued in ``lane`` of their tiers. ``refused``: nothing of it is done.
+    def submit(self, job: Job) -> None:
+        """Accept ``job``, each of its chunks queued at the tier of its location; moves go behind everything else.
 
-        Chunks of no tier are FAILED at once, and stores DROPPED where those of their tier reach the queue's limit.
+        Chunks of no tier are FAILED at once, and stores DROPPED where those of their tier reach the queue's limit. The
+        blocks that a chunk stores must reach to its end. The caller keeps the slots that moves read or fill, and bounds
+        how many there are.
         """
         with self._lock:
-            if job.job_id in self._jobs or job.job_id in [done.job_id for done in self._completions]:
+            if job.job_id in self._jobs or job.job_id in [done.job_id for done in self._finished]:
                 logger.error("job %d was submitted twice; the second submit is ignored", job.job_id)
-                job.job_id, refused = None, (Outcome.DROPPED, "")
+                job.job_id, job.refused = None, (Outcome.DROPPED, "")
             if job.job_id is not None:
                 self._jobs[job.job_id] = job
             if job.ticket:
                 self._tickets[job.ticket] = job
+            job.submitted_s = self.clock()
             job.unfinished = len(job.chunks)
             for chunk in job.chunks:
-                chunk.job, chunk.queued_s = job, job.submitted_s
-                if not job.kind.in_background:
-                    is_promoted = chunk.host_offset is not None and job.kind is WorkKind.LOAD and job.ticket
-                    chunk.kind = WorkKind.PROMOTION if is_promoted else job.kind
-                job.unsettled += chunk.kind is WorkKind.PROMOTION or chunk.kind.in_background
+                chunk.queued_s = job.submitted_s
+                job.unsettled += chunk.kind.has_ticket
             if not job.unfinished:
-                self._tell(job)
+                self._report_job(job)
             if job.ticket and not job.unsettled:
-                self._settle_job(job)
-            if refused is not None:
+                self._report_ticket(job)
+            if job.refused is not None:
                 for chunk in job.chunks:
-                    self._finish(chunk, *refused, "refused")
-            else:
-                self._queue(job.chunks, lane)
-                self._grant_relays()
+                    self._finish(chunk, *job.refused, "refused")
+                return
+            lane = Lane.BACKGROUND if job.kind.in_background else Lane.STORE if job.kind.writes else Lane.LOAD
+            self._queue(job.chunks, Lane.EXPEDITED_LOAD if job.is_expedited else lane)
+            self._grant_relays()
 
-    def drain(self) -> list[Completion]:
-        """Return the jobs that have ended since the last call."""
-        if not self._completions:
+    def finished(self) -> list[Completion]:
+        """Return the jobs that have ended since the last call, each exactly once over all calls."""
+        self.expire()
+        if not self._finished:
             return []  # asked in every step: what comes this moment is seen in the next
         with self._lock:
-            completions, self._completions = self._completions, []
-            return completions
+            finished, self._finished = self._finished, []
+            return finished
 
     def settled(self) -> list[Completion]:
-        """Return the tickets that were settled since the last call."""
+        """Return the tickets that have ended since the last call, each exactly once over all calls."""
+        self.expire()
         if not self._settled:
             return []
         with self._lock:
@@ -130,26 +142,28 @@ class JobTable:
     def take_work(self) -> Work | None:
         """Return what tiers have done of jobs since the last call, added up; None: nothing."""
         with self._lock:
-            return self._statistics.take()
+            work, self._work = self._work, Work()
+        return work or None
 
     @property
     def has_jobs(self) -> bool:
-        """Whether there is something to report, now or later."""
-        return bool(self._jobs or self._tickets or self._completions or self._settled or self._relaying)
+        """Whether ``finished`` or ``settled`` may have something to report, now or later."""
+        return bool(self._jobs or self._tickets or self._finished or self._settled or self._relaying)
 
     @property
     def is_relaying(self) -> bool:
         """Whether a chunk is on its way between two farther tiers."""
         return bool(self._relaying)
 
-    def wait(self, job_ids: Collection[int], limit_s: float) -> None:
+    def wait(self, job_ids: Collection[int], limit_s: float | None = None) -> None:
         """Block until no store among the jobs needs its KV blocks any more and all loads are finished.
 
-        They are put before everything else. Steps that still run are waited for, ``limit_s`` at most: the next step
-        queues up behind them all the same. Stores that have no slot ``STORE_GRACE_S`` later are DROPPED; what is being
-        gathered by then ends soon. What still touches its blocks ``limit_s`` after that is given up as far as it can
-        be: a load that writes to its blocks cannot. Unknown ids are done.
+        They are put before everything else. Steps that still run are waited for, ``limit_s`` (``WAIT_LIMIT_S``) at
+        most: the next step queues up behind them all the same. Stores that have no slot ``STORE_GRACE_S`` later are
+        DROPPED; what is being gathered by then ends soon. What still touches its blocks ``limit_s`` after that is given
+        up as far as it can be: a load that writes to its blocks cannot. Unknown ids are done.
         """
+        limit_s = WAIT_LIMIT_S if limit_s is None else limit_s
         with self._lock:
             jobs = [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]
             if not jobs:
@@ -161,12 +175,12 @@ class JobTable:
             while any(_needs_blocks(job) and _is_behind(job) for job in stores) and self.clock() < until_s:
                 self._progress.wait(FENCE_POLL_S)
             until_s = self.clock() + STORE_GRACE_S
-            while any(map(_has_queued, stores)):
+            while queued := [chunk for job in stores for chunk in job.chunks if chunk.state is ChunkState.QUEUED]:
                 left_s = until_s - self.clock()
                 if left_s > 0.0:
                     self._progress.wait(left_s)
                     continue
-                for chunk in [chunk for job in stores for chunk in job.chunks if chunk.state is ChunkState.QUEUED]:
+                for chunk in queued:
                     words = "its blocks were needed before storage had time for it"
                     self._finish(chunk, Outcome.DROPPED, words, "needed_back")
                 self._sweep()
@@ -225,14 +239,14 @@ class JobTable:
             return goes
 
     def complete(self, chunks: Iterable[Chunk], *, tainted: bool = False) -> None:
-        """A batch is over: give its chunks the outcomes of their ``result``, and tell of the host slots that they
+        """A batch is over: give its chunks the outcomes of their ``result``, and report the host slots that they
         filled. Of each the first word counts. ``tainted``: something may still touch their slots.
         """
         with self._lock:
             for chunk in chunks:
                 outcome, error, cause = chunk.result or (Outcome.FAILED, None, "")
                 if chunk.kind.fills_slot:
-                    slot = chunk.slot_outcome(tainted=tainted)
+                    slot = _slot_outcome(chunk, outcome, tainted=tainted)
                     if chunk.onward is None:
                         self._settle(chunk, slot)
                     elif chunk.state is not ChunkState.DONE and outcome is Outcome.OK and slot is Outcome.OK:
@@ -329,7 +343,7 @@ class JobTable:
         self._count(chunk, outcome, cause)
         job.unfinished -= 1
         if not job.unfinished:
-            self._tell(job)
+            self._report_job(job)
         if kind is WorkKind.WRITE_THROUGH:
             self._return_relay(chunk, tainted=outcome is Outcome.TAINTED)
             self._settle(chunk, outcome)
@@ -351,25 +365,25 @@ class JobTable:
         share.unfinished -= 1
         if not share.unfinished:
             share.seconds = self.clock() - chunk.job.submitted_s
-            self._statistics.add(share)
+            self._work.add(share)
 
-    def _tell(self, job: Job) -> None:
+    def _report_job(self, job: Job) -> None:
         """All chunks of a job are DONE."""
         if job.job_id is not None:
-            self._completions.append(completion_of(job))
+            self._finished.append(job.completion())
             del self._jobs[job.job_id]  # after that: ``has_jobs`` looks without the lock
 
     def _settle(self, chunk: Chunk, outcome: Outcome) -> None:
         """Nothing touches the place of a chunk any more, or (TAINTED) something may for ever; the first counts."""
         job = chunk.job
-        if chunk.settled is None and job.unsettled:
-            chunk.settled = outcome
+        if chunk.slot_outcome is None and job.unsettled:
+            chunk.slot_outcome = outcome
             job.unsettled -= 1
             if not job.unsettled:
-                self._settle_job(job)
+                self._report_ticket(job)
 
-    def _settle_job(self, job: Job) -> None:
-        self._settled.append(settlement_of(job))
+    def _report_ticket(self, job: Job) -> None:
+        self._settled.append(job.settlement())
         del self._tickets[job.ticket]
 
     # Between two farther tiers: a chunk waits for a relay slot, one tier's pump reads it into that, and the other's
@@ -394,8 +408,8 @@ class JobTable:
         nothing that comes late of the first one changes anything.
         """
         job = chunk.job
-        write = replace(chunk, location=target, onward=None, kind=WorkKind.WRITE_THROUGH)
-        write.job, write.queued_s = job, self.clock()
+        write = replace(chunk, location=target, onward=None)
+        write.kind, write.job, write.queued_s = WorkKind.WRITE_THROUGH, job, self.clock()
         job.chunks[job.chunks.index(chunk)] = write
         chunk.state, chunk.outcome = ChunkState.DONE, Outcome.OK
         self._relaying.add(write)
@@ -457,19 +471,27 @@ class TierQueue:
             if self.lanes[lane]:
                 yield lane
 
-    def take(self, lane: Lane, room: Callable[[Chunk], int]) -> list[Chunk]:
+    def take(self, lane: Lane, room: Callable[[Chunk], int | str]) -> list[Chunk]:
         """Claim the first queued chunks of ``lane``: those of one job, group and kind, at most ``room`` of them.
 
-        ``room``: for how many chunks like this one there is room (called once, under the lock: pure and quick).
+        ``room``: for how many chunks like this one there is room; or in words why it shall not wait for room: it is
+        FAILED then. Called under the lock: pure and quick.
         """
         with self._lock:
             lane_queue, taken, queued = self.lanes[lane], list[Chunk](), ChunkState.QUEUED
-            while lane_queue and lane_queue[0].state is not queued:
-                lane_queue.popleft()  # dropped, failed, or claimed through another lane
-            limit = room(lane_queue[0]) if lane_queue else 0
-            if limit < 1:
+            limit: int | str = 0
+            while lane_queue:
+                if lane_queue[0].state is queued:
+                    limit = room(lane_queue[0])
+                    if isinstance(limit, int):
+                        break
+                    self.table._finish(lane_queue[0], Outcome.FAILED, limit, "disabled")
+                    self.table._progress.notify_all()
+                lane_queue.popleft()  # refused; or before that dropped, failed, or claimed through another lane
+            if not lane_queue or isinstance(limit, str) or limit < 1:
                 return taken
-            first, state, size_bytes = lane_queue[0], claimed(lane_queue[0].kind), 0
+            first, size_bytes = lane_queue[0], 0
+            state = ChunkState.CLAIMED if first.kind.writes else ChunkState.TRANSFER
             while lane_queue and len(taken) < limit:
                 chunk = lane_queue[0]
                 if chunk.state is queued:
@@ -482,19 +504,6 @@ class TierQueue:
             self.waiting_bytes[first.kind.waits_as] -= size_bytes
             self.table._progress.notify_all()
             return taken
-
-    def refuse(self, lane: Lane, why_not: Callable[[Chunk], str | None]) -> None:
-        """Fail the first queued chunks of ``lane`` as long as ``why_not``, which is as ``room``, has words for them."""
-        with self._lock:
-            lane_queue = self.lanes[lane]
-            while lane_queue:
-                if lane_queue[0].state is ChunkState.QUEUED:
-                    why = why_not(lane_queue[0])
-                    if why is None:
-                        return
-                    self.table._finish(lane_queue[0], Outcome.FAILED, why, "disabled")
-                    self.table._progress.notify_all()
-                lane_queue.popleft()
 
     def empty(self) -> bool:
         """True if nothing is queued."""
@@ -538,6 +547,17 @@ class TierQueue:
             self._bell.release()
 
 
+def _slot_outcome(chunk: Chunk, outcome: Outcome, *, tainted: bool) -> Outcome:
+    """Return what became of the host slot that a chunk was to fill. ``tainted``: something may still touch that."""
+    if tainted and chunk.host is not None:
+        return Outcome.TAINTED
+    if chunk.is_kept:
+        return Outcome.OK
+    # A load that was given up has an outcome already, which says more than the batch's result.
+    outcome = chunk.outcome or outcome
+    return Outcome.FAILED if outcome is Outcome.OK else outcome
+
+
 def _is_behind(job: Job) -> bool:
     """Whether the job's step still runs. A device that is out of order is the pump's to find out: here is nobody who
     could make a recompute of it.
@@ -546,11 +566,6 @@ def _is_behind(job: Job) -> bool:
         return not job.fence.done()
     except Exception:  # noqa: BLE001 - see above
         return False
-
-
-def _has_queued(job: Job) -> bool:
-    """Whether the pump has yet to begin with a chunk."""
-    return any(chunk.state is ChunkState.QUEUED for chunk in job.chunks)
 
 
 def _needs_blocks(job: Job) -> bool:

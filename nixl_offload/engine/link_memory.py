@@ -32,7 +32,7 @@ from nixl_offload.units import format_size
 logger = logging.getLogger(__name__)
 
 HEADER_PAGES = 256
-"""One for each chunk that may be in flight: see ``transfer_paths.link_paths``."""
+"""One for each chunk that may be in flight: see ``link_engine``."""
 SPARED_SHARE = 0.25
 """Of a device's memory that is free, and that the model has not claimed, staging takes so much. The rest is for CUDA
 graphs, libraries and neighbours."""

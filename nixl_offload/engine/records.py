@@ -1,7 +1,7 @@
 """The records of a rank: a chunk, the job that it is of, and what became of both.
 
-Threading: ``jobs.JobTable`` has one lock for all of them. What a chunk knows of its way, from ``result`` on, is its
-pump's while that has it in a batch. ``Completion`` does not change any more.
+Threading: ``jobs.JobTable`` has one lock for all of them. The fields of a chunk from ``result`` on belong to the pump
+while it has the chunk in a batch. ``Completion`` does not change any more.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ class Chunk:
     first_block: int = 0
     """Position in the chunk of ``block_ids[0]``; 0 unless only a tail of the chunk is wanted."""
     host_offset: int | None = None
-    """Byte offset of a slot in the host slab (``engine.host``). A write-through takes the whole image, header included,
-    from there. A load reads the whole image to there, verifies all of it, and serves its KV blocks, if any, from it;
-    the image stays (it was *promoted*)."""
-    kind: WorkKind = WorkKind.LOAD
+    """Byte offset of a slot in the host slab. A write-through takes the whole image, header included, from there. A
+    load reads the whole image to there, verifies all of it, and serves its KV blocks, if any, from it; the image stays
+    (it was *promoted*)."""
     onward: Location | None = None
     """Of a fetch between two farther tiers: where the other tier's pump writes it to. Its host slot is a relay slot."""
     position: int = 0
     """In its job; shards of one chunk have the same."""
 
+    kind: WorkKind = field(init=False)
+    """Set by ``make_move``, or by the chunk's ``Job``."""
     job: Job = field(init=False, repr=False)
     queue: TierQueue | None = field(default=None, init=False, repr=False)
     """None: it was never queued."""
@@ -64,11 +65,12 @@ class Chunk:
     error: str | None = field(default=None, init=False)
     cause: str = field(default="", init=False)
     """``error`` in one word, for metrics."""
-    settled: Outcome | None = field(default=None, init=False)
+    slot_outcome: Outcome | None = field(default=None, init=False)
     """As its ticket's completion reports it; None if it has no ticket."""
 
     result: tuple[Outcome, str | None, str] | None = field(default=None, init=False)
-    """What its batch has made of it, with ``error`` and ``cause``; None while it is alive there."""
+    """What its batch has made of it, with ``error`` and ``cause``; None while it is alive there. It becomes the outcome
+    unless the chunk was given up before."""
     pool: SlotPool[Any] | None = field(default=None, init=False, repr=False)
     """Takes ``slot`` back."""
     slot: Slot | DeviceSlot | None = field(default=None, init=False)
@@ -105,16 +107,6 @@ class Chunk:
         if self.result is None:
             self.result, self.brought = (outcome, error, cause), None
 
-    def slot_outcome(self, *, tainted: bool) -> Outcome:
-        """Return what became of the host slot that it was to fill. ``tainted``: something may still touch that."""
-        if tainted and self.host is not None:
-            return Outcome.TAINTED
-        if self.is_kept:
-            return Outcome.OK
-        # A load that was given up has an outcome already, which says more than the batch's result.
-        outcome = self.outcome or (self.result[0] if self.result is not None else Outcome.FAILED)
-        return Outcome.FAILED if outcome is Outcome.OK else outcome
-
     def travels_with(self, other: Chunk) -> bool:
         """Whether both may be of one batch: one job, group and kind, and keys that name one group in the header."""
         alike = self.job is other.job and self.group == other.group and self.kind is other.kind
@@ -124,10 +116,12 @@ class Chunk:
 def make_move(key: Key, group: int, source: Location, target: Location, *, memory: int | None) -> Chunk:
     """Return a chunk that goes from tier to tier. A location of the memory tier is a byte offset in the host slab."""
     if source.tier == memory:
-        return Chunk(key, target, group, NO_BLOCKS, host_offset=source.offset, kind=WorkKind.WRITE_THROUGH)
-    if target.tier == memory:
-        return Chunk(key, source, group, NO_BLOCKS, host_offset=target.offset, kind=WorkKind.FETCH)
-    return Chunk(key, source, group, NO_BLOCKS, kind=WorkKind.FETCH, onward=target)
+        chunk = Chunk(key, target, group, NO_BLOCKS, host_offset=source.offset)
+    else:
+        offset, onward = (target.offset, None) if target.tier == memory else (None, target)
+        chunk = Chunk(key, source, group, NO_BLOCKS, host_offset=offset, onward=onward)
+    chunk.kind = WorkKind.WRITE_THROUGH if source.tier == memory else WorkKind.FETCH
+    return chunk
 
 
 @dataclass(slots=True, eq=False)
@@ -150,25 +144,63 @@ class Share:
 class Job:
     """Chunks that are reported together: a job of vLLM, a ticket of moves, or a load with the ticket of its promotions.
 
-    The only record of it; its chunks may lie in several tiers.
+    The only record of it; its chunks may lie in several tiers, and belong to it.
     """
 
     kind: WorkKind
+    """STORE, LOAD, or WRITE_THROUGH for moves of any kind."""
     chunks: list[Chunk]
     count: int
     """Of the caller's chunks, each of which may be none, one or several of these."""
     fence: Fence
     """Done when the compute stream is past the submit: only then may KV blocks be touched."""
-    submitted_s: float
     job_id: int | None = None
+    """None: moves have none."""
     ticket: int = 0
+    """0: none of its chunks has one."""
     promoted: Sequence[int] = ()
-    """Positions of the promotions."""
-    unfinished: int = 0
+    """Of a load: the positions of the caller's chunks that its ticket reports."""
+    is_expedited: bool = False
+    """It goes before the loads that wait already."""
+    refused: tuple[Outcome, str] | None = None
+    """Why nothing of it is done: the outcome of its chunks, and the words."""
+
+    submitted_s: float = field(default=0.0, init=False)
+    unfinished: int = field(default=0, init=False)
     """Chunks that have no outcome."""
-    unsettled: int = 0
-    """Chunks that are not settled."""
-    shares: dict[tuple[Operation, int], Share] = field(default_factory=dict)
+    unsettled: int = field(default=0, init=False)
+    """Chunks whose host slots are not reported."""
+    shares: dict[tuple[Operation, int], Share] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        for chunk in self.chunks:
+            chunk.job = self
+            if not self.kind.in_background:
+                is_promoted = self.ticket and self.kind is WorkKind.LOAD and chunk.host_offset is not None
+                chunk.kind = WorkKind.PROMOTION if is_promoted else self.kind
+
+    def completion(self) -> Completion:
+        """Return what became of it, now that all of its chunks are DONE."""
+        assert self.job_id is not None
+        failed = [chunk for chunk in self.chunks if chunk.outcome is not Outcome.OK]
+        shares = sorted(self.shares.values(), key=lambda share: share.tier)
+        return Completion(
+            self.job_id,
+            _folded(self.count, ((chunk.position, chunk.outcome) for chunk in failed)),
+            sum(share.bytes_moved for share in shares),
+            max((share.seconds for share in shares), default=0.0),
+            tuple(dict.fromkeys(chunk.error for chunk in failed if chunk.error is not None)),
+            tuple(shares),
+            self.chunks,
+        )
+
+    def settlement(self) -> Completion:
+        """Return what became of its ticket, now that the host slots of all of its chunks are reported."""
+        reported = [chunk for chunk in self.chunks if chunk.slot_outcome is not None]
+        outcomes = _folded(self.count, ((chunk.position, chunk.slot_outcome) for chunk in reported))
+        return Completion(
+            self.ticket, outcomes if self.kind.in_background else tuple(outcomes[at] for at in self.promoted)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +213,6 @@ class Completion:
 
     job_id: int
     """Of a ticket: its number."""
-    kind: WorkKind
     outcomes: tuple[Outcome, ...]
     """One per chunk, in the order they were submitted: the gravest of its shards. In a ticket TAINTED says that a place
     must never be used again."""
@@ -194,33 +225,6 @@ class Completion:
     shares: tuple[Share, ...] = ()
     """What each tier did of it."""
     chunks: Sequence[Chunk] = ()
-
-
-def completion_of(job: Job) -> Completion:
-    """Return the completion of a job whose chunks are all DONE."""
-    assert job.job_id is not None
-    failed = [chunk for chunk in job.chunks if chunk.outcome is not Outcome.OK]
-    shares = sorted(job.shares.values(), key=lambda share: share.tier)
-    return Completion(
-        job.job_id,
-        job.kind,
-        _folded(job.count, ((chunk.position, chunk.outcome) for chunk in failed)),
-        sum(share.bytes_moved for share in shares),
-        max((share.seconds for share in shares), default=0.0),
-        tuple(dict.fromkeys(chunk.error for chunk in failed if chunk.error is not None)),
-        tuple(shares),
-        job.chunks,
-    )
-
-
-def settlement_of(job: Job) -> Completion:
-    """Return the completion of a ticket whose chunks are all settled."""
-    outcomes = _folded(
-        job.count, ((chunk.position, chunk.settled) for chunk in job.chunks if chunk.settled is not None)
-    )
-    if job.kind.in_background:
-        return Completion(job.ticket, job.kind, outcomes)
-    return Completion(job.ticket, WorkKind.PROMOTION, tuple(outcomes[at] for at in job.promoted))
 
 
 def _folded(count: int, ended: Iterable[tuple[int, Outcome | None]]) -> tuple[Outcome, ...]:

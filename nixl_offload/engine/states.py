@@ -37,6 +37,8 @@ class WorkKind(Enum):
         self.fills_slot = fills_slot
         self.in_background = in_background
         """Nobody waits for it: it comes behind everything else, and is dropped rather than failed while it waits."""
+        self.has_ticket = fills_slot or in_background
+        """What becomes of a host slot, or of a place in another tier, is reported under a ticket."""
         self.waits_as = "background" if in_background else "store" if writes else "load"
         """Where its bytes are counted while they wait."""
 
@@ -87,11 +89,6 @@ TRANSITIONS: dict[ChunkState, frozenset[ChunkState]] = {
 
 READS_BLOCKS = frozenset({ChunkState.QUEUED, ChunkState.CLAIMED, ChunkState.BORROWED})
 """States in which a store needs its KV blocks unchanged."""
-
-
-def claimed(kind: WorkKind) -> ChunkState:
-    """Return the state of a chunk that the engine begins with."""
-    return ChunkState.CLAIMED if kind.writes else ChunkState.TRANSFER
 
 
 def when_given_up(kind: WorkKind, state: ChunkState) -> ChunkState | Outcome | None:

@@ -1,7 +1,6 @@
 """What a rank has moved and what failed of it, added up by tier between two reports; and how its tiers stand.
 
-Threading: ``TransferStatistics`` is guarded by the lock of ``jobs.JobTable``; all else are plain values, which travel
-to the scheduler's half for metrics. Nothing here decides anything.
+Threading: plain values, which travel to the scheduler's half for metrics. ``jobs.JobTable`` adds up under its lock.
 """
 
 from __future__ import annotations
@@ -47,6 +46,17 @@ class Work:
     def __bool__(self) -> bool:
         return bool(self.payload_bytes or self.failures)
 
+    def add(self, share: Share) -> None:
+        """Count what one tier has done of a job."""
+        if share.bytes_moved:
+            act = Act(share.operation, share.tier)
+            self.payload_bytes[act] += share.bytes_moved
+            samples = self.seconds.setdefault(act, [])
+            if len(samples) < MAX_SAMPLES:
+                samples.append(share.seconds)
+        for (outcome, cause), shards in share.failures.items():
+            self.failures[Failure(share.operation, share.tier, outcome.value, cause)] += shards
+
     def merge(self, other: Work) -> Work:
         """Add two reports up, into a new one."""
         seconds = {act: list(samples) for act, samples in self.seconds.items()}
@@ -79,28 +89,3 @@ class TierStatus(NamedTuple):
     """Why it is left alone now, in a word; empty while all is well."""
     access: TierAccess | None = None
     """None: the tier cannot be used on this rank."""
-
-
-class TransferStatistics:
-    """Adds up. ``take`` gives everything once."""
-
-    def __init__(self) -> None:
-        self._work = Work()
-
-    def add(self, share: Share) -> None:
-        """Count what one tier has done of a job."""
-        if share.bytes_moved:
-            act = Act(share.operation, share.tier)
-            self._work.payload_bytes[act] += share.bytes_moved
-            samples = self._work.seconds.setdefault(act, [])
-            if len(samples) < MAX_SAMPLES:
-                samples.append(share.seconds)
-        for (outcome, cause), shards in share.failures.items():
-            self._work.failures[Failure(share.operation, share.tier, outcome.value, cause)] += shards
-
-    def take(self) -> Work | None:
-        """Return what was added since the last call, None if nothing was."""
-        if not self._work:
-            return None
-        work, self._work = self._work, Work()
-        return work

@@ -154,7 +154,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         if isinstance(metadata, StepMetadata):
             self.rank_worker.open(metadata.places, metadata.opening)
             for ticket in metadata.moves:
-                self.rank_worker.submit(ticket)
+                self.rank_worker.submit_moves(ticket)
             if question := metadata.weights_question:
                 self._news().weights[self.spec.config.parallel.rank] = WeightsAnswer(question, self._digest_weights())
 

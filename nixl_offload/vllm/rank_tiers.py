@@ -3,7 +3,7 @@ from the message that says where it is, over sleep, to the end.
 
 Threading: the worker's main thread. Each tier opens, and closes, on a thread of its own, and so is each directory
 touched at start: storage that hangs may keep these for ever.
-Ownership: what is open belongs to the ``ChainEngine``; what is being opened, to nobody until that has it.
+Ownership: what is open belongs to the ``RankEngine``; what is being opened, to nobody until that has it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.config import Config, TierConfig
-from nixl_offload.engine import ChainEngine, Engine, TierEngine
+from nixl_offload.engine import LinkEngine, MemoryEngine, RankEngine, TierEngine
 from nixl_offload.engine.autotune import TransferPlan, open_planned, plan_tier, staging_for
 from nixl_offload.engine.device_packer import DeviceGroups
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.link_memory import share_staging
-from nixl_offload.engine.memory_tier import MemoryEngine
 from nixl_offload.engine.packer import pages_of
 from nixl_offload.engine.staging import Staging
 from nixl_offload.engine.streams import Device, device_of
@@ -70,7 +69,7 @@ class RankTiers:
 
     def __init__(
         self,
-        engine: ChainEngine,
+        engine: RankEngine,
         *,
         open_tier: Callable[[int, AnyPlace], TierEngine],
         joined: Callable[[int, AnyPlace, TierEngine], None],
@@ -351,7 +350,7 @@ def open_tier_engine(
             sharers=len(config.stored),
             layout=memory.layout,
         )
-        engine = Engine(
+        engine = LinkEngine(
             table=table,
             tensors=memory.tensors,
             layout=memory.layout,

@@ -25,17 +25,17 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.config import Config
-from nixl_offload.engine import ChainEngine, Completion, TierEngine, Work
+from nixl_offload.engine import Completion, Job, RankEngine, TierEngine, Work, WorkKind
 from nixl_offload.engine.autotune import TransferPlan
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.pump import LEAKED, leak
-from nixl_offload.engine.streams import Fence, model_on_default_stream
+from nixl_offload.engine.streams import READY, Fence, model_on_default_stream
 from nixl_offload.errors import LayoutError
 from nixl_offload.hardware.same_machine import machine_token
 from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.tiers.slab.tier import SlabPlace
 from nixl_offload.types import Outcome
-from nixl_offload.vllm.adapters import AdapterUse, LoadedAdapters
+from nixl_offload.vllm.adapters import LoadedAdapters
 from nixl_offload.vllm.background import name_of
 from nixl_offload.vllm.chunks import RankChunks, of_no_blocks
 from nixl_offload.vllm.kv_caches import canonical_layout
@@ -99,9 +99,9 @@ class NixlOffloadingWorker(OffloadingWorker):
         if self._has_layers:
             self._host = open_host(config, offloading.parallel, self.layout, self._tensors, engines, keys)
             self._plans = plan_tiers(config, self._tensors, self.layout)
-        self._engine = ChainEngine(
+        self._engine = RankEngine(
             len(config.tiers) if self._has_layers else 0,
-            () if self._host is None else self._host.relay_offsets,
+            relay_offsets=() if self._host is None else self._host.relay_offsets,
             load_timeout_s=config.load_timeout_s,
         )
         self._chunks = RankChunks(
@@ -117,7 +117,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._tiers = RankTiers(
             self._engine,
             open_tier=lambda position, place: open_tier_engine(
-                config, position, place, memory, self._rank, self._plans[position], self._engine.table
+                config, position, place, memory, self._rank, self._plans[position], self._engine
             ),
             joined=self._joined,
             name_of=lambda position: f"{name_of(config.tiers[position])} on rank {self._rank}",
@@ -185,7 +185,7 @@ class NixlOffloadingWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Queue a store. Always True: failure is an outcome, not an exception."""
         assert isinstance(dst_spec, TicketSpec)
-        self.submit(dst_spec.ticket, job_id, src_spec, adapter=dst_spec.adapter)
+        self._submit(job_id, dst_spec, src_spec)
         return True
 
     def submit_load(
@@ -193,53 +193,40 @@ class NixlOffloadingWorker(OffloadingWorker):
     ) -> bool:
         """Queue a load; ``expedited`` ones are waited for within the step and go first."""
         assert isinstance(src_spec, TicketSpec)
-        self.submit(src_spec.ticket, job_id, dst_spec, expedited=expedited, adapter=src_spec.adapter)
+        self._submit(job_id, src_spec, dst_spec, is_expedited=expedited)
         return True
 
-    def submit(
-        self,
-        ticket: StoreTicket | LoadTicket | MoveTicket,
-        job_id: int = 0,
-        blocks: GPULoadStoreSpec | None = None,
-        *,
-        expedited: bool = False,
-        adapter: AdapterUse | None = None,
-    ) -> None:
-        """Queue what a ticket allows; moves go behind everything else.
-
-        ``job_id`` and ``blocks``: vLLM's job and its KV blocks; a move has neither. A store or load ends in
-        ``take_finished``, a move in ``take_tickets``, and so does what a load leaves in memory. ``adapter``: what the
-        keys stand for; where this rank has loaded other content since, everything is DROPPED.
+    def _submit(self, job_id: int, spec: TicketSpec, blocks: GPULoadStoreSpec, *, is_expedited: bool = False) -> None:
+        """Queue vLLM's job, of its KV ``blocks``. It ends in ``take_finished``, and in ``take_tickets`` what a load
+        leaves in memory. Where this rank has loaded other content of the adapter since, everything is DROPPED.
         """
         self._look_s = 0.0
         self._tiers.take_opened()
-        if isinstance(ticket, MoveTicket):
-            self._engine.submit_moves(ticket.ticket, self._chunks.of_moves(ticket), len(ticket.keys))
-            return
-        assert blocks is not None
-        self._jobs[job_id] = ticket
+        self._jobs[job_id] = ticket = spec.ticket
         refused = None
         try:
             chunks = self._chunks.of_job(ticket, blocks)
         except LayoutError as error:
             logger.error("Job %d refused: %s", job_id, error)
             chunks, refused = of_no_blocks(ticket, blocks.block_ids), (Outcome.FAILED, str(error))
-        if refused is None and not self.adapters.agrees(adapter, self._rank):
+        if refused is None and not self.adapters.agrees(spec.adapter, self._rank):
             refused = (Outcome.DROPPED, "the LoRA adapter was replaced")
-        count = len(ticket.keys)
+        fence = self._engine.compute_fence() or READY
         if isinstance(ticket, StoreTicket):
-            self._engine.submit_store(job_id, chunks, count, refused=refused)
+            job = Job(WorkKind.STORE, chunks, len(ticket.keys), fence, job_id)
         else:
-            self._engine.submit_load(
-                job_id,
-                chunks,
-                count,
-                expedited=expedited,
-                promotion_ticket=ticket.promotion_ticket,
-                promoted=[at for at, slot in enumerate(ticket.promotion_slots) if slot is not None],
-                fence=self._load_fence,
-                refused=refused,
-            )
+            promoted = [at for at, slot in enumerate(ticket.promotion_slots) if slot is not None]
+            fence = self._load_fence or fence
+            job = Job(WorkKind.LOAD, chunks, len(ticket.keys), fence, job_id, ticket.promotion_ticket, promoted)
+        job.is_expedited, job.refused = is_expedited, refused
+        self._engine.submit(job)
+
+    def submit_moves(self, ticket: MoveTicket) -> None:
+        """Queue moves behind everything else. They end in ``take_tickets``."""
+        self._look_s = 0.0
+        self._tiers.take_opened()
+        chunks = self._chunks.of_moves(ticket)
+        self._engine.submit(Job(WorkKind.WRITE_THROUGH, chunks, len(ticket.keys), READY, ticket=ticket.ticket))
 
     def samples(self, job: FinishedJob) -> Iterable[LoadSample]:
         """Return what a finished load says of the speed of its tiers."""

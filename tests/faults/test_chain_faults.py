@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nixl_offload.engine import Chunk, chain, make_move, pump
+from nixl_offload.engine import Chunk, jobs, link_engine, make_move, pump, rank_engine
 from nixl_offload.engine.jobs import MOVE_QUEUE_LIMIT_S
-from nixl_offload.engine.transfer_paths import link_paths
 from nixl_offload.engine.transfer_paths.common import QUARANTINE_S
 from nixl_offload.movers.base import MemoryKind, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
@@ -180,7 +179,7 @@ def in_flight(rig: ChainRig, number: int) -> tuple[int, int]:
     """Chunks of stores, and of background work, that a tier's pump has in flight."""
     engine = rig.engines[number]
     assert engine is not None
-    return engine._pump._in_flight.stores, engine._pump._in_flight.background
+    return engine.in_flight.stores, engine.in_flight.background
 
 
 def test_a_tier_that_hangs_delays_no_other_and_holds_a_bounded_share(make: Make) -> None:
@@ -198,7 +197,7 @@ def test_a_tier_that_hangs_delays_no_other_and_holds_a_bounded_share(make: Make)
     rig.chain.submit_moves(2, relayed)
     rig.chain.submit_store(3, [rig.chunk(number, BUCKET, blocks_of(number)) for number in range(4)])
     rig.chain.submit_load(4, [rig.chunk(9, BUCKET, blocks_of(9), host=9)], promotion_ticket=4)
-    rig.until(lambda: in_flight(rig, BUCKET) == (4, link_paths.MAX_BACKGROUND))
+    rig.until(lambda: in_flight(rig, BUCKET) == (4, link_engine.MAX_BACKGROUND))
     for turn in range(5):
         job, ticket = 100 + 2 * turn, 100 + 2 * turn
         assert rig.store(job, [rig.chunk(20, FILE, blocks_of(0))]) == (OK,)
@@ -208,7 +207,7 @@ def test_a_tier_that_hangs_delays_no_other_and_holds_a_bounded_share(make: Make)
         assert rig.results[job].seconds < 10
         assert rig.results[job + 1].seconds < 10
         assert rig.settled[ticket + 1].seconds < 10
-    assert in_flight(rig, BUCKET) == (4, link_paths.MAX_BACKGROUND), "more in flight than the bound"
+    assert in_flight(rig, BUCKET) == (4, link_engine.MAX_BACKGROUND), "more in flight than the bound"
     assert not {1, 2} & rig.settled.keys()
     rig.clock.ahead_s += max(MOVE_QUEUE_LIMIT_S, LOAD_TIMEOUT_S) + 1
     assert rig.collect(4).outcomes == (FAILED,)
@@ -216,11 +215,11 @@ def test_a_tier_that_hangs_delays_no_other_and_holds_a_bounded_share(make: Make)
     assert set(relays) == {DROPPED}
     quiet(rig)
     assert 1 not in rig.settled, "a place that may still be written to was told free"
-    assert in_flight(rig, BUCKET) == (4, link_paths.MAX_BACKGROUND)
+    assert in_flight(rig, BUCKET) == (4, link_engine.MAX_BACKGROUND)
     bucket.release()
     outcomes = rig.settle(1).outcomes
-    assert outcomes.count(OK) == link_paths.MAX_BACKGROUND
-    assert outcomes.count(DROPPED) == 64 - link_paths.MAX_BACKGROUND
+    assert outcomes.count(OK) == link_engine.MAX_BACKGROUND
+    assert outcomes.count(DROPPED) == 64 - link_engine.MAX_BACKGROUND
     assert rig.collect(3).outcomes == (OK,) * 4
     assert rig.settle(4).outcomes == (FAILED,)
     # The relay slots are free again.
@@ -236,10 +235,10 @@ def test_moves_that_hang_leave_room_for_loads_and_stores_of_their_own_tier(make:
     for number in range(12):
         rig.fill_host(number)
     rig.chain.submit_moves(1, [rig.move(number, MEMORY, FILE) for number in range(12)])
-    rig.until(lambda: bool(mover.submitted) and in_flight(rig, FILE) == (0, link_paths.MAX_BACKGROUND))
+    rig.until(lambda: bool(mover.submitted) and in_flight(rig, FILE) == (0, link_engine.MAX_BACKGROUND))
     assert rig.store(2, [rig.chunk(21 + number, FILE, blocks_of(0)) for number in range(4)]) == (OK,) * 4
     assert rig.load(3, [rig.chunk(20, FILE, blocks_of(1), host=15)] * 16, ticket=3) == (OK,) * 16
-    assert in_flight(rig, FILE) == (0, link_paths.MAX_BACKGROUND)
+    assert in_flight(rig, FILE) == (0, link_engine.MAX_BACKGROUND)
     assert 1 not in rig.settled
     mover.release()
     assert rig.settle(1).outcomes == (OK,) * 12
@@ -309,7 +308,7 @@ def test_relay_slots_that_were_tainted_are_never_used_again(make: Make) -> None:
 
 def test_wait_is_not_held_up_by_moves(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a packed store are free as soon as they are gathered, whatever hangs behind it."""
-    monkeypatch.setattr(chain, "WAIT_LIMIT_S", 20.0)
+    monkeypatch.setattr(jobs, "WAIT_LIMIT_S", 20.0)
     mover = stuck(Op.WRITE)
     rig = make(mover)
     for number in range(8):
@@ -341,15 +340,15 @@ def test_close_while_a_tier_hangs_settles_everything(make: Make) -> None:
     rig.chain.submit_load(4, [rig.chunk(13, BUCKET, blocks_of(0), host=13)], promotion_ticket=4)
     rig.chain.submit_load(5, [rig.chunk(14, FILE, blocks_of(0), host=14)], promotion_ticket=5)
     rig.until(lambda: bucket.submitted.count(Op.READ) == 1)
-    rig.until(lambda: in_flight(rig, BUCKET) == (0, link_paths.MAX_BACKGROUND))
+    rig.until(lambda: in_flight(rig, BUCKET) == (0, link_engine.MAX_BACKGROUND))
     rig.settle(3)
     rig.settle(5)
     leaked = len(pump.LEAKED)
     began_s = time.monotonic()
     rig.chain.close(0.3)
-    assert time.monotonic() - began_s < 0.3 + chain.CLOSE_PATIENCE_S + 10
+    assert time.monotonic() - began_s < 0.3 + rank_engine.CLOSE_PATIENCE_S + 10
     rig.poll()
-    assert rig.settled[1].outcomes == (TAINTED,) * link_paths.MAX_BACKGROUND + (DROPPED,) * 4
+    assert rig.settled[1].outcomes == (TAINTED,) * link_engine.MAX_BACKGROUND + (DROPPED,) * 4
     assert set(rig.settled[2].outcomes) == {DROPPED}
     assert rig.settled[3].outcomes == (OK,)
     assert (rig.results[4].outcomes, rig.settled[4].outcomes) == ((FAILED,), (TAINTED,))
@@ -418,7 +417,7 @@ def test_a_pump_that_hangs_in_a_system_call_holds_nobody_up(make: Make) -> None:
         assert rig.collect(4).outcomes[0] is DROPPED
         began_s = time.monotonic()
         rig.chain.close(0.1)
-        assert time.monotonic() - began_s < 0.1 + chain.CLOSE_PATIENCE_S + 10
+        assert time.monotonic() - began_s < 0.1 + rank_engine.CLOSE_PATIENCE_S + 10
         assert rig.settle(1).outcomes == (TAINTED,)
         assert rig.chain.idle()
     finally:

@@ -161,7 +161,7 @@ def test_while_a_direct_load_hangs_others_go_through_staging(lab: Lab, caplog: p
     rig = lab.make(mover, "blhnc", "direct", clock=clock)
     stored(rig, 0)
     wanted = rig.rows(SOURCE)
-    plan = rig.engine._link_memory.plans[0]
+    plan = rig.engine.paths.link_memory.plans[0]
     mover.script = [Fault(mover.submitted.count(Op.READ), FaultKind.STUCK, op=Op.READ)]
     reads = mover.submitted.count(Op.READ)
     rig.engine.submit_load(1, [rig.chunk(0, TARGET)])
@@ -246,7 +246,7 @@ def test_closing_while_the_device_hangs_keeps_its_memory(lab: Lab, leaked: list[
     kept = len(leaked)
     with lab.streams.compute.held():
         rig.engine.submit_store(1, [rig.chunk(0, SOURCE)])
-        until(lambda: bool(rig.engine._pump._batches))
+        until(lambda: bool(rig.engine._batches))
         rig.engine.close(0.1)  # else the stream's own limit would end it, and the store be done
         assert rig.collect(1).outcomes == (FAILED,)
         assert len(leaked) == kept + 1

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nixl_offload.engine import chain, pump
+from nixl_offload.engine import jobs, pump
 from nixl_offload.engine.transfer_paths.common import QUARANTINE_S
 from nixl_offload.errors import TierError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, Op, Transfer, TransferState
@@ -202,7 +202,7 @@ def test_a_quarantined_direct_load_keeps_its_blocks_and_ends_the_direct_path(mak
 
 def test_wait_gives_up_a_direct_store_that_hangs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine goes on; the store can only end as FAILED, and not before the mover has let go of its location."""
-    monkeypatch.setattr(chain, "WAIT_LIMIT_S", 0.05)
+    monkeypatch.setattr(jobs, "WAIT_LIMIT_S", 0.05)
     mover = faulty(Fault(1, FaultKind.STUCK))
     rig = make("direct_blocks", mover)
     rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
@@ -221,7 +221,7 @@ def test_wait_gives_up_what_a_hanging_pump_has_not_gathered(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The look at a dead mount hangs after the chunk was claimed: it is DROPPED, and nothing is written later."""
-    monkeypatch.setattr(chain, "WAIT_LIMIT_S", 0.05)
+    monkeypatch.setattr(jobs, "WAIT_LIMIT_S", 0.05)
     clock, slab, mover = Clock(), troubled(tmp_path), faulty()
     rig = make("per_layer", mover, slab=slab, clock=clock)
     slab.hang_check = threading.Event()
@@ -287,12 +287,12 @@ def test_a_direct_load_that_crashes_keeps_its_blocks_until_its_siblings_end(make
 def test_deadlines_hold_while_something_always_moves(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     mover = faulty(Fault(0, FaultKind.STUCK, every=True))
     rig = make("per_layer", mover)
-    push = pump.Pump._push
-    monkeypatch.setattr(pump.Pump, "_push", lambda self: push(self) or not time.sleep(0.001))
+    push = pump.TierEngine._push
+    monkeypatch.setattr(pump.TierEngine, "_push", lambda self: push(self) or not time.sleep(0.001))
     rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
     until(lambda: len(mover.submitted) == 1)
     rig.engine.close(0.05)
-    assert not rig.engine._pump._thread.is_alive()
+    assert not rig.engine._thread.is_alive()
     assert rig.collect(1).outcomes == (FAILED,)
 
 
@@ -407,9 +407,9 @@ def test_a_pump_that_stumbles_goes_on_or_fails_everything(
     assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
     left = [times]
 
-    push = pump.Pump._push
+    push = pump.TierEngine._push
 
-    def stumble(stumbling: pump.Pump) -> bool:
+    def stumble(stumbling: pump.TierEngine) -> bool:
         moved = push(stumbling)
         if left[0]:
             left[0] -= 1
@@ -417,10 +417,10 @@ def test_a_pump_that_stumbles_goes_on_or_fails_everything(
         return moved
 
     with monkeypatch.context() as patched:
-        patched.setattr(pump.Pump, "_push", stumble)
+        patched.setattr(pump.TierEngine, "_push", stumble)
         rig.engine.submit_load(1, [rig.chunk(0, [5, 6, 7, 8])])
         assert rig.collect(1).outcomes == (OK,)
-        until(lambda: not left[0] or not rig.engine._pump._thread.is_alive())
+        until(lambda: not left[0] or not rig.engine._thread.is_alive())
     rig.engine.submit_load(2, [rig.chunk(0, [5, 6, 7, 8])])
     rig.engine.wait([2])
     assert rig.collect(2).outcomes == ((OK,) if times < 100 else (FAILED,))

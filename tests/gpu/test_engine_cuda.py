@@ -82,7 +82,7 @@ def submitted(rig: DeviceRig, op: Op) -> int:
 
 
 def way_of(rig: DeviceRig) -> Way:
-    way: Way = rig.engine._pump._driven._plans[0].path
+    way: Way = rig.engine.paths.plans[0].path
     return way
 
 

@@ -19,7 +19,7 @@ from nixl_offload.engine import host as host_module
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.kernels.torch_kernels import Page
-from nixl_offload.engine.memory_tier import MemoryEngine
+from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.engine.packer import HostPacker
 from nixl_offload.engine.staging import host_pool
 from nixl_offload.engine.streams import READY, Fence, device_of

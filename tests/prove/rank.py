@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_offload.config import Config
-from nixl_offload.engine import ChainEngine, Engine, TierEngine
+from nixl_offload.engine import LinkEngine, TierEngine
 from nixl_offload.engine.autotune import open_planned
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.memory_tier import MemoryEngine
+from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.engine.streams import device_of
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
@@ -27,6 +27,7 @@ from nixl_offload.tiers.os_errors import tier_error
 from nixl_offload.tiers.slab.file import make_private_directory, require_lock
 from nixl_offload.tiers.slab.tier import SlabPlace
 from tests.unit.engine_rig import Shape, kv_cache
+from tests.unit.rank_rig import TestedRank
 
 STAGING_SLOTS = 4
 DIRECT_BYTES = 4096
@@ -62,9 +63,9 @@ class Rank:
                 slot_bytes=self.slot_bytes,
                 progress=lambda done, total: None,
             )
-        self.chain = ChainEngine(
+        self.chain = TestedRank(
             len(config.tiers),
-            () if self.host is None else self.host.relay_offsets,
+            relay_offsets=() if self.host is None else self.host.relay_offsets,
             load_timeout_s=config.load_timeout_s,
         )
 
@@ -72,7 +73,7 @@ class Rank:
         """Open one tier, as ``vllm.rank_tiers`` does. Raises TierError, MoverError, with nothing left open."""
         tier = self._config.tiers[position]
         common: dict[str, Any] = {
-            "table": self.chain.table,
+            "table": self.chain,
             "tensors": self.tensors,
             "layout": self.layout,
             "rank_namespace": place.rank_namespaces[self.number],
@@ -86,7 +87,7 @@ class Rank:
         link = None
         try:
             link = kinds.open_link(tier, place, self.number, mover)
-            return Engine(
+            return LinkEngine(
                 link=link,
                 staging_bytes=self._staging_slots * self.slot_bytes,
                 direct_min_extent_bytes=DIRECT_BYTES,

@@ -18,9 +18,9 @@ import torch
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES, Expected
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.engine import Chunk, Completion, Engine, make_move
+from nixl_offload.engine import Chunk, Completion, LinkEngine, make_move
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.memory_tier import MemoryEngine
+from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.engine.pump import TierEngine
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
@@ -95,9 +95,9 @@ class ChainRig:
             options.setdefault("direct_min_extent_bytes", 4096)
         slabs: list[SlabFile] = []
         rank = {name: options.pop(name) for name in ("load_timeout_s",) if name in options}
-        chain = TestedRank(3, host.relay_offsets, clock=clock, **rank)
+        chain = TestedRank(3, relay_offsets=host.relay_offsets, clock=clock, **rank)
         memory = MemoryEngine(
-            table=chain.table,
+            table=chain,
             tensors=tensors,
             layout=layout,
             host=host,
@@ -116,8 +116,8 @@ class ChainRig:
                 SlabFile.ensure(slab, 0, slab.rank_bytes), 0
             )  # what was never written reads as zeros, not as the file's end
             slabs.append(slab)
-            engine = Engine(
-                table=chain.table,
+            engine = LinkEngine(
+                table=chain,
                 tensors=tensors,
                 layout=layout,
                 link=SlabLink(slab, mover, clock),

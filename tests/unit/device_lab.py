@@ -67,12 +67,12 @@ def faulty(*faults: Fault) -> FaultyMover:
 
 def pools_of(rig: DeviceRig) -> Mapping[TransferPath, SlotPool[Any]]:
     """Staging slots and header pages."""
-    pools: Mapping[TransferPath, SlotPool[Any]] = rig.engine._link_memory.pools
+    pools: Mapping[TransferPath, SlotPool[Any]] = rig.engine.paths.link_memory.pools
     return pools
 
 
 def packer_of(rig: DeviceRig) -> DevicePacker:
-    packer = rig.engine._pump._driven._context.packer
+    packer = rig.engine.paths.packer
     assert isinstance(packer, DevicePacker)
     return packer
 

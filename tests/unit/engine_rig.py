@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, PageRun, RegionSpec
-from nixl_offload.engine import Chunk, Completion, Engine
+from nixl_offload.engine import Chunk, Completion, LinkEngine
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.base import Link
@@ -191,7 +191,7 @@ class Rig(Driven):
         rank = {name: options.pop(name) for name in ("clock", "load_timeout_s") if name in options}
 
         options |= {"tensors": tensors, "layout": layout, "link": link_, "staging_bytes": staging_slots * largest}
-        engine = Alone(partial(Engine, rank_namespace=namespace, **options), options.get("tier", 0), **rank)
+        engine = Alone(partial(LinkEngine, rank_namespace=namespace, **options), options.get("tier", 0), **rank)
         return cls(shape, tensors, kv, layout, slab, mover, link_, engine)
 
     def location(self, slot: int) -> Location:

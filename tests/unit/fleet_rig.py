@@ -18,9 +18,9 @@ import torch
 from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.chunk.shards import HeadCut, LayerCut, Shard, ShardPlan, cut_layers, make_plan
-from nixl_offload.engine import ChainEngine, Completion, Engine
+from nixl_offload.engine import Completion, LinkEngine
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.memory_tier import MemoryEngine
+from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.shared_dir.link import TreeLink
@@ -31,6 +31,7 @@ from nixl_offload.types import Key, Location, Outcome, align_up
 from nixl_offload.vllm.chunks import RankChunks
 from tests.unit.engine_rig import DEADLINE_S
 from tests.unit.link_rig import NAMESPACE_NAME, shards
+from tests.unit.rank_rig import TestedRank
 
 MEMORY, SLAB, TREE = 0, 1, 2
 LAYERS, CHUNK_BLOCKS, NUM_BLOCKS, HEAD_BYTES = 3, 4, 32, 640
@@ -124,10 +125,10 @@ class RankRig:
         name = NAMESPACE_NAME if namespace is None else namespace.name
         tree = TreeLink(str(root), name, 77, self.movers[1], direct_io=False, clock=time.monotonic)
         slab_link = SlabLink(self.slab, self.movers[0], time.monotonic, neighbours=self.neighbours)
-        self.chain = ChainEngine(3, self.host.relay_offsets)
+        self.chain = TestedRank(3, relay_offsets=self.host.relay_offsets)
         farther = [
-            Engine(
-                table=self.chain.table,
+            LinkEngine(
+                table=self.chain,
                 tensors=tensors,
                 layout=self.layout,
                 link=link,
@@ -139,7 +140,7 @@ class RankRig:
             )
             for tier, link in ((SLAB, slab_link), (TREE, tree))
         ]
-        common = {"table": self.chain.table, "tensors": tensors, "layout": self.layout, "host": self.host}
+        common = {"table": self.chain, "tensors": tensors, "layout": self.layout, "host": self.host}
         memory = MemoryEngine(rank_namespace=b"", shards=named, **common)
         for tier, engine in enumerate([memory, *farther]):
             self.chain.join(tier, engine)

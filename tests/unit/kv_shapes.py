@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, PageRun, RegionSpec
-from nixl_offload.engine import Chunk, Completion, Engine
+from nixl_offload.engine import Chunk, Completion, LinkEngine
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryId, MemoryKind, MemoryRegion, Mover
@@ -196,7 +196,7 @@ class DeviceRig:
         try:
             rank = {name: options.pop(name) for name in ("clock", "load_timeout_s") if name in options}
             options |= {"tensors": tensors, "layout": layout, "link": link, "staging_bytes": staging_slots * largest}
-            make = partial(Engine, rank_namespace=NAMESPACE, device=device, **options)
+            make = partial(LinkEngine, rank_namespace=NAMESPACE, device=device, **options)
             engine = Alone(make, options.get("tier", 0), **rank)
         except BaseException:
             slab.close()

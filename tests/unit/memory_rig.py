@@ -18,7 +18,7 @@ from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import Chunk, Completion
 from nixl_offload.engine.copies import Parts, Sources
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.memory_tier import MemoryEngine
+from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.engine.packer import HostPacker, pages_of
 from nixl_offload.engine.streams import Fence
 from nixl_offload.types import Location

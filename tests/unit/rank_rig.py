@@ -6,23 +6,61 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nixl_offload.engine import ChainEngine, Chunk, Completion, TierEngine, WorkKind
+from nixl_offload.engine import Chunk, Completion, Job, RankEngine, TierEngine, WorkKind
+from nixl_offload.engine.streams import READY, Fence
 from nixl_offload.types import Outcome
 
+PROMOTED = 1_000_000
+"""What a job's number and its promotions' ticket differ by, in a rank of one tier."""
 
-class TestedRank(ChainEngine):
-    """With chunks of its own, so that a test may store and load the same."""
+
+class TestedRank(RankEngine):
+    """With chunks of its own, so that a test may store and load the same. Each is the position's only shard unless
+    ``count`` says how many positions there are.
+    """
 
     __test__ = False
 
-    def _submit(self, kind: WorkKind, chunks: Sequence[Chunk], *others: Any, **options: Any) -> None:
-        super()._submit(kind, [replace(chunk) for chunk in chunks], *others, **options)
+    def submit_store(self, job_id: int, chunks: Sequence[Chunk], count: int | None = None, **options: Any) -> None:
+        self._submit(WorkKind.STORE, chunks, count, job_id=job_id, **options)
+
+    def submit_load(
+        self,
+        job_id: int,
+        chunks: Sequence[Chunk],
+        count: int | None = None,
+        *,
+        promotion_ticket: int = 0,
+        promoted: Sequence[int] | None = None,
+        expedited: bool = False,
+        **options: Any,
+    ) -> None:
+        if promoted is None:
+            promoted = [at for at, chunk in enumerate(chunks) if chunk.host_offset is not None]
+        options |= {"ticket": promotion_ticket, "promoted": promoted, "is_expedited": expedited}
+        self._submit(WorkKind.LOAD, chunks, count, job_id=job_id, **options)
+
+    def submit_moves(self, ticket: int, moves: Sequence[Chunk], count: int | None = None) -> None:
+        self._submit(WorkKind.WRITE_THROUGH, moves, count, fence=READY, ticket=ticket)
+
+    def submit_background(self, ticket: int, chunks: Sequence[Chunk], kind: WorkKind) -> None:
+        for chunk in chunks:
+            chunk.kind = kind
+        self.submit_moves(ticket, chunks)
 
     def idle(self) -> bool:
         return not self.has_jobs
 
-    def submit_background(self, job_id: int, chunks: Sequence[Chunk], kind: WorkKind) -> None:
-        self.submit_moves(job_id, [replace(chunk, kind=kind) for chunk in chunks])
+    def _submit(
+        self, kind: WorkKind, chunks: Sequence[Chunk], count: int | None, *, fence: Fence | None = None, **options: Any
+    ) -> None:
+        made = []
+        for position, chunk in enumerate(chunks):
+            made.append(replace(chunk, position=chunk.position if count is not None else position))
+            if kind.in_background:
+                made[-1].kind = chunk.kind
+        count = len(made) if count is None else count
+        self.submit(Job(kind, made, count, fence or self.compute_fence() or READY, **options))
 
 
 class Alone(TestedRank):
@@ -32,7 +70,7 @@ class Alone(TestedRank):
         super().__init__(tier + 1, **options)
         self.promotions: dict[int, tuple[Outcome, ...]] = {}
         """What became of host slots, by the job that was to fill them."""
-        self.tier = make(table=self.table)
+        self.tier = make(table=self)
         self.join(tier, self.tier)
 
     def __getattr__(self, name: str) -> Any:
@@ -40,16 +78,16 @@ class Alone(TestedRank):
 
     def submit_load(self, job_id: int, chunks: Sequence[Chunk], *others: Any, **options: Any) -> None:
         if any(chunk.host_offset is not None for chunk in chunks):
-            options.setdefault("promotion_ticket", job_id + 1000000)  # 0 is no ticket
+            options.setdefault("promotion_ticket", job_id + PROMOTED)  # 0 is no ticket
         super().submit_load(job_id, chunks, *others, **options)
 
     def finished(self) -> list[Completion]:
         """Jobs and moves."""
         found = super().finished()
         for settled in self.settled():
-            if settled.kind is WorkKind.PROMOTION:
-                assert settled.job_id - 1000000 not in self.promotions, "told twice"
-                self.promotions[settled.job_id - 1000000] = settled.outcomes
+            if settled.job_id >= PROMOTED:
+                assert settled.job_id - PROMOTED not in self.promotions, "told twice"
+                self.promotions[settled.job_id - PROMOTED] = settled.outcomes
             else:
                 found.append(settled)
         return found

@@ -17,9 +17,9 @@ import pytest
 
 from nixl_offload.chunk.authentication import ChunkKeys, stated_key_id
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header
-from nixl_offload.engine import Engine
+from nixl_offload.engine import LinkEngine
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.memory_tier import MemoryEngine
+from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.errors import FormatError
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.slab.link import SlabLink
@@ -66,7 +66,7 @@ def test_every_layout_is_signed_and_loads(make: Make, tmp_path: Path, shape: str
     """Also those that would go direct; any part of a chunk; chunks whose first blocks were not there."""
     root = tmp_path / "shared"
     rig = make(shape, real_mover(mover), link=tree(root))
-    assert all(plan.path == "host" for plan in rig.engine._link_memory.plans if plan.block_bytes)
+    assert all(plan.path == "host" for plan in rig.engine.paths.link_memory.plans if plan.block_bytes)
     assert_every_part_loads(rig)
     assert rig.store(900, [rig.chunk(6, [1, 2], first=2)]) == (OK,)
     wanted = rig.bytes_of([2])
@@ -133,16 +133,19 @@ def chain(tmp_path: Path) -> Iterator[ChainRig]:
     slot_bytes = rig.slot_bytes
     host = HostSlab(memory_bytes=16 * slot_bytes, relay_slots=2, slot_bytes=slot_bytes, keys=KEYS)
     rig.chain.close()
-    rig.chain = TestedRank(3, host.relay_offsets, clock=rig.clock)
-    common: dict[str, Any] = {"table": rig.chain.table}
+    rig.chain = TestedRank(3, relay_offsets=host.relay_offsets, clock=rig.clock)
+    common: dict[str, Any] = {"table": rig.chain}
     common |= {"tensors": rig.tensors, "layout": rig.layout, "rank_namespace": NAMESPACE, "host": host}
     slab = rig.slabs[0]
     slab.open()
     movers = [CopyMover(), ObjectFiles(tmp_path / "bucket")]
+    staging = {"staging_bytes": 8 * slot_bytes}
     engines = [
         MemoryEngine(**common),
-        Engine(**common, tier=FILE, link=SlabLink(slab, movers[0], rig.clock), staging_bytes=8 * slot_bytes),
-        Engine(**common, tier=BUCKET, link=objects()(movers[1], rig.clock), staging_bytes=8 * slot_bytes, keys=KEYS),
+        LinkEngine(**common, tier=FILE, link=SlabLink(slab, movers[0], rig.clock), **staging),
+        LinkEngine(
+            **common, tier=BUCKET, link=objects()(movers[1], rig.clock), staging_bytes=8 * slot_bytes, keys=KEYS
+        ),
     ]
     rig.movers += movers
     rig.host, rig.engines = host, list(engines)

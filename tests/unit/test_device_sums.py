@@ -20,7 +20,7 @@ from nixl_offload.chunk.header import HEADER_BYTES, lacks_checksums
 from nixl_offload.engine import Chunk, Completion, copies, device_packer, slot_headers
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.memory_tier import MemoryEngine
+from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.transfer_paths import packed
 from nixl_offload.types import Location, Outcome
@@ -232,7 +232,7 @@ def test_batches_take_turns_for_scratch(tmp_path: Path, monkeypatch: pytest.Monk
         rig.write(range(16))
         assert rig.store(0, [rig.chunk(n, list(range(4 * n, 4 * n + 4))) for n in range(4)]) == (OK,) * 4
         wanted = rig.rows(range(16))
-        with rig.engine._pump._driven._context.packer._beside.held():
+        with rig.engine.paths.packer._beside.held():
             for n in range(4):
                 rig.engine.submit_load(n + 1, [rig.chunk(n, list(range(16 + 4 * n, 20 + 4 * n)))])
             until(lambda: len(refused) > 3)
@@ -243,22 +243,22 @@ def test_batches_take_turns_for_scratch(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_batches_that_fail_to_scatter_hold_no_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They fill it, and their chunks, tried singly, want some of it again: kept, all would wait for each other."""
+    """They fill it: kept while their chunks are tried singly, later loads would wait for it."""
     with opened(tmp_path, verify="always") as (_, rank):
-        rig, paths = rank.rig, rank.memory._pump._driven
-        bus = paths._context.packer  # type: ignore[attr-defined]
+        rig, paths = rank.rig, rank.memory.paths
+        bus = paths.packer  # type: ignore[attr-defined]
         rig.write(range(16))
         wanted = rig.rows(range(16))
         assert rank.store(0, [rank.chunk(n, list(range(4 * n, 4 * n + 4))) for n in range(4)]) == (OK,) * 4
         monkeypatch.setattr(device_packer, "BROUGHT_BYTES", 16 * bus._groups.block_bytes[0])
-        monkeypatch.setattr(type(paths._context.rate_log), "error", lambda *_, **__: None)  # type: ignore[attr-defined]  # pytest keeps it
+        monkeypatch.setattr(type(paths.rate_log), "error", lambda *_, **__: None)  # type: ignore[attr-defined]  # pytest keeps it
         real, failures = bus.scatter_many, [1, 2]
 
-        def scatter(*arguments: Any) -> Any:
-            if failures:
+        def scatter(group: int, parts: Any, fence: Any) -> Any:
+            if len(parts) > 1:
                 failures.pop()
                 raise torch.OutOfMemoryError
-            return real(*arguments)
+            return real(group, parts, fence)
 
         monkeypatch.setattr(bus, "scatter_many", scatter)
         with bus._beside.held():
@@ -275,7 +275,7 @@ def test_batches_that_fail_to_scatter_hold_no_scratch(tmp_path: Path, monkeypatc
 
 def test_a_device_without_memory_has_the_host_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as (_, rank):
-        bus = rank.rig.engine._pump._driven._context.packer
+        bus = rank.rig.engine.paths.packer
         monkeypatch.setattr(bus._beside, "run", _out_of_memory)
         payload = np.zeros((2, bus._groups.block_bytes[0]), dtype=np.uint8)
         found = at_once(bus.bring(0, [payload]))

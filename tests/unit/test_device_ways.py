@@ -110,7 +110,7 @@ def test_blocks_needed_before_the_model_has_written_them_are_not_stored(lab: Lab
         rig.engine.submit_store(1, [rig.chunk(n, [0, 1, 2, 3]) for n in range(6)])
         rig.engine.wait([1], limit_s=0.05)  # else the stream's own limit would end it, and the store be done
         assert rig.collect(1).outcomes == (DROPPED,) * 6
-    until(lambda: not rig.engine._pump._batches)
+    until(lambda: not rig.engine._batches)
     assert mover.submitted == []
     assert rig.store(2, [rig.chunk(1, [0, 1, 2, 3])]) == (OK,)
 
@@ -184,7 +184,7 @@ def test_a_direct_load_waits_for_no_store(lab: Lab) -> None:
     until(lambda: mover.submitted.count(Op.READ) == 2)
     with lab.streams.compute.held():
         rig.engine.submit_store(3, [rig.chunk(1, [8, 9, 10, 11])])
-        until(lambda: len(rig.engine._pump._batches) == 2)
+        until(lambda: len(rig.engine._batches) == 2)
         time.sleep(0.01)
         mover.release()
         assert rig.collect(2).outcomes == (OK,)

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
-from nixl_offload.engine import ChainEngine, Completion
+from nixl_offload.engine import Completion
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm.chunks import RankChunks
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
 from tests.unit.device_rig import ThreadedStreams, emulated
 from tests.unit.engine_rig import Rig, Shape, whole
+from tests.unit.rank_rig import TestedRank
 
 OK, FAILED = Outcome.OK, Outcome.FAILED
 STAGE: Final = Shape(((4096, 4096),) * 2, (whole((0, 4096), (1, 4096)), whole()))
@@ -106,7 +107,7 @@ def test_a_tier_that_is_not_there_is_missed_where_this_rank_has_something_to_sto
 
 
 def test_a_rank_without_any_layer_needs_no_engine() -> None:
-    chain = ChainEngine(0)
+    chain = TestedRank(0)
     chain.submit_store(1, [], 2)
     chain.submit_load(2, [], 2, promotion_ticket=5, promoted=[0, 1])
     chain.submit_moves(6, [], 1)

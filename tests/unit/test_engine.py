@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.engine import Engine, WorkKind, jobs
+from nixl_offload.engine import LinkEngine, jobs
 from nixl_offload.errors import LayoutError, MoverError
 from nixl_offload.movers.base import Mover, Op
 from nixl_offload.movers.copy import CopyMover
@@ -67,7 +67,6 @@ def test_chunks_come_back_into_other_blocks(make: Make, shape: str, mover: str) 
         untouched = sorted(set(range(NUM_BLOCKS)) - set(targets[0]) - set(targets[1]))
         assert set(rig.bytes_of(untouched, group)) == {0xEE}
     result = rig.collect(2)
-    assert result.kind is WorkKind.LOAD
     assert result.bytes_moved == 2 * CHUNK_BLOCKS * rig.layout.groups[0].block_bytes
     assert result.seconds >= 0
     assert result.errors == ()
@@ -356,8 +355,8 @@ def test_direct_is_chosen_where_it_can_and_said(make: Make, caplog: pytest.LogCa
 def test_tensors_that_are_not_those_of_the_layout_are_refused(make: Make) -> None:
     rig = make("per_layer")
     with pytest.raises(LayoutError):
-        Engine(
-            table=rig.engine.table,
+        LinkEngine(
+            table=rig.engine,
             tensors=rig.tensors[::-1],
             layout=rig.layout,
             link=SlabLink(rig.slab, CopyMover(), time.monotonic),

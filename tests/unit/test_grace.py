@@ -105,7 +105,7 @@ def add(table: JobTable, job_id: int, step: Fence, chunks: int = 1, tier: int = 
         Chunk(Key(bytes(36)), Location(tier, 0, 4096), 0, np.zeros(1, dtype=np.int32), position=at)
         for at in range(chunks)
     ]
-    table.add(Job(WorkKind.STORE, made, chunks, step, table.clock(), job_id), Lane.STORE)
+    table.submit(Job(WorkKind.STORE, made, chunks, step, job_id))
 
 
 def take(table: JobTable, count: int = 16, lane: Lane = Lane.URGENT_STORE, tier: int = 0) -> list[Chunk]:
@@ -122,7 +122,7 @@ def gathered(table: JobTable, chunks: Sequence[Chunk], outcome: Outcome = OK) ->
 
 
 def outcomes(table: JobTable) -> list[Outcome]:
-    return [outcome for done in table.drain() for outcome in done.outcomes]
+    return [outcome for done in table.finished() for outcome in done.outcomes]
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_a_load_that_is_expedited_and_waited_for_is_claimed_once() -> None:
         Chunk(Key(bytes([at]) * 32 + bytes(4)), Location(0, at * 4096, 4096), 0, np.array([at], dtype=np.int32))
         for at in range(3)
     ]
-    table.add(Job(WorkKind.LOAD, chunks, 3, READY, time.monotonic(), 1), Lane.EXPEDITED_LOAD)
+    table.submit(Job(WorkKind.LOAD, chunks, 3, READY, 1, is_expedited=True))
     waiter = threading.Thread(target=table.wait, args=([1], 30.0))
     waiter.start()
     give_up_s = time.monotonic() + 30.0

@@ -1,339 +1,678 @@
-"""The table of an engine's jobs without an engine: what may wait, who is taken when, and what every end is told as.
+"""Proves what a rank's table makes of jobs: what may wait, who is taken when, what jobs and tickets are reported as
+when their chunks end apart, and what becomes of them when tiers come, go and hang.
 
-The clock stands still: no test waits for it.
+Pumps are played by the tests, and so is the clock, unless the rank ``runs``.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
-from nixl_offload.engine import jobs
+from nixl_offload.engine import jobs, rank_engine
 from nixl_offload.engine.jobs import EXPIRE_EVERY_S, MOVE_QUEUE_LIMIT_S, JobTable, TierQueue
-from nixl_offload.engine.records import Chunk, Completion, Job
+from nixl_offload.engine.records import Chunk, Completion, make_move
 from nixl_offload.engine.staging import Slot
-from nixl_offload.engine.states import ChunkState, Lane, WorkKind
-from nixl_offload.engine.streams import READY
-from nixl_offload.engine.transfer_statistics import Failure
+from nixl_offload.engine.states import LANES, ChunkState, Lane
+from nixl_offload.engine.streams import READY, Fence
+from nixl_offload.engine.transfer_statistics import Act, Failure, TierAccess, TierStatus
 from nixl_offload.types import Key, Location, Outcome
 from tests.unit.engine_rig import until
-from tests.unit.rank_rig import causes_of
+from tests.unit.rank_rig import TestedRank, causes_of
 
-OK, FAILED, DROPPED, TAINTED = Outcome.OK, Outcome.FAILED, Outcome.DROPPED, Outcome.TAINTED
-STORE, LOAD, PROMOTION = WorkKind.STORE, WorkKind.LOAD, WorkKind.PROMOTION
-WRITE_THROUGH, FETCH = WorkKind.WRITE_THROUGH, WorkKind.FETCH
-CHUNK = 4096
-LOAD_TIMEOUT_S = 10.5
-LAYOUT = KVLayout((RegionSpec(0, 1 << 20, 64, CHUNK, CHUNK),), (GroupLayout.of_pages([(0, CHUNK)]),) * 3, 1)
-LANE_OF = {STORE: Lane.STORE, LOAD: Lane.LOAD, WRITE_THROUGH: Lane.BACKGROUND, FETCH: Lane.BACKGROUND}
+OK, FAILED, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.DROPPED
+CORRUPT, TAINTED = Outcome.CORRUPT, Outcome.TAINTED
+MEMORY, FILE, BUCKET, GONE = 0, 1, 2, 3
+LOAD_TIMEOUT_S = 1000.0
+BLOCK, SLOT = 4096, 8192
+RELAY_OFFSETS = 10 * SLOT, 11 * SLOT
+LAYOUT = KVLayout((RegionSpec(0, 1 << 20, 64, BLOCK, BLOCK),), (GroupLayout.of_pages([(0, BLOCK)]),) * 2, 1)
 
 
-class Table(JobTable):
-    """Of one tier, with a clock to be set, and a limit of four chunks."""
+class Engine:
+    """Of a tier, with a pump that does what the test says, when it says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: JobTable, tier: int) -> None:
+        self.queue = TierQueue(table, tier, LAYOUT, store_limit_bytes=6 * BLOCK)
+        self.closed_within: list[float] = []
+        self.hangs: threading.Event | None = None
+        self.is_broken = False
+        self.drains = False
+
+    def compute_fence(self) -> Fence:
+        return READY
+
+    def status(self) -> TierStatus:
+        return TierStatus(self.queue.waiting(), "", TierAccess("copy", ("host",)))
+
+    def close(self, deadline_s: float = 5.0) -> None:
+        self.closed_within.append(deadline_s)
+        if self.hangs is not None:
+            self.hangs.wait(10.0)
+            return
+        if self.drains:
+            self.run()
+        self.queue.give_up("the engine is closed")
+        if self.is_broken:
+            raise RuntimeError("does not close")
+
+    def take(self, lane: Lane | None = None, room: int | Callable[[Chunk], int | str] = 99) -> list[Chunk]:
+        """One batch of a lane; None: all that is queued."""
+        if lane is not None:
+            return self.queue.take(lane, room if callable(room) else lambda _: room)
+        return [chunk for each in LANES for chunks in iter(lambda each=each: self.take(each), []) for chunk in chunks]
+
+    def run(self, *outcomes: Outcome, error: str | None = None) -> list[Chunk]:
+        """Do all that is queued: with these outcomes, or well. A host slot is told as its chunk is."""
+        chunks = self.take()
+        for chunk, outcome in zip(chunks, outcomes or (OK,) * len(chunks), strict=True):
+            end(chunk, outcome, error)
+        return chunks
+
+
+def end(chunk: Chunk, outcome: Outcome, error: str | None = None, cause: str = "", slot: Outcome | None = None) -> None:
+    """As the pump, when a batch of one chunk has ended. ``slot``: what became of its host slot; None: the same."""
+    slot = slot or outcome
+    chunk.end(outcome, None if outcome is OK else error, cause)
+    chunk.is_kept = slot is OK
+    chunk.host = Slot(0, 0, np.empty(0, dtype=np.uint8)) if slot is TAINTED else None
+    assert chunk.queue is not None
+    chunk.queue.table.complete([chunk], tainted=slot is TAINTED)
+
+
+class Rank(TestedRank):
+    """Memory, a file and a bucket, and a tier that is not there."""
+
+    def __init__(self, *, runs: bool = False) -> None:
         self.now_s = 1000.0
-        super().__init__(clock=lambda: self.now_s, load_timeout_s=LOAD_TIMEOUT_S)
-        self.queue = TierQueue(self, 0, LAYOUT, store_limit_bytes=4 * CHUNK)
-        self.use([self.queue])
-
-    def submit(self, number: int, kind: WorkKind, groups: Sequence[int] = (0,), *, promoted: bool = False) -> Job:
-        """A job with a chunk in each of ``groups``."""
-        offset = 0 if promoted or kind.in_background else None
-        chunks = [
-            Chunk(
-                Key(bytes([at]) * 32 + group.to_bytes(4, "big")),
-                Location(0, at * CHUNK, CHUNK),
-                group,
-                np.array([at]),
-                0,
-                offset,
-                kind,
-                position=at,
-            )
-            for at, group in enumerate(groups)
-        ]
-        ids = {"ticket": number} if kind.in_background else {"job_id": number, "ticket": number if promoted else 0}
-        slots = range(len(groups)) if promoted else ()
-        job = Job(kind, chunks, len(groups), READY, self.now_s, promoted=slots, **ids)
-        self.add(job, LANE_OF[kind])
-        return job
-
-    def claim(self, kind: WorkKind, room: int = 16) -> list[Chunk]:
-        return self.queue.take(LANE_OF[kind], lambda _: room)
+        clock = time.monotonic if runs else lambda: self.now_s
+        super().__init__(4, relay_offsets=RELAY_OFFSETS, load_timeout_s=LOAD_TIMEOUT_S, clock=clock)
+        self.memory, self.file, self.bucket = self.engines = [Engine(self, tier) for tier in range(3)]
+        for tier, engine in enumerate(self.engines):
+            self.join(tier, engine)  # type: ignore[arg-type]
 
     def told(self) -> Completion:
-        (completion,) = self.drain()
-        return completion
+        (done,) = self.finished()
+        return done
 
     def ended(self) -> dict[int, tuple[Outcome, ...]]:
-        """The tickets that were settled."""
+        return {done.job_id: done.outcomes for done in self.finished()}
+
+    def tickets(self) -> dict[int, tuple[Outcome, ...]]:
         return {done.job_id: done.outcomes for done in self.settled()}
 
-    def wakes(self) -> bool:
-        """Whether the pump would be woken now."""
-        rung = self.queue._rung
-        self.queue.sleep(0.0)
-        return rung
+
+@pytest.fixture
+def rank() -> Rank:
+    return Rank()
 
 
-def end(table: JobTable, *chunks: Chunk, as_: Outcome = OK, why: str | None = None, cause: str = "") -> None:
-    """As the pump, when a batch has ended. A host slot is filled if the chunk is OK."""
-    for chunk in chunks:
-        chunk.end(as_, why, cause)
-        chunk.is_kept = as_ is OK
-    table.complete(chunks)
+def chunk(number: int, tier: int = FILE, *, group: int = 0, host: int | None = None, position: int = 0) -> Chunk:
+    key, offset = Key(bytes([number]) * 32 + group.to_bytes(4, "big")), None if host is None else host * SLOT
+    return Chunk(key, Location(tier, number * SLOT, SLOT), group, np.array([number]), 0, offset, position=position)
 
 
-def numbers(chunks: Sequence[Chunk]) -> list[tuple[int | None, int]]:
-    return [(chunk.job.job_id, chunk.group) for chunk in chunks]
+def move(number: int, source: int, target: int) -> Chunk:
+    places = [Location(tier, number * SLOT, SLOT) for tier in (source, target)]
+    return make_move(Key(bytes([number]) * 32 + bytes(4)), 0, *places, memory=MEMORY)
 
 
-def test_what_is_stored_beyond_the_limit_is_dropped_and_loads_are_not() -> None:
-    table = Table()
-    table.submit(1, STORE, [0] * 3)
-    table.submit(2, STORE, [0] * 3)
-    table.submit(3, LOAD, [0] * 9)
-    table.submit(4, WRITE_THROUGH, [0] * 9)
-    assert table.queue.waiting() == (9 * CHUNK, 4 * CHUNK, 9 * CHUNK)
-    table.submit(5, STORE)
-    assert (table.told().job_id, table.queue.waiting()[1]) == (5, 4 * CHUNK)
-    end(table, *[chunk for _ in range(2) for chunk in table.claim(STORE)])
-    first, second = table.drain()
-    assert (first.outcomes, second.outcomes) == ((OK,) * 3, (OK, DROPPED, DROPPED))
-    assert (second.bytes_moved, second.errors) == (CHUNK, ("store queue is full",))
+def numbers(chunks: Sequence[Chunk]) -> list[int]:
+    return [chunk.key[0] for chunk in chunks]
+
+
+# -- what waits, and who is taken ------------------------------------------------------------------------------------
+
+
+def test_what_is_stored_beyond_the_limit_is_dropped_and_loads_are_not(rank: Rank) -> None:
+    rank.submit_store(1, [chunk(n) for n in range(4)])
+    rank.submit_store(2, [chunk(n) for n in range(4)])
+    rank.submit_load(3, [chunk(n) for n in range(9)])
+    rank.submit_moves(4, [move(n, MEMORY, FILE) for n in range(9)])
+    assert rank.file.queue.waiting() == (9 * BLOCK, 6 * BLOCK, 9 * BLOCK)
+    rank.file.run()
+    first, second = [done for done in rank.finished() if done.job_id != 3]
+    assert (first.outcomes, second.outcomes) == ((OK,) * 4, (OK, OK, DROPPED, DROPPED))
+    assert (second.bytes_moved, second.errors) == (2 * BLOCK, ("store queue is full",))
     assert causes_of(second) == ((DROPPED, "queue_full", 2),)
-    assert table.queue.waiting()[1] == 0
-    table.submit(6, STORE, [0] * 4)
-    assert len(table.claim(STORE)) == 4, "there is room again"
+    rank.submit_store(5, [chunk(n) for n in range(6)])
+    assert len(rank.file.take()) == 6, "there is room again"
 
 
-def test_chunks_of_a_group_are_taken_together_and_as_many_as_there_is_room_for() -> None:
-    table = Table()
-    table.submit(1, LOAD, [1, 0, 1, 0, 1])
-    table.submit(2, LOAD, [1])
-    assert table.claim(LOAD, room=0) == []
-    assert list(table.queue.busy_lanes()) == [Lane.LOAD]
-    assert [numbers(table.claim(LOAD, room)) for room in (16, 2, 16, 16)] == [
-        [(1, 0)] * 2,
-        [(1, 1)] * 2,
-        [(1, 1)],
-        [(2, 1)],
-    ]
-    assert table.claim(LOAD) == []
-    assert list(table.queue.busy_lanes()) == []
-    assert table.queue.waiting() == (0, 0, 0)
+def test_chunks_that_are_alike_are_taken_together_as_many_as_there_is_room_for(rank: Rank) -> None:
+    """Of one job, group and kind; a batch has one layout, and headers that name one group."""
+    rank.submit_load(1, [chunk(n, group=group) for n, group in enumerate([1, 0, 1, 0, 1])])
+    rank.submit_load(2, [chunk(5, group=1), chunk(6, group=1, host=3)], promotion_ticket=2)
+    assert rank.file.take(Lane.LOAD, room=0) == []
+    taken = [numbers(rank.file.take(Lane.LOAD, room)) for room in (16, 2, 16, 16, 16, 16)]
+    assert taken == [[1, 3], [0, 2], [4], [5], [6], []]
+    assert rank.file.queue.waiting() == (0, 0, 0)
 
 
-ALIKE = {"job": 1, "kind": LOAD, "group": 0, "key_group": 0}
-
-
-@pytest.mark.parametrize("other", [{}, {"job": 2}, {"kind": PROMOTION}, {"group": 1}, {"key_group": 1}])
-def test_only_chunks_that_are_alike_in_all_of_it_travel_together(other: dict[str, Any]) -> None:
-    """A batch has one layout, and headers that name one group."""
-    jobs = {number: Job(LOAD, [], 0, READY, 0.0) for number in (1, 2)}
-
-    def chunk(number: int, *, job: int, kind: WorkKind, group: int, key_group: int) -> Chunk:
-        key = Key(bytes([number]) * 32 + key_group.to_bytes(4, "big"))
-        made = Chunk(key, Location(0, 0, CHUNK), group, np.array([number]), kind=kind)
-        made.job = jobs[job]
-        return made
-
-    assert chunk(1, **ALIKE).travels_with(chunk(2, **{**ALIKE, **other})) is not bool(other)
-
-
-def test_what_is_waited_for_goes_first_by_group_and_once() -> None:
-    table = Table()
-    table.submit(1, LOAD, [1, 0, 1, 0])
-    table.submit(2, STORE, [0])
-    assert numbers(table.claim(LOAD, room=1)) == [(1, 0)]
-    table.wakes()
-    waiter = threading.Thread(target=table.wait, args=([1, 2, 7], 3600.0))
+def test_what_is_waited_for_goes_first_by_group_and_once(rank: Rank) -> None:
+    rank.submit_load(1, [chunk(n, group=group) for n, group in enumerate([1, 0, 1, 0])])
+    rank.submit_store(2, [chunk(9)])
+    assert numbers(rank.file.take(Lane.LOAD, room=1)) == [1]
+    waiter = threading.Thread(target=rank.wait, args=([1, 2, 7], 3600.0))
     waiter.start()
     try:
-        until(lambda: len(list(table.queue.busy_lanes())) == 4)
-        assert table.wakes()
-        assert numbers(table.queue.take(Lane.EXPEDITED_LOAD, lambda _: 16)) == [(1, 0)]
-        assert numbers(table.queue.take(Lane.EXPEDITED_LOAD, lambda _: 16)) == [(1, 1)] * 2
-        assert numbers(table.queue.take(Lane.URGENT_STORE, lambda _: 16)) == [(2, 0)]
-        assert table.claim(LOAD) == table.claim(STORE) == []
+        until(lambda: len(list(rank.file.queue.busy_lanes())) == 4)
+        lanes = [Lane.EXPEDITED_LOAD, Lane.EXPEDITED_LOAD, Lane.URGENT_STORE, Lane.LOAD, Lane.STORE]
+        assert [numbers(rank.file.take(lane)) for lane in lanes] == [[3], [0, 2], [9], [], []]
     finally:
-        table.queue.give_up("the test is over")
+        rank.file.queue.give_up("the test is over")
         waiter.join()
-    table.wait([7], 3600.0)
-    table.wakes()
-    assert not table.wakes()
+    rank.wait([7], 3600.0)
 
 
-def test_loads_are_refused_as_long_as_there_is_a_reason() -> None:
-    table = Table()
-    table.submit(1, LOAD, [0, 0, 0])
-    reasons = iter(["the drive is gone", "the drive is gone", None])
-    table.queue.refuse(Lane.LOAD, lambda _: next(reasons))
-    (last,) = table.claim(LOAD)
-    end(table, last)
-    told = table.told()
-    assert told.outcomes == (FAILED, FAILED, OK)
-    assert (told.errors, causes_of(told)) == (("the drive is gone",), ((FAILED, "disabled", 2),))
+def test_loads_are_refused_as_long_as_there_is_a_reason(rank: Rank) -> None:
+    rank.submit_load(1, [chunk(n) for n in range(3)])
+    reasons = iter(["the drive is gone", "the drive is gone", 16])
+    (last,) = rank.file.take(Lane.LOAD, lambda _: next(reasons))
+    end(last, OK)
+    told = rank.told()
+    assert (told.outcomes, told.errors) == ((FAILED, FAILED, OK), ("the drive is gone",))
+    assert causes_of(told) == ((FAILED, "disabled", 2),)
 
 
-def test_a_chunk_goes_on_unless_it_was_given_up() -> None:
-    table = Table()
-    table.submit(1, STORE, [0, 0, 0])
-    one, two, three = table.claim(STORE)
-    assert table.advance([one, two, three], ChunkState.BORROWED) == [True] * 3
-    assert table.advance([one], ChunkState.BORROWED) == [True], "it stays there"
-    end(table, one, as_=FAILED, why="first", cause="io")
-    end(table, one)
-    assert table.advance([one, two], ChunkState.TRANSFER) == [False, True]
-    with pytest.raises(RuntimeError, match="chunk of job 1 cannot go from TRANSFER to CLAIMED"):
-        table.advance([two], ChunkState.CLAIMED)
-    end(table, two, three)
-    told = table.told()
-    assert (told.outcomes, told.errors) == ((FAILED, OK, OK), ("first",)), "the first word counts"
-    assert not table.has_jobs
-    assert table.queue.empty()
+def test_loads_are_submitted_with_their_fence_and_their_haste(rank: Rank) -> None:
+    class Passed:
+        def done(self) -> bool:
+            return True
+
+    fence = Passed()
+    rank.submit_load(1, [chunk(1), chunk(2, BUCKET)], expedited=True, fence=fence)
+    rank.submit_load(2, [chunk(3)])
+    (first,), (second,) = rank.file.take(Lane.EXPEDITED_LOAD), rank.bucket.take(Lane.EXPEDITED_LOAD)
+    assert first.job.fence is second.job.fence is fence
+    assert numbers(rank.file.take(Lane.LOAD)) == [3]
 
 
-def test_loads_that_take_too_long_fail_unless_their_blocks_are_being_written() -> None:
-    table = Table()
-    table.submit(1, LOAD, [0, 1, 2])
-    (moving,), (writing,) = table.claim(LOAD), table.claim(LOAD)
-    table.advance([writing], ChunkState.SCATTER)
-    table.submit(2, STORE)
-    table.now_s += 10.0
-    table.submit(3, LOAD)
-    table.expire()
-    assert table.drain() == []
-    table.now_s += 1.0
-    table.expire()
-    assert (moving.outcome, writing.outcome) == (FAILED, None)
-    assert table.advance([moving], ChunkState.SCATTER) == [False]
-    end(table, writing)
-    told = table.told()
-    assert (told.job_id, told.outcomes) == (1, (FAILED, OK, FAILED))
-    assert causes_of(told) == ((FAILED, "timeout", 2),)
-    assert told.seconds == pytest.approx(11.0)
-    assert numbers(table.claim(LOAD)) == [(3, 0)]
-    table.now_s += EXPIRE_EVERY_S / 2
-    job = table.submit(4, LOAD)
-    job.submitted_s = job.chunks[0].queued_s = 0.0
-    table.expire()
-    assert table.drain() == [], "looked at a moment ago"
+# -- how chunks, jobs and tickets end --------------------------------------------------------------------------------
 
 
-def test_background_work_that_nothing_has_come_of_is_dropped() -> None:
-    table = Table()
-    table.submit(1, WRITE_THROUGH, [0, 1])
-    table.submit(2, FETCH, [0])
-    assert len(table.claim(WRITE_THROUGH, room=1)) == 1
-    table.now_s += MOVE_QUEUE_LIMIT_S
-    table.submit(3, WRITE_THROUGH)
-    table.expire()
-    assert table.ended() == {1: (DROPPED, DROPPED), 2: (DROPPED,)}
-    work = table.take_work()
+def test_a_job_of_several_tiers_is_told_when_the_last_part_has_ended(rank: Rank) -> None:
+    rank.submit_store(7, [chunk(1, BUCKET), chunk(2, MEMORY), chunk(3, FILE), chunk(4, BUCKET), chunk(5, FILE)])
+    rank.now_s += 1.0
+    assert numbers(rank.bucket.run(FAILED, OK, error="no")) == [1, 4]
+    rank.now_s += 1.0
+    assert numbers(rank.file.run(OK, CORRUPT, error="no")) == [3, 5]
+    assert rank.finished() == []
+    assert rank.has_jobs
+    rank.now_s += 1.0
+    assert numbers(rank.memory.run()) == [2]
+    done = rank.told()
+    assert (done.job_id, done.outcomes) == (7, (FAILED, OK, OK, OK, CORRUPT))
+    assert (done.bytes_moved, done.seconds, done.errors) == (3 * BLOCK, 3.0, ("no",))
+    shares = [(share.tier, share.wanted_bytes, share.bytes_moved, share.seconds) for share in done.shares]
+    assert shares == [(MEMORY, BLOCK, BLOCK, 3.0), (FILE, 2 * BLOCK, BLOCK, 2.0), (BUCKET, 2 * BLOCK, BLOCK, 1.0)]
+    assert not rank.has_jobs
+    assert rank.finished() == []
+
+
+@pytest.mark.parametrize("missing", [GONE, 4, -1])
+def test_chunks_of_no_tier_fail_and_the_others_go_on(rank: Rank, missing: int) -> None:
+    rank.submit_store(1, [chunk(1, missing), chunk(2, FILE)])
+    rank.file.run()
+    done = rank.told()
+    assert (done.outcomes, done.errors) == ((FAILED, OK), ("the tier is not available on this rank",))
+    rank.submit_load(2, [chunk(1, missing, host=4), chunk(2, FILE, host=5)], promotion_ticket=9)
+    rank.file.run()
+    assert (rank.told().outcomes, rank.tickets()) == ((FAILED, OK), {9: (FAILED, OK)})
+    moves = [move(1, missing, MEMORY), move(2, MEMORY, missing), move(3, missing, FILE), move(4, FILE, missing)]
+    rank.submit_moves(3, moves)
+    assert rank.tickets() == {3: (FAILED,) * 4}
+
+
+def test_a_chunk_has_the_gravest_outcome_of_its_shards_and_without_any_it_is_there(rank: Rank) -> None:
+    """Four chunks, of two, none, one and two shards; the ticket tells of the last three."""
+    at = [(1, 0), (2, 0), (3, 2), (4, 3), (5, 3)]
+    chunks = [chunk(number, host=number if position else None, position=position) for number, position in at]
+    rank.submit_load(1, chunks, 4, promotion_ticket=9, promoted=[1, 2, 3])
+    assert numbers(rank.file.run(OK, CORRUPT, OK, DROPPED, FAILED)) == [1, 2, 3, 4, 5]
+    assert (rank.told().outcomes, rank.tickets()) == ((CORRUPT, OK, OK, FAILED), {9: (OK, OK, FAILED)})
+    rank.submit_store(2, [], 2)
+    rank.submit_moves(3, [], 2)
+    assert (rank.told().outcomes, rank.tickets()) == ((OK, OK), {3: (OK, OK)})
+
+
+def test_of_a_refused_job_nothing_is_done(rank: Rank) -> None:
+    refused = FAILED, "its numbers do not fit"
+    rank.submit_load(1, [chunk(1, host=1), chunk(2, GONE)], promotion_ticket=9, refused=refused)
+    done = rank.told()
+    assert (done.outcomes, done.errors, done.shares) == ((FAILED, FAILED), ("its numbers do not fit",), ())
+    assert (rank.tickets(), rank.file.take()) == ({9: (FAILED,)}, [])
+
+
+def test_an_id_that_is_live_is_not_taken_twice(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
+    """The ticket of the second is settled all the same: its slots are free."""
+    rank.submit_load(1, [chunk(1, FILE), chunk(2, BUCKET)])
+    rank.submit_store(1, [chunk(3, FILE)])
+    rank.submit_load(1, [chunk(4, host=0), chunk(5), chunk(6, BUCKET, host=1)], promotion_ticket=8)
+    assert [record.message[:25] for record in caplog.records] == ["job 1 was submitted twice"] * 2
+    assert rank.tickets() == {8: (DROPPED, DROPPED)}
+    assert (numbers(rank.file.run()), numbers(rank.bucket.run())) == ([1], [2])
+    assert rank.told().outcomes == (OK, OK)
+
+
+def test_what_was_moved_is_counted_by_tier_and_once(rank: Rank) -> None:
+    assert rank.take_work() is None
+    rank.submit_store(1, [chunk(1, FILE), chunk(2, BUCKET)])
+    rank.submit_moves(2, [move(3, FILE, MEMORY)])
+    rank.submit_load(3, [chunk(4, host=1)], promotion_ticket=3)
+    (load,) = rank.file.take(Lane.LOAD)
+    rank.bucket.run()
+    rank.now_s += LOAD_TIMEOUT_S
+    assert [done.job_id for done in rank.finished()] == [3]
+    end(load, FAILED, slot=DROPPED)
+    work = rank.take_work()
     assert work is not None
-    assert work.failures[Failure("write_through", 0, "dropped", "no_time")] == 2
-    assert [chunk.job.ticket for chunk in table.claim(WRITE_THROUGH)] == [3]
-    assert table.queue.waiting() == (0, 0, 0)
+    assert (work.payload_bytes, work.seconds) == ({Act("store", BUCKET): BLOCK}, {Act("store", BUCKET): [0.0]})
+    ended = [("load", "failed"), ("fetch", "dropped")]
+    assert work.failures == {Failure(what, FILE, outcome, "timeout"): 1 for what, outcome in ended}  # type: ignore[arg-type]
+    assert rank.take_work() is None
+    both = work.merge(work)
+    assert both.payload_bytes == {Act("store", BUCKET): 2 * BLOCK}
+    assert both.seconds == {Act("store", BUCKET): [0.0] * 2}
+    assert set(both.failures.values()) == {2}
 
 
-def test_slots_are_told_of_when_nothing_touches_them_any_more() -> None:
+def test_a_chunk_goes_on_unless_it_was_given_up(rank: Rank) -> None:
+    rank.submit_store(1, [chunk(n) for n in range(3)])
+    one, two, three = rank.file.take()
+    assert rank.advance([one, two, three], ChunkState.BORROWED) == [True] * 3
+    assert rank.advance([one], ChunkState.BORROWED) == [True], "it stays there"
+    end(one, FAILED, "first", "io")
+    rank.complete([one])
+    assert rank.advance([one, two], ChunkState.TRANSFER) == [False, True]
+    with pytest.raises(RuntimeError, match="chunk of job 1 cannot go from TRANSFER to CLAIMED"):
+        rank.advance([two], ChunkState.CLAIMED)
+    end(two, OK)
+    end(three, OK)
+    told = rank.told()
+    assert (told.outcomes, told.errors) == ((FAILED, OK, OK), ("first",)), "the first word counts"
+
+
+def test_loads_that_take_too_long_fail_unless_their_blocks_are_being_written(rank: Rank) -> None:
+    rank.submit_load(1, [chunk(n) for n in range(3)])
+    (moving,), (writing,) = rank.file.take(Lane.LOAD, 1), rank.file.take(Lane.LOAD, 1)
+    rank.advance([writing], ChunkState.SCATTER)
+    rank.submit_store(2, [chunk(9)])
+    rank.now_s += LOAD_TIMEOUT_S - 0.5
+    rank.submit_load(3, [chunk(8)])
+    assert rank.finished() == []
+    rank.now_s += 1.0
+    assert rank.finished() == []
+    assert (moving.outcome, writing.outcome) == (FAILED, None)
+    assert rank.advance([moving], ChunkState.SCATTER) == [False]
+    end(writing, OK)
+    told = rank.told()
+    assert (told.job_id, told.outcomes, told.seconds) == (1, (FAILED, OK, FAILED), LOAD_TIMEOUT_S + 0.5)
+    assert causes_of(told) == ((FAILED, "timeout", 2),)
+    assert numbers(rank.file.take(Lane.LOAD)) == [8]
+    rank.now_s += EXPIRE_EVERY_S / 2
+    rank.submit_load(4, [chunk(1)])
+    rank._jobs[4].submitted_s = 0.0
+    assert rank.finished() == [], "looked at a moment ago"
+
+
+def test_slots_are_told_of_when_nothing_touches_them_any_more(rank: Rank) -> None:
     """The job is told before, where its blocks are served."""
-    table = Table()
-    table.submit(1, LOAD, [0, 0], promoted=True)
-    one, two = table.claim(LOAD)
-    end(table, one)
-    table.now_s += LOAD_TIMEOUT_S
-    table.expire()
-    assert table.told().outcomes == (OK, FAILED)
-    assert (table.ended(), table.has_jobs) == ({}, True)
-    two.host = Slot(0, 0, np.empty(CHUNK, dtype=np.uint8))
-    two.end(OK)
-    table.complete([two], tainted=True)
-    end(table, one, as_=FAILED)
-    assert table.drain() == [], "that was told before"
-    assert table.ended() == {1: (OK, TAINTED)}
-    assert not table.has_jobs
-    table.submit(2, LOAD, promoted=True)
-    end(table, *table.claim(LOAD), as_=FAILED, why="no")
-    told = table.told()
-    assert (told.outcomes, table.ended()) == ((FAILED,), {2: (FAILED,)}), "at once"
-    assert causes_of(told) == ((FAILED, "io", 1),), "where nothing is said of it"
+    rank.submit_load(1, [chunk(1, host=1), chunk(2, host=2)], promotion_ticket=1)
+    one, two = rank.file.take()
+    end(one, OK)
+    rank.now_s += LOAD_TIMEOUT_S
+    assert (rank.told().outcomes, rank.tickets(), rank.has_jobs) == ((OK, FAILED), {}, True)
+    end(two, OK, slot=TAINTED)
+    end(one, FAILED)
+    assert rank.finished() == [], "that was told before"
+    assert (rank.tickets(), rank.has_jobs) == ({1: (OK, TAINTED)}, False)
+
+
+@pytest.mark.parametrize("is_fetch", [False, True])
+@pytest.mark.parametrize(
+    ("outcome", "is_given_up", "is_kept", "tainted", "has_host", "slot"),
+    [
+        (OK, False, True, False, True, OK),
+        (OK, False, True, True, True, TAINTED),
+        (FAILED, False, True, False, True, OK),  # the image is whole, though its blocks could not be served
+        (FAILED, False, False, False, True, FAILED),
+        (CORRUPT, False, False, False, True, CORRUPT),
+        (CORRUPT, False, False, True, True, TAINTED),
+        (CORRUPT, False, False, True, False, CORRUPT),  # nothing was begun with the slot
+        (OK, False, False, False, True, FAILED),  # served by another way than the slot
+        (CORRUPT, True, False, False, True, FAILED),  # the caller was told so when it gave the load up
+    ],
+)
+def test_what_is_told_of_host_slots(
+    rank: Rank,
+    is_fetch: bool,
+    outcome: Outcome,
+    is_given_up: bool,
+    is_kept: bool,
+    tainted: bool,
+    has_host: bool,
+    slot: Outcome,
+) -> None:
+    if is_fetch:
+        rank.submit_moves(1, [move(1, FILE, MEMORY)])
+    else:
+        rank.submit_load(1, [chunk(1, host=1)], promotion_ticket=1)
+    (taken,) = rank.file.take()
+    if is_given_up:
+        rank.now_s += LOAD_TIMEOUT_S
+        rank.expire()
+    taken.host = Slot(0, 0, np.empty(0, dtype=np.uint8)) if has_host else None
+    taken.is_kept = is_kept
+    taken.end(outcome, "words", "cause")
+    rank.complete([taken], tainted=tainted)
+    assert rank.tickets() == {1: (slot,)}
+
+
+def test_background_work_that_nothing_has_come_of_is_dropped(rank: Rank) -> None:
+    rank.submit_moves(1, [move(1, MEMORY, FILE), move(2, MEMORY, FILE)])
+    rank.submit_moves(2, [move(3, FILE, MEMORY)])
+    assert numbers(rank.file.take(Lane.BACKGROUND, 1)) == [1]
+    rank.now_s += MOVE_QUEUE_LIMIT_S
+    rank.submit_moves(3, [move(4, MEMORY, FILE)])
+    assert rank.tickets() == {1: (DROPPED, DROPPED), 2: (DROPPED,)}
+    work = rank.take_work()
+    assert work is not None
+    assert work.failures[Failure("write_through", FILE, "dropped", "no_time")] == 2
+    assert numbers(rank.file.take()) == [4]
+
+
+# -- waiting ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by", ["an end", "the clock"])
-def test_who_waits_for_blocks_waits_for_the_last_of_them(by: str) -> None:
+def test_who_waits_for_blocks_waits_for_the_last_of_them(rank: Rank, by: str) -> None:
     """While a load writes to its blocks nothing else ends the wait, and no other job's end does."""
-    table = Table()
-    table.submit(1, LOAD)
-    table.submit(2, LOAD)
-    (task,) = table.claim(LOAD)
+    rank.submit_load(1, [chunk(1)])
+    rank.submit_load(2, [chunk(2)])
+    (first,) = rank.file.take(Lane.LOAD)
     if by == "an end":
-        table.advance([task], ChunkState.SCATTER)
-    waiter = threading.Thread(target=table.wait, args=([1, 2], 0.0 if by == "an end" else 3600.0))
+        rank.advance([first], ChunkState.SCATTER)
+    waiter = threading.Thread(target=rank.wait, args=([1, 2], 0.0 if by == "an end" else 3600.0))
     waiter.start()
     waiter.join(0.05)
     assert waiter.is_alive()
     if by == "an end":
-        end(table, task)
+        end(first, OK)
     else:
-        table.now_s += LOAD_TIMEOUT_S
-        table.expire()
+        rank.now_s += LOAD_TIMEOUT_S
+        rank.expire()
     waiter.join(10.0)
     assert not waiter.is_alive()
-    assert {told.job_id: told.outcomes for told in table.drain()} == {
-        1: (OK if by == "an end" else FAILED,),
-        2: (FAILED,),
-    }
+    assert rank.ended() == {1: (OK if by == "an end" else FAILED,), 2: (FAILED,)}
 
 
-def test_the_end_of_the_pump_ends_everything() -> None:
-    """What waits is dropped where nobody needs it; what may still be touched is never used again."""
-    table = Table()
-    table.submit(1, STORE, [0, 1])
-    table.submit(2, LOAD, [0, 1], promoted=True)
-    table.submit(3, WRITE_THROUGH, [0, 1])
-    for kind in (STORE, LOAD, WRITE_THROUGH):
-        assert len(table.claim(kind)) == 1
-    table.queue.give_up("the disk is gone")
-    assert {told.job_id: told.outcomes for told in table.drain()} == {1: (FAILED, DROPPED), 2: (FAILED, FAILED)}
-    assert table.ended() == {2: (TAINTED, FAILED), 3: (TAINTED, DROPPED)}
-    table.submit(4, STORE, [0, 0])
-    told = table.told()
-    assert (told.outcomes, told.errors, causes_of(told)) == (
-        (FAILED, FAILED),
-        ("the disk is gone",),
-        ((FAILED, "closed", 2),),
-    )
-    assert not table.has_jobs
-    assert table.queue.waiting() == (0, 0, 0)
-
-
-def test_blocks_that_are_needed_back_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_are_needed_back_are_given_back(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is queued is dropped, what is being read is worthless; a load fails where nobody writes to its blocks."""
     monkeypatch.setattr(jobs, "STORE_GRACE_S", 0.0)
-    table = Table()
-    table.submit(1, STORE, [0, 1])
-    (reading,) = table.claim(STORE)
-    table.advance([reading], ChunkState.BORROWED)
-    table.wait([1], 0.0)
-    assert table.advance([reading], ChunkState.TRANSFER) == [False]
-    end(table, reading)
-    told = table.told()
+    rank.submit_store(1, [chunk(1), chunk(2)])
+    (reading,) = rank.file.take(Lane.STORE, 1)
+    rank.advance([reading], ChunkState.BORROWED)
+    rank.wait([1], 0.0)
+    assert rank.advance([reading], ChunkState.TRANSFER) == [False]
+    end(reading, OK)
+    told = rank.told()
     assert told.outcomes == (FAILED, DROPPED)
     assert {cause for _, cause, _ in causes_of(told)} == {"needed_back"}
-    table.submit(2, LOAD, [0, 1])
-    table.wait([2], 0.0)
-    told = table.told()
+    rank.submit_load(2, [chunk(1), chunk(2)])
+    rank.wait([2], 0.0)
+    told = rank.told()
     assert (told.outcomes, causes_of(told)) == ((FAILED, FAILED), ((FAILED, "no_answer", 2),))
-    assert list(table.queue.busy_lanes()) == []
-    table.submit(3, STORE)
-    table.claim(STORE)
-    table.wait([3], 0.0)
-    assert table.told().outcomes == (DROPPED,), "nothing of it was written"
+    assert list(rank.file.queue.busy_lanes()) == []
+    rank.submit_store(3, [chunk(1)])
+    rank.file.take()
+    rank.wait([3], 0.0)
+    assert rank.told().outcomes == (DROPPED,), "nothing of it was written"
+
+
+def test_wait_drops_what_has_not_begun_in_the_tiers_of_its_jobs_and_nothing_else() -> None:
+    rank = Rank(runs=True)
+    rank.submit_store(1, [chunk(1, FILE), chunk(2, BUCKET)])
+    rank.submit_store(2, [chunk(3, FILE)])
+    rank.submit_store(3, [chunk(4, BUCKET)])
+    rank.wait([1, 3, 77], 5.0)
+    assert rank.ended() == {1: (DROPPED, DROPPED), 3: (DROPPED,)}
+    assert numbers(rank.file.run()) == [3]
+
+
+def test_wait_has_one_limit_for_all_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "WAIT_LIMIT_S", 0.3)
+    rank = Rank(runs=True)
+    for number, limit_s, least_s in ((1, None, 0.3), (2, 0.15, 0.15)):
+        rank.submit_load(number, [chunk(1, FILE), chunk(2, BUCKET)])
+        rank.file.take()
+        rank.bucket.take()
+        began_s = time.monotonic()
+        rank.wait([number], limit_s)
+        assert least_s <= time.monotonic() - began_s < least_s + 4.0
+        assert rank.told().outcomes == (FAILED, FAILED)
+
+
+# -- moves between two farther tiers ---------------------------------------------------------------------------------
+
+
+def test_a_relay_slot_serves_one_move_at_a_time_in_their_order(rank: Rank) -> None:
+    rank.submit_moves(1, [move(number, FILE, BUCKET) for number in range(1, 5)])
+    first, second = rank.file.take()
+    assert {first.host_offset, second.host_offset} == set(RELAY_OFFSETS)
+    end(first, FAILED)
+    (third,) = rank.file.take()
+    assert (third.key[0], third.host_offset) == (3, first.host_offset)
+    end(second, OK)
+    assert rank.file.take() == [], "its slot is still in use"
+    (write,) = rank.bucket.take()
+    assert (write.location, write.host_offset) == (Location(BUCKET, 2 * SLOT, SLOT), second.host_offset)
+    end(write, FAILED)
+    end(third, OK)
+    rank.file.run()
+    rank.bucket.run()
+    assert rank.tickets() == {1: (DROPPED, FAILED, OK, OK)}
+    assert not rank.has_jobs
+
+
+@pytest.mark.parametrize(
+    ("outcome", "slot", "told", "left"),
+    [
+        (FAILED, FAILED, DROPPED, 2),
+        (CORRUPT, CORRUPT, CORRUPT, 2),
+        (DROPPED, DROPPED, DROPPED, 2),
+        (FAILED, TAINTED, DROPPED, 1),
+        (OK, TAINTED, DROPPED, 1),
+        (FAILED, OK, DROPPED, 2),
+    ],
+)
+def test_what_was_not_fetched_leaves_its_target_alone(
+    rank: Rank, outcome: Outcome, slot: Outcome, told: Outcome, left: int
+) -> None:
+    """The target is not to blame, and may be used again at once. A slot that may still be written to may not: nor may
+    the image in it be trusted that came too late.
+    """
+    rank.submit_moves(1, [move(1, FILE, BUCKET)])
+    (fetch,) = rank.file.take()
+    end(fetch, outcome, slot=slot)
+    assert (rank.bucket.take(), rank.tickets(), rank.has_jobs) == ([], {1: (told,)}, False)
+    rank.submit_moves(2, [move(number, FILE, BUCKET) for number in range(3)])
+    assert len(rank.file.take()) == left
+
+
+def test_a_relay_that_is_given_up_keeps_its_slot_until_its_read_has_ended(rank: Rank) -> None:
+    rank.submit_moves(1, [move(1, FILE, BUCKET)])
+    (fetch,) = rank.file.take()
+    rank.now_s += LOAD_TIMEOUT_S
+    assert (rank.tickets(), rank.has_jobs) == ({1: (DROPPED,)}, True)
+    rank.submit_moves(2, [move(2, FILE, BUCKET), move(3, FILE, BUCKET)])
+    assert numbers(rank.file.take()) == [2]
+    end(fetch, OK)
+    assert rank.bucket.take() == [], "nobody waits for it any more"
+    assert numbers(rank.file.take()) == [3]
+
+
+@pytest.mark.parametrize("by", ["a store", "a dead pump"])
+def test_a_relay_slot_that_may_still_be_touched_is_never_used_again(rank: Rank, by: str) -> None:
+    rank.join(GONE, Engine(rank, GONE))  # type: ignore[arg-type]
+    rank.submit_moves(1, [move(1, FILE, BUCKET)])
+    if by == "a store":
+        rank.file.run()
+        end(*rank.bucket.take(), TAINTED)
+    else:
+        rank.file.take()
+        rank.file.queue.give_up("the disk is gone")
+    assert rank.tickets() == {1: (TAINTED if by == "a store" else DROPPED,)}
+    rank.submit_moves(2, [move(number, BUCKET, GONE) for number in range(2)])
+    (read,) = rank.bucket.take()
+    end(read, FAILED, slot=TAINTED)
+    rank.submit_moves(3, [move(1, BUCKET, GONE), move(2, MEMORY, BUCKET)])
+    rank.bucket.run()
+    assert rank.tickets() == {2: (DROPPED, DROPPED), 3: (DROPPED, OK)}, "there is none left"
+
+
+def test_relays_that_wait_for_too_long_are_dropped_and_what_has_begun_goes_on(rank: Rank) -> None:
+    """Although tiers say nothing. Each half of its way has its own time."""
+    rank.submit_moves(1, [move(number, FILE, BUCKET) for number in range(2)])
+    rank.submit_moves(2, [move(2, FILE, BUCKET)])
+    first, second = rank.file.take()
+    rank.now_s += MOVE_QUEUE_LIMIT_S - 1.0
+    end(first, OK)
+    rank.now_s += 2.0
+    assert rank.tickets() == {2: (DROPPED,)}
+    assert numbers(rank.bucket.run()) == [0], "it has just begun to wait there"
+    end(second, OK)
+    rank.now_s += MOVE_QUEUE_LIMIT_S
+    assert rank.tickets() == {1: (OK, DROPPED)}
+    assert rank.bucket.take() == []
+
+
+# -- tiers that come and go ------------------------------------------------------------------------------------------
+
+
+def test_a_tier_serves_from_when_it_joins_until_it_parts(rank: Rank) -> None:
+    engine: Any = Engine(rank, GONE)
+    assert rank.open_tiers == {MEMORY, FILE, BUCKET}
+    assert rank.statuses()[GONE] == TierStatus(trouble="unavailable")
+    rank.join(GONE, engine)
+    rank.submit_store(1, [chunk(1, GONE)])
+    assert [status.waiting.store_bytes for status in rank.statuses()] == [0, 0, 0, BLOCK]
+    assert rank.statuses()[GONE].access == TierAccess("copy", ("host",))
+    engine.run()
+    assert rank.told().outcomes == (OK,)
+    rank.submit_moves(2, [move(1, MEMORY, GONE)])
+    engine.run()
+    assert rank.tickets() == {2: (OK,)}
+    assert rank.part() == {MEMORY: rank.memory, FILE: rank.file, BUCKET: rank.bucket, GONE: engine}
+    assert rank.open_tiers == frozenset()
+    assert not any(each.closed_within for each in rank.engines), "they are the caller's"
+    rank.submit_store(3, [chunk(1, FILE)])
+    assert rank.told().outcomes == (FAILED,)
+    rank.join(FILE, rank.file)  # type: ignore[arg-type]
+    assert rank.open_tiers == {FILE}
+
+
+def test_the_end_of_a_pump_ends_everything_of_its_tier(rank: Rank) -> None:
+    """What waits is dropped where nobody needs it; what may still be touched is never used again."""
+    rank.submit_store(1, [chunk(1), chunk(2)])
+    rank.submit_load(2, [chunk(1, host=1), chunk(2, host=2)], promotion_ticket=2)
+    rank.submit_moves(3, [move(1, MEMORY, FILE), move(2, MEMORY, FILE)])
+    for lane in (Lane.STORE, Lane.LOAD, Lane.BACKGROUND):
+        assert len(rank.file.take(lane, 1)) == 1
+    rank.file.queue.give_up("the disk is gone")
+    assert rank.ended() == {1: (FAILED, DROPPED), 2: (FAILED, FAILED)}
+    assert rank.tickets() == {2: (TAINTED, FAILED), 3: (TAINTED, DROPPED)}
+    rank.submit_store(4, [chunk(1), chunk(2)])
+    told = rank.told()
+    assert (told.outcomes, told.errors) == ((FAILED, FAILED), ("the disk is gone",))
+    assert causes_of(told) == ((FAILED, "closed", 2),)
+    assert (rank.has_jobs, rank.file.queue.waiting()) == (False, (0, 0, 0))
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def running() -> Iterator[Rank]:
+    rank = Rank(runs=True)
+    yield rank
+    for engine in rank.engines:
+        if engine.hangs is not None:
+            engine.hangs.set()
+
+
+def test_close_ends_every_tier_within_the_deadline_and_once(running: Rank) -> None:
+    """Nothing has touched the targets of relays that have not begun, which are free at once."""
+    running.submit_store(1, [chunk(1, FILE), chunk(2, BUCKET)])
+    running.file.take()
+    running.submit_moves(2, [move(number, FILE, BUCKET) for number in range(9)])
+    for _ in range(2):
+        running.close(0.1)
+    assert [len(engine.closed_within) for engine in running.engines] == [1, 1, 1]
+    assert all(0.0 <= engine.closed_within[0] <= 0.1 for engine in running.engines)
+    assert running.told().outcomes == (FAILED, DROPPED)
+    assert running.tickets() == {2: (DROPPED,) * 9}
+    assert not running.has_jobs
+
+
+def test_close_sees_relays_through_as_far_as_the_deadline_allows(running: Rank) -> None:
+    running.submit_moves(1, [move(number, FILE, BUCKET) for number in range(4)])
+    over = threading.Event()
+
+    def serve() -> None:
+        while not over.wait(0.001):
+            running.file.run()
+            running.bucket.run()
+
+    server = threading.Thread(target=serve)
+    server.start()
+    try:
+        began_s = time.monotonic()
+        running.close(8.0)
+        assert time.monotonic() - began_s < 4.0, "it waits for them, not for the deadline"
+    finally:
+        over.set()
+        server.join()
+    assert running.tickets() == {1: (OK,) * 4}
+    assert all(4.0 < engine.closed_within[0] < 8.0 for engine in running.engines), "what is left of the deadline"
+
+
+def test_a_chunk_that_was_fetched_last_is_stored_no_more(running: Rank) -> None:
+    """Its target was never touched, either."""
+    running.bucket.drains = True
+    running.submit_moves(1, [move(1, BUCKET, FILE)])
+    running.close(0.0)
+    assert running.tickets() == {1: (FAILED,)}
+
+
+def test_a_tier_that_does_not_close_well_or_at_all_holds_up_no_other(
+    running: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it has begun is given up: a job as FAILED, places as TAINTED."""
+    monkeypatch.setattr(rank_engine, "CLOSE_PATIENCE_S", 0.2)
+    running.file.is_broken = True
+    running.bucket.hangs = threading.Event()
+    running.submit_store(1, [chunk(1, FILE), chunk(2, BUCKET)])
+    running.submit_store(2, [chunk(3, BUCKET), chunk(4, BUCKET)])
+    running.submit_moves(3, [move(5, MEMORY, BUCKET)])
+    begun = running.bucket.take()
+    began_s, others = time.monotonic(), set(threading.enumerate())
+    running.close(0.1)
+    assert time.monotonic() - began_s >= 0.3
+    [closer] = [thread for thread in set(threading.enumerate()) - others if thread.name == "nixl-offload-close"]
+    assert closer.daemon, "it holds up no end of the process"
+    told = {done.job_id: done for done in running.finished()}
+    assert {number: done.outcomes for number, done in told.items()} == {1: (DROPPED, FAILED), 2: (FAILED, FAILED)}
+    assert told[1].errors == ("the engine is closed", "the engine was closed while storage hung")
+    assert running.tickets() == {3: (TAINTED,)}
+    assert not running.has_jobs
+    for late in begun:
+        end(late, OK)
+    assert (running.finished(), running.settled()) == ([], []), "what comes late changes nothing"
+    assert "The engine of tier 1 did not close well" in caplog.text

@@ -1,25 +1,26 @@
-"""Proves what the pump does between its looks at storage: how long it sleeps, which batches it moves on, what it tells
-of those that end well, badly or not at all, and which memory is free then. Time is played: the pump's own thread runs,
-and stops each time that it would sleep.
+"""Proves what the pump does between its looks at storage: how long it sleeps, which batches it moves on, what it
+reports of those that end well, badly or not at all, and which memory is free then. Time is played: the pump's own
+thread runs, and stops each time that it would sleep.
 """
 
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine import pump
-from nixl_offload.engine.batch import Batch, Steps
+from nixl_offload.engine.batch import Batch, InFlight, Steps, Turn
 from nixl_offload.engine.jobs import JobTable, TierQueue
-from nixl_offload.engine.pump import STEP_ALL_S, InFlight, Pauses, Pump, Turn
+from nixl_offload.engine.pump import CROWD, STEP_ALL_S, Pauses, TierEngine
 from nixl_offload.engine.records import Chunk, Completion, Job
 from nixl_offload.engine.staging import Slot, SlotPool
-from nixl_offload.engine.states import Lane, WorkKind
+from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.streams import READY, Fence
 from nixl_offload.engine.transfer_statistics import Failure
 from nixl_offload.movers.base import MemoryRegion, Op, Transfer, TransferState
@@ -29,13 +30,11 @@ from tests.unit.rank_rig import causes_of
 OK, FAILED, DROPPED, TAINTED = Outcome.OK, Outcome.FAILED, Outcome.DROPPED, Outcome.TAINTED
 STORE, LOAD = WorkKind.STORE, WorkKind.LOAD
 PROMOTION, WRITE_THROUGH, FETCH = WorkKind.PROMOTION, WorkKind.WRITE_THROUGH, WorkKind.FETCH
-LANES = {STORE: Lane.STORE, LOAD: Lane.LOAD, WRITE_THROUGH: Lane.BACKGROUND, FETCH: Lane.BACKGROUND}
-PAUSES = Pauses(poll_s=1.0, crowd_poll_s=2.0, crowd=2, slow_poll_s=8.0, slow_after_s=50.0)
+PAUSES = Pauses(poll_s=1.0, slow_poll_s=8.0, slow_after_s=50.0)
 CHUNK = 4096
 LAYOUT = KVLayout((RegionSpec(0, 1 << 20, 64, CHUNK, CHUNK),), (GroupLayout.of_pages([(0, CHUNK)]),), 1)
 LOAD_TIMEOUT_S = 500.0
 PATIENCE_S = 10.0
-NAME = "nixl-offload-played"
 
 
 class PlayedQueue(TierQueue):
@@ -87,29 +86,23 @@ class Paths:
         self.events: list[str] = []
         self.turn: Turn = CountedTurn(self.events)
         self.limit = 16
-        self.no_room_for = -1
-        self.refusal: str | None = None
         self.quiet_s: float | None = None
         self.does: Callable[[Batch], Steps] = self.wait
         self.is_broken = False
         self.begun: list[Batch] = []
-        self.told: list[InFlight] = []
         self.steps: list[Batch] = []
         self.abandoned: list[Batch] = []
         self.over: list[Batch] = []
         self.closed = 0
 
     def room(self, chunk: Chunk, in_flight: InFlight) -> int:
-        self.told.append(InFlight(*(getattr(in_flight, name) for name in InFlight.__slots__)))
-        return 0 if self.no_room_for in (chunk.job.job_id, chunk.job.ticket) else self.limit
-
-    def why_not(self, chunk: Chunk) -> str | None:
-        return self.refusal
+        return self.limit
 
     def begin(self, chunks: list[Chunk]) -> Batch:
         if self.is_broken:
             raise ValueError("no batch today")
-        batch = Batch(chunks, chunks[0].kind)
+        plan: Any = SimpleNamespace()
+        batch = Batch(chunks, chunks[0].kind, plan, ())
         batch.steps = self.does(batch)
         self.begun.append(batch)
         return batch
@@ -120,8 +113,6 @@ class Paths:
     def abandon(self, batch: Batch, error: str | None) -> None:
         self.abandoned.append(batch)
         self.events.append("end")
-        if self.is_broken:
-            raise ValueError("not to be undone")
 
     def close(self) -> None:
         self.closed += 1
@@ -149,13 +140,11 @@ class Paths:
 class World:
     """A pump that has gone to sleep, with nothing to do."""
 
-    def __init__(self, paths: Paths | None = None) -> None:
-        self.queue, self.paths = PlayedQueue(), paths or Paths()
+    def __init__(self) -> None:
+        self.queue, self.paths = PlayedQueue(), Paths()
         self.table = self.queue.table
-        self.pump = Pump(self.queue, self.paths, name=NAME, pauses=PAUSES)
-        others = set(threading.enumerate())
-        self.pump.start()
-        [self.thread] = [thread for thread in set(threading.enumerate()) - others if thread.name == NAME]
+        paths: Any = self.paths
+        self.engine = TierEngine(self.queue, paths, name="nixl-offload-played", pauses=PAUSES)
         self.first_pause = self.queue.pauses.get(timeout=PATIENCE_S)
 
     def next(self, seconds: float = 0.0) -> float | None:
@@ -164,22 +153,20 @@ class World:
         self.queue.goes_on.put(None)
         return self.queue.pauses.get(timeout=PATIENCE_S)
 
-    def submit(
-        self, number: int, kind: WorkKind, chunks: int = 1, *, promoted: bool = False, lane: Lane | None = None
-    ) -> None:
+    def submit(self, number: int, kind: WorkKind, chunks: int = 1) -> None:
         """Without waking the pump."""
-        offset = 0 if promoted or kind.in_background else None
+        offset = 0 if kind.has_ticket else None
         places = [(Key(bytes([at]) * 32 + bytes(4)), Location(0, at * CHUNK, CHUNK)) for at in range(chunks)]
-        made = [
-            Chunk(key, place, 0, np.array([at]), 0, offset, kind, position=at) for at, (key, place) in enumerate(places)
-        ]
-        ids = {"ticket": number} if kind.in_background else {"job_id": number, "ticket": number if promoted else 0}
-        slots = range(chunks) if promoted else ()
-        self.table.add(Job(kind, made, chunks, READY, self.queue.now_s, promoted=slots, **ids), lane or LANES[kind])
+        made = [Chunk(key, place, 0, np.array([at]), 0, offset, None, at) for at, (key, place) in enumerate(places)]
+        for chunk in made:
+            chunk.kind = kind
+        of_job = WRITE_THROUGH if kind.in_background else LOAD if kind is PROMOTION else kind
+        ids = {"ticket": number if kind.has_ticket else 0, "job_id": None if kind.in_background else number}
+        self.table.submit(Job(of_job, made, chunks, READY, promoted=range(chunks), **ids))
 
-    def begin(self, number: int, kind: WorkKind, chunks: int = 1, *, promoted: bool = False) -> Batch:
+    def begin(self, number: int, kind: WorkKind, chunks: int = 1) -> Batch:
         """Submit a job that is one batch; return that when the pump has slept next."""
-        self.submit(number, kind, chunks, promoted=promoted)
+        self.submit(number, kind, chunks)
         self.next()
         return self.paths.begun[-1]
 
@@ -192,7 +179,7 @@ class World:
         self.next()
 
     def told(self) -> Completion:
-        (completion,) = self.table.drain()
+        (completion,) = self.table.finished()
         return completion
 
     def settled(self) -> dict[int, tuple[Outcome, ...]]:
@@ -201,7 +188,7 @@ class World:
     def stop(self, deadline_s: float = 0.0) -> None:
         self.queue.is_played = False
         self.queue.goes_on.put(None)
-        self.pump.stop(deadline_s, patience_s=PATIENCE_S)
+        self.engine.close(deadline_s, patience_s=PATIENCE_S)
 
 
 @pytest.fixture(autouse=True)
@@ -237,11 +224,11 @@ def test_it_sleeps_without_end_when_nothing_is_in_flight(world: World) -> None:
 
 
 def test_it_sleeps_longer_with_many_in_flight_and_when_nothing_has_moved_for_long(world: World) -> None:
-    batches = [world.begin(number, LOAD) for number in range(2)]
+    batches = [world.begin(number, LOAD) for number in range(CROWD)]
     assert world.next() == PAUSES.poll_s
-    batches.append(world.begin(2, LOAD))
-    assert world.next() == PAUSES.crowd_poll_s
-    assert world.next(PAUSES.slow_after_s - 0.001) == PAUSES.crowd_poll_s
+    batches.append(world.begin(CROWD, LOAD))
+    assert world.next() == 2 * PAUSES.poll_s
+    assert world.next(PAUSES.slow_after_s - 0.001) == 2 * PAUSES.poll_s
     assert world.next(0.001) == PAUSES.slow_poll_s
     world.end(batches[0])
     assert world.next() == PAUSES.poll_s
@@ -283,7 +270,7 @@ def test_a_load_that_comes_while_stores_begin_overtakes_those_that_have_not(worl
 
 def test_what_cannot_begin_fails_and_the_next_begins(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.paths.is_broken = True
-    world.submit(1, LOAD, 2, promoted=True)
+    world.submit(1, PROMOTION, 2)
     world.submit(2, FETCH)
     world.next()
     told = world.told()
@@ -359,18 +346,17 @@ def test_a_batch_that_crashes_gives_back_what_nothing_touches_any_more(
     slot: Outcome | None,
     usable: int,
 ) -> None:
-    """What may still be written to is never used again, nor freed; a link that does not undo changes nothing."""
+    """What may still be written to is never used again, nor freed."""
     pool = Slots()
 
     def crash(batch: Batch) -> Steps:
         hold(batch, pool)
         under_way(batch)
         yield
-        world.paths.is_broken = True
         raise KeyError("a bug")
 
     world.paths.does = crash
-    world.submit(1, LOAD if kind is PROMOTION else kind, promoted=kind is PROMOTION)
+    world.submit(1, kind)
     world.next()
     if not kind.in_background:
         told = world.told()
@@ -384,9 +370,7 @@ def test_a_batch_that_crashes_gives_back_what_nothing_touches_any_more(
     assert world.paths.abandoned == [batch]
     assert leaked == ([] if usable == 2 else [(world.paths, batch)])
     assert "a bug" in caplog.text
-    assert "not to be undone" in caplog.text
     assert world.next() is None
-    world.paths.is_broken = False
 
 
 def test_chunks_that_were_forgotten_fail_and_the_others_keep_their_outcome(
@@ -458,8 +442,8 @@ def test_it_finishes_what_is_there_before_it_ends(world: World, leaked: list[obj
     world.paths.limit = 1
     world.submit(2, STORE, 3)
     world.stop(PATIENCE_S)
-    assert not world.thread.is_alive()
-    assert [told.outcomes for told in world.table.drain()] == [(OK,), (OK,) * 3]
+    assert not world.engine._thread.is_alive()
+    assert [told.outcomes for told in world.table.finished()] == [(OK,), (OK,) * 3]
     assert (world.paths.closed, leaked) == (1, [])
 
 
@@ -475,7 +459,7 @@ def test_a_deadline_ends_what_does_not_end_and_its_memory_is_kept(
     world.paths.limit = 0
     world.submit(5, WRITE_THROUGH)
     world.stop(0.0)
-    told = world.table.drain()
+    told = world.table.finished()
     assert {done.job_id: done.outcomes for done in told} == {3: (FAILED,), 4: (FAILED,), 6: (TAINTED,)}
     assert world.settled() == {1: (TAINTED, TAINTED), 2: (TAINTED,), 5: (DROPPED,)}
     assert {done.errors for done in told} == {("the engine is closed",)}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.engine import TierEngine
-from nixl_offload.engine.memory_tier import MemoryEngine
+from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.errors import TierError
 from nixl_offload.vllm import rank_tiers
 from nixl_offload.vllm.rank_tiers import RankTiers
@@ -19,7 +19,7 @@ from tests.unit.engine_rig import NAMESPACE, until
 
 def _memory_engine(rig: ChainRig) -> MemoryEngine:
     return MemoryEngine(
-        table=rig.chain.table, tensors=rig.tensors, layout=rig.layout, host=rig.host, rank_namespace=NAMESPACE
+        table=rig.chain, tensors=rig.tensors, layout=rig.layout, host=rig.host, rank_namespace=NAMESPACE
     )
 
 

@@ -327,7 +327,7 @@ def test_a_slow_opening_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.Mon
     began_s = time.monotonic()
     rig.worker.submit_store(1, gpu([0, 1, 2, 3], 0), rig.to_store(0))
     location = Location(0, 0, rig.slot_bytes)
-    rig.worker.submit(MoveTicket(7, (Key(bytes(36)),), (location,), (location,)))
+    rig.worker.submit_moves(MoveTicket(7, (Key(bytes(36)),), (location,), (location,)))
     rig.worker.wait({1})
     (item,) = rig.worker.take_finished()
     assert item.result.outcomes == (Outcome.FAILED,)
@@ -381,7 +381,7 @@ def test_a_shutdown_during_the_opening(tmp_path: Path, monkeypatch: pytest.Monke
     assert (host in kept) == late, "memory that is being registered is not unlocked"
     slow.go_on.set()
     opening.join(DEADLINE_S)
-    assert slow.opened[0]._closed
+    assert not slow.opened[0]._thread.is_alive()
     rig.worker.submit_load(1, rig.to_load(0), gpu([0, 1, 2, 3], 0))
     (item,) = rig.results()
     assert item.result.outcomes == (Outcome.FAILED,)
@@ -418,7 +418,7 @@ def test_moves_of_a_group_that_is_not_there_fail_and_raise_nothing(rig: Rig) -> 
     """Anything that is raised here ends vLLM's engine."""
     key = Key(bytes(32) + (77).to_bytes(4, "big"))
     here, there = Location(0, 0, rig.slot_bytes), Location(1, 0, rig.slot_bytes)
-    rig.worker.submit(MoveTicket(3, (key,), (here,), (there,)))
+    rig.worker.submit_moves(MoveTicket(3, (key,), (here,), (there,)))
     assert rig.worker.take_tickets() == {3: {0: Outcome.FAILED}}
 
 

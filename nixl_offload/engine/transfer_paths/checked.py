@@ -21,7 +21,7 @@ from nixl_offload.types import Outcome
 
 @dataclass(frozen=True, slots=True)
 class CheckedChunks:
-    """Chunks of which the headers were read."""
+    """Chunks of which the headers were read: ``chunks`` by ``Chunk.row``."""
 
     rate_log: RateLog
     chunks: Sequence[Chunk]
@@ -50,10 +50,7 @@ class CheckedChunks:
             self.end_corrupt()
 
     def verify(
-        self,
-        chunks: Sequence[Chunk],
-        first_blocks: Sequence[int],
-        sums: Sequence[npt.NDArray[np.uint64]],
+        self, chunks: Sequence[Chunk], first_blocks: Sequence[int], sums: Sequence[npt.NDArray[np.uint64]]
     ) -> None:
         """Compare checksums with the headers; a chunk with a wrong one is CORRUPT."""
         if chunks:

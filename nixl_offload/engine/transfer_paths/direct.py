@@ -6,13 +6,14 @@ Threading and ownership: see ``common``.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Final
 
-from nixl_offload.engine.batch import Batch, Steps
+from nixl_offload.engine.batch import Batch, Phase, Steps
 from nixl_offload.engine.copies import Summed
-from nixl_offload.engine.image import GroupPlan, host_slot
-from nixl_offload.engine.records import Chunk
+from nixl_offload.engine.image import host_slot
 from nixl_offload.engine.states import ChunkState
-from nixl_offload.engine.transfer_paths.common import Context
+from nixl_offload.engine.transfer_paths.common import TierPaths
 from nixl_offload.movers.base import Op
 from nixl_offload.types import Outcome
 
@@ -22,83 +23,75 @@ LATE_S = 30.0
 """After this a load counts as late: what the next ones would wait for as well, each with its request."""
 
 
-def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    """Sum the blocks where they lie, then write them. They are free once the mover has read them."""
-    context.take_slots(batch, "direct")
-    if not context.may_go(batch):
+def _sum(paths: TierPaths, batch: Batch) -> Steps:
+    """Sum the blocks where they lie: after the job's fence, for which no mover would wait."""
+    if not paths.take_slots(batch, "direct"):
         return
-    chunks = batch.alive
-    # The sums come after the job's fence, for which no mover would wait.
-    sums = _sums(context, chunks)
+    sums = _sums(paths, batch)
     yield from batch.passes([sums])
-    for chunk, encoded in zip(chunks, context.encode(batch, plan, sums.values()), strict=True):
+    for chunk, encoded in zip(batch.alive, paths.encode(batch, sums.values()), strict=True):
         host_slot(chunk).memory[:] = encoded
-    yield from context.run(batch, plan, _write)
 
 
-def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    yield from context.open_targets(batch, plan)
-    # The blocks were still ours when they were summed: if they are given away later, the sums tell.
-    if not context.advance_or_end(batch, ChunkState.BORROWED):
-        return
-    _submit(context, batch, Op.WRITE)
-    yield from context.arrive(batch, plan, _write, lambda part: context.finish_writes(part, plan, _write))
+def _write(paths: TierPaths, batch: Batch) -> Steps:
+    """Write header pages and blocks. The blocks are free once the mover has read them."""
+    if batch.submitted_s is None:
+        yield from paths.open_targets(batch)
+        # The blocks were still ours when they were summed: if they are given away later, the sums tell.
+        if not paths.advance_or_end(batch, ChunkState.BORROWED):
+            return
+        _submit(paths, batch, Op.WRITE)
+    yield from paths.finish_writes(batch)
 
 
-def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    """Read into the blocks, then verify them. If that fails they are zeroed, and the chunk says so."""
-    context.take_slots(batch, "direct")
-    if context.may_go(batch):
-        yield from context.run(batch, plan, _read)
+def _take_header_pages(paths: TierPaths, batch: Batch) -> Steps:
+    paths.take_slots(batch, "direct")
+    yield from ()
 
 
-def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    job = batch.chunks[0].job
-    yield from context.open_targets(batch, plan)
-    # Pending writes to the blocks, zeroing for one, must not come after the load.
-    while not job.fence.done():
-        yield
-    if not context.advance_or_end(batch, ChunkState.SCATTER):
-        return
-    _submit(context, batch, Op.READ)
-    late_s = context.clock() + LATE_S
-
-    def finish(part: Batch) -> Steps:
-        return _use(context, part, plan)
-
-    yield from context.arrive(batch, plan, _read, finish, lambda part: _settle_load(context, part, plan, late_s))
-
-
-def _use(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+def _read(paths: TierPaths, batch: Batch) -> Steps:
+    """Read into the blocks."""
+    if batch.submitted_s is None:
+        yield from paths.open_targets(batch)
+        # Pending writes to the blocks, zeroing for one, must not come after the load.
+        while not batch.chunks[0].job.fence.done():
+            yield
+        if not paths.advance_or_end(batch, ChunkState.SCATTER):
+            return
+        _submit(paths, batch, Op.READ)
+    yield from paths.arrive(batch, _settle_load(paths, batch))
+    plan = batch.plan
     if batch.is_quarantined:
         if plan.path == "direct":
             group = batch.chunks[0].group
             logger.error("A failed load may still write to KV blocks; group %d goes through staging from now on", group)
         plan.path = plan.packed
         plan.late_loads.update(batch.chunks)
-    yield from context.wait_out_quarantine(batch)
-    arrived = context.finish_reads(batch, plan, _read)
-    if not arrived:
-        return
-    pages = [host_slot(chunk).memory for chunk in arrived]
-    checked = context.check(arrived, plan, pages)
+    yield from paths.wait_out_quarantine(batch)
+    paths.finish_reads(batch)
+
+
+def _verify(paths: TierPaths, batch: Batch) -> Steps:
+    """Verify the blocks where they lie. A chunk that fails is zeroed afterwards."""
+    checked = paths.check(batch)
     checked.refuse_absent()
     chunks = batch.alive
-    if context.verify_checksum and chunks:
-        sums = _sums(context, chunks)
+    if paths.verify_checksum and chunks:
+        sums = _sums(paths, batch)
         yield from batch.passes([sums])
         checked.verify(chunks, [chunk.first_block for chunk in chunks], sums.values())
     for chunk in batch.alive:
         chunk.end(Outcome.OK)
 
 
-def _settle_load(context: Context, batch: Batch, plan: GroupPlan, late_s: float) -> Steps:
-    """As ``context.settle``. While storage is late, later loads go through staging, where they can be given up. This
-    one cannot: its blocks may still be written. ``late_s``: when it is late, parted from others or not.
+def _settle_load(paths: TierPaths, batch: Batch) -> Steps:
+    """As ``TierPaths.settle``. While storage is late, later loads go through staging, where they can be given up. This
+    one cannot: its blocks may still be written. It is late by when it was submitted, parted from others or not.
     """
+    plan, late_s = batch.plan, (batch.submitted_s or 0.0) + LATE_S
     try:
-        for _ in context.settle(batch):
-            if context.clock() >= late_s and not plan.late_loads.issuperset(batch.alive):
+        for _ in paths.settle(batch):
+            if paths.table.clock() >= late_s and not plan.late_loads.issuperset(batch.alive):
                 plan.path = plan.packed
                 plan.late_loads.update(batch.alive)
                 logger.error(
@@ -116,11 +109,15 @@ def _settle_load(context: Context, batch: Batch, plan: GroupPlan, late_s: float)
                 plan.path = "direct"
 
 
-def _submit(context: Context, batch: Batch, op: Op) -> None:
+def _submit(paths: TierPaths, batch: Batch, op: Op) -> None:
     batch.touches_blocks = True
+    paths.start_transfers(batch, lambda chunks: paths.linked.submit_direct(op, paths.layout, chunks))
 
-    context.start_transfers(batch, lambda chunks: context.linked.submit_direct(op, context.layout, chunks))
+
+def _sums(paths: TierPaths, batch: Batch) -> Summed:
+    chunks = batch.alive
+    return paths.packer.sums(chunks[0].group, [chunk.block_ids for chunk in chunks], chunks[0].job.fence)
 
 
-def _sums(context: Context, chunks: list[Chunk]) -> Summed:
-    return context.packer.sums(chunks[0].group, [chunk.block_ids for chunk in chunks], chunks[0].job.fence)
+STORE: Final[Sequence[Phase]] = (_sum, _write)
+LOAD: Final[Sequence[Phase]] = (_take_header_pages, _read, _verify)

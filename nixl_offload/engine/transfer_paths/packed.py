@@ -9,171 +9,163 @@
 | write-through | | the catalog's | another tier |
 | promotion, fetch | a farther tier | the catalog's, which keeps the image | KV blocks of a promotion |
 
-Each order is a few phases. One starts the next by ``Context.run``: a store is ``store``, ``_seal``, ``_write``; a load
-is ``load``, ``_read``, ``_scatter``. A batch that fails begins its phase again, chunk by chunk.
-
 Threading and ownership: see ``common``. Slots of the catalog lie in the host slab; completions say what became of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.header import check_headers
 from nixl_offload.engine import image
-from nixl_offload.engine.batch import Batch, Steps
+from nixl_offload.engine.batch import Batch, Phase, Steps
 from nixl_offload.engine.copies import Checksums, Source
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.image import GroupPlan, Spans, any_slot, device_slot, host_slot
 from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.staging import DeviceSlot
 from nixl_offload.engine.states import ChunkState
-from nixl_offload.engine.transfer_paths.common import STEP_BYTES, Context
+from nixl_offload.engine.transfer_paths.common import STEP_BYTES, TierPaths
 from nixl_offload.types import Outcome
 
 # -- to a tier ------------------------------------------------------------------------------------------------------
 
 
-def store(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    """Gather, sum, write. The KV blocks are free once they are gathered."""
-    # Refuses to begin again behind the gather, when the blocks may be somebody else's.
-    if not context.advance_or_end(batch, ChunkState.CLAIMED):
-        return
-    context.take_slots(batch, plan.packed)
-    if context.may_go(batch):
-        yield from _gather(context, batch, plan)
-        yield from context.run(batch, plan, _seal)
+def _gather(paths: TierPaths, batch: Batch) -> Steps:
+    """Copy KV blocks to staging. They are free then."""
+    if paths.advance_or_end(batch, ChunkState.CLAIMED) and paths.take_slots(batch, batch.plan.packed):
+        yield from _copy_from_blocks(paths, batch)
 
 
-def _gather(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+def _copy_from_blocks(paths: TierPaths, batch: Batch) -> Steps:
     """Copy KV blocks to slots, with checksums where a device makes them on the way."""
     chunks = batch.alive
-    parts = [(chunk.block_ids, image.rows(any_slot(chunk), plan, chunk)) for chunk in chunks]
-    context.turn.pause()
-    gathered = context.packer.gather_many(chunks[0].group, parts, chunks[0].job.fence)
-    context.turn.begin()  # on the host it has been copied by now, without the interpreter
+    parts = [(chunk.block_ids, image.rows(any_slot(chunk), batch.plan, chunk)) for chunk in chunks]
+    paths.turn.pause()
+    gathered = paths.packer.gather_many(chunks[0].group, parts, chunks[0].job.fence)
+    paths.turn.begin()  # on the host it has been copied by now, without the interpreter
     yield from batch.passes([gathered])
     if gathered.by_device:
         for chunk, sums in zip(chunks, gathered.values(), strict=True):
             chunk.sums = sums
 
 
-def _sums_of(context: Context, chunks: Sequence[Chunk], plan: GroupPlan) -> list[Checksums]:
+def _sums_of(paths: TierPaths, chunks: Sequence[Chunk], plan: GroupPlan) -> list[Checksums]:
     """The checksums of gathered chunks: the device's, or else made now."""
     sums = [chunk.sums for chunk in chunks if chunk.sums is not None]
     if sums:
         return sums
     rows = [image.rows(host_slot(chunk), plan, chunk) for chunk in chunks]
-    return payload_checksums(rows, context.turn.pause)
+    return payload_checksums(rows, paths.turn.pause)
 
 
-def _seal(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+def _seal(paths: TierPaths, batch: Batch) -> Steps:
     """Add headers and zeros. From here on the KV blocks may change: only the slots are read."""
-    if not context.advance_or_end(batch, ChunkState.TRANSFER):
+    if not paths.advance_or_end(batch, ChunkState.TRANSFER):
         return
-    chunks = batch.alive
-    pages = context.encode(batch, plan, _sums_of(context, chunks, plan))
+    chunks, plan = batch.alive, batch.plan
+    pages = paths.encode(batch, _sums_of(paths, chunks, plan))
     if isinstance(chunks[0].slot, DeviceSlot):
         padding = [image.cut(plan, chunk).padding for chunk in chunks]
         slots = [device_slot(chunk).memory for chunk in chunks]
-        yield from batch.passes([_on_device(context).finish_images(pages, slots, padding)])
-    else:
-        signed_bytes = 0
-        for chunk, page in zip(chunks, pages, strict=True):
-            slot, rows = host_slot(chunk), image.rows(host_slot(chunk), plan, chunk)
-            context.turn.pause()
-            image.header_page(slot)[:] = page if context.keys is None else context.keys.signed(page, rows)
-            for part in image.cut(plan, chunk).padding:
-                slot.memory[part] = 0
-            signed_bytes += rows.nbytes if context.keys is not None else 0
-            if signed_bytes >= STEP_BYTES:
-                signed_bytes = 0
-                yield
-    yield from context.run(batch, plan, _write)
+        yield from batch.passes([_on_device(paths).finish_images(pages, slots, padding)])
+        return
+    signed_bytes = 0
+    for chunk, page in zip(chunks, pages, strict=True):
+        slot, rows = host_slot(chunk), image.rows(host_slot(chunk), plan, chunk)
+        paths.turn.pause()
+        image.header_page(slot)[:] = page if paths.keys is None else paths.keys.signed(page, rows)
+        for part in image.cut(plan, chunk).padding:
+            slot.memory[part] = 0
+        signed_bytes += rows.nbytes if paths.keys is not None else 0
+        if signed_bytes >= STEP_BYTES:
+            signed_bytes = 0
+            yield
 
 
-def write_through(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    """Write images that lie in slots of the catalog. No KV block takes part."""
-    if context.may_go(batch) and context.advance_or_end(batch, ChunkState.TRANSFER):
-        yield from context.run(batch, plan, _complete)
+def _ask(paths: TierPaths, batch: Batch) -> Steps:
+    """Whether the link takes the batch; the slots are the catalog's."""
+    paths.may_go(batch)
+    yield from ()
 
 
-def _complete(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    """Check headers, and add the checksums of images that were stored into memory and went nowhere yet; where chunks
-    of some tier are authenticated, the MAC as well.
+def _complete(paths: TierPaths, batch: Batch) -> Steps:
+    """Check the headers of images in slots of the catalog, and add the checksums of those that were stored into memory
+    and went nowhere yet; where chunks of some tier are authenticated, the MAC as well.
     """
-    host, chunks, summed_bytes = context.host, batch.alive, 0
+    if not paths.advance_or_end(batch, ChunkState.TRANSFER):
+        return
+    host, summed_bytes = paths.host, 0
     assert host is not None, "the slots lie there"
-    pages = [image.header_page(host_slot(chunk)) for chunk in chunks]
-    checked = context.check(chunks, plan, pages, host.headers.check)
+    checked = paths.check(batch, check=host.headers.check)
     for chunk in batch.alive:
-        if host.headers.lacks_something(pages[chunk.row]):
-            rows = image.valid_rows(host_slot(chunk), plan, checked.first_valid_block(chunk))
-            host.headers.complete(pages[chunk.row], rows)
+        page = image.header_page(host_slot(chunk))
+        if host.headers.lacks_something(page):
+            rows = image.valid_rows(host_slot(chunk), batch.plan, checked.first_valid_block(chunk))
+            host.headers.complete(page, rows)
             summed_bytes += rows.nbytes
         if summed_bytes >= STEP_BYTES:
             summed_bytes = 0
             yield
-    yield from context.run(batch, plan, _write)
 
 
-def _write(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+def _write(paths: TierPaths, batch: Batch) -> Steps:
     """Write slots: those of the catalog whole."""
 
     def spans(chunk: Chunk) -> Spans:
-        return image.whole(plan) if chunk.host is not None else image.cut(plan, chunk).store_spans
+        return image.whole(batch.plan) if chunk.host is not None else image.cut(batch.plan, chunk).store_spans
 
-    yield from context.write(batch, plan, _write, spans)
+    yield from paths.write(batch, spans)
 
 
 # -- from a tier ----------------------------------------------------------------------------------------------------
 
 
-def load(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    """Read, verify, scatter. Nothing unverified touches a KV block."""
-    context.take_slots(batch, plan.packed)
-    if context.may_go(batch):
-        yield from context.run(batch, plan, _read)
+def _take_staging(paths: TierPaths, batch: Batch) -> Steps:
+    paths.take_slots(batch, batch.plan.packed)
+    yield from ()
 
 
-def _read(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    is_on_device = isinstance(batch.alive[0].slot, DeviceSlot)
-
-    def use(batch: Batch, arrived: list[Chunk]) -> Steps:
-        if is_on_device:
-            yield from _verify_on_device(context, batch, plan, arrived)
-        else:
-            checked = context.check(arrived, plan, [image.header_page(host_slot(chunk)) for chunk in arrived])
-            checked.refuse_absent()
-            yield from context.authenticate(batch, checked, plan)
-            chunks = batch.alive if _sums(context, plan) else []
-            rows = [image.rows(host_slot(chunk), plan, chunk) for chunk in chunks]
-            yield from context.verify(batch, checked, chunks, [chunk.first_block for chunk in chunks], rows)
-        # A phase of its own: a scatter that fails is tried again by itself, without another look at storage.
-        yield from context.run(batch, plan, _scatter)
-
-    yield from context.read(batch, plan, _read, lambda chunk: image.cut(plan, chunk).spans, use)
+def _read(paths: TierPaths, batch: Batch) -> Steps:
+    """Read into staging."""
+    yield from paths.read(batch, lambda chunk: image.cut(batch.plan, chunk).spans)
 
 
-def _sums(context: Context, plan: GroupPlan) -> bool:
+def _verify(paths: TierPaths, batch: Batch) -> Steps:
+    """Compare header, MAC and checksums. Nothing unverified touches a KV block."""
+    chunks, plan = batch.alive, batch.plan
+    if isinstance(chunks[0].slot, DeviceSlot):
+        yield from _verify_on_device(paths, batch)
+        return
+    checked = paths.check(batch)
+    checked.refuse_absent()
+    yield from paths.authenticate(batch, checked)
+    if _sums(paths, plan):
+        chunks = batch.alive
+        rows = [image.rows(host_slot(chunk), plan, chunk) for chunk in chunks]
+        yield from paths.verify(batch, checked, [chunk.first_block for chunk in chunks], rows)
+
+
+def _sums(paths: TierPaths, plan: GroupPlan) -> bool:
     """Whether the checksums of what was read are compared. A MAC says more than they do.
 
     A read that was cut short leaves in the slot what an earlier chunk left there: where the mover would not tell, the
     checksums do, with any ``verify``.
     """
-    return context.keys is None and (context.verify_checksum or not plan.tells_short_reads)
+    return paths.keys is None and (paths.verify_checksum or not plan.tells_short_reads)
 
 
-def _verify_on_device(context: Context, batch: Batch, plan: GroupPlan, arrived: list[Chunk]) -> Steps:
+def _verify_on_device(paths: TierPaths, batch: Batch) -> Steps:
     """Bring headers and checksums to the host, and compare them there."""
-    is_summed = _sums(context, plan)
+    arrived, plan = batch.alive, batch.plan
+    is_summed = _sums(paths, plan)
     slots = [device_slot(chunk) for chunk in arrived]
-    pairs = zip(arrived, slots, strict=True)
-    rows = [image.rows(slot, plan, chunk) for chunk, slot in pairs] if is_summed else []
-    pages, sums = _on_device(context).inspect(arrived[0].group, [slot.memory for slot in slots], rows)
+    rows = [image.rows(slot, plan, chunk) for chunk, slot in zip(arrived, slots, strict=True)] if is_summed else []
+    pages, sums = _on_device(paths).inspect(arrived[0].group, [slot.memory for slot in slots], rows)
     yield from batch.passes([sums])
-    checked = context.check(arrived, plan, list(pages))
+    checked = paths.check(batch, list(pages))
     checked.refuse_absent()
     if is_summed:
         found = [(chunk, values) for chunk, values in zip(arrived, sums.values(), strict=True) if chunk.result is None]
@@ -181,18 +173,18 @@ def _verify_on_device(context: Context, batch: Batch, plan: GroupPlan, arrived: 
         checked.verify(chunks, [chunk.first_block for chunk in chunks], [values for _, values in found])
 
 
-def _scatter(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
+def _scatter(paths: TierPaths, batch: Batch) -> Steps:
     """Copy verified chunks to their KV blocks: only now, and only those that nobody has given up."""
-    if context.advance_or_end(batch, ChunkState.SCATTER):
-        yield from _copy_to_blocks(context, batch, plan, batch.alive)
+    if paths.advance_or_end(batch, ChunkState.SCATTER):
+        yield from _copy_to_blocks(paths, batch, batch.alive)
         for chunk in batch.alive:
             chunk.end(Outcome.OK)
 
 
-def _copy_to_blocks(context: Context, batch: Batch, plan: GroupPlan, chunks: Sequence[Chunk]) -> Steps:
-    copies = [(chunk.block_ids, _rows_of(chunk, plan)) for chunk in chunks]
-    scattered = context.packer.scatter_many(chunks[0].group, copies, chunks[0].job.fence)
-    context.turn.begin()  # on the host it has been copied by now, without the interpreter
+def _copy_to_blocks(paths: TierPaths, batch: Batch, chunks: Sequence[Chunk]) -> Steps:
+    copies = [(chunk.block_ids, _rows_of(chunk, batch.plan)) for chunk in chunks]
+    scattered = paths.packer.scatter_many(chunks[0].group, copies, chunks[0].job.fence)
+    paths.turn.begin()  # on the host it has been copied by now, without the interpreter
     yield from batch.passes([scattered])
 
 
@@ -204,42 +196,41 @@ def _rows_of(chunk: Chunk, plan: GroupPlan) -> Source:
     return chunk.brought[begin : begin + len(chunk.block_ids)]
 
 
-def fetch(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    """Read images into slots of the catalog, verify all of them, and serve KV blocks, if any, from there."""
-    if context.may_go(batch):
-        yield from context.run(batch, plan, _read_whole)
-
-
-def _read_whole(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    for chunk in batch.alive:
-        image.invalidate(host_slot(chunk))  # what lay here before must not be found in front of what is read
-
-    def use(batch: Batch, arrived: list[Chunk]) -> Steps:
-        # Loads that were given up meanwhile have a host slot all the same: what has come is kept.
-        checked = context.check(arrived, plan, [image.header_page(host_slot(chunk)) for chunk in arrived])
-        yield from context.authenticate(batch, checked, plan)
-        chunks = batch.alive if _sums(context, plan) else []
-        firsts = [checked.first_valid_block(chunk) for chunk in chunks]
-        rows = [image.valid_rows(host_slot(chunk), plan, first) for chunk, first in zip(chunks, firsts, strict=True)]
-        yield from context.verify(batch, checked, chunks, firsts, rows)
+def _read_whole(paths: TierPaths, batch: Batch) -> Steps:
+    """Read images into slots of the catalog."""
+    if batch.submitted_s is None:
         for chunk in batch.alive:
-            image.clear_around(host_slot(chunk), plan, checked.first_valid_block(chunk))
-        checked.refuse_absent()
-        for chunk in arrived:
-            if chunk.result is not None:
-                image.invalidate(host_slot(chunk))
-        yield from context.run(batch, plan, _serve)  # a phase of its own, as ``_scatter``
-
-    yield from context.read(batch, plan, _read_whole, lambda _: image.whole(plan), use)
+            image.invalidate(host_slot(chunk))  # what lay here before must not be found in front of what is read
+    yield from paths.read(batch, lambda _: image.whole(batch.plan))
 
 
-def _serve(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    """Copy to KV blocks what a load wants of the chunks; all of them are kept."""
+def _verify_whole(paths: TierPaths, batch: Batch) -> Steps:
+    """Verify all of the images. Loads that were given up meanwhile have a host slot all the same: what has come is
+    kept.
+    """
+    arrived, plan = batch.alive, batch.plan
+    checked = paths.check(batch)
+    yield from paths.authenticate(batch, checked)
+    if _sums(paths, plan):
+        firsts = [checked.first_valid_block(chunk) for chunk in batch.alive]
+        pairs = zip(batch.alive, firsts, strict=True)
+        rows = [image.valid_rows(host_slot(chunk), plan, first) for chunk, first in pairs]
+        yield from paths.verify(batch, checked, firsts, rows)
+    for chunk in batch.alive:
+        image.clear_around(host_slot(chunk), plan, checked.first_valid_block(chunk))
+    checked.refuse_absent()
+    for chunk in arrived:
+        if chunk.result is not None:
+            image.invalidate(host_slot(chunk))
+
+
+def _serve(paths: TierPaths, batch: Batch) -> Steps:
+    """Copy to KV blocks what a load wants of the images; all of them are kept."""
     wanted = [chunk for chunk in batch.alive if len(chunk.block_ids)]
-    going = context.table.advance(wanted, ChunkState.SCATTER)
+    going = paths.table.advance(wanted, ChunkState.SCATTER)
     served = [chunk for chunk, goes in zip(wanted, going, strict=True) if goes]
     if served:
-        yield from _copy_to_blocks(context, batch, plan, served)
+        yield from _copy_to_blocks(paths, batch, served)
     for chunk in batch.alive:
         chunk.is_kept = True
         chunk.end(Outcome.OK)
@@ -248,42 +239,51 @@ def _serve(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
 # -- in memory ------------------------------------------------------------------------------------------------------
 
 
-def store_in_memory(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    """Copy to slots of the catalog, then add the header. Given up from now on, a chunk is FAILED when the copy is over:
-    not before may others have the slot.
+def _gather_in_memory(paths: TierPaths, batch: Batch) -> Steps:
+    """Copy to slots of the catalog. Given up from now on, a chunk is FAILED when the copy is over: not before may
+    others have the slot.
     """
-    if not context.advance_or_end(batch, ChunkState.BORROWED):
-        return
-    for chunk in batch.alive:
-        image.invalidate(host_slot(chunk))
-    yield from _gather(context, batch, plan)
-    # All source blocks are free before the first checksum is computed.
-    if not context.advance_or_end(batch, ChunkState.TRANSFER):
+    if paths.advance_or_end(batch, ChunkState.BORROWED):
+        for chunk in batch.alive:
+            image.invalidate(host_slot(chunk))
+        yield from _copy_from_blocks(paths, batch)
+
+
+def _seal_in_memory(paths: TierPaths, batch: Batch) -> Steps:
+    """Add the headers. All source blocks are free before the first checksum is computed."""
+    if not paths.advance_or_end(batch, ChunkState.TRANSFER):
         return
     chunks = batch.alive
-    is_summed = context.verify_checksum or chunks[0].sums is not None
-    pages = context.encode(batch, plan, _sums_of(context, chunks, plan) if is_summed else None)
+    is_summed = paths.verify_checksum or chunks[0].sums is not None
+    pages = paths.encode(batch, _sums_of(paths, chunks, batch.plan) if is_summed else None)
     for chunk, page in zip(chunks, pages, strict=True):
-        context.turn.pause()
+        paths.turn.pause()
         image.header_page(host_slot(chunk))[:] = page
-        image.clear_around(host_slot(chunk), plan, chunk.first_block)
+        image.clear_around(host_slot(chunk), batch.plan, chunk.first_block)
         chunk.end(Outcome.OK)
+    yield from ()
 
 
-def load_from_memory(context: Context, batch: Batch, plan: GroupPlan) -> Steps:
-    """Compare headers, verify blocks where that is asked for, then copy."""
-    assert context.host is not None, "the slots lie there"
-    pages = [image.header_page(host_slot(chunk)) for chunk in batch.alive]
-    check = check_headers if context.verify_checksum else context.host.headers.check
-    checked = context.check(batch.alive, plan, pages, check)
+def _check_in_memory(paths: TierPaths, batch: Batch) -> Steps:
+    """Compare headers, and verify blocks where that is asked for."""
+    assert paths.host is not None, "the slots lie there"
+    checked = paths.check(batch, check=check_headers if paths.verify_checksum else paths.host.headers.check)
     checked.refuse_absent()
-    chunks = batch.alive if context.verify_checksum else []
-    rows = [image.rows(host_slot(chunk), plan, chunk) for chunk in chunks]
-    yield from context.verify(batch, checked, chunks, [chunk.first_block for chunk in chunks], rows)
-    context.turn.pause()
-    yield from _scatter(context, batch, plan)
+    if paths.verify_checksum:
+        chunks = batch.alive
+        rows = [image.rows(host_slot(chunk), batch.plan, chunk) for chunk in chunks]
+        yield from paths.verify(batch, checked, [chunk.first_block for chunk in chunks], rows)
+    paths.turn.pause()
 
 
-def _on_device(context: Context) -> DevicePacker:
-    assert isinstance(context.packer, DevicePacker), "slots lie on the device only beside KV blocks there"
-    return context.packer
+def _on_device(paths: TierPaths) -> DevicePacker:
+    assert isinstance(paths.packer, DevicePacker), "slots lie on the device only beside KV blocks there"
+    return paths.packer
+
+
+STORE: Final[Sequence[Phase]] = (_gather, _seal, _write)
+LOAD: Final[Sequence[Phase]] = (_take_staging, _read, _verify, _scatter)
+WRITE_THROUGH: Final[Sequence[Phase]] = (_ask, _complete, _write)
+FETCH: Final[Sequence[Phase]] = (_ask, _read_whole, _verify_whole, _serve)
+MEMORY_STORE: Final[Sequence[Phase]] = (_gather_in_memory, _seal_in_memory)
+MEMORY_LOAD: Final[Sequence[Phase]] = (_check_in_memory, _scatter)

@@ -139,7 +139,7 @@ def test_kv_memory_that_cufile_refuses_is_packed(
     monkeypatch.setattr(pinning, "pinning_route", lambda *_: "nvidia-fs")
     control["max_register"] = 128 << 10
     rig = lab.make(PairedMover(NixlMover(PLUGINS["gds_mt"]), NixlMover(PLUGINS["posix_aio"])), "blhnc", "direct")
-    assert rig.engine._link_memory.plans[0].path != "direct"
+    assert rig.engine.paths.link_memory.plans[0].path != "direct"
     assert "cuFile refuses to register" in caplog.text
     assert_round_trip(rig, lambda: time.sleep(0.005))
     assert control["bounced"] == 0

@@ -15,7 +15,7 @@ import time
 import traceback
 from typing import Final
 
-from nixl_offload.engine import Engine, pump
+from nixl_offload.engine import LinkEngine, pump
 from tests.prove.faults.clock import CLOCK, real_s
 from tests.prove.faults.context import Context
 from tests.prove.faults.server import Server
@@ -76,8 +76,8 @@ class Leaks:
         if self._context.tier != "shared_dir" or pump.LEAKED:
             return []
         for engines in server.engines:
-            if isinstance(engine := engines.get(max(engines)), Engine):
-                engine._link_memory.link._close_stale()  # what could not be closed at once is with the next
+            if isinstance(engine := engines.get(max(engines)), LinkEngine):
+                engine.paths.link_memory.link._close_stale()  # what could not be closed at once is with the next
         root = str(self._context.root)
         return [f"{path} is open" for path in self._open_files() if path.startswith(root) and _SHARD.search(path)]
 

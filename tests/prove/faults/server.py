@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from nixl_offload.engine import Engine, TierEngine
+from nixl_offload.engine import LinkEngine, TierEngine
 from nixl_offload.index import State
 from nixl_offload.tiers import kinds
 from nixl_offload.tiers.base import Tier
@@ -176,11 +176,11 @@ class Server(server.Server):
         for rank in self.ranks:
             for position in rank.chain.open_tiers:
                 engine = self.engines[rank.number][position]
-                in_flight = engine._pump._in_flight
+                in_flight = engine.in_flight
                 if in_flight.batches or in_flight.chunks or in_flight.stores or in_flight.background:
                     found.append(f"rank {rank.number}, tier {position}: {in_flight}")
-                if isinstance(engine, Engine):
-                    for pool in engine._link_memory.pools.values():
+                if isinstance(engine, LinkEngine):
+                    for pool in engine.paths.link_memory.pools.values():
                         if pool.free != pool.usable:
                             out = pool.usable - pool.free
                             found.append(f"rank {rank.number}, tier {position}: {out} staging slots are out")

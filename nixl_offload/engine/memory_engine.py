@@ -15,19 +15,19 @@ import torch
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import image
+from nixl_offload.engine.batch import InFlight, Phase
 from nixl_offload.engine.copies import Packer
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.image import GroupPlan
 from nixl_offload.engine.jobs import JobTable, TierQueue
 from nixl_offload.engine.packer import make_packer, pages_of, require_agreement
-from nixl_offload.engine.pump import InFlight, Pauses, TierEngine
+from nixl_offload.engine.pump import Pauses, TierEngine
 from nixl_offload.engine.ratelog import RateLog
 from nixl_offload.engine.records import Chunk
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.streams import Device
 from nixl_offload.engine.transfer_paths import packed
-from nixl_offload.engine.transfer_paths.common import Context, Phase, TierPaths
-from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus
+from nixl_offload.engine.transfer_paths.common import TierPaths
+from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus, Waiting
 from nixl_offload.errors import LayoutError
 from nixl_offload.types import Verify
 
@@ -38,18 +38,16 @@ STORE_BATCH_BYTES = 64 << 20
 LOAD_BATCH_BYTES = 16 << 20
 """Smaller, so that the next batch is verified while a device fetches this one."""
 MAX_BATCH_CHUNKS = 16
-"""So that no step of a batch holds the interpreter for long: see ``turn``."""
+"""So that no step of a batch holds the interpreter for long: see ``batch.Turn``."""
 MAX_BATCHES = 8
 """In flight on a device."""
 MAX_STORE_BATCHES = 4
 """Of those, stores."""
 STORE_QUEUE_BYTES = 1 << 30
 """Stores that may wait; what comes on top is dropped at once."""
-PAUSES = Pauses(poll_s=0.0002, crowd_poll_s=0.0002, crowd=0, slow_poll_s=0.002, slow_after_s=0.05)
+PAUSES = Pauses(poll_s=0.0002, slow_poll_s=0.002, slow_after_s=0.05)
 """Between looks at fences. A batch takes a device one to three milliseconds; once nothing has ended for longer, the
 compute stream is busy with a step, and its fence comes with it."""
-
-_ACCESS = TierAccess("copy", ("host",))
 
 
 class MemoryEngine(TierEngine):
@@ -74,58 +72,55 @@ class MemoryEngine(TierEngine):
         shards: Sequence[Shard] = (),
         tier: int = 0,
         verify: Verify = "checksum",
-        store_queue_bytes: int = STORE_QUEUE_BYTES,
         packer: Packer | None = None,
         device: Device | None = None,
     ) -> None:
         """Start the pump.
 
-        ``table``, ``tensors`` and ``shards`` as for ``engine.Engine``; ``tier``: its position; ``packer``: None takes
-        the one for ``device``, and that None asks the tensors. Raises LayoutError when tensors and layout disagree.
+        ``table``, ``tensors`` and ``shards`` as for ``link_engine.LinkEngine``; ``tier``: its position; ``packer``:
+        None takes the one for ``device``, and that None asks the tensors. Raises LayoutError when tensors and layout
+        disagree.
         """
         require_agreement(tensors, layout)
-        packer = packer if packer is not None else make_packer(tensors, pages_of(layout), device)
-        super().__init__(TierQueue(table, tier, layout, store_limit_bytes=store_queue_bytes), packer.fence)
-        context = Context(
+        paths = _MemoryPaths(
             table=table,
             layout=layout,
-            packer=packer,
+            plans=[image.make_plan(layout, group) for group in range(len(layout.groups))],
+            packer=packer if packer is not None else make_packer(tensors, pages_of(layout), device),
             host=host,
             namespaces=[shard.digest for shard in shards] or [rank_namespace] * len(layout.groups),
             verify_checksum=verify == "always",
             rate_log=RateLog(logger, table.clock),
+            keep_alive=tuple(tensors),
         )
-        plans = [image.make_plan(layout, group) for group in range(len(layout.groups))]
-        self._start(_MemoryPaths(context, plans, host, tuple(tensors)), name="nixl-offload-memory", pauses=PAUSES)
-
-    def status(self) -> TierStatus:
-        """Return what waits here; memory has no trouble."""
-        return TierStatus(self.queue.waiting(), "", _ACCESS)
+        queue = TierQueue(table, tier, layout, store_limit_bytes=STORE_QUEUE_BYTES)
+        super().__init__(queue, paths, name="nixl-offload-memory", pauses=PAUSES)
 
 
 class _MemoryPaths(TierPaths):
-    def __init__(
-        self, context: Context, plans: Sequence[GroupPlan], host: HostSlab, keep_alive: Sequence[object]
-    ) -> None:
-        super().__init__(context, plans, keep_alive)
-        self._host = host
-
     def room(self, chunk: Chunk, in_flight: InFlight) -> int:
         """Return how many chunks like ``chunk`` make a batch; 0 while as many batches as allowed are in flight."""
         if in_flight.batches >= MAX_BATCHES or (chunk.kind.writes and in_flight.store_batches >= MAX_STORE_BATCHES):
             return 0
         batch_bytes = STORE_BATCH_BYTES if chunk.kind.writes else LOAD_BATCH_BYTES
         # By whole chunks: the first of a job may be a short tail.
-        plan = self._plans[chunk.group]
+        plan = self.plans[chunk.group]
         return min(MAX_BATCH_CHUNKS, max(1, batch_bytes // max(1, plan.blocks * plan.block_bytes)))
 
-    def _find_slot(self, chunk: Chunk, plan: GroupPlan) -> None:
-        location = chunk.location
+    def find_slot(self, chunk: Chunk) -> None:
+        """See ``TierPaths``."""
+        location, host = chunk.location, self.host
+        assert host is not None
         if chunk.kind not in {WorkKind.STORE, WorkKind.LOAD} or chunk.host_offset is not None:
             raise LayoutError("the memory tier copies between its own slots and KV blocks only")
-        if location.offset + location.slot_bytes > self._host.memory_bytes:
-            raise LayoutError(f"{location} lies beyond the {self._host.memory_bytes} bytes of the memory tier")
-        chunk.host = self._host.slot(location.offset, location.slot_bytes)
+        if location.offset + location.slot_bytes > host.memory_bytes:
+            raise LayoutError(f"{location} lies beyond the {host.memory_bytes} bytes of the memory tier")
+        chunk.host = host.slot(location.offset, location.slot_bytes)
 
-    def _phase(self, chunk: Chunk, plan: GroupPlan) -> Phase:
-        return packed.store_in_memory if chunk.kind.writes else packed.load_from_memory
+    def phases(self, chunk: Chunk) -> Sequence[Phase]:
+        """See ``TierPaths``."""
+        return packed.MEMORY_STORE if chunk.kind.writes else packed.MEMORY_LOAD
+
+    def status(self, waiting: Waiting) -> TierStatus:
+        """Memory has no trouble."""
+        return TierStatus(waiting, "", TierAccess("copy", ("host",)))
