@@ -70,8 +70,8 @@ so, from one machine:
     nixl-offload gc kv.yaml --namespace 0f3a... --older-than 0s --delete      # all of a model that is no longer served
 
 Servers go on meanwhile: one whose chunk is deleted computes it anew. Nothing younger than ten minutes is deleted, and
-nothing that is not named like a chunk of ours. A chunk is as old as its last write. In a bucket with a ttl servers
-refresh what they use once it is older than half the ttl, so a smaller --older-than may delete what is in use.
+nothing that is not named like a chunk of ours. A chunk is as old as its last write; in a shared
+directory, as its last use.
 
 Exit code 0: done. 1: the storage failed or not all could be deleted (run again), or the tenant has nothing. 2: CONFIG
 or the options are wrong. 130: interrupted; run again to go on.
@@ -172,7 +172,7 @@ def _print_plan(shown: Mapping[str, Any], out: TextIO) -> None:
         print(f"Plan: {words}; {about_size(keeps)} stay.", file=out)
     if over:
         print(
-            f"That is {about_size(over)} too much, but what is left was written or refreshed within the last "
+            f"That is {about_size(over)} too much, but what is left was written or used within the last "
             f"{format_duration(GRACE_S)}; later runs will get to it.",
             file=out,
         )

@@ -197,7 +197,7 @@ class S3Config(_Tier):
     """``obj``: NIXL's object backend. ``obstore``: that client, on our own threads. ``auto`` takes the first that can
     write and read here: ``obj`` where it takes device memory, else ``obstore``, then ``obj``. The log says which."""
     ttl_s: DurationSeconds | None = Field(default=None, alias="ttl")
-    """Objects older than this count as absent. If omitted, none do. Chunks in use are refreshed before they expire.
+    """Objects older than this count as absent. If omitted, none do.
     ``nixl-offload bucket init`` makes it a lifecycle rule in whole days, so the bucket keeps objects up to a day
     longer."""
     capacity_bytes: SizeBytes | None = Field(default=None, alias="capacity", ge=8192)

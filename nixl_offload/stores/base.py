@@ -19,7 +19,7 @@ class ObjectInfo(NamedTuple):
     name: str
     size_bytes: int
     modified_s: float
-    """When it was written or refreshed: seconds since the epoch, by the store's clock."""
+    """When it was written: seconds since the epoch, by the store's clock."""
 
 
 class Store(ABC):
@@ -58,14 +58,6 @@ class Store(ABC):
         """Yield the objects whose names begin with ``prefix`` and sort after ``start_after``, in name order (by bytes).
 
         Fetches page by page as it is consumed, and may raise StoreError at any page; go on with the last name seen.
-        """
-
-    @abstractmethod
-    def refresh(self, name: str, size_bytes: int) -> bool:
-        """Make an object of ``size_bytes`` as young as if it were written now.
-
-        False when it is absent or of another size; then it is left alone. Takes ``size_bytes`` of memory where the
-        storage cannot copy it onto itself.
         """
 
     @abstractmethod

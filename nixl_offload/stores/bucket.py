@@ -226,7 +226,7 @@ def _wanted_rule(tier: S3Config, address: S3Address, versioned: bool) -> Rule:
 def _in_words(rule: Rule, address: S3Address) -> str:
     days = rule.get("Expiration", {}).get("Days")
     what = f"objects under {address.prefix}" if address.prefix else "ALL objects in the bucket"
-    removed = f"removed {days} day{'s' * (days != 1)} after they were written or refreshed" if days else "kept"
+    removed = f"removed {days} day{'s' * (days != 1)} after they were written" if days else "kept"
     versions = "; replaced and deleted versions after 1 day" if "NoncurrentVersionExpiration" in rule else ""
     return f"{what} are {removed}{versions}; broken uploads after 1 day"
 

@@ -98,16 +98,6 @@ class TreeStore(Store):
         with self.files.translating(f"list {prefix}"):
             yield from self._walk("", os.fsencode(prefix), os.fsencode(start_after))
 
-    def refresh(self, name: str, size_bytes: int) -> bool:
-        found = self.head(name)
-        if found is None or found.size_bytes != size_bytes:
-            return False
-        with self.files.translating(f"refresh {name}"), suppress(*_ABSENT):
-            self._filesystem.touch(self.files.path(name))
-            return True
-        self.files.require_root(f"refresh {name}")
-        return False
-
     def remove_stale_drafts(self, older_than_s: float, is_ours: Callable[[str], bool] = lambda name: True) -> int:
         """Remove drafts of dead writers, return how many. Take hours: a slow writer has drafts, too.
 

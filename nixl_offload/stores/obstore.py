@@ -55,8 +55,6 @@ _SIGNED_FOR: Final = timedelta(minutes=15)
 """As far as clocks may be apart, and no longer: anybody who has the address can read the object meanwhile."""
 _UNUSABLE_MOST: Final = 3
 """Answers in a row that only obstore could use; then it reads alone."""
-_COPIES_NOTHING: Final = {400, 405, 501}
-"""The status of servers that refuse to copy an object onto itself."""
 
 _STATUS: Final = re.compile(r"^ *status: (\d{3}),$", re.MULTILINE)
 _KIND: Final = re.compile(r"^ *kind: (Connect|Timeout|Interrupted|Request|Decode|Unknown),$", re.MULTILINE)
@@ -128,26 +126,6 @@ class BucketStore(Store):
                 yield info
             elif info.name > prefix and not info.name.startswith(prefix):
                 return
-
-    def refresh(self, name: str, size_bytes: int) -> bool:
-        found, key = self.head(name), self._address.key(name)
-        if found is None or found.size_bytes != size_bytes:
-            return False
-        try:
-            try:
-                # overwrite=False sends the header that ``_make`` names, and nothing that forbids to overwrite.
-                self._call(f"COPY {name}", obstore.copy, key, key, overwrite=False)
-            except StoreError as error:
-                if error.status not in _COPIES_NOTHING:
-                    raise
-                content = memoryview(bytearray(size_bytes))
-                self.read_into(name, 0, content)
-                self.write(name, content)
-        except StoreError as error:
-            if error.cause not in ("missing", "short"):
-                raise
-            return False
-        return True
 
     def close(self) -> None:
         with self._lock:
@@ -333,8 +311,6 @@ class BucketStore(Store):
         }
         config: Any = {
             "virtual_hosted_style_request": not address.path_style,
-            # obstore knows no metadata directive, but sends this header along with some of its copies.
-            "copy_if_not_exists": "header: x-amz-metadata-directive: REPLACE",
         }
         endpoint = address.endpoint if address.path_style else address.virtual_endpoint
         config |= {name: value for name, value in (("endpoint", endpoint), ("region", address.region)) if value}

@@ -61,7 +61,7 @@ class ChunkInfo(NamedTuple):
 
     @property
     def modified_s(self) -> float:
-        """When its youngest shard was written or refreshed; 0 in a slab."""
+        """When its youngest shard was written; 0 in a slab."""
         return max((shard.modified_s or 0.0 for shard in self.shards), default=0.0)
 
 

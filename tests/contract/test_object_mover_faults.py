@@ -204,7 +204,7 @@ class BlockingStore(Store):
     def head(self, name):  # type: ignore[no-untyped-def]
         raise NotImplementedError
 
-    delete = list = refresh = head
+    delete = list = head
 
 
 @pytest.mark.parametrize("polite", [True, False])

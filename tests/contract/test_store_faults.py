@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import sys
 import time
@@ -27,7 +26,6 @@ from nixl_offload.stores.base import Store
 from nixl_offload.stores.bucket import client_facts, plan_lifecycle
 from nixl_offload.stores.s3 import S3Address, open_store
 from tests.contract.suites.store_suite import cause_of, read, write
-from tests.s3.proxy import Answer, FaultProxy
 from tests.s3.servers import RcloneServer, free_port
 
 from .one_answer_server import HANG, RESET, OneAnswerServer, answer, dead_address, error
@@ -46,7 +44,6 @@ OPERATIONS: dict[str, Callable[[Store], object]] = {
     "write": lambda store: write(store, "x/1", b"0123456789"),
     "delete": lambda store: store.delete(["x/1"]),
     "list": lambda store: list(store.list("x/")),
-    "refresh": lambda store: store.refresh("x/1", 10),
 }
 
 
@@ -318,49 +315,6 @@ def test_a_certificate_bundle_that_is_not_there() -> None:
     """Said at the first call, and not by a foreign exception."""
     store = store_at("https://127.0.0.1:1", ca_bundle="/no/such/bundle.pem")
     assert "/no/such/bundle.pem" in str(failure_of(store, "head"))
-
-
-def test_refresh_where_a_server_copies_nothing(rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The object is read and written instead: young again, and the same."""
-    for name, value in rclone.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("AWS_SESSION_TOKEN")
-    rclone.write("x/1", b"0123456789")
-    os.utime(rclone.path("x/1"), (0, 0))
-    rclone.forget()
-    with FaultProxy(rclone.port) as proxy, proxy.inject(Answer(501, "NotImplemented"), operation="COPY"):
-        store = store_at(proxy.endpoint)
-        assert store.refresh("x/1", 10) is True
-        store.close()
-        assert proxy.counts()["PUT"] == 1
-    assert time.time() - rclone.path("x/1").stat().st_mtime < 60
-    assert rclone.path("x/1").read_bytes() == b"0123456789"
-
-
-@pytest.mark.parametrize("status", ["412 Precondition Failed", "503 Slow Down"])
-def test_a_refresh_that_fails_leaves_the_object_alone(status: str) -> None:
-    """Only where a server copies nothing is a good shard read and written over itself."""
-    there = answer("200 OK", length=10, ETag='"e"', Last_Modified=LAST_MODIFIED)
-    with OneAnswerServer(error(status, "Oh"), HEAD=there) as server:
-        store = store_at(server.endpoint)
-        with pytest.raises(StoreError):
-            store.refresh("x/1", 10)
-        store.close()
-        puts = [request for request in server.requests if request.startswith(b"PUT")]
-        assert puts
-        assert all(b"x-amz-copy-source" in request.lower() for request in puts)
-        assert not any(request.startswith(b"GET") for request in server.requests)
-
-
-@pytest.mark.parametrize("told_bytes", [11, 1 << 50])
-def test_a_size_that_a_bucket_states_is_not_allocated(told_bytes: int) -> None:
-    """An object of another size than was expected is not asked for, however large it says it is."""
-    forged = answer("200 OK", length=told_bytes, ETag='"e"', Last_Modified=LAST_MODIFIED)
-    with OneAnswerServer(error("400 Bad Request", "InvalidRequest"), HEAD=forged) as server:
-        store = store_at(server.endpoint)
-        assert store.refresh("x/1", 10) is False
-        store.close()
-        assert {request.split(b" ")[0] for request in server.requests} == {b"HEAD"}
 
 
 def listed(key: str = "<Key>x/1</Key>", size: str = "5", more: str = "") -> bytes:

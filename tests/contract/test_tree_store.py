@@ -49,7 +49,6 @@ def test_names_that_lead_elsewhere_are_refused(store: TreeStore, root: Path, nam
     assert cause_of(lambda: read(store, name, 0, 1)) == "io"
     assert cause_of(lambda: store.head(name)) == "io"
     assert cause_of(lambda: store.delete(["fine", name])) == "io"
-    assert cause_of(lambda: store.refresh(name, 1)) == "io"
     assert list(root.parent.rglob("*")) == [root]
 
 
@@ -158,7 +157,6 @@ def test_a_directory_that_vanishes_is_unreachable(store: TreeStore, root: Path) 
         lambda: write(store, "ns/ab/x", b"2"),
         lambda: store.delete(["ns/ab/x"]),
         lambda: list(store.list("")),
-        lambda: store.refresh("ns/ab/x", 1),
         lambda: store.remove_stale_drafts(1),
     ):
         assert cause_of(call) == "unreachable"

@@ -91,13 +91,6 @@ class ObjectStore(Store):
             if found is not None and name.startswith(prefix) and name > start_after:
                 yield ObjectInfo(name, len(found[0]), found[1])
 
-    def refresh(self, name: str, size_bytes: int) -> bool:
-        found = self._objects().get(name)
-        if found is None or len(found[0]) != size_bytes:
-            return False
-        self._objects()[name] = found[0], self._wall()
-        return True
-
     def close(self) -> None:
         self._closed = True
 

@@ -34,8 +34,6 @@ class MemoryStore(Store):
         """Name -> size, time of modification."""
         self.calls: list[tuple[str, str]] = []
         self.before: Callable[[str, str], None] = lambda operation, name: None
-        self.keeps_times = False
-        """Whether refreshing leaves the time of modification as it is."""
         self.most_at_once = 0
         self.closed = False
         self._at_once = 0
@@ -77,15 +75,6 @@ class MemoryStore(Store):
                 self._enter("list", name)
                 self._leave()
                 yield ObjectInfo(name, *self.objects[name])
-
-    def refresh(self, name: str, size_bytes: int) -> bool:
-        self._enter("refresh", name)
-        self._leave()
-        if name not in self.objects or self.objects[name][0] != size_bytes:
-            return False
-        if not self.keeps_times:
-            self.put(name, self.objects[name][0])
-        return True
 
     def close(self) -> None:
         self.closed = True

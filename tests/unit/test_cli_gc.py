@@ -96,7 +96,7 @@ def test_what_is_older_goes_and_nothing_of_the_last_ten_minutes(tree: Tree, caps
     assert tree.files() == {*young, *fresh}
     assert tree.gc("--older-than", "0s", "--max-size", "0", "--delete") == 0
     assert tree.files() == {*fresh}
-    assert "too much, but what is left was written or refreshed within the last 10m" in capsys.readouterr().out
+    assert "too much, but what is left was written or used within the last 10m" in capsys.readouterr().out
     assert not set(old) & tree.files()
 
 

@@ -299,7 +299,7 @@ def test_a_hung_filesystem_does_not_keep_the_process_from_ending(tmp_path: Path)
     """With a call that never returns, on a thread of the link, the interpreter exits at once."""
     program = (
         "import threading\n"
-        "from nixl_offload.tiers.shared_dir.calls import CallThreads\n"
+        "from nixl_offload.tiers.calls import CallThreads\n"
         "threads = CallThreads('hung')\n"
         "threads.start(threading.Event().wait)\n"
         "threads.close(0.05)\n"

@@ -1,4 +1,4 @@
-"""The prober: each key is asked about once at a time, questions overtake tasks, and nobody waits for a hung store."""
+"""The prober: each key is asked about once at a time, and nobody waits for a hung store."""
 
 from __future__ import annotations
 
@@ -117,11 +117,11 @@ def test_too_many_tasks_are_refused(make: MakeProber, store: MemoryStore) -> Non
     gate = store.before = Gate()
     prober = make(threads=2)
     taken = sum(prober.do(lambda store: store.head("x"), lambda *_: None) for _ in range(MAX_TASKS + 100))
-    assert MAX_TASKS <= taken <= MAX_TASKS + 2
+    assert taken == MAX_TASKS
     gate.open()
 
 
-def test_a_trial_goes_before_all_else_and_alone(make: MakeProber, store: MemoryStore) -> None:
+def test_a_trial_waits_for_nothing_and_goes_alone(make: MakeProber, store: MemoryStore) -> None:
     gate = store.before = Gate()
     prober = make(threads=1)
     ended: list[StoreError | None] = []
@@ -138,9 +138,10 @@ def test_a_trial_goes_before_all_else_and_alone(make: MakeProber, store: MemoryS
     _search(prober, keys_of(3), each=True)
     try_it()
     try_it()
+    while not store.names("head") or len(store.calls) < 2:
+        time.sleep(0.001)
     gate.open()
     _collect(prober, tell)
-    assert [name for _, name in store.calls].index("manifest") <= 1, "at most the question that was out came first"
     assert [name for _, name in store.calls].count("manifest") == 1
     assert ended == [None]
     store.before = refuse

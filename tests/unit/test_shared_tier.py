@@ -207,7 +207,7 @@ def test_a_store_that_hangs_never_holds_the_scheduler(make: MakeRig, store: Memo
     rig.flush()
     rig.ahead_s = 200.0
     rig.flush()
-    assert store.most_at_once <= 8 + 1
+    assert store.most_at_once <= 8 + 2 + 1
     gate.open()
     rig.wait_for(lambda: 1 if rig.tier.trouble == "none" else None)
     names = (f"c{number}" for number in itertools.count())  # on a busy machine an answer may come too late
@@ -384,42 +384,6 @@ def test_an_answer_older_than_a_store_does_not_undo_it(make: MakeRig, store: Mem
     gate.open()
     rig.settle()
     assert rig.ask("b", [key]) == [Lookup.HIT]
-
-
-# Lifetimes of chunks
-
-
-def test_a_chunk_in_use_is_refreshed_once_it_is_half_as_old_as_it_may_get(make: MakeRig, store: MemoryStore) -> None:
-    rig, (young, old, unused) = make(world_size=2, ttl_s=3600.0), keys_of(3)
-    rig.put(young, age_s=100.0)
-    rig.put(old, age_s=2000.0)
-    rig.put(unused, age_s=2000.0)
-    assert rig.hits("a", [young, old, unused]) == 3
-    for _ in range(5):
-        rig.tier.touch(young)
-        rig.tier.touch(old)
-        rig.settle()
-    assert sorted(store.names("refresh")) == sorted(rig.names(old))
-    heads = rig.heads()
-    rig.ahead_s = 899.0
-    rig.tier.touch(old)
-    rig.settle()
-    assert rig.heads() == heads, "looked after once in a quarter of its lifetime"
-    rig.ahead_s = 3000.0
-    assert rig.ask("b", [old]) != [Lookup.MISS]
-
-
-@pytest.mark.parametrize("shard", [0, 1])
-def test_a_shard_of_another_size_is_not_refreshed(make: MakeRig, store: MemoryStore, shard: int) -> None:
-    """The chunk counts as gone, whichever of its shards it is, and is stored anew when it is computed."""
-    rig, [key] = make(world_size=2, ttl_s=3600.0), keys_of(1)
-    rig.put(key, age_s=2000.0)
-    assert rig.hits("a", [key]) == 1
-    store.put(rig.names(key)[shard], 1 << 50, age_s=2000.0)
-    rig.tier.touch(key)
-    rig.settle()
-    assert store.objects[rig.names(key)[shard]][0] == 1 << 50
-    assert rig.tier.state(key) is None
 
 
 def test_after_a_reset_only_what_was_stored_since_counts_each_looked_at_itself(

@@ -15,12 +15,9 @@ from nixl_offload.engine import TierEngine
 from nixl_offload.identity.weights import WeightsDigest
 from nixl_offload.movers.base import MemoryRegion, Op, TransferState, open_file
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.tiers.shared.eviction import Eviction
-from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.vllm.rank_tiers import RankTiers
 from tests.unit.chain_rig import FILE, MEMORY, ChainRig
 from tests.unit.engine_rig import until
-from tests.unit.shared_rig import MemoryStore, namespace_of, options
 
 PAGE = 4096
 
@@ -79,17 +76,6 @@ def test_a_copy_that_found_no_thread_never_touches_its_memory(tmp_path: Path, sh
         assert last.state is TransferState.DONE
     for page, each in enumerate(transfers):
         assert set(memory[page * PAGE : (page + 1) * PAGE]) == {each.state is TransferState.DONE}
-
-
-def test_a_shared_tier_that_cannot_evict_keeps_no_thread(shortage: Shortage) -> None:
-    def evict() -> Eviction:
-        threading.Thread(target=print).start()
-        raise AssertionError("there was a thread")
-
-    shortage(after=3)
-    with pytest.raises(RuntimeError, match="start new thread"):
-        SharedTier(0, MemoryStore(), namespace_of(1), lookup=options(), ttl_s=None, name="T", threads=2, eviction=evict)
-    until(lambda: not _threads("nixl-offload-probe"))
 
 
 def test_a_chain_closes_without_more_threads(tmp_path: Path, shortage: Shortage) -> None:

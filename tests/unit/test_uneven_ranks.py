@@ -86,18 +86,6 @@ def test_what_another_server_has_stored_whole_stays_whatever_becomes_of_our_stor
     assert store.names("delete") == []
 
 
-def test_chunks_in_use_are_refreshed_on_every_rank_that_holds_one(make: MakeRig, store: MemoryStore) -> None:
-    rig, keys = make(ttl_s=3600.0), [*keys_of(3), *keys_of(3, group=1)]
-    rig.put(*keys, age_s=2000.0)
-    assert [rig.hits(f"{key.hex()}", [key]) for key in keys] == [1] * 6
-    for key in keys:
-        rig.tier.touch(key)
-    rig.settle()
-    assert sorted(store.names("refresh")) == sorted(name for key in keys for name in rig.names(key))
-    assert len(rig.tier) == 6
-    assert store.names("delete") == []
-
-
 def test_a_group_that_the_model_does_not_have_is_a_miss_without_a_question(make: MakeRig, store: MemoryStore) -> None:
     rig, keys = make(), keys_of(5, group=7)
     assert rig.hits("a", keys) == 0

@@ -52,7 +52,7 @@ class SharedInspector(Inspector):
         self.store.read_into(shard.place, offset, memory)
 
     def created_s(self, chunk: ChunkInfo) -> float | None:
-        """Return when the chunk was written or refreshed."""
+        """Return when the chunk was written."""
         return chunk.modified_s
 
     def close(self) -> None:

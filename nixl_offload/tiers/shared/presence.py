@@ -41,8 +41,6 @@ class Presence:
         self._seen_s = array("d")
         self._until_s = array("d")
         """How long the belief is fresh."""
-        self._look_s = array("d")
-        """When to look after it again."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -73,14 +71,6 @@ class Presence:
     def missed_since(self, key: Key, then_s: float) -> bool:
         """Whether ``key`` was found to be absent, or to be of no use, at ``then_s`` or later."""
         return self._absent.get(key, -math.inf) >= then_s
-
-    def needs_refresh(self, key: Key, now_s: float, every_s: float) -> bool:
-        """Whether a READY ``key`` has not been looked after for ``every_s``; counts as looked after from now on."""
-        found = self._index.find(key)
-        if found is None or found[0] is not _READY or now_s < self._look_s[found[1]]:
-            return False
-        self._look_s[found[1]] = now_s + every_s
-        return True
 
     # What became known
 
@@ -125,7 +115,7 @@ class Presence:
         self._absent.pop(key, None)
         return True
 
-    def commit(self, key: Key, now_s: float, expires_s: float = math.inf, look_s: float = -math.inf) -> bool:
+    def commit(self, key: Key, now_s: float, expires_s: float = math.inf) -> bool:
         """WRITING -> READY, seen now. False: it was dropped meanwhile and is gone."""
         row = self._index.location(key).offset
         freed = self._index.commit(key)
@@ -133,7 +123,6 @@ class Presence:
             self._give_back(freed)
             return False
         self._believe(row, now_s, expires_s)
-        self._look_s[row] = look_s
         return True
 
     def abort(self, key: Key) -> None:
@@ -169,13 +158,10 @@ class Presence:
                 return None
             self._give_back(victim[1])
         if self._free:
-            row = self._free.pop()
-        else:
-            row = len(self._seen_s)
-            for column in (self._seen_s, self._until_s, self._look_s):
-                column.append(0.0)
-        self._look_s[row] = -math.inf
-        return row
+            return self._free.pop()
+        self._seen_s.append(0.0)
+        self._until_s.append(0.0)
+        return len(self._seen_s) - 1
 
     def _give_back(self, freed: Location | None) -> None:
         if freed is not None:

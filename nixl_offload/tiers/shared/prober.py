@@ -1,9 +1,10 @@
-"""Looks into a shared store on threads of its own: what is there, and small tasks when nobody waits for an answer.
+"""Looks into a shared store on threads of its own: what is there, and small tasks beside.
 
-Threading: every public method returns at once and may be called by the scheduler's thread alone. A fixed number of
-daemon threads does the asking; one that hangs in the store is never waited for. Decisions are taken under one lock,
-storage is asked outside it; results cross over in a queue, which ``drain`` empties.
-Ownership: the store belongs to whoever made the prober.
+Threading: every public method returns at once and may be called by the scheduler's thread alone, except ``expired``.
+Questions, tasks and the trial have threads apart, so none waits for another; one that hangs in the store is never
+waited for. Decisions are taken under one lock, storage is asked outside it; results cross over in a queue, which
+``drain`` empties.
+Ownership: the store belongs to the prober's owner.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import Store
+from nixl_offload.tiers.calls import CallThreads
 from nixl_offload.tiers.shared.lookups import Search
 from nixl_offload.tiers.shared.naming import StoredShard
 from nixl_offload.types import Key
@@ -73,10 +75,7 @@ Event = Answer | Search | Callable[[], None]
 
 
 class Prober:
-    """Runs searches round by round, and asks about each key once at a time however many searches want it.
-
-    An object counts as present when it has the size it must have, was modified after ``since_s``, and within ``ttl_s``.
-    """
+    """Searches ask about keys, each key once at a time however many searches wait for it."""
 
     def __init__(
         self,
@@ -88,12 +87,7 @@ class Prober:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Start ``threads`` threads, of which at most two do tasks at a time, and one for trials.
-
-        ``witness_of`` returns the object that stands for a key, None for a key that cannot be there; any thread calls
-        it. ``wall`` is this machine's idea of the store's clock: minutes of difference do no harm. Raises RuntimeError
-        when no more threads can be started; none is left then.
-        """
+        """``witness_of`` names the object to look at for a key; None: there can be none. ``threads``: for questions."""
         self.since_s = 0.0
         """Objects modified earlier, by the store's clock, count as absent. Set by the scheduler's thread."""
         self.questions = 0
@@ -102,37 +96,24 @@ class Prober:
         self._store = store
         self._witness_of = witness_of
         self._ttl_s = ttl_s
-        self._busy_threads = threads
-        """For questions and tasks. One more is left for a trial: questions that hang must not keep it waiting."""
         self._clock = clock
         self._wall = wall
+        self._asking = CallThreads("nixl-offload-probe", threads)
+        self._tasks = CallThreads("nixl-offload-probe-task", TASK_THREADS)
+        self._trial = CallThreads("nixl-offload-probe-trial", 1)
         self._events: deque[Event] = deque()
         self._seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         """Guards all that follows."""
         self._searches: set[Search] = set()
         self._questions: dict[Key, Question] = {}
         """Out, or queued."""
-        self._queue: deque[Question] = deque()
         self._out: set[Question] = set()
-        self._tasks: deque[Callable[[], None]] = deque()
-        self._tasks_running = 0
-        self._trial: Callable[[], None] | None = None
-        self._is_trying = False
-        self._closing = False
-        self._threads: list[threading.Thread] = []
-        try:
-            for number in range(threads + 1):
-                thread = threading.Thread(target=self._work, name=f"nixl-offload-probe-{number}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
-        except RuntimeError:  # no more threads to be had: those that there are would wait for ever
-            self.close()
-            raise
+        self._is_closed = False
 
     def search(self, search: Search) -> None:
         """Begin a search. It becomes an event when it has ended; each of its questions ends in an ``Answer``."""
-        with self._changed:
+        with self._lock:
             self._searches.add(search)
             self._advance(search)
 
@@ -141,35 +122,29 @@ class Prober:
 
         Returns how many leading keys it has found to be there so far.
         """
-        with self._changed:
+        with self._lock:
             self._searches.discard(search)
             return search.plan.known
 
     def cancel_all(self) -> None:
-        """Give up every search and every question that is not out yet."""
-        with self._changed:
+        """Give up every search. Questions that are not out yet are not asked."""
+        with self._lock:
             self._searches.clear()
-            for question in self._queue:
-                del self._questions[question.key]
-            self._queue.clear()
 
     def do(self, work: Callable[[Store], T], then: Callable[[T | None, StoreError | None], None]) -> bool:
-        """Do ``work`` on a thread when no question waits, and ``then``, with its result or error, when events are
-        drained. False: too many tasks wait already.
+        """Do ``work`` on a thread, and ``then``, with its result or error, when events are drained.
+
+        False: too many tasks wait already.
         """
-        with self._changed:
-            if len(self._tasks) >= MAX_TASKS or self._closing:
-                return False
-            self._tasks.append(partial(self._do, work, then))
-            self._changed.notify()
-            return True
+        if self._tasks.pending >= MAX_TASKS:
+            return False
+        self._tasks.start(partial(self._do, work, then))
+        return True
 
     def try_store(self, work: Callable[[Store], T], then: Callable[[T | None, StoreError | None], None]) -> None:
-        """The same before all else, on a thread of its own, to see whether the store answers. One at a time."""
-        with self._changed:
-            if self._trial is None and not self._is_trying:
-                self._trial = partial(self._do, work, then)
-                self._changed.notify()
+        """The same on another thread, to see whether the store answers. One at a time; others are left out."""
+        if not self._trial.pending:
+            self._trial.start(partial(self._do, work, then))
 
     def drain(self, limit: int) -> list[Event]:
         """Return what has happened since the last call, ``limit`` events at most."""
@@ -180,7 +155,7 @@ class Prober:
         """Return the keys whose questions have been out for longer than ``limit_s``, and the questions that were not
         returned before.
         """
-        with self._changed:
+        with self._lock:
             late = [question for question in self._out if now_s - question.asked_s > limit_s]
             new = [question for question in late if not question.is_overdue]
             for question in new:
@@ -194,86 +169,54 @@ class Prober:
     @property
     def is_busy(self) -> bool:
         """Whether something is being done or waits to be. What is to be drained does not count."""
-        with self._changed:
-            return bool(self._questions or self._tasks or self._tasks_running or self._trial or self._is_trying)
+        return bool(self._asking.pending or self._tasks.pending or self._trial.pending)
 
     def take_seconds(self) -> list[float]:
         """Return how long questions took since the last call; the latest ``MAX_SAMPLES`` of them."""
-        with self._changed:
-            seconds = list(self._seconds)
-            self._seconds.clear()
-            return seconds
+        seconds, self._seconds = self._seconds, deque(maxlen=MAX_SAMPLES)
+        return list(seconds)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Begin nothing more, and wait ``timeout_s`` at most for what is under way. Idempotent."""
-        with self._changed:
-            self._closing = True
-            self._tasks.clear()
-            self._changed.notify_all()
+        self._is_closed = True
         self.cancel_all()
-        deadline_s = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-
-    # Under the lock.
+        give_up_s = time.monotonic() + timeout_s
+        for threads in (self._asking, self._tasks, self._trial):
+            threads.close(max(0.0, give_up_s - time.monotonic()))
 
     def _advance(self, search: Search) -> None:
+        """Ask what the search wants to know next; the lock is held."""
         for position in search.plan.next_round():
             key = search.keys[position]
             question = self._questions.get(key)
             if question is None:
                 question = self._questions[key] = Question(key)
-                self._queue.append(question)
-                self._changed.notify()
+                self._asking.start(partial(self._ask, question))
             question.waiters.append((search, position))
         if search.plan.done:
             self._searches.discard(search)
             self._events.append(search)
 
-    def _take(self) -> Callable[[], None] | None:
-        """Wait for something to do; None when it closes."""
-        while not self._closing:
-            if self._trial is not None:
-                work, self._trial, self._is_trying = self._trial, None, True
-                return partial(self._run_trial, work)
-            busy = len(self._out) + self._tasks_running
-            while self._queue and busy < self._busy_threads:
-                question = self._queue.popleft()
-                if any(search in self._searches for search, _ in question.waiters):
-                    question.asked_s = self._clock()
-                    self._out.add(question)
-                    return partial(self._ask, question)
-                del self._questions[question.key]
-            if self._tasks and self._tasks_running < TASK_THREADS and busy < self._busy_threads:
-                self._tasks_running += 1
-                return partial(self._run_task, self._tasks.popleft())
-            self._changed.wait()
-        return None
-
-    # On the prober's threads.
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                work = self._take()
-            if work is None:
-                return
-            work()
+    # On threads.
 
     def _ask(self, question: Question) -> None:
+        with self._lock:
+            if not any(search in self._searches for search, _ in question.waiters):
+                del self._questions[question.key]
+                return
+            question.asked_s = self._clock()
+            self._out.add(question)
         began_s = time.monotonic()
         found, error = self._try(partial(self._look, question.key))
-        seconds = time.monotonic() - began_s
+        self._seconds.append(time.monotonic() - began_s)
         sight, modified_s = found if found is not None else (None, 0.0)
-        answer = Answer(question.key, question.asked_s, sight, modified_s, error)
-        with self._changed:
+        with self._lock:
             self._out.discard(question)
             del self._questions[question.key]
             self.questions += 1
             self.errors += error is not None
-            self._seconds.append(seconds)
             if error is None or not question.is_overdue:
-                self._events.append(answer)
+                self._events.append(Answer(question.key, question.asked_s, sight, modified_s, error))
             waiting = [waiter for waiter in question.waiters if waiter[0] in self._searches]
             for search, position in waiting:
                 search.failed |= error is not None
@@ -288,20 +231,9 @@ class Prober:
             return Sight.ABSENT, 0.0
         return Sight.PRESENT if info.size_bytes == witness.size_bytes else Sight.DAMAGED, info.modified_s
 
-    def _run_trial(self, work: Callable[[], None]) -> None:
-        work()
-        with self._changed:
-            self._is_trying = False
-
-    def _run_task(self, work: Callable[[], None]) -> None:
-        work()
-        with self._changed:
-            self._tasks_running -= 1
-            self._changed.notify()
-
     def _do(self, work: Callable[[Store], Any], then: Callable[[Any, StoreError | None], None]) -> None:
-        result, error = self._try(work)
-        self._events.append(partial(then, result, error))
+        if not self._is_closed:
+            self._events.append(partial(then, *self._try(work)))
 
     def _try(self, work: Callable[[Store], T]) -> tuple[T | None, StoreError | None]:
         try:
@@ -309,6 +241,5 @@ class Prober:
         except StoreError as error:
             return None, error
         except Exception as error:
-            # A thread that ended here would be missed for ever, and its question with it.
             logger.exception("A look into a shared store ended in an error that should not be")
             return None, StoreError(type(error).__name__, cause="io")

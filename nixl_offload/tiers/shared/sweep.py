@@ -4,7 +4,7 @@ Threading: pure, one owner; nothing here does I/O or reads a clock.
 
 A tier may hold many millions of shards, so no name is kept. A first pass over the listing counts bytes by age
 (``Ages``: some thousand numbers per namespace, however many shards there are), ``make_plan`` turns the counts into a
-point in time, and a second pass over a fresh listing asks a ``Sweep`` about every chunk. What was refreshed or written
+point in time, and a second pass over a fresh listing asks a ``Sweep`` about every chunk. What was written
 between the passes is younger than that point and stays.
 """
 

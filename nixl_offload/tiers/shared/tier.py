@@ -28,11 +28,12 @@ from nixl_offload.tiers.shared.lookups import Lookups, Search, SearchKind
 from nixl_offload.tiers.shared.naming import manifest_name, shards_of, witness_of
 from nixl_offload.tiers.shared.presence import MAX_KEYS, Presence
 from nixl_offload.tiers.shared.prober import Answer, Prober, Sight
-from nixl_offload.tiers.shared.upkeep import Refreshed, Upkeep, is_whole
+from nixl_offload.tiers.shared.upkeep import delete, is_whole, write_manifest
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, key_group
 
 EVENTS_PER_FLUSH = 8192
 """A few milliseconds of the scheduler's step."""
+MANIFEST_RETRY_S = 60.0
 RESET_MARGIN_S = 300.0
 """After a reset, what others stored within so long after it does not count either: clocks differ, and a fleet is not
 reset in one instant."""
@@ -52,8 +53,7 @@ class SharedTier(Tier):
     """What it says of a chunk is a belief: a load verifies, and corrects it.
 
     A lookup of a chunk of which nothing is believed goes through ``lookups`` (who waits for which search) and
-    ``prober`` (which asks the store). ``health`` says when the tier is disabled, ``upkeep`` what is done to the store
-    when nobody waits.
+    ``prober`` (which asks the store). ``health`` says when the tier is disabled.
     """
 
     def __init__(
@@ -101,14 +101,11 @@ class SharedTier(Tier):
         """Requests for which a lookup was a MISS although nothing was known."""
         witness = partial(witness_of, namespace)
         self._prober = Prober(store, witness_of=witness, ttl_s=ttl_s, threads=threads, clock=clock, wall=wall)
-        self._upkeep = Upkeep(self._prober, namespace, ttl_s=ttl_s, wall=wall, refreshed=self._on_refreshed)
-        self._eviction: Eviction | None = None
-        try:
-            if eviction is not None:
-                self._eviction = eviction()
-        except RuntimeError:  # no thread to be had: those that there are would wait for ever
-            self._prober.close()
-            raise
+        self._eviction = None if eviction is None else eviction()
+        self._discarding: set[Key] = set()
+        """Being deleted: stored anew only afterwards, else the deletion might hit the new one."""
+        self._manifest_due_s = -math.inf
+        """When to write the manifest; infinite once it is there, or being written."""
 
     @classmethod
     def open(cls, context: TierContext, store: Store, **options: Any) -> SharedTier:
@@ -125,8 +122,7 @@ class SharedTier(Tier):
     # What the catalog asks
 
     def state(self, key: Key) -> State | None:
-        """Return the state of ``key`` in this tier, None when nothing is known or it is known to be absent."""
-        if key in self._upkeep.discarding:
+        if key in self._discarding:
             return State.EVICTING
         return self._presence.state(key)
 
@@ -142,7 +138,7 @@ class SharedTier(Tier):
             return Lookup.HIT if self._health.may_load(context, now_s) else Lookup.MISS
         if state is State.WRITING:
             return Lookup.PENDING
-        if state is State.EVICTING or self._presence.is_absent(key, now_s) or key in self._upkeep.discarding:
+        if state is State.EVICTING or self._presence.is_absent(key, now_s) or key in self._discarding:
             return Lookup.MISS
         if key in self._unanswered:
             return self._unknown(context)
@@ -162,17 +158,17 @@ class SharedTier(Tier):
         if not self._health.answers:
             self._lookups.drop_all()
             self._prober.cancel_all()
-            self._upkeep.clear()
             if self._health.may_try(now_s):
                 manifest = manifest_name(self._namespace.name)
                 self._prober.try_store(lambda store: store.head(manifest), self._on_trial_end)
             return
         for search in self._lookups.begin_searches():
             self._prober.search(search)
-        self._upkeep.begin(now_s)
+        if now_s >= self._manifest_due_s:
+            write = partial(write_manifest, self._namespace, self._wall)
+            self._manifest_due_s = math.inf if self._prober.do(write, self._on_manifest_end) else now_s
 
     def forget_request(self, request_id: str) -> None:
-        """No more lookups will come for this request."""
         for search in self._lookups.forget(request_id):
             self._prober.cancel(search)
         self._health.forget_request(request_id)
@@ -197,13 +193,10 @@ class SharedTier(Tier):
 
     def commit(self, key: Key) -> bool:
         """WRITING to READY. False when everything was forgotten meanwhile."""
-        now_s, ttl_s = self._clock(), self._ttl_s
-        if ttl_s is None:
-            return self._presence.commit(key, now_s)
-        return self._presence.commit(key, now_s, now_s + ttl_s, now_s + ttl_s / 4)
+        now_s = self._clock()
+        return self._presence.commit(key, now_s, now_s + (self._ttl_s or math.inf))
 
     def abort(self, key: Key) -> None:
-        """Forget a WRITING chunk."""
         self._presence.abort(key)
 
     def retire(self, key: Key) -> None:
@@ -231,15 +224,10 @@ class SharedTier(Tier):
         return Location(self._position, 0, self._namespace.slot_bytes(key_group(key)))
 
     def unpin(self, key: Key) -> None:
-        """Take one pin back."""
         self._presence.unpin(key)
 
     def touch(self, key: Key) -> None:
-        """Mark as recently used; unknown keys are ignored. Now and then a chunk in use is refreshed."""
         self._presence.touch(key)
-        ttl_s, upkeep = self._ttl_s, self._upkeep
-        if ttl_s is not None and upkeep.takes_refreshes and self._presence.needs_refresh(key, self._now_s, ttl_s / 4):
-            upkeep.refresh(key)
 
     def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
         """A load is over: what did not arrive counts as absent, so that it is computed and stored anew.
@@ -256,10 +244,6 @@ class SharedTier(Tier):
         self._discard(corrupt, even_whole=True)
         return dropped
 
-    def drop(self, key: Key) -> bool:
-        """Keep it: other servers may ask for it. ``nixl-offload gc`` deletes."""
-        return False
-
     def clear(self) -> None:
         """Forget everything, and never again believe in what was stored before now; see decision 0010.
 
@@ -271,7 +255,6 @@ class SharedTier(Tier):
         self._lookups.infer = False
         self._prober.cancel_all()
         self._prober.since_s = self._wall() + RESET_MARGIN_S
-        self._upkeep.clear()
 
     def close(self, in_flight: Iterable[Key] = (), *, timeout_s: float = 1.0) -> None:
         """End what runs in the background, waiting ``timeout_s`` at most for each part, and close the store.
@@ -285,11 +268,9 @@ class SharedTier(Tier):
 
     @property
     def is_looking(self) -> bool:
-        """Whether some request waits for an answer of the store."""
         return len(self._lookups) > 0
 
     def statistics(self) -> TierStatistics:
-        """Return what is believed and how the storage does."""
         return TierStatistics(
             shared=SharedStatistics(
                 probes=self._prober.questions,
@@ -329,7 +310,7 @@ class SharedTier(Tier):
         self._health.answered(answer.asked_s, answer.error, self._now_s)
         key = answer.key
         if answer.sight is Sight.PRESENT and not self._prober.expired(answer.modified_s):
-            if not self._presence.missed_since(key, answer.asked_s) and key not in self._upkeep.discarding:
+            if not self._presence.missed_since(key, answer.asked_s) and key not in self._discarding:
                 self._presence.seen(key, self._now_s, self._expires_s(answer.modified_s))
         elif answer.sight is not None and not self._presence.seen_since(key, answer.asked_s):
             # Else it was stored after the question went out.
@@ -343,7 +324,7 @@ class SharedTier(Tier):
         # From the end: what is believed last is forgotten last, and a prefix's beginning is worth most.
         for key in reversed(keys[:boundary]):
             is_known = presence.look(key, now_s)[1] or presence.is_absent(key, now_s)
-            if self._lookups.infer and not is_known and key not in self._upkeep.discarding:
+            if self._lookups.infer and not is_known and key not in self._discarding:
                 presence.seen(key, now_s)
         for key in keys[boundary:]:
             state, is_fresh = presence.look(key, now_s)
@@ -356,13 +337,9 @@ class SharedTier(Tier):
     def _on_recheck_end(self, found_whole: bool | None, error: StoreError | None) -> None:
         self._health.rechecked(bool(found_whole), error, self._now_s)
 
-    def _on_refreshed(self, found: Refreshed, asked_s: float) -> None:
-        for key, modified_s in found.modified_s.items():
-            if self._presence.state(key) is State.READY and not self._prober.expired(modified_s):
-                self._presence.seen(key, self._now_s, self._expires_s(modified_s))
-        for key in found.gone:
-            if not self._presence.seen_since(key, asked_s):
-                self._presence.missed(key, self._now_s)
+    def _on_manifest_end(self, _: object, error: StoreError | None) -> None:
+        if error is not None:
+            self._manifest_due_s = self._now_s + MANIFEST_RETRY_S
 
     # Inside
 
@@ -378,5 +355,14 @@ class SharedTier(Tier):
         return self._now_s + self._ttl_s - max(0.0, self._wall() - modified_s)
 
     def _discard(self, keys: Sequence[Key], *, even_whole: bool = False) -> None:
-        if self._health.answers:
-            self._upkeep.discard(keys, even_whole=even_whole)
+        """Delete chunks; those that are whole only with ``even_whole``, for another server has stored them."""
+        keys = [key for key in keys if key not in self._discarding]
+        if not keys or not self._health.answers:
+            return
+
+        def ended(_: None, error: StoreError | None) -> None:
+            self._discarding.difference_update(keys)
+
+        chunks = [shards_of(self._namespace, key) for key in keys]
+        if self._prober.do(partial(delete, chunks, even_whole), ended):
+            self._discarding.update(keys)

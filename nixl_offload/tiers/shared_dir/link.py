@@ -17,8 +17,8 @@ from nixl_offload.stores.filesystem import REAL, Filesystem
 from nixl_offload.stores.tree_files import Draft, OpenFile, TreeFiles
 from nixl_offload.tiers.base import NOTHING_STORED, Target
 from nixl_offload.tiers.breaker import Breaker
+from nixl_offload.tiers.calls import Call, CallThreads
 from nixl_offload.tiers.shared.link import SharedLink
-from nixl_offload.tiers.shared_dir.calls import Call, CallThreads
 from nixl_offload.types import Key, Location
 
 T = TypeVar("T")

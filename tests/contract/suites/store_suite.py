@@ -138,9 +138,8 @@ class StoreSuite:
         assert cause_of(lambda: read(rig.store, "x/five", 6, 0)) == "short"
 
     def test_absence_is_an_answer(self, store: Store) -> None:
-        """``head``, ``refresh``, ``delete`` and ``list`` say it; a read is an error."""
+        """``head``, ``delete`` and ``list`` say it; a read is an error."""
         assert store.head("ns/ab/none.0000") is None
-        assert store.refresh("ns/ab/none.0000", 1) is False
         store.delete(["ns/ab/none.0000"])
         store.delete([])
         assert list(store.list("ns/")) == []
@@ -212,29 +211,6 @@ class StoreSuite:
         rest = [info.name for info in rig.store.list("ns/", start_after=first[-1])]
         assert first + rest == names
 
-    def test_refresh_makes_younger(self, rig: StoreRig) -> None:
-        """The time is new, the content the same."""
-        content = os.urandom(10 * KIB)
-        rig.raw_set({"x/1": content})
-        before = rig.store.head("x/1")
-        time.sleep(CLOCK_STEP_S)
-        assert rig.store.refresh("x/1", len(content)) is True
-        after = rig.store.head("x/1")
-        assert before is not None
-        assert after is not None
-        assert after.modified_s > before.modified_s
-        assert rig.raw_get("x/1") == content
-        assert [info.modified_s > before.modified_s for info in rig.store.list("x/")] == [True]
-
-    def test_refresh_leaves_an_object_of_another_size(self, rig: StoreRig) -> None:
-        """One too large, too small or empty counts as gone, and stays as old as it was."""
-        rig.raw_set({"x/1": b"0123456789", "x/empty": b""})
-        before = [rig.store.head(name) for name in ("x/1", "x/empty")]
-        time.sleep(CLOCK_STEP_S)
-        for name, size_bytes in [("x/1", 9), ("x/1", 11), ("x/1", 0), ("x/1", 1 << 60), ("x/empty", 10)]:
-            assert rig.store.refresh(name, size_bytes) is False
-        assert [rig.store.head(name) for name in ("x/1", "x/empty")] == before
-
     def test_a_closed_store_refuses(self, store: Store) -> None:
         """Every call raises StoreError, and closing again is fine."""
         write(store, "x/1", b"1")
@@ -246,7 +222,6 @@ class StoreSuite:
             lambda: write(store, "x/1", b"2"),
             lambda: store.delete(["x/1"]),
             lambda: list(store.list("")),
-            lambda: store.refresh("x/1", 1),
         ]
         for call in calls:
             cause_of(call)

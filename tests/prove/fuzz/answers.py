@@ -79,9 +79,6 @@ def asked_of_store(tier: S3Config) -> Mapping[str, Callable[[bytes], Any]]:
         for info in islice(store.list("x/"), _LISTED_MOST):
             _check(info)
 
-    def refresh(_: bytes) -> None:
-        expect(isinstance(store.refresh("x/1", _BYTES), bool), "refreshed or not")
-
     def head(_: bytes) -> None:
         found = store.head("x/1")
         if found is not None:
@@ -99,7 +96,6 @@ def asked_of_store(tier: S3Config) -> Mapping[str, Callable[[bytes], Any]]:
         "write": lambda _: store.write("x/1", memoryview(b"0123456789")),
         "delete": lambda _: store.delete(["x/1", "x/2"]),
         "list": listing,
-        "refresh": refresh,
         "manifest": lambda _: read_manifest(store, _NAMESPACE),
         "namespaces": namespaces,
     }

@@ -1,7 +1,7 @@
-"""Slow metadata calls on threads of their own, so that a filesystem that hangs holds up nobody but them.
+"""Calls that storage may never answer, on threads of their own, so that one that hangs holds up nobody but them.
 
-Threading: ``start``, ``Call.abandon`` and ``close`` belong to one thread, the engine's pump; work runs on daemon
-threads, which never keep the process from ending (those of a ThreadPoolExecutor are joined when the interpreter exits).
+Threading: any thread may use a ``CallThreads``. Work runs on daemon threads, which never keep the process from ending
+(those of a ThreadPoolExecutor are joined when the interpreter exits).
 """
 
 from __future__ import annotations
@@ -51,43 +51,44 @@ class CallThreads:
     """At most ``threads`` of them, started as they are needed. Calls begin in the order in which they were started."""
 
     def __init__(self, name: str, threads: int = 8, clock: Callable[[], float] = time.monotonic) -> None:
+        self.pending = 0
+        """How many calls have not ended, abandoned ones included."""
+        self.ended_s = clock()
+        """When a call ended last. While calls end, one that waits for a thread does not wait for the storage."""
         self._name = name
         self._clock = clock
         self._limit = threads
         self._queue: SimpleQueue[Call[Any] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        """Guards ``pending`` and the list of threads."""
         self._threads: list[threading.Thread] = []
-        self._calls: list[Call[Any]] = []
-        self.ended_s = clock()
-        """When a call ended last. While calls end, one that waits for a thread does not wait for the filesystem."""
-
-    @property
-    def pending(self) -> int:
-        """How many have not ended, abandoned ones included."""
-        return sum(not call.done() for call in self._calls)
 
     def start(self, work: Callable[[], T], discard: Callable[[T], None] | None = None) -> Call[T]:
         """Queue a call. ``discard`` gets the result of one that is abandoned, on whichever thread is at hand."""
         call = Call(work, discard)
-        self._calls = [other for other in self._calls if not other.done()]
-        if len(self._calls) >= len(self._threads) < self._limit:
-            thread = threading.Thread(target=self._main, name=self._name, daemon=True)
-            with contextlib.suppress(RuntimeError):  # none to be had now: the next call tries again
-                thread.start()
-                self._threads.append(thread)
-        self._calls.append(call)
+        with self._lock:
+            if self.pending >= len(self._threads) < self._limit:
+                thread = threading.Thread(target=self._main, name=self._name, daemon=True)
+                with contextlib.suppress(RuntimeError):  # none to be had now: the next call tries again
+                    thread.start()
+                    self._threads.append(thread)
+            self.pending += 1
         self._queue.put(call)
         return call
 
     def close(self, patience_s: float = 0.5) -> None:
         """Let what is queued end; after ``patience_s`` the threads that hang are left behind."""
-        for _ in self._threads:
+        with self._lock:
+            threads, self._threads = self._threads, []
+        for _ in threads:
             self._queue.put(None)
         give_up_s = time.monotonic() + patience_s
-        for thread in self._threads:
+        for thread in threads:
             thread.join(max(0.0, give_up_s - time.monotonic()))
-        self._threads = []
 
     def _main(self) -> None:
         while (call := self._queue.get()) is not None:
             call.run(self._clock())
+            with self._lock:
+                self.pending -= 1
             self.ended_s = self._clock()
