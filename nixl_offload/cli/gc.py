@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any, Final, TextIO
 
@@ -44,7 +44,7 @@ from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.inspect import ChunkInfo, NamespaceInfo
 from nixl_offload.tiers.kinds import open_inspector
 from nixl_offload.tiers.shared.inspect import group_chunks, list_namespaces, read_manifest
-from nixl_offload.tiers.shared.naming import manifest_name, parse_manifest_name, parse_shard_name
+from nixl_offload.tiers.shared.naming import is_ours, manifest_name
 from nixl_offload.tiers.shared.sweep import GRACE_S, NOTHING, Ages, Plan, Sweep, Totals, make_plan, manifest_goes
 from nixl_offload.units import format_duration
 
@@ -112,10 +112,10 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     with closing(open_inspector(tier)) as inspector:
         assert inspector.store is not None, "the tier is shared"
         found = Collection(inspector.store, namespace=arguments.namespace, tenant=arguments.tenant)
-        now_s, ages = time.time(), found.count()
+        ages = found.count()
         if any(found.selection.values()) and not found.namespaces:
             report_nothing_found(arguments)
-        plan = make_plan(ages, now_s=now_s, max_bytes=max_bytes, older_than_s=older_than_s)
+        plan = make_plan(ages, max_bytes=max_bytes, older_than_s=older_than_s)
         shown = {
             "where": found.where,
             "selection": found.selection,
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             _print_plan(shown, out)
         try:
             if arguments.delete:
-                found.delete(plan, now_s)
+                found.delete(plan)
         finally:
             if arguments.delete:
                 shown["outcome"] = found.outcome()
@@ -203,7 +203,7 @@ class NamespaceAges:
 
     info: NamespaceInfo
     manifest: ObjectInfo | None
-    ages: Ages = field(default_factory=Ages)
+    ages: Ages
 
     def plain(self) -> dict[str, Any]:
         """Return it for JSON. Times are seconds since the epoch."""
@@ -257,15 +257,15 @@ class Collection:
 
     def count(self) -> Ages:
         """List what was selected, and return all chunks by age. Raises StoreError."""
-        wanted, tenant, total = self.selection["namespace"], self.selection["tenant"], Ages()
+        wanted, tenant, total = self.selection["namespace"], self.selection["tenant"], Ages(time.time())
         for name in [wanted] if wanted else list_namespaces(self._store, self._count_other):
             info = NamespaceInfo(name, read_manifest(self._store, name))
             if tenant not in (None, info.tenant):
                 continue
-            entry = NamespaceAges(info, self._store.head(manifest_name(name)))
+            entry = NamespaceAges(info, self._store.head(manifest_name(name)), Ages(total.now_s))
 
             def count(chunks: Iterator[ChunkInfo], entry: NamespaceAges = entry) -> None:
-                ages = Ages()
+                ages = Ages(total.now_s)
                 for chunk in chunks:
                     ages.add(chunk)
                 with self._lock:
@@ -282,7 +282,7 @@ class Collection:
                 total.merge(entry.ages)
         return total
 
-    def delete(self, plan: Plan, now_s: float) -> None:
+    def delete(self, plan: Plan) -> None:
         """Delete by ``plan`` from a fresh listing. Raises nothing of the store's.
 
         Single failures are noted and the rest goes on; after three in a row it gives up. After an interruption it waits
@@ -291,17 +291,17 @@ class Collection:
         sweep = Sweep(plan)
         try:
             for entry in self.namespaces:
-                self._sweep(entry, sweep, now_s)
+                self._sweep(entry, sweep)
                 if self.gave_up:
                     return
             if self.sweeps_drafts and isinstance(self._store, TreeStore):
-                self._drafts = self._store.remove_stale_drafts(_STALE_DRAFT_S, _is_ours)
+                self._drafts = self._store.remove_stale_drafts(_STALE_DRAFT_S, is_ours)
         except StoreError as error:
             self._fail(error)
         finally:
             self._progress.clear()
 
-    def _sweep(self, entry: NamespaceAges, sweep: Sweep, now_s: float) -> None:
+    def _sweep(self, entry: NamespaceAges, sweep: Sweep) -> None:
         """Delete what goes of a namespace, whole chunks, about a thousand names at a time."""
 
         def takes(chunk: ChunkInfo) -> bool:
@@ -327,7 +327,7 @@ class Collection:
         except StoreError as error:
             self._fail(error)
             return
-        if not entry.manifest or not manifest_goes(entry.ages, entry.manifest.modified_s, now_s=now_s):
+        if not entry.manifest or not manifest_goes(entry.ages, entry.manifest.modified_s):
             return
         try:
             if not any(group_chunks(self._store.list(f"{name}/"))):  # no server has begun to store there
@@ -380,7 +380,3 @@ class Collection:
 
     def _count_other(self, info: ObjectInfo) -> None:
         self.other_objects += 1
-
-
-def _is_ours(name: str) -> bool:
-    return parse_shard_name(name) is not None or parse_manifest_name(name) is not None

@@ -33,6 +33,7 @@ _DAC_OVERRIDE, _DAC_READ_SEARCH = 1, 2
 SHARD_BYTES = 4096
 CHUNK_BYTES = RANKS * SHARD_BYTES
 CAPACITY_BYTES = 64 * CHUNK_BYTES
+OLD_S = time.time() - 1000
 LEFT = 62
 """Chunks that are left where more than 63 are there: see ``eviction.STEPS``."""
 
@@ -79,7 +80,7 @@ def test_what_was_not_used_for_longest_goes(store: TreeStore) -> None:
     ours = fill(store, 50, used_s=lambda number: now_s - 1000 + 2 * number)
     others = fill(store, 50, tenant="other", used_s=lambda number: now_s - 999 + 2 * number)
     by_age = [chunk for pair in zip(ours, others, strict=True) for chunk in pair]
-    assert shrink(store, CAPACITY_BYTES).chunks == 100 - LEFT
+    assert shrink(store, CAPACITY_BYTES)[0] == 100 - LEFT
     assert there(store) == {name for chunk in by_age[100 - LEFT :] for name in chunk}
 
 
@@ -88,7 +89,7 @@ def test_what_was_used_before_the_clock_was_set_back_goes_first(store: TreeStore
     now_s = time.time()
     future = fill(store, 50, used_s=lambda number: now_s + 1e6 + number)
     others = fill(store, 50, tenant="other", used_s=lambda number: now_s - 1000 + number)
-    assert shrink(store, CAPACITY_BYTES).chunks == 100 - LEFT
+    assert shrink(store, CAPACITY_BYTES)[0] == 100 - LEFT
     left = there(store)
     assert {name for chunk in others for name in chunk} <= left
     assert len({name for chunk in future for name in chunk} & left) == (LEFT - 50) * RANKS
@@ -107,14 +108,14 @@ def test_a_filesystem_with_less_room_than_the_capacity_is_not_left_full(
     store = TreeStore(str(tmp_path))
     try:
         with pytest.raises(StoreError, match="No space"):
-            fill(store, 200, used_s=lambda number: 1e9 + number)
+            fill(store, 200, used_s=lambda number: OLD_S + number)
         oldest = min(there(store), key=lambda name: Path(store.where, name).stat().st_mtime)
         evicting = Eviction(store, 1 << 40, name="Tier")
         try:
             until(lambda: evicting.evicted > 0)
         finally:
             evicting.close()
-        fill(store, 1, tenant="other", used_s=lambda number: 2e9)
+        fill(store, 1, tenant="other", used_s=lambda number: time.time())
         assert oldest not in there(store)
         assert evicting.evicted < 10
     finally:
@@ -133,7 +134,7 @@ def test_a_share_of_the_filesystem_stays_free(tmp_path: Path, monkeypatch: pytes
         return space.f_bavail / space.f_blocks
 
     try:
-        fill(store, 30, used_s=lambda number: 1e9 + number)
+        fill(store, 30, used_s=lambda number: OLD_S + number)
         with pytest.raises(StoreError, match="25% that stay free") as caught:
             files.abandon(files.create("draft", 600 << 10))
         assert caught.value.cause == "full"
@@ -184,10 +185,10 @@ def test_files_of_others_stay_and_do_not_count(store: TreeStore) -> None:
     stranger = Path(store.where, "notes.txt")
     stranger.write_bytes(bytes(CAPACITY_BYTES))
     os.utime(stranger, (1.0, 1.0))
-    fill(store, 63, used_s=lambda number: 1e9 + number)
-    assert shrink(store, CAPACITY_BYTES).chunks == 0
-    fill(store, 64, used_s=lambda number: 1e9 + number)
-    assert shrink(store, CAPACITY_BYTES).chunks == 64 - LEFT
+    fill(store, 63, used_s=lambda number: OLD_S + number)
+    assert shrink(store, CAPACITY_BYTES)[0] == 0
+    fill(store, 64, used_s=lambda number: OLD_S + number)
+    assert shrink(store, CAPACITY_BYTES)[0] == 64 - LEFT
     assert stranger.exists()
 
 
@@ -217,7 +218,7 @@ def shrink_as_a_user(store: TreeStore) -> str:
 
 def test_a_directory_that_may_not_be_listed_does_not_stop_it(store: TreeStore) -> None:
     """As lost+found in the root of a drive, which is root's alone."""
-    fill(store, 64, used_s=lambda number: 1e9 + number)
+    fill(store, 64, used_s=lambda number: OLD_S + number)
     Path(store.where, "lost+found").mkdir(mode=0)
     assert shrink_as_a_user(store) == ""
     assert len(there(store)) == LEFT * RANKS
@@ -225,7 +226,7 @@ def test_a_directory_that_may_not_be_listed_does_not_stop_it(store: TreeStore) -
 
 def test_a_chunk_that_cannot_be_deleted_does_not_keep_others(store: TreeStore) -> None:
     """All the others go that should; then it is told."""
-    chunks = fill(store, 120, used_s=lambda number: 1e9 + number)
+    chunks = fill(store, 120, used_s=lambda number: OLD_S + number)
     stays = min(name for chunk in chunks[: 120 - LEFT] for name in chunk)
     directory = Path(store.where, stays).parent
     directory.chmod(0o500)
@@ -242,14 +243,14 @@ def test_one_engine_evicts_and_another_takes_over(store: TreeStore, monkeypatch:
     """Two engines have the directory open: only one deletes. When it ends the other goes on."""
     monkeypatch.setattr(eviction, "LOOK_S", 0.02)
     monkeypatch.setattr(eviction, "PASS_S", 0.0)
-    fill(store, 100, used_s=lambda number: 1e9 + number)
+    fill(store, 100, used_s=lambda number: OLD_S + number)
     both = [Eviction(store, CAPACITY_BYTES, name=f"engine {number}") for number in range(2)]
     try:
         until(lambda: len(there(store)) == LEFT * RANKS and any(each.evicted for each in both))
         [first] = [each for each in both if each.evicted]
         [second] = [each for each in both if each is not first]
         first.close()
-        fill(store, 100, used_s=lambda number: 1e9 + number)
+        fill(store, 100, used_s=lambda number: OLD_S + number)
         until(lambda: len(there(store)) <= (LEFT + 1) * RANKS and second.evicted > 0)
         assert first.evicted == 100 - LEFT
     finally:
@@ -263,7 +264,7 @@ def test_a_directory_that_vanishes_ends_nothing(
     """One warning; nothing is made in its place; when it is back, eviction goes on."""
     monkeypatch.setattr(eviction, "LOOK_S", 0.02)
     root = Path(store.where)
-    fill(store, 10, used_s=lambda number: 1e9 + number)
+    fill(store, 10, used_s=lambda number: OLD_S + number)
     evicting = Eviction(store, CAPACITY_BYTES, name="Tier")
     try:
         until((root / eviction.LOCK_NAME).exists)
@@ -273,7 +274,7 @@ def test_a_directory_that_vanishes_ends_nothing(
         assert not root.exists()
         assert caplog.text.count("nothing is evicted") == 1
         root.with_name("away").rename(root)
-        fill(store, 100, used_s=lambda number: 1e9 + number)
+        fill(store, 100, used_s=lambda number: OLD_S + number)
         monkeypatch.setattr(eviction, "PASS_S", 0.0)
         until(lambda: len(there(store)) <= (LEFT + 1) * RANKS)
     finally:
@@ -295,7 +296,7 @@ def test_a_drive_that_is_mounted_anew_is_kept_to_its_capacity_again(
         assert not list(tmp_path.iterdir())
         mount_tmpfs(tmp_path)
         try:
-            fill(TreeStore(str(tmp_path)), 32, used_s=lambda number: 1e9 + number)
+            fill(TreeStore(str(tmp_path)), 32, used_s=lambda number: OLD_S + number)
             until(lambda: evicting.evicted > 0)
         finally:
             evicting.close()

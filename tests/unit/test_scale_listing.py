@@ -51,8 +51,8 @@ def collect(store: MemoryStore, part: float) -> collection.Collection:
     """Delete this part of what is there."""
     run = collection.Collection(store, namespace=None, tenant=None)
     ages = run.count()
-    plan = make_plan(ages, now_s=time.time(), max_bytes=round(ages.total.size_bytes * (1 - part)), older_than_s=None)
-    run.delete(plan, time.time())
+    plan = make_plan(ages, max_bytes=round(ages.total.size_bytes * (1 - part)), older_than_s=None)
+    run.delete(plan)
     return run
 
 

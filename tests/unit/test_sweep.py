@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nixl_offload.stores.base import ObjectInfo
 from nixl_offload.tiers.inspect import ChunkInfo, ShardInfo
-from nixl_offload.tiers.shared import sweep
 from nixl_offload.tiers.shared.inspect import group_chunks
 from nixl_offload.tiers.shared.naming import manifest_name, shard_name
 from nixl_offload.tiers.shared.sweep import (
@@ -33,7 +31,7 @@ def chunk(age_s: float, size_bytes: int = 100, objects: int = 1) -> ChunkInfo:
 
 
 def counted(chunks: list[ChunkInfo]) -> Ages:
-    ages = Ages()
+    ages = Ages(NOW_S)
     for item in chunks:
         ages.add(item)
     return ages
@@ -43,7 +41,7 @@ def plan_and_sweep(
     chunks: list[ChunkInfo], max_bytes: int | None, older_than_s: float | None
 ) -> tuple[Plan, list[ChunkInfo], list[ChunkInfo]]:
     """Return the plan, what it deletes and what it keeps."""
-    plan = make_plan(counted(chunks), now_s=NOW_S, max_bytes=max_bytes, older_than_s=older_than_s)
+    plan = make_plan(counted(chunks), max_bytes=max_bytes, older_than_s=older_than_s)
     sweeping = Sweep(plan)
     taken = [sweeping.takes(item) for item in chunks]
     gone = [item for item, goes in zip(chunks, taken, strict=True) if goes]
@@ -72,37 +70,37 @@ _AGES = st.floats(min_value=-100, max_value=3e7) | st.integers(0, 2000).map(floa
 _CHUNKS = st.lists(st.builds(chunk, _AGES, st.integers(0, 1000), st.integers(1, 4)), max_size=60)
 
 
-@given(_CHUNKS, st.none() | st.integers(0, 20_000), st.none() | st.floats(0, 1e7), st.sampled_from([4, 64, 8192]))
+def width_s(item: ChunkInfo) -> float:
+    """How exactly its age is known."""
+    return 0.001 * max(0.0, NOW_S - item.modified_s) + 1.0
+
+
+@given(_CHUNKS, st.none() | st.integers(0, 20_000), st.none() | st.floats(0, 1e7))
 def test_whatever_is_there_the_limits_are_kept(
-    chunks: list[ChunkInfo], max_bytes: int | None, older_than_s: float | None, most_buckets: int
+    chunks: list[ChunkInfo], max_bytes: int | None, older_than_s: float | None
 ) -> None:
-    """Also where buckets had to become wide, which ages are then known to within one of."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "_MOST_BUCKETS", most_buckets)
-        ages = counted(chunks)
-        _, gone, kept = plan_and_sweep(chunks, max_bytes, older_than_s)
-    width_s = ages.width_s
+    """To within the width of a bucket, which is how exactly ages are known."""
+    _, gone, kept = plan_and_sweep(chunks, max_bytes, older_than_s)
     assert all(item.modified_s < NOW_S - GRACE_S for item in gone)
     old_enough = [item for item in kept if item.modified_s < NOW_S - GRACE_S]
     if older_than_s is not None:
         assert all(item.modified_s >= NOW_S - older_than_s for item in old_enough)
     kept_bytes = sum(item.size_bytes for item in kept)
     if max_bytes is not None:
-        # With wide buckets the youngest of the old may wait for the next run.
-        left = [item for item in old_enough if item.size_bytes and item.modified_s < NOW_S - GRACE_S - width_s]
+        left = [item for item in old_enough if item.size_bytes and item.modified_s < NOW_S - GRACE_S - width_s(item)]
         assert kept_bytes <= max_bytes or not left
     expired = [item for item in gone if older_than_s is not None and item.modified_s < NOW_S - older_than_s]
     by_size = [item for item in gone if item not in expired]
     if by_size:
         assert max_bytes is not None
-        assert max(item.modified_s for item in by_size) <= min((i.modified_s for i in kept), default=math.inf) + width_s
-        spare_bytes = max_bytes - kept_bytes
-        in_last = [i.size_bytes for i in gone if i.modified_s >= max(b.modified_s for b in by_size) - width_s]
-        assert spare_bytes <= sum(in_last), "hardly more goes than must"
+        youngest = max(by_size, key=lambda item: item.modified_s)
+        assert youngest.modified_s - width_s(youngest) <= min((item.modified_s for item in kept), default=math.inf)
+        in_last = [item for item in gone if item.modified_s >= youngest.modified_s - 2 * width_s(youngest)]
+        assert max_bytes - kept_bytes <= sum(item.size_bytes for item in in_last), "hardly more goes than must"
 
 
 def test_a_manifest_stays_while_there_is_something_to_describe_or_somebody_has_just_begun() -> None:
     day_s = 86_400.0
-    assert manifest_goes(Ages(), NOW_S - day_s - 1, now_s=NOW_S)
-    assert not manifest_goes(Ages(), NOW_S - day_s + 1, now_s=NOW_S)
-    assert not manifest_goes(counted([chunk(2 * day_s)]), NOW_S - 2 * day_s, now_s=NOW_S)
+    assert manifest_goes(Ages(NOW_S), NOW_S - day_s - 1)
+    assert not manifest_goes(Ages(NOW_S), NOW_S - day_s + 1)
+    assert not manifest_goes(counted([chunk(2 * day_s)]), NOW_S - 2 * day_s)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from nixl_offload.errors import StoreError, TierError
 from nixl_offload.stores.directory import TreeStore
@@ -26,7 +26,7 @@ from nixl_offload.tiers.free_space import spare_bytes, spare_files
 from nixl_offload.tiers.inspect import ChunkInfo
 from nixl_offload.tiers.lock import DirectoryLock
 from nixl_offload.tiers.shared.inspect import group_chunks
-from nixl_offload.tiers.shared.naming import manifest_name, parse_manifest_name, parse_shard_name
+from nixl_offload.tiers.shared.naming import is_ours, manifest_name, parse_manifest_name
 from nixl_offload.tiers.shared.sweep import Ages, Sweep, make_plan
 
 logger = logging.getLogger(__name__)
@@ -136,16 +136,7 @@ class Eviction:
         self._took_s = time.monotonic() - now_s
         if now_s - self._drafts_s >= STALE_DRAFT_S:
             self._drafts_s = now_s
-            self._store.remove_stale_drafts(STALE_DRAFT_S, _is_ours)
-
-
-class Shrunk(NamedTuple):
-    """What ``shrink`` has done."""
-
-    chunks: int
-    """Deleted."""
-    limit_bytes: int
-    """What the directory may hold: the capacity, or less where the filesystem has less room."""
+            self._store.remove_stale_drafts(STALE_DRAFT_S, is_ours)
 
 
 def shrink(
@@ -156,14 +147,16 @@ def shrink(
     kept_free: float = 0.0,
     wall: Callable[[], float] = time.time,
     stopped: Callable[[], bool] = bool,
-) -> Shrunk:
+) -> tuple[int, int]:
     """Delete what was not used for longest, where there is more than 63/64 of ``capacity_bytes``, down to 62/64.
 
     Where the filesystem has less room than that, by its ``space`` and the share ``kept_free`` of it, its room counts:
     in bytes, and in files of the size that files have there. Ends early when ``stopped``.
-    Raises OSError; StoreError, of a file that cannot be deleted after all others were.
+    Returns how many chunks were deleted, and what the directory may hold: the capacity, or less where the filesystem
+    has less room. Raises OSError; StoreError, of a file that cannot be deleted after all others were.
     """
-    latest_s, ages = wall() + CLOCK_S, Ages()
+    ages = Ages(wall())
+    latest_s = ages.now_s + CLOCK_S
     for chunk in _chunks(store, stopped, latest_s):
         ages.add(chunk)
     limit_bytes: float = capacity_bytes
@@ -174,9 +167,9 @@ def shrink(
     limit_bytes = max(0, int(limit_bytes))
     step_bytes = limit_bytes // STEPS
     if stopped() or ages.total.size_bytes <= limit_bytes - step_bytes:
-        return Shrunk(0, limit_bytes)
+        return 0, limit_bytes
     left_bytes = limit_bytes - 2 * step_bytes
-    sweep = Sweep(make_plan(ages, now_s=wall(), max_bytes=left_bytes, older_than_s=None, grace_s=0.0))
+    sweep = Sweep(make_plan(ages, max_bytes=left_bytes, older_than_s=None, grace_s=0.0))
     evicted, fault = 0, None
     for chunk in _chunks(store, stopped, latest_s):
         if sweep.takes(chunk):
@@ -188,13 +181,13 @@ def shrink(
     logger.debug("%s: %d chunks evicted; it held %.1f GiB", store.where, evicted, ages.total.size_bytes / 2**30)
     if fault is not None:
         raise fault
-    return Shrunk(evicted, limit_bytes)
+    return evicted, limit_bytes
 
 
 def _chunks(store: TreeStore, stopped: Callable[[], bool], latest_s: float) -> Iterator[ChunkInfo]:
     """Yield what is there, until ``stopped``. Raises StoreError, OSError.
 
-    What is younger than ``latest_s`` is told as very old.
+    What is younger than ``latest_s`` counts as very old.
     Only namespaces are looked into: beside them may lie much that is not ours, or that we may not list (lost+found).
     """
     names = sorted(name for name, _ in store.files.filesystem.list(store.where))
@@ -209,7 +202,3 @@ def _chunks(store: TreeStore, stopped: Callable[[], bool], latest_s: float) -> I
             yield chunk
         else:
             yield ChunkInfo(chunk.key, tuple(shard._replace(modified_s=0.0) for shard in chunk.shards))
-
-
-def _is_ours(name: str) -> bool:
-    return parse_shard_name(name) is not None or parse_manifest_name(name) is not None

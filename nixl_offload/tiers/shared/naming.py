@@ -64,6 +64,11 @@ def parse_manifest_name(name: str) -> str | None:
     return namespace if rest == MANIFEST and re.fullmatch(_NAMESPACE, namespace) else None
 
 
+def is_ours(name: str) -> bool:
+    """Whether ``name`` is one of a shard or a manifest."""
+    return parse_shard_name(name) is not None or parse_manifest_name(name) is not None
+
+
 def witness_rank(key: Key, holders: Sequence[int]) -> int:
     """Return the rank whose shard stands for the whole chunk when somebody asks whether the chunk exists.
 

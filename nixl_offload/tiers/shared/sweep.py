@@ -3,7 +3,7 @@
 Threading: pure, one owner; nothing here does I/O or reads a clock.
 
 A tier may hold many millions of shards, so no name is kept. A first pass over the listing counts bytes by age
-(``Ages``: some thousand numbers per namespace, however many shards there are), ``make_plan`` turns the counts into a
+(``Ages``: at most some ten thousand numbers per namespace), ``make_plan`` turns the counts into a
 point in time, and a second pass over a fresh listing asks a ``Sweep`` about every chunk. What was written
 between the passes is younger than that point and stays.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from nixl_offload.tiers.inspect import ChunkInfo
@@ -21,7 +21,7 @@ GRACE_S: Final = 600.0
 """Nothing younger is ever deleted: it may be part of a chunk of which other ranks are still writing theirs."""
 MANIFEST_MIN_AGE_S: Final = 86_400.0
 """A namespace without shards keeps its manifest so long: its servers may not have stored anything yet."""
-_MOST_BUCKETS: Final = 8192
+_BUCKETS_PER_DOUBLING: Final = 1024
 
 
 class Totals(NamedTuple):
@@ -39,52 +39,43 @@ class Totals(NamedTuple):
 NOTHING: Final = Totals()
 
 
-@dataclass(slots=True)
 class Ages:
-    """Chunks counted by when they were modified, in buckets of equal width, in bounded memory.
+    """Chunks counted by how long ago they were modified, in bounded memory.
 
-    A bucket is a second wide, which is all that a bucket store tells, until there are too many; then each becomes
-    twice as wide. A year of steady writing ends in buckets of about an hour.
+    A bucket is 0.07 % as wide as its chunks are old: a minute for those of a day, six hours for those of a year. Chunks
+    younger than a second share one.
     """
 
-    width_s: float = 1.0
-    total: Totals = NOTHING
-    oldest_s: float = math.inf
-    newest_s: float = -math.inf
-    _buckets: dict[int, Totals] = field(default_factory=dict)
+    def __init__(self, now_s: float) -> None:
+        """``now_s``: that by which ages count, in seconds since the epoch."""
+        self.now_s = now_s
+        self.total = NOTHING
+        self.oldest_s = math.inf
+        self.newest_s = -math.inf
+        self._buckets: dict[int, Totals] = {}
 
     def add(self, chunk: ChunkInfo) -> None:
         """Count a chunk."""
-        self._count(math.floor(chunk.modified_s / self.width_s), Totals(1, len(chunk.shards), chunk.size_bytes))
+        number = math.floor(_BUCKETS_PER_DOUBLING * math.log2(max(1.0, self.now_s - chunk.modified_s)))
+        counted = Totals(1, len(chunk.shards), chunk.size_bytes)
+        self._buckets[number] = self._buckets.get(number, NOTHING).plus(*counted)
+        self.total = self.total.plus(*counted)
         self.oldest_s = min(self.oldest_s, chunk.modified_s)
         self.newest_s = max(self.newest_s, chunk.modified_s)
 
     def merge(self, other: Ages) -> None:
-        """Count all that ``other`` has counted."""
-        while self.width_s < other.width_s:
-            self._widen()
+        """Count all that ``other`` has counted, by the same ``now_s``."""
         for number, totals in other._buckets.items():
-            self._count(math.floor(number * other.width_s / self.width_s), totals)
+            self._buckets[number] = self._buckets.get(number, NOTHING).plus(*totals)
+        self.total = self.total.plus(*other.total)
         self.oldest_s = min(self.oldest_s, other.oldest_s)
         self.newest_s = max(self.newest_s, other.newest_s)
 
-    def oldest_first(self) -> Iterator[tuple[float, Totals]]:
-        """Yield for each bucket the time at which it ends (its chunks are older) and what it holds."""
-        for number in sorted(self._buckets):
-            yield (number + 1) * self.width_s, self._buckets[number]
-
-    def _count(self, number: int, totals: Totals) -> None:
-        self._buckets[number] = self._buckets.get(number, NOTHING).plus(*totals)
-        self.total = self.total.plus(*totals)
-        while len(self._buckets) > _MOST_BUCKETS:
-            self._widen()
-
-    def _widen(self) -> None:
-        narrow, self._buckets = self._buckets, {}
-        self.width_s *= 2
-        for number, totals in narrow.items():
-            wide = number // 2
-            self._buckets[wide] = self._buckets.get(wide, NOTHING).plus(*totals)
+    def oldest_first(self) -> Iterator[tuple[float, float, Totals]]:
+        """Yield for each bucket the times at which it begins and ends (its chunks are older) and what it holds."""
+        for number in sorted(self._buckets, reverse=True):
+            begin_s, end_s = (self.now_s - 2.0 ** (each / _BUCKETS_PER_DOUBLING) for each in (number + 1, number))
+            yield begin_s, end_s if number else math.inf, self._buckets[number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +96,17 @@ class Plan:
     """By how much that is more than was asked for, because all the rest is too young."""
 
 
-def make_plan(
-    ages: Ages, *, now_s: float, max_bytes: int | None, older_than_s: float | None, grace_s: float = GRACE_S
-) -> Plan:
+def make_plan(ages: Ages, *, max_bytes: int | None, older_than_s: float | None, grace_s: float = GRACE_S) -> Plan:
     """Decide which chunks go so that none is older than ``older_than_s`` and ``max_bytes`` are left at most.
 
-    The oldest go first, never one within ``grace_s`` of ``now_s``; None means no such limit.
+    The oldest go first, never one younger than ``grace_s``; None means no such limit.
     """
-    untouchable_s = now_s - grace_s
-    before_s = -math.inf if older_than_s is None else min(now_s - older_than_s, untouchable_s)
+    untouchable_s = ages.now_s - grace_s
+    before_s = -math.inf if older_than_s is None else min(ages.now_s - older_than_s, untouchable_s)
     partly_before_s, partly_bytes = before_s, 0
     excess_bytes = 0 if max_bytes is None else ages.total.size_bytes - max_bytes
     going = NOTHING
-    for end_s, bucket in ages.oldest_first():
-        begin_s = end_s - ages.width_s
+    for begin_s, end_s, bucket in ages.oldest_first():
         if end_s <= before_s:
             going = going.plus(*bucket)
         elif begin_s >= untouchable_s or going.size_bytes >= excess_bytes:
@@ -138,9 +126,9 @@ def make_plan(
     return Plan(before_s, partly_before_s, partly_bytes, going, kept_bytes, over_bytes)
 
 
-def manifest_goes(ages: Ages, modified_s: float, *, now_s: float) -> bool:
+def manifest_goes(ages: Ages, modified_s: float) -> bool:
     """Whether the manifest of a namespace goes: nothing is left to describe, and nobody has just begun."""
-    return not ages.total.objects and modified_s < now_s - MANIFEST_MIN_AGE_S
+    return not ages.total.objects and modified_s < ages.now_s - MANIFEST_MIN_AGE_S
 
 
 class Sweep:
