@@ -114,7 +114,7 @@ def kv_transfer_config(config: Config, reference: str | Mapping[str, Any]) -> di
     return {
         "kv_connector": CONNECTOR_NAME,
         "kv_role": "kv_both",
-        "kv_load_failure_policy": config.on_load_failure,
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"config": reference, **config.vllm},
     }
 

@@ -269,8 +269,6 @@ class Config(_Model):
     authenticate: AuthenticateOptions | None = None
     """Sign chunks in ``shared_dir`` and ``s3`` tiers with a secret key, and load only chunks with a valid signature. If
     omitted, anyone who can write to that storage is trusted as much as someone who can write the model's weights."""
-    on_load_failure: Literal["recompute", "fail"] = "recompute"
-    """When a load fails: compute what is missing, or fail the request."""
     staging_bytes: SizeBytes = Field(default=written("256MiB"), alias="staging", ge=1 << 20)
     """Host or GPU memory for chunks between storage and KV blocks, per rank, divided among the tiers other than memory.
     Each of these takes room for two chunks at least, even if that is more."""

@@ -51,14 +51,6 @@ class AdapterUse(NamedTuple):
         return hashlib.blake2b(block_hash, digest_size=len(block_hash), key=content).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class Adapted:
-    """State of a request with an adapter."""
-
-    use: AdapterUse | None = None
-    """None: its content is not known, and the request is neither stored nor loaded."""
-
-
 class LoadedAdapters:
     """What one rank has loaded."""
 
@@ -72,7 +64,7 @@ class LoadedAdapters:
         """
         name, digest = adapter_of(request), None
         try:
-            digest = adapter_digest(adapter, leave_out=("id",))
+            digest = adapter_digest(adapter)
         except Exception as error:  # noqa: BLE001 - without a digest its requests are neither stored nor loaded
             logger.warning(
                 "Requests with the LoRA adapter %s are neither stored nor loaded: its content cannot be told (%s)",

@@ -132,12 +132,10 @@ class NixlOffloadConnector(LeanConnector):
         set_canonical_layout(self, spec.config)
         self.connector_scheduler: NixlOffloadScheduler | None = None
         self.connector_worker: NixlConnectorWorker | None = None
-        self._recompute = config.on_load_failure == "recompute"
         if role == KVConnectorRole.SCHEDULER:
             if (sentence := sentence_about_stopping(vllm_config, config)) is not None:
                 logger.warning("%s", sentence)
             self.connector_scheduler = NixlOffloadScheduler(spec, vllm_config, kv_cache_config)
-            self.connector_scheduler.recompute = self._recompute
             self.connector_scheduler.set_role(loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer)
         else:
             self.connector_worker = NixlConnectorWorker(spec, vllm_config, kv_cache_config)
@@ -184,7 +182,7 @@ class NixlOffloadConnector(LeanConnector):
             if warning:
                 logger.warning("%s", warning)
             # Read by vLLM's scheduler right after it has built the connector.
-            transfer.kv_load_failure_policy = config.on_load_failure
+            transfer.kv_load_failure_policy = "recompute"
         return connector
 
     @classmethod
@@ -207,7 +205,7 @@ class NixlOffloadConnector(LeanConnector):
         """As vLLM's; and say so where vLLM would fail the requests whose load fails."""
         super().register_kv_caches(kv_caches)
         outermost = outermost_connector()
-        if outermost is not self and self._recompute and load_failure_policy(outermost) == "fail":
+        if outermost is not self and load_failure_policy(outermost) == "fail":
             logger.warning(
                 "A load that fails ends its request with an error, for %s has kv_load_failure_policy fail. Set it to "
                 "recompute there: vLLM does not look for it inside",

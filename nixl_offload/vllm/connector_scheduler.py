@@ -19,29 +19,14 @@ from nixl_offload.vllm.held_stores import HeldStores
 from nixl_offload.vllm.hints import Hints
 from nixl_offload.vllm.identity import has_lasting_keys
 from nixl_offload.vllm.idling import Idling
-from nixl_offload.vllm.load_decision import LookupStatistics, ServerLoad
-from nixl_offload.vllm.manager import NixlOffloadManager, Refused
+from nixl_offload.vllm.load_decision import Hit
+from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import NOTHING, RankGeometry, StepMetadata, WorkerReport
+from nixl_offload.vllm.notes import LookedUp, notes_of
 from nixl_offload.vllm.step_clock import StepClock
 from nixl_offload.vllm.tier_events import name_media
-from nixl_offload.vllm.vllm_internals import (
-    AdaptedRequestState,
-    ChunkwiseScheduler,
-    allocated_requests,
-    begin_without_hit,
-    chunk_being_loaded,
-    first_lookup_group,
-    forget_descriptions,
-    forget_keys_behind,
-    hit_keys,
-    is_being_loaded,
-    keep_where_prompts_part,
-    known_requests,
-    offer_again,
-    request_state,
-    resets_for_pause,
-    with_adapter,
-)
+from nixl_offload.vllm.vllm_internals import resets_for_pause
+from nixl_offload.vllm.vllm_scheduler import AdaptedRequestState, MendedScheduler
 from nixl_offload.vllm.weights_check import Trust, WeightsCheck
 
 if TYPE_CHECKING:
@@ -59,11 +44,6 @@ if TYPE_CHECKING:
 
     from nixl_offload.vllm.adapters import AdapterName
 
-
-def _no_prefix_cache() -> object:
-    return None
-
-
 ANSWER_S: Final = 0.1
 """A request that waits gets the same answer for this long, without another lookup. Tiers that other servers write to
 change by themselves."""
@@ -71,11 +51,19 @@ WAIT_ANSWER_S: Final = 0.01
 """The same, for the answer "not yet"."""
 
 
-class _LastAnswer(NamedTuple):
+class _Question(NamedTuple):
+    """What vLLM asks about a request."""
+
+    computed_tokens: int
+    """Those that the GPU's cache has."""
+    most: int | None
+    """The most that may be loaded; None: no limit."""
+
+
+class _Answer(NamedTuple):
     """The answer to a request that has no blocks yet."""
 
-    question: tuple[int, int | None]
-    """The tokens that the GPU's cache has, and the most that may be loaded."""
+    question: _Question
     found: int | None
     """None: not yet."""
     until_s: float
@@ -87,11 +75,8 @@ class _LastAnswer(NamedTuple):
     """The chunk that another request loads; the answer holds until that load ends."""
 
 
-class NixlOffloadScheduler(ChunkwiseScheduler):
+class NixlOffloadScheduler(MendedScheduler):
     """vLLM's scheduler half; hears of failures before it hears of completions."""
-
-    recompute = True
-    """Whether a request whose load failed goes on (``on_load_failure: recompute``)."""
 
     def __init__(self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
@@ -107,7 +92,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """By rank, until all ranks have sent theirs."""
         self._loads = True
         """Whether ``kv_role`` has us load."""
-        self._answers: dict[str, _LastAnswer] = {}
+        self._answers: dict[str, _Answer] = {}
         """By request, until it is given blocks."""
         self._asked_about: set[str] = set()
         """Requests that were looked up in this step."""
@@ -118,7 +103,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._held_stores = HeldStores()
         self._adapters = AdapterTable(self._world_size)
         self._weights = WeightsCheck(self._world_size)
-        self._prefix_cache: Callable[[], object] = _no_prefix_cache
+        self._prefix_cache: Callable[[], object] = lambda: None
         """Returns vLLM's prefix cache: another one after each reset."""
         self._windows = {
             group.group_idx: group.sliding_window_size_in_chunks * group.tokens_per_chunk
@@ -160,30 +145,29 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self._adapters.of_any_size = ranks[0].shards is not None
         self.open(ranks, waits=is_start)
 
+    # A request arrives, and is looked up.
+
     def on_new_request(self, request: Request) -> None:
         """As vLLM's; a request whose keys name no content is neither stored nor loaded.
 
         Nor is one whose id comes again within a step: vLLM takes tokens of the request before, which are on their way,
         for tokens of this one, and one of them may end it while its blocks are filled.
         """
-        before = request_state(self, request.request_id)
+        before = self.state_of(request.request_id)
         super().on_new_request(request)
+        state = self._state(request)
         if request.lora_request is not None:
-            with_adapter(self, request.request_id)
-            self._awaits_adapter(request)  # hints look at its keys
+            self._awaits_adapter(state)  # hints look at its keys
         self._waiting.add(request.request_id)
-        self._refuse_worthless_keys(request)
-        status = request_state(self, request.request_id)
-        if status is None:
-            return
+        self._refuse_worthless_keys(state)
         if before is not None and not before.finished_signaled and self._steps > self._heard_steps:
-            status.req_context.set_state(Refused())
+            notes_of(state.req_context).refuse()
         extra = request.sampling_params.extra_args if request.sampling_params is not None else None
         if extra and extra.get("diffusion_read_only"):  # vLLM ends it without computing what it has generated
-            limit, prompt_tokens = status.max_offload_tokens, request.num_prompt_tokens
-            status.max_offload_tokens = prompt_tokens if limit is None else min(limit, prompt_tokens)
+            limit, prompt_tokens = state.max_offload_tokens, request.num_prompt_tokens
+            state.max_offload_tokens = prompt_tokens if limit is None else min(limit, prompt_tokens)
         if request.kv_transfer_params:
-            self._hints.arrived(request, status)
+            self._hints.arrived(request, state)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
@@ -197,31 +181,30 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         serving = self.offload_manager.serving
         if serving.is_begun and (self._awaits_weights() or (self._loads and serving.awaits_ranks)):
             return None, False
-        question = num_computed_tokens, max_num_new_tokens
+        state, question = self._state(request), _Question(num_computed_tokens, max_num_new_tokens)
         known = self._answers.get(request.request_id)
         if known is not None and known.question == question and self._holds(known) and request.lora_request is None:
-            found, is_async = known.found, bool(known.found)
+            found = known.found
         else:
-            found, is_async = self._look_up(request, num_computed_tokens, max_num_new_tokens)
+            found = self._look_up(state, question)
             if found is not None:
-                self._answer(request, question, found, ANSWER_S)
-        status = request_state(self, request.request_id)
-        if found is not None and status is not None:
-            keep_where_prompts_part(self, status, num_computed_tokens + found)
-        return found, is_async
+                self._answer(state, question, found, ANSWER_S)
+        if found is not None:
+            self.keep_where_prompts_part(state, num_computed_tokens + found)
+        return found, bool(found)
 
-    def _holds(self, known: _LastAnswer) -> bool:
+    def _holds(self, known: _Answer) -> bool:
         """Whether a lookup would give this answer again, for all that is known without one."""
         if time.monotonic() >= known.until_s or self._weights.trust is not Trust.SETTLED:
             return False
         if known.awaited is not None:
-            return is_being_loaded(self, known.awaited)
+            return self.is_being_loaded(known.awaited)
         return known.version == self.offload_manager.version and known.is_looking <= self.offload_manager.is_looking
 
     def _answer(
         self,
-        request: Request,
-        question: tuple[int, int | None],
+        state: RequestOffloadState,
+        question: _Question,
         found: int | None,
         seconds: float,
         awaited: OffloadKey | None = None,
@@ -229,73 +212,61 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """Keep an answer for ``seconds``, or until something changes."""
         manager, until_s = self.offload_manager, time.monotonic() + seconds
         is_looking = found is None and manager.is_looking
-        answer = _LastAnswer(question, found, until_s, manager.version, is_looking, awaited)
-        self._answers[request.request_id] = answer
+        answer = _Answer(question, found, until_s, manager.version, is_looking, awaited)
+        self._answers[state.req.request_id] = answer
 
-    def _look_up(
-        self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None
-    ) -> tuple[int | None, bool]:
-        self._refuse_worthless_keys(request)  # a session may have been given an image since
-        if request.lora_request is not None and self._awaits_adapter(request):
-            return None, False
-        status = request_state(self, request.request_id)
-        if status is not None and request.streaming_queue is not None:
-            forget_keys_behind(status, num_computed_tokens)  # of a session, which has lost its last token
+    def _look_up(self, state: RequestOffloadState, question: _Question) -> int | None:
+        """Return how many tokens are to be loaded; None: not yet."""
+        request, computed_tokens = state.req, question.computed_tokens
+        self._refuse_worthless_keys(state)  # a session may have been given an image since
+        if request.lora_request is not None and self._awaits_adapter(state):
+            return None
+        if request.streaming_queue is not None:
+            self.forget_keys_behind(state, computed_tokens)  # of a session, which has lost its last token
         if not self._loads or self._weights.trust is Trust.BLOCKED or self._comes_from_elsewhere(request):
-            found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, 0)
-            if found is not None or status is None:
-                return found, is_async
-            begin_without_hit(status, num_computed_tokens)  # its stores are still out, and there is nothing to wait for
-            return 0, False
-        question = num_computed_tokens, max_num_new_tokens
-        found, is_async = self._ask(request, question, max_num_new_tokens)
+            if self._ask_vllm(state, computed_tokens, 0) is None:
+                self.begin_without_hit(state, computed_tokens)  # its stores are out, and there is nothing to wait for
+            return 0
+        found = self._ask(state, question, question.most)
         if found is None:
-            return None, False
-        status = request_state(self, request.request_id)
-        assert status is not None
-        group = first_lookup_group(self)
-        chunk_tokens = self.config.kv_group_configs[group].tokens_per_chunk
+            return None
+        chunk_tokens = self.chunk_tokens
         if not request.skip_reading_prefix_cache:  # as for ``prompt_logprobs``: no lookup
             whole_tokens = request.num_tokens // chunk_tokens * chunk_tokens
-            asked = max(found, whole_tokens - num_computed_tokens)
-            status.req_context.set_state(LookupStatistics(num_computed_tokens, asked, found))
+            asked_tokens = max(found, whole_tokens - computed_tokens)
+            notes_of(state.req_context).looked_up = LookedUp(computed_tokens, asked_tokens, found)
         if not found:
-            return found, is_async
-        first = num_computed_tokens // chunk_tokens
-        keys = hit_keys(self, status, group, num_computed_tokens + found)[first:]
+            return 0
+        keys = self.hit_keys(state, computed_tokens + found)[computed_tokens // chunk_tokens :]
         wanted = self.offload_manager.decider.tokens_to_load(
-            keys,
-            status.req_context,
-            num_computed_tokens,
-            found,
-            chunk_tokens,
-            self._windows,
-            ServerLoad(len(self._waiting) - (request.request_id in self._waiting), self._running),
+            Hit(keys, computed_tokens, found, chunk_tokens, self._windows),
+            state.req_context,
+            waiting=len(self._waiting) - (request.request_id in self._waiting),
+            running=self._running,
         )
         if wanted is None:
-            self._answer(request, question, None, WAIT_ANSWER_S)
-            return None, False
-        if wanted >= found:
-            return found, is_async
+            self._answer(state, question, None, WAIT_ANSWER_S)
+            return None
         # Asked again with a limit, for vLLM remembers what it has answered.
-        return self._ask(request, question, self._limit(wanted))
+        return found if wanted >= found else self._ask(state, question, self._limit(wanted))
 
-    def _ask(self, request: Request, question: tuple[int, int | None], limit: int | None) -> tuple[int | None, bool]:
+    def _ask_vllm(self, state: RequestOffloadState, computed_tokens: int, most: int | None) -> int | None:
+        return super().get_num_new_matched_tokens(state.req, computed_tokens, most)[0]
+
+    def _ask(self, state: RequestOffloadState, question: _Question, limit: int | None) -> int | None:
         """Ask vLLM. A request that has waited long enough takes what there is without the wait, or nothing."""
-        found, is_async = super().get_num_new_matched_tokens(request, question[0], limit)
+        found = self._ask_vllm(state, question.computed_tokens, limit)
         if found is not None:
-            return found, is_async
-        status = request_state(self, request.request_id)
-        assert status is not None
-        limit = self._limit_after_wait(request, status, question)
+            return found
+        limit = self._limit_after_wait(state, question)
         if limit is None:
-            return None, False
-        if not status.transfer_jobs:
-            found, is_async = super().get_num_new_matched_tokens(request, question[0], limit)
+            return None
+        if not state.transfer_jobs:
+            found = self._ask_vllm(state, question.computed_tokens, limit)
             if found is not None:
-                return found, is_async
-        begin_without_hit(status, question[0])
-        return 0, False
+                return found
+        self.begin_without_hit(state, question.computed_tokens)
+        return 0
 
     def _limit(self, tokens: int) -> int:
         """Return the limit with which vLLM finds ``tokens``.
@@ -310,40 +281,38 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         params = request.kv_transfer_params
         return bool(params and params.get("do_remote_prefill")) and not self._held_stores.is_alone
 
-    def _limit_after_wait(
-        self, request: Request, status: RequestOffloadState, question: tuple[int, int | None]
-    ) -> int | None:
+    def _limit_after_wait(self, state: RequestOffloadState, question: _Question) -> int | None:
         """Return the most that a request may load which has waited, for loads of others or for its own stores, as long
         as computing takes. None: it waits on.
 
         Storage may hang, and with a common system prompt all requests wait for the same load.
         """
-        computed_tokens, most = question
-        awaited, before = chunk_being_loaded(self, status, computed_tokens)
-        if awaited is None and not status.transfer_jobs:
+        awaited, before_tokens = self.chunk_being_loaded(state, question.computed_tokens)
+        if awaited is None and not state.transfer_jobs:
             # It waits for a tier that looks, or for a store of others, which have limits of their own.
-            self._answer(request, question, None, WAIT_ANSWER_S)
+            self._answer(state, question, None, WAIT_ANSWER_S)
             return None
+        first_token = question.computed_tokens + before_tokens
         left_s = self.offload_manager.decider.wait_left_s(
-            status.req_context, computed_tokens + before, request.num_tokens - computed_tokens - before, awaited
+            state.req_context, first_token, state.req.num_tokens - first_token, awaited
         )
         if left_s > 0:
-            self._answer(request, question, None, WAIT_ANSWER_S if awaited is None else left_s, awaited)
+            self._answer(state, question, None, WAIT_ANSWER_S if awaited is None else left_s, awaited)
             return None
-        limit = self._limit(before)
-        return limit if most is None else min(limit, most)
+        limit = self._limit(before_tokens)
+        return limit if question.most is None else min(limit, question.most)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; what was found of a request is counted now that it is scheduled, however often it had to ask."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._waiting.discard(request.request_id)
-        status = request_state(self, request.request_id)
+        state = self._state(request)
         if request.request_id in self._asked_about:
             self._answers.pop(request.request_id, None)
-            if status is not None:
-                self._held_stores.allocated(status, we_load=num_external_tokens > 0)
-        if status is not None:
-            self.offload_manager.allocated(status.req_context)
+            self._held_stores.allocated(state, we_load=num_external_tokens > 0)
+        self.offload_manager.allocated(state.req_context)
+
+    # A step is scheduled, and its outcome is heard.
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """As vLLM's, with our moves, and once with where each tier is to be opened.
@@ -366,10 +335,10 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         self.held = self._held_stores.requests
         self._asked_about.clear()
         for new in scheduler_output.scheduled_new_reqs:
-            status = request_state(self, new.req_id) if new.num_computed_tokens else None
-            if status is not None:  # maybe a session that goes on, which vLLM does not look up
-                self._refuse_worthless_keys(status.req)
-                forget_keys_behind(status, new.num_computed_tokens)
+            state = self.state_of(new.req_id) if new.num_computed_tokens else None
+            if state is not None:  # maybe a session that goes on, which vLLM does not look up
+                self._refuse_worthless_keys(state)
+                self.forget_keys_behind(state, new.num_computed_tokens)
         self._clock.scheduled(scheduler_output)
         self._running = len(scheduler_output.num_scheduled_tokens)
         meta = super().build_connector_meta(scheduler_output)
@@ -408,8 +377,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
                 self.offload_manager.take_ranks(meta.ranks)
             if meta.tickets or meta.loads:
                 lost = self.offload_manager.settle(meta.tickets, meta.loads)
-                if lost and self.recompute:
-                    offer_again(self, meta.completed_jobs, lost)
+                if lost:
+                    self.offer_again(meta.completed_jobs, lost)
             if meta.work is not None:
                 self.offload_manager.take_work(meta.work)
         super().update_connector_output(connector_output)
@@ -417,8 +386,8 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
     def spoiled_blocks(self, invalid_blocks: Set[int]) -> set[int]:
         """Return ``invalid_blocks``, and of each request that runs on one all that come behind its first."""
         spoiled = set(invalid_blocks)
-        for status in allocated_requests(self, invalid_blocks):
-            for group in status.group_states:
+        for state in self.states_on(invalid_blocks):
+            for group in state.group_states:
                 at = next((at for at, block in enumerate(group.block_ids) if block in invalid_blocks), None)
                 if at is not None:
                     spoiled.update(block for block in group.block_ids[at:] if block)
@@ -431,7 +400,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """As vLLM's."""
         self._waiting.discard(request.request_id)
         if self._hints.waits_for_ends:
-            self._hints.finished(request.request_id, request_state(self, request.request_id))
+            self._hints.finished(request.request_id, self.state_of(request.request_id))
         self._answers.pop(request.request_id, None)
         return super().request_finished(request)
 
@@ -446,7 +415,7 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
 
     def _named_events(self) -> Iterable[KVCacheEvent]:
         yield from name_media(super().take_events())
-        forget_descriptions(self, self.offload_manager.take_removed(), self.offload_manager.is_known)
+        self.forget_descriptions(self.offload_manager.take_removed(), self.offload_manager.is_known)
 
     # Weights that may be others since a cache was reset.
 
@@ -470,21 +439,26 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
 
     def _serve_other_weights(self) -> None:
         """What runs was begun with the weights before, and goes on with those that are there now: store none of it."""
-        for status in known_requests(self):
-            if any(group.block_ids for group in status.group_states):
-                status.req_context.set_state(Refused())
+        for state in self.states():
+            if any(group.block_ids for group in state.group_states):
+                notes_of(state.req_context).refuse()
         self.offload_manager.reopen(self._weights.generation)
         self._idling.record_progress()
 
-    # Requests with LoRA adapters: their keys hold what the ranks have loaded.
+    # Requests that are not stored, or whose keys hold more than vLLM's.
 
-    def _awaits_adapter(self, request: Request) -> bool:
+    def _state(self, request: Request) -> RequestOffloadState:
+        state = self.state_of(request.request_id)
+        assert state is not None
+        return state
+
+    def _awaits_adapter(self, state: RequestOffloadState) -> bool:
         """Have a request's keys hold its adapter's content; True: the ranks are still to tell of it, within a step."""
-        assert request.lora_request is not None
-        status, name = request_state(self, request.request_id), adapter_of(request.lora_request)
-        if not isinstance(status, AdaptedRequestState) or status.transfer_jobs:
+        if not isinstance(state, AdaptedRequestState) or state.transfer_jobs:
             return False
-        status.adapt(self._adapters.find(name, self._prefix_cache()))
+        assert state.req.lora_request is not None
+        name = adapter_of(state.req.lora_request)
+        state.adapt(self._adapters.find(name, self._prefix_cache()))
         return self._adapters.may_come(name, self._steps + 1, self._heard_steps)
 
     def _take_adapters(self, told: Mapping[int, Mapping[AdapterName, tuple[str | None, ...]]]) -> None:
@@ -493,14 +467,14 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         """
         cache = self._prefix_cache()
         changed = self._adapters.hear(told, cache)
-        for status in known_requests(self):
-            if not isinstance(status, AdaptedRequestState) or status.req.lora_request is None:
+        for state in self.states():
+            if not isinstance(state, AdaptedRequestState) or state.req.lora_request is None:
                 continue
-            name = adapter_of(status.req.lora_request)
+            name, notes = adapter_of(state.req.lora_request), notes_of(state.req_context)
             if name in changed:
-                status.req_context.set_state(Refused())
-            elif status.use is None and not status.transfer_jobs:
-                status.adapt(self._adapters.find(name, cache))
+                notes.refuse()
+            elif notes.adapter is None and not state.transfer_jobs:
+                state.adapt(self._adapters.find(name, cache))
 
     def _refuse_unloaded(self, invalid_blocks: Set[int]) -> None:
         """Store nothing more of requests that run on blocks which a load has not filled.
@@ -508,11 +482,10 @@ class NixlOffloadScheduler(ChunkwiseScheduler):
         They were given them since that load began. What other requests have by these numbers was theirs once. Requests
         that we load for have no blocks here until their load has ended.
         """
-        for status in allocated_requests(self, invalid_blocks):
-            if status.req.request_id in self.held:
-                status.req_context.set_state(Refused())
+        for state in self.states_on(invalid_blocks):
+            if state.req.request_id in self.held:
+                notes_of(state.req_context).refuse()
 
-    def _refuse_worthless_keys(self, request: Request) -> None:
-        status = request_state(self, request.request_id)
-        if status is not None and not has_lasting_keys(request):
-            status.req_context.set_state(Refused())
+    def _refuse_worthless_keys(self, state: RequestOffloadState) -> None:
+        if not has_lasting_keys(state.req):
+            notes_of(state.req_context).refuse()

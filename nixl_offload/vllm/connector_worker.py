@@ -66,20 +66,20 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         self._failed_requests: set[str] = set()
         self._keeps_prefix = keeps_prefix(kv_cache_config, len(spec.config.groups))
         self._adapters = LoadedAdapters()
-        self._allocated = ""
-        """Digest of this rank's KV caches, once they are registered."""
+        self._geometry: RankGeometry | None = None
+        """What was allocated and loaded, once the KV caches are registered."""
         self._has_told_geometry = False
         self._vllm_worker: WorkerBase | None = None
-        self._weights: str | None = None
-        """Digest of what this rank has loaded at start."""
         self._weights_unknown = False
-        self._sources: tuple[str, ...] = ("(not known)",)
-        """Where they come from beside the models' own files."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """As vLLM's; and take down what was allocated. Where that fails, the scheduler's half stays off."""
+        """As vLLM's; and take down what was allocated and loaded. Where the caches are not understood, the scheduler's
+        half stays off.
+        """
+        digest = ""
+        sources: tuple[str, ...] = ("(not known)",)
         try:
-            self._allocated = allocation_digest(self.vllm_config, self.kv_cache_config, kv_caches)
+            digest = allocation_digest(self.vllm_config, self.kv_cache_config, kv_caches)
         except Exception:
             logger.exception("What lies where in the KV caches of this rank is not understood")
         assert isinstance(self.spec, NixlOffloadSpec)
@@ -89,9 +89,14 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         if self._vllm_worker is not None:
             watch_adapters(self._vllm_worker, self._adapters.loaded)
             finish_before_blocks_change(self._vllm_worker)
-            self._sources = sources_of(models_of_worker(self._vllm_worker))
+            sources = sources_of(models_of_worker(self._vllm_worker))
         self.rank_worker.adapters = self._adapters
-        self._weights = self._digest_weights()
+        backends: set[str] = set()
+        if any(group.layer_names for group in self.kv_cache_config.kv_cache_groups):
+            # Of a rank without layers vLLM would name the backend that it prefers.
+            backends = {backend.get_name() for backend in get_current_attn_backends(self.vllm_config)}
+        geometry = self.rank_worker.geometry(digest, backends)
+        self._geometry = replace(geometry, weights=self._digest_weights(), sources=sources)
 
     def sleep(self) -> None:
         """Finish what is under way and let go of KV memory. As ``NixlOffloadingWorker.sleep``."""
@@ -124,16 +129,9 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         return self.worker
 
     def geometry(self) -> RankGeometry | None:
-        """Return what a chunk needs on this rank, once the KV caches are registered. The caller passes it on."""
-        if self.worker is None:
-            return None
-        self._has_told_geometry = True
-        if not any(group.layer_names for group in self.kv_cache_config.kv_cache_groups):
-            backends = set()  # vLLM would name the backend that it prefers
-        else:
-            backends = {backend.get_name() for backend in get_current_attn_backends(self.vllm_config)}
-        geometry = self.rank_worker.geometry(self._allocated, backends)
-        return replace(geometry, weights=self._weights, sources=self._sources)
+        """Return what this rank has, once the KV caches are registered. The caller passes it on."""
+        self._has_told_geometry = self._geometry is not None
+        return self._geometry
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         """Before each forward pass: submit the stores of the step before, as vLLM does, and fence this step's loads.

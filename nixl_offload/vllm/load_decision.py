@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
@@ -14,41 +15,20 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from nixl_offload.catalog.estimate import Decision, LoadOrRecompute, Part
 from nixl_offload.catalog.tickets import LoadTicket
 from nixl_offload.vllm.messages import LoadSample
+from nixl_offload.vllm.notes import LoadDecision, notes_of
 
 
-class ServerLoad(NamedTuple):
-    """How many requests a prefill would delay."""
+class Hit(NamedTuple):
+    """What was found of a request: ``tokens`` from ``first_token`` on."""
 
-    waiting: int = 0
-    """For the GPU; not those that wait for a load."""
-    running: int = 0
-
-
-class LoadDecision(NamedTuple):
-    """What was decided about a request's hit. Kept with the request, so that it is decided once."""
-
+    keys: Sequence[OffloadKey]
+    """The chunks of ``chunk_tokens`` that cover them, in order. The first may begin before that token; what lies behind
+    the last is taken with it, or not at all."""
     first_token: int
     tokens: int
-    loaded_tokens: int
-    parts: tuple[Part, ...] = ()
-    """Which tiers have them, from the beginning on."""
-    trial: int | None = None
-    """The tier that this load tries, though it was judged too slow."""
-
-
-class WaitsSince(NamedTuple):
-    """When a request began to wait. Kept with it, so that it waits once; None: it does not."""
-
-    at_s: float | None
-
-
-class LookupStatistics(NamedTuple):
-    """What a request asked about and found. Kept with the request, and counted once it is scheduled."""
-
-    first_token: int
-    asked_tokens: int
-    """Whole chunks behind what the GPU's cache has; 0: counted."""
-    found_tokens: int
+    chunk_tokens: int
+    windows: Mapping[int, int]
+    """By KV cache group that looks no farther back: how many tokens are loaded at most."""
 
 
 class LoadDecider:
@@ -73,49 +53,39 @@ class LoadDecider:
         self._clock = clock
         self._speeds = LoadOrRecompute(tiers, ranks=ranks)
 
-    def tokens_to_load(
-        self,
-        keys: Sequence[OffloadKey],
-        req_context: ReqContext,
-        first_token: int,
-        tokens: int,
-        chunk_tokens: int,
-        windows: Mapping[int, int],
-        server: ServerLoad,
-    ) -> int | None:
-        """Return how many of ``tokens`` from ``first_token`` on are better loaded than computed. None: ask again in a
-        later step, for loads that are out will tell how fast a tier is. The same question gets the same answer.
+    def tokens_to_load(self, hit: Hit, req_context: ReqContext, *, waiting: int = 0, running: int = 0) -> int | None:
+        """Return how many of a hit's tokens are better loaded than computed. None: ask again in a later step, for loads
+        that are out will tell how fast a tier is. The same question gets the same answer.
 
-        ``keys``: the chunks of ``chunk_tokens`` that cover them, in order; the first may begin before that token, and
-        what lies behind the last is taken with it, or not at all. ``windows``: by KV cache group that looks no farther
-        back, how many tokens are loaded at most. ``server``: the requests beside this one.
+        ``waiting``, ``running``: other requests, which a prefill would delay: those that wait for the GPU, not for a
+        load, and those that decode.
         """
-        asked, now_s = req_context.get_state(LoadDecision), self._clock()
-        if asked is not None and asked[:2] == (first_token, tokens):
-            return asked.loaded_tokens
-        parts = self._parts(keys, req_context, first_token, tokens, chunk_tokens, windows)
+        notes, now_s = notes_of(req_context), self._clock()
+        if notes.decision is not None and notes.decision[:2] == (hit.first_token, hit.tokens):
+            return notes.decision.loaded_tokens
+        parts = self._parts(hit, req_context)
         if not parts:
-            return tokens
-        loaded, trial = tokens, None
+            return hit.tokens
+        loaded_tokens, trial = hit.tokens, None
         if self._skips_slow:
-            since_s = _waits_since_s(req_context, now_s)
-            if self._speeds.must_wait(parts, first_token, now_s, since_s):
-                req_context.set_state(WaitsSince(since_s))
+            since_s = now_s if notes.waits_since_s is None else notes.waits_since_s
+            if self._speeds.must_wait(parts, hit.first_token, now_s, since_s):
+                notes.waits_since_s = since_s
                 return None
-            choice = self._speeds.choose(parts, first_token, now_s, waiting=server.waiting, running=server.running)
-            loaded, trial = choice.tokens, choice.trial
-        req_context.set_state(LoadDecision(first_token, tokens, loaded, tuple(parts), trial))
-        return loaded
+            choice = self._speeds.choose(parts, hit.first_token, now_s, waiting=waiting, running=running)
+            loaded_tokens, trial = choice.tokens, choice.trial
+        notes.decision = LoadDecision(hit.first_token, hit.tokens, loaded_tokens, parts, trial)
+        return loaded_tokens
 
     def wait_left_s(self, req_context: ReqContext, first_token: int, tokens: int, awaited: OffloadKey | None) -> float:
         """Return how long a request may still wait rather than be computed: altogether as long as computing ``tokens``
         behind ``first_token`` takes. ``awaited``: the chunk that another load brings, if it waits for that.
         """
-        now_s = self._clock()
-        since_s = _waits_since_s(req_context, now_s)
-        req_context.set_state(WaitsSince(since_s))
+        notes, now_s = notes_of(req_context), self._clock()
+        if notes.waits_since_s is None:
+            notes.waits_since_s = now_s
         tier = None if awaited is None else self._where(awaited, None)
-        return self._speeds.wait_left_s(tier, tokens, first_token, now_s, since_s)
+        return self._speeds.wait_left_s(tier, tokens, first_token, now_s, notes.waits_since_s)
 
     def observe_prefill(self, tokens: int, context_tokens: int, seconds: float) -> None:
         """Learn from a step that has computed ``tokens`` behind ``context_tokens`` others."""
@@ -123,10 +93,10 @@ class LoadDecider:
 
     def begin_load(self, ticket: LoadTicket, req_context: ReqContext) -> None:
         """Record that a load goes out, for a request that was asked about before or not."""
-        asked, now_s, trial = req_context.get_state(LoadDecision), self._clock(), None
-        if asked is not None and asked.trial is not None:
-            trial = asked.trial
-            req_context.set_state(LoadDecision(*asked[:4]))  # no second trial, if it is loaded after a preemption
+        notes, now_s, trial = notes_of(req_context), self._clock(), None
+        if notes.decision is not None:
+            trial = notes.decision.trial
+            notes.decision = notes.decision._replace(trial=None)  # no second trial, if a preempted request loads again
         size_bytes: Counter[int] = Counter()
         for location in ticket.locations:
             if location.tier >= 0:
@@ -153,44 +123,24 @@ class LoadDecider:
         """Return how often each was decided, by tier."""
         return self._speeds.counts()
 
-    def _parts(
-        self,
-        keys: Sequence[OffloadKey],
-        req_context: ReqContext,
-        first_token: int,
-        tokens: int,
-        chunk_tokens: int,
-        windows: Mapping[int, int],
-    ) -> list[Part]:
+    def _parts(self, hit: Hit, req_context: ReqContext) -> tuple[Part, ...]:
         """Return which tier would serve what, from the beginning on. Empty when some chunk is gone: loading finds out.
 
         The last part has what lies behind the last chunk, and the windows.
         """
-        end, at = first_token + tokens, first_token
-        chunk_bytes = round(
-            chunk_tokens * sum(size for group, size in self._token_bytes.items() if group not in windows)
-        )
+        sizes, end, at = self._token_bytes, hit.first_token + hit.tokens, hit.first_token
+        chunk_bytes = round(hit.chunk_tokens * sum(size for group, size in sizes.items() if group not in hit.windows))
+        window_bytes = round(sum(sizes[group] * min(hit.tokens, most) for group, most in hit.windows.items()))
+        chunks = hit.first_token // hit.chunk_tokens
+        last_chunk = chunks + len(hit.keys)
         parts: list[Part] = []
-        for number, key in enumerate(keys, 1):
-            is_last = number == len(keys)
-            until = end if is_last else min(end, at - at % chunk_tokens + chunk_tokens)
-            size_bytes = chunk_bytes
-            if is_last:
-                size_bytes += round(
-                    sum(self._token_bytes[group] * min(tokens, most) for group, most in windows.items())
-                )
-            tier = self._where(key, req_context)
+        for tier, run in groupby(self._where(key, req_context) for key in hit.keys):
             if tier is None:
-                return []
-            if parts and parts[-1].tier == tier:
-                before = parts.pop()
-                parts.append(Part(tier, before.tokens + until - at, before.size_bytes + size_bytes))
-            else:
-                parts.append(Part(tier, until - at, size_bytes))
+                return ()
+            count = sum(1 for _ in run)
+            chunks += count
+            is_last = chunks == last_chunk
+            until = end if is_last else min(end, chunks * hit.chunk_tokens)
+            parts.append(Part(tier, until - at, count * chunk_bytes + (window_bytes if is_last else 0)))
             at = until
-        return parts
-
-
-def _waits_since_s(req_context: ReqContext, now_s: float) -> float:
-    waits = req_context.get_state(WaitsSince)
-    return now_s if waits is None or waits.at_s is None else waits.at_s
+        return tuple(parts)

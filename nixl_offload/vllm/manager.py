@@ -10,9 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -24,6 +22,7 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    TierFilter,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -36,13 +35,13 @@ from nixl_offload.identity.namespace import Namespace
 from nixl_offload.tiers.base import Tier
 from nixl_offload.tiers.memory.tier import rank_memory_bytes
 from nixl_offload.types import Key, Lookup, LookupContext, key_group
-from nixl_offload.vllm.adapters import Adapted, AdapterUse
 from nixl_offload.vllm.identity import with_loaded_weights
-from nixl_offload.vllm.load_decision import LoadDecider, LoadDecision, LookupStatistics, ServerLoad, WaitsSince
+from nixl_offload.vllm.load_decision import LoadDecider
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketReport, TicketSpec
 from nixl_offload.vllm.metrics import MetricsReporter
+from nixl_offload.vllm.notes import notes_of
 from nixl_offload.vllm.serving_tiers import ServingTiers, sharing_engines
-from nixl_offload.vllm.tier_events import allowed_tiers, event_of, label_of
+from nixl_offload.vllm.tier_events import event_of, label_of
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -57,37 +56,12 @@ _ANSWERS = {
     Lookup.PENDING: LookupResult.HIT_PENDING,
     Lookup.RETRY: LookupResult.RETRY,
 }
-
-_IDLE = ServerLoad()
-_NO_WINDOWS: Mapping[int, int] = MappingProxyType({})
-
 _NO_STORE = StoreTicket(0, (), ())
 
 STATS_EVERY_S = 0.25
 """How often metrics are looked at while no chunk is looked up, stored, loaded or moved."""
 STORE_BACKLOG_STAGINGS = 4
 """Stores in flight, per rank, as a multiple of the staging size; beyond it chunks are dropped, not queued."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """State of a request that is not stored; nor is it loaded where its keys are worth nothing."""
-
-    may_load: bool = False
-
-
-def _may_load(req_context: ReqContext) -> bool:
-    refused, adapted = req_context.get_state(Refused), req_context.get_state(Adapted)
-    return (refused is None or refused.may_load) and (adapted is None or adapted.use is not None)
-
-
-def _is_refused(req_context: ReqContext) -> bool:
-    return req_context.get_state(Refused) is not None or not _may_load(req_context)
-
-
-def _adapter_of(req_context: ReqContext) -> AdapterUse | None:
-    adapted = req_context.get_state(Adapted)
-    return None if adapted is None else adapted.use
 
 
 def chain_options(config: Config, parallel: ParallelConfig) -> ChainOptions:
@@ -151,6 +125,8 @@ class NixlOffloadManager(OffloadingManager):
         """How much of a hit is loaded."""
         self._make_catalog()
 
+    # Tiers that open, and open again for other weights.
+
     def open(self, ranks: Sequence[RankGeometry], *, waits: bool = True) -> None:
         """Open the tiers, once. ``ranks``: the geometry of each, in order. ``waits``: before the first step.
 
@@ -179,11 +155,9 @@ class NixlOffloadManager(OffloadingManager):
             self._reopen_when_idle()
 
     def _reopen_when_idle(self) -> None:
-        """Open the tiers for other weights, if nothing is under way any more."""
         if self._first is None or self.catalog.open_tickets:
             return
         self._reopens = False
-        self._metrics.restart()
         self._changed()
         self.serving.reopen(with_loaded_weights(self._first, self._loaded_weights))
 
@@ -223,12 +197,20 @@ class NixlOffloadManager(OffloadingManager):
     # What hints need: see ``hints``.
 
     def allowed_tiers(self, req_context: ReqContext) -> frozenset[int] | None:
-        """Return the tiers that a request may load from, None for all."""
-        return allowed_tiers(req_context, self._labels)
+        """Return the tiers that a request may load from, None for all: ``kv_load_tiers`` in its transfer params."""
+        chosen = req_context.load_tier_filter
+        if chosen is TierFilter.ALL:
+            return None
+        notes = notes_of(req_context)
+        if notes.allowed_tiers is None:
+            notes.allowed_tiers = frozenset(
+                at for at, label in enumerate(self._labels) if chosen.allows(label.medium, label.locality)
+            )
+        return notes.allowed_tiers
 
     def drop(self, keys: Iterable[OffloadKey]) -> None:
         """Give up chunks, in their order: see ``Catalog.drop``."""
-        self.catalog.drop(Key(key) for key in keys)
+        self.catalog.drop(cast("Iterable[Key]", keys))
         self._changed()
 
     def count(self, metric: str, *labels: str) -> None:
@@ -245,7 +227,8 @@ class NixlOffloadManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Say whether one chunk can be loaded."""
-        if self._reopens or not _may_load(req_context):
+        notes = notes_of(req_context)
+        if self._reopens or not notes.loads or not notes.knows_keys:
             return LookupResult.MISS
         # Asked thousands of times a step, mostly about hits.
         context = LookupContext(req_context.req_id, req_context.get_offload_key_position(key))
@@ -285,40 +268,37 @@ class NixlOffloadManager(OffloadingManager):
 
     def allocated(self, req_context: ReqContext) -> None:
         """A request is given blocks: count what it has looked up, once. It may wait anew if it is preempted."""
-        req_context.set_state(WaitsSince(None))
-        looked = req_context.get_state(LookupStatistics)
+        notes = notes_of(req_context)
+        looked, notes.looked_up, notes.waits_since_s = notes.looked_up, None, None
         if looked is None or not looked.asked_tokens:
             return
-        req_context.set_state(LookupStatistics(0, 0, 0))
         self._stats_s = 0.0
-        decision = req_context.get_state(LoadDecision) if looked.found_tokens else None
-        if decision is None or decision[:2] != (looked.first_token, looked.found_tokens):
-            self._metrics.looked_up(looked.asked_tokens, (), 0)
-        else:
+        decision = notes.decision
+        if looked.found_tokens and decision is not None and decision[:2] == (looked.first_token, looked.found_tokens):
             self._metrics.looked_up(looked.asked_tokens, decision.parts, decision.loaded_tokens)
+        else:
+            self._metrics.looked_up(looked.asked_tokens, (), 0)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark chunks as recently used."""
-        self.catalog.touch(Key(key) for key in keys)
+        self.catalog.touch(cast("Collection[Key]", keys))
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> TicketSpec:
         """Pin chunks and tell the ranks where they are."""
-        wanted = tuple(Key(key) for key in keys)
         self.version += 1
+        wanted = cast("Collection[Key]", keys)
         ticket = self.catalog.prepare_load(wanted, time.monotonic(), self.allowed_tiers(req_context))
         self.decider.begin_load(ticket, req_context)
-        return TicketSpec(ticket, _adapter_of(req_context))
+        return TicketSpec(ticket, notes_of(req_context).adapter)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Reserve room for what is not stored yet; fewer keys, or none, when room is short or storage too slow."""
-        ticket = None
-        if self._slot_bytes and not self._reopens and not _is_refused(req_context):
-            ticket = self.catalog.reserve((Key(key) for key in keys), time.monotonic(), req_context.req_id)
+        notes, ticket = notes_of(req_context), None
+        if self._slot_bytes and not self._reopens and notes.stores and notes.knows_keys:
+            ticket = self.catalog.reserve(cast("Collection[Key]", keys), time.monotonic(), req_context.req_id)
             self._changed()
         ticket = ticket or _NO_STORE
-        return PrepareStoreOutput(
-            [OffloadKey(key) for key in ticket.keys], TicketSpec(ticket, _adapter_of(req_context)), []
-        )
+        return PrepareStoreOutput(cast("list[OffloadKey]", list(ticket.keys)), TicketSpec(ticket, notes.adapter), [])
 
     # What the ranks report. vLLM's own complete_store and complete_load carry no outcome and survive no reset, so
     # tickets settle here, from our own message, and those two have nothing left to do.

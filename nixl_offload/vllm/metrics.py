@@ -61,13 +61,6 @@ class MetricsReporter:
         """By name without prefix, and labels."""
         self._began = False
 
-    def restart(self) -> None:
-        """The tiers are opened anew, and count from 0 again. The exporter shows a gauge until it gets another value.
-        Decisions about hits go on counting.
-        """
-        kept = {metric.name.removeprefix(PREFIX) for metric in METRICS if metric.kind == "gauge"} | {"hit_decisions"}
-        self._told = {told: value for told, value in self._told.items() if told[0] in kept}
-
     def settled(self, settled: Settled) -> None:
         """Count the chunks of a ticket."""
         counted = Counter(
@@ -189,12 +182,13 @@ class MetricsReporter:
         self._stats.observe_histogram(PREFIX + name, value, labels)
 
     def _count(self, name: str, total: float, labels: _Labels = ()) -> None:
-        """Tell what was added since the last call; at the first one also that it is 0."""
+        """Tell what was added since the last call; at the first one also that it is 0. A smaller total is that of tiers
+        that were opened anew, and count from 0 again.
+        """
         told = self._told.get((name, labels))
-        added = total - (told or 0)
-        if added > 0 or told is None:
+        if total != told:
             self._told[name, labels] = total
-            self.add(name, added, labels)
+            self.add(name, total - told if told is not None and told <= total else total, labels)
 
     def _show(self, name: str, value: float, labels: _Labels = ()) -> None:
         if self._told.get((name, labels)) != value:

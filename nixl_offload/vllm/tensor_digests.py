@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -24,15 +24,18 @@ _WEIGHTS_DOMAIN: Final = b"nixl-offload loaded weights 1\0"
 _ADAPTER_DOMAIN: Final = b"nixl-offload loaded adapter 1\0"
 
 
-def adapter_digest(adapter: object, leave_out: Collection[str] = ()) -> str:
-    """Return a hex digest of plain values and tensors in an object, however deep. Tensors rest in host memory.
+def adapter_digest(adapter: object) -> str:
+    """Return a hex digest of plain values and tensors in an adapter, however deep, without the ``id`` that vLLM gives
+    it. Tensors rest in host memory.
 
-    ``leave_out``: attributes of the object itself that say nothing of its content. Raises NamespaceError for a value of
-    a kind that is not known.
+    Raises NamespaceError for a value of a kind that is not known.
     """
-    attributes = {name: value for name, value in vars(adapter).items() if name not in leave_out}
-    facts = [type(adapter).__qualname__, _facts(attributes)]
-    return hashlib.sha256(_ADAPTER_DOMAIN + json.dumps(facts, allow_nan=False).encode("ascii")).hexdigest()
+    facts = {name: value for name, value in vars(adapter).items() if name != "id"}
+    try:
+        text = json.dumps([type(adapter).__qualname__, facts], default=_fact, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise NamespaceError(f"an adapter cannot be compared: {error}") from error
+    return hashlib.sha256(_ADAPTER_DOMAIN + text.encode("ascii")).hexdigest()
 
 
 def weights_digest(models: Iterable[torch.nn.Module]) -> str:
@@ -85,23 +88,14 @@ def make_factors(count: int) -> torch.Tensor:
     return torch.from_numpy(((mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)).view(np.int64))
 
 
-def _facts(value: object) -> object:
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return ["float", value.hex()]
+def _fact(value: object) -> object:
+    """Return for ``json`` what stands for a value that it does not know."""
     if isinstance(value, torch.Tensor):
         content = _content(value.detach().cpu().contiguous()).numpy()
         return ["tensor", str(value.dtype), list(value.shape), xxhash.xxh3_128_hexdigest(content.data)]
-    if isinstance(value, list | tuple):
-        return ["list", *(_facts(each) for each in value)]
-    if isinstance(value, Mapping):
-        if not all(isinstance(name, str) for name in value):
-            raise NamespaceError("an adapter has a mapping whose keys are not names")
-        return {str(name): _facts(value[name]) for name in sorted(value)}
     if hasattr(value, "__dict__") and not callable(value):
-        return [type(value).__qualname__, _facts(vars(value))]
-    raise NamespaceError(f"an adapter holds a {type(value).__qualname__}, which nobody knows how to compare")
+        return [type(value).__qualname__, vars(value)]
+    raise TypeError(f"nobody knows how to compare a {type(value).__qualname__}")
 
 
 def _tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,11 +6,10 @@ Threading: the scheduler's thread.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKey, ReqContext, TierFilter
+from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKey
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from nixl_offload.catalog import Change
@@ -43,26 +42,6 @@ def label_of(tier: TierConfig, *, is_local: bool) -> TierLabel:
     if tier.kind == "shared_dir":
         return _LOCAL_DIR if is_local else _SHARED_DIR
     return {"memory": _MEMORY, "slab": _SLAB, "s3": _BUCKET}[tier.kind]
-
-
-@dataclass(frozen=True, slots=True)
-class _Allowed:
-    """The tiers that a request's ``kv_load_tiers`` lets it load from."""
-
-    tiers: frozenset[int]
-
-
-def allowed_tiers(req_context: ReqContext, labels: Iterable[TierLabel]) -> frozenset[int] | None:
-    """Return the tiers that a request may load from, None for all: ``kv_load_tiers`` in its transfer params."""
-    chosen = req_context.load_tier_filter
-    if chosen is TierFilter.ALL:
-        return None
-    known = req_context.get_state(_Allowed)
-    if known is None:
-        tiers = (at for at, label in enumerate(labels) if chosen.allows(label.medium, label.locality))
-        known = _Allowed(frozenset(tiers))
-        req_context.set_state(known)
-    return known.tiers
 
 
 def name_media(events: Iterable[KVCacheEvent]) -> Iterator[KVCacheEvent]:

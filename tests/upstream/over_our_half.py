@@ -41,7 +41,9 @@ class MockedManager:
     def decider(self) -> Any:
         """Loads whatever is found."""
         return SimpleNamespace(
-            observe_prefill=lambda *_: None, tokens_to_load=lambda *asked: asked[3], wait_left_s=lambda *_: 60.0
+            observe_prefill=lambda *_: None,
+            tokens_to_load=lambda hit, *_, **__: hit.tokens,
+            wait_left_s=lambda *_: 60.0,
         )
 
     def allocated(self, req_context: Any) -> None: ...
@@ -67,8 +69,8 @@ class OurHalf(NixlOffloadScheduler):
     def has_pending_push_work(self) -> bool:
         return super(NixlOffloadScheduler, self).has_pending_push_work()
 
-    def _awaits_adapter(self, request: Any) -> bool:
-        super()._awaits_adapter(request)
+    def _awaits_adapter(self, state: Any) -> bool:
+        super()._awaits_adapter(state)
         return False
 
     @property

@@ -45,8 +45,9 @@ from vllm.v1.request import Request
 from nixl_offload.engine import Chunk
 from nixl_offload.vllm import idling
 from nixl_offload.vllm.connector import NixlOffloadConnector
+from nixl_offload.vllm.notes import notes_of
 from nixl_offload.vllm.tensor_digests import adapter_digest
-from nixl_offload.vllm.vllm_internals import AdaptedRequestState, ChunkwiseScheduler
+from nixl_offload.vllm.vllm_scheduler import AdaptedRequestState, MendedScheduler
 from tests.vllm.pipeline_rig import (
     _NULL_BLOCK,
     BLOCK_TOKENS,
@@ -284,7 +285,7 @@ class FuzzedRank(PlayedRank):
 
     def _read_adapter(self, request: LoRARequest) -> Any:
         adapter = SimpleNamespace(id=request.lora_int_id, content=ON_DISK[request.lora_path])
-        _CONTENTS[adapter_digest(adapter, leave_out=("id",))] = adapter.content
+        _CONTENTS[adapter_digest(adapter)] = adapter.content
         return adapter
 
     def _begin(self, scheduled: SchedulerOutput) -> None:
@@ -591,7 +592,7 @@ def fuzzed() -> Iterator[None]:
         patch.setattr(idling, "PATIENCE_S", 60.0)
         patch.setattr(RequestOffloadState, "update_offload_keys", _take_down(RequestOffloadState.update_offload_keys))
         patch.setattr(AdaptedRequestState, "update_offload_keys", _take_down(AdaptedRequestState.update_offload_keys))
-        patch.setattr(ChunkwiseScheduler, "_make_boundary_key", _take_down_boundary)
+        patch.setattr(MendedScheduler, "_make_boundary_key", _take_down_boundary)
         BELONGS.clear()
         yield
 
@@ -602,7 +603,7 @@ def _numbers_by(state: RequestOffloadState) -> list[int]:
     """
     start = _START
     if state.req.lora_request is not None:
-        use = getattr(state, "use", None)
+        use = notes_of(state.req_context).adapter
         if use is None:
             return []
         start ^= 1 + _CONTENTS[use.digests[0]]
@@ -627,7 +628,7 @@ def _take_down(update: Callable[[Any], None]) -> Callable[[Any], None]:
     return updated
 
 
-_VLLMS_BOUNDARY_KEY = ChunkwiseScheduler._make_boundary_key
+_VLLMS_BOUNDARY_KEY = MendedScheduler._make_boundary_key
 
 
 def _take_down_boundary(scheduler: Any, request: Request, group: int, boundary: int, context: Any) -> Any:

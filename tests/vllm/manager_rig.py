@@ -7,15 +7,18 @@ Threading: one test's thread. Ownership: ``Rig`` owns the manager, whose tiers h
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _create_req_context
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState, _create_req_context
+from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.config import (
@@ -25,14 +28,24 @@ from vllm.v1.kv_offload.config import (
     OffloadingModelConfig,
     OffloadingParallelConfig,
 )
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.config import Config, parse_config
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
-from nixl_offload.vllm.load_decision import ServerLoad
+from nixl_offload.vllm.load_decision import Hit
 from nixl_offload.vllm.manager import NixlOffloadManager
-from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketReport, TicketSpec
+from nixl_offload.vllm.messages import (
+    NOTHING,
+    LoadSample,
+    RankGeometry,
+    RankStatus,
+    TicketReport,
+    TicketSpec,
+    WorkerReport,
+)
 from nixl_offload.vllm.spec import NixlOffloadSpec
 
 SLOT = 8192
@@ -182,23 +195,83 @@ def request(name: str = "request", load_tiers: Any = None) -> ReqContext:
 
 
 class Rig:
-    """A manager in service, and the ranks' words."""
+    """Our scheduler's half in service, asked and stepped as vLLM does, and the ranks' words. Chunks that no request has
+    are named by numbers.
+    """
 
-    def __init__(self, config: Config, world_size: int = 1, *, events: bool = True) -> None:
-        self.manager = NixlOffloadManager(offloading_config(world_size, events=events), config, vllm_config(world_size))
-        self.manager.open(ranks(world_size))
-        ranks_open(self.manager, world_size)
+    def __init__(
+        self, config: Config | None = None, world_size: int = 1, *, events: bool = True, is_open: bool = True
+    ) -> None:
+        """``config``: a memory tier, if nothing else is said. ``is_open``: the ranks have opened their tiers."""
+        init_none_hash(sha256)
+        offloading = offloading_config(world_size, events=events)
+        self.scheduler = scheduler_half(config or config_of(memory_tier(64)), world_size, offloading=offloading)
+        self.manager = self.scheduler.offload_manager
+        self.scheduler.open(ranks(world_size))
+        if is_open:
+            ranks_open(self.manager, world_size)
         self._world_size = world_size
+        self._scheduled: list[Any] = []
 
     def close(self) -> None:
         """Shut the manager down, as vLLM does after the ranks have ended. Idempotent."""
         self.manager.shutdown()
 
-    # What vLLM does
+    # Requests, and steps of the scheduler
+
+    def arrive(
+        self, name: str, tokens: Sequence[int], *, salt: str | None = None, adapter: Any = None, params: Any = None
+    ) -> Request:
+        """Add a request with these tokens; ``params``: its ``kv_transfer_params``."""
+        request = request_of(name, tokens, salt=salt, adapter=adapter, params=params)
+        self.scheduler.on_new_request(request)
+        self.state(name).update_offload_keys()
+        return request
+
+    def state(self, name: str) -> RequestOffloadState:
+        state = self.scheduler.state_of(name)
+        assert state is not None
+        return state
+
+    def keys(self, name: str) -> list[OffloadKey]:
+        """Return the chunks of a request."""
+        [group] = self.state(name).group_states
+        return group.offload_keys
+
+    def ask(self, name: str, computed: int = 0, most: int | None = None) -> tuple[int | None, bool]:
+        return self.scheduler.get_num_new_matched_tokens(self.state(name).req, computed, most)
+
+    def allocate(self, name: str, block_ids: Sequence[int], loaded_tokens: int = 0) -> None:
+        """Give a request blocks; without a load it is scheduled in the next step."""
+        request = self.state(name).req
+        self.scheduler.update_state_after_alloc(request, allocated(block_ids), loaded_tokens)
+        if not loaded_tokens:
+            self._scheduled.append(SimpleNamespace(req_id=name, block_ids=(block_ids,), num_computed_tokens=0))
+
+    def step(self, tokens: Mapping[str, int] | None = None, **fields: Any) -> Any:
+        """Schedule a step in which requests compute so many ``tokens``. ``fields``: of vLLM's ``SchedulerOutput``."""
+        output = SchedulerOutput.make_empty()
+        output.scheduled_new_reqs, self._scheduled = self._scheduled, []
+        output.num_scheduled_tokens = dict(tokens or {})
+        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+        for field, value in fields.items():
+            setattr(output, field, value)
+        return self.scheduler.build_connector_meta(output)
+
+    def hear(self, *, invalid_blocks: Collection[int] = (), **report: Any) -> None:
+        """The oldest step has ended; the ranks report this of it."""
+        meta = WorkerReport(**report) if report else NOTHING
+        output = KVConnectorOutput(kv_connector_worker_meta=meta, invalid_block_ids=set(invalid_blocks))
+        self.scheduler.update_connector_output(output)
+
+    # What vLLM asks of the manager
 
     def offer(self, *numbers: int) -> StoreTicket:
         """Offer chunks that were computed; return where those that are taken go."""
-        output = self.manager.prepare_store(keys(*numbers), request())
+        return self.offer_keys(keys(*numbers))
+
+    def offer_keys(self, keys: Sequence[OffloadKey]) -> StoreTicket:
+        output = self.manager.prepare_store(keys, request("stores"))
         assert output is not None
         spec = output.store_spec
         assert isinstance(spec, TicketSpec)
@@ -208,8 +281,11 @@ class Rig:
 
     def store(self, *numbers: int) -> None:
         """Store all of ``numbers``."""
-        ticket = self.offer(*numbers)
-        assert ticket.keys == tuple(keys(*numbers))
+        self.store_keys(keys(*numbers))
+
+    def store_keys(self, keys: Sequence[OffloadKey]) -> None:
+        ticket = self.offer_keys(keys)
+        assert ticket.keys == tuple(keys)
         self.report(ticket.ticket)
 
     def load(self, *numbers: int, context: ReqContext | None = None) -> LoadTicket:
@@ -218,26 +294,28 @@ class Rig:
         assert isinstance(ticket, LoadTicket)
         return ticket
 
-    def step(self) -> list[MoveTicket]:
+    def lose(self, keys: Sequence[OffloadKey], outcome: Outcome = Outcome.FAILED, load_tiers: Any = None) -> None:
+        """Have a load find chunks gone. ``load_tiers``: as for ``request``."""
+        ticket = self.manager.prepare_load(keys, request("loses", load_tiers)).ticket
+        self.report(ticket.ticket, dict.fromkeys(range(len(keys)), outcome))
+
+    def moves(self) -> list[MoveTicket]:
         """End a step of the scheduler; return the moves that go out with it."""
         self.manager.on_schedule_end(ScheduleEndContext([], []))
         return self.manager.take_moves()
 
     def write_through(self) -> None:
         """Step until nothing is due any more; all moves end well."""
-        while moves := self.step():
+        while moves := self.moves():
             for move in moves:
                 self.report(move.ticket)
         assert not self.manager.has_pending_work()
 
     # What ranks say
 
-    def report(
-        self, ticket: int, failures: Mapping[int, Outcome] | None = None, *, ranks: int | None = None
-    ) -> set[OffloadKey]:
-        """Report a ticket: ``failures`` by position, by all ranks or so many. Returns the chunks that are lost."""
-        said = TicketReport(self._world_size if ranks is None else ranks, dict(failures or {}))
-        return self.manager.settle({ticket: said})
+    def report(self, ticket: int, failures: Mapping[int, Outcome] | None = None) -> set[OffloadKey]:
+        """All ranks report a ticket: ``failures`` by position. Returns the chunks that are lost."""
+        return self.manager.settle({ticket: TicketReport(self._world_size, dict(failures or {}))})
 
     def observe_loads(self, tier: int, seconds: float, times: int = 5, *, size_bytes: int = SLOT) -> None:
         """Let ``tier`` have taken ``seconds`` for each of some loads, of one chunk if nothing else is said."""
@@ -257,12 +335,10 @@ class Rig:
         first_token: int,
         tokens: int,
         windows: Mapping[int, int] | None = None,
-        server: ServerLoad | None = None,
     ) -> int | None:
         """Return how many of ``tokens`` are better loaded than computed."""
-        return self.manager.decider.tokens_to_load(
-            keys, context, first_token, tokens, CHUNK_TOKENS, windows or {}, server or ServerLoad()
-        )
+        hit = Hit(keys, first_token, tokens, CHUNK_TOKENS, windows or {})
+        return self.manager.decider.tokens_to_load(hit, context)
 
     def events(self) -> list[tuple[str, str, bool, list[int]]]:
         """Return the events since the last call: medium, locality, removed, chunks."""
@@ -271,11 +347,43 @@ class Rig:
             for event in self.manager.take_events()
         ]
 
-    def metrics(self) -> dict[str, dict[tuple[str, ...], float]]:
-        """Return what the manager tells of its metrics now: name -> labels -> value, changes only."""
-        stats = self.manager.get_stats()
-        return {} if stats is None else {name: dict(values) for name, values in stats.data["data"].items()}
-
 
 def numbers(found: Sequence[bytes]) -> list[int]:
     return [int.from_bytes(each[:-4], "big") for each in found]
+
+
+def request_of(
+    name: str, tokens: Sequence[int], *, salt: str | None = None, adapter: Any = None, params: Any = None
+) -> Request:
+    """Return a request as the engine makes it from one that has come."""
+    sampling = SamplingParams(max_tokens=9, extra_args={"kv_transfer_params": params})
+    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+    return Request(name, list(tokens), sampling, None, lora_request=adapter, cache_salt=salt, block_hasher=hasher)
+
+
+class Matching(Rig):
+    """Our half over memory and a slab, or the slab alone, with the first ``stored`` chunks of one request's five."""
+
+    def __init__(self, path: Path, stored: int, *, memory: bool = True, is_open: bool = True) -> None:
+        nearest = [memory_tier()] if memory else []
+        super().__init__(config_of(*nearest, slab_tier(path)), is_open=is_open)
+        self.request = self.arrive("request", range(5 * CHUNK_TOKENS + 1))
+        self.chunks = self.keys("request")[:]
+        if stored:
+            self.store_keys(self.chunks[:stored])
+
+    def lose_from_memory(self, first: int) -> None:
+        """Leave the chunks from ``first`` on to the slab alone."""
+        self.write_through()
+        self.lose(self.chunks[first:], load_tiers=[{"medium": "CPU"}])
+
+    def question(self, computed: int = 0, most: int | None = None) -> tuple[int | None, bool]:
+        return self.ask("request", computed, most)
+
+    def lookups(self) -> int:
+        """How often vLLM's half has looked the request up since the last call."""
+        stats = self.scheduler.get_stats()
+        if stats is None:
+            return 0
+        observed: dict[Any, list[float]] = stats.data["data"]["vllm:kv_offload_lookup_sync_delay_seconds"]
+        return len(observed[()])

@@ -1,8 +1,7 @@
-"""Opening in the background: what a machine without threads, and a library that fails again and again, must not do."""
+"""Opening in the background: what a library that fails again and again must not do."""
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -24,21 +23,6 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "LONGEST_PAUSE_S", 0.05)
 
 
-class Threads:
-    """While ``left`` is False, no thread of an opening can be started."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
-        self.left = False
-        start = threading.Thread.start
-
-        def started(thread: threading.Thread) -> None:
-            if not self.left and thread.name.startswith(prefix):
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", started)
-
-
 def opening_of(make: Callable[[], str]) -> BackgroundOpening[str]:
     return BackgroundOpening(make, lambda _: None, what="A tier", thread_name="background-opening")
 
@@ -54,22 +38,6 @@ def taken(opening: BackgroundOpening[str]) -> str:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return opened
-
-
-def test_a_machine_without_threads_is_an_error_of_the_tier(monkeypatch: pytest.MonkeyPatch, caplog: Log) -> None:
-    """Nothing is raised into the step; it begins once a thread can be had. Said once."""
-    threads = Threads(monkeypatch, "background-opening")
-    opening = opening_of(lambda: "open")
-    assert opening.wait(0.0)
-    for _ in range(10):
-        assert opening.take() is None
-        time.sleep(0.02)
-    assert "can't start new thread" in str(opening.error)
-    assert caplog.text.count("can't start new thread. Requests go on") == 1
-    threads.left = True
-    assert taken(opening) == "open"
-    assert opening.error is None
-    close(opening)
 
 
 class Staging:

@@ -1,5 +1,5 @@
-"""The scheduler's half with hints, without an engine: token ids become the keys that a request with these tokens has, a
-piece at a step; hints come by ``kv_transfer_params``; too many at a time are refused.
+"""The scheduler's half with hints, without an engine: token ids become the keys that a request with these tokens has;
+hints come by ``kv_transfer_params``, and are carried out a piece at a step; too many at a time are refused.
 """
 
 from __future__ import annotations
@@ -13,248 +13,149 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_offload.base import (
-    OffloadKey,
-    ScheduleEndContext,
-    get_offload_block_hash,
-    get_offload_group_idx,
-    make_offload_key,
-)
-from vllm.v1.request import Request
+from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, make_offload_key
 
 from nixl_offload.index import State
 from nixl_offload.types import Key
 from nixl_offload.vllm import hints
 from nixl_offload.vllm.adapters import AdapterUse, adapter_of
-from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
-from nixl_offload.vllm.messages import TicketReport
 from tests.vllm import manager_rig
-from tests.vllm.manager_rig import BLOCK_TOKENS, BLOCKS_PER_CHUNK, CHUNK_TOKENS
+from tests.vllm.manager_rig import BLOCKS_PER_CHUNK, CHUNK_TOKENS, Rig, request_of
 
 CHUNKS = 3
 TOKENS = [7 * number % 1000 for number in range(CHUNKS * CHUNK_TOKENS + 10)]
+ADAPTER = LoRARequest("adapter", 1, "/adapter")
+USE = AdapterUse(adapter_of(ADAPTER), ("what it holds",))
+
+
+class Hinted(Rig):
+    """Over memory and a slab."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(manager_rig.config_of(manager_rig.memory_tier(64), manager_rig.slab_tier(path)))
+
+    def send(self, hint: dict[str, Any], **request: Any) -> None:
+        """Send a hint with a request of its own, about ``TOKENS`` if it says nothing else."""
+        hint = {"token_ids": TOKENS, **hint}
+        self.arrive(f"carrier {len(self.scheduler.states())}", TOKENS[:1], params={"nixl_offload": hint}, **request)
+
+    def put_on_the_slab(self, keys: Sequence[OffloadKey]) -> None:
+        """Store chunks, have them written through, and gone from memory."""
+        self.store_keys(keys)
+        self.write_through()
+        tiers = self.manager.catalog.tiers
+        for key in keys:
+            tiers[0].drop(Key(key))
+            assert [tier.state(Key(key)) for tier in tiers] == [None, State.READY]
+
+    def carry_out(self) -> int:
+        """Step until all hints were carried out; return how many steps that took."""
+        steps = 0
+        while self.scheduler._hints.has_pending:
+            self.scheduler._hints.step()
+            steps += 1
+        return steps
+
+    def retained(self) -> set[bytes]:
+        return set(self.manager.catalog._retention._until_s)
+
+    def counted(self) -> dict[tuple[str, ...], float]:
+        stats = self.manager.get_stats()
+        assert stats is not None
+        return dict(stats.data["data"]["vllm:nixl_offload_hints"])
 
 
 @pytest.fixture
-def scheduler(tmp_path: Path) -> Iterator[NixlOffloadScheduler]:
-    init_none_hash(sha256)
-    config = manager_rig.config_of(manager_rig.memory_tier(64), manager_rig.slab_tier(tmp_path))
-    made = manager_rig.scheduler_half(config)
-    made.open(manager_rig.ranks())
-    manager_rig.ranks_open(made.offload_manager)
+def half(tmp_path: Path) -> Iterator[Hinted]:
+    made = Hinted(tmp_path)
     yield made
-    made.offload_manager.shutdown()
+    made.manager.shutdown()
 
 
-def request_of(
-    name: str,
-    tokens: list[int],
-    *,
-    salt: str | None = None,
-    adapter: LoRARequest | None = None,
-    params: Any = None,
-) -> Request:
-    """A request as the engine makes it from one that has come."""
-    sampling = SamplingParams(max_tokens=1, extra_args=None if params is None else {"kv_transfer_params": params})
-    hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-    return Request(name, tokens, sampling, None, lora_request=adapter, cache_salt=salt, block_hasher=hasher)
+def keys_of(*, use: AdapterUse | None = None, **request: Any) -> list[OffloadKey]:
+    """Return the keys that a request with ``TOKENS`` has."""
+    hashes = request_of("right", TOKENS, **request).block_hashes[BLOCKS_PER_CHUNK - 1 :: BLOCKS_PER_CHUNK]
+    keys = [make_offload_key(each, 0) for each in hashes]
+    return keys if use is None else [make_offload_key(use.tag(get_offload_block_hash(key)), 0) for key in keys]
 
 
-def keys_of(request: Request) -> list[OffloadKey]:
-    hashes = request.block_hashes[BLOCKS_PER_CHUNK - 1 :: BLOCKS_PER_CHUNK]
-    return [OffloadKey(bytes(each) + bytes(4)) for each in hashes]
-
-
-def settle(scheduler: NixlOffloadScheduler, ticket: int) -> None:
-    scheduler.offload_manager.settle({ticket: TicketReport(1, {})})
-
-
-def moves(scheduler: NixlOffloadScheduler) -> list[Any]:
-    scheduler.offload_manager.on_schedule_end(ScheduleEndContext([], []))
-    return scheduler.offload_manager.take_moves()
-
-
-def put_on_the_slab(scheduler: NixlOffloadScheduler, keys: Sequence[OffloadKey]) -> None:
-    """Store chunks, have them written through, and gone from memory."""
-    output = scheduler.offload_manager.prepare_store(keys, manager_rig.request("stores"))
-    assert output is not None
-    settle(scheduler, output.store_spec.ticket.ticket)  # type: ignore[attr-defined]
-    for move in moves(scheduler):
-        settle(scheduler, move.ticket)
-    catalog = scheduler.offload_manager.catalog
-    for key in keys:
-        catalog.tiers[0].drop(Key(key))
-        assert [tier.state(Key(key)) for tier in catalog.tiers] == [None, State.READY]
-
-
-def pending_steps(scheduler: NixlOffloadScheduler) -> int:
-    """Step until all hints were carried out; return how many steps that took."""
-    steps = 0
-    while scheduler._hints.has_pending:
-        scheduler._hints.step()
-        steps += 1
-    return steps
-
-
-@pytest.mark.parametrize(
-    ("salt", "adapter"), [(None, None), ("tenant", None), ("tenant", LoRARequest("adapter", 1, "/adapter"))]
-)
+@pytest.mark.parametrize(("salt", "adapter"), [(None, None), ("tenant", None), ("tenant", ADAPTER)])
 def test_token_ids_give_the_keys_of_a_request_with_that_salt_and_adapter(
-    scheduler: NixlOffloadScheduler, salt: str | None, adapter: LoRARequest | None
+    half: Hinted, salt: str | None, adapter: LoRARequest | None
 ) -> None:
-    right = keys_of(request_of("right", TOKENS, salt=salt, adapter=adapter))
-    assert len(right) == CHUNKS
+    right = keys_of(salt=salt, adapter=adapter, use=USE if adapter else None)
     if adapter is not None:
-        use = AdapterUse(adapter_of(adapter), ("what it holds",))
-        scheduler._take_adapters({0: {use.adapter: use.digests}})
-        right = [make_offload_key(use.tag(get_offload_block_hash(key)), get_offload_group_idx(key)) for key in right]
-    put_on_the_slab(scheduler, right)
-    params = {"do_remote_decode": False, "nixl_offload": {"prefetch": True, "token_ids": TOKENS}}
-    carrier = request_of("carrier", TOKENS[:1], salt=salt, adapter=adapter, params=params)
-    scheduler.on_new_request(carrier)
-    assert scheduler.has_pending_push_work(), "an idle engine steps on"
-    assert pending_steps(scheduler) == 1
-    [move] = moves(scheduler)
+        half.scheduler._take_adapters({0: {USE.adapter: USE.digests}})
+    half.put_on_the_slab(right)
+    half.send({"prefetch": True}, salt=salt, adapter=adapter)
+    [move] = half.moves()
     assert list(move.keys) == right
     assert {target.tier for target in move.targets} == {0}
-    settle(scheduler, move.ticket)
+    half.report(move.ticket)
 
 
-def test_another_salt_finds_nothing(scheduler: NixlOffloadScheduler) -> None:
-    put_on_the_slab(scheduler, keys_of(request_of("right", TOKENS, salt="one")))
-    params = {"nixl_offload": {"prefetch": True, "token_ids": TOKENS}}
-    scheduler.on_new_request(request_of("carrier", TOKENS[:1], salt="another", params=params))
-    pending_steps(scheduler)
-    assert moves(scheduler) == []
+def test_another_salt_finds_nothing(half: Hinted) -> None:
+    half.put_on_the_slab(keys_of(salt="one"))
+    half.send({"prefetch": True}, salt="another")
+    assert half.moves() == []
 
 
-def test_a_hint_about_many_chunks_takes_many_steps(
-    scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hint_about_many_chunks_takes_many_steps(half: Hinted, monkeypatch: pytest.MonkeyPatch) -> None:
     """No step is held up by more than its part; a prefix is dropped from its end."""
     monkeypatch.setattr(hints, "CHUNKS_PER_STEP", 2)
-    keys = keys_of(request_of("right", TOKENS))
-    put_on_the_slab(scheduler, keys)
-    catalog = scheduler.offload_manager.catalog
-
-    def send(**hint: Any) -> None:
-        params = {"nixl_offload": {**hint, "token_ids": TOKENS}}
-        scheduler.on_new_request(request_of(f"carrier of {hint}", TOKENS[:1], params=params))
-
+    keys = keys_of()
+    half.put_on_the_slab(keys)
     retained, left = [], []
-    send(retain_s=60)
-    while scheduler._hints.has_pending:
-        scheduler._hints.step()
-        retained.append([at for at, key in enumerate(keys) if Key(key) in catalog._retention._until_s])
+    half.send({"retain_s": 60})
+    while half.scheduler._hints.has_pending:
+        half.scheduler._hints.step()
+        retained.append([at for at, key in enumerate(keys) if key in half.retained()])
     assert retained == [[0, 1], [0, 1, 2]]
-    send(drop_from=0)
-    while scheduler._hints.has_pending:
-        scheduler._hints.step()
-        left.append([at for at, key in enumerate(keys) if catalog.tiers[1].state(Key(key)) is State.READY])
+    half.send({"drop_from": 0})
+    while half.scheduler._hints.has_pending:
+        half.scheduler._hints.step()
+        left.append([at for at, key in enumerate(keys) if half.manager.is_known(key)])
     assert left == [[0], []]
 
 
-def test_an_adapter_that_is_known_only_later_counts_from_the_first_token(
-    scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ranks tell of it once the carrier has run; some of the prompt was hashed by then."""
-    monkeypatch.setattr(hints, "HASHES_PER_STEP", 5)
-    adapter = LoRARequest("adapter", 1, "/adapter")
-    use = AdapterUse(adapter_of(adapter), ("what it holds",))
-    plain = keys_of(request_of("right", TOKENS, adapter=adapter))
-    right = [make_offload_key(use.tag(get_offload_block_hash(key)), get_offload_group_idx(key)) for key in plain]
-    put_on_the_slab(scheduler, right)
-    params = {"nixl_offload": {"prefetch": True, "token_ids": TOKENS}}
-    scheduler.on_new_request(request_of("carrier", TOKENS[:1], adapter=adapter, params=params))
-    scheduler._hints.step()
-    scheduler._take_adapters({0: {use.adapter: use.digests}})
-    pending_steps(scheduler)
-    [move] = moves(scheduler)
-    assert list(move.keys) == right
-    settle(scheduler, move.ticket)
-
-
-def counted(scheduler: NixlOffloadScheduler) -> dict[tuple[str, ...], float]:
-    stats = scheduler.offload_manager.get_stats()
-    assert stats is not None
-    return dict(stats.data["data"]["vllm:nixl_offload_hints"])
-
-
-@pytest.mark.parametrize(("limit", "most"), [("MAX_PROMPTS", 2), ("MAX_WAITING_TOKENS", 2 * len(TOKENS) + 1)])
-def test_too_many_prompts_at_a_time_are_refused(
-    scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
-) -> None:
-    """What has been hashed, or was no token, makes room for others."""
-    monkeypatch.setattr(hints, limit, most)
-
-    def send(name: str, tokens: list[Any]) -> None:
-        params = {"nixl_offload": {"prefetch": True, "token_ids": tokens}}
-        scheduler.on_new_request(request_of(name, [1], params=params))
-
-    for number in range(4):
-        send(f"carrier {number}", TOKENS if number else ["no token"])
-    pending_steps(scheduler)
-    send("later", TOKENS)
-    found = counted(scheduler)
-    refused = 2 if limit == "MAX_PROMPTS" else 1
-    assert (found["prefetch", "taken"], found["any", "refused"]) == (5 - refused, refused)
-    assert found["any", "bad"] == 1
-
-
-def test_too_many_chunks_at_a_time_are_refused(
-    scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests that end faster than their chunks are retained leave no queue that grows for ever."""
+def test_too_many_chunks_at_a_time_are_refused(half: Hinted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that end faster than their chunks are retained leave no queue that grows for ever. What is to be done at
+    an end waits for it.
+    """
     monkeypatch.setattr(hints, "MAX_WAITING_CHUNKS", 2 * CHUNKS + 1)
 
     def end(name: str) -> None:
-        own = request_of(name, TOKENS, params={"nixl_offload": {"retain_s": 60}})
-        scheduler.on_new_request(own)
-        scheduler.request_finished(own)
+        own = half.arrive(name, TOKENS, params={"nixl_offload": {"retain_s": 60}})
+        assert half.scheduler._hints.waits_for_ends
+        half.scheduler.request_finished(own)
 
-    for number in range(4):
+    end("first")
+    assert half.scheduler.has_pending_push_work(), "an idle engine steps on"
+    for number in range(3):
         end(f"own {number}")
-    pending_steps(scheduler)
+    half.carry_out()
     end("later")
-    pending_steps(scheduler)
-    found = counted(scheduler)
+    half.carry_out()
+    assert half.retained() == set(keys_of())
+    found = half.counted()
     assert (found["retain", "taken"], found["any", "refused"]) == (5, 2)
 
 
-def test_a_reset_ends_what_hints_have_asked_for(scheduler: NixlOffloadScheduler) -> None:
+def test_a_reset_ends_what_hints_have_asked_for(half: Hinted) -> None:
     """What waits for its turn would be retained again afterwards."""
-    own = request_of("own", TOKENS, params={"nixl_offload": {"retain_s": 60}})
-    scheduler.on_new_request(own)
-    params = {"nixl_offload": {"retain_s": 60, "token_ids": TOKENS}}
-    scheduler.on_new_request(request_of("carrier", TOKENS[:1], params=params))
-    assert scheduler._hints.has_pending
-    scheduler.reset_cache()
-    scheduler.request_finished(own)
-    assert not scheduler._hints.has_pending
+    own = half.arrive("own", TOKENS, params={"nixl_offload": {"retain_s": 60}})
+    half.send({"retain_s": 60})
+    assert half.scheduler._hints.has_pending
+    half.scheduler.reset_cache()
+    half.scheduler.request_finished(own)
+    assert not half.scheduler._hints.has_pending
 
 
-def test_a_request_that_waits_for_room_hears_that_its_chunks_were_dropped(scheduler: NixlOffloadScheduler) -> None:
+def test_a_request_that_waits_for_room_hears_that_its_chunks_were_dropped(half: Hinted) -> None:
     """It is told the same in every step as long as nothing changes, and would load what is gone."""
-    waits = request_of("waits", TOKENS)
-    put_on_the_slab(scheduler, keys_of(waits))
-    scheduler.on_new_request(waits)
-    assert scheduler.get_num_new_matched_tokens(waits, 0) == (CHUNKS * CHUNK_TOKENS, True)
-    params = {"nixl_offload": {"drop_from": CHUNK_TOKENS, "token_ids": TOKENS}}
-    scheduler.on_new_request(request_of("carrier", TOKENS[:1], params=params))
-    pending_steps(scheduler)
-    assert scheduler.get_num_new_matched_tokens(waits, 0) == (CHUNK_TOKENS, True)
-
-
-def test_what_is_to_be_done_at_the_end_waits_for_it(scheduler: NixlOffloadScheduler) -> None:
-    own = request_of("own", TOKENS, params={"nixl_offload": {"retain_s": 60}})
-    scheduler.on_new_request(own)
-    assert scheduler._hints.waits_for_ends
-    scheduler.request_finished(own)
-    assert not scheduler._hints.waits_for_ends
-    assert scheduler.has_pending_push_work(), "an idle engine steps on"
-    assert pending_steps(scheduler) == 1
-    catalog = scheduler.offload_manager.catalog
-    assert catalog._retention._until_s.keys() == {Key(key) for key in keys_of(own)}
+    half.put_on_the_slab(keys_of())
+    half.arrive("waits", TOKENS)
+    assert half.ask("waits") == (CHUNKS * CHUNK_TOKENS, True)
+    half.send({"drop_from": CHUNK_TOKENS})
+    half.carry_out()
+    assert half.ask("waits") == (CHUNK_TOKENS, True)

@@ -103,10 +103,10 @@ def adapter(*, number: int = 1, value: float = 0.5, scaling: float | None = None
 
 def test_an_adapter_is_what_it_holds() -> None:
     """Not the number that this server gave it; and an object that nobody knows is an error."""
-    right = adapter_digest(adapter(), leave_out=("id",))
-    assert adapter_digest(adapter(number=7), leave_out=("id",)) == right
-    assert adapter_digest(adapter(value=0.75), leave_out=("id",)) != right
-    assert adapter_digest(adapter(scaling=1.0), leave_out=("id",)) != right
+    right = adapter_digest(adapter())
+    assert adapter_digest(adapter(number=7)) == right
+    assert adapter_digest(adapter(value=0.75)) != right
+    assert adapter_digest(adapter(scaling=1.0)) != right
     with pytest.raises(NamespaceError, match="nobody knows how to compare"):
         adapter_digest(SimpleNamespace(content=object()))
 

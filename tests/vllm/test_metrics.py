@@ -19,20 +19,24 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadingCounterMetadata,
     OffloadingHistogramMetadata,
 )
 
+from examples.demo.model import TINY, write_model
 from nixl_offload.catalog import Counts
 from nixl_offload.engine.transfer_statistics import Act, Failure, TierAccess, TierStatus, Waiting, Work
 from nixl_offload.types import Key, Outcome
 from nixl_offload.vllm.connector import NixlOffloadConnector
-from nixl_offload.vllm.load_decision import LookupStatistics
 from nixl_offload.vllm.messages import RankStatus, WorkerReport
 from nixl_offload.vllm.metrics import DEFINITIONS, MetricsReporter
+from nixl_offload.vllm.notes import LookedUp, notes_of
+from nixl_offload.vllm.plugin import register
 from tests.vllm.damage import until
 from tests.vllm.harness import CHUNK_TOKENS
 from tests.vllm.manager_rig import Rig, config_of, key, keys, memory_tier, request, three_tiers
@@ -86,25 +90,26 @@ def open_rig() -> Iterator[Callable[..., Rig]]:
 
 
 def test_tiers_opened_anew_replace_what_was_told_of_the_old_ones() -> None:
-    """The exporter shows a gauge until it gets another value, so a mover that is not used any more says 0. What the
-    decider has counted before is not counted again.
+    """The exporter shows a gauge until it gets another value, so a mover that is not used any more says 0. Counters go
+    on, also where the new tiers count from 0 again.
     """
     reporter, exporter = MetricsReporter(["slab"]), Exporter()
     nothing = Counts((0,), (0,), 0, (0,), {}, 0, 0, 0, (0,), {})
 
-    def info(mover: str) -> float | None:
-        stats = reporter.take((), nothing, {(0, "taken"): 3})
+    def info(mover: str, taken: int = 3) -> float | None:
+        stats = reporter.take((), nothing, {(0, "taken"): taken})
         if stats is not None:
             exporter.take(stats)
         return exporter.value(PREFIX + "tier_info", "slab", mover, "host")
 
     reporter.update_ranks([(STATUS,), (STATUS,)])
     assert info("posix") == 2
-    reporter.restart()
     other = STATUS._replace(access=TierAccess("kvikio", ("host",)))
     reporter.update_ranks([(other,)])
     assert (info("posix"), info("kvikio")) == (0, 1), "rank 1 has said nothing yet"
     assert exporter.value(PREFIX + "hit_decisions", "slab", "taken") == 3
+    info("kvikio", taken=1)
+    assert exporter.value(PREFIX + "hit_decisions", "slab", "taken") == 4
 
 
 def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..., Rig]) -> None:
@@ -123,14 +128,14 @@ def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..
     rig.offer(1, 2, 3, 4)
     rig.store(1, 2, 3, 4)
     collect()
-    moves = rig.step()
+    moves = rig.moves()
     rig.report(moves[0].ticket)
     rig.report(moves[1].ticket, {0: Outcome.DROPPED})
     assert rig.manager.catalog is not None
     rig.manager.catalog.retain([Key(key(3))], 60.0, time.monotonic())
     rig.manager.count("hints", "retain", "taken")
     looks = request()
-    looks.set_state(LookupStatistics(0, CHUNK_TOKENS, CHUNK_TOKENS))
+    notes_of(looks).looked_up = LookedUp(0, CHUNK_TOKENS, CHUNK_TOKENS)
     rig.wanted(keys(1), looks, 0, CHUNK_TOKENS)
     rig.manager.allocated(looks)
     rig.offer(*range(10, 16))
@@ -141,7 +146,7 @@ def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..
 
     def looked() -> bool:
         rig.manager.lookup(key(99), request("looks"))
-        rig.step()
+        rig.moves()
         return PREFIX + "breaker_openings" in collect()
 
     until(looked, "a shared directory that is gone is given up")
@@ -199,3 +204,39 @@ def test_a_rank_of_another_config_costs_metrics_not_the_engine(
     monkeypatch.setattr(MetricsReporter, "take", lambda *_: 1 / 0)
     assert rig.manager.get_stats() is None
     assert caplog.text.count("do all ranks run the same config and version?") == 1
+
+
+OURS = {"kv_connector": "NixlOffloadConnector", "kv_role": "kv_both"}
+THEIRS = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+
+
+@pytest.mark.parametrize("children", [[OURS, THEIRS], [THEIRS, OURS]], ids=["ours first", "ours last"])
+def test_metrics_beside_the_connector_that_ours_descends_from(
+    children: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No start ends for names that both have, which count the other's alone; those of ours are ours."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    register()
+    transfer: Any = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [dict(child) for child in children]},
+    }
+    arguments = EngineArgs(
+        model=str(write_model(tmp_path / "model", TINY)),
+        kv_transfer_config=transfer,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_model_len=512,
+    )
+    registry = CollectorRegistry()
+    types: Any = {kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
+    metrics = MultiConnector.build_prom_metrics(arguments.create_engine_config(), types, ["engine"], {0: ["0"]})
+    for name, size_bytes in (("NixlOffloadConnector", 100), ("OffloadingConnector", 7)):
+        stats = OffloadingConnectorStats()
+        stats.increase_counter("vllm:kv_offload_load_bytes", size_bytes)
+        if name.startswith("Nixl"):
+            stats.set_gauge(PREFIX + "capacity_bytes", 5, ("slab",))
+        metrics.observe({name: stats.data})
+    assert registry.get_sample_value("vllm:kv_offload_load_bytes_total", {"engine": "0"}) == 7
+    assert registry.get_sample_value(PREFIX + "capacity_bytes", {"engine": "0", "tier": "slab"}) == 5

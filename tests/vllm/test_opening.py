@@ -29,8 +29,8 @@ from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import RankStatus, StepMetadata, WorkerReport
 from tests.faults.conftest import SmallFilesystem
 from tests.vllm import manager_rig
+from tests.vllm.manager_rig import Matching
 from tests.vllm.pipeline_rig import CHUNK_TOKENS, PlayedEngine, played, vllm_config_of
-from tests.vllm.test_contract_chain import Matching
 
 OPEN = RankStatus(frozenset({0}))
 DEADLINE_S = 60.0
@@ -117,15 +117,15 @@ def test_a_tier_that_does_not_fit_the_model_is_left_out_where_the_engine_already
 def test_a_request_waits_only_so_long(restarted: Callable[[], Matching], monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it is computed, and nothing of it is stored; those that come later hit."""
     asked = restarted()
-    assert asked.ask() == (None, False)
+    assert asked.question() == (None, False)
     step(asked)
     monkeypatch.setattr(serving_tiers, "OPENING_WAIT_S", 0.0)
-    assert asked.ask() == (0, False)
-    output = asked.manager.prepare_store(asked.keys[4:], manager_rig.request())
+    assert asked.question() == (0, False)
+    output = asked.manager.prepare_store(asked.chunks[4:], manager_rig.request())
     assert output is not None
     assert output.keys_to_store == []
     hear(asked, OPEN)
-    assert asked.ask() == HIT
+    assert asked.question() == HIT
 
 
 @pytest.mark.parametrize("which", ["nixl-offload-open", "nixl-offload-open-0"])
@@ -163,7 +163,7 @@ def test_a_reset_while_ranks_open_forgets_what_was_stored(restarted: Callable[[]
     asked.manager.reset_cache()
     step(asked)
     hear(asked, OPEN)
-    assert asked.ask() == (0, False)
+    assert asked.question() == (0, False)
 
 
 PROMPTS = [random.Random(seed).choices(range(512), k=3 * CHUNK_TOKENS + 20) for seed in range(2)]

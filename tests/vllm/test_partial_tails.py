@@ -163,7 +163,9 @@ def test_a_hit_waits_while_the_first_loads_are_to_tell_how_fast_the_tier_is(
     out = [manager.prepare_load(keys, manager_rig.request(str(number))).ticket for number in range(LOADS_AT_ONCE)]
     looks: list[Any] = []
     decide = manager.decider.tokens_to_load
-    monkeypatch.setattr(manager.decider, "tokens_to_load", lambda *told: looks.append(told) or decide(*told))
+    monkeypatch.setattr(
+        manager.decider, "tokens_to_load", lambda *told, **more: looks.append(told) or decide(*told, **more)
+    )
     assert [scheduler.get_num_new_matched_tokens(request, 0) for _ in range(3)] == [(None, False)] * 3
     assert len(looks) == 1
     manager.settle({out[0].ticket: TicketReport()}, [LoadSample(0, SLOT, 0.0001, False)])

@@ -1,0 +1,190 @@
+"""Our scheduler's half over vLLM's: hits that may be cut, answers that are kept, chunks that are described, what is
+stored in a step. Starts no engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import RequestStatus
+
+from nixl_offload.engine import Work
+from nixl_offload.engine.transfer_statistics import Act
+from nixl_offload.types import Outcome
+from nixl_offload.vllm import connector_scheduler
+from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
+from nixl_offload.vllm.connector_worker import NixlConnectorWorker
+from nixl_offload.vllm.messages import RankStatus
+from nixl_offload.vllm.worker import NixlOffloadingWorker
+from tests.vllm import manager_rig
+from tests.vllm.manager_rig import BLOCKS_PER_CHUNK, CHUNK_TOKENS, Matching
+
+
+def test_a_rank_that_is_asked_twice_before_it_reports_loses_nothing() -> None:
+    """What was moved is added up, and the status that it told stays in the report."""
+    spec = SimpleNamespace(
+        replicated_layout=False, config=SimpleNamespace(canonical_layout=False, parallel=None, groups=(None,))
+    )
+    worker = NixlConnectorWorker(spec, None, manager_rig.kv_cache_config())  # type: ignore[arg-type]
+    act, status = Act("store", 0), RankStatus(frozenset({0}))
+    works = [Work(Counter({act: size_bytes})) for size_bytes in (3, 4)]
+    told: list[dict[int, RankStatus]] = [{0: status}, {}, {}]
+    rank = object.__new__(NixlOffloadingWorker)
+    rank._engine = SimpleNamespace(has_jobs=True)  # type: ignore[assignment]
+    rank._look_s = 0.0
+    rank.take_finished = list  # type: ignore[method-assign]
+    rank.take_tickets = lambda: {1: {}}  # type: ignore[method-assign]
+    rank.take_work = lambda: works.pop() if works else None  # type: ignore[method-assign]
+    rank.take_status = lambda: told.pop(0)  # type: ignore[method-assign]
+    worker.worker = rank
+    for _ in range(3):
+        worker.get_finished(set())
+    report = worker.build_connector_worker_meta()
+    assert report.work is not None
+    assert report.work.payload_bytes == {act: 7}
+    assert report.ranks == {0: status}
+
+
+@pytest.fixture
+def matching(tmp_path: Path) -> Iterator[Callable[..., Matching]]:
+    made: list[Matching] = []
+
+    def make(stored: int, **options: Any) -> Matching:
+        made.append(Matching(tmp_path, stored, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.manager.shutdown()
+
+
+def test_a_hit_is_all_that_is_stored_or_as_much_as_may_be_loaded(matching: Callable[[int], Matching]) -> None:
+    """The limit that vLLM itself gives for other reasons, and that we give."""
+    asked = matching(4)
+    assert asked.question() == (4 * CHUNK_TOKENS, True)
+    assert asked.question(CHUNK_TOKENS) == (3 * CHUNK_TOKENS, True)
+    assert asked.question(0, 2 * CHUNK_TOKENS) == (2 * CHUNK_TOKENS, True)
+    assert asked.question(0, CHUNK_TOKENS - 1) == (0, False)
+
+
+def test_a_hit_that_is_slow_from_some_chunk_on_is_cut_there(matching: Callable[[int], Matching]) -> None:
+    """The base is asked again with the limit, and what it remembers of the request is that of the second answer."""
+    asked = matching(4)
+    asked.lose_from_memory(3)
+    asked.observe_loads(1, 10.0)
+    for context_tokens in (0, 256, 512, 768, 1024):
+        asked.manager.decider.observe_prefill(CHUNK_TOKENS, context_tokens, 0.01)
+    for lookups in (2, 0):
+        assert asked.question() == (3 * CHUNK_TOKENS, True)
+        assert asked.lookups() == lookups, "nothing has changed since, so vLLM's half is not asked again"
+        [group] = asked.state("request").group_states
+        assert group.num_hit_chunks == 3
+        assert group.offload_keys == asked.chunks
+    assert asked.question(CHUNK_TOKENS + 64) == (2 * CHUNK_TOKENS - 64, True), "from within a chunk on"
+    assert asked.question(2 * CHUNK_TOKENS + 64) == (0, False), "vLLM loads no less than a chunk"
+    assert asked.question(3 * CHUNK_TOKENS) == (0, False), "nothing is left that is worth it"
+
+
+def test_a_request_that_waits_for_room_is_looked_up_again_when_something_has_changed(
+    matching: Callable[[int], Matching], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked about in every step. What counts: chunks that came, went or are being loaded, time, the question."""
+    asked = matching(3)
+
+    def ask(*question: int) -> tuple[tuple[int | None, bool], int]:
+        answer = asked.question(*question)
+        return answer, asked.lookups()
+
+    assert ask() == ((3 * CHUNK_TOKENS, True), 1)
+    assert ask() == ((3 * CHUNK_TOKENS, True), 0)
+    assert ask(CHUNK_TOKENS) == ((2 * CHUNK_TOKENS, True), 1)
+    assert ask(CHUNK_TOKENS) == ((2 * CHUNK_TOKENS, True), 0)
+    assert ask() == ((3 * CHUNK_TOKENS, True), 1)
+    assert asked.question(0, CHUNK_TOKENS) == (CHUNK_TOKENS, True)
+    store = asked.offer_keys([asked.chunks[3]])
+    assert asked.question() == (None, False), "the fourth is just being stored"
+    asked.report(store.ticket)
+    asked.lookups()
+    assert ask() == ((4 * CHUNK_TOKENS, True), 1)
+    asked.manager.prepare_load(asked.chunks[:1], manager_rig.request("loads"))
+    assert ask() == ((4 * CHUNK_TOKENS, True), 1)
+    asked.allocate("request", [], loaded_tokens=0)
+    assert ask() == ((4 * CHUNK_TOKENS, True), 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(connector_scheduler, "ANSWER_S", 0.0)
+        assert ask(0, 2 * CHUNK_TOKENS) == ((2 * CHUNK_TOKENS, True), 1)
+    assert ask(0, 2 * CHUNK_TOKENS) == ((2 * CHUNK_TOKENS, True), 1), "what others write may have come meanwhile"
+    assert ask(0, 2 * CHUNK_TOKENS) == ((2 * CHUNK_TOKENS, True), 0)
+    asked.manager.reset_cache()
+    assert ask(0, 2 * CHUNK_TOKENS) == ((0, False), 1)
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_chunk_is_described_until_the_last_tier_has_told_that_it_went(
+    memory: bool, matching: Callable[..., Matching]
+) -> None:
+    """llm-d's indexer knows blocks by the hashes of which a description consists, and vLLM keeps that by medium: what
+    is gone from memory must still be named when it goes from files, and be forgotten then.
+    """
+    asked = matching(4, memory=memory)
+    tracker = asked.scheduler._events_tracker
+    tracker.self_describing_enabled = True
+    assert asked.question() == (4 * CHUNK_TOKENS, True)
+
+    def removed() -> dict[Any, int]:
+        events = list(asked.scheduler.take_events())
+        gone = [event for event in events if type(event).__name__ == "BlockRemoved"]
+        return {event.medium: len(event.block_hashes) for event in gone}
+
+    blocks = 4 * BLOCKS_PER_CHUNK
+    assert removed() == {}
+    if memory:
+        asked.lose_from_memory(0)
+        assert removed() == {"CPU": blocks}
+    asked.lose(asked.chunks[:4], Outcome.CORRUPT)
+    assert len(tracker._pending_event_metadata) == 4
+    assert removed() == {"STORAGE": blocks}
+    assert tracker._pending_event_metadata == {}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_without_a_new_chunk_are_passed_over_and_nothing_else_is(seed: int, tmp_path: Path) -> None:
+    """Step by step what is stored, and what counts as stored, is as by vLLM's own loop over all requests."""
+
+    def go_on(name: str, build: Callable[..., dict[int, Any]]) -> list[Any]:
+        chances = random.Random(seed)
+        side = Matching(tmp_path / name, 2, memory=False)
+        request = side.request
+        request.status, request.num_computed_tokens = RequestStatus.RUNNING, 0
+        [group] = side.state("request").group_states
+        group.block_ids = list(range(1, 5 * BLOCKS_PER_CHUNK + 1))
+        told: list[Any] = []
+        while not request.is_finished():
+            tokens = chances.choice([1, 1, 1, 7, CHUNK_TOKENS - 1, CHUNK_TOKENS])
+            empty = SchedulerOutput.make_empty()
+            output = dataclasses.replace(empty, num_scheduled_tokens={"request": tokens, "unknown": 1})
+            if chances.random() < 0.05:
+                output = dataclasses.replace(empty, finished_req_ids={"request"})
+                request.status = RequestStatus.FINISHED_STOPPED
+            jobs = build(side.scheduler, output).values()
+            told.append([(job.src_spec.block_ids.tolist(), job.dst_spec.ticket.keys) for job in jobs])
+            told.append(group.next_stored_chunk_idx)
+            request.num_computed_tokens = min(request.num_computed_tokens + tokens, request.num_tokens - 1)
+        side.manager.shutdown()
+        return told
+
+    ours = go_on("ours", NixlOffloadScheduler._build_store_jobs)
+    assert ours == go_on("vllm", OffloadingConnectorScheduler._build_store_jobs)
+    assert any(ours[::2]), "nothing was stored"
