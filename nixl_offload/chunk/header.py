@@ -97,63 +97,25 @@ def decode_header(page: Buffer, *, may_lack_checksums: bool = False) -> ShardHea
     ``version`` (or an unknown algorithm or flag), ``header_checksum``, ``key`` or ``blocks``.
     """
     view = bytes_of(page)
-    if view.nbytes != HEADER_BYTES:
-        raise FormatError(f"a header page has {HEADER_BYTES} bytes, this one {view.nbytes}", reason="length")
-    (
-        magic,
-        version,
-        header_bytes,
-        algorithm,
-        flags,
-        namespace,
-        group,
-        blocks,
-        first_valid_block,
-        block_bytes,
-        payload_bytes,
-        created_s,
-        key_bytes,
-        key,
-    ) = _FIXED.unpack_from(view)
-    if magic != MAGIC:
-        raise FormatError(f"not a shard: it begins with {magic.hex()}, not with {MAGIC.hex()}", reason="magic")
-    if version != FORMAT_VERSION:
-        raise FormatError(f"format version {version}; this reader knows {FORMAT_VERSION}", reason="version")
-    (stated,) = OWN_CHECKSUM.unpack_from(view, OWN_CHECKSUM_AT)
-    found = block_checksum(view[:OWN_CHECKSUM_AT])
-    if stated != found:
-        raise FormatError(
-            f"the header page states its own checksum as {stated:016x} but has {found:016x}", reason="header_checksum"
-        )
-    known = algorithm == ALGORITHM_XXH3_64 or (may_lack_checksums and algorithm == ALGORITHM_NONE)
-    if not known or flags != 0:
-        raise FormatError(
-            f"checksum algorithm {algorithm} and flags {flags:#x}; this reader knows {ALGORITHM_XXH3_64} and 0x0",
-            reason="version",
-        )
-    if header_bytes != HEADER_BYTES or payload_bytes != blocks * block_bytes or block_bytes == 0:
-        raise FormatError(
-            f"header of {header_bytes} bytes, {blocks} blocks of {block_bytes} bytes, "
-            f"payload of {payload_bytes} bytes: these contradict each other",
-            reason="length",
-        )
-    if not 0 < key_bytes <= MAX_KEY_BYTES:
-        raise FormatError(f"a key of {key_bytes} bytes; 1 to {MAX_KEY_BYTES} are possible", reason="key")
-    if not first_valid_block < blocks <= MAX_BLOCKS_PER_CHUNK:
-        raise FormatError(
-            f"{blocks} blocks, the first valid one {first_valid_block}; at most {MAX_BLOCKS_PER_CHUNK} are possible",
-            reason="blocks",
-        )
-    return ShardHeader(
-        namespace=namespace,
-        key=key[:key_bytes],
-        group=group,
-        blocks_per_chunk=blocks,
-        first_valid_block=first_valid_block,
-        block_bytes=block_bytes,
-        created_s=created_s,
-        checksums=struct.unpack_from(f"<{blocks}Q", view, CHECKSUMS_AT),
-    )
+    _require(view.nbytes == HEADER_BYTES, "length", f"a header page has {HEADER_BYTES} bytes, this one {view.nbytes}")
+    magic, version, *sizes, key_bytes, key = _FIXED.unpack_from(view)
+    header_bytes, algorithm, flags, namespace, group, blocks, first_valid, block_bytes, payload_bytes, created_s = sizes
+    _require(magic == MAGIC, "magic", f"not a shard: it begins with {magic.hex()}, not with {MAGIC.hex()}")
+    _require(version == FORMAT_VERSION, "version", f"format version {version}; this reader knows {FORMAT_VERSION}")
+    (stated,), found = OWN_CHECKSUM.unpack_from(view, OWN_CHECKSUM_AT), block_checksum(view[:OWN_CHECKSUM_AT])
+    said = f"the header page states its own checksum as {stated:016x} but has {found:016x}"
+    _require(stated == found, "header_checksum", said)
+    known = (ALGORITHM_XXH3_64, ALGORITHM_NONE) if may_lack_checksums else (ALGORITHM_XXH3_64,)
+    said = f"checksum algorithm {algorithm} and flags {flags:#x}; this reader knows {ALGORITHM_XXH3_64} and 0x0"
+    _require(algorithm in known and flags == 0, "version", said)
+    fits = header_bytes == HEADER_BYTES and payload_bytes == blocks * block_bytes and block_bytes > 0
+    said = f"header of {header_bytes} bytes, {blocks} blocks of {block_bytes} bytes, payload of {payload_bytes} bytes"
+    _require(fits, "length", f"{said}: these contradict each other")
+    _require(0 < key_bytes <= MAX_KEY_BYTES, "key", f"a key of {key_bytes} bytes; 1 to {MAX_KEY_BYTES} are possible")
+    said = f"{blocks} blocks, the first valid one {first_valid}; at most {MAX_BLOCKS_PER_CHUNK} are possible"
+    _require(first_valid < blocks <= MAX_BLOCKS_PER_CHUNK, "blocks", said)
+    sums = struct.unpack_from(f"<{blocks}Q", view, CHECKSUMS_AT)
+    return ShardHeader(namespace, key[:key_bytes], group, blocks, first_valid, block_bytes, created_s, sums)
 
 
 def check_header(page: Buffer, expect: Expected, *, may_lack_checksums: bool = False) -> ShardHeader:
@@ -163,26 +125,20 @@ def check_header(page: Buffer, expect: Expected, *, may_lack_checksums: bool = F
     where the page is whole but another shard's.
     """
     header = decode_header(page, may_lack_checksums=may_lack_checksums)
-    if header.namespace != expect.namespace:
-        raise FormatError(
-            f"the shard belongs to namespace {header.namespace.hex()}, expected {expect.namespace.hex()}",
-            reason="namespace",
-        )
-    if header.key != expect.key or header.group != expect.group:
-        raise FormatError(
-            f"the shard holds key {header.key.hex()} of group {header.group}, "
-            f"expected {expect.key.hex()} of group {expect.group}",
-            reason="key",
-        )
-    if header.blocks_per_chunk != expect.blocks:
-        raise FormatError(
-            f"the shard holds {header.blocks_per_chunk} blocks, expected {expect.blocks}", reason="blocks"
-        )
-    if header.block_bytes != expect.block_bytes:
-        raise FormatError(
-            f"the shard's blocks have {header.block_bytes} bytes, expected {expect.block_bytes}", reason="length"
-        )
+    for reason, found, wanted, words in (
+        ("namespace", header.namespace.hex(), expect.namespace.hex(), "the shard belongs to namespace"),
+        ("key", header.key.hex(), expect.key.hex(), "the shard holds key"),
+        ("key", header.group, expect.group, "the shard's key is of group"),
+        ("blocks", header.blocks_per_chunk, expect.blocks, "the number of blocks in the shard is"),
+        ("length", header.block_bytes, expect.block_bytes, "the number of bytes in each block of the shard is"),
+    ):
+        _require(found == wanted, reason, f"{words} {found}, expected {wanted}")
     return header
+
+
+def _require(holds: bool, reason: str, words: str) -> None:
+    if not holds:
+        raise FormatError(words, reason=reason)
 
 
 def verify_checksums(header: ShardHeader, found: npt.NDArray[np.uint64], first_block: int) -> None:
@@ -192,23 +148,13 @@ def verify_checksums(header: ShardHeader, found: npt.NDArray[np.uint64], first_b
     Raises FormatError with reason ``checksum`` naming the first bad block, or ``blocks`` when a block was never stored.
     """
     last_block = first_block + len(found)
-    if not header.first_valid_block <= first_block < last_block <= header.blocks_per_chunk:
-        raise FormatError(
-            f"blocks {first_block} to {last_block} were asked for, the shard of key {header.key.hex()} holds "
-            f"{header.first_valid_block} to {header.blocks_per_chunk}",
-            reason="blocks",
-        )
+    is_held = header.first_valid_block <= first_block < last_block <= header.blocks_per_chunk
+    said = f"the shard of key {header.key.hex()} holds {header.first_valid_block} to {header.blocks_per_chunk}"
+    _require(is_held, "blocks", f"blocks {first_block} to {last_block} were asked for, {said}")
     stated = header.checksums[first_block:last_block]
-    values = tuple(found.tolist())
-    if values == stated:
-        return
-    for block, (expected, value) in enumerate(zip(stated, values, strict=True), start=first_block):
-        if expected != value:
-            raise FormatError(
-                f"block {block} of {header.blocks_per_chunk} of key {header.key.hex()} has checksum {value:016x}, "
-                f"expected {expected:016x}",
-                reason="checksum",
-            )
+    for block, (expected, value) in enumerate(zip(stated, found.tolist(), strict=True), start=first_block):
+        said = f"block {block} of {header.blocks_per_chunk} of key {header.key.hex()} has checksum {value:016x}"
+        _require(expected == value, "checksum", f"{said}, expected {expected:016x}")
 
 
 # Many shards of one group at once.

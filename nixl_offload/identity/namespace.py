@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from operator import itemgetter
-from typing import Any, Final
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from nixl_offload.chunk.shards import ONE_RANGE, ShardPlan
 from nixl_offload.errors import NamespaceError
@@ -24,21 +25,26 @@ _DOMAIN: Final = b"nixl-offload namespace 2\0"
 _RANK_DOMAIN: Final = b"nixl-offload rank 1\0"
 _SHORT_NAME_CHARS: Final = 32
 
-
 SHARD_ORDER: Final = "block layer head token content 1"
 """Of the bytes of a shard that is a range of heads, outermost first, and its version: see docs/format.md."""
 
 Setting = bool | int | float | str | None
 """A leaf of a configuration. Types count: true, 1 and "1" are three values."""
 
+_Text = Annotated[str, Field(min_length=1)]
+_Number = Annotated[int, Field(ge=1)]
+_AS_IT_IS: Final = ConfigDict(strict=True, revalidate_instances="always")
+"""``make_namespace`` checks types and ranges by the annotations: dataclasses check neither."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupFields:
     """One KV-cache group of the model."""
 
-    group_id: int
-    tokens_per_block: int
-    slot_bytes: tuple[int, ...]
+    __pydantic_config__: ClassVar[ConfigDict] = _AS_IT_IS
+    group_id: Annotated[int, Field(ge=0)]
+    tokens_per_block: _Number
+    slot_bytes: tuple[Annotated[int, Field(ge=0)], ...]
     """By rank: bytes of its shard of a chunk, header page and padding included; 0: it has no layer of the group. Of
     ``ShardedFields`` by shard; 0: the chunks of the group have none of that number.
     """
@@ -48,49 +54,50 @@ class GroupFields:
 class CommonFields:
     """What every fingerprint covers. Which rank a shard belongs to is not part of it: see ``Namespace.rank_digest``."""
 
-    tenant: str
-    engine: str
+    __pydantic_config__: ClassVar[ConfigDict] = _AS_IT_IS
+    tenant: _Text
+    engine: _Text
     """Serving engine and its version, such as ``vllm 0.33.0``: it decides what lies where inside a block."""
-    platform: str
+    platform: _Text
     """Kind of device, as far as kernels lay values out differently, such as ``cuda:9.0``."""
-    attention_backend: str | None
+    attention_backend: _Text | None
     """Names of the backends in use, chosen by the operator or not, joined by "+"; None when the ranks named none."""
-    model: str
+    model: _Text
     """Name as served; of a local model the last part of its path."""
-    revision: str | None
+    revision: _Text | None
     """The commit of a model from the Hub, where it is known, else what was asked for."""
-    weights: str | None
+    weights: _Text | None
     """Digest of a local model's files; None where the name and the revision tell (``identity.weights``)."""
-    dtype: str
+    dtype: _Text
     """Of the KV cache, ``fp8_e4m3`` and the like included."""
-    tokens_per_block: int
+    tokens_per_block: _Number
     """Of the group with the largest blocks."""
-    blocks_per_chunk: int
-    tokens_per_hash: int
-    hash_algorithm: str
+    blocks_per_chunk: _Number
+    tokens_per_hash: _Number
+    hash_algorithm: _Text
     """Of vLLM's block hashes."""
-    hash_seed: str | None
+    hash_seed: _Text | None
     """PYTHONHASHSEED, which seeds block hashes where it is set."""
-    groups: tuple[GroupFields, ...]
+    groups: Annotated[tuple[GroupFields, ...], Field(min_length=1)]
     """In any order; group ids are unique."""
-    settings: Mapping[str, Setting]
+    settings: Mapping[_Text, bool | int | Annotated[float, Field(allow_inf_nan=False)] | str | None]
     """Everything else in the engine's configuration that is not known to be harmless, by its path."""
-    format_version: int = FORMAT_VERSION
+    format_version: _Number = FORMAT_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespaceFields(CommonFields):
     """The fingerprint of chunks of which each rank has one shard, in its own order of bytes."""
 
-    kv_layout: str
+    kv_layout: _Text
     """Order of layers, blocks, heads, tokens and channels in memory, such as ``LBHNC``."""
-    ranks: tuple[str, ...]
+    ranks: Annotated[tuple[_Text, ...], Field(min_length=1)]
     """By rank: a digest of what it has allocated, layer by layer."""
-    tp: int
-    pp: int
-    pcp: int
-    dcp: int
-    world_size: int
+    tp: _Number
+    pp: _Number
+    pcp: _Number
+    dcp: _Number
+    world_size: _Number
 
     @property
     def holders(self) -> int:
@@ -104,13 +111,13 @@ class ShardedFields(CommonFields):
     sizes. Where something is said of a rank, read: of the shard with that number.
     """
 
-    ranks: tuple[str, ...]
+    ranks: Annotated[tuple[_Text, ...], Field(min_length=1)]
     """Digests of the layers of the whole model, as each rank knows them; one for all where they agree."""
-    shards: int
+    shards: _Number
     """How many numbers of shards there are."""
-    layers: tuple[int, ...] = ONE_RANGE.begins
+    layers: Annotated[tuple[int, ...], Field(min_length=1)] = ONE_RANGE.begins
     """The first layer of each range of layers; left out of the plain data where there is one range."""
-    shard_order: str = SHARD_ORDER
+    shard_order: _Text = SHARD_ORDER
 
     @property
     def holders(self) -> int:
@@ -245,68 +252,29 @@ def _plain(value: NamespaceFields | ShardedFields) -> dict[str, Any]:
     return plain
 
 
-_TYPES: Final[dict[str, type]] = {
-    "str": str,
-    "int": int,
-    "tuple[GroupFields, ...]": tuple,
-    "tuple[int, ...]": tuple,
-    "tuple[str, ...]": tuple,
-    "Mapping[str, Setting]": dict,
-}
+_FIELDS: Final[TypeAdapter[Any]] = TypeAdapter(NamespaceFields | ShardedFields)
 
 
 def _check(value: NamespaceFields | ShardedFields) -> None:
-    _check_types(value, "namespace")
-    if not value.groups:
-        raise NamespaceError("namespace.groups is empty; a model has at least one KV-cache group")
+    try:
+        _FIELDS.validate_python(value)
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = ".".join(str(part) for part in found["loc"][1:])
+        raise NamespaceError(f"namespace.{where}: {found['msg']}, not {found['input']!r}") from error
     for position, group in enumerate(value.groups):
-        where = f"namespace.groups[{position}]"
-        if type(group) is not GroupFields:
-            raise NamespaceError(f"{where} must be GroupFields, not {type(group).__name__}")
-        _check_types(group, where)
-        sizes = group.slot_bytes
-        if len(sizes) != value.holders:
-            raise NamespaceError(f"{where}.slot_bytes has {len(sizes)} sizes for {value.holders} ranks")
-        if any(type(size) is not int or size < 0 for size in sizes):
-            raise NamespaceError(f"{where}.slot_bytes must be numbers of bytes, not {sizes!r}")
-        if not any(sizes):
-            raise NamespaceError(f"{where}.slot_bytes is 0 on every rank: nobody has a layer of this group")
+        where = f"namespace.groups[{position}].slot_bytes"
+        if len(group.slot_bytes) != value.holders:
+            raise NamespaceError(f"{where} has {len(group.slot_bytes)} sizes for {value.holders} ranks")
+        if not any(group.slot_bytes):
+            raise NamespaceError(f"{where} is 0 on every rank: nobody has a layer of this group")
     ids = [group.group_id for group in value.groups]
     if len(set(ids)) != len(ids):
         raise NamespaceError(f"namespace.groups repeats a group id: {ids}")
     if isinstance(value, ShardedFields):
-        if not value.ranks:
-            raise NamespaceError("namespace.ranks has no digest of the model's layers")
-        begins = value.layers
-        if any(type(begin) is not int for begin in begins) or begins != tuple(sorted({0, *begins})):
-            raise NamespaceError(f"namespace.layers must be the first layers of ranges, from 0 on, not {begins!r}")
-        if value.shards % len(begins):
-            raise NamespaceError(f"namespace.shards is {value.shards}, no multiple of {len(begins)} ranges of layers")
+        if value.layers != tuple(sorted({0, *value.layers})):
+            raise NamespaceError(f"namespace.layers must be first layers of ranges, from 0 on, not {value.layers!r}")
+        if value.shards % len(value.layers):
+            raise NamespaceError(f"namespace.shards is {value.shards}, no multiple of {len(value.layers)} ranges")
     elif len(value.ranks) != value.world_size:
         raise NamespaceError(f"namespace.ranks has {len(value.ranks)} digests for {value.world_size} ranks")
-    for position, rank in enumerate(value.ranks):
-        if type(rank) is not str or not rank:
-            raise NamespaceError(f"namespace.ranks[{position}] must be a digest, not {rank!r}")
-    for path, setting in value.settings.items():
-        if type(path) is not str or not path:
-            raise NamespaceError(f"namespace.settings: {path!r} is not the path of a setting")
-        if setting is not None and type(setting) not in (bool, int, float, str):
-            raise NamespaceError(f"namespace.settings.{path} must be a plain value, not {type(setting).__name__}")
-        if isinstance(setting, float) and not math.isfinite(setting):
-            raise NamespaceError(f"namespace.settings.{path} is {setting}, which JSON has no number for")
-
-
-def _check_types(value: NamespaceFields | ShardedFields | GroupFields, where: str) -> None:
-    """Check types and ranges by the annotations: dataclasses check neither, and True, 1 and "1" must not mix."""
-    for item in fields(value):
-        found = getattr(value, item.name)
-        annotation = str(item.type)
-        if found is None and annotation.endswith(" | None"):
-            continue
-        if type(found) is not _TYPES[annotation.removesuffix(" | None")]:
-            raise NamespaceError(f"{where}.{item.name} must be {annotation}, not {type(found).__name__}")
-        if found == "":
-            raise NamespaceError(f"{where}.{item.name} is empty")
-        least = 0 if item.name == "group_id" else 1
-        if isinstance(found, int) and found < least:
-            raise NamespaceError(f"{where}.{item.name} is {found}; allowed: {least} or more")

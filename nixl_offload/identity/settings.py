@@ -20,6 +20,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import PurePath
 from typing import Any, Final
 
@@ -145,11 +146,13 @@ class _Walk:
             names = [item.name for item in dataclasses.fields(value) if item.name not in left_out]
             return [(name, getattr(value, name, None)) for name in names]
         if isinstance(value, Mapping):
-            return sorted(((_key(key), item) for key, item in value.items()), key=lambda pair: pair[0])
+            return sorted(((_key(key), item) for key, item in value.items()), key=itemgetter(0))
         attributes = getattr(value, "__dict__", None)
         if attributes and not callable(value):
             left_out = self._excused_of(type(value))
-            return sorted(((name, item) for name, item in attributes.items() if name not in left_out), key=_first)
+            return sorted(
+                ((name, item) for name, item in attributes.items() if name not in left_out), key=itemgetter(0)
+            )
         return None
 
     def _excused_of(self, kind: type) -> set[str]:
@@ -157,8 +160,11 @@ class _Walk:
 
     def _list_text(self, value: Sequence[object] | Set[object], path: str) -> str:
         parts = [dict(self.leaves(item, f"{path}[{number}]")) for number, item in enumerate(value)]
-        # Paths below an item are as long as where it stands; only what follows is its own.
-        texts = [_item_text(part, f"{path}[{number}]") for number, part in enumerate(parts)]
+        texts = []
+        for number, part in enumerate(parts):
+            at = f"{path}[{number}]"  # only what follows in a leaf's path is the item's own
+            own = part[at] if list(part) == [at] else {name[len(at) :]: leaf for name, leaf in part.items()}
+            texts.append(json.dumps(own))
         return "[" + ", ".join(sorted(texts) if isinstance(value, Set) else texts) + "]"
 
     def _incomparable(self, path: str) -> str:
@@ -167,10 +173,7 @@ class _Walk:
 
 
 class _NoScalar:
-    """What ``_scalar`` returns for what is no leaf by its type."""
-
-
-_NO_SCALAR: Final = _NoScalar()
+    """Stands for a value that is no leaf by its type."""
 
 
 def _scalar(value: object) -> Setting | _NoScalar:
@@ -191,15 +194,7 @@ def _scalar(value: object) -> Setting | _NoScalar:
         return str(value)
     if isinstance(value, type) or (inspect.isroutine(value) and "<" not in value.__qualname__):
         return f"{value.__module__}.{value.__qualname__}"  # a lambda's name says nothing of it
-    return _NO_SCALAR
-
-
-def _item_text(part: Mapping[str, Setting], path: str) -> str:
-    return (
-        json.dumps({name[len(path) :]: leaf for name, leaf in part.items()})
-        if list(part) != [path]
-        else (json.dumps(part[path]))
-    )
+    return _NoScalar()
 
 
 def text_setting(path: str, text: str, digest_file: DigestFile = digest_of_file) -> str:
@@ -244,7 +239,3 @@ def _without(value: object, names: Mapping[str, str]) -> object:
     if isinstance(value, Mapping):
         return {key: _without(item, names) for key, item in value.items() if key not in names}
     return value
-
-
-def _first(pair: tuple[str, object]) -> str:
-    return pair[0]

@@ -21,16 +21,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 import xxhash
 
 from nixl_offload.errors import NamespaceError
-from nixl_offload.identity.weights_cache import WeightsCache, cache_directory_of
 from nixl_offload.identity.weights_files import ModelFile, is_local, list_alone, list_files, model_file, unreadable
 
-__all__ = ["WeightsDigest", "cache_directory_of", "digest_of_file", "is_local"]
+__all__ = ["WeightsDigest", "digest_of_file", "is_local"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +45,11 @@ _DOMAIN: Final = b"nixl-offload weights 1\0"
 class WeightsDigest:
     """The digest of a local model's files, made in the background. It begins at once; ``close`` it in the end."""
 
-    def __init__(
-        self, model: str, cache_directory: Path | None, *, threads: int | None = None, alone: bool = False
-    ) -> None:
+    def __init__(self, model: str, *, threads: int | None = None, alone: bool = False) -> None:
         """Begin to read.
 
-        ``model``: a directory, or a file of weights. ``cache_directory``: where digests are remembered, see
-        ``cache_directory_of``; None: nowhere. ``threads``: how many read; by default half of the cores, at most 4.
-        ``alone``: only the content of the file ``model`` counts, not its name, nor the files beside it.
+        ``model``: a directory, or a file of weights. ``threads``: how many read; by default half of the cores, at most
+        4. ``alone``: only the content of the file ``model`` counts, not its name, nor the files beside it.
         """
         self.weight_files = 0
         """How many of the files hold weights, by their names, once ``wait`` has returned True. 0: the weights come from
@@ -62,7 +57,6 @@ class WeightsDigest:
         self._model = model
         self._list = list_alone if alone else list_files
         self._threads = threads or max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // 2))
-        self._cache = WeightsCache(cache_directory)
         self._stop = threading.Event()
         self._done = threading.Event()
         self._ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
@@ -116,25 +110,20 @@ class WeightsDigest:
             self._done.set()
 
     def _identify(self) -> str:
-        began_s, listed_s = time.monotonic(), time.time()
         files = self._list(self._model)
         self.weight_files = sum(file.holds_weights for file in files)
-        self._cache.refresh()
-        digests = {file: known for file in files if (known := self._cache.get(file)) is not None}
-        if len(digests) < len(files):
-            fresh = self._read([file for file in files if file not in digests], began_s)
-            if changed := set(files) ^ set(self._list(self._model)):
-                raise _changed(min(changed, key=lambda file: file.name).path)
-            self._cache.add(fresh, listed_s)
-            digests |= fresh
+        digests = self._read(files)
+        if changed := set(files) ^ set(self._list(self._model)):
+            raise _changed(min(changed, key=lambda file: file.name).path)
         whole = hashlib.sha256(_DOMAIN)
         for file in files:
             name = os.fsencode(file.name)
             whole.update(struct.pack("<Q", len(name)) + name + bytes.fromhex(digests[file]))
         return whole.hexdigest()
 
-    def _read(self, files: Sequence[ModelFile], began_s: float) -> dict[ModelFile, str]:
+    def _read(self, files: Sequence[ModelFile]) -> dict[ModelFile, str]:
         """Return the digests of ``files``, by all threads together. Raises NamespaceError, OSError."""
+        began_s = time.monotonic()
         self._total_bytes = sum(file.size_bytes for file in files)
         pieces = deque((file, piece) for file in files for piece in range(_count_pieces(file)))
         sums = {file: [b""] * _count_pieces(file) for file in files}
@@ -214,12 +203,11 @@ class WeightsDigest:
 
 
 def digest_of_file(path: str) -> str:
-    """Return the digest of a file's content, or of all files in a directory that count, in hex. Waits for it; remembers
-    nothing.
+    """Return the digest of a file's content, or of all files in a directory that count, in hex. Waits for it.
 
     Raises NamespaceError: it cannot be read, or changed while it was read.
     """
-    return WeightsDigest(path, None, alone=os.path.isfile(path)).wait_for_result()
+    return WeightsDigest(path, alone=os.path.isfile(path)).wait_for_result()
 
 
 def _count_pieces(file: ModelFile) -> int:

@@ -34,9 +34,7 @@ class DurableIndex:
     not kept aside: its space is promised to chunks. Rows are lost by that, but none is wrong.
     """
 
-    def __init__(
-        self, database: Database, *, batch_delay_s: float, retry_interval_s: float, max_queued_ops: int
-    ) -> None:
+    def __init__(self, database: Database, batch_delay_s: float, retry_interval_s: float, max_queued_ops: int) -> None:
         """Use ``open``."""
         self._batch_delay_s = batch_delay_s
         self._retry_interval_s = retry_interval_s
@@ -80,13 +78,7 @@ class DurableIndex:
         ``retry_interval_s``: pause between attempts while storage fails.
         ``max_queued_ops``: bound of the queue; a queued call takes about 150 bytes.
         """
-        database = Database(path, geometry)
-        journal = cls(
-            database,
-            batch_delay_s=batch_delay_s,
-            retry_interval_s=retry_interval_s,
-            max_queued_ops=max_queued_ops,
-        )
+        journal = cls(Database(path, geometry), batch_delay_s, retry_interval_s, max_queued_ops)
         newest = journal._first_connection()
         journal._writer.start()
         return journal, journal._rows(newest)

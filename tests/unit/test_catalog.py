@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.catalog import Catalog, Change
-from nixl_offload.index import DurableIndex, Index, State
+from nixl_offload.index import DurableIndex, Index
 from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
 from nixl_offload.tiers.slot_allocator import SlotAllocator
 from nixl_offload.types import Key, Lookup, LookupContext, Outcome
@@ -214,19 +214,6 @@ def test_stuck_storage_does_not_hold_requests_back(make: MakeCatalog) -> None:
     catalog.reserve([_key(1)], 10.0)
     assert catalog.lookup(_key(1), 11.0) is Lookup.PENDING
     assert catalog.lookup(_key(1), 13.0) is Lookup.MISS
-
-
-def test_eviction_tells_what_was_removed(make: MakeCatalog) -> None:
-    catalog = make(slots=1)
-    _store(catalog, 1)
-    _store(catalog, 2)
-    assert catalog.take_changes() == [
-        Change(0, (_key(1),), removed=False),
-        Change(0, (_key(1),), removed=True),
-        Change(0, (_key(2),), removed=False),
-    ], "in the order in which it happened"
-    assert catalog.tiers[0].state(_key(1)) is None
-    assert catalog.tiers[0].state(_key(2)) is State.READY
 
 
 def test_a_request_does_not_wait_for_one_store_after_another(make: MakeCatalog) -> None:

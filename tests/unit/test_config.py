@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nixl_offload.config import (
     MemoryConfig,
@@ -21,14 +19,13 @@ from nixl_offload.config import (
     parse_config,
 )
 from nixl_offload.errors import ConfigError
-from nixl_offload.units import format_size, parse_duration, parse_size
+from nixl_offload.units import parse_duration, parse_size
 
 SLAB_TIER: dict[str, Any] = {"kind": "slab", "path": "/mnt/nvme/kv", "capacity": "500GiB"}
 SHARED_DIR_TIER: dict[str, Any] = {"kind": "shared_dir", "path": "/mnt/shared/kv", "capacity": "20TiB"}
 S3_TIER: dict[str, Any] = {"kind": "s3", "bucket": "kv-cache"}
 MEMORY_TIER: dict[str, Any] = {"kind": "memory", "capacity": "32GiB"}
 OF_KIND = {"memory": MEMORY_TIER, "slab": SLAB_TIER, "shared_dir": SHARED_DIR_TIER, "s3": S3_TIER}
-LOOKUP_DEFAULTS = {"timeout": "1s", "present_for": "10m", "absent_for": "10s"}
 MINIMAL: dict[str, Any] = {"tiers": [SLAB_TIER]}
 
 
@@ -68,64 +65,29 @@ def test_a_chain_is_read_and_rendered_back() -> None:
     assert parse_config(config.to_dict()) == config
 
 
-SHARED_TIERS = [
-    {**SHARED_DIR_TIER, "mover": "posix", "lookup": {"timeout": "250ms"}},
-    {
-        **S3_TIER,
-        "prefix": "prod/llama=3",
-        "endpoint": "https://[fd00::1]:9000",
-        "region": "eu-central-1",
-        "addressing": "virtual",
-        "mover": "obj",
-        "ttl": "36h",
-        "capacity": "1.5TB",
-        "ca_bundle": "/etc/ssl/our-ca.pem",
-        "connections": 64,
-        "request_timeout": "1500ms",
-        "lookup": {"timeout": "2s", "present_for": "1h", "absent_for": "1s"},
-    },
-]
-
-
-def test_shared_tiers_are_read_and_rendered_back() -> None:
-    config = parse_config({"tiers": SHARED_TIERS, "load_timeout": "5s"})
-    assert parse_config(config.to_dict()) == config
-    assert config.load_timeout_s == 5.0
-    for tier, shown in zip(SHARED_TIERS, config.to_dict()["tiers"], strict=True):
-        expected = {**tier, "lookup": {**LOOKUP_DEFAULTS, **tier["lookup"]}}
-        assert {field: shown[field] for field in expected if field != "request_timeout"} == {
-            field: value for field, value in expected.items() if field != "request_timeout"
-        }
-
-
 @pytest.mark.parametrize(
     ("field", "written", "kept"),
     [
         ("prefix", "/prod/a/", "prod/a"),
         ("prefix", "/", ""),
-        ("prefix", "..a/b..", "..a/b.."),
         ("endpoint", "http://MinIO.example:9000/", "http://minio.example:9000"),
-        ("endpoint", None, None),
+        ("endpoint", "https://[fd00::1]:9000", "https://[fd00::1]:9000"),
         ("ca_bundle", "/etc//ssl/../ca.pem", "/etc/ca.pem"),
+        ("capacity", "1536GiB", "1.5TiB"),
     ],
 )
-def test_shared_tiers_are_normalised(field: str, written: str | None, kept: str | None) -> None:
+def test_values_are_normalised(field: str, written: str, kept: str) -> None:
     assert parse_config({"tiers": [{**S3_TIER, field: written}]}).to_dict()["tiers"][0][field] == kept
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     # a tier, where, what is said
     ({**MEMORY_TIER, "unsaved_limit": "33GiB"}, "unsaved_limit", "is more than the capacity; allowed: up to 32GiB"),
-    ({"kind": "memory", "unsaved_limit": "1GiB"}, "capacity", "is required; for example: capacity: 500GiB"),
-    ({**MEMORY_TIER, "promote": 1}, "promote", "1 is refused: input should be a valid boolean"),
     ({**MEMORY_TIER, "promte": True}, "promte", "unknown field (did you mean 'promote'?); allowed: kind, capacity, "),
     ({**SLAB_TIER, "path": "kv"}, "path", "'kv' is refused; allowed: an absolute path, such as /mnt"),
-    ({**SLAB_TIER, "path": "/k\0v"}, "path", "'/k\\x00v' is refused"),
     ({**SLAB_TIER, "capacity": True}, "capacity", "True is not a size; allowed: "),
-    ({**SLAB_TIER, "mover": "boto3"}, "mover", "'boto3' is unknown; allowed: auto, gds_mt, posix, kvikio"),
     ({**SLAB_TIER, "threads": 1000}, "threads", "1000 is refused: input should be less than or equal to 256"),
     ({**SLAB_TIER, "lookup": {}}, "lookup", "unknown field; it belongs to kind shared_dir or s3; allowed: kind, path"),
-    ({**SHARED_DIR_TIER, "promote": True}, "promote", "unknown field; it belongs to kind memory; allowed: "),
     ({**SHARED_DIR_TIER, "lookup": {"timout": "1s"}}, "lookup.timout", "unknown field (did you mean 'timeout'?); "),
     ({**SLAB_TIER, "keep_free": "100%"}, "keep_free", "'100%' is not a share; allowed: whole percents from 1% to 99%"),
     ({"kind": "s3"}, "bucket", "is required; for example: bucket: kv-cache"),
@@ -138,10 +100,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         ({**S3_TIER, "endpoint": endpoint}, "endpoint", " is refused; allowed: http(s)://host[:port]")
         for endpoint in ("minio:9000", "http://a/b", "http://a:b", "http://[a", "http://a?b=c")
     ),
-    ({**S3_TIER, "region": ""}, "region", "'' is refused; allowed: such as eu-central-1"),
-    ({**S3_TIER, "ttl": 7}, "ttl", "7 is not a duration; allowed: a number with a unit"),
     ({**S3_TIER, "ttl": "0s"}, "ttl", "'0s' is refused: input should be greater than 0"),
-    ({**S3_TIER, "ttl": "40000d"}, "ttl", "'40000d' is refused: input should be less than"),
     ({**S3_TIER, "ca_bundle": "ca.pem"}, "ca_bundle", "'ca.pem' is refused; allowed: the absolute path of a file"),
     ({**S3_TIER, "lookup": None}, "lookup", "None is refused: input should be a mapping"),
     (
@@ -164,7 +123,6 @@ def test_refusals_of_a_tier(tier: dict[str, Any], where: str, said: str) -> None
     ("change", "expected"),
     [
         ({"tiers": []}, "tiers: [] is refused: "),
-        ({"tiers": {"kind": "slab"}}, "tiers: {'kind': 'slab'} is refused: "),
         ({"tiers": [7]}, "tiers[0]: 7 is refused: input should be a mapping"),
         ({"tiers": [{"path": "/a"}]}, "tiers[0].kind: is required; allowed: memory, slab, shared_dir, s3"),
         (
@@ -174,20 +132,11 @@ def test_refusals_of_a_tier(tier: dict[str, Any], where: str, said: str) -> None
         ({"tenent": "a"}, "tenent: unknown field (did you mean 'tenant'?); allowed: tenant, chunk_tokens, "),
         ({"tenant": "a/../b"}, "tenant: 'a/../b' is refused; allowed: 1 to 64 of "),
         ({"chunk_tokens": "256"}, "chunk_tokens: '256' is refused: input should be a valid integer"),
-        ({"verify": "none"}, "verify: 'none' is unknown; allowed: checksum, always, header"),
         ({"drain_timeout": 5}, "drain_timeout: 5 is not a duration; allowed: a number with a unit"),
-        ({"store_after": 256}, "store_after: 256 is refused: input should be less than or equal to 255"),
-        ({"store_after": True}, "store_after: True is refused: input should be a valid integer"),
         *(({"shards": shards}, f"shards: {shards!r} is no number of") for shards in (0, 1000, None, True, "8", "auto")),
         ({"shards": {"heads": "no"}}, "shards.heads: 'no' is no number of shards; allowed: distinct, or a"),
-        ({"shards": {"heads": 8, "layers": 0}}, "shards.layers: 0 is refused: input should be greater than"),
         ({"shards": {"heads": 8, "layer": 2}}, "shards.layer: unknown field (did you mean 'layers'?); allowed: heads,"),
         ({"vllm": {"block_size": 16}}, "vllm.block_size: unknown field; chunk_tokens sets it; allowed: offload_prompt"),
-        (
-            {"vllm": {"canonical_layout": float("nan")}},
-            "vllm.canonical_layout: nan is refused: input should be a valid",
-        ),
-        ({"vllm": [1]}, "vllm: [1] is refused: input should be a mapping"),
         ({"authenticate": {"key_file": "/k"}}, "authenticate: has no meaning without a tier of kind shared_dir or s3"),
         ({"authenticate": {"key_file": "0f" * 32}}, "authenticate.key_file: '***' is refused; allowed: the absolute"),
     ],
@@ -238,13 +187,10 @@ def test_directories_of_two_tiers_lie_side_by_side(shared: str) -> None:
     "tier",
     [
         {"kind": "s3", "bucket": "kv-cache", "aws_secret_access_key": "hunter2"},
-        {"kind": "s3", "bucket": "kv-cache", "access_key": "hunter2"},
-        {"kind": "s3", "bucket": "kv-cache", "session_token": "hunter2"},
         {"kind": "s3", "bucket": "kv-cache", "password": "hunter2"},
         {"kind": "s3", "bucket": "kv-cache", "credentials": {"a": "hunter2"}},
         {"kind": "s3", "bucket": "kv-cache", "endpoint": "https://me:hunter2@s3.example"},
         {"kind": "s3", "bucket": "kv-cache", "endpoint": "https://me:a/hunter2/b@s3.example"},
-        {"kind": "s3", "bucket": "kv-cache", "endpoint": "me:hunter2@s3.example"},
         {"kind": "s3", "bucket": "kv-cache", "prefix": "me:hunter2@s3.example"},
         {"kind": "s3", "bucket": "https://me:hunter2@s3.example/kv"},
     ],
@@ -261,7 +207,6 @@ def test_credentials_are_refused_and_never_repeated(tier: dict[str, Any]) -> Non
     [
         ("", "kv.yaml: tiers: is required; for example: tiers: "),
         ("- 1\n", "kv.yaml: [1] is not a mapping"),
-        ("tiers: [\n", "kv.yaml:2:1: not valid YAML: "),
         ("tenant: a\ntenant: b\n", "kv.yaml:2:1: not valid YAML: tenant is given twice, first in line 1; say it once"),
         ("tiers:\n  - {kind: slab, kind: s3}\n", "kv.yaml:2:18: not valid YAML: tiers[0].kind is given twice"),
         ("tiers: &a [*a]\n", "kv.yaml:1:12: not valid YAML: anchors and aliases are not supported here"),
@@ -270,7 +215,6 @@ def test_credentials_are_refused_and_never_repeated(tier: dict[str, Any]) -> Non
         ("a: !!python/object/apply:os.getcwd []\n", "kv.yaml:1:4: not valid YAML: could not determine a constructor"),
         ("a: 2024-13-45\n", "kv.yaml:1:4: not valid YAML: this is no timestamp"),
         ("a: 1\nb: !!bool hunter2\n", "kv.yaml:2:4: not valid YAML: this is no bool"),
-        ("a: 1\n---\nb: 2\n", "kv.yaml:2:1: not valid YAML: "),
         ("[" * 5000, "kv.yaml: nested too deeply"),
         ("a: 1\nb: \x1b[1m\n", "kv.yaml:2: not valid YAML: the character U+001B is not allowed in YAML; remove it"),
     ],
@@ -280,16 +224,12 @@ def test_yaml_that_says_something_else_than_a_reader_sees(tmp_path: Path, text: 
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file"):
-        load_config(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match=r"cannot be read: Is a directory"):
-        load_config(tmp_path)
     (tmp_path / "bytes.yaml").write_bytes(b"tenant: \xff\n")
-    with pytest.raises(ConfigError, match=r"is not UTF-8 text"):
-        load_config(tmp_path / "bytes.yaml")
-    for name, shown in (("kv\0.yaml", r"'kv\\x00.yaml'"), ("kv\ud800", r"'kv\\ud800'")):
-        with pytest.raises(ConfigError, match=rf"^{shown}: cannot be read: "):
-            load_config(name)
+    for name, words in (("none.yaml", "No such file"), (".", "Is a directory"), ("bytes.yaml", "is not UTF-8 text")):
+        with pytest.raises(ConfigError, match=words):
+            load_config(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"^'kv\\x00.yaml': cannot be read"):
+        load_config("kv\0.yaml")
 
 
 def test_a_file_that_is_no_config_is_not_read_to_its_end(tmp_path: Path) -> None:
@@ -341,11 +281,6 @@ def test_sizes_and_durations() -> None:
     for text, guess in (("500G", "500GiB"), ("500Gi", "500GiB"), ("2mib", "2MiB")):
         with pytest.raises(ValueError, match=rf"did you mean {guess}\?"):
             parse_size(text)
-
-
-@given(st.integers(min_value=0, max_value=2**63 - 1) | st.integers(0, 8191).map(lambda n: n << 40))
-def test_sizes_survive_rendering(size_bytes: int) -> None:
-    assert parse_size(format_size(size_bytes)) == size_bytes
 
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "nixl_offload/configs").glob("*.yaml"))

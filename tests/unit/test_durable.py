@@ -108,25 +108,6 @@ def test_a_key_of_any_length_takes_no_memory(path: str) -> None:
         tracemalloc.stop()
 
 
-def test_random_calls_leave_the_rows_of_a_model(path: str) -> None:
-    """5000 calls in many batches through the real database: as if done one by one."""
-    choose = random.Random(3)
-    index, _ = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0)
-    model: dict[Key, tuple[int, int]] = {}
-    for _ in range(5000):
-        number, slot = choose.randrange(1500), choose.randrange(1500)
-        if choose.random() < 0.7:
-            index.put(key(number), place(slot))
-            model = {k: v for k, v in model.items() if v[0] != slot * 4096}
-            model.pop(key(number), None)
-            model[key(number)] = (slot * 4096, 4096)
-        else:
-            index.delete(key(number))
-            model.pop(key(number), None)
-    assert index.close(WAIT_S)
-    assert reread(path) == [(k, *v) for k, v in model.items()]
-
-
 def test_put_and_delete_do_not_wait_for_the_storage(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a write hangs, calls go on; afterwards all of them are there."""
     hangs, go_on = threading.Event(), threading.Event()
@@ -417,41 +398,6 @@ def test_a_journal_without_its_index_is_not_applied_to_the_next_one(path: str) -
     assert write(path, 1) == []
     assert os.listdir(os.path.dirname(path)) == ["index.sqlite"]
     assert reread(path) == [row(1, 1)]
-
-
-READING = """
-    import sys
-    from pathlib import Path
-    from nixl_offload.tiers.slab.index_reader import IndexReader
-    reader = IndexReader(Path(sys.argv[1]))
-    print(sum(1 for _ in reader.rows()), flush=True)
-    for _ in range(5):
-        numbers = [int.from_bytes(row.key[:32], "big") for row in reader.rows()]
-        assert numbers == sorted(set(numbers)), "a row twice, or out of its order"
-        assert len(numbers) >= 30_000
-"""
-
-
-def test_reading_beside_a_running_engine_keeps_neither_waiting(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Commands page through the rows while more are written; both get on, and no commit is given up."""
-    fill(path, 30_000)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    index, rows = DurableIndex.open(path, GEOMETRY, batch_delay_s=0.0)
-    assert len(flat(rows)) == 30_000
-    command = [sys.executable, "-c", textwrap.dedent(READING), path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline().strip() == "30000"
-        count = 30_000
-        while child.poll() is None and count < 500_000:
-            for number in range(count, count + 100):
-                index.put(key(number), place(number))
-            count += 100
-            assert index.flush(WAIT_S)
-    assert child.returncode == 0
-    assert count > 30_500
-    assert index.close(WAIT_S)
-    assert caplog.records == []
 
 
 def test_a_reader_that_stays_costs_a_warning_and_no_row(path: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,11 +17,6 @@ from nixl_offload.vllm.hint_format import (
 )
 
 
-def test_requests_without_hints_for_us() -> None:
-    for params in (None, {}, {"do_remote_decode": True}, "text", 7, ["nixl_offload"]):
-        assert hint_of(params) is None
-
-
 def test_every_field() -> None:
     raw = {"token_ids": [1, 2], "prefetch": True, "retain_s": 60, "store": False}
     hint = hint_of({"do_remote_decode": True, "nixl_offload": raw})

@@ -11,13 +11,10 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from nixl_offload.cli.main import main
-from nixl_offload.config import parse_config
-from nixl_offload.errors import ConfigError
 from tools.config_docs import PAGE, insert_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 SLAB: dict[str, Any] = {"kind": "slab", "path": "/mnt/nvme/kv", "capacity": "500GiB"}
-S3: dict[str, Any] = {"kind": "s3", "bucket": "kv-cache"}
 
 
 @pytest.fixture
@@ -44,7 +41,7 @@ def test_samples_and_what_show_prints_are_valid(
 ) -> None:
     file = tmp_path / "kv.yaml"
     memory, shared = {"kind": "memory", "capacity": "32GiB"}, {**SLAB, "kind": "shared_dir"}
-    file.write_text(yaml.safe_dump({"tiers": [memory, shared, {**S3, "ttl": "90m"}]}))
+    file.write_text(yaml.safe_dump({"tiers": [memory, shared, {"kind": "s3", "bucket": "kv-cache", "ttl": "90m"}]}))
     assert main(["show", "--json", str(file)]) == 0
     shown = json.loads(capsys.readouterr().out)["config"]
     for config in (
@@ -52,27 +49,3 @@ def test_samples_and_what_show_prints_are_valid(
         *(yaml.safe_load(path.read_text()) for path in (ROOT / "nixl_offload/configs").glob("*.yaml")),
     ):
         assert [error.message for error in Draft202012Validator(schema).iter_errors(config)] == []
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"tiers": []},
-        {"tiers": [{"path": "/a"}]},
-        {"tiers": [{**SLAB, "kind": "fle"}]},
-        {"tiers": [{**SLAB, "path": "kv"}]},
-        {"tiers": [{**SLAB, "capacity": "500 gigs"}]},
-        {"tiers": [{**SLAB, "polcy": "lru"}]},
-        {"tiers": [{**S3, "endpoint": "https://me:hunter2@s3.example"}]},
-        {"tiers": [{**S3, "ttl": 7}]},
-        {"chunk_tokens": 0},
-        {"shards": "auto"},
-        {"vllm": {"block_size": 16}},
-    ],
-    ids=str,
-)
-def test_schema_and_loader_refuse(schema: Any, change: dict[str, Any]) -> None:
-    mapping = {"tiers": [SLAB], **change}
-    assert not Draft202012Validator(schema).is_valid(mapping)
-    with pytest.raises(ConfigError):
-        parse_config(mapping)

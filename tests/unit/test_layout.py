@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -33,97 +33,58 @@ def chunk_extents(layout: KVLayout, group: int, block_ids: npt.NDArray[np.intege
     return job_extents(layout, [ChunkBlocks(0, group, ids, first_block)]).extents
 
 
-def are_aligned(extents: ChunkExtents, alignment_bytes: int, bases: npt.NDArray[np.int64]) -> bool:
-    """Whether each address, payload offset and length is a multiple of ``alignment_bytes``."""
-    addresses = bases[extents.tensor_index] + extents.memory_offset
-    return not any((column % alignment_bytes).any() for column in (addresses, extents.payload_offset, extents.length))
-
-
 def region(
     page_bytes: int, stride_bytes: int | None = None, base_address: int = 0, num_blocks: int = NUM_BLOCKS
 ) -> RegionSpec:
     return RegionSpec(0, base_address, num_blocks, stride_bytes or page_bytes, page_bytes)
 
 
-def one_tensor_per_layer(blocks_per_chunk: int) -> KVLayout:
-    return KVLayout(
-        (region(48), region(48), region(48)), (GroupLayout.of_pages(((0, 48), (1, 48), (2, 48))),), blocks_per_chunk
-    )
+pages = GroupLayout.of_pages
 
 
-def packed_blocks(blocks_per_chunk: int) -> KVLayout:
-    """Block-outermost: one tensor, which every group refers to whole."""
-    return KVLayout(
-        (region(96),), (GroupLayout.of_pages(((0, 96),)), GroupLayout.of_pages(((0, 96),))), blocks_per_chunk
-    )
+def runs(*refs: tuple[int, int, int]) -> GroupLayout:
+    return GroupLayout(tuple(PageRun(*ref) for ref in refs))
 
 
-def aliased_hybrid(blocks_per_chunk: int) -> KVLayout:
-    """Full attention, sliding window and a padded Mamba state share the tensors; one group has fewer layers."""
-    groups = (
-        GroupLayout.of_pages(((0, 64), (1, 64))),
-        GroupLayout.of_pages(((0, 64),)),
-        GroupLayout.of_pages(((0, 37), (1, 37))),
-    )
-    return KVLayout((region(64), region(64)), groups, blocks_per_chunk)
+LAYOUTS = {
+    "blocks outermost: one tensor, which every group refers to whole": (
+        (region(96),),
+        (pages([(0, 96)]), pages([(0, 96)])),
+    ),
+    "full attention, sliding window and a padded Mamba state share tensors; one has fewer layers": (
+        (region(64), region(64)),
+        (pages([(0, 64), (1, 64)]), pages([(0, 64)]), pages([(0, 37), (1, 37)])),
+    ),
+    "padded pages": ((region(64), region(80)), (pages([(0, 50), (1, 80)]),)),
+    "layers interleaved per block but registered one by one: the stride exceeds the page": (
+        (region(32, 96), region(32, 96)),
+        (pages([(0, 32), (1, 32)]),),
+    ),
+    "MLA: one latent page per layer, and an indexer whose pages have another size": (
+        (region(72), region(72), region(24)),
+        (pages([(0, 72), (1, 72), (2, 24)]),),
+    ),
+    "two layers alias one tensor: blocks touch in memory and in the payload, pages do not": (
+        (region(16), region(8)),
+        (pages([(0, 16), (1, 8), (0, 16)]),),
+    ),
+    "each half of the heads is a group: in a tensor for each layer, the second one with padding": (
+        (region(48), region(60)),
+        (runs((0, 0, 24), (1, 0, 24)), runs((0, 24, 24), (1, 24, 24))),
+    ),
+    "two layers in a block: halves of their heads, all heads, quarters in either order": (
+        (region(96),),
+        (
+            runs((0, 0, 24), (0, 48, 24)),
+            runs((0, 24, 24), (0, 72, 24)),
+            runs((0, 0, 24), (0, 24, 24), (0, 48, 48)),
+            runs((0, 84, 12), (0, 0, 12)),
+            runs((0, 0, 12), (0, 72, 24)),
+        ),
+    ),
+}
+"""Tensors and groups."""
 
-
-def padded_pages(blocks_per_chunk: int) -> KVLayout:
-    return KVLayout((region(64), region(80)), (GroupLayout.of_pages(((0, 50), (1, 80))),), blocks_per_chunk)
-
-
-def strided_views(blocks_per_chunk: int) -> KVLayout:
-    """Layers interleaved per block but registered one by one: the stride exceeds the page."""
-    return KVLayout((region(32, 96), region(32, 96)), (GroupLayout.of_pages(((0, 32), (1, 32))),), blocks_per_chunk)
-
-
-def mla(blocks_per_chunk: int) -> KVLayout:
-    """One latent page per layer, and an indexer whose pages have another size."""
-    return KVLayout(
-        (region(72), region(72), region(24)), (GroupLayout.of_pages(((0, 72), (1, 72), (2, 24))),), blocks_per_chunk
-    )
-
-
-def one_layer_twice(blocks_per_chunk: int) -> KVLayout:
-    """Two layers of one group alias the same tensor: blocks touch in memory and in the payload, pages do not."""
-    return KVLayout((region(16), region(8)), (GroupLayout.of_pages(((0, 16), (1, 8), (0, 16))),), blocks_per_chunk)
-
-
-def head_shards(blocks_per_chunk: int) -> KVLayout:
-    """Each half of the heads is a group of its own: in a tensor for each layer, the second one with padding."""
-    halves = [GroupLayout((PageRun(0, offset, 24), PageRun(1, offset, 24))) for offset in (0, 24)]
-    return KVLayout((region(48), region(60)), tuple(halves), blocks_per_chunk)
-
-
-def packed_head_shards(blocks_per_chunk: int) -> KVLayout:
-    """Two layers in a block: halves of their heads, all heads, the last layer's last quarter and the first's first, and
-    these in the order in which blocks that follow each other touch.
-    """
-    halves = [GroupLayout((PageRun(0, offset, 24), PageRun(0, 48 + offset, 24))) for offset in (0, 24)]
-    whole = GroupLayout((PageRun(0, 0, 24), PageRun(0, 24, 24), PageRun(0, 48, 48)))
-    turned = GroupLayout((PageRun(0, 84, 12), PageRun(0, 0, 12)))
-    ends = GroupLayout((PageRun(0, 0, 12), PageRun(0, 72, 24)))
-    return KVLayout((region(96),), (*halves, whole, turned, ends), blocks_per_chunk)
-
-
-def bytes_beside_pages(blocks_per_chunk: int) -> KVLayout:
-    return KVLayout((region(48), region(1)), (GroupLayout.of_pages(((0, 48), (1, 1))),), blocks_per_chunk)
-
-
-LAYOUTS = [
-    one_tensor_per_layer,
-    packed_blocks,
-    aliased_hybrid,
-    padded_pages,
-    strided_views,
-    mla,
-    one_layer_twice,
-    head_shards,
-    packed_head_shards,
-    bytes_beside_pages,
-]
-
-MakeLayout = Callable[[int], KVLayout]
 Row = tuple[int, int, int, int]
 
 
@@ -162,12 +123,14 @@ def chunks_of(draw: st.DrawFn, layout: KVLayout, group: int) -> ChunkBlocks:
     return ChunkBlocks(0, group, np.array(ids, dtype=np.int32), first)
 
 
-@pytest.mark.parametrize("make_layout", LAYOUTS)
+@pytest.mark.parametrize(("tensors", "groups"), LAYOUTS.values(), ids=LAYOUTS)
 @settings(max_examples=60)
 @given(st.integers(1, 9), st.data())
-def test_extents_are_those_of_the_model(make_layout: MakeLayout, blocks: int, data: st.DataObject) -> None:
+def test_extents_are_those_of_the_model(
+    tensors: tuple[RegionSpec, ...], groups: tuple[GroupLayout, ...], blocks: int, data: st.DataObject
+) -> None:
     """For every layout, chunks of any number of blocks, unaligned heads and short tails."""
-    layout = make_layout(blocks)
+    layout = KVLayout(tensors, groups, blocks)
     group = data.draw(st.integers(0, len(layout.groups) - 1))
     chunks = data.draw(st.lists(chunks_of(layout, group), min_size=1, max_size=6))
     job = job_extents(layout, chunks)
@@ -188,35 +151,48 @@ def test_extents_are_those_of_the_model(make_layout: MakeLayout, blocks: int, da
     ],
 )
 def test_blocks_that_do_not_exist_are_refused(group: int, block_ids: list[int], first_block: int, words: str) -> None:
+    layout = KVLayout((region(96),), (pages([(0, 96)]),) * 2, 4)
     with pytest.raises(LayoutError, match=words):
-        chunk_extents(packed_blocks(4), group, np.array(block_ids, dtype=np.int32), first_block)
+        chunk_extents(layout, group, np.array(block_ids, dtype=np.int32), first_block)
 
 
 @pytest.mark.parametrize(
-    ("tensors", "run", "blocks_per_chunk", "words"),
+    ("tensor", "run", "blocks_per_chunk", "words"),
     [
-        ((region(8),), PageRun(1, 0, 8), 4, "tensor 1 of 1"),
-        ((region(8),), PageRun(0, 0, 9), 4, "9 bytes from byte 0 on of the pages of tensor 0, which have 8"),
-        ((region(8, 16),), PageRun(0, 4, 5), 4, "5 bytes from byte 4 on"),
-        ((region(8),), PageRun(0, -4, 8), 4, "8 bytes from byte -4 on"),
-        ((region(8),), PageRun(0, 0, 0), 4, "0 bytes"),
-        ((region(9, 8),), PageRun(0, 0, 8), 4, "9 bytes, 8 apart"),
-        ((region(8, num_blocks=0),), PageRun(0, 0, 8), 4, "0 pages"),
-        ((region(8), region(0, 8)), PageRun(0, 0, 8), 4, "pages of 0 bytes"),
-        ((region(8),), PageRun(0, 0, 8), 0, "chunk of 0 blocks"),
-        ((region(8),), PageRun(0, 0, 8), MAX_BLOCKS_PER_CHUNK + 1, "1 to 487"),
+        (region(8), PageRun(1, 0, 8), 4, "tensor 1 of 1"),
+        (region(8, 16), PageRun(0, 4, 5), 4, "5 bytes from byte 4 on"),
+        (region(8), PageRun(0, -4, 8), 4, "8 bytes from byte -4 on"),
+        (region(9, 8), PageRun(0, 0, 8), 4, "9 bytes, 8 apart"),
+        (region(8), PageRun(0, 0, 8), MAX_BLOCKS_PER_CHUNK + 1, "1 to 487"),
     ],
 )
 def test_a_layout_that_contradicts_itself_is_refused(
-    tensors: tuple[RegionSpec, ...], run: PageRun, blocks_per_chunk: int, words: str
+    tensor: RegionSpec, run: PageRun, blocks_per_chunk: int, words: str
 ) -> None:
     with pytest.raises(LayoutError, match=words):
-        KVLayout(tensors, (GroupLayout((run,)),), blocks_per_chunk)
+        KVLayout((tensor,), (GroupLayout((run,)),), blocks_per_chunk)
+
+
+@pytest.mark.parametrize(
+    ("stride", "base_address", "run", "is_direct"),
+    [
+        (8192, 1 << 16, PageRun(0, 4096, 4096), True),
+        (8192, (1 << 16) + 512, PageRun(0, 0, 4096), False),
+        (8704, 1 << 16, PageRun(0, 0, 4096), False),
+        (8192, 1 << 16, PageRun(0, 512, 4096), False),
+        (8192, 1 << 16, PageRun(0, 0, 4000), False),
+    ],
+)
+def test_direct_needs_every_address_and_length_aligned(
+    stride: int, base_address: int, run: PageRun, is_direct: bool
+) -> None:
+    layout = KVLayout((region(8192, stride, base_address),), (GroupLayout((run,)),), 4)
+    assert layout.is_group_direct_capable(0, 4096) is is_direct
 
 
 def test_a_group_without_layers_takes_nothing_and_has_no_blocks() -> None:
     """As on a pipeline stage that has no layer of it; another stage may have no KV tensor at all."""
-    layout = KVLayout((region(8),), (GroupLayout(()), GroupLayout.of_pages(((0, 8),))), 4)
+    layout = KVLayout((region(8),), (GroupLayout(()), pages([(0, 8)])), 4)
     assert layout.empty_groups == {0}
     assert (layout.groups[0].block_bytes, layout.slot_bytes(0)) == (0, 0)
     assert layout.slot_bytes(1) == slot_bytes(4, 8)
@@ -224,29 +200,6 @@ def test_a_group_without_layers_takes_nothing_and_has_no_blocks() -> None:
     with pytest.raises(LayoutError, match="a KV cache of 0 blocks"):
         chunk_extents(layout, 0, np.array([0], dtype=np.int32), 0)
     assert KVLayout((), (GroupLayout(()),), 4).empty_groups == {0}
-
-
-def test_direct_needs_every_address_offset_and_length_aligned() -> None:
-    group = (GroupLayout.of_pages(((0, 4096), (1, 4096))),)
-    for stride, page, second_base, direct in (
-        (4096, 4096, 1 << 20, True),
-        (8192, 4096, 1 << 20, True),
-        (4096, 4096, (1 << 20) + 512, False),
-        (4608, 4096, 1 << 20, False),
-    ):
-        tensors = (region(page, stride, base_address=1 << 16), region(page, stride, base_address=second_base))
-        layout = KVLayout(tensors, group, 4)
-        bases = np.array([tensor.base_address for tensor in tensors])
-        extents = chunk_extents(layout, 0, np.array([5, 6, 11]), 1)
-        assert are_aligned(extents, 4096, bases) is direct
-        assert layout.is_group_direct_capable(0, 4096) is direct
-        assert are_aligned(extents, 1, bases)
-    unpadded = KVLayout(tensors, (GroupLayout.of_pages(((0, 4000),)),), 4)
-    assert not unpadded.is_group_direct_capable(0, 4096)
-    for offset, direct in ((4096, True), (512, False)):
-        part = KVLayout((region(8192),), (GroupLayout((PageRun(0, offset, 4096),)),), 4)
-        assert part.is_group_direct_capable(0, 4096) is direct
-        assert are_aligned(chunk_extents(part, 0, np.array([5]), 0), 4096, np.array([0])) is direct
 
 
 # From a job's numbers to the blocks of each chunk.
@@ -318,15 +271,8 @@ def test_a_job_whose_numbers_do_not_fit_is_refused(
 def test_runs_that_touch_are_one() -> None:
     """So a rank that stores all heads of packed blocks coalesces as if it knew of no heads."""
     refs = (PageRun(0, 0, 24), PageRun(0, 24, 24), PageRun(0, 48, 48))
-    assert GroupLayout(refs) == GroupLayout.of_pages([(0, 96)])
+    assert GroupLayout(refs) == pages([(0, 96)])
     layout = KVLayout((region(96),), (GroupLayout(refs),), 16)
     assert rows_of(chunk_extents(layout, 0, np.arange(3, 19), 0)) == [(0, 3 * 96, 0, 16 * 96)]
     apart = (PageRun(0, 24, 24), PageRun(0, 0, 24), PageRun(1, 24, 24), PageRun(0, 48, 8), PageRun(0, 57, 8))
     assert GroupLayout(apart).refs == apart
-
-
-def test_the_smallest_cache_and_the_largest_chunk() -> None:
-    layout = KVLayout((region(1, num_blocks=1),), (GroupLayout.of_pages(((0, 1),)),), MAX_BLOCKS_PER_CHUNK)
-    assert rows_of(chunk_extents(layout, 0, np.array([0]), MAX_BLOCKS_PER_CHUNK - 1)) == [
-        (0, 0, MAX_BLOCKS_PER_CHUNK - 1, 1)
-    ]

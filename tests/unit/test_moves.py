@@ -138,14 +138,6 @@ def test_nothing_is_fetched_from_a_farther_tier_to_be_stored_in_a_nearer_one(mak
     assert chain.told(FILE) == {"failed": 1, "gone": 1}
 
 
-def test_a_chunk_that_fell_through_goes_on_behind_its_tier_only(make: MakeChain) -> None:
-    chain = make(memory_slots=1, bucket=True)
-    chain.store(1, 2)
-    assert chain.holders(2) == [FILE]
-    assert (key(2), FILE, BUCKET) in chain.write_through()
-    assert chain.holders(2) == [FILE, BUCKET]
-
-
 def test_a_known_chunk_is_written_where_it_is_lacking(make: MakeChain) -> None:
     chain = make(file_slots=1)
     chain.store(1, 2)
@@ -155,18 +147,6 @@ def test_a_known_chunk_is_written_where_it_is_lacking(make: MakeChain) -> None:
     assert chain.write_through() == [(key(2), MEMORY, FILE)], "which the slab has room for by giving up the first"
     assert chain.holders(1) == [MEMORY]
     assert Change(FILE, (key(1),), removed=True) in chain.catalog.take_changes()
-
-
-def test_what_arrives_by_another_way_is_not_written(make: MakeChain) -> None:
-    chain = make()
-    chain.store(1)
-    file = chain.tiers[FILE]
-    assert file.reserve(key(1), SLOT, []) is not None
-    file.commit(key(1))
-    assert chain.begin() == []
-    assert not chain.catalog.has_pending_writes
-    assert chain.pinned(MEMORY) == 0
-    assert chain.told(FILE) == {}
 
 
 # Tiers that take nothing
@@ -201,36 +181,6 @@ def test_a_tier_that_is_out_of_use_keeps_nobody_awake_for_long(make: MakeChain) 
     told = chain.told(BUCKET)
     assert told["refused"] + told["failed"] == 6
     assert chain.pinned(MEMORY) == 0
-
-
-def test_what_waited_in_vain_is_dropped_bit_by_bit(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tens of thousands of chunks lose their last chance in the same instant, and one step must not pay for all."""
-    monkeypatch.setattr(moves, "MAX_DROPPED", 3)
-    chain = make(bucket=True)
-    bucket = _break(chain)
-    monkeypatch.setattr(bucket, "reserve", lambda key, slot_bytes, evicted: None)
-    chain.store(*range(8))
-    while chain.catalog.counts().pending_writes[FILE]:
-        chain.write_through()
-    chain.now_s += 30.0
-    dropped = []
-    while chain.catalog.has_pending_writes:
-        assert chain.write_through() == []
-        dropped.append(chain.told(BUCKET)["refused"])
-    assert dropped == [3, 6, 8]
-    assert chain.pinned(MEMORY) == 0
-
-
-def test_a_tier_that_comes_back_gets_what_waits(make: MakeChain) -> None:
-    chain = make(bucket=True)
-    _break(chain)
-    chain.store(1, 2)
-    assert [written[2] for written in chain.write_through()] == [FILE, FILE]
-    assert chain.catalog.has_pending_writes
-    chain.now_s += 2.0
-    chain.catalog.flush(chain.now_s)
-    assert chain.write_through() == [(key(1), MEMORY, BUCKET)], "the trial"
-    assert chain.write_through() == [(key(2), MEMORY, BUCKET)]
 
 
 def test_a_tier_that_hangs_is_given_up_and_holds_up_no_other(make: MakeChain) -> None:
@@ -286,19 +236,6 @@ def test_a_write_that_failed_is_counted_and_made_again_when_it_is_offered(make: 
     assert chain.pinned(MEMORY) == 0
     chain.reserve(1)
     assert chain.write_through() == [(key(1), MEMORY, FILE)]
-
-
-def test_a_damaged_source_is_dropped(make: MakeChain) -> None:
-    chain = make(memory_slots=1, bucket=True, unsaved_slots=0)
-    chain.store(1)
-    chain.write_through(to=[FILE])
-    chain.come_to_rest()
-    chain.tiers[BUCKET].clear()
-    chain.tiers[MEMORY].clear()
-    chain.reserve(1)
-    assert chain.write_through(Outcome.CORRUPT) == [(key(1), FILE, BUCKET)]
-    assert chain.holders(1) == []
-    assert chain.catalog.take_changes()[-1] == Change(FILE, (key(1),), removed=True)
 
 
 def test_one_rank_that_failed_fails_the_write(make: MakeChain) -> None:
@@ -424,16 +361,6 @@ def test_a_promotion_pushes_nothing_out_that_the_same_load_reads(make: MakeChain
     assert Change(MEMORY, (key(9),), removed=True) in chain.catalog.take_changes()
     chain.report(grant.ticket)
     chain.report(grant.promotion_ticket)
-
-
-def test_a_chunk_offered_while_it_is_promoted_is_not_stored_twice(make: MakeChain) -> None:
-    chain = make()
-    _in_file_alone(chain, 1)
-    grant = chain.catalog.prepare_load(keys(1), chain.now_s)
-    assert chain.reserve(1) is None
-    chain.report(grant.ticket)
-    chain.report(grant.promotion_ticket)
-    assert chain.holders(1) == [MEMORY, FILE]
 
 
 def test_a_chunk_whose_load_failed_is_stored_anew_though_its_promotion_is_still_open(make: MakeChain) -> None:

@@ -223,18 +223,6 @@ def test_damage_is_found_and_the_chunk_is_gone_at_its_source(make: MakeChain) ->
     assert chain.tiers[FILE].state(key(1)) is None, "it may be stored anew at once"
 
 
-def test_a_reset_in_the_midst_serves_nothing_afterwards(make: MakeChain) -> None:
-    chain = make()
-    on_file_only(chain, 1, 2)
-    foretell(chain, 1, 2)
-    [grant] = begun(chain)
-    foretell(chain, 1, 2)
-    chain.catalog.clear()
-    chain.report(grant.ticket)
-    assert chain.holders(1) == chain.holders(2) == []
-    assert bring(chain) == []
-
-
 def test_the_oldest_of_too_many_is_dropped(make: MakeChain) -> None:
     chain = make()
     on_file_only(chain, 1)

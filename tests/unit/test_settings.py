@@ -6,8 +6,6 @@ import dataclasses
 import enum
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,25 +92,6 @@ def test_settings_are_equal_exactly_where_values_are(one: Any, other: Any) -> No
     """JSON tells True, 1 and 1.0 apart, as settings must."""
     same = json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
     assert (as_json({"root": one}) == as_json({"root": other})) is same
-
-
-def test_another_process_finds_the_same() -> None:
-    """Sets of strings come out in another order in each process."""
-    program = (
-        "import json; from nixl_offload.identity.settings import collect;"
-        "print(json.dumps(collect({'a': {'x', 'y', 'z', 'w'}, 'b': frozenset(['q', 'r', 's'])}, {}).values))"
-    )
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": str(seed)},
-            capture_output=True,
-            check=True,
-            text=True,
-        ).stdout
-        for seed in range(4)
-    }
-    assert len(printed) == 1
 
 
 def _with_a_name() -> Callable[[], int]:
@@ -236,8 +215,8 @@ def test_a_directory_counts_by_its_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert settings(names) != before
 
 
-def test_what_cannot_be_read_counts_by_its_name(tmp_path: Path) -> None:
-    """Reading a pipe would never end."""
+def test_a_pipe_counts_by_its_name(tmp_path: Path) -> None:
+    """Reading it would never end. So does what cannot be read."""
     os.mkfifo(tmp_path / "pipe")
     for name in (str(tmp_path / "pipe"), "/proc/self/mem"):
         assert settings({"scale_path": name}) == {"scale_path": name}
@@ -266,18 +245,6 @@ class Derived(Base):
 
     kernel: Kernel = Kernel.FAST
     parts: list[Any] = dataclasses.field(default_factory=list)
-
-
-def test_fields_are_named_by_their_path() -> None:
-    found = settings({"outer": Derived(parts=[1, Base()]), "none": None})
-    assert found == {
-        "none": None,
-        "outer.(type)": "Derived",
-        "outer.size": 1,
-        "outer.port": 80,
-        "outer.kernel": "Kernel.FAST",
-        "outer.parts": '[1, {".(type)": "Base", ".size": 1, ".port": 80}]',
-    }
 
 
 def test_excused_fields_of_a_base_class_are_left_out_of_derived_ones() -> None:

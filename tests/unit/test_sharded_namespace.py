@@ -18,8 +18,7 @@ from nixl_offload.identity.namespace import (
     manifest_fits,
 )
 from nixl_offload.tiers.inspect import NamespaceInfo
-from nixl_offload.tiers.shared.naming import shards_of
-from tests.unit.shared_rig import key_of, namespace_of
+from tests.unit.shared_rig import key_of
 from tests.unit.test_namespace import BASE, changed
 
 FULL = GroupFields(group_id=0, tokens_per_block=16, slot_bytes=(1 << 20,) * 4)
@@ -94,15 +93,6 @@ def test_ranges_of_layers_have_shards_of_their_own(
     info = NamespaceInfo(namespace.name, manifest)
     assert (info.ranks, info.details()["layers"]) == (8, "0 16")
     assert make_namespace(replace(STAGED, layers=(0, 15))).digest != namespace.digest
-
-
-def test_shards_have_the_names_of_ranks() -> None:
-    space = namespace_of(4)
-    cut = make_namespace(CUT)
-    assert [shard.name.partition("/")[2] for shard in shards_of(cut, key_of(7))] == [
-        shard.name.partition("/")[2] for shard in shards_of(space, key_of(7))
-    ]
-    assert [shard.size_bytes for shard in shards_of(cut, key_of(7, 1))] == [1 << 21]
 
 
 def test_the_manifest_says_what_the_namespace_is() -> None:

@@ -104,10 +104,10 @@ def _open_nothing(position: int, place: object) -> TierEngine:
 
 def test_weights_are_read_by_as_many_threads_as_there_are(tmp_path: Path, shortage: Shortage) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights" * 1000)
-    whole = WeightsDigest(str(tmp_path), None, threads=4)
+    whole = WeightsDigest(str(tmp_path), threads=4)
     assert whole.wait(20)
     shortage(after=2)
-    short = WeightsDigest(str(tmp_path), None, threads=4)
+    short = WeightsDigest(str(tmp_path), threads=4)
     assert short.wait(20)
     assert short.result() == whole.result()
     until(lambda: not _threads("weights-"))

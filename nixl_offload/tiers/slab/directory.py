@@ -4,7 +4,6 @@ Threading: one owner, at start and end. While requests are served a thread may c
 Ownership: the process that has a ``TierDirectory`` is the only engine on that directory.
 
     <path>/lock                        held as long as the engine lives
-    <path>/.weights-cache…             digests of the model's files: see ``identity.weights_cache``
     <path>/dp-<i>/…                    one such root per data-parallel engine, where there are several
     <path>/<namespace>/manifest.json   for people, and for recognising the directory; its mtime is the last use
     <path>/<namespace>/index.sqlite    the durable index

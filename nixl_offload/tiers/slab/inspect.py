@@ -64,7 +64,7 @@ class SlabInspector(Inspector):
             holder = self._holder(part)
             for path in _children(root):
                 if not _NAMESPACE_NAME.fullmatch(path.name) or os.path.islink(path) or not os.path.isdir(path):
-                    known = path.name == "lock" or path.name.startswith(other_namespaces.SMALL_FILES)
+                    known = path.name == "lock"
                     self.other_objects += not known and not (not part and _DP_NAME.fullmatch(path.name))
                     continue
                 manifest = other_namespaces.read_manifest(path)

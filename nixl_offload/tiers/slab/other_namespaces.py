@@ -17,11 +17,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from nixl_offload.identity.weights_cache import CACHE_PREFIX
-
 MANIFEST_NAME: Final = "manifest.json"
-SMALL_FILES: Final = (CACHE_PREFIX,)
-"""How names of small files of ours begin; room for them is set aside."""
 _MANIFEST_MAX_BYTES: Final = 1 << 20
 _NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
 _DP_NAME: Final = re.compile(r"dp-[0-9]+")
@@ -46,14 +42,12 @@ class Survey(NamedTuple):
 def survey(directory: Path, skip: Collection[Path]) -> Survey:
     """Measure everything in ``directory`` except ``skip``, looking for namespaces there and in its ``dp-N`` parts.
 
-    Small files of ours are left out: else a second start would find less room than the first, and cut chunks off.
-
     Raises OSError. What vanishes meanwhile counts nothing.
     """
     namespaces: list[OtherNamespace] = []
     other_bytes = 0
     for path in _children(directory):
-        if path in skip or path.name.startswith(SMALL_FILES):
+        if path in skip:
             continue
         used_s = last_use_s(path)
         if used_s is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import sqlite3
 from collections.abc import Iterator
@@ -28,8 +27,6 @@ from nixl_offload.chunk.header import (
 )
 from nixl_offload.errors import FormatError, TierError
 from nixl_offload.identity.namespace import make_namespace, manifest_digest, manifest_fits
-from nixl_offload.identity.weights_cache import CACHE_PREFIX, WeightsCache
-from nixl_offload.identity.weights_files import model_file
 from nixl_offload.index.durable import DurableIndex
 from nixl_offload.tiers.shared.naming import manifest_name, parse_manifest_name, parse_shard_name, shard_name
 from nixl_offload.tiers.slab import index_reader
@@ -282,26 +279,6 @@ def manifest(scratch: Path) -> One:
     return one
 
 
-def weights_cache(scratch: Path) -> One:
-    """The file of remembered digests: counts for nothing when it is not whole, and is replaced."""
-    directory = scratch / "cache"
-    directory.mkdir(exist_ok=True, mode=0o700)
-    file = directory / f"{CACHE_PREFIX}.json"
-    model = scratch / "model.safetensors"
-    model.write_bytes(b"\0")
-    known = model_file("model.safetensors", str(model), os.stat(model))
-
-    def one(data: bytes) -> None:
-        file.write_bytes(data)
-        file.chmod(0o600)
-        remembered = WeightsCache(directory, "host")
-        remembered.refresh()
-        digest = remembered.get(known)
-        expect(digest is None or (len(digest) == 64 and int(digest, 16) >= 0), "a digest or nothing")
-
-    return one
-
-
 def names(scratch: Path) -> One:
     """Names of objects and files, which a listing brings: taken apart only where they are put together the same."""
 
@@ -330,9 +307,5 @@ def targets() -> Iterator[Target]:
         "stored/manifest", manifest, 15_000, lambda: [json.dumps(_manifest()).encode(), b'{"namespace":"","slab":{}}'],
         words, json_mutated,
     )  # fmt: skip
-    cached = json.dumps({"version": 1, "files": {"a" * 32: "b" * 64}}).encode()
-    yield Target(
-        "stored/weights_cache", weights_cache, 40_000, lambda: [cached], [b'"version"', b'"files"'], json_mutated
-    )
     shard = shard_name(_NAMESPACE, Key(EXPECT.key), 3).encode()
     yield Target("stored/names", names, 200_000, lambda: [shard, manifest_name(_NAMESPACE).encode()], max_bytes=256)
