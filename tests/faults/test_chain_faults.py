@@ -6,23 +6,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Generator
 
 import numpy as np
 import pytest
 
-from nixl_offload.engine import Chunk, jobs, link_engine, make_move, pump, rank_engine
+from nixl_offload.engine import Chunk, link_engine, make_move, pump, rank_engine
 from nixl_offload.engine.jobs import MOVE_QUEUE_LIMIT_S
-from nixl_offload.engine.transfer_paths.common import QUARANTINE_S
-from nixl_offload.movers.base import MemoryKind, Mover, Op, Transfer, TransferState
+from nixl_offload.movers.base import Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.select import open_mover
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
+from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig, chain_rigs
 from tests.unit.engine_rig import NUM_BLOCKS
 from tests.unit.link_rig import Watched
 
@@ -37,20 +33,7 @@ Make = Callable[..., ChainRig]
 LOAD_TIMEOUT_S = 30.0
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    rigs: list[ChainRig] = []
-
-    def build(*movers: Mover, **options: Any) -> ChainRig:
-        rigs.append(ChainRig.make(tmp_path, *movers, **options))
-        return rigs[-1]
-
-    yield build
-    for rig in rigs:
-        for mover in rig.movers:
-            if isinstance(mover, FaultyMover):
-                mover.release()
-        rig.close()
+make = pytest.fixture(chain_rigs)
 
 
 def faulty(*faults: Fault) -> FaultyMover:
@@ -78,13 +61,11 @@ def quiet(rig: ChainRig, *, tickets: int | None = None) -> None:
 # -- landings -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["copy", "posix"])
-def test_a_load_that_is_given_up_lands_when_its_read_ends(make: Make, tmp_path: Path, kind: str) -> None:
+def test_a_load_that_is_given_up_lands_when_its_read_ends(make: Make) -> None:
     """FAILED at the timeout, and KV blocks are never touched; the slot is not told of before the last byte, and OK
     then.
     """
-    inner = CopyMover() if kind == "copy" else open_mover("posix", MemoryKind.DRAM, str(tmp_path)).mover
-    mover = FaultyMover(inner, [Fault(0, FaultKind.STUCK, op=Op.READ)])
+    mover = faulty(Fault(0, FaultKind.STUCK, op=Op.READ))
     rig = make(mover)
     rig.put(FILE, 0)
     before = rig.blocks(range(NUM_BLOCKS))
@@ -159,19 +140,6 @@ def test_a_mover_that_raises_leaves_no_ticket_open(make: Make) -> None:
     assert rig.moves(2, [rig.move(0, FILE, MEMORY), rig.move(1, MEMORY, FILE)]) == (OK, OK)
 
 
-def test_a_quarantined_store_keeps_its_place(make: Make) -> None:
-    """FAILED gives the place away, and the host slot too: told when late writes must be over."""
-    rig = make(faulty(Fault(0, FaultKind.FAIL, op=Op.WRITE, quarantine=True)))
-    rig.fill_host(0)
-    rig.chain.submit_moves(1, [rig.move(0, MEMORY, FILE)])
-    mover = rig.movers[0]
-    assert isinstance(mover, FaultyMover)
-    rig.until(lambda: bool(mover.submitted))
-    quiet(rig, tickets=0)
-    rig.clock.ahead_s += QUARANTINE_S + 1
-    assert rig.settle(1).outcomes == (FAILED,)
-
-
 # -- a tier that hangs ----------------------------------------------------------------------------------------------
 
 
@@ -227,101 +195,27 @@ def test_a_tier_that_hangs_delays_no_other_and_holds_a_bounded_share(make: Make)
     assert rig.chain.idle()
 
 
-def test_moves_that_hang_leave_room_for_loads_and_stores_of_their_own_tier(make: Make) -> None:
-    """As many as may fly hang; what requests need goes on beside them."""
-    mover = faulty(Fault(0, FaultKind.STUCK, op=Op.WRITE))
+@pytest.mark.parametrize("op", [Op.WRITE, Op.READ])
+def test_moves_that_hang_leave_room_for_loads_and_stores_of_their_own_tier(make: Make, op: Op) -> None:
+    """As many as may fly hang, write-throughs or prefetches; what requests need goes on beside and before them."""
+    mover = faulty(Fault(0, FaultKind.STUCK, op=op))
     rig = make(mover)
     rig.put(FILE, 20)
     for number in range(12):
         rig.fill_host(number)
-    rig.chain.submit_moves(1, [rig.move(number, MEMORY, FILE) for number in range(12)])
-    rig.until(lambda: bool(mover.submitted) and in_flight(rig, FILE) == (0, link_engine.MAX_BACKGROUND))
-    assert rig.store(2, [rig.chunk(21 + number, FILE, blocks_of(0)) for number in range(4)]) == (OK,) * 4
-    assert rig.load(3, [rig.chunk(20, FILE, blocks_of(1), host=15)] * 16, ticket=3) == (OK,) * 16
-    assert in_flight(rig, FILE) == (0, link_engine.MAX_BACKGROUND)
-    assert 1 not in rig.settled
-    mover.release()
-    assert rig.settle(1).outcomes == (OK,) * 12
-
-
-def test_prefetches_that_hang_leave_room_for_loads_of_their_own_tier(make: Make) -> None:
-    """The first of them are never answered; loads that come later are served beside and before the others."""
-    mover = faulty(Fault(0, FaultKind.STUCK, op=Op.READ))
-    rig = make(mover)
-    for number in range(12):
         rig.put(FILE, number)
-    rig.put(FILE, 20)
-    rig.chain.submit_moves(1, [rig.move(number, FILE, MEMORY) for number in range(12)])
+    way = (MEMORY, FILE) if op is Op.WRITE else (FILE, MEMORY)
+    rig.chain.submit_moves(1, [rig.move(number, *way) for number in range(12)])
     rig.until(lambda: bool(mover.submitted))
-    assert rig.load(2, [rig.chunk(20, FILE, blocks_of(1), host=15)] * 16, ticket=2) == (OK,) * 16
+    assert rig.load(3, [rig.chunk(20, FILE, blocks_of(1), host=15)] * 16, ticket=3) == (OK,) * 16
+    if op is Op.WRITE:
+        rig.until(lambda: in_flight(rig, FILE) == (0, link_engine.MAX_BACKGROUND))
+        assert rig.store(2, [rig.chunk(21 + number, FILE, blocks_of(0)) for number in range(4)]) == (OK,) * 4
+        assert in_flight(rig, FILE) == (0, link_engine.MAX_BACKGROUND)
     assert 1 not in rig.settled
     mover.release()
     assert rig.settle(1).outcomes == (OK,) * 12
     assert np.array_equal(rig.host_bytes(7), rig.image(7))
-
-
-def test_a_source_that_hangs_gives_relay_slots_back_when_it_answers(make: Make) -> None:
-    """Its moves are told DROPPED at the load's timeout, as those behind them; the slots stay away until then."""
-    file = stuck(Op.READ)
-    rig = make(file)
-    for number in range(5):
-        rig.put(FILE, number)
-    rig.chain.submit_moves(1, [rig.move(number, FILE, BUCKET) for number in range(5)])
-    rig.until(lambda: file.submitted.count(Op.READ) == 1)  # of both, for which there are slots
-    rig.clock.ahead_s += max(LOAD_TIMEOUT_S, MOVE_QUEUE_LIMIT_S) + 1
-    assert rig.settle(1).outcomes == (DROPPED,) * 5
-    rig.put(BUCKET, 9)
-    rig.chain.submit_moves(2, [rig.move(9, BUCKET, FILE)])
-    quiet(rig)
-    assert file.submitted.count(Op.READ) == 1
-    file.release()
-    assert rig.settle(2).outcomes == (OK,)
-    assert not rig.stored(BUCKET, 0).any(), "a move that was told DROPPED went on"
-    rig.until(rig.chain.idle)
-
-
-def test_relay_slots_that_were_tainted_are_never_used_again(make: Make) -> None:
-    """With the last of them gone, moves between farther tiers fail at once; all else goes on."""
-    file = faulty(Fault(0, FaultKind.FAIL, op=Op.READ, amount=4096, quarantine=True))
-    rig = make(file)
-    rig.fill_host(9)
-    for number in range(4):
-        rig.put(FILE, number)
-    relay = [rig.host.slot(offset, rig.slot_bytes).memory for offset in rig.host.relay_offsets]
-    assert rig.moves(1, [rig.move(0, FILE, BUCKET)]) == (DROPPED,)
-    (tainted,) = [slot for slot in relay if slot.any()]
-    left = tainted.copy()
-    assert rig.moves(2, [rig.move(number, FILE, BUCKET) for number in range(4)]) == (OK,) * 4
-    assert np.array_equal(tainted, left), "a tainted slot was used"
-    assert all(slot.any() for slot in relay)
-    file.script = [Fault(file.submitted.count(Op.READ), FaultKind.FAIL, op=Op.READ, quarantine=True)]
-    outcomes = rig.moves(3, [rig.move(number, FILE, BUCKET) for number in range(4)])
-    assert outcomes == (DROPPED,) * 4
-    reads = file.submitted.count(Op.READ)
-    assert rig.moves(4, [rig.move(0, FILE, BUCKET)]) == (DROPPED,)
-    assert file.submitted.count(Op.READ) == reads
-    assert rig.moves(5, [rig.move(0, FILE, MEMORY), rig.move(9, MEMORY, BUCKET)]) == (OK, OK)
-
-
-# -- wait -----------------------------------------------------------------------------------------------------------
-
-
-def test_wait_is_not_held_up_by_moves(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a packed store are free as soon as they are gathered, whatever hangs behind it."""
-    monkeypatch.setattr(jobs, "WAIT_LIMIT_S", 20.0)
-    mover = stuck(Op.WRITE)
-    rig = make(mover)
-    for number in range(8):
-        rig.fill_host(number)
-    rig.chain.submit_moves(1, [rig.move(number, MEMORY, FILE) for number in range(8)])
-    rig.chain.submit_store(2, [rig.chunk(20, FILE, blocks_of(0)), rig.chunk(20, BUCKET, blocks_of(0))])
-    began_s = time.monotonic()
-    rig.chain.wait([2])
-    assert time.monotonic() - began_s < 10
-    for rows in rig.kv:
-        rows[:] = 0xEE
-    mover.release()
-    assert set(rig.collect(2).outcomes) <= {OK, DROPPED}
 
 
 # -- the end --------------------------------------------------------------------------------------------------------

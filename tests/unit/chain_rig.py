@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,10 @@ from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
-from nixl_offload.types import Key, Location, Outcome, align_up
+from nixl_offload.types import Location, Outcome, align_up
+from tests.contract.suites.faulty_mover import FaultyMover
 from tests.headers import encode_header, make_header
-from tests.unit.engine_rig import CHUNK_BLOCKS, DEADLINE_S, NAMESPACE, SHAPES, Shape, kv_cache
+from tests.unit.engine_rig import CHUNK_BLOCKS, DEADLINE_S, NAMESPACE, SHAPES, Driven, Shape, kv_cache
 from tests.unit.rank_rig import TestedRank
 
 MEMORY, FILE, BUCKET = 0, 1, 2
@@ -56,7 +57,7 @@ def make_host(slot_bytes: int, *, memory_slots: int = 16, relay_slots: int = 2) 
 
 
 @dataclass
-class ChainRig:
+class ChainRig(Driven):
     """Built by ``make``. ``engines`` by tier."""
 
     shape: Shape
@@ -133,18 +134,11 @@ class ChainRig:
                 chain.join(tier, opened)
         return cls(shape, tensors, kv, layout, clock, host, used, slabs, engines, chain)
 
-    @property
-    def slot_bytes(self) -> int:
-        return max(self.layout.slot_bytes(group) for group in range(len(self.layout.groups)))
-
-    def key(self, number: int, group: int = 0) -> Key:
-        return Key(number.to_bytes(32, "little") + group.to_bytes(4, "big"))
-
     def at(self, tier: int, slot: int) -> Location:
         """Slots of one size class, so that chunks of any group fit."""
         return Location(tier, slot * self.slot_bytes, self.slot_bytes)
 
-    def chunk(
+    def chunk(  # type: ignore[override]
         self,
         number: int,
         tier: int,
@@ -255,3 +249,19 @@ class ChainRig:
         for slab in self.slabs:
             slab.close()
         self.host.close()
+
+
+def chain_rigs(tmp_path: Path) -> Iterator[Callable[..., ChainRig]]:
+    """A fixture: makes rigs, and closes them when nothing hangs any more."""
+    made: list[ChainRig] = []
+
+    def build(*movers: Mover, **options: Any) -> ChainRig:
+        made.append(ChainRig.make(tmp_path, *movers, **options))
+        return made[-1]
+
+    yield build
+    for rig in made:
+        for mover in rig.movers:
+            if isinstance(mover, FaultyMover):
+                mover.release()
+        rig.close()

@@ -87,15 +87,31 @@ def kv_cache(shape: Shape, seed: int) -> tuple[list[torch.Tensor], list[npt.NDAr
 
 
 class Driven:
-    """What rigs of one engine have in common: a KV cache, and jobs that are waited for."""
+    """What rigs of one engine have in common: a KV cache, a tier's slots, and jobs that are waited for."""
 
-    shape: Shape
+    shape: Any
     kv: list[npt.NDArray[np.uint8]]
+    layout: KVLayout
     engine: Any
     results: dict[int, Completion]
 
+    @property
+    def slot_bytes(self) -> int:
+        """Slots have one size, so that chunks of any group fit."""
+        return max(self.layout.slot_bytes(group) for group in range(len(self.layout.groups)))
+
     def key(self, number: int, group: int = 0) -> Key:
         return Key(number.to_bytes(32, "little") + group.to_bytes(4, "big"))
+
+    def location(self, slot: int) -> Location:
+        return Location(0, slot * self.slot_bytes, self.slot_bytes)
+
+    def chunk(
+        self, number: int, blocks: Iterable[int], *, group: int = 0, first: int = 0, slot: int | None = None
+    ) -> Chunk:
+        """Chunk ``number`` rests in slot ``number`` unless told otherwise."""
+        location = self.location(number if slot is None else slot)
+        return Chunk(self.key(number, group), location, group, np.array(list(blocks), dtype=np.int32), first)
 
     def bytes_of(self, blocks: Sequence[int], group: int = 0) -> bytes:
         """What the payload of these blocks must be."""
@@ -128,23 +144,6 @@ class Driven:
     def load(self, job_id: int, chunks: Sequence[Chunk]) -> tuple[Outcome, ...]:
         self.engine.submit_load(job_id, chunks)
         return self.collect(job_id).outcomes
-
-
-def assert_every_part_loads(rig: Any) -> None:
-    """Loads that begin and end anywhere inside a chunk touch exactly their blocks."""
-    source = [3, 1, 4, 15]
-    whole = rig.bytes_of(source)
-    block_bytes = rig.layout.groups[0].block_bytes
-    assert rig.store(0, [rig.chunk(5, source)]) == (Outcome.OK,)
-    job = 1
-    for first in range(CHUNK_BLOCKS):
-        for count in range(1, CHUNK_BLOCKS - first + 1):
-            rig.wipe(0xEE)
-            blocks = list(range(20, 20 + 2 * count, 2))
-            assert rig.load(job, [rig.chunk(5, blocks, first=first)]) == (Outcome.OK,)
-            assert rig.bytes_of(blocks) == whole[first * block_bytes : (first + count) * block_bytes]
-            assert set(rig.bytes_of(sorted(set(range(NUM_BLOCKS)) - set(blocks)))) == {0xEE}
-            job += 1
 
 
 @dataclass
@@ -193,18 +192,6 @@ class Rig(Driven):
         options |= {"tensors": tensors, "layout": layout, "link": link_, "staging_bytes": staging_slots * largest}
         engine = Alone(partial(LinkEngine, rank_namespace=namespace, **options), options.get("tier", 0), **rank)
         return cls(shape, tensors, kv, layout, slab, mover, link_, engine)
-
-    def location(self, slot: int) -> Location:
-        """Slots of one size class, so that chunks of any group fit."""
-        size = max(self.layout.slot_bytes(group) for group in range(len(self.shape.groups)))
-        return Location(0, slot * size, size)
-
-    def chunk(
-        self, number: int, blocks: Iterable[int], *, group: int = 0, first: int = 0, slot: int | None = None
-    ) -> Chunk:
-        """Chunk ``number`` rests in slot ``number`` unless told otherwise."""
-        location = self.location(number if slot is None else slot)
-        return Chunk(self.key(number, group), location, group, np.array(list(blocks), dtype=np.int32), first)
 
     def close(self) -> None:
         self.engine.close()

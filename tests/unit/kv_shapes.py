@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, PageRun, RegionSpec
-from nixl_offload.engine import Chunk, Completion, LinkEngine
+from nixl_offload.engine import Completion, LinkEngine
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryId, MemoryKind, MemoryRegion, Mover
@@ -28,13 +28,11 @@ from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
-from nixl_offload.types import PAGE_BYTES, Key, Location, Outcome, align_up
+from nixl_offload.types import PAGE_BYTES, Outcome, align_up
+from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, Driven, until
 from tests.unit.rank_rig import Alone
 
-NAMESPACE = bytes(range(32))
 NUM_BLOCKS = 48
-CHUNK_BLOCKS = 4
-DEADLINE_S = 30.0
 NEVER_DIRECT = 1 << 60
 
 KIB = 1024
@@ -142,7 +140,7 @@ class DeviceCopyMover(CopyMover):
 
 
 @dataclass
-class DeviceRig:
+class DeviceRig(Driven):
     """Built by ``make``. Blocks are written by the model's stream and compared over all of KV memory."""
 
     shape: KVShape
@@ -254,38 +252,6 @@ class DeviceRig:
 
     # -- the engine -------------------------------------------------------------------------------------------------
 
-    def chunk(
-        self, number: int, blocks: Sequence[int], *, group: int = 0, first: int = 0, slot: int | None = None
-    ) -> Chunk:
-        """Chunk ``number`` rests in slot ``number`` unless told otherwise."""
-        key = Key(number.to_bytes(32, "little") + group.to_bytes(4, "big"))
-        return Chunk(key, self.location(number if slot is None else slot), group, np.array(blocks, "i4"), first)
-
-    def location(self, slot: int) -> Location:
-        """Slots of one size class, so that chunks of any group fit."""
-        size = max(self.layout.slot_bytes(group) for group in range(len(self.shape.groups)))
-        return Location(0, slot * size, size)
-
-    def collect(self, job_id: int) -> Completion:
-        """Drain until ``job_id`` is there; a job that shows up twice is an error."""
-
-        def there() -> bool:
-            for result in self.engine.finished():
-                assert result.job_id not in self.results, f"job {result.job_id} ended twice"
-                self.results[result.job_id] = result
-            return job_id in self.results
-
-        until(there)
-        return self.results[job_id]
-
-    def store(self, job_id: int, chunks: Sequence[Chunk]) -> tuple[Outcome, ...]:
-        self.engine.submit_store(job_id, chunks)
-        return self.collect(job_id).outcomes
-
-    def load(self, job_id: int, chunks: Sequence[Chunk]) -> tuple[Outcome, ...]:
-        self.engine.submit_load(job_id, chunks)
-        return self.collect(job_id).outcomes
-
     def warm_up(self) -> None:
         """Store and load a chunk of each group, so that nothing is compiled later. It rests in the last slots."""
         for group in range(len(self.shape.groups)):
@@ -340,11 +306,3 @@ def assert_round_trip(rig: DeviceRig, busy: Callable[[], None]) -> None:
         rig.expect(order[20:22], wanted[0][1:3], group)
         rig.expect(order[22:23], wanted[1][3:4], group)
         rig.assert_as_expected()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Poll ``condition`` until it is true."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.0005)

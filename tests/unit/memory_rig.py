@@ -4,7 +4,6 @@ when the test says so, as those of a device do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,17 +14,14 @@ import torch
 
 from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.engine import Chunk, Completion
+from nixl_offload.engine import Completion
 from nixl_offload.engine.copies import Parts, Sources
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.engine.packer import HostPacker, pages_of
 from nixl_offload.engine.streams import Fence
-from nixl_offload.types import Location
 from tests.unit.engine_rig import NAMESPACE, SHAPES, Driven, Shape, kv_cache
 from tests.unit.rank_rig import Alone
-
-TIER = 0
 
 
 @dataclass
@@ -110,8 +106,8 @@ class MemoryRig(Driven):
         if slow:
             packer = SlowPacker([tensor.view(torch.uint8).numpy() for tensor in tensors], pages_of(layout))
         rank = {name: options.pop(name) for name in ("clock", "load_timeout_s") if name in options}
-        places = {"tensors": tensors, "layout": layout, "host": host, "rank_namespace": namespace, "tier": TIER}
-        engine = Alone(partial(MemoryEngine, packer=packer, **places, **options), TIER, **rank)
+        places = {"tensors": tensors, "layout": layout, "host": host, "rank_namespace": namespace, "tier": 0}
+        engine = Alone(partial(MemoryEngine, packer=packer, **places, **options), **rank)
         return cls(SHAPES[shape], kv, layout, host, engine, packer)
 
     @property
@@ -119,17 +115,6 @@ class MemoryRig(Driven):
         """The copies that a slow packer was asked for, in their order."""
         assert self.packer is not None
         return self.packer.fences
-
-    @property
-    def slot_bytes(self) -> int:
-        return max(self.layout.slot_bytes(group) for group in range(len(self.shape.groups)))
-
-    def chunk(
-        self, number: int, blocks: Iterable[int], *, group: int = 0, first: int = 0, slot: int | None = None
-    ) -> Chunk:
-        """Chunk ``number`` rests in slot ``number`` unless told otherwise."""
-        location = Location(TIER, (number if slot is None else slot) * self.slot_bytes, self.slot_bytes)
-        return Chunk(self.key(number, group), location, group, np.array(list(blocks), dtype=np.int32), first)
 
     def memory(self, slot: int) -> npt.NDArray[np.uint8]:
         """The bytes of a slot."""

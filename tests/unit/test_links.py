@@ -1,5 +1,5 @@
-"""Proves, over real files: a tier behind any link gives back bit for bit what was stored; each link has its own mover;
-objects are written whole; a read cut short unnoticed is found out; a link out of use costs nothing and comes back.
+"""Proves, over real files, what a shared directory is like; that objects are written whole; that a read cut short
+unnoticed is found out; and that a link out of use costs nothing and comes back.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from nixl_offload.tiers.shared_dir.link import TreeLink
 from nixl_offload.types import Key, Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.hostile import HostileFilesystem
-from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Rig, until
+from tests.unit.engine_rig import CHUNK_BLOCKS, Rig, until
 from tests.unit.link_rig import NAMESPACE_NAME, Clock, ObjectFiles, Watched, drafts, engines, objects, shards, tree
-from tests.unit.test_engine import real_mover
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]
@@ -41,33 +40,6 @@ make = pytest.fixture(engines)
 
 
 # -- a shared directory ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mover", ["copy", "posix_aio", "posix_uring"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_shared_directory_gives_back_what_another_engine_stored(
-    make: Make, tmp_path: Path, shape: str, mover: str
-) -> None:
-    """Every layout, every mover of files; whole chunks and any part; one whole file per shard and no draft left."""
-    root = tmp_path / "shared"
-    first = make(shape, real_mover(mover), link=tree(root))
-    groups = range(len(first.shape.groups))
-    source = [7, 38, 9, 0]
-    wanted = {group: first.bytes_of(source, group) for group in groups}
-    assert first.store(1, [first.chunk(group, source, group=group) for group in groups]) == (OK,) * len(groups)
-    second = make(shape, real_mover(mover), link=tree(root), seed=2)
-    job = 0
-    for group in groups:
-        block_bytes = first.layout.groups[group].block_bytes
-        for begin, end in ((0, 4), (0, 1), (1, 3), (3, 4)):
-            job += 1
-            second.wipe(0xEE)
-            blocks = [20, 3, 5, 31][begin:end]
-            assert second.load(job, [second.chunk(group, blocks, group=group, first=begin)]) == (OK,)
-            assert second.bytes_of(blocks, group) == wanted[group][begin * block_bytes : end * block_bytes]
-            assert set(second.bytes_of(sorted(set(range(NUM_BLOCKS)) - set(blocks)), group)) == {0xEE}
-    assert [path.stat().st_size for path in shards(root)] == [first.layout.slot_bytes(group) for group in groups]
-    assert not drafts(root)
 
 
 def test_names_modes_and_what_is_left_when_the_umask_is_open(make: Make, tmp_path: Path) -> None:

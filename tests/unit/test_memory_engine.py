@@ -24,7 +24,7 @@ from nixl_offload.chunk.header import HEADER_BYTES, Expected, check_header
 from nixl_offload.engine import WorkKind
 from nixl_offload.engine.pump import LEAKED
 from nixl_offload.errors import FormatError
-from nixl_offload.types import Location, Outcome
+from nixl_offload.types import Outcome
 from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, until
 from tests.unit.memory_rig import MemoryRig
 from tests.unit.rank_rig import causes_of
@@ -57,28 +57,6 @@ def make() -> Iterator[Make]:
 # -- round trips ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_chunks_come_back_into_other_blocks(make: Make, shape: str) -> None:
-    """All groups in one job, from scattered blocks into other scattered blocks; nothing else changes."""
-    rig = make(shape)
-    groups = range(len(rig.shape.groups))
-    sources = [[7, 8, 9, 10], [39, 0, 20, 3]]
-    targets = [[30, 12, 13, 5], [25, 26, 27, 28]]
-    wanted = {(n, g): rig.bytes_of(sources[n], g) for n in range(2) for g in groups}
-    stores = [rig.chunk(2 * g + n, sources[n], group=g) for n in range(2) for g in groups]
-    assert set(rig.store(1, stores)) == {OK}
-    assert rig.collect(1).bytes_moved == sum(len(payload) for payload in wanted.values())
-    for group in groups:
-        rig.wipe(0xEE)
-        loads = [rig.chunk(2 * group + n, targets[n], group=group) for n in range(2)]
-        assert rig.load(2 + group, loads) == (OK, OK)
-        for n in range(2):
-            assert rig.bytes_of(targets[n], group) == wanted[n, group]
-        untouched = sorted(set(range(NUM_BLOCKS)) - set(targets[0]) - set(targets[1]))
-        assert set(rig.bytes_of(untouched, group)) == {0xEE}
-    assert rig.engine.idle()
-
-
 @pytest.mark.parametrize("verify", ["always", "checksum"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_slot_holds_the_image_that_a_file_would(make: Make, shape: str, verify: str) -> None:
@@ -108,41 +86,7 @@ def test_a_slot_holds_the_image_that_a_file_would(make: Make, shape: str, verify
         assert not image[end : rig.layout.slot_bytes(group)].any()
 
 
-@pytest.mark.parametrize("shape", ["mla", "packed_blocks"])
-def test_a_chunk_stored_from_its_middle_serves_its_tail_only(make: Make, shape: str) -> None:
-    """A sliding window stores a tail. Its head was never there: asking for it is CORRUPT and touches nothing."""
-    rig = make(shape)
-    wanted = rig.bytes_of([11, 12])
-    rig.memory(0)[:] = 0xAB
-    assert rig.store(0, [rig.chunk(0, [11, 12], first=2)]) == (OK,)
-    begin = HEADER_BYTES + 2 * rig.layout.groups[0].block_bytes
-    assert not rig.memory(0)[HEADER_BYTES:begin].any()
-    rig.wipe(0xEE)
-    assert rig.load(1, [rig.chunk(0, [20, 21], first=2)]) == (OK,)
-    assert rig.bytes_of([20, 21]) == wanted
-    rig.wipe(0xEE)
-    assert rig.load(2, [rig.chunk(0, [20, 21, 22], first=1)]) == (CORRUPT,)
-    assert set(rig.bytes_of(range(NUM_BLOCKS))) == {0xEE}
-
-
 # -- never a wrong token --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", ["per_layer", "two_groups", "packed_blocks"])
-def test_a_flipped_bit_anywhere_is_corrupt(make: Make, shape: str) -> None:
-    """Header and payload: 60 places, drawn with a fixed seed plus the edges; KV blocks stay untouched."""
-    rig = make(shape, verify="always")
-    assert rig.store(0, [rig.chunk(2, [1, 2, 3, 4])]) == (OK,)
-    used = HEADER_BYTES + CHUNK_BLOCKS * rig.layout.groups[0].block_bytes
-    places = {0, 7, 8, HEADER_BYTES - 1, HEADER_BYTES, used - 1}
-    places |= {int(place) for place in np.random.default_rng(3).integers(0, used, 54)}
-    rig.wipe(0xEE)
-    for job, place in enumerate(sorted(places), start=1):
-        rig.memory(2)[place] ^= 0x10
-        assert rig.load(job, [rig.chunk(2, [5, 6, 7, 8])]) == (CORRUPT,), place
-        rig.memory(2)[place] ^= 0x10
-    assert set(rig.bytes_of(range(NUM_BLOCKS))) == {0xEE}
-    assert rig.load(999, [rig.chunk(2, [5, 6, 7, 8])]) == (OK,)
 
 
 @pytest.mark.parametrize("verify", ["checksum", "header"])
@@ -200,46 +144,6 @@ def test_always_takes_no_chunk_without_checksums(make: Make) -> None:
     assert strict.collect(1).errors == ("corrupt: checksum",)
 
 
-def test_swapped_slots_and_foreign_shards_are_corrupt(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """The right bytes of the wrong key, and the right key of another namespace, group or geometry."""
-    rig = make("shared_tensors")
-    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4]), rig.chunk(1, [5, 6, 7, 8])]) == (OK, OK)
-    rig.wipe(0xEE)
-    swapped = [rig.chunk(0, [10, 11, 12, 13], slot=1), rig.chunk(1, [14, 15, 16, 17], slot=0)]
-    assert rig.load(1, swapped) == (CORRUPT, CORRUPT)
-    assert "A stored chunk was refused and will be recomputed" in caplog.text
-    assert rig.load(2, [rig.chunk(0, [10, 11, 12, 13], group=1)]) == (CORRUPT,)
-    assert rig.load(3, [rig.chunk(7, [10, 11, 12, 13])]) == (CORRUPT,)
-    assert set(rig.bytes_of(range(NUM_BLOCKS))) == {0xEE}
-    stranger = make("shared_tensors", host=rig.host, namespace=bytes(32))
-    stranger.wipe(0xEE)
-    assert stranger.load(0, [stranger.chunk(0, [1, 2, 3, 4])]) == (CORRUPT,)
-    assert set(stranger.bytes_of(range(NUM_BLOCKS))) == {0xEE}
-
-
-def replace_location(location: Location, **changes: int) -> Location:
-    return location._replace(**changes)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"offset": 1 << 40}, "beyond"),
-        ({"offset": -4096}, "at -4096"),
-        ({"offset": 100}, "at 100"),
-        ({"slot_bytes": 4096}, "too small"),
-        ({"tier": 1}, "not available"),
-    ],
-)
-@pytest.mark.parametrize("is_store", [True, False])
-def test_places_outside_the_tier_are_refused(make: Make, change: dict[str, int], words: str, is_store: bool) -> None:
-    rig = make("per_layer")
-    chunk = rig.chunk(0, [1, 2, 3, 4])
-    chunk = replace(chunk, location=replace_location(chunk.location, **change))
-    assert (rig.store if is_store else rig.load)(0, [chunk]) == (FAILED,)
-    assert words in rig.collect(0).errors[0]
-
-
 def test_a_header_names_its_group_s_shard(make: Make) -> None:
     shards = [SimpleNamespace(digest=bytes([group]) * 32) for group in (1, 2)]
     rig = make("two_groups", shards=shards)
@@ -278,27 +182,6 @@ def test_moves_and_landings_are_not_made_here(make: Make) -> None:
 
 
 # -- wait, order, pressure ------------------------------------------------------------------------------------------
-
-
-def test_blocks_overwritten_after_wait_do_not_change_what_was_stored(make: Make) -> None:
-    """Chunks that ``wait`` gave up are DROPPED, never stored with later bytes."""
-    rig = make("per_layer")
-    rng = np.random.default_rng(5)
-    stored = 0
-    for round_ in range(60):
-        for rows in rig.kv:
-            rows[:] = rng.integers(0, 256, rows.shape, dtype=np.uint8)
-        wanted = [rig.bytes_of(range(4 * n, 4 * n + 4)) for n in range(6)]
-        rig.engine.submit_store(2 * round_, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(6)])
-        rig.engine.wait([2 * round_])
-        rig.wipe(round_)
-        for n, outcome in enumerate(rig.collect(2 * round_).outcomes):
-            assert outcome in {OK, DROPPED}
-            if outcome is OK:
-                stored += 1
-                assert rig.load(1000 + 6 * round_ + n, [rig.chunk(n, [30, 31, 32, 33])]) == (OK,)
-                assert rig.bytes_of([30, 31, 32, 33]) == wanted[n]
-    assert stored > 0
 
 
 def test_wait_returns_when_the_copy_is_over_and_not_before(make: Make) -> None:

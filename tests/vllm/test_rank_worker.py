@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from vllm.lora.request import LoRARequest
@@ -388,38 +387,6 @@ def test_a_shutdown_during_the_opening(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.undo()
     again = Rig(tmp_path)
     again.worker.shutdown()
-
-
-def test_blocks_may_be_overwritten_as_soon_as_wait_returns(rig: Rig) -> None:
-    """What was stored is what the blocks held at submission, two hundred times over."""
-    stored = 0
-    for number in range(200):
-        block = 4 * (number % 8)
-        blocks = list(range(block, block + 4))
-        for each in blocks:
-            rig.fill(each, number)
-        expected = [rig.block(each) for each in blocks]
-        rig.worker.submit_store(number, gpu(blocks, 0), rig.to_store(number % 60))
-        rig.worker.wait({number})
-        for tensor in rig.tensors:
-            tensor[block : block + 4] = 77
-        (item,) = rig.results()
-        if item.result.outcomes == (Outcome.OK,):
-            stored += 1
-            rig.worker.submit_load(1000 + number, rig.to_load(number % 60), gpu([60, 61, 62, 63], 0))
-            (item,) = rig.results()
-            assert item.result.outcomes == (Outcome.OK,)
-            assert [rig.block(each) for each in (60, 61, 62, 63)] == expected, number
-    assert np.all(rig.tensors[0][0].numpy() == 77)
-    assert stored > 100, "nearly everything was given up, so nothing was shown"
-
-
-def test_moves_of_a_group_that_is_not_there_fail_and_raise_nothing(rig: Rig) -> None:
-    """Anything that is raised here ends vLLM's engine."""
-    key = Key(bytes(32) + (77).to_bytes(4, "big"))
-    here, there = Location(0, 0, rig.slot_bytes), Location(1, 0, rig.slot_bytes)
-    rig.worker.submit_moves(MoveTicket(3, (key,), (here,), (there,)))
-    assert rig.worker.take_tickets() == {3: {0: Outcome.FAILED}}
 
 
 def test_threads_of_the_tiers_do_not_share_the_core_of_the_model(
