@@ -81,7 +81,7 @@ lint-imports: $(STAMP)
 lint-budget: $(STAMP)
 	@echo "== budget of lines" && $(BIN)/python -m tools.budget
 
-families: $(STAMP) ## Families of models on kinds of tiers, whole and damaged, beside a vLLM alone (ARGS="--only llama --json FILE")
+families: $(STAMP) ## Families of models on kinds of tiers, whole and damaged, beside a vLLM alone (ARGS="--only llama")
 	@$(BIN)/python -m tests.families $(ARGS)
 
 bench: $(STAMP) ## Benchmarks of the file path against fio

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
-from nixl_offload.chunk.header import HEADER_BYTES
-from tests.families.media import header_in
-from tests.vllm.poison import PoisonExtension
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-_PAGE = 4096
+from nixl_offload.chunk.header import HEADER_BYTES, decode_header
+from nixl_offload.errors import FormatError
+from nixl_offload.types import PAGE_BYTES
+from tests.vllm.poison import PoisonExtension
 
 
 class FamilyExtension(PoisonExtension):
@@ -20,16 +22,12 @@ class FamilyExtension(PoisonExtension):
         """Flip a bit in the payload of each chunk of these KV cache groups, None: of all; return how many. ``rank``: on
         this rank alone.
         """
-        if rank not in (None, self.rank):
-            return 0
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
         connector: Any = get_kv_transfer_group()
-        memory = connector.connector_worker.rank_worker._host._memory
-        found = 0
-        for offset in range(0, len(memory) - HEADER_BYTES, _PAGE):
-            header = header_in(memory[offset : offset + HEADER_BYTES].tobytes())
-            if header is not None and (groups is None or header.group in groups):
-                memory[offset + HEADER_BYTES + header.first_valid_block * header.block_bytes] ^= 1
-                found += 1
+        memory, found = connector.connector_worker.rank_worker._host._memory, 0
+        for offset in range(0, len(memory) - HEADER_BYTES, PAGE_BYTES) if rank in (None, self.rank) else ():
+            with contextlib.suppress(FormatError):
+                header = decode_header(memory[offset : offset + HEADER_BYTES].tobytes())
+                if groups is None or header.group in groups:
+                    memory[offset + HEADER_BYTES + header.payload_bytes - 1] ^= 1
+                    found += 1
         return found

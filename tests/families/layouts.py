@@ -14,15 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from tests.families.media import make_medium
+from nixl_offload.chunk.header import HEADER_BYTES
+from tests.families.checkpoints import CPU_MLA, write_mla
 from tests.families.models import FAMILIES, Family
 from tests.families.trial import Cell
-from tests.vllm.families import CPU_MLA, write_mla
-from tests.vllm.harness import Workshop, chain_config
-
-CHUNKS: Final = 2
-"""Of a group, that go out and back."""
-_EXTENSION: Final = "tests.families.round_trip.RoundTripExtension"
+from tests.prove.happenings import DAMAGES, Piece
+from tests.vllm.harness import Workshop, file_tier
 
 
 def _deepseek_mtp(directory: Path) -> Path:
@@ -43,22 +40,14 @@ def _deepseek_mtp(directory: Path) -> Path:
 
 _SERVED: Final = {"serve_without_prefix_caching": True}
 """Of our config: for MLA vLLM's CPU build turns prefix caching off."""
+_MTP: Final = {**CPU_MLA, "method": "mtp", "num_speculative_tokens": 1}
 LAYOUTS: Final = {
     family.name: family
     for family in (
         FAMILIES["qwen3-next MTP"],
         FAMILIES["jamba"],
         replace(FAMILIES["deepseek-mla"], fields=_SERVED),
-        Family(
-            "deepseek MTP",
-            _deepseek_mtp,
-            {
-                **CPU_MLA,
-                "load_format": "dummy",
-                "speculative_config": {**CPU_MLA, "method": "mtp", "num_speculative_tokens": 1},
-            },
-            _SERVED,
-        ),
+        Family("deepseek MTP", _deepseek_mtp, {**CPU_MLA, "load_format": "dummy", "speculative_config": _MTP}, _SERVED),
     )
 }
 
@@ -66,19 +55,21 @@ LAYOUTS: Final = {
 def try_layout(workshop: Workshop, family: Family) -> Iterator[Cell]:
     """Yield two cells for each KV cache group: its bytes after a round trip, and after damage. Raises EngineError."""
     name = family.name.replace(" ", "-")
-    medium = make_medium("slab", workshop.scratch, f"layout-{name}")
+    path = workshop.scratch / f"layout-{name}"
     with workshop.start_engine(
         model=family.write(workshop.scratch / f"layout-of-{name}"),
-        connector=chain_config(medium.tier, **family.fields),
-        worker_extension_cls=_EXTENSION,
+        connector=file_tier(path, **family.fields),
+        worker_extension_cls="tests.families.round_trip.RoundTripExtension",
         **{"max_num_batched_tokens": 2048, **family.options},
     ) as engine:
         for group, (kind, layers) in enumerate(engine.worker("kv_groups")[0]):
-            [(chunk_bytes, wrong)] = engine.worker("round_trip", group)
+            [(offsets, chunk_bytes, wrong)] = engine.worker("round_trip", group)
             about = f"{kind}, {layers} layers, {chunk_bytes} bytes a chunk"
             yield Cell(f"bytes-{group}", "WRONG" if wrong else "same", note="; ".join(wrong) or about)
-            count = medium.flip([group])
+            [slab] = path.glob("*/*.slab")
+            for offset in offsets:
+                piece = Piece(slab, offset, HEADER_BYTES + chunk_bytes)
+                DAMAGES["flipped"](piece, piece, 0.5)
             [wrong] = engine.worker("load_damaged", group)
-            wrong += [] if count == CHUNKS else [f"{count} chunks damaged"]
             yield Cell(f"damaged-{group}", "WRONG" if wrong else "same", note="; ".join(wrong))
         engine.stop()

@@ -9,15 +9,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from examples.demo.model import TINY, TINY_HYBRID, write_model
-from tests.families.checkpoints import add_mtp, write_checkpoint, write_eagle
+from tests.families.checkpoints import (
+    CPU_MLA,
+    IMAGE_TOKENS,
+    add_mtp,
+    write_checkpoint,
+    write_eagle,
+    write_mla,
+    write_vision,
+)
 from tests.vllm import vision
-from tests.vllm.families import CPU_MLA, IMAGE_TOKENS, write_mla, write_vision
 
-_NONE: Mapping[str, Any] = MappingProxyType({})
 _MAMBA_LAYERS = ["mamba", "mamba", "attention", "mamba"]
 
 
@@ -122,17 +127,6 @@ FAMILIES: Final = {
             {**STATE, "dtype": "bfloat16", "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
         ),
         Family(
-            "qwen3.5",
-            _checkpoint(
-                "qwen3_5_text",
-                head_dim=64,
-                linear_num_key_heads=2,
-                linear_num_value_heads=4,
-                dtype="bfloat16",
-            ),
-            {**STATE, "dtype": "bfloat16"},
-        ),
-        Family(
             "nemotron-h",
             _nemotron_h,
             STATE,
@@ -186,7 +180,6 @@ FAMILIES: Final = {
             ),
             STATE,
         ),
-        Family("olmo-hybrid", _checkpoint("olmo_hybrid", head_dim=64), STATE),
         Family(
             "mamba2",
             _checkpoint("mamba2", state_size=64, num_heads=8, head_dim=64, n_groups=1),

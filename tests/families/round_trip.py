@@ -19,8 +19,9 @@ from nixl_offload.types import PAGE_BYTES, Key, Location, align_up
 from nixl_offload.vllm.messages import TicketSpec
 from nixl_offload.vllm.worker import NixlOffloadingWorker
 from tests.families.extension import FamilyExtension
-from tests.families.layouts import CHUNKS
 
+CHUNKS: Final = 2
+"""Of a group, that go out and back."""
 DEADLINE_S: Final = 60.0
 _MARK: Final = 0x5A
 """What lies in blocks that a refused load must leave alone."""
@@ -29,9 +30,9 @@ _MARK: Final = 0x5A
 class RoundTripExtension(FamilyExtension):
     """Mixed into vLLM's worker class. Nothing else may be stored, loaded or computed."""
 
-    def round_trip(self, group: int) -> tuple[int, list[str]]:
-        """Fill the KV cache with noise, store chunks of a group and load them into other blocks. Returns how many bytes
-        a chunk has, and what is wrong.
+    def round_trip(self, group: int) -> tuple[list[int], int, list[str]]:
+        """Fill the KV cache with noise, store chunks of a group and load them into other blocks. Returns where the
+        chunks lie in the slab, how many bytes each has, and what is wrong.
         """
         worker = self._rank_worker()
         source, target = self._blocks(group)
@@ -51,7 +52,8 @@ class RoundTripExtension(FamilyExtension):
                     wrong.append(f"{name}: other blocks have changed")
                 if name in mine and not torch.equal(now[target], was[source]):
                     wrong.append(f"{name}: other bytes")
-        return worker.layout.groups[group].block_bytes * worker.layout.blocks_per_chunk, wrong
+        chunk_bytes = worker.layout.groups[group].block_bytes * worker.layout.blocks_per_chunk
+        return [location.offset for location in locations], chunk_bytes, wrong
 
     def load_damaged(self, group: int) -> list[str]:
         """Load the chunks again, which have been damaged meanwhile. Returns what is wrong."""

@@ -72,10 +72,12 @@ def server() -> Iterator[RcloneServer]:
         yield started
 
 
-@pytest.fixture(scope="module")
-def reference(workshop: Workshop) -> Reference:
+@pytest.fixture(scope="session")
+def reference(zygote: Zygote) -> Iterator[Reference]:
     """The engine without a connector."""
-    return Reference(workshop)
+    workshop = Workshop(zygote)
+    yield Reference(workshop)
+    workshop.close()
 
 
 @pytest.fixture(scope="module")

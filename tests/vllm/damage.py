@@ -1,61 +1,58 @@
-"""What fault tests need: answers of a vLLM without us, a look into a tier's files, and ways to damage them.
-
-Threading: one test at a time. The files are read and written behind the engine's back, through descriptors of our own;
-where a chunk lies is learned from the durable index and believed only if the slot's header agrees.
+"""What tests over running engines need to see that damage does not show: right answers, and what engines say.
 
 Prompts here are cut for faults: one prefill step is one chunk. Wherever the good prefix of a damaged prompt ends, the
 rest is computed in the steps in which it was computed without a cache, so answers may be compared bit by bit.
+
+Threading: one test at a time; ``side_by_side`` runs parts of it on threads.
 """
 
 from __future__ import annotations
 
-import functools
-import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
 
 from examples.demo.model import TINY, random_prompts
-from nixl_offload.chunk.header import HEADER_BYTES, ShardHeader, decode_header
-from nixl_offload.errors import FormatError, TierError
-from nixl_offload.tiers.slab.index_reader import IndexReader
-from tests.vllm.harness import (
-    CHUNK_TOKENS,
-    TAIL_TOKENS,
-    Answer,
-    Engine,
-    Workshop,
-    assert_same,
-)
+from nixl_offload.chunk.header import HEADER_BYTES
+from tests.vllm.harness import CHUNK_TOKENS, TAIL_TOKENS, Answer, Engine, ModelShape, Workshop, assert_same
+from tests.vllm.media import LOOK_EACH_TIME_S, Medium
 
-CHUNK_BYTES = CHUNK_TOKENS * 2 * TINY.layers * TINY.kv_heads * TINY.head_size * 4
-PROMPT_CHUNKS = 4
-FULL_TOKENS = PROMPT_CHUNKS * CHUNK_TOKENS
-ENGINE_OPTIONS: dict[str, Any] = {"max_num_batched_tokens": CHUNK_TOKENS}
+
+def token_bytes(shape: ModelShape = TINY) -> int:
+    """Return the bytes of KV per token, of a model with one KV cache group."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_size * 4
+
+
+CHUNK_BYTES: Final = CHUNK_TOKENS * token_bytes()
+SHARD_BYTES: Final = HEADER_BYTES + CHUNK_BYTES
+PROMPT_CHUNKS: Final = 4
+FULL_TOKENS: Final = PROMPT_CHUNKS * CHUNK_TOKENS
+ENGINE_OPTIONS: Final[dict[str, Any]] = {"max_num_batched_tokens": CHUNK_TOKENS}
+RECOVERY_DEADLINE_S: Final = 60.0
+"""Within so long all is stored and found again. Pauses of a breaker are 30 s at most."""
 
 Prompt = list[int]
 
 
 def chunk_prompts(count: int, *, seed: int) -> list[Prompt]:
-    """Random prompts of ``PROMPT_CHUNKS`` chunks and a short tail."""
+    """Return random prompts of ``PROMPT_CHUNKS`` chunks and a short tail."""
     return random_prompts(TINY, [FULL_TOKENS + TAIL_TOKENS] * count, seed=seed)
 
 
 class Reference:
     """A running vLLM without a connector; each prompt is computed once, from nothing."""
 
-    def __init__(self, workshop: Workshop) -> None:
-        self._engine = workshop.start_engine(**ENGINE_OPTIONS)
+    def __init__(self, workshop: Workshop, shape: ModelShape = TINY) -> None:
+        self._engine = workshop.start_engine(shape, **ENGINE_OPTIONS)
         self._known: dict[tuple[int, ...], Answer] = {}
 
-    def answers(self, prompts: list[Prompt]) -> list[Answer]:
-        """What the prompts are to be answered with."""
+    def answers(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        """Return what the prompts are to be answered with."""
         new = [prompt for prompt in prompts if tuple(prompt) not in self._known]
         if new:
-            for prompt, answer in zip(new, self._engine.generate(new), strict=True):
-                self._known[tuple(prompt)] = answer
+            assert self._engine.reset_prefix_cache()
+            self._known.update(zip(map(tuple, new), self._engine.generate(new), strict=True))
         return [self._known[tuple(prompt)] for prompt in prompts]
 
     def check(self, engine: Engine, prompts: list[Prompt]) -> list[Answer]:
@@ -65,14 +62,16 @@ class Reference:
         assert_same(answers, self.answers(prompts))
         return answers
 
-    def check_healed(self, engine: Engine, prompts: list[Prompt]) -> None:
-        """Assert right answers, and that afterwards every full chunk is stored again."""
-        self.check(engine, prompts)
-        assert engine.settle()
-        refused = loads_refused(engine)
-        answers = self.check(engine, prompts)
-        assert [answer.external_hit_tokens for answer in answers] == [FULL_TOKENS] * len(prompts)
-        assert loads_refused(engine) == refused, "still damaged"
+    def until_loaded(self, engine: Engine, prompts: list[Prompt]) -> None:
+        """Ask until every full chunk comes from the tier, and nothing is refused. Each answer on the way is right."""
+
+        def is_loaded() -> bool:
+            refused = loads_refused(engine)
+            answers = self.check(engine, prompts)
+            assert engine.settle()
+            return hits(answers) == FULL_TOKENS * len(prompts) and loads_refused(engine) == refused
+
+        until(is_loaded, "every full chunk is loaded", engine)
 
 
 def loads_refused(engine: Engine) -> int:
@@ -80,89 +79,55 @@ def loads_refused(engine: Engine) -> int:
     return engine.log.read_text(errors="replace").count("not usable")
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A stored chunk: where its slot lies, and what its header says."""
-
-    offset: int
-    slot_bytes: int
-    header: ShardHeader
+def hits(answers: list[Answer]) -> int:
+    """Prompt tokens that came from the tier."""
+    return sum(answer.external_hit_tokens for answer in answers)
 
 
-class TierFiles:
-    """The files of the one namespace in a tier's directory."""
-
-    def __init__(self, base: Path) -> None:
-        self.base = base
-
-    @functools.cached_property
-    def directory(self) -> Path:
-        """The namespace's directory, as it was found the first time."""
-        [manifest] = self.base.glob("*/manifest.json")
-        return manifest.parent
-
-    @property
-    def slab(self) -> Path:
-        """The slab of the only rank."""
-        return self.directory / "rank-00000.slab"
-
-    @property
-    def index(self) -> Path:
-        """The durable index; ``index.sqlite-journal`` lies beside it."""
-        return self.directory / "index.sqlite"
-
-    def chunks(self, expected: int, *, deadline_s: float = 20.0) -> list[Chunk]:
-        """Wait until the index names ``expected`` chunks whose headers agree; return them in the order of offsets."""
-        deadline = time.monotonic() + deadline_s
-        while True:
-            found = self._agreed()
-            if len(found) >= expected:
-                return found
-            assert time.monotonic() < deadline, f"{len(found)} chunks found, {expected} expected"
-            time.sleep(0.02)
-
-    def flip(self, path: Path, position: int, mask: int = 0x01) -> None:
-        """Change bits of the byte at ``position``, on the disk."""
-        with path.open("r+b", buffering=0) as file:
-            [byte] = os.pread(file.fileno(), 1, position)
-            os.pwrite(file.fileno(), bytes([byte ^ mask]), position)
-            os.fsync(file.fileno())
-
-    def exchange(self, one: int, other: int, length_bytes: int) -> None:
-        """Swap two ranges of the slab."""
-        with self.slab.open("r+b", buffering=0) as file:
-            first = os.pread(file.fileno(), length_bytes, one)
-            second = os.pread(file.fileno(), length_bytes, other)
-            assert len(first) == len(second) == length_bytes
-            os.pwrite(file.fileno(), second, one)
-            os.pwrite(file.fileno(), first, other)
-            os.fsync(file.fileno())
-
-    def real_bytes(self) -> int:
-        """Space that all that lies in the directory takes on the disk."""
-        inside = (os.path.join(root, name) for root, names, files in os.walk(self.base) for name in [*names, *files])
-        return sum(os.lstat(path).st_blocks * 512 for path in inside if os.path.lexists(path))
-
-    def _agreed(self) -> list[Chunk]:
-        found = []
-        try:
-            rows = sorted(IndexReader(self.index).rows(), key=lambda row: row.offset)
-        except TierError:
-            rows = []  # not there yet, or being replaced
-        with self.slab.open("rb", buffering=0) as file:
-            for _, key, offset, slot_bytes in rows:
-                try:
-                    header = decode_header(os.pread(file.fileno(), HEADER_BYTES, offset))
-                except FormatError:
-                    continue
-                if header.key == key:
-                    found.append(Chunk(offset, slot_bytes, header))
-        return found
+def said(engine: Engine) -> str:
+    """Return what our package wrote to the engine's log last, for messages of failed assertions."""
+    lines = engine.log.read_text(errors="replace").splitlines()
+    ours = ("tier", "not usable", "chunks:", "moved by", "Traceback", "Error")
+    return "\n".join(["", *[line for line in lines if any(word in line for word in ours)][-25:]])
 
 
-def until(holds: Callable[[], Any], what: str, *, deadline_s: float = 60.0) -> None:
+def until(
+    holds: Callable[[], Any], what: str, engine: Engine | None = None, *, deadline_s: float = RECOVERY_DEADLINE_S
+) -> None:
     """Call ``holds`` until it is true; fail, saying ``what`` did not happen, at the deadline."""
     deadline = time.monotonic() + deadline_s
     while not holds():
-        assert time.monotonic() < deadline, f"{what}: not within {deadline_s:.0f} s"
+        assert time.monotonic() < deadline, f"{what}: not within {deadline_s:.0f} s{said(engine) if engine else ''}"
         time.sleep(0.05)
+
+
+def until_stored(engine: Engine, medium: Medium, prompts: list[Prompt], shards: int) -> list[Answer]:
+    """Ask until so many shards rest on the medium: a busy machine may shed a store. Returns the first answers."""
+    first = engine.generate(prompts)
+    assert engine.settle()
+
+    def are_stored() -> bool:
+        if len(medium.shards()) >= shards:
+            return True
+        assert engine.reset_prefix_cache()
+        engine.generate(prompts)
+        return engine.settle() and len(medium.shards()) >= shards
+
+    until(are_stored, f"{shards} shards are stored", engine)
+    return first
+
+
+def let_beliefs_lapse() -> None:
+    """Wait until an engine that is to look each time will look again."""
+    time.sleep(LOOK_EACH_TIME_S + 0.05)
+
+
+def side_by_side(*works: Callable[[], object]) -> None:
+    """Do several things at once, on a thread each, and raise what one of them raised once all are over.
+
+    Most of the time goes by in waiting for deadlines and pauses. Engines are not shared between works; a ``Reference``
+    may be once it knows all answers.
+    """
+    with ThreadPoolExecutor(len(works)) as pool:
+        for done in [pool.submit(work) for work in works]:
+            done.result()

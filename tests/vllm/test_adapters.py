@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import save_file
 
 from examples.demo.model import TINY
-from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, chunk_prompts
+from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, chunk_prompts, hits, said
 from tests.vllm.harness import (
     Answer,
     Engine,
     Workshop,
     same,
 )
-from tests.vllm.shared_rig import Medium, hits, said, tree
+from tests.vllm.media import Medium, tree
 
 PROMPTS = chunk_prompts(1, seed=1401)
 OPTIONS: dict[str, Any] = {**ENGINE_OPTIONS, "enable_lora": True, "max_lora_rank": 8, "max_loras": 1}

@@ -12,9 +12,18 @@ import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from tests.unit.forgeries import sealed
-from tests.vllm.damage import CHUNK_TOKENS, ENGINE_OPTIONS, FULL_TOKENS, chunk_prompts
+from tests.vllm.damage import (
+    ENGINE_OPTIONS,
+    FULL_TOKENS,
+    PROMPT_CHUNKS,
+    chunk_prompts,
+    hits,
+    let_beliefs_lapse,
+    said,
+    until_stored,
+)
 from tests.vllm.harness import Engine, EngineError, Workshop
-from tests.vllm.shared_rig import LOOKING, hits, let_beliefs_lapse, said, tree, until_stored
+from tests.vllm.media import LOOKING, tree
 
 PROMPTS = chunk_prompts(2, seed=341)
 
@@ -35,7 +44,7 @@ def test_only_those_with_the_key_share(workshop: Workshop, key_file: Path) -> No
     medium = tree(workshop.scratch / "authenticated")
     authenticate = {"key_file": str(key_file)}
     writer = start(workshop, medium, authenticate=authenticate)
-    expected = until_stored(writer, medium, PROMPTS, len(PROMPTS) * FULL_TOKENS // CHUNK_TOKENS)
+    expected = until_stored(writer, medium, PROMPTS, len(PROMPTS) * PROMPT_CHUNKS)
     writer.stop()
     assert "authenticated by key" in writer.log.read_text(errors="replace")
     assert key_file.read_text().strip() not in writer.log.read_text(errors="replace")
@@ -51,11 +60,11 @@ def test_only_those_with_the_key_share(workshop: Workshop, key_file: Path) -> No
     assert hits(answers) == len(PROMPTS) * FULL_TOKENS, said(reader)
     assert [answer.logprobs for answer in answers] == [answer.logprobs for answer in expected]
 
-    for name in medium.shards():
-        image = bytearray(medium.read(name))
+    for shard in medium.stored():
+        image = bytearray(shard.read())
         for at in range(HEADER_BYTES, len(image), 7):
             image[at] ^= 0x3C
-        medium.write(name, sealed(image))
+        shard.write(sealed(image))
     assert reader.reset_prefix_cache()
     let_beliefs_lapse()
     answers = reader.generate(PROMPTS)

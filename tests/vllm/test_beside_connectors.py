@@ -7,7 +7,6 @@ decided by the files that a test leaves it.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ ONE_STEP = {"max_num_batched_tokens": 2048}
 prompt then ends with another step than a computed one, and answers are compared by ``close``.
 """
 CHUNKS_TOKENS = len(PROMPT) - TAIL_TOKENS
-ORDERS = {"ours-first": [0, 1], "ours-last": [1, 0]}
 
 
 @pytest.fixture(scope="module")
@@ -55,52 +53,41 @@ def beside_example(ours: Path, example: Path, order: list[int], *, module: str |
     }
 
 
-@pytest.fixture(params=ORDERS.values(), ids=ORDERS.keys())
-def order(request: pytest.FixtureRequest) -> list[int]:
-    """Positions of ours and of the other."""
-    chosen: list[int] = request.param
-    return chosen
+def ask_anew(engine: Engine, example: Path, *, forgets_example: bool = True) -> Answer:
+    """Ask for ``PROMPT`` without what vLLM remembers, and without the other's files."""
+    assert engine.settle()
+    assert engine.reset_prefix_cache()
+    engine.worker("clear_kv")
+    if forgets_example:
+        shutil.rmtree(example)
+        example.mkdir()
+    [answer] = engine.generate([PROMPT])
+    return answer
 
 
-@pytest.fixture
-def engine(workshop: Workshop, order: list[int], right: list[Answer], tmp_path: Path) -> Iterator[Engine]:
-    """An engine with both, which has served ``PROMPT``."""
-    config = beside_example(tmp_path / "ours", tmp_path / "example", order)
-    with workshop.start_engine(kv_transfer_config=config, **ONE_STEP) as started:
-        [first] = started.generate([PROMPT])
-        assert first.cached_tokens == 0
-        assert close(first, right[0])
-        assert started.settle()
-        yield started
-
-
-def test_both_store_and_each_serves(
-    engine: Engine, order: list[int], right: list[Answer], workshop: Workshop, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["ours-first", "ours-last"])
+def test_both_store_and_each_serves(workshop: Workshop, order: list[int], right: list[Answer], tmp_path: Path) -> None:
     """What was asked once is in both. The first in the list serves it; without its files the second does. After a stop
     an engine with ours alone serves it, too.
     """
-    assert engine.stored_bytes() > 0
-    assert any((tmp_path / "example").iterdir())
-    loads_before = engine.metrics().get("vllm:kv_offload_load_bytes", 0)
-    assert engine.reset_prefix_cache()
-    engine.worker("clear_kv")
-    [served] = engine.generate([PROMPT])
-    assert served.external_hit_tokens >= CHUNKS_TOKENS
-    assert close(served, right[0])
-    is_ours = order[0] == 0
-    assert (engine.metrics().get("vllm:kv_offload_load_bytes", 0) > loads_before) is is_ours
-
-    shutil.rmtree(tmp_path / "example")
-    (tmp_path / "example").mkdir()
-    assert engine.reset_prefix_cache()
-    engine.worker("clear_kv")
-    [served] = engine.generate([PROMPT])
-    assert served.external_hit_tokens == CHUNKS_TOKENS
-    assert served.loaded_bytes > 0
-    assert close(served, right[0])
-
-    engine.stop()
+    example = tmp_path / "example"
+    config = beside_example(tmp_path / "ours", example, order)
+    with workshop.start_engine(kv_transfer_config=config, **ONE_STEP) as engine:
+        [first] = engine.generate([PROMPT])
+        assert first.cached_tokens == 0
+        assert close(first, right[0])
+        assert engine.settle()
+        assert engine.stored_bytes() > 0
+        assert any(example.iterdir())
+        served = ask_anew(engine, example, forgets_example=False)
+        assert served.external_hit_tokens >= CHUNKS_TOKENS
+        assert close(served, right[0])
+        assert (served.loaded_bytes > 0) is (order[0] == 0)
+        served = ask_anew(engine, example)
+        assert served.external_hit_tokens == CHUNKS_TOKENS
+        assert served.loaded_bytes > 0
+        assert close(served, right[0])
+        engine.stop()
     # vLLM turns that off beside a connector that does not know several KV cache groups, and it is part of the identity.
     groups = {"disable_hybrid_kv_cache_manager": True}
     with workshop.start_engine(connector=file_tier(tmp_path / "ours"), **groups, **ONE_STEP) as alone:
@@ -109,71 +96,37 @@ def test_both_store_and_each_serves(
         assert close(served, right[0])
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("then", ["recompute", "fail", "abort"])
 def test_what_another_connector_failed_to_load_is_not_stored(
-    policy: str, workshop: Workshop, right: list[Answer], tmp_path: Path
+    then: str, workshop: Workshop, right: list[Answer], tmp_path: Path
 ) -> None:
-    """The other loads damaged blocks within a step and says so at its end. With ``recompute`` vLLM computes them, with
-    ``fail`` it fails the request; ours stores neither those blocks nor what was computed from them.
+    """The other loads damaged blocks within a step and says so at its end. With the policy ``recompute`` vLLM computes
+    them, unless the client goes away before that; with ``fail`` it fails the request. Ours stores neither those blocks
+    nor what was computed from them, and vLLM's own cache does not have them either.
     """
-    longer = PROMPT + OTHER_PROMPT[:500]
-    config = beside_example(tmp_path / "ours", tmp_path / "example", [1, 0], module="tests.vllm.failing_connector")
-    config["kv_load_failure_policy"] = policy
+    longer, example = PROMPT + OTHER_PROMPT[:500], tmp_path / "example"
+    config = beside_example(tmp_path / "ours", example, [1, 0], module="tests.vllm.failing_connector")
+    config["kv_load_failure_policy"] = "fail" if then == "fail" else "recompute"
     with workshop.start_engine(kv_transfer_config=config, **ONE_STEP) as engine:
         engine.generate([PROMPT])
         assert engine.settle()
         assert engine.reset_prefix_cache(connector=True)  # ours forgets; the files of the other are still there
         engine.worker("clear_kv")
-        [answer] = engine.generate([PROMPT])
-        assert answer.finish_reason == ("error" if policy == "fail" else "length")
-        if policy == "recompute":
-            assert close(answer, right[0])
-        warns = "MultiConnector has kv_load_failure_policy fail" in engine.log.read_text(errors="replace")
-        assert warns == (policy == "fail")
-        assert engine.settle()
-
-        shutil.rmtree(tmp_path / "example")
-        (tmp_path / "example").mkdir()
-        assert engine.reset_prefix_cache()
-        engine.worker("clear_kv")
-        [answer, _] = engine.generate([PROMPT, longer])
+        if then == "abort":
+            engine.abandon([PROMPT], steps=1)
+            shutil.rmtree(example)
+            example.mkdir()
+            [answer] = engine.generate([PROMPT])
+        else:
+            [answer] = engine.generate([PROMPT])
+            assert answer.finish_reason == ("error" if then == "fail" else "length")
+            if then == "recompute":
+                assert close(answer, right[0])
+            warns = "MultiConnector has kv_load_failure_policy fail" in engine.log.read_text(errors="replace")
+            assert warns == (then == "fail")
+            answer = ask_anew(engine, example)
+            engine.generate([longer])
         assert close(answer, right[0])
-        assert engine.settle()
-        assert engine.reset_prefix_cache()
-        engine.worker("clear_kv")
-        shutil.rmtree(tmp_path / "example")
-        (tmp_path / "example").mkdir()
-        [answer] = engine.generate([PROMPT])
-        assert answer.loaded_bytes > 0
-        assert close(answer, right[0])
-
-
-def test_an_abort_before_the_recomputation_leaves_nothing_behind(
-    workshop: Workshop, right: list[Answer], tmp_path: Path
-) -> None:
-    """The other's load has failed, and its client goes away: what the blocks hold is no hit for the next request, in
-    vLLM's cache or in ours.
-    """
-    example = tmp_path / "example"
-    config = beside_example(tmp_path / "ours", example, [1, 0], module="tests.vllm.failing_connector")
-
-    def forget() -> None:
-        shutil.rmtree(example)
-        example.mkdir()
-
-    with workshop.start_engine(kv_transfer_config=config, **ONE_STEP) as engine:
-        engine.generate([PROMPT])
-        assert engine.settle()
-        assert engine.reset_prefix_cache(connector=True)
-        engine.worker("clear_kv")
-        engine.abandon([PROMPT], steps=1)
-        forget()
-        [answer] = engine.generate([PROMPT])
-        assert close(answer, right[0])
-        assert engine.settle()
-        assert engine.reset_prefix_cache()
-        engine.worker("clear_kv")
-        forget()
-        [answer] = engine.generate([PROMPT])
+        answer = ask_anew(engine, example)
         assert answer.loaded_bytes > 0
         assert close(answer, right[0])

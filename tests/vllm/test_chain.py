@@ -8,16 +8,16 @@ the others; a request's hints are followed; what waits to be written when the en
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.s3.servers import RcloneServer
-from tests.vllm.damage import until
+from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, PROMPT_CHUNKS, Reference, chunk_prompts, hits, until
 from tests.vllm.harness import (
     CHUNK_TOKENS,
-    MAX_BATCHED_TOKENS,
     TINY,
     TINY_HYBRID,
     Answer,
@@ -26,29 +26,20 @@ from tests.vllm.harness import (
     Workshop,
     assert_same,
     chain_config,
-    close,
-    prompts,
     tree_tier,
 )
 
-PROMPTS = prompts(6, steps=2, seed=801)
-FULL_TOKENS = 2 * MAX_BATCHED_TOKENS
-"""Of each prompt. Its tail is computed."""
-CHUNKS = FULL_TOKENS // CHUNK_TOKENS
+PROMPTS = chunk_prompts(6, seed=801)
+ALL_TOKENS = len(PROMPTS) * FULL_TOKENS
 SOURCES = "vllm:prompt_tokens_cached_by_source"
-CHUNK_METRIC = "vllm:nixl_offload_chunks"
 SMALL = {"kind": "memory", "capacity": "8MiB"}
 """Room for 7 chunks of TINY; ``PROMPTS`` have 24."""
+LARGE = {"kind": "memory", "capacity": "64MiB"}
 
 
 def files(path: Path, capacity: str = "256MiB") -> dict[str, Any]:
+    """Return a slab's config."""
     return {"kind": "slab", "path": str(path), "capacity": capacity}
-
-
-def all_loaded(answers: list[Answer], expected: list[Answer]) -> None:
-    """Every full chunk came from the connector, and the answers are the same to the last bit."""
-    assert [answer.external_hit_tokens for answer in answers] == [FULL_TOKENS] * len(answers)
-    assert_same(answers, expected)
 
 
 def sources(engine: Engine) -> dict[str, float]:
@@ -56,187 +47,168 @@ def sources(engine: Engine) -> dict[str, float]:
     return engine.labelled(SOURCES, "source")
 
 
-def arrived(engine: Engine) -> dict[str, float]:
-    """Chunks that have reached each tier, moved or stored there: what memory has no room for goes to the next tier."""
-    found: dict[str, float] = {}
-    for labels, value in engine.call("labelled", name=CHUNK_METRIC)["values"]:
-        if labels["operation"] in {"store", "write_through"} and labels["outcome"] == "ok":
-            found[labels["tier"]] = found.get(labels["tier"], 0) + value
-    return found
-
-
-def from_where(engine: Engine, asked: list[list[int]]) -> tuple[list[Answer], dict[str, float]]:
+def from_where(engine: Engine, asked: list[list[int]], **options: Any) -> tuple[list[Answer], dict[str, float]]:
     """Ask with an empty GPU cache; return the answers, and the tokens by source that this took."""
     assert engine.reset_prefix_cache()
     before = sources(engine)
-    answers = engine.generate(asked)
+    answers = engine.generate(asked, **options)
     after = sources(engine)
     assert engine.settle()
     return answers, {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)}
 
 
-@pytest.fixture(scope="module", params=[TINY, TINY_HYBRID], ids=["one-group", "two-groups"])
-def shape(request: pytest.FixtureRequest) -> ModelShape:
-    chosen: ModelShape = request.param
-    return chosen
-
-
-@pytest.fixture(scope="module")
-def expected(shape: ModelShape, workshop: Workshop) -> list[Answer]:
-    """What a vLLM without us answers to ``PROMPTS``."""
-    with workshop.start_engine(shape) as engine:
-        return engine.generate(PROMPTS)
-
-
-def test_a_working_set_larger_than_memory(shape: ModelShape, expected: list[Answer], workshop: Workshop) -> None:
-    """Memory and files serve all prompts between them; after a restart files do, and memory fills again."""
-    config = chain_config(SMALL, files(workshop.scratch / f"chain-{shape.sliding_window}"))
-    with workshop.start_engine(shape, config) as engine:
-        assert_same(engine.generate(PROMPTS), expected)
+def stored(engine: Engine, asked: list[list[int]]) -> list[Answer]:
+    """Ask one by one, so that memory has room for what comes next once the last is written."""
+    answers: list[Answer] = []
+    for prompt in asked:
+        answers += engine.generate([prompt])
         assert engine.settle()
+    return answers
+
+
+def arrived(engine: Engine) -> dict[str, float]:
+    """Chunks that have reached each tier, moved or stored there: what memory has no room for goes to the next tier."""
+    found: dict[str, float] = {}
+    for labels, value in engine.call("labelled", name="vllm:nixl_offload_chunks")["values"]:
+        if labels["operation"] in {"store", "write_through"} and labels["outcome"] == "ok":
+            found[labels["tier"]] = found.get(labels["tier"], 0) + value
+    return found
+
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start(workshop: Workshop, server: RcloneServer) -> Start:
+    """Starts engines on tiers."""
+
+    def started(*tiers: dict[str, Any], shape: ModelShape = TINY, **fields: Any) -> Engine:
+        config = chain_config(*tiers, **fields)
+        return workshop.start_engine(shape, config, environment=server.environment, **ENGINE_OPTIONS)
+
+    return started
+
+
+@pytest.mark.parametrize("shape", [TINY, TINY_HYBRID], ids=["one-group", "two-groups"])
+def test_a_working_set_larger_than_memory(shape: ModelShape, workshop: Workshop, start: Start) -> None:
+    """Memory and files serve all prompts between them; after a restart files do, and memory fills again."""
+    right, slab = Reference(workshop, shape).answers(PROMPTS), files(workshop.scratch / f"chain-{shape.sliding_window}")
+    with start(SMALL, slab, shape=shape) as engine:
+        assert_same(stored(engine, PROMPTS), right)
         kept = arrived(engine)
         # The last first: what goes round a least-recently-used cache that is too small is never there.
         answers, came = from_where(engine, PROMPTS[::-1])
-        all_loaded(answers, expected[::-1])
+        assert_same(answers, right[::-1])
         assert set(came) == {"host", "disk"}, "both tiers served"
-        assert sum(came.values()) == len(PROMPTS) * FULL_TOKENS
+        assert sum(came.values()) == ALL_TOKENS
         if shape.sliding_window is None:
-            assert kept["slab"] == len(PROMPTS) * CHUNKS, "every chunk was written through, once"
+            assert kept["slab"] == len(PROMPTS) * PROMPT_CHUNKS, "every chunk was written through, once"
         # What was asked for last is in memory now, from wherever it came.
         answers, came = from_where(engine, PROMPTS[:1])
-        all_loaded(answers, expected[:1])
+        assert_same(answers, right[:1])
         assert came == {"host": FULL_TOKENS}
         engine.stop()
-
-    with workshop.start_engine(shape, config) as engine:
+    with start(SMALL, slab, shape=shape) as engine:
         answers, came = from_where(engine, PROMPTS)
-        all_loaded(answers, expected)
-        assert came == {"disk": len(PROMPTS) * FULL_TOKENS}
+        assert_same(answers, right)
+        assert came == {"disk": ALL_TOKENS}
         assert engine.stored_bytes() == 0
         answers, came = from_where(engine, PROMPTS[-1:])
-        all_loaded(answers, expected[-1:])
+        assert_same(answers, right[-1:])
         assert came == {"host": FULL_TOKENS}, "it was promoted"
         engine.stop()
 
 
-def test_memory_alone(shape: ModelShape, expected: list[Answer], workshop: Workshop) -> None:
-    """A memory tier needs no other. What fits is served; what does not is computed."""
-    with workshop.start_engine(shape, chain_config({"kind": "memory", "capacity": "64MiB"})) as engine:
-        assert_same(engine.generate(PROMPTS), expected)
-        answers, came = from_where(engine, PROMPTS)
-        all_loaded(answers, expected)
-        assert set(came) == {"host"}
-        together = engine.generate(PROMPTS, together=True)
-        assert all(close(answer, right) for answer, right in zip(together, expected, strict=True))
-        engine.stop()
-    with workshop.start_engine(shape, chain_config(SMALL)) as engine:
+def test_memory_alone_that_is_too_small(reference: Reference, start: Start) -> None:
+    """What does not fit is computed."""
+    with start(SMALL) as engine:
         for _ in range(2):
-            assert engine.reset_prefix_cache()
-            assert_same(engine.generate(PROMPTS), expected)
+            reference.check(engine, PROMPTS)
             assert engine.settle()
         engine.stop()
 
 
-def test_written_through_at_shutdown(workshop: Workshop) -> None:
+def test_written_through_at_shutdown(reference: Reference, workshop: Workshop, start: Start) -> None:
     """An engine that is stopped at once, without a step more, has brought to files what was on its way there."""
-    [asked] = prompts(1, steps=2, seed=802)
-    config = chain_config({"kind": "memory", "capacity": "64MiB"}, files(workshop.scratch / "drained"))
-    with workshop.start_engine(TINY, config) as engine:
-        [right] = engine.generate([asked])
+    asked, slab = chunk_prompts(1, seed=802), files(workshop.scratch / "drained")
+    with start(LARGE, slab) as engine:
+        reference.check(engine, asked)
         engine.stop()
-    with workshop.start_engine(TINY, config) as engine:
-        [answer] = engine.generate([asked])
-        assert answer.external_hit_tokens >= FULL_TOKENS - 2 * CHUNK_TOKENS, "the last step's store may not have begun"
-        assert_same([answer], [right])
+    with start(LARGE, slab) as engine:
+        found = hits(reference.check(engine, asked))
+        assert found >= FULL_TOKENS - 2 * CHUNK_TOKENS, "the last step's store may not have begun"
         engine.stop()
 
 
-def test_hints_of_a_request(workshop: Workshop) -> None:
+def test_hints_of_a_request(reference: Reference, workshop: Workshop, start: Start) -> None:
     """``kv_load_tiers`` says which tiers may serve a request, ``max_offload_tokens`` how much of it is stored."""
-    first, second = prompts(2, steps=2, seed=803)
-    config = chain_config({"kind": "memory", "capacity": "64MiB"}, files(workshop.scratch / "hints"))
-    with workshop.start_engine(TINY, config) as engine:
-        [right] = engine.generate([first])
+    first, second = chunk_prompts(2, seed=803)
+    with start(LARGE, files(workshop.scratch / "hints")) as engine:
+        reference.check(engine, [first])
         assert engine.settle()
         for wanted, source in (
-            ({"medium": "CPU"}, "host"),
-            ({"medium": "STORAGE"}, "disk"),
-            ({"locality": "REMOTE"}, ""),
+            ({"medium": "CPU"}, {"host": FULL_TOKENS}),
+            ({"medium": "STORAGE"}, {"disk": FULL_TOKENS}),
+            ({"locality": "REMOTE"}, {}),
         ):
-            assert engine.reset_prefix_cache()
-            before = sources(engine)
-            [answer] = engine.generate([first], transfer_params={"kv_load_tiers": [wanted]})
-            assert answer.external_hit_tokens == (FULL_TOKENS if source else 0)
-            assert not source or sources(engine)[source] - before.get(source, 0) == FULL_TOKENS
-            assert_same([answer], [right])
-        assert engine.reset_prefix_cache()
-        engine.generate([second], transfer_params={"max_offload_tokens": 2 * CHUNK_TOKENS})
-        assert engine.settle()
-        assert engine.reset_prefix_cache()
-        [answer] = engine.generate([second])
-        assert answer.external_hit_tokens == 2 * CHUNK_TOKENS
+            answers, came = from_where(engine, [first], transfer_params={"kv_load_tiers": [wanted]})
+            assert_same(answers, reference.answers([first]))
+            assert came == source
+        from_where(engine, [second], transfer_params={"max_offload_tokens": 2 * CHUNK_TOKENS})
+        assert hits(reference.check(engine, [second])) == 2 * CHUNK_TOKENS
         engine.stop()
 
 
-def test_stored_when_asked_for_again(workshop: Workshop) -> None:
+def test_stored_when_asked_for_again(reference: Reference, start: Start) -> None:
     """With ``store_after: 2`` a prompt that comes once leaves nothing; one that comes twice is stored."""
-    once, twice = prompts(2, steps=2, seed=804)
-    with workshop.start_engine(TINY, chain_config({"kind": "memory", "capacity": "64MiB"}, store_after=2)) as engine:
-        engine.generate([once, twice])
+    once, twice = chunk_prompts(2, seed=804)
+    with start(LARGE, store_after=2) as engine:
+        reference.check(engine, [once, twice])
         assert engine.settle()
         assert engine.stored_bytes() == 0
-        assert engine.reset_prefix_cache()
-        engine.generate([twice])
+        reference.check(engine, [twice])
         assert engine.settle()
-        assert engine.reset_prefix_cache()
-        answers = engine.generate([once, twice])
+        answers = reference.check(engine, [once, twice])
         assert [answer.external_hit_tokens for answer in answers] == [0, FULL_TOKENS]
         engine.stop()
 
 
-def test_three_tiers(workshop: Workshop, server: RcloneServer) -> None:
+def test_three_tiers(reference: Reference, workshop: Workshop, server: RcloneServer, start: Start) -> None:
     """A chunk goes to memory, and from there to files and to the bucket; each of the three alone serves it."""
-    asked = prompts(2, steps=2, seed=805)
-    path = workshop.scratch / "three"
-    bucket = server.tier("three")
-    environment = server.environment
-    with workshop.start_engine(TINY, chain_config(SMALL, files(path), bucket), environment=environment) as engine:
-        right = engine.generate(asked)
-        assert engine.settle()
+    asked, slab, bucket = chunk_prompts(2, seed=805), files(workshop.scratch / "three"), server.tier("three")
+    right = reference.answers(asked)
+    with start(SMALL, slab, bucket) as engine:
+        assert_same(stored(engine, asked), right)
         answers, came = from_where(engine, asked)
-        all_loaded(answers, right)
+        assert_same(answers, right)
         assert set(came) <= {"host", "disk"}, "the nearest that has it"
         kept = arrived(engine)
-        assert (kept["slab"], kept["s3"]) == (2 * CHUNKS, 2 * CHUNKS)
+        assert (kept["slab"], kept["s3"]) == (2 * PROMPT_CHUNKS, 2 * PROMPT_CHUNKS)
         engine.stop()
     for tiers, source in (
-        ([SMALL, files(path)], "disk"),
+        ([SMALL, slab], "disk"),
         ([SMALL, bucket], "external_unspecified"),
         ([bucket], "external_unspecified"),
     ):
-        with workshop.start_engine(TINY, chain_config(*tiers), environment=environment) as engine:
+        with start(*tiers) as engine:
             answers, came = from_where(engine, asked)
-            all_loaded(answers, right)
+            assert_same(answers, right)
             assert came == {source: 2 * FULL_TOKENS}
             engine.stop()
 
 
-def test_a_slab_in_front_of_a_shared_directory(workshop: Workshop) -> None:
+def test_a_slab_in_front_of_a_shared_directory(reference: Reference, workshop: Workshop, start: Start) -> None:
     """What a slab holds goes on to the shared directory, and a server that has lost its slab is served from there."""
-    asked = prompts(2, steps=2, seed=803)
-    drive, shared = workshop.scratch / "drive", workshop.scratch / "shared"
-    config = chain_config(files(drive), tree_tier(shared))
-    with workshop.start_engine(TINY, config) as engine:
-        right = engine.generate(asked)
-        stored = len(asked) * CHUNKS
+    asked, drive, shared = chunk_prompts(2, seed=806), workshop.scratch / "drive", workshop.scratch / "shared"
+    stored = len(asked) * PROMPT_CHUNKS
+    with start(files(drive), tree_tier(shared)) as engine:
+        reference.check(engine, asked)
         until(lambda: engine.settle() and arrived(engine).get("shared_dir") == stored, "all is written through")
-        answers, came = from_where(engine, asked)
-        all_loaded(answers, right)
-        assert came == {"disk": len(asked) * FULL_TOKENS}
+        assert hits(reference.check(engine, asked)) == 2 * FULL_TOKENS
         engine.stop()
     shutil.rmtree(drive)
-    with workshop.start_engine(TINY, config) as engine:
+    with start(files(drive), tree_tier(shared)) as engine:
         answers, came = from_where(engine, asked)
-        all_loaded(answers, right)
-        assert came == {"disk": len(asked) * FULL_TOKENS}, "of this machine, here"
+        assert_same(answers, reference.answers(asked))
+        assert came == {"disk": 2 * FULL_TOKENS}, "of this machine, here"
         engine.stop()

@@ -26,10 +26,10 @@ from nixl_offload.cli.main import main
 from nixl_offload.tiers.lock import holder_of
 from nixl_offload.tiers.shared import eviction
 from nixl_offload.vllm.metric_names import PREFIX
-from tests.vllm.damage import FULL_TOKENS, PROMPT_CHUNKS, Prompt, chunk_prompts
+from tests.vllm.damage import FULL_TOKENS, PROMPT_CHUNKS, SHARD_BYTES, Prompt, chunk_prompts
 from tests.vllm.harness import BLOCK_TOKENS, CHUNK_TOKENS, ONE_CORE, Workshop, chain_config
+from tests.vllm.media import Medium, tree
 from tests.vllm.server import Server
-from tests.vllm.shared_rig import SHARD_BYTES, Medium, tree
 from tests.vllm.zygote import Zygote
 
 PROMPTS = chunk_prompts(3, seed=241)

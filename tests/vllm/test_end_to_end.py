@@ -1,21 +1,22 @@
-"""Proves over a running vLLM that a prompt served from files is answered exactly as without any cache.
+"""Proves over a running vLLM that a prompt served from a tier is answered exactly as without any cache.
 
 The reference is an engine without a connector. Against it stand an engine that stores, the same engine after it forgot
-its prefix cache, a new engine on the same directory, and an engine so short of KV blocks that it must evict and load
-all the time. That the comparison can fail is shown on the loaded blocks themselves: damaged, they change the answer.
+its prefix cache, a new engine on the same directory, and engines whose requests end early, are preempted, or meet a
+reset. That the comparison can fail is shown on the loaded blocks themselves: damaged, they change the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
+from tests.vllm.damage import token_bytes
 from tests.vllm.harness import (
     BLOCK_TOKENS,
-    CHUNK_TOKENS,
     MAX_BATCHED_TOKENS,
     TAIL_TOKENS,
     TINY,
@@ -26,179 +27,218 @@ from tests.vllm.harness import (
     Workshop,
     assert_same,
     close,
-    file_tier,
     prompts,
 )
+from tests.vllm.media import Medium, memory, slab
 
 PROMPTS = prompts(4, seed=21)
-FULL_CHUNKS_TOKENS = len(PROMPTS[0]) - TAIL_TOKENS
+FULL_TOKENS = len(PROMPTS[0]) - TAIL_TOKENS
 FORK = PROMPTS[0][: 2 * MAX_BATCHED_TOKENS] + PROMPTS[1][2 * MAX_BATCHED_TOKENS :]
 """Shares its first chunks with the first prompt and goes on differently."""
 MANY = prompts(12, steps=2, seed=22)
+OTHERS = MANY[:6]
+CASES = {
+    f"{name}, {groups}": (name, shape)
+    for name in ("slab", "memory")
+    for groups, shape in (("one group", TINY), ("two groups", TINY_HYBRID))
+}
+everywhere = pytest.mark.parametrize("scene", CASES, indirect=True, scope="module")
+on_a_slab = pytest.mark.parametrize("scene", list(CASES)[:2], indirect=True, scope="module")
 
 
-@dataclass(frozen=True)
-class Reference:
-    """Answers of an engine without a connector, each computed from nothing."""
+@dataclass
+class Scene:
+    """A model, answers of an engine without a connector, each computed from nothing, and an engine with one."""
 
-    each: list[Answer]
-    fork: Answer
-    many: list[Answer]
+    shape: ModelShape
+    medium: Medium
+    workshop: Workshop
+    right: dict[str, list[Answer]]
+    engine: Engine
 
+    @property
+    def has_windows(self) -> bool:
+        return self.shape.sliding_window is not None
 
-@pytest.fixture(scope="module", params=[TINY, TINY_HYBRID], ids=["one-group", "two-groups"])
-def shape(request: pytest.FixtureRequest) -> ModelShape:
-    """A model with one KV-cache group and one with two."""
-    chosen: ModelShape = request.param
-    return chosen
+    def restart(self) -> None:
+        self.engine.stop()
+        self.engine = self.workshop.start_engine(self.shape, self.medium.config())
+
+    def ask_anew(self, asked: list[list[int]]) -> list[Answer]:
+        """Ask without what vLLM remembers."""
+        assert self.engine.settle(), "something is still waiting"
+        assert self.engine.reset_prefix_cache()
+        self.engine.worker("clear_kv")
+        return self.engine.generate(asked)
+
+    def all_loaded(self, asked: list[list[int]], right: list[Answer]) -> None:
+        """Every full chunk comes from the connector, and the answers are the same to the last bit."""
+        answers = self.ask_anew(asked)
+        assert [answer.external_hit_tokens for answer in answers] == [FULL_TOKENS] * len(answers)
+        assert [answer.cached_tokens for answer in answers] == [FULL_TOKENS] * len(answers)
+        assert_same(answers, right)
 
 
 @pytest.fixture(scope="module")
-def reference(shape: ModelShape, workshop: Workshop) -> Reference:
-    """What a vLLM without us answers."""
-    with workshop.start_engine(shape) as engine:
-        each = engine.generate(PROMPTS)
-        assert engine.reset_prefix_cache()
-        [fork] = engine.generate([FORK])
-        return Reference(each, fork, engine.generate(MANY))
+def right_of(workshop: Workshop) -> Callable[[ModelShape], dict[str, list[Answer]]]:
+    """Gives what a vLLM without us answers."""
+
+    @functools.cache
+    def right(shape: ModelShape) -> dict[str, list[Answer]]:
+        with workshop.start_engine(shape) as engine:
+            each = engine.generate(PROMPTS)
+            assert engine.reset_prefix_cache()
+            fork, many = engine.generate([FORK]), engine.generate(MANY)
+            long = engine.generate(OTHERS, max_tokens=160, together=True)
+            return {"each": each, "fork": fork, "many": many, "long": long}
+
+    return right
 
 
 @pytest.fixture(scope="module")
-def directory(shape: ModelShape, workshop: Workshop) -> Path:
-    """The file tier's directory, the same for all engines of one model."""
-    return workshop.scratch / f"kv-{shape.sliding_window}"
+def scene(
+    request: pytest.FixtureRequest, workshop: Workshop, right_of: Callable[[ModelShape], dict[str, list[Answer]]]
+) -> Iterator[Scene]:
+    name, shape = CASES[request.param]
+    medium = memory() if name == "memory" else slab(workshop.scratch / f"kv-{shape.sliding_window}")
+    right, engine = right_of(shape), workshop.start_engine(shape, medium.config())
+    made = Scene(shape, medium, workshop, right, engine)
+    yield made
+    made.engine.stop()
 
 
-@pytest.fixture(scope="module")
-def first_engine(
-    shape: ModelShape, directory: Path, workshop: Workshop, reference: Reference
-) -> Iterator[tuple[Engine, list[Answer]]]:
-    """An engine that has served and stored ``PROMPTS``, and its answers."""
-    with workshop.start_engine(shape, file_tier(directory)) as engine:
-        answers = engine.generate(PROMPTS)
-        assert engine.settle()
-        yield engine, answers
-
-
-@pytest.fixture(scope="module")
-def second_engine(
-    first_engine: tuple[Engine, list[Answer]], shape: ModelShape, directory: Path, workshop: Workshop
-) -> Iterator[Engine]:
-    """A new engine on the directory, after the first was stopped."""
-    first_engine[0].stop()
-    with workshop.start_engine(shape, file_tier(directory)) as engine:
-        yield engine
-
-
-def test_storing_changes_nothing(first_engine: tuple[Engine, list[Answer]], reference: Reference) -> None:
-    """The engine that stores answers bit by bit as the one without a connector."""
-    _, answers = first_engine
+@everywhere
+def test_what_is_stored_is_found_and_changes_no_answer(scene: Scene) -> None:
+    """Full chunks are stored once. Prompts that fork off a stored one take the common beginning; those with another
+    ``cache_salt`` nothing.
+    """
+    engine = scene.engine
+    answers = engine.generate(PROMPTS)
     assert [answer.cached_tokens for answer in answers] == [0] * len(PROMPTS)
-    assert_same(answers, reference.each)
-
-
-def test_every_full_chunk_is_stored_once(first_engine: tuple[Engine, list[Answer]], shape: ModelShape) -> None:
-    """As many bytes as the full chunks of the prompts have, and no more when the prompts come again."""
-    engine, _ = first_engine
-    token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_size * 4
+    assert_same(answers, scene.right["each"])
+    assert engine.settle()
     stored_bytes = engine.stored_bytes()
-    if shape.sliding_window is None:
-        assert stored_bytes == len(PROMPTS) * FULL_CHUNKS_TOKENS * token_bytes
-    engine.generate(PROMPTS)
+    if not scene.has_windows:
+        assert stored_bytes == len(PROMPTS) * FULL_TOKENS * token_bytes()
+    scene.all_loaded(PROMPTS, scene.right["each"])
     assert engine.settle()
     assert engine.stored_bytes() == stored_bytes
-
-
-def test_a_forgotten_prefix_is_loaded(first_engine: tuple[Engine, list[Answer]], reference: Reference) -> None:
-    """The same engine after ``reset_prefix_cache``: every full chunk comes from files, the answers are the same."""
-    engine, _ = first_engine
     assert engine.reset_prefix_cache()
-    engine.worker("clear_kv")
-    _assert_loaded(engine.generate(PROMPTS), reference.each)
+    together = engine.generate(PROMPTS, together=True)  # other shapes of batches: logprobs are only close
+    assert [answer.cached_tokens for answer in together] == [FULL_TOKENS] * len(PROMPTS)
+    assert all(close(answer, right) for answer, right in zip(together, scene.right["each"], strict=True))
+    # Of a sliding-window group vLLM stores just the last window, so there a prefix that ends earlier is a miss.
+    [answer] = scene.ask_anew([FORK])
+    assert answer.external_hit_tokens == (0 if scene.has_windows else 2 * MAX_BATCHED_TOKENS)
+    assert_same([answer], scene.right["fork"])
+    scene.all_loaded([FORK], scene.right["fork"])
+    assert engine.reset_prefix_cache()
+    [answer] = engine.generate([FORK], salt="another tenant's")
+    assert answer.external_hit_tokens == 0
+    assert_same([answer], scene.right["fork"])
 
 
-def test_a_restart_loses_nothing(second_engine: Engine, reference: Reference) -> None:
+@on_a_slab
+def test_a_restart_loses_nothing(scene: Scene) -> None:
     """A new engine on the directory loads every full chunk, answers the same, and stores nothing again."""
-    _assert_loaded(second_engine.generate(PROMPTS), reference.each)
-    assert second_engine.settle()
-    assert second_engine.stored_bytes() == 0
+    scene.restart()
+    scene.all_loaded(PROMPTS, scene.right["each"])
+    assert scene.engine.settle()
+    assert scene.engine.stored_bytes() == 0
 
 
-def test_a_wrong_load_would_be_noticed(second_engine: Engine, reference: Reference, shape: ModelShape) -> None:
-    """Damage to the blocks that were just loaded changes tokens and logprobs; damaging them back restores both.
-
-    Damage to one block shows, too, whichever of those it is that the rest of the prompt attends to.
-    """
-    assert second_engine.reset_prefix_cache()
-    second_engine.worker("clear_kv")
-    _assert_loaded(second_engine.generate(PROMPTS), reference.each)
-    loaded = second_engine.worker("written_blocks")[0]
-    second_engine.worker("poison_blocks", loaded)
-    for damaged, right in zip(second_engine.generate(PROMPTS), reference.each, strict=True):
-        assert damaged.external_hit_tokens == 0
-        assert damaged.tokens != right.tokens
-        assert damaged.logprobs != right.logprobs
-    second_engine.worker("poison_blocks", loaded)
-    assert_same(second_engine.generate(PROMPTS), reference.each)
-    assert second_engine.reset_prefix_cache()
-    second_engine.worker("clear_kv")
-    _assert_loaded(second_engine.generate(PROMPTS[:1]), reference.each[:1])
+@everywhere
+def test_a_wrong_load_would_be_noticed(scene: Scene) -> None:
+    """Damage to any of the blocks that were just loaded changes the answer; damaging them back restores it."""
+    engine, right = scene.engine, scene.right["each"]
+    scene.all_loaded(PROMPTS[:1], right[:1])
+    loaded = engine.worker("written_blocks")[0]
     noticed = 0
-    for block in second_engine.worker("written_blocks")[0]:
-        second_engine.worker("poison_blocks", [block])
-        [damaged] = second_engine.generate(PROMPTS[:1])
-        noticed += not damaged.same_as(reference.each[0])
-        second_engine.worker("poison_blocks", [block])
-    assert noticed == (FULL_CHUNKS_TOKENS + (shape.sliding_window or 0)) // BLOCK_TOKENS
+    for blocks in (loaded, *([block] for block in loaded)):
+        engine.worker("poison_blocks", blocks)
+        [damaged] = engine.generate(PROMPTS[:1])
+        assert damaged.external_hit_tokens == 0
+        assert blocks != loaded or damaged.tokens != right[0].tokens
+        noticed += not damaged.same_as(right[0])
+        engine.worker("poison_blocks", blocks)
+    assert noticed == 1 + (FULL_TOKENS + (scene.shape.sliding_window or 0)) // BLOCK_TOKENS
+    assert_same(engine.generate(PROMPTS[:1]), right[:1])
 
 
-def test_a_shared_prefix_is_loaded_and_the_rest_computed(
-    second_engine: Engine, reference: Reference, shape: ModelShape
-) -> None:
-    """A prompt that forks off a stored one takes its first chunks from files; then it is stored itself.
+@everywhere
+def test_requests_that_are_aborted(scene: Scene) -> None:
+    """At every early step, so while they are computed, stored or loaded; then others are asked, and the same again."""
+    engine, asked, right = scene.engine, MANY[:3], scene.right["many"][:3]
+    for steps in (1, 2, 3, 4, 6, 9):
+        assert engine.settle()
+        assert engine.reset_prefix_cache(connector=True)
+        engine.abandon(MANY[6:], steps=steps)
+        assert_same(engine.generate(asked), right)
+        assert engine.settle(), "something is still waiting"
+        assert engine.reset_prefix_cache()
+        engine.abandon(asked, steps=steps)
+        assert_same(engine.generate(asked), right)
+        assert engine.settle(), "something is still waiting"
 
-    Of a sliding-window group vLLM stores just the last window, so there a prefix that ends earlier is a miss.
+
+@everywhere
+def test_a_reset_while_stores_are_under_way(scene: Scene) -> None:
+    """The connector forgets everything at once; what was under way is not found afterwards, and can be stored again."""
+    engine, asked, right = scene.engine, MANY[:3], scene.right["many"][:3]
+    assert engine.settle()
+    assert engine.reset_prefix_cache(connector=True)
+    for _ in range(3):
+        engine.abandon(asked, steps=4)
+        engine.reset_prefix_cache(connector=True)
+        answers = engine.generate(asked)
+        assert_same(answers, right)
+        assert [answer.external_hit_tokens for answer in answers] == [0] * len(asked)
+        engine.reset_prefix_cache(connector=True)
+    assert_same(scene.ask_anew(asked), right)
+    answers = scene.ask_anew(asked)
+    assert_same(answers, right)
+    assert all(answer.external_hit_tokens for answer in answers)
+
+
+@on_a_slab
+def test_a_running_request_that_a_reset_preempts_is_loaded_in_the_same_step(scene: Scene) -> None:
+    """Over and over, while its chunks are being stored and when they are: the engine lives, and answers as always."""
+    engine = scene.engine
+    loaded = engine.metrics()["vllm:kv_offload_load_bytes"]
+    answers, resets = engine.generate_through_resets(OTHERS, max_tokens=24, every=3)
+    assert resets > 3
+    assert all(close(answer, right) for answer, right in zip(answers, _begins(scene.right["long"], 24), strict=True))
+    assert engine.metrics()["vllm:kv_offload_load_bytes"] > loaded, "nothing was loaded, so nothing was shown"
+    assert engine.settle(), "something is still waiting"
+
+
+@on_a_slab
+def test_an_engine_short_of_blocks(scene: Scene, workshop: Workshop) -> None:
+    """The KV cache holds three prompts, not their answers. Twelve prompts are served three times, alone and together,
+    then six with long answers.
+
+    Blocks are reused while their stores are under way and while others load, and requests are preempted and come back:
+    no answer may ever differ.
     """
-    assert second_engine.reset_prefix_cache()
-    [answer] = second_engine.generate([FORK])
-    assert answer.external_hit_tokens == (2 * MAX_BATCHED_TOKENS if shape.sliding_window is None else 0)
-    assert_same([answer], [reference.fork])
-    assert second_engine.settle()
-    assert second_engine.reset_prefix_cache()
-    _assert_loaded(second_engine.generate([FORK]), [reference.fork])
-
-
-def test_concurrent_loads(second_engine: Engine, reference: Reference) -> None:
-    """All prompts at once: loads run side by side. Batches have other shapes, so logprobs are only close."""
-    assert second_engine.reset_prefix_cache()
-    answers = second_engine.generate(PROMPTS, together=True)
-    assert [answer.cached_tokens for answer in answers] == [FULL_CHUNKS_TOKENS] * len(PROMPTS)
-    assert all(close(answer, right) for answer, right in zip(answers, reference.each, strict=True))
-
-
-def test_an_engine_short_of_blocks(shape: ModelShape, workshop: Workshop, reference: Reference) -> None:
-    """The KV cache holds two prompts; twelve are served three times, alone and together.
-
-    Blocks are reused while their stores are under way and while others load: no answer may ever differ.
-    """
-    tier = file_tier(workshop.scratch / f"kv-short-{shape.sliding_window}")
-    blocks = 2 * (len(MANY[0]) + 64) // BLOCK_TOKENS + 8
-    with workshop.start_engine(
-        shape, tier, num_gpu_blocks_override=blocks * (1 if shape.sliding_window is None else 2), max_model_len=2048
-    ) as engine:
-        assert_same(engine.generate(MANY), reference.many)
+    tier = slab(workshop.scratch / f"kv-short-{scene.shape.sliding_window}").config()
+    blocks = (3 * -(-len(MANY[0]) // BLOCK_TOKENS) + 4) * (2 if scene.has_windows else 1)
+    right = scene.right["many"]
+    with workshop.start_engine(scene.shape, tier, num_gpu_blocks_override=blocks, max_model_len=2048) as engine:
+        assert_same(engine.generate(MANY), right)
         together = engine.generate(MANY, together=True)
-        assert all(close(answer, right) for answer, right in zip(together, reference.many, strict=True))
+        assert all(close(answer, other) for answer, other in zip(together, right, strict=True))
         assert engine.settle()
         again = engine.generate(MANY)
-        assert_same(again, reference.many)
+        assert_same(again, right)
         assert sum(answer.external_hit_tokens for answer in again) > 0
+        long = engine.generate(OTHERS, max_tokens=160, together=True)
+        assert engine.metrics()["vllm:num_preemptions"] > 0, "nothing was preempted, so nothing was shown"
+        assert all(close(answer, other) for answer, other in zip(long, scene.right["long"], strict=True))
+        assert engine.settle()
+        again = engine.generate(OTHERS, max_tokens=16)
+        assert all(close(answer, other) for answer, other in zip(again, _begins(scene.right["long"], 16), strict=True))
         engine.stop()
 
 
-def _assert_loaded(answers: list[Answer], expected: list[Answer]) -> None:
-    """Every full chunk came from the connector, and the answers are the same to the last bit."""
-    assert [answer.external_hit_tokens for answer in answers] == [FULL_CHUNKS_TOKENS] * len(answers)
-    assert [answer.cached_tokens for answer in answers] == [FULL_CHUNKS_TOKENS] * len(answers)
-    assert FULL_CHUNKS_TOKENS % CHUNK_TOKENS == 0
-    assert_same(answers, expected)
+def _begins(answers: list[Answer], tokens: int) -> list[Answer]:
+    return [dataclasses.replace(each, tokens=each.tokens[:tokens], logprobs=each.logprobs[:tokens]) for each in answers]

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.damage import TierFiles, until
+from tests.prove.happenings import DAMAGES
+from tests.vllm.damage import until
 from tests.vllm.harness import (
     CHUNK_TOKENS,
     MAX_BATCHED_TOKENS,
@@ -24,6 +25,7 @@ from tests.vllm.harness import (
     chain_config,
     prompts,
 )
+from tests.vllm.media import slab
 from tests.vllm.test_chain import files, from_where
 
 FULL_TOKENS = 2 * MAX_BATCHED_TOKENS
@@ -109,10 +111,11 @@ def test_a_prefetch_of_what_is_damaged_brings_nothing(scene: Scene) -> None:
     engine = scene.engine
     engine.generate([DAMAGED])
     assert engine.settle()
-    slab = TierFiles(scene.slab)
+    stored = slab(scene.slab).stored
+    until(lambda: len(stored()) >= CHUNKS, "all is in the index")
     scene.push_out()
-    for chunk in slab.chunks(CHUNKS):
-        slab.flip(slab.slab, chunk.offset + 4096 + 77)
+    for shard in stored():
+        DAMAGES["flipped"](shard, shard, 0.5)
     before = chunks(engine, "prefetch").get("corrupt", 0)
     carry(engine, hint(prefetch=True, token_ids=DAMAGED))
     assert chunks(engine, "prefetch")["corrupt"] > before

@@ -47,8 +47,8 @@ from nixl_offload.vllm.identity import (
 )
 from nixl_offload.vllm.messages import RankGeometry
 from nixl_offload.vllm.rank_identity import allocation_digest
+from tests.families.checkpoints import write_vision
 from tests.vllm import manager_rig
-from tests.vllm.families import write_vision
 
 Build = Callable[..., VllmConfig]
 

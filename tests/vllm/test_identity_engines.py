@@ -18,9 +18,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from examples.demo.model import TINY, write_model
+from tests.families.checkpoints import CPU_MLA, IMAGE_TOKENS, write_long_rope, write_mla, write_vision
 from tests.vllm import vision
-from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, Prompt, chunk_prompts
-from tests.vllm.families import CPU_MLA, IMAGE_TOKENS, write_long_rope, write_mla, write_vision
+from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, RECOVERY_DEADLINE_S, Prompt, chunk_prompts, hits, said
 from tests.vllm.harness import (
     Answer,
     Engine,
@@ -29,7 +29,7 @@ from tests.vllm.harness import (
     file_tier,
 )
 from tests.vllm.hub_stand_in import HubStandIn
-from tests.vllm.shared_rig import RECOVERY_DEADLINE_S, Medium, hits, said, tree
+from tests.vllm.media import Medium, tree
 from tests.vllm.zygote import MAIN_MODULE
 
 PROMPTS = chunk_prompts(2, seed=501)

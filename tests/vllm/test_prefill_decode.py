@@ -4,27 +4,17 @@ that computes it to the one that goes on with it: disaggregated prefill, over UC
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples.s3_server import free_port
-from tests.vllm.harness import (
-    CHUNK_TOKENS,
-    TAIL_TOKENS,
-    Answer,
-    Engine,
-    Workshop,
-    close,
-    prompts,
-    tier_config,
-    tree_tier,
-)
-from tests.vllm.shared_rig import RECOVERY_DEADLINE_S, REMEMBERING, said
+from tests.prove.happenings import DAMAGES
+from tests.vllm.damage import until
+from tests.vllm.harness import CHUNK_TOKENS, TAIL_TOKENS, Answer, Engine, Workshop, close, prompts
+from tests.vllm.media import Medium, tree
 
 PROMPTS = prompts(3, steps=1, seed=94)
 CHUNKS_TOKENS = len(PROMPTS[0]) - TAIL_TOKENS
@@ -34,7 +24,7 @@ LEASE_S = 6
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def beside_nixl(ours: Path, role: str, order: list[str]) -> dict[str, Any]:
+def beside_nixl(ours: Medium, role: str, order: list[str]) -> dict[str, Any]:
     """Return the transfer config of both; ``role``: of ours."""
     children = {
         "nixl": {
@@ -45,7 +35,7 @@ def beside_nixl(ours: Path, role: str, order: list[str]) -> dict[str, Any]:
         "ours": {
             "kv_connector": "NixlOffloadConnector",
             "kv_role": role,
-            "kv_connector_extra_config": {"config": tier_config(tree_tier(ours, lookup=REMEMBERING))},
+            "kv_connector_extra_config": {"config": ours.config()},
         },
     }
     return {
@@ -62,7 +52,7 @@ class Pair:
 
     prefill: Engine
     decode: Engine
-    directory: Path
+    medium: Medium
     """Where ours keeps what the first has stored."""
 
     def compute(self, prompt: list[int]) -> Any:
@@ -74,18 +64,16 @@ class Pair:
 
     def load(self, prompt: list[int]) -> Answer:
         """Have the second answer from what is stored, once it no longer believes absent what it has looked for."""
-        deadline = time.monotonic() + RECOVERY_DEADLINE_S
-        while True:
+        answers: list[Answer] = []
+
+        def is_found() -> bool:
             assert self.decode.reset_prefix_cache()
             self.decode.worker("clear_kv")
-            [answer] = self.decode.generate([prompt])
-            if answer.external_hit_tokens == CHUNKS_TOKENS:
-                return answer
-            assert time.monotonic() < deadline, f"{answer.external_hit_tokens} tokens were found{said(self.decode)}"
+            answers.extend(self.decode.generate([prompt]))
+            return answers[-1].external_hit_tokens == CHUNKS_TOKENS
 
-    def files(self) -> list[Path]:
-        """The chunks in the directory; drafts begin with a dot."""
-        return [path for path in self.directory.rglob("[!.]*") if path.is_file() and path.stat().st_size > 1 << 16]
+        until(is_found, "every full chunk is found", self.decode)
+        return answers[-1]
 
 
 @pytest.fixture(scope="module", params=[["nixl", "ours"], ["ours", "nixl"]], ids=["nixl-first", "ours-first"])
@@ -93,16 +81,16 @@ def pair(
     request: pytest.FixtureRequest, workshop: Workshop, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
     """Two engines, told by ``kv_role`` which of them stores and which loads."""
-    directory = tmp_path_factory.mktemp("kv")
+    medium = tree(tmp_path_factory.mktemp("kv"))
 
     def start(role: str) -> Engine:
         return workshop.start_engine(
-            kv_transfer_config=beside_nixl(directory, role, request.param),
+            kv_transfer_config=beside_nixl(medium, role, request.param),
             environment={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), **OVER_LOOPBACK},
         )
 
     with start("kv_producer") as prefill, start("kv_consumer") as decode:
-        yield Pair(prefill, decode, directory)
+        yield Pair(prefill, decode, medium)
 
 
 @pytest.fixture(scope="module")
@@ -136,13 +124,12 @@ def test_a_prompt_is_handed_over_and_stored(pair: Pair, right: list[Answer]) -> 
 
 def test_a_damaged_chunk_is_computed(pair: Pair, right: list[Answer]) -> None:
     """``NixlConnector`` knows nothing of this prompt, and what ours finds is damaged."""
-    before = set(pair.files())
+    before = set(pair.medium.shards())
     pair.prefill.generate([PROMPTS[1]])
     assert pair.prefill.settle()
-    for path in set(pair.files()) - before:
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+    for shard in pair.medium.stored():
+        if shard.path.relative_to(pair.medium.directory).as_posix() not in before:
+            DAMAGES["flipped"](shard, shard, 0.5)
     [answer] = pair.decode.generate([PROMPTS[1]])
     assert answer.external_hit_tokens == CHUNKS_TOKENS, "it was found"
     assert close(answer, right[1])
@@ -150,10 +137,10 @@ def test_a_damaged_chunk_is_computed(pair: Pair, right: list[Answer]) -> None:
 
 def test_the_engine_that_computed_dies_before_it_has_handed_over(pair: Pair, right: list[Answer]) -> None:
     """``NixlConnector`` fails, vLLM asks again, and ours has what was stored. The engine goes on."""
-    before = len(pair.files())
+    before = len(pair.medium.shards())
     transfer = pair.compute(PROMPTS[2])
     for _ in range(1000):  # what is to be handed over keeps the engine from settling
-        if len(pair.files()) == before + CHUNKS_TOKENS // CHUNK_TOKENS:
+        if len(pair.medium.shards()) == before + CHUNKS_TOKENS // CHUNK_TOKENS:
             break
         pair.prefill.generate([[2, 3, 4]], max_tokens=1)
     pair.prefill.kill()

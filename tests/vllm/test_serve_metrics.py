@@ -27,9 +27,11 @@ from examples.demo.engine import quick_environment, transfer_config
 from examples.demo.model import TINY, write_model
 from nixl_offload.vllm.metric_names import METRICS, PREFIX
 from tests.promql import PAGE, asked, every_expression
+from tests.prove.happenings import DAMAGES
 from tests.s3.servers import RcloneServer
-from tests.vllm.damage import CHUNK_BYTES, TierFiles
+from tests.vllm.damage import CHUNK_BYTES
 from tests.vllm.harness import BLOCK_TOKENS, CHUNK_TOKENS, ONE_CORE, Workshop, chain_config, prompts
+from tests.vllm.media import slab
 from tests.vllm.server import Server
 from tests.vllm.zygote import Zygote
 
@@ -134,9 +136,8 @@ def served(zygote: Zygote, workshop: Workshop) -> Iterator[Served]:
                 "the load is counted",
             )
             metrics = server.metrics()
-            files = TierFiles(scratch / "slab")
-            for chunk in files.chunks(CHUNKS):
-                files.flip(files.slab, chunk.offset + 4096 + 77)
+            for shard in slab(scratch / "slab").stored():
+                DAMAGES["flipped"](shard, shard, 0.5)
             # What memory has is served from there: the second prompt went when the first was promoted.
             server.reset_prefix_cache()
             server.complete(model, texts[1])

@@ -20,9 +20,9 @@ from nixl_offload.config import parse_config
 from tests.s3.proxy import Answer as Reply
 from tests.s3.proxy import Cut, FaultProxy, Reset
 from tests.s3.servers import RcloneServer
-from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, chunk_prompts
+from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, chunk_prompts, hits, let_beliefs_lapse, side_by_side
 from tests.vllm.harness import ONE_CORE, EngineError, Workshop
-from tests.vllm.shared_rig import LOOKING, MOVERS, bucket, hits, let_beliefs_lapse, side_by_side
+from tests.vllm.media import LOOKING, MOVERS, bucket
 from tests.vllm.zygote import Zygote
 
 SECRET_KEY = "sEcReTkEyThatNobodyMaySee0123456789abcdef"

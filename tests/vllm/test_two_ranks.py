@@ -9,50 +9,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.vllm.harness import (
-    MAX_BATCHED_TOKENS,
-    TAIL_TOKENS,
-    Answer,
-    Engine,
-    Workshop,
-    assert_same,
-    file_tier,
-    prompts,
-)
+from tests.families.trial import SIMULATED_NODES, TWO_RANKS
+from tests.prove.happenings import DAMAGES
+from tests.vllm.damage import hits, loads_refused, until
+from tests.vllm.harness import MAX_BATCHED_TOKENS, Answer, Engine, Workshop, assert_same, prompts
+from tests.vllm.media import Medium, slab
 
 PROMPTS = prompts(2, steps=2, seed=71)
 LATER = prompts(2, steps=2, seed=72)
 FULL_TOKENS = 2 * MAX_BATCHED_TOKENS
-RESUME_DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def directory(workshop: Workshop) -> Path:
-    """The tier's directory."""
-    return workshop.scratch / "kv-ranks"
+def medium(workshop: Workshop) -> Medium:
+    return slab(workshop.scratch / "kv-ranks")
 
 
-def _start(workshop: Workshop, directory: Path, *, forked: bool = True) -> Engine:
+def _start(workshop: Workshop, medium: Medium, *, forked: bool = True) -> Engine:
     """Two ranks, each a process with a slab of its own."""
-    return workshop.start_engine(
-        connector=file_tier(directory),
-        in_process=False,
-        forked=forked,
-        # Two ranks on a machine with one NUMA node.
-        environment={"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"},
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
-    )
+    return workshop.start_engine(connector=medium.config(), forked=forked, environment=SIMULATED_NODES, **TWO_RANKS)
 
 
 @pytest.fixture(scope="module")
-def engine(workshop: Workshop, directory: Path) -> Iterator[Engine]:
+def engine(workshop: Workshop, medium: Medium) -> Iterator[Engine]:
     """The engine of all tests but the last, which ends it."""
-    with _start(workshop, directory) as started:
+    with _start(workshop, medium) as started:
         yield started
 
 
@@ -64,82 +48,58 @@ def right(engine: Engine) -> list[Answer]:
     return answers
 
 
-def _slab(directory: Path, rank: int) -> Path:
-    (slab,) = directory.glob(f"*/rank-{rank:05d}.slab")
-    return slab
-
-
-def _hits(engine: Engine, asked: list[list[int]]) -> tuple[list[Answer], list[int]]:
+def _ask_anew(engine: Engine, asked: list[list[int]], right: list[Answer]) -> int:
+    """Ask without what vLLM remembers; return how many tokens of each prompt were found."""
     assert engine.reset_prefix_cache()
     answers = engine.generate(asked)
-    return answers, [answer.external_hit_tokens for answer in answers]
+    assert_same(answers, right)
+    assert engine.settle()
+    return hits(answers) // len(asked)
 
 
 def _until_stored(engine: Engine, asked: list[list[int]], right: list[Answer]) -> None:
     """Ask until every full chunk is loaded: a busy machine may shed a store. Each answer is right."""
-    deadline = time.monotonic() + RESUME_DEADLINE_S
-    while True:
-        answers, hits = _hits(engine, asked)
-        assert engine.settle()
-        assert_same(answers, right)
-        if hits == [FULL_TOKENS] * len(asked):
-            return
-        assert time.monotonic() < deadline, f"not stored anew; hits {hits}"
-        time.sleep(0.5)  # to ask is to compute
+    until(lambda: _ask_anew(engine, asked, right) == FULL_TOKENS, "all is stored anew", engine)
 
 
-def test_both_ranks_store_and_load(engine: Engine, directory: Path, right: list[Answer]) -> None:
+def test_both_ranks_store_and_load(engine: Engine, medium: Medium, right: list[Answer]) -> None:
     """Each rank has a slab with bytes of its own, and every full chunk is loaded on both."""
-    slabs = [_slab(directory, rank).read_bytes() for rank in (0, 1)]
+    slabs = [path.read_bytes() for path in medium.namespace().glob("*.slab")]
+    assert len(slabs) == 2
     assert slabs[0] != slabs[1]
-    answers, hits = _hits(engine, PROMPTS)
-    assert hits == [FULL_TOKENS] * len(PROMPTS)
-    assert_same(answers, right)
+    assert _ask_anew(engine, PROMPTS, right) == FULL_TOKENS
 
 
-def test_a_store_that_fails_on_one_rank(engine: Engine, directory: Path, right: list[Answer]) -> None:
+def test_a_store_that_fails_on_one_rank(engine: Engine, medium: Medium, right: list[Answer]) -> None:
     """While rank 1 cannot store, new chunks are nowhere to be found; afterwards they are stored anew."""
-    slab = _slab(directory, 1)
-    aside = slab.with_name("aside")
-    slab.rename(aside)
-    slab.mkdir()
+    slab_of_1 = medium.namespace() / "rank-00001.slab"
+    aside = slab_of_1.with_name("aside")
+    slab_of_1.rename(aside)
+    slab_of_1.mkdir()
     time.sleep(1.1)  # a rank looks at a slab that works once a second
     first = engine.generate(LATER)
     assert engine.settle()
-    answers, hits = _hits(engine, LATER)
-    assert hits == [0] * len(LATER), "rank 0 has stored them, rank 1 has not: nobody may load them"
-    assert_same(answers, first)
-
-    slab.rmdir()
-    aside.rename(slab)
+    assert _ask_anew(engine, LATER, first) == 0, "rank 0 has stored them, rank 1 has not: nobody may load them"
+    slab_of_1.rmdir()
+    aside.rename(slab_of_1)
     _until_stored(engine, LATER, first)
 
 
-def test_a_load_that_fails_on_one_rank(engine: Engine, directory: Path, right: list[Answer]) -> None:
+def test_a_load_that_fails_on_one_rank(engine: Engine, medium: Medium, right: list[Answer]) -> None:
     """Damage on rank 0 alone: both ranks recompute, the answer is the same, and the chunk is stored anew."""
-    slab = _slab(directory, 0)
-    with slab.open("r+b") as file:
-        content = bytearray(file.read())
-        for offset in range(4096, len(content), 64 * 1024):
-            content[offset + 100] ^= 0xFF
-        file.seek(0)
-        file.write(content)
-    answers, _ = _hits(engine, PROMPTS)
-    assert_same(answers, right)
-    assert engine.settle()
+    for shard in medium.stored(rank=0):
+        DAMAGES["flipped"](shard, shard, 0.5)
+    refused = loads_refused(engine)
+    _ask_anew(engine, PROMPTS, right)
+    assert loads_refused(engine) > refused
     _until_stored(engine, PROMPTS, right)
-    assert len(PROMPTS[0]) == FULL_TOKENS + TAIL_TOKENS
 
 
 def test_another_server_finds_what_the_first_has_stored(
-    workshop: Workshop, engine: Engine, directory: Path, right: list[Answer]
+    workshop: Workshop, engine: Engine, medium: Medium, right: list[Answer]
 ) -> None:
     """Each rank of the second tells the same of itself as its like in the first, so both have one namespace."""
-    namespaces = sorted(path.parent for path in directory.glob("*/index.sqlite"))
     engine.stop()
-    with _start(workshop, directory, forked=False) as second:  # as for a user: each process imports for itself
-        answers = second.generate(PROMPTS)
-        assert [answer.external_hit_tokens for answer in answers] == [FULL_TOKENS] * len(PROMPTS)
-        assert_same(answers, right)
-    assert sorted(path.parent for path in directory.glob("*/index.sqlite")) == namespaces
-    assert len(namespaces) == 1
+    with _start(workshop, medium, forked=False) as second:  # as for a user: each process imports for itself
+        assert _ask_anew(second, PROMPTS, right) == FULL_TOKENS
+    assert medium.namespace().is_dir()

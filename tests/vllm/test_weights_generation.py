@@ -4,7 +4,7 @@ another that shares the tier, and what was stored before stays for those who hav
 
 from __future__ import annotations
 
-from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, chunk_prompts
+from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, chunk_prompts, hits, said
 from tests.vllm.harness import (
     Answer,
     Engine,
@@ -12,7 +12,7 @@ from tests.vllm.harness import (
     chain_config,
     same,
 )
-from tests.vllm.shared_rig import REMEMBERING, hits, said, tree
+from tests.vllm.media import tree
 
 PROMPTS = chunk_prompts(1, seed=1402)
 
@@ -32,7 +32,7 @@ def test_weights_replaced_in_place(workshop: Workshop) -> None:
     tiers = (
         {"kind": "memory", "capacity": "32MiB"},
         {"kind": "slab", "path": str(workshop.scratch / "slab-weights"), "capacity": "128MiB"},
-        {**shared.tier, "lookup": dict(REMEMBERING)},
+        shared.tier,
     )
     with workshop.start_engine(**ENGINE_OPTIONS) as plain:
         old = plain.generate(PROMPTS)

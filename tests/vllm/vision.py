@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from examples.demo import engine_process
-from tests.vllm.families import IMAGE_PIXELS
+from tests.families.checkpoints import IMAGE_PIXELS
 from tests.vllm.zygote import MAIN_MODULE
 
 ENVIRONMENT: Final = {MAIN_MODULE: __name__}

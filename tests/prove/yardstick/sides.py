@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from examples.s3_server import REGION, free_port
-from nixl_offload.chunk.header import HEADER_BYTES
 from tests.prove.happenings import Piece, files
 from tests.s3.servers import RcloneServer
-from tests.vllm.damage import CHUNK_BYTES, PROMPT_CHUNKS, TierFiles
+from tests.vllm.damage import CHUNK_BYTES, PROMPT_CHUNKS
 from tests.vllm.harness import CHUNK_TOKENS, chain_config
+from tests.vllm.media import slab
 from tests.vllm.zygote import MAIN_MODULE
 
 OURS: Final = ("slab", "shared_dir", "s3")
@@ -175,8 +175,4 @@ def _files(base: Path) -> list[Piece]:
 
 
 def _slots(base: Path) -> list[Piece]:
-    """Slots of the slab whose headers agree with the index."""
-    if not any(base.glob("*/manifest.json")):
-        return []
-    tier = TierFiles(base)
-    return [Piece(tier.slab, chunk.offset, HEADER_BYTES + CHUNK_BYTES) for chunk in tier.chunks(0)]
+    return list(slab(base).stored())

@@ -1,0 +1,131 @@
+"""What engines store on in tests: memory, a slab, a shared directory, a bucket; and what lies there.
+
+All but memory are files on this machine, a bucket's too. Tests look at them, and damage them, behind the engines'
+backs.
+
+Threading: one test at a time. Ownership: servers belong to the fixtures that start them, directories to the workshop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from nixl_offload.chunk.header import HEADER_BYTES, ShardHeader, decode_header
+from nixl_offload.errors import FormatError, TierError
+from nixl_offload.tiers.shared.naming import parse_shard_name
+from nixl_offload.tiers.slab.index_reader import IndexReader
+from tests.prove.happenings import Piece
+from tests.s3.servers import RcloneServer
+from tests.vllm.harness import file_tier, tier_config, tree_tier
+
+MOVERS: Final = ("obj", "obstore")
+LOOK_EACH_TIME_S: Final = 0.2
+LOOKING: Final = {"timeout": "10s", "present_for": f"{int(LOOK_EACH_TIME_S * 1000)}ms", "absent_for": "300ms"}
+"""``lookup`` of engines that look for each request anew; see ``damage.let_beliefs_lapse``."""
+REMEMBERING: Final = {"timeout": "10s", "present_for": "1h", "absent_for": "300ms"}
+
+
+@dataclass(frozen=True)
+class Shard(Piece):
+    """A stored shard: a file, or a slot of a slab."""
+
+    header: ShardHeader = field(kw_only=True)
+    rank: int = field(kw_only=True)
+    """Whose it is, or its number where chunks are cut."""
+
+    @property
+    def payload(self) -> bytes:
+        """What follows the header."""
+        return self.read()[HEADER_BYTES : HEADER_BYTES + self.header.payload_bytes]
+
+
+@dataclass(frozen=True)
+class Medium:
+    """A tier's config, where its files lie, and what an engine's process needs."""
+
+    name: str
+    tier: Mapping[str, Any]
+    directory: Path = Path("/nonexistent")
+    """What holds the namespaces."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    forget: Callable[[], None] = lambda: None
+    """Makes a server look at its files again."""
+
+    def config(self, *, lookup: Mapping[str, str] | None = None, **fields: Any) -> dict[str, Any]:
+        """Return our config; ``fields`` are further top-level fields."""
+        return tier_config({**self.tier, **({"lookup": dict(lookup)} if lookup else {})}, **fields)
+
+    def namespace(self) -> Path:
+        """Return the directory of the only namespace."""
+        [manifest] = self.directory.glob("*/manifest.json")
+        return manifest.parent
+
+    def namespaces(self) -> set[str]:
+        """Return the namespaces that hold shards."""
+        return {name.partition("/")[0] for name in self.shards()}
+
+    def shards(self) -> list[str]:
+        """Return the names of all shards of a directory or bucket, sorted."""
+        names = (path.relative_to(self.directory).as_posix() for path in self.directory.rglob("*.*"))
+        return sorted(name for name in names if parse_shard_name(name))
+
+    def stored(self, groups: Collection[int] | None = None, rank: int | None = None) -> list[Shard]:
+        """Return what is stored and has a sound header, by path and offset: of these KV cache groups, of this rank.
+
+        Of a slab: the slots whose headers are those that its index names.
+        """
+        found = self._slots() if self.name == "slab" else self._files()
+        return [
+            shard
+            for shard in found
+            if (groups is None or shard.header.group in groups) and (rank is None or shard.rank == rank)
+        ]
+
+    def real_bytes(self) -> int:
+        """Return the space that all files take on the disk."""
+        inside = (Path(root, name) for root, names, files in os.walk(self.directory) for name in [*names, *files])
+        return sum(path.lstat().st_blocks * 512 for path in inside if os.path.lexists(path))
+
+    def _files(self) -> Iterator[Shard]:
+        for name in self.shards():
+            parsed, path = parse_shard_name(name), self.directory / name
+            assert parsed is not None
+            with contextlib.suppress(FileNotFoundError, FormatError):  # an upload may end meanwhile
+                yield Shard(path, header=decode_header(Piece(path, 0, HEADER_BYTES).read()), rank=parsed.rank)
+
+    def _slots(self) -> Iterator[Shard]:
+        for slab in sorted(self.directory.glob("*/rank-*.slab")):
+            with contextlib.suppress(TierError):  # the index is not there yet, or is being replaced
+                for row in sorted(IndexReader(slab.with_name("index.sqlite")).rows(), key=lambda row: row.offset):
+                    with contextlib.suppress(FormatError):
+                        header = decode_header(Piece(slab, row.offset, HEADER_BYTES).read())
+                        size, rank = HEADER_BYTES + header.payload_bytes, int(slab.stem.removeprefix("rank-"))
+                        if header.key == row.key:
+                            yield Shard(slab, row.offset, size, header=header, rank=rank)
+
+
+def memory(capacity: str = "128MiB") -> Medium:
+    """Return a memory tier."""
+    return Medium("memory", {"kind": "memory", "capacity": capacity})
+
+
+def slab(path: Path, capacity: str = "512MiB") -> Medium:
+    """Return a slab."""
+    [tier] = file_tier(path, capacity=capacity)["tiers"]
+    return Medium("slab", tier, path)
+
+
+def tree(path: Path, **fields: Any) -> Medium:
+    """Return a shared directory; ``fields`` are further fields of the tier."""
+    return Medium("tree", tree_tier(path, lookup=REMEMBERING, **fields), path)
+
+
+def bucket(server: RcloneServer, mover: str, *, prefix: str = "team/kv", **fields: Any) -> Medium:
+    """Return a bucket, reached by ``mover``."""
+    tier = server.tier(prefix, mover=mover, **{"lookup": REMEMBERING, **fields})
+    return Medium(mover, tier, server.directory / prefix, server.environment, server.forget)
