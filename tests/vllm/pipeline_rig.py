@@ -1,9 +1,10 @@
-"""A whole vLLM engine with pipeline stages in one process, of which only the model is played: vLLM's own engine core,
-scheduler and KV cache configs, one real connector half for each rank, real KV tensors, and messages that are pickled as
-between processes. The CPU build cannot run pipeline stages itself.
+"""A whole vLLM engine in one process, of which only the model is played: vLLM's own engine core, scheduler and KV cache
+configs, one real connector half for each rank, real KV tensors, and messages that are pickled as between processes.
+Ranks are pipeline stages, which the CPU build cannot run itself.
 
-The model's KV is a function of the layer and of all tokens up to a position. Each stage writes it where a forward pass
-would, and, when a request begins with tokens that were not computed, compares what has been loaded for them.
+The model's KV is a function of the layer, the weights, and all tokens up to a position. Each rank writes it where a
+forward pass would. Each time a request begins with tokens that it did not compute in this step, all of its blocks that
+attention reaches are compared with what belongs there.
 
 Threading: one test's thread, beside those of the connector's halves. Ownership: ``PlayedEngine`` owns both, until
 ``close``.
@@ -15,14 +16,14 @@ import copy
 import pickle
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,16 +32,19 @@ import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.engine import core as engine_core
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -54,14 +58,28 @@ from nixl_offload.vllm.messages import WorkerReport
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 64
 WINDOW_TOKENS = 96
+LOCAL_TOKENS = 128
+"""Of a chunk of chunked local attention (``C``)."""
+LARGE_TOKENS = 128
+"""Of a block of full attention with large blocks (``L``)."""
+ODD_WINDOW_TOKENS = 72
+"""Of a sliding window that ends within blocks (``W``)."""
+IMAGE_TOKENS = 24
+KINDS = "CDEFLMSW"
+"""Of layers: ``C`` chunked local attention, ``D`` and ``E`` a draft's, which knows the token behind, ``D`` with a
+window, ``F`` full attention, ``L`` with large blocks, ``M`` a recurrent state, ``S`` a sliding window, ``W`` one that
+ends within blocks.
+"""
+DRAFTS = "DE"
 MAX_STEPS = 20_000
 HEAD_SIZE = 32
 PAGE_BYTES = 2 * BLOCK_TOKENS * HEAD_SIZE * 4
 """Of a layer, keys and values in float32."""
-_MEMORY_BYTES = 8 << 20
-"""For the KV cache of each rank."""
+START = 0x9E3779B97F4A7C15
+"""Stands for what comes before a prompt."""
 _NULL_BLOCK = 0
-_SPREAD = 0x9E3779B97F4A7C15
+_TOKENS = range(-1, 1010)
+"""All that occur, with the contents of images."""
 
 
 def vllm_config_of(model: Path, stages: Sequence[str], connector: Mapping[str, Any], **engine_args: Any) -> VllmConfig:
@@ -87,20 +105,90 @@ def vllm_config_of(model: Path, stages: Sequence[str], connector: Mapping[str, A
     return EngineArgs(**(arguments | engine_args)).create_engine_config()
 
 
-def _worker_of(config: Any) -> WorkerBase:
-    """Make what our connector looks for in a rank's process: vLLM's worker, with a model that stays as it is."""
-    worker = object.__new__(WorkerBase)
-    worker.model_config = config.model_config
-    model = torch.nn.Linear(2, 2)
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-        model.bias.zero_()
-    worker.get_model = lambda: model  # type: ignore[method-assign]
-    return worker
+# What KV a token has.
+
+
+def numbers_of(tokens: Iterable[int], before: int = START) -> list[int]:
+    """Return a number for each token that depends on all tokens up to it. ``before``: that of the token before.
+
+    A draft may be -1, which vLLM puts where it has none.
+    """
+    numbers = []
+    for token in tokens:
+        digest = blake2b(before.to_bytes(8, "big") + token.to_bytes(4, "big", signed=True), digest_size=8)
+        before = int.from_bytes(digest.digest(), "big")
+        numbers.append(before)
+    return numbers
+
+
+def next_token(number: int) -> int:
+    """Return what the played model generates behind a token: prompts alike are answered alike."""
+    return number % 500
+
+
+def seen_tokens(tokens: Sequence[int], media: Iterable[MultiModalFeatureSpec]) -> list[int]:
+    """Return tokens, and in the place of images what these show."""
+    seen = list(tokens)
+    for image in media:
+        first = image.mm_position.offset
+        seen[first : first + IMAGE_TOKENS] = [int(image.mm_hash or 0)] * (min(first + IMAGE_TOKENS, len(seen)) - first)
+    return seen
+
+
+def _words_of(layer: str, tokens: npt.NDArray[np.uint64], words: int) -> torch.Tensor:
+    """Return the KV of tokens in a layer, shape (tokens, 1 head, words)."""
+    spread = np.arange(1, words + 1, dtype=np.uint64) * np.uint64(START)
+    return torch.from_numpy(((tokens[:, np.newaxis] * np.uint64(_factor(layer))) ^ spread).view(np.int64)).unsqueeze(1)
+
+
+def _token_of(layer: str, words: torch.Tensor) -> int | None:
+    """Return the number of the token whose KV in a layer these words are; None: of none."""
+    first = int(words.flatten()[0].item())
+    number = (first ^ START) * pow(_factor(layer), -1, 1 << 64) % (1 << 64)
+    [expected] = _words_of(layer, np.array([number], np.uint64), words.shape[-1])
+    return number if torch.equal(words, expected) else None
+
+
+def _factor(layer: str) -> int:
+    return int.from_bytes(blake2b(layer.encode(), digest_size=8).digest(), "big") | 1
+
+
+class Rows(NamedTuple):
+    """The KV of tokens in a layer."""
+
+    layer: str
+    words: torch.Tensor
+    """Of the whole layer: blocks, heads, tokens, words of a token."""
+    positions: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.uint64]
+    known: npt.NDArray[np.uint64]
+    """The last token that each one's KV depends on."""
+    salt: np.uint64
+    """Of the weights."""
+
+    def write(self) -> None:
+        self.words[self.blocks, :, self.slots] = self._right()
+
+    def wrong(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the place among these tokens of each that has other KV, and that KV."""
+        found = self.words[self.blocks, :, self.slots]
+        for at in (found != self._right()).flatten(1).any(1).nonzero().flatten().tolist():
+            yield at, found[at]
+
+    def _right(self) -> torch.Tensor:
+        return _words_of(self.layer, self.known ^ self.salt, self.words.shape[-1])
+
+
+# The ranks.
 
 
 class PlayedRank:
-    """A pipeline stage. ``kinds``: ``F`` for each layer of full attention, ``S`` for each with a sliding window."""
+    """A pipeline stage. ``kinds``: a letter of ``KINDS`` for each layer."""
+
+    memory_bytes: ClassVar[int] = 8 << 20
+    """For the KV cache."""
 
     def __init__(self, vllm_config: VllmConfig, rank: int, kinds: str, first_layer: int) -> None:
         self.config = copy.copy(vllm_config)
@@ -111,56 +199,98 @@ class PlayedRank:
         """Payload bytes by operation, as the connector's half has told."""
         self.began_with: dict[str, int] = {}
         """By request: the tokens that it had before it computed any. Each of its layers was compared."""
+        self.answers = 0
+        """Requests that began with tokens which were not computed in this step."""
         self.wrong: list[str] = []
-        self._kinds = {f"model.layers.{first_layer + at}.self_attn.attn": kind for at, kind in enumerate(kinds)}
+        self.stale_drafts: list[str] = []
+        """What a draft's layer had of another continuation."""
+        self.sampled: dict[str, list[int]] = {}
+        """By request of this step: the tokens that it has generated, if any."""
+        self.weights = 0
+        """Which ones the model has."""
+        self.kinds = {f"model.layers.{first_layer + at}.self_attn.attn": kind for at, kind in enumerate(kinds)}
         self._requests: dict[str, tuple[npt.NDArray[np.uint64], list[list[int]]]] = {}
         """By request: what stands for its tokens, and its blocks by group."""
-        self._connector: KVConnectorBase_V1 | None = None
+        self._new: dict[str, NewRequestData] = {}
+        self.connector: Any = None
+
+    # What vLLM asks of a worker.
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        common: dict[str, Any] = {
-            "block_size": BLOCK_TOKENS,
-            "num_kv_heads": 1,
-            "head_size": HEAD_SIZE,
-            "dtype": torch.float32,
+        common: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.float32}
+        small = {"block_size": BLOCK_TOKENS, "head_size": HEAD_SIZE, **common}
+        large = {"block_size": LARGE_TOKENS, "head_size": HEAD_SIZE * BLOCK_TOKENS // LARGE_TOKENS, **common}
+        specs = {
+            "C": ChunkedLocalAttentionSpec(attention_chunk_size=LOCAL_TOKENS, **small),
+            "D": SlidingWindowSpec(sliding_window=WINDOW_TOKENS, is_draft=True, **small),
+            "E": FullAttentionSpec(is_draft=True, **small),
+            "F": FullAttentionSpec(**small),
+            "L": FullAttentionSpec(**large),
+            "M": MambaSpec(
+                block_size=BLOCK_TOKENS,
+                shapes=((PAGE_BYTES // 4,),),
+                dtypes=(torch.float32,),
+                mamba_cache_mode="align",
+            ),
+            "S": SlidingWindowSpec(sliding_window=WINDOW_TOKENS, **small),
+            "W": SlidingWindowSpec(sliding_window=ODD_WINDOW_TOKENS, **small),
         }
-        full, window = FullAttentionSpec(**common), SlidingWindowSpec(**common, sliding_window=WINDOW_TOKENS)
-        return {name: full if kind == "F" else window for name, kind in self._kinds.items()}
+        return {name: specs[kind] for name, kind in self.kinds.items()}
 
     def determine_available_memory(self) -> int:
-        return _MEMORY_BYTES
+        return self.memory_bytes
 
     def initialize_from_config(self, kv_cache_configs: Sequence[KVCacheConfig]) -> None:
         """As vLLM's worker: first the connector, then the KV cache."""
         config = pickle.loads(pickle.dumps(kv_cache_configs[self.rank]))
-        self._connector = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, config)
+        self.connector = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, config)
         layout = self.config.cache_config.get_resolved_kv_cache_layout()
-        self._caches = allocate_kv_cache(config, torch.device("cpu"), layout)
+        self.caches = allocate_kv_cache(config, torch.device("cpu"), layout)
         self.groups = [group.layer_names for group in config.kv_cache_groups]
-        self._vllm_worker = _worker_of(self.config)
-        self._vllm_worker.model_runner = self._runner()
-        self._connector.register_kv_caches(self._caches)
-
-    @property
-    def worker(self) -> Any:
-        """Our worker."""
-        return self._connector.connector_worker.rank_worker  # type: ignore[union-attr]
+        self.model = torch.nn.Linear(2, 2)
+        self.change_weights(0)
+        # What our connector looks for in a rank's process.
+        self.vllm_worker: Any = object.__new__(WorkerBase)
+        self.vllm_worker.model_config = self.config.model_config
+        self.vllm_worker.get_model = lambda: self.model
+        self.vllm_worker.model_runner = self._runner()
+        self.connector.register_kv_caches(self.caches)
 
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any] | None:
-        assert self._connector is not None
-        told = self._connector.get_handshake_metadata()
-        return None if told is None else {(self.rank, 0): pickle.loads(pickle.dumps(told))}
+        metadata = self.connector.get_handshake_metadata()
+        return None if metadata is None else {(self.rank, 0): pickle.loads(pickle.dumps(metadata))}
+
+    def sleep(self, level: int) -> None:
+        """The KV cache's memory goes away."""
+        self.connector.unregister_kv_caches()
+        for layer in self.caches.values():
+            layer.fill_(-1.0)
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        self.connector.restore_kv_caches()
+
+    def change_weights(self, weights: int) -> None:
+        """Replace the model's weights in place."""
+        self.weights = weights
+        with torch.no_grad():
+            self.model.weight.fill_(1.0 + weights)
+            self.model.bias.zero_()
+
+    def shutdown(self) -> None:
+        if self.connector is not None:
+            self.connector.shutdown()
+
+    # A step.
 
     def execute(self, message: bytes) -> ModelRunnerOutput:
         """Do a step, as vLLM's model runner with its connector does."""
         scheduled: SchedulerOutput = pickle.loads(message)
-        connector, metadata = self._connector, scheduled.kv_connector_metadata
-        assert connector is not None
+        connector, metadata = self.connector, scheduled.kv_connector_metadata
         assert metadata is not None
         self._begin(scheduled)
         connector.bind_connector_metadata(metadata)
         self._forward(scheduled)
-        connector.start_load_kv(None)  # type: ignore[arg-type]
+        connector.start_load_kv(None)
         connector.wait_for_save()
         results = connector.get_transfer_results(scheduled.finished_req_ids)
         report = connector.build_connector_worker_meta()
@@ -178,95 +308,162 @@ class PlayedRank:
         connector.clear_connector_metadata()
         return ModelRunnerOutput([], {}, kv_connector_output=pickle.loads(pickle.dumps(output)))
 
-    def shutdown(self) -> None:
-        if self._connector is not None:
-            self._connector.shutdown()
-
     def _runner(self) -> Any:
         """Return what plays vLLM's model runner for our connector; None: nothing."""
         return None
 
     def _begin(self, scheduled: SchedulerOutput) -> None:
         """Do what comes before the forward pass."""
-        assert self._connector is not None
-        assert scheduled.kv_connector_metadata is not None
-        self._connector.handle_preemptions(scheduled.kv_connector_metadata)
+        self.connector.handle_preemptions(scheduled.kv_connector_metadata)
 
     def _forward(self, scheduled: SchedulerOutput) -> None:
-        for name in scheduled.finished_req_ids:
-            self._requests.pop(name, None)
-        for new in scheduled.scheduled_new_reqs:
-            assert new.prompt_token_ids is not None
-            self._requests[new.req_id] = tokens_of(new.prompt_token_ids), [list(ids) for ids in new.block_ids]
-            self._compare(new.req_id, new.num_computed_tokens)
-            self._write(new.req_id, new.num_computed_tokens, scheduled.num_scheduled_tokens[new.req_id])
-        cached = scheduled.scheduled_cached_reqs
-        for name, added, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
-            assert name not in cached.resumed_req_ids, "nothing is preempted here"
-            for blocks, more in zip(self._requests[name][1], added or (), strict=added is not None):
-                blocks.extend(more)
-            self._write(name, computed, scheduled.num_scheduled_tokens[name])
-
-    def _write(self, request: str, first: int, count: int) -> None:
-        for layer, blocks, slots, values in self._rows(request, first, count):
-            layer[blocks, :, slots] = values
-
-    def _compare(self, request: str, count: int) -> None:
-        for number, (layer, blocks, slots, values) in enumerate(self._rows(request, 0, count)):
-            if not torch.equal(layer[blocks, :, slots], values):
-                self.wrong.append(f"request {request}, rank {self.rank}, layer {number}")
-        self.began_with[request] = count
-
-    def _rows(self, request: str, first: int, count: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """For each layer: its cache as words, blocks and slots of the tokens, and the words that belong there. Tokens
-        that a window has left behind have no block.
+        """Write the KV of all requests, then look at that which they begin with: a request may begin with what another
+        one computes in the same step.
         """
-        tokens, tables = self._requests[request]
-        for names, table in zip(self.groups, tables, strict=True):
-            positions = np.arange(first, min(first + count, len(tokens)))
-            blocks = np.array(table, dtype=np.int64)[positions // BLOCK_TOKENS]
-            kept = blocks != _NULL_BLOCK
-            positions, blocks = positions[kept], blocks[kept]
-            for name in names:
-                layer = self._caches[name].view(torch.int64)
-                slots = torch.from_numpy(positions % BLOCK_TOKENS)
-                yield layer, torch.from_numpy(blocks), slots, words_of(name, tokens[positions], layer.shape[-1])
+        self.sampled = {}
+        began: dict[str, int] = {}
+        for name in scheduled.finished_req_ids | (scheduled.preempted_req_ids or set()):
+            self._requests.pop(name, None)
+        going_on = {new.req_id for new in scheduled.scheduled_new_reqs if new.req_id in self._requests}
+        for new in scheduled.scheduled_new_reqs:
+            tokens = new.prefill_token_ids or new.prompt_token_ids
+            assert tokens is not None
+            self._new[new.req_id] = new
+            self._start(new.req_id, tokens, new.block_ids)
+            began[new.req_id] = new.num_computed_tokens
+        cached = scheduled.scheduled_cached_reqs
+        computed = began | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for name, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if name in cached.resumed_req_ids:
+                assert added is not None
+                self._start(name, cached.all_token_ids[name], added)
+                began[name] = computed[name]
+            else:
+                for blocks, more in zip(self._requests[name][1], added or (), strict=added is not None):
+                    blocks.extend(more)
+        for name, count in began.items():
+            if name in going_on and count:  # a draft's last token knows the one that vLLM discards: it costs no token
+                self._write(name, count - 1, 1, kinds=DRAFTS)
+            self._compare(name, count, kinds="M")  # before the step overwrites it
+        for name, count in scheduled.num_scheduled_tokens.items():
+            self._compute(name, computed[name], count, scheduled.scheduled_spec_decode_tokens.get(name, []))
+        for name, count in began.items():
+            self._compare(name, count, kinds=KINDS.replace("M", ""))
+            self.began_with[name] = count
+            self.answers += count > 0
 
+    def _start(self, name: str, tokens: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
+        new = self._new[name]
+        numbers = numbers_of(seen_tokens(tokens, new.mm_features), self._start_of(new))
+        self._requests[name] = np.array(numbers, dtype=np.uint64), [list(table) for table in tables]
 
-def tokens_of(prompt: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """Return a number for each position that depends on all tokens up to it."""
-    digest, numbers = blake2b(digest_size=8), []
-    for token in prompt:
-        digest.update(token.to_bytes(4, "big"))
-        numbers.append(int.from_bytes(digest.digest(), "big"))
-    return np.array(numbers, dtype=np.uint64)
+    def _start_of(self, new: NewRequestData) -> int:
+        """Return what stands before a request's tokens."""
+        return START
 
+    def _compute(self, name: str, computed: int, count: int, drafts: Sequence[int]) -> None:
+        """Compute tokens, drafts last. What is behind the first wrong draft is written, too, and computed again."""
+        numbers, tables = self._requests[name]
+        if computed + count - len(drafts) < len(numbers):
+            self._write(name, computed, count)
+            return
+        last = int(numbers[-1])
+        tried = np.array(numbers_of(drafts, last), np.uint64)
+        self._requests[name] = np.append(numbers, tried), tables
+        self._write(name, computed, count)
+        sampled: list[int] = []
+        for draft in (*drafts, None):
+            sampled.append(next_token(last))
+            [last] = numbers_of(sampled[-1:], last)
+            if draft != sampled[-1]:
+                break
+        self.sampled[name] = sampled
+        self._requests[name] = np.append(numbers, np.array(numbers_of(sampled, int(numbers[-1])), np.uint64)), tables
+        self._write(name, computed, count - len(drafts) + len(sampled) - 1)
 
-def words_of(layer: str, tokens: npt.NDArray[np.uint64], words: int) -> torch.Tensor:
-    """Return the KV of tokens in a layer, shape (tokens, 1 head, words)."""
-    spread = np.arange(1, words + 1, dtype=np.uint64) * np.uint64(_SPREAD)
-    return torch.from_numpy(((tokens[:, np.newaxis] * np.uint64(_factor(layer))) ^ spread).view(np.int64)).unsqueeze(1)
+    def _write(self, request: str, first: int, count: int, *, kinds: str = KINDS) -> None:
+        for rows in self.rows(request, first, count, kinds=kinds):
+            rows.write()
 
+    def _compare(self, request: str, count: int, *, kinds: str = KINDS) -> None:
+        for rows in self.rows(request, 0, count, is_reached=True, kinds=kinds):
+            self.compare_rows(f"request {request}", rows)
 
-def token_of(layer: str, words: torch.Tensor) -> int | None:
-    """Return the number of the token whose KV in a layer these words are; None: of none."""
-    first = int(words.flatten()[0].item())
-    number = (first ^ _SPREAD) * pow(_factor(layer), -1, 1 << 64) % (1 << 64)
-    [expected] = words_of(layer, np.array([number], np.uint64), words.shape[-1])
-    return number if torch.equal(words, expected) else None
+    def compare_rows(self, what: str, rows: Rows) -> None:
+        """Note each token that has other KV than belongs there."""
+        for at, words in rows.wrong():
+            kind, position = self.kinds[rows.layer], rows.positions[at]
+            written = _token_of(rows.layer, words)
+            told = f"{what}: layer {rows.layer} ({kind}) has {written} for token {position}"
+            # A block's hash does not name the token behind it. A draft's KV of a block's last token depends on that
+            # token, so it may be another continuation's, in vLLM's own cache as well. It costs a draft, never a token.
+            ends_block = (position + 1) % self.block_tokens(rows.layer) == 0
+            if kind in DRAFTS and ends_block and written is not None:
+                others = {numbers_of([token], int(rows.tokens[at]))[0] for token in _TOKENS}
+                if written ^ int(rows.salt) in others:
+                    self.stale_drafts.append(told)
+                    continue
+            self.wrong.append(f"{told}, not {rows.known[at] ^ rows.salt}")
 
+    def block_tokens(self, layer: str) -> int:
+        return LARGE_TOKENS if self.kinds[layer] == "L" else BLOCK_TOKENS
 
-def _factor(layer: str) -> int:
-    return int.from_bytes(blake2b(layer.encode(), digest_size=8).digest(), "big") | 1
+    def rows(
+        self,
+        request: str,
+        first: int,
+        count: int,
+        *,
+        is_reached: bool = False,
+        is_whole: bool = False,
+        kinds: str = KINDS,
+    ) -> Iterator[Rows]:
+        """Yield the KV of a request's tokens in each layer of these kinds. ``is_reached``: only what the token behind
+        them attends to. ``is_whole``: with the rest of its blocks.
+        """
+        numbers, tables = self._requests[request]
+        of_layer = [(name, table) for names, table in zip(self.groups, tables, strict=True) for name in names]
+        for name, table in of_layer:
+            kind, tokens = self.kinds[name], self.block_tokens(name)
+            if kind not in kinds:
+                continue
+            since, end = first, min(first + count, len(numbers))
+            if is_reached and kind in "DSW":
+                window = ODD_WINDOW_TOKENS if kind == "W" else WINDOW_TOKENS
+                since = max(0, count - window + 1)
+            elif is_reached and kind == "C":
+                since = count // LOCAL_TOKENS * LOCAL_TOKENS
+            elif kind == "M":
+                since = max(first, end - 1)
+            positions = np.arange(since // tokens * tokens if is_whole else since, end)
+            blocks = np.array(table, dtype=np.int64)[positions // tokens]
+            assert (blocks != _NULL_BLOCK).all(), f"request {request} lacks a block"
+            yield self.rows_at(name, numbers, positions, blocks, self.weights)
+
+    def rows_at(
+        self,
+        name: str,
+        numbers: npt.NDArray[np.uint64],
+        positions: npt.NDArray[np.int64],
+        blocks: npt.NDArray[np.int64],
+        weights: int,
+    ) -> Rows:
+        """Return the KV of tokens that have these numbers, at these places of a layer. A state is one token."""
+        kind, words = self.kinds[name], self.caches[name].view(torch.int64)
+        if kind == "M":
+            words = words.view(len(words), 1, 1, -1)
+        slots = positions * 0 if kind == "M" else positions % self.block_tokens(name)
+        known = np.minimum(positions + (kind in DRAFTS), len(numbers) - 1)
+        salt = np.uint64(weights * 0x5851F42D4C957F2D % (1 << 64))
+        return Rows(name, words, positions, blocks, slots, numbers[positions], numbers[known], salt)
 
 
 class PlayedExecutor(Executor):
-    """Steps all ranks one after the other, and answers with one token for each prompt that is through."""
+    """Steps all ranks one after the other, and answers with what the last one has generated."""
 
     supports_pp = True
     rank_type: ClassVar[type[PlayedRank]] = PlayedRank
     stages: ClassVar[Sequence[str]]
-    layout: ClassVar[str]
 
     def _init_executor(self) -> None:
         firsts = [sum(map(len, self.stages[:rank])) for rank in range(len(self.stages))]
@@ -279,8 +476,9 @@ class PlayedExecutor(Executor):
     def collective_rpc(
         self, method: Any, timeout: Any = None, args: tuple[Any, ...] = (), kwargs: Any = None, non_block: bool = False
     ) -> Any:
+        args = (*args, *(kwargs or {}).values())
         if method == "get_supported_kv_cache_layouts":
-            return [[self.layout]] * len(self.ranks)
+            return [["LBHNC"]] * len(self.ranks)
         if method == "initialize_from_config":
             return _side_by_side([partial(rank.initialize_from_config, *args) for rank in self.ranks])
         return [getattr(rank, method)(*args) if hasattr(rank, method) else None for rank in self.ranks]
@@ -297,7 +495,13 @@ class PlayedExecutor(Executor):
         assert self.kv_output_aggregator is not None
         combined = self.kv_output_aggregator.aggregate(outputs, output_rank=len(outputs) - 1)
         assert combined is not None
-        self._output = self._sampled(scheduler_output, combined)
+        names, sampled = list(scheduler_output.num_scheduled_tokens), self.ranks[-1].sampled
+        self._output = ModelRunnerOutput(
+            names,
+            {name: at for at, name in enumerate(names)},
+            sampled_token_ids=[sampled.get(name, []) for name in names],
+            kv_connector_output=combined.kv_connector_output,
+        )
         output = None if scheduler_output.total_num_scheduled_tokens else self._output
         return _done(output) if non_block else output
 
@@ -306,20 +510,6 @@ class PlayedExecutor(Executor):
 
     def check_health(self) -> None:
         """Nothing can be wrong with it."""
-
-    def _sampled(self, scheduled: SchedulerOutput, combined: ModelRunnerOutput) -> ModelRunnerOutput:
-        cached = scheduled.scheduled_cached_reqs
-        computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        names = list(scheduled.num_scheduled_tokens)
-        prompts = {name: len(self.ranks[0]._requests[name][0]) for name in names}
-        through = [computed[name] + scheduled.num_scheduled_tokens[name] >= prompts[name] for name in names]
-        return ModelRunnerOutput(
-            names,
-            {name: at for at, name in enumerate(names)},
-            sampled_token_ids=[[1] if done else [] for done in through],
-            kv_connector_output=combined.kv_connector_output,
-        )
 
 
 _MEETING: ContextVar[tuple[int, list[Any], threading.Barrier, threading.Lock]] = ContextVar("meeting")
@@ -362,10 +552,8 @@ class PlayedEngine:
 
     executor_type: ClassVar[type[PlayedExecutor]] = PlayedExecutor
 
-    def __init__(
-        self, vllm_config: VllmConfig, stages: Sequence[str], layout: str = "LBHNC", *, is_open: bool = True
-    ) -> None:
-        executor = type("StagedExecutor", (self.executor_type,), {"stages": stages, "layout": layout})
+    def __init__(self, vllm_config: VllmConfig, stages: Sequence[str], *, is_open: bool = True) -> None:
+        executor = type("StagedExecutor", (self.executor_type,), {"stages": stages})
         self.core = engine_core.EngineCore(vllm_config, executor, log_stats=False)
         assert isinstance(self.core.model_executor, PlayedExecutor)
         self.ranks = self.core.model_executor.ranks
@@ -389,22 +577,35 @@ class PlayedEngine:
         assert all(request.is_finished() for request in requests)
         return [self.ranks[0].began_with[request.request_id] for request in requests]
 
-    def request(self, prompt: Sequence[int]) -> Request:
-        """Make a request that computes one token."""
+    def request(
+        self,
+        prompt: Sequence[int],
+        name: str = "",
+        tokens: int = 1,
+        extra: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> Request:
+        """Make a request. ``extra``: of its sampling parameters."""
         return Request(
-            f"request-{next(self._numbers)}",
+            name or f"request-{next(self._numbers)}",
             list(prompt),
-            SamplingParams(max_tokens=1, ignore_eos=True),
+            SamplingParams(max_tokens=tokens, ignore_eos=True, extra_args=extra),
             None,
             block_hasher=self.core.request_block_hasher,
+            **fields,
         )
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.core.step_fn()
+            self.core.post_step(True)
 
     def settle(self) -> None:
         """Step until nothing is left to do, background work included."""
         for _ in range(MAX_STEPS):
             if not self.core.scheduler.has_requests() and not self.core.batch_queue:
                 return
-            self.core.step_fn()
+            self.step()
         raise AssertionError("the engine does not come to rest")
 
     def reset_prefix_cache(self) -> None:
