@@ -106,7 +106,7 @@ def check_shard(
 
 
 def check_header(page: memoryview, namespace: NamespaceInfo, chunk: ChunkInfo, shard: ShardInfo) -> ShardHeader:
-    """Return the header. Raises FormatError if it is not that of ``shard``; ``other`` if it is another chunk's."""
+    """Return the header of ``shard``. Raises FormatError for any other; with reason ``other`` for another chunk's."""
     header, digest = decode_header(page), namespace.rank_digest(shard.rank)
     if digest is not None and header.namespace != digest:
         raise FormatError(
@@ -127,7 +127,7 @@ def check_header(page: memoryview, namespace: NamespaceInfo, chunk: ChunkInfo, s
     promised_bytes = namespace.shard_bytes(key_group(chunk.key), shard.rank)
     if promised_bytes not in (None, needed_bytes):
         raise FormatError(
-            f"by its header the shard has {needed_bytes} bytes, those of rank {shard.rank} have {promised_bytes}",
+            f"by its header the shard has {needed_bytes} bytes, but shards of rank {shard.rank} have {promised_bytes}",
             reason="length",
         )
     # A slot has room for the largest shard of all ranks and of groups that share its class; an object has its own size.

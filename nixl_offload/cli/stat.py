@@ -1,6 +1,6 @@
 """``nixl-offload stat CONFIG KEY``: what the headers of one chunk's shards say, and what is wrong with them.
 
-The fields are those of docs/format.md; ``cli.shard`` says what is wrong. Threading: one thread.
+docs/format.md explains the fields; ``cli.shard`` says what is wrong. Threading: one thread.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ Threading: a thread that accepts and one for each connection; methods may be cal
 
 from __future__ import annotations
 
-import email.utils
 import re
 import socket
 import struct
@@ -25,7 +24,6 @@ import zlib
 from collections import Counter
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import BinaryIO, Final, Literal, Self
@@ -64,13 +62,6 @@ class Answer:
     status: int = 503
     code: str = "SlowDown"
     more: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Redate:
-    """Shift the answer's ``Date``, as a server does whose clock is ``seconds`` ahead."""
-
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +112,7 @@ class Stretch:
     lying: bool = False
 
 
-Fault = Delay | Hold | Answer | Redate | Reset | Cut | Flip | Stall | Stretch
+Fault = Delay | Hold | Answer | Reset | Cut | Flip | Stall | Stretch
 
 
 @dataclass(slots=True)
@@ -450,7 +441,7 @@ class _Connection(threading.Thread):
             told += 0 if fault.lying else fault.by_bytes
             sent = b"" if is_head and not fault.lying else sent + bytes(fault.by_bytes)
             stop_at = len(sent)
-        self._client.sendall(answer.reframed(told, fault.seconds if isinstance(fault, Redate) else 0.0))
+        self._client.sendall(answer.reframed(told))
         if fault == Reset("headers"):
             stop_at = 0
         self._client.sendall(sent[:stop_at])
@@ -563,16 +554,10 @@ class Head:
             raise ConnectionError("the server's body ended early")
         return payload
 
-    def reframed(self, length_bytes: int, later_s: float = 0.0) -> bytes:
-        """Return an answer's head with ``length_bytes`` for the body's length, and its date shifted."""
-        lines = []
-        for line in self.raw[:-4].split(b"\r\n"):
-            name = line.partition(b":")[0].lower()
-            if name == b"date" and later_s:
-                date = email.utils.parsedate_to_datetime(self.headers["date"]) + timedelta(seconds=later_s)
-                lines.append(f"Date: {email.utils.format_datetime(date, usegmt=True)}".encode())
-            elif name not in (b"content-length", b"transfer-encoding"):
-                lines.append(line)
+    def reframed(self, length_bytes: int) -> bytes:
+        """Return an answer's head with ``length_bytes`` for the body's length."""
+        framing = (b"content-length", b"transfer-encoding")
+        lines = [line for line in self.raw[:-4].split(b"\r\n") if line.partition(b":")[0].lower() not in framing]
         if self.status not in (204, 304):
             lines.append(b"Content-Length: %d" % length_bytes)
         return b"\r\n".join([*lines, b"", b""])

@@ -141,7 +141,10 @@ class Cli:
 
     def __call__(self, *arguments: object) -> int:
         self._capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as ended:  # usage and help, by argparse
+            code = int(str(ended.code))
         self.out, self.err = self._capsys.readouterr()
         return code
 

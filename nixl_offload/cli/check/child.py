@@ -161,7 +161,7 @@ def try_file_mover(name: str, directory: str, *, gpu: bool, threads: int, direct
                 direct_io=direct_io,
                 budget_s=_BUDGET_S / 4,
             )
-        except Exception as error:  # noqa: BLE001 - what a library raises is told as well
+        except Exception as error:  # noqa: BLE001 - a library may raise anything
             return {"failed": str(error).removeprefix(f"{name}: ") or repr(error)}
         answer |= speed._asdict()
     return answer

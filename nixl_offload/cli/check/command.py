@@ -34,7 +34,7 @@ servers. It removes what it writes: some pages, and up to 256 MiB per mover for 
     ok        as it should be
     warning   works, but slower, smaller or riskier than it could be
     wrong     does not work; the fix stands below it
-    unknown   cannot be told from here
+    unknown   cannot be found out here
 
 Exit code 0: nothing is wrong (there may be warnings). 1: something is wrong. 2: CONFIG or the options are wrong.
 """

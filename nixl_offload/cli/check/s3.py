@@ -1,4 +1,4 @@
-"""What ``nixl-offload check`` finds of a bucket: network, credentials, region, rights under the prefix, movers, speed.
+"""What ``nixl-offload check`` finds of a bucket: connection, credentials, rights under the prefix, movers, speed.
 
 Threading: one thread, blocking calls with time limits; movers run in the child process. Ownership: probes write objects
 called ``check-<random hex>``, directly under the prefix, and remove them; one that cannot be removed is reported. Where
@@ -7,15 +7,10 @@ every request is refused the section ends: that must be fixed first.
 
 from __future__ import annotations
 
-import email.utils
-import http.client
 import json
 import os
 import re
 import secrets
-import socket
-import ssl
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Final
@@ -25,13 +20,10 @@ from nixl_offload.cli.check.child import Answer, ChildProcess, try_object_movers
 from nixl_offload.cli.check.findings import Finding, speed_words
 from nixl_offload.config import S3Config
 from nixl_offload.errors import NotSupportedError, StoreError
-from nixl_offload.stores.s3 import S3Address, open_store, proxy_of, tls_context
+from nixl_offload.stores.s3 import S3Address, open_store, proxy_of
 from nixl_offload.types import PAGE_BYTES
 
 REQUEST_LIMIT_S: Final = 5.0
-_SKEW_LIMIT_S: Final = 900.0
-"""S3 refuses what is signed by a clock that differs by more."""
-_SKEW_WARNING_S: Final = 30.0
 _PIP: Final = "pip install boto3 obstore"
 _EXPORT: Final = "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... (and AWS_SESSION_TOKEN), or AWS_PROFILE"
 _SYNC_CLOCKS: Final = "chronyc makestep, or timedatectl set-ntp true, on whichever machine is wrong (date -u tells)"
@@ -42,36 +34,29 @@ _REFUSALS: Final = {
     "region": "another region|AuthorizationHeaderMalformed|Redirect|IllegalLocationConstraint",
 }
 """Why every request may be refused: the finding that it is about, and how the error shows it."""
-_DEFAULT_REGIONS: Final = (None, "aws-global", "us-east-1")
 _ACTIONS: Final = {"put": "s3:PutObject", "get": "s3:GetObject", "delete": "s3:DeleteObject"}
 
 
 def look_at_bucket(tier: S3Config, child: ChildProcess, *, config_file: str, io: bool) -> Iterator[Finding]:
     """Look at a tier. ``config_file`` is named in fixes; ``io``: measure."""
     tier = tier.model_copy(update={"request_timeout_s": min(REQUEST_LIMIT_S, tier.request_timeout_s)})
-    endpoint, signed, credentials = _find_credentials(tier)
-    reached, clock, named = reach(tier, endpoint, REQUEST_LIMIT_S)
-    yield reached
-    if reached.state == "wrong" or credentials.state == "wrong":
-        yield from filter(None, [clock, credentials])
-        missing = "a connection" if reached.state == "wrong" else "credentials"
-        yield Finding("permissions", "unknown", f"not tried without {missing}")
-        return
-    try:
-        refusal = _refusal(tier, signed, named, config_file)
-    except NotSupportedError as error:
-        yield Finding("permissions", "wrong", str(error), _PIP)
-        return
-    yield from (each for each in (clock, credentials) if each and (not refusal or each.name != refusal.name))
-    if refusal:
+    endpoint, region, credentials = _find_credentials(tier)
+    refusal = None
+    if credentials.state != "wrong":
+        try:
+            refusal = _refusal(tier, endpoint, region, config_file)
+        except NotSupportedError as error:
+            yield Finding("permissions", "wrong", str(error), _PIP)
+            return
+    if refusal is None or refusal.name != "credentials":
+        yield credentials
+    if refusal is not None:
         yield refusal
+    if refusal is not None or credentials.state == "wrong":
         yield Finding("permissions", "unknown", "not tried before that is fixed")
         return
-    if named is None or named == signed or {named, signed} <= {*_DEFAULT_REGIONS}:
-        yield Finding("region", "ok", named or f"{signed or 'the default'}; the server names none of its own")
-    else:
-        words = f"the bucket is in {named}, and requests are signed for {signed}; this server does not mind"
-        yield Finding("region", "warning", words, f"region: {named}")
+    signed = f" signed for {region}" if region else ""
+    yield Finding("endpoint", "ok", f"{endpoint} answers requests{signed}")
     yield Finding("bucket", "ok", f"{tier.bucket} is there")
     works = True
     for found in try_rights(tier, config_file):
@@ -85,83 +70,6 @@ def look_at_bucket(tier: S3Config, child: ChildProcess, *, config_file: str, io:
         yield from _movers(tier, child.run(try_object_movers, tier=tier, io=io))
     else:
         yield Finding("movers", "unknown", "not tried: they put objects, get them and remove them")
-
-
-def reach(
-    tier: S3Config, endpoint: str, limit_s: float, clock: Callable[[], float] = time.time
-) -> tuple[Finding, Finding | None, str | None]:
-    """Go as far as an unsigned answer: name, connection, TLS, HTTP. ``endpoint`` is the URL that clients use.
-
-    Returns the finding, that of the clock, and the bucket's region where the server names it. Standard library alone,
-    so that the finding is about the network and not about a client library.
-    """
-    path_style, parts = S3Address.of(tier).path_style, urlsplit(endpoint)
-    if not path_style and not parts.netloc.startswith(f"{tier.bucket}."):
-        parts = parts._replace(netloc=f"{tier.bucket}.{parts.netloc}")
-    host, tls = parts.hostname or "", parts.scheme == "https"
-    at = f"{host}:{parts.port or (443 if tls else 80)}"
-    if proxy := proxy_of(parts):
-        words = f"goes by the proxy {urlsplit(proxy).hostname} of the environment, so the connection was not tried"
-        fix = f"export NO_PROXY={host}, if it should go straight; curl -sv {endpoint}"
-        return Finding("endpoint", "unknown", words, fix), None, None
-    began_s, before_s = time.perf_counter(), clock()
-    try:
-        with closing(
-            http.client.HTTPSConnection(at, timeout=limit_s, context=tls_context(tier))
-            if tls
-            else http.client.HTTPConnection(at, timeout=limit_s)
-        ) as connection:
-            connection.request("HEAD", f"/{tier.bucket}" if path_style else "/")
-            answer = connection.getresponse()
-            answer.read()
-        if answer.status == http.client.BAD_REQUEST and "xml" not in answer.getheader("Content-Type", "") and not tls:
-            raise http.client.HTTPException  # as servers that speak TLS alone answer plain HTTP
-    except (StoreError, OSError, http.client.HTTPException) as error:
-        return Finding("endpoint", "wrong", *_no_answer(tier, at, limit_s, error, tls=tls)), None, None
-    took_ms, now_s = (time.perf_counter() - began_s) * 1e3, (before_s + clock()) / 2
-    secured = "by TLS, with a certificate that is trusted" if tls else "without TLS"
-    found = Finding("endpoint", "ok", f"{at} answers in {took_ms:.1f} ms, {secured}")
-    return found, _clock(answer.getheader("Date"), now_s), answer.getheader("x-amz-bucket-region")
-
-
-def _no_answer(tier: S3Config, at: str, limit_s: float, error: Exception, *, tls: bool) -> tuple[str, str]:
-    """Return what stands between us and the server, and the fix."""
-    said, other = ("https", "http") if tls else ("http", "https")
-    host, curl = at.rpartition(":")[0], f"curl -sv {said}://{at}"
-    bundle = "ca_bundle: the path of a PEM file with the authority's certificate, which this user can read"
-    match error:
-        case StoreError():
-            return str(error), bundle
-        case socket.gaierror() | UnicodeError():
-            in_name = host.startswith(f"{tier.bucket}.") and tier.endpoint is not None
-            fix = "addressing: path" if in_name else f"correct endpoint: in the config, or DNS; getent hosts {host}"
-            return f"the name {host} cannot be resolved", fix
-        case ConnectionRefusedError():
-            return f"nothing listens at {at} (connection refused)", "start the server, or correct endpoint:"
-        case TimeoutError():
-            return f"{at} does not answer within {limit_s:g} s: a firewall, or a server that hangs", curl
-        case ssl.SSLCertVerificationError():
-            return f"the certificate of {at} is not trusted: {error.verify_message}", bundle
-        case ssl.SSLError():
-            return f"no TLS connection to {at} ({error})", f"endpoint: http://{at}, if it speaks no TLS"
-        case OSError() if not isinstance(error, ConnectionError):
-            return f"{at} cannot be reached ({error})", f"{curl}; ip route get {host}"
-    return f"{at} does not speak {said}, or is no S3 server", f"endpoint: {other}://{at}; {curl}"
-
-
-def _clock(date: str | None, now_s: float) -> Finding:
-    try:
-        server_s = email.utils.parsedate_to_datetime(date or "").timestamp()
-    except (TypeError, ValueError):
-        return Finding("clock", "unknown", "the server's answer has no date", "date -u, here and there")
-    skew_s = now_s - server_s
-    words = f"this machine's clock is {abs(skew_s):,.0f} s {'ahead of' if skew_s > 0 else 'behind'} the server's"
-    if abs(skew_s) > _SKEW_LIMIT_S:
-        words += f"; S3 takes no request that is more than {_SKEW_LIMIT_S:.0f} s off"
-        return Finding("clock", "wrong", words, _SYNC_CLOCKS)
-    if abs(skew_s) > _SKEW_WARNING_S:
-        return Finding("clock", "warning", f"{words}; ages (ttl, gc) are off by as much", _SYNC_CLOCKS)
-    return Finding("clock", "ok", "this machine's and the server's agree")
 
 
 def _find_credentials(tier: S3Config) -> tuple[str, str | None, Finding]:
@@ -186,32 +94,38 @@ def _find_credentials(tier: S3Config) -> tuple[str, str | None, Finding]:
     return endpoint, region, Finding(name, "ok", f"found by the AWS chain: {source}")
 
 
-def _refusal(tier: S3Config, signed: str | None, named: str | None, config_file: str) -> Finding | None:
-    """Return why the server refuses every request, if it does. Raises NotSupportedError."""
+def _refusal(tier: S3Config, endpoint: str, signed: str | None, config_file: str) -> Finding | None:
+    """Return why no request is answered, or every one refused, if so. Raises NotSupportedError."""
     try:
         with closing(open_store(tier)) as store:  # it follows no redirects to other regions
             next(iter(store.list("check/")), None)
     except StoreError as error:
         name = next((each for each, pattern in _REFUSALS.items() if re.search(pattern, str(error))), None)
         if name == "region":
-            return _other_region(tier, signed, named)
+            return _other_region(tier, signed)
         if name is not None:
             init = f"nixl-offload bucket init {config_file}"
             fixes = {"credentials": _EXPORT, "clock": _SYNC_CLOCKS, "bucket": init}
             return Finding(name, "wrong", _said(error), fixes[name])
+        if error.cause in ("unreachable", "timeout", "io"):
+            parts = urlsplit(endpoint)
+            fix = f"start the server, or correct endpoint: in the config; curl -sv {endpoint} says more"
+            if parts.scheme == "https":
+                fix += "; ca_bundle: the path of a PEM file that this user can read, for an authority of your own"
+            if proxy := proxy_of(parts):
+                fix += f"; export NO_PROXY={parts.hostname}, if it should not go by {urlsplit(proxy).hostname}"
+            return Finding("endpoint", "wrong", f"{endpoint}: {_said(error)}", fix)
     return None
 
 
-def _other_region(tier: S3Config, signed: str | None, named: str | None) -> Finding:
-    if named in (None, signed):
-        try:
-            from nixl_offload.stores.bucket import bucket_region
+def _other_region(tier: S3Config, signed: str | None) -> Finding:
+    try:
+        from nixl_offload.stores.bucket import bucket_region
 
-            named = bucket_region(tier)
-        except (ImportError, StoreError):
-            fix = f"region: what `aws s3api get-bucket-location --bucket {tier.bucket}` says"
-            words = "the bucket is in another region, and the server does not say in which"
-            return Finding("region", "wrong", words, fix)
+        named = bucket_region(tier)
+    except (ImportError, StoreError):
+        fix = f"region: what `aws s3api get-bucket-location --bucket {tier.bucket}` says"
+        return Finding("region", "wrong", "the bucket is in another region, and the server does not say in which", fix)
     words = f"the bucket is in {named}, and requests are signed for {signed}"
     return Finding("region", "wrong", words, f"region: {named}")
 

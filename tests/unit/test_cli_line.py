@@ -1,0 +1,262 @@
+"""The command line itself: what is wrong is one line and an exit code, in JSON too; help is quick; and the commands
+that touch no storage: ``show``, ``configs``.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nixl_offload import __version__
+from nixl_offload.cli.show import SAMPLES
+from nixl_offload.config import load_config, parse_config
+from tests.unit.stored_rig import Cli
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "nixl_offload" / "configs"
+SLAB = "{kind: slab, path: DIR/kv, capacity: 1GiB}"
+MEMORY = "{kind: memory, capacity: 1GiB}"
+SHARED = "{kind: shared_dir, path: DIR/kv, capacity: 1GiB}"
+TYPO = SHARED.replace("DIR/kv", "DIR/typo")
+S3 = "{kind: s3, bucket: kv-cache, endpoint: 'http://127.0.0.1:9'}"
+LONG = f"{{kind: shared_dir, path: /{'x' * 300}/kv, capacity: 1GiB}}"
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config in the current directory, so that ``kv.yaml`` alone names it."""
+    path = tmp_path / "kv.yaml"
+    path.write_text("tiers: [{kind: slab, path: /mnt/nvme/kv, capacity: 1.5GB}]\nvllm: {offload_prompt_only: false}\n")
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("command", "tiers", "code", "words"),
+    [
+        ("show", "none", 2, "kv.yaml: cannot be read: No such file or directory\n"),
+        ("ls --namespace x", SLAB, 2, "--namespace: 'x' is not one"),
+        ("ls --tier s3", SLAB, 2, "--tier: 's3' is not among the tiers"),
+        ("ls", TYPO, 1, "there is no such directory; is the filesystem mounted?"),
+        ("ls", LONG, 1, "/kv: cannot be looked at: File name too long"),
+        ("ls", LONG.replace("shared_dir", "slab"), 1, "/kv: cannot be looked at: File name too long"),
+        ("verify --namespace xyz", SLAB, 2, "--namespace: 'xyz' is not one"),
+        ("verify", MEMORY, 2, "only memory, which cannot be looked at from outside the server"),
+        ("verify --rate 5MB", SLAB, 2, "'5MB'"),
+        ("verify --rate 0/s", SLAB, 2, "'0/s'"),
+        ("check --path DIR/kv", SLAB, 2, "say a config file, or --path DIR, not both"),
+        ("gc", TYPO, 1, "there is no such directory; is the filesystem mounted?"),
+        ("gc --namespace ../x", SHARED, 2, "'../x' is not one; allowed: 32 hex digits"),
+        ("gc --max-size 20TB!", SHARED, 2, "'20TB!' is not a size; allowed: "),
+        ("gc --older-than 7", SHARED, 2, "'7' is not a duration; allowed: "),
+        ("gc --tier s3", SHARED, 2, "--tier: 's3' is not among the tiers of FILE; allowed: shared_dir\n"),
+        ("gc --tier memory", SHARED, 2, "choose from"),
+        ("gc --delete", S3, 2, "--delete: down to what? Say --max-size or --older-than, or capacity or ttl in"),
+        ("gc --delete", f"{SLAB}, {S3}", 2, "--delete: down to what?"),
+        ("gc --delete", SLAB, 2, "gc looks after a bucket or a shared directory; a slab keeps to its capacity by"),
+        ("gc --delete", f"{SHARED}, {S3}", 2, "are both shared, and gc looks after one at a time; say --tier"),
+    ],
+)
+def test_what_is_wrong_is_one_line(command: str, tiers: str, code: int, words: str, tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "kv").mkdir()
+    file = tmp_path / "kv.yaml"
+    if tiers != "none":
+        file.write_text(f"tiers: [{tiers.replace('DIR', str(tmp_path))}]\n")
+    name, *options = command.replace("DIR", str(tmp_path)).split()
+    assert cli(name, str(file), *options) == code
+    assert words.replace("FILE", str(file)) in cli.err
+    assert not (tmp_path / "typo").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ("", 2, "usage: nixl-offload"),
+        ("shwo", 2, "usage: nixl-offload"),
+        ("show", 2, "usage: nixl-offload"),
+        ("show --json --kv-transfer-config x", 2, "usage: nixl-offload"),
+        ("check", 2, "nixl-offload: check: say a config file, or --path DIR\n"),
+        ("check --path /k\0v", 2, "--path: tiers[0].path: '/k\\x00v' is refused"),
+        ("configs no-such", 2, "allowed: local-nvme, gds"),
+        ("--version", 0, f"nixl-offload {__version__}\n"),
+        ("--help", 0, "nixl-offload show kv.yaml"),
+        ("gc --help", 0, "nixl-offload gc kv.yaml --delete"),
+        ("bucket init --help", 0, "nixl-offload bucket init kv.yaml --yes"),
+    ],
+)
+def test_usage_and_help(arguments: str, code: int, words: str, cli: Cli) -> None:
+    assert cli(*arguments.split()) == code
+    assert words in (cli.err if code else cli.out)
+
+
+@pytest.mark.parametrize("command", ["show", "check", "ls", "verify", "gc", "stat", "bucket init"])
+def test_a_failure_is_an_error_object_with_json(command: str, cli: Cli) -> None:
+    """A config that cannot be read, an option that there is not: stderr says it as without --json."""
+    key = ["5f3a"] if command == "stat" else []
+    assert cli(*command.split(), "/nonexistent/kv.yaml", *key, "--json") == 2
+    assert cli.json == {"error": "/nonexistent/kv.yaml: cannot be read: No such file or directory"}
+    assert cli.err == f"nixl-offload: {cli.json['error']}\n"
+    assert cli(*command.split(), "--json", "--nonsense", "kv.yaml", *key) == 2
+    assert cli.json == {"error": "unrecognized arguments: --nonsense"}
+
+
+def test_an_interruption_is_an_error_object_too(file: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    def interrupt(path: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nixl_offload.cli.show.load_config", interrupt)
+    assert cli("show", "--json", "kv.yaml") == 130
+    assert cli.json == {"error": "interrupted"}
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "words"),
+    [
+        ("> /dev/full", 1, "nixl-offload: the output cannot be written: No space left on device\n"),
+        (">&-", 0, ""),
+        ("2>&- > /dev/null", 0, ""),
+        ("| true; exit ${PIPESTATUS[0]}", 0, ""),
+    ],
+)
+def test_an_output_that_takes_nothing_is_no_traceback(file: Path, output: str, code: int, words: str) -> None:
+    command = f"{shlex.quote(sys.executable)} -m nixl_offload.cli.main show {shlex.quote(str(file))} {output}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (code, words)
+
+
+# What is imported
+
+
+def child(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", f"import sys\nbefore = set(sys.modules)\n{code}", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_imports_nothing_that_is_slow(option: str) -> None:
+    """Counted, not timed: no package of another project, and of ours only what names the commands."""
+    found = child(
+        "from nixl_offload.cli.main import main\n"
+        f"try:\n    main([{option!r}])\n"
+        "except SystemExit:\n    pass\n"
+        "new = set(sys.modules) - before\n"
+        "print(*[name for name in new if name.partition('.')[0] not in sys.stdlib_module_names], file=sys.stderr)\n"
+    )
+    names = ("", ".cli", ".cli.commands", ".cli.main", ".errors")
+    assert set(found.stderr.split()) == {f"nixl_offload{name}" for name in names}
+
+
+def test_show_needs_neither_vllm_nor_torch(file: Path) -> None:
+    """So that it is quick, and works on a machine that only holds the configs."""
+    code = (
+        "from nixl_offload.cli.main import main; code = main(['show', sys.argv[1]]); "
+        "sys.exit(code or bool({'torch', 'vllm', 'nixl'} & set(sys.modules)))"
+    )
+    done = child(code, str(file))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("module", "package"), [("numpy", "numpy"), ("yaml", "PyYAML")])
+def test_a_missing_package_is_named(module: str, package: str) -> None:
+    """In one line, with the command that installs it; as JSON where that was asked for."""
+    found = child(
+        f"sys.modules[{module!r}] = None\n"
+        "from nixl_offload.cli.main import main; sys.exit(main(['ls', 'kv.yaml', '--json']))"
+    )
+    assert found.returncode == 1
+    [line] = found.stderr.splitlines()
+    assert line.endswith(f"has no module {module!r}; {sys.executable} -m pip install {package}")
+    assert json.loads(found.stdout)["error"] in line
+
+
+# show and configs
+
+
+def test_what_is_shown_can_be_read_back(file: Path, cli: Cli) -> None:
+    assert cli("show", "kv.yaml") == 0
+    checked, _, option = cli.out.partition("# for vLLM:\n")
+    assert parse_config(yaml.safe_load(checked)) == load_config(file)
+    name, transfer = shlex.split(option)
+    assert name == "--kv-transfer-config"
+    assert json.loads(transfer)["kv_connector_extra_config"] == {"config": str(file), "offload_prompt_only": False}
+    assert cli("show", "--json", "kv.yaml") == 0
+    shown = cli.json
+    assert shown["config"]["tiers"][0]["capacity"] == "1.5GB"
+    assert cli("show", "--kv-transfer-config", "kv.yaml") == 0
+    assert cli.json == shown["kv_transfer_config"] == json.loads(transfer)
+
+
+def test_beside_another_connector(file: Path, cli: Cli) -> None:
+    """Ours is last, asks for no KV cache layout of its own, and its policy for failed loads is the outermost one's."""
+    assert cli("show", "--kv-transfer-config", "--with", "nixl", "--with", "nixl", "kv.yaml") == 0
+    shown = cli.json
+    first, ours = shown["kv_connector_extra_config"].pop("connectors")
+    assert (shown["kv_connector"], shown["kv_load_failure_policy"]) == ("MultiConnector", "recompute")
+    assert (first["kv_connector"], ours["kv_connector"]) == ("NixlConnector", "NixlOffloadConnector")
+    assert "kv_load_failure_policy" not in ours
+    extra = {"config": str(file), "offload_prompt_only": False, "block_outermost": False}
+    assert ours["kv_connector_extra_config"] == extra
+    assert cli("show", "--with", "nothing", "kv.yaml") == 2
+
+
+def test_each_problem_of_a_config_is_a_line(file: Path, cli: Cli) -> None:
+    file.write_text("tiers: [{kind: s3, bucket: kv-cache, mover: objj}]\nchunk: 3\n")
+    assert cli("show", "kv.yaml") == 2
+    first, second = cli.err.splitlines()
+    assert cli.out == ""
+    words = "kv.yaml:1: tiers[0].mover: 'objj' is unknown (did you mean 'obj'?); allowed: auto, obj, obstore"
+    assert first == f"nixl-offload: {words}"
+    assert second.startswith("kv.yaml:2: chunk: unknown field")
+
+
+def test_a_bucket_is_shown_without_the_credentials_of_its_environment(
+    file: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.setenv(name, "hunter2")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://me:hunter2@s3.example")
+    file.write_text("tiers: [{kind: s3, bucket: kv-cache, ttl: 7d}]\n")
+    for form in ([], ["--json"], ["--kv-transfer-config"]):
+        assert cli("show", *form, "kv.yaml") == 0
+        assert cli.out
+        assert "hunter2" not in cli.out + cli.err
+
+
+def test_samples_are_listed_and_printed(tmp_path: Path, cli: Cli) -> None:
+    """Each file of the folder; what is printed is a config."""
+    assert set(SAMPLES) == {path.stem if path.suffix == ".yaml" else path.name for path in FOLDER.iterdir()}
+    assert cli("configs") == 0
+    assert [line.split()[0] for line in cli.out.splitlines()] == list(SAMPLES)
+    assert cli("configs", "--json") == 0
+    assert cli.json == SAMPLES
+    copy = tmp_path / "kv.yaml"
+    for name in SAMPLES:
+        assert cli("configs", name) == 0
+        copy.write_text(cli.out)
+        if not name.endswith(".json"):
+            assert load_config(copy) == load_config(FOLDER / f"{name}.yaml")
+
+
+def test_the_wheel_brings_the_samples(tmp_path: Path) -> None:
+    """Built as pip builds it, from what git knows; without a network."""
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(FOLDER.parent, tmp_path / "nixl_offload", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "wheels", "."]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=240)
+    [wheel] = (tmp_path / "wheels").iterdir()
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"nixl_offload/configs/{path.name}" for path in FOLDER.iterdir()} <= names
