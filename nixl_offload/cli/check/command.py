@@ -1,7 +1,7 @@
 """``nixl-offload check [CONFIG]``: tries each tier on this machine; says what is right, what is wrong, and the fix.
 
 Threading: one thread, a child process for libraries that may crash, a daemon thread per directory. Each section is a
-generator of findings, in a module per kind of tier; they are imported late: some bring numpy along.
+generator of findings, in a module per kind of tier.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import argparse
 import os
 import shlex
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
+from nixl_offload.cli.check import machine
+from nixl_offload.cli.check.child import ChildProcess, memory_room
+from nixl_offload.cli.check.directory import look_at_directory
+from nixl_offload.cli.check.findings import Section, report
+from nixl_offload.cli.check.s3 import look_at_bucket
 from nixl_offload.cli.common import Commands, add_command
 from nixl_offload.config import Config, load_config, parse_config
 from nixl_offload.errors import ConfigError
-
-if TYPE_CHECKING:
-    from nixl_offload.cli.check.child import ChildProcess
-    from nixl_offload.cli.check.findings import Section
+from nixl_offload.hardware.gds import find_driver
+from nixl_offload.units import format_size
 
 _DESCRIPTION = """\
 Tries every tier of CONFIG on this machine, from the libraries down to the bytes. Each finding says what is so, what
@@ -57,9 +60,6 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     else:
         tier = {"kind": "slab", "path": os.path.abspath(arguments.path), "capacity": 8192}
         config = parse_config({"tiers": [tier]}, "--path")
-    from nixl_offload.cli.check.child import ChildProcess
-    from nixl_offload.cli.check.findings import report
-
     with ChildProcess() as child:
         works = report(_sections(arguments, config, child), out, as_json=arguments.json)
     return 0 if works else 1
@@ -67,13 +67,6 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 
 def _sections(arguments: argparse.Namespace, config: Config, child: ChildProcess) -> Iterator[Section]:
     """Yield the environment's section, and one for each tier. Here each kind of tier gets its own checks."""
-    from nixl_offload.cli.check import machine
-    from nixl_offload.cli.check.child import memory_room
-    from nixl_offload.cli.check.directory import look_at_directory
-    from nixl_offload.cli.check.findings import Section
-    from nixl_offload.hardware.gds import find_driver
-    from nixl_offload.units import format_size
-
     gpu, io = find_driver(), not arguments.no_io
     yield Section("environment", "Environment", machine.environment(config, gpu))
     for number, tier in enumerate(config.tiers):
@@ -81,8 +74,6 @@ def _sections(arguments: argparse.Namespace, config: Config, child: ChildProcess
             room = (machine.memory_finding(tier.capacity_bytes, child.run(memory_room), config.staging_bytes),)
             yield Section("memory", f"Tier memory of {format_size(tier.capacity_bytes)}", room)
         elif tier.kind == "s3":
-            from nixl_offload.cli.check.s3 import look_at_bucket
-
             found = look_at_bucket(tier, child, config_file=shlex.quote(arguments.file), io=io)
             yield Section("s3", f"Tier s3 {tier.where} (mover: {tier.mover})", found)
         else:

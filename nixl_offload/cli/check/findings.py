@@ -39,21 +39,22 @@ class Section(NamedTuple):
 def report(sections: Iterable[Section], out: TextIO, *, as_json: bool) -> bool:
     """Print all findings. Returns whether nothing is wrong."""
     counts, plain = Counter[str](), list[dict[str, Any]]()
+
+    def say(text: str) -> None:
+        if not as_json:
+            print(text, file=out, flush=True)
+
     for kind, title, findings in sections:
         made = list[dict[str, Any]]()
         plain.append({"kind": kind, "title": title, "findings": made})
-        lines = [_printable(title)]
+        say(_printable(title))
         for found in findings:
             counts[found.state] += 1
             made.append(found._asdict())
-            lines.append(f"  {found.state:<7}  {found.name:<{_NAME_CHARS}}  {_printable(found.words)}")
+            say(f"  {found.state:<7}  {found.name:<{_NAME_CHARS}}  {_printable(found.words)}")
             if found.fix:
-                lines.append(f"{'fix: ':>{_NAME_CHARS + 18}}{_printable(found.fix)}")
-            if not as_json:
-                print(*lines, sep="\n", file=out, flush=True)
-                lines = []
-        if not as_json:
-            print(*lines, sep="\n", file=out)
+                say(f"{'fix: ':>{_NAME_CHARS + 18}}{_printable(found.fix)}")
+        say("")
     if as_json:
         print(json.dumps({"works": not counts["wrong"], "sections": plain}, indent=2), file=out)
     else:
