@@ -80,8 +80,7 @@ def add_show(commands: Commands) -> None:
 
 def add_configs(commands: Commands) -> None:
     """Add ``configs`` to the command line."""
-    json_help = "print JSON: names and purposes, or name and text"
-    parser = add_command(commands, "configs", run_configs, description=_CONFIGS, config=False, json=json_help)
+    parser = add_command(commands, "configs", run_configs, description=_CONFIGS, config=False, json=None)
     parser.add_argument("name", metavar="NAME", nargs="?", help="print this one, as the list names it")
 
 
@@ -109,16 +108,14 @@ def run_show(arguments: argparse.Namespace, out: TextIO) -> int:
 def run_configs(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError: there is none of that name."""
     if arguments.name is None:
-        width = max(map(len, SAMPLES))
-        plain = "\n".join(f"{name:<{width}}  {purpose}" for name, purpose in SAMPLES.items())
-        print(json.dumps(SAMPLES, indent=2) if arguments.json else plain, file=out)
+        for name, purpose in SAMPLES.items():
+            print(f"{name:<{max(map(len, SAMPLES))}}  {purpose}", file=out)
         return 0
     name = arguments.name.removesuffix(".yaml")
     if name not in SAMPLES:
         raise ConfigError(f"NAME: there is no {arguments.name!r}; allowed: {', '.join(SAMPLES)}")
     file = name if "." in name else f"{name}.yaml"
-    text = files("nixl_offload").joinpath("configs", file).read_text(encoding="utf-8")
-    out.write(json.dumps({"name": name, "text": text}, indent=2) + "\n" if arguments.json else text)
+    out.write(files("nixl_offload").joinpath("configs", file).read_text(encoding="utf-8"))
     return 0
 
 

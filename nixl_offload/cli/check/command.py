@@ -1,4 +1,4 @@
-"""``nixl-offload check [CONFIG]``: tries each tier on this machine; says what is right, what is wrong, and the fix.
+"""``nixl-offload check CONFIG``: tries each tier on this machine; says what is right, what is wrong, and the fix.
 
 Threading: one thread, a child process for libraries that may crash, a daemon thread per directory. Each section is a
 generator of findings, in a module per kind of tier.
@@ -7,7 +7,6 @@ generator of findings, in a module per kind of tier.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 from collections.abc import Iterator
 from typing import TextIO
@@ -18,8 +17,7 @@ from nixl_offload.cli.check.directory import look_at_directory
 from nixl_offload.cli.check.findings import Section, report
 from nixl_offload.cli.check.s3 import look_at_bucket
 from nixl_offload.cli.common import Commands, add_command
-from nixl_offload.config import Config, load_config, parse_config
-from nixl_offload.errors import ConfigError
+from nixl_offload.config import Config, load_config
 from nixl_offload.hardware.gds import find_driver
 from nixl_offload.units import format_size
 
@@ -28,7 +26,6 @@ Tries every tier of CONFIG on this machine, from the libraries down to the bytes
 follows if it is not right, and the fix: a command or a line of CONFIG.
 
     nixl-offload check kv.yaml
-    nixl-offload check --path /mnt/nvme/kv             # one directory, without a config
     nixl-offload check kv.yaml --json --no-io          # for a program, without measuring
 
 Run it where the server runs: as the same user, in the same container, with the same environment. It may run beside
@@ -45,21 +42,13 @@ Exit code 0: nothing is wrong (there may be warnings). 1: something is wrong. 2:
 
 def add_check(commands: Commands) -> None:
     """Add ``check`` to the command line."""
-    parser = add_command(commands, "check", run, description=_DESCRIPTION, config=False)
-    parser.add_argument("file", metavar="CONFIG", nargs="?", help="the YAML config")
-    parser.add_argument("--path", metavar="DIR", help="look at this directory, without a config")
+    parser = add_command(commands, "check", run, description=_DESCRIPTION)
     parser.add_argument("--no-io", action="store_true", help="measure nothing; movers still move a page each")
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Print to ``out``. Raises ConfigError when CONFIG or the options are wrong."""
-    if (arguments.file is None) == (arguments.path is None):
-        raise ConfigError(f"check: say a config file, or --path DIR{', not both' if arguments.path else ''}")
-    if arguments.path is None:
-        config = load_config(arguments.file)
-    else:
-        tier = {"kind": "slab", "path": os.path.abspath(arguments.path), "capacity": 8192}
-        config = parse_config({"tiers": [tier]}, "--path")
+    """Print to ``out``. Raises ConfigError."""
+    config = load_config(arguments.file)
     with ChildProcess() as child:
         works = report(_sections(arguments, config, child), out, as_json=arguments.json)
     return 0 if works else 1
@@ -84,6 +73,5 @@ def _sections(arguments: argparse.Namespace, config: Config, child: ChildProcess
                 io=io,
                 nearer=config.tiers[:number],
                 staging_bytes=config.staging_bytes,
-                has_capacity=arguments.path is None,
             )
             yield Section(tier.kind, f"Tier {tier.kind} {tier.path} (mover: {tier.mover})", directory)

@@ -66,11 +66,10 @@ def look_at_directory(
     io: bool,
     nearer: Iterable[TierConfig] = (),
     staging_bytes: int = 0,
-    has_capacity: bool = True,
 ) -> Iterator[Finding]:
-    """Look at a tier. ``io``: measure movers; ``has_capacity``: the tier's capacity comes from a config."""
+    """Look at a tier. ``io``: measure movers."""
     at = nearest(tier.path)
-    probes = directory_findings(tier, nearer=nearer, has_capacity=has_capacity)
+    probes = directory_findings(tier, nearer=nearer)
     try:
         found, gds = within(HANG_S, lambda: (list(probes), gds_report(at)))
     except TimeoutError:
@@ -120,7 +119,6 @@ def directory_findings(
     tier: DirectoryConfig,
     *,
     nearer: Iterable[TierConfig | DirectoryConfig] = (),
-    has_capacity: bool = True,
     root: str = "/",
     clock: Callable[[], float] = time.time,
 ) -> Iterator[Finding]:
@@ -135,15 +133,14 @@ def directory_findings(
     yield _filesystem(tier, at, root)
     if access.state == "wrong":
         return  # nothing can be written, so the rest has nothing to say
-    yield _space(tier, at, root, has_capacity=has_capacity)
+    yield _space(tier, at, root)
     if not tier.is_shared and at == tier.path:
         yield _lock(tier.path)
     if isinstance(tier, SharedDirConfig):
-        if has_capacity:
-            size = format_size(tier.capacity_bytes)
-            kept = f"servers keep it to {size}; what was not used for longest goes first"
-            by_gc = f"by nixl-offload gc, which a timer must run, down to {size}"
-            yield Finding("eviction", "ok", kept if is_kept(tier, root) else by_gc)
+        size = format_size(tier.capacity_bytes)
+        kept = f"servers keep it to {size}; what was not used for longest goes first"
+        by_gc = f"by nixl-offload gc, which a timer must run, down to {size}"
+        yield Finding("eviction", "ok", kept if is_kept(tier, root) else by_gc)
         yield _clock(at, clock)
 
 
@@ -213,13 +210,11 @@ def _filesystem(tier: DirectoryConfig, at: str, root: str) -> Finding:
     return Finding(name, "ok", f"{on} ({mount.source})")
 
 
-def _space(tier: DirectoryConfig, at: str, root: str, *, has_capacity: bool) -> Finding:
+def _space(tier: DirectoryConfig, at: str, root: str) -> Finding:
     space, quoted, name = os.statvfs(at), shlex.quote(at), "space"
     if not space.f_blocks:
         return Finding(name, "unknown", "the filesystem does not tell how large it is", f"df -h {quoted}")
     free, whole = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
-    if not has_capacity:
-        return Finding(name, "ok", f"{about_size(free)} free")
     held, share = _held_bytes(tier.path), kept_free(tier, root)
     fits = whole if held is None else int(max(0, spare_bytes(space, share))) + held
     used = "too many files to count" if held is None else f"{about_size(held)} in use by what the directory holds"
