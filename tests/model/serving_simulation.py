@@ -106,7 +106,6 @@ class Figures(NamedTuple):
 
     requests_per_s: float
     ttft_s: float
-    loaded_share: float
 
 
 def simulate(server: Server, policy: Policy, requests: int) -> Figures:
@@ -195,7 +194,6 @@ def simulate(server: Server, policy: Policy, requests: int) -> Figures:
     return Figures(
         len(measured) / (now_s - started_s),
         sum(request.first_token_s - request.arrived_s for request in measured) / len(measured),
-        sum(request.loaded_tokens for request in measured) / sum(request.hit_tokens for request in measured),
     )
 
 

@@ -32,7 +32,7 @@ ROOMS = {
     "catalog": _unit("catalog", "estimate", "moves", "prefetch", "retention"),
     "index": (*_unit("durable", "reopen", "retention"), "model/test_index_model.py"),
     "chunk": _unit("authentication", "checksum", "format", "head*", "late_checksums", "layout", "shards"),
-    "identity": _unit("namespace", "settings", "sharded_namespace", "weights*"),
+    "identity": _unit("namespace", "settings", "weights"),
     "engine": _unit("*batch*", "*chain", "engine*", "grace", "job_table", "late_checksums")
     + _unit("memory_engine", "promotions", "pump", "slot_headers", "staging", "transfer_statistics"),
 }

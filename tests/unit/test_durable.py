@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.errors import TierError
-from nixl_offload.index.database import BATCH_OPS, Database, Row, UnusableError, max_bytes, translate
+from nixl_offload.index.database import BATCH_OPS, Database, Row, max_bytes
 from nixl_offload.index.durable import DurableIndex
 from nixl_offload.tiers.slab.index_reader import IndexReader
 from nixl_offload.types import Key, Location
@@ -449,28 +449,6 @@ def test_max_bytes_holds_under_churn(tmp_path: Path) -> None:
     assert os.path.getsize(path) <= bound_bytes - fixed_bytes
     # And it is a bound that one can live with: 1 KiB per key of some 100 KiB.
     assert bound_bytes - fixed_bytes < 1024 * n_keys
-
-
-@pytest.mark.parametrize(
-    ("error", "cause"),
-    [
-        (OSError(28, "No space left on device"), "full"),
-        (sqlite3.OperationalError("database or disk is full"), "full"),
-        (OSError(30, "Read-only file system"), "readonly"),
-        (sqlite3.OperationalError("attempt to write a readonly database"), "readonly"),
-        (FileNotFoundError(2, "No such file or directory"), "missing"),
-        (PermissionError(13, "Permission denied"), "permission"),
-        (sqlite3.OperationalError("database is locked"), "locked"),
-        (sqlite3.OperationalError("disk I/O error"), "io"),
-        (UnusableError("written for another geometry"), "io"),
-    ],
-)
-def test_errors_are_translated_to_one_cause(tmp_path: Path, error: Exception, cause: str) -> None:
-    """The words of sqlite3 are matched; this notices when they change."""
-    translated = translate(error, str(tmp_path / "index.sqlite"))
-    assert translated.cause == cause
-    assert translated.__cause__ is error
-    assert str(error) in str(translated)
 
 
 def test_clearing_forgets_what_is_written_and_what_waits_and_nothing_after(

@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 
+from nixl_offload.chunk.shards import ONE_RANGE, GroupShards, LayerCut, ShardPlan
 from nixl_offload.errors import NamespaceError
 from nixl_offload.identity.namespace import (
+    CommonFields,
     GroupFields,
     NamespaceFields,
+    ShardedFields,
     make_namespace,
     manifest_digest,
     manifest_fits,
 )
+from nixl_offload.tiers.inspect import NamespaceInfo
+from tests.unit.shared_rig import key_of
 
 FULL = GroupFields(group_id=0, tokens_per_block=16, slot_bytes=(1 << 20, 3 << 19))
 WINDOW = GroupFields(group_id=1, tokens_per_block=32, slot_bytes=(0, 1 << 19))
@@ -55,16 +60,37 @@ def changed(value: Any) -> Any:
 
 
 NAN = {"fields": {"tp": float("nan"), "ranks": []}}
-SEPARATE = [field.name for field in fields(NamespaceFields) if field.name not in ("groups", "world_size")]
+
+# Chunks that are cut by their KV heads.
+
+HEADS = GroupFields(group_id=0, tokens_per_block=16, slot_bytes=(1 << 20,) * 4)
+LATENT = GroupFields(group_id=1, tokens_per_block=16, slot_bytes=(1 << 21, 0, 0, 0))
+_COMMON: dict[str, Any] = {item.name: getattr(BASE, item.name) for item in fields(CommonFields)}
+CUT = ShardedFields(**{**_COMMON, "groups": (HEADS, LATENT)}, ranks=("ab",), shards=4)
+
+STAGED = replace(
+    CUT,
+    groups=(
+        replace(HEADS, slot_bytes=(1 << 20,) * 4 + (2 << 20,) * 4),
+        replace(LATENT, slot_bytes=(0,) * 4 + LATENT.slot_bytes),
+    ),
+    shards=8,
+    layers=(0, 16),
+)
+"""In the first of two ranges of layers there is none of the second group; the second has twice as many layers."""
+
+NOT_ALONE = ("groups", "world_size", "shards", "layers")
+"""Fields that must fit others."""
+SEPARATE = [(of, field.name) for of in (BASE, CUT) for field in fields(of) if field.name not in NOT_ALONE]
 
 
 def digest(**changes: Any) -> str:
     return make_namespace(replace(BASE, **changes)).digest.hex()
 
 
-@pytest.mark.parametrize("name", SEPARATE)
-def test_every_field_changes_the_digest(name: str) -> None:
-    assert digest(**{name: changed(getattr(BASE, name))}) != digest()
+@pytest.mark.parametrize(("of", "name"), SEPARATE)
+def test_every_field_changes_the_digest(of: NamespaceFields | ShardedFields, name: str) -> None:
+    assert make_namespace(replace(of, **{name: changed(getattr(of, name))})).digest != make_namespace(of).digest
 
 
 @pytest.mark.parametrize(
@@ -198,3 +224,88 @@ def test_a_release_finds_what_an_earlier_one_has_stored() -> None:
     namespace = make_namespace(BASE)
     assert namespace.digest.hex() == "df1ecfe84b2b8f12b1426548ce181ee79efd58c035f4c985ae7fd83beffd3f52"
     assert namespace.rank_digest(1).hex() == "0f124d5996520a3f6efc5211dd9f50afa4ce803c73cd0d44ebbd07ca698905c2"
+
+
+# Chunks that are cut by their KV heads: parallel sizes are no part of the namespace, all else is.
+
+
+def plan_of(tp: int, layers: LayerCut = ONE_RANGE) -> ShardPlan:
+    """How an engine holds the shards of ``CUT``, or of ``STAGED``."""
+    latent = GroupShards(1, 1, tp, (len(layers.begins) - 1,))
+    return ShardPlan((GroupShards(4, 4 // tp, 1, tuple(range(len(layers.begins)))), latent), layers)
+
+
+def test_what_ranks_hold_of_shards_is_no_part_of_the_digest() -> None:
+    """Nor are parallel sizes. The digest is pinned, as the one above."""
+    for plan in (None, plan_of(1), plan_of(2)):
+        namespace = make_namespace(CUT, plan)
+        assert namespace.digest.hex() == "1532f25223ac2287a7ac2c964354b98c32a4feafecea4019e8eb20e51dbea138"
+        assert namespace == make_namespace(CUT)
+
+
+def test_a_slot_has_room_for_all_that_a_rank_holds() -> None:
+    namespace = make_namespace(CUT, plan_of(2))
+    assert (namespace.slot_bytes(0), namespace.slot_bytes(1)) == (2 << 20, 1 << 21)
+    assert (namespace.chunk_bytes(0), namespace.chunk_bytes(1)) == (4 << 20, 1 << 21)
+    assert (namespace.holders(0), namespace.holders(1)) == ((0, 1, 2, 3), (0,))
+    assert len(set(namespace.rank_digests)) == 4
+    with pytest.raises(NamespaceError):
+        namespace.rank_digest(4)
+
+
+@pytest.mark.parametrize(
+    ("stages", "held", "slots"),
+    [
+        ((range(2),), [], (3 << 21, 1 << 21)),
+        ((range(1), range(1, 2)), [1, 1], (1 << 22, 1 << 21)),
+        ((range(2), range(2, 2)), [2, 0], (3 << 21, 1 << 21)),
+    ],
+)
+def test_ranges_of_layers_have_shards_of_their_own(
+    stages: tuple[range, ...], held: list[int], slots: tuple[int, int]
+) -> None:
+    """Whoever holds how many of them; and a slot has room for what the fullest stage holds."""
+    namespace = make_namespace(STAGED, plan_of(2, LayerCut((0, 16), stages)))
+    assert namespace.stages == held
+    assert make_namespace(STAGED).stages == []
+    assert namespace.digest == make_namespace(STAGED).digest
+    assert (namespace.slot_bytes(0), namespace.slot_bytes(1)) == slots
+    assert (namespace.holders(0), namespace.holders(1)) == (tuple(range(8)), (4,))
+    assert (namespace.chunk_bytes(0), namespace.chunk_bytes(1)) == (12 << 20, 1 << 21)
+    manifest = json.loads(json.dumps(namespace.manifest()))
+    info = NamespaceInfo(namespace.name, manifest)
+    assert (info.ranks, info.details()["layers"]) == (8, "0 16")
+    assert make_namespace(replace(STAGED, layers=(0, 15))).digest != namespace.digest
+
+
+def test_the_manifest_says_what_the_namespace_is() -> None:
+    manifest = json.loads(json.dumps(make_namespace(CUT).manifest()))
+    assert not {"tp", "pp", "pcp", "dcp", "world_size", "kv_layout"} & set(manifest["fields"])
+    assert manifest_fits(manifest, make_namespace(CUT).name)
+    info = NamespaceInfo(make_namespace(CUT).name, manifest)
+    assert (info.is_cut, info.ranks, info.holders(0), info.holders(1)) == (True, 4, [0, 1, 2, 3], [0])
+    assert info.rank_digest(3) == make_namespace(CUT).rank_digest(3)
+    assert info.why_no_shard(key_of(1, 1), 2) == "a chunk of KV group 1 has no shard 2"
+    by_rank = make_namespace(BASE)
+    assert not NamespaceInfo(by_rank.name, by_rank.manifest()).is_cut
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ranks": ()},
+        {"shards": 3},
+        {"shards": 0},
+        {"shards": True},
+        {"shard_order": ""},
+        {"layers": ()},
+        {"layers": (1,)},
+        {"layers": (0, 0)},
+        {"layers": (0, 2, 1)},
+        {"layers": (0, True)},
+        {"layers": (0, 1, 2)},
+    ],
+)
+def test_what_cannot_be_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(NamespaceError):
+        make_namespace(replace(CUT, **change))

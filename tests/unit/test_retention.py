@@ -37,24 +37,6 @@ def fill(chain: Chain, *numbers: int) -> None:
         chain.write_through()
 
 
-def test_what_is_retained_outlives_what_came_later(make: MakeChain) -> None:
-    chain = make(memory_slots=4)
-    fill(chain, 1, 2)
-    retain(chain, 60.0, 1)
-    fill(chain, *range(10, 20))
-    assert MEMORY in chain.holders(1)
-    assert MEMORY not in chain.holders(2)
-    assert chain.catalog.counts().retained_bytes[MEMORY] == SLOT
-    chain.now_s += 60.0
-    chain.catalog.flush(chain.now_s)
-    assert not any(chain.catalog.counts().retained_bytes), "its time is over"
-    fill(chain, *range(20, 30))
-    assert MEMORY not in chain.holders(1)
-    retain(chain, 60.0, 29)
-    chain.catalog.clear()
-    assert not any(chain.catalog.counts().retained_bytes)
-
-
 def test_half_of_a_tier_is_left_for_others(make: MakeChain) -> None:
     chain = make(memory_slots=4)
     fill(chain, 1, 2, 3)
@@ -63,6 +45,8 @@ def test_half_of_a_tier_is_left_for_others(make: MakeChain) -> None:
     fill(chain, *range(10, 14))
     assert [MEMORY in chain.holders(number) for number in (1, 2, 3)] == [True, True, False]
     assert MEMORY in chain.holders(13)
+    chain.catalog.clear()
+    assert not any(chain.catalog.counts().retained_bytes)
 
 
 def test_the_last_word_counts(make: MakeChain) -> None:
@@ -81,16 +65,19 @@ def test_the_last_word_counts(make: MakeChain) -> None:
 
 
 def test_a_step_ends_only_so_many(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of a whole prompt comes at once. Its end goes first, however many steps that takes."""
+    """The time of a whole prompt comes at once. Its end goes first, however many steps that takes. Nor are more chunks
+    remembered than the limit allows.
+    """
     monkeypatch.setattr(retention, "MAX_EXPIRED", 2)
     chain = make(memory_slots=16)
     fill(chain, 1, 2, 3, 4, 5)
-    retain(chain, 60.0, 1, 2, 3, 4, 5)
+    monkeypatch.setattr(retention, "MAX_RETAINED", 5)
+    retain(chain, 60.0, 1, 2, 3, 4, 5, 6)
     chain.now_s += 60.0
     retained = []
     for _ in range(3):
         chain.begin()
-        retained.append([number for number in range(1, 6) if key(number) in chain.catalog._retention._until_s])
+        retained.append([number for number in range(1, 7) if key(number) in chain.catalog._retention._until_s])
     assert retained == [[1, 2, 3], [1], []]
 
 
@@ -106,41 +93,16 @@ def test_damage_frees_what_is_retained(make: MakeChain) -> None:
     assert chain.catalog.counts().retained_bytes == (SLOT,), "and it is retained again"
 
 
-def test_only_so_many_are_remembered(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "MAX_RETAINED", 2)
-    chain = make()
-    fill(chain, 1, 2, 3)
-    for _ in range(3):
-        retain(chain, 60.0, 1, 2, 3)
-    assert chain.catalog.counts().retained_bytes[MEMORY] == 2 * SLOT
-    chain.now_s += 30.0
-    retain(chain, 60.0, 1, 3)
-    chain.now_s += 30.0
-    chain.begin()
-    assert [key(number) in chain.catalog._retention._until_s for number in (1, 2, 3)] == [True, False, False]
-
-
 def test_what_is_dropped_is_gone_from_memory_and_slab_but_not_from_a_bucket(make: MakeChain) -> None:
     chain = make(bucket=True)
     fill(chain, 1, 2)
     retain(chain, 60.0, 2)
     chain.catalog.take_changes()
+    load = chain.catalog.prepare_load(keys(1), chain.now_s)
     chain.catalog.drop(keys(3, 2, 1))
-    assert chain.holders(1) == chain.holders(2) == [BUCKET]
+    chain.report(load.ticket)
+    assert chain.holders(1) == chain.holders(2) == [BUCKET], "what is read then goes with its ticket"
     assert chain.catalog.take_changes() == [
         Change(tier, (key(number),), removed=True) for number in (2, 1) for tier in (MEMORY, FILE)
     ]
     assert not any(chain.catalog.counts().retained_bytes)
-
-
-def test_what_is_dropped_while_it_is_written_or_read_goes_with_its_ticket(make: MakeChain) -> None:
-    chain = make(file_slots=0)
-    chain.store(1)
-    grant = chain.reserve(2)
-    assert grant is not None
-    load = chain.catalog.prepare_load(keys(1), chain.now_s)
-    chain.catalog.drop(keys(1, 2))
-    chain.report(grant.ticket)
-    chain.report(load.ticket)
-    assert chain.holders(1) == chain.holders(2) == []
-    assert chain.held() == 0
