@@ -230,7 +230,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
             request,
             len(failures),
             len(job.result.outcomes),
-            ", ".join(sorted({outcome.value for outcome in failures.values()})),
+            "; ".join(job.result.errors),
         )
         if self._keeps_prefix:
             for chunk in job.result.chunks:

@@ -211,12 +211,12 @@ class NixlOffloadingWorker(OffloadingWorker):
             chunks, refused = of_no_blocks(ticket, blocks.block_ids), (Outcome.FAILED, str(error))
         if refused is None and not self.adapters.agrees(spec.adapter, self._rank):
             refused = (Outcome.DROPPED, "the LoRA adapter was replaced")
-        fence = self._engine.compute_fence() or READY
+        fence = self._load_fence if isinstance(ticket, LoadTicket) else None
+        fence = fence or self._engine.compute_fence() or READY
         if isinstance(ticket, StoreTicket):
             job = Job(WorkKind.STORE, chunks, len(ticket.keys), fence, job_id)
         else:
             promoted = [at for at, slot in enumerate(ticket.promotion_slots) if slot is not None]
-            fence = self._load_fence or fence
             job = Job(WorkKind.LOAD, chunks, len(ticket.keys), fence, job_id, ticket.promotion_ticket, promoted)
         job.is_expedited, job.refused = is_expedited, refused
         self._engine.submit(job)

@@ -13,13 +13,13 @@ import pytest
 
 from nixl_offload.engine import Chunk, link_engine, make_move, pump, rank_engine
 from nixl_offload.engine.jobs import MOVE_QUEUE_LIMIT_S
-from nixl_offload.movers.base import Op, Transfer, TransferState
+from nixl_offload.movers.base import Op
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig, chain_rigs
-from tests.unit.engine_rig import NUM_BLOCKS
+from tests.unit.engine_rig import NUM_BLOCKS, RaisingMover
 from tests.unit.link_rig import Watched
 
 OK, FAILED, CORRUPT, DROPPED, TAINTED = (
@@ -114,17 +114,6 @@ def test_a_quarantined_batch_taints_the_slots_of_all_its_chunks(make: Make) -> N
     assert rig.load(2, chunks, ticket=2) == (OK, FAILED, OK)
     assert rig.settle(2).outcomes == (OK, TAINTED, OK)
     del pump.LEAKED[before:]
-
-
-class RaisingMover(FaultyMover):
-    """Breaks the contract on cue: ``poll`` raises ``error`` while it is set."""
-
-    error: BaseException | None = None
-
-    def poll(self, transfer: Transfer) -> TransferState:
-        if self.error is not None:
-            raise self.error
-        return super().poll(transfer)
 
 
 def test_a_mover_that_raises_leaves_no_ticket_open(make: Make) -> None:

@@ -21,21 +21,12 @@ from nixl_offload.movers.base import Op
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.device_lab import Lab, faulty, open_lab, packer_of, pools_of
+from tests.unit.engine_rig import Clock
 from tests.unit.kv_shapes import DeviceCopyMover, DeviceRig, Way, until
 
 OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
 SOURCE, TARGET = [0, 1, 2, 3], [4, 5, 6, 7]
 WAYS: tuple[Way, ...] = ("direct", "device")
-
-
-class Clock:
-    """Real time plus what the test adds."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead_s
 
 
 @pytest.fixture

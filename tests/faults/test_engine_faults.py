@@ -17,25 +17,15 @@ import pytest
 from nixl_offload.engine import jobs, pump
 from nixl_offload.engine.transfer_paths.common import QUARANTINE_S
 from nixl_offload.errors import TierError
-from nixl_offload.movers.base import Extents, FileId, MemoryId, Op, Transfer, TransferState
+from nixl_offload.movers.base import Extents, FileId, MemoryId, Op, Transfer
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, Rig, rigs, until
+from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, Clock, RaisingMover, Rig, rigs, until
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]
-
-
-class Clock:
-    """Real time plus what the test adds."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead_s
 
 
 class TroubledSlab(SlabFile):
@@ -347,17 +337,6 @@ def test_a_slab_that_cannot_be_used_at_start_is_no_error(make: Make, tmp_path: P
 
 
 # -- bugs below us --------------------------------------------------------------------------------------------------
-
-
-class RaisingMover(FaultyMover):
-    """Breaks the contract on cue: ``poll`` raises ``error`` while it is set."""
-
-    error: BaseException | None = None
-
-    def poll(self, transfer: Transfer) -> TransferState:
-        if self.error is not None:
-            raise self.error
-        return super().poll(transfer)
 
 
 def test_a_mover_that_raises_in_poll_loses_its_slot_only(make: Make, caplog: pytest.LogCaptureFixture) -> None:

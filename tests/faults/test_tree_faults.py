@@ -25,8 +25,8 @@ from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.faults.conftest import SmallFilesystem
 from tests.hostile import HostileFilesystem
-from tests.unit.engine_rig import NUM_BLOCKS, Rig, until
-from tests.unit.link_rig import Clock, drafts, engines, shards, tree
+from tests.unit.engine_rig import NUM_BLOCKS, Clock, Rig, until
+from tests.unit.link_rig import drafts, engines, shards, tree
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]

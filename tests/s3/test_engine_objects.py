@@ -18,8 +18,8 @@ from nixl_offload.movers.base import Mover
 from nixl_offload.movers.select_object import make_mover
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Outcome
-from tests.unit.engine_rig import NUM_BLOCKS, Rig, until
-from tests.unit.link_rig import NAMESPACE_NAME, Clock, Watched, engines, objects
+from tests.unit.engine_rig import NUM_BLOCKS, Clock, Rig, until
+from tests.unit.link_rig import NAMESPACE_NAME, Watched, engines, objects
 
 from .proxy import FaultProxy, Hold, Stall
 from .servers import RcloneServer

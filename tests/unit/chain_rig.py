@@ -29,22 +29,12 @@ from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Location, Outcome, align_up
 from tests.contract.suites.faulty_mover import FaultyMover
 from tests.headers import encode_header, make_header
-from tests.unit.engine_rig import CHUNK_BLOCKS, DEADLINE_S, NAMESPACE, SHAPES, Driven, Shape, kv_cache
+from tests.unit.engine_rig import CHUNK_BLOCKS, DEADLINE_S, NAMESPACE, SHAPES, Clock, Driven, Shape, kv_cache
 from tests.unit.rank_rig import TestedRank
 
 MEMORY, FILE, BUCKET = 0, 1, 2
 """Positions in the chain: host memory, and two farther tiers, both of them slabs here."""
 SLOTS = 32
-
-
-class Clock:
-    """Real time plus what the test adds."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead_s
 
 
 def make_host(slot_bytes: int, *, memory_slots: int = 16, relay_slots: int = 2) -> HostSlab:

@@ -18,7 +18,7 @@ import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, PageRun, RegionSpec
 from nixl_offload.engine import Chunk, Completion, LinkEngine
-from nixl_offload.movers.base import Mover
+from nixl_offload.movers.base import Mover, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.slab.file import SlabFile
@@ -31,6 +31,27 @@ NAMESPACE = bytes(range(32))
 NUM_BLOCKS = 40
 CHUNK_BLOCKS = 4
 DEADLINE_S = 20.0
+
+
+class Clock:
+    """Real time plus what the test adds."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+class RaisingMover(FaultyMover):
+    """Breaks the contract on cue: ``poll`` raises ``error`` while it is set."""
+
+    error: BaseException | None = None
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        if self.error is not None:
+            raise self.error
+        return super().poll(transfer)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,16 +21,6 @@ from tests.unit.engine_rig import Rig, rigs
 
 NAMESPACE_NAME = "0123456789abcdef" * 2
 LinkMaker = Callable[[Mover, Callable[[], float]], Link]
-
-
-class Clock:
-    """Real time plus what the test adds."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead_s
 
 
 def engines(tmp_path: Path) -> Iterator[Callable[..., Rig]]:

@@ -29,8 +29,8 @@ from nixl_offload.tiers.shared_dir.link import TreeLink
 from nixl_offload.types import Key, Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.hostile import HostileFilesystem
-from tests.unit.engine_rig import CHUNK_BLOCKS, Rig, until
-from tests.unit.link_rig import NAMESPACE_NAME, Clock, ObjectFiles, Watched, drafts, engines, objects, shards, tree
+from tests.unit.engine_rig import CHUNK_BLOCKS, Clock, Rig, until
+from tests.unit.link_rig import NAMESPACE_NAME, ObjectFiles, Watched, drafts, engines, objects, shards, tree
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]

@@ -20,13 +20,6 @@ import pytest
 import torch
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
 
 from nixl_offload.catalog import NOWHERE, LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.config import parse_config
@@ -49,6 +42,7 @@ from nixl_offload.vllm.adapters import AdapterUse, adapter_of
 from nixl_offload.vllm.messages import RankStatus, TicketSpec
 from nixl_offload.vllm.worker import FinishedJob, NixlOffloadingWorker
 from tests.unit.device_rig import ThreadedStreams, emulated
+from tests.vllm.manager_rig import offloading_config
 
 LAYERS = 3
 BLOCKS = 64
@@ -65,29 +59,9 @@ class Rig:
     def __init__(self, directory: Path, *further: dict[str, Any], is_open: bool = True) -> None:
         """``further``: tiers behind the slab."""
         self.tensors = [torch.zeros((BLOCKS, PAGE), dtype=torch.int8) for _ in range(LAYERS)]
-        parallel = OffloadingParallelConfig(
-            rank=0,
-            world_size=1,
-            tp_size=1,
-            pp_size=1,
-            pcp_size=1,
-            dcp_size=1,
-            data_parallel_index=0,
-            data_parallel_size=1,
-            data_parallel_rank_local=None,
-            is_parallelism_agnostic=False,
-        )
-        self.parallel = parallel
-        offloading = OffloadingConfig(
-            groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("a", "b", "c"), group_id=0),),
-            worker_kv_bytes_per_block=LAYERS * PAGE,
-            enable_kv_cache_events=False,
-            extra_config={},
-            engine_id="engine",
-            model=OffloadingModelConfig(name="model", dtype="float16"),
-            cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=BLOCKS_PER_CHUNK),
-            parallel=parallel,
-        )
+        offloading = offloading_config(events=False)
+        cache = dataclasses.replace(offloading.cache, blocks_per_chunk=BLOCKS_PER_CHUNK)
+        offloading = dataclasses.replace(offloading, cache=cache)
         config = parse_config(
             {"staging": "8MiB", "tiers": [{"kind": "slab", "path": str(directory), "capacity": "64MiB"}, *further]}
         )

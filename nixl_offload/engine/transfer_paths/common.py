@@ -157,7 +157,7 @@ class TierPaths:
                 words, cause, fault = f"unexpected {type(error).__name__}", "unexpected", "the chunk crashed"
                 name = f"crash:{type(error).__name__}"
                 self.rate_log.error(name, "A chunk failed unexpectedly: %r", error, exc_info=error)
-            yield from self.settle(batch)
+            yield from self.await_all(batch)
             if not self.tries_singly(batch):
                 self.abandon(batch, fault)
                 if batch.touches_blocks or batch.kind.writes:
@@ -221,7 +221,7 @@ class TierPaths:
                 chunk.end(Outcome.FAILED, "its blocks were given away meanwhile", "needed_back")
         return any(going)
 
-    def settle(self, batch: Batch) -> Steps:
+    def await_all(self, batch: Batch) -> Steps:
         """Poll until nothing of the batch is under way."""
         while batch.poll():
             yield
@@ -385,7 +385,7 @@ class TierPaths:
         if batch.submitted_s is None:
             yield from self.open_targets(batch)
             self.start_transfers(batch, lambda chunks: self.linked.submit(Op.READ, chunks, spans_of))
-        yield from self.arrive(batch, self.settle_load(batch))
+        yield from self.arrive(batch, self.await_load(batch))
         self.finish_reads(batch)
 
     def start_transfers(self, batch: Batch, start: Callable[[Sequence[Chunk]], Iterator[Transfer]]) -> None:
@@ -411,18 +411,18 @@ class TierPaths:
                 chunk.end(Outcome.FAILED, str(error), "io")
             self.turn.pause()
 
-    def arrive(self, batch: Batch, settled: Steps) -> Steps:
-        """Wait for the transfers of a batch by ``settled``. Where each chunk has its own, those that failed go on
+    def arrive(self, batch: Batch, waiting: Steps) -> Steps:
+        """Wait for the transfers of a batch by ``waiting``. Where each chunk has its own, those that failed go on
         without the others, and so do those that are late: then no chunk of this batch is alive, and its parts wait.
         """
         chunks = batch.alive
         batch.may_part = len(batch.chunks) > 1 and not self.linked.link.shares_file
         if batch.may_part and 0 < len(chunks) < len(batch.chunks):
-            settled.close()
+            waiting.close()
             batch.split([chunks], self.run)  # what was refused ends now, and gives its slots back
             return
         began_s = self.table.clock()
-        for _ in settled:
+        for _ in waiting:
             if batch.may_part:
                 now_s = self.table.clock()
                 if batch.parts_s is None and len(_by_transfer(chunks)) > 1:
@@ -430,13 +430,13 @@ class TierPaths:
                 elif batch.parts_s is not None and now_s >= batch.parts_s:
                     break
             yield
-        settled.close()
+        waiting.close()
         groups = _by_transfer(chunks) if batch.may_part and batch.failure is not None else []
         if len(groups) > 1:
             batch.split(groups, self.run)
 
-    def settle_load(self, batch: Batch) -> Steps:
-        """As ``settle``; the link hears of each chunk that is given up meanwhile, once."""
+    def await_load(self, batch: Batch) -> Steps:
+        """As ``await_all``; the link hears of each chunk that is given up meanwhile, once."""
         waited_for = [chunk for chunk in batch.alive if not chunk.is_overdue]
         while batch.poll():
             if waited_for and waited_for[0].state is ChunkState.DONE:
@@ -449,7 +449,7 @@ class TierPaths:
 
     def finish_writes(self, batch: Batch) -> Steps:
         """Wait for the transfers, then make the chunks visible, or end them as FAILED."""
-        yield from self.arrive(batch, self.settle(batch))
+        yield from self.arrive(batch, self.await_all(batch))
         failure = batch.failure
         if failure is not None:
             if self.tries_singly(batch):

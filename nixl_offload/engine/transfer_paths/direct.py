@@ -59,7 +59,7 @@ def _read(paths: TierPaths, batch: Batch) -> Steps:
         if not paths.advance_or_end(batch, ChunkState.SCATTER):
             return
         _submit(paths, batch, Op.READ)
-    yield from paths.arrive(batch, _settle_load(paths, batch))
+    yield from paths.arrive(batch, _await_load(paths, batch))
     plan = batch.plan
     if batch.is_quarantined:
         if plan.path == "direct":
@@ -84,13 +84,13 @@ def _verify(paths: TierPaths, batch: Batch) -> Steps:
         chunk.end(Outcome.OK)
 
 
-def _settle_load(paths: TierPaths, batch: Batch) -> Steps:
-    """As ``TierPaths.settle``. While storage is late, later loads go through staging, where they can be given up. This
-    one cannot: its blocks may still be written. It is late by when it was submitted, parted from others or not.
+def _await_load(paths: TierPaths, batch: Batch) -> Steps:
+    """As ``TierPaths.await_all``. While storage is late, later loads go through staging, where they can be given up.
+    This one cannot: its blocks may still be written. Late is counted from its submit, parted from others or not.
     """
     plan, late_s = batch.plan, (batch.submitted_s or 0.0) + LATE_S
     try:
-        for _ in paths.settle(batch):
+        for _ in paths.await_all(batch):
             if paths.table.clock() >= late_s and not plan.late_loads.issuperset(batch.alive):
                 plan.path = plan.packed
                 plan.late_loads.update(batch.alive)
