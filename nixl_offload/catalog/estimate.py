@@ -255,14 +255,11 @@ class LoadOrRecompute:
         if taken < allowed and self.tiers[parts[taken].tier].may_try(now_s):
             trial = parts[taken].tier
             taken = next((at for at in range(taken, allowed) if parts[at].tier != trial), allowed)
-        decisions: set[tuple[int, Decision]] = set()
-        for at, part in enumerate(parts):
-            if at >= taken:
-                decisions.add((part.tier, "unknown" if taken == allowed else "skipped"))
-            elif part.tier == trial:
-                decisions.add((part.tier, "trial"))
-            else:
-                decisions.add((part.tier, "taken"))
+        not_taken: Decision = "unknown" if taken == allowed else "skipped"
+        decisions: set[tuple[int, Decision]] = {(part.tier, not_taken) for part in parts[taken:]}
+        for part in parts[:taken]:
+            decisions.add((part.tier, "trial" if part.tier == trial else "taken"))
+            if part.tier != trial:
                 self.tiers[part.tier].judged_fast()
         self._counts.update(decisions)
         return Choice(sum(part.tokens for part in parts[:taken]), trial)

@@ -190,12 +190,8 @@ class Index:
         ready = self._ready(key)
         return None if ready is None else (State.READY, ready[1] & _OFFSET_MASK)
 
-    def is_pinned(self, key: Key) -> bool:
-        """Whether somebody holds a pin of ``key``, in whatever state it is."""
-        return self.pins(key) > 0
-
     def pins(self, key: Key) -> int:
-        """Count of pins of ``key``, in whatever state it is."""
+        """Count of pins of ``key``, in any state."""
         held = self._held.get(key)
         return 0 if held is None else held.pins
 

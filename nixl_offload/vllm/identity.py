@@ -27,8 +27,7 @@ from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from nixl_offload.chunk.authentication import SCHEME
 from nixl_offload.config import Config
 from nixl_offload.errors import NamespaceError
-from nixl_offload.identity.excused import EXCUSED, EXCUSED_WITH_SHARDS
-from nixl_offload.identity.excused_environment import ALSO_COUNTED, EXCUSED_ENVIRONMENT
+from nixl_offload.identity.excused import ALSO_COUNTED, EXCUSED, EXCUSED_ENVIRONMENT, EXCUSED_WITH_SHARDS
 from nixl_offload.identity.namespace import (
     CommonFields,
     GroupFields,

@@ -15,8 +15,7 @@ pytest.importorskip("vllm")
 import vllm.envs
 from vllm.config import VllmConfig
 
-from nixl_offload.identity.excused import EXCUSED, EXCUSED_WITH_SHARDS
-from nixl_offload.identity.excused_environment import ALSO_COUNTED, EXCUSED_ENVIRONMENT
+from nixl_offload.identity.excused import ALSO_COUNTED, EXCUSED, EXCUSED_ENVIRONMENT, EXCUSED_WITH_SHARDS
 from nixl_offload.identity.settings import collect
 
 

@@ -81,7 +81,7 @@ class MemoryTier(SlotTier):
 
     def _gives_way(self, key: Key) -> bool:
         # A pin may be for a chunk that exists nowhere else yet, which a farther tier is still to have.
-        return self._index.state(key) is State.READY and not self._index.is_pinned(key)
+        return self._index.state(key) is State.READY and not self._index.pins(key)
 
 
 def _extent_bytes(rank_bytes: int, classes: Sequence[int]) -> int:
