@@ -33,6 +33,25 @@ def layout_of(layers: Sequence[torch.Tensor], blocks_per_chunk: int) -> KVLayout
     return KVLayout(tuple(specs), (group,), blocks_per_chunk)
 
 
+def offloading_config(layers: Sequence[str], block_bytes: int, blocks_per_chunk: int) -> Any:
+    """Return what vLLM would say of one rank whose blocks of 16 tokens have ``block_bytes`` over all layers."""
+    from vllm.v1.kv_offload import config
+
+    sizes = dict.fromkeys(("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size"), 1)
+    return config.OffloadingConfig(
+        groups=(config.OffloadingGroupConfig(tokens_per_block=16, layer_names=tuple(layers), group_id=0),),
+        worker_kv_bytes_per_block=block_bytes,
+        enable_kv_cache_events=False,
+        extra_config={},
+        engine_id="benchmark",
+        model=config.OffloadingModelConfig(name="model", dtype="float16"),
+        cache=config.OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=blocks_per_chunk),
+        parallel=config.OffloadingParallelConfig(
+            rank=0, data_parallel_index=0, data_parallel_rank_local=None, is_parallelism_agnostic=True, **sizes
+        ),
+    )
+
+
 class DrivenEngine:
     """Stores and loads chunks, a few jobs at a time."""
 

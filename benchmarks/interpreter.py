@@ -44,20 +44,13 @@ from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     OffloadingWorker,
 )
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
 
 from benchmarks import tables
+from benchmarks.engine import offloading_config
 
 LAYERS = 32
 PAGE_BYTES = 64
 BLOCKS_PER_CHUNK = 16
-TOKENS_PER_BLOCK = 16
 JOBS = (1, 8, 64)
 CHUNKS = 64
 """So many different ones; each rests in a slot of its own."""
@@ -123,7 +116,10 @@ def open_rank(medium: str, directory: Path) -> Iterator[Rank]:
         "memory": {"kind": "memory", "capacity": "64MiB"},
     }[medium]
     config = parse_config({"staging": "64MiB", "tiers": [tier]})
-    tensors, offloading = memory_of_a_rank()
+    blocks = CHUNKS * BLOCKS_PER_CHUNK
+    tensors = [torch.randint(-128, 128, (blocks, PAGE_BYTES), dtype=torch.int8) for _ in range(LAYERS)]
+    layers = [f"layer {layer}" for layer in range(LAYERS)]
+    offloading = offloading_config(layers, LAYERS * PAGE_BYTES, BLOCKS_PER_CHUNK)
     caches = CanonicalKVCaches(
         [CanonicalKVCacheTensor(tensor, PAGE_BYTES) for tensor in tensors],
         [[CanonicalKVCacheRef(layer, PAGE_BYTES) for layer in range(LAYERS)]],
@@ -153,28 +149,6 @@ def open_rank(medium: str, directory: Path) -> Iterator[Rank]:
         yield rank
     finally:
         worker.shutdown()
-
-
-def memory_of_a_rank() -> tuple[list[torch.Tensor], OffloadingConfig]:
-    """Return the KV cache of a rank, and what vLLM would say of it."""
-    blocks = CHUNKS * BLOCKS_PER_CHUNK
-    tensors = [torch.randint(-128, 128, (blocks, PAGE_BYTES), dtype=torch.int8) for _ in range(LAYERS)]
-    sizes = dict.fromkeys(("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size"), 1)
-    parallel = OffloadingParallelConfig(
-        rank=0, data_parallel_index=0, data_parallel_rank_local=None, is_parallelism_agnostic=False, **sizes
-    )
-    layers = tuple(f"layer {layer}" for layer in range(LAYERS))
-    offloading = OffloadingConfig(
-        groups=(OffloadingGroupConfig(tokens_per_block=TOKENS_PER_BLOCK, layer_names=layers, group_id=0),),
-        worker_kv_bytes_per_block=LAYERS * PAGE_BYTES,
-        enable_kv_cache_events=False,
-        extra_config={},
-        engine_id="engine",
-        model=OffloadingModelConfig(name="model", dtype="float16"),
-        cache=OffloadingCacheConfig(tokens_per_hash=TOKENS_PER_BLOCK, blocks_per_chunk=BLOCKS_PER_CHUNK),
-        parallel=parallel,
-    )
-    return tensors, offloading
 
 
 class Probes:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks import tables
-from benchmarks.engine import DrivenEngine, layout_of
+from benchmarks.engine import DrivenEngine, layout_of, offloading_config
 from examples.s3_server import RcloneServer
 from nixl_offload.config.schema import S3Config
 from nixl_offload.engine import Chunk
@@ -159,7 +159,7 @@ class VllmTier:
 
         self._context = ReqContext("benchmark")
         self._tier: Any = ObjectStoreSecondaryTierManager(
-            Spec(_vllm_config(buffer.piece_bytes)),
+            Spec(offloading_config(["layer"], buffer.piece_bytes, 1)),
             buffer.view.cast("B", (buffer.rows, buffer.piece_bytes)),
             "obj",
             _connection(server),
@@ -194,24 +194,6 @@ class VllmTier:
 def _connection(server: RcloneServer) -> dict[str, str]:
     """What NIXL's OBJ plugin needs to reach the server, but for credentials."""
     return {"bucket": server.bucket, "endpoint_override": f"127.0.0.1:{server.port}", "scheme": "http"}
-
-
-def _vllm_config(chunk_bytes: int) -> Any:
-    from vllm.v1.kv_offload import config
-
-    sizes = dict.fromkeys(("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size"), 1)
-    return config.OffloadingConfig(
-        groups=(config.OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer",), group_id=0),),
-        worker_kv_bytes_per_block=chunk_bytes,
-        enable_kv_cache_events=False,
-        extra_config={},
-        engine_id="benchmark",
-        model=config.OffloadingModelConfig(name="model", dtype="float16"),
-        cache=config.OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
-        parallel=config.OffloadingParallelConfig(
-            rank=0, data_parallel_index=0, data_parallel_rank_local=None, is_parallelism_agnostic=True, **sizes
-        ),
-    )
 
 
 SIDES: dict[str, Callable[[RcloneServer, Buffer, int], Side]] = {

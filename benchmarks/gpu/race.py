@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,19 +91,19 @@ async def race(job: dict[str, Any]) -> dict[str, Any]:
     alone, busy = runs
     cold_s = statistics.median(record.ttft_s for record in alone.records if not record.repeated_tokens)
     found, under_load = figures(alone), figures(busy)
-    short = f"TTFT {1e3 * cold_s:.0f}, again {1e3 * found.later_ttft_p50_s:.0f} ms"
+    short = f"TTFT {1e3 * cold_s:.0f}, again {found['later p50']:.0f} ms"
     words = (
-        f"{short}, {100 * found.hit_rate:.0f} % hits, {alone.loaded_bytes / 1e9:.1f} GB loaded; between tokens "
-        f"{1e3 * found.gap_p50_s:.1f} ms, under load p50 {1e3 * under_load.gap_p50_s:.1f}, "
-        f"p99 {1e3 * under_load.gap_p99_s:.0f} ms; started in {start_s:.0f} s"
+        f"{short}, {found['hits %']:.0f} % hits, {found['loaded GB']:.1f} GB loaded; between tokens "
+        f"{found['ITL p50']:.1f} ms, under load p50 {under_load['ITL p50']:.1f}, p99 {under_load['ITL p99']:.0f} ms; "
+        f"started in {start_s:.0f} s"
     )
     return {
         "words": words,
         "short": short,
         "start_s": start_s,
         "cold_ttft_s": cold_s,
-        "alone": asdict(found),
-        "busy": asdict(under_load),
+        "alone": found,
+        "busy": under_load,
     }
 
 

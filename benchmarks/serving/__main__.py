@@ -93,9 +93,8 @@ def main(arguments: list[str] | None = None) -> int:
                 runs.append(run)
                 found = figures(run)
                 progress(
-                    f"round {run.round + 1} of {rounds}, {run.side}: TTFT {found.ttft_mean_s * 1e3:.0f} ms, "
-                    f"inter-token {found.gap_p50_s * 1e3:.1f} ms, {100 * found.hit_rate:.0f} % hits, "
-                    f"load {run.load_before:.1f}"
+                    f"round {run.round + 1} of {rounds}, {run.side}: TTFT {found['TTFT mean ms']:.0f} ms, "
+                    f"inter-token {found['ITL p50']:.1f} ms, {found['hits %']:.0f} % hits, load {run.load_before:.1f}"
                 )
     finally:  # what there is, when it is interrupted
         for plan, runs in results:

@@ -6,8 +6,8 @@ Threading: frozen values and pure functions.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -57,94 +57,50 @@ class Run:
         records = tuple(Record(**{**record, "gaps_s": tuple(record["gaps_s"])}) for record in values["records"])
         return Run(**{**values, "records": records})
 
+    def ttfts_ms(self, *, later: bool = False) -> list[float]:
+        """Return times to first tokens. ``later``: of the requests that could hit: later turns, known prefixes."""
+        return [record.ttft_s * 1e3 for record in self.records if record.repeated_tokens or not later]
 
-@dataclass(frozen=True)
-class Figures:
-    """What is reported of a run, or the medians of several. Times in seconds; NaN: nothing was measured."""
+    def gaps_ms(self) -> list[float]:
+        """Return inter-token latencies."""
+        return [gap * 1e3 for record in self.records for gap in record.gaps_s]
 
-    ttft_mean_s: float
-    ttft_p50_s: float
-    ttft_p99_s: float
-    later_ttft_mean_s: float
-    """Of the requests that could hit: later turns, known prefixes."""
-    later_ttft_p50_s: float
-    later_ttft_p99_s: float
-    gap_p50_s: float
-    """Inter-token latency."""
-    gap_p99_s: float
-    requests_per_s: float
-    hit_rate: float
-    """Cached tokens, of all prompt tokens."""
-    possible_hit_rate: float
-    """Repeated tokens, of all prompt tokens: what a cache without limits would reach."""
-    external_rate: float
-    """Tokens that the connector brought, of all prompt tokens."""
-    processor_s: float
-    loaded_bytes: float
-    stored_bytes: float
+    def requests_per_s(self) -> float:
+        """From the first request to the last token."""
+        ended_s = max(record.sent_s + record.ttft_s + sum(record.gaps_s) for record in self.records)
+        return len(self.records) / (ended_s - min(record.sent_s for record in self.records))
+
+    def percent_of_prompts(self, tokens: int) -> float:
+        """Return a number of tokens as a percentage of all prompt tokens."""
+        return 100 * tokens / sum(record.prompt_tokens for record in self.records)
 
 
-def figures(run: Run) -> Figures:
-    """Return what a run comes to. ValueError: it has no records."""
-    if not run.records:
-        raise ValueError(f"{run.side} answered nothing")
-    ttfts = [record.ttft_s for record in run.records]
-    later = [record.ttft_s for record in run.records if record.repeated_tokens]
-    gaps = [gap for record in run.records for gap in record.gaps_s]
-    ended_s = max(record.sent_s + record.ttft_s + sum(record.gaps_s) for record in run.records)
-    prompts = sum(record.prompt_tokens for record in run.records)
-    return Figures(
-        ttft_mean_s=_mean(ttfts),
-        ttft_p50_s=_percentile(ttfts, 50),
-        ttft_p99_s=_percentile(ttfts, 99),
-        later_ttft_mean_s=_mean(later),
-        later_ttft_p50_s=_percentile(later, 50),
-        later_ttft_p99_s=_percentile(later, 99),
-        gap_p50_s=_percentile(gaps, 50),
-        gap_p99_s=_percentile(gaps, 99),
-        requests_per_s=len(run.records) / (ended_s - min(record.sent_s for record in run.records)),
-        hit_rate=sum(record.cached_tokens for record in run.records) / prompts,
-        possible_hit_rate=sum(record.repeated_tokens for record in run.records) / prompts,
-        external_rate=run.external_tokens / prompts,
-        processor_s=run.processor_s,
-        loaded_bytes=run.loaded_bytes,
-        stored_bytes=run.stored_bytes,
-    )
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else float("nan")
 
 
-def medians(rounds: Sequence[Figures]) -> Figures:
-    """Return the median of every figure by itself."""
-    return Figures(
-        **{each.name: statistics.median(getattr(of, each.name) for of in rounds) for each in fields(Figures)}
-    )
+def _percentile(values: Sequence[float], percent: float) -> float:
+    return float(np.percentile(values, percent)) if values else float("nan")
 
 
-def ratio(runs: Sequence[Run], side: str, name: str) -> float:
-    """Return the median of a figure's ratios to ``BASE``'s, over the rounds that both have run; NaN if none."""
-    base = {run.round: getattr(figures(run), name) for run in runs if run.side == BASE}
-    found = [
-        getattr(figures(run), name) / base[run.round] for run in runs if run.side == side and base.get(run.round, 0.0)
-    ]
-    return statistics.median(found) if found else float("nan")
-
-
-COLUMNS: dict[str, Callable[[Figures], str]] = {
-    "TTFT mean ms": lambda of: tables.number(of.ttft_mean_s * 1e3, ",.0f"),
-    "p50": lambda of: tables.number(of.ttft_p50_s * 1e3, ",.0f"),
-    "p99": lambda of: tables.number(of.ttft_p99_s * 1e3, ",.0f"),
-    "later mean": lambda of: tables.number(of.later_ttft_mean_s * 1e3, ",.0f"),
-    "later p50": lambda of: tables.number(of.later_ttft_p50_s * 1e3, ",.0f"),
-    "later p99": lambda of: tables.number(of.later_ttft_p99_s * 1e3, ",.0f"),
-    "ITL p50": lambda of: tables.number(of.gap_p50_s * 1e3, ",.1f"),
-    "ITL p99": lambda of: tables.number(of.gap_p99_s * 1e3, ",.1f"),
-    "requests/s": lambda of: f"{of.requests_per_s:.3f}",
-    "hits": lambda of: f"{100 * of.hit_rate:.0f} %",
-    "connector": lambda of: f"{100 * of.external_rate:.0f} %",
-    "CPU s": lambda of: f"{of.processor_s:.1f}",
-    "loaded GB": lambda of: f"{of.loaded_bytes / 1e9:.2f}",
-    "stored GB": lambda of: f"{of.stored_bytes / 1e9:.2f}",
+FIGURES: dict[str, tuple[Callable[[Run], float], str]] = {
+    "TTFT mean ms": (lambda run: _mean(run.ttfts_ms()), ",.0f"),
+    "p50": (lambda run: _percentile(run.ttfts_ms(), 50), ",.0f"),
+    "p99": (lambda run: _percentile(run.ttfts_ms(), 99), ",.0f"),
+    "later mean": (lambda run: _mean(run.ttfts_ms(later=True)), ",.0f"),
+    "later p50": (lambda run: _percentile(run.ttfts_ms(later=True), 50), ",.0f"),
+    "later p99": (lambda run: _percentile(run.ttfts_ms(later=True), 99), ",.0f"),
+    "ITL p50": (lambda run: _percentile(run.gaps_ms(), 50), ",.1f"),
+    "ITL p99": (lambda run: _percentile(run.gaps_ms(), 99), ",.1f"),
+    "requests/s": (Run.requests_per_s, ".3f"),
+    "hits %": (lambda run: run.percent_of_prompts(sum(record.cached_tokens for record in run.records)), ".0f"),
+    "connector %": (lambda run: run.percent_of_prompts(run.external_tokens), ".0f"),
+    "CPU s": (lambda run: run.processor_s, ".1f"),
+    "loaded GB": (lambda run: run.loaded_bytes / 1e9, ".2f"),
+    "stored GB": (lambda run: run.stored_bytes / 1e9, ".2f"),
 }
-RATIOS = {"TTFT": "ttft_mean_s", "later TTFT": "later_ttft_mean_s", "ITL p50": "gap_p50_s", "req/s": "requests_per_s"}
+"""By the table's columns: what they say of a run, and in which form. NaN: nothing was measured."""
+RATIOS = {"TTFT": "TTFT mean ms", "later TTFT": "later mean", "ITL p50": "ITL p50", "req/s": "requests/s"}
 """Columns of ratios to ``BASE``, and the figures that they compare."""
 LEGEND = (
     "Medians over rounds. TTFT and inter-token latency (ITL) in ms, as a client of the engine sees them. later: "
@@ -156,24 +112,35 @@ LEGEND = (
 )
 
 
+def figures(run: Run) -> dict[str, float]:
+    """Return what a run comes to, by column. ValueError: it has no records."""
+    if not run.records:
+        raise ValueError(f"{run.side} answered nothing")
+    return {name: of(run) for name, (of, _) in FIGURES.items()}
+
+
+def ratio(runs: Sequence[Run], side: str, column: str) -> float:
+    """Return the median of a figure's ratios to ``BASE``'s, over the rounds that both have run; NaN if none."""
+    base = {run.round: figures(run)[column] for run in runs if run.side == BASE}
+    mine = [run for run in runs if run.side == side and base.get(run.round, 0.0)]
+    return _median(figures(run)[column] / base[run.round] for run in mine)
+
+
 def table(runs: Sequence[Run]) -> str:
-    """Return a row for each side of one workload."""
-    heading = ["side", *COLUMNS, *(f"× {name}" for name in RATIOS), "load"]
+    """Return a row for each side of one workload: of each figure the median over rounds."""
+    heading = ["side", *FIGURES, *(f"× {name}" for name in RATIOS), "load"]
     rows = []
     for side in NOTES:
         mine = [run for run in runs if run.side == side]
         if not mine:
             continue
-        shown, loads = medians([figures(run) for run in mine]), [run.load_before for run in mine]
-        ratios = [tables.number(ratio(runs, side, name), ".2f") for name in RATIOS.values()]
-        cells = [cell(shown) for cell in COLUMNS.values()]
+        found, loads = [figures(run) for run in mine], [run.load_before for run in mine]
+        cells = [tables.number(_median(each[name] for each in found), form) for name, (_, form) in FIGURES.items()]
+        ratios = [tables.number(ratio(runs, side, column), ".2f") for column in RATIOS.values()]
         rows.append([side, *cells, *ratios, f"{min(loads):.1f}–{max(loads):.1f}"])
     return tables.table(heading, rows)
 
 
-def _percentile(values: Sequence[float], percent: float) -> float:
-    return float(np.percentile(values, percent)) if values else float("nan")
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else float("nan")
+def _median(values: Iterable[float]) -> float:
+    found = list(values)
+    return statistics.median(found) if found else float("nan")

@@ -15,12 +15,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from benchmarks.serving.model import BLOCK_TOKENS, SHAPES, Pace, Shape, write_model, write_plugin
 from benchmarks.serving.report import Run
@@ -68,7 +67,7 @@ class Plan:
         return -(-(longest_tokens(make(self.workload)) + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
 
     def room(self) -> Room:
-        """Return how many bytes there are. The GPU's cache holds the longest request, whatever its share."""
+        """Return how many bytes there are. The GPU's cache holds the longest request at least."""
         working_set, token_bytes = self.working_set_bytes, self.shape.token_bytes
         least = (self.longest_tokens + 2 * BLOCK_TOKENS) * token_bytes
         return Room(
@@ -109,29 +108,31 @@ def measure(plan: Plan, sides: Sequence[str], rounds: int, directory: Path | Non
 def run_side(plan: Plan, side: str, number: int, directory: Path | None) -> Run:
     """Run a side once. Raises SideError."""
     with job_of(plan, side, number, directory) as (job, scratch, environment):
-        log = scratch / "log"
-        with log.open("ab") as log_file:
-            process = start_process(log_file, {**os.environ, **environment})
-        assert process.stdin is not None
-        assert process.stdout is not None
-        limit = threading.Timer(RUN_LIMIT_S, end_process, (process.pid,))
-        limit.daemon = True
-        limit.start()
-        try:
-            with contextlib.suppress(BrokenPipeError):  # it is gone already: its log says why
-                process.stdin.write(json.dumps(job).encode() + b"\n")
-                process.stdin.flush()
-            told = process.stdout.readline()
-        finally:
-            limit.cancel()
-            end_process(process.pid)
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        if not told:
-            raise SideError(causes(log.read_text(errors="replace")))
-        return Run.of(json.loads(told))
+        job_file, run_file, log = (scratch / name for name in ("job", "run", "log"))
+        job_file.write_text(json.dumps(job) + "\n")
+        with job_file.open() as stdin, run_file.open("w") as stdout, log.open("w") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.serving.drive"],
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                cwd=ROOT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):  # the log says how far it came
+                    process.wait(RUN_LIMIT_S)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        run = run_file.read_text()
+        if not run:
+            lines = log.read_text(errors="replace").splitlines()
+            errors = [line for line in lines if _ERROR.search(line)]
+            raise SideError("\n".join(dict.fromkeys(errors) if errors else lines[-20:]))
+        return Run.of(json.loads(run))
 
 
 @contextlib.contextmanager
@@ -145,9 +146,15 @@ def job_of(
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         kv = Path(tempfile.mkdtemp(prefix="serving-kv-", dir=directory))
         stack.callback(shutil.rmtree, kv, ignore_errors=True)
-        stack.callback(remove_shared_memory, engine_id)
+        stack.callback(_remove_shared_memory, engine_id)
         bucket: dict[str, Any] | None = None
-        environment = engine_environment(scratch)
+        environment = {
+            **quick_environment(scratch=scratch),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or the threads of a side would share the first core
+            "OMP_WAIT_POLICY": "passive",  # spinning threads are a CPU backend's, not a GPU's
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
         if needs_bucket(side):
             server = stack.enter_context(RcloneServer(parent=directory))
             keys = {"access_key": server.access_key_id, "secret_key": server.secret_access_key}
@@ -184,45 +191,8 @@ def job_of(
         yield job, scratch, environment
 
 
-def engine_environment(scratch: Path) -> dict[str, str]:
-    """Return what an engine starts with, beside what this process has."""
-    return {
-        **quick_environment(scratch=scratch),
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or the threads of a side would share the first core
-        "OMP_WAIT_POLICY": "passive",  # spinning threads are a CPU backend's, not a GPU's
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-
-
-def remove_shared_memory(engine_id: str) -> None:
+def _remove_shared_memory(engine_id: str) -> None:
     """Remove what vLLM's tiers leave behind: files of gigabytes in memory, under the engine's name."""
     for path in glob.glob(f"/dev/shm/*{engine_id}*"):
         with contextlib.suppress(OSError):
             os.unlink(path)
-
-
-def start_process(log_file: BinaryIO, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start ``drive`` as the leader of a process group of its own, its stderr in ``log_file``."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.serving.drive"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log_file,
-        cwd=ROOT,
-        env=environment,
-        start_new_session=True,
-    )
-
-
-def end_process(group: int) -> None:
-    """End every process of a side."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
-
-
-def causes(log: str) -> str:
-    """Return the errors in a log, each once, or its end."""
-    lines = log.splitlines()
-    errors = [line for line in lines if _ERROR.search(line)]
-    return "\n".join(dict.fromkeys(errors) if errors else lines[-20:])

@@ -43,14 +43,14 @@ def test_a_workload_is_made_by_its_seed(kind: str) -> None:
 def test_figures_and_ratios_say_what_records_say() -> None:
     later = record(turn=1, repeated_tokens=80, cached_tokens=60, sent_s=2.0, ttft_s=0.2, gaps_s=(0.1, 0.2))
     found = figures(run("memory", 0, record(), later, external_tokens=40))
-    assert found.ttft_mean_s == pytest.approx(0.6)
-    assert found.later_ttft_mean_s == found.later_ttft_p99_s == pytest.approx(0.2)
-    assert found.gap_p50_s == pytest.approx(0.35)
-    assert found.requests_per_s == pytest.approx(2 / 2.5)
-    assert (found.hit_rate, found.possible_hit_rate, found.external_rate) == (0.3, 0.4, 0.2)
+    assert found["TTFT mean ms"] == pytest.approx(600)
+    assert found["later mean"] == found["later p99"] == pytest.approx(200)
+    assert found["ITL p50"] == pytest.approx(350)
+    assert found["requests/s"] == pytest.approx(2 / 2.5)
+    assert (found["hits %"], found["connector %"]) == (30, 20)
     rounds = [(1, 0.5, "memory"), (1, 1.0, "prefix"), (0, 9.0, "prefix")]
     runs = [run(side, number, record(ttft_s=ttft_s)) for number, ttft_s, side in rounds]
-    assert report.ratio(runs, "memory", "ttft_mean_s") == 0.5, "only a round that both have run is compared"
+    assert report.ratio(runs, "memory", "TTFT mean ms") == 0.5, "only a round that both have run is compared"
     heading, _, *rows = report.table(runs).splitlines()
     assert [row.split()[1] for row in rows] == ["prefix", "memory"]
     assert {row.count("|") for row in rows} == {heading.count("|")}
