@@ -100,7 +100,7 @@ def _run(setup: Setup, seed: str) -> Outcome:
         successor.begin()
         told, status = process.wait()
         take(told)
-        if status != signal.SIGKILL:
+        if status != -signal.SIGKILL:
             total.dead.append(f"after {counts['kills']} kills: the server had ended by itself, with {status}")
         processes[server] = successor
     for process, ledger in zip(processes, ledgers, strict=True):
