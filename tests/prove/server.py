@@ -106,7 +106,6 @@ class Server:
         """Open everything, or raise what keeps it from that, with nothing left open. ``mover`` as for ``Rank``."""
         self.config = config
         self.shape = SHAPES[shape]
-        self.staging_slots = staging_slots
         self.wrong: list[str] = []
         """What came that is not what was asked for, a sentence each."""
         self.unanswered = 0

@@ -25,8 +25,6 @@ from tests.prove.faults.server import Server
 from tests.prove.faults.table import ANSWERS, RESTING
 from tests.s3.proxy import Rule
 
-GIVES_UP_OF: Final = 3
-"""With so many staging slots one may be gone for good."""
 LEAVES_S: Final = 5.0
 """Within so long a forked child has exited."""
 KNOWN: Final = 24
@@ -56,7 +54,7 @@ class Context:
         """How often each fault struck, beside those that ``faults`` counts."""
         self.medium: Medium
         if tier.startswith("s3"):
-            self.medium = self.faults.bucket = Bucket(tier, root)
+            self.medium = Bucket(tier, root)
         else:
             self.medium = Medium("slab" if tier == "memory" else tier, root, is_small=point == "eviction")
         self._last = 0
@@ -65,8 +63,6 @@ class Context:
         """Those that exit by themselves."""
         self.exits: Counter[int] = Counter()
         """How children ended that were to exit by themselves, by exit code; those that did not have -SIGKILL."""
-        self._gave_up: Server | None = None
-        """Where a transfer was given up already."""
         self._rule: Rule | None = None
         self._rule_fault = ""
 
@@ -147,11 +143,6 @@ class Context:
         transfers = transfers and (not calls or rng.random() < 0.5 or self.is_sure)
         armed = Armed(fault, rng.randrange(1 << 30), share=1.0 if self.is_sure else share, most=most,
                       calls=calls or is_memory, transfers=transfers or is_memory)  # fmt: skip
-        if armed.gives_up:
-            # Staging slots that it takes are gone for good, and a server that has none serves nothing more.
-            armed.gives_up = self.server.staging_slots >= GIVES_UP_OF and self._gave_up is not self.server
-            if armed.gives_up:
-                self._gave_up, armed.most = self.server, 1
         self.faults.arm(armed)
 
     def lift(self) -> None:

@@ -10,24 +10,22 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import functools
 import mmap
 import os
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from nixl_offload.engine import staging
 from nixl_offload.movers import select, select_object
-from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, Mover, Op, Transfer, TransferState
+from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, Mover, Op, Transfer
 from nixl_offload.stores import filesystem, tree_files
 from nixl_offload.tiers.slab import file as slab_file
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.prove.faults.media import Medium
 
 ERRNOS: Final = {
     "EIO": errno.EIO,
@@ -58,8 +56,6 @@ class Armed:
         self.calls = calls
         self.transfers = transfers
         self.released = threading.Event()
-        self.gives_up = fault == "late write" and self._rng.random() < 0.5
-        """A late transfer fails before its bytes arrive, as one of which the mover can only say that they may."""
 
     def strikes(self) -> bool:
         """Whether this one is hit."""
@@ -83,8 +79,6 @@ class Faults:
         self._armed: Armed | None = None
         self._mine = threading.local()
         self._movers: list[SeededMover] = []
-        self.bucket: Medium | None = None
-        """Where objects rest, if there are any."""
         self.counts: Counter[str] = Counter()
         for name in _WRAPPED:
             setattr(os, name, self._around(name, getattr(os, name)))
@@ -111,11 +105,6 @@ class Faults:
         if self._armed is not None:
             self._armed.calls = False
             self._armed.released.set()
-
-    @property
-    def patience_s(self) -> float:
-        """So long late transfers are waited for: until all time-outs are over, or some time within quarantine."""
-        return 20.0 if self._armed is not None and self._armed.gives_up else 31.0
 
     @property
     def armed(self) -> Armed | None:
@@ -235,9 +224,6 @@ class SeededMover(FaultyMover):
         super().__init__(mover)
         self._faults = faults
         self._total_bytes = 1
-        self._given_up: set[Transfer] = set()
-        self._late: list[Callable[[], None]] = []
-        """What those that were given up do when they are released."""
         self.is_closed = False
 
     def __getattr__(self, name: str) -> Any:
@@ -257,39 +243,11 @@ class SeededMover(FaultyMover):
     ) -> Transfer:
         """See FaultyMover."""
         self._total_bytes = max(1, int(memory_extents[:, 1].sum()))
-        armed, region = self._faults.armed, self._regions[memory]
-        may_give_up = region.kind is MemoryKind.DRAM
-        if armed is None or not (armed.gives_up and armed.transfers and may_give_up and armed.strikes()):
-            return super().submit(op, memory, memory_extents, file, file_extents)
-        transfer = Transfer(op, self._total_bytes)
-        places = [(region.address + int(offset), int(length)) for offset, length in memory_extents]
-        extents = [(int(offset), int(length)) for offset, length in file_extents]
-        self._given_up.add(transfer)
-        if file in self._objects:
-            assert self._faults.bucket is not None
-            name = self._objects[file]
-            self._late.append(functools.partial(_arrive_object, self._faults.bucket, op, places, name, extents))
-            return transfer
-        with self._faults.spared():
-            descriptor = os.open(self._paths[file], (os.O_RDONLY if op is Op.READ else os.O_RDWR) | os.O_CLOEXEC)
-        self._late.append(functools.partial(_arrive, op, places, descriptor, extents))
-        return transfer
-
-    def poll(self, transfer: Transfer) -> TransferState:
-        """See FaultyMover."""
-        if transfer not in self._given_up:
-            return super().poll(transfer)
-        transfer.error, transfer.quarantine = f"{self.name}: given up", True
-        transfer.state = TransferState.FAILED
-        return transfer.state
+        return super().submit(op, memory, memory_extents, file, file_extents)
 
     def release(self) -> None:
-        """Let what is stuck go on, and what was given up arrive; what will be stuck later waits for the next one."""
+        """Let what is stuck go on; what will be stuck later waits for the next one."""
         self._released.set()
-        late, self._late = self._late, []
-        with self._faults.spared():
-            for arrive in late:
-                arrive()
 
     def _next_fault(self, op: Op) -> Fault | None:
         armed = self._faults.armed
@@ -314,37 +272,6 @@ class SeededMover(FaultyMover):
         """See Mover."""
         self.is_closed = True
         super().close()
-
-
-def _arrive(op: Op, places: Sequence[tuple[int, int]], descriptor: int, extents: Sequence[tuple[int, int]]) -> None:
-    """Do what a transfer was to do: ``places`` are addresses and lengths, ``extents`` offsets and lengths."""
-    if op is Op.READ:
-        data = memoryview(b"".join(os.pread(descriptor, length, offset) for offset, length in extents))
-        for address, length in places:
-            ctypes.memmove(address, bytes(data[:length]), len(data[:length]))
-            data = data[length:]
-    else:
-        data = memoryview(b"".join(ctypes.string_at(address, length) for address, length in places))
-        for offset, length in extents:
-            os.pwrite(descriptor, data[:length], offset)
-            data = data[length:]
-    os.close(descriptor)
-
-
-def _arrive_object(
-    bucket: Medium, op: Op, places: Sequence[tuple[int, int]], name: str, extents: Sequence[tuple[int, int]]
-) -> None:
-    """Likewise, of an object, which a PUT replaces whole."""
-    path = bucket.root / name
-    if op is Op.READ:
-        with contextlib.suppress(FileNotFoundError):
-            _arrive(op, places, os.open(path, os.O_RDONLY | os.O_CLOEXEC), extents)
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.late")
-    _arrive(op, places, os.open(draft, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC), extents)
-    draft.replace(path)
-    bucket.changed()
 
 
 _TRANSFERS: Final = {

@@ -109,7 +109,7 @@ def _out_of_memory(context: Context, numbers: list[int]) -> list[int]:
 
 def _wait_in_vain(context: Context) -> None:
     """Time-outs are over, others are stored, perhaps where these were; then what was late arrives: with ``lift``."""
-    CLOCK.ahead_s += context.faults.patience_s
+    CLOCK.ahead_s += JUMP_S
     context.steps_for(0.03)
     context.faults.lift_calls()
     fresh = context.new(min(2, context.server.room))

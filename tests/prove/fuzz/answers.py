@@ -15,7 +15,6 @@ from typing import Any
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import NotSupportedError, StoreError
 from nixl_offload.stores.base import ObjectInfo
-from nixl_offload.stores.http_get import _END, _parse
 from nixl_offload.stores.s3 import open_store
 from nixl_offload.tiers.shared.inspect import SharedInspector, read_manifest
 from tests.contract.one_answer_server import OneAnswerServer
@@ -122,22 +121,8 @@ def _measured(answer: bytes) -> bytes:
     return head.replace(b"Content-Length: *", b"Content-Length: %d" % len(body)) + end + body
 
 
-def head_of_answer(scratch: Path) -> One:
-    """The parser of direct GETs alone: an answer that is taken is as long as what was asked for."""
-
-    def one(data: bytes) -> None:
-        head = data.partition(_END)[0]
-        try:
-            status, is_wanted, _ = _parse(head, 5, 100)
-        except ValueError:
-            return
-        expect(not is_wanted or (status in (200, 206) and b"100" in head), "only what was asked for is taken")
-
-    return one
-
-
 def targets() -> Iterator[Target]:
-    """The store, administration, and the parser of direct GETs."""
+    """The store, and administration."""
     words = [
         b"Content-Length: *", b"Content-Length: -5", b"Content-Length: 99999999999999999999", b"Content-Range: ",
         b"Transfer-Encoding: chunked\r\n", b"Content-Encoding: gzip\r\n", b"Location: http://127.0.0.1:1/x\r\n",
@@ -148,10 +133,6 @@ def targets() -> Iterator[Target]:
     ]  # fmt: skip
     yield Target("answers/obstore", asking(asked_of_store), 20_000, _seeds, words, max_bytes=1500, input_s=30)
     yield Target("answers/bucket", asking(asked_of_bucket), 4_000, _seeds, words, max_bytes=1500, input_s=30)
-    yield Target(
-        "answers/direct", head_of_answer, 150_000,
-        lambda: [b"HTTP/1.1 206 OK\r\nContent-Length: 100\r\nContent-Range: bytes 5-104/200"], words, max_bytes=300,
-    )  # fmt: skip
 
 
 def _seeds() -> Iterator[bytes]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nixl_offload.chunk.checksum import block_checksum, block_checksums
+from nixl_offload.chunk.checksum import block_checksum
 from nixl_offload.chunk.header import (
     HEADER_BYTES,
     OWN_CHECKSUM,
@@ -23,12 +23,10 @@ from nixl_offload.chunk.header import (
     check_headers,
     decode_header,
     encode_headers,
-    verify_rows,
 )
 from nixl_offload.errors import FormatError, TierError
 from nixl_offload.identity.namespace import make_namespace, manifest_digest, manifest_fits
 from nixl_offload.index.durable import DurableIndex
-from nixl_offload.tiers.shared.naming import manifest_name, parse_manifest_name, parse_shard_name, shard_name
 from nixl_offload.tiers.slab import index_reader
 from nixl_offload.tiers.slab.index_reader import IndexReader
 from nixl_offload.tiers.slab.other_namespaces import MANIFEST_NAME, last_use_s, read_manifest
@@ -39,7 +37,6 @@ from tests.prove.fuzz.trees import json_mutated
 
 EXPECT = Expected(bytes(range(32)), bytes(range(100, 120)) + b"\0\0\0\1", 1, 3, 64)
 _ROWS = ExpectedRows(EXPECT.namespace, [EXPECT.key], EXPECT.group, EXPECT.blocks, EXPECT.block_bytes)
-_NAMESPACE = "0123456789abcdef0123456789abcdef"
 _GEOMETRY = {"slot_classes": "8192", "extent_bytes": "32768"}
 
 
@@ -94,33 +91,6 @@ def header(scratch: Path) -> One:
             expect(rows.first_valid_block[0] == checked.first_valid_block, "rows read the same first block")
 
     expect(bytes(encode_headers(_ROWS, np.arange(1, 4, dtype=np.uint64)[None], [0], created_s=7)) == _page(), "alike")
-    return one
-
-
-def payload(scratch: Path) -> One:
-    """Payloads that are damaged: verified only where each wanted block is there and is what was written."""
-    blocks = np.arange(EXPECT.blocks * EXPECT.block_bytes, dtype=np.uint8).reshape(EXPECT.blocks, -1)
-    sums = np.array([block_checksum(block) for block in blocks], dtype=np.uint64)
-
-    def one(data: bytes) -> None:
-        reader = Reader(data)
-        first_valid, begin, end = reader.number() % 3, reader.number() % 6, reader.number() % 6
-        found = make_header(EXPECT, sums[first_valid:], first_valid_block=first_valid)
-        changed = bytearray(blocks.tobytes())
-        del changed[reader.number() + 1 :]
-        while reader.left:
-            changed[reader.number() % len(changed)] ^= reader.number()
-        changed += reader.bytes(reader.number())
-        size = EXPECT.block_bytes
-        same = changed[begin * size : end * size] == blocks.tobytes()[begin * size : end * size]
-        there = first_valid <= begin < end <= EXPECT.blocks
-        if len(changed) < end * size or begin >= end:
-            return  # a transfer that comes short fails
-        read = np.frombuffer(bytes(changed[begin * size : end * size]), dtype=np.uint8).reshape(-1, size)
-        rows = check_headers([encode_header(found)], _ROWS)
-        verify_rows(rows, [0], [begin], [block_checksums(read)])
-        expect((not rows.errors) == (same and there), "what was written is verified, and nothing else")
-
     return one
 
 
@@ -279,25 +249,9 @@ def manifest(scratch: Path) -> One:
     return one
 
 
-def names(scratch: Path) -> One:
-    """Names of objects and files, which a listing brings: taken apart only where they are put together the same."""
-
-    def one(data: bytes) -> None:
-        name = data.decode("utf-8", "replace")
-        found = parse_shard_name(name)
-        if found is not None:
-            expect(shard_name(*found) == name, "a name taken apart is put together the same")
-        namespace = parse_manifest_name(name)
-        if namespace is not None:
-            expect(manifest_name(namespace) == name, "a manifest's name likewise")
-
-    return one
-
-
 def targets() -> Iterator[Target]:
     """All of storage."""
     yield Target("stored/header", header, 100_000, lambda: [b"\0", b"\1\x0a\0\1\1", b"\xff" + _page()[1:]])
-    yield Target("stored/payload", payload, 100_000, lambda: [b"\0\0\3\xff", b"\1\1\2\xff\0\1"], max_bytes=64)
     yield Target(
         "stored/index", index, 1_500, lambda: [bytes([base, 0, 0, 18, 0, 1, 2]) for base in range(7)], max_bytes=256,
         input_s=60,
@@ -307,5 +261,3 @@ def targets() -> Iterator[Target]:
         "stored/manifest", manifest, 15_000, lambda: [json.dumps(_manifest()).encode(), b'{"namespace":"","slab":{}}'],
         words, json_mutated,
     )  # fmt: skip
-    shard = shard_name(_NAMESPACE, Key(EXPECT.key), 3).encode()
-    yield Target("stored/names", names, 200_000, lambda: [shard, manifest_name(_NAMESPACE).encode()], max_bytes=256)
