@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 from nixl_offload.engine import staging
@@ -126,11 +127,6 @@ class Faults:
         self._movers.append(SeededMover(mover, self))
         return self._movers[-1]
 
-    @property
-    def stuck(self) -> int:
-        """Transfers that hang."""
-        return sum(len(mover._stuck) for mover in self._movers)
-
     def _around(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
             armed = self._armed
@@ -193,7 +189,7 @@ class Faults:
 
         # Only where the product maps; mmap.mmap itself is a class that others subclass.
         for module in (staging, slab_file, tree_files):
-            module.mmap = _Maps(map_memory)  # type: ignore[attr-defined]
+            module.mmap = SimpleNamespace(**{**vars(mmap), "mmap": map_memory})  # type: ignore[attr-defined]
         staging.SlotPool.acquire = acquire  # type: ignore[method-assign]
 
     def _wrap_movers(self) -> None:
@@ -205,16 +201,6 @@ class Faults:
         select.make_mover = wrapped(select.make_mover)
         select_object.NixlMover = wrapped(select_object.NixlMover)  # type: ignore[misc, assignment]
         select_object.StoreMover = wrapped(select_object.StoreMover)  # type: ignore[misc, assignment]
-
-
-class _Maps:
-    """Stands for the module ``mmap``."""
-
-    def __init__(self, map_memory: Callable[..., Any]) -> None:
-        self.mmap = map_memory
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(mmap, name)
 
 
 class SeededMover(FaultyMover):

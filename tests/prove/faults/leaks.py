@@ -22,9 +22,6 @@ from tests.prove.faults.server import Server
 
 SOON_S: Final = 3.0
 """Real time within which something must be given back."""
-FIRST: Final = slice(2, 5)
-"""The first servers start what stays: libraries, pools of clients, a forked helper."""
-LAST: Final = slice(-3, None)
 _SHARD: Final = re.compile(r"/\.?[0-9a-f]{40}\.[0-9a-f]{4}")
 
 
@@ -33,10 +30,6 @@ class Leaks:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._files: list[list[str]] = []
-        """What was open after each server, by names, without sockets: libraries close those when they like."""
-        self.judged = 0
-        """How often there were servers enough to say whether their files are closed."""
         self._kept: list[object] = []
         self._excused: set[threading.Thread | str] = set()
         """Threads and files that were reported, or are left behind with storage that hung."""
@@ -58,18 +51,11 @@ class Leaks:
             self._kept += pump.LEAKED
             pump.LEAKED.clear()
             self._excused.update(self._open_files())
-        limit = max(map(len, self._files[FIRST]), default=None) if len(self._files) > FIRST.stop else None
         until_s = real_s() + SOON_S
-        while len(files := self._open_files()) > (limit or len(files)) and real_s() < until_s:
+        while (left := self._open_below_root()) and real_s() < until_s:
             time.sleep(0.02)
-        self._files.append(files)
-        if limit is not None:
-            self.judged += 1
-            counts = [*map(len, self._files)]
-            if min(counts[LAST]) > limit:
-                new = sorted({*files}.difference(*self._files[FIRST]))
-                self._report([f"open files by server: {counts}; new are {new}"])
-                self._files.clear()
+        self._report([f"{path} is open after the end" for path in left])
+        self._excused.update(left)
 
     def _open_shards(self, server: Server) -> list[str]:
         """Return the files of a shared directory that stay open; a slab's one, and what was given up, is for good."""
@@ -78,8 +64,10 @@ class Leaks:
         for engines in server.engines:
             if isinstance(engine := engines.get(max(engines)), LinkEngine):
                 engine.paths.link_memory.link._close_stale()  # what could not be closed at once is with the next
-        root = str(self._context.root)
-        return [f"{path} is open" for path in self._open_files() if path.startswith(root) and _SHARD.search(path)]
+        return [f"{path} is open" for path in self._open_below_root() if _SHARD.search(path)]
+
+    def _open_below_root(self) -> list[str]:
+        return [path for path in self._open_files() if path.startswith(str(self._context.root))]
 
     def _open_files(self) -> list[str]:
         """Return what this process has open, by names; a draft that was deleted since has the one it had."""
