@@ -119,7 +119,7 @@ def _try(module: str, name: str, seed: int, answer: Connection, scratch: str, lo
     try:
         cell = next(cell for cell in cells_of(module, seed) if cell.name == name)
         outcome = cell.run()
-    except BaseException:  # noqa: BLE001 - whatever it was, it is what came out of the cell
+    except BaseException:  # noqa: BLE001 - it is what came out of the cell
         traceback.print_exc()
         outcome = Outcome(dead=[traceback.format_exc(limit=-3)])
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""vLLM's real scheduler and block pool with our two halves, for whatever users do at random: ``tests.vllm.fuzz_rig``.
+"""vLLM's real scheduler and block pool with our two halves, and random users: ``tests.vllm.fuzz_rig``.
 
 Each request that begins with tokens which it did not compute is compared block by block with what belongs there, and so
 is each chunk that is stored.

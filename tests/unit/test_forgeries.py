@@ -196,7 +196,7 @@ PLANTED: Final[dict[str, Callable[[Path], object]]] = {
 
 
 def test_forged_manifests_are_not_believed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Chunks of an authenticated namespace that have no MAC are never called good, whatever lies beside them."""
+    """Chunks of an authenticated namespace that have no MAC are never called good, with any manifest beside them."""
     fields, cli, root = shard_images.namespace().fields, Cli(capsys), tmp_path / "shared"
     signed = make_namespace(replace(fields, settings={**fields.settings, "authenticate": "blake3 1"}))
     plain, keys, file = shard_images.namespace(), tmp_path / "keys", tmp_path / "kv.yaml"

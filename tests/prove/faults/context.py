@@ -26,7 +26,7 @@ from tests.prove.faults.table import ANSWERS, RESTING
 from tests.s3.proxy import Rule
 
 LEAVES_S: Final = 5.0
-"""Within so long a forked child has exited."""
+"""How long a forked child may take to exit."""
 KNOWN: Final = 24
 """So many chunks are asked for again and again."""
 

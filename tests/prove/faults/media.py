@@ -21,7 +21,7 @@ PREFIX: Final = "kv"
 SHARED_DIR_BYTES: Final = 512 << 10
 """Where chunks are evicted; else far more."""
 PRESENT_S: Final = 600.0
-"""So long a lookup's answer is believed."""
+"""How long a lookup's answer is believed."""
 LOOKUP: Final = {"timeout": "1s", "absent_for": "1ms", "present_for": f"{PRESENT_S:.0f}s"}
 MEMORY_BYTES: Final = 768 << 10
 

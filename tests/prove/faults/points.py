@@ -76,7 +76,7 @@ def load(context: Context, fault: str) -> None:
 
 
 def promotion(context: Context, fault: str) -> None:
-    """Likewise; most are not in memory any more, and shall be kept there."""
+    """The fault is there while chunks are loaded; most are not in memory any more, and are kept there."""
     found = _found(context, fault, partial(_out_of_memory, context))
     context.arm(fault)
     if found:

@@ -3,7 +3,7 @@
 ``python -m tests.prove.fuzz --replay``: give all targets what was kept and seeded changes of it, which takes seconds
 and needs no atheris. In a process of its own: targets change what a process has.
 
-Threading: one thread. What is found is written to ``--found``, a JSON line each, as it is found: libFuzzer ends the
+Threading: one thread. Each finding is written to ``--found`` at once, as a JSON line: libFuzzer ends the
 process without coming back.
 """
 
@@ -72,7 +72,7 @@ def _replay(target: Target, scratch: Path) -> int:
     for data in [*kept, *changes]:
         try:
             one(data)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
+        except Exception as error:  # noqa: BLE001 - anything is a finding
             found += 1
             print(f"{target.name}: {told(error)}; input (base64): {base64.b64encode(data).decode()}")
     print(f"{target.name}: {len(kept)} kept inputs, {len(changes)} changes of them")
@@ -132,7 +132,7 @@ def _noting(one: One, found: Path) -> One:
     def noting(data: bytes) -> None:
         try:
             one(data)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
+        except Exception as error:  # noqa: BLE001 - anything is a finding
             frames = traceback.extract_tb(error.__traceback__)[-2:]
             place = (type(error), *((frame.filename, frame.lineno) for frame in frames))
             if place in places or len(places) >= _FOUND_MOST:

@@ -208,7 +208,7 @@ def _use(path: Path) -> None:
     from nixl_offload.types import Location
 
     journal.put(key, Location(0, 1 << 20, 8192))
-    expect(journal.close(10.0), "what is put is written, whatever the file was")
+    expect(journal.close(10.0), "what is put is written over any file")
     journal, found = DurableIndex.open(str(path), _GEOMETRY, batch_delay_s=0.0)
     rows = [row for some in found for row in some]
     expect(journal.close(10.0), "it can be closed")

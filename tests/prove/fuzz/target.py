@@ -1,6 +1,6 @@
 """What a fuzzed part of the product is: how to open it, and a function that one input is given to.
 
-Threading: one thread. A target raises ``Broken`` where what the product promises does not hold; whatever else gets out
+Threading: one thread. A target raises ``Broken`` where a promise does not hold; any other exception that gets out
 of the product is not a documented error, and as much a finding.
 """
 

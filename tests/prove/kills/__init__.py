@@ -142,7 +142,7 @@ def _until_sure(process: ServerProcess, ledger: Ledger, take: Callable[[list[Rep
 
 
 def _listen(process: ServerProcess, take: Callable[[list[Report]], bool], seconds: float) -> None:
-    """Take what a server tells for so long."""
+    """Take what a server reports within ``seconds``."""
     until_s = time.monotonic() + seconds
     while (left_s := until_s - time.monotonic()) > 0:
         take(process.hear(left_s))

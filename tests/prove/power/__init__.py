@@ -123,7 +123,7 @@ class Judge:
                 wrong += server.wrong
             finally:
                 server.close()
-        except Exception as error:  # noqa: BLE001 - whatever it is, a server must not raise it
+        except Exception as error:  # noqa: BLE001 - a server must raise nothing
             dead.append(f"{type(error).__name__}: {error}")
         shutil.rmtree(root)
         for kind, found in (("wrong", wrong), ("dead", dead), ("leaks", leaks), ("missed", missed)):

@@ -62,7 +62,7 @@ class Told:
         self.server = story.open(root)
         self._numbers = {key_of(number): number for number in range(NUMBERS)}
         self._stored = [at for at, kind in enumerate(story.tiers) if kind != "m"]
-        self.ready = set(range(NUMBERS))  # whatever the server before has said
+        self.ready = set(range(NUMBERS))  # the server before may have said any of them
         self._tell()
 
     def store(self, numbers: Sequence[int]) -> None:
@@ -166,7 +166,7 @@ def _damaged_index(root: Path, story: Story) -> None:
 
 
 def _long(root: Path, story: Story) -> None:
-    """So long that the index's log is written back several times."""
+    """Long enough for the index's log to be written back several times."""
     choose = random.Random(1)
     server = Told(root, story)
     server.store(range(16))

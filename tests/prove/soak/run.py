@@ -40,7 +40,7 @@ BURST: Final = 48 * MIB
 WARM_UP, WINDOW, TROUBLED, CALM = 0.25, 0.1, 0.5, 0.05
 """Shares of the whole. Libraries' pools and allocators take some minutes until they have what they want."""
 BACK_S: Final = 90.0
-"""Within so long all tiers are in use again."""
+"""How long tiers may take to be in use again after the last fault."""
 SLOWER: Final = 0.2
 """A core of a virtual machine may be half of a real one, and the slower the more the other half has to do."""
 GC_LAPS: Final = 8
@@ -98,7 +98,7 @@ class _Run:
 
 
 def soak(seed: int, seconds: float) -> Outcome:
-    """Try it for so long. Which lap meets which fault differs."""
+    """Run a soak of ``seconds``. The seed does not decide which lap meets which fault."""
     outcome = Outcome()
     with contextlib.ExitStack() as stack:
         scratch = Path.cwd()

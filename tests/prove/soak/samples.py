@@ -52,7 +52,7 @@ class Samples:
 
     def _run(self) -> None:
         while not self._stopping.wait(EVERY_S):
-            with contextlib.suppress(OSError):  # the process has ended: whoever asks it will know
+            with contextlib.suppress(OSError):  # the process has ended: the next request will fail
                 self._rows.append((time.monotonic(), self._row()))
 
     def _row(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """The engine process of a side that imports llvmlite, as LMCache does through numba.
 
-vLLM's CPU platform asks ``vars(value).get("kernel")`` of whatever any module names, in line 139 of
+vLLM's CPU platform asks ``vars(value).get("kernel")`` of every name in every module, in line 139 of
 ``triton_utils/dispatcher.py``. llvmlite's library object answers ``__dict__`` with a wrapped function, at which the
 engine's start fails.
 

@@ -40,11 +40,11 @@ NOT_MET = "not met"
 HUNG_S: Final = 10.0
 """A request that takes longer hangs; alone it takes half a second."""
 LATE_S: Final = 20.0
-"""So long after the fault what hung may still be answered; then the engine is started anew."""
+"""How long after the fault a request that hung may still be answered; then the engine is started anew."""
 AGAIN_S: Final = 35.0
-"""Within so long after the fault a side that recovers serves right answers from its storage."""
+"""How long after the fault a side may take to serve right answers from its storage."""
 IN_FLIGHT_S: Final = 5.0
-"""Within so long after a question a load is under way."""
+"""How long after a request its load may take to begin."""
 START_S: Final = 60.0
 STORED_S: Final = 8.0
 STORE_ATTEMPTS: Final = 5
