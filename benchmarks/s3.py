@@ -32,7 +32,7 @@ from examples.s3_server import RcloneServer
 from nixl_offload.config.schema import S3Config
 from nixl_offload.engine import Chunk
 from nixl_offload.movers.base import Op
-from nixl_offload.movers.select_object import make_mover
+from nixl_offload.movers.select import make_object_mover
 from nixl_offload.tiers.s3.link import ObjectLink
 from nixl_offload.types import Key, Location
 
@@ -85,7 +85,7 @@ class Ours:
         blocks = torch.frombuffer(buffer.view, dtype=torch.int8).view(-1, buffer.piece_bytes // BLOCKS_PER_CHUNK)
         layout = layout_of([blocks], BLOCKS_PER_CHUNK)
         self._slot_bytes = layout.slot_bytes(0)
-        link = ObjectLink("s3://bucket", "benchmark", 0, make_mover(kind, tier), time.monotonic)
+        link = ObjectLink("s3://bucket", "benchmark", 0, make_object_mover(kind, tier), time.monotonic)
         staging_bytes = self._slot_bytes * max(32, buffer.rows // 4)
         self._engine = DrivenEngine(link, [blocks], layout, staging_bytes=staging_bytes)
 

@@ -68,11 +68,9 @@ class StoreError(NixlOffloadError):
     Of any store: ``missing`` (no such object), ``short`` (the object ends before the range asked for), ``full``,
     ``unreachable`` (no connection, or it broke; the directory is gone), ``io`` (anything else). Of a bucket:
     ``denied``, ``timeout``, ``throttled`` (asked to slow down), ``server`` (5xx). Of a directory: ``readonly``,
-    ``permission``, ``files`` (the process may open no more). ``status``: of the HTTP answer that ``io`` or ``server``
-    rests on.
+    ``permission``, ``files`` (the process may open no more).
     """
 
-    def __init__(self, message: str, *, cause: str, status: int | None = None) -> None:
+    def __init__(self, message: str, *, cause: str) -> None:
         super().__init__(message)
         self.cause = cause
-        self.status = status

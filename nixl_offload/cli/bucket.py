@@ -25,7 +25,7 @@ the abort of uploads that were never finished. Asks, then applies it:
 
 Other rules of the bucket stay as they are. Lifecycle rules know whole days: a ttl of 36h becomes 2 days there. Run this
 again after a change of the ttl. It needs s3:GetLifecycleConfiguration, s3:PutLifecycleConfiguration,
-s3:GetBucketVersioning, s3:ListBucket, and s3:CreateBucket where the bucket is missing; servers need none of these but
+s3:ListBucket, and s3:CreateBucket where the bucket is missing; servers need none of these but
 s3:ListBucket.
 
 Exit code 0: the bucket is as it should be, or only shown. 1: the storage failed or refused, the server has no lifecycle

@@ -194,8 +194,8 @@ class S3Config(_Tier):
     addressing: Literal["auto", "path", "virtual"] = "auto"
     """``auto``: ``path`` with an ``endpoint``, else ``virtual``."""
     mover: Literal["auto", "obj", "obstore"] = "auto"
-    """``obj``: NIXL's object backend. ``obstore``: that client, on our own threads. ``auto`` takes the first that can
-    write and read here: ``obj`` where it takes device memory, else ``obstore``, then ``obj``. The log says which."""
+    """``obj``: NIXL's object backend. ``obstore``: that client, on our own threads. ``auto``: ``obj`` where it takes
+    device memory, else ``obstore``. The log says which."""
     ttl_s: DurationSeconds | None = Field(default=None, alias="ttl")
     """Objects older than this count as absent. If omitted, none do.
     ``nixl-offload bucket init`` makes it a lifecycle rule in whole days, so the bucket keeps objects up to a day

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-from nixl_offload.hardware.files import beneath
+from nixl_offload.hardware.mounts import beneath
 
 PATH_VARIABLE: Final = "CUFILE_ENV_PATH_JSON"
 DEFAULTS: Final[Mapping[str, Any]] = {
@@ -62,27 +62,19 @@ def read_settings(root: str = "/") -> CufileSettings:
     error = None
     try:
         with open(beneath(root, path), "rb") as file:
-            said = _flat(parse(file.read(_MAX_BYTES).decode()))
+            # JSON with comments: a string stays, a comment becomes a blank.
+            text = _TOKEN.sub(lambda at: at[0] if at[0][0] == '"' else " ", file.read(_MAX_BYTES).decode())
+        said = _flat(dict(json.loads(text)))
     except FileNotFoundError:
         error = f"{PATH_VARIABLE} names {path}, which does not exist" if named else None
     except OSError as exc:
         error = f"{path} cannot be read: {exc.strerror or exc}"
-    except (ValueError, RecursionError) as exc:
+    except (ValueError, TypeError, RecursionError) as exc:
         error = f"{path} cannot be understood: {exc}"
     variables = tuple(name for name in VARIABLES if os.environ.get(name))
     for name in variables:
         said[VARIABLES[name]] = os.environ[name].strip().lower() in {"1", "true", "yes", "on"}
     return CufileSettings(path, error, said, variables)
-
-
-def parse(text: str) -> dict[str, Any]:
-    """Return what a cufile.json says: JSON with ``//`` and ``/* */`` comments. Raises ValueError, naming the line."""
-    # A string stays; a comment becomes as many lines as it had, so that an error names the right one.
-    blank = _TOKEN.sub(lambda at: at[0] if at[0].startswith('"') else "\n" * at[0].count("\n"), text)
-    value = json.loads(blank)
-    if not isinstance(value, dict):
-        raise ValueError("it is no JSON object")
-    return value
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import Final, NamedTuple
-
-from nixl_offload.hardware.files import beneath, names, read
 
 LOCAL: Final = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "overlay", "tmpfs", "ramfs")
 """Filesystems that belong to one machine."""
@@ -32,19 +31,12 @@ class Mount(NamedTuple):
 
 
 class BlockDevice(NamedTuple):
-    """A block device, and those below it that it is made of."""
+    """A block device."""
 
-    name: str
-    """``nvme0n1p2``, ``md0``"""
+    words: str
+    """``nvme0n1p2``, or ``md0 (raid0 of nvme0n1, nvme1n1)``."""
     kind: str
-    """Of the disk: ``nvme``, ``nvmeof``, ``raid0`` (1, 5 ...), ``dm`` (LVM, dm-crypt, multipath), ``other``."""
-    members: tuple[BlockDevice, ...]
-
-    @property
-    def words(self) -> str:
-        """Return ``md0 (raid0 of nvme0n1, nvme1n1)``."""
-        of = ", ".join(member.words for member in self.members)
-        return f"{self.name} ({self.kind} of {of})" if of else self.name
+    """``nvme``, ``nvmeof``, or ``raid0`` of NVMe drives; "" for all else."""
 
 
 def find_mount(directory: str, root: str = "/") -> Mount | None:
@@ -74,15 +66,40 @@ def find_device(mount: Mount, root: str = "/") -> BlockDevice | None:
 
 
 def _device(path: str) -> BlockDevice:
-    disk = os.path.dirname(path) if os.path.exists(os.path.join(path, "partition")) else path
+    name, disk = os.path.basename(path), path
+    if os.path.exists(os.path.join(path, "partition")):
+        disk = os.path.dirname(path)
     slaves = os.path.join(disk, "slaves")
-    members = tuple(_device(os.path.realpath(os.path.join(slaves, each))) for each in names("/", slaves))
-    kind, name = "other", os.path.basename(disk)
-    if name.startswith("nvme"):
-        transport = (read("/", os.path.join(disk, "device/transport")) or "").strip()
-        kind = "nvme" if transport in ("", "pcie") else "nvmeof"
-    elif name.startswith("md"):
-        kind = (read("/", os.path.join(disk, "md/level")) or "").strip() or "raid"
-    elif name.startswith("dm-"):
-        kind = "dm"
-    return BlockDevice(os.path.basename(path), kind, members)
+    members = [_device(os.path.realpath(os.path.join(slaves, each))) for each in names("/", slaves)]
+    if members:
+        level = (read("/", os.path.join(disk, "md/level")) or "").strip() or "dm"  # LVM, dm-crypt, multipath
+        is_served = level == "raid0" and all(member.kind == "nvme" for member in members)
+        words = f"{name} ({level} of {', '.join(member.words for member in members)})"
+        return BlockDevice(words, "raid0" if is_served else "")
+    if not os.path.basename(disk).startswith("nvme"):
+        return BlockDevice(name, "")
+    transport = (read("/", os.path.join(disk, "device/transport")) or "").strip()
+    return BlockDevice(name, "nvme" if transport in ("", "pcie") else "nvmeof")
+
+
+def beneath(root: str, path: str) -> str:
+    """Return where an absolute ``path`` lies when ``root`` stands for ``/``."""
+    return path if root == "/" else os.path.join(root, path.lstrip("/"))
+
+
+def read(root: str, path: str) -> str | None:
+    """Return what a file says; "" when there is no such file; None when it is there but cannot be read."""
+    try:
+        return Path(beneath(root, path)).read_text("utf-8", "replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except OSError:
+        return None
+
+
+def names(root: str, path: str) -> list[str]:
+    """Return what is in a directory, sorted; nothing when it cannot be read."""
+    try:
+        return sorted(os.listdir(beneath(root, path)))
+    except OSError:
+        return []

@@ -32,6 +32,9 @@ LIBRARIES: Final = threading.RLock()
 and not every library takes two such calls at once. Never held around I/O: storage that hangs would keep other tiers
 closed."""
 
+MAX_IO_BYTES: Final = (2 << 30) - PAGE_BYTES
+"""The kernel moves no more in one read or write."""
+
 MemoryId = NewType("MemoryId", int)
 FileId = NewType("FileId", int)
 
@@ -81,13 +84,18 @@ class MoverLimits:
 
     alignment_bytes: int = 1
     """Offsets, lengths and addresses must be multiples of this when a file is opened with ``direct_io``; 1 = none."""
-    max_extent_bytes: int = (2 << 30) - PAGE_BYTES
-    """Largest single extent. The kernel moves no more in one read or write."""
+    max_extent_bytes: int = MAX_IO_BYTES
+    """Largest single extent."""
     max_extents_per_transfer: int = 65_536
     whole_writes: bool = False
     """A WRITE is one extent from offset 0 and becomes the whole target: objects have no parts to overwrite."""
     tells_short_reads: bool = True
     """Where False, a READ past what the target really holds may be DONE with the end of its memory untouched."""
+
+
+OBJECT_LIMITS: Final = MoverLimits(max_extents_per_transfer=1, whole_writes=True)
+"""Of a mover of objects. NIXL reports no error per object, and the siblings of a failed one would go on writing: so one
+object per transfer."""
 
 
 @dataclass(slots=True, eq=False)

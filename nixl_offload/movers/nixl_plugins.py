@@ -1,4 +1,4 @@
-"""What differs between NIXL's plugins, as data: parameters, memory kinds, limits.
+"""What differs between NIXL's plugins, as data: parameters and memory kinds.
 
 Threading: constants and a pure function. Where the numbers come from: docs/decisions/0004-movers.md for files,
 docs/decisions/0008-object-movers.md for objects.
@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
 
 from nixl_offload.config.schema import S3Config
-from nixl_offload.movers.base import MemoryKind, MoverLimits
+from nixl_offload.movers.base import MemoryKind
 from nixl_offload.stores.s3 import ATTEMPTS, S3Address, ca_bundle_of
-from nixl_offload.types import PAGE_BYTES
 
 
 @dataclass(frozen=True)
@@ -28,33 +26,26 @@ class NixlPlugin:
     params: Mapping[str, str]
     memory_kinds: frozenset[MemoryKind]
     """What we would use it for; what it really takes is asked when it starts."""
-    limits: MoverLimits
-    target: Literal["FILE", "OBJ"] = "FILE"
-    """NIXL's word for what is at the other end."""
     key_prefix: str = ""
-    """Comes before every object name."""
+    """Of an object plugin: comes before every object name."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Set while the plugin starts, unless the process has other values: what it can be told in no other way."""
 
 
 _HOST = frozenset({MemoryKind.DRAM})
 _HOST_AND_DEVICE = frozenset({MemoryKind.DRAM, MemoryKind.VRAM})
-_FILE_LIMITS = MoverLimits(alignment_bytes=PAGE_BYTES)
 
 PLUGINS: Mapping[str, NixlPlugin] = MappingProxyType(
     {
-        "posix_uring": NixlPlugin("posix_uring", "POSIX", {"use_uring": "true"}, _HOST, _FILE_LIMITS),
-        "posix_aio": NixlPlugin("posix_aio", "POSIX", {"use_aio": "true"}, _HOST, _FILE_LIMITS),
-        "gds_mt": NixlPlugin("gds_mt", "GDS_MT", {"thread_count": "8"}, _HOST_AND_DEVICE, _FILE_LIMITS),
+        "posix_uring": NixlPlugin("posix_uring", "POSIX", {"use_uring": "true"}, _HOST),
+        "posix_aio": NixlPlugin("posix_aio", "POSIX", {"use_aio": "true"}, _HOST),
+        "gds_mt": NixlPlugin("gds_mt", "GDS_MT", {"thread_count": "8"}, _HOST_AND_DEVICE),
     }
 )
 
 
 def object_plugin(tier: S3Config) -> NixlPlugin:
-    """NIXL's OBJ plugin for a bucket. Credentials are no parameter: its SDK goes through the AWS chain.
-
-    One object per transfer, because the siblings of a failed one would go on writing.
-    """
+    """NIXL's OBJ plugin for a bucket. Credentials are no parameter: its SDK goes through the AWS chain."""
     address = S3Address.of(tier)
     params = {
         "bucket": address.bucket,
@@ -72,8 +63,6 @@ def object_plugin(tier: S3Config) -> NixlPlugin:
         "OBJ",
         {name: value for name, value in params.items() if value is not None},
         _HOST_AND_DEVICE,
-        MoverLimits(max_extents_per_transfer=1, whole_writes=True, tells_short_reads=False),
-        target="OBJ",
         key_prefix=address.prefix,
         # The SDK's own default is ten retries, half a minute against a server that is down.
         environment={"AWS_RETRY_MODE": "standard", "AWS_MAX_ATTEMPTS": str(ATTEMPTS)},

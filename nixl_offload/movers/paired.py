@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from dataclasses import replace
 
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import (
@@ -27,96 +26,67 @@ from nixl_offload.movers.base import (
 
 
 class PairedMover(Mover):
-    """The contract of either, within the limits of both; named as the device's. Moves files, no objects.
+    """The contract and the limits of the device's mover. Moves files, no objects.
 
-    After a failure: as the mover that the transfer went by. A file is closed when both have let go of it.
+    A memory's id is twice that of its mover, plus 1 for host memory. A file's id is the device's mover's. A file is
+    closed when both have let go of it.
     """
 
     def __init__(self, device: Mover, host: Mover) -> None:
         """``device`` takes VRAM and ``host`` DRAM."""
-        first, second = device.limits, host.limits
         self.name = device.name
-        self.memory_kinds = frozenset({MemoryKind.VRAM, MemoryKind.DRAM})
-        self.limits = replace(
-            first,
-            alignment_bytes=max(first.alignment_bytes, second.alignment_bytes),
-            max_extent_bytes=min(first.max_extent_bytes, second.max_extent_bytes),
-            max_extents_per_transfer=min(first.max_extents_per_transfer, second.max_extents_per_transfer),
-        )
-        self._movers = {MemoryKind.VRAM: device, MemoryKind.DRAM: host}
-        self._memories: dict[MemoryId, tuple[MemoryKind, MemoryId]] = {}
-        self._files: dict[FileId, dict[MemoryKind, FileId]] = {}
-        self._next_id = 1
-
-    def _new_id(self) -> int:
-        self._next_id += 1
-        return self._next_id - 1
+        self.memory_kinds = frozenset(MemoryKind)
+        self.limits = device.limits
+        self._device, self._host = device, host
+        self._host_files: dict[FileId, FileId] = {}
 
     def register_memory(self, region: MemoryRegion) -> MemoryId:
-        inner = self._movers[region.kind].register_memory(region)
-        memory = MemoryId(self._new_id())
-        self._memories[memory] = region.kind, inner
-        return memory
+        on_host = region.kind is MemoryKind.DRAM
+        return MemoryId(2 * (self._host if on_host else self._device).register_memory(region) + on_host)
 
     def unregister_memory(self, memory: MemoryId) -> None:
-        kind, inner = self._memory(memory)
-        self._movers[kind].unregister_memory(inner)
-        del self._memories[memory]
+        inner, on_host = divmod(memory, 2)
+        (self._host if on_host else self._device).unregister_memory(MemoryId(inner))
 
     def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
         try:
-            second_fd = os.dup(fd)
+            host_fd = os.dup(fd)
         except OSError as error:
             os.close(fd)
             raise MoverError(f"cannot use {path}: {error.strerror}") from error
-        fds = {MemoryKind.VRAM: fd, MemoryKind.DRAM: second_fd}
-        inner: dict[MemoryKind, FileId] = {}
         try:
-            for kind, mover in self._movers.items():
-                inner[kind] = mover.adopt_file(fds.pop(kind), path, length_bytes, direct=direct)
+            file = self._device.adopt_file(fd, path, length_bytes, direct=direct)
         except BaseException:
-            for kind, opened in inner.items():
-                self._movers[kind].close_file(opened)
-            for spare_fd in fds.values():
-                os.close(spare_fd)
+            os.close(host_fd)
             raise
-        file = FileId(self._new_id())
-        self._files[file] = inner
+        try:
+            self._host_files[file] = self._host.adopt_file(host_fd, path, length_bytes, direct=direct)
+        except BaseException:
+            self._device.close_file(file)
+            raise
         return file
 
     def close_file(self, file: FileId) -> None:
         """Raises MoverError while a transfer of either is in flight or quarantined."""
-        inner = self._file(file)
-        for kind in list(inner):
-            self._movers[kind].close_file(inner[kind])
-            del inner[kind]
-        del self._files[file]
+        if file in self._host_files:
+            self._host.close_file(self._host_files[file])
+            del self._host_files[file]
+        self._device.close_file(file)
 
     def submit(
         self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
     ) -> Transfer:
-        kind, inner = self._memory(memory)
-        opened = self._file(file).get(kind)
-        if opened is None:
-            raise MoverError(f"{self.name}: file {file} is being closed")
-        return self._movers[kind].submit(op, inner, memory_extents, opened, file_extents)
+        if file not in self._host_files:
+            raise MoverError(f"{self.name}: file {file} is not open here")
+        inner, on_host = divmod(memory, 2)
+        mover, opened = (self._host, self._host_files[file]) if on_host else (self._device, file)
+        return mover.submit(op, MemoryId(inner), memory_extents, opened, file_extents)
 
     def poll(self, transfer: Transfer) -> TransferState:
-        for mover in self._movers.values():  # one of them knows it
-            mover.poll(transfer)
-        return transfer.state
+        self._device.poll(transfer)  # one of them knows it
+        return self._host.poll(transfer)
 
     def close(self) -> None:
         with ExitStack() as both:  # the second is closed even if the first raises
-            for mover in self._movers.values():
-                both.callback(mover.close)
-
-    def _memory(self, memory: MemoryId) -> tuple[MemoryKind, MemoryId]:
-        if memory not in self._memories:
-            raise MoverError(f"{self.name}: memory {memory} is not registered here")
-        return self._memories[memory]
-
-    def _file(self, file: FileId) -> dict[MemoryKind, FileId]:
-        if file not in self._files:
-            raise MoverError(f"{self.name}: file {file} is not open here")
-        return self._files[file]
+            both.callback(self._host.close)
+            both.callback(self._device.close)

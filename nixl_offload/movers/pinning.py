@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Final
 
 from nixl_offload.errors import MoverError
@@ -27,15 +27,10 @@ _ALREADY_REGISTERED: Final = 5023
 _PACKED: Final = "turn `block_outermost` off, so that chunks are packed and only `staging` bytes are registered"
 
 
-@dataclass(slots=True)
-class _Registration:
-    movers: int = 0
-    end: ExitStack = field(default_factory=ExitStack)
-    """How to let go of the memory, once for each mover that needs it no more."""
-
-
-_REGISTERED: Final[dict[MemoryRegion, _Registration]] = {}
-"""Device memory that NIXL's movers have registered with cuFile."""
+_HOLDERS: Final = Counter[MemoryRegion]()
+"""Of device memory that is registered with cuFile: how many of NIXL's movers need it."""
+_ENDS: Final = defaultdict[MemoryRegion, ExitStack](ExitStack)
+"""How those that need it no more let go of it, when the last has."""
 
 
 class _CufileError(ctypes.Structure):
@@ -71,9 +66,9 @@ def check_pinning(name: str, region: MemoryRegion) -> None:
     Where nothing is pinned, cuFile is not asked: it bounces in any case, and without a GPU's driver
     ``cuFileBufRegister`` may never return.
     """
-    if region in _REGISTERED:
+    if region in _HOLDERS:
         return
-    pinning_limit(name, region.length_bytes, sum(other.length_bytes for other in _REGISTERED))
+    pinning_limit(name, region.length_bytes, sum(other.length_bytes for other in _HOLDERS))
     if pinning_route("/", read_settings("/")) is None:
         return
     try:
@@ -97,7 +92,7 @@ def check_pinning(name: str, region: MemoryRegion) -> None:
 
 def add_holder(region: MemoryRegion) -> None:
     """Count a mover that has registered ``region``."""
-    _REGISTERED.setdefault(region, _Registration()).movers += 1
+    _HOLDERS[region] += 1
 
 
 def remove_holder(region: MemoryRegion, deregister: Callable[[], None]) -> None:
@@ -106,12 +101,11 @@ def remove_holder(region: MemoryRegion, deregister: Callable[[], None]) -> None:
     cuFile does not count registrations: if the mover that made one took it back, the transfers of all others would
     bounce.
     """
-    registration = _REGISTERED[region]
-    registration.end.callback(deregister)
-    registration.movers -= 1
-    if not registration.movers:
-        del _REGISTERED[region]
-        registration.end.close()
+    _ENDS[region].callback(deregister)
+    _HOLDERS[region] -= 1
+    if not _HOLDERS[region]:
+        del _HOLDERS[region]
+        _ENDS.pop(region).close()
 
 
 def _words(size_bytes: int) -> str:

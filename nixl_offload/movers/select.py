@@ -1,29 +1,37 @@
-"""Which mover this machine can really run: each candidate must make a round trip through a scratch file first.
+"""Which mover this machine can really run: each candidate must make a round trip first, through a file or a bucket.
 
 Threading: call it in the process and on the thread that will drive the mover. The scratch file is private and removed.
+Probe objects are called ``probe-<random hex>``, directly under the prefix, and deleted afterwards.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
 import os
+import secrets
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from nixl_offload.errors import MoverError, MoverUnavailableError
+from nixl_offload.config.schema import S3Config
+from nixl_offload.errors import MoverError, MoverUnavailableError, NixlOffloadError, StoreError
 from nixl_offload.hardware.gds import gds_report
 from nixl_offload.keep import keep_forever
 from nixl_offload.movers.base import Extents, MemoryKind, MemoryRegion, Mover, Op, Transfer, TransferState, open_file
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.nixl import NixlMover
-from nixl_offload.movers.nixl_plugins import PLUGINS
+from nixl_offload.movers.nixl_objects import NOT_ANSWERING, NixlObjectMover
+from nixl_offload.movers.nixl_plugins import PLUGINS, object_plugin
+from nixl_offload.movers.store import StoreMover
+from nixl_offload.stores.base import Store
+from nixl_offload.stores.s3 import S3Address, open_store
 from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -42,6 +50,14 @@ _HELP = {
     "posix_aio": "the machine may be out of aio contexts (fs.aio-max-nr)",
     "copy": "check that the directory exists and can be written",
 }
+_OBJECT_HELP: Final = (
+    "check endpoint, bucket, region, credentials and what they may do; obj needs the plugin of nixl[cu12]'s wheel"
+)
+_PASSING: Final = NOT_ANSWERING | {"full"}
+"""Causes of trouble that another time is over."""
+_OK: Final = "round trip ok"
+_PACKS: Final = "; packs through host memory"
+_OTHER_BYTES: Final = "the round trip came back with other bytes"
 
 
 class Probe(NamedTuple):
@@ -59,6 +75,9 @@ class ProbedMover(NamedTuple):
     report: tuple[Probe, ...]
 
 
+# Files
+
+
 def candidates(kind: MoverChoice, memory_kind: MemoryKind) -> list[str]:
     """Names of movers to try, best first. Pure.
 
@@ -74,7 +93,7 @@ def candidates(kind: MoverChoice, memory_kind: MemoryKind) -> list[str]:
 
 
 def make_mover(name: str, *, threads: int = 8) -> Mover:
-    """A bare mover by name: ``copy``, ``kvikio`` or one of ``nixl.PLUGINS``. Starts nothing yet.
+    """A bare mover of files: ``copy``, ``kvikio`` or one of ``PLUGINS``. Starts nothing yet.
 
     ``threads`` is for gds_mt and kvikio.
     """
@@ -100,27 +119,20 @@ def open_mover(
     what was passed over, and why.
     Raises MoverUnavailableError when nothing of ``kind`` can run, with the reasons and what would help.
     """
-    report: list[Probe] = []
-    advice: dict[str, str] = {}
-    names = candidates(kind, memory_kind)
-    for name in names:
+
+    def try_out(name: str) -> tuple[Mover, str]:
         mover = make_mover(name, threads=threads)
         # Movers that cannot touch VRAM are used through host memory, so that is what they are tried with.
         probed_kind = memory_kind if memory_kind in mover.memory_kinds else MemoryKind.DRAM
-        try:
+        with _closed_on_error(mover):
             note = probe_round_trip(mover, probed_kind, directory, scratch if probed_kind is memory_kind else None)
-        except MoverError as error:
-            mover.close()
-            report.append(Probe(name, False, str(error).removeprefix(f"{name}: ")))
-            advice[name] = "" if isinstance(error.__cause__, ImportError) else f" ({_HELP[name]})"
-            continue
-        if probed_kind is not memory_kind:
-            note += "; packs through host memory"
-        report.append(Probe(name, True, note))
-        passed = "".join(f"; passed over {probe.name}: {probe.reason}" for probe in report[:-1])
-        logger.info("files in %s are moved by %s (%s)%s", directory, name, note, passed)
-        return ProbedMover(mover, tuple(report))
-    reasons = "; ".join(f"{probe.name}: {probe.reason}{advice[probe.name]}" for probe in report)
+        return mover, note + ("" if probed_kind is memory_kind else _PACKS)
+
+    report: list[Probe] = []
+    opened = _first_that_works(candidates(kind, memory_kind), try_out, report, f"files in {directory}")
+    if opened is not None:
+        return opened
+    reasons = "; ".join(f"{probe.name}: {probe.reason}" for probe in report)
     raise MoverUnavailableError(f"mover {kind!r} cannot move {memory_kind.value} to files in {directory}: {reasons}")
 
 
@@ -130,55 +142,192 @@ def probe_round_trip(mover: Mover, kind: MemoryKind, directory: str, scratch: Me
     The memory itself is never looked at, so it may be on a device. The mover stays open. Raises MoverError.
     """
     try:
-        with tempfile.TemporaryFile(buffering=0, dir=directory) as file:  # without a name: a kill leaves nothing
-            fd = file.fileno()
+        with tempfile.TemporaryFile(buffering=0, dir=directory) as scratch_file:  # a kill leaves nothing
+            fd = scratch_file.fileno()
             pattern = os.urandom(PAGE_BYTES)
             os.pwrite(fd, pattern + bytes(3 * PAGE_BYTES), 0)
             os.fsync(fd)
-            region, keep = (scratch, None) if scratch is not None else scratch_memory(kind)
-            try:
-                bounces = _round_trip(mover, region, f"/proc/self/fd/{fd}")
-            except MoverError:
-                # Late I/O must not find this memory in other hands.
-                keep_forever(keep)
-                raise
+            region, memory = (scratch, None) if scratch is not None else _scratch_memory(kind)
+            with _kept_on_error(memory):
+                registered = mover.register_memory(region)
+                file = open_file(mover, f"/proc/self/fd/{fd}", SCRATCH_BYTES, direct_io=True)
+                _move_page(mover, lambda: mover.submit(Op.READ, registered, _page(1), file, _page(0)))
+                _move_page(mover, lambda: mover.submit(Op.WRITE, registered, _page(1), file, _page(2)))
+                bounces = isinstance(mover, KvikioMover) and mover.path_of(file) == "compat"
+                mover.close_file(file)
+                mover.unregister_memory(registered)
             arrived = os.pread(fd, PAGE_BYTES, 2 * PAGE_BYTES)
             around = os.pread(fd, PAGE_BYTES, PAGE_BYTES) + os.pread(fd, PAGE_BYTES, 3 * PAGE_BYTES)
-            del keep
     except OSError as error:
         raise MoverError(f"scratch file in {directory}: {error.strerror}") from error
     if arrived != pattern or any(around):
-        raise MoverError("the round trip came back with other bytes")
-    if bounces:
-        return f"round trip ok; {bounces}"
+        raise MoverError(_OTHER_BYTES)
+    if bounces and kind is MemoryKind.VRAM:
+        return f"{_OK}; KvikIO's compatibility mode: it bounces through page-locked host memory"
     if mover.name == "gds_mt" or kind is MemoryKind.VRAM:
-        return f"round trip ok; {gds_report(directory).verdict}"
-    return "round trip ok"
+        return f"{_OK}; {gds_report(directory).verdict}"
+    return _OK
 
 
-def _round_trip(mover: Mover, region: MemoryRegion, path: str) -> str:
-    """Return how the mover bounces, where it does so by itself.
+# Objects
 
-    After an error memory and file stay with the mover, which may still be at them; closing it lets them go.
+
+def make_object_mover(name: str, tier: S3Config) -> StoreMover | NixlObjectMover:
+    """A mover of objects: ``obstore`` or ``obj``, not tried out. Raises what says that it cannot be made here."""
+    timeout_s = tier.request_timeout_s
+    if name != "obj":
+        return StoreMover(open_store(tier), threads=tier.connections, close_timeout_s=timeout_s)
+    # Half as many again as there are threads in the plugin, so that none is idle until somebody polls; no more, because
+    # what waits inside it cannot be called back.
+    at_once = tier.connections + tier.connections // 2
+    mover = NixlObjectMover(object_plugin(tier), open_store(tier), at_once=at_once, close_timeout_s=timeout_s)
+    with _closed_on_error(mover):
+        mover.connect()
+    return mover
+
+
+def open_object_mover(tier: S3Config, memory_kind: MemoryKind) -> ProbedMover:
+    """Open the best mover of ``tier.mover`` that can really move bytes between this memory and the bucket.
+
+    ``auto`` is obj for device memory, where it takes that; else obstore, which costs less processor time
+    (docs/decisions/0011-s3-measurements.md). A server that does not answer, is overloaded or full is no reason to fail,
+    nor are credentials that may read but not write: then the mover is returned unproved. Logs the choice, and why
+    others were passed over. Takes a few times ``tier.request_timeout_s`` at most.
+    Raises MoverUnavailableError when no mover can run, or the server answers and refuses, with reasons and help;
+    NotSupportedError when no client is installed.
     """
-    memory = mover.register_memory(region)
-    file = open_file(mover, path, SCRATCH_BYTES, direct_io=True)
-    bounces = ""
-    if isinstance(mover, KvikioMover) and region.kind is MemoryKind.VRAM and mover.path_of(file) == "compat":
-        bounces = "KvikIO's compatibility mode: it bounces through page-locked host memory"
-    move_page(mover, lambda: mover.submit(Op.READ, memory, page(1), file, page(0)), _PROBE_TIMEOUT_S)
-    move_page(mover, lambda: mover.submit(Op.WRITE, memory, page(1), file, page(2)), _PROBE_TIMEOUT_S)
-    mover.close_file(file)
-    mover.unregister_memory(memory)
-    return bounces
+    needs_device = memory_kind is MemoryKind.VRAM and tier.mover == "auto"
+    names = ["obj", "obstore"] if needs_device else ["obstore" if tier.mover == "auto" else tier.mover]
+
+    def try_out(name: str) -> tuple[Mover, str]:
+        mover = make_object_mover(name, tier)
+        with _closed_on_error(mover):
+            probed_kind = memory_kind if memory_kind in mover.memory_kinds else MemoryKind.DRAM
+            if name == "obj" and needs_device and probed_kind is not memory_kind:
+                raise MoverError(f"takes no {memory_kind.value} here")
+            _probe_object(mover, probed_kind, 2 * tier.request_timeout_s)
+        return mover, _OK + ("" if probed_kind is memory_kind else _PACKS)
+
+    report: list[Probe] = []
+    where = S3Address.of(tier).where
+    opened = _first_that_works(names, try_out, report, f"objects in {where}")
+    if opened is not None:
+        return opened
+    with contextlib.closing(open_store(tier)) as store:
+        trouble = _trouble(store)
+        if trouble is not None:
+            if trouble.cause in _PASSING or (trouble.cause == "denied" and _may_look(store)):
+                logger.warning(
+                    "objects in %s are moved by %s as soon as the server lets it: %s", where, names[-1], trouble
+                )
+                mover = make_object_mover(names[-1], tier)
+                return ProbedMover(mover, (Probe(names[-1], True, f"not proved: {trouble}"),))
+            if store.name not in names:
+                report.append(Probe(store.name, False, str(trouble)))  # NIXL's plugin cannot tell causes
+    reasons = "; ".join(f"{probe.name}: {probe.reason}" for probe in report)
+    text = f"mover {tier.mover!r} cannot move {memory_kind.value} to {where}: {reasons} ({_OBJECT_HELP})"
+    raise MoverUnavailableError(text)
 
 
-def page(number: int) -> Extents:
-    """The extent of page ``number``."""
+def _probe_object(mover: StoreMover | NixlObjectMover, kind: MemoryKind, timeout_s: float) -> None:
+    """Put a page, get it back into another page and compare them, for ``timeout_s`` each.
+
+    Memory of a device is never looked at: there it is enough that the transfers succeed. Raises MoverError.
+    """
+    name, (region, memory) = f"probe-{secrets.token_hex(8)}", _scratch_memory(kind)
+    pattern = secrets.token_bytes(PAGE_BYTES)
+    with _kept_on_error(memory), contextlib.ExitStack() as undo:
+        registered, target = mover.register_memory(region), mover.open_object(name, PAGE_BYTES)
+        if kind is MemoryKind.DRAM:
+            ctypes.memmove(region.address, pattern, PAGE_BYTES)
+        undo.callback(_delete, mover.store, name)
+        _move_page(mover, lambda: mover.submit(Op.WRITE, registered, _page(0), target, _page(0)), timeout_s)
+        _move_page(mover, lambda: mover.submit(Op.READ, registered, _page(2), target, _page(0)), timeout_s)
+        if kind is MemoryKind.DRAM:
+            between, arrived = (ctypes.string_at(region.address + n * PAGE_BYTES, PAGE_BYTES) for n in (1, 2))
+            if arrived != pattern or any(between):
+                raise MoverError(_OTHER_BYTES)
+        mover.close_file(target)
+        mover.unregister_memory(registered)
+
+
+def _delete(store: Store, name: str) -> None:
+    with contextlib.suppress(StoreError):
+        store.delete([name])
+
+
+def _trouble(store: Store) -> StoreError | None:
+    """What stands against putting an object and getting it back."""
+    name, content = f"probe-{secrets.token_hex(8)}", secrets.token_bytes(PAGE_BYTES)
+    arrived = bytearray(PAGE_BYTES)
+    try:
+        store.write(name, memoryview(content))
+        try:
+            store.read_into(name, 0, memoryview(arrived))
+        finally:
+            _delete(store, name)
+    except StoreError as error:
+        return error
+    return None if arrived == content else StoreError(_OTHER_BYTES, cause="io")
+
+
+def _may_look(store: Store) -> bool:
+    """Whether the server says what is there: then credentials that may not write probably may read."""
+    with contextlib.suppress(StoreError):
+        store.head("probe")
+        return True
+    return False
+
+
+# Both
+
+
+def _first_that_works(
+    names: Iterable[str],
+    try_out: Callable[[str], tuple[Mover, str]],
+    report: list[Probe],
+    what: str,
+) -> ProbedMover | None:
+    """Return the first mover that ``try_out`` makes, and log why. ``report`` gets all that were tried."""
+    for name in names:
+        try:
+            mover, note = try_out(name)
+        except NixlOffloadError as error:
+            help_text = _HELP.get(name)
+            advice = "" if help_text is None or isinstance(error.__cause__, ImportError) else f" ({help_text})"
+            report.append(Probe(name, False, str(error).removeprefix(f"{name}: ") + advice))
+            continue
+        passed = "".join(f"; passed over {probe.name}: {probe.reason}" for probe in report)
+        logger.info("%s are moved by %s (%s)%s", what, name, note, passed)
+        report.append(Probe(name, True, note))
+        return ProbedMover(mover, tuple(report))
+    return None
+
+
+@contextlib.contextmanager
+def _closed_on_error(mover: Mover) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        mover.close()
+        raise
+
+
+@contextlib.contextmanager
+def _kept_on_error(memory: object) -> Iterator[None]:
+    """Late I/O must not find memory of a failed probe in other hands."""
+    try:
+        yield
+    except MoverError:
+        keep_forever(memory)
+        raise
+
+
+def _page(number: int) -> Extents:
     return np.array([[number * PAGE_BYTES, PAGE_BYTES]], dtype=np.int64)
 
 
-def move_page(mover: Mover, submit: Callable[[], Transfer], timeout_s: float) -> None:
+def _move_page(mover: Mover, submit: Callable[[], Transfer], timeout_s: float = _PROBE_TIMEOUT_S) -> None:
     """Poll what ``submit`` starts until it is done. Raises MoverError; then I/O may be in flight still."""
     transfer = submit()
     deadline = time.monotonic() + timeout_s
@@ -190,17 +339,17 @@ def move_page(mover: Mover, submit: Callable[[], Transfer], timeout_s: float) ->
         raise MoverError(transfer.error or "failed")
 
 
-def scratch_memory(kind: MemoryKind, length_bytes: int = SCRATCH_BYTES) -> tuple[MemoryRegion, object]:
+def _scratch_memory(kind: MemoryKind) -> tuple[MemoryRegion, object]:
     """Memory to probe with, page-aligned, and what keeps it alive. Raises MoverError."""
     if kind is MemoryKind.DRAM:
-        pages = mmap.mmap(-1, length_bytes)
-        return MemoryRegion(ctypes.addressof(ctypes.c_char.from_buffer(pages)), length_bytes), pages
+        pages = mmap.mmap(-1, SCRATCH_BYTES)
+        return MemoryRegion(ctypes.addressof(ctypes.c_char.from_buffer(pages)), SCRATCH_BYTES), pages
     try:
         import torch
     except ImportError as error:
         raise MoverError("no torch to take device memory from") from error
     if not torch.cuda.is_available():
         raise MoverError("no CUDA device")
-    tensor = torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8, device="cuda")
+    tensor = torch.empty(SCRATCH_BYTES + PAGE_BYTES, dtype=torch.uint8, device="cuda")
     address = -(-tensor.data_ptr() // PAGE_BYTES) * PAGE_BYTES
-    return MemoryRegion(address, length_bytes, kind, tensor.device.index), tensor
+    return MemoryRegion(address, SCRATCH_BYTES, kind, tensor.device.index), tensor

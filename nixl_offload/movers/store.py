@@ -6,9 +6,10 @@ Threading: as ``ThreadedMover``. Ownership: it owns the store and closes it.
 
 from __future__ import annotations
 
-from nixl_offload.movers.base import FileId, Mover, MoverLimits, Op
-from nixl_offload.movers.threaded import Row, ThreadedMover, ThreadedTransfer
-from nixl_offload.movers.tracked import FileEntry
+from collections.abc import Sequence
+
+from nixl_offload.movers.base import OBJECT_LIMITS, Op
+from nixl_offload.movers.threaded import Row, ThreadedMover, ThreadedTransfer, host_view
 from nixl_offload.stores.base import Store
 
 
@@ -16,25 +17,15 @@ class StoreMover(ThreadedMover):
     """Puts and gets objects with the store's blocking calls. ``threads`` is how many requests are in flight."""
 
     def __init__(self, store: Store, *, threads: int, close_timeout_s: float = 30.0) -> None:
-        limits = MoverLimits(max_extents_per_transfer=1, whole_writes=True)
-        super().__init__(store.name, limits, threads=threads, close_timeout_s=close_timeout_s)
-        self._store = store
-
-    # It moves objects only.
-    adopt_file = Mover.adopt_file
-
-    def open_object(self, name: str, length_bytes: int) -> FileId:
-        self._check_usable()
-        return self._add_file(FileEntry(-1, name, length_bytes))
-
-    def close_file(self, file: FileId) -> None:
-        self._pop_file(file)
+        super().__init__(store.name, OBJECT_LIMITS, threads=threads, close_timeout_s=close_timeout_s)
+        self.store = store
 
     def _release(self) -> None:
-        self._store.close()
+        self.store.close()
 
-    def _move(self, transfer: ThreadedTransfer, row: Row, memory: memoryview) -> None:
+    def _move(self, transfer: ThreadedTransfer, rows: Sequence[Row]) -> None:
+        [(address, length, offset)] = rows
         if transfer.op is Op.READ:
-            self._store.read_into(transfer.file.path, row[2], memory)
+            self.store.read_into(transfer.file.path, offset, host_view(address, length))
         else:
-            self._store.write(transfer.file.path, memory)
+            self.store.write(transfer.file.path, host_view(address, length))

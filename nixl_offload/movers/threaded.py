@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from nixl_offload.errors import NixlOffloadError, StoreError
+from nixl_offload.errors import MoverError, NixlOffloadError, StoreError
 from nixl_offload.movers.base import MemoryKind, MoverLimits, Op
 from nixl_offload.movers.tracked import TrackedMover, TrackedTransfer
 
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 Row = tuple[int, int, int]
 """Address, length, and offset in the file."""
 
+HOST: Final = frozenset({MemoryKind.DRAM})
 _TASK_BYTES: Final = 8 << 20
 """Rows of about this many bytes are one task: large enough that Python costs nothing, small enough for all threads."""
 _LAST: Final = 2
@@ -43,11 +44,11 @@ class ThreadedTransfer(TrackedTransfer):
     tasks_left: int = 0
     failure: Exception | None = None
     stop: bool = False
-    """Set by a task that fails: rows that have not begun are left alone."""
+    """Set when a task fails, or the mover is closed: what has not begun is left alone."""
 
 
 class ThreadedMover(TrackedMover[ThreadedTransfer]):
-    """Moves rows of host memory by ``_move``. ``threads`` calls run at once; the rest waits, reads before writes.
+    """Moves rows by ``_move``. ``threads`` calls run at once; the rest waits, reads before writes.
 
     After a failure the memory is free. ``quarantine`` is set only by ``close``, for calls that do not end within
     ``close_timeout_s``.
@@ -55,10 +56,17 @@ class ThreadedMover(TrackedMover[ThreadedTransfer]):
 
     transfer_type = ThreadedTransfer
 
-    def __init__(self, name: str, limits: MoverLimits, *, threads: int, close_timeout_s: float) -> None:
-        super().__init__(name, frozenset({MemoryKind.DRAM}), limits)
+    def __init__(
+        self,
+        name: str,
+        limits: MoverLimits,
+        *,
+        threads: int,
+        close_timeout_s: float,
+        memory_kinds: frozenset[MemoryKind] = HOST,
+    ) -> None:
+        super().__init__(name, memory_kinds, limits, close_timeout_s)
         self._threads = threads
-        self._close_timeout_s = close_timeout_s
         self._tasks: queue.PriorityQueue[tuple[int, int, ThreadedTransfer | None, Sequence[Row]]] = (
             queue.PriorityQueue()
         )
@@ -70,8 +78,8 @@ class ThreadedMover(TrackedMover[ThreadedTransfer]):
         self._workers: list[threading.Thread] = []
 
     @abstractmethod
-    def _move(self, transfer: ThreadedTransfer, row: Row, memory: memoryview) -> None:
-        """Move one row, on a thread. Raises any exception: the transfer has failed."""
+    def _move(self, transfer: ThreadedTransfer, rows: Sequence[Row]) -> None:
+        """Move rows, on a thread. Raises any exception: the transfer has failed. May stop at ``transfer.stop``."""
 
     def _release(self) -> None:
         """Free what the mover holds at the end; this may end calls that hang."""
@@ -120,7 +128,8 @@ class ThreadedMover(TrackedMover[ThreadedTransfer]):
                 continue
             failure, any_final = transfer.failure, True
             transfer.missing = isinstance(failure, StoreError) and failure.cause == "missing"
-            self._finish(transfer, None if failure is None else f"{self.name}: {_words(transfer, failure)}")
+            text = None if failure is None else f"{self.name}: {self._words(transfer, failure)}"
+            self._finish(transfer, text)
         return any_final
 
     def close(self) -> None:
@@ -129,21 +138,16 @@ class ThreadedMover(TrackedMover[ThreadedTransfer]):
             return
         self._closed = True
         self._drain(self._close_timeout_s)
+        for transfer in self._in_flight.values():
+            transfer.stop = True
         for _ in self._workers:
             self._tasks.put((_LAST, next(self._numbers), None, ()))
         self._release()
         self._drain(_AFTER_CLOSE_S)
-        if self._in_flight:
-            logger.warning("%s: %d transfers did not end; leaking their memory", self.name, len(self._in_flight))
-            for transfer in self._in_flight.values():
-                transfer.stop = True
-            self._abandon()
-        else:
+        if not self._in_flight:
             for worker in self._workers:
                 worker.join()
-        self._memories.clear()
-        for file in [file for file, entry in self._files.items() if not entry.in_flight]:
-            self.close_file(file)
+        self._release_all()
 
     def _work(self) -> None:
         """Do tasks until the last, on a thread."""
@@ -153,17 +157,22 @@ class ThreadedMover(TrackedMover[ThreadedTransfer]):
                 return
             error = None
             try:
-                for row in rows:
-                    if transfer.stop:
-                        break
-                    self._move(transfer, row, memoryview((ctypes.c_char * row[1]).from_address(row[0])).cast("B"))
+                if not transfer.stop:
+                    self._move(transfer, rows)
+                if transfer.stop:
+                    raise MoverError("given up before it was done")
             except Exception as raised:  # noqa: BLE001 - the transfer must end and the thread go on
-                error, transfer.stop = raised, True
+                error = raised
             self._ended.append((transfer, error))
+            transfer.stop |= error is not None
+
+    def _words(self, transfer: ThreadedTransfer, error: Exception) -> str:
+        if isinstance(error, NixlOffloadError):
+            return str(error).removeprefix(f"{self.name}: ")
+        why = error.strerror if isinstance(error, OSError) else repr(error)
+        return f"{transfer.op.value} of {transfer.file.path} failed: {why}"
 
 
-def _words(transfer: ThreadedTransfer, error: Exception) -> str:
-    if isinstance(error, NixlOffloadError):
-        return str(error)
-    why = error.strerror if isinstance(error, OSError) else repr(error)
-    return f"{transfer.op.value} of {transfer.file.path} failed: {why}"
+def host_view(address: int, length_bytes: int) -> memoryview:
+    """Return host memory as bytes that can be written."""
+    return memoryview((ctypes.c_char * length_bytes).from_address(address)).cast("B")

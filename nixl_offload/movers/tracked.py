@@ -1,7 +1,7 @@
 """What movers have in common: their regions, files and transfers, and the checks before any I/O.
 
-A subclass says how a transfer starts (``_prepare``, ``_launch``) and goes on (``_advance``). Wrappers of movers do not
-derive from this.
+A subclass says how a transfer starts (``_launch``) and goes on (``_advance``). Wrappers of movers do not derive from
+this.
 Threading: the one thread that drives the mover. Neither threads nor NIXL survive a fork, so ``close`` does nothing in a
 forked child.
 """
@@ -12,11 +12,13 @@ import logging
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, Final, Generic, TypeVar
 
 from nixl_offload.errors import MoverError
+from nixl_offload.keep import keep_forever
 from nixl_offload.movers.base import (
     Extents,
     FileId,
@@ -32,8 +34,6 @@ from nixl_offload.movers.base import (
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _DRAIN_POLL_S: Final = 0.0002
 
 
@@ -42,7 +42,7 @@ class FileEntry:
     """An opened file, or an object that was named."""
 
     fd: int
-    """Of a file; for an object the number that its mover knows it by."""
+    """-1 for an object."""
     path: str
     length_bytes: int
     direct: bool = False
@@ -77,10 +77,13 @@ class TrackedMover(Mover, Generic[TransferT]):
 
     transfer_type: ClassVar[type[TrackedTransfer]] = TrackedTransfer
 
-    def __init__(self, name: str, memory_kinds: frozenset[MemoryKind], limits: MoverLimits) -> None:
+    def __init__(
+        self, name: str, memory_kinds: frozenset[MemoryKind], limits: MoverLimits, close_timeout_s: float
+    ) -> None:
         self.name = name
         self.memory_kinds = memory_kinds
         self.limits = limits
+        self._close_timeout_s = close_timeout_s
         self._pid = os.getpid()
         self._memories: dict[MemoryId, MemoryRegion] = {}
         self._files: dict[FileId, FileEntry] = {}
@@ -90,19 +93,22 @@ class TrackedMover(Mover, Generic[TransferT]):
 
     # For subclasses
 
-    def _prepare(self, transfer: TransferT) -> None:
-        """Do what may be refused before the start. Raises MoverError."""
-
     @abstractmethod
     def _launch(self, transfer: TransferT) -> None:
-        """Start a transfer of one row at least. Never raises: from here on ``_finish`` tells of failure."""
+        """Start a transfer of one row at least. Raises MoverError if nothing was started."""
 
     @abstractmethod
     def _advance(self, transfer: TransferT) -> None:
         """Push a pending transfer on, and call ``_finish`` once nothing touches its memory any more."""
 
+    def _register(self, memory: MemoryId, region: MemoryRegion) -> None:
+        """Register ``region`` with the library below. Raises MoverError."""
+
+    def _unregister(self, memory: MemoryId, region: MemoryRegion) -> None:
+        """Undo ``_register``. Raises MoverError."""
+
     def _add_file(self, entry: FileEntry) -> FileId:
-        """Register an open file, which belongs to the mover: close it before raising MoverError."""
+        """Register an open file, which belongs to the mover: close it before raising MoverError. Or an object."""
         file = FileId(self._new_id())
         self._files[file] = entry
         return file
@@ -154,17 +160,23 @@ class TrackedMover(Mover, Generic[TransferT]):
             if self._in_flight:
                 time.sleep(_DRAIN_POLL_S)
 
-    def _abandon(self) -> None:
-        """Fail and quarantine what is still in flight: the mover is being closed."""
-        for transfer in list(self._in_flight.values()):
+    def _release_all(self) -> None:
+        """Close and deregister all at the end. What may still be in use is kept for the life of the process."""
+        stuck = list(self._in_flight.values())
+        for transfer in stuck:
             self._finish(transfer, f"{self.name}: still in flight when the mover was closed", quarantine=True)
-
-    def _let_go(self, release: Callable[[T], None], what: T) -> None:
-        """Close or deregister at the end: an error is logged, and does not keep anything else."""
-        try:
-            release(what)
-        except MoverError as error:
-            logger.warning("%s", error)
+        quarantined = sum(entry.in_flight for entry in self._files.values())
+        if quarantined:
+            logger.warning("%s: %d transfers did not end; leaking their memory and files", self.name, quarantined)
+            keep_forever((self, stuck))
+            return
+        calls = [partial(self.close_file, file) for file in self._files]
+        calls += [partial(self.unregister_memory, memory) for memory in self._memories]
+        for call in calls:
+            try:
+                call()
+            except MoverError as error:
+                logger.warning("%s", error)
 
     # The contract
 
@@ -174,14 +186,18 @@ class TrackedMover(Mover, Generic[TransferT]):
             kinds = " and ".join(sorted(kind.value for kind in self.memory_kinds))
             raise MoverError(f"{self.name}: moves {kinds}, not {region.kind.value}")
         memory = MemoryId(self._new_id())
+        self._register(memory, region)
         self._memories[memory] = region
         return memory
 
     def unregister_memory(self, memory: MemoryId) -> None:
-        self._memory(memory)
+        region = self._memory(memory)
         del self._memories[memory]
+        self._unregister(memory, region)
 
     def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
+        if self.limits.whole_writes:
+            return super().adopt_file(fd, path, length_bytes, direct=direct)
         try:
             self._check_usable()
         except MoverError:
@@ -189,8 +205,16 @@ class TrackedMover(Mover, Generic[TransferT]):
             raise
         return self._add_file(FileEntry(fd, path, length_bytes, direct))
 
+    def open_object(self, name: str, length_bytes: int) -> FileId:
+        if not self.limits.whole_writes:
+            return super().open_object(name, length_bytes)
+        self._check_usable()
+        return self._add_file(FileEntry(-1, name, length_bytes))
+
     def close_file(self, file: FileId) -> None:
-        os.close(self._pop_file(file).fd)
+        entry = self._pop_file(file)
+        if entry.fd >= 0:
+            os.close(entry.fd)
 
     def submit(
         self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
@@ -202,10 +226,13 @@ class TrackedMover(Mover, Generic[TransferT]):
         total_bytes = int(memory_extents[:, 1].sum())
         made = self.transfer_type(op, total_bytes, region=region, file=entry, mem=memory_extents, fil=file_extents)
         transfer: TransferT = made  # type: ignore[assignment]
-        self._prepare(transfer)
         entry.in_flight += 1
         self._in_flight[transfer] = transfer
-        self._launch(transfer)
+        try:
+            self._launch(transfer)
+        except MoverError as error:
+            self._finish(transfer, str(error))
+            raise
         return transfer
 
     def poll(self, transfer: Transfer) -> TransferState:

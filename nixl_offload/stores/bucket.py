@@ -6,10 +6,9 @@ ID, which has the prefix in it.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,13 +31,9 @@ Rule = dict[str, Any]
 """A lifecycle rule as S3's API has it."""
 
 _DAY_S: Final = 86400.0
-_UPLOAD_DAYS: Final = 1
-"""What a dead writer left of a multipart upload is billed, and invisible, until it is aborted."""
-_NONCURRENT_DAYS: Final = 1
 _MAX_ID: Final = 255
 _MINIMUM: Final = "TransitionDefaultMinimumObjectSize"
 _UNKNOWN_TO_SERVER: Final = {"NotImplemented", "MethodNotAllowed", "NotSupported", "XNotImplemented"}
-_OUR_FIELDS: Final = ("Status", "Expiration", "NoncurrentVersionExpiration", "AbortIncompleteMultipartUpload")
 
 
 @dataclass(frozen=True)
@@ -106,13 +101,6 @@ class _Bucket:
             raise self._unknown(doing)  # rclone answers with a listing; its PUT would make a bucket
         return dict(answer or {"Rules": []})
 
-    def is_versioned(self) -> bool:
-        """Whether the bucket has versions, or had: those of a suspended bucket are still there."""
-        with suppress(NotSupportedError):
-            answer = self.ask("read whether the bucket keeps versions", "get_bucket_versioning")
-            return answer.get("Status") in ("Enabled", "Suspended")
-        return False
-
     def create(self) -> None:
         """Make the bucket; one that we have is fine."""
         region, where = self.client.meta.region_name, {}
@@ -160,21 +148,21 @@ def plan_lifecycle(tier: S3Config) -> LifecyclePlan:
         address = bucket.address
         missing = bucket.ask("look at the bucket", "head_bucket", absent="404") is None
         before: tuple[Rule, ...] = () if missing else tuple(bucket.rules()["Rules"])
-        versioned = not missing and bucket.is_versioned()
-    own_id = rule_id(address.prefix)
-    own = next((rule for rule in before if rule.get("ID") == own_id), None)
-    others = tuple(rule for rule in before if rule.get("ID") != own_id)
-    wanted = _wanted_rule(tier, address, versioned)
-    if any("Prefix" in rule for rule in others):
-        wanted["Prefix"] = wanted.pop("Filter")["Prefix"]  # S3 refuses a mixture of the old form and the new
+    wanted = _wanted_rule(tier, address)
+    own = next((rule for rule in before if rule.get("ID") == wanted["ID"]), None)
+    is_same = own is not None and _essence(own) == _essence(wanted)
     changes = []
     if missing:
         changes.append(f"make the bucket {address.bucket} ({address.region or 'in the default region'}, private)")
-    same = own is not None and _essence(own) == _essence(wanted)
-    if not same:
-        verb = "add" if own is None else "replace"
-        changes.append(f"{verb} the lifecycle rule {own_id!r}: {_in_words(wanted, address)}")
-    after = before if same else (*others, wanted)
+    if not is_same:
+        what = f"objects under {address.prefix}" if address.prefix else "ALL objects in the bucket"
+        days = wanted["Expiration"].get("Days")
+        ends = f"removed {days} day{'s' * (days != 1)} after they were written" if days else "kept"
+        changes.append(
+            f"{'add' if own is None else 'replace'} the lifecycle rule {wanted['ID']!r}: {what} are {ends}; "
+            "replaced and deleted versions, and broken uploads, after 1 day"
+        )
+    after = before if is_same else (*(rule for rule in before if rule is not own), wanted)
     return LifecyclePlan(tier, address.where, missing, before, after, tuple(changes))
 
 
@@ -198,44 +186,24 @@ def apply_lifecycle(plan: LifecyclePlan) -> None:
         bucket.ask("write the lifecycle rules", "put_bucket_lifecycle_configuration", **document)
 
 
-def rule_id(prefix: str) -> str:
-    """Return the ID of our rule for a tier's prefix (empty: the whole bucket)."""
-    own_id = f"nixl-offload:{prefix}"
-    if len(own_id) <= _MAX_ID:
-        return own_id
-    return f"{own_id[: _MAX_ID - 17]}-{hashlib.sha256(prefix.encode()).hexdigest()[:16]}"
-
-
-def _wanted_rule(tier: S3Config, address: S3Address, versioned: bool) -> Rule:
-    rule: Rule = {
-        "ID": rule_id(address.prefix),
+def _wanted_rule(tier: S3Config, address: S3Address) -> Rule:
+    days = None if tier.ttl_s is None else max(1, math.ceil(tier.ttl_s / _DAY_S))
+    return {
+        "ID": f"nixl-offload:{address.prefix}"[:_MAX_ID],
         "Status": "Enabled",
         "Filter": {"Prefix": address.prefix},
-        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": _UPLOAD_DAYS},
-    }
-    if tier.ttl_s is not None:
         # With Days, S3 also removes delete markers that are left over in a bucket with versions.
-        rule["Expiration"] = {"Days": max(1, math.ceil(tier.ttl_s / _DAY_S))}
-    elif versioned:
-        rule["Expiration"] = {"ExpiredObjectDeleteMarker": True}
-    if versioned:
-        rule["NoncurrentVersionExpiration"] = {"NoncurrentDays": _NONCURRENT_DAYS}
-    return rule
+        "Expiration": {"ExpiredObjectDeleteMarker": True} if days is None else {"Days": days},
+        # In a bucket with versions what is deleted, and everywhere what a dead writer left of an upload, is billed
+        # until it is removed.
+        "NoncurrentVersionExpiration": {"NoncurrentDays": 1},
+        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
+    }
 
 
-def _in_words(rule: Rule, address: S3Address) -> str:
-    days = rule.get("Expiration", {}).get("Days")
-    what = f"objects under {address.prefix}" if address.prefix else "ALL objects in the bucket"
-    removed = f"removed {days} day{'s' * (days != 1)} after they were written" if days else "kept"
-    versions = "; replaced and deleted versions after 1 day" if "NoncurrentVersionExpiration" in rule else ""
-    return f"{what} are {removed}{versions}; broken uploads after 1 day"
-
-
-def _essence(rule: Rule) -> dict[str, Any]:
+def _essence(rule: Rule) -> Rule:
     """Return what makes two rules the same: servers add fields, and spell the filter in several ways."""
-    return {"Prefix": _prefix_of(rule), **{field: rule.get(field) for field in _OUR_FIELDS}}
-
-
-def _prefix_of(rule: Rule) -> str:
     filters = rule.get("Filter") or {}
-    return str(filters.get("Prefix") or filters.get("And", {}).get("Prefix") or rule.get("Prefix") or "")
+    prefix = filters.get("Prefix") or filters.get("And", {}).get("Prefix") or rule.get("Prefix") or ""
+    fields = "Status", "Expiration", "NoncurrentVersionExpiration", "AbortIncompleteMultipartUpload"
+    return {"Prefix": prefix, **{field: rule.get(field) for field in fields}}

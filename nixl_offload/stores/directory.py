@@ -1,101 +1,342 @@
-"""A shared directory as a store: a name is a relative path.
+"""A shared directory as a store: a name is a relative path. A file is written as a draft and renamed into place when it
+is whole and synced.
 
-Threading: as ``base.Store``. A filesystem that hangs holds the calling thread: the kernel offers no deadline.
-Files whose names begin with a dot are drafts, never listed and never read. A symlink in place of a file or of a listed
-directory is not followed.
+Threading: any thread, several at once. A filesystem that hangs holds the calling thread: the kernel offers no deadline.
+Directories are 0700, files 0600. Files whose names begin with a dot are drafts, never listed and never read. A symlink
+in place of a file or of a listed directory is not followed. A root that vanishes is not made again: an empty mount
+point must not fill the disk below it.
 """
 
 from __future__ import annotations
 
+import errno
+import itertools
+import logging
+import math
+import mmap
 import os
+import re
+import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Final
 
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import ObjectInfo, Store
-from nixl_offload.stores.filesystem import REAL, Filesystem
-from nixl_offload.stores.tree_files import DRAFT, TreeFiles
+from nixl_offload.stores.filesystem import REAL, Filesystem, cause_of, spare_bytes, words_of
+from nixl_offload.types import PAGE_BYTES
 
+logger = logging.getLogger(__name__)
+
+DRAFT: Final = re.compile(r"\.(.+)\.[0-9]+-[0-9a-f]+\.[0-9]+\.tmp")
+"""The name that the file is to get, the writer's mark, a number."""
+_CREATE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL
+_READ: Final = os.O_RDONLY | os.O_NONBLOCK
+"""Not blocking: a FIFO in a file's place would hold the thread for ever."""
 _ABSENT: Final = (FileNotFoundError, NotADirectoryError)
+_MAKE_DIRECTORY_ATTEMPTS: Final = 8
+"""A directory that was made for a file may be removed, empty, before the file is in it."""
 
 
-class TreeStore(Store):
+@dataclass(slots=True, eq=False)
+class OpenFile:
+    """An open file. Whoever it is for closes ``fd``."""
+
+    path: str
+    fd: int
+    size_bytes: int
+    direct: bool
+    """Whether it was opened with O_DIRECT."""
+
+
+@dataclass(slots=True, eq=False)
+class Draft(OpenFile):
+    """A new file on the way to its name."""
+
+    final: str
+    sync_fd: int
+    """The same file, for ``publish``, which closes it, as ``discard`` does."""
+    is_unwanted: bool = False
+    """Set by a writer that no longer waits for ``publish``."""
+
+
+class TreeFiles:
+    """Creates, publishes and opens files by name. Raises StoreError alone.
+
+    After a failure still holds: a name leads to a whole file or to none, and no draft is left.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        filesystem: Filesystem = REAL,
+        direct_io: bool = False,
+        touch_after_s: float = math.inf,
+        kept_free: float = 0.0,
+    ) -> None:
+        """``touch_after_s``: a file that is opened and older gets a new modification time. ``kept_free``: nothing is
+        created that would leave less than this share of the filesystem free.
+        """
+        self.root = root.rstrip("/") or "/"
+        self.filesystem = filesystem
+        self._direct: bool | None = None if direct_io else False
+        """Whether O_DIRECT works here; None until it was tried."""
+        self._touch_after_s = touch_after_s
+        self._kept_free = kept_free
+        self._device: int | None = None
+        # Machines that share the directory may share the pid.
+        self._mark = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._numbers = itertools.count()
+
+    def path(self, name: str) -> str:
+        """Return a file's path. Names come from digests; one that could lead elsewhere is a bug in the caller."""
+        if "\0" in name or any(not part or part.startswith(".") for part in name.split("/")):
+            text = f"{self.root}: {name!r} is not a name: no empty part, none that begins with a dot"
+            raise StoreError(text, cause="io")
+        return os.path.join(self.root, name)
+
+    def create(self, name: str, length_bytes: int) -> Draft:
+        """Create a draft with space for all its bytes, where the filesystem can reserve it."""
+        final = self.path(name)
+        directory, base = os.path.split(final)
+        path, fd = f"{directory}/.{base}.{self._mark}.{next(self._numbers)}.tmp", -1
+        with self.translating(f"create {name}"):
+            try:
+                if self._kept_free and spare_bytes(self.filesystem.space(self.root), self._kept_free) < length_bytes:
+                    text = f"no more than the {self._kept_free:.0%} that stay free of its filesystem are left"
+                    raise StoreError(f"{self.root}: {text}", cause="full")
+                fd, direct = self._open(path, _CREATE, directory)
+                self._allocate(fd, length_bytes)
+                direct = direct and self._direct_works(fd)
+                return Draft(path, fd, length_bytes, direct, final, os.dup(fd))
+            except BaseException:
+                if fd >= 0:
+                    self.filesystem.close(fd)
+                    self._unlink(path)
+                raise
+
+    def publish(self, draft: Draft) -> None:
+        """Sync a draft and rename it into place, unless it is unwanted by now."""
+        try:
+            with self.translating(f"put {draft.final} in place"):
+                self.filesystem.sync(draft.sync_fd)
+                if draft.is_unwanted:
+                    raise StoreError(f"{draft.final} was given up before it was in place", cause="io")
+                self.filesystem.rename(draft.path, draft.final)
+        except BaseException:
+            self.discard(draft)
+            raise
+        self._close_sync(draft)
+
+    def discard(self, draft: Draft) -> None:
+        """Remove a draft, whose ``fd`` stays open. Never raises."""
+        self._close_sync(draft)
+        self._unlink(draft.path)
+
+    def abandon(self, file: OpenFile) -> None:
+        """Close a file that nobody has taken; remove it if it is a draft."""
+        self.filesystem.close(file.fd)
+        if isinstance(file, Draft):
+            self.discard(file)
+
+    def open(self, name: str, length_bytes: int | None = None) -> OpenFile:
+        """Open a file. One that is not there, or is no file of ``length_bytes``, is ``missing``."""
+        path, fd = self.path(name), -1
+        with self.translating(f"open {name}"):
+            try:
+                fd, direct = self._open(path, _READ, None)
+                found = self.filesystem.stat(fd)
+                if not stat.S_ISREG(found.st_mode) or length_bytes not in (None, found.st_size):
+                    wanted = "file" if length_bytes is None else f"file of {length_bytes} bytes"
+                    raise StoreError(f"{path} is no {wanted}", cause="missing")
+                # io_uring answers EAGAIN for such files where the filesystem cannot do otherwise.
+                self.filesystem.clear_flag(fd, os.O_NONBLOCK)
+                if time.time() - found.st_mtime > self._touch_after_s:
+                    with suppress(OSError):  # a filesystem may be read-only for us
+                        self.filesystem.touch(fd)
+                return OpenFile(path, fd, found.st_size, direct and self._direct_works(fd))
+            except BaseException as error:
+                if fd >= 0:
+                    self.filesystem.close(fd)
+                if isinstance(error, OSError) and error.errno == errno.ELOOP:
+                    raise StoreError(f"{path} is a symbolic link", cause="missing") from error
+                raise
+
+    def require_root(self, doing: str) -> os.stat_result:
+        """Raise ``unreachable`` where the root is gone: then nothing can be said of what was in it."""
+        try:
+            return self.filesystem.stat(self.root, follow=True)
+        except OSError as error:
+            text = f"{self.root}: cannot {doing}: the directory is not there ({words_of(error)}); unmounted?"
+            raise StoreError(text, cause="unreachable") from error
+
+    def require_mounted(self, doing: str) -> None:
+        """As ``require_root``, and where the root is empty and on another filesystem than before: not mounted."""
+        device = self.require_root(doing).st_dev
+        with self.translating(doing):
+            if self._device not in {None, device} and not self.filesystem.list(self.root):
+                text = f"{self.root} is empty, and on another filesystem than before: not mounted"
+                raise StoreError(text, cause="unreachable")
+        self._device = device
+
+    def make_directory(self, directory: str) -> None:
+        """Make what is missing between the root and ``directory``, a path."""
+        self.require_mounted(f"make {directory}")
+        path = self.root
+        with self.translating(f"make {directory}"):
+            for part in os.path.relpath(directory, self.root).split("/"):
+                path = os.path.join(path, part)
+                with suppress(FileExistsError, FileNotFoundError):
+                    self.filesystem.make_directory(path)
+
+    @contextmanager
+    def translating(self, doing: str) -> Iterator[None]:
+        """Raise StoreError in place of OSError. A file is ``missing`` only where the root is there."""
+        try:
+            yield
+        except OSError as error:
+            cause = cause_of(error.errno)
+            if cause == "missing":
+                self.require_root(doing)
+            raise StoreError(f"{self.root}: cannot {doing}: {words_of(error)}", cause=cause) from error
+
+    def _open(self, path: str, flags: int, make_directory: str | None) -> tuple[int, bool]:
+        """Open with O_DIRECT unless that does not work here; make the directory where it is missing."""
+        attempts = _MAKE_DIRECTORY_ATTEMPTS if make_directory is not None else 0
+        while True:
+            direct = self._direct is not False
+            try:
+                return self.filesystem.open(path, flags | (os.O_DIRECT if direct else 0)), direct
+            except FileNotFoundError:
+                if make_directory is None or not attempts:
+                    raise
+                attempts -= 1
+                self.make_directory(make_directory)
+            except OSError as error:
+                if not direct or error.errno != errno.EINVAL:
+                    raise
+                self._note_buffered(error)
+                if flags & os.O_EXCL:
+                    self._unlink(path)  # some filesystems create before they refuse
+
+    def _direct_works(self, fd: int) -> bool:
+        """Read one page, once: an open alone proves nothing. If that fails ``fd`` loses its O_DIRECT."""
+        if self._direct is None:
+            try:
+                with mmap.mmap(-1, PAGE_BYTES) as page:
+                    self.filesystem.read(fd, page, 0)
+                self._direct = True
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._note_buffered(error)
+        if not self._direct:
+            self.filesystem.clear_flag(fd, os.O_DIRECT)
+        return bool(self._direct)
+
+    def _note_buffered(self, error: OSError) -> None:
+        if self._direct is None:
+            logger.warning(
+                "%s: the filesystem cannot do direct I/O (%s); going on through the page cache",
+                self.root,
+                words_of(error),
+            )
+        self._direct = False
+
+    def _allocate(self, fd: int, length_bytes: int) -> None:
+        """Give a new file its size, and real space where the filesystem can: it says "full" now, not halfway."""
+        try:
+            if length_bytes:
+                self.filesystem.allocate(fd, length_bytes)
+        except OSError as error:
+            if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS}:
+                raise
+            self.filesystem.truncate(fd, length_bytes)
+
+    def _unlink(self, path: str) -> None:
+        with suppress(OSError):
+            self.filesystem.unlink(path)
+
+    def _close_sync(self, draft: Draft) -> None:
+        if draft.sync_fd >= 0:
+            fd, draft.sync_fd = draft.sync_fd, -1
+            with suppress(OSError):
+                self.filesystem.close(fd)
+
+
+class TreeStore(TreeFiles, Store):
     """Files below one directory, which is made when missing, once: one that vanishes later is ``unreachable``."""
 
     name = "tree"
 
     def __init__(self, directory: str, filesystem: Filesystem = REAL) -> None:
         """``directory`` is absolute. Raises StoreError when it is not there and cannot be made."""
-        self.files = TreeFiles(directory, filesystem=filesystem)
-        self.where = self.files.root
-        self._filesystem = filesystem
-        self._closed = False
-        with self.files.translating("make the directory"):
-            os.makedirs(self.where, mode=0o700, exist_ok=True)
+        super().__init__(directory, filesystem=filesystem)
+        self.where = self.root
+        with self.translating("make the directory"):
+            os.makedirs(self.root, mode=0o700, exist_ok=True)
 
     def __repr__(self) -> str:
         return f"TreeStore({self.where})"
 
     def head(self, name: str) -> ObjectInfo | None:
-        path = self._path(name)
-        with self.files.translating(f"look at {name}"), suppress(*_ABSENT):
-            found = self._filesystem.stat(path)
+        path = self.path(name)
+        with self.translating(f"look at {name}"), suppress(*_ABSENT):
+            found = self.filesystem.stat(path)
             return ObjectInfo(name, found.st_size, found.st_mtime) if stat.S_ISREG(found.st_mode) else None
-        self.files.require_root(f"look at {name}")
+        self.require_root(f"look at {name}")
         return None
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
-        self._check_open()
         memory, done = memory.cast("B"), 0
-        opened = self.files.open(name)
+        opened = self.open(name)
         there_bytes = opened.size_bytes - offset
         try:
-            with self.files.translating(f"read {name}"):
+            with self.translating(f"read {name}"):
                 while done < memory.nbytes <= there_bytes:
-                    got = self._filesystem.read(opened.fd, memory[done:], offset + done)
+                    got = self.filesystem.read(opened.fd, memory[done:], offset + done)
                     done += got
                     if not got:  # it was cut meanwhile
                         there_bytes = done
         finally:
-            self._filesystem.close(opened.fd)
+            self.filesystem.close(opened.fd)
         if there_bytes < memory.nbytes:
             text = f"{memory.nbytes} bytes asked for at offset {offset}, there are {max(0, there_bytes)}"
             raise StoreError(f"{self.where}: read {name}: {text}", cause="short")
 
     def write(self, name: str, memory: memoryview) -> None:
-        self._check_open()
         memory, done = memory.cast("B"), 0
-        draft = self.files.create(name, memory.nbytes)
+        draft = self.create(name, memory.nbytes)
         try:
-            with self.files.translating(f"write {name}"):
+            with self.translating(f"write {name}"):
                 while done < memory.nbytes:
-                    done += self._filesystem.write(draft.fd, memory[done:], done)
+                    done += self.filesystem.write(draft.fd, memory[done:], done)
         except BaseException:
-            self.files.abandon(draft)
+            self.abandon(draft)
             raise
-        self._filesystem.close(draft.fd)
-        self.files.publish(draft)
+        self.filesystem.close(draft.fd)
+        self.publish(draft)
 
     def delete(self, names: Sequence[str]) -> None:
-        paths, first = [self._path(name) for name in names], None
+        paths, first = [self.path(name) for name in names], None
         for path in paths:
             try:
-                with self.files.translating(f"delete {os.path.relpath(path, self.where)}"), suppress(*_ABSENT):
-                    self._filesystem.unlink(path)
+                with self.translating(f"delete {os.path.relpath(path, self.where)}"), suppress(*_ABSENT):
+                    self.filesystem.unlink(path)
             except StoreError as error:
                 first = first or error
         self._prune({path.rpartition("/")[0] for path in paths})
         if first is not None:
             raise first
-        self.files.require_root("delete")
+        self.require_root("delete")
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        self._check_open()
-        self.files.require_root(f"list {prefix}")
-        with self.files.translating(f"list {prefix}"):
+        self.require_root(f"list {prefix}")
+        with self.translating(f"list {prefix}"):
             yield from self._walk("", os.fsencode(prefix), os.fsencode(start_after))
 
     def remove_stale_drafts(self, older_than_s: float, is_ours: Callable[[str], bool] = lambda name: True) -> int:
@@ -104,22 +345,21 @@ class TreeStore(Store):
         ``is_ours`` is asked of the name that a draft was to get: other programs make files that look like drafts.
         Raises the first StoreError after all were tried.
         """
-        self._check_open()
-        self.files.require_root("remove stale drafts")
+        self.require_root("remove stale drafts")
         removed, newest_s, first = 0, time.time() - older_than_s, None
         directories = [""]
         while directories:
             above = directories.pop()
             try:
-                with self.files.translating("remove stale drafts"), suppress(*_ABSENT):  # gone meanwhile
-                    entries = self._filesystem.list(os.path.join(self.where, above))
+                with self.translating("remove stale drafts"), suppress(*_ABSENT):  # gone meanwhile
+                    entries = self.filesystem.list(os.path.join(self.where, above))
                     directories += [f"{above}{name}/" for name, is_directory in entries if is_directory]
                     for name, _ in entries:
                         draft, path = DRAFT.fullmatch(name), os.path.join(self.where, above, name)
                         if draft and is_ours(above + draft[1]):
                             with suppress(FileNotFoundError):
-                                if self._filesystem.stat(path).st_mtime < newest_s:
-                                    self._filesystem.unlink(path)
+                                if self.filesystem.stat(path).st_mtime < newest_s:
+                                    self.filesystem.unlink(path)
                                     removed += 1
             except StoreError as error:
                 first = first or error
@@ -128,7 +368,7 @@ class TreeStore(Store):
         return removed
 
     def close(self) -> None:
-        self._closed = True
+        """Nothing is held between calls."""
 
     def _walk(self, above: str, prefix: bytes, start_after: bytes) -> Iterator[ObjectInfo]:
         """Yield what is in the directory ``above`` (empty, or ending in a slash), in the order of whole names.
@@ -137,7 +377,7 @@ class TreeStore(Store):
         """
         hidden = "lost+found" if not above else ""  # of a mount point, and root's alone
         try:
-            entries = self._filesystem.list(os.path.join(self.where, above))
+            entries = self.filesystem.list(os.path.join(self.where, above))
         except _ABSENT:
             return  # pruned while we walk
         shown = (each for each in entries if not each[0].startswith(".") and each[0] != hidden)
@@ -149,7 +389,7 @@ class TreeStore(Store):
             elif name > start_after and name.startswith(prefix):
                 with suppress(FileNotFoundError):
                     text = os.fsdecode(name)
-                    found = self._filesystem.stat(os.path.join(self.where, text))
+                    found = self.filesystem.stat(os.path.join(self.where, text))
                     if stat.S_ISREG(found.st_mode):
                         yield ObjectInfo(text, found.st_size, found.st_mtime)
 
@@ -159,13 +399,5 @@ class TreeStore(Store):
             directory = lowest
             with suppress(OSError):
                 while len(directory) > len(self.where):
-                    self._filesystem.remove_directory(directory)
+                    self.filesystem.remove_directory(directory)
                     directory = directory.rpartition("/")[0]
-
-    def _path(self, name: str) -> str:
-        self._check_open()
-        return self.files.path(name)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StoreError(f"{self.where}: the store is closed", cause="io")

@@ -15,6 +15,8 @@ import os
 import resource
 from typing import Final
 
+from nixl_offload.errors import TierError
+
 _CAUSES: Final = {
     errno.ENOSPC: "full",
     errno.EDQUOT: "full",
@@ -132,6 +134,11 @@ def words_of(error: OSError) -> str:
     if error.errno == errno.EMFILE:
         words += f" (RLIMIT_NOFILE, ulimit -n: {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
     return words
+
+
+def tier_error(error: OSError, doing: str) -> TierError:
+    """Translate ``error``; ``doing`` says in a few words what failed ("cannot open /x"). Raise it ``from error``."""
+    return TierError(f"{doing}: {words_of(error)}", cause=cause_of(error.errno))
 
 
 def spare_bytes(space: os.statvfs_result, kept_free: float) -> float:

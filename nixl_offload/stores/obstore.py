@@ -10,11 +10,11 @@ neither the text nor the cause of a StoreError from here contains an answer's bo
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -66,8 +66,8 @@ _OS_MESSAGE: Final = re.compile(r'^ *message: "([^"]{1,200})",$', re.MULTILINE)
 class BucketStore(Store):
     """An S3 bucket behind one ``S3Store``, made at the first call, with credentials of boto3's chain.
 
-    botocore renews keys that expire, but reads those of the environment and of ``~/.aws/credentials`` once. So when a
-    call is denied and the chain has other keys by then, the client is replaced and the call made again.
+    botocore renews keys that expire, but reads those of the environment and of ``~/.aws/credentials`` once. So the call
+    after one that was denied asks the chain again.
     """
 
     name = "obstore"
@@ -78,11 +78,10 @@ class BucketStore(Store):
         self._address = S3Address.of(tier)
         self.where = self._address.where
         self._lock = threading.Lock()
-        self._made: tuple[S3Store, _Provider] | None = None
-        self._ask_chain_at_s = 0.0
+        self._made: S3Store | None = None
+        self._keys_missing_until_s = 0.0
+        self._keys_asked_s = -math.inf
         self._closed = False
-        self._bucket_seen = False
-        """Whether an answer came that only an existing bucket gives."""
         self._ignores_ranges = False
         self._unusable_answers = 0
         self._direct = DirectGets(timeout_s=tier.request_timeout_s, tls=partial(tls_context, tier))
@@ -91,11 +90,9 @@ class BucketStore(Store):
         return f"BucketStore({self.where})"
 
     def head(self, name: str) -> ObjectInfo | None:
+        """Absent, too, where there is no bucket: the answer is the same, and a write tells."""
         found = self._call(f"HEAD {name}", _head, self._address.key(name))
-        if found is not None:
-            return self._info(found)
-        self._require_bucket()
-        return None
+        return None if found is None else self._info(found)
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
         self._call(f"GET {name}", self._read_into, name, offset, memory.cast("B"))
@@ -207,17 +204,6 @@ class BucketStore(Store):
                 return
             offset = page[-1]["path"]
 
-    def _require_bucket(self) -> None:
-        """Raise StoreError when there is no bucket: a HEAD answers 404 for that, too, and a listing can tell."""
-        if not self._bucket_seen:
-            nothing = self._address.key(".nixl-offload-no-such-directory")
-            try:
-                self._call("LIST", lambda store: next(obstore.list(store, nothing), None))
-            except StoreError as error:
-                if error.cause != "denied":  # else there is a bucket that may not be listed
-                    raise
-            self._bucket_seen = True
-
     def _info(self, found: Any) -> ObjectInfo:
         name = found["path"][len(self._address.prefix) :]
         return ObjectInfo(name, int(found["size"]), found["last_modified"].timestamp())
@@ -226,18 +212,17 @@ class BucketStore(Store):
         """Call ``function`` with the client as its first argument. Raises StoreError alone."""
         store = self._client()
         try:
-            answer = function(store, *arguments, **options)
+            return function(store, *arguments, **options)
         except StoreError:
             raise
         except (BaseError, OSError, ValueError) as error:
             foreign = error
-        else:
-            self._bucket_seen |= answer is not None or function is not _head
-            return answer
         # Out of the handler, so that the original, which quotes the answer, becomes neither cause nor context.
         failure = self._parsed(doing, str(foreign))
-        if failure.cause == "denied" and self._replaced(store):
-            return self._call(doing, function, *arguments, **options)
+        if failure.cause == "denied":
+            with self._lock:
+                if self._made is store and time.monotonic() >= self._keys_asked_s + CREDENTIALS_RETRY_S:
+                    self._made = None
         raise failure from BaseError(str(failure).partition(": ")[2])
 
     def _parsed(self, doing: str, text: str) -> StoreError:
@@ -247,8 +232,6 @@ class BucketStore(Store):
             found[1] if (found := pattern.search(text)) else ""
             for pattern in (_STATUS, _CODE, _MESSAGE, _KIND, _OS_MESSAGE)
         )
-        if code == "NoSuchBucket":
-            self._bucket_seen = False
         if code or status:  # a bulk delete has errors inside an answer with status 200
             return answer_error(doing, self._address, int(status or 200), code, message)
         why = f" ({system})" if system else ""
@@ -273,35 +256,22 @@ class BucketStore(Store):
             with self._lock:
                 if self._closed:
                     raise StoreError(f"{self.where}: the store is closed", cause="io")
-                made = self._made = self._made or self._make(self._ask_chain())
-        return made[0]
+                made = self._made = self._made or self._make()
+        return made
 
-    def _replaced(self, denied: S3Store) -> bool:
-        """Whether ``_client`` now returns another client than ``denied``."""
-        with self._lock, suppress(StoreError):
-            if self._made is not None and self._made[0] is denied:
-                # botocore renews what it can by itself.
-                provider = None if hasattr(self._made[1].credentials, "refresh_needed") else self._ask_chain()
-                if provider is None or provider.keys == self._made[1].keys:
-                    self._ask_chain_at_s = time.monotonic() + CREDENTIALS_RETRY_S
-                    return False
-                self._made = self._make(provider)
-            return True
-        return False
-
-    def _ask_chain(self) -> _Provider:
+    def _provider(self) -> Boto3CredentialProvider:
         hush_botocore()
-        why = ""
-        if time.monotonic() >= self._ask_chain_at_s:
+        self._keys_asked_s, why = time.monotonic(), ""
+        if self._keys_asked_s >= self._keys_missing_until_s:
             try:
-                return _Provider(ttl=_CREDENTIALS_TTL)
+                return Boto3CredentialProvider(ttl=_CREDENTIALS_TTL)
             except Exception as error:  # noqa: BLE001  whatever the chain raises: no secret of it may get out
-                self._ask_chain_at_s = time.monotonic() + CREDENTIALS_RETRY_S
+                self._keys_missing_until_s = time.monotonic() + CREDENTIALS_RETRY_S
                 why = "" if isinstance(error, ValueError) else f" ({type(error).__name__})"
         raise StoreError(f"{self.where}: {NO_CREDENTIALS}{why}", cause="denied")
 
-    def _make(self, provider: _Provider) -> tuple[S3Store, _Provider]:
-        tier, address = self._tier, self._address
+    def _make(self) -> S3Store:
+        tier, address, provider = self._tier, self._address, self._provider()
         timeout, bundle = timedelta(seconds=tier.request_timeout_s), readable_ca_bundle(tier)
         client: Any = {
             "timeout": timeout,
@@ -319,7 +289,7 @@ class BucketStore(Store):
         try:
             if bundle is not None:
                 client["root_certificate"] = Path(bundle).read_bytes()
-            store = S3Store(
+            return S3Store(
                 address.bucket,
                 config=config,
                 client_options=client,
@@ -329,15 +299,6 @@ class BucketStore(Store):
         except (BaseError, OSError, ValueError) as error:
             text = f"{self.where}: obstore takes no such address, certificates or options ({type(error).__name__})"
             raise StoreError(text, cause="io") from error
-        return store, provider
-
-
-class _Provider(Boto3CredentialProvider):
-    """AWS's chain as boto3 has it, and the keys that it had at first. Raises anything, ValueError where it has none."""
-
-    def __init__(self, *, ttl: timedelta) -> None:
-        super().__init__(ttl=ttl)
-        self.keys = self.credentials.get_frozen_credentials()
 
 
 def _head(store: S3Store, key: str) -> Any:

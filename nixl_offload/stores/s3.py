@@ -184,7 +184,7 @@ def answer_error(doing: str, address: S3Address, status: int, code: str, message
     cause, _, _, hint = next(rows, ("io", (), "", ""))
     if cause == "denied" and doing.startswith("HEAD"):
         hint += "; S3 answers so for an absent object too where the credentials may not list the bucket"
-    return StoreError(printable(text) + hint, cause=cause, status=status if cause in ("io", "server") else None)
+    return StoreError(printable(text) + hint, cause=cause)
 
 
 def printable(text: str) -> str:

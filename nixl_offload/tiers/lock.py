@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nixl_offload.errors import TierError
-from nixl_offload.tiers.os_errors import tier_error
+from nixl_offload.stores.filesystem import tier_error
 
 _HINT_MAX_BYTES = 4096
 _LOOK_PATIENCE_S = 0.1

@@ -40,10 +40,10 @@ from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.errors import TierError
 from nixl_offload.hardware.cores import unbound
 from nixl_offload.movers.base import MemoryKind, Mover
-from nixl_offload.movers.select_object import open_object_mover
+from nixl_offload.movers.select import open_object_mover
+from nixl_offload.stores.filesystem import tier_error
 from nixl_offload.tiers.kinds import AnyPlace, open_link
 from nixl_offload.tiers.memory.tier import rank_memory_bytes
-from nixl_offload.tiers.os_errors import tier_error
 from nixl_offload.tiers.slab.file import make_private_directory, require_lock
 from nixl_offload.tiers.slab.tier import SlabPlace
 from nixl_offload.types import PAGE_BYTES

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.s3.servers import MotoServer, RcloneServer
+
 from .emulation.build import Control, build_driver, build_emulation
+from .object_rigs import PREFIX
+
+
+@pytest.fixture(scope="module")
+def rclone() -> Iterator[RcloneServer]:
+    with RcloneServer() as server:
+        server.make_directories(f"{PREFIX}/suite")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[MotoServer]:
+    with MotoServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

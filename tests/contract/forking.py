@@ -22,7 +22,8 @@ from nixl_offload.errors import MoverUnavailableError
 from nixl_offload.movers.base import Mover, Op, Transfer, TransferState, open_file
 from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.nixl import NixlMover
-from nixl_offload.movers.nixl_plugins import PLUGINS, object_plugin
+from nixl_offload.movers.nixl_plugins import PLUGINS
+from nixl_offload.movers.select import make_object_mover
 from tests.contract.suites.mover_rig import MIB, HostMemory, extents
 
 WAIT_S = 60.0
@@ -60,8 +61,9 @@ class Work:
 def _make(name: str, tier: dict[str, Any]) -> Mover:
     if name == "kvikio":
         return KvikioMover(2, close_timeout_s=1.0)
-    plugin = object_plugin(S3Config.model_validate(tier)) if name == "obj" else PLUGINS[name]
-    return NixlMover(plugin, close_timeout_s=1.0)
+    if name == "obj":
+        return make_object_mover(name, S3Config.model_validate(tier))
+    return NixlMover(PLUGINS[name], close_timeout_s=1.0)
 
 
 def tell(name: str, target: str, content: bytes, tier: dict[str, Any]) -> dict[str, str]:
@@ -72,8 +74,8 @@ def tell(name: str, target: str, content: bytes, tier: dict[str, Any]) -> dict[s
         return {"refused": str(error)}
     lives = weakref.ref(held[0].mover)
     under_way = [held[0].begin()]
-    if isinstance(held[0].mover, KvikioMover):
-        _rest(held[0].mover, under_way[0])
+    if name == "kvikio":  # its threads do not survive a fork, and a transfer under way would keep the mover
+        held[0].end(under_way[0], content)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads is the point here
         child = os.fork()
@@ -93,14 +95,6 @@ def tell(name: str, target: str, content: bytes, tier: dict[str, Any]) -> dict[s
     }
     held[0].mover.close()
     return found
-
-
-def _rest(mover: KvikioMover, transfer: Transfer) -> None:
-    """Wait until its thread has nothing to do: in the middle of a call that would keep the mover, in the child too."""
-    while mover.poll(transfer) is TransferState.PENDING:
-        time.sleep(0.001)
-    assert mover._launcher is not None
-    mover._launcher.submit(int).result()
 
 
 def _end_of(child: int) -> str:

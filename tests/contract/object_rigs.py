@@ -1,53 +1,22 @@
-"""What the tests of object movers share: a bucket's raw objects, a directory's, and movers made for them."""
+"""What the tests of object movers work with: a mover with memory, and raw access to its objects.
+
+Threading: one test, one thread.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+import mmap
+import secrets
+import time
+
+import numpy as np
 
 from nixl_offload.config.schema import S3Config
-from nixl_offload.movers.base import Mover
-from nixl_offload.movers.nixl import NixlMover
-from nixl_offload.movers.nixl_plugins import object_plugin
-from nixl_offload.movers.store import StoreMover
-from nixl_offload.stores.s3 import open_store
-from tests.contract.suites.object_mover_rig import RawObjects
+from nixl_offload.movers.base import FileId, MemoryId, MemoryKind, MemoryRegion, Mover, Op, Transfer
+from tests.contract.suites.mover_rig import MIB, WAIT_S, extents, wait
 from tests.s3.servers import RcloneServer
 
 PREFIX = "kv/a"
-
-
-class RawBucket(RawObjects):
-    """The objects under ``PREFIX`` as the files that rclone keeps them in."""
-
-    def __init__(self, server: RcloneServer) -> None:
-        self._server = server
-
-    def write(self, name: str, data: bytes) -> None:
-        self._server.write(f"{PREFIX}/{name}", data)
-
-    def read(self, name: str) -> bytes:
-        return self._server.path(f"{PREFIX}/{name}").read_bytes()
-
-    def exists(self, name: str) -> bool:
-        return self._server.path(f"{PREFIX}/{name}").exists()
-
-
-class RawDirectory(RawObjects):
-    """Objects that are files in a directory."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def write(self, name: str, data: bytes) -> None:
-        path = self._directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-    def read(self, name: str) -> bytes:
-        return (self._directory / name).read_bytes()
-
-    def exists(self, name: str) -> bool:
-        return (self._directory / name).exists()
 
 
 def tier_of(server: RcloneServer, **fields: object) -> S3Config:
@@ -55,8 +24,63 @@ def tier_of(server: RcloneServer, **fields: object) -> S3Config:
     return S3Config.model_validate(server.tier(PREFIX, **{"connections": 8, "request_timeout": "5s", **fields}))
 
 
-def bare_mover(name: str, tier: S3Config) -> Mover:
-    """A mover by its name in the config, with its limits and without retries of ours."""
-    if name == "obj":
-        return NixlMover(object_plugin(tier), close_timeout_s=tier.request_timeout_s)
-    return StoreMover(open_store(tier), threads=tier.connections, close_timeout_s=tier.request_timeout_s)
+class ObjectRig:
+    """A mover with one region of random memory, and names under ``PREFIX`` that nobody else uses.
+
+    ``server`` keeps its objects as files; None where a test has no objects.
+    """
+
+    def __init__(self, mover: Mover, server: RcloneServer | None = None, size_bytes: int = MIB) -> None:
+        self.mover, self._server = mover, server
+        self._pages = mmap.mmap(-1, size_bytes)
+        self.memory = np.frombuffer(self._pages, dtype=np.uint8)
+        self.memory[:] = np.random.default_rng(size_bytes).integers(0, 256, size_bytes, dtype=np.uint8)
+        region = MemoryRegion(int(self.memory.ctypes.data), size_bytes, MemoryKind.DRAM)
+        self.memory_id: MemoryId = mover.register_memory(region)
+        self._prefix = secrets.token_hex(6)
+
+    def name(self, what: str) -> str:
+        """A fresh test's own name; objects of one directory, as shards of one key are."""
+        return f"suite/{self._prefix}-{what}"
+
+    def store(self, what: str, data: bytes) -> str:
+        """Make an object behind the mover's back and return its name."""
+        assert self._server is not None
+        name = self.name(what)
+        self._server.write(f"{PREFIX}/{name}", data)
+        return name
+
+    def stored(self, name: str) -> bytes | None:
+        """Return an object's bytes, read without the mover; None where there is none."""
+        assert self._server is not None
+        path = self._server.path(f"{PREFIX}/{name}")
+        return path.read_bytes() if path.exists() else None
+
+    def open(self, name: str, length_bytes: int) -> FileId:
+        """Name an object in the mover."""
+        return self.mover.open_object(name, length_bytes)
+
+    def submit(self, op: Op, offset: int, target: FileId, there: int, length_bytes: int) -> Transfer:
+        """Submit one extent between the region and an object."""
+        where, place = extents([offset], length_bytes), extents([there], length_bytes)
+        return self.mover.submit(op, self.memory_id, where, target, place)
+
+    def move(self, op: Op, offset: int, target: FileId, there: int, length_bytes: int) -> Transfer:
+        """Submit one extent and poll until it is final."""
+        return self.wait(self.submit(op, offset, target, there, length_bytes))
+
+    def wait(self, *transfers: Transfer, timeout_s: float = WAIT_S) -> Transfer:
+        """Poll in turn until all are final; return the first."""
+        return wait(self.mover, *transfers, timeout_s=timeout_s)
+
+    def bytes_at(self, offset: int, length_bytes: int) -> bytes:
+        """A copy of the region's bytes."""
+        return self.memory[offset : offset + length_bytes].tobytes()
+
+    def assert_memory_is_ours(self, transfer: Transfer) -> None:
+        """After a final state nothing may write the memory, unless quarantine says that it may."""
+        if transfer.quarantine:
+            return
+        self.memory[:] = 0xA5
+        time.sleep(0.1)
+        assert bool((self.memory == 0xA5).all()), "memory changed after a final state"

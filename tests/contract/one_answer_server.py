@@ -10,7 +10,6 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Self
 
 HANG = None
@@ -64,9 +63,7 @@ class OneAnswerServer:
         self._threads[0].start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

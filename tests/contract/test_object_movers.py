@@ -1,71 +1,150 @@
-"""Every mover of objects passes the suite, bare and as ``open_object_mover`` hands it out.
+"""What every mover of objects must do, against rclone's S3 server: NIXL's OBJ plugin, and obstore.
 
-Against rclone's S3 server: NIXL's OBJ plugin, and our own threads over obstore.
+Objects are written and read raw, behind the mover's back, so that no mover vouches for itself. What all movers share is
+proved by ``mover_suite``.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from nixl_offload.movers.base import Mover
-from nixl_offload.movers.select_object import make_mover
-from tests.contract.suites.object_mover_rig import RawObjects
-from tests.contract.suites.object_mover_suite import ObjectMoverSuite
+from nixl_offload.errors import MoverError
+from nixl_offload.movers.base import Op, TransferState
+from nixl_offload.movers.select import make_object_mover
+from nixl_offload.types import PAGE_BYTES
+from tests.contract.suites.mover_rig import KIB, MIB, extents, is_closed
 from tests.s3.servers import RcloneServer
 
-from .object_rigs import PREFIX, RawBucket, bare_mover, tier_of
+from .object_rigs import ObjectRig, tier_of
+
+DONE, FAILED = TransferState.DONE, TransferState.FAILED
 
 
-@pytest.fixture(scope="module")
-def rclone() -> Iterator[RcloneServer]:
-    with RcloneServer() as server:
-        server.make_directories(f"{PREFIX}/suite")
-        yield server
+@pytest.fixture(params=["obj", "obstore"])
+def rig(request: pytest.FixtureRequest, rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectRig]:
+    for name, value in rclone.environment.items():
+        monkeypatch.setenv(name, value)
+    rig = ObjectRig(make_object_mover(request.param, tier_of(rclone)), rclone, 4 * MIB)
+    yield rig
+    rig.mover.close()
 
 
-class _BucketSuite(ObjectMoverSuite):
-    mover: str
-
-    @pytest.fixture(autouse=True)
-    def _server(self, rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, value in rclone.environment.items():
-            monkeypatch.setenv(name, value)
-        self.server = rclone
-
-    def make_mover(self) -> Mover:
-        return bare_mover(self.mover, tier_of(self.server))
-
-    def raw(self) -> RawObjects:
-        return RawBucket(self.server)
-
-
-class _AsHandedOut(_BucketSuite):
-    def make_mover(self) -> Mover:
-        return make_mover(self.mover, tier_of(self.server))
+@pytest.mark.parametrize(("offset", "length"), [(0, 2 * MIB), (4097, 100_003), (17, 1)])
+def test_round_trip(rig: ObjectRig, offset: int, length: int) -> None:
+    """A write replaces the whole object; a read lands where it should and nowhere else."""
+    name, sent = rig.store("trip", b"\x07" * (3 * MIB)), rig.bytes_at(offset, length)
+    target = rig.open(name, length)
+    transfer = rig.move(Op.WRITE, offset, target, 0, length)
+    assert (transfer.state, transfer.error, transfer.bytes_total) == (DONE, None, length)
+    assert rig.stored(name) == sent
+    rig.memory[:] = 0
+    assert rig.move(Op.READ, MIB + 1, target, 0, length).state is DONE
+    assert rig.bytes_at(MIB + 1, length) == sent
+    rig.memory[MIB + 1 : MIB + 1 + length] = 0
+    assert not rig.memory.any(), "a read touched memory outside its extent"
+    rig.mover.close_file(target)
 
 
-class TestObj(_BucketSuite):
-    """NIXL's plugin, one object per transfer."""
-
-    mover = "obj"
-    tells_missing = False
-
-
-class TestObjHandedOut(_AsHandedOut):
-    """NIXL's plugin of any size, which reads again and asks what is missing."""
-
-    mover = "obj"
+def test_ranges(rig: ObjectRig) -> None:
+    """Any part of an object can be read, its last byte too."""
+    data = np.random.default_rng(5).integers(0, 256, 300_001, dtype=np.uint8).tobytes()
+    target = rig.open(rig.store("ranges", data), len(data))
+    for there, length in ((0, 4096), (1, 1), (150_000, 150_001), (300_000, 1)):
+        assert rig.move(Op.READ, 12_345, target, there, length).state is DONE
+        assert rig.bytes_at(12_345, length) == data[there : there + length]
 
 
-class TestObstore(_BucketSuite):
-    """Threads over obstore."""
+def test_a_name_used_again_is_not_mistaken(rig: ObjectRig) -> None:
+    """Objects opened, closed and opened again, two at a time: each read gives the object that was named."""
+    names = [rig.store(f"turn-{number}", bytes([number]) * 5000) for number in range(4)]
+    for number in (0, 1, 2, 1, 0):
+        for which, target in [(at, rig.open(names[at], 5000)) for at in (number, number + 1)]:
+            assert rig.move(Op.READ, 0, target, 0, 5000).state is DONE
+            assert rig.bytes_at(0, 5000) == bytes([which]) * 5000
+            rig.mover.close_file(target)
 
-    mover = "obstore"
+
+def test_many_in_flight(rig: ObjectRig) -> None:
+    """Sixty-four objects at once, written and read back in another order."""
+    size, count = 48 * KIB + 1, 64
+    sent = rig.memory[: count * size].reshape(count, size).copy()
+    targets = [rig.open(rig.name(f"many-{number}"), size) for number in range(count)]
+    for op, places in ((Op.WRITE, range(count)), (Op.READ, range(count)[::-1])):
+        transfers = [
+            rig.submit(op, place * size, target, 0, size) for place, target in zip(places, targets, strict=True)
+        ]
+        rig.wait(*transfers[::-1])
+        assert {transfer.state for transfer in transfers} == {DONE}
+        if op is Op.WRITE:
+            rig.memory[:] = 0
+    assert np.array_equal(rig.memory[: count * size].reshape(count, size), sent[::-1])
 
 
-class TestObstoreHandedOut(_AsHandedOut):
-    """Threads over obstore, of any size."""
+@pytest.mark.parametrize("there", [[0], [5000], [0, 5000]], ids=["the begin", "the end", "in two"])
+def test_a_part_of_an_object_is_not_written(rig: ObjectRig, there: list[int]) -> None:
+    """Nor more read than there is of it."""
+    name = rig.store("fit", b"\x31" * 10_000)
+    target, before = rig.open(name, 10_000), rig.memory.copy()
+    for op, where in ((Op.WRITE, extents(there, 5000)), (Op.READ, extents([9_950], 100))):
+        with pytest.raises(MoverError):
+            rig.mover.submit(op, rig.memory_id, where, target, where)
+    assert np.array_equal(rig.memory, before)
+    assert rig.stored(name) == b"\x31" * 10_000
 
-    mover = "obstore"
+
+def test_files_are_refused_and_closed(rig: ObjectRig, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(PAGE_BYTES))
+    with pytest.raises(MoverError):
+        rig.mover.adopt_file(os.open(path, os.O_RDWR | os.O_CLOEXEC), str(path), PAGE_BYTES, direct=False)
+    assert is_closed(path)
+
+
+@pytest.mark.parametrize("there", [0, 1, 5_000, 20_000])
+def test_an_object_of_another_length(rig: ObjectRig, there: int) -> None:
+    """Too short, it fails, or the mover has said that it may not tell. Too long, nothing lands outside the extent."""
+    name = rig.store("other", b"\x51" * there)
+    rig.memory[:] = 0xEE
+    transfer = rig.move(Op.READ, MIB, rig.open(name, 10_000), 0, 10_000)
+    if transfer.state is DONE:
+        assert there >= 10_000 or not rig.mover.limits.tells_short_reads
+        assert rig.bytes_at(MIB, 10_000) == (b"\x51" * there + b"\xee" * 10_000)[:10_000]
+    assert not transfer.missing
+    assert bool((rig.memory[:MIB] == 0xEE).all())
+    assert bool((rig.memory[MIB + 10_000 :] == 0xEE).all())
+    rig.assert_memory_is_ours(transfer)
+
+
+def test_one_missing_among_siblings(rig: ObjectRig) -> None:
+    """One object of many is gone: only it fails, as missing. Nothing comes late."""
+    names = [rig.store(f"sibling-{number}", bytes([number]) * 9000) for number in range(20)]
+    names[3] = rig.name("gone")
+    reads = [rig.submit(Op.READ, at * 9000, rig.open(name, 9000), 0, 9000) for at, name in enumerate(names)]
+    rig.wait(*reads)
+    assert [n for n, transfer in enumerate(reads) if transfer.state is FAILED] == [3]
+    assert reads[3].error
+    assert reads[3].missing
+    for number in (n for n in range(20) if n != 3):
+        assert rig.bytes_at(number * 9000, 9000) == bytes([number]) * 9000
+    rig.assert_memory_is_ours(reads[3])
+
+
+def test_close_drains(rig: ObjectRig) -> None:
+    """Closing waits for what is in flight; twice is fine; afterwards all is refused with a sentence."""
+    names = [rig.name(f"drain-{number}") for number in range(24)]
+    targets = [rig.open(name, 100_000) for name in names]
+    sent = rig.bytes_at(0, 100_000)
+    writes = [rig.submit(Op.WRITE, 0, target, 0, 100_000) for target in targets]
+    rig.mover.close()
+    rig.mover.close()
+    assert {rig.mover.poll(transfer) for transfer in writes} == {DONE}
+    assert all(rig.stored(name) == sent for name in names)
+    with pytest.raises(MoverError, match="closed"):
+        rig.open(names[0], 100_000)
+    with pytest.raises(MoverError):
+        rig.submit(Op.READ, 0, targets[0], 0, 100)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -64,18 +64,6 @@ class MotoRig(StoreRig):
     def close(self) -> None:
         super().close()
         self._client.close()
-
-
-@pytest.fixture(scope="module")
-def rclone() -> Iterator[RcloneServer]:
-    with RcloneServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def moto() -> Iterator[MotoServer]:
-    with MotoServer() as server:
-        yield server
 
 
 class TestRclone(StoreSuite):

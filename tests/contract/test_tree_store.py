@@ -165,13 +165,6 @@ def test_a_directory_that_vanishes_is_unreachable(store: TreeStore, root: Path) 
     assert read(store, "ns/ab/x", 0, 1) == b"1"
 
 
-def test_a_root_that_cannot_be_made(tmp_path: Path) -> None:
-    """Is told when the store is opened."""
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StoreError, match="cannot make the directory"):
-        TreeStore(str(tmp_path / "file" / "kv"))
-
-
 def test_a_full_disk_leaves_the_old_content_and_no_draft(store: TreeStore, root: Path) -> None:
     """The write fails as ``full``; readers keep what was there."""
     write(store, "ns/x", b"old")

@@ -19,11 +19,10 @@ from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.engine.streams import device_of
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.movers.select import make_mover
-from nixl_offload.movers.select_object import open_object_mover
+from nixl_offload.movers.select import make_mover, open_object_mover
+from nixl_offload.stores.filesystem import tier_error
 from nixl_offload.tiers import kinds
 from nixl_offload.tiers.memory.tier import rank_memory_bytes
-from nixl_offload.tiers.os_errors import tier_error
 from nixl_offload.tiers.slab.file import make_private_directory, require_lock
 from nixl_offload.tiers.slab.tier import SlabPlace
 from tests.unit.engine_rig import Shape, kv_cache

@@ -15,6 +15,7 @@ Threading: a thread that accepts and one for each connection; methods may be cal
 
 from __future__ import annotations
 
+import http.client
 import re
 import socket
 import struct
@@ -22,11 +23,10 @@ import threading
 import time
 import zlib
 from collections import Counter
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from types import TracebackType
-from typing import BinaryIO, Final, Literal, Self
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final, Literal, Self
 from urllib.parse import parse_qsl, unquote
 
 from examples.s3_server import free_port
@@ -130,62 +130,53 @@ class Request:
     faults: list[Fault] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
 class Rule:
     """Which requests suffer a fault. Use as a context manager, or call ``release``."""
 
-    def __init__(
-        self,
-        proxy: FaultProxy,
-        fault: Fault,
-        operation: str | None,
-        key: str,
-        nth: int | None,
-        times: int | None,
-        probability: float,
-        seed: int,
-        unless: str,
-    ) -> None:
-        self.fault = fault
-        self.hits = 0
-        """Requests that this rule broke so far; those that it holds count."""
-        self.released = False
-        self._proxy = proxy
-        self._operations = operation and operation.split("|")
-        self._key, self._unless = re.compile(key), re.compile(unless or "(?!)")
-        self._nth, self._times, self._probability, self._seed = nth, times, probability, seed
-        self._seen: Counter[str] = Counter()
+    proxy: FaultProxy
+    fault: Fault
+    operation: str | None = None
+    key: str = ""
+    nth: int | None = None
+    times: int | None = None
+    probability: float = 1.0
+    seed: int = 0
+    unless: str = "(?!)"
+    hits: int = 0
+    """Requests that this rule broke so far; those that it holds count."""
+    released: bool = False
+    seen: Counter[str] = field(default_factory=Counter)
 
     def wait(self, hits: int = 1, timeout_s: float = _WAIT_S) -> None:
         """Wait until the rule broke so many requests. Raises TimeoutError when it did not."""
-        with self._proxy.changed:
-            if not self._proxy.changed.wait_for(lambda: self.hits >= hits, timeout_s):
+        with self.proxy.changed:
+            if not self.proxy.changed.wait_for(lambda: self.hits >= hits, timeout_s):
                 raise TimeoutError(f"{self.fault} hit {self.hits} requests, not {hits}")
 
     def release(self) -> None:
         """End the rule: it breaks nothing any more, and what it holds goes on. Idempotent."""
-        with self._proxy.changed:
+        with self.proxy.changed:
             self.released = True
-            self._proxy.changed.notify_all()
+            self.proxy.changed.notify_all()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def takes(self, request: Request, head: str) -> bool:
         """Decide on a request, and count it. Called under the proxy's lock."""
-        if self.released or self._unless.search(head) or not self._key.search(request.key):
+        if self.released or re.search(self.unless, head) or not re.search(self.key, request.key):
             return False
-        if self._operations and request.operation not in self._operations:
+        if self.operation and request.operation not in self.operation.split("|"):
             return False
         name = f"{request.operation} {request.target}"
-        self._seen[name] += 1
-        chance = zlib.crc32(f"{self._seed} {name} {self._seen[name]}".encode()) / 2**32
-        taken = self._nth in (None, self._seen.total()) and chance < self._probability
-        taken = taken and (self._times is None or self.hits < self._times)
+        self.seen[name] += 1
+        chance = zlib.crc32(f"{self.seed} {name} {self.seen[name]}".encode()) / 2**32
+        taken = self.nth in (None, self.seen.total()) and chance < self.probability
+        taken = taken and (self.times is None or self.hits < self.times)
         self.hits += taken
         return taken
 
@@ -199,11 +190,10 @@ class FaultProxy:
     def __init__(self, server_port: int) -> None:
         self.server_port = server_port
         self.changed = threading.Condition()
+        self.connections: set[_Connection] = set()
         self._rules: list[Rule] = []
         self._requests: list[Request] = []
-        self._listener: socket.socket | None = None
-        self._connections: set[_Connection] = set()
-        self._accepting: threading.Thread | None = None
+        self._listener: _Listener | None = None
         self.port = free_port()
         self.come_back()
 
@@ -212,18 +202,7 @@ class FaultProxy:
         """The URL to give to clients."""
         return f"http://127.0.0.1:{self.port}"
 
-    def inject(
-        self,
-        fault: Fault,
-        *,
-        operation: str | None = None,
-        key: str = "",
-        nth: int | None = None,
-        times: int | None = None,
-        probability: float = 1.0,
-        seed: int = 0,
-        unless: str = "",
-    ) -> Rule:
+    def inject(self, fault: Fault, **where: Any) -> Rule:
         """Break requests from now on. Every ``Delay`` that fits a request applies, and the first of the other rules.
 
         ``operation``: of ``Request``, or several, ``"GET|HEAD"``; None: all. ``key``: regular expression to be found in
@@ -231,7 +210,7 @@ class FaultProxy:
         of requests: which ones depends on ``seed``, on what they ask and how often that was asked, not on the order in
         which they arrive. ``unless``: regular expression; a request that has it in its head is spared.
         """
-        rule = Rule(self, fault, operation, key, nth, times, probability, seed, unless)
+        rule = Rule(self, fault, **where)
         with self.changed:
             self._rules.append(rule)
         return rule
@@ -262,51 +241,46 @@ class FaultProxy:
 
     def go_down(self) -> None:
         """Refuse connections and end those that are open, as a server that is gone does."""
-        listener, accepting = self._listener, self._accepting
-        self._listener = self._accepting = None
-        if listener is not None and accepting is not None:
-            with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
-            accepting.join()
-        with self.changed:
-            connections = list(self._connections)
-            for connection in connections:
-                connection.end()
-            self.changed.notify_all()
-        for connection in connections:
-            connection.join()
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        listener.shutdown()
+        listener.socket.close()
+        for thread in listener.threads:
+            while thread.is_alive():
+                with self.changed:
+                    for connection in self.connections:  # one that was just accepted comes a little later
+                        connection.end()
+                    self.changed.notify_all()
+                thread.join(0.05)
 
     def come_back(self) -> None:
         """Listen again, on the same port. A no-op when listening."""
         if self._listener is None:
-            self._listener = socket.create_server(("127.0.0.1", self.port), backlog=1024)
-            accept = partial(self._accept, self._listener)
-            self._accepting = threading.Thread(target=accept, name="fault-proxy", daemon=True)
-            self._accepting.start()
-
-    def close(self) -> None:
-        """End everything; what is held never reaches the server. Idempotent."""
-        self.go_down()
+            self._listener = _Listener(self)
+            serve = self._listener.serve_forever
+            threading.Thread(target=serve, args=(0.02,), name="fault-proxy", daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def admit(self, head: Head) -> tuple[Request, list[Rule]]:
+    close = go_down
+    """What is held never reaches the server. Idempotent."""
+
+    def admit(self, connection: _Connection) -> tuple[Request, list[Rule]]:
         """Count a request; return it with the rules that it suffers."""
-        operation, key = _operation_of(head)
-        request = Request(operation, key, head.first[1], time.monotonic())
+        operation, key = _operation_of(connection)
+        request = Request(operation, key, connection.path, time.monotonic())
+        head = f"{connection.requestline}\n{connection.headers}"
         rules: list[Rule] = []
         with self.changed:
             self._requests.append(request)
             for rule in self._rules:
                 free = isinstance(rule.fault, Delay) or all(isinstance(taken.fault, Delay) for taken in rules)
-                if free and rule.takes(request, head.raw.decode("latin-1")):
+                if free and rule.takes(request, head):
                     rules.append(rule)
             request.faults = [rule.fault for rule in rules]
             self.changed.notify_all()
@@ -318,118 +292,152 @@ class FaultProxy:
             request.end_s = time.monotonic()
             self.changed.notify_all()
 
-    def left(self, connection: _Connection) -> None:
-        """Forget a connection that has ended."""
-        with self.changed:
-            self._connections.discard(connection)
 
-    def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):
-            while True:
-                connection = _Connection(self, listener.accept()[0])
-                with self.changed:
-                    self._connections.add(connection)
-                connection.start()
+class _Listener(ThreadingHTTPServer):
+    request_queue_size = 1024
+
+    def __init__(self, proxy: FaultProxy) -> None:
+        self.proxy = proxy
+        self.threads: list[threading.Thread] = []
+        super().__init__(("127.0.0.1", proxy.port), _Connection)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection on a thread, which has the name of the proxy's others."""
+        serve, arguments = self.process_request_thread, (request, client_address)
+        self.threads = [thread for thread in self.threads if thread.is_alive()]
+        self.threads.append(threading.Thread(target=serve, args=arguments, name="fault-proxy", daemon=True))
+        self.threads[-1].start()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that goes away is nothing to print."""
 
 
-class _Connection(threading.Thread):
+class _Connection(BaseHTTPRequestHandler):
     """One client's connection: its requests, one after the other, over one connection to the server."""
 
-    def __init__(self, proxy: FaultProxy, client: socket.socket) -> None:
-        super().__init__(name="fault-proxy", daemon=True)
-        self._proxy, self._client, self._server = proxy, client, None  # type: ignore[assignment]
-        self._server: socket.socket | None
-        self._answers: BinaryIO | None = None
-        self._is_over = False
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Listener
+
+    def setup(self) -> None:
+        self._proxy, self._is_over = self.server.proxy, False
+        self._upstream = http.client.HTTPConnection("127.0.0.1", self._proxy.server_port)
+        super().setup()
+        with self._proxy.changed:
+            self._proxy.connections.add(self)
+
+    def handle(self) -> None:
+        """Serve until either side ends. A failure, by rule or not, resets the client's connection."""
+        try:
+            super().handle()
+        except (OSError, ValueError, http.client.HTTPException):
+            with suppress(OSError):
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.close()
+
+    def finish(self) -> None:
+        with self._proxy.changed:
+            self._proxy.connections.discard(self)
+        self._upstream.close()
+        with suppress(OSError):
+            super().finish()
 
     def end(self) -> None:
         """End it soon, by a reset. Called by other threads, under the proxy's lock."""
         self._is_over = True
-        for each in (self._client, self._server):
+        for each in (self.connection, self._upstream.sock):
             with suppress(OSError):
                 _ = each and each.shutdown(socket.SHUT_RDWR)
 
-    def run(self) -> None:
-        """Serve until either side ends. A failure, by rule or not, resets the client's connection."""
-        with self._client, self._client.makefile("rb") as requests:
-            try:
-                while (head := Head.read(requests)) is not None:
-                    request, rules = self._proxy.admit(head)
-                    try:
-                        if not self._exchange(head, requests, request, rules):
-                            break
-                    finally:
-                        self._proxy.ended(request)
-            except (OSError, ValueError):
-                with suppress(OSError):
-                    self._client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._hang_up()
-        self._proxy.left(self)
+    def log_message(self, format: str, *arguments: object) -> None:
+        """The proxy counts; it does not print."""
 
-    def _exchange(self, head: Head, requests: BinaryIO, request: Request, rules: list[Rule]) -> bool:
-        """Pass a request and its answer on, broken as ``rules`` say. False: the connection ends here, in order."""
+    def handle_expect_100(self) -> bool:
+        """``_exchange`` does it, for a fault may come first."""
+        return True
+
+    def _serve(self) -> None:
+        request, rules = self._proxy.admit(self)
+        try:
+            self._exchange(request, rules)
+        finally:
+            self._proxy.ended(request)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("do_"):  # one for each method
+            return self._serve
+        raise AttributeError(name)
+
+    def _exchange(self, request: Request, rules: list[Rule]) -> None:
+        """Pass a request and its answer on, broken as ``rules`` say."""
         rule = next((rule for rule in rules if not isinstance(rule.fault, Delay)), None)
         fault = rule.fault if rule else None
         self._pause("request", rules)
         if fault == Reset("request"):
             raise ConnectionResetError("by rule")
-        if "expect" in head.headers:
+        if "Expect" in self.headers:
             if isinstance(fault, Answer):
-                self._answer(head, request, fault, "Connection: close")
-                return False
-            self._client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        raw = head.body(requests)
+                self._answer(request, fault, Connection="close")
+                return
+            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        body = bytearray(self.rfile.read(int(self.headers.get("Content-Length", 0))))
         if isinstance(fault, Answer):
-            self._answer(head, request, fault)
-            return True
-        answer, body = self._ask(head, raw, fault)
+            self._answer(request, fault)
+            return
+        answer = self._ask(body, fault)
+        payload = bytearray(answer.read())
         self._pause("answer", rules)
         if fault == Reset("answer"):
             raise ConnectionResetError("by rule")
-        alive = self._pass_on(answer, body, request, rule, head.first[0] == "HEAD")
-        return alive and not answer.ends_connection and not head.ends_connection
+        self._pass_on(answer, payload, request, rule)
+        self.close_connection |= answer.will_close
 
-    def _answer(self, head: Head, request: Request, fault: Answer, *more: str) -> None:
+    def _answer(self, request: Request, fault: Answer, **more: str) -> None:
         error = f"<Error><Code>{fault.code}</Code><Message>by rule</Message>{fault.more}</Error>"
         body = f"<?xml version='1.0'?>{error}".encode()
         request.status = fault.status
-        lines = [f"HTTP/1.1 {fault.status} {fault.code}", "Content-Type: application/xml"]
-        lines += [f"Content-Length: {len(body)}", *more, "", ""]
-        self._client.sendall("\r\n".join(lines).encode() + (b"" if head.first[0] == "HEAD" else body))
+        fields = {"Content-Type": "application/xml", "Content-Length": str(len(body)), **more}
+        self._send_head(fault.status, fault.code, list(fields.items()))
+        self.wfile.write(b"" if self.command == "HEAD" else body)
 
-    def _ask(self, head: Head, raw: bytearray, fault: Fault | None) -> tuple[Head, bytearray]:
-        """Send a request to the server; return the answer's head and body."""
-        if isinstance(fault, Flip) and fault.side == "request" and raw:
-            raw[_offset(fault.at, len(raw))] ^= 0x10
-        server, answers = self._connected()
-        server.sendall(head.raw)
+    def _send_head(self, status: int, reason: str, fields: list[tuple[str, str]]) -> None:
+        self.send_response_only(status, reason)
+        for name, value in fields:
+            self.send_header(name, value)  # "Connection: close" ends the connection
+        self.end_headers()
+
+    def _ask(self, body: bytearray, fault: Fault | None) -> http.client.HTTPResponse:
+        """Send a request to the server, its headers as they came; return the answer."""
+        if isinstance(fault, Flip) and fault.side == "request" and body:
+            body[_offset(fault.at, len(body))] ^= 0x10
+        upstream = self._upstream
+        if upstream.sock is not None:
+            with suppress(BlockingIOError):  # the server may have closed it meanwhile
+                if not upstream.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    upstream.close()
+        upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in self.headers.items():
+            upstream.putheader(name, value)
+        upstream.endheaders()
+        if self._is_over:
+            raise ConnectionResetError("the proxy went down")
         if fault == Reset("upload"):
-            server.sendall(raw[: len(raw) // 2])
+            upstream.send(body[: len(body) // 2])
             raise ConnectionResetError("by rule")
         with suppress(OSError):  # it may have answered early, with a refusal; that is there to be read
-            server.sendall(raw)
-        while True:
-            answer = Head.read(answers)
-            if answer is None:
-                raise ConnectionResetError("the server closed without an answer")
-            if answer.status >= 200:
-                break
-        empty = head.first[0] == "HEAD" or answer.status in (204, 304)
-        body = bytearray() if empty else answer.payload(answers)
-        if answer.ends_connection:
-            self._hang_up()
-        return answer, body
+            upstream.send(body)
+        return upstream.getresponse()
 
-    def _pass_on(self, answer: Head, body: bytearray, request: Request, rule: Rule | None, is_head: bool) -> bool:
-        """Pass an answer on. False: the client must be told by a close that the body ends."""
-        fault = rule.fault if rule else None
+    def _pass_on(self, answer: http.client.HTTPResponse, body: bytearray, request: Request, rule: Rule | None) -> None:
+        """Pass an answer on."""
+        fault, is_head = rule.fault if rule else None, self.command == "HEAD"
         request.status = answer.status
-        told = int(answer.headers.get("content-length", 0)) if is_head else len(body)
+        told = int(answer.headers.get("Content-Length", 0)) if is_head else len(body)
         sent, stop_at = bytes(body), len(body)
         if isinstance(fault, Cut):
             stop_at = _offset(fault.at, len(body))
             told = stop_at if fault.lying else told
+            self.close_connection |= not fault.lying and stop_at < len(body)
         elif isinstance(fault, Stall):
             stop_at = _offset(fault.at, len(body))
         elif fault == Reset("body"):
@@ -441,17 +449,17 @@ class _Connection(threading.Thread):
             told += 0 if fault.lying else fault.by_bytes
             sent = b"" if is_head and not fault.lying else sent + bytes(fault.by_bytes)
             stop_at = len(sent)
-        self._client.sendall(answer.reframed(told))
-        if fault == Reset("headers"):
-            stop_at = 0
-        self._client.sendall(sent[:stop_at])
+        fields = [(k, v) for k, v in answer.getheaders() if k.lower() not in ("content-length", "transfer-encoding")]
+        if answer.status not in (204, 304):
+            fields.append(("Content-Length", str(told)))
+        self._send_head(answer.status, answer.reason, fields)
+        self.wfile.write(sent[: 0 if fault == Reset("headers") else stop_at])
         if isinstance(fault, Reset):
             time.sleep(0.05)  # let the client read what was sent before the reset throws it away
             raise ConnectionResetError("by rule")
         if isinstance(fault, Stall) and rule is not None:
             self._wait_for(rule)
-            self._client.sendall(sent[stop_at:])
-        return not isinstance(fault, Cut) or fault.lying or stop_at == len(body)
+            self.wfile.write(sent[stop_at:])
 
     def _pause(self, at: str, rules: list[Rule]) -> None:
         for rule in rules:
@@ -467,109 +475,14 @@ class _Connection(threading.Thread):
         if self._is_over:
             raise ConnectionResetError("the proxy went down")
 
-    def _connected(self) -> tuple[socket.socket, BinaryIO]:
-        if self._server is not None:
-            with suppress(BlockingIOError):
-                if not self._server.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                    self._hang_up()
-        if self._server is None or self._answers is None:
-            self._server = socket.create_connection(("127.0.0.1", self._proxy.server_port))
-            self._server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._answers = self._server.makefile("rb")
-            if self._is_over:
-                raise ConnectionResetError("the proxy went down")
-        return self._server, self._answers
 
-    def _hang_up(self) -> None:
-        server, answers = self._server, self._answers
-        self._server = self._answers = None
-        if server is not None and answers is not None:
-            with closing(server), closing(answers):
-                pass
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The first line and the headers of a message, as received."""
-
-    raw: bytes
-    first: tuple[str, str, str]
-    headers: dict[str, str]
-    """By name in lower case. A repeated one keeps its last value."""
-
-    @classmethod
-    def read(cls, stream: BinaryIO) -> Head | None:
-        """Read up to the empty line; None at the end of the stream. Raises ConnectionError for what is not HTTP."""
-        lines = []
-        while (line := stream.readline(1 << 16)) not in (b"", b"\r\n"):
-            lines.append(line)
-        if not line and not lines:
-            return None
-        text = [each.decode("latin-1").rstrip("\r\n") for each in lines]
-        first = (*text[0].split(" ", 2), "", "") if text else ("", "", "")
-        if not line or "HTTP/" not in first[0] + first[2]:
-            raise ConnectionError(f"not HTTP: {text[:1]}")
-        fields = (each.partition(":") for each in text[1:])
-        headers = {name.strip().lower(): value.strip() for name, _, value in fields}
-        return cls(b"".join([*lines, b"\r\n"]), (first[0], first[1], first[2]), headers)
-
-    @property
-    def status(self) -> int:
-        """The status of an answer."""
-        return int(self.first[1])
-
-    @property
-    def ends_connection(self) -> bool:
-        """Whether the sender closes after this message."""
-        connection = self.headers.get("connection", "").lower()
-        return connection == "close" or (self.first[0] == "HTTP/1.0" and connection != "keep-alive")
-
-    def body(self, stream: BinaryIO) -> bytearray:
-        """Read the body of a request; return it as it came."""
-        if "chunked" not in self.headers.get("transfer-encoding", "").lower():
-            return bytearray(stream.read(int(self.headers.get("content-length", 0))))
-        raw, length = bytearray(), -1
-        while length:
-            line = stream.readline()
-            length = int(line.split(b";")[0], 16)
-            raw += line + stream.read(length)
-            while length == 0 and (trailer := stream.readline()) not in (b"", b"\r\n"):
-                raw += trailer
-            raw += stream.readline() if length else b"\r\n"
-        return raw
-
-    def payload(self, stream: BinaryIO) -> bytearray:
-        """Read the body of an answer, and take it out of its chunks."""
-        if "chunked" in self.headers.get("transfer-encoding", "").lower():
-            payload = bytearray()
-            while length := int(stream.readline().split(b";")[0], 16):
-                payload += stream.read(length)
-                stream.readline()
-            while stream.readline() not in (b"", b"\r\n"):
-                pass
-            return payload
-        length = self.headers.get("content-length")
-        payload = bytearray(stream.read() if length is None else stream.read(int(length)))
-        if length is not None and len(payload) < int(length):
-            raise ConnectionError("the server's body ended early")
-        return payload
-
-    def reframed(self, length_bytes: int) -> bytes:
-        """Return an answer's head with ``length_bytes`` for the body's length."""
-        framing = (b"content-length", b"transfer-encoding")
-        lines = [line for line in self.raw[:-4].split(b"\r\n") if line.partition(b":")[0].lower() not in framing]
-        if self.status not in (204, 304):
-            lines.append(b"Content-Length: %d" % length_bytes)
-        return b"\r\n".join([*lines, b"", b""])
-
-
-def _operation_of(head: Head) -> tuple[str, str]:
+def _operation_of(connection: _Connection) -> tuple[str, str]:
     """Return what a path-style S3 request does, as ``Request.operation``, and the object's name."""
-    method, target, _ = head.first
-    path, _, query = target.partition("?")
+    method = connection.command
+    path, _, query = connection.path.partition("?")
     _, _, key = unquote(path).lstrip("/").partition("/")
     if key:
-        return ("COPY" if "x-amz-copy-source" in head.headers else method), key
+        return ("COPY" if "x-amz-copy-source" in connection.headers else method), key
     names = {name for name, _ in parse_qsl(query, keep_blank_values=True)}
     if method == "GET" and path != "/" and not names & _BUCKET_QUERIES:
         return "LIST", ""

@@ -15,6 +15,9 @@ import yaml
 from botocore.exceptions import ClientError
 
 from nixl_offload.cli.main import main
+from nixl_offload.config.schema import S3Config
+from nixl_offload.errors import StoreError
+from nixl_offload.stores.bucket import apply_lifecycle, plan_lifecycle
 
 from .servers import MotoServer, RcloneServer
 
@@ -99,6 +102,40 @@ def test_only_a_yes_at_a_terminal_applies_it(
     assert main(["bucket", "init", str(file)]) == (0 if applied else 1)
     assert words in capsys.readouterr().out
     assert len(rules(client, bucket)) == applied
+
+
+OTHER = {"ID": "theirs", "Status": "Enabled", "Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 3}}
+
+
+def put(client: Any, bucket: str, *new: dict[str, Any]) -> None:
+    client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": list(new)})
+
+
+def test_other_peoples_rules_are_kept_while_ours_comes_changes_and_loses_its_expiry(
+    tmp_path: Path, moto: MotoServer, client: Any, bucket: str
+) -> None:
+    """In a bucket with versions those go too: else what is deleted is billed for ever."""
+    client.create_bucket(Bucket=bucket)
+    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    wide = {**OTHER, "ID": "wide", "Filter": {"Prefix": "prod"}, "Expiration": {"Days": 9}}
+    put(client, bucket, OTHER, wide)
+    for ttl, expiry in (("2d", {"Days": 2}), ("7d", {"Days": 7}), (None, {"ExpiredObjectDeleteMarker": True})):
+        assert main(["bucket", "init", str(write(tmp_path, moto, bucket, ttl=ttl)), "--yes"]) == 0
+        by_id = {rule["ID"]: rule for rule in rules(client, bucket)}
+        ours = by_id.pop("nixl-offload:prod/")
+        assert by_id == {"theirs": OTHER, "wide": wide}
+        assert ours["Expiration"] == expiry
+        assert ours["NoncurrentVersionExpiration"] == {"NoncurrentDays": 1}
+
+
+def test_rules_that_changed_since_are_not_overwritten(moto: MotoServer, client: Any, bucket: str) -> None:
+    client.create_bucket(Bucket=bucket)
+    tier = S3Config.model_validate({**moto.tier("prod"), "bucket": bucket, "ttl": "2d"})
+    plan = plan_lifecycle(tier)
+    put(client, bucket, OTHER)
+    with pytest.raises(StoreError, match="look again"):
+        apply_lifecycle(plan)
+    assert rules(client, bucket) == [OTHER]
 
 
 def test_a_server_that_is_down_is_one_line_and_exit_code_1(

@@ -15,7 +15,7 @@ from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import NixlOffloadError
 from nixl_offload.movers.base import Mover
-from nixl_offload.movers.select_object import make_mover
+from nixl_offload.movers.select import make_object_mover
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Outcome
 from tests.unit.engine_rig import NUM_BLOCKS, Clock, Rig, until
@@ -36,7 +36,7 @@ def mover(rclone: RcloneServer, prefix: str, s3_environment: None) -> Callable[.
         fields = {"connections": 8, "request_timeout": "5s"}
         tier = S3Config.model_validate(rclone.tier(prefix, endpoint=endpoint, **fields))
         try:
-            return make_mover(name, tier)
+            return make_object_mover(name, tier)
         except NixlOffloadError as error:
             pytest.skip(str(error))
 

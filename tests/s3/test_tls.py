@@ -10,11 +10,11 @@ import pytest
 
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import StoreError
-from nixl_offload.movers.base import MemoryKind, Op, TransferState
+from nixl_offload.movers.base import Op, TransferState
+from nixl_offload.movers.select import make_object_mover
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.s3 import open_store
-from tests.contract.object_rigs import RawBucket, bare_mover, tier_of
-from tests.contract.suites.object_mover_rig import ObjectRig
+from tests.contract.object_rigs import ObjectRig, tier_of
 from tests.contract.suites.store_suite import read, write
 
 from .servers import BUCKET
@@ -84,12 +84,12 @@ def test_nixl_moves_nothing_where_a_certificate_is_not_good(
         for variable, value in {**server.environment, **LAX, "AWS_MAX_ATTEMPTS": "1"}.items():
             monkeypatch.setenv(variable, value)
         fields = {"ca_bundle": str(authority)} if is_trusted else {}
-        mover = bare_mover("obj", tier_of(server, endpoint=f"https://127.0.0.1:{server.port}", **fields))
+        mover = make_object_mover("obj", tier_of(server, endpoint=f"https://127.0.0.1:{server.port}", **fields))
         with closing(mover):
-            rig = ObjectRig(mover, RawBucket(server), MemoryKind.DRAM, 4096)
+            rig = ObjectRig(mover, server, 4096)
             there, new, sent = rig.store("there", bytes(4096)), rig.name("new"), rig.memory.tobytes()
             states = {rig.move(Op.WRITE, 0, rig.open(new, 4096), 0, 4096).state}
-            arrived = rig.raw.exists(new)
+            arrived = rig.stored(new) is not None
             states.add(rig.move(Op.READ, 0, rig.open(there, 4096), 0, 4096).state)
             came = rig.memory.tobytes() != sent
     is_good = is_trusted and not expired and name == "127.0.0.1"

@@ -12,6 +12,7 @@ import numpy as np
 
 from nixl_offload.movers.base import Extents, FileId, MemoryId, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.tracked import FileEntry
 from nixl_offload.stores.filesystem import REAL, Filesystem
 from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.s3.link import ObjectLink
@@ -68,9 +69,10 @@ class ObjectFiles(CopyMover):
 
     def open_object(self, name: str, length_bytes: int) -> FileId:
         """See Mover. An empty file is an object that is not there."""
+        self._check_usable()
         path = self.directory / name.replace("/", "_")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        file = self.adopt_file(fd, str(path), length_bytes, direct=False)
+        file = self._add_file(FileEntry(fd, str(path), length_bytes))
         self.opened[file] = path
         return file
 

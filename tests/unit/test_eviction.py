@@ -18,8 +18,7 @@ import pytest
 from nixl_offload.config import SharedDirConfig
 from nixl_offload.errors import ConfigError, StoreError
 from nixl_offload.hardware import mounts
-from nixl_offload.stores.directory import TreeStore
-from nixl_offload.stores.tree_files import TreeFiles
+from nixl_offload.stores.directory import TreeFiles, TreeStore
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.free_space import kept_free
 from nixl_offload.tiers.shared import eviction

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.stores.http_get import DirectGets
-from tests.contract.one_answer_server import HANG, RESET, OneAnswerServer, answer, dead_address
+from tests.contract.one_answer_server import HANG, RESET, OneAnswerServer, answer
 from tests.s3.tls import make_certificate
 
 BODY = bytes(range(200))
@@ -101,134 +101,92 @@ def test_a_proxy_is_for_hosts_that_no_proxy_does_not_name(
         assert len(server.requests) == 2 * goes
 
 
-def test_a_host_with_a_dead_address_is_reached_by_the_other(gets: DirectGets, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what names resolve to is played."""
-    with OneAnswerServer(WHOLE["whole"]) as server, dead_address() as dead:
-        live = ("127.0.0.1", int(server.endpoint.rpartition(":")[2]))
-        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in (dead, live)]
-        resolve = socket.getaddrinfo
-        named = {"kv.example": found}
-        monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **k: named.get(host) or resolve(host, *a, **k))
-        started_s = time.monotonic()
-        assert get(gets, "http://kv.example") == (None, BODY)
-        assert time.monotonic() - started_s < 15.0
+class Scripted:
+    """Sends pieces, 20 ms apart, after each request: ``script`` has those of each connection, which is closed then."""
 
-
-class Keeping:
-    """Serves ``requests`` requests on each connection, then closes it. With ``tls``, a context, over TLS."""
-
-    def __init__(self, requests: int, tls: ssl.SSLContext | None = None) -> None:
-        self._requests, self._tls, self.connections = requests, tls, 0
+    def __init__(self, *script: list[tuple[bytes, ...]], tls: ssl.SSLContext | None = None) -> None:
+        self._script, self._tls, self.connections = script, tls, 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"{'https' if tls else 'http'}://127.0.0.1:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
     def _serve(self) -> None:
-        while True:
-            connection, _ = self._listener.accept()
-            if self._tls is not None:
-                try:
-                    connection = self._tls.wrap_socket(connection, server_side=True)
-                except OSError:
-                    connection.close()
-                    return
-            with connection:
+        for number, answers in enumerate(self._script, start=1):
+            plain = self._listener.accept()[0]
+            with plain, suppress(OSError), self._tls.wrap_socket(plain, server_side=True) if self._tls else plain as it:
                 self.connections += 1
-                for _ in range(self._requests):
-                    if not connection.recv(65536):
-                        break
-                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n" + BODY[:50])
-                    connection.sendall(BODY[50:])
-                else:
-                    continue
-            return
+                for pieces in answers:
+                    if not it.recv(65536):
+                        return
+                    for piece in pieces:
+                        it.sendall(piece)
+                        time.sleep(0.02)
+                if number == len(self._script):
+                    it.recv(65536)  # until the client has gone
 
-    def close(self) -> None:
+    def close(self, gets: DirectGets) -> int:
+        """End both sides; return how many connections there were."""
+        gets.refuse()
+        self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
+        return self.connections
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n"
+GOOD = (HEAD + BODY[:50], BODY[50:])
 
 
 def test_connections_are_used_again_and_replaced_when_the_server_closes_them(gets: DirectGets) -> None:
-    server = Keeping(3)
+    server = Scripted([GOOD] * 3, [GOOD] * 3, [GOOD] * 3)
     for _ in range(8):
         assert get(gets, server.endpoint) == (None, BODY)
-    assert server.connections == 3
-    gets.refuse()
-    server.close()
+    assert server.close(gets) == 3
     assert gets.refusing
 
 
-def certified(directory: Path) -> tuple[ssl.SSLContext, str]:
-    """Return a server's context, and the file of the authority that vouches for it."""
-    certificate, key, authority = make_certificate(directory, "127.0.0.1")
+def test_bytes_behind_an_answer_are_no_answer_to_the_next_request(gets: DirectGets) -> None:
+    """A server that answers once too often: another connection is taken."""
+    server = Scripted([(HEAD + BODY, HEAD + BODY)], [(HEAD + BODY[::-1],)])
+    assert get(gets, server.endpoint) == (None, BODY)
+    time.sleep(0.2)
+    assert get(gets, server.endpoint) == (None, BODY[::-1])
+    assert server.close(gets) == 2
+
+
+@pytest.fixture
+def certified(tmp_path: Path) -> tuple[ssl.SSLContext, str]:
+    """A server's context, and the file of the authority that vouches for it."""
+    certificate, key, authority = make_certificate(tmp_path, "127.0.0.1")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     return context, str(authority)
 
 
 @pytest.mark.parametrize(("trusted", "status", "connections"), [(True, None, 2), (False, 0, 0)])
-def test_https_trusts_the_context_given(tmp_path: Path, trusted: bool, status: int | None, connections: int) -> None:
+def test_https_trusts_the_context_given(
+    certified: tuple[ssl.SSLContext, str], trusted: bool, status: int | None, connections: int
+) -> None:
     """It is made once. A server that it does not trust gets no request."""
-    context, authority = certified(tmp_path)
-    server = Keeping(2, context)
+    context, authority = certified
+    server = Scripted(*[[GOOD] * 2] * (2 if trusted else 1), tls=context)
     contexts = iter([ssl.create_default_context(cafile=authority if trusted else None)])
     gets = DirectGets(timeout_s=10.0, tls=lambda: next(contexts))
     assert get(gets, server.endpoint)[0] == status
     if trusted:
         assert [get(gets, server.endpoint) for _ in range(2)] == [(None, BODY)] * 2
-    gets.refuse()
-    server.close()
-    assert server.connections == connections
+    assert server.close(gets) == connections
 
 
-@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n" + BODY[:50]])
-def test_a_server_that_falls_silent_over_tls_is_not_waited_for(tmp_path: Path, said: bytes) -> None:
+@pytest.mark.parametrize("said", [b"", HEAD + BODY[:50]])
+def test_a_server_that_falls_silent_over_tls_is_not_waited_for(
+    certified: tuple[ssl.SSLContext, str], said: bytes
+) -> None:
     """Before its answer, or amid it."""
-    (context, authority), over = certified(tmp_path), threading.Event()
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        with context.wrap_socket(listener.accept()[0], server_side=True) as connection:
-            connection.recv(65536)
-            connection.sendall(said)
-            over.wait()
-
-    server = threading.Thread(target=serve)
-    server.start()
+    context, authority = certified
+    server = Scripted([(said,)], tls=context)
     trusting = ssl.create_default_context(cafile=authority)
     gets = DirectGets(timeout_s=0.2, tls=lambda: trusting)
-    assert get(gets, f"https://127.0.0.1:{listener.getsockname()[1]}")[0] == 0
-    over.set()
-    server.join()
-    listener.close()
-    gets.refuse()
-
-
-def test_bytes_behind_an_answer_are_no_answer_to_the_next_request(gets: DirectGets) -> None:
-    """A server that answers once too often: another connection is taken."""
-    listener, connections = socket.create_server(("127.0.0.1", 0)), 0
-
-    def serve() -> None:
-        nonlocal connections
-        for body in (BODY, BODY[::-1]):
-            with listener.accept()[0] as connection:
-                connections += 1
-                connection.recv(65536)
-                said = b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n" + body
-                connection.sendall(said)
-                time.sleep(0.02)
-                with suppress(OSError):
-                    connection.sendall(said)
-                    connection.recv(65536)
-
-    server = threading.Thread(target=serve)
-    server.start()
-    endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    assert get(gets, endpoint) == (None, BODY)
-    time.sleep(0.2)
-    assert get(gets, endpoint) == (None, BODY[::-1])
-    gets.refuse()
-    server.join()
-    listener.close()
-    assert connections == 2
+    assert get(gets, server.endpoint)[0] == 0
+    assert server.close(gets) == 1

@@ -27,8 +27,7 @@ from nixl_offload.engine import TierEngine, pump
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.hardware.same_machine import machine_token
-from nixl_offload.movers import select, select_object
-from nixl_offload.movers.nixl import NixlMover
+from nixl_offload.movers import select
 from nixl_offload.movers.nixl_agent import NixlAgent
 from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.tiers.lock import DirectoryLock
@@ -459,7 +458,7 @@ def test_storage_that_hangs_delays_no_other_tier_of_the_rank(
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
         farther = {"kind": "s3", "bucket": "bucket", "endpoint": "http://127.0.0.1:1", "region": "us-east-1"}
         farther |= {"ttl": "7d", "capacity": "1GiB", "request_timeout": "1s"}
-        monkeypatch.setattr(select_object, "_trouble", hanging(select_object._trouble, lambda _: True))
+        monkeypatch.setattr(select, "_trouble", hanging(select._trouble, lambda _: True))
     rig = Rig(tmp_path / "slab", farther, is_open=False)
     rig.worker.open({1: SharedPlace("n" * 32, (b"r" * 32,))})
     assert hung.wait(DEADLINE_S)
@@ -477,8 +476,6 @@ def test_no_two_tiers_start_a_library_at_once(tmp_path: Path, monkeypatch: pytes
     def watched(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             nonlocal inside, most, calls
-            if real is register and arguments[1] != "memory":
-                return real(*arguments)
             inside, calls = inside + 1, calls + 1
             most = max(most, inside)
             time.sleep(0.05)
@@ -489,9 +486,8 @@ def test_no_two_tiers_start_a_library_at_once(tmp_path: Path, monkeypatch: pytes
 
         return call
 
-    register = NixlMover._register
     monkeypatch.setattr(NixlAgent, "_make", watched(NixlAgent._make))
-    monkeypatch.setattr(NixlMover, "_register", watched(register))
+    monkeypatch.setattr(NixlAgent, "register_memory", watched(NixlAgent.register_memory))
     tree = {"kind": "shared_dir", "path": str(tmp_path / "tree"), "capacity": "1GiB"}
     rig = Rig(tmp_path / "slab", tree, is_open=False)
     told = rig.open(rig.place, SharedPlace("n" * 32, (b"r" * 32,)))

@@ -170,7 +170,7 @@ def try_file_mover(name: str, directory: str, *, gpu: bool, threads: int, direct
 def try_object_movers(tier: S3Config, *, io: bool) -> Answer:
     """Open the mover that a server would take for a bucket, and measure the bucket with its client if ``io``."""
     from nixl_offload.movers.base import MemoryKind
-    from nixl_offload.movers.select_object import open_object_mover
+    from nixl_offload.movers.select import open_object_mover
     from nixl_offload.stores.s3 import open_store
 
     opened = open_object_mover(tier, MemoryKind.DRAM)

@@ -105,7 +105,7 @@ class Eviction:
 
     def _holds(self) -> bool:
         """Whether this engine is the one that deletes. Raises StoreError, TierError."""
-        self._store.files.require_mounted("evict")
+        self._store.require_mounted("evict")
         if not self._lock.is_held():
             try:
                 self._lock.acquire()
@@ -119,7 +119,7 @@ class Eviction:
 
     def _look(self) -> None:
         """Begin a pass if it is time. Raises StoreError, OSError."""
-        space, now_s = self._store.files.filesystem.space(self._store.where), time.monotonic()
+        space, now_s = self._store.filesystem.space(self._store.where), time.monotonic()
         free_bytes = space.f_bavail * space.f_frsize
         self._lost_bytes += max(0, self._free_bytes - free_bytes)  # others may free as much meanwhile
         self._free_bytes = free_bytes
@@ -190,7 +190,7 @@ def _chunks(store: TreeStore, stopped: Callable[[], bool], latest_s: float) -> I
     What is younger than ``latest_s`` counts as very old.
     Only namespaces are looked into: beside them may lie much that is not ours, or that we may not list (lost+found).
     """
-    names = sorted(name for name, _ in store.files.filesystem.list(store.where))
+    names = sorted(name for name, _ in store.filesystem.list(store.where))
     names = [name for name in names if parse_manifest_name(manifest_name(name))]
     listing = chain.from_iterable(store.list(f"{name}/") for name in names)
     for number, chunk in enumerate(group_chunks(listing)):

@@ -13,8 +13,8 @@ from typing import Final, TypeVar
 
 from nixl_offload.errors import MoverError, StoreError, TierError
 from nixl_offload.movers.base import FileId, Mover
+from nixl_offload.stores.directory import Draft, OpenFile, TreeFiles
 from nixl_offload.stores.filesystem import REAL, Filesystem
-from nixl_offload.stores.tree_files import Draft, OpenFile, TreeFiles
 from nixl_offload.tiers.base import NOTHING_STORED, Target
 from nixl_offload.tiers.breaker import Breaker
 from nixl_offload.tiers.calls import Call, CallThreads

@@ -26,11 +26,10 @@ from typing import Any, Final
 from nixl_offload.config import SlabConfig
 from nixl_offload.errors import ConfigError, TierError
 from nixl_offload.index.database import max_bytes
-from nixl_offload.stores.filesystem import spare_bytes
+from nixl_offload.stores.filesystem import spare_bytes, tier_error
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.free_space import kept_free
 from nixl_offload.tiers.lock import DirectoryLock
-from nixl_offload.tiers.os_errors import tier_error
 from nixl_offload.tiers.slab import other_namespaces
 from nixl_offload.tiers.slab.file import make_private_directory, rank_file_name
 from nixl_offload.tiers.slot_allocator import SLOTS_PER_EXTENT_MIN, choose_extent_bytes

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Final
 
 from nixl_offload.errors import LayoutError, TierError
-from nixl_offload.stores.filesystem import REAL, Filesystem, cause_of, spare_bytes
+from nixl_offload.stores.filesystem import REAL, Filesystem, cause_of, spare_bytes, tier_error
 from nixl_offload.tiers.lock import is_held_by
-from nixl_offload.tiers.os_errors import tier_error
 from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)

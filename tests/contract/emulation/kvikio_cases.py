@@ -11,7 +11,6 @@ import ctypes
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import numpy.typing as npt
 import pytest
 
 from nixl_offload.errors import MoverError
-from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState, open_file
+from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState
 from nixl_offload.movers.kvikio import KvikioMover
 from tests.contract.suites.mover_rig import KIB, MIB, MoverRigs, Rig, SuiteMemory, extents
 from tests.contract.suites.mover_suite import MoverSuite
@@ -202,7 +201,7 @@ class TestCuFileFaults(KvikioRigs):
         assert rig.mover.poll(transfer) is TransferState.PENDING
         assert time.monotonic() - begun < 0.9
         rig.wait(transfer)
-        assert driver["syncs"] == 2, "KvikIO waits for the default stream no more: the launching thread can go"
+        assert driver["syncs"] == 2, "KvikIO waits for the default stream no more: it need not be kept off the pump"
         assert np.array_equal(rig.memory[: 128 * KIB].reshape(2, -1), rig.stored.reshape(64, -1)[:-3:-1])
 
     def test_two_regions_of_one_allocation(self, control: Control) -> None:
@@ -226,15 +225,6 @@ class TestCuFileFaults(KvikioRigs):
         mover.unregister_memory(mover.register_memory(memory.region))
         mover.close()
 
-    def test_a_file_that_is_never_open_does_not_hold_the_end_up(self, tmp_path: Path) -> None:
-        mover = KvikioMover(4, BOUNCE_BYTES, close_timeout_s=0.1)
-        (tmp_path / "data").write_bytes(bytes(4096))
-        file = open_file(mover, str(tmp_path / "data"), 4096, direct_io=False)
-        mover._opened[mover._file(file)] = Future()  # as where storage hangs meanwhile
-        began_s = time.monotonic()
-        mover.close()
-        assert time.monotonic() - began_s < 5.0
-
     def test_what_never_ends_is_leaked_not_freed(
         self, tmp_path: Path, control: Control, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -242,14 +232,14 @@ class TestCuFileFaults(KvikioRigs):
         memory = DeviceMemory(4 * MIB)
         mover = KvikioMover(4, BOUNCE_BYTES, close_timeout_s=0.1)
         rig = Rig(mover, tmp_path / "data", MemoryKind.VRAM, 4 * MIB, direct_io=True, region_memory=memory)
-        control["delay_us"] = 100_000
+        control["delay_us"] = 500_000
         transfer = rig.submit(Op.READ, WHERE[:16], BACK[:16])
         rig.close()
         assert (transfer.state, transfer.quarantine) == (TransferState.FAILED, True)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         while control["reads"] < 16:  # or the late ones would count in other cases
             time.sleep(0.01)
-        time.sleep(0.15)
+        time.sleep(0.6)
         memory.leak()
         control["buffers"] -= 1
         control["files"] -= 1

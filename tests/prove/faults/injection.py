@@ -22,9 +22,9 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from nixl_offload.engine import staging
-from nixl_offload.movers import select, select_object
+from nixl_offload.movers import select
 from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, Mover, Op, Transfer
-from nixl_offload.stores import filesystem, tree_files
+from nixl_offload.stores import directory, filesystem
 from nixl_offload.tiers.slab import file as slab_file
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 
@@ -188,7 +188,7 @@ class Faults:
             return real_acquire(pool)
 
         # Only where the product maps; mmap.mmap itself is a class that others subclass.
-        for module in (staging, slab_file, tree_files):
+        for module in (staging, slab_file, directory):
             module.mmap = SimpleNamespace(**{**vars(mmap), "mmap": map_memory})  # type: ignore[attr-defined]
         staging.SlotPool.acquire = acquire  # type: ignore[method-assign]
 
@@ -199,8 +199,8 @@ class Faults:
             return lambda *arguments, **named: self.over(make(*arguments, **named))
 
         select.make_mover = wrapped(select.make_mover)
-        select_object.NixlMover = wrapped(select_object.NixlMover)  # type: ignore[misc, assignment]
-        select_object.StoreMover = wrapped(select_object.StoreMover)  # type: ignore[misc, assignment]
+        select.NixlObjectMover = wrapped(select.NixlObjectMover)  # type: ignore[misc, assignment]
+        select.StoreMover = wrapped(select.StoreMover)  # type: ignore[misc, assignment]
 
 
 class SeededMover(FaultyMover):

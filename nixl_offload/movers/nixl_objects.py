@@ -1,0 +1,241 @@
+"""NIXL's OBJ plugin behind the mover contract: objects and the memory of host or device.
+
+The plugin takes few transfers at once, cannot tell what is absent, and never repeats a read: it reads straight into the
+caller's memory, and its second answer would land behind the first one (docs/decisions/0008-object-movers.md). So
+transfers above a limit wait here, and a read that failed is repeated, unless a store says that the object is absent, or
+does not answer either. Writes are repeated by the plugin.
+
+Threading: driven by one thread; the store is asked on a daemon thread for each question. Ownership: it owns the store.
+A handle in flight is never released, as in ``movers.nixl``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+from nixl_offload.errors import MoverError, StoreError
+from nixl_offload.keep import keep_forever, keep_in_children
+from nixl_offload.movers.base import LIBRARIES, OBJECT_LIMITS, FileId, MemoryId, MemoryRegion, Op
+from nixl_offload.movers.nixl_agent import NixlAgent
+from nixl_offload.movers.nixl_plugins import NixlPlugin
+from nixl_offload.movers.tracked import FileEntry, TrackedMover, TrackedTransfer
+from nixl_offload.stores.base import Store
+
+logger = logging.getLogger(__name__)
+
+NOT_ANSWERING: Final = frozenset({"unreachable", "timeout", "throttled", "server"})
+"""Causes of a StoreError that say nothing of the client or the object: another time the same call works."""
+ATTEMPTS: Final = 3
+PAUSE_S: Final = 0.1
+"""Mean pause before a read is repeated."""
+WITHIN_S: Final = 3.0
+"""No attempt begins later than this after the first."""
+_LOOK_SHARE, _LOOK_MIN_S, _LOOK_MAX_S = 0.125, 0.0005, 0.01
+"""Looks are this share of a transfer's usual time apart: a poll of NIXL costs as much processor time as a request."""
+
+_object_numbers = itertools.count(1)
+"""Never one twice: NIXL finds an object by its number, and a second name for it would silently win."""
+
+
+@dataclass(slots=True, eq=False)
+class _ObjectTransfer(TrackedTransfer):
+    handle: Any = None
+    attempts: int = 0
+    """Begun so far."""
+    first_s: float = 0.0
+    """When the first began."""
+    began_s: float = 0.0
+    """When the latest did."""
+    failure: str = ""
+    """Of the latest."""
+    again_s: float = 0.0
+    """When the next may begin."""
+    answer: Literal["", "go on", "absent", "silent"] = ""
+    """What the store says of the object: it is there, or nobody knows; it is absent; the store has no answer either.
+    Empty: not known yet."""
+
+
+class NixlObjectMover(TrackedMover[_ObjectTransfer]):
+    """One agent with the OBJ plugin. Of its transfers ``at_once`` run, in their order.
+
+    A transfer that was not started whole, or does not end within ``close_timeout_s``, is quarantined.
+    """
+
+    transfer_type = _ObjectTransfer
+
+    def __init__(self, plugin: NixlPlugin, store: Store, *, at_once: int, close_timeout_s: float = 30.0) -> None:
+        limits = replace(OBJECT_LIMITS, tells_short_reads=False)
+        super().__init__(plugin.name, plugin.memory_kinds, limits, close_timeout_s)
+        self.store = store
+        self._nixl = NixlAgent(plugin, {})
+        self._at_once = at_once
+        self._key_prefix = plugin.key_prefix
+        self._registered: dict[MemoryId | FileId, Any] = {}
+        self._numbers: dict[FileEntry, int] = {}
+        self._waiting: deque[_ObjectTransfer] = deque()
+        self._running: set[_ObjectTransfer] = set()
+        self._resting: set[_ObjectTransfer] = set()
+        """Between two attempts."""
+        self._usual_s = 0.0
+        """What a transfer takes."""
+        self._look_s = 0.0
+        """When the next look is due."""
+        self._news = False
+        """Whether a transfer has ended since the last look."""
+        keep_in_children(self)  # agents do not survive a fork, and handles that are collected release themselves
+
+    def connect(self) -> None:
+        """Start NIXL and its plugin now, which reaches nothing yet. Raises MoverUnavailableError."""
+        self._check_usable()
+
+    def _check_usable(self) -> None:
+        super()._check_usable()
+        self._nixl.start()
+        self.memory_kinds = self._nixl.memory_kinds
+
+    def _register(self, memory: MemoryId, region: MemoryRegion) -> None:
+        with LIBRARIES:
+            self._registered[memory] = self._nixl.register_memory(region)
+
+    def _unregister(self, memory: MemoryId, region: MemoryRegion) -> None:
+        with LIBRARIES:
+            self._nixl.deregister("memory", self._registered.pop(memory))
+
+    def _add_file(self, entry: FileEntry) -> FileId:
+        number = next(_object_numbers)
+        descriptor = (0, entry.length_bytes, number, self._key_prefix + entry.path)
+        registered = self._nixl.register(entry.path, "OBJ", descriptor)
+        file = super()._add_file(entry)
+        self._registered[file], self._numbers[entry] = registered, number
+        return file
+
+    def close_file(self, file: FileId) -> None:
+        entry = self._pop_file(file)
+        del self._numbers[entry]
+        self._nixl.deregister(entry.path, self._registered.pop(file))
+
+    # Transfers
+
+    def _launch(self, transfer: _ObjectTransfer) -> None:
+        self._waiting.append(transfer)
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        while self._waiting and len(self._running) < self._at_once:
+            self._begin(self._waiting.popleft())
+
+    def _begin(self, transfer: _ObjectTransfer) -> None:
+        """Begin an attempt."""
+        transfer.began_s = time.monotonic()
+        transfer.first_s = transfer.first_s or transfer.began_s
+        transfer.attempts += 1
+        try:
+            transfer.handle = self._nixl.prepare(transfer, "OBJ", self._numbers[transfer.file])
+        except MoverError as error:
+            self._finish(transfer, str(error))
+            return
+        self._running.add(transfer)
+        try:
+            state = self._nixl.begin(transfer.handle)
+        except MoverError as error:
+            self._finish(transfer, str(error), quarantine=True)
+        else:
+            self._note(transfer, state, transfer.began_s)
+
+    def _advance(self, transfer: _ObjectTransfer) -> None:
+        self._pass()
+
+    def look(self) -> float | None:
+        self._pass()
+        news, self._news = self._news, False
+        return 0.0 if news else max(self._look_s - time.monotonic(), 0.0)
+
+    def _pass(self) -> None:
+        """Push all on, if it is time."""
+        now_s = time.monotonic()
+        if now_s < self._look_s:
+            return
+        self._look_s = now_s + min(max(_LOOK_SHARE * self._usual_s, _LOOK_MIN_S), _LOOK_MAX_S)
+        for transfer in tuple(self._running):
+            try:
+                self._note(transfer, self._nixl.check(transfer.handle), now_s)
+            except MoverError as error:
+                self._note(transfer, str(error), now_s)
+        for transfer in tuple(self._resting):
+            if now_s > transfer.first_s + WITHIN_S or transfer.answer in ("absent", "silent"):
+                self._resting.remove(transfer)
+                transfer.missing = transfer.answer == "absent"
+                self._finish(transfer, transfer.failure)
+            elif transfer.answer and now_s >= transfer.again_s:
+                self._resting.remove(transfer)
+                self._begin(transfer)
+        self._begin_waiting()
+
+    def _note(self, transfer: _ObjectTransfer, state: str, now_s: float) -> None:
+        """Go on as ``state`` says: PROC, DONE, or why the attempt failed."""
+        if state == "PROC":
+            return
+        if state == "DONE":
+            # What ends sooner than others counts for more, so that nobody waits for slow times.
+            took_s = now_s - transfer.began_s
+            self._usual_s += (took_s - self._usual_s) * (0.25 if took_s < self._usual_s else 0.125)
+            self._finish(transfer, None)
+            return
+        transfer.failure = f"{self.name}: {transfer.op.value} of {transfer.file.path} failed: {state}"
+        transfer.again_s = now_s + PAUSE_S * random.uniform(0.5, 1.5)
+        is_last = transfer.op is Op.WRITE or transfer.attempts == ATTEMPTS or self._closed
+        if is_last or transfer.again_s > transfer.first_s + WITHIN_S:
+            self._finish(transfer, transfer.failure)
+            return
+        self._running.remove(transfer)
+        self._nixl.release(transfer.handle)
+        transfer.handle, transfer.answer = None, ""
+        self._resting.add(transfer)
+        try:
+            threading.Thread(target=self._ask, args=(transfer,), name="nixl-offload-obj-ask", daemon=True).start()
+        except RuntimeError:  # this machine has no thread to spare now
+            transfer.answer = "go on"
+
+    def _ask(self, transfer: _ObjectTransfer) -> None:
+        """Ask the store for the object of a failed read, on a thread."""
+        try:
+            transfer.answer = "absent" if self.store.head(transfer.file.path) is None else "go on"
+        except Exception as error:  # noqa: BLE001 - then nobody knows
+            logger.debug("%s: whether %s is there: %r", self.name, transfer.file.path, error)
+            is_silent = isinstance(error, StoreError) and error.cause in NOT_ANSWERING
+            transfer.answer = "silent" if is_silent else "go on"
+
+    def _finish(self, transfer: _ObjectTransfer, error: str | None, *, quarantine: bool = False) -> None:
+        """Make final; a quarantined transfer keeps its handle for ever."""
+        self._running.discard(transfer)
+        self._news = True
+        super()._finish(transfer, error, quarantine=quarantine)
+        if quarantine:
+            keep_forever(transfer)
+        elif transfer.handle is not None:
+            self._nixl.release(transfer.handle)
+            transfer.handle = None
+
+    def close(self) -> None:
+        """What waits is still moved, for ``close_timeout_s`` at most. What failed is not tried again."""
+        if not self._may_close():
+            return
+        self._closed = True
+        for transfer in tuple(self._resting):
+            self._finish(transfer, transfer.failure)
+        self._resting.clear()
+        self._drain(self._close_timeout_s)
+        for transfer in self._waiting:
+            self._finish(transfer, f"{self.name}: closed before it was started")
+        self._waiting.clear()
+        self._release_all()
+        self.store.close()
+        if not self._registered:
+            self._nixl.forget()
