@@ -33,7 +33,7 @@ FINE = ("endpoint", "credentials", "bucket", "list", "lookup", "put", "get", "by
 
 @pytest.fixture(scope="module")
 def child(rclone: RcloneServer) -> Iterator[ChildProcess]:
-    with pytest.MonkeyPatch.context() as patch, ChildProcess() as process:
+    with pytest.MonkeyPatch.context() as patch, closing(ChildProcess()) as process:
         for name, value in rclone.environment.items():
             patch.setenv(name, value)
         process.run(memory_room)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def _do(what: str) -> dict[str, Any]:
 
 def test_crashes_hangs_and_noise_of_libraries() -> None:
     """What happens to the process is the task's answer, and the next task finds a new one."""
-    with ChildProcess() as child:
+    with closing(ChildProcess()) as child:
         crash = child.run(_do, what="crash")
         assert crash == {"failed": "it crashed (SIGSEGV)", "crashed": True}
         assert child.run(_do, what="work") == {"fine": True}

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from io import StringIO
 from multiprocessing import get_context
 from pathlib import Path
@@ -53,7 +54,7 @@ def look(name: str, tier: DirectoryConfig, **context: Any) -> Finding:
 @pytest.fixture(scope="module")
 def child() -> Iterator[ChildProcess]:
     """One process for the movers of all tests here."""
-    with ChildProcess() as process:
+    with closing(ChildProcess()) as process:
         process.run(memory_room)
         yield process
 

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Any, Final
 
 from nixl_offload.config import S3Config
@@ -72,12 +71,6 @@ class ChildProcess:
         process.kill()
         process.join()
         self._pipe.close()
-
-    def __enter__(self) -> ChildProcess:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
 
 def _serve(pipe: Connection) -> None:

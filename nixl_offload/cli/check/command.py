@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Iterator
+from contextlib import closing
 from typing import TextIO
 
 from nixl_offload.cli.check import machine
@@ -49,7 +50,7 @@ def add_check(commands: Commands) -> None:
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print to ``out``. Raises ConfigError."""
     config = load_config(arguments.file)
-    with ChildProcess() as child:
+    with closing(ChildProcess()) as child:
         works = report(_sections(arguments, config, child), out, as_json=arguments.json)
     return 0 if works else 1
 
