@@ -119,15 +119,16 @@ class Context:
             CLOCK.wall_ahead_s += rng.choice((-86_400.0, -3600.0, -5.0, 5.0, 3600.0, 86_400.0))
             CLOCK.ahead_s += rng.choice((0.0, 2.0, 40.0))
             self.counts[fault] += 1
-        elif fault == "fork":
+            return
+        if fault == "fork":
             self._fork()
-        elif isinstance(self.medium, Bucket) and (
+            return
+        if isinstance(self.medium, Bucket) and (
             fault in ANSWERS or not transfers or not rng.randrange(2 if fault in RESTING else 3)
         ):
-            self._rule = self.medium.inject(fault, rng)
-            self._rule_fault = fault
+            self._rule, self._rule_fault = self.medium.inject(fault, rng), fault
         at_rest = fault in RESTING and fault != "flipped" and not (fault == "stale" and self.tier == "shared_dir")
-        if at_rest or self._rule is not None or fault in {"clock jump", "fork", *ANSWERS}:
+        if at_rest or self._rule is not None or fault in ANSWERS:
             return
         calls = not isinstance(self.medium, Bucket) and self.tier != "memory"
         calls = calls and (fault in ERRNOS or fault in {"slow", "hang", "late write"})

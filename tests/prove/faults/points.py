@@ -52,36 +52,34 @@ def store(context: Context, fault: str) -> None:
     context.arm(fault)
     context.server.store(fresh)
     context.spoil(fault, context.known)
-    context.while_it_lasts(0.05 if fault in {"hang", "late write"} else 2.0)
-    if fault == "hang":
-        CLOCK.ahead_s += context.rng.choice((0.0, 2.0, JUMP_S))
-        context.steps_for(0.01)
-    if fault == "late write":
-        _wait_in_vain(context)
+    _outlast(context, fault, 2.0)
     context.keep(fresh)
 
 
 def load(context: Context, fault: str) -> None:
     """The fault is there while chunks are loaded, which lookups have found whole."""
-    found = _found(context, fault, list)
-    context.arm(fault)
-    if found:
-        context.server.load(found)
-    context.while_it_lasts(0.05)
-    if fault == "hang":
-        CLOCK.ahead_s += context.rng.choice((0.0, 2.0, JUMP_S))
-        context.steps_for(0.01)
-    if fault == "late write":
-        _wait_in_vain(context)
+    _load(context, fault, list)
 
 
 def promotion(context: Context, fault: str) -> None:
-    """The fault is there while chunks are loaded; most are not in memory any more, and are kept there."""
-    found = _found(context, fault, partial(_out_of_memory, context))
+    """The same; most are not in memory any more, and are kept there."""
+    _load(context, fault, partial(_out_of_memory, context))
+
+
+def _load(context: Context, fault: str, prepare: Callable[[list[int]], list[int]]) -> None:
+    found = _found(context, fault, prepare)
     context.arm(fault)
     if found:
         context.server.load(found)
-    context.while_it_lasts(0.05)
+    _outlast(context, fault, 0.05)
+
+
+def _outlast(context: Context, fault: str, limit_s: float) -> None:
+    """Step while something is under way; of what hangs time-outs come, or other chunks are stored meanwhile."""
+    context.while_it_lasts(0.05 if fault in {"hang", "late write"} else limit_s)
+    if fault == "hang":
+        CLOCK.ahead_s += context.rng.choice((0.0, 2.0, JUMP_S))
+        context.steps_for(0.01)
     if fault == "late write":
         _wait_in_vain(context)
 
