@@ -129,7 +129,7 @@ rm $image; losetup -d $device
 cd {repository}; exec {bench} engine --dir {scratch}/loop --seconds 45'"""
 KERNELS = " ".join(f"tests/gpu/test_{name}_cuda.py" for name in ("kernels", "streams", "packer"))
 ENGINE = "tests/gpu/test_engine_cuda.py -k 'lbhnc or large or rots or came_with'"
-REST = ("movers", "device_packer", "memory", "autotune", "tensor_digests")
+REST = ("movers", "device_packer", "autotune", "tensor_digests")
 SMOKE = "{python} -m benchmarks.gpu.smoke "
 RACE = "{python} -m benchmarks.gpu.race --dir {data} "
 

@@ -1,4 +1,4 @@
-"""Within device memory: blocks gathered, summed and scattered, by Triton and by torch, against one plain copy.
+"""Within device memory: blocks gathered, summed and scattered by our kernels, against one plain copy.
 
 Each byte of the payload is counted once. A copy, a gather and a scatter read and write each: the memory moves twice as
 many bytes. Checksums only read: at the memory's own speed their ratio to a copy is near 2.
@@ -34,13 +34,10 @@ def measure(scene: Scene) -> Iterator[Row]:
     for number, (page_bytes, layers, shards) in enumerate(SHAPES):
         cache = _Blocks(scene, page_bytes, layers, shards)
         found = open_kernels(cache.tensors, cache.pages)
-        ways = {found.name: found, "torch": TorchKernels(cache.tensors, cache.pages)}
-        candidates = {COPY: cache.copy}
-        for way, kernels in ways.items():
-            candidates |= {f"{case}, {way}": run for case, run in cache.cases(kernels).items()}
+        candidates = {COPY: cache.copy} | {f"{case}, {found.name}": run for case, run in cache.cases(found).items()}
         result = contest(candidates, cache.total_bytes, scene.scale.rounds, scene.share(number, len(SHAPES)))
         yield from result.rows("kernels", "pages", page_bytes, COPY)
-        if "triton" not in ways and not scene.emulated:
+        if found.name != "triton" and not scene.emulated:
             note = "Triton's kernels do not run here; the log says why"
             yield Row("kernels", "pages", "triton", f"{page_bytes >> 10} KiB", note=note, failed=True)
 

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from benchmarks.engine import DrivenEngine
-from benchmarks.gpu.bench import KIB, PIECES_BYTES, Cache, Contest, Row, Scene, WrongBytesError, contest, reason
+from benchmarks.gpu.bench import PIECES_BYTES, Cache, Contest, Row, Scene, WrongBytesError, contest, reason
 from nixl_offload.engine import Chunk
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryRegion, Op
@@ -30,8 +30,6 @@ from nixl_offload.types import Key, Location, align_up
 
 NEVER = 1 << 40
 """As smallest extent to go direct: none is."""
-AS_FAST = 0.97
-"""What is no slower than this is taken for as fast: rounds differ by more."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +55,10 @@ PROBED = {"posix": KINDS[HOST], **{mover: KINDS[direct] for mover, direct in DIR
 
 
 def measure(scene: Scene) -> Iterator[Row]:
-    """Yield rows of part ``engine``, and of part ``threshold``."""
-    least: dict[str, dict[int, float]] = {mover: {} for mover in DIRECT}
+    """Yield rows of part ``engine``."""
     for number, piece_bytes in enumerate(PIECES_BYTES):
         for op, found in _contests(scene, Cache(scene, piece_bytes), number):
             yield from found.rows("engine", op.value, piece_bytes, HOST)
-            for mover, direct in DIRECT.items():
-                ratio = found.ratio(direct, PACKED[mover])
-                if ratio is not None:
-                    least[mover][piece_bytes] = min(ratio, least[mover].get(piece_bytes, ratio))
-    for mover, ratios in least.items():
-        words = "not measured: see the rows of part engine"
-        if len(ratios) == len(PIECES_BYTES):
-            fast = [piece for piece in PIECES_BYTES if all(ratios[p] >= AS_FAST for p in PIECES_BYTES if p >= piece)]
-            words = f"direct from {fast[0] // KIB} KiB on" if fast else "packed at every size"
-        yield Row("threshold", "direct or packed", mover, "", note=words)
 
 
 def probe(scene: Scene, name: str) -> None:

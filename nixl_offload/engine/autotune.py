@@ -2,7 +2,7 @@
 
 No rule knows the fastest: GPUDirect Storage is the shortest path where it is real, and slower than page-locked host
 memory where cuFile copies through buffers of its own. So at start each mover that can run moves some slots to a scratch
-file and back. A mover of host memory needs a copy over the bus as well; the slower of the two counts.
+file and back. Copies over the bus, which movers of host memory need as well, are several times as fast as files.
 
 Threading: on the thread that opens the tier. Ranks that start together measure together.
 Ownership: movers, memory and file are given up in the end. If a transfer does not end, its mover and memory are kept
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import statistics
 import tempfile
 import time
 from typing import Final, NamedTuple, cast
@@ -30,7 +29,7 @@ from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError, MoverUnavailableError, NixlOffloadError
 from nixl_offload.hardware.cores import unbound
 from nixl_offload.keep import keep_forever
-from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState, open_file
+from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, Transfer, TransferState, open_file
 from nixl_offload.movers.paired import PairedMover
 from nixl_offload.movers.select import SCRATCH_BYTES, MoverChoice, open_mover
 from nixl_offload.types import PAGE_BYTES, align_up
@@ -42,14 +41,11 @@ BUDGET_S: Final = 0.7
 TRANSFER_LIMIT_S: Final = 30.0
 """Storage that has not answered by then hangs."""
 MARGIN: Final = 0.1
-"""Movers this close to the fastest count as equal: two seconds of measuring cannot tell them apart."""
+"""Movers this close to the fastest count as equal: a second of measuring cannot tell them apart."""
 FREE_SHARE: Final = 16
 """The scratch file takes at most a sixteenth of what the filesystem has left."""
-_ROUNDS: Final = 3
-_SLOTS: Final = 16
-"""At once, as in the engine when it is busy."""
-_TRIAL_BYTES: Final = 64 << 20, 256 << 20
-"""What the slots of a trial take, at least and at most: more slots where they are small."""
+TRIAL_BYTES: Final = 128 << 20
+"""What the slots of a trial take together, at most."""
 REGISTERS_HOST_WITH_CUFILE: Final = frozenset({"gds_mt"})
 """Movers. KvikIO registers device memory only, and NIXL's POSIX and OBJ know nothing of cuFile."""
 
@@ -62,7 +58,7 @@ class TransferPlan(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Medians, in bytes per second."""
+    """In bytes per second."""
 
     read_bytes_s: float
     write_bytes_s: float
@@ -199,83 +195,63 @@ def measure(
     Closes the mover, unless it hangs. ``budget_s`` bounds the measuring; a transfer that was begun is waited for, up
     to ``limit_s``. Raises MoverError, OSError (no file can be made), and what a library raises.
     """
-    memory = bus_memory = None
-    keep = True
+    memory, is_late = None, False
     try:
         slots, slot_bytes = _trial_size(directory, slot_bytes)
         memory = _noise(slots * slot_bytes, device, side)
-        bus_bytes_s = float("inf")
-        if side == "host":
-            bus_memory = _pages(len(memory), device.torch_device)
-            bus_bytes_s = _bus_bytes_s(bus_memory, memory, device)
+        kind, number = (device.kind, device.number) if side == "device" else (MemoryKind.DRAM, 0)
         with tempfile.TemporaryFile(buffering=0, dir=directory) as scratch:
-            trial = _Trial(mover, memory, device if side == "device" else None, scratch.fileno(), direct_io, limit_s)
-            warm_s = trial.round(slot_bytes, 1)  # for buffers and threads that are made on first use
-            slots = max(1, min(slots, int(budget_s / (2 * _ROUNDS) / max(sum(warm_s), 1e-9))))
-            until_s = time.monotonic() + budget_s
-            rounds = [trial.round(slot_bytes, slots)]
-            while len(rounds) < _ROUNDS and time.monotonic() < until_s:
-                rounds.append(trial.round(slot_bytes, slots))
-        write_s, read_s = (statistics.median(seconds) for seconds in zip(*rounds, strict=True))
-        keep = False
-        moved_bytes = slots * slot_bytes
-        return Speed(min(moved_bytes / read_s, bus_bytes_s), min(moved_bytes / write_s, bus_bytes_s))
+            fd = scratch.fileno()
+            region = mover.register_memory(MemoryRegion(memory.data_ptr(), len(memory), kind, number))
+            file = open_file(mover, f"/proc/self/fd/{fd}", len(memory), direct_io=direct_io)
+
+            def moved(count: int) -> Speed:
+                """Write and read the first ``count`` slots."""
+                begins = np.arange(count, dtype=np.int64) * slot_bytes
+                extents = np.stack([begins, np.full_like(begins, slot_bytes)], axis=1)
+                write_s = _wait(mover, mover.submit(Op.WRITE, region, extents, file, extents), limit_s)
+                if not direct_io:  # the page cache would answer
+                    os.fdatasync(fd)
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                read_s = _wait(mover, mover.submit(Op.READ, region, extents, file, extents), limit_s)
+                return Speed(count * slot_bytes / read_s, count * slot_bytes / write_s)
+
+            first = moved(1)  # for buffers and threads that are made on first use
+            first_s = slot_bytes / first.read_bytes_s + slot_bytes / first.write_bytes_s
+            return moved(max(1, min(slots, int(budget_s / first_s))))
     except Exception as error:
-        keep = isinstance(error, _LateError)
+        is_late = isinstance(error, _LateError)
         raise
     finally:
         try:
-            if not keep:
+            if not is_late:
                 mover.close()
         except Exception as error:  # noqa: BLE001 - nobody needs it any more
-            keep = True
+            is_late = True
             logger.debug("%s does not close: %s", mover.name, error)
-        if keep:
+        if is_late:
             logger.warning("%s is left alone, with its memory and its file: it hung while it was measured", mover.name)
             leak((mover, memory))
 
 
-class _Trial:
-    """Moves the first slots of ``memory``: of the device's, or of the host's where ``device`` is None."""
-
-    def __init__(
-        self, mover: Mover, memory: torch.Tensor, device: Device | None, fd: int, direct_io: bool, limit_s: float
-    ) -> None:
-        self._mover, self._fd, self._direct_io, self._limit_s = mover, fd, direct_io, limit_s
-        kind, number = (MemoryKind.DRAM, 0) if device is None else (device.kind, device.number)
-        self._memory = mover.register_memory(MemoryRegion(memory.data_ptr(), len(memory), kind, number))
-        self._file = open_file(mover, f"/proc/self/fd/{fd}", len(memory), direct_io=direct_io)
-
-    def round(self, slot_bytes: int, slots: int) -> tuple[float, float]:
-        """Return the seconds of writing and of reading ``slots``. Raises MoverError."""
-        write_s = self._move(Op.WRITE, slot_bytes, slots)
-        if not self._direct_io:  # the page cache would answer
-            os.fdatasync(self._fd)
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return write_s, self._move(Op.READ, slot_bytes, slots)
-
-    def _move(self, op: Op, slot_bytes: int, slots: int) -> float:
-        offsets = np.arange(slots, dtype=np.int64) * slot_bytes
-        extents = np.stack([offsets, np.full_like(offsets, slot_bytes)], axis=1)
-        began_s = time.monotonic()
-        transfer = self._mover.submit(op, self._memory, extents, self._file, extents)
-        while self._mover.poll(transfer) is TransferState.PENDING:
-            if time.monotonic() - began_s > self._limit_s:
-                raise _LateError(f"storage did not answer for {self._limit_s:.0f} s")
-            time.sleep(POLL_S)
-        if transfer.state is TransferState.FAILED:
-            raise (_LateError if transfer.quarantine else MoverError)(transfer.error or "failed")
-        return max(time.monotonic() - began_s, 1e-9)
+def _wait(mover: Mover, transfer: Transfer, limit_s: float) -> float:
+    """Return the seconds that a transfer takes from now on. Raises MoverError."""
+    began_s = time.monotonic()
+    while mover.poll(transfer) is TransferState.PENDING:
+        if time.monotonic() - began_s > limit_s:
+            raise _LateError(f"storage did not answer for {limit_s:.0f} s")
+        time.sleep(POLL_S)
+    if transfer.state is TransferState.FAILED:
+        raise (_LateError if transfer.quarantine else MoverError)(transfer.error or "failed")
+    return max(time.monotonic() - began_s, 1e-9)
 
 
 def _trial_size(directory: str, slot_bytes: int) -> tuple[int, int]:
     """Return how many slots to move, and their size. Raises MoverError where the disk has no room for one."""
-    least_bytes, most_bytes = _TRIAL_BYTES
-    slot_bytes = align_up(min(slot_bytes, most_bytes))
+    slot_bytes = align_up(min(slot_bytes, TRIAL_BYTES))
     space = os.statvfs(directory)
-    free_bytes = space.f_bavail * space.f_frsize if space.f_blocks else most_bytes * FREE_SHARE
-    wanted_bytes = min(most_bytes, max(least_bytes, _SLOTS * slot_bytes))
-    slots = min(wanted_bytes, free_bytes // FREE_SHARE) // slot_bytes
+    free_bytes = space.f_bavail * space.f_frsize if space.f_blocks else TRIAL_BYTES * FREE_SHARE
+    slots = min(TRIAL_BYTES, free_bytes // FREE_SHARE) // slot_bytes
     if not slots:
         raise MoverError(f"the disk has {free_bytes >> 20} MiB left, too little to measure with")
     return slots, slot_bytes
@@ -289,18 +265,6 @@ def _noise(length_bytes: int, device: Device, side: Staging) -> torch.Tensor:
     for piece in torch.split(memory, len(noise)):
         piece.copy_(noise[: len(piece)])
     return memory
-
-
-def _bus_bytes_s(on_device: torch.Tensor, on_host: torch.Tensor, device: Device) -> float:
-    """Return how fast host memory is copied to the device."""
-    stream, began_s = device.streams.new(), time.monotonic()
-
-    def copied() -> None:
-        on_device.copy_(on_host, non_blocking=True)
-
-    stream.run(copied)
-    stream.synchronize()
-    return len(on_host) / max(time.monotonic() - began_s, 1e-9)
 
 
 def _pages(length_bytes: int, where: torch.device, *, locked: bool = False) -> torch.Tensor:

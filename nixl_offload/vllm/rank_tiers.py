@@ -30,7 +30,7 @@ from nixl_offload.chunk.shards import Shard
 from nixl_offload.config import Config, TierConfig
 from nixl_offload.engine import LinkEngine, MemoryEngine, RankEngine, TierEngine
 from nixl_offload.engine.autotune import TransferPlan, open_planned, plan_tier, staging_for
-from nixl_offload.engine.device_packer import DeviceGroups
+from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.link_memory import share_staging
@@ -207,7 +207,7 @@ def plan_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout
         return plans
     try:
         # Compiles the Triton kernels, which takes seconds, before there is a job to wait for them.
-        slow = DeviceGroups(tensors, pages_of(layout), device).sums_slowly
+        slow = DevicePacker(tensors, pages_of(layout), device).sums_slowly
     except Exception:
         logger.exception("Kernels cannot be used on %s", device.torch_device)
         return plans

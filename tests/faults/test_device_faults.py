@@ -215,7 +215,7 @@ def test_work_that_fails_on_the_device_costs_its_slot(
 
     kept = len(leaked)
     with monkeypatch.context() as patch:
-        patch.setattr(type(packer_of(rig)._groups.kernels[0]), work, broken)
+        patch.setattr(type(packer_of(rig)._kernels[0]), work, broken)
         if work == "gather":
             assert rig.store(1, [rig.chunk(1, SOURCE)]) == (FAILED,)
         else:

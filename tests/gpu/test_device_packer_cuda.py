@@ -1,6 +1,6 @@
 """Proves on a GPU: chunks packed on the device lie there as the host would have laid them (the proofs of the emulated
-device, on a real one), wait for the model's stream and for each other where they must, and never make their caller
-wait; what is let go of while it is in use is not handed out again; staging takes what a device can spare.
+device, on a real one), wait for no store, and never make their caller wait; what is let go of while it is in use is not
+handed out again.
 """
 
 from __future__ import annotations
@@ -15,14 +15,9 @@ import torch
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.engine.device_packer import DevicePacker, SummedOnDevice, page_locked
 from nixl_offload.engine.kernels.torch_kernels import Page
-from nixl_offload.engine.staging import device_pool
 from nixl_offload.engine.streams import READY, Device, device_of
-from nixl_offload.errors import MoverError
-from nixl_offload.movers.base import MemoryKind
-from nixl_offload.types import PAGE_BYTES
 from tests.unit.device_rig import settled
 from tests.unit.test_device_packer import (  # noqa: F401 - run here with the fixture below
-    test_an_inspection_without_rows_brings_the_headers_alone,
     test_chunks_lie_in_their_slots_as_on_the_host_and_come_back,
     test_ids_outside_the_kv_cache_are_refused,
     test_rows_that_do_not_fit_their_blocks_are_refused,
@@ -99,30 +94,6 @@ def test_nothing_makes_the_caller_wait(kit: Kit) -> None:
     assert took_s < 0.1
 
 
-def test_a_store_sees_what_the_model_writes_before_its_fence(kit: Kit) -> None:
-    """By a kernel that begins long after the store was queued."""
-    torch.cuda._sleep(STEP_CYCLES)
-    for tensor in kit.tensors:
-        tensor.fill_(7)
-    sums = kit.packer.gather_many(0, kit.parts, kit.device.streams.compute_fence())
-    assert not sums.done()
-    with pytest.raises(RuntimeError, match="before"):
-        sums.values()
-    settled(sums)
-    assert (kit.rows == 7).all()
-    assert (np.concatenate(sums.values()) == block_checksums(np.full((4, 8192), 7, dtype=np.uint8))).all()
-
-
-def test_a_load_does_not_overtake_what_the_model_writes_before_its_fence(kit: Kit) -> None:
-    torch.cuda._sleep(STEP_CYCLES)
-    for tensor in kit.tensors:
-        tensor.fill_(0)
-    loaded = kit.packer.scatter_many(0, kit.parts, kit.device.streams.compute_fence())
-    assert not loaded.done()
-    settled(loaded)
-    assert all((tensor[IDS.tolist()] == 1).all() for tensor in kit.tensors)
-
-
 def test_loads_headers_and_inspections_wait_for_no_store(kit: Kit) -> None:
     """Nor for the step that a store waits for."""
     other = torch.empty_like(kit.rows)
@@ -167,19 +138,3 @@ def test_sums_that_nobody_waits_for_land_in_nobodys_memory(kit: Kit) -> None:
     fresh = [page_locked(len(IDS), torch.int64, kit.device) for _ in range(64)]
     assert address not in {each.data_ptr() for each in fresh}
     assert not busy.done()
-
-
-def test_staging_lies_in_one_aligned_region_of_the_device(device: Device) -> None:
-    pool = device_pool(slot_bytes=5000, budget_bytes=5 * 8192, device=device)
-    assert pool.region.address % PAGE_BYTES == 0
-    assert (pool.region.kind, pool.region.device_id) == (MemoryKind.VRAM, torch.cuda.current_device())
-    slot = pool.acquire()
-    assert slot is not None
-    assert slot.memory.is_cuda
-    assert slot.memory.data_ptr() == pool.region.address + slot.offset_bytes
-
-
-def test_a_device_without_room_says_so(device: Device) -> None:
-    total_bytes = torch.cuda.mem_get_info()[1]
-    with pytest.raises(MoverError, match="no room"):
-        device_pool(slot_bytes=total_bytes, budget_bytes=total_bytes, device=device)

@@ -2,15 +2,14 @@
 included, and come back exactly, with nothing beside them touched; numbers that do not fit are refused.
 
 The device is emulated in host memory; tests/gpu runs the same on a real one. The order of things is in
-test_packer_streams.
+test_packer_streams and test_device_ways.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,7 @@ import torch
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine import device_packer
-from nixl_offload.engine.device_packer import DeviceGroups, DevicePacker
+from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.kernels.torch_kernels import Page
 from nixl_offload.engine.packer import HostPacker
 from nixl_offload.engine.staging import DeviceSlot, SlotPool, device_pool
@@ -65,30 +64,6 @@ def kv_cache(case: str, device: Device) -> Kit:
     return tensors, arrays, [Page(n, sum(sizes[:n]), size) for n, size in enumerate(sizes)]
 
 
-def launches(packer: DevicePacker, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that are launched from now on, but for those that others launch themselves."""
-    found: list[str] = []
-    kernels, inside = packer._groups.kernels[0], [False]
-
-    def counting(name: str) -> Callable[..., Any]:
-        call = getattr(kernels, name)
-
-        def counted(*arguments: Any) -> Any:
-            if not inside[0]:
-                found.append(name)
-            before, inside[0] = inside[0], True
-            try:
-                return call(*arguments)
-            finally:
-                inside[0] = before
-
-        return counted
-
-    for name in ("gather", "scatter", "sums", "sums_of_rows"):
-        monkeypatch.setattr(kernels, name, counting(name))
-    return found
-
-
 def ready(device: Device) -> Fence:
     """Behind whatever a test has put on the device."""
     return device.streams.compute_fence()
@@ -114,14 +89,13 @@ def rows_of(slot: DeviceSlot, count: int, block_bytes: int, first: int = 0) -> t
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("counts", [[5], [5, 2, 1, 5]], ids=["alone", "batch"])
 def test_chunks_lie_in_their_slots_as_on_the_host_and_come_back(
-    case: str, first: int, counts: list[int], device: Device, monkeypatch: pytest.MonkeyPatch
+    case: str, first: int, counts: list[int], device: Device
 ) -> None:
     """Gathered, finished and inspected, then scattered into other blocks: bytes and sums equal the host's at each step,
-    for whole chunks and for tails. However many they are, each step takes one kernel.
+    for whole chunks and for tails.
     """
     tensors, arrays, pages = kv_cache(case, device)
     reference, packer = HostPacker(arrays, [pages]), DevicePacker(tensors, [pages], device)
-    launched = launches(packer, monkeypatch)
     block_bytes = sum(page.bytes for page in pages)
     ids = np.split(np.random.default_rng(3).permutation(BLOCKS)[: sum(counts)].astype(np.int32), np.cumsum(counts)[:-1])
     ends = [HEADER_BYTES + (first + count) * block_bytes for count in counts]
@@ -166,15 +140,6 @@ def test_chunks_lie_in_their_slots_as_on_the_host_and_come_back(
     reference.scatter_many(0, list(zip(targets, wanted, strict=True)), READY)
     assert all((tensor.cpu().numpy() == array).all() for tensor, array in zip(tensors, arrays, strict=True))
     assert_images()
-    assert launched == ["gather", "sums_of_rows", "sums_of_rows", "scatter"]
-
-
-def test_an_inspection_without_rows_brings_the_headers_alone(device: Device) -> None:
-    slots = [torch.tensor(noise(8192, seed), device=device.torch_device) for seed in range(3)]
-    come, found = one_layer(device).inspect(0, slots, [])
-    settled(found)
-    assert (come == [slot.cpu().numpy()[:HEADER_BYTES] for slot in slots]).all()
-    assert found.values() == []
 
 
 @pytest.mark.parametrize("ids", [[-1, 2], [0, BLOCKS], [2**31 - 1, 0]])
@@ -218,7 +183,7 @@ def test_torchs_checksums_are_slow_on_a_real_device_alone(
     monkeypatch.setattr(device_packer, "open_kernels", lambda *_: SimpleNamespace(name=next(made)))
     where = replace(device, torch_device=torch.device("cuda")) if is_gpu else device
     pages = [[Page(0, 0, 64)], [], [Page(0, 0, 32)]]
-    assert DeviceGroups([torch.zeros((9, 64), dtype=torch.int8)], pages, where).sums_slowly is is_slow
+    assert DevicePacker([torch.zeros((9, 64), dtype=torch.int8)], pages, where).sums_slowly is is_slow
 
 
 def test_memory_of_a_gpu_goes_back_to_the_allocator_behind_the_work_that_is_queued(

@@ -250,7 +250,7 @@ def test_batches_that_fail_to_scatter_hold_no_scratch(tmp_path: Path, monkeypatc
         rig.write(range(16))
         wanted = rig.rows(range(16))
         assert rank.store(0, [rank.chunk(n, list(range(4 * n, 4 * n + 4))) for n in range(4)]) == (OK,) * 4
-        monkeypatch.setattr(device_packer, "BROUGHT_BYTES", 16 * bus._groups.block_bytes[0])
+        monkeypatch.setattr(device_packer, "BROUGHT_BYTES", 16 * bus._block_bytes[0])
         monkeypatch.setattr(type(paths.rate_log), "error", lambda *_, **__: None)  # type: ignore[attr-defined]  # pytest keeps it
         real, failures = bus.scatter_many, [1, 2]
 
@@ -277,7 +277,7 @@ def test_a_device_without_memory_has_the_host_sum(tmp_path: Path, monkeypatch: p
     with opened(tmp_path) as (_, rank):
         bus = rank.rig.engine.paths.packer
         monkeypatch.setattr(bus._beside, "run", _out_of_memory)
-        payload = np.zeros((2, bus._groups.block_bytes[0]), dtype=np.uint8)
+        payload = np.zeros((2, bus._block_bytes[0]), dtype=np.uint8)
         found = at_once(bus.bring(0, [payload]))
         assert not found.by_device
         assert found.rows()[0] is payload

@@ -42,8 +42,6 @@ def test_all_parts_on_host_memory(tmp_path: Path) -> None:
     measured = {(row.part, row.way) for row in rows if row.gb_s}
     assert {("kernels", "gather, torch"), ("bus", "packer"), ("engine", "packed on the host, posix")} <= measured
     assert {("engine", "direct, gds_mt"), ("engine", "packed on the device, gds_mt")} <= measured
-    (threshold,) = [row for row in rows if (row.case, row.way) == ("direct or packed", "gds_mt")]
-    assert threshold.note.startswith(("direct from", "packed at"))
     assert list(json.loads(ended.stdout.splitlines()[-1])["unfit"]) == ["kvikio"]
     assert not list(data.iterdir())
 

@@ -1,6 +1,5 @@
-"""Proves: host memory is brought in by several threads, in order for who looks on; an error of one of them is the
-caller's, and none is left at work; huge pages are given up where they crawl for want of free memory in one piece, and
-only there.
+"""Proves: host memory is brought in step by step; an error of a helper is the caller's, and none is left at work; huge
+pages are given up where they crawl for want of free memory in one piece, and only there.
 """
 
 from __future__ import annotations
@@ -59,23 +58,6 @@ def small_page_bytes(memory: npt.NDArray[np.uint8]) -> int:
 
 def watched(monkeypatch: pytest.MonkeyPatch, bring_in: Callable[[npt.NDArray[np.uint8]], float]) -> None:
     monkeypatch.setattr(host_pages, "_bring_in", bring_in)
-
-
-def test_several_threads_are_at_work_at_once_and_steps_are_told_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, both, names = host_pages._bring_in, threading.Barrier(2, timeout=20), set()
-
-    def together(memory: npt.NDArray[np.uint8]) -> float:
-        both.wait()  # fails unless two steps are under way at the same time
-        names.add(threading.current_thread().name)
-        return real(memory)
-
-    watched(monkeypatch, together)
-    memory, asked = mapped(9 * MIB + 4096 * 3), []
-    with closing(populate(memory[: 8 * MIB], 2, asked.append)) as steps:
-        assert list(steps) == [2 * MIB, 4 * MIB, 6 * MIB, 8 * MIB]
-    assert asked == [8 * MIB, 6 * MIB, 4 * MIB, 2 * MIB]
-    assert len(names) == 2
-    assert all(name.startswith("nixl-offload-populate") for name in names)
 
 
 @pytest.mark.parametrize("where", ["helper", "room", "consumer"])

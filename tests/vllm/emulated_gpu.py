@@ -12,16 +12,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nixl_offload.engine import copies, engine, packer, slot_headers
+from nixl_offload.engine import engine, packer
 from nixl_offload.engine.autotune import TransferPlan
 from nixl_offload.engine.streams import Device
-from nixl_offload.engine.transfer_paths import packed
 from nixl_offload.movers.base import MemoryKind
 from nixl_offload.vllm import rank_tiers
 from tests.unit.device_rig import ThreadedStreams
@@ -33,9 +31,6 @@ LIBRARIES = "NIXL_OFFLOAD_TEST_LIBRARIES"
 WAY = "NIXL_OFFLOAD_TEST_WAY"
 """Environment: the way that chunks take, instead of the one that is found fastest on this day."""
 
-NO_SUMS = "NIXL_OFFLOAD_TEST_NO_SUMS"
-"""Environment: the processor's checksums of payloads raise; what plays the device's kernels goes on."""
-
 for _library in ("libcudart.so.12", "libcufile.so.0"):
     ctypes.CDLL(str(Path(os.environ[LIBRARIES]) / _library), mode=ctypes.RTLD_GLOBAL)
 
@@ -46,24 +41,11 @@ if WAY in os.environ:
     _way = os.environ[WAY]
 
     def _planned(*_: Any, host_because: str = "") -> TransferPlan:
-        return (
-            TransferPlan("posix", "host")
-            if host_because
-            else TransferPlan("gds_mt", "host" if _way == "host" else "device")
-        )
+        return TransferPlan("posix", "host") if host_because else TransferPlan("gds_mt", "device")
 
     rank_tiers.plan_tier = _planned
     _least_bytes = 4096 if _way == "direct" else 1 << 62
     rank_tiers.Engine = functools.partial(engine.Engine, direct_min_extent_bytes=_least_bytes)  # type: ignore[misc]
-if NO_SUMS in os.environ:
-
-    def _refuse(payloads: Sequence[Any]) -> list[Any]:
-        if payloads:
-            raise AssertionError("the processor was to sum")
-        return []
-
-    for _path in (copies, packed, slot_headers):
-        _path.payload_checksums = _refuse  # type: ignore[attr-defined]
 
 
 class EmulatedGpuExtension(BlocksOutermostExtension):

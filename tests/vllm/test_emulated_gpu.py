@@ -13,11 +13,9 @@ from tests.vllm.blocks_outermost import ENVIRONMENT
 from tests.vllm.harness import (
     TINY,
     TINY_HYBRID,
-    Answer,
     ModelShape,
     Workshop,
     assert_same,
-    chain_config,
     prompts,
     tier_config,
 )
@@ -92,46 +90,6 @@ def test_answers_are_right_and_damage_is_noticed(
     assert "corrupt" in log
     for answers in (loaded, awake, anew):
         assert_same(answers, computed)
-
-
-@pytest.mark.parametrize("way", ["device", "host"])
-def test_through_host_memory_the_processor_sums_nothing(
-    workshop: Workshop, libraries: Path, tmp_path: Path, way: str
-) -> None:
-    """A memory tier before the slab: stored there, served from there, written through; after a restart read from the
-    slab and kept in memory. Nothing of the memory tier is registered with cuFile.
-    """
-    asked, directory = prompts(2, seed=617), tmp_path / "kv"
-    control = Control(libraries / "control")
-    control.reset()
-    config = chain_config(
-        {"kind": "memory", "capacity": "64MiB"},
-        {"kind": "slab", "path": str(directory), "capacity": "256MiB", "mover": "gds_mt"},
-        staging="16MiB",
-    )
-    surroundings = {
-        "NIXL_OFFLOAD_TEST_LIBRARIES": str(libraries),
-        "CUFILE_EMULATION_CONTROL": str(libraries / "control"),
-        "NIXL_OFFLOAD_TEST_NO_SUMS": "1",
-        WAY: way,
-    }
-    answers: list[list[Answer]] = []
-    for start in range(2):
-        with workshop.start_engine(TINY, config, worker_extension_cls=EXTENSION, environment=surroundings) as engine:
-            for _ in range(2):
-                answers.append(engine.generate(asked))
-                assert engine.settle()
-                assert engine.reset_prefix_cache()
-                engine.worker("clear_kv")
-            if start:
-                assert all(answer.external_hit_tokens > 0 for answer in answers[2])
-            assert all(answer.external_hit_tokens > 0 for answer in answers[-1])
-            log = engine.log.read_text(encoding="utf-8", errors="replace")
-        assert "the processor was to sum" not in log
-        assert "unexpected" not in log
-    for others in answers[1:]:
-        assert_same(others, answers[0])
-    assert control["largest"] < 64 << 20
 
 
 def _damage(directory: Path) -> None:

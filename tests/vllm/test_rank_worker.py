@@ -519,7 +519,7 @@ def test_a_directory_that_hangs_does_not_hold_up_the_start(
     monkeypatch.setattr(rank_tiers, "TOUCH_LIMIT_S", 0.5)
     monkeypatch.setattr(rank_tiers, "make_private_directory", making)
     monkeypatch.setattr(rank_tiers, "plan_tier", planned)
-    monkeypatch.setattr(rank_tiers, "DeviceGroups", lambda *_: SimpleNamespace(sums_slowly=False))
+    monkeypatch.setattr(rank_tiers, "DevicePacker", lambda *_: SimpleNamespace(sums_slowly=False))
     with ThreadedStreams() as streams:
         monkeypatch.setattr(rank_tiers, "device_of", lambda _: emulated(streams))
         began_s = time.monotonic()
