@@ -146,7 +146,7 @@ class Moves:
         nearest = states.index(_READY)
         lacking = [at for at in range(nearest + 1, len(states)) if states[at] is None or states[at] is _EVICTING]
         for target in lacking:
-            self._wait(target, key, _Pending(now_s))
+            self._enqueue(target, key, _Pending(now_s))
         if lacking and nearest == self._options.memory and _READY not in states[nearest + 1 :]:
             self._pin(key)
 
@@ -246,7 +246,7 @@ class Moves:
                     prefetch.taken_bytes += self._catalog.slot_bytes(key)
                     prefetch.since_s = now_s
                     if self._tiers[memory].state(key) is None:
-                        self._wait(memory, key, _Pending(now_s, prefetch))
+                        self._enqueue(memory, key, _Pending(now_s, prefetch))
                     self._tiers[memory].touch(key)
                 prefetch.next = at + 1
         return looks_left, is_asking, not is_asking
@@ -257,7 +257,7 @@ class Moves:
 
     # What waits to begin
 
-    def _wait(self, target: int, key: Key, pending: _Pending) -> None:
+    def _enqueue(self, target: int, key: Key, pending: _Pending) -> None:
         waiting = self._pending[target]
         waiting.setdefault(key, pending)
         if len(waiting) > MAX_PENDING:

@@ -192,20 +192,6 @@ def test_weights_are_asked_for_after_a_reset() -> None:
     assert weights.generation is None, "those of the start again"
 
 
-def test_other_weights_wait_for_a_reset_of_the_prefix_cache(caplog: pytest.LogCaptureFixture) -> None:
-    """The connector was reset alone: vLLM's own cache holds blocks of the old weights."""
-    weights = check("a")
-    weights.suspect()
-    assert not answer(weights, "b")
-    assert weights.trust is Trust.BLOCKED
-    assert "until vLLM's prefix cache is reset" in caplog.text
-    weights.want(0.0)
-    assert not weights.take_question()
-    weights.look("cache 1")
-    assert answer(weights, "b")
-    assert weights.trust is Trust.SETTLED
-
-
 def test_weights_that_nobody_knows_are_shared_with_nobody() -> None:
     weights = check(None)
     generations = set()
