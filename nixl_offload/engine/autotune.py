@@ -46,8 +46,6 @@ FREE_SHARE: Final = 16
 """The scratch file takes at most a sixteenth of what the filesystem has left."""
 TRIAL_BYTES: Final = 128 << 20
 """What the slots of a trial take together, at most."""
-REGISTERS_HOST_WITH_CUFILE: Final = frozenset({"gds_mt"})
-"""Movers. KvikIO registers device memory only, and NIXL's POSIX and OBJ know nothing of cuFile."""
 
 
 class TransferPlan(NamedTuple):
@@ -157,11 +155,12 @@ def open_file_mover(name: str, tier: DirectoryConfig, directory: str, device: De
 
 
 def _open_with_host(name: str, tier: DirectoryConfig, directory: str, device: Device) -> Mover:
-    """Open a mover by name. If it would register host memory with cuFile, open another for host memory beside it: the
-    memory tier may have a hundred GB, and gains nothing by cuFile. Raises MoverUnavailableError.
+    """Open a mover by name. GDS_MT would register host memory with cuFile as well, and no other does: it gets a mover
+    for host memory beside it, since a memory tier of a hundred GB gains nothing by cuFile. Raises
+    MoverUnavailableError.
     """
     mover = open_file_mover(name, tier, directory, device)
-    if not device.is_accelerator or mover.name not in REGISTERS_HOST_WITH_CUFILE:
+    if not device.is_accelerator or mover.name != "gds_mt":
         return mover
     try:
         host = open_mover("auto", MemoryKind.DRAM, directory).mover
