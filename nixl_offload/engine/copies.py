@@ -66,13 +66,14 @@ class Summed(Fence, Protocol):
 
 
 class SummedByHost:
-    """Implements ``Summed``: the host sums when asked, once ``fence`` is passed."""
+    """Implements ``Summed``: the host sums when asked, once ``fence`` is passed, unless it has ``sums`` already."""
 
     by_device = False
 
-    def __init__(self, fence: Fence, payloads: Sequence[Payload]) -> None:
+    def __init__(self, fence: Fence, payloads: Sequence[Payload], sums: list[Checksums] | None = None) -> None:
         self._fence = fence
         self._payloads = payloads
+        self._sums = sums
 
     def done(self) -> bool:
         return self._fence.done()
@@ -80,7 +81,7 @@ class SummedByHost:
     def values(self) -> list[Checksums]:
         if not self._fence.done():
             raise RuntimeError("checksums were asked for before their bytes were there")
-        return payload_checksums(self._payloads)
+        return payload_checksums(self._payloads) if self._sums is None else self._sums
 
     def rows(self) -> list[Source]:
         return list(self._payloads)

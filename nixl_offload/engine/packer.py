@@ -15,11 +15,9 @@ import xxhash
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine.copies import (
     BlockIds,
-    Checksums,
     Packer,
     Parts,
     Payload,
-    Source,
     Sources,
     Summed,
     SummedByHost,
@@ -27,7 +25,7 @@ from nixl_offload.engine.copies import (
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.host_copies import HostCopy, host_copies_of, runs_of
 from nixl_offload.engine.kernels.torch_kernels import Page
-from nixl_offload.engine.streams import READY, Device, Fence, ReadyFence, device_of
+from nixl_offload.engine.streams import READY, Device, Fence, device_of
 from nixl_offload.errors import LayoutError
 
 
@@ -77,7 +75,7 @@ class HostPacker:
                     digest.update(view[block].data)
                 sums[row] = digest.intdigest()
             found.append(sums)
-        return _ReadySums(found)
+        return SummedByHost(READY, (), found)
 
     def clear(self, group: int, block_ids: BlockIds, fence: Fence) -> Fence:
         """Zeroed when this returns."""
@@ -91,21 +89,6 @@ class HostPacker:
         if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self._num_blocks[group]:
             raise LayoutError(f"block ids outside a KV cache of {self._num_blocks[group]} blocks")
         return block_ids, [rows for _, rows in parts if isinstance(rows, np.ndarray)]
-
-
-class _ReadySums(ReadyFence):
-    """What was summed at once."""
-
-    by_device = False
-
-    def __init__(self, values: list[Checksums]) -> None:
-        self._values = values
-
-    def values(self) -> list[Checksums]:
-        return self._values
-
-    def rows(self) -> list[Source]:
-        raise NotImplementedError("the blocks were summed where they lie")
 
 
 def make_packer(

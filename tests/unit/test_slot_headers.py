@@ -13,13 +13,10 @@ import numpy.typing as npt
 import pytest
 
 from nixl_offload.chunk.authentication import ChunkKeys
-from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import (
     CHECKSUMS_AT,
-    HEADER_BYTES,
     MAX_BLOCKS_PER_CHUNK,
     ExpectedRows,
-    add_checksums,
     check_headers,
     encode_headers,
     lacks_checksums,
@@ -28,7 +25,6 @@ from nixl_offload.engine.slot_headers import SlotHeaders
 
 BLOCKS = MAX_BLOCKS_PER_CHUNK
 ROWS = np.random.default_rng(5).integers(0, 256, (BLOCKS, 1000), dtype=np.uint8)
-SUMS = block_checksums(ROWS)
 
 
 def lacking(count: int) -> tuple[npt.NDArray[np.uint8], ExpectedRows]:
@@ -41,35 +37,6 @@ def together(*works: Callable[[], None]) -> None:
     with ThreadPoolExecutor(len(works)) as threads:
         for done in [threads.submit(work) for work in works]:
             done.result(60)
-
-
-def test_pages_are_completed_under_the_eyes_of_readers() -> None:
-    """Many pages, a writer and two readers who never see an error."""
-    pages, expect = lacking(400)
-    headers, over = SlotHeaders(), threading.Event()
-    completed = [add_checksums(page, SUMS) for page in pages]
-    rounds = [0, 0]
-
-    def write() -> None:
-        try:
-            for page in pages:
-                headers.complete(page, ROWS)
-        finally:
-            over.set()
-
-    def read(reader: int) -> Callable[[], None]:
-        def work() -> None:
-            while not over.is_set() or not rounds[reader]:
-                found = headers.check(list(pages), expect)
-                assert not found.errors
-                assert not any(found.first_valid_block)
-                rounds[reader] += 1
-
-        return work
-
-    together(write, read(0), read(1))
-    assert (pages == np.stack(completed)).all()
-    assert pages.shape == (400, HEADER_BYTES)
 
 
 def test_a_page_gets_what_it_lacks() -> None:
