@@ -46,15 +46,13 @@ class Bucket:
 
 
 class ObjectStore(Store):
-    """A store over a ``Bucket``, which any number of stores may share. Passes the suite of stores."""
+    """A store over a ``Bucket``, which any number of stores may share."""
 
     name = "memory"
     where = "memory://bucket"
 
-    def __init__(self, bucket: Bucket, wall: Callable[[], float] = time.time, *, write_s: float = 0.0) -> None:
-        """``write_s``: how long a write takes, during which others may read."""
+    def __init__(self, bucket: Bucket, wall: Callable[[], float] = time.time) -> None:
         self._bucket = bucket
-        self._write_s = write_s
         self._wall = wall
         self._closed = False
 
@@ -76,8 +74,6 @@ class ObjectStore(Store):
 
     def write(self, name: str, memory: memoryview) -> None:
         self._objects()[name] = memory.tobytes(), self._wall()
-        if self._write_s:
-            time.sleep(self._write_s)
 
     def delete(self, names: Sequence[str]) -> None:
         objects = self._objects()

@@ -14,9 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -26,10 +24,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from nixl_offload.catalog import NOWHERE, ChainOptions
 from nixl_offload.types import Key, Lookup, Outcome
-from tests.contract.suites.store_suite import StoreRig, StoreSuite
 from tests.model.chain_engine import SLOT_MAX, Setup
 from tests.model.chain_rig import ChainRig
-from tests.model.chain_world import RANKS, Bucket, ObjectStore
+from tests.model.chain_world import RANKS
 from tests.unit.shared_rig import key_of
 
 EXAMPLES = int(os.environ.get("CHAIN_MODEL_EXAMPLES", "0"))
@@ -288,26 +285,3 @@ def test_chain() -> None:
         if not missed:
             return
     pytest.fail(f"the model does not get to {', '.join(missed)}")
-
-
-class BucketRig(StoreRig):
-    """The bucket itself is the raw access."""
-
-    def __init__(self) -> None:
-        self._bucket = Bucket()
-        super().__init__(ObjectStore(self._bucket, write_s=0.01))
-
-    def raw_set(self, contents: Mapping[str, bytes]) -> None:
-        self._bucket.objects.update({name: (content, time.time()) for name, content in contents.items()})
-
-    def raw_get(self, name: str) -> bytes | None:
-        found = self._bucket.objects.get(name)
-        return found and found[0]
-
-
-class TestBucket(StoreSuite):
-    """What the shared tier of the model rests on is a store like any other."""
-
-    @pytest.fixture
-    def made(self) -> StoreRig:
-        return BucketRig()

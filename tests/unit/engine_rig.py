@@ -7,6 +7,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -229,12 +230,13 @@ def until(condition: Any, timeout_s: float = DEADLINE_S) -> None:
         time.sleep(0.0005)
 
 
-def rigs(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    """A fixture: makes rigs and closes them."""
+@contextmanager
+def open_rigs(directory: Path, **defaults: Any) -> Iterator[Callable[..., Rig]]:
+    """Gives a function that makes rigs; closes them when nothing hangs any more."""
     made: list[Rig] = []
 
     def build(*args: Any, **options: Any) -> Rig:
-        made.append(Rig.make(tmp_path, *args, **options))
+        made.append(Rig.make(directory, *args, **{**defaults, **options}))
         return made[-1]
 
     yield build
@@ -242,3 +244,9 @@ def rigs(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
         if isinstance(rig.mover, FaultyMover):
             rig.mover.release()
         rig.close()
+
+
+def rigs(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    """A fixture."""
+    with open_rigs(tmp_path) as build:
+        yield build

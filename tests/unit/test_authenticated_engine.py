@@ -8,7 +8,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Outcome
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
 from tests.unit.device_lab import open_lab
-from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, Rig
+from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, Rig, open_rigs
 from tests.unit.kv_shapes import Way, assert_round_trip
 from tests.unit.link_rig import ObjectFiles, objects, shards, tree
 from tests.unit.rank_rig import TestedRank
@@ -38,13 +37,7 @@ Make = Callable[..., Rig]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    with ExitStack() as stack:
-
-        def build(*arguments: Any, **options: Any) -> Rig:
-            rig = Rig.make(tmp_path, *arguments, **{"keys": KEYS, **options})
-            stack.enter_context(closing(rig))
-            return rig
-
+    with open_rigs(tmp_path, keys=KEYS) as build:
         yield build
 
 

@@ -20,7 +20,7 @@ from nixl_offload.movers.base import Mover, Op, Transfer, TransferState
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.types import Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.unit.engine_rig import NUM_BLOCKS, Rig, until
+from tests.unit.engine_rig import NUM_BLOCKS, Rig, open_rigs, until
 from tests.unit.link_rig import ObjectFiles, objects, tree
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
@@ -31,17 +31,8 @@ SHAPES = ["per_layer", "packed_blocks", "two_groups", "padded", "mla", "direct_b
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    rigs: list[Rig] = []
-
-    def build(*arguments: Any, **options: Any) -> Rig:
-        rigs.append(Rig.make(tmp_path, *arguments, staging_slots=64, **options))
-        return rigs[-1]
-
-    yield build
-    for rig in rigs:
-        if isinstance(rig.mover, FaultyMover):
-            rig.mover.release()
-        rig.close()
+    with open_rigs(tmp_path, staging_slots=64) as build:
+        yield build
 
 
 def blocks_of(number: int) -> list[int]:

@@ -30,7 +30,7 @@ from nixl_offload.types import Key, Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.hostile import HostileFilesystem
 from tests.unit.engine_rig import CHUNK_BLOCKS, Clock, Rig, until
-from tests.unit.link_rig import NAMESPACE_NAME, ObjectFiles, Watched, drafts, engines, objects, shards, tree
+from tests.unit.link_rig import NAMESPACE_NAME, ObjectFiles, drafts, engines, objects, shards, tree
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]
@@ -126,9 +126,6 @@ def test_readers_never_see_half_a_file(make: Make, tmp_path: Path) -> None:
     assert not drafts(root)
 
 
-# -- several tiers --------------------------------------------------------------------------------------------------
-
-
 # -- objects --------------------------------------------------------------------------------------------------------
 
 
@@ -207,39 +204,6 @@ def test_that_an_object_is_gone_is_an_answer(make: Make, tmp_path: Path) -> None
     assert rig.load(1, [rig.chunk(0, [5, 6, 7, 8])]) == (FAILED,)
     assert rig.link.trouble == "none"
     assert rig.store(2, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
-
-
-# -- late bytes -----------------------------------------------------------------------------------------------------
-
-
-def test_late_gets_never_write_into_a_slot_that_was_handed_out_again(make: Make, tmp_path: Path) -> None:
-    """Loads are given up while their GETs hang; a slot is used again only when its GET is final. The mover itself
-    watches: no transfer begins on memory that another owns. When the late bytes come, they reach no KV block.
-    """
-    clock, mover = Clock(), Watched(ObjectFiles(tmp_path / "objects"))
-    rig = make("per_layer", mover, link=objects(), clock=clock, staging_slots=6)
-    wanted = {n: rig.bytes_of(range(4 * n, 4 * n + 4)) for n in range(4)}
-    assert rig.store(0, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(4)]) == (OK,) * 4
-    reads = mover.submitted.count(Op.READ)
-    mover.script = [Fault(reads + n, FaultKind.STUCK, op=Op.READ) for n in range(3)]
-    rig.engine.submit_load(1, [rig.chunk(n, range(20, 24)) for n in range(3)])
-    until(lambda: mover.submitted.count(Op.READ) == reads + 3)
-    clock.ahead_s += 31
-    assert rig.collect(1).outcomes == (FAILED,) * 3
-    rig.wipe(0xEE)
-    for job in range(2, 40):
-        # The other slots go round and round meanwhile.
-        rig.kv[0][0:4] = job
-        assert rig.store(100 + job, [rig.chunk(5, [0, 1, 2, 3])]) == (OK,)
-        assert rig.load(job, [rig.chunk(n, range(24, 28)) for n in range(3)]) == (OK,) * 3
-        assert rig.bytes_of(range(24, 28)) in wanted.values()
-    assert len(mover.owned) == 3
-    mover.release()
-    until(lambda: not mover.owned)
-    assert set(rig.bytes_of(range(20, 24))) == {0xEE}
-    assert rig.load(50, [rig.chunk(3, range(20, 24))] * 20) == (OK,) * 20
-    assert rig.bytes_of(range(20, 24)) == wanted[3]
-    assert mover.overlaps == 0
 
 
 @pytest.mark.parametrize("expedited", [False, True])
