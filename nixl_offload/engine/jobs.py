@@ -68,7 +68,7 @@ class JobTable:
         self._load_timeout_s = load_timeout_s
         self._jobs: dict[int, Job] = {}
         """Of vLLM: those that have not ended."""
-        self._tickets: dict[int, Job] = {}
+        self._slot_tickets: dict[int, Job] = {}
         """By ticket: those that are not settled. Their job may have ended long ago."""
         self._finished: list[Completion] = []
         self._settled: list[Completion] = []
@@ -103,7 +103,7 @@ class JobTable:
             if job.job_id is not None:
                 self._jobs[job.job_id] = job
             if job.ticket:
-                self._tickets[job.ticket] = job
+                self._slot_tickets[job.ticket] = job
             job.submitted_s = self.clock()
             job.unfinished = len(job.chunks)
             for chunk in job.chunks:
@@ -148,7 +148,7 @@ class JobTable:
     @property
     def has_jobs(self) -> bool:
         """Whether ``finished`` or ``settled`` may have something to report, now or later."""
-        return bool(self._jobs or self._tickets or self._finished or self._settled or self._relaying)
+        return bool(self._jobs or self._slot_tickets or self._finished or self._settled or self._relaying)
 
     @property
     def is_relaying(self) -> bool:
@@ -261,7 +261,7 @@ class JobTable:
     # -- under the lock ---------------------------------------------------------------------------------------------
 
     def _live(self) -> list[Job]:
-        return list(dict.fromkeys((*self._jobs.values(), *self._tickets.values())))
+        return list(dict.fromkeys((*self._jobs.values(), *self._slot_tickets.values())))
 
     def _queue(self, chunks: Sequence[Chunk], lane: Lane) -> None:
         """Queue chunks at their tiers; end those that cannot be."""
@@ -384,7 +384,7 @@ class JobTable:
 
     def _report_ticket(self, job: Job) -> None:
         self._settled.append(job.settlement())
-        del self._tickets[job.ticket]
+        del self._slot_tickets[job.ticket]
 
     # Between two farther tiers: a chunk waits for a relay slot, one tier's pump reads it into that, and the other's
     # writes it from there.

@@ -22,7 +22,7 @@ from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine.batch import InFlight, Phase
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.jobs import JobTable, TierQueue
-from nixl_offload.engine.link_memory import HEADER_PAGES, open_link
+from nixl_offload.engine.link_memory import HEADER_PAGES, give_memory
 from nixl_offload.engine.packer import make_packer, pages_of, require_agreement
 from nixl_offload.engine.pump import Pauses, TierEngine
 from nixl_offload.engine.ratelog import RateLog
@@ -122,7 +122,7 @@ class LinkEngine(TierEngine):
         """
         require_agreement(tensors, layout)
         device = device or device_of(tensors[0])
-        memory = open_link(
+        memory = give_memory(
             link,
             layout,
             device,

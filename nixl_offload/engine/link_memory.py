@@ -147,7 +147,7 @@ def share_staging(
     return "host", share_bytes
 
 
-def open_link(
+def give_memory(
     link: Link,
     layout: KVLayout,
     device: Device,
