@@ -156,8 +156,8 @@ class Probes:
 
     def __init__(self) -> None:
         from nixl_offload.engine.batch import Turn
-        from nixl_offload.engine.host_copies import HostCopy
         from nixl_offload.engine.jobs import TierQueue
+        from nixl_offload.engine.packer import HostCopy
 
         self._without_s = 0.0
         self._stretches_s: list[float] = []

@@ -9,8 +9,8 @@ from nixl._api import nixlBind
 
 from benchmarks import interpreter
 from nixl_offload.engine.batch import Turn
-from nixl_offload.engine.host_copies import HostCopy
 from nixl_offload.engine.jobs import TierQueue
+from nixl_offload.engine.packer import HostCopy
 
 
 @pytest.mark.parametrize(("medium", "mover"), [("slab", "posix"), ("memory", "copy")])
