@@ -90,14 +90,6 @@ class SharedStatistics:
     """Chunks that this engine has deleted to make room for others. None: engines do not."""
 
 
-@dataclass(frozen=True, slots=True)
-class TierStatistics:
-    """What a tier holds and has done; for metrics. None: not this kind of tier."""
-
-    slots: SlotStatistics | None = None
-    shared: SharedStatistics | None = None
-
-
 class Place(Protocol):
     """What the ranks need to know to open their links; plain data, which travels to them."""
 
@@ -135,9 +127,9 @@ class Tier:
         """Whether loads are expected to work. What is READY and also rests in another tier is served from there."""
         return False
 
-    def statistics(self) -> TierStatistics:
-        """Return what the tier holds and has done. Costs nothing per chunk."""
-        return TierStatistics()
+    def statistics(self) -> SlotStatistics | SharedStatistics | None:
+        """Return what the tier holds and has done, for metrics. Costs nothing per chunk."""
+        return None
 
     def close(self, in_flight: Iterable[Key] = ()) -> None:
         """Let go of everything, waiting for storage a few seconds at most. Idempotent.

@@ -1,4 +1,4 @@
-"""What a tier leaves free of its filesystem, and what it may still take: bytes, and inodes for files.
+"""Whose a drive is, what a tier leaves free of it, and what it may still take: bytes, and inodes for files.
 
 Threading: pure but for /proc and the directory itself; takes as long as its storage takes to answer.
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from nixl_offload.config import DirectoryConfig
+from nixl_offload.config import DirectoryConfig, SharedDirConfig
 from nixl_offload.hardware.mounts import LOCAL, find_mount
 from nixl_offload.stores.filesystem import spare_bytes, spare_files
 
-__all__ = ["kept_free", "spare_bytes", "spare_files"]
+__all__ = ["is_kept", "is_local", "kept_free", "spare_bytes", "spare_files"]
 
 SHARED_DRIVE: Final = 0.10
 """The share that stays free where others use the drive, if the config says nothing."""
@@ -42,3 +42,17 @@ def kept_free(config: DirectoryConfig, root: str = "/") -> float:
     except OSError:  # not for this user to see
         return SHARED_DRIVE
     return SHARED_DRIVE if others and inside != "." else 0.0
+
+
+def is_local(path: str, root: str = "/") -> bool:
+    """Whether no other machine has a directory, by its filesystem. Takes as long as its storage takes to answer."""
+    mount = find_mount(path, root)
+    return mount is not None and mount.kind in LOCAL
+
+
+def is_kept(config: SharedDirConfig, root: str = "/") -> bool:
+    """Whether engines keep a shared directory to its capacity: as the config says, or because no other machine has it.
+
+    Elsewhere ``nixl-offload gc`` does.
+    """
+    return is_local(config.path, root) if config.evict is None else config.evict

@@ -9,21 +9,31 @@ Threading: called at start, by the scheduler, by each rank, and by commands; non
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from nixl_offload.config import DirectoryConfig, StoredConfig, TierConfig
-from nixl_offload.errors import TierError
+from nixl_offload.config import DirectoryConfig, S3Config, SharedDirConfig, StoredConfig, TierConfig
+from nixl_offload.errors import ConfigError, TierError
 from nixl_offload.movers.base import Mover
+from nixl_offload.stores.directory import TreeStore
+from nixl_offload.stores.s3 import open_store
 from nixl_offload.tiers.base import Link, TierContext
-from nixl_offload.tiers.inspect import Inspector
+from nixl_offload.tiers.free_space import is_kept, is_local, kept_free
+from nixl_offload.tiers.inspect import Inspector, require_directory
 from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
-from nixl_offload.tiers.s3 import kind as s3
+from nixl_offload.tiers.s3.link import ObjectLink
+from nixl_offload.tiers.shared.eviction import Eviction
+from nixl_offload.tiers.shared.inspect import SharedInspector
 from nixl_offload.tiers.shared.tier import SharedPlace, SharedTier
-from nixl_offload.tiers.shared_dir import kind as shared_dir
+from nixl_offload.tiers.shared_dir.link import TreeLink
+from nixl_offload.tiers.slab.file import warn_of_others
 from nixl_offload.tiers.slab.inspect import SlabInspector
 from nixl_offload.tiers.slab.link import open_link as open_slab_link
 from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
+from nixl_offload.units import format_size
 
 AnyTier = MemoryTier | SlabTier | SharedTier
 AnyPlace = MemoryPlace | SlabPlace | SharedPlace
@@ -39,11 +49,64 @@ class TierKind(NamedTuple):
     """None: it cannot be looked into from outside the server."""
 
 
+def _open_shared_dir(config: SharedDirConfig, context: TierContext) -> SharedTier:
+    """Raises ConfigError, too, when what engines would keep there is less than two chunks."""
+    keeps, least_bytes = is_kept(config), 2 * context.chunk_bytes
+    if keeps and config.capacity_bytes < least_bytes:
+        raise ConfigError(
+            f"capacity {format_size(config.capacity_bytes)} of {config.path} is too small for this model: chunks of "
+            f"{context.chunk_bytes} bytes on all ranks together need at least {format_size(least_bytes)}"
+        )
+    store = TreeStore(config.path)
+    warn_of_others(config.path)
+    name, share = f"Shared directory tier {store.where}", kept_free(config)
+    return SharedTier.open(
+        context,
+        store,
+        name=name,
+        lookup=config.lookup,
+        ttl_s=None,
+        eviction=partial(Eviction, store, config.capacity_bytes, name=name, kept_free=share) if keeps else None,
+        is_local=is_local(config.path),
+    )
+
+
+def _open_s3(config: S3Config, context: TierContext) -> SharedTier:
+    store = open_store(config)
+    return SharedTier.open(context, store, name=f"S3 tier {store.where}", lookup=config.lookup, ttl_s=config.ttl_s)
+
+
+def _link_shared_dir(config: SharedDirConfig, place: SharedPlace, rank: int, mover: Mover) -> TreeLink:
+    return TreeLink(
+        config.path,
+        place.namespace,
+        rank,
+        mover,
+        direct_io=config.direct_io,
+        kept_free=kept_free(config),
+        clock=time.monotonic,
+        is_kept=is_kept(config),
+    )
+
+
+def _link_s3(config: S3Config, place: SharedPlace, rank: int, mover: Mover) -> ObjectLink:
+    return ObjectLink(f"s3://{config.bucket}/{config.prefix}", place.namespace, rank, mover, time.monotonic)
+
+
+def _inspect_shared_dir(config: SharedDirConfig) -> SharedInspector:
+    require_directory(Path(config.path))
+    return SharedInspector(TreeStore(config.path), kind=config.kind, capacity_bytes=config.capacity_bytes)
+
+
+def _inspect_s3(config: S3Config) -> SharedInspector:
+    return SharedInspector(open_store(config), kind=config.kind, capacity_bytes=config.capacity_bytes)
+
+
 KINDS: Final = {
     "memory": TierKind(MemoryTier.open, None, None),
     "slab": TierKind(SlabTier.open, open_slab_link, SlabInspector),
-    "shared_dir": TierKind(shared_dir.open_tier, shared_dir.open_link, shared_dir.open_inspector),
-    "s3": TierKind(s3.open_tier, s3.open_link, s3.open_inspector),
+    "shared_dir": TierKind(_open_shared_dir, _link_shared_dir, _inspect_shared_dir),
+    "s3": TierKind(_open_s3, _link_s3, _inspect_s3),
 }
 
 

@@ -47,12 +47,6 @@ class SlotPlaces:
         row, replica = divmod(inside // slot_bytes, copies)
         return rank // copies * copies + replica, extent * self.extent_bytes + row * slot_bytes
 
-    def name(self, rank: int, offset: int, slot_bytes: int) -> int:
-        """Return the offset that ``find`` answers with ``rank`` and ``offset``, which is where a slot begins."""
-        copies = self.replicas.get(slot_bytes, 1)
-        extent, inside = divmod(offset, self.extent_bytes)
-        return extent * self.stride_bytes + inside * copies + rank % copies * slot_bytes
-
     def seen_from(self, rank: int, offset: int, slot_bytes: int) -> int:
         """Return where ``rank`` finds the slot: an offset below ``rank_bytes`` is its own, and those of ``neighbours``
         follow, ``rank_bytes`` each.

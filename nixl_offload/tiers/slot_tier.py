@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nixl_offload.index import DurableIndex, Index, Occupancy, State
-from nixl_offload.tiers.base import SlotStatistics, Tier, TierStatistics, not_arrived
+from nixl_offload.tiers.base import SlotStatistics, Tier, not_arrived
 from nixl_offload.tiers.slot_allocator import SlotAllocator
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 
@@ -51,11 +51,10 @@ class SlotTier(Tier):
         """Slot size -> what is taken of it, by what; for metrics. Costs nothing per chunk."""
         return self._index.occupancy()
 
-    def statistics(self) -> TierStatistics:
-        """Return how full the slots are."""
+    def statistics(self) -> SlotStatistics:
         places = self._allocator.places
         used_bytes = sum(taken.bytes_total // places.replicas.get(size, 1) for size, taken in self.occupancy().items())
-        return TierStatistics(slots=SlotStatistics(used_bytes, self.capacity_bytes, self.retired_bytes, self.evictions))
+        return SlotStatistics(used_bytes, self.capacity_bytes, self.retired_bytes, self.evictions)
 
     @property
     def in_use(self) -> bool:
@@ -63,7 +62,6 @@ class SlotTier(Tier):
         return True
 
     def state(self, key: Key) -> State | None:
-        """Return the state of ``key`` in this tier, None when it does not know the key."""
         return self._index.state(key)
 
     def lookup(self, key: Key, context: LookupContext, now_s: float) -> Lookup:
@@ -74,7 +72,6 @@ class SlotTier(Tier):
         return Lookup.PENDING if state is State.WRITING else Lookup.MISS
 
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
-        """Make ``key`` WRITING in a slot, evicting as needed; victims are appended to ``evicted``. None: no room."""
         offset = self._allocator.allocate(slot_bytes)
         if offset is None:
             before = len(evicted)
@@ -87,7 +84,6 @@ class SlotTier(Tier):
         return location
 
     def commit(self, key: Key) -> bool:
-        """WRITING to READY. False when the chunk had been dropped meanwhile; then its slot is free now."""
         freed = self._index.commit(key)
         if freed is not None:
             self._free(freed)
@@ -97,7 +93,6 @@ class SlotTier(Tier):
         return True
 
     def abort(self, key: Key) -> None:
-        """Give a WRITING chunk's slot back."""
         self._free(self._index.abort(key))
 
     def retire(self, key: Key) -> None:
@@ -109,7 +104,6 @@ class SlotTier(Tier):
         self._allocator.retire(location.offset, location.slot_bytes)
 
     def pin(self, key: Key) -> Location:
-        """Forbid eviction of a READY chunk and return where it is."""
         return self._index.pin(key)
 
     def unpin(self, key: Key) -> None:
@@ -119,7 +113,6 @@ class SlotTier(Tier):
             self._free(freed)
 
     def touch(self, key: Key) -> None:
-        """Mark as recently used; unknown keys are ignored."""
         self._index.touch(key)
 
     def drop(self, key: Key) -> bool:

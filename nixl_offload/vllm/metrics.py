@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import (
 from nixl_offload.catalog import Counts, Settled
 from nixl_offload.catalog.estimate import Decision, Part
 from nixl_offload.engine import TierStatus, Work
-from nixl_offload.tiers.base import SharedStatistics, Tier
+from nixl_offload.tiers.base import SharedStatistics, SlotStatistics, Tier
 from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.metric_names import METRICS, PREFIX, SECONDS, Metric
@@ -128,14 +128,14 @@ class MetricsReporter:
         for (position, decision), value in decisions.items():
             self._count("hit_decisions", value, (self._kinds[position], decision))
         for kind, of_tier, retained_bytes in zip(self._kinds, statistics, counts.retained_bytes, strict=False):
-            if (slots := of_tier.slots) is not None:
-                self._show("used_bytes", slots.used_bytes, (kind,))
-                self._show("capacity_bytes", slots.capacity_bytes, (kind,))
-                self._show("retired_bytes", slots.retired_bytes, (kind,))
+            if isinstance(of_tier, SlotStatistics):
+                self._show("used_bytes", of_tier.used_bytes, (kind,))
+                self._show("capacity_bytes", of_tier.capacity_bytes, (kind,))
+                self._show("retired_bytes", of_tier.retired_bytes, (kind,))
                 self._show("retained_bytes", retained_bytes, (kind,))
-                self._count("evicted_chunks", slots.evictions, (kind,))
-            if of_tier.shared is not None:
-                self._take_shared(of_tier.shared, (kind,))
+                self._count("evicted_chunks", of_tier.evictions, (kind,))
+            elif of_tier is not None:
+                self._take_shared(of_tier, (kind,))
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, OffloadingConnectorStats()

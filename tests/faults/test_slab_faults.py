@@ -226,7 +226,7 @@ def test_a_filesystem_without_fallocate_is_used_without(tmp_path: Path, caplog: 
             raise OSError(errno.ENOSPC, "full")
 
     filesystem.before = refuse
-    slab = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT, filesystem=filesystem)
+    slab = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT, direct_io=False, filesystem=filesystem)
     slab.open()
     assert refusal(slab, 0) == "full"
     assert slab.path.stat().st_size == 0
@@ -257,7 +257,7 @@ def test_growing_by_zeros_lets_others_go_on(tmp_path: Path, monkeypatch: pytest.
 
     filesystem.before = refuse
     monkeypatch.setattr(slab_file, "ZEROS_STEP_BYTES", MIB)
-    slab = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT, filesystem=filesystem)
+    slab = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT, direct_io=False, filesystem=filesystem)
     slab.open()
     first, second = slab.ensure(0, KIB), slab.ensure(EXTENT, KIB)
     for size in (1 * MIB, 2 * MIB):
@@ -283,7 +283,7 @@ def test_direct_io_is_tried_not_believed(tmp_path: Path, caplog: pytest.LogCaptu
         pytest.skip("the filesystem of the temporary directory has no direct I/O to lose")
 
     def refuse(call: str, target: object) -> None:
-        if call == "write":
+        if call == "read":
             raise OSError(errno.EINVAL, "Invalid argument")
 
     filesystem.before = refuse

@@ -9,7 +9,7 @@ from hashlib import sha256
 from nixl_offload.identity.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.shared.naming import manifest_name, shard_name
-from nixl_offload.tiers.shared.upkeep import write_manifest
+from nixl_offload.tiers.shared.tier import write_manifest
 from nixl_offload.types import Key
 
 _GROUP = GroupFields(0, 16, (4096, 4096))

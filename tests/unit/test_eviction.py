@@ -19,11 +19,11 @@ from nixl_offload.config import SharedDirConfig
 from nixl_offload.errors import ConfigError, StoreError
 from nixl_offload.hardware import mounts
 from nixl_offload.stores.directory import TreeFiles, TreeStore
+from nixl_offload.tiers import free_space, kinds
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.free_space import kept_free
 from nixl_offload.tiers.shared import eviction
 from nixl_offload.tiers.shared.eviction import Eviction, shrink
-from nixl_offload.tiers.shared_dir import kind
 from tests.unit.gc_rig import RANKS, namespace_of, put_chunk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -310,11 +310,11 @@ def test_who_keeps_a_directory_to_its_capacity(
 ) -> None:
     """Engines on a drive of this machine, a timer elsewhere; and what the config says counts before that."""
     mount = mounts.Mount("/", filesystem, "source", (), "8:1")
-    monkeypatch.setattr(kind, "find_mount", lambda path, root: mount)
+    monkeypatch.setattr(free_space, "find_mount", lambda path, root: mount)
     fields = {"kind": "shared_dir", "path": str(tmp_path), "capacity": "1GiB"}
-    assert kind.is_kept(SharedDirConfig.model_validate(fields)) is kept
+    assert free_space.is_kept(SharedDirConfig.model_validate(fields)) is kept
     for said in (True, False):
-        assert kind.is_kept(SharedDirConfig.model_validate({**fields, "evict": said})) is said
+        assert free_space.is_kept(SharedDirConfig.model_validate({**fields, "evict": said})) is said
 
 
 def test_a_capacity_of_less_than_two_chunks_is_refused(tmp_path: Path) -> None:
@@ -326,5 +326,5 @@ def test_a_capacity_of_less_than_two_chunks_is_refused(tmp_path: Path) -> None:
         ConfigError,
         match=rf"too small for this model: chunks of {least_bytes // 2} bytes on all ranks together need at least",
     ):
-        kind.open_tier(SharedDirConfig.model_validate({**fields, "capacity": least_bytes - 1}), context)
-    kind.open_tier(SharedDirConfig.model_validate({**fields, "capacity": least_bytes}), context).close(())
+        kinds.open_tier(SharedDirConfig.model_validate({**fields, "capacity": least_bytes - 1}), context)
+    kinds.open_tier(SharedDirConfig.model_validate({**fields, "capacity": least_bytes}), context).close(())

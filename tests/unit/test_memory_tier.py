@@ -265,6 +265,8 @@ class SlotMachine(RuleBasedStateMachine):
         assert end <= self.tier.place.rank_bytes
         taken = sum(taken.bytes_total for taken in self.tier.occupancy().values())
         assert taken == sum(location.slot_bytes for location in self.slots.values())
+        lost = self.tier._allocator.used_bytes - taken - self.tier.retired_bytes
+        assert lost == 0, "the allocator has forgotten a slot"
         assert self.tier.retired_bytes == sum(location.slot_bytes for location in self.retired)
 
     def teardown(self) -> None:

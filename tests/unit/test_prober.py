@@ -73,30 +73,6 @@ def test_searches_share_questions_and_each_ends_once(make: MakeProber, store: Me
     assert not prober.is_busy
 
 
-def test_what_an_object_must_be_to_count(make: MakeProber, store: MemoryStore) -> None:
-    good, short, long, old, cleared, gone = keys = keys_of(6)
-    for key, size_bytes, age_s in (
-        (good, SLOT, 0.0),
-        (short, SLOT - 1, 0.0),
-        (long, SLOT + 1, 0.0),
-        (old, SLOT, 101.0),
-        (cleared, SLOT, 60.0),
-    ):
-        store.put(key.hex(), size_bytes, age_s)
-    prober = make(ttl_s=100.0)
-    prober.since_s = time.time() - 50.0
-    for key in keys:
-        _search(prober, [key])
-    assert _sights(_collect(prober, lambda events: len(_sights(events)) == 6)) == {
-        good: Sight.PRESENT,
-        short: Sight.DAMAGED,
-        long: Sight.DAMAGED,
-        old: Sight.ABSENT,
-        cleared: Sight.ABSENT,
-        gone: Sight.ABSENT,
-    }
-
-
 def test_a_thread_outlives_an_error_that_should_not_be(
     make: MakeProber, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:

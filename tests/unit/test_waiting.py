@@ -85,7 +85,7 @@ def stalled(rig: Rig, store: MemoryStore) -> Iterator[Stall]:
 
 
 def _openings(rig: Rig) -> int:
-    statistics = rig.tier.statistics().shared
+    statistics = rig.tier.statistics()
     assert statistics is not None
     return statistics.openings
 

@@ -31,11 +31,10 @@ from nixl_offload.hardware.mounts import find_mount
 from nixl_offload.movers.base import MemoryKind
 from nixl_offload.movers.pinning import pinning_limit
 from nixl_offload.movers.select import candidates
-from nixl_offload.tiers.free_space import kept_free, spare_bytes
+from nixl_offload.tiers.free_space import is_kept, kept_free, spare_bytes
 from nixl_offload.tiers.kinds import require_apart
 from nixl_offload.tiers.lock import holder_of
 from nixl_offload.tiers.shared.sweep import GRACE_S
-from nixl_offload.tiers.shared_dir.kind import is_kept
 from nixl_offload.tiers.slab.file import may_chmod
 from nixl_offload.types import PAGE_BYTES
 from nixl_offload.units import format_size

@@ -7,7 +7,7 @@ Ownership: what a ``SlotTier`` owns. The memory itself belongs to the ranks, whi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nixl_offload.config import MemoryConfig
@@ -75,9 +75,6 @@ class MemoryTier(SlotTier):
         )
         place = MemoryPlace(context.namespace.rank_digests, allocator.rank_bytes)
         return cls(context.position, place, Index(), allocator)
-
-    def close(self, in_flight: Iterable[Key] = ()) -> None:
-        """Nothing is left behind; ``in_flight`` is for tiers that outlive the engine."""
 
     def _gives_way(self, key: Key) -> bool:
         # A pin may be for a chunk that exists nowhere else yet, which a farther tier is still to have.

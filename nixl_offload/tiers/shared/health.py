@@ -82,21 +82,13 @@ class StorageHealth:
 
     def answered(self, asked_s: float, error: StoreError | None, now_s: float) -> None:
         """A question is back. The failure of one from before the storage last recovered says nothing."""
-        if not self._reach.closed:
-            return
-        if error is None:
-            self._reach.succeeded(now_s)
-        elif asked_s >= self._reach.closed_s:
-            self._reach.failed(error.cause, str(error), now_s)
+        if self._reach.closed and (error is None or asked_s >= self._reach.closed_s):
+            self._note(error, now_s)
 
     def tried(self, error: StoreError | None, now_s: float) -> None:
         """The question that ``may_try`` let through is back."""
-        if self._reach.closed:
-            return
-        if error is None:
-            self._reach.succeeded(now_s)
-        else:
-            self._reach.failed(error.cause, str(error), now_s)
+        if not self._reach.closed:
+            self._note(error, now_s)
 
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
         """A store is over."""
@@ -118,10 +110,16 @@ class StorageHealth:
         """Somebody looked whether a chunk that could not be loaded is there."""
         if error is not None:
             if self._reach.closed:
-                self._reach.failed(error.cause, str(error), now_s)
+                self._note(error, now_s)
         elif is_whole:
             self._loads.failed("loads", "chunks that are there could not be read", now_s)
         else:
             # Deleted by somebody: nothing is wrong with the storage, and a trial has not failed.
             self._loads.succeeded(now_s)
         self._load_trial = None
+
+    def _note(self, error: StoreError | None, now_s: float) -> None:
+        if error is None:
+            self._reach.succeeded(now_s)
+        else:
+            self._reach.failed(error.cause, str(error), now_s)

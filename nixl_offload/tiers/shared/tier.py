@@ -9,6 +9,7 @@ recompute.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,14 +22,13 @@ from nixl_offload.errors import StoreError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
 from nixl_offload.stores.base import Store
-from nixl_offload.tiers.base import SharedStatistics, Tier, TierContext, TierStatistics, not_arrived
+from nixl_offload.tiers.base import SharedStatistics, Tier, TierContext, not_arrived
 from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.health import StorageHealth
 from nixl_offload.tiers.shared.lookups import Lookups, Search, SearchKind
-from nixl_offload.tiers.shared.naming import manifest_name, shards_of, witness_of
+from nixl_offload.tiers.shared.naming import StoredShard, manifest_name, shards_of, witness_of
 from nixl_offload.tiers.shared.presence import MAX_KEYS, Presence
 from nixl_offload.tiers.shared.prober import Answer, Prober, Sight
-from nixl_offload.tiers.shared.upkeep import delete, is_whole, write_manifest
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, key_group
 
 EVENTS_PER_FLUSH = 8192
@@ -270,18 +270,16 @@ class SharedTier(Tier):
     def is_looking(self) -> bool:
         return len(self._lookups) > 0
 
-    def statistics(self) -> TierStatistics:
-        return TierStatistics(
-            shared=SharedStatistics(
-                probes=self._prober.questions,
-                probe_errors=self._prober.errors,
-                probe_seconds=self._prober.take_seconds(),
-                late=self._lookups.late,
-                openings=self._health.openings,
-                known=len(self._presence),
-                breakers=self._health.breakers(),
-                evictions=self._eviction.evicted if self._eviction is not None else None,
-            )
+    def statistics(self) -> SharedStatistics:
+        return SharedStatistics(
+            probes=self._prober.questions,
+            probe_errors=self._prober.errors,
+            probe_seconds=self._prober.take_seconds(),
+            late=self._lookups.late,
+            openings=self._health.openings,
+            known=len(self._presence),
+            breakers=self._health.breakers(),
+            evictions=self._eviction.evicted if self._eviction is not None else None,
         )
 
     @property
@@ -366,3 +364,30 @@ class SharedTier(Tier):
         chunks = [shards_of(self._namespace, key) for key in keys]
         if self._prober.do(partial(delete, chunks, even_whole), ended):
             self._discarding.update(keys)
+
+
+# On the prober's threads. They raise StoreError.
+
+
+def delete(chunks: Sequence[Sequence[StoredShard]], even_whole: bool, store: Store) -> None:
+    """Delete all shards of chunks; what is absent already is fine. A chunk whose shards all have their size stays,
+    unless ``even_whole``.
+    """
+    going = [chunk for chunk in chunks if even_whole or not is_whole(chunk, store)]
+    store.delete([shard.name for chunk in going for shard in chunk])
+
+
+def is_whole(shards: Sequence[StoredShard], store: Store) -> bool:
+    """Whether every shard is there with its size; what is in them only a load can tell."""
+    found = ((store.head(shard.name), shard.size_bytes) for shard in shards)
+    return all(info is not None and info.size_bytes == size_bytes for info, size_bytes in found)
+
+
+def write_manifest(namespace: Namespace, wall: Callable[[], float], store: Store) -> None:
+    """Tell people what a namespace is, unless somebody has already. Two servers that write at once write the same but
+    for the time.
+    """
+    name = manifest_name(namespace.name)
+    if store.head(name) is None:
+        content: dict[str, Any] = {**namespace.manifest(), "created_s": round(wall(), 3)}
+        store.write(name, memoryview((json.dumps(content, indent=2, sort_keys=True) + "\n").encode()))

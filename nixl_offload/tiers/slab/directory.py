@@ -29,7 +29,7 @@ from nixl_offload.index.database import max_bytes
 from nixl_offload.stores.filesystem import spare_bytes, tier_error
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.free_space import kept_free
-from nixl_offload.tiers.lock import DirectoryLock
+from nixl_offload.tiers.lock import DirectoryLock, holder_of
 from nixl_offload.tiers.slab import other_namespaces
 from nixl_offload.tiers.slab.file import make_private_directory, rank_file_name
 from nixl_offload.tiers.slot_allocator import SLOTS_PER_EXTENT_MIN, choose_extent_bytes
@@ -42,12 +42,10 @@ METADATA_SHARE: Final = 256
 """One byte in so many is left for the filesystem's own bookkeeping of a slab: at worst a 16-byte record per 4 KiB."""
 _SMALL_FILES_BYTES: Final = 256 << 10
 _SMALL_FILES_PER_RANK_BYTES: Final = 2 * PAGE_BYTES
-_INDEX_NAME: Final = "index.sqlite"
 _RANK_NAME: Final = re.compile(r"rank-([0-9]{5,})\.slab")
 _DRAFT_NAME: Final = "manifest.tmp"
-_LEFTOVER: Final = re.compile(r"\.rank-[0-9]{5,}\.slab\.direct-[0-9]+|\.mover-probe-[a-z0-9_]{8}|manifest\.tmp")
-"""What an engine that was killed while it started has left: a rank's look whether direct I/O works, one at a mover, and
-a manifest on its way."""
+_LEFTOVER: Final = re.compile(r"\.mover-probe-[a-z0-9_]{8}|manifest\.tmp")
+"""What an engine that was killed while it started has left: a rank's look at a mover, and a manifest on its way."""
 
 
 class TierDirectory:
@@ -57,7 +55,7 @@ class TierDirectory:
         """Use ``open``."""
         self.root = root
         self.namespace_path = root / context.namespace.name
-        self.index_path = self.namespace_path / _INDEX_NAME
+        self.index_path = self.namespace_path / other_namespaces.INDEX_NAME
         self.rank_bytes = 0
         """What each rank's slab may hold, in whole extents. The same for all ranks."""
         self.extent_bytes = 0
@@ -290,12 +288,7 @@ def _sync_directory(directory: Path) -> None:
 
 def _unused(root: Path, own_locks: set[Path]) -> bool:
     """Say whether no other engine holds ``root``, the directory of another namespace."""
-    if root / "lock" in own_locks:
-        return True
-    lock = DirectoryLock(root / "lock")
     try:
-        lock.acquire()
+        return root / "lock" in own_locks or holder_of(root / "lock") is None
     except TierError:
         return False
-    lock.release()
-    return True

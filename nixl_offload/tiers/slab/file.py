@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from nixl_offload.errors import LayoutError, TierError
-from nixl_offload.stores.filesystem import REAL, Filesystem, cause_of, spare_bytes, tier_error
+from nixl_offload.stores.filesystem import REAL, Filesystem, spare_bytes, tier_error
 from nixl_offload.tiers.lock import is_held_by
 from nixl_offload.types import PAGE_BYTES
 
@@ -141,7 +141,7 @@ class SlabFile:
             if status.st_size > self.rank_bytes:
                 self._filesystem.truncate(self._fd, self.rank_bytes)
             self._backed = bytearray(len(self._backed))
-            self.direct_io = self._wants_direct_io and self._direct_io_works()
+            self.direct_io = self._wants_direct_io and self._direct_io_works(status.st_size)
         except OSError as error:
             self.close()
             raise tier_error(error, f"cannot open the slab {self.path}") from error
@@ -236,38 +236,25 @@ class SlabFile:
         """Raise TierError where another engine has locked the directory."""
         is_held_by(self.path.parent.parent / "lock", self._owner)
 
-    def _direct_io_works(self) -> bool:
-        """Write and read one page with O_DIRECT in a nameless neighbour, for an open alone proves nothing."""
-        neighbour = str(self.path.with_name(f".{self.path.name}.direct-{os.getpid()}"))
-        pattern, fd = os.urandom(PAGE_BYTES), -1
-        with mmap.mmap(-1, PAGE_BYTES) as page:
-            try:
-                fd = self._filesystem.open(neighbour, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
-                page[:] = pattern
-                self._filesystem.write(fd, page, 0)
-                page[:] = bytes(PAGE_BYTES)
-                self._filesystem.read(fd, page, 0)
-                why = None if page[:] == pattern else "it returned other bytes than were written"
-            except OSError as error:
-                if cause_of(error.errno) != "io":
-                    return self._direct_open_works()
-                why = os.strerror(error.errno or 0)
-            finally:
-                if fd >= 0:
-                    self._filesystem.close(fd)
-                with contextlib.suppress(OSError):
-                    self._filesystem.unlink(neighbour)
-        if why is not None and not self._is_known_buffered:
-            self._is_known_buffered = True
-            logger.warning(
-                "%s: the filesystem cannot do direct I/O (%s); going on through the page cache", self.path, why
-            )
-        return why is None
-
-    def _direct_open_works(self) -> bool:
-        """On a full or read-only disk nothing can be tried out; then the open has to do."""
+    def _direct_io_works(self, size: int) -> bool:
+        """Read one page with O_DIRECT, for an open alone proves nothing. A fresh file gets one to be read."""
+        fd = -1
         try:
-            self._filesystem.close(self._filesystem.open(str(self.path), os.O_RDONLY | os.O_DIRECT))
-        except OSError:
+            if not size:
+                with contextlib.suppress(OSError):  # the disk is full: then the open has to do
+                    self._filesystem.write(self._fd, memoryview(_ZEROS)[:PAGE_BYTES], 0)
+            fd = self._filesystem.open(str(self.path), os.O_RDONLY | os.O_DIRECT)
+            with mmap.mmap(-1, PAGE_BYTES) as page:
+                self._filesystem.read(fd, page, 0)
+        except OSError as error:
+            if not self._is_known_buffered:
+                self._is_known_buffered = True
+                why = os.strerror(error.errno or 0)
+                logger.warning(
+                    "%s: the filesystem cannot do direct I/O (%s); going on through the page cache", self.path, why
+                )
             return False
+        finally:
+            if fd >= 0:
+                self._filesystem.close(fd)
         return True

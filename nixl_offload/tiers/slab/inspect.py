@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -31,12 +30,10 @@ from nixl_offload.tiers.lock import holder_of
 from nixl_offload.tiers.slab import other_namespaces
 from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.tiers.slab.index_reader import IndexReader, IndexRow
+from nixl_offload.tiers.slab.other_namespaces import DP_NAME, INDEX_NAME, NAMESPACE_NAME
 from nixl_offload.tiers.slot_places import SlotPlaces
 from nixl_offload.types import PAGE_BYTES, key_group
 
-_INDEX_NAME: Final = "index.sqlite"
-_DP_NAME: Final = re.compile(r"dp-[0-9]+")
-_NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -57,15 +54,15 @@ class SlabInspector(Inspector):
         """Yield what is there. Raises TierError where the directory cannot be read."""
         self.other_objects = 0
         parts = [
-            path.name for path in _children(self.base) if _DP_NAME.fullmatch(path.name) and not os.path.islink(path)
+            path.name for path in _children(self.base) if DP_NAME.fullmatch(path.name) and not os.path.islink(path)
         ]
         for part in ["", *parts]:
             root = self.base / part
             holder = self._holder(part)
             for path in _children(root):
-                if not _NAMESPACE_NAME.fullmatch(path.name) or os.path.islink(path) or not os.path.isdir(path):
+                if not NAMESPACE_NAME.fullmatch(path.name) or os.path.islink(path) or not os.path.isdir(path):
                     known = path.name == "lock"
-                    self.other_objects += not known and not (not part and _DP_NAME.fullmatch(path.name))
+                    self.other_objects += not known and not (not part and DP_NAME.fullmatch(path.name))
                     continue
                 manifest = other_namespaces.read_manifest(path)
                 namespace = NamespaceInfo(
@@ -130,7 +127,7 @@ class SlabInspector(Inspector):
         """Nothing stays open."""
 
     def _index(self, namespace: NamespaceInfo) -> IndexReader:
-        return IndexReader(self.base / namespace.path / _INDEX_NAME)
+        return IndexReader(self.base / namespace.path / INDEX_NAME)
 
     def _trouble(self, namespace: NamespaceInfo) -> str | None:
         try:

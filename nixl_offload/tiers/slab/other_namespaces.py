@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 MANIFEST_NAME: Final = "manifest.json"
+INDEX_NAME: Final = "index.sqlite"
 _MANIFEST_MAX_BYTES: Final = 1 << 20
-_NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
-_DP_NAME: Final = re.compile(r"dp-[0-9]+")
+NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
+DP_NAME: Final = re.compile(r"dp-[0-9]+")
 
 
 class OtherNamespace(NamedTuple):
@@ -52,7 +53,7 @@ def survey(directory: Path, skip: Collection[Path]) -> Survey:
         used_s = last_use_s(path)
         if used_s is not None:
             namespaces.append(OtherNamespace(path, tree_bytes(path), used_s))
-        elif _DP_NAME.fullmatch(path.name) and _is_directory(path):
+        elif DP_NAME.fullmatch(path.name) and _is_directory(path):
             part = survey(path, skip)
             namespaces.extend(part.namespaces)
             other_bytes += part.other_bytes
@@ -77,7 +78,7 @@ def read_manifest(namespace_path: Path) -> dict[str, Any] | None:
 def last_use_s(path: Path) -> float | None:
     """Return when the namespace in ``path`` was last opened; None when it is none that we wrote, or cannot be seen."""
     try:
-        if not _NAMESPACE_NAME.fullmatch(path.name) or not _is_directory(path):
+        if not NAMESPACE_NAME.fullmatch(path.name) or not _is_directory(path):
             return None
         manifest = read_manifest(path)
         if manifest is None or not str(manifest.get("namespace", "")).startswith(path.name):

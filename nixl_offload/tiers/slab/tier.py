@@ -147,7 +147,6 @@ class SlabTier(SlotTier):
         return cls(context.position, place, index, allocator, durable, directory)
 
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
-        """Make ``key`` WRITING in a slot, evicting as needed; victims are appended to ``evicted``. None: no room."""
         if self._lost.is_set():
             return None
         self._allocator.limit = self._extents
