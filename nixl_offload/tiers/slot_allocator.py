@@ -12,9 +12,9 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 
-from nixl_offload.errors import IndexStateError, LayoutError
+from nixl_offload.errors import IndexStateError
 from nixl_offload.tiers.slot_places import SlotPlaces
-from nixl_offload.types import PAGE_BYTES, align_up
+from nixl_offload.types import align_up
 
 EXTENTS_WANTED = 256
 """A slab is cut into about this many: fine enough to share among classes, coarse enough to preallocate quickly."""
@@ -57,17 +57,11 @@ class SlotAllocator:
         """Start empty. ``rank_bytes`` is rounded down to whole extents (attribute ``rank_bytes``).
 
         ``slot_classes`` are slot sizes in bytes, each a positive multiple of ``PAGE_BYTES``; duplicates count once.
-        ``extent_bytes`` None: chosen by ``choose_extent_bytes``. ``replicas``: as ``SlotPlaces.replicas``; offsets are
-        those of ``SlotPlaces`` (attribute ``places``). Raises LayoutError.
+        ``extent_bytes``: a multiple of it, which holds a slot of the largest class; None: ``choose_extent_bytes``.
+        ``replicas``: as ``SlotPlaces.replicas``; offsets are those of ``SlotPlaces`` (attribute ``places``).
         """
         classes = sorted(set(slot_classes))
-        if not classes or any(size <= 0 or size % PAGE_BYTES for size in classes):
-            raise LayoutError(f"slot sizes must be positive multiples of {PAGE_BYTES}, got {list(slot_classes)}")
         extent = choose_extent_bytes(rank_bytes, classes) if extent_bytes is None else extent_bytes
-        if extent < classes[-1] or extent % PAGE_BYTES:
-            raise LayoutError(
-                f"extents of {extent} bytes do not hold a slot of {classes[-1]} or are no multiple of {PAGE_BYTES}"
-            )
         self.extent_bytes = extent
         self.extent_count = max(0, rank_bytes) // extent
         self.rank_bytes = self.extent_count * extent
@@ -112,14 +106,14 @@ class SlotAllocator:
 
     def used_slots(self, slot_bytes: int) -> int:
         """Slots of this class that are taken."""
-        return self._taken_slots[self._class(slot_bytes)]
+        return self._taken_slots[self._number[slot_bytes]]
 
     def allocate(self, slot_bytes: int) -> int | None:
         """Take a free slot and return its byte offset; None when the class has no room and the pool is empty.
 
-        Raises LayoutError for a size that is not a class.
+        Raises KeyError for a size that is not a class.
         """
-        number = self._class(slot_bytes)
+        number = self._number[slot_bytes]
         extent = self._extent_with_room(number)
         if extent is None:
             return None
@@ -211,7 +205,7 @@ class SlotAllocator:
         1 / (2 * classes) of the extents. The range is the least used extent of the class that holds most, of those
         without a retired slot. Until it is empty no new slot is taken from it, unless its own class has no other.
         """
-        number = self._class(slot_bytes)
+        number = self._number[slot_bytes]
         if self._extent_with_room(number) is not None:
             return None
         if self._held[number] * 2 * len(self.slot_classes) >= self.extent_count:
@@ -229,12 +223,6 @@ class SlotAllocator:
         if self._draining is None or self._owner[self._draining] == number:
             return None
         return self._draining * self._stride, (self._draining + 1) * self._stride
-
-    def _class(self, slot_bytes: int) -> int:
-        number = self._number.get(slot_bytes)
-        if number is None:
-            raise LayoutError(f"no size class of {slot_bytes} bytes; there are {list(self.slot_classes)}")
-        return number
 
     def _find_taken(self, offset: int, slot_bytes: int, to_be: str) -> tuple[int, int, int, bytearray]:
         """Return class, extent, slot and the extent's map of a slot that is taken; else raise IndexStateError."""

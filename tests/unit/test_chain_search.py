@@ -2,37 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nixl_offload.tiers.shared.chain_search import ChainSearch
-
-
-def _run(search: ChainSearch, is_there: Callable[[int], bool]) -> list[int]:
-    """Return how many were asked in each round."""
-    rounds = []
-    while not search.done:
-        positions = search.next_round()
-        assert positions, "a search that is not done and waits for nothing has something to ask"
-        for position in positions:
-            search.answer(position, is_there(position))
-        rounds.append(len(positions))
-    assert search.next_round() == []
-    return rounds
-
-
-def test_every_boundary_of_every_short_chain_and_bounds_at_any_length() -> None:
-    for length in [*range(70), 289, 290, 4096]:
-        for present in {*range(min(length, 70) + 1), length // 2, 2999, max(length - 1, 0), length} & {
-            *range(length + 1)
-        }:
-            search = ChainSearch(length)
-            rounds = _run(search, lambda position, present=present: position < present)  # type: ignore[misc]
-            assert search.boundary == present
-            assert len(rounds) <= (1 if length <= 16 else 2 if length <= 270 else 3)
-            assert sum(rounds) <= 48
 
 
 def test_an_absent_front_ends_the_search_before_the_other_answers_are_in() -> None:

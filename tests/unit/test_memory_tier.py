@@ -1,7 +1,7 @@
 """The scheduler's half of a memory tier, and the slots that it shares with the file tier.
 
-Proves: capacity is dealt out to ranks and never exceeded; too little is refused at start; eviction is the policy's, and
-never of what is pinned; a retired place is given to nobody again; no two chunks share a byte.
+Proves: capacity is dealt out to ranks and never exceeded; too little is refused at start; what is pinned is not
+evicted; a retired place is given to nobody again. ``tests/model/test_chain_model`` has all of it in any order.
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nixl_offload.config import MemoryConfig, parse_config
 from nixl_offload.errors import ConfigError, IndexStateError
 from nixl_offload.index import State
 from nixl_offload.tiers.memory.tier import MemoryTier, rank_memory_bytes
-from nixl_offload.types import Key, Location, Outcome
+from nixl_offload.types import Key, Location
 from nixl_offload.units import parse_size
 from tests.contexts import context_of
 from tests.unit.shared_rig import key_of, keys_of, namespace_of
@@ -138,140 +135,3 @@ def test_a_retired_place_is_lost_for_good_and_its_chunk_is_stored_anew_elsewhere
     with pytest.raises(IndexStateError):
         tier.retire(key_of(39))
     assert tier.state(key_of(39)) is State.READY
-
-
-KEYS = keys_of(24)
-
-
-class SlotMachine(RuleBasedStateMachine):
-    """Whatever a caller may do, in any order, over two sizes of slots: the model knows who may touch which bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tier = open_tier(16, (SMALL, LARGE))
-        self.slots: dict[Key, Location] = {}
-        """Slots that somebody may still write or read: of chunks in any state."""
-        self.pins: dict[Key, int] = {}
-        self.writing: set[Key] = set()
-        self.dropped: set[Key] = set()
-        """Writing or pinned, and served no more."""
-        self.retired: list[Location] = []
-
-    def gone(self, key: Key) -> None:
-        self.slots.pop(key)
-        self.dropped.discard(key)
-
-    @rule(first=st.integers(0, 23), count=st.integers(4, 12), slot_bytes=st.sampled_from([SMALL, LARGE]))
-    def store(self, first: int, count: int, slot_bytes: int) -> None:
-        for key in KEYS[first : first + count]:
-            if key not in self.slots:
-                self.reserve(key, slot_bytes)
-                if key in self.writing:
-                    self.finish_writing(key, "commit")
-
-    @rule(key=st.sampled_from(KEYS), slot_bytes=st.sampled_from([SMALL, LARGE]))
-    def reserve(self, key: Key, slot_bytes: int) -> None:
-        if key in self.slots:
-            return
-        evicted: list[Key] = []
-        location = self.tier.reserve(key, slot_bytes, evicted)
-        for victim in evicted:
-            assert victim not in self.pins | dict.fromkeys(self.writing), "evicted while in use"
-            self.gone(victim)
-        if location is not None:
-            assert location.slot_bytes == slot_bytes
-            self.slots[key] = location
-            self.writing.add(key)
-
-    @rule(key=st.sampled_from(KEYS), how=st.sampled_from(["commit", "commit", "abort"]))
-    def finish_writing(self, key: Key, how: str) -> None:
-        if key not in self.writing:
-            with pytest.raises(IndexStateError):
-                getattr(self.tier, how)(key)
-            return
-        self.writing.discard(key)
-        if how == "commit":
-            committed = self.tier.commit(key)
-            assert committed == (key not in self.dropped)
-            if not committed:
-                self.gone(key)
-        else:
-            getattr(self.tier, how)(key)
-            self.gone(key)
-
-    @precondition(lambda self: self.writing and len(self.retired) < 4)
-    @rule(data=st.data())
-    def retire(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.writing)))
-        self.retired.append(self.slots[key])
-        self.finish_writing(key, "retire")
-
-    @rule(key=st.sampled_from(KEYS))
-    def pin(self, key: Key) -> None:
-        if self.tier.state(key) is State.READY:
-            assert self.tier.pin(key) == self.slots[key]
-            self.pins[key] = self.pins.get(key, 0) + 1
-
-    @rule(key=st.sampled_from(KEYS))
-    def unpin(self, key: Key) -> None:
-        if key not in self.pins:
-            return
-        self.tier.unpin(key)
-        self.pins[key] -= 1
-        if not self.pins[key]:
-            del self.pins[key]
-            if key in self.dropped:
-                self.gone(key)
-
-    @rule(key=st.sampled_from(KEYS), outcome=st.sampled_from(list(Outcome)))
-    def fail_a_load(self, key: Key, outcome: Outcome) -> None:
-        ready = self.tier.state(key) is State.READY
-        failed = {} if outcome is Outcome.OK else {key: outcome}
-        dropped = self.tier.loaded([key], failed, 0.0)
-        assert dropped == ([key] if ready and outcome not in (Outcome.OK, Outcome.DROPPED) else [])
-        if dropped:
-            self.drop(key)
-
-    def drop(self, key: Key) -> None:
-        if key in self.pins or key in self.writing:
-            self.dropped.add(key)
-        else:
-            self.gone(key)
-
-    @rule()
-    def clear(self) -> None:
-        self.tier.clear()
-        for key in list(self.slots):
-            self.drop(key)
-
-    @invariant()
-    def states_agree(self) -> None:
-        for key in KEYS:
-            expected = None
-            if key in self.dropped:
-                expected = State.EVICTING
-            elif key in self.slots:
-                expected = State.WRITING if key in self.writing else State.READY
-            assert self.tier.state(key) is expected
-        pinned = sum(taken.pinned for taken in self.tier.occupancy().values())
-        assert pinned == len(self.pins.keys() - self.dropped)
-
-    @invariant()
-    def no_byte_has_two_owners_and_all_lie_inside(self) -> None:
-        end = 0
-        for location in sorted([*self.slots.values(), *self.retired], key=lambda location: location.offset):
-            assert location.offset >= end
-            end = location.offset + location.slot_bytes
-        assert end <= self.tier.place.rank_bytes
-        taken = sum(taken.bytes_total for taken in self.tier.occupancy().values())
-        assert taken == sum(location.slot_bytes for location in self.slots.values())
-        lost = self.tier._allocator.used_bytes - taken - self.tier.retired_bytes
-        assert lost == 0, "the allocator has forgotten a slot"
-        assert self.tier.retired_bytes == sum(location.slot_bytes for location in self.retired)
-
-    def teardown(self) -> None:
-        self.tier._index.check()
-
-
-SlotMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=60, deadline=None, derandomize=True)
-TestSlotModel = SlotMachine.TestCase

@@ -14,7 +14,6 @@ from nixl_offload.tiers.shared.naming import (
     shard_name,
 )
 from nixl_offload.types import Key
-from tests.unit.shared_rig import key_of
 
 NAMESPACE = "0123456789abcdef" * 2
 
@@ -55,9 +54,3 @@ def test_manifests() -> None:
     assert parse_manifest_name(manifest_name(NAMESPACE)) == NAMESPACE
     for name in ("", "manifest.json", f"{NAMESPACE}/manifest.json.bak", f"{NAMESPACE[:-1]}/manifest.json"):
         assert parse_manifest_name(name) is None
-
-
-def test_a_listing_has_the_ranks_of_a_key_side_by_side() -> None:
-    names = sorted(shard_name(NAMESPACE, key_of(number), rank) for number in range(50) for rank in range(12))
-    keys = [parsed.key for name in names if (parsed := parse_shard_name(name)) is not None]
-    assert [keys[start : start + 12] == [keys[start]] * 12 for start in range(0, 600, 12)] == [True] * 50

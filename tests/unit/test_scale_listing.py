@@ -111,10 +111,3 @@ def test_of_deletes_that_fail_every_object_is_counted(store: SortedStore, monkey
     assert run.deleted.objects == 2000 - len(store.objects)
     assert run.deleted.chunks > 100
     assert 3 * 2 <= run.failed_objects <= collection._THREADS * BATCH_NAMES
-
-
-def test_a_small_namespace_is_listed_once(store: SortedStore) -> None:
-    fill(store, 50)
-    run = collection.Collection(store, namespace=None, tenant=None)
-    run.count()
-    assert store.names("list").count(f"{NAME}/") == 1

@@ -1,13 +1,13 @@
-"""The slot allocator: a starved size gets an extent, an impossible geometry and a wrong slot are refused.
+"""The slot allocator: a starved size gets an extent, and a wrong slot is refused.
 
-That no slot is given twice, lost or out of bounds is shown by the model in ``test_memory_tier``.
+That no slot is given twice, lost or out of bounds is shown by ``tests/model/test_chain_model``.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from nixl_offload.errors import IndexStateError, LayoutError
+from nixl_offload.errors import IndexStateError
 from nixl_offload.tiers.slot_allocator import SlotAllocator, choose_extent_bytes
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -111,15 +111,3 @@ def test_extent_size(rank_bytes: int, classes: list[int]) -> None:
     if rank_bytes >= len(classes) * 4 * max(classes):
         assert extent >= 4 * max(classes)
         assert rank_bytes // extent >= len(classes), "every class can have an extent"
-
-
-@pytest.mark.parametrize(
-    ("classes", "extent"),
-    [([], None), ([0], None), ([-4096], None), ([5000], None), ([SMALL, LARGE], SMALL), ([SMALL], 5000)],
-)
-def test_impossible_geometry_is_refused(classes: list[int], extent: int | None) -> None:
-    """Sizes that O_DIRECT could not write and extents that hold no slot are errors at once."""
-    with pytest.raises(LayoutError):
-        SlotAllocator(MIB, classes, extent)
-    with pytest.raises(LayoutError):
-        SlotAllocator(MIB, [SMALL]).allocate(LARGE)
