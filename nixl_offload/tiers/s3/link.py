@@ -18,7 +18,7 @@ from nixl_offload.types import Key, Location
 FAILURES: Final = 8
 """In a row, of stores or of loads; then no more of them go to the bucket until a trial succeeds."""
 TRIAL_LIMIT_S: Final = 10.0
-"""A trial that is not heard of for so long is lost, and another may go."""
+"""A trial without an outcome for this time is lost, and another may go."""
 
 
 class ObjectLink(SharedLink):

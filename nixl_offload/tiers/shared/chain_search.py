@@ -101,7 +101,7 @@ class AskAll:
 
     @property
     def known(self) -> int:
-        """The same, whatever is still out."""
+        """The same, with answers still out."""
         return self.boundary
 
     @property

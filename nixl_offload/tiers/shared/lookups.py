@@ -4,7 +4,7 @@ Threading: none; the scheduler's thread alone. No I/O, no clock: time is passed 
 
 vLLM asks key by key. What one request asks in a step about one KV-cache group is a *batch*. Its keys come front to
 back, and a search finds where the prefix ends; or back to front, and only the last few matter (a window). Until the
-search of a batch has ended the request is told to ask again. A request whose first unknown key is already covered by
+search of a batch has ended the answer is RETRY. A request whose first unknown key is already covered by
 another's search waits for that one.
 """
 
@@ -74,7 +74,7 @@ class Search:
 
 
 class Lookups:
-    """Each request is held back ``timeout_s`` at most, counted from the first time that it was told to ask again.
+    """Each request is held back ``timeout_s`` at most, counted from its first RETRY.
 
     Once answered it may go on for a while and then ask about what has been forgotten meanwhile: that is another wait.
     """
@@ -107,7 +107,7 @@ class Lookups:
         if request is None:
             request = self._requests[context.request_id] = _Request(now_s, self._step)
         elif request.is_answered and self._step > request.step + 1:
-            request.first_s = now_s  # it has not asked for a step at least: not because it was told to wait
+            request.first_s = now_s  # it has not asked for a step at least, so this is another wait
         request.step = self._step
         if not request.is_late and now_s - request.first_s >= self._timeout_s:
             request.is_late = True
@@ -177,7 +177,7 @@ class Lookups:
             request.ruled_out, request.seeks_edge = set(), set()
 
     def _hold(self, request: _Request, group: int, search: Search, end: int) -> Lookup:
-        """A request whose chain is being looked at is told so once a step: RETRY, then MISS for what lies behind.
+        """A request whose chain is being looked at gets RETRY once a step, then MISS for what lies behind.
 
         vLLM stops at the MISS and still asks again in the next step. Going on through thousands of keys, as it does
         after RETRY, would take from the step the time that the search is meant to save.

@@ -75,7 +75,7 @@ class Presence:
     # What became known
 
     def seen(self, key: Key, now_s: float, expires_s: float = math.inf) -> None:
-        """It is there: READY from now on, whatever was believed, unless somebody still holds it as EVICTING."""
+        """It is there: READY from now on, unless somebody still holds it as EVICTING."""
         self._absent.pop(key, None)
         found = self._index.find(key)
         if found is None:

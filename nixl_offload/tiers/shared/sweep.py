@@ -20,7 +20,7 @@ from nixl_offload.tiers.inspect import ChunkInfo
 GRACE_S: Final = 600.0
 """Nothing younger is ever deleted: it may be part of a chunk of which other ranks are still writing theirs."""
 MANIFEST_MIN_AGE_S: Final = 86_400.0
-"""A namespace without shards keeps its manifest so long: its servers may not have stored anything yet."""
+"""A namespace without shards keeps its manifest for this time: its servers may not have stored anything yet."""
 _BUCKETS_PER_DOUBLING: Final = 1024
 
 
@@ -91,7 +91,7 @@ class Plan:
     estimate: Totals
     """What will go, to within one bucket of ``Ages`` and one chunk."""
     kept_bytes: int
-    """What will be left, likewise."""
+    """What will be left, as exactly."""
     over_bytes: int
     """By how much that is more than was asked for, because all the rest is too young."""
 

@@ -35,8 +35,8 @@ EVENTS_PER_FLUSH = 8192
 """A few milliseconds of the scheduler's step."""
 MANIFEST_RETRY_S = 60.0
 RESET_MARGIN_S = 300.0
-"""After a reset, what others stored within so long after it does not count either: clocks differ, and a fleet is not
-reset in one instant."""
+"""What others store within this time after a reset does not count either: clocks differ, and a fleet is not reset in
+one instant."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ LOAD_FAILURES: Final = 8
 STORE_PAUSE_S: Final = 60.0
 """A directory that cannot be written to is tried again at least this often."""
 TRIAL_LIMIT_S: Final = 10.0
-"""A trial that is not heard of for so long is lost, and another may go."""
+"""A trial without an outcome for this time is lost, and another may go."""
 TOUCH_AFTER_S: Final = 3600.0
 """A file that is read gets a new modification time when the old one is older: what goes first when space is made is
 what was not used for longest."""
