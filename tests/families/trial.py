@@ -1,4 +1,5 @@
-"""Tries a family on a kind of tier: cold, found, partly found, damaged, after a restart; compared with a vLLM alone.
+"""Tries a family on a kind of tier: cold, found, partly found, damaged, by another engine, after a restart; compared
+with a vLLM alone.
 
 Threading: one thread. Ownership: engines end with each trial; files belong to the workshop, objects to the server.
 """
@@ -19,7 +20,7 @@ from tests.prove.happenings import DAMAGES
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import Prompt, hits, loads_refused
 from tests.vllm.harness import CHUNK_TOKENS, Workshop, chain_config
-from tests.vllm.media import Medium, bucket, memory, slab, tree
+from tests.vllm.media import MOVERS, Medium, bucket, memory, slab, tree
 
 CHUNKS: Final = 3
 """Whole chunks of a prompt."""
@@ -27,7 +28,7 @@ TAIL: Final = 10
 """Tokens behind them: few, so that what is known of the others decides the answer."""
 CLOSE: Final = 1e-3
 """Logprobs that differ by less are noise of steps with other shapes; what is wrong differs by more."""
-TIERS: Final = ("memory", "slab", "tree", "s3")
+TIERS: Final = ("memory", "slab", "tree", *MOVERS)
 TWO_RANKS: Final[Mapping[str, Any]] = {
     "tensor_parallel_size": 2,
     "distributed_executor_backend": "mp",
@@ -40,7 +41,7 @@ SIMULATED_NODES: Final = {"VLLM_CPU_SIM_MULTI_NUMA": "1", "VLLM_CPU_OMP_THREADS_
 @dataclass(frozen=True)
 class Cell:
     """What came out of one case: ``cold``, ``hit``, ``partial``, ``damaged``, ``damaged-N`` (KV cache group N alone),
-    ``damaged-N-rank-M`` (there alone), ``restart``, ``control-N``.
+    ``damaged-N-rank-M`` (there alone), ``other`` (engine), ``back`` (what that stored), ``restart``, ``control-N``.
     """
 
     case: str
@@ -74,6 +75,7 @@ class Reference:
     """A chunk of ``prompts`` and another tail. Of windows and state vLLM keeps only what the end of a prompt needs."""
     partial: list[Prompt] = field(default_factory=list)
     """Begin with ``begins``."""
+    others: list[Prompt] = field(default_factory=list)
     answers: dict[tuple[int, ...], Answer] = field(default_factory=dict)
 
     def compare(self, case: str, answers: Sequence[Answer], prompts: list[Prompt], note: str = "") -> Cell:
@@ -93,7 +95,7 @@ class Trial:
     def __init__(
         self, workshop: Workshop, family: Family, server: RcloneServer | None = None, *, prompts: int = 2
     ) -> None:
-        """``server``: for the tier ``s3``. ``prompts``: how many of each sort."""
+        """``server``: for buckets. ``prompts``: how many of each sort."""
         self._workshop = workshop
         self._count = prompts
         self._server = server
@@ -123,13 +125,13 @@ class Trial:
             chunk *= math.ceil(CHUNK_TOKENS / chunk)
         length = CHUNKS * chunk + TAIL - self.family.image_tokens
         reference.prompts = random_prompts(TINY, [length] * self._count, seed=31)
-        others = random_prompts(TINY, [length] * self._count, seed=32)
+        reference.others = others = random_prompts(TINY, [length] * self._count, seed=32)
         chunk -= self.family.image_tokens
         reference.partial = [
             prompt[:chunk] + other[chunk:] for prompt, other in zip(reference.prompts, others, strict=True)
         ]
         reference.begins = [prompt[: chunk + TAIL] for prompt in reference.partial]
-        for prompt in reference.prompts + reference.begins + reference.partial:
+        for prompt in reference.prompts + reference.begins + reference.partial + others:
             assert engine.reset_prefix_cache()
             [reference.answers[tuple(prompt)]] = engine.generate([prompt])
 
@@ -151,7 +153,9 @@ class Trial:
             asked = reference.begins + reference.partial
             yield reference.compare("partial", begins + self._ask(engine, reference.partial), asked)
             yield from self._damaged(engine, medium, reference)
-            self._ask(engine, reference.prompts)  # in shared tiers what was damaged is stored by the next request
+            self._until_found(engine, reference.prompts)
+            if kind not in ("memory", "slab"):
+                yield from self._beside(engine, medium, reference)
             engine.stop()
         if kind != "memory":
             with self.start(medium, reference) as engine:
@@ -163,9 +167,9 @@ class Trial:
     def _medium(self, kind: str) -> Medium:
         if kind == "memory":
             return memory()
-        if kind == "s3":
+        if kind in MOVERS:
             assert self._server is not None
-            return bucket(self._server, "obstore", prefix=self._name)
+            return bucket(self._server, kind, prefix=f"{self._name}-{kind}")
         return {"slab": slab, "tree": tree}[kind](self._workshop.scratch / f"{self._name}-{kind}")
 
     def _damaged(self, engine: Engine, medium: Medium, reference: Reference) -> Iterator[Cell]:
@@ -177,7 +181,7 @@ class Trial:
         for groups, rank in each:
             case = "damaged" if groups is None else f"damaged-{groups[0]}"
             case += "" if rank is None else f"-rank-{rank}"
-            self._ask(engine, reference.prompts)
+            self._until_found(engine, reference.prompts)
             refused = loads_refused(engine)
             if medium.name == "memory":
                 count = sum(engine.worker("flip_memory", groups, rank))
@@ -191,6 +195,26 @@ class Trial:
             is_refused = loads_refused(engine) > refused
             note = "nothing to damage" if not count else "" if is_refused else "NOT REFUSED"
             yield reference.compare(case, answers, reference.prompts, note)
+
+    def _beside(self, engine: Engine, medium: Medium, reference: Reference) -> Iterator[Cell]:
+        """Start another engine beside this one. It finds all and stores nothing; what it stores this one finds."""
+        with self.start(medium, reference) as other:
+            found = self._until_found(other, reference.prompts)
+            note = "STORED AGAIN" if other.stored_bytes() else ""
+            yield reference.compare("other", found, reference.prompts, note)
+            self._ask(other, reference.others)
+            yield reference.compare("back", self._until_found(engine, reference.others), reference.others)
+            other.stop()
+
+    def _until_found(self, engine: Engine, prompts: list[Prompt]) -> list[Answer]:
+        """As ``_ask``, until all comes from the tier: in shared tiers what was damaged is stored by the next request,
+        and a busy machine may shed a load.
+        """
+        for _ in range(5):
+            answers = self._ask(engine, prompts)
+            if hits(answers) >= len(prompts) * (len(prompts[0]) - TAIL):
+                break
+        return answers
 
     def _control(self, medium: Medium, reference: Reference) -> Iterator[Cell]:
         """Let an engine that looks for no damage use what is damaged: answers must show it, for each group."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, Final
 from nixl_offload.chunk.header import HEADER_BYTES, ShardHeader, decode_header
 from nixl_offload.errors import FormatError, TierError
 from nixl_offload.tiers.shared.naming import parse_shard_name
-from nixl_offload.tiers.slab.index_reader import IndexReader
+from nixl_offload.tiers.slab.index_reader import IndexReader, IndexRow
 from tests.prove.happenings import Piece
 from tests.s3.servers import RcloneServer
 from tests.vllm.harness import file_tier, tier_config, tree_tier
@@ -100,13 +101,24 @@ class Medium:
 
     def _slots(self) -> Iterator[Shard]:
         for slab in sorted(self.directory.glob("*/rank-*.slab")):
-            with contextlib.suppress(TierError):  # the index is not there yet, or is being replaced
-                for row in sorted(IndexReader(slab.with_name("index.sqlite")).rows(), key=lambda row: row.offset):
-                    with contextlib.suppress(FormatError):
-                        header = decode_header(Piece(slab, row.offset, HEADER_BYTES).read())
-                        size, rank = HEADER_BYTES + header.payload_bytes, int(slab.stem.removeprefix("rank-"))
-                        if header.key == row.key:
-                            yield Shard(slab, row.offset, size, header=header, rank=rank)
+            for row in _rows(slab.with_name("index.sqlite")):
+                with contextlib.suppress(FormatError):
+                    header = decode_header(Piece(slab, row.offset, HEADER_BYTES).read())
+                    size, rank = HEADER_BYTES + header.payload_bytes, int(slab.stem.removeprefix("rank-"))
+                    if header.key == row.key:
+                        yield Shard(slab, row.offset, size, header=header, rank=rank)
+
+
+def _rows(index: Path) -> list[IndexRow]:
+    """Return a slab's chunks by their offset, once nothing waits to be written: that takes an engine 50 ms."""
+    rows: list[IndexRow] | None = None
+    while True:
+        before, rows = rows, []
+        with contextlib.suppress(TierError):  # the index is not there yet, or is being replaced
+            rows = sorted(IndexReader(index).rows(), key=lambda row: row.offset)
+        if rows == before:
+            return rows
+        time.sleep(0.15)
 
 
 def memory(capacity: str = "128MiB") -> Medium:
