@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
+from nixl_offload.engine.device_packer import DEVICE_BYTES
 from nixl_offload.engine.link_memory import share_staging
 from nixl_offload.engine.staging import Staging, device_pool, host_pool
 from nixl_offload.engine.streams import Device, HostStreams
@@ -79,7 +80,7 @@ GIB, MIB = 1 << 30, 1 << 20
         ("device", 79 * GIB, 0.9, 0, 64 * MIB, ("device", 32 * MIB)),
         ("device", 79 * GIB, 0.9, 0, 8 * GIB, ("device", GIB)),  # activations come later: only 8 GiB are not claimed
         ("device", 2 * GIB, 0.9, 0, 8 * GIB, ("device", GIB // 4)),  # others use the device as well
-        ("device", 79 * GIB, 0.9, 3, 8 * GIB, ("device", GIB - 3 * 64 * MIB)),  # room for copies
+        ("device", 79 * GIB, 0.9, 3, 8 * GIB, ("device", GIB - 3 * DEVICE_BYTES // 2)),  # room for copies
         ("device", 79 * GIB, 1.0, 1, 64 * MIB, ("host", 32 * MIB)),
         ("host", 79 * GIB, 0.9, 0, 64 * MIB, ("host", 32 * MIB)),
     ],

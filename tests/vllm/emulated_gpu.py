@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nixl_offload.engine import engine, packer
+from nixl_offload.engine import link_engine, packer
 from nixl_offload.engine.autotune import TransferPlan
 from nixl_offload.engine.streams import Device
 from nixl_offload.movers.base import MemoryKind
@@ -35,7 +35,7 @@ for _library in ("libcudart.so.12", "libcufile.so.0"):
     ctypes.CDLL(str(Path(os.environ[LIBRARIES]) / _library), mode=ctypes.RTLD_GLOBAL)
 
 _device = Device(torch.device("cpu"), MemoryKind.VRAM, ThreadedStreams())
-for _module in (engine, packer, rank_tiers):
+for _module in (link_engine, packer, rank_tiers):
     _module.device_of = lambda tensor: _device  # type: ignore[attr-defined]
 if WAY in os.environ:
     _way = os.environ[WAY]
@@ -45,7 +45,7 @@ if WAY in os.environ:
 
     rank_tiers.plan_tier = _planned
     _least_bytes = 4096 if _way == "direct" else 1 << 62
-    rank_tiers.Engine = functools.partial(engine.Engine, direct_min_extent_bytes=_least_bytes)  # type: ignore[misc]
+    rank_tiers.LinkEngine = functools.partial(link_engine.LinkEngine, direct_min_extent_bytes=_least_bytes)  # type: ignore[misc]
 
 
 class EmulatedGpuExtension(BlocksOutermostExtension):
