@@ -68,13 +68,16 @@ class CallThreads:
         call = Call(work, discard)
         with self._lock:
             if self.pending >= len(self._threads) < self._limit:
-                thread = threading.Thread(target=self._main, name=self._name, daemon=True)
-                with contextlib.suppress(RuntimeError):  # none to be had now: the next call tries again
-                    thread.start()
-                    self._threads.append(thread)
+                self._add_thread()
             self.pending += 1
         self._queue.put(call)
         return call
+
+    def keep_up(self) -> None:
+        """Start a thread where calls wait and there is none, because the machine had none to spare when they came."""
+        if self.pending and not self._threads:
+            with self._lock:
+                self._add_thread()
 
     def close(self, patience_s: float = 0.5) -> None:
         """Let what is queued end; after ``patience_s`` the threads that hang are left behind."""
@@ -85,6 +88,12 @@ class CallThreads:
         give_up_s = time.monotonic() + patience_s
         for thread in threads:
             thread.join(max(0.0, give_up_s - time.monotonic()))
+
+    def _add_thread(self) -> None:
+        thread = threading.Thread(target=self._main, name=self._name, daemon=True)
+        with contextlib.suppress(RuntimeError):  # none to be had now: the next call, or keep_up, tries again
+            thread.start()
+            self._threads.append(thread)
 
     def _main(self) -> None:
         while (call := self._queue.get()) is not None:

@@ -5,6 +5,7 @@ unnoticed is found out; and that a link out of use costs nothing and comes back.
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import stat
@@ -74,12 +75,11 @@ def test_a_file_in_use_stays_young(make: Make, tmp_path: Path) -> None:
 
 
 class _NoDirectIO(HostileFilesystem):
-    """Refuses O_DIRECT when a file is opened, or, as some do, at the first read."""
+    """Refuses O_DIRECT when a file is opened, or, as some do, at each read."""
 
     def __init__(self, *, at_open: bool) -> None:
         super().__init__()
         self._at_open = at_open
-        self._has_refused = False
 
     def open(self, path: str, flags: int) -> int:
         if self._at_open and flags & os.O_DIRECT:
@@ -87,8 +87,7 @@ class _NoDirectIO(HostileFilesystem):
         return super().open(path, flags)
 
     def read(self, fd: int, memory: memoryview | mmap.mmap, offset: int) -> int:
-        if not self._at_open and not self._has_refused:
-            self._has_refused = True
+        if not self._at_open and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
         return super().read(fd, memory, offset)
 

@@ -15,9 +15,14 @@ from nixl_offload.engine import TierEngine
 from nixl_offload.identity.weights import WeightsDigest
 from nixl_offload.movers.base import MemoryRegion, Op, TransferState, open_file
 from nixl_offload.movers.copy import CopyMover
+from nixl_offload.tiers.shared.chain_search import ChainSearch
+from nixl_offload.tiers.shared.lookups import Search, SearchKind
+from nixl_offload.tiers.shared.naming import StoredShard
+from nixl_offload.tiers.shared.prober import Prober
 from nixl_offload.vllm.rank_tiers import RankTiers
 from tests.unit.chain_rig import FILE, MEMORY, ChainRig
 from tests.unit.engine_rig import until
+from tests.unit.shared_rig import SLOT, MemoryStore, keys_of
 
 PAGE = 4096
 
@@ -76,6 +81,27 @@ def test_a_copy_that_found_no_thread_never_touches_its_memory(tmp_path: Path, sh
         assert last.state is TransferState.DONE
     for page, each in enumerate(transfers):
         assert set(memory[page * PAGE : (page + 1) * PAGE]) == {each.state is TransferState.DONE}
+
+
+def test_a_shared_tier_looks_when_there_are_threads_again(shortage: Shortage) -> None:
+    """Nothing else has to come: what was begun, and the trial that ends an outage, wait for a thread."""
+    (key,), store = keys_of(1), MemoryStore()
+    store.put(key.hex())
+    prober = Prober(store, witness_of=lambda key: StoredShard(key.hex(), SLOT))
+    with contextlib.closing(prober):
+        shortage()
+        prober.search(Search(SearchKind.CHAIN, [key], ChainSearch(1, 0)))
+        prober.do(lambda store: store.head("a"), lambda found, error: None)
+        prober.try_store(lambda store: store.head("b"), lambda found, error: None)
+        assert not prober.drain(9)
+        shortage(refused=0)
+        events: list[object] = []
+
+        def have_all_come() -> bool:
+            events.extend(prober.drain(9))
+            return len(events) == 4
+
+        until(have_all_come)
 
 
 def test_a_chain_closes_without_more_threads(tmp_path: Path, shortage: Shortage) -> None:

@@ -147,7 +147,10 @@ class Prober:
             self._trial.start(partial(self._do, work, then))
 
     def drain(self, limit: int) -> list[Event]:
-        """Return what has happened since the last call, ``limit`` events at most."""
+        """Return what has happened since the last call, ``limit`` events at most. Starts threads that were missing."""
+        if not self._is_closed:
+            for threads in (self._asking, self._tasks, self._trial):
+                threads.keep_up()
         events = self._events
         return [events.popleft() for _ in range(min(limit, len(events)))]
 
