@@ -6,6 +6,7 @@ ID, which has the prefix in it.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -150,6 +151,8 @@ def plan_lifecycle(tier: S3Config) -> LifecyclePlan:
         before: tuple[Rule, ...] = () if missing else tuple(bucket.rules()["Rules"])
     wanted = _wanted_rule(tier, address)
     own = next((rule for rule in before if rule.get("ID") == wanted["ID"]), None)
+    if any("Prefix" in rule for rule in before if rule is not own):
+        wanted["Prefix"] = wanted.pop("Filter")["Prefix"]  # S3 refuses a mixture of the old form and the new
     is_same = own is not None and _essence(own) == _essence(wanted)
     changes = []
     if missing:
@@ -188,8 +191,11 @@ def apply_lifecycle(plan: LifecyclePlan) -> None:
 
 def _wanted_rule(tier: S3Config, address: S3Address) -> Rule:
     days = None if tier.ttl_s is None else max(1, math.ceil(tier.ttl_s / _DAY_S))
+    own_id = f"nixl-offload:{address.prefix}"
+    if len(own_id) > _MAX_ID:
+        own_id = f"{own_id[: _MAX_ID - 17]}-{hashlib.sha256(own_id.encode()).hexdigest()[:16]}"
     return {
-        "ID": f"nixl-offload:{address.prefix}"[:_MAX_ID],
+        "ID": own_id,
         "Status": "Enabled",
         "Filter": {"Prefix": address.prefix},
         # With Days, S3 also removes delete markers that are left over in a bucket with versions.

@@ -128,6 +128,29 @@ def test_other_peoples_rules_are_kept_while_ours_comes_changes_and_loses_its_exp
         assert ours["NoncurrentVersionExpiration"] == {"NoncurrentDays": 1}
 
 
+def test_rules_of_the_old_form_get_ours_in_it(moto: MotoServer, client: Any, bucket: str) -> None:
+    """S3 refuses a mixture. The second run finds our rule, in its form."""
+    client.create_bucket(Bucket=bucket)
+    put(client, bucket, {"ID": "old", "Status": "Enabled", "Prefix": "logs/", "Expiration": {"Days": 3}})
+    tier = S3Config.model_validate({**moto.tier("prod"), "bucket": bucket, "ttl": "1d"})
+    plan = plan_lifecycle(tier)
+    theirs, ours = plan.after
+    assert ("Prefix" in ours) == ("Prefix" in theirs)
+    apply_lifecycle(plan)
+    assert plan_lifecycle(tier).changes == ()
+
+
+def test_long_prefixes_have_ids_of_their_own(moto: MotoServer, client: Any, bucket: str) -> None:
+    """IDs end at 255 characters."""
+    client.create_bucket(Bucket=bucket)
+    for number in range(2):
+        tier = moto.tier(f"{'x' * 400}{number}")
+        apply_lifecycle(plan_lifecycle(S3Config.model_validate({**tier, "bucket": bucket, "ttl": "1d"})))
+    found = rules(client, bucket)
+    assert len(found) == 2
+    assert max(len(rule["ID"]) for rule in found) <= 255
+
+
 def test_rules_that_changed_since_are_not_overwritten(moto: MotoServer, client: Any, bucket: str) -> None:
     client.create_bucket(Bucket=bucket)
     tier = S3Config.model_validate({**moto.tier("prod"), "bucket": bucket, "ttl": "2d"})
