@@ -10,11 +10,11 @@ neither the text nor the cause of a StoreError from here contains an answer's bo
 from __future__ import annotations
 
 import logging
-import math
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -67,7 +67,7 @@ class BucketStore(Store):
     """An S3 bucket behind one ``S3Store``, made at the first call, with credentials of boto3's chain.
 
     botocore renews keys that expire, but reads those of the environment and of ``~/.aws/credentials`` once. So the call
-    after one that was denied asks the chain again.
+    after one that was denied has other keys, if the chain has.
     """
 
     name = "obstore"
@@ -78,9 +78,8 @@ class BucketStore(Store):
         self._address = S3Address.of(tier)
         self.where = self._address.where
         self._lock = threading.Lock()
-        self._made: S3Store | None = None
-        self._keys_missing_until_s = 0.0
-        self._keys_asked_s = -math.inf
+        self._made: tuple[S3Store, _Provider] | None = None
+        self._ask_chain_at_s = 0.0
         self._closed = False
         self._ignores_ranges = False
         self._unusable_answers = 0
@@ -220,9 +219,7 @@ class BucketStore(Store):
         # Out of the handler, so that the original, which quotes the answer, becomes neither cause nor context.
         failure = self._parsed(doing, str(foreign))
         if failure.cause == "denied":
-            with self._lock:
-                if self._made is store and time.monotonic() >= self._keys_asked_s + CREDENTIALS_RETRY_S:
-                    self._made = None
+            self._renew(store)
         raise failure from BaseError(str(failure).partition(": ")[2])
 
     def _parsed(self, doing: str, text: str) -> StoreError:
@@ -256,22 +253,38 @@ class BucketStore(Store):
             with self._lock:
                 if self._closed:
                     raise StoreError(f"{self.where}: the store is closed", cause="io")
-                made = self._made = self._made or self._make()
-        return made
+                made = self._made = self._made or self._make(self._ask_chain())
+        return made[0]
 
-    def _provider(self) -> Boto3CredentialProvider:
+    def _renew(self, denied: S3Store) -> None:
+        """Replace ``denied`` if the chain has other keys by now. It stays in use until then, and if the chain fails."""
+        if not self._lock.acquire(blocking=False):
+            return  # another thread does it
+        try:
+            made = self._made
+            if made is None or made[0] is not denied or hasattr(made[1].credentials, "refresh_needed"):
+                return  # botocore renews what it can by itself
+            with suppress(StoreError):
+                provider = self._ask_chain()
+                self._ask_chain_at_s = time.monotonic() + CREDENTIALS_RETRY_S
+                if provider.keys != made[1].keys:
+                    self._made = self._make(provider)
+        finally:
+            self._lock.release()
+
+    def _ask_chain(self) -> _Provider:
         hush_botocore()
-        self._keys_asked_s, why = time.monotonic(), ""
-        if self._keys_asked_s >= self._keys_missing_until_s:
+        why = ""
+        if time.monotonic() >= self._ask_chain_at_s:
             try:
-                return Boto3CredentialProvider(ttl=_CREDENTIALS_TTL)
+                return _Provider(ttl=_CREDENTIALS_TTL)
             except Exception as error:  # noqa: BLE001  whatever the chain raises: no secret of it may get out
-                self._keys_missing_until_s = time.monotonic() + CREDENTIALS_RETRY_S
+                self._ask_chain_at_s = time.monotonic() + CREDENTIALS_RETRY_S
                 why = "" if isinstance(error, ValueError) else f" ({type(error).__name__})"
         raise StoreError(f"{self.where}: {NO_CREDENTIALS}{why}", cause="denied")
 
-    def _make(self) -> S3Store:
-        tier, address, provider = self._tier, self._address, self._provider()
+    def _make(self, provider: _Provider) -> tuple[S3Store, _Provider]:
+        tier, address = self._tier, self._address
         timeout, bundle = timedelta(seconds=tier.request_timeout_s), readable_ca_bundle(tier)
         client: Any = {
             "timeout": timeout,
@@ -289,7 +302,7 @@ class BucketStore(Store):
         try:
             if bundle is not None:
                 client["root_certificate"] = Path(bundle).read_bytes()
-            return S3Store(
+            store = S3Store(
                 address.bucket,
                 config=config,
                 client_options=client,
@@ -299,6 +312,15 @@ class BucketStore(Store):
         except (BaseError, OSError, ValueError) as error:
             text = f"{self.where}: obstore takes no such address, certificates or options ({type(error).__name__})"
             raise StoreError(text, cause="io") from error
+        return store, provider
+
+
+class _Provider(Boto3CredentialProvider):
+    """AWS's chain as boto3 has it, and the keys that it had at first. Raises anything, ValueError where it has none."""
+
+    def __init__(self, *, ttl: timedelta) -> None:
+        super().__init__(ttl=ttl)
+        self.keys = self.credentials.get_frozen_credentials()
 
 
 def _head(store: S3Store, key: str) -> Any:

@@ -25,6 +25,7 @@ from nixl_offload.stores.base import Store
 from nixl_offload.stores.bucket import client_facts, plan_lifecycle
 from nixl_offload.stores.s3 import S3Address, open_store
 from tests.contract.suites.store_suite import cause_of, read, write
+from tests.s3.proxy import Answer, FaultProxy
 from tests.s3.servers import RcloneServer, free_port
 
 from .one_answer_server import HANG, RESET, OneAnswerServer, answer, dead_address, error
@@ -279,6 +280,26 @@ def test_keys_that_are_rotated_in_a_file_are_used_after_the_first_refusal(
                 assert cause_of(lambda: OPERATIONS[operation](store)) == "denied"  # noqa: B023
                 list(threads.map(lambda _: OPERATIONS[operation](store), range(4)))  # noqa: B023
             assert [info.name for info in store.list("x/")] == ["x/1"]
+
+
+def test_a_client_that_works_outlives_refusals(rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one object, say: neither a chain that has the same keys nor one that has none ends what worked before."""
+    for name, value in rclone.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_SESSION_TOKEN")
+    monkeypatch.setattr(obstore, "CREDENTIALS_RETRY_S", 0.0)
+    rclone.write("x/1", b"0123456789")
+    made = []
+    real = obstore.S3Store
+    monkeypatch.setattr(obstore, "S3Store", lambda *given, **named: made.append(1) or real(*given, **named))
+    with FaultProxy(rclone.port) as proxy, contextlib.closing(store_at(proxy.endpoint, bucket=rclone.bucket)) as store:
+        for _ in range(2):
+            with proxy.inject(Answer(403, "AccessDenied"), operation="PUT"):
+                assert cause_of(lambda: OPERATIONS["write"](store)) == "denied"
+            assert read(store, "x/1", 0, 10) == b"0123456789"
+            for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+                monkeypatch.delenv(name, raising=False)
+    assert len(made) == 1
 
 
 def test_an_absent_bucket_is_not_an_absent_object(rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> None:
