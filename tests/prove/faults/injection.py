@@ -122,7 +122,7 @@ class Faults:
             self._mine.spared = False
 
     def over(self, mover: Mover) -> SeededMover:
-        """Return ``mover``, broken on cue: what is above it, limits and retries, is the product's."""
+        """Return ``mover``, broken on cue. Limits and retries inside it (NIXL's OBJ plugin) see no fault."""
         self._movers = [known for known in self._movers if not known.is_closed]
         self._movers.append(SeededMover(mover, self))
         return self._movers[-1]
