@@ -1,4 +1,4 @@
-"""Small frozen types shared by every floor of the house. No behaviour, no I/O.
+"""Small frozen types that all layers share. No behaviour, no I/O.
 
 Threading: immutable values, safe anywhere.
 """

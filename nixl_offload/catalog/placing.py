@@ -74,9 +74,9 @@ class Placing:
     def place(
         self, key: Key, states: Sequence[State | None], refused: set[tuple[int, int]], now_s: float
     ) -> Location | None:
-        """Make ``key`` WRITING somewhere. None: nowhere. ``states``: of the key, by tier.
+        """Make ``key`` WRITING in the nearest tier that takes it. None: none does. ``states``: of the key, by tier.
 
-        ``refused`` is the caller's for as long as nothing is given back: (tier, slot size) that need not be tried.
+        ``refused``: (tier, slot size) without room; the caller's, until one is freed.
         """
         needed = self._catalog.slot_bytes(key)
         for position, tier in enumerate(self._tiers):

@@ -106,8 +106,8 @@ class Packer(Protocol):
         """
 
     def bring(self, group: int, payloads: Sequence[Payload]) -> Generator[None, None, Summed]:
-        """Sum blocks in host memory. Where there is a device they are brought to its scratch, summed there, and can be
-        scattered from there: they cross the bus once, and no core reads them. Yields as long as there is no scratch.
+        """Sum blocks in host memory. A device copies them to its scratch and sums the copy, which the result's ``rows``
+        return for the scatter: blocks cross the bus once. Yields as long as there is no scratch.
         """
 
     def sums(self, group: int, block_ids: Sequence[BlockIds], fence: Fence) -> Summed:

@@ -1,8 +1,7 @@
 """Copies between KV blocks in device memory and slots: in page-locked memory of the host, or on the device itself.
 
-Threading: ``fence`` is called by the submitting thread, everything else by the pump. Everything is queued on side
-streams: gathers, scatters, and what is done to slots beside them have one each, so a load waits for no store, and
-neither headers nor checksums of what was read wait for a step of the model.
+Threading: ``fence`` is called by the submitting thread, everything else by the pump. All is queued on our own
+streams: a load waits for no store, and headers and checksums of what was read for no step of the model.
 Ownership: slots are the device's from the call until its fence is done. What work allocates while it runs belongs to
 its stream; page-locked memory is torch's, which keeps it until the copies are done.
 """
@@ -90,6 +89,7 @@ class DevicePacker:
         self._block_bytes = [sum(page.bytes for page in group) for group in pages]
         self._num_blocks = [min((len(tensors[page.tensor]) for page in group), default=0) for group in pages]
         self._device = device
+        # For gathers; for scatters; for headers and checksums of slots.
         self._out, self._in, self._beside = (device.streams.new() for _ in range(3))
         self._brought: WeakSet[SummedOnDevice] = WeakSet()
         self._waiting: list[object] = []

@@ -184,14 +184,14 @@ def invalidate(slot: Slot) -> None:
 
 
 def any_slot(chunk: Chunk) -> Slot | DeviceSlot:
-    """Return the slot in which a chunk lies: of the host slab, or of staging."""
+    """Return the slot in which a chunk lies: ``chunk.host``, of the host slab, else ``chunk.slot``, of staging."""
     slot = chunk.host if chunk.host is not None else chunk.slot
     assert slot is not None
     return slot
 
 
 def host_slot(chunk: Chunk) -> Slot:
-    """As ``any_slot``, where it is in host memory."""
+    """As ``any_slot``, in host memory: of either kind."""
     slot = any_slot(chunk)
     assert isinstance(slot, Slot)
     return slot

@@ -122,7 +122,7 @@ class JobTable:
             self._grant_relays()
 
     def finished(self) -> list[Completion]:
-        """Return the jobs that have ended since the last call, each exactly once over all calls."""
+        """Return vLLM's jobs that have ended since the last call, each exactly once over all calls."""
         self.expire()
         if not self._finished:
             return []  # asked in every step: what comes this moment is seen in the next
@@ -131,7 +131,7 @@ class JobTable:
             return finished
 
     def settled(self) -> list[Completion]:
-        """Return the tickets that have ended since the last call, each exactly once over all calls."""
+        """As ``finished``, of the tickets of promotions and moves. The ticket of a store or load ends with its job."""
         self.expire()
         if not self._settled:
             return []
@@ -158,10 +158,9 @@ class JobTable:
     def wait(self, job_ids: Collection[int], limit_s: float | None = None) -> None:
         """Block until no store among the jobs needs its KV blocks any more and all loads are finished.
 
-        They are put before everything else. Steps that still run are waited for, ``limit_s`` (``WAIT_LIMIT_S``) at
-        most: the next step queues up behind them all the same. Stores that have no slot ``STORE_GRACE_S`` later are
-        DROPPED; what is being gathered by then ends soon. What still touches its blocks ``limit_s`` after that is given
-        up as far as it can be: a load that writes to its blocks cannot. Unknown ids are done.
+        The jobs go before all others. It waits for steps that still run, ``limit_s`` (``WAIT_LIMIT_S``) at most; stores
+        without a slot ``STORE_GRACE_S`` later are DROPPED; what touches its blocks ``limit_s`` after that is given up,
+        but for a load that writes to them. Unknown ids are done.
         """
         limit_s = WAIT_LIMIT_S if limit_s is None else limit_s
         with self._lock:

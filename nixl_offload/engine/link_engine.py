@@ -1,5 +1,5 @@
-"""The engine of a tier that a link reaches: a slab, a shared directory, a bucket. Which path its chunks take, and how
-many may start at once.
+"""The engine of a tier that a link reaches: a slab, a shared directory, a bucket. ``LinkPaths`` decides which path its
+chunks take, and how many may start at once; all else of the engine is in ``pump``.
 
 Threading: see ``pump.TierEngine``. Ownership: the engine owns its link, the link's mover, its staging and the pump.
 """

@@ -143,7 +143,7 @@ class TierEngine:
 
     def _pass(self) -> bool:
         """Start, push, expire, then sleep if nothing moved. True when the pump's work is over."""
-        moved = self._launch()
+        moved = self._start_queued()
         moved |= self._push()
         now_s = self._clock()
         # Before the shortcut below: deadlines hold also while something moves without a pause.
@@ -178,7 +178,7 @@ class TierEngine:
             self._step_all_s = min(self._step_all_s, *deadlines) if deadlines else self._step_all_s
         return max(pause_s, min(self._quiet_s, pauses.slow_poll_s))
 
-    def _launch(self) -> bool:
+    def _start_queued(self) -> bool:
         """Start queued chunks as far as there is room; True if any was started."""
         started = False
         for lane in self.queue.busy_lanes():

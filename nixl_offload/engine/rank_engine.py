@@ -1,7 +1,8 @@
-"""A rank's tiers as one engine: jobs go into one table, from which each tier's pump takes the chunks that are its own.
+"""A rank's tiers as one engine: the ``jobs.JobTable``, whose ``submit``, ``wait`` and ``finished`` it inherits, and the
+tiers' engines, whose pumps take chunks from it.
 
-Threading: one caller thread (vLLM's worker); each tier has an engine of its own with a pump of its own, so a tier that
-hangs delays no other. No method but ``wait``, ``close`` and ``release`` waits, and those have limits.
+Threading: one caller thread (vLLM's worker). A tier that hangs delays no other. No method but ``wait``, ``close`` and
+``release`` waits, and those have limits.
 Ownership: closes the engines. The host slab is the caller's, who closes it afterwards.
 """
 

@@ -43,9 +43,8 @@ class Chunk:
     first_block: int = 0
     """Position in the chunk of ``block_ids[0]``; 0 unless only a tail of the chunk is wanted."""
     host_offset: int | None = None
-    """Byte offset of a slot in the host slab. A write-through takes the whole image, header included, from there. A
-    load reads the whole image to there, verifies all of it, and serves its KV blocks, if any, from it; the image stays
-    (it was *promoted*)."""
+    """Byte offset of a slot in the host slab. A write-through takes the whole image from there. A promotion or fetch
+    reads the whole image to there, verifies it, and serves its KV blocks, if any, from it."""
     onward: Location | None = None
     """Of a fetch between two farther tiers: where the other tier's pump writes it to. Its host slot is a relay slot."""
     position: int = 0
@@ -80,7 +79,7 @@ class Chunk:
     is_kept: bool = field(default=False, init=False)
     """The image in ``host`` is whole and verified."""
     brought: Source | None = field(default=None, init=False, repr=False)
-    """Its blocks from ``brought_from`` on, where they were summed and verified; given up with the chunk."""
+    """What ``Packer.bring`` returned: its blocks from ``brought_from`` on, verified; given up with the chunk."""
     brought_from: int = field(default=0, init=False)
     sums: npt.NDArray[np.uint64] | None = field(default=None, init=False, repr=False)
     """Checksums of its blocks, where a device computed them."""

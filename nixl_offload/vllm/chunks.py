@@ -1,8 +1,8 @@
 """What a ticket means on one rank: its chunks, and of each the shards that the rank holds.
 
-Without a plan each rank holds of a chunk what it has, as it lies there. With one, each shard is a group of its own in
-the rank's layout: it has a header, an outcome and a transfer. In a slot of a slab or of memory shards lie one after the
-other; elsewhere each has a name, and of the ranks that hold the same one, one writes it for all.
+Without a ``ShardPlan`` a rank has one shard of each chunk. With one, each shard is a group of its own in the rank's
+layout, with a header, an outcome and a transfer. In slots, shards lie one after the other; in shared tiers each has a
+name, and one of the ranks that hold it writes it.
 
 Threading: called by the worker's main thread.
 """
@@ -121,8 +121,8 @@ class RankChunks:
         return chunks
 
     def writes(self, key: Key, group: int, target: Location) -> bool:
-        """Whether this rank writes a chunk to ``target``: in a shared tier one of those that hold the same does, and in
-        slots that have one copy for several ranks the one in whose slab it lies.
+        """Whether this rank writes a chunk to ``target``. Of ranks that hold the same one does: in a shared tier by the
+        key; of slots with one copy for several ranks, the one in whose slab it lies.
         """
         places = self._places.get(target.tier)
         if places is not None:

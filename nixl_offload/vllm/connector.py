@@ -1,5 +1,5 @@
-"""``NixlOffloadConnector``: vLLM's offloading connector with a failure channel and our two halves in it; and
-``OffConnector``, which takes its place where nothing may be stored or loaded.
+"""``NixlOffloadConnector``: vLLM's offloading connector with a failure channel and our two halves in it. Methods
+that are not here are vLLM's. ``OffConnector`` takes its place where nothing may be stored or loaded.
 
 Threading: one instance per role; vLLM calls each from one thread. The rule that holds throughout: nothing that storage
 does or fails to do raises into vLLM. Loads that fail are reported as such and recomputed.

@@ -1,4 +1,5 @@
-"""The scheduler's half behind vLLM's connector: asks our manager, sends our messages, hears the ranks' reports.
+"""The scheduler's half behind vLLM's connector: sends our messages, hears the ranks' reports. Its base, vLLM's half,
+makes the jobs and asks our manager.
 
 Threading: the scheduler's thread. Nothing raises for reasons of storage.
 """

@@ -1,4 +1,4 @@
-"""A rank's half behind vLLM's connector: our messages beside vLLM's jobs, and the failure channel that vLLM lacks.
+"""A rank's half behind vLLM's connector: our messages beside vLLM's jobs (see ``worker``), and reports of failures.
 
 Threading: called by the worker's main thread. Nothing raises for reasons of storage.
 """
@@ -136,7 +136,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         """Before each forward pass: submit the stores of the step before, as vLLM does, and fence this step's loads.
 
-        vLLM submits the loads once it has launched the forward pass. Fenced only there, they would wait for all of it.
+        vLLM submits loads after it has launched the forward pass. With a fence of that moment they would wait for it.
         """
         super().handle_preemptions(kv_connector_metadata)
         if kv_connector_metadata.load_jobs:

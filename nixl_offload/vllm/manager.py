@@ -1,4 +1,5 @@
-"""The scheduler's half behind vLLM's ``OffloadingManager``: translates vLLM's questions into the catalog's.
+"""The scheduler's half behind vLLM's ``OffloadingManager``: translates the questions of vLLM's ``offloading/scheduler``
+into the catalog's.
 
 Threading: called by the scheduler's thread. Nothing here blocks on storage, and nothing raises for reasons of storage
 but at a start where a tier's options do not fit the model.

@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 
 
 class LeanConnector(OffloadingConnector):
-    """vLLM's connector, which goes down to the rank's half only where a step has something to begin.
+    """vLLM's connector, which calls the rank's half only where a step has something to begin.
 
-    It is asked right after the forward pass, which has emptied the processor's caches: each call in vain takes five to
-    ten microseconds there (decision 0020).
+    vLLM calls this after every forward pass, with cold CPU caches: an empty call costs 5-10 us (decision 0020).
     """
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's scheduler half, mended where it is slow or wrong for us, and what else we read of its private state.
+"""vLLM's scheduler half, changed where it is slow or wrong for us, and what else we read of its private state.
 
 This file and ``vllm_internals`` alone touch private names of vLLM: look here first when vLLM moves on.
 Threading: the scheduler's thread.
@@ -76,8 +76,7 @@ class AdaptedRequestState(RequestOffloadState):
 class MendedScheduler(OffloadingConnectorScheduler):
     """vLLM's scheduler half. When it stores, it looks only at requests that have completed a chunk, or ended.
 
-    vLLM goes through every running request in every step, at some microseconds each; with hundreds of them that is
-    a good part of a step that decodes, and nearly all of it finds nothing.
+    vLLM looks at every running request in every step: with hundreds of them that is a good part of a decoding step.
     """
 
     stores = True
@@ -305,6 +304,7 @@ class MendedScheduler(OffloadingConnectorScheduler):
         return super()._reachable_store_block_mask(group_config, *args, **kwargs)
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
+        """As vLLM's, which calls ``prepare_store``; for requests that may have a new chunk."""
         if not self.ever_stores:
             # vLLM would look in each step through all blocks of windows that are still to be stored: none will be.
             for request_id in scheduler_output.num_scheduled_tokens:

@@ -172,9 +172,8 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._tiers.wake_up()
 
     def fence_loads(self) -> None:
-        """Have the loads that are submitted before ``end_step`` wait for what the model's stream has now, and for
-        nothing that it is given meanwhile. That must not touch their blocks: decision 0014 says why vLLM's step does
-        not.
+        """Loads submitted before ``end_step`` wait for what the model's stream has now, not for what it is given
+        meanwhile: that must not touch their blocks (decision 0014).
         """
         self._load_fence = self._engine.compute_fence()
 
@@ -197,8 +196,8 @@ class NixlOffloadingWorker(OffloadingWorker):
         return True
 
     def _submit(self, job_id: int, spec: TicketSpec, blocks: GPULoadStoreSpec, *, is_expedited: bool = False) -> None:
-        """Queue vLLM's job, of its KV ``blocks``. It ends in ``take_finished``, and in ``take_tickets`` what a load
-        leaves in memory. Where this rank has loaded other content of the adapter since, everything is DROPPED.
+        """Queue vLLM's job, of its KV ``blocks``. ``take_finished`` tells its end, ``take_tickets`` that of what a load
+        leaves in memory. All is DROPPED where this rank has loaded other content of the adapter since.
         """
         self._look_s = 0.0
         self._tiers.take_opened()
@@ -270,8 +269,8 @@ class NixlOffloadingWorker(OffloadingWorker):
 
     @property
     def has_news(self) -> bool:
-        """Whether any of the ``take_`` methods may have something to tell. As quick as it can be: asked in every step,
-        after one that has emptied the processor's caches.
+        """Whether any ``take_`` method may have something to tell. Quick: called after each forward pass, with cold CPU
+        caches.
         """
         return self._engine.has_jobs or time.monotonic() >= self._look_s
 

@@ -122,7 +122,7 @@ class TierPaths:
 
     @property
     def linked(self) -> LinkMemory:
-        """The link of a tier that has one."""
+        """``link_memory``, of a tier that has a link."""
         assert self.link_memory is not None
         return self.link_memory
 
@@ -337,10 +337,10 @@ class TierPaths:
 
         chunks = batch.alive
         calls = [begin(chunk.key, chunk.location, plan.slot_bytes, plan.shard) for chunk in chunks]
-        yield from self._ask_link(chunks, calls, begun)
+        yield from self._call_link(chunks, calls, begun)
         self.turn.pause()
 
-    def _ask_link(
+    def _call_link(
         self,
         chunks: Sequence[Chunk],
         calls: Sequence[Generator[None, None, T]],
@@ -469,7 +469,7 @@ class TierPaths:
             target, chunk.target = chunk.target, None
             assert target is not None
             calls.append(self.linked.link.end_write(target))
-        yield from self._ask_link(chunks, calls, lambda chunk, _: chunk.end(Outcome.OK))
+        yield from self._call_link(chunks, calls, lambda chunk, _: chunk.end(Outcome.OK))
 
     def finish_reads(self, batch: Batch) -> None:
         """All transfers are final: tell the link how its part ended. What has not arrived is FAILED."""

@@ -35,6 +35,7 @@ from nixl_offload.types import Outcome
 
 def _gather(paths: TierPaths, batch: Batch) -> Steps:
     """Copy KV blocks to staging. They are free then."""
+    # CLAIMED since ``TierQueue.take``; what was given up meanwhile ends here.
     if paths.advance_or_end(batch, ChunkState.CLAIMED) and paths.take_slots(batch, batch.plan.packed):
         yield from _copy_from_blocks(paths, batch)
 
@@ -85,8 +86,8 @@ def _seal(paths: TierPaths, batch: Batch) -> Steps:
             yield
 
 
-def _ask(paths: TierPaths, batch: Batch) -> Steps:
-    """Whether the link takes the batch; the slots are the catalog's."""
+def _may_go(paths: TierPaths, batch: Batch) -> Steps:
+    """End what the link does not take now; the slots are the catalog's."""
     paths.may_go(batch)
     yield from ()
 
@@ -283,7 +284,7 @@ def _on_device(paths: TierPaths) -> DevicePacker:
 
 STORE: Final[Sequence[Phase]] = (_gather, _seal, _write)
 LOAD: Final[Sequence[Phase]] = (_take_staging, _read, _verify, _scatter)
-WRITE_THROUGH: Final[Sequence[Phase]] = (_ask, _complete, _write)
-FETCH: Final[Sequence[Phase]] = (_ask, _read_whole, _verify_whole, _serve)
+WRITE_THROUGH: Final[Sequence[Phase]] = (_may_go, _complete, _write)
+FETCH: Final[Sequence[Phase]] = (_may_go, _read_whole, _verify_whole, _serve)
 MEMORY_STORE: Final[Sequence[Phase]] = (_gather_in_memory, _seal_in_memory)
 MEMORY_LOAD: Final[Sequence[Phase]] = (_check_in_memory, _scatter)
