@@ -1,7 +1,7 @@
 """Carries out the hints that come with requests: see ``hint_format`` for what they are.
 
-Threading: the scheduler's thread. A prompt that comes as token ids is hashed at once, which takes as long as vLLM takes
-for a request with that prompt. Chunks are retained and dropped a piece at a step, so that no step waits.
+Threading: the scheduler's thread. Prompts that come as token ids are hashed, and chunks retained and dropped, a piece
+at a step, so that no step waits.
 Failure: nothing raises because of a hint. A bad one is counted, and the first of its kind is logged.
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Callable
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from nixl_offload.vllm.hint_format import BadHintError, Hint, hint_of
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.notes import notes_of
-from nixl_offload.vllm.vllm_scheduler import keys_like
+from nixl_offload.vllm.vllm_scheduler import state_like
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
@@ -32,10 +32,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_PROMPTS: Final = 256
+"""Prompts of hints that wait to be hashed."""
+MAX_WAITING_TOKENS: Final = 4 << 20
+"""Tokens of them: some 150 MB."""
+HASHES_PER_STEP: Final = 128
+"""Blocks of them that are hashed in one step: about half a millisecond of it."""
 CHUNKS_PER_STEP: Final = 256
 """Chunks that are retained or dropped in one step: two milliseconds of it."""
 MAX_WAITING_CHUNKS: Final = 1 << 18
 """Chunks that wait for that: 1,024 steps of them."""
+
+
+class _Prompt(NamedTuple):
+    """Token ids of a hint that are being hashed."""
+
+    hint: Hint
+    token_ids: list[int]
+    state: RequestOffloadState
+    """With the tokens that were hashed so far."""
+    allowed: frozenset[int] | None
+    """The tiers that it may be loaded from."""
 
 
 class Hints:
@@ -46,6 +63,7 @@ class Hints:
         self._manager = manager
         self._config = config
         self._clock = clock
+        self._prompts: deque[_Prompt] = deque()
         self._tasks: deque[tuple[Callable[[list[OffloadKey]], None], OffloadKey]] = deque()
         """What is to be done with chunks, in this order."""
         self._at_end: dict[str, Hint] = {}
@@ -55,7 +73,7 @@ class Hints:
     @property
     def has_pending(self) -> bool:
         """Whether ``step`` has something to do."""
-        return bool(self._tasks)
+        return bool(self._prompts or self._tasks)
 
     @property
     def waits_for_ends(self) -> bool:
@@ -67,27 +85,33 @@ class Hints:
         notes = notes_of(state.req_context)
         try:
             hint = hint_of(request.kv_transfer_params)
-            if hint is None:
-                return
-            keys = self._keys(state, hint.token_ids)
         except BadHintError as error:
             self._complain(error)
             return
+        if hint is None:
+            return
         if not hint.store or (hint.token_ids is None and hint.drop_from is not None):
             notes.stores = False
+        tokens = 0 if hint.token_ids is None else len(hint.token_ids)
+        waiting_tokens = sum(len(prompt.token_ids) for prompt in self._prompts) if tokens else 0
+        if tokens and (len(self._prompts) >= MAX_PROMPTS or waiting_tokens + tokens > MAX_WAITING_TOKENS):
+            self._manager.count("hints", "any", "refused")
+            return
         for name in hint.names:
             self._manager.count("hints", name, "taken")
-        if hint.token_ids is None and not notes.loads:
-            return  # its keys are worth nothing
-        if hint.prefetch:
-            self._prefetch(keys, self._manager.allowed_tiers(state.req_context))
+        allowed = self._manager.allowed_tiers(state.req_context)
         if hint.token_ids is not None:
-            self._retain_or_drop(hint, keys)
-        elif hint.retain_s is not None or hint.drop_from is not None:
-            self._at_end[request.request_id] = hint
+            self._prompts.append(_Prompt(hint, hint.token_ids, state_like(state), allowed))
+        elif notes.loads:  # else its keys are worth nothing
+            if hint.prefetch:
+                self._prefetch(self._keys(state), allowed)
+            if hint.retain_s is not None or hint.drop_from is not None:
+                self._at_end[request.request_id] = hint
 
     def step(self) -> None:
-        """Retain or drop the next chunks."""
+        """Hash some of the oldest prompt, and retain or drop the next chunks."""
+        if self._prompts:
+            self._hash(self._prompts[0])
         tasks = [self._tasks.popleft() for _ in range(min(CHUNKS_PER_STEP, len(self._tasks)))]
         for act, alike in groupby(tasks, itemgetter(0)):
             act([key for _, key in alike])
@@ -100,10 +124,30 @@ class Hints:
 
     def clear(self) -> None:
         """Carry out nothing of what has come so far."""
+        self._prompts.clear()
         self._tasks.clear()
         self._at_end.clear()
 
     # Inside
+
+    def _hash(self, prompt: _Prompt) -> None:
+        """Hash the next blocks. After the last of them, carry out the hint."""
+        request = prompt.state.req
+        begin = request.num_tokens
+        piece = prompt.token_ids[begin : begin + HASHES_PER_STEP * self._config.tokens_per_hash]
+        if not all(type(token) is int and token >= 0 for token in piece):
+            self._complain(BadHintError("token_ids", "whole numbers are right, 0 or more"))
+            self._prompts.popleft()
+            return
+        request.append_output_token_ids(piece)
+        prompt.state.update_offload_keys()
+        if request.num_tokens < len(prompt.token_ids):
+            return
+        self._prompts.popleft()
+        keys = self._keys(prompt.state)
+        if prompt.hint.prefetch:
+            self._prefetch(keys, prompt.allowed)
+        self._retain_or_drop(prompt.hint, keys)
 
     def _retain_or_drop(self, hint: Hint, keys: list[list[OffloadKey]]) -> None:
         if hint.retain_s is not None:
@@ -136,14 +180,8 @@ class Hints:
     def _retain(self, retain_s: float, since_s: float, keys: list[OffloadKey]) -> None:
         self._manager.catalog.retain(cast("list[Key]", keys), retain_s, since_s)
 
-    def _keys(self, state: RequestOffloadState, token_ids: list[int] | None = None) -> list[list[OffloadKey]]:
-        """Return the chunks by KV cache group: of a request, or of a prompt that begins with ``token_ids`` and has the
-        request's salt and adapter. Raises BadHintError where something is no token id.
-        """
-        if token_ids is not None:
-            if not all(type(token) is int and token >= 0 for token in token_ids):
-                raise BadHintError("token_ids", "whole numbers are right, 0 or more")
-            return keys_like(state, token_ids)
+    def _keys(self, state: RequestOffloadState) -> list[list[OffloadKey]]:
+        """Return the chunks of a request by KV cache group."""
         state.update_offload_keys()
         return [group.offload_keys[:] for group in state.group_states]
 

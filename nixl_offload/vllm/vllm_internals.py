@@ -1,6 +1,6 @@
 """What we touch of the private attributes of vLLM's connector and of its ranks. ``vllm_scheduler`` has the rest.
 
-Threading: that of the object of vLLM's. ``tests/vllm/test_contract.py`` checks that no other file touches them.
+Threading: that of the object of vLLM's. ruff (SLF001) checks that no other file touches them.
 """
 
 from __future__ import annotations

@@ -351,13 +351,13 @@ class MendedScheduler(OffloadingConnectorScheduler):
         return False
 
 
-def keys_like(carrier: RequestOffloadState, token_ids: list[int]) -> list[list[OffloadKey]]:
-    """Return the chunks of a prompt that begins with ``token_ids`` by KV cache group, as keys that a request with the
-    salt and the adapter of ``carrier`` would have.
+def state_like(carrier: RequestOffloadState) -> RequestOffloadState:
+    """Return the state of a request that vLLM never sees, with the salt and the adapter of ``carrier``. Tokens that are
+    appended to it give the keys of a prompt that begins with them.
     """
     request = Request(
         f"hint-of-{carrier.req.request_id}",
-        token_ids,
+        [],
         SamplingParams(max_tokens=1),
         None,
         lora_request=carrier.req.lora_request,
@@ -367,6 +367,4 @@ def keys_like(carrier: RequestOffloadState, token_ids: list[int]) -> list[list[O
     state = type(carrier)(carrier.config, request, ReqContext(request.request_id), RequestOffloadingContext())
     if isinstance(state, AdaptedRequestState):
         state.adapt(notes_of(carrier.req_context).adapter)
-    else:
-        state.update_offload_keys()
-    return [group.offload_keys for group in state.group_states]
+    return state

@@ -1,5 +1,5 @@
-"""The scheduler's half with hints, without an engine: token ids become the keys that a request with these tokens has;
-hints come by ``kv_transfer_params``, and are carried out a piece at a step; too many at a time are refused.
+"""The scheduler's half with hints, without an engine: token ids become the keys that a request with these tokens has, a
+piece at a step; hints come by ``kv_transfer_params``; too many at a time are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nixl_offload.types import Key
 from nixl_offload.vllm import hints
 from nixl_offload.vllm.adapters import AdapterUse, adapter_of
 from tests.vllm import manager_rig
-from tests.vllm.manager_rig import BLOCKS_PER_CHUNK, CHUNK_TOKENS, Rig, request_of
+from tests.vllm.manager_rig import BLOCK_TOKENS, BLOCKS_PER_CHUNK, CHUNK_TOKENS, Rig, request_of
 
 CHUNKS = 3
 TOKENS = [7 * number % 1000 for number in range(CHUNKS * CHUNK_TOKENS + 10)]
@@ -81,13 +81,16 @@ def keys_of(*, use: AdapterUse | None = None, **request: Any) -> list[OffloadKey
 
 @pytest.mark.parametrize(("salt", "adapter"), [(None, None), ("tenant", None), ("tenant", ADAPTER)])
 def test_token_ids_give_the_keys_of_a_request_with_that_salt_and_adapter(
-    half: Hinted, salt: str | None, adapter: LoRARequest | None
+    half: Hinted, monkeypatch: pytest.MonkeyPatch, salt: str | None, adapter: LoRARequest | None
 ) -> None:
     right = keys_of(salt=salt, adapter=adapter, use=USE if adapter else None)
     if adapter is not None:
         half.scheduler._take_adapters({0: {USE.adapter: USE.digests}})
     half.put_on_the_slab(right)
+    monkeypatch.setattr(hints, "HASHES_PER_STEP", 5)
     half.send({"prefetch": True}, salt=salt, adapter=adapter)
+    assert half.scheduler.has_pending_push_work(), "an idle engine steps on"
+    assert half.carry_out() == -(-len(TOKENS) // (5 * BLOCK_TOKENS)) > 1, "no step is held up by a long prompt"
     [move] = half.moves()
     assert list(move.keys) == right
     assert {target.tier for target in move.targets} == {0}
@@ -97,6 +100,7 @@ def test_token_ids_give_the_keys_of_a_request_with_that_salt_and_adapter(
 def test_another_salt_finds_nothing(half: Hinted) -> None:
     half.put_on_the_slab(keys_of(salt="one"))
     half.send({"prefetch": True}, salt="another")
+    half.carry_out()
     assert half.moves() == []
 
 
@@ -116,6 +120,21 @@ def test_a_hint_about_many_chunks_takes_many_steps(half: Hinted, monkeypatch: py
         half.scheduler._hints.step()
         left.append([at for at, key in enumerate(keys) if half.manager.is_known(key)])
     assert left == [[0], []]
+
+
+@pytest.mark.parametrize(("limit", "most"), [("MAX_PROMPTS", 2), ("MAX_WAITING_TOKENS", 2 * len(TOKENS) + 1)])
+def test_too_many_prompts_at_a_time_are_refused(
+    half: Hinted, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
+) -> None:
+    """What has been hashed, or was no token, makes room for others."""
+    monkeypatch.setattr(hints, limit, most)
+    half.send({"prefetch": True, "token_ids": ["no token"]})
+    for _ in range(3):
+        half.send({"prefetch": True})
+    half.carry_out()
+    half.send({"prefetch": True})
+    found, refused = half.counted(), 2 if limit == "MAX_PROMPTS" else 1
+    assert (found["prefetch", "taken"], found["any", "refused"], found["any", "bad"]) == (5 - refused, refused, 1)
 
 
 def test_too_many_chunks_at_a_time_are_refused(half: Hinted, monkeypatch: pytest.MonkeyPatch) -> None:
