@@ -423,8 +423,6 @@ class Catalog:
             if record.kind != "write_through" and self.is_chain:
                 # What a bucket has served, and memory kept, goes on to the files between them as well.
                 self._moves.offer(key, self._states(key, record.doubtful), now_s)
-        for prefix in {id(move.prefix): move.prefix for move in record.moves}.values():
-            self.touch(prefix)  # its beginning may have come with an earlier ticket
 
     def _release_source(self, move: Move, outcome: Outcome | None, now_s: float) -> None:
         """A chunk is not read from there any more. ``outcome``: of what was written, None if that is well."""

@@ -74,6 +74,9 @@ class _Prefetch:
     since_s: float
     next: int = 0
     taken_bytes: int = 0
+    moves_left: int = 0
+    """Of its chunks, those that are pending or under way."""
+    is_looked_up: bool = False
 
 
 class _Pending(NamedTuple):
@@ -89,8 +92,8 @@ class Move(NamedTuple):
     key: Key
     source: Location
     target: Location
-    prefix: Sequence[Key] = ()
-    """Of a prefetch: all chunks of the prompt, whose beginning is to stay in memory for longer than its end."""
+    prefetch: _Prefetch | None = None
+    """What it is done for; None: a write-through."""
 
 
 class Moves:
@@ -194,6 +197,7 @@ class Moves:
             self._moved_s[target] = now_s
             self._unpin(move.key)
         self._unpin_if_done(move.key)
+        self._moved(move.prefetch)
 
     def clear(self) -> None:
         """Forget what is pending, and take its pins back. What is under way goes on, until ``settled``."""
@@ -214,9 +218,7 @@ class Moves:
             prefetch = self._prefetches.popleft()
             looks_left, is_asking, is_over = self._advance(prefetch, now_s, looks_left)
             if is_over:
-                self._catalog.forget_request(prefetch.request_id)
-                if prefetch.is_prefix:
-                    self._catalog.touch(prefetch.keys[: prefetch.next])
+                self._end(prefetch)
             elif now_s - prefetch.since_s >= PATIENCE_S:
                 self._give_up(prefetch, "late")
             elif is_asking:
@@ -252,14 +254,34 @@ class Moves:
         return looks_left, is_asking, not is_asking
 
     def _give_up(self, prefetch: _Prefetch, why: str) -> None:
-        self._catalog.forget_request(prefetch.request_id)
+        self._end(prefetch)
         self.given_up[why] += 1
+
+    def _end(self, prefetch: _Prefetch) -> None:
+        """Look up no more of it."""
+        self._catalog.forget_request(prefetch.request_id)
+        prefetch.is_looked_up = True
+        self._keep_beginning(prefetch)
+
+    def _moved(self, prefetch: _Prefetch | None) -> None:
+        """A chunk is neither pending nor under way any more."""
+        if prefetch is not None:
+            prefetch.moves_left -= 1
+            self._keep_beginning(prefetch)
+
+    def _keep_beginning(self, prefetch: _Prefetch) -> None:
+        """Once all of a prefix has come, in however many tickets, let its end be evicted first."""
+        if prefetch.is_prefix and prefetch.is_looked_up and not prefetch.moves_left:
+            assert self._options.memory is not None, "there are no prefetches without it"
+            for key in reversed(prefetch.keys[: prefetch.next]):
+                self._tiers[self._options.memory].touch(key)
 
     # What waits to begin
 
     def _enqueue(self, target: int, key: Key, pending: _Pending) -> None:
         waiting = self._pending[target]
-        waiting.setdefault(key, pending)
+        if waiting.setdefault(key, pending) is pending and pending.prefetch is not None:
+            pending.prefetch.moves_left += 1
         if len(waiting) > MAX_PENDING:
             self._drop(target, next(iter(waiting)), "overflow")
 
@@ -271,6 +293,8 @@ class Moves:
         begun: list[Move] = []
         over: list[tuple[Key, str]] = []
         evicted: list[Key] = []
+        refused: set[int] = set()
+        """Slot sizes that the tier has no room for."""
         is_blocked = False
         for key, (since_s, prefetch) in islice(waiting.items(), _MAX_LOOKED_AT):
             state = tier.state(key)
@@ -286,15 +310,19 @@ class Moves:
                 over.append((key, "gone"))
                 continue
             slot_bytes, bytes_under_way = self._catalog.slot_bytes(key), self._bytes_under_way[target]
-            is_blocked = bytes_under_way > 0 and bytes_under_way + slot_bytes > backlog_bytes
-            location = None if is_blocked else tier.reserve(key, slot_bytes, evicted)
-            if location is None:
+            if bytes_under_way > 0 and bytes_under_way + slot_bytes > backlog_bytes:
                 is_blocked = True
                 break
+            location = None if slot_bytes in refused else tier.reserve(key, slot_bytes, evicted)
+            if location is None:
+                is_blocked = True
+                refused.add(slot_bytes)
+                if prefetch is None:
+                    break  # what is stored behind a gap is of no use
+                continue
             self._bytes_under_way[target] += slot_bytes
             self._under_way[target].add(key)
-            prefix = prefetch.keys if prefetch is not None and prefetch.is_prefix else ()
-            begun.append(Move(key, self._tiers[source].pin(key), location, prefix))
+            begun.append(Move(key, self._tiers[source].pin(key), location, prefetch))
             if len(begun) >= MAX_BEGUN:
                 break
         self._catalog.removed(target, evicted)
@@ -328,10 +356,11 @@ class Moves:
 
     def _drop(self, target: int, key: Key, why: str) -> None:
         """Remove a pending move. ``why``: what to count; empty if the tier has the chunk already."""
-        del self._pending[target][key]
+        prefetch = self._pending[target].pop(key).prefetch
         if why:
             self.outcomes[target, why] += 1
         self._unpin_if_done(key)
+        self._moved(prefetch)
 
     # Pins of unsaved chunks
 

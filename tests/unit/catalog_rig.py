@@ -33,7 +33,9 @@ def keys(*numbers: int) -> list[Key]:
 
 
 class Chain:
-    """A catalog over memory, slab and bucket, driven as the scheduler drives it. ``file_slots`` 0: without a slab."""
+    """A catalog over memory, slab and bucket, driven as the scheduler drives it. ``file_slots`` 0: without a slab.
+    ``large``: chunks that take two slots.
+    """
 
     def __init__(
         self,
@@ -49,7 +51,9 @@ class Chain:
         write_through_backlog_slots: int = 1000,
         store_backlog_slots: int = 1000,
         store_after: int = 1,
+        large: Collection[int] = (),
     ) -> None:
+        self._slot_sizes = [SLOT, 2 * SLOT] if large else [SLOT]
         self.now_s = 100.0
         self.world_size = world_size
         self.store_of_bucket = MemoryStore()
@@ -64,7 +68,7 @@ class Chain:
         self.catalog = Catalog(
             self.tiers,
             world_size=world_size,
-            slot_bytes=lambda key: SLOT,
+            slot_bytes=lambda key: self._slot_sizes[key in keys(*large)],
             store_backlog_bytes=store_backlog_slots * SLOT,
             chain=ChainOptions(
                 promote=promote,
@@ -79,14 +83,16 @@ class Chain:
 
     def _memory(self, slots: int) -> MemoryTier:
         self.indexes.append(Index())
-        allocator = SlotAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT)
-        return MemoryTier(MEMORY, MemoryPlace((b"n" * 32,), slots * SLOT), self.indexes[-1], allocator)
+        return MemoryTier(MEMORY, MemoryPlace((b"n" * 32,), slots * SLOT), self.indexes[-1], self._allocator(slots))
 
     def _file(self, path: Path, slots: int) -> SlabTier:
         self.indexes.append(Index())
-        place = SlabPlace(str(path), (b"n" * 32,), slots * SLOT, SLOT)
+        place = SlabPlace(str(path), (b"n" * 32,), slots * SLOT, self._slot_sizes[-1])
         journal, _ = DurableIndex.open(str(path / "index.sqlite"), {})
-        return SlabTier(FILE, place, self.indexes[-1], SlotAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT), journal)
+        return SlabTier(FILE, place, self.indexes[-1], self._allocator(slots), journal)
+
+    def _allocator(self, slots: int) -> SlotAllocator:
+        return SlotAllocator(slots * SLOT, self._slot_sizes, extent_bytes=self._slot_sizes[-1])
 
     def _bucket(self, position: int) -> SharedTier:
         return SharedTier(

@@ -87,6 +87,14 @@ def test_writes_begin_in_the_order_in_which_chunks_were_stored(make: MakeChain) 
     assert begun == keys(*range(10, 40))
 
 
+def test_a_smaller_chunk_does_not_overtake_a_larger_one(make: MakeChain) -> None:
+    """Two of a prompt's groups: what lies behind a gap is of no use, and a large chunk would wait for ever."""
+    chain = make(memory_slots=16, large=(1, 2), write_through_backlog_slots=3)
+    chain.store(1, 2, 3)
+    assert [write[0] for write in chain.write_through()] == keys(1)
+    assert [write[0] for write in chain.write_through()] == keys(2, 3)
+
+
 def test_what_is_nowhere_else_keeps_its_place_in_memory(make: MakeChain) -> None:
     chain = make(memory_slots=2)
     chain.store(1, 2)

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.catalog import MoveTicket, moves
+from nixl_offload.tiers.memory.tier import MemoryTier
 from nixl_offload.tiers.shared.naming import shards_of
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.types import Key, Outcome
-from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, Chain, MakeChain, chains, key, keys
+from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
 from tests.unit.shared_rig import WAIT_S, namespace_of
 
 
@@ -75,6 +76,37 @@ def test_a_prefetched_prefix_is_evicted_from_its_end(make: MakeChain) -> None:
         chain.store(number)
         chain.write_through()
     assert [MEMORY in chain.holders(number) for number in (1, 2, 3, 4)] == [True, True, False, False]
+
+
+def test_a_prefetched_prefix_is_touched_once(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each ticket that brings some of it, a long prompt would take the square of its length."""
+    chain = make(memory_slots=64, file_slots=32, write_through_backlog_slots=4)
+    for number in range(1, 13):
+        on_file_only(chain, number)
+    foretell(chain, *range(1, 25))
+    touched: list[Key] = []
+    for tier in chain.tiers:
+        monkeypatch.setattr(tier, "touch", touched.append)
+    assert len(list(iter_begun(chain))) == 12
+    assert touched == [*keys(*range(1, 13)), *keys(*range(12, 0, -1))], "as it was looked up, and when all has come"
+
+
+def test_one_that_memory_has_no_slot_for_holds_up_no_other(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with two sizes of chunks. It comes once there is room."""
+    chain = make(memory_slots=4, large=(11, 12))
+    for number in (11, 12, 13):
+        on_file_only(chain, number)
+    chain.store(1, 2, 3)
+    chain.write_through()
+    load = chain.catalog.prepare_load(keys(1, 2, 3), chain.now_s)
+    foretell(chain, 11, 12, groups=2)
+    foretell(chain, 13, groups=2)
+    reserve, asked = chain.tiers[MEMORY].reserve, list[Key]()
+    monkeypatch.setattr(chain.tiers[MEMORY], "reserve", lambda key, *rest: asked.append(key) or reserve(key, *rest))
+    assert bring(chain) == [(key(13), FILE)]
+    assert asked == keys(11, 13), "memory is asked for a slot of a size once in a step"
+    chain.report(load.ticket)
+    assert bring(chain)[0] == (key(11), FILE)
 
 
 def test_only_so_many_are_under_way_at_a_time(make: MakeChain) -> None:
@@ -221,6 +253,17 @@ def test_damage_is_found_and_the_chunk_is_gone_at_its_source(make: MakeChain) ->
     bring(chain, Outcome.CORRUPT)
     assert chain.holders(1) == []
     assert chain.tiers[FILE].state(key(1)) is None, "it may be stored anew at once"
+
+
+def test_a_slot_that_may_still_be_written_to_is_not_used_again(make: MakeChain) -> None:
+    chain = make(memory_slots=2)
+    on_file_only(chain, 1)
+    foretell(chain, 1)
+    bring(chain, Outcome.TAINTED)
+    assert chain.holders(1) == [FILE]
+    memory = chain.tiers[MEMORY]
+    assert isinstance(memory, MemoryTier)
+    assert memory.retired_bytes == SLOT
 
 
 def test_the_oldest_of_too_many_is_dropped(make: MakeChain) -> None:

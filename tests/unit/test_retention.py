@@ -4,6 +4,7 @@ and what is dropped is gone; no pin is left behind.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +82,14 @@ def test_a_step_ends_only_so_many(make: MakeChain, monkeypatch: pytest.MonkeyPat
     assert retained == [[1, 2, 3], [1], []]
 
 
+def test_being_renewed_for_ever_costs_no_memory(make: MakeChain) -> None:
+    chain, mine = make(), key(1)
+    references = sys.getrefcount(mine)
+    for number in range(10_000):
+        chain.catalog.retain([mine], 60.0 + number, chain.now_s)
+    assert sys.getrefcount(mine) - references < 2_000
+
+
 def test_damage_frees_what_is_retained(make: MakeChain) -> None:
     """Else the chunk could not be stored anew before its time."""
     chain = make(file_slots=0)
@@ -106,3 +115,12 @@ def test_what_is_dropped_is_gone_from_memory_and_slab_but_not_from_a_bucket(make
         Change(tier, (key(number),), removed=True) for number in (2, 1) for tier in (MEMORY, FILE)
     ]
     assert not any(chain.catalog.counts().retained_bytes)
+
+
+def test_what_is_dropped_while_it_is_written_goes_with_its_ticket(make: MakeChain) -> None:
+    chain = make(file_slots=0)
+    grant = chain.reserve(1)
+    assert grant is not None
+    chain.catalog.drop(keys(1))
+    chain.report(grant.ticket)
+    assert chain.holders(1) == []
