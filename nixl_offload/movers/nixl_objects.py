@@ -5,8 +5,8 @@ caller's memory, and its second answer would land behind the first one (docs/dec
 transfers above a limit wait here, and a read that failed is repeated, unless a store says that the object is absent, or
 does not answer either. Writes are repeated by the plugin.
 
-Threading: driven by one thread; the store is asked on a daemon thread for each question. Ownership: it owns the store.
-A handle in flight is never released, as in ``movers.nixl``.
+Threading: driven by one thread; the store is asked on a few daemon threads, which end when nothing is left to be asked.
+Ownership: it owns the store. A handle in flight is never released, as in ``movers.nixl``.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ PAUSE_S: Final = 0.1
 """Mean pause before a read is repeated."""
 WITHIN_S: Final = 3.0
 """No attempt begins later than this after the first."""
+ASKING_THREADS: Final = 4
 _LOOK_SHARE, _LOOK_MIN_S, _LOOK_MAX_S = 0.125, 0.0005, 0.01
 """Looks are this share of a transfer's usual time apart: a poll of NIXL costs as much processor time as a request."""
 
@@ -83,6 +84,12 @@ class NixlObjectMover(TrackedMover[_ObjectTransfer]):
         self._running: set[_ObjectTransfer] = set()
         self._resting: set[_ObjectTransfer] = set()
         """Between two attempts."""
+        self._unasked: deque[_ObjectTransfer] = deque()
+        """Those for which the store has not been asked yet."""
+        self._asking = 0
+        """Threads that ask."""
+        self._asking_lock = threading.Lock()
+        """Guards these two."""
         self._usual_s = 0.0
         """What a transfer takes."""
         self._look_s = 0.0
@@ -198,19 +205,31 @@ class NixlObjectMover(TrackedMover[_ObjectTransfer]):
         self._nixl.release(transfer.handle)
         transfer.handle, transfer.answer = None, ""
         self._resting.add(transfer)
-        try:
-            threading.Thread(target=self._ask, args=(transfer,), name="nixl-offload-obj-ask", daemon=True).start()
-        except RuntimeError:  # this machine has no thread to spare now
-            transfer.answer = "go on"
+        with self._asking_lock:
+            self._unasked.append(transfer)
+            if self._asking == ASKING_THREADS:
+                return
+            try:
+                threading.Thread(target=self._ask, name="nixl-offload-obj-ask", daemon=True).start()
+                self._asking += 1
+            except RuntimeError:  # this machine has no thread to spare now
+                if not self._asking:
+                    self._unasked.pop().answer = "go on"
 
-    def _ask(self, transfer: _ObjectTransfer) -> None:
-        """Ask the store for the object of a failed read, on a thread."""
-        try:
-            transfer.answer = "absent" if self.store.head(transfer.file.path) is None else "go on"
-        except Exception as error:  # noqa: BLE001 - then nobody knows
-            logger.debug("%s: whether %s is there: %r", self.name, transfer.file.path, error)
-            is_silent = isinstance(error, StoreError) and error.cause in NOT_ANSWERING
-            transfer.answer = "silent" if is_silent else "go on"
+    def _ask(self) -> None:
+        """Ask the store for the objects of failed reads, on a thread."""
+        while True:
+            with self._asking_lock:
+                if not self._unasked:
+                    self._asking -= 1
+                    return
+                transfer = self._unasked.popleft()
+            try:
+                transfer.answer = "absent" if self.store.head(transfer.file.path) is None else "go on"
+            except Exception as error:  # noqa: BLE001 - then nobody knows
+                logger.debug("%s: whether %s is there: %r", self.name, transfer.file.path, error)
+                is_silent = isinstance(error, StoreError) and error.cause in NOT_ANSWERING
+                transfer.answer = "silent" if is_silent else "go on"
 
     def _finish(self, transfer: _ObjectTransfer, error: str | None, *, quarantine: bool = False) -> None:
         """Make final; a quarantined transfer keeps its handle for ever."""
@@ -231,6 +250,8 @@ class NixlObjectMover(TrackedMover[_ObjectTransfer]):
         for transfer in tuple(self._resting):
             self._finish(transfer, transfer.failure)
         self._resting.clear()
+        with self._asking_lock:
+            self._unasked.clear()
         self._drain(self._close_timeout_s)
         for transfer in self._waiting:
             self._finish(transfer, f"{self.name}: closed before it was started")
