@@ -274,7 +274,8 @@ def test_growing_by_zeros_lets_others_go_on(tmp_path: Path, monkeypatch: pytest.
     slab.close()
 
 
-def test_direct_io_is_tried_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("refused", ["read", "write"])
+def test_direct_io_is_tried_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture, refused: str) -> None:
     """A filesystem whose O_DIRECT open succeeds and whose I/O fails goes on buffered, says so once, leaves no file."""
     filesystem = HostileFilesystem()
     slab = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT, filesystem=filesystem)
@@ -283,11 +284,12 @@ def test_direct_io_is_tried_not_believed(tmp_path: Path, caplog: pytest.LogCaptu
         pytest.skip("the filesystem of the temporary directory has no direct I/O to lose")
 
     def refuse(call: str, target: object) -> None:
-        if call == "read":
+        if call == refused:
             raise OSError(errno.EINVAL, "Invalid argument")
 
     filesystem.before = refuse
     for _ in range(2):
+        slab.path.unlink()
         slab.open()
         assert not slab.direct_io
     assert len([record for record in caplog.records if "direct I/O" in record.message]) == 1

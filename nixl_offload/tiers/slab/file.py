@@ -237,14 +237,18 @@ class SlabFile:
         is_held_by(self.path.parent.parent / "lock", self._owner)
 
     def _direct_io_works(self, size: int) -> bool:
-        """Read one page with O_DIRECT, for an open alone proves nothing. A fresh file gets one to be read."""
+        """Read one page with O_DIRECT, for an open alone proves nothing. A fresh file gets it written so before."""
         fd = -1
         try:
-            if not size:
-                with contextlib.suppress(OSError):  # the disk is full: then the open has to do
-                    self._filesystem.write(self._fd, memoryview(_ZEROS)[:PAGE_BYTES], 0)
-            fd = self._filesystem.open(str(self.path), os.O_RDONLY | os.O_DIRECT)
+            fd = self._filesystem.open(str(self.path), os.O_RDWR | os.O_DIRECT)
             with mmap.mmap(-1, PAGE_BYTES) as page:
+                if not size:
+                    try:
+                        self._filesystem.write(fd, page, 0)
+                    except OSError as error:
+                        if error.errno == errno.EINVAL:
+                            raise
+                        # Else the disk is full, say: then the read has to do.
                 self._filesystem.read(fd, page, 0)
         except OSError as error:
             if not self._is_known_buffered:
