@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 
 from nixl_offload.chunk.shards import ONE_RANGE, ShardPlan
 from nixl_offload.errors import NamespaceError
@@ -31,7 +31,9 @@ SHARD_ORDER: Final = "block layer head token content 1"
 Setting = bool | int | float | str | None
 """A leaf of a configuration. Types count: true, 1 and "1" are three values."""
 
-_Text = Annotated[str, Field(min_length=1)]
+_AnyText = InstanceOf[str]
+"""Also names of files that are no UTF-8, which pydantic refuses for a plain ``str``."""
+_Text = Annotated[_AnyText, Field(min_length=1)]
 _Number = Annotated[int, Field(ge=1)]
 _AS_IT_IS: Final = ConfigDict(strict=True, revalidate_instances="always")
 """``make_namespace`` checks types and ranges by the annotations: dataclasses check neither."""
@@ -80,7 +82,7 @@ class CommonFields:
     """PYTHONHASHSEED, which seeds block hashes where it is set."""
     groups: Annotated[tuple[GroupFields, ...], Field(min_length=1)]
     """In any order; group ids are unique."""
-    settings: Mapping[_Text, bool | int | Annotated[float, Field(allow_inf_nan=False)] | str | None]
+    settings: Mapping[_Text, bool | int | Annotated[float, Field(allow_inf_nan=False)] | _AnyText | None]
     """Everything else in the engine's configuration that is not known to be harmless, by its path."""
     format_version: _Number = FORMAT_VERSION
 

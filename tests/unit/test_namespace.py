@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import fields, replace
 from typing import Any
 
@@ -199,6 +200,14 @@ def test_what_says_nothing_is_refused(name: str) -> None:
 def test_wrong_values_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(NamespaceError, match=rf"^namespace\.{words}"):
         digest(**changes)
+
+
+def test_names_of_files_that_are_no_utf8_count() -> None:
+    names = [os.fsdecode(name) for name in (b"model-\xff", b"model-\xfe")]
+    assert digest(model=names[0]) != digest(model=names[1])
+    assert digest(settings={"path": names[0]}) != digest(settings={"path": names[1]})
+    manifest = json.loads(json.dumps(make_namespace(replace(BASE, model=names[0])).manifest()))
+    assert manifest_digest(manifest) == make_namespace(replace(BASE, model=names[0])).digest
 
 
 def test_a_manifest_fits_the_namespace_that_its_own_fields_make_and_no_other() -> None:
