@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from nixl_offload.types import Key
     from nixl_offload.vllm.adapters import AdapterName
 
 ANSWER_S: Final = 0.1
@@ -180,9 +181,9 @@ class NixlOffloadScheduler(MendedScheduler):
         self._idling.record_progress()
         self._asked_about.add(request.request_id)
         serving = self.offload_manager.serving
-        if serving.is_begun and (self._awaits_weights() or (self._loads and serving.awaits_ranks)):
-            return None, False
         state, question = self._state(request), _Question(num_computed_tokens, max_num_new_tokens)
+        if serving.is_begun and (self._awaits_weights() or self._awaits_ranks(state)):
+            return None, False
         known = self._answers.get(request.request_id)
         if known is not None and known.question == question and self._holds(known) and request.lora_request is None:
             found = known.found
@@ -193,6 +194,15 @@ class NixlOffloadScheduler(MendedScheduler):
         if found is not None:
             self.keep_where_prompts_part(state, num_computed_tokens + found)
         return found, bool(found)
+
+    def _awaits_ranks(self, state: RequestOffloadState) -> bool:
+        """Whether the ranks are still to open a tier that may have a chunk which those that serve lack."""
+        manager = self.offload_manager
+        if not self._loads or manager.serving.is_whole:
+            return False
+        state.update_offload_keys()
+        keys = [key for group in state.group_states for key in cast("list[Key]", group.offload_keys)]
+        return manager.serving.awaits_ranks(key for key in keys if manager.catalog.where(key) is None)
 
     def _holds(self, known: _Answer) -> bool:
         """Whether a lookup would give this answer again, for all that is known without one."""
@@ -353,7 +363,13 @@ class NixlOffloadScheduler(MendedScheduler):
             return meta
         opening = manager.serving.number
         return StepMetadata(
-            meta.load_jobs, meta.store_jobs, meta.jobs_to_flush, moves, places, opening, weights_question=question
+            load_jobs=meta.load_jobs,
+            store_jobs=meta.store_jobs,
+            jobs_to_flush=meta.jobs_to_flush,
+            moves=moves,
+            places=places,
+            opening=opening,
+            weights_question=question,
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -188,7 +188,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         report.tickets[job.ticket.ticket] = TicketReport(1, failures)
         if result.bytes_moved:
             stats = report.transfer_stats
-            (stats.load if is_load else stats.store).record(result.bytes_moved, result.seconds)
+            (stats.load if is_load else stats.store).record(num_bytes=result.bytes_moved, time=result.seconds)
         request = pop_loading_request(self, result.job_id)
         if request is not None:
             received.add(request)

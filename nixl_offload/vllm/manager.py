@@ -299,7 +299,11 @@ class NixlOffloadManager(OffloadingManager):
             ticket = self.catalog.reserve(cast("Collection[Key]", keys), time.monotonic(), req_context.req_id)
             self._changed()
         ticket = ticket or _NO_STORE
-        return PrepareStoreOutput(cast("list[OffloadKey]", list(ticket.keys)), TicketSpec(ticket, notes.adapter), [])
+        return PrepareStoreOutput(
+            keys_to_store=cast("list[OffloadKey]", list(ticket.keys)),
+            store_spec=TicketSpec(ticket, notes.adapter),
+            evicted_keys=[],
+        )
 
     # What the ranks report. vLLM's own complete_store and complete_load carry no outcome and survive no reset, so
     # tickets settle here, from our own message, and those two have nothing left to do.

@@ -24,9 +24,11 @@ from nixl_offload.config import Config, TierConfig
 from nixl_offload.errors import ConfigError, NixlOffloadError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.identity.weights import WeightsDigest
+from nixl_offload.index import State
 from nixl_offload.tiers import kinds
 from nixl_offload.tiers.base import Tier, TierContext
 from nixl_offload.tiers.kinds import AnyPlace, AnyTier
+from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Key
 from nixl_offload.vllm.background import CLOSE_S, BackgroundOpening, in_background, join_all, name_of
 from nixl_offload.vllm.identity import build_namespace, loaded_weights, models_of, sources_of_ranks
@@ -123,10 +125,17 @@ class ServingTiers:
         untried = not self._entries or any(e.tier is None and e.opening.error is None for e in self._entries)
         return (now_s < self._patient_until_s and not self.is_off and untried) or any(self._soon(now_s))
 
-    @property
-    def awaits_ranks(self) -> bool:
-        """Whether requests should wait, shortly, until the ranks have opened what was opened here at a start."""
-        return not self.is_whole and any(entry.is_awaited for entry in self._soon(time.monotonic()))
+    def awaits_ranks(self, keys: Iterable[Key]) -> bool:
+        """Whether a request should wait, shortly, until the ranks have opened what was opened here at a start.
+
+        Once some tier serves, it waits only for those that have a chunk of ``keys``, or that others write to.
+        """
+        awaited = [entry.tier for entry in self._soon(time.monotonic()) if entry.is_awaited]
+        if not awaited or not any(entry.serves for entry in self._entries):
+            return bool(awaited)
+        if not all(isinstance(tier, SlotTier) for tier in awaited):
+            return True
+        return any(tier is not None and tier.state(key) is State.READY for key in keys for tier in awaited)
 
     @property
     def is_about_to_serve(self) -> bool:

@@ -23,7 +23,7 @@ class MockedManager:
     will_store = False
     is_looking = False
     moves: tuple[Any, ...] = ()
-    serving = SimpleNamespace(is_whole=True, awaits_ranks=False, is_begun=False)
+    serving = SimpleNamespace(is_whole=True, is_begun=False)
     """Ranks have not told which weights they have, and nothing waits for that."""
 
     def __init__(self, manager: Any) -> None:

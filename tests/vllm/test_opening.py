@@ -128,6 +128,22 @@ def test_a_request_waits_only_so_long(restarted: Callable[[], Matching], monkeyp
     assert asked.question() == HIT
 
 
+def test_once_a_tier_serves_only_requests_that_another_has_chunks_of_wait(tmp_path: Path) -> None:
+    """Here memory does, and ranks are still to open the slab."""
+    first = Matching(tmp_path, 4)
+    first.write_through()
+    first.manager.shutdown()
+    asked = Matching(tmp_path, 0, is_open=False)
+    asked.arrive("new", range(1000, 1000 + 2 * manager_rig.CHUNK_TOKENS))
+    assert [asked.question(), asked.ask("new")] == [(None, False)] * 2, "nothing could be stored yet"
+    step(asked)
+    hear(asked, OPEN)
+    assert [asked.question(), asked.ask("new")] == [(None, False), (0, False)]
+    hear(asked, RankStatus(frozenset({0, 1})))
+    assert asked.question() == HIT
+    asked.manager.shutdown()
+
+
 @pytest.mark.parametrize("which", ["nixl-offload-open", "nixl-offload-open-0"])
 def test_a_start_survives_a_machine_without_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
