@@ -15,6 +15,7 @@ import logging
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Final, NamedTuple, cast
 
 import numpy as np
@@ -208,11 +209,11 @@ def measure(
                 """Write and read the first ``count`` slots."""
                 begins = np.arange(count, dtype=np.int64) * slot_bytes
                 extents = np.stack([begins, np.full_like(begins, slot_bytes)], axis=1)
-                write_s = _wait(mover, mover.submit(Op.WRITE, region, extents, file, extents), limit_s)
+                write_s = _time(mover, lambda: mover.submit(Op.WRITE, region, extents, file, extents), limit_s)
                 if not direct_io:  # the page cache would answer
                     os.fdatasync(fd)
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                read_s = _wait(mover, mover.submit(Op.READ, region, extents, file, extents), limit_s)
+                read_s = _time(mover, lambda: mover.submit(Op.READ, region, extents, file, extents), limit_s)
                 return Speed(count * slot_bytes / read_s, count * slot_bytes / write_s)
 
             first = moved(1)  # for buffers and threads that are made on first use
@@ -233,9 +234,12 @@ def measure(
             leak((mover, memory))
 
 
-def _wait(mover: Mover, transfer: Transfer, limit_s: float) -> float:
-    """Return the seconds that a transfer takes from now on. Raises MoverError."""
+def _time(mover: Mover, submit: Callable[[], Transfer], limit_s: float) -> float:
+    """Return the seconds that a transfer takes, its submission included: some movers do their I/O there. Raises
+    MoverError.
+    """
     began_s = time.monotonic()
+    transfer = submit()
     while mover.poll(transfer) is TransferState.PENDING:
         if time.monotonic() - began_s > limit_s:
             raise _LateError(f"storage did not answer for {limit_s:.0f} s")

@@ -37,7 +37,7 @@ def _chosen(tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> tuple[Tor
     if device.type != "cuda":
         return by_torch, "they lie in host memory"
     try:
-        from nixl_offload.engine.kernels.triton_kernels import TritonKernels, fits_rows, tiles_of
+        from nixl_offload.engine.kernels.triton_kernels import SPAN_BYTES, TritonKernels, fits_rows, tiles_of
     except ImportError as error:
         _warn(f"Triton cannot be imported ({error})")
         return by_torch, "Triton is missing"
@@ -46,7 +46,7 @@ def _chosen(tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> tuple[Tor
     tiles = tiles_of(tensors, pages)
     kind = device, by_torch.block_bytes, tiles and tiles.tile_bytes
     if kind not in _tried:
-        _tried[kind] = fault_of(TritonKernels, *sample(tensors, pages))
+        _tried[kind] = fault_of(TritonKernels, lambda: sample(tensors, pages, SPAN_BYTES))
     if (fault := _tried[kind]) is not None:
         _warn(f"Triton's kernels do not work on {device} ({fault})")
         return by_torch, "Triton's kernels failed their test"
@@ -62,29 +62,36 @@ def _warn(cause: str) -> None:
     logger.warning("%s: torch copies KV blocks and the host sums them, which is right, but slower", cause)
 
 
-def sample(tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> tuple[list[torch.Tensor], list[Page]]:
-    """Return a group of few blocks for which Triton compiles the very same kernels: pages of the same lengths, aligned
-    as those of ``tensors``.
+def sample(
+    tensors: Sequence[torch.Tensor], pages: Sequence[Page], span_bytes: int
+) -> tuple[list[torch.Tensor], list[Page]]:
+    """Return a group of few blocks for which Triton compiles the very same kernels: as many pages, aligned as those of
+    ``tensors`` and shortened by whole spans (``span_bytes``), because the KV cache has the device's memory already.
     """
     random = torch.Generator().manual_seed(1)
-    found = []
+    found: list[torch.Tensor] = []
+    group: list[Page] = []
     for page in pages:
         view = page.of(tensors)
-        stride = page.bytes + (view.stride(0) - page.bytes) % _SHIFT_BYTES
+        length = page.bytes if page.bytes < 3 * span_bytes else page.bytes % span_bytes + 2 * span_bytes
+        stride = length + (view.stride(0) - length) % _SHIFT_BYTES
         noise = torch.randint(0, 256, (_BLOCKS * stride + _SHIFT_BYTES,), dtype=torch.uint8, generator=random)
         memory = noise.to(view.device)
         shift = (view.data_ptr() - memory.data_ptr()) % _SHIFT_BYTES
-        found.append(memory[shift : shift + _BLOCKS * stride].view(_BLOCKS, stride)[:, : page.bytes])
-    return found, [Page(number, page.column, page.bytes) for number, page in enumerate(pages)]
+        found.append(memory[shift : shift + _BLOCKS * stride].view(_BLOCKS, stride)[:, :length])
+        group.append(Page(len(group), sum(each.bytes for each in group), length))
+    return found, group
 
 
 def fault_of(
     make: Callable[[Sequence[torch.Tensor], Sequence[Page]], TorchKernels],
-    tensors: Sequence[torch.Tensor],
-    pages: Sequence[Page],
+    group: Callable[[], tuple[Sequence[torch.Tensor], Sequence[Page]]],
 ) -> str | None:
-    """Try everything that kernels do; return what went wrong, None if nothing did. Overwrites some blocks."""
+    """Try everything that kernels do on ``group``, some blocks of which are overwritten. Return what went wrong; None:
+    nothing.
+    """
     try:
+        tensors, pages = group()
         return _fault_of(make(tensors, pages), tensors, pages)
     except Exception as error:  # noqa: BLE001 - compilers, linkers and drivers raise what they like; torch works still
         return f"{type(error).__name__}: {error}"
