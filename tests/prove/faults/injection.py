@@ -24,6 +24,7 @@ from typing import Any, Final
 from nixl_offload.engine import staging
 from nixl_offload.movers import select
 from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, Mover, Op, Transfer
+from nixl_offload.movers.nixl_agent import NixlAgent
 from nixl_offload.stores import directory, filesystem
 from nixl_offload.tiers.slab import file as slab_file
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
@@ -122,7 +123,7 @@ class Faults:
             self._mine.spared = False
 
     def over(self, mover: Mover) -> SeededMover:
-        """Return ``mover``, broken on cue. Limits and retries inside it (NIXL's OBJ plugin) see no fault."""
+        """Return ``mover``, broken on cue."""
         self._movers = [known for known in self._movers if not known.is_closed]
         self._movers.append(SeededMover(mover, self))
         return self._movers[-1]
@@ -201,6 +202,16 @@ class Faults:
         select.make_mover = wrapped(select.make_mover)
         select.NixlObjectMover = wrapped(select.NixlObjectMover)  # type: ignore[misc, assignment]
         select.StoreMover = wrapped(select.StoreMover)  # type: ignore[misc, assignment]
+        real_begin = NixlAgent.begin
+
+        def begin(agent: Any, handle: Any) -> str:
+            """Start nothing: what NIXL says of a read that has failed, which the mover of objects repeats."""
+            armed = self._armed
+            if armed is not None and armed.transfers and armed.fault == "EIO" and agent._plugin.plugin == "OBJ":
+                return "ERR" if armed.strikes() else real_begin(agent, handle)
+            return real_begin(agent, handle)
+
+        NixlAgent.begin = begin  # type: ignore[method-assign]
 
 
 class SeededMover(FaultyMover):
