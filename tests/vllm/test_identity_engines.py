@@ -250,29 +250,19 @@ def test_images(engines: Engines, sights: Sights, shared: Medium) -> None:
         engine.stop()
 
 
-def test_images_that_vllm_counts(engines: Engines, sights: Sights, shared: Medium) -> None:
+def test_an_engine_that_counts_images_stores_nothing(engines: Engines, sights: Sights, shared: Medium) -> None:
     """Without prefix caching and processor cache vLLM names the first image of each process alike, and with options
-    of its own in the request by a digest of that. Such requests neither store nor load; those without images do.
+    of its own in the request by a digest of that.
     """
-    counting = {"model": sights.model, "enable_prefix_caching": False, "mm_processor_cache_gb": 0, **SEEING}
-    with engines.start(**counting) as engine:
-        right = engine.generate(PROMPTS)
     config = shared.config(serve_without_prefix_caching=True)
-    options: tuple[dict[str, Any], ...] = ({}, {"mm_processor_kwargs": {"do_rescale": True}})
-    for colour in (RED, BLUE):
-        with engines.start(config, **counting) as engine:
-            for more in options:
-                answers = _look(engine, colour, **more)
-                assert hits(answers) == 0
-                assert_same(answers, sights.right[colour])
-            engine.call("show", colour=None)
-            if colour == RED:
-                assert not shared.shards()
-                assert_same(engine.generate(PROMPTS), right)
-                assert engine.settle()
-            else:
-                assert_loads(engine, right)
-            engine.stop()
+    options = {"model": sights.model, "enable_prefix_caching": False, "mm_processor_cache_gb": 0, **SEEING}
+    with engines.start(config, **options) as engine:
+        for colour in (RED, BLUE):
+            for more in ({}, {"mm_processor_kwargs": {"do_rescale": True}}):
+                assert_same(_look(engine, colour, **more), sights.right[colour])
+        assert engine.settle()
+        assert not shared.shards()
+        engine.stop()
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ LOG_ALL: dict[str, Any] = {
     "loggers": {"vllm": {"handlers": ["stderr"], "level": "DEBUG", "propagate": False}},
 }
 """Every logger of every library, as an operator sets it up who wants to know why nothing works."""
-SAID = {"obj": "nixl_plugin_manager.cpp", "obstore": "(store): 1 chunks, "}
+SAID = {"obj": "nixl_plugin_manager.cpp", "obstore": "store of 1 chunks: "}
 """What at least is to be found in the log: of each library, and of ours, what it says at DEBUG only."""
 
 
