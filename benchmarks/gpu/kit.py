@@ -30,8 +30,6 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
 LIMIT_MIB = 62
 """What may be carried to the machine, the repository included: 64 MiB, less room for what a session adds."""
-MACHINE = ("torch", "triton", "numpy", "cupy-cuda13x")
-"""What the machine must have of its own."""
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_26", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 """pip takes a wheel only if its platform is named to the letter."""
 SMALL_LIBRARIES = ("spinloop", "fs_io_C", "cumem_allocator")

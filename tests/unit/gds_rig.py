@@ -10,7 +10,6 @@ from nixl_offload.hardware.gds import Fact, GdsReport, gds_report
 OPEN_DRIVER = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (root@host)\nGCC version: 12\n"
 )
-CLOSED_DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Thu Jan  2 2025\nGCC version: 12\n"
 
 
 class Machine:

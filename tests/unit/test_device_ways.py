@@ -20,7 +20,6 @@ from tests.unit.device_lab import Lab, beside, faulty, open_lab
 from tests.unit.kv_shapes import SHAPES, DeviceCopyMover, Way, assert_round_trip, until
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
-VRAM_ONLY = frozenset({MemoryKind.VRAM})
 WAYS: tuple[Way, ...] = ("direct", "device", "host")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.bench import Row
-from benchmarks.gpu.check import Check, Stage
+from benchmarks.gpu.check import CALLS, TOTAL_S, Check, Stage
 from tests.contract.emulation.build import Control, build_emulation
 
 REPOSITORY = Path(__file__).parent.parent.parent
@@ -61,6 +61,10 @@ def run_stages(tmp_path: Path, *stages: Stage) -> tuple[int, dict[str, dict[str,
 
 
 NEXT = Stage("next", 20.0, "{say} well")
+
+
+def test_stages_fit_into_the_time_of_their_call() -> None:
+    assert all(sum(stage.limit_s for stage in stages) <= TOTAL_S[call] for call, stages in CALLS.items())
 
 
 def test_a_stage_that_hangs_is_killed_with_its_children_and_is_no_failure(tmp_path: Path) -> None:

@@ -25,8 +25,6 @@ from nixl_offload.stores.base import ObjectInfo, Store
 
 KIB = 1 << 10
 MIB = 1 << 20
-CLOCK_STEP_S = 1.1
-"""Longer than the second in which S3's HEAD tells times."""
 CLOCK_SKEW_S = 5.0
 
 
