@@ -56,9 +56,9 @@ class Piece:
 def _flip(mine: Piece, other: Piece, share: float) -> None:
     """The second highest bit of the number there: what is 0.5 becomes 10^38, so it shows in any answer that uses it."""
     data = bytearray(mine.read())
-    at = min(len(data) - 1, int(len(data) * share) // 4 * 4 + 3)
-    data[at] ^= 0x40
-    mine.write(bytes(data))
+    if data:  # else its file was cut before it
+        data[min(len(data) - 1, int(len(data) * share) // 4 * 4 + 3)] ^= 0x40
+        mine.write(bytes(data))
 
 
 def _cut(mine: Piece, other: Piece, share: float) -> None:
