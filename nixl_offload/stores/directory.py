@@ -43,7 +43,7 @@ _MAKE_DIRECTORY_ATTEMPTS: Final = 8
 
 @dataclass(slots=True, eq=False)
 class OpenFile:
-    """An open file. Whoever it is for closes ``fd``."""
+    """An open file. Its caller closes ``fd``."""
 
     path: str
     fd: int
