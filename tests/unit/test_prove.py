@@ -1,10 +1,17 @@
-"""``make prove`` in seconds: ends of cells are told, judges see what is wrong, a little of each part is tried."""
+"""``make prove`` in seconds: ends of cells are noted, judges see what is wrong, a little of most parts is tried. This
+module is a part itself: one cell for each way in which a cell can end, so it imports little.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +19,65 @@ import pytest
 
 from tests.prove import __main__ as prove
 from tests.prove import faults
+from tests.prove.cells import ROOT, Cell, Outcome, cells_of, run
 from tests.prove.faults.table import POINTS, TIERS, faults_at
-from tests.prove.running import cells_of
-from tests.prove.soak.laps import Lap
-from tests.prove.soak.samples import LIMITS, grown
-from tests.prove.trying import try_cells
 
 
-def test_every_end_of_a_cell_is_told_and_what_was_good_is_not_tried_again(
+def cells(seed: int) -> Iterator[Cell]:
+    """Yield the cells of this part."""
+    yield Cell("good/counts", partial(Outcome, {"things": seed}))
+    yield Cell("good/senseless", partial(Outcome, note="nothing to try"))
+    yield Cell("good/leaves a process", _leave_a_process)
+    yield Cell("bad/wrong", _print_and_be_wrong)
+    yield Cell("bad/tries nothing", partial(Outcome, {"things": 0}))
+    yield Cell("bad/raises", partial(int, "not caught"))
+    yield Cell("bad/dies", partial(signal.raise_signal, signal.SIGKILL))
+    yield Cell("bad/hangs", partial(time.sleep, 3600), limit_s=5.0)
+
+
+def _leave_a_process() -> Outcome:
+    left = subprocess.Popen(["sleep", "3600"])
+    number, left.returncode = left.pid, 0  # so that nobody warns of it
+    return Outcome({"processes": 1}, note=str(number))
+
+
+def _print_and_be_wrong() -> Outcome:
+    print("what the cell printed")
+    return Outcome({"things": 1}, wrong=["seed 1, step 2: another answer"], note=str(time.monotonic_ns()))
+
+
+def test_every_end_of_a_cell_is_noted_and_what_was_good_is_not_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prove, "PARTS", {"kinds": "tests.unit.cells_of_all_kinds"})
+    monkeypatch.setattr(prove, "PARTS", {"kinds": "tests.unit.test_prove"})
     monkeypatch.setattr(prove, "_commit", lambda: "0123456789ab")
 
-    def run(*arguments: str) -> tuple[int, dict[str, Any]]:
+    def tried(*arguments: str) -> tuple[int, dict[str, Any]]:
         status = prove.main(["--results", str(tmp_path), "--workers", "2", *arguments])
         return status, json.loads((tmp_path / "results.json").read_text())["cells"]
 
-    status, cells = run()
+    status, rows = tried()
     assert status == 1
-    assert cells["kinds/good/counts"]["counts"] == {"things": 1}
-    assert cells["kinds/bad/wrong"]["wrong"] == ["seed 1, step 2: another answer"]
-    assert cells["kinds/bad/tries nothing"]["missed"] == ["nothing was tried"]
-    assert "RuntimeError: not caught" in cells["kinds/bad/raises"]["dead"][0]
-    assert "ended with -9" in cells["kinds/bad/dies"]["dead"][0]
-    assert "did not end within 1 s" in cells["kinds/bad/hangs"]["dead"][0]
+    assert rows["kinds/good/counts"]["counts"] == {"things": 1}
+    assert rows["kinds/bad/wrong"]["wrong"] == ["seed 1, step 2: another answer"]
+    assert rows["kinds/bad/tries nothing"]["missed"] == ["nothing was tried"]
+    assert "ValueError: invalid literal" in rows["kinds/bad/raises"]["dead"][0]
+    assert "ended with -9" in rows["kinds/bad/dies"]["dead"][0]
+    assert "did not end within 5 s" in rows["kinds/bad/hangs"]["dead"][0]
     shown = capsys.readouterr().out
     assert "| kinds/bad/wrong | 1 | 1 things | 1 | 0 | 0 | 0 |" in shown
     assert "- kinds/bad/wrong: wrong: seed 1, step 2: another answer" in shown
     assert "what the cell printed" in (tmp_path / "logs" / "kinds-bad-wrong.log").read_text()
-    stat = Path(f"/proc/{cells['kinds/good/leaves a process']['note']}/stat")
+    stat = Path(f"/proc/{rows['kinds/good/leaves a process']['note']}/stat")
     assert not stat.exists() or " Z " in stat.read_text()
-    assert run("--cells", "good")[0] == 0
-    _, again = run("--cells", "bad/wrong")
-    assert again["kinds/good/leaves a process"] == cells["kinds/good/leaves a process"]
-    assert again["kinds/bad/wrong"]["note"] != cells["kinds/bad/wrong"]["note"]
+    assert tried("--cells", "good")[0] == 0
+    _, again = tried("--cells", "bad/wrong")
+    assert again["kinds/good/leaves a process"] == rows["kinds/good/leaves a process"]
+    assert again["kinds/bad/wrong"]["note"] != rows["kinds/bad/wrong"]["note"]
 
 
 @pytest.mark.parametrize(
-    ("told", "why"),
+    ("given", "why"),
     [
         ({"tokens": [5, 8, 7]}, "token 1 is 8, not 6"),
         ({"logprobs": [-0.1, -0.25, -0.3]}, "the logprob of token 1"),
@@ -59,44 +86,74 @@ def test_every_end_of_a_cell_is_told_and_what_was_good_is_not_tried_again(
         ({}, ""),
     ],
 )
-def test_a_soak_sees_wrong_answers(told: dict[str, Any], why: str) -> None:
+def test_a_soak_sees_wrong_answers(given: dict[str, Any], why: str) -> None:
+    from tests.prove.soak.laps import Lap
+
     right: dict[str, Any] = {"tokens": [5, 6, 7], "logprobs": [-0.1, -0.2, -0.3], "leads": [1.0, 1.0, 1.0]}
     lap = Lap("3")
     lap.add(right, [1, 2])
-    found = lap.judge([[right | told]])
+    found = lap.judge([[right | given]])
     assert len(found) == bool(why)
     assert all(why in sentence for sentence in found)
 
 
-@pytest.mark.parametrize("name", LIMITS)
-def test_a_soak_sees_growth(name: str) -> None:
+def test_a_soak_sees_growth() -> None:
+    from tests.prove.soak.samples import LIMITS, grown
+
     first = dict.fromkeys(LIMITS, 100.0)
-    assert grown(first, {**first, name: 100.0 + LIMITS[name]}) == []
-    [sentence] = grown(first, {**first, name: 101.0 + LIMITS[name]})
-    assert sentence.startswith(name)
+    for name, limit in LIMITS.items():
+        assert grown(first, {**first, name: 100.0 + limit}) == []
+        [sentence] = grown(first, {**first, name: 101.0 + limit})
+        assert sentence.startswith(name)
 
 
 def test_faults_that_matter_most_are_tried_everywhere() -> None:
+    most = {"short", "hang", "flipped", "swapped", "stale", "vanished", "late write", "fork"}
     for tier in ("slab", "shared_dir", "s3_obj", "s3_obstore"):
         for point in ("store", "load", "write-through", "promotion", "shutdown", "sleep"):
-            assert {"short", "hang", "flipped", "swapped", "stale", "vanished", "late write", "fork"} <= set(
-                faults_at(tier, point)
-            )
+            assert most <= set(faults_at(tier, point))
     assert len({cell.name for cell in faults.cells(1)}) == len(TIERS) * len(POINTS)
 
 
-@pytest.mark.parametrize("names", [("slab/store", "s3_obstore/load"), ("shared_dir/load", "memory/promotion")])
-def test_a_few_faults(tmp_path: Path, names: tuple[str, ...]) -> None:
-    few = "tests.prove.faults.few"
-    outcomes = try_cells("faults", few, [cell for cell in cells_of(few, 1) if cell.name in names], 1, tmp_path)
+def _try(part: str, seed: int, logs: Path, names: tuple[str, ...]) -> list[Outcome]:
+    """Return what came out of a part's cells of these names, all good."""
+    module = f"tests.prove.{part}"
+    wanted = [(part, module, cell) for cell in cells_of(module, seed) if cell.name in names]
+    outcomes = [outcome for _, outcome, _ in run(wanted, seed, logs=logs)]
     assert len(outcomes) == len(names)
-    for outcome in outcomes.values():
-        assert outcome.is_good(), outcome
+    assert all(outcome.is_good() for outcome in outcomes), outcomes
+    return outcomes
+
+
+@pytest.mark.parametrize("names", [("slab/store", "s3_obstore/load"), ("shared_dir/load", "memory/promotion")])
+def test_each_fault_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
+    monkeypatch.setenv(faults.ROUNDS_VARIABLE, "1")
+    for outcome in _try("faults", 1, tmp_path, names):
         assert outcome.counts["rounds"] >= outcome.counts["rounds struck"] >= 3, outcome
+
+
+def test_after_each_kill_every_chunk_is_whole_or_a_miss(tmp_path: Path) -> None:
+    names = ("slab/two ranks, io_uring/0", "slab/behind memory/1", "tree/two servers/0")
+    for outcome in _try("kills", 20, tmp_path, names):
+        assert outcome.counts["kills"] == 4
+        assert outcome.counts["whole"], outcome
+        assert outcome.counts["sure"], outcome
+
+
+@pytest.mark.parametrize("name", ["slab/first start", "tree/first start, aio"])
+def test_a_server_opens_whatever_a_power_cut_leaves(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.prove import power
+    from tests.prove.power.histories import STORIES
+
+    monkeypatch.chdir(tmp_path)
+    outcome = power.try_story(name, STORIES[name], "any", "20", most=16)
+    assert outcome.is_good(), outcome
+    assert outcome.counts["disks"] > 16
+    assert outcome.counts["whole"] > 0
 
 
 def test_inputs_that_fuzzing_kept_and_changes_of_them_find_nothing(tmp_path: Path) -> None:
     replay = [sys.executable, "-W", "ignore", "-m", "tests.prove.fuzz", "--replay", "--scratch", str(tmp_path)]
-    ended = subprocess.run(replay, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    ended = subprocess.run(replay, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ)
     assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
     assert ended.stdout.count("changes of them") == 8
