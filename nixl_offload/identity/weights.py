@@ -1,34 +1,40 @@
-"""The digest of a local model's files. Any byte that changes makes another digest.
+"""The digest of a local model's files. All of them count, except those in the table below, which cannot change stored
+bytes. Any byte that changes makes another digest.
 
 Several threads read the files in pieces. A piece is summed with XXH3-128, and SHA-256 makes one digest of all sums and
 names. That tells apart accidents, edits and fine-tuning. It does not stop a person who makes two models with one digest
 on purpose; a person who can replace the weights of a server decides its answers anyway.
 
-Threading: ``WeightsDigest`` starts daemon threads of its own, which nothing waits for. Any thread may call its methods,
-which return at once (``wait`` after its timeout). The threads hold the interpreter for microseconds, twice in every
-8 MiB. Files are read through the page cache, where a loader has just left them.
+Directories are walked to the bottom, links followed, for weights do lie below the top: Cosmos3 loads
+``[tv]*er/*.safetensors``, Kimi-Audio ``whisper-large-v3/``, MiMo-Audio ``audio_tokenizer/``, the npcache loader
+``np/``; a pattern of the sharded_state loader may name any directory, and remote code comes in packages.
+
+Threading: functions over the filesystem, safe anywhere. ``digest_files`` waits for daemon threads, which hold the
+interpreter for microseconds, twice in every 8 MiB. Files are read through the page cache, where a loader has just left
+them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import hashlib
 import logging
 import os
 import queue
+import re
+import stat
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import xxhash
 
 from nixl_offload.errors import NamespaceError
-from nixl_offload.identity.weights_files import ModelFile, is_local, list_alone, list_files, model_file, unreadable
-
-__all__ = ["WeightsDigest", "digest_of_file", "is_local"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,137 +47,252 @@ _PROGRESS_S: Final = 10.0
 _SLOW_S: Final = 1.0
 _DOMAIN: Final = b"nixl-offload weights 1\0"
 
+_PROSE: Final = "read by people"
+_CHAT: Final = "which text a conversation becomes; keys are made of its token ids"
+_TRAINING: Final = "state of a training run, which vLLM's loaders leave out"
+_OTHER_RUNTIME: Final = "the same weights in a form that vLLM has no loader for"
 
-class WeightsDigest:
-    """The digest of a local model's files, made in the background. It begins at once; ``close`` it in the end."""
+HARMLESS: Final = {
+    ".*": "hidden: version control, state of downloads",
+    "lost+found": "the filesystem's own",
+    "*/.*": "hidden, further down",
+    "*.pyc": "made by Python from the source beside it",
+    "*.md": _PROSE,
+    "LICENSE*": _PROSE,
+    "NOTICE*": _PROSE,
+    "USE_POLICY*": _PROSE,
+    "*.gif": _PROSE,
+    "*.jpeg": _PROSE,
+    "*.jpg": _PROSE,
+    "*.mp4": _PROSE,
+    "*.pdf": _PROSE,
+    "*.png": _PROSE,
+    "*.svg": _PROSE,
+    "*.webp": _PROSE,
+    "*.jinja": _CHAT,
+    "chat_template*": _CHAT,
+    "checkpoint-[0-9]*/*": "a model of its own, kept by a training run",
+    "optimizer.bin": _TRAINING,
+    "optimizer.pt": _TRAINING,
+    "scaler.pt": _TRAINING,
+    "scheduler.pt": _TRAINING,
+    "trainer_state.json": _TRAINING,
+    "training_args.bin": _TRAINING,
+    "coreml/*": _OTHER_RUNTIME,
+    "flax_model*.msgpack": _OTHER_RUNTIME,
+    "metal/*": _OTHER_RUNTIME,
+    "onnx/*": _OTHER_RUNTIME,
+    "openvino/*": _OTHER_RUNTIME,
+    "original/*": _OTHER_RUNTIME,
+    "rust_model.ot": _OTHER_RUNTIME,
+    "tf_model*.h5": _OTHER_RUNTIME,
+}
+"""Patterns of names within the model's directory, and why what they match does not count. ``*`` matches slashes too.
 
-    def __init__(self, model: str, *, threads: int | None = None, alone: bool = False) -> None:
-        """Begin to read.
+Tokenizers count: Engram layers make their table from one, and Voxtral reads a delay there.
+"""
 
-        ``model``: a directory, or a file of weights. ``threads``: how many read; by default half of the cores, at most
-        4. ``alone``: only the content of the file ``model`` counts, not its name, nor the files beside it.
-        """
-        self.weight_files = 0
-        """How many of the files hold weights, by their names, once ``wait`` has returned True. 0: the weights come from
-        somewhere else, or are dummies, and are not in the digest."""
-        self._model = model
-        self._list = list_alone if alone else list_files
-        self._threads = threads or max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // 2))
-        self._stop = threading.Event()
-        self._done = threading.Event()
-        self._ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        """What each reading thread ends with; None: there was nothing left to read."""
-        self._read_bytes = [0] * self._threads
-        self._total_bytes = 0
-        self._digest = ""
-        self._error: NamespaceError | None = None
-        threading.Thread(target=self._run, name="weights-digest", daemon=True).start()
+_WEIGHTS: Final = (".bin", ".ckpt", ".gguf", ".npy", ".pt", ".pth", ".safetensors", ".tensors")
+_FILES_MAX: Final = 10_000
+"""More files than a model has: the path is that of something else, such as a home directory."""
+_GGUF_PART: Final = re.compile(r"(.+)-[0-9]+-of-([0-9]+)\.gguf")
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the end, good or bad, for ``timeout_s`` at most. Return whether it is there."""
-        return self._done.wait(timeout_s)
 
-    def wait_for_result(self) -> str:
-        """Wait for the end, and return ``result``."""
-        while not self.wait(60.0):
-            pass
-        return self.result()
+class FilesDigest(NamedTuple):
+    """Which content some files have."""
 
-    def result(self) -> str:
-        """Return the digest, in hex.
+    digest: str
+    """In hex."""
+    weight_files: int
+    """How many of them hold weights, by their names. 0: the weights come from somewhere else, or are dummies, and are
+    not in the digest."""
 
-        Raises NamespaceError: a file cannot be read, or changed while it was read, or it is not known yet.
-        """
-        if not self._done.is_set():
-            raise NamespaceError(f"the files of {self._model} have not been read yet")
-        if self._error is not None:
-            raise NamespaceError(str(self._error)) from self._error
-        return self._digest
 
-    def progress(self) -> tuple[int, int]:
-        """Return how many bytes have been read, and of how many; 0 of 0 while that is not known."""
-        return sum(self._read_bytes), self._total_bytes
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A file that counts, as it was when it was listed. Two are equal when nothing was written to it in between."""
 
-    def close(self) -> None:
-        """Stop reading: threads end after their current read. Idempotent, and without effect at the end."""
-        self._ended.put(NamespaceError(f"the files of {self._model} were not read to the end: stopped"))
-        self._stop.set()
+    name: str
+    """Within the model's directory, with slashes."""
+    path: str
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
 
-    def _run(self) -> None:
-        try:
-            self._digest = self._identify()
-        except NamespaceError as error:
-            self._error = error
-        except Exception as error:  # noqa: BLE001 - the caller must learn that there is no digest
-            self._error = NamespaceError(f"cannot tell which model {self._model} is: {error!r}")
-            self._error.__cause__ = error
-        finally:
-            self._stop.set()
-            self._done.set()
+    @property
+    def holds_weights(self) -> bool:
+        """Whether its name is that of a file with weights."""
+        return self.name.endswith(_WEIGHTS)
 
-    def _identify(self) -> str:
-        files = self._list(self._model)
-        self.weight_files = sum(file.holds_weights for file in files)
-        digests = self._read(files)
-        if changed := set(files) ^ set(self._list(self._model)):
+    @property
+    def pieces(self) -> int:
+        """How many are summed apart."""
+        return max(1, -(-self.size_bytes // PIECE_BYTES))
+
+
+def is_local(model: str) -> bool:
+    """Whether ``model`` is a file or a directory of this machine, as it is for vLLM, and not a name on a hub."""
+    return os.path.isfile(model) or os.path.isdir(model)
+
+
+def digest_of_file(path: str) -> str:
+    """Return the digest of a file's content, or of all files in a directory that count. Raises as ``digest_files``."""
+    return digest_files(path, alone=os.path.isfile(path)).digest
+
+
+def digest_files(
+    path: str, *, alone: bool = False, threads: int | None = None, stop: threading.Event | None = None
+) -> FilesDigest:
+    """Read the files of the model at ``path``, a directory or a file of weights, and return their digest.
+
+    ``alone``: only the content of the file ``path`` counts, not its name, nor the files beside it. ``threads``: how
+    many read; by default half of the cores, at most 4. ``stop``: set it from another thread to give up soon.
+
+    Raises NamespaceError: a file cannot be read, is not a regular file, or changed while it was read; there are more
+    than a model has; or ``stop`` was set.
+    """
+    try:
+        files = list_files(path, alone=alone)
+        sums = _Reading(path, files, stop or threading.Event()).sums(threads)
+        if changed := set(files) ^ set(list_files(path, alone=alone)):
             raise _changed(min(changed, key=lambda file: file.name).path)
-        whole = hashlib.sha256(_DOMAIN)
-        for file in files:
-            name = os.fsencode(file.name)
-            whole.update(struct.pack("<Q", len(name)) + name + bytes.fromhex(digests[file]))
-        return whole.hexdigest()
+    except NamespaceError:
+        raise
+    except Exception as error:
+        raise NamespaceError(f"cannot tell which model {path} is: {error!r}") from error
+    whole = hashlib.sha256(_DOMAIN)
+    for file, of_pieces in zip(files, sums, strict=True):
+        name = os.fsencode(file.name)
+        whole.update(struct.pack("<Q", len(name)) + name + hashlib.sha256(b"".join(of_pieces)).digest())
+    return FilesDigest(whole.hexdigest(), sum(file.holds_weights for file in files))
 
-    def _read(self, files: Sequence[ModelFile]) -> dict[ModelFile, str]:
-        """Return the digests of ``files``, by all threads together. Raises NamespaceError, OSError."""
-        began_s = time.monotonic()
+
+def list_files(path: str, *, alone: bool = False) -> tuple[ModelFile, ...]:
+    """Return the files of a local model that count, ordered by name; ``alone``: the one at ``path``, without a name.
+
+    Raises NamespaceError: one cannot be looked at, is not a regular file, or there are more than a model has.
+    """
+    found: list[ModelFile] = []
+    try:
+        if alone:
+            return (_model_file("", path, os.stat(path)),)
+        for file in _walk(path, "", frozenset()) if os.path.isdir(path) else _parts(path):
+            found.append(file)
+            if len(found) > _FILES_MAX:
+                raise NamespaceError(f"cannot tell which model {path} is: it has more than {_FILES_MAX} files")
+    except OSError as error:
+        raise _unreadable(error.filename or path, error) from error
+    return tuple(sorted(found, key=lambda file: os.fsencode(file.name)))
+
+
+def _walk(directory: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[ModelFile]:
+    status = os.stat(directory)
+    identity = (status.st_dev, status.st_ino)
+    if identity in above:  # a link to a directory above itself adds nothing
+        return
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            name = prefix + entry.name
+            if _is_harmless(name):
+                continue
+            if entry.is_file() or (not entry.is_dir() and name.endswith(_WEIGHTS)):
+                yield _model_file(name, entry.path, entry.stat())
+            elif entry.is_dir() and not _is_harmless(f"{name}/"):
+                yield from _walk(entry.path, f"{name}/", above | {identity})
+
+
+def _is_harmless(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in HARMLESS)
+
+
+def _parts(path: str) -> Iterator[ModelFile]:
+    """Yield the file and what a loader of GGUF finds beside it: the other parts, the projector of images."""
+    directory, own_name = os.path.split(os.path.abspath(path))
+    yield _model_file(own_name, path, os.stat(path))
+    own_part = _GGUF_PART.fullmatch(own_name)
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            part = _GGUF_PART.fullmatch(entry.name)
+            beside = own_part is not None and part is not None and part.groups() == own_part.groups()
+            beside |= entry.name.endswith(".gguf") and "mmproj" in entry.name
+            if beside and entry.name != own_name:
+                yield _model_file(entry.name, entry.path, entry.stat())
+
+
+def _model_file(name: str, path: str, status: os.stat_result) -> ModelFile:
+    if not stat.S_ISREG(status.st_mode):
+        raise NamespaceError(f"cannot tell which model this is: {path} is not a regular file")
+    return ModelFile(name, path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+class _Reading:
+    """Sums files by several threads together."""
+
+    def __init__(self, model: str, files: Sequence[ModelFile], stop: threading.Event) -> None:
+        self._model = model
+        self._stop = stop
+        self._sums = [[b""] * file.pieces for file in files]
+        self._left = deque((at, file, piece) for at, file in enumerate(files) for piece in range(file.pieces))
         self._total_bytes = sum(file.size_bytes for file in files)
-        pieces = deque((file, piece) for file in files for piece in range(_count_pieces(file)))
-        sums = {file: [b""] * _count_pieces(file) for file in files}
-        running = 0
-        for number in range(self._threads):
-            arguments = (number, pieces, sums)
-            reader = threading.Thread(target=self._work, args=arguments, name=f"weights-read-{number}", daemon=True)
+        self._read_bytes: list[int] = []
+        """By thread."""
+        self._ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        """What each thread ends with; None: there was nothing left to read."""
+        self._began_s = time.monotonic()
+
+    def sums(self, threads: int | None) -> list[list[bytes]]:
+        """Return the sums of each file's pieces. Raises NamespaceError, and RuntimeError where no thread starts."""
+        for number in range(threads or max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // 2))):
+            self._read_bytes.append(0)
             try:
-                reader.start()
+                threading.Thread(target=self._work, args=(number,), name=f"weights-read-{number}", daemon=True).start()
             except RuntimeError:  # no more threads to be had now
-                if not running:
+                self._read_bytes.pop()
+                if not number:
                     raise
                 break
-            running += 1
+        running = len(self._read_bytes)
         while running:
             try:
                 ended = self._ended.get(timeout=_PROGRESS_S)
             except queue.Empty:
-                self._log("Reading the files of %s, to know which weights they are", time.monotonic() - began_s)
+                if self._stop.is_set():
+                    break
+                self._log("Reading the files of %s, to know which weights they are")
                 continue
             if ended is not None:
+                self._left.clear()
                 raise ended
             running -= 1
-        if time.monotonic() - began_s > _SLOW_S:
-            self._log("Read the files of %s, to know which weights they are", time.monotonic() - began_s)
-        return {file: hashlib.sha256(b"".join(of_pieces)).hexdigest() for file, of_pieces in sums.items()}
+        if self._stop.is_set():
+            raise NamespaceError(f"the files of {self._model} were not read to the end: stopped")
+        if time.monotonic() - self._began_s > _SLOW_S:
+            self._log("Read the files of %s, to know which weights they are")
+        return self._sums
 
-    def _log(self, what: str, passed_s: float) -> None:
-        read_bytes, total_bytes = self.progress()
+    def _log(self, what: str) -> None:
+        passed_s, read_bytes = time.monotonic() - self._began_s, sum(self._read_bytes)
         logger.info(
             what + ": %.1f of %.1f GiB in %.0f s, %.1f GiB/s",
             self._model,
             read_bytes / 2**30,
-            total_bytes / 2**30,
+            self._total_bytes / 2**30,
             passed_s,
             read_bytes / 2**30 / passed_s,
         )
 
-    def _work(self, number: int, pieces: deque[tuple[ModelFile, int]], sums: dict[ModelFile, list[bytes]]) -> None:
+    def _work(self, number: int) -> None:
         """Sum pieces until there are none left."""
         try:
             buffer = memoryview(bytearray(_BUFFER_BYTES))
             while not self._stop.is_set():
                 try:
-                    file, piece = pieces.popleft()
+                    at, file, piece = self._left.popleft()
                 except IndexError:
                     break
-                sums[file][piece] = self._sum(number, file, piece, buffer)
+                self._sums[at][piece] = self._sum(number, file, piece, buffer)
             self._ended.put(None)
         except Exception as error:  # noqa: BLE001 - the caller must learn that there is no digest
             self._ended.put(error)
@@ -182,7 +303,7 @@ class WeightsDigest:
         try:
             fd = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                if model_file(file.name, file.path, os.fstat(fd)) != file:
+                if _model_file(file.name, file.path, os.fstat(fd)) != file:
                     raise _changed(file.path)
                 with contextlib.suppress(OSError):  # it is about readahead: several times as fast from a disk
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -198,20 +319,13 @@ class WeightsDigest:
             finally:
                 os.close(fd)
         except OSError as error:
-            raise unreadable(file.path, error) from error
+            raise _unreadable(file.path, error) from error
         return whole.digest()
 
 
-def digest_of_file(path: str) -> str:
-    """Return the digest of a file's content, or of all files in a directory that count, in hex. Waits for it.
-
-    Raises NamespaceError: it cannot be read, or changed while it was read.
-    """
-    return WeightsDigest(path, alone=os.path.isfile(path)).wait_for_result()
-
-
-def _count_pieces(file: ModelFile) -> int:
-    return max(1, -(-file.size_bytes // PIECE_BYTES))
+def _unreadable(path: str, error: OSError) -> NamespaceError:
+    why = os.strerror(error.errno) if error.errno else str(error)
+    return NamespaceError(f"cannot tell which model this is: {path}: {why}")
 
 
 def _changed(path: str) -> NamespaceError:

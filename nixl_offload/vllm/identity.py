@@ -38,7 +38,7 @@ from nixl_offload.identity.namespace import (
     make_namespace,
 )
 from nixl_offload.identity.settings import DigestFile, collect, plain_text, text_setting
-from nixl_offload.identity.weights import WeightsDigest, digest_of_file, is_local
+from nixl_offload.identity.weights import FilesDigest, digest_of_file, is_local
 from nixl_offload.tiers.slot_places import ranks_together, replicas_of_slots
 
 if TYPE_CHECKING:
@@ -276,13 +276,13 @@ def _by_shard(by_rank: NamespaceFields, ranks: Sequence[RankGeometry], *, counts
 def loaded_weights(
     vllm_config: VllmConfig,
     models: Mapping[str, ModelName],
-    weights: Mapping[str, WeightsDigest],
+    weights: Mapping[str, FilesDigest],
     ranks: Sequence[RankGeometry],
 ) -> str | None:
     """Return a digest of the weights that ranks have in memory; None: the files of ``models`` tell which they are.
 
     The files are preferred: engines of other sizes share them, and memory that no file fills differs in each process.
-    ``weights``: by file or directory, all done.
+    ``weights``: by file or directory.
     """
     load = vllm_config.load_config
     draft_load = getattr(vllm_config.speculative_config, "draft_load_config", None) or load

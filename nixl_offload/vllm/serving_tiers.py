@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import vllm.envs
@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from nixl_offload.config import Config, TierConfig
 from nixl_offload.errors import ConfigError, NixlOffloadError
 from nixl_offload.identity.namespace import Namespace
-from nixl_offload.identity.weights import WeightsDigest
+from nixl_offload.identity.weights import digest_files
 from nixl_offload.index import State
 from nixl_offload.tiers import kinds
 from nixl_offload.tiers.base import Tier, TierContext
@@ -105,11 +105,8 @@ class ServingTiers:
         """By position, once the namespace is known."""
         self._is_reset = False
         """The cache was reset before the namespace was known."""
-        self._lock = threading.Lock()
-        """Guards what follows, which the thread that makes the namespace uses, too."""
-        self._digests: dict[tuple[str, bool], WeightsDigest] = {}
-        """By path, and whether it counts alone: of weights, and of directories and large files that settings name."""
-        self._is_closed = False
+        self._stops_reading = threading.Event()
+        """Set by ``close``: ends the reading of a model's files."""
 
     @property
     def is_begun(self) -> bool:
@@ -239,11 +236,7 @@ class ServingTiers:
         """Close what is open, and give up what is not, which is waited for shortly. ``pending``: by position, what was
         being written.
         """
-        with self._lock:
-            self._is_closed = True
-            digests = list(self._digests.values())
-        for digest in digests:
-            digest.close()
+        self._stops_reading.set()
         ending = [] if self._naming is None else self._naming.close()
         for entry in self._entries:
             ending += entry.opening.close()
@@ -261,32 +254,21 @@ class ServingTiers:
 
     def _name(self, ranks: Sequence[RankGeometry]) -> Namespace | Exception:
         """Return the namespace, or why there is none; on a thread of its own, for it may read a model's files."""
+        read = cache(partial(digest_files, stop=self._stops_reading))  # the settings name the model's directory, too
         try:
             models = models_of(self._vllm_config, sources_of_ranks(ranks))
-            weights = {
-                files: self._digest(files) for files in {model.files for model in models.values()} if files is not None
-            }
-            results = {files: digest.wait_for_result() for files, digest in weights.items()}
+            weights = {model.files: read(model.files, alone=False) for model in models.values() if model.files}
             return build_namespace(
                 self._vllm_config,
                 self._offloading,
                 self._config,
                 ranks,
-                {path: results[model.files] for path, model in models.items() if model.files is not None},
-                lambda path: self._digest(path, alone=os.path.isfile(path)).wait_for_result(),
+                {path: weights[model.files].digest for path, model in models.items() if model.files},
+                lambda path: read(path, alone=os.path.isfile(path)).digest,
                 loaded_weights(self._vllm_config, models, weights, ranks),
             )
         except BaseException as error:  # noqa: BLE001 - also a panic in a library
             return error if isinstance(error, Exception) else RuntimeError(repr(error))
-
-    def _digest(self, path: str, *, alone: bool = False) -> WeightsDigest:
-        """Begin to read, as ``WeightsDigest`` does, once, until ``close``."""
-        with self._lock:
-            digest = self._digests.get((path, alone)) or WeightsDigest(path, alone=alone)
-            self._digests[path, alone] = digest
-            if self._is_closed:
-                digest.close()
-        return digest
 
     def _take_namespace(self, namespace: Namespace | Exception) -> None:
         if isinstance(namespace, Exception):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from nixl_offload.engine import TierEngine
-from nixl_offload.identity.weights import WeightsDigest
+from nixl_offload.identity.weights import digest_files
 from nixl_offload.movers.base import MemoryRegion, Op, TransferState, open_file
 from nixl_offload.movers.copy import CopyMover
 from nixl_offload.tiers.shared.chain_search import ChainSearch
@@ -130,10 +130,7 @@ def _open_nothing(position: int, place: object) -> TierEngine:
 
 def test_weights_are_read_by_as_many_threads_as_there_are(tmp_path: Path, shortage: Shortage) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights" * 1000)
-    whole = WeightsDigest(str(tmp_path), threads=4)
-    assert whole.wait(20)
+    whole = digest_files(str(tmp_path), threads=4)
     shortage(after=2)
-    short = WeightsDigest(str(tmp_path), threads=4)
-    assert short.wait(20)
-    assert short.result() == whole.result()
+    assert digest_files(str(tmp_path), threads=4) == whole
     until(lambda: not _threads("weights-"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
+import re
 import shutil
 import threading
 import time
@@ -15,28 +16,22 @@ import pytest
 
 from nixl_offload.errors import NamespaceError
 from nixl_offload.identity import weights
-from nixl_offload.identity.weights import PIECE_BYTES, WeightsDigest
-from nixl_offload.identity.weights_files import HARMLESS, list_files
+from nixl_offload.identity.weights import HARMLESS, PIECE_BYTES, digest_files, list_files
 
 PATIENCE_S = 60.0
 
 
-def digest_of(model: Path, threads: int = 2) -> str:
-    """Return the digest of ``model``, made from nothing."""
-    digest = WeightsDigest(str(model), threads=threads)
-    assert digest.wait(PATIENCE_S)
-    return digest.result()
+def digest_of(model: Path) -> str:
+    return digest_files(str(model), threads=2).digest
 
 
 def error_of(model: Path) -> str:
-    """Return what is said of a model that cannot be known."""
     with pytest.raises(NamespaceError) as caught:
         digest_of(model)
     return str(caught.value)
 
 
 def flip(path: Path, at: int) -> None:
-    """Flip the lowest bit of one byte."""
     with path.open("r+b") as file:
         byte = os.pread(file.fileno(), 1, at)
         os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), at)
@@ -44,7 +39,6 @@ def flip(path: Path, at: int) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Return a small checkpoint of two shards."""
     directory = tmp_path / "model"
     directory.mkdir()
     for shard in range(2):
@@ -83,12 +77,13 @@ def test_a_digest_is_what_it_was(tmp_path: Path) -> None:
 
 
 def test_reads_may_be_short_and_leave_no_file_open(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from a network filesystem: the same digest."""
+    """As from a network filesystem, and directory entries may come in any order: the same digest."""
     with (model / "large.bin").open("wb") as file:
         file.truncate(PIECE_BYTES + 1000)
     before, files = digest_of(model), os.listdir("/proc/self/fd")
-    read = os.preadv
+    read, scandir = os.preadv, os.scandir
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: read(fd, [buffers[0][:1_000_003]], at))
+    monkeypatch.setattr(os, "scandir", lambda path: contextlib.nullcontext(list(scandir(path))[::-1]))
     assert digest_of(model) == before
     assert len(os.listdir("/proc/self/fd")) == len(files)
 
@@ -129,12 +124,6 @@ def test_links_are_followed(model: Path, tmp_path: Path) -> None:
         (tmp_path / "encoder" / "model.safetensors").write_bytes(content)
         seen.add(digest_of(snapshot))
     assert len(seen) == 4
-
-
-def test_the_order_of_directory_entries_does_not_count(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, scandir = digest_of(model), os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: contextlib.nullcontext(list(scandir(path))[::-1]))
-    assert digest_of(model) == before
 
 
 BESIDES = """
@@ -220,9 +209,7 @@ def test_a_directory_without_weights_is_told(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert [file.name for file in list_files(str(tmp_path)) if file.holds_weights] == with_weights
     for expected in (len(with_weights), 0):
-        digest = WeightsDigest(str(tmp_path))
-        assert digest.wait(PATIENCE_S)
-        assert digest.weight_files == expected
+        assert digest_files(str(tmp_path)).weight_files == expected
         for name in with_weights:
             (tmp_path / name).unlink(missing_ok=True)
 
@@ -249,28 +236,44 @@ def test_a_file_that_cannot_be_read_whole_is_named(model: Path, make: Callable[[
 
 def test_a_path_with_more_files_than_a_model_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A home directory, say, is not read whole."""
-    monkeypatch.setattr("nixl_offload.identity.weights_files._FILES_MAX", 2)
+    monkeypatch.setattr("nixl_offload.identity.weights._FILES_MAX", 2)
     for number in range(3):
         (tmp_path / str(number)).touch()
     assert error_of(tmp_path) == f"cannot tell which model {tmp_path} is: it has more than 2 files"
 
 
-class HeldReads:
-    """Every read waits for ``go_on``."""
+class HeldReading:
+    """A digest whose every read waits for ``end``."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.go_on, self._read = threading.Event(), threading.Event(), os.preadv
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+        self.stop, self._begun, self._go_on, self._read = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+            os.preadv,
+        )
+        self._error: NamespaceError | None = None
         monkeypatch.setattr(os, "preadv", self._wait_and_read)
+        self._thread = threading.Thread(target=self._digest, args=(str(model),))
+        self._thread.start()
+        assert self._begun.wait(PATIENCE_S)
+
+    def _digest(self, model: str) -> None:
+        try:
+            digest_files(model, threads=1, stop=self.stop)
+        except NamespaceError as error:
+            self._error = error
 
     def _wait_and_read(self, fd: int, buffers: list[memoryview], at: int) -> int:
-        self.begun.set()
-        assert self.go_on.wait(PATIENCE_S)
+        self._begun.set()
+        assert self._go_on.wait(PATIENCE_S)
         return self._read(fd, buffers, at)
 
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> HeldReads:
-    return HeldReads(monkeypatch)
+    def end(self) -> str:
+        """Read on, and return what is said of it in the end."""
+        self._go_on.set()
+        self._thread.join(PATIENCE_S)
+        return str(self._error)
 
 
 def become_a_pipe(model: Path) -> None:
@@ -298,30 +301,18 @@ def append(model: Path) -> None:
     ids=["grows", "is written", "shrinks", "vanishes", "is replaced", "is a pipe", "comes", "all vanish"],
 )
 def test_a_model_that_changes_while_it_is_read_has_no_digest(
-    model: Path, held: HeldReads, change: Callable[[Path], None], file: str
+    model: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], file: str
 ) -> None:
     """Neither before nor after is what was read."""
     (model / "long.bin").write_bytes(bytes(10_000))
     time.sleep(0.05)  # the kernel's clock for files ticks every 10 ms or so
-    digest = WeightsDigest(str(model), threads=1)
-    assert held.begun.wait(PATIENCE_S)
+    reading = HeldReading(monkeypatch, model)
     change(model)
-    held.go_on.set()
-    assert digest.wait(PATIENCE_S)
-    with pytest.raises(
-        NamespaceError, match=f"{file}: No such file|{file} (changed while it was read|is not a regular file)"
-    ):
-        digest.result()
+    said = f"{file}: No such file|{file} (changed while it was read|is not a regular file)"
+    assert re.search(said, reading.end())
 
 
-def test_before_the_end_there_is_no_result(model: Path, held: HeldReads) -> None:
-    """Nobody waits who did not ask to."""
-    digest = WeightsDigest(str(model), threads=1)
-    with pytest.raises(NamespaceError, match="have not been read yet"):
-        digest.result()
-    assert not digest.wait(0.0)
-    digest.close()
-    held.go_on.set()
-    assert digest.wait(PATIENCE_S)
-    with pytest.raises(NamespaceError, match="stopped"):
-        digest.result()
+def test_reading_can_be_given_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = HeldReading(monkeypatch, model)
+    reading.stop.set()
+    assert "stopped" in reading.end()

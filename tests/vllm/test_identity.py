@@ -35,7 +35,7 @@ from nixl_offload.chunk.shards import ShardPlan, make_plan
 from nixl_offload.config import Config
 from nixl_offload.errors import NamespaceError
 from nixl_offload.identity.namespace import Namespace, ShardedFields
-from nixl_offload.identity.weights import WeightsDigest
+from nixl_offload.identity.weights import digest_files
 from nixl_offload.vllm.identity import (
     build_namespace,
     has_lasting_keys,
@@ -306,8 +306,7 @@ def test_a_draft_model_counts_with_its_weights(build: Build, models: Path) -> No
 def loaded(vllm_config: VllmConfig, *sources: str, weights: str | None = "ab") -> str | None:
     """Return what the namespace has of the weights in a rank's memory."""
     models = models_of(vllm_config, sources)
-    digests = {model.files: WeightsDigest(model.files) for model in models.values() if model.files is not None}
-    assert all(digest.wait(30.0) for digest in digests.values())
+    digests = {model.files: digest_files(model.files) for model in models.values() if model.files is not None}
     ranks = [replace(rank, weights=weights) for rank in manager_rig.ranks()]
     return loaded_weights(vllm_config, models, digests, ranks)
 

@@ -17,7 +17,6 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 
 from nixl_offload.errors import ConfigError
-from nixl_offload.identity.weights import WeightsDigest
 from nixl_offload.vllm import serving_tiers
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import TicketReport, TicketSpec
@@ -26,24 +25,19 @@ from tests.vllm import manager_rig
 DEADLINE_S = 30.0
 
 
-class Gated(WeightsDigest):
-    """The real thing, which begins when the test says so: a disk that is slow for as long as it takes."""
-
-    gate = threading.Event()
-
-    def _run(self) -> None:
-        self.gate.wait(DEADLINE_S)
-        super()._run()
-
-
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """While it is not set, nothing is read of any model."""
-    monkeypatch.setattr(serving_tiers, "WeightsDigest", Gated)
+    gate, real = threading.Event(), serving_tiers.digest_files
+
+    def gated(*arguments: Any, **options: Any) -> Any:
+        gate.wait(DEADLINE_S)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(serving_tiers, "digest_files", gated)
     monkeypatch.setattr(serving_tiers, "NAMING_WAIT_S", 0.1)
-    Gated.gate = threading.Event()
-    yield Gated.gate
-    Gated.gate.set()
+    yield gate
+    gate.set()
 
 
 @pytest.fixture
@@ -174,9 +168,6 @@ def test_a_shutdown_ends_the_reading_of_a_file_that_a_setting_names(model: Path,
         scales.truncate(1 << 40)
     manager = manager_of(model, tmp_path / "kv", additional_config={"scales": scales.name})
     manager.open(manager_rig.ranks())
-    until_s = time.monotonic() + DEADLINE_S
-    while not any(digest.progress()[1] >= 1 << 40 for digest in tuple(manager.serving._digests.values())):
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
+    wait_for_readers(are_there=True)
     manager.shutdown()
     wait_for_readers(are_there=False)
