@@ -33,7 +33,7 @@ from nixl_offload.config.schema import S3Config
 from nixl_offload.engine import Chunk
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.select import make_object_mover
-from nixl_offload.tiers.s3.link import ObjectLink
+from nixl_offload.tiers.shared.links import ObjectLink
 from nixl_offload.types import Key, Location
 
 MIB = 1 << 20

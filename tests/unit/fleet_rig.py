@@ -23,7 +23,7 @@ from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.tiers.shared_dir.link import TreeLink
+from nixl_offload.tiers.shared.links import TreeLink
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.tiers.slot_allocator import SlotAllocator

@@ -15,8 +15,7 @@ from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.tracked import FileEntry
 from nixl_offload.stores.filesystem import REAL, Filesystem
 from nixl_offload.tiers.base import Link
-from nixl_offload.tiers.s3.link import ObjectLink
-from nixl_offload.tiers.shared_dir.link import TreeLink
+from nixl_offload.tiers.shared.links import ObjectLink, TreeLink
 from tests.contract.suites.faulty_mover import FaultyMover
 from tests.unit.engine_rig import Rig, rigs
 

@@ -24,9 +24,9 @@ from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.errors import TierError
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.tiers.s3 import link as object_links
+from nixl_offload.tiers.shared import links as object_links
+from nixl_offload.tiers.shared.links import TreeLink
 from nixl_offload.tiers.shared.naming import parse_shard_name, shard_name
-from nixl_offload.tiers.shared_dir.link import TreeLink
 from nixl_offload.types import Key, Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.hostile import HostileFilesystem

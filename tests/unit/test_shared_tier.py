@@ -76,6 +76,18 @@ def test_the_end_of_a_chain_of_4096_is_found_by_64_heads(make: MakeRig, present:
     assert rig.heads() <= 64
 
 
+def test_requests_share_questions(make: MakeRig, store: MemoryStore) -> None:
+    """A key is asked about once at a time, also where two requests look for the same window."""
+    rig, keys = make(), keys_of(20, group=1)
+    gate = store.before = Gate()
+    for request in ("a", "b"):
+        rig._scan(request, keys, 4)
+    rig.flush()
+    gate.open()
+    rig.settle()
+    assert rig.heads() == len(keys)
+
+
 def test_damaged_objects_are_absent_and_deleted(make: MakeRig, store: MemoryStore) -> None:
     rig, keys = make(world_size=2), keys_of(4)
     rig.put(*keys)
@@ -160,7 +172,7 @@ def test_a_request_is_held_back_for_its_timeout_once(make: MakeRig, store: Memor
     assert rig.hits("a", keys[:1]) == 0
     for key in keys:
         assert rig.tier.lookup(key, LookupContext("a", 16), rig.now()) is Lookup.MISS, "at once, whatever is asked"
-    assert rig.tier._lookups.late == 1
+    assert rig.tier.statistics().late == 1
     gate.open()
     rig.ahead_s += 5.0
     rig.wait_for(lambda: 1 if rig.tier.in_use else None)
@@ -221,13 +233,12 @@ def test_a_search_that_nobody_waits_for_ends(make: MakeRig, store: MemoryStore) 
     rig.ask("b", keys)
     rig.flush()
     rig.tier.forget_request("a")
-    assert len(rig.tier._lookups) == 1
+    assert rig.tier.is_looking
     rig.tier.forget_request("b")
-    assert len(rig.tier._lookups) == 0
+    assert not rig.tier.is_looking
     gate.open()
     rig.settle()
     assert rig.heads() <= 1
-    assert rig.tier._lookups.requests == 0
 
 
 def test_errors_here_and_there_delay_but_do_not_lie(make: MakeRig, store: MemoryStore) -> None:
@@ -242,6 +253,21 @@ def test_errors_here_and_there_delay_but_do_not_lie(make: MakeRig, store: Memory
     rig.put(*keys[:150])
     store.before = stumble
     assert rig.hits("a", keys) == 150
+
+
+def test_an_error_that_should_not_be_ends_nothing(
+    make: MakeRig, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stumble(operation: str, name: str) -> None:
+        raise ZeroDivisionError("secret")
+
+    rig, keys = make(threads=1), keys_of(2)
+    rig.put(*keys)
+    store.before = stumble
+    assert rig.hits("a", keys) == 0
+    assert "should not be" in caplog.text
+    store.before = lambda operation, name: None
+    rig.wait_for(lambda: 1 if rig.tier.in_use and rig.hits("b", keys) == 2 else None)
 
 
 def test_a_request_that_was_not_answered_doubts_the_store(make: MakeRig, store: MemoryStore) -> None:

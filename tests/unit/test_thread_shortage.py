@@ -15,10 +15,9 @@ from nixl_offload.engine import TierEngine
 from nixl_offload.identity.weights import digest_files
 from nixl_offload.movers.base import MemoryRegion, Op, TransferState, open_file
 from nixl_offload.movers.copy import CopyMover
-from nixl_offload.tiers.shared.chain_search import ChainSearch
-from nixl_offload.tiers.shared.lookups import Search, SearchKind
 from nixl_offload.tiers.shared.naming import StoredShard
 from nixl_offload.tiers.shared.prober import Prober
+from nixl_offload.tiers.shared.search import Search, SearchKind
 from nixl_offload.vllm.rank_tiers import RankTiers
 from tests.unit.chain_rig import FILE, MEMORY, ChainRig
 from tests.unit.engine_rig import until
@@ -87,19 +86,22 @@ def test_a_shared_tier_looks_when_there_are_threads_again(shortage: Shortage) ->
     """Nothing else has to come: what was begun, and the trial that ends an outage, wait for a thread."""
     (key,), store = keys_of(1), MemoryStore()
     store.put(key.hex())
-    prober = Prober(store, witness_of=lambda key: StoredShard(key.hex(), SLOT))
+    ended: list[object] = []
+    prober = Prober(
+        store, witness_of=lambda key: StoredShard(key.hex(), SLOT), on_answer=ended.append, on_end=ended.append
+    )
     with contextlib.closing(prober):
         shortage()
-        prober.search(Search(SearchKind.CHAIN, [key], ChainSearch(1, 0)))
-        prober.do(lambda store: store.head("a"), lambda found, error: None)
-        prober.try_store(lambda store: store.head("b"), lambda found, error: None)
-        assert not prober.drain(9)
+        prober.search(Search(SearchKind.CHAIN, [key]))
+        prober.do(lambda store: store.head("a"), lambda found, error: ended.append("a"))
+        prober.try_store(lambda store: store.head("b"), lambda found, error: ended.append("b"))
+        prober.take_in(9)
+        assert not ended
         shortage(refused=0)
-        events: list[object] = []
 
         def have_all_come() -> bool:
-            events.extend(prober.drain(9))
-            return len(events) == 4
+            prober.take_in(9)
+            return len(ended) == 4
 
         until(have_all_come)
 

@@ -2,8 +2,8 @@
 
 Threading: every public method returns at once and may be called by the scheduler's thread alone, except ``expired``.
 Questions, tasks and the trial have threads apart, so none waits for another; one that hangs in the store is never
-waited for. Decisions are taken under one lock, storage is asked outside it; results cross over in a queue, which
-``drain`` empties.
+waited for. Decisions are taken under one lock, storage is asked outside it; results cross over in a queue, and
+``take_in`` calls back with them on the scheduler's thread.
 Ownership: the store belongs to the prober's owner.
 """
 
@@ -17,13 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.calls import CallThreads
-from nixl_offload.tiers.shared.lookups import Search
 from nixl_offload.tiers.shared.naming import StoredShard
+from nixl_offload.tiers.shared.search import Search
 from nixl_offload.types import Key
 
 logger = logging.getLogger(__name__)
@@ -46,32 +46,22 @@ class Sight(Enum):
     """There, with a size that no good shard has."""
 
 
-class Answer(NamedTuple):
-    """One object was looked at."""
+@dataclass(slots=True, eq=False)
+class Question:
+    """Whether a key is there, and the answer. What happened to the key since it was asked is not in the answer."""
 
     key: Key
-    asked_s: float
-    """When the question went out, on the prober's clock. What happened to the key since is not in the answer."""
-    sight: Sight | None
+    waiters: list[tuple[Search, int]] = field(default_factory=list)
+    """Searches, and the key's position in each."""
+    asked_s: float = 0.0
+    """When it went out, on the prober's clock."""
+    is_overdue: bool = False
+    """It was out for too long, and was returned as such. Its error would be no news."""
+    sight: Sight | None = None
     """None: the store did not say."""
     modified_s: float = 0.0
     """By the store's clock, of what is there."""
     error: StoreError | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Question:
-    """Whether a key is there."""
-
-    key: Key
-    waiters: list[tuple[Search, int]] = field(default_factory=list)
-    asked_s: float = 0.0
-    is_overdue: bool = False
-    """It was out for too long, and was returned as such. Its error would be no news."""
-
-
-Event = Answer | Search | Callable[[], None]
-"""An answer; a search that has ended; or what to do with the result of a task."""
 
 
 class Prober:
@@ -82,12 +72,16 @@ class Prober:
         store: Store,
         *,
         witness_of: Callable[[Key], StoredShard | None],
+        on_answer: Callable[[Question], None],
+        on_end: Callable[[Search], None],
         ttl_s: float | None = None,
         threads: int = 16,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """``witness_of`` names the object to look at for a key; None: there can be none. ``threads``: for questions."""
+        """``witness_of`` names the object to look at for a key; None: there can be none. ``on_answer`` is called for
+        every question, ``on_end`` for every search that was not cancelled. ``threads``: for questions.
+        """
         self.since_s = 0.0
         """Objects modified earlier, by the store's clock, count as absent. Set by the scheduler's thread."""
         self.questions = 0
@@ -95,13 +89,16 @@ class Prober:
         self.errors = 0
         self._store = store
         self._witness_of = witness_of
+        self._on_answer = on_answer
+        self._on_end = on_end
         self._ttl_s = ttl_s
         self._clock = clock
         self._wall = wall
         self._asking = CallThreads("nixl-offload-probe", threads)
         self._tasks = CallThreads("nixl-offload-probe-task", TASK_THREADS)
         self._trial = CallThreads("nixl-offload-probe-trial", 1)
-        self._events: deque[Event] = deque()
+        self._events: deque[Callable[[], None]] = deque()
+        """What to call on the scheduler's thread."""
         self._seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._lock = threading.Lock()
         """Guards all that follows."""
@@ -112,19 +109,19 @@ class Prober:
         self._is_closed = False
 
     def search(self, search: Search) -> None:
-        """Begin a search. It becomes an event when it has ended; each of its questions ends in an ``Answer``."""
+        """Begin a search."""
         with self._lock:
             self._searches.add(search)
             self._advance(search)
 
     def cancel(self, search: Search) -> int:
-        """Give a search up: it becomes no event any more, unless it has ended and was not drained.
+        """Give a search up. One that has ended may still be taken in.
 
         Returns how many leading keys it has found to be there so far.
         """
         with self._lock:
             self._searches.discard(search)
-            return search.plan.known
+            return search.known
 
     def cancel_all(self) -> None:
         """Give up every search. Questions that are not out yet are not asked."""
@@ -132,7 +129,7 @@ class Prober:
             self._searches.clear()
 
     def do(self, work: Callable[[Store], T], then: Callable[[T | None, StoreError | None], None]) -> bool:
-        """Do ``work`` on a thread, and ``then``, with its result or error, when events are drained.
+        """Do ``work`` on a thread, and call back ``then`` with its result or error.
 
         False: too many tasks wait already.
         """
@@ -146,13 +143,15 @@ class Prober:
         if not self._trial.pending:
             self._trial.start(partial(self._do, work, then))
 
-    def drain(self, limit: int) -> list[Event]:
-        """Return what has happened since the last call, ``limit`` events at most. Starts threads that were missing."""
+    def take_in(self, limit: int) -> None:
+        """Call back for what has happened since the last call, ``limit`` times at most. Starts threads that were
+        missing.
+        """
         if not self._is_closed:
             for threads in (self._asking, self._tasks, self._trial):
                 threads.keep_up()
-        events = self._events
-        return [events.popleft() for _ in range(min(limit, len(events)))]
+        for _ in range(min(limit, len(self._events))):
+            self._events.popleft()()
 
     def overdue(self, now_s: float, limit_s: float) -> tuple[set[Key], list[Question]]:
         """Return the keys whose questions have been out for longer than ``limit_s``, and the questions that were not
@@ -171,7 +170,7 @@ class Prober:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being done or waits to be. What is to be drained does not count."""
+        """Whether something is being done or waits to be. What is to be taken in does not count."""
         return bool(self._asking.pending or self._tasks.pending or self._trial.pending)
 
     def take_seconds(self) -> list[float]:
@@ -189,16 +188,16 @@ class Prober:
 
     def _advance(self, search: Search) -> None:
         """Ask what the search wants to know next; the lock is held."""
-        for position in search.plan.next_round():
+        for position in search.next_round():
             key = search.keys[position]
             question = self._questions.get(key)
             if question is None:
                 question = self._questions[key] = Question(key)
                 self._asking.start(partial(self._ask, question))
             question.waiters.append((search, position))
-        if search.plan.done:
+        if search.done:
             self._searches.discard(search)
-            self._events.append(search)
+            self._events.append(partial(self._on_end, search))
 
     # On threads.
 
@@ -210,20 +209,21 @@ class Prober:
             question.asked_s = self._clock()
             self._out.add(question)
         began_s = time.monotonic()
-        found, error = self._try(partial(self._look, question.key))
+        found, question.error = self._try(partial(self._look, question.key))
         self._seconds.append(time.monotonic() - began_s)
-        sight, modified_s = found if found is not None else (None, 0.0)
+        if found is not None:
+            question.sight, question.modified_s = found
         with self._lock:
             self._out.discard(question)
             del self._questions[question.key]
             self.questions += 1
-            self.errors += error is not None
-            if error is None or not question.is_overdue:
-                self._events.append(Answer(question.key, question.asked_s, sight, modified_s, error))
+            self.errors += question.error is not None
+            if question.error is None or not question.is_overdue:
+                self._events.append(partial(self._on_answer, question))
             waiting = [waiter for waiter in question.waiters if waiter[0] in self._searches]
             for search, position in waiting:
-                search.failed |= error is not None
-                search.plan.answer(position, sight is Sight.PRESENT)
+                search.failed |= question.error is not None
+                search.answer(position, question.sight is Sight.PRESENT)
             for search in dict.fromkeys(search for search, _ in waiting):
                 self._advance(search)
 

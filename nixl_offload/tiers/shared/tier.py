@@ -25,10 +25,10 @@ from nixl_offload.stores.base import Store
 from nixl_offload.tiers.base import SharedStatistics, Tier, TierContext, not_arrived
 from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.health import StorageHealth
-from nixl_offload.tiers.shared.lookups import Lookups, Search, SearchKind
 from nixl_offload.tiers.shared.naming import StoredShard, manifest_name, shards_of, witness_of
 from nixl_offload.tiers.shared.presence import MAX_KEYS, Presence
-from nixl_offload.tiers.shared.prober import Answer, Prober, Sight
+from nixl_offload.tiers.shared.prober import Prober, Question, Sight
+from nixl_offload.tiers.shared.search import Lookups, Search, SearchKind
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, key_group
 
 EVENTS_PER_FLUSH = 8192
@@ -99,8 +99,16 @@ class SharedTier(Tier):
         """Asked about, and no answer for longer than a request may wait: nobody else waits for it."""
         self._doubted: set[str] = set()
         """Requests for which a lookup was a MISS although nothing was known."""
-        witness = partial(witness_of, namespace)
-        self._prober = Prober(store, witness_of=witness, ttl_s=ttl_s, threads=threads, clock=clock, wall=wall)
+        self._prober = Prober(
+            store,
+            witness_of=partial(witness_of, namespace),
+            on_answer=self._on_answer,
+            on_end=self._on_search_end,
+            ttl_s=ttl_s,
+            threads=threads,
+            clock=clock,
+            wall=wall,
+        )
         self._eviction = None if eviction is None else eviction()
         self._discarding: set[Key] = set()
         """Being deleted: stored anew only afterwards, else the deletion might hit the new one."""
@@ -160,7 +168,9 @@ class SharedTier(Tier):
             self._prober.cancel_all()
             if self._health.may_try(now_s):
                 manifest = manifest_name(self._namespace.name)
-                self._prober.try_store(lambda store: store.head(manifest), self._on_trial_end)
+                self._prober.try_store(
+                    lambda store: store.head(manifest), lambda _, error: self._health.tried(error, self._now_s)
+                )
             return
         for search in self._lookups.begin_searches():
             self._prober.search(search)
@@ -238,7 +248,10 @@ class SharedTier(Tier):
         bad = not_arrived(keys, failed)
         doubtful = self._health.loaded(keys, failed, now_s)
         if doubtful is not None and self._health.answers:
-            self._prober.do(partial(is_whole, shards_of(self._namespace, doubtful)), self._on_recheck_end)
+            self._prober.do(
+                partial(is_whole, shards_of(self._namespace, doubtful)),
+                lambda found, error: self._health.rechecked(bool(found), error, self._now_s),
+            )
         dropped = [key for key in bad if self._presence.missed(key, now_s)]
         corrupt = [key for key in bad if failed[key] is Outcome.CORRUPT and self._presence.state(key) is None]
         self._discard(corrupt, even_whole=True)
@@ -291,30 +304,27 @@ class SharedTier(Tier):
 
     def _take_in(self) -> None:
         self._taken_in = True
-        for event in self._prober.drain(EVENTS_PER_FLUSH):
-            if isinstance(event, Answer):
-                self._on_answer(event)
-            elif isinstance(event, Search):
-                if self._lookups.finish(event) and event.kind is SearchKind.CHAIN:
-                    self._take_chain(event.keys, event.plan.boundary)
-            else:
-                event()
+        self._prober.take_in(EVENTS_PER_FLUSH)
         for search in self._lookups.give_up(self._now_s):
             known = self._prober.cancel(search)
             if search.kind is SearchKind.CHAIN:  # better than nothing, for those that can wait no longer
                 self._take_chain(search.keys[:known], known)
 
-    def _on_answer(self, answer: Answer) -> None:
-        self._health.answered(answer.asked_s, answer.error, self._now_s)
-        key = answer.key
-        if answer.sight is Sight.PRESENT and not self._prober.expired(answer.modified_s):
-            if not self._presence.missed_since(key, answer.asked_s) and key not in self._discarding:
-                self._presence.seen(key, self._now_s, self._expires_s(answer.modified_s))
-        elif answer.sight is not None and not self._presence.seen_since(key, answer.asked_s):
+    def _on_answer(self, question: Question) -> None:
+        self._health.answered(question.asked_s, question.error, self._now_s)
+        key = question.key
+        if question.sight is Sight.PRESENT and not self._prober.expired(question.modified_s):
+            if not self._presence.missed_since(key, question.asked_s) and key not in self._discarding:
+                self._presence.seen(key, self._now_s, self._expires_s(question.modified_s))
+        elif question.sight is not None and not self._presence.seen_since(key, question.asked_s):
             # Else it was stored after the question went out.
             self._presence.missed(key, self._now_s)
-            if answer.sight is Sight.DAMAGED:
+            if question.sight is Sight.DAMAGED:
                 self._discard([key])
+
+    def _on_search_end(self, search: Search) -> None:
+        if self._lookups.finish(search) and search.kind is SearchKind.CHAIN:
+            self._take_chain(search.keys, search.boundary)
 
     def _take_chain(self, keys: Sequence[Key], boundary: int) -> None:
         """Believe in what lies before the boundary, and no longer in what lies behind it and was not seen lately."""
@@ -328,12 +338,6 @@ class SharedTier(Tier):
             state, is_fresh = presence.look(key, now_s)
             if state is State.READY and not is_fresh:
                 presence.drop(key)  # so that it is stored anew when it is computed
-
-    def _on_trial_end(self, _: object, error: StoreError | None) -> None:
-        self._health.tried(error, self._now_s)
-
-    def _on_recheck_end(self, found_whole: bool | None, error: StoreError | None) -> None:
-        self._health.rechecked(bool(found_whole), error, self._now_s)
 
     def _on_manifest_end(self, _: object, error: StoreError | None) -> None:
         if error is not None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nixl_offload.tiers.shared.chain_search import ChainSearch
+from nixl_offload.tiers.shared.search import Search, SearchKind
+from tests.unit.shared_rig import keys_of
+
+
+def chain(length: int, certain: int = 0) -> Search:
+    return Search(SearchKind.CHAIN, keys_of(length), certain)
 
 
 def test_an_absent_front_ends_the_search_before_the_other_answers_are_in() -> None:
-    search = ChainSearch(4096)
+    search = chain(4096)
     positions = search.next_round()
     search.answer(positions[5], True)
     search.answer(0, False)
@@ -22,7 +27,7 @@ def test_an_absent_front_ends_the_search_before_the_other_answers_are_in() -> No
 @given(st.lists(st.booleans(), max_size=400), st.integers(0, 400), st.randoms(use_true_random=False))
 def test_holes_in_any_order_of_answers(there: list[bool], certain: int, random: object) -> None:
     """Never a link at or beyond a known absent one; the last ones before the boundary are asked about one by one."""
-    search = ChainSearch(len(there), certain)
+    search = chain(len(there), certain)
     absent: set[int] = set()
     asked: set[int] = set()
     while not search.done:
@@ -44,7 +49,7 @@ def test_holes_in_any_order_of_answers(there: list[bool], certain: int, random: 
 
 
 def test_what_is_known_ends_at_the_first_question_that_is_out() -> None:
-    search = ChainSearch(4096)
+    search = chain(4096)
     first, second, third, *_ = search.next_round()
     assert search.known == 0
     search.answer(third, True)

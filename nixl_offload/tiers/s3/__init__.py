@@ -1,1 +1,0 @@
-"""The S3 tier: one object per shard."""

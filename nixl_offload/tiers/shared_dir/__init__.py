@@ -1,1 +1,0 @@
-"""The shared-directory tier: one file per shard."""
