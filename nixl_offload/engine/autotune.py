@@ -31,7 +31,6 @@ from nixl_offload.errors import MoverError, MoverUnavailableError, NixlOffloadEr
 from nixl_offload.hardware.cores import unbound
 from nixl_offload.keep import keep_forever
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, Transfer, TransferState, open_file
-from nixl_offload.movers.paired import PairedMover
 from nixl_offload.movers.select import SCRATCH_BYTES, MoverChoice, open_mover
 from nixl_offload.types import PAGE_BYTES, align_up
 
@@ -125,10 +124,10 @@ def open_planned(
     """
     if plan is not None:
         try:
-            return _open_with_host(plan.mover, tier, directory, device), plan.side
+            return open_file_mover(plan.mover, tier, directory, device), plan.side
         except MoverUnavailableError as error:
             logger.warning("%s was found best and opens no more; using another mover: %s", plan.mover, error)
-    mover = _open_with_host(tier.mover, tier, directory, device)
+    mover = open_file_mover(tier.mover, tier, directory, device)
     return mover, staging_for(mover, device)
 
 
@@ -153,23 +152,6 @@ def open_file_mover(name: str, tier: DirectoryConfig, directory: str, device: De
         if not all_well:
             keep_forever(memory)  # late I/O of a mover that was passed over must not find it in other hands
     return opened.mover
-
-
-def _open_with_host(name: str, tier: DirectoryConfig, directory: str, device: Device) -> Mover:
-    """Open a mover by name. GDS_MT would register host memory with cuFile as well, and no other does: it gets a mover
-    for host memory beside it, since a memory tier of a hundred GB gains nothing by cuFile. Raises
-    MoverUnavailableError.
-    """
-    mover = open_file_mover(name, tier, directory, device)
-    if not device.is_accelerator or mover.name != "gds_mt":
-        return mover
-    try:
-        host = open_mover("auto", MemoryKind.DRAM, directory).mover
-    except BaseException:
-        mover.close()
-        raise
-    logger.info("%s: device memory goes by %s, host memory by %s", directory, mover.name, host.name)
-    return PairedMover(mover, host)
 
 
 # Measuring

@@ -1,52 +1,301 @@
-"""NIXL's plugins for files behind the mover contract: POSIX (aio, io_uring) and GDS_MT are one class; the rest is data.
+"""NIXL behind the mover contract: its plugins as data, an agent, the mover of files. ``nixl_objects`` moves objects.
 
-Threading: driven by one thread; the plugins may have their own. One process: NIXL does not survive a fork.
-Ownership: a transfer's handle is never released while in flight, because NIXL would return normally and the kernel
-would go on writing. Handles are kept, polled to their end, and released after. What cannot be drained is leaked on
-purpose.
-NIXL itself is started when the first region or file arrives.
+Threading: one thread drives a mover; plugins may have threads of their own. One process: NIXL does not survive a fork.
+Ownership: a handle in flight is never released, because NIXL would return normally and the kernel would go on writing.
+Handles are kept, polled to their end, and released after. What cannot be drained is leaked on purpose.
+NIXL is imported and started when the first region or file arrives. Meanwhile a few variables of the process's
+environment are set and put back: what starts on other threads in that moment may see them.
+Where the numbers come from: docs/decisions/0004-movers.md for files, docs/decisions/0008-object-movers.md for objects.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import itertools
+import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType, ModuleType
+from typing import Any, TypeVar
 
-from nixl_offload.errors import MoverError
+import numpy as np
+import numpy.typing as npt
+
+from nixl_offload.config.schema import S3Config
+from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.keep import keep_forever, keep_in_children
-from nixl_offload.movers.base import LIBRARIES, FileId, MemoryId, MemoryKind, MemoryRegion, MoverLimits
-from nixl_offload.movers.nixl_agent import NixlAgent
-from nixl_offload.movers.nixl_plugins import NixlPlugin
+from nixl_offload.movers.base import (
+    LIBRARIES,
+    MAX_IO_BYTES,
+    Extents,
+    FileId,
+    MemoryId,
+    MemoryKind,
+    MemoryRegion,
+    MoverLimits,
+)
 from nixl_offload.movers.pinning import add_holder, check_pinning, remove_holder
 from nixl_offload.movers.tracked import FileEntry, TrackedMover, TrackedTransfer
+from nixl_offload.stores.s3 import ATTEMPTS, S3Address, ca_bundle_of
 from nixl_offload.types import PAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+_agent_numbers = itertools.count(1)
+_FEW = 32
+
+# Plugins
+
+
+@dataclass(frozen=True)
+class NixlPlugin:
+    """All that differs between one NIXL plugin and another."""
+
+    name: str
+    """The mover's name."""
+    plugin: str
+    """NIXL's name of it."""
+    params: Mapping[str, str]
+    memory_kinds: frozenset[MemoryKind]
+    """What we would use it for; what it really takes is asked when it starts."""
+    key_prefix: str = ""
+    """Of an object plugin: comes before every object name."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Set while the plugin starts, unless the process has other values: what it can be told in no other way."""
+
+
+_HOST = frozenset({MemoryKind.DRAM})
+
+PLUGINS: Mapping[str, NixlPlugin] = MappingProxyType(
+    {
+        "posix_uring": NixlPlugin("posix_uring", "POSIX", {"use_uring": "true"}, _HOST),
+        "posix_aio": NixlPlugin("posix_aio", "POSIX", {"use_aio": "true"}, _HOST),
+        "gds_mt": NixlPlugin("gds_mt", "GDS_MT", {"thread_count": "8"}, frozenset(MemoryKind)),
+    }
+)
+
+
+def object_plugin(tier: S3Config) -> NixlPlugin:
+    """Return NIXL's OBJ plugin for a bucket. Credentials are no parameter: its SDK goes through the AWS chain."""
+    address = S3Address.of(tier)
+    params = {
+        "bucket": address.bucket,
+        "scheme": "http" if address.plain_http else "https",
+        "use_virtual_addressing": str(not address.path_style).lower(),
+        "num_threads": str(tier.connections),
+        "req_checksum": "required",  # with "supported" the SDK sends trailers that some servers store as data
+        "resp_checksum": "required",
+        "endpoint_override": address.endpoint,
+        "region": address.region,
+        "ca_bundle": ca_bundle_of(tier),
+    }
+    return NixlPlugin(
+        "obj",
+        "OBJ",
+        {name: value for name, value in params.items() if value is not None},
+        frozenset(MemoryKind),
+        key_prefix=address.prefix,
+        # The SDK's own default is ten retries, half a minute against a server that is down.
+        environment={"AWS_RETRY_MODE": "standard", "AWS_MAX_ATTEMPTS": str(ATTEMPTS)},
+    )
+
+
+# The agent
+
+
+class NixlAgent:
+    """An agent with one plugin or more, made when it is first needed. What NIXL raises becomes a MoverError.
+
+    ``register`` and ``deregister`` are for the thread that drives the mover, all else for any.
+    """
+
+    def __init__(self, *plugins: NixlPlugin) -> None:
+        """``plugins``: each kind of memory goes by the last one that takes it."""
+        self.name = f"nixl-offload-{os.getpid()}-{next(_agent_numbers)}"
+        self.memory_kinds = frozenset[MemoryKind]().union(*(plugin.memory_kinds for plugin in plugins))
+        """Narrowed to what the plugins take on this machine, once they have been started."""
+        self._plugins = plugins
+        self._plugin_of: dict[MemoryKind, str] = {}
+        self._errors: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError)
+        self._agent: Any = None
+
+    def start(self) -> None:
+        """Start NIXL and its plugins. Raises MoverUnavailableError when one cannot run here."""
+        if self._agent is None:
+            with LIBRARIES:
+                self._agent = self._make()
+
+    def register_memory(self, region: MemoryRegion) -> Any:
+        """Register host or device memory with its plugin. Returns what ``deregister`` takes."""
+        descriptor = region.address, region.length_bytes, region.device_id, ""
+        return self._register("memory", region.kind.name, descriptor, [self._plugin_of[region.kind]])
+
+    def register(self, what: str, kind: str, descriptor: tuple[int, int, int, str]) -> Any:
+        """Register a file or an object (``what``, for messages) with all plugins. Returns what ``deregister`` takes."""
+        return self._register(what, kind, descriptor, [plugin.plugin for plugin in self._plugins])
+
+    def _register(self, what: str, kind: str, descriptor: tuple[int, int, int, str], plugins: list[str]) -> Any:
+        try:
+            return self._agent.register_memory([descriptor], kind, plugins), plugins
+        except self._errors as error:
+            raise self._failure(f"register {what}", error) from error
+
+    def deregister(self, what: str, registered: Any) -> None:
+        """Undo ``register`` and ``register_memory``."""
+        try:
+            self._agent.deregister_memory(*registered)
+        except self._errors as error:
+            raise self._failure(f"deregister {what}", error) from error
+
+    def prepare(self, transfer: TrackedTransfer, target_kind: str, target_id: int) -> Any:
+        """Return the handle of a transfer between its region and what was registered as ``target_id``."""
+        mem, fil, region, agent = transfer.mem, transfer.fil, transfer.region, self._agent
+        if transfer.bytes_total > MAX_IO_BYTES:
+            mem, fil = mem[::-1], fil[::-1]  # NIXL does not merge neighbours in falling order to more than the limit
+        try:
+            return agent.initialize_xfer(
+                transfer.op.name,
+                agent.get_xfer_descs(_descriptors(mem, region.address, region.device_id), region.kind.name),
+                agent.get_xfer_descs(_descriptors(fil, 0, target_id), target_kind),
+                self.name,
+                b"",
+                [self._plugin_of[region.kind]],
+            )
+        except self._errors as error:
+            raise self._failure("initialize transfer", error) from error
+
+    def begin(self, handle: Any) -> str:
+        """Start a transfer and return its state: PROC, DONE or another word.
+
+        After an error part of it may be queued in the plugin or in the kernel, and nothing would ever tell.
+        """
+        try:
+            return str(self._agent.transfer(handle))
+        except self._errors as error:
+            raise self._failure("not started whole", error) from error
+
+    def check(self, handle: Any) -> str:
+        """Return the state of a transfer. After an error nothing of it is in flight. POSIX moves bytes only in here,
+        64 I/Os a call.
+        """
+        try:
+            return str(self._agent.check_xfer_state(handle))
+        except self._errors as error:
+            raise self._failure("failed or came short", error) from error
+
+    def release(self, handle: Any) -> None:
+        """Free the handle of a transfer that has ended."""
+        try:
+            self._agent.release_xfer_handle(handle)
+        except self._errors as error:
+            logger.warning("%s: could not release a finished handle: %s", self._plugins[0].name, _words(error))
+
+    def forget(self) -> None:
+        """Let the agent be collected, which ends it. Nothing of it may be in use."""
+        with LIBRARIES:
+            self._agent = None
+
+    def _failure(self, doing: str, error: Exception) -> MoverError:
+        return MoverError(f"{self._plugins[0].name}: {doing}: {_words(error)}")
+
+    def _make(self) -> Any:
+        api = _import_nixl()
+        # A class per status, derived from nothing in common; here all of them mean the same.
+        own = (value for value in vars(api.nixlBind).values() if isinstance(value, type))
+        self._errors += tuple(value for value in own if issubclass(value, Exception))
+        plugin = self._plugins[0]
+        try:
+            config = api.nixl_agent_config(
+                enable_prog_thread=False, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+            )
+            with _defaults(plugin.environment):
+                agent = api.nixl_agent(self.name, config)
+                for plugin in self._plugins:
+                    agent.create_backend(plugin.plugin, dict(plugin.params))
+                    taken = agent.get_backend_mem_types(plugin.plugin)
+                    kinds = [kind for kind in plugin.memory_kinds if {kind.name, f"{kind.name}_SEG"} & {*taken}]
+                    self._plugin_of |= dict.fromkeys(kinds, plugin.plugin)
+        except self._errors as error:
+            raise MoverUnavailableError(
+                f"{self._plugins[0].name}: NIXL's {plugin.plugin} plugin does not start here: {_words(error)}"
+            ) from error
+        self.memory_kinds = frozenset(self._plugin_of)
+        return agent
+
+
+def _descriptors(extents: Extents, base: int, device_id: int) -> npt.NDArray[np.uint64] | list[tuple[int, int, int]]:
+    """Rows of (address, length, device id) for NIXL: a few as tuples, which cost less."""
+    if len(extents) <= _FEW:
+        return [(base + at, length, device_id) for at, length in extents.tolist()]
+    rows = np.empty((len(extents), 3), dtype=np.uint64)
+    rows[:, 0] = extents[:, 0] + base
+    rows[:, 1] = extents[:, 1]
+    rows[:, 2] = device_id
+    return rows
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _import_nixl() -> ModuleType:
+    """Import NIXL quietly: unless NIXL_LOG_LEVEL says otherwise, it logs agents to stdout and failures to stderr.
+
+    Its level is read once per process; where someone else has imported it already, theirs stays.
+    """
+    if "nixl._api" in sys.modules:
+        return sys.modules["nixl._api"]
+    quiet = not logger.isEnabledFor(logging.DEBUG)
+    with _defaults({"NIXL_LOG_LEVEL": "FATAL"} if quiet else {}):
+        try:
+            return importlib.import_module("nixl._api")
+        except ImportError as error:
+            raise MoverUnavailableError(f"NIXL cannot be imported ({error}); `pip install nixl` brings it") from error
+
+
+@contextlib.contextmanager
+def _defaults(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set what the environment does not have, for as long as this lasts."""
+    added = [name for name in variables if name not in os.environ]
+    for name in added:
+        os.environ[name] = variables[name]
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+# Movers
 
 
 @dataclass(slots=True, eq=False)
-class _NixlTransfer(TrackedTransfer):
+class NixlTransfer(TrackedTransfer):
+    """A transfer and NIXL's handle of it; None between attempts."""
+
     handle: Any = None
 
 
-class NixlMover(TrackedMover[_NixlTransfer]):
-    """One agent with one plugin. Raises MoverUnavailableError on the first use when the plugin cannot run here.
+NixlT = TypeVar("NixlT", bound=NixlTransfer)
 
-    After a failure: only this transfer is lost, the mover goes on. Each of these plugins reports an error only when
-    nothing of the handle is in flight; ``Transfer.quarantine`` is set where a transfer was not started whole, and for
-    what ``close`` cannot drain within ``close_timeout_s``.
-    """
 
-    transfer_type = _NixlTransfer
+class AgentMover(TrackedMover[NixlT]):
+    """What movers over an agent share. The first use raises MoverUnavailableError where a plugin cannot run."""
 
-    def __init__(
-        self, plugin: NixlPlugin, *, params: Mapping[str, str] | None = None, close_timeout_s: float = 30.0
-    ) -> None:
-        super().__init__(plugin.name, plugin.memory_kinds, MoverLimits(alignment_bytes=PAGE_BYTES), close_timeout_s)
-        self._is_cufile = plugin.plugin == "GDS_MT"
-        self._nixl = NixlAgent(plugin, params or {})
+    transfer_type = NixlTransfer
+
+    def __init__(self, *plugins: NixlPlugin, limits: MoverLimits, close_timeout_s: float) -> None:
+        self._nixl = NixlAgent(*plugins)
+        super().__init__(plugins[0].name, self._nixl.memory_kinds, limits, close_timeout_s)
         self._registered: dict[MemoryId | FileId, Any] = {}
         keep_in_children(self)  # agents do not survive a fork, and handles that are collected release themselves
+
+    def connect(self) -> None:
+        """Start NIXL and its plugins now, which reaches no storage yet. Raises MoverUnavailableError."""
+        self._check_usable()
 
     def _check_usable(self) -> None:
         super()._check_usable()
@@ -54,20 +303,70 @@ class NixlMover(TrackedMover[_NixlTransfer]):
         self.memory_kinds = self._nixl.memory_kinds
 
     def _register(self, memory: MemoryId, region: MemoryRegion) -> None:
+        with LIBRARIES:
+            self._registered[memory] = self._nixl.register_memory(region)
+
+    def _unregister(self, memory: MemoryId, region: MemoryRegion) -> None:
+        with LIBRARIES:
+            self._deregister("memory", memory)
+
+    def _deregister(self, what: str, handle: MemoryId | FileId) -> None:
+        self._nixl.deregister(what, self._registered.pop(handle))
+        if self._closed:
+            self._forget_if_unused()
+
+    def _forget_if_unused(self) -> None:
+        """End the agent, unless memory is still registered: the last mover that shares it ends the agent then."""
+        if not self._registered:
+            self._nixl.forget()
+
+    def _release(self, transfer: NixlT) -> None:
+        if transfer.handle is not None:
+            self._nixl.release(transfer.handle)
+            transfer.handle = None
+
+    def _finish(self, transfer: NixlT, error: str | None, *, quarantine: bool = False) -> None:
+        """Make final; a quarantined transfer keeps its handle for ever."""
+        super()._finish(transfer, error, quarantine=quarantine)
+        if quarantine:
+            keep_forever(transfer)
+        else:
+            self._release(transfer)
+
+
+class NixlMover(AgentMover[NixlTransfer]):
+    """Moves files by POSIX (aio, io_uring), or device memory by GDS_MT.
+
+    After a failure: only this transfer is lost, the mover goes on. Each of these plugins reports an error only when
+    nothing of the handle is in flight; ``Transfer.quarantine`` is set where a transfer was not started whole, and for
+    what ``close`` cannot drain within ``close_timeout_s``.
+    """
+
+    def __init__(
+        self, plugin: NixlPlugin, host_plugin: NixlPlugin | None = None, *, close_timeout_s: float = 30.0
+    ) -> None:
+        """``host_plugin`` moves host memory. GDS_MT would register that with cuFile as well, which takes long and may
+        fail for a memory tier of a hundred GB.
+        """
+        plugins = (plugin,) if host_plugin is None else (plugin, host_plugin)
+        super().__init__(*plugins, limits=MoverLimits(alignment_bytes=PAGE_BYTES), close_timeout_s=close_timeout_s)
+        self._is_cufile = plugin.plugin == "GDS_MT"
+
+    def _register(self, memory: MemoryId, region: MemoryRegion) -> None:
         by_cufile = self._is_cufile and region.kind is MemoryKind.VRAM
         with LIBRARIES:
             if by_cufile:
                 check_pinning(self.name, region)
-            self._registered[memory] = self._nixl.register_memory(region)
+            super()._register(memory, region)
             if by_cufile:
                 add_holder(region)
 
     def _unregister(self, memory: MemoryId, region: MemoryRegion) -> None:
-        with LIBRARIES:
-            if self._is_cufile and region.kind is MemoryKind.VRAM:
+        if self._is_cufile and region.kind is MemoryKind.VRAM:
+            with LIBRARIES:
                 remove_holder(region, lambda: self._deregister("memory", memory))
-            else:
-                self._deregister("memory", memory)
+        else:
+            super()._unregister(memory, region)
 
     def _add_file(self, entry: FileEntry) -> FileId:
         try:
@@ -87,12 +386,7 @@ class NixlMover(TrackedMover[_NixlTransfer]):
         finally:
             os.close(entry.fd)
 
-    def _deregister(self, what: str, handle: MemoryId | FileId) -> None:
-        self._nixl.deregister(what, self._registered.pop(handle))
-        if self._closed and not self._registered:
-            self._nixl.forget()
-
-    def _launch(self, transfer: _NixlTransfer) -> None:
+    def _launch(self, transfer: NixlTransfer) -> None:
         transfer.handle = self._nixl.prepare(transfer, "FILE", transfer.file.fd)
         try:
             state = self._nixl.begin(transfer.handle)
@@ -101,7 +395,7 @@ class NixlMover(TrackedMover[_NixlTransfer]):
         else:
             self._end_unless_pending(transfer, state)
 
-    def _advance(self, transfer: _NixlTransfer) -> None:
+    def _advance(self, transfer: NixlTransfer) -> None:
         try:
             state = self._nixl.check(transfer.handle)
         except MoverError as error:
@@ -109,19 +403,10 @@ class NixlMover(TrackedMover[_NixlTransfer]):
         else:
             self._end_unless_pending(transfer, state)
 
-    def _end_unless_pending(self, transfer: _NixlTransfer, state: str) -> None:
+    def _end_unless_pending(self, transfer: NixlTransfer, state: str) -> None:
         if state != "PROC":
             what = f"{self.name}: {transfer.op.value} of {transfer.file.path} failed: {state}"
             self._finish(transfer, None if state == "DONE" else what)
-
-    def _finish(self, transfer: _NixlTransfer, error: str | None, *, quarantine: bool = False) -> None:
-        """Make final; a quarantined transfer keeps its handle for ever."""
-        super()._finish(transfer, error, quarantine=quarantine)
-        if quarantine:
-            keep_forever(transfer)
-        elif transfer.handle is not None:
-            self._nixl.release(transfer.handle)
-            transfer.handle = None
 
     def close(self) -> None:
         """Wait ``close_timeout_s`` at most."""
@@ -130,5 +415,4 @@ class NixlMover(TrackedMover[_NixlTransfer]):
         self._drain(self._close_timeout_s)
         self._closed = True
         self._release_all()
-        if not self._registered:  # else the last mover that shares this memory ends the agent
-            self._nixl.forget()
+        self._forget_if_unused()

@@ -6,7 +6,7 @@ transfers above a limit wait here, and a read that failed is repeated, unless a 
 does not answer either. Writes are repeated by the plugin.
 
 Threading: driven by one thread; the store is asked on a few daemon threads, which end when nothing is left to be asked.
-Ownership: it owns the store. A handle in flight is never released, as in ``movers.nixl``.
+Ownership: it owns the store. A handle in flight is never released: see ``movers.nixl``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from nixl_offload.errors import MoverError, StoreError
-from nixl_offload.keep import keep_forever, keep_in_children
-from nixl_offload.movers.base import LIBRARIES, OBJECT_LIMITS, FileId, MemoryId, MemoryRegion, Op
-from nixl_offload.movers.nixl_agent import NixlAgent
-from nixl_offload.movers.nixl_plugins import NixlPlugin
-from nixl_offload.movers.tracked import FileEntry, TrackedMover, TrackedTransfer
+from nixl_offload.movers.base import OBJECT_LIMITS, FileId, Op
+from nixl_offload.movers.nixl import AgentMover, NixlPlugin, NixlTransfer
+from nixl_offload.movers.tracked import FileEntry
 from nixl_offload.stores.base import Store
 
 logger = logging.getLogger(__name__)
@@ -46,8 +44,7 @@ _object_numbers = itertools.count(1)
 
 
 @dataclass(slots=True, eq=False)
-class _ObjectTransfer(TrackedTransfer):
-    handle: Any = None
+class _ObjectTransfer(NixlTransfer):
     attempts: int = 0
     """Begun so far."""
     first_s: float = 0.0
@@ -63,7 +60,7 @@ class _ObjectTransfer(TrackedTransfer):
     Empty: not known yet."""
 
 
-class NixlObjectMover(TrackedMover[_ObjectTransfer]):
+class NixlObjectMover(AgentMover[_ObjectTransfer]):
     """One agent with the OBJ plugin. Of its transfers ``at_once`` run, in their order.
 
     A transfer that was not started whole, or does not end within ``close_timeout_s``, is quarantined.
@@ -73,12 +70,10 @@ class NixlObjectMover(TrackedMover[_ObjectTransfer]):
 
     def __init__(self, plugin: NixlPlugin, store: Store, *, at_once: int, close_timeout_s: float = 30.0) -> None:
         limits = replace(OBJECT_LIMITS, tells_short_reads=False)
-        super().__init__(plugin.name, plugin.memory_kinds, limits, close_timeout_s)
+        super().__init__(plugin, limits=limits, close_timeout_s=close_timeout_s)
         self.store = store
-        self._nixl = NixlAgent(plugin, {})
         self._at_once = at_once
         self._key_prefix = plugin.key_prefix
-        self._registered: dict[MemoryId | FileId, Any] = {}
         self._numbers: dict[FileEntry, int] = {}
         self._waiting: deque[_ObjectTransfer] = deque()
         self._running: set[_ObjectTransfer] = set()
@@ -96,24 +91,6 @@ class NixlObjectMover(TrackedMover[_ObjectTransfer]):
         """When the next look is due."""
         self._news = False
         """Whether a transfer has ended since the last look."""
-        keep_in_children(self)  # agents do not survive a fork, and handles that are collected release themselves
-
-    def connect(self) -> None:
-        """Start NIXL and its plugin now, which reaches nothing yet. Raises MoverUnavailableError."""
-        self._check_usable()
-
-    def _check_usable(self) -> None:
-        super()._check_usable()
-        self._nixl.start()
-        self.memory_kinds = self._nixl.memory_kinds
-
-    def _register(self, memory: MemoryId, region: MemoryRegion) -> None:
-        with LIBRARIES:
-            self._registered[memory] = self._nixl.register_memory(region)
-
-    def _unregister(self, memory: MemoryId, region: MemoryRegion) -> None:
-        with LIBRARIES:
-            self._nixl.deregister("memory", self._registered.pop(memory))
 
     def _add_file(self, entry: FileEntry) -> FileId:
         number = next(_object_numbers)
@@ -126,7 +103,7 @@ class NixlObjectMover(TrackedMover[_ObjectTransfer]):
     def close_file(self, file: FileId) -> None:
         entry = self._pop_file(file)
         del self._numbers[entry]
-        self._nixl.deregister(entry.path, self._registered.pop(file))
+        self._deregister(entry.path, file)
 
     # Transfers
 
@@ -202,8 +179,8 @@ class NixlObjectMover(TrackedMover[_ObjectTransfer]):
             self._finish(transfer, transfer.failure)
             return
         self._running.remove(transfer)
-        self._nixl.release(transfer.handle)
-        transfer.handle, transfer.answer = None, ""
+        self._release(transfer)
+        transfer.answer = ""
         self._resting.add(transfer)
         with self._asking_lock:
             self._unasked.append(transfer)
@@ -232,15 +209,9 @@ class NixlObjectMover(TrackedMover[_ObjectTransfer]):
                 transfer.answer = "silent" if is_silent else "go on"
 
     def _finish(self, transfer: _ObjectTransfer, error: str | None, *, quarantine: bool = False) -> None:
-        """Make final; a quarantined transfer keeps its handle for ever."""
         self._running.discard(transfer)
         self._news = True
         super()._finish(transfer, error, quarantine=quarantine)
-        if quarantine:
-            keep_forever(transfer)
-        elif transfer.handle is not None:
-            self._nixl.release(transfer.handle)
-            transfer.handle = None
 
     def close(self) -> None:
         """What waits is still moved, for ``close_timeout_s`` at most. What failed is not tried again."""
@@ -258,5 +229,4 @@ class NixlObjectMover(TrackedMover[_ObjectTransfer]):
         self._waiting.clear()
         self._release_all()
         self.store.close()
-        if not self._registered:
-            self._nixl.forget()
+        self._forget_if_unused()

@@ -15,6 +15,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -24,12 +25,10 @@ from nixl_offload.errors import MoverError, MoverUnavailableError, NixlOffloadEr
 from nixl_offload.hardware.gds import gds_report
 from nixl_offload.keep import keep_forever
 from nixl_offload.movers.base import Extents, MemoryKind, MemoryRegion, Mover, Op, Transfer, TransferState, open_file
-from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.kvikio import KvikioMover
-from nixl_offload.movers.nixl import NixlMover
+from nixl_offload.movers.nixl import PLUGINS, NixlMover, object_plugin
 from nixl_offload.movers.nixl_objects import NOT_ANSWERING, NixlObjectMover
-from nixl_offload.movers.nixl_plugins import PLUGINS, object_plugin
-from nixl_offload.movers.store import StoreMover
+from nixl_offload.movers.threaded import CopyMover, StoreMover
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.s3 import S3Address, open_store
 from nixl_offload.types import PAGE_BYTES
@@ -93,15 +92,18 @@ def candidates(kind: MoverChoice, memory_kind: MemoryKind) -> list[str]:
 
 
 def make_mover(name: str, *, threads: int = 8) -> Mover:
-    """A bare mover of files: ``copy``, ``kvikio`` or one of ``PLUGINS``. Starts nothing yet.
+    """Return a bare mover of files: ``copy``, ``kvikio`` or one of ``PLUGINS``. Starts nothing yet.
 
-    ``threads`` is for gds_mt and kvikio.
+    ``threads`` is for gds_mt and kvikio. With gds_mt, host memory goes by POSIX.
     """
     if name == "copy":
         return CopyMover()
     if name == "kvikio":
         return KvikioMover(threads)
-    return NixlMover(PLUGINS[name], params={"thread_count": str(threads)} if name == "gds_mt" else None)
+    if name == "gds_mt":
+        device = replace(PLUGINS[name], params={"thread_count": str(threads)})
+        return NixlMover(device, PLUGINS["posix_aio"])
+    return NixlMover(PLUGINS[name])
 
 
 def open_mover(

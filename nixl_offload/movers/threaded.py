@@ -1,4 +1,4 @@
-"""A mover that moves bytes by blocking calls on a few threads of its own.
+"""Movers that move bytes by blocking calls on a few threads of their own: ``copy`` for files, and one for any store.
 
 Threading: driven by one thread. Its own threads are daemons: a call that hangs holds up neither ``close`` for longer
 than its time nor the end of the process. A transfer is final when no thread touches its memory any more.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
+import os
 import queue
 import threading
 from abc import abstractmethod
@@ -18,8 +19,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_offload.errors import MoverError, NixlOffloadError, StoreError
-from nixl_offload.movers.base import MemoryKind, MoverLimits, Op
+from nixl_offload.movers.base import OBJECT_LIMITS, MemoryKind, MoverLimits, Op
 from nixl_offload.movers.tracked import TrackedMover, TrackedTransfer
+from nixl_offload.stores.base import Store
+from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -176,3 +179,51 @@ class ThreadedMover(TrackedMover[ThreadedTransfer]):
 def host_view(address: int, length_bytes: int) -> memoryview:
     """Return host memory as bytes that can be written."""
     return memoryview((ctypes.c_char * length_bytes).from_address(address)).cast("B")
+
+
+class CopyMover(ThreadedMover):
+    """Host memory and files by ``preadv`` and ``pwritev``: the contract's reference, used where NIXL cannot run.
+
+    A short read or write is a failure; the error has the offset.
+    """
+
+    def __init__(self, threads: int = 4, *, name: str = "copy", close_timeout_s: float = 30.0) -> None:
+        limits = MoverLimits(alignment_bytes=PAGE_BYTES)
+        super().__init__(name, limits, threads=threads, close_timeout_s=close_timeout_s)
+
+    def _move(self, transfer: ThreadedTransfer, rows: Sequence[Row]) -> None:
+        op, file = transfer.op, transfer.file
+        for address, length, offset in rows:
+            if transfer.stop:
+                return
+            memory, done = host_view(address, length), 0
+            while done < length:
+                if op is Op.READ:
+                    moved = os.preadv(file.fd, [memory[done:]], offset + done)
+                else:
+                    moved = os.pwritev(file.fd, [memory[done:]], offset + done)
+                done += moved
+                # Under O_DIRECT a piece that ends off the grid is the end of the file; going on would only give EINVAL.
+                if moved == 0 or (file.direct and moved % PAGE_BYTES):
+                    raise MoverError(f"short {op.value} of {file.path} at {offset}: {done} of {length} bytes")
+
+
+class StoreMover(ThreadedMover):
+    """Host memory and objects by a store's blocking calls, ``threads`` at a time, one for each transfer.
+
+    Owns the store and closes it.
+    """
+
+    def __init__(self, store: Store, *, threads: int, close_timeout_s: float = 30.0) -> None:
+        super().__init__(store.name, OBJECT_LIMITS, threads=threads, close_timeout_s=close_timeout_s)
+        self.store = store
+
+    def _release(self) -> None:
+        self.store.close()
+
+    def _move(self, transfer: ThreadedTransfer, rows: Sequence[Row]) -> None:
+        [(address, length, offset)] = rows
+        if transfer.op is Op.READ:
+            self.store.read_into(transfer.file.path, offset, host_view(address, length))
+        else:
+            self.store.write(transfer.file.path, host_view(address, length))

@@ -21,8 +21,7 @@ from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import MoverUnavailableError
 from nixl_offload.movers.base import Mover, Op, Transfer, TransferState, open_file
 from nixl_offload.movers.kvikio import KvikioMover
-from nixl_offload.movers.nixl import NixlMover
-from nixl_offload.movers.nixl_plugins import PLUGINS
+from nixl_offload.movers.nixl import PLUGINS, NixlMover
 from nixl_offload.movers.select import make_object_mover
 from tests.contract.suites.mover_rig import MIB, HostMemory, extents
 

@@ -20,7 +20,7 @@ from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import MoverUnavailableError
 from nixl_offload.movers.base import MemoryKind, Mover, Op, TransferState
 from nixl_offload.movers.select import ProbedMover, make_object_mover, open_object_mover
-from nixl_offload.movers.store import StoreMover
+from nixl_offload.movers.threaded import StoreMover
 from nixl_offload.stores.base import Store
 from tests.s3.proxy import Answer, FaultProxy, Hold, Reset, Stall
 from tests.s3.servers import RcloneServer

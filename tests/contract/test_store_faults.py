@@ -19,7 +19,7 @@ import pytest
 
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError
-from nixl_offload.movers.nixl_plugins import object_plugin
+from nixl_offload.movers.nixl import object_plugin
 from nixl_offload.stores import obstore, s3
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.bucket import client_facts, plan_lifecycle

@@ -14,7 +14,7 @@ import pytest
 from nixl_offload.engine import Chunk, link_engine, make_move, pump, rank_engine
 from nixl_offload.engine.jobs import MOVE_QUEUE_LIMIT_S
 from nixl_offload.movers.base import Op
-from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover

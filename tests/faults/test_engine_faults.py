@@ -18,7 +18,7 @@ from nixl_offload.engine import jobs, pump
 from nixl_offload.engine.transfer_paths.common import QUARANTINE_S
 from nixl_offload.errors import TierError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, Op, Transfer
-from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover

@@ -19,7 +19,7 @@ import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.movers.base import Op
-from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.shared import links as tree_link
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover

@@ -14,8 +14,7 @@ import torch
 from benchmarks.gpu.ways import unfit_movers
 from nixl_offload.movers.base import MemoryKind, Mover
 from nixl_offload.movers.kvikio import KvikioMover
-from nixl_offload.movers.nixl import NixlMover
-from nixl_offload.movers.nixl_plugins import PLUGINS
+from nixl_offload.movers.nixl import PLUGINS, NixlMover
 from nixl_offload.movers.select import open_mover
 from tests.contract.suites.mover_rig import SuiteMemory
 from tests.contract.suites.mover_suite import MoverRigs, MoverSuite

@@ -18,8 +18,8 @@ from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.engine.streams import device_of
 from nixl_offload.movers.base import Mover
-from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.select import make_mover, open_object_mover
+from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.stores.filesystem import tier_error
 from nixl_offload.tiers import kinds
 from nixl_offload.tiers.memory.tier import rank_memory_bytes

@@ -20,7 +20,7 @@ import torch
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, PageRun, RegionSpec
 from nixl_offload.engine import Chunk, Completion, LinkEngine
 from nixl_offload.movers.base import Mover, Transfer, TransferState
-from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink

@@ -19,8 +19,8 @@ from nixl_offload.engine.pump import LEAKED
 from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.movers.base import MemoryKind, Mover, Op
-from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.select import Probe, ProbedMover
+from nixl_offload.movers.threaded import CopyMover
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 
 DEVICE = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())

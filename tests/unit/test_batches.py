@@ -17,7 +17,7 @@ from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine.states import ChunkState
 from nixl_offload.engine.transfer_paths import common
 from nixl_offload.movers.base import Mover, Op, Transfer, TransferState
-from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.types import Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.engine_rig import NUM_BLOCKS, Rig, open_rigs, until

@@ -17,7 +17,7 @@ from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine.states import WorkKind
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryId, MemoryRegion, Mover, Op
-from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.types import Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig, chain_rigs, make_host

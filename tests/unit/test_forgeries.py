@@ -23,7 +23,7 @@ from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.header import MAGIC, slot_bytes
 from nixl_offload.engine import Chunk
 from nixl_offload.identity.namespace import make_namespace
-from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Outcome

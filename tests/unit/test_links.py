@@ -23,7 +23,7 @@ import pytest
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.errors import TierError
 from nixl_offload.movers.base import Op
-from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.shared import links as object_links
 from nixl_offload.tiers.shared.links import TreeLink
 from nixl_offload.tiers.shared.naming import parse_shard_name, shard_name

@@ -14,8 +14,8 @@ import pytest
 
 from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, open_file
-from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.select import SCRATCH_BYTES, open_mover
+from nixl_offload.movers.threaded import CopyMover
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.contract.suites.mover_rig import HostMemory, extents
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from nixl_offload.errors import MoverError, StoreError
-from nixl_offload.movers import nixl_objects
+from nixl_offload.movers import nixl, nixl_objects
 from nixl_offload.movers.base import MemoryKind, Op, Transfer, TransferState
+from nixl_offload.movers.nixl import NixlPlugin
 from nixl_offload.movers.nixl_objects import ASKING_THREADS, NixlObjectMover
-from nixl_offload.movers.nixl_plugins import NixlPlugin
 from nixl_offload.stores.base import ObjectInfo
 from nixl_offload.stores.directory import TreeStore
 from tests.contract.object_rigs import ObjectRig
@@ -83,7 +83,7 @@ class Reads:
 
 @pytest.fixture
 def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
-    monkeypatch.setattr(nixl_objects, "NixlAgent", Agent)
+    monkeypatch.setattr(nixl, "NixlAgent", Agent)
     reads = Reads(tmp_path)
     yield reads
     reads.control.gate.set()

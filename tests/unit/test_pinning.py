@@ -9,8 +9,8 @@ import pytest
 from nixl_offload.errors import MoverError
 from nixl_offload.hardware.cufile import VARIABLES
 from nixl_offload.movers.base import MemoryId, MemoryRegion
-from nixl_offload.movers.copy import CopyMover
 from nixl_offload.movers.pinning import add_holder, pinning_limit, remove_holder
+from nixl_offload.movers.threaded import CopyMover
 from tests.unit.gds_rig import Machine
 
 GIB = 1 << 30

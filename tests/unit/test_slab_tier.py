@@ -15,7 +15,7 @@ import pytest
 
 from nixl_offload.errors import TierError
 from nixl_offload.index import State
-from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.lock import DirectoryLock, is_held_by
 from nixl_offload.tiers.slab import tier as slab_tier
 from nixl_offload.tiers.slab.directory import TierDirectory

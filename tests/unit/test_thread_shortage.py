@@ -14,7 +14,7 @@ import pytest
 from nixl_offload.engine import TierEngine
 from nixl_offload.identity.weights import digest_files
 from nixl_offload.movers.base import MemoryRegion, Op, TransferState, open_file
-from nixl_offload.movers.copy import CopyMover
+from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.shared.naming import StoredShard
 from nixl_offload.tiers.shared.prober import Prober
 from nixl_offload.tiers.shared.search import Search, SearchKind

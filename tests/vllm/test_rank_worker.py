@@ -28,7 +28,7 @@ from nixl_offload.engine.host import HostSlab
 from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.hardware.same_machine import machine_token
 from nixl_offload.movers import select
-from nixl_offload.movers.nixl_agent import NixlAgent
+from nixl_offload.movers.nixl import NixlAgent
 from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.tiers.lock import DirectoryLock
 from nixl_offload.tiers.shared.links import TreeLink

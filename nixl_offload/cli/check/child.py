@@ -121,7 +121,7 @@ def try_file_mover(name: str, directory: str, *, gpu: bool, threads: int, direct
     from nixl_offload.engine.autotune import FREE_SHARE, measure
     from nixl_offload.engine.streams import device_of
     from nixl_offload.movers.base import MemoryKind
-    from nixl_offload.movers.nixl_plugins import PLUGINS
+    from nixl_offload.movers.nixl import PLUGINS
     from nixl_offload.movers.select import make_mover, probe_round_trip
     from nixl_offload.types import PAGE_BYTES
 

@@ -1,4 +1,5 @@
-"""GDS_MT over the emulated cuFile: the suite and injected faults. Run in a child by ``test_movers.py``.
+"""NIXL's real GDS_MT over the emulated cuFile: the suite, injected faults, the engine, and how autotune judges it. Run
+in a child by ``test_movers.py``.
 
 The child's loader must find the emulation, so this module is not collected on its own: its name lacks ``test_``.
 """
@@ -6,7 +7,9 @@ The child's loader must find the emulation, so this module is not collected on i
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,17 +17,33 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from nixl_offload.config import SlabConfig
+from nixl_offload.engine import autotune
+from nixl_offload.engine.autotune import plan_tier
+from nixl_offload.engine.host import HostSlab
+from nixl_offload.engine.states import WorkKind
+from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.errors import MoverError
 from nixl_offload.movers import pinning
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState
-from nixl_offload.movers.nixl import NixlMover
-from nixl_offload.movers.nixl_plugins import PLUGINS
-from nixl_offload.movers.paired import PairedMover
-from nixl_offload.movers.select import open_mover
-from tests.contract.suites.mover_suite import KIB, MIB, HostMemory, MoverRigs, MoverSuite, Rig, extents
+from nixl_offload.movers.nixl import PLUGINS, NixlMover
+from nixl_offload.movers.select import make_mover, open_mover
+from nixl_offload.types import Outcome
+from tests.contract.suites.mover_rig import KIB, MIB, HostMemory, MoverRigs, Rig, extents
+from tests.contract.suites.mover_suite import MoverSuite
+from tests.unit.device_lab import Lab, open_lab
+from tests.unit.kv_shapes import Way, assert_round_trip
+from tests.unit.test_autotune import layout_of
 
 from .build import Control
+
+OK = Outcome.OK
+WHERE = extents(np.arange(64) * 64 * KIB, 64 * KIB)
+BACK = WHERE[::-1]
+SLOW_US = 40_000
+"""Before each of cuFile's I/Os: large beside what a disk does with a MiB, so that a busy machine changes nothing."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,26 +57,33 @@ def control() -> Iterator[Control]:
     assert (control["buffers"], control["files"]) == registered
 
 
-class TestThreaded(MoverSuite):
-    """GDS_MT, bare."""
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where nvidia-fs is loaded."""
+    monkeypatch.setattr(pinning, "pinning_route", lambda *_: "nvidia-fs")
+
+
+@pytest.fixture
+def lab(control: Control, tmp_path: Path) -> Iterator[Lab]:
+    with open_lab(tmp_path) as lab:
+        yield lab
+
+
+class GdsRigs(MoverRigs):
+    """GDS_MT as tiers open it: with POSIX for host memory."""
 
     memory_kind = MemoryKind.VRAM
 
     def make_mover(self) -> Mover:
-        return NixlMover(PLUGINS["gds_mt"])
+        return make_mover("gds_mt")
 
 
-class TestPaired(MoverSuite):
-    """GDS_MT for device memory, POSIX for that of the host."""
-
-    memory_kind = MemoryKind.VRAM
-
-    def make_mover(self) -> Mover:
-        return PairedMover(NixlMover(PLUGINS["gds_mt"]), NixlMover(PLUGINS["posix_aio"]))
+class TestDeviceMemory(GdsRigs, MoverSuite):
+    """By cuFile."""
 
 
-class TestPairedHostMemory(TestPaired):
-    """CuFile hears of no host memory, and moves none."""
+class TestHostMemory(GdsRigs, MoverSuite):
+    """By POSIX. CuFile hears of no host memory, and moves none."""
 
     memory_kind = MemoryKind.DRAM
 
@@ -67,17 +93,8 @@ class TestPairedHostMemory(TestPaired):
         assert control["largest"] == control["reads"] == control["writes"] == 0
 
 
-WHERE = extents(np.arange(64) * 64 * KIB, 64 * KIB)
-BACK = WHERE[::-1]
-
-
-class TestThreadedFaults(MoverRigs):
+class TestFaults(GdsRigs):
     """What GDS_MT does when cuFile misbehaves."""
-
-    memory_kind = MemoryKind.VRAM
-
-    def make_mover(self) -> Mover:
-        return NixlMover(PLUGINS["gds_mt"])
 
     @pytest.mark.parametrize(
         ("op", "faults"),
@@ -94,8 +111,7 @@ class TestThreadedFaults(MoverRigs):
         for place, value in {**faults, "delay_us": 200}.items():
             control[place] = value
         transfer = rig.move(op, WHERE, BACK)
-        assert transfer.state is TransferState.FAILED
-        assert not transfer.quarantine
+        assert (transfer.state, transfer.quarantine) == (TransferState.FAILED, False)
         assert control["reads"] + control["writes"] == len(WHERE)
         rig.assert_memory_is_ours(transfer)
         assert rig.move(op, WHERE, BACK).state is TransferState.DONE
@@ -109,9 +125,9 @@ class TestThreadedFaults(MoverRigs):
         rig.wait(transfer)
         assert np.array_equal(rig.memory.reshape(64, -1), rig.stored.reshape(64, -1)[::-1])
 
-    def test_memory_that_cufile_refuses_is_an_error(self, control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.usefixtures("pinned")
+    def test_memory_that_cufile_refuses_is_an_error(self, control: Control) -> None:
         """So the caller packs; NIXL would bounce without a word."""
-        monkeypatch.setattr(pinning, "pinning_route", lambda *_: "nvidia-fs")
         before = control["buffers"]
         control["max_register"] = 64 * KIB
         with contextlib.closing(self.make_mover()) as mover:
@@ -123,15 +139,13 @@ class TestThreadedFaults(MoverRigs):
             mover.unregister_memory(mover.register_memory(region))
             assert control["buffers"] == before
 
+    @pytest.mark.usefixtures("pinned")
     @pytest.mark.parametrize("stays", [0, 1], ids=["the first stays", "the second stays"])
-    def test_memory_of_two_tiers_is_registered_until_the_last_has_closed(
-        self, control: Control, monkeypatch: pytest.MonkeyPatch, stays: int
-    ) -> None:
+    def test_memory_of_two_tiers_is_registered_until_the_last_has_closed(self, control: Control, stays: int) -> None:
         """CuFile counts no registrations: the first to let go would take the memory from all, and they would bounce."""
-        monkeypatch.setattr(pinning, "pinning_route", lambda *_: "nvidia-fs")
         before = control["buffers"]
         memory = HostMemory(4 * MIB)
-        movers = [NixlMover(PLUGINS["gds_mt"]) for _ in range(2)]
+        movers = [self.make_mover() for _ in range(2)]
         for mover in movers:
             mover.register_memory(replace(memory.region, kind=MemoryKind.VRAM))
             assert control["buffers"] == before + 1
@@ -140,32 +154,12 @@ class TestThreadedFaults(MoverRigs):
         movers[0].close()
         assert control["buffers"] == before
 
-    def test_auto_takes_it(self, tmp_path: Path) -> None:
-        """Device memory: auto takes GDS_MT when a round trip through it works."""
-        page = np.zeros(5 * 4096, dtype=np.uint8)
-        address = -(-int(page.ctypes.data) // 4096) * 4096
-        mover, report = open_mover(
-            "auto", MemoryKind.VRAM, str(tmp_path), scratch=MemoryRegion(address, 4 * 4096, MemoryKind.VRAM)
-        )
-        mover.close()
-        assert mover.name == "gds_mt"
-        assert [probe.name for probe in report] == ["gds_mt"]
-        assert not list(tmp_path.iterdir())
-
-
-class TestClosing(MoverRigs):
-    """What becomes of a transfer that outlives its mover."""
-
-    memory_kind = MemoryKind.VRAM
-
-    def make_mover(self) -> Mover:
-        return NixlMover(PLUGINS["gds_mt"], close_timeout_s=0.2)
-
     def test_what_does_not_end_is_leaked_not_freed(
         self, tmp_path: Path, control: Control, caplog: pytest.LogCaptureFixture
     ) -> None:
         """CuFile takes longer than ``close`` waits: closing quarantines the transfer, and warns once."""
-        rig = Rig(self.make_mover(), tmp_path / "data", self.memory_kind, 4 * MIB, direct_io=True)
+        mover = NixlMover(PLUGINS["gds_mt"], close_timeout_s=0.2)
+        rig = Rig(mover, tmp_path / "data", self.memory_kind, 4 * MIB, direct_io=True)
         control["delay_us"] = 500_000
         transfer = rig.submit(Op.READ, WHERE, BACK)
         assert rig.mover.poll(transfer) is TransferState.PENDING
@@ -182,3 +176,93 @@ class TestClosing(MoverRigs):
         assert rig.memory.size
         control["buffers"] -= 1  # leaked on purpose
         control["files"] -= 1
+
+
+# The engine
+
+
+@pytest.mark.parametrize("way", ["direct", "device"])
+@pytest.mark.parametrize("shape", ["blhnc", "mla_41k", "hybrid"])
+def test_the_engine_brings_chunks_back_by_cufile(lab: Lab, control: Control, shape: str, way: Way) -> None:
+    """By cuFile alone, on its own threads, while the model writes."""
+    rig = lab.make(NixlMover(PLUGINS["gds_mt"]), shape, way)
+    assert control["buffers"] > 0
+    assert_round_trip(rig, lambda: time.sleep(0.005))
+    assert control["reads"] > 0
+    assert control["writes"] > 0
+
+
+@pytest.mark.parametrize("way", ["direct", "device"])
+def test_host_memory_is_none_of_cufiles(lab: Lab, control: Control, way: Way) -> None:
+    """A memory tier larger than anything else: neither it nor its relay slots, nor header pages, are registered with
+    cuFile, and chunks go between them and the tier all the same.
+    """
+    host = HostSlab(memory_bytes=64 << 20, relay_slots=1, slot_bytes=1 << 20)
+    rig = lab.make(make_mover("gds_mt"), "blhnc", way, host=host)
+    assert 0 < control["largest"] < host.length_bytes
+    rig.write(range(8))
+    wanted = rig.rows([0, 1, 2, 3])
+    assert rig.store(0, [rig.chunk(0, [0, 1, 2, 3])]) == (OK,)
+    moved = control["reads"], control["writes"]
+    for job, kind, slot in ((1, WorkKind.FETCH, 0), (2, WorkKind.WRITE_THROUGH, 5)):
+        chunk = replace(rig.chunk(0, [], slot=slot), host_offset=host.relay_offsets[0])
+        rig.engine.submit_background(job, [chunk], kind)
+        assert rig.collect(job).outcomes == (OK,)
+    assert (control["reads"], control["writes"]) == moved
+    assert rig.load(3, [rig.chunk(0, [4, 5, 6, 7], slot=5)]) == (OK,)
+    rig.expect([4, 5, 6, 7], wanted)
+    rig.assert_as_expected()
+    assert control["reads"] > moved[0]
+    assert control["bounced"] == 0
+
+
+@pytest.mark.usefixtures("pinned")
+def test_kv_memory_that_cufile_refuses_is_packed(lab: Lab, control: Control, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing bounces, the log says why, and what is stored comes back."""
+    caplog.set_level("INFO")
+    control["max_register"] = 128 << 10
+    rig = lab.make(make_mover("gds_mt"), "blhnc", "direct")
+    assert rig.engine.paths.link_memory.plans[0].path != "direct"
+    assert "cuFile refuses to register" in caplog.text
+    assert_round_trip(rig, lambda: time.sleep(0.005))
+    assert control["bounced"] == 0
+
+
+# The choice
+
+
+def test_auto_takes_it(tmp_path: Path) -> None:
+    """Device memory: auto takes GDS_MT when a round trip through it works."""
+    page = np.zeros(5 * 4096, dtype=np.uint8)
+    address = -(-int(page.ctypes.data) // 4096) * 4096
+    mover, report = open_mover(
+        "auto", MemoryKind.VRAM, str(tmp_path), scratch=MemoryRegion(address, 4 * 4096, MemoryKind.VRAM)
+    )
+    mover.close()
+    assert [probe.name for probe in report] == ["gds_mt"] == [mover.name]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("case", "taken"), [("as fast", "gds_mt"), ("slow", "posix"), ("fails", "posix")])
+def test_it_is_taken_where_it_is_fast_enough(
+    case: str,
+    taken: str,
+    tmp_path: Path,
+    control: Control,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All figures, and why others have none, are in one line. Nothing is left behind. KvikIO lacks a driver here."""
+    monkeypatch.setattr(autotune, "TRIAL_BYTES", 1 << 20)
+    if case == "as fast":
+        monkeypatch.setattr(autotune, "MARGIN", 1000)
+    control["delay_us" if case == "slow" else "fail_write_nth"] = {"as fast": 0, "slow": SLOW_US, "fails": 3}[case]
+    tier = SlabConfig.model_validate({"kind": "slab", "path": str(tmp_path), "capacity": "1GiB"})
+    with caplog.at_level(logging.INFO, logger=autotune.logger.name):
+        plan = plan_tier(tier, Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams()), layout_of())
+    assert plan == (taken, "host" if taken == "posix" else "device")
+    [line] = [record.message for record in caplog.records if record.name == autotune.logger.name]
+    assert re.search(r"gds_mt: [^;]*failed" if case == "fails" else "gds_mt: read ", line)
+    assert "posix: read " in line
+    assert "kvikio: no NVIDIA driver" in line
+    assert not list(tmp_path.iterdir())

@@ -24,7 +24,7 @@ from typing import Any, Final
 from nixl_offload.engine import staging
 from nixl_offload.movers import select
 from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, Mover, Op, Transfer
-from nixl_offload.movers.nixl_agent import NixlAgent
+from nixl_offload.movers.nixl import NixlAgent
 from nixl_offload.stores import directory, filesystem
 from nixl_offload.tiers.slab import file as slab_file
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
