@@ -112,12 +112,12 @@ def test_obj_cannot_read_twice_by_itself(rigs: Rigs, proxy: FaultProxy, fault: A
         read = rig.move(Op.READ, 0, rig.open(name, SIZE), 0, SIZE)
     assert (read.state, read.error) == (TransferState.DONE, None)
     assert rig.bytes_at(0, SIZE) == b"\x22" * SIZE
-    assert len(proxy.requests("GET")) == 3
-    assert len(proxy.requests("HEAD")) == 1
+    assert proxy.counts["GET"] == 3
+    assert proxy.counts["HEAD"] == 1
     with proxy.inject(fault, operation="GET"):
         read = rig.move(Op.READ, 0, rig.open(name, SIZE), 0, SIZE)
     assert (read.state, read.missing, read.quarantine) == (TransferState.FAILED, False, False)
-    assert 3 + 3 < len(proxy.requests("GET")) <= 3 + 3 * 3
+    assert 3 + 3 < proxy.counts["GET"] <= 3 + 3 * 3
 
 
 def test_obj_reads_in_flight_at_the_end_are_quarantined(rigs: Rigs, proxy: FaultProxy) -> None:

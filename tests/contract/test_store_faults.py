@@ -36,7 +36,6 @@ TOKEN = "TOKENTOKENTOKENTOKENTOKENTOKEN"
 TIMEOUT_S = 0.3
 PATIENCE_S = 30.0
 """A client that ignored the timeout would take a minute or more; one on a busy machine needs some seconds."""
-LAST_MODIFIED = "Sat, 21 Nov 2026 10:00:00 GMT"
 
 OPERATIONS: dict[str, Callable[[Store], object]] = {
     "head": lambda store: store.head("x/1"),
@@ -78,7 +77,9 @@ def failure_of(store: Store, operation: str) -> StoreError:
     return caught.value
 
 
-PARTIAL = {"Content_Range": "bytes 0-9/10", "ETag": '"e"', "Last_Modified": LAST_MODIFIED}
+WHOLE = {"ETag": '"e"', "Last_Modified": "Sat, 21 Nov 2026 10:00:00 GMT"}
+PARTIAL = {"Content_Range": "bytes 0-9/10", **WHOLE}
+SHORT = {"Content_Range": "bytes 0-4/5", **WHOLE}
 
 
 class Stalling(OneAnswerServer):
@@ -135,51 +136,72 @@ def test_a_server_that_does_not_answer_is_given_up(
             assert time.monotonic() - start_s < PATIENCE_S
 
 
-@pytest.mark.parametrize(
-    ("said", "cause", "words"),
-    [
-        (error("403 Forbidden", "AccessDenied"), "denied", "AccessDenied: Said so."),
-        (error("400 Bad Request", "ExpiredToken"), "denied", "ExpiredToken"),
-        (error("503 Service Unavailable", "SlowDown"), "throttled", "slow down"),
-        (answer("429 Too Many Requests"), "throttled", "slow down"),
-        (error("500 Internal Server Error", "InternalError"), "server", "HTTP 500"),
-        (error("403 Forbidden", "QuotaExceeded"), "full", "QuotaExceeded"),
-        (error("400 Bad Request", "InvalidRequest"), "io", "InvalidRequest"),
-        (answer("301 Moved Permanently"), "io", "set region"),
-        (error("404 Not Found", "NoSuchBucket"), "io", "no bucket 'kv-cache'"),
-        (error("404 Not Found", "NoSuchKey"), "missing", "NoSuchKey"),
-        (error("416 Range Not Satisfiable", "InvalidRange"), "short", "ends before"),
-    ],
-    ids=lambda value: value[9:12].decode() if isinstance(value, bytes) else None,
-)
-def test_answers_are_told_apart(said: bytes, cause: str, words: str) -> None:
-    """Each refusal has its cause, and S3's own words in the text; a bucket's absence is no object's."""
-    with OneAnswerServer(said) as server:
-        failure = failure_of(store_at(server.endpoint), "read")
-    assert (failure.cause, words in str(failure)) == (cause, True), str(failure)
-    assert "s3://kv-cache" in str(failure)
-    assert "GET x/1" in str(failure)
-    assert failure.__cause__ is not None
+def undeleted(code: str) -> bytes:
+    """A bulk delete's answer: its status is 200, the code inside counts."""
+    failed = f"<Error><Key>x/1</Key><Code>{code}</Code><Message>No.</Message></Error>"
+    return answer("200 OK", f"<DeleteResult>{failed}</DeleteResult>".encode())
 
 
-@pytest.mark.parametrize(
-    ("said", "cause"),
-    [
-        (answer("206 Partial Content", b"01234", length=10, **PARTIAL), "unreachable"),
-        (answer("206 Partial Content", b"01234", **(PARTIAL | {"Content_Range": "bytes 0-4/5"})), "short"),
-        (answer("200 OK", b"01234", ETag='"e"', Last_Modified=LAST_MODIFIED), "short"),
-    ],
-    ids=["broken off", "short", "short whole"],
-)
-def test_a_short_body_is_no_success(said: bytes, cause: str) -> None:
-    """Whether the server says so or only does it."""
+def listed(key: str = "x/1", size: str = "5", more: str = "") -> bytes:
+    """A page of a listing with one object."""
+    moment = "<LastModified>2026-11-21T10:00:00.000Z</LastModified>"
+    found = f"<Contents><Key>{key}</Key>{moment}<ETag>e</ETag><Size>{size}</Size></Contents>"
+    return answer("200 OK", f"<ListBucketResult>{more}{found}</ListBucketResult>".encode())
+
+
+NEXT = "<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>"
+ANSWERS: dict[str, tuple[str, bytes, str, str]] = {
+    "denied": ("read", error("403 Forbidden", "AccessDenied"), "denied", "AccessDenied: Said so."),
+    "expired": ("read", error("400 Bad Request", "ExpiredToken"), "denied", "ExpiredToken"),
+    "slow down": ("read", error("503 Service Unavailable", "SlowDown"), "throttled", "slow down"),
+    "too many": ("read", answer("429 Too Many Requests"), "throttled", "slow down"),
+    "in trouble": ("read", error("500 Internal Server Error", "InternalError"), "server", "HTTP 500"),
+    "full": ("read", error("403 Forbidden", "QuotaExceeded"), "full", "QuotaExceeded"),
+    "invalid": ("read", error("400 Bad Request", "InvalidRequest"), "io", "InvalidRequest"),
+    "elsewhere": ("read", answer("301 Moved Permanently"), "io", "set region"),
+    "no bucket": ("read", error("404 Not Found", "NoSuchBucket"), "io", "no bucket 'kv-cache'"),
+    "no object": ("read", error("404 Not Found", "NoSuchKey"), "missing", "NoSuchKey"),
+    "past its end": ("read", error("416 Range Not Satisfiable", "InvalidRange"), "short", "ends before"),
+    "broken off": ("read", answer("206 Partial Content", b"01234", length=10, **PARTIAL), "unreachable", "GET"),
+    "short": (
+        "read",
+        answer("206 Partial Content", b"01234", **SHORT),
+        "short",
+        "",
+    ),
+    "short whole": ("read", answer("200 OK", b"01234", **WHOLE), "short", ""),
+    "may not delete": ("delete", undeleted("AccessDenied"), "denied", ""),
+    "cannot delete": ("delete", undeleted("InternalError"), "server", ""),
+    "negative size": ("list", listed(size="-5"), "io", "-5"),
+    "for ever the same page": ("list", listed(more=NEXT), "server", "begins again"),
+    "controls in a name": ("list", listed(key=f"x/{chr(0x85)}1", size="-1"), "io", ""),
+    "controls in a code": ("list", error("400 Bad Request", f"Bad{chr(0x9B)}2J"), "io", ""),
+}
+
+
+@pytest.mark.parametrize(("operation", "said", "cause", "words"), ANSWERS.values(), ids=ANSWERS)
+def test_each_refusal_has_its_cause_and_words(operation: str, said: bytes, cause: str, words: str) -> None:
+    """S3's own words, where and what was asked; nothing that a terminal obeys: servers, and whoever may write to a
+    bucket, could draw on an operator's screen.
+    """
     with OneAnswerServer(said) as server:
-        assert failure_of(store_at(server.endpoint), "read").cause == cause
+        failure = failure_of(store_at(server.endpoint), operation)
+    text = str(failure)
+    assert (failure.cause, words in text) == (cause, True), text
+    assert text.startswith("s3://kv-cache at http")
+    assert {"read": "GET x/1", "delete": "DELETE x/1", "list": "LIST x/"}[operation] in text
+    assert text.isprintable()
+    assert failure.__cause__ is not None or cause == "short" or "begins again" in words
+
+
+def test_deleting_what_is_absent_is_fine() -> None:
+    with OneAnswerServer(undeleted("NoSuchKey")) as server, contextlib.closing(store_at(server.endpoint)) as store:
+        store.delete(["x/1"])
 
 
 def test_a_server_without_ranges_is_read_past_the_offset() -> None:
     """It sends the whole object whatever was asked for; the right bytes arrive, and too few of them are short."""
-    whole = answer("200 OK", b"0123456789", ETag='"e"', Last_Modified=LAST_MODIFIED)
+    whole = answer("200 OK", b"0123456789", **WHOLE)
     with OneAnswerServer(whole) as server:
         store = store_at(server.endpoint)
         for offset, length_bytes in [(0, 10), (0, 3), (4, 6), (9, 1)]:
@@ -202,7 +224,7 @@ def test_a_server_that_takes_no_presigned_addresses_is_read_all_the_same() -> No
             in_vain = b"X-Amz-Signature=" in head.split(b"\r\n")[0]
             good = answer("206 Partial Content", b"0123456789", **PARTIAL)
             if b"bytes=0-9" not in head:
-                good = answer("200 OK", b"0123456789", ETag='"e"', Last_Modified=LAST_MODIFIED)
+                good = answer("200 OK", b"0123456789", **WHOLE)
             elif self.breaks:
                 good, self.breaks = answer("206 Partial Content", b"01234", length=10, **PARTIAL), False
             connection.sendall(answer("403 Forbidden") if in_vain else good)
@@ -214,21 +236,6 @@ def test_a_server_that_takes_no_presigned_addresses_is_read_all_the_same() -> No
         assert [b"X-Amz-Signature=" in head for head in server.requests] == [True, False, False, False]
         server.breaks = True
         assert read(store, "x/1", 0, 10) == b"0123456789", "a body that breaks off is read once more"
-
-
-@pytest.mark.parametrize(
-    ("code", "cause"), [("AccessDenied", "denied"), ("InternalError", "server"), ("NoSuchKey", None)]
-)
-def test_an_object_that_a_bulk_delete_could_not_remove(code: str, cause: str | None) -> None:
-    """The answer has status 200; the code inside counts. An absent object is fine."""
-    failed = f"<Error><Key>x/1</Key><Code>{code}</Code><Message>No.</Message></Error>"
-    with OneAnswerServer(answer("200 OK", f"<DeleteResult>{failed}</DeleteResult>".encode())) as server:
-        store = store_at(server.endpoint)
-        if cause is None:
-            store.delete(["x/1"])
-        else:
-            assert cause_of(lambda: store.delete(["x/1"])) == cause
-        store.close()
 
 
 def test_wrong_credentials_are_denied(rclone: RcloneServer) -> None:
@@ -282,11 +289,18 @@ def test_keys_that_are_rotated_in_a_file_are_used_after_the_first_refusal(
             assert [info.name for info in store.list("x/")] == ["x/1"]
 
 
-def test_a_client_that_works_outlives_refusals(rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one object, say: neither a chain that has the same keys nor one that has none ends what worked before."""
+@pytest.fixture
+def allowed(rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's own credentials."""
+    monkeypatch.delenv("AWS_SESSION_TOKEN")
     for name, value in rclone.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("AWS_SESSION_TOKEN")
+
+
+def test_a_client_that_works_outlives_refusals(
+    rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch, allowed: None
+) -> None:
+    """Of one object, say: neither a chain that has the same keys nor one that has none ends what worked before."""
     monkeypatch.setattr(obstore, "CREDENTIALS_RETRY_S", 0.0)
     rclone.write("x/1", b"0123456789")
     made = []
@@ -302,51 +316,11 @@ def test_a_client_that_works_outlives_refusals(rclone: RcloneServer, monkeypatch
     assert len(made) == 1
 
 
-def test_an_absent_bucket_is_not_an_absent_object(rclone: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_bucket_is_not_an_absent_object(rclone: RcloneServer, allowed: None) -> None:
     """But for a HEAD, whose answer is the same for both."""
-    for name, value in rclone.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("AWS_SESSION_TOKEN")
     for operation in OPERATIONS.keys() - {"head"}:
         failure = failure_of(store_at(rclone.endpoint, bucket="no-such-bucket"), operation)
         assert (failure.cause, "bucket init" in str(failure)) == ("io", True), (operation, str(failure))
-
-
-def listed(key: str = "<Key>x/1</Key>", size: str = "5", more: str = "") -> bytes:
-    """Return a page of a listing with one object, or with what is given instead of its key, size and end."""
-    moment = "<LastModified>2026-11-21T10:00:00.000Z</LastModified>"
-    found = f"<Contents>{key}{moment}<ETag>e</ETag><Size>{size}</Size></Contents>"
-    return answer("200 OK", f"<ListBucketResult>{more}{found}</ListBucketResult>".encode())
-
-
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        pytest.param(listed(size="-5"), "-5", id="negative size"),
-        pytest.param(
-            listed(more="<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>"),
-            "begins again",
-            id="for ever the same page",
-        ),
-    ],
-)
-def test_a_listing_that_makes_no_sense_is_an_error_and_ends(said: bytes, words: str) -> None:
-    with OneAnswerServer(said) as server:
-        failure = failure_of(store_at(server.endpoint), "list")
-    assert words in str(failure)
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        pytest.param(listed(key=f"<Key>x/{chr(0x85)}1</Key>", size="-1"), id="a name"),
-        pytest.param(error("400 Bad Request", f"Bad{chr(0x9B)}2J"), id="a code"),
-    ],
-)
-def test_an_error_holds_nothing_that_a_terminal_obeys(said: bytes) -> None:
-    """Servers, and whoever may write to a bucket, could draw on an operator's screen."""
-    with OneAnswerServer(said) as server:
-        assert str(failure_of(store_at(server.endpoint), "list")).isprintable()
 
 
 def test_no_secret_in_logs_errors_and_reprs(caplog: pytest.LogCaptureFixture) -> None:
@@ -413,13 +387,11 @@ s3 =
 
 
 def test_the_profile_has_the_endpoint_for_every_client(
-    rclone: RcloneServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rclone: RcloneServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: None
 ) -> None:
     """For the store, for what ``check`` and ``bucket init`` ask, and for NIXL. What is nearer counts for more."""
     (tmp_path / "config").write_text(PROFILES.format(endpoint=rclone.endpoint))
-    for name, value in rclone.environment.items():
-        monkeypatch.setenv(name, value)
-    for name in ("AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION"):
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_PROFILE", "kv")

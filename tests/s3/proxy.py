@@ -115,30 +115,14 @@ class Stretch:
 Fault = Delay | Hold | Answer | Reset | Cut | Flip | Stall | Stretch
 
 
-@dataclass(slots=True)
-class Request:
-    """A request that came by. Times are ``time.monotonic``."""
-
-    operation: str
-    """HEAD, GET, PUT, DELETE, POST of an object; COPY; LIST, DELETE_MANY, BUCKET."""
-    key: str
-    target: str
-    start_s: float
-    status: int | None = None
-    """What the client was told; None while it was told nothing."""
-    end_s: float | None = None
-    faults: list[Fault] = field(default_factory=list)
-
-
 @dataclass(slots=True, eq=False)
 class Rule:
     """Which requests suffer a fault. Use as a context manager, or call ``release``."""
 
     proxy: FaultProxy
     fault: Fault
-    operation: str | None = None
+    operation: str = ""
     key: str = ""
-    nth: int | None = None
     times: int | None = None
     probability: float = 1.0
     seed: int = 0
@@ -166,17 +150,16 @@ class Rule:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def takes(self, request: Request, head: str) -> bool:
+    def takes(self, operation: str, key: str, target: str, head: str) -> bool:
         """Decide on a request, and count it. Called under the proxy's lock."""
-        if self.released or re.search(self.unless, head) or not re.search(self.key, request.key):
+        if self.released or re.search(self.unless, head) or not re.search(self.key, key):
             return False
-        if self.operation and request.operation not in self.operation.split("|"):
+        if self.operation and operation not in self.operation.split("|"):
             return False
-        name = f"{request.operation} {request.target}"
+        name = f"{operation} {target}"
         self.seen[name] += 1
         chance = zlib.crc32(f"{self.seed} {name} {self.seen[name]}".encode()) / 2**32
-        taken = self.nth in (None, self.seen.total()) and chance < self.probability
-        taken = taken and (self.times is None or self.hits < self.times)
+        taken = chance < self.probability and (self.times is None or self.hits < self.times)
         self.hits += taken
         return taken
 
@@ -191,8 +174,10 @@ class FaultProxy:
         self.server_port = server_port
         self.changed = threading.Condition()
         self.connections: set[_Connection] = set()
+        self.counts: Counter[str] = Counter()
+        """Requests by operation: HEAD, GET, PUT, DELETE, POST of an object; COPY; LIST, DELETE_MANY, BUCKET."""
+        self.in_flight = 0
         self._rules: list[Rule] = []
-        self._requests: list[Request] = []
         self._listener: _Listener | None = None
         self.port = free_port()
         self.come_back()
@@ -205,10 +190,10 @@ class FaultProxy:
     def inject(self, fault: Fault, **where: Any) -> Rule:
         """Break requests from now on. Every ``Delay`` that fits a request applies, and the first of the other rules.
 
-        ``operation``: of ``Request``, or several, ``"GET|HEAD"``; None: all. ``key``: regular expression to be found in
-        the object's name. ``nth``: only the nth request that fits, from 1. ``times``: at most so many. ``probability``
-        of requests: which ones depends on ``seed``, on what they ask and how often that was asked, not on the order in
-        which they arrive. ``unless``: regular expression; a request that has it in its head is spared.
+        ``operation``: as in ``counts``, or several, ``"GET|HEAD"``; empty: all. ``key``: regular expression to be found
+        in the object's name. ``times``: at most so many. ``probability`` of requests: which ones depends on ``seed``,
+        on what they ask and how often that was asked, not on the order in which they arrive. ``unless``: regular
+        expression; a request that has it in its head is spared.
         """
         rule = Rule(self, fault, **where)
         with self.changed:
@@ -220,24 +205,11 @@ class FaultProxy:
         for rule in list(self._rules):
             rule.release()
 
-    def requests(self, operation: str | None = None, key: str = "") -> list[Request]:
-        """Return the requests since ``forget``, in order of arrival: of one operation, of keys that ``key`` fits."""
-        return [r for r in list(self._requests) if operation in (None, r.operation) and re.search(key, r.key)]
-
-    def counts(self) -> Counter[str]:
-        """Return the number of requests since ``forget`` by operation."""
-        return Counter(request.operation for request in list(self._requests))
-
-    def forget(self) -> None:
-        """Count from zero."""
-        with self.changed:
-            self._requests = []
-
     def wait_idle(self, timeout_s: float = _WAIT_S) -> None:
         """Wait until no request is in flight. Raises TimeoutError when one still is."""
         with self.changed:
-            if not self.changed.wait_for(lambda: all(r.end_s is not None for r in self._requests), timeout_s):
-                raise TimeoutError(f"in flight: {[r for r in self._requests if r.end_s is None]}")
+            if not self.changed.wait_for(lambda: not self.in_flight, timeout_s):
+                raise TimeoutError(f"{self.in_flight} requests are in flight")
 
     def go_down(self) -> None:
         """Refuse connections and end those that are open, as a server that is gone does."""
@@ -270,26 +242,25 @@ class FaultProxy:
     close = go_down
     """What is held never reaches the server. Idempotent."""
 
-    def admit(self, connection: _Connection) -> tuple[Request, list[Rule]]:
-        """Count a request; return it with the rules that it suffers."""
+    def admit(self, connection: _Connection) -> list[Rule]:
+        """Count a request; return the rules that it suffers."""
         operation, key = _operation_of(connection)
-        request = Request(operation, key, connection.path, time.monotonic())
         head = f"{connection.requestline}\n{connection.headers}"
         rules: list[Rule] = []
         with self.changed:
-            self._requests.append(request)
+            self.counts[operation] += 1
+            self.in_flight += 1
             for rule in self._rules:
                 free = isinstance(rule.fault, Delay) or all(isinstance(taken.fault, Delay) for taken in rules)
-                if free and rule.takes(request, head):
+                if free and rule.takes(operation, key, connection.path, head):
                     rules.append(rule)
-            request.faults = [rule.fault for rule in rules]
             self.changed.notify_all()
-        return request, rules
+        return rules
 
-    def ended(self, request: Request) -> None:
+    def ended(self) -> None:
         """Note that nothing more happens to a request."""
         with self.changed:
-            request.end_s = time.monotonic()
+            self.in_flight -= 1
             self.changed.notify_all()
 
 
@@ -357,48 +328,45 @@ class _Connection(BaseHTTPRequestHandler):
         return True
 
     def _serve(self) -> None:
-        request, rules = self._proxy.admit(self)
+        rules = self._proxy.admit(self)
         try:
-            self._exchange(request, rules)
+            self._exchange(rules)
         finally:
-            self._proxy.ended(request)
+            self._proxy.ended()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("do_"):  # one for each method
             return self._serve
         raise AttributeError(name)
 
-    def _exchange(self, request: Request, rules: list[Rule]) -> None:
+    def _exchange(self, rules: list[Rule]) -> None:
         """Pass a request and its answer on, broken as ``rules`` say."""
         rule = next((rule for rule in rules if not isinstance(rule.fault, Delay)), None)
         fault = rule.fault if rule else None
         self._pause("request", rules)
         if fault == Reset("request"):
             raise ConnectionResetError("by rule")
-        if "Expect" in self.headers:
-            if isinstance(fault, Answer):
-                self._answer(request, fault, Connection="close")
-                return
+        waits = "Expect" in self.headers
+        if waits and not isinstance(fault, Answer):
             self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        body = bytearray(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+        body = bytearray() if waits and isinstance(fault, Answer) else self._body()
         if isinstance(fault, Answer):
-            self._answer(request, fault)
+            error = f"<Error><Code>{fault.code}</Code><Message>by rule</Message>{fault.more}</Error>"
+            told = f"<?xml version='1.0'?>{error}".encode()
+            fields = [("Content-Type", "application/xml"), ("Content-Length", str(len(told)))]
+            self._send_head(fault.status, fault.code, [*fields, *[("Connection", "close")] * waits])
+            self.wfile.write(b"" if self.command == "HEAD" else told)
             return
         answer = self._ask(body, fault)
         payload = bytearray(answer.read())
         self._pause("answer", rules)
         if fault == Reset("answer"):
             raise ConnectionResetError("by rule")
-        self._pass_on(answer, payload, request, rule)
+        self._pass_on(answer, payload, rule)
         self.close_connection |= answer.will_close
 
-    def _answer(self, request: Request, fault: Answer, **more: str) -> None:
-        error = f"<Error><Code>{fault.code}</Code><Message>by rule</Message>{fault.more}</Error>"
-        body = f"<?xml version='1.0'?>{error}".encode()
-        request.status = fault.status
-        fields = {"Content-Type": "application/xml", "Content-Length": str(len(body)), **more}
-        self._send_head(fault.status, fault.code, list(fields.items()))
-        self.wfile.write(b"" if self.command == "HEAD" else body)
+    def _body(self) -> bytearray:
+        return bytearray(self.rfile.read(int(self.headers.get("Content-Length", 0))))
 
     def _send_head(self, status: int, reason: str, fields: list[tuple[str, str]]) -> None:
         self.send_response_only(status, reason)
@@ -428,10 +396,8 @@ class _Connection(BaseHTTPRequestHandler):
             upstream.send(body)
         return upstream.getresponse()
 
-    def _pass_on(self, answer: http.client.HTTPResponse, body: bytearray, request: Request, rule: Rule | None) -> None:
-        """Pass an answer on."""
+    def _pass_on(self, answer: http.client.HTTPResponse, body: bytearray, rule: Rule | None) -> None:
         fault, is_head = rule.fault if rule else None, self.command == "HEAD"
-        request.status = answer.status
         told = int(answer.headers.get("Content-Length", 0)) if is_head else len(body)
         sent, stop_at = bytes(body), len(body)
         if isinstance(fault, Cut):
@@ -477,7 +443,7 @@ class _Connection(BaseHTTPRequestHandler):
 
 
 def _operation_of(connection: _Connection) -> tuple[str, str]:
-    """Return what a path-style S3 request does, as ``Request.operation``, and the object's name."""
+    """Return what a path-style S3 request does, as in ``FaultProxy.counts``, and the object's name."""
     method = connection.command
     path, _, query = connection.path.partition("?")
     _, _, key = unquote(path).lstrip("/").partition("/")

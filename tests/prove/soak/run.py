@@ -252,7 +252,6 @@ def _collector(scratch: Path, server: RcloneServer, proxy: FaultProxy) -> Callab
     file.write_text(json.dumps({"tiers": [server.tier("soak", endpoint=server.endpoint, capacity=BUCKET)]}))
 
     def collect() -> None:
-        proxy.forget()
         defaults = make_plan.__kwdefaults__
         assert "grace_s" in defaults
         with mock.patch.dict(defaults, grace_s=0.0), contextlib.suppress(Exception):
