@@ -1,22 +1,44 @@
-"""Describes vLLM's KV caches in plain numbers.
+"""Describes vLLM's KV caches in plain numbers: layers, groups, pages, and the KV heads in a page.
+
+Heads are found where they lie one after the other in a page, each whole, and where it is certain which of the model's
+heads a rank has. Chunks of all other pages are stored rank by rank.
 
 Threading: pure functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    group_kernel_blocks,
+)
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
 
-from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
+from nixl_offload.chunk.layout import GroupLayout, HeadPages, KVLayout, RegionSpec
+from nixl_offload.errors import LayoutError
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+
+_DIVIDED: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+"""Divided by heads among ranks. These very classes: what derives from them may lie otherwise."""
+_KV_HEADS: Final = re.compile("kv_heads|key_value_heads|n_heads?_kv|multi_query_group_num|attention_groups|in_group")
+"""How models' configs call their number of KV heads, or that of some layers."""
 
 
 def keeps_prefix(kv_cache_config: KVCacheConfig, groups: int) -> bool:
@@ -113,3 +135,111 @@ def without_padding(kv_caches: CanonicalKVCaches, groups: Sequence[KVCacheGroupS
         used = layers * spec.page_size_bytes
         refs.append([replace(ref, page_size_bytes=min(used, ref.page_size_bytes))])
     return CanonicalKVCaches(kv_caches.tensors, refs)
+
+
+def understood_pages(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> str | None:
+    """Say, as a clause, why the pages of this rank cannot be divided by KV heads; None: they can.
+
+    ``kv_caches``: by layer, as vLLM registers them.
+    """
+    tp, total = vllm_config.parallel_config.tensor_parallel_size, vllm_config.model_config.get_total_num_kv_heads()
+    is_divided = False
+    for group in offloaded_groups(kv_cache_config):
+        for name, spec in layers_of(group):
+            why = _why_not(spec, kv_caches.get(name), kv_cache_config.num_blocks, max(1, total // tp))
+            if why is not None:
+                return f"{name}: {why}"
+            is_divided |= not isinstance(spec, MLAAttentionSpec)
+    if is_divided and tp > total and not _all_layers_have(vllm_config, total):
+        # A layer with more heads than others would be divided where they are replicated.
+        return f"it is not certain that all layers have {total} KV heads, which {tp} ranks hold as replicas"
+    return None
+
+
+def layer_pages(
+    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], canonical: CanonicalKVCaches
+) -> list[dict[str, tuple[KVCacheSpec, HeadPages]]]:
+    """Return this rank's layers and where their heads lie, by offloaded group and by name, in the model's order.
+
+    ``kv_caches``: by layer, for which ``understood_pages`` has no reason; ``canonical``: vLLM's view of the same
+    memory, to whose tensors the pages refer. Raises LayoutError when they do not fit each other.
+    """
+    regions = regions_of(canonical)
+    return [
+        {name: (spec, _head_pages(spec, kv_caches[name], regions)) for name, spec in layers_of(group)}
+        for group in offloaded_groups(kv_cache_config)
+    ]
+
+
+def _why_not(spec: KVCacheSpec, pages: object, num_blocks: int, heads: int) -> str | None:
+    """Say why a layer is not understood. ``heads``: how many a rank must have where they are divided."""
+    if type(spec) is not MLAAttentionSpec and type(spec) not in _DIVIDED:
+        return f"what a {type(spec).__name__} describes has no KV heads, or lies in an order of its own"
+    assert isinstance(spec, AttentionSpec)
+    if not isinstance(pages, torch.Tensor) or pages.dim() != 4 or pages.shape[0] % num_blocks:
+        return "its KV cache is not one tensor of blocks, heads, tokens and content"
+    if spec.tokens_per_state != 1:
+        return f"a stored state is that of {spec.tokens_per_state} tokens"
+    if spec.kv_quant_mode.is_per_token_head:
+        return "its scales lie beside each token's head"
+    if isinstance(spec, MLAAttentionSpec):
+        if spec.max_tp_shards != 1:
+            return "vLLM does not say that all ranks have it alike"
+        return None if _is_dense(pages, spec, num_blocks) else f"its pages have gaps: strides {pages.stride()}"
+    if spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
+        return f"its KV cache is quantized as {spec.kv_quant_mode.name}"
+    if spec.num_kv_heads != heads:
+        return f"it has {spec.num_kv_heads} KV heads on a rank, by the model's config there are {heads}"
+    if pages.shape[0] != num_blocks:
+        return f"the attention kernel divides a block into {pages.shape[0] // num_blocks}"
+    content = (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
+    wanted = (heads, spec.block_size, content // pages.element_size())
+    if tuple(pages.shape[1:]) != wanted or spec.num_head_slots is not None:
+        return f"a page has the shape {tuple(pages.shape[1:])}, not {wanted}"
+    if not _is_dense(pages, spec, num_blocks):
+        return f"heads do not lie one after the other in a page: strides {pages.stride()}"
+    return None
+
+
+def _is_dense(pages: torch.Tensor, spec: AttentionSpec, num_blocks: int) -> bool:
+    """Whether a page is head after head, in each token after token, without gaps."""
+    page = group_kernel_blocks(pages, num_blocks)[0]
+    return page.is_contiguous() and page.numel() * page.element_size() == spec.unpadded_page_size_bytes
+
+
+def _all_layers_have(vllm_config: VllmConfig, heads: int) -> bool:
+    """Whether the configs of the model, and of a draft model, name no other number of KV heads."""
+    models = [vllm_config.model_config]
+    if (speculative := vllm_config.speculative_config) is not None and speculative.draft_model_config is not None:
+        models.append(speculative.draft_model_config)
+    return all(
+        model.get_total_num_kv_heads() == heads and set(_named(model.hf_text_config.to_dict())) == {heads}
+        for model in models
+    )
+
+
+def _named(config: Any, inside: str = "") -> Iterator[object]:
+    """Return what a config says of KV heads, at any depth."""
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            yield from _named(value, str(key))
+    elif isinstance(config, list | tuple):
+        for value in config:
+            yield from _named(value, inside)
+    elif config is not None and _KV_HEADS.search(inside):
+        yield config
+
+
+def _head_pages(spec: KVCacheSpec, pages: torch.Tensor, regions: Sequence[RegionSpec]) -> HeadPages:
+    """Find a layer's pages in the regions. Raises LayoutError when they are in none."""
+    assert isinstance(spec, AttentionSpec)
+    heads = 1 if isinstance(spec, MLAAttentionSpec) else spec.num_kv_heads
+    length = spec.unpadded_page_size_bytes
+    span_bytes = pages.shape[0] * pages.stride(0) * pages.element_size()  # gaps between blocks included
+    for index, region in enumerate(regions):
+        offset = pages.data_ptr() - region.base_address
+        if 0 <= offset <= region.page_bytes - length and region.num_blocks * region.stride_bytes == span_bytes:
+            return HeadPages(index, offset, heads, length // heads)
+    raise LayoutError(f"pages at {pages.data_ptr():#x} lie in none of the KV tensors")

@@ -1,34 +1,42 @@
 """Whether an engine's chunks can be cut into shards, how, and where those of this rank lie; else why not.
 
-All ranks of an engine come to the same: each tells the others what it has, or why it does not understand that. The
-scheduler's half makes sure of it (``identity.build_namespace``).
+All ranks of an engine come to the same result: each sends the others what it has, or why it does not understand that.
+The scheduler's half makes sure of it (``identity.build_namespace``).
+
+With pipeline stages vLLM makes the groups of the whole model, and a stage has of each the layers that it runs, or
+none: in the model's order, by names with the model's own layer numbers. So a range of layers is the same wherever it is
+whole. Layers are cut at the boundaries of the server's own stages; or as vLLM would cut for another number of them, so
+that servers of that many, and of one, share. Those of a draft model belong to the last range: they run on the last
+stage.
 
 Threading: called by the worker's main thread when vLLM registers the KV caches, on all ranks, where it waits for the
-others.
+others. vLLM's rule of cutting layers looks at VLLM_PP_LAYER_PARTITION.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.distributed
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
-from vllm.distributed.parallel_state import GroupCoordinator, get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.utils import get_pp_indices
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
 from nixl_offload.chunk.layout import GroupLayout, HeadPages, KVLayout, shard_groups
-from nixl_offload.chunk.shards import LayerCut, ShardPlan, make_plan
+from nixl_offload.chunk.shards import ONE_RANGE, LayerCut, ShardPlan, cut_layers, make_plan
 from nixl_offload.config import ShardCut
 from nixl_offload.errors import LayoutError
 from nixl_offload.identity.settings import collect
-from nixl_offload.vllm.kv_caches import layers_of, regions_of
-from nixl_offload.vllm.kv_heads import layer_cut, layer_pages, range_of, understood_pages
+from nixl_offload.vllm.kv_caches import layer_pages, regions_of, understood_pages
 from nixl_offload.vllm.rank_identity import layer_facts
 
 if TYPE_CHECKING:
@@ -36,8 +44,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.base import CanonicalKVCaches
 
-_T = TypeVar("_T")
-
+_DRAFT: Final = "draft_model."
+"""How the names of layers of a draft model begin that count from 0; others go on from the model's."""
 _OF_THE_RANK: Final = {
     "num_kv_heads": "the heads of all ranks count",
     "num_head_slots": "the heads of all ranks count",
@@ -59,15 +67,13 @@ class RankShards:
     """With a group for each shard, in the order of ``ShardPlan.numbers``."""
 
 
-class _Told(NamedTuple):
-    """What a rank tells the others of its pipeline stage."""
+class _RankLayers(NamedTuple):
+    """What a rank says of its layers to the other ranks, by range of layers."""
 
-    heads: tuple[tuple[int, ...], ...]
+    heads: tuple[tuple[tuple[int, ...], ...], ...]
     """By group, of each layer: the KV heads that all ranks have together; 1 where KV is not divided (MLA)."""
-    has_layers: tuple[tuple[bool, ...], ...]
-    """By group and range of layers, as ``make_plan`` takes them."""
     digests: tuple[str, ...]
-    """By range of layers: of its layers. Ranks of a stage may differ here, by scales of their own, and nowhere else."""
+    """Of the layers. Ranks of a stage may differ here, by scales of their own, and nowhere else."""
 
 
 _Layers = list[dict[str, tuple[KVCacheSpec, HeadPages]]]
@@ -94,12 +100,19 @@ def cut_chunks(
     rank, tp = parallel.rank, parallel.tensor_parallel_size
     ranges: dict[int, _Layers] = {}
     failure: Exception | None = None
-    own: _Told | str
+    own: _RankLayers | str
     try:
         why = understood_pages(vllm_config, kv_cache_config, kv_caches)
         if why is None:
             ranges = _ranges(vllm_config, kv_cache_config, kv_caches, canonical, cut)
-            own = _tell(vllm_config, kv_cache_config, kv_caches, ranges)
+            total = vllm_config.model_config.get_total_num_kv_heads()
+            own = _RankLayers(
+                tuple(
+                    tuple(tuple(_heads(spec, total) for spec, _ in layers.values()) for layers in groups)
+                    for groups in ranges.values()
+                ),
+                tuple(_digest(vllm_config, kv_cache_config, kv_caches, groups) for groups in ranges.values()),
+            )
         else:
             own = why
     except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's word
@@ -107,20 +120,21 @@ def cut_chunks(
     everyone = [own] if parallel.world_size == 1 else of_all_ranks(own)
     if failure is not None:
         raise failure
-    told = [each for each in everyone if isinstance(each, _Told)]
-    if len(told) < len(everyone):
+    all_layers = [each for each in everyone if isinstance(each, _RankLayers)]
+    if len(all_layers) < len(everyone):
         return next(each for each in everyone if isinstance(each, str))
-    if any(each[:2] != told[number // tp * tp][:2] for number, each in enumerate(told)):
+    if any(each.heads != all_layers[number // tp * tp].heads for number, each in enumerate(all_layers)):
         return "ranks of one pipeline stage have other layers"
-    stages = told[rank % tp :: tp]
-    heads = [tuple(chain.from_iterable(each)) for each in zip(*(stage.heads for stage in stages), strict=True)]
-    has = [tuple(chain.from_iterable(each)) for each in zip(*(stage.has_layers for stage in stages), strict=True)]
+    stages = all_layers[rank % tp :: tp]
+    by_group = list(zip(*(of_range for stage in stages for of_range in stage.heads), strict=True))
+    heads = [tuple(chain.from_iterable(of_ranges)) for of_ranges in by_group]
+    has = [tuple(bool(of_range) for of_range in of_ranges) for of_ranges in by_group]
     plan = make_plan(wanted.heads, heads, has, tp, cut)
     if isinstance(plan, str):
         return plan
     for group in plan.groups:
-        first_replicas = (told[number // group.replicas * group.replicas] for number in range(len(told)))
-        if any(each.digests != first.digests for each, first in zip(told, first_replicas, strict=True)):
+        firsts = (all_layers[number // group.replicas * group.replicas] for number in range(len(all_layers)))
+        if any(each.digests != first.digests for each, first in zip(all_layers, firsts, strict=True)):
             return "ranks that have the same KV heads differ in what their layers' bytes mean"
     digests = [digest for stage in stages for digest in stage.digests]
     digest = digests[0] if len(digests) == 1 else hashlib.sha256(json.dumps(digests).encode()).hexdigest()
@@ -143,7 +157,31 @@ def cut_by_config(vllm_config: VllmConfig, wanted: ShardCut) -> LayerCut | str:
     if wanted.heads == "distinct" and not vllm_config.model_config.use_mla and not has_replicas(vllm_config):
         return "each rank has KV heads of its own"
     plan = make_plan(wanted.heads, [[kv_heads(vllm_config)]], [[True]], parallel.tensor_parallel_size)
-    return plan if isinstance(plan, str) else layer_cut(vllm_config, wanted.layers)
+    return plan if isinstance(plan, str) else _cut_layers(vllm_config, wanted.layers)
+
+
+def _cut_layers(vllm_config: VllmConfig, wanted: int | None) -> LayerCut | str:
+    """Return how layers are cut; or why they are not, as a clause.
+
+    ``wanted``: for how many stages; None: for this server's own.
+    """
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages == 1 and wanted in (None, 1):
+        return ONE_RANGE
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    own = [get_pp_indices(layers, stage, stages) for stage in range(stages)]
+    try:
+        asked = own if wanted is None else [get_pp_indices(layers, stage, wanted) for stage in range(wanted)]
+    except ValueError as error:  # VLLM_PP_LAYER_PARTITION is for another number of stages
+        return f"vLLM does not cut {layers} layers for {wanted} pipeline stages: {error}"
+    cut = cut_layers(asked, own)
+    if cut is None:
+        begins = ", ".join(str(begin) for begin, _ in own[1:])
+        return (
+            f"this server's pipeline stages begin at layers {begins}, and `layers: {wanted}` cuts at "
+            f"{', '.join(str(begin) for begin, _ in asked[1:]) or 'none'}"
+        )
+    return cut
 
 
 def kv_heads(vllm_config: VllmConfig) -> int:
@@ -160,19 +198,17 @@ def has_replicas(vllm_config: VllmConfig) -> bool:
     return 0 < kv_heads(vllm_config) * parallel.decode_context_parallel_size < parallel.tensor_parallel_size
 
 
-def of_all_ranks(own: _Told | str) -> Sequence[_Told | str]:
+def of_all_ranks(own: _RankLayers | str) -> Sequence[_RankLayers | str]:
     """Return what the ranks of the engine say, in their order. Each must ask, and waits for the others.
 
     vLLM's group of all ranks may have those of other data-parallel engines in it.
     """
-    columns = _gathered(_gathered(own, get_pp_group()), get_tp_group())
-    return [told for stage in zip(*columns, strict=True) for told in stage]
-
-
-def _gathered(own: _T, group: GroupCoordinator) -> list[_T]:
-    told = [own] * group.world_size
-    torch.distributed.all_gather_object(told, own, group=group.cpu_group)
-    return told
+    stages, ranks = get_pp_group(), get_tp_group()
+    column = [own] * stages.world_size
+    torch.distributed.all_gather_object(column, own, group=stages.cpu_group)
+    columns = [column] * ranks.world_size
+    torch.distributed.all_gather_object(columns, column, group=ranks.cpu_group)
+    return [each for stage in zip(*columns, strict=True) for each in stage]
 
 
 def _ranges(
@@ -185,16 +221,31 @@ def _ranges(
     """Return the layers of this rank by range of layers. Raises LayoutError where one is not of its stage."""
     parallel = vllm_config.parallel_config
     held = cut.stages[parallel.rank // parallel.tensor_parallel_size]
-    pages = layer_pages(kv_cache_config, kv_caches, canonical)
-    found: dict[int, _Layers] = {number: [{} for _ in pages] for number in held}
-    layers = vllm_config.model_config.get_total_num_hidden_layers() if len(cut.begins) > 1 else 0
-    for position, group in enumerate(get_offloading_group_ids(kv_cache_config)):
-        for name, spec in layers_of(kv_cache_config.kv_cache_groups[group]):
-            number = range_of(name, cut, layers)
+    groups = layer_pages(kv_cache_config, kv_caches, canonical)
+    found: dict[int, _Layers] = {number: [{} for _ in groups] for number in held}
+    total = vllm_config.model_config.get_total_num_hidden_layers() if len(cut.begins) > 1 else 0
+    for position, layers in enumerate(groups):
+        for name, layer in layers.items():
+            number = _range_of(name, cut, total)
             if number not in held:
                 raise LayoutError(f"{name} runs on another pipeline stage than the model's layer of that number")
-            found[number][position][name] = spec, pages[position][name]
-    return {number: [_in_order(layers) for layers in groups] for number, groups in found.items()}
+            found[number][position][name] = layer
+    return {number: [_in_order(layers) for layers in of_range] for number, of_range in found.items()}
+
+
+def _range_of(name: str, cut: LayerCut, layers: int) -> int:
+    """Return the range of layers that a layer belongs to. ``layers``: of the model, without those of a draft model.
+
+    Raises LayoutError where its name does not tell.
+    """
+    last = len(cut.begins) - 1
+    if not last or name.startswith(_DRAFT):
+        return last
+    try:
+        number = extract_layer_index(name)
+    except AssertionError as error:
+        raise LayoutError(f"which layer {name} is cannot be told from its name") from error
+    return last if number >= layers else bisect_right(cut.begins, number) - 1
 
 
 def _in_order(layers: dict[str, tuple[KVCacheSpec, HeadPages]]) -> dict[str, tuple[KVCacheSpec, HeadPages]]:
@@ -209,29 +260,12 @@ def _in_order(layers: dict[str, tuple[KVCacheSpec, HeadPages]]) -> dict[str, tup
 
 def _facts(spec: KVCacheSpec) -> list[Any]:
     """Return what a layer's spec says of its bytes, the same on all ranks."""
-    told = {path: value for path, value in collect(spec, {}).values.items() if path not in _OF_THE_RANK}
-    return [type(spec).__qualname__, told]
+    found = {path: value for path, value in collect(spec, {}).values.items() if path not in _OF_THE_RANK}
+    return [type(spec).__qualname__, found]
 
 
-def _tell(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    kv_caches: Mapping[str, torch.Tensor],
-    ranges: Mapping[int, _Layers],
-) -> _Told:
-    total = vllm_config.model_config.get_total_num_kv_heads()
-    groups = range(len(get_offloading_group_ids(kv_cache_config)))
-    heads = tuple(
-        tuple(
-            1 if isinstance(spec, MLAAttentionSpec) else total
-            for layers in ranges.values()
-            for spec, _ in layers[group].values()
-        )
-        for group in groups
-    )
-    has_layers = tuple(tuple(bool(layers[group]) for layers in ranges.values()) for group in groups)
-    digests = tuple(_digest(vllm_config, kv_cache_config, kv_caches, layers) for layers in ranges.values())
-    return _Told(heads, has_layers, digests)
+def _heads(spec: KVCacheSpec, total: int) -> int:
+    return 1 if isinstance(spec, MLAAttentionSpec) else total
 
 
 def _digest(
@@ -239,17 +273,16 @@ def _digest(
 ) -> str:
     """Digest what makes the bytes of shards interchangeable, layer by layer of a range."""
     modules = vllm_config.compilation_config.static_forward_context
-    model = vllm_config.model_config
+    total = vllm_config.model_config.get_total_num_kv_heads()
     facts: list[object] = []
     for number, layers in zip(get_offloading_group_ids(kv_cache_config), groups, strict=True):
         group = kv_cache_config.kv_cache_groups[number]
         # Of a group without layers here vLLM tells a stage less than it tells an engine of one stage.
         facts.append([number, str(group.role), group.is_eagle_group] if layers else [number])
         for name, (spec, _) in layers.items():
-            heads = 1 if isinstance(spec, MLAAttentionSpec) else model.get_total_num_kv_heads()
             pages = kv_caches[name]
             # Of MLA a kernel may divide a block, and an indexer's keeps its scales behind the tokens of each part.
             parts = pages.shape[0] // kv_cache_config.num_blocks
-            of_layer: list[Any] = layer_facts(modules.get(name))
-            facts.append([name, *_facts(spec), heads, str(pages.dtype), parts, of_layer])
+            of_layer = layer_facts(modules.get(name))
+            facts.append([name, *_facts(spec), _heads(spec, total), str(pages.dtype), parts, of_layer])
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from nixl_offload.vllm.kv_heads import understood_pages
+from nixl_offload.vllm.kv_caches import understood_pages
 
 
 class PoisonExtension:
