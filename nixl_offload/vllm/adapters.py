@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from nixl_offload.vllm.tensor_digests import adapter_digest
+from nixl_offload.vllm.rank_identity import adapter_digest
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

@@ -1,5 +1,6 @@
-"""``NixlOffloadConnector``: vLLM's offloading connector with a failure channel and our two halves in it. Methods
-that are not here are vLLM's. ``OffConnector`` takes its place where nothing may be stored or loaded.
+"""``NixlOffloadConnector``: vLLM's offloading connector with a failure channel and our two halves in it, which
+``NixlOffloadSpec`` makes. Methods that are not here are vLLM's. ``OffConnector`` takes its place where nothing may be
+stored or loaded.
 
 Threading: one instance per role; vLLM calls each from one thread. The rule that holds throughout: nothing that storage
 does or fails to do raises into vLLM. Loads that fail are reported as such and recomputed.
@@ -8,7 +9,7 @@ does or fails to do raises into vLLM. Loads that fail are reported as such and r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,16 +25,28 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import resolve_mamba_align_size
 from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
 
+from nixl_offload.chunk.authentication import read_key_file
 from nixl_offload.config import Config, blocks_per_chunk, from_extra_config, merge_extra_config
+from nixl_offload.errors import NotSupportedError
 from nixl_offload.units import format_duration
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
-from nixl_offload.vllm.connector_worker import NixlConnectorWorker
 from nixl_offload.vllm.identity import group_tokens, reason_to_stay_off
-from nixl_offload.vllm.kv_caches import keeps_state, retained_blocks
+from nixl_offload.vllm.kv_caches import keeps_state, offloaded_groups, retained_blocks, without_padding
+from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import RankGeometry
+from nixl_offload.vllm.metrics import DEFINITIONS
 from nixl_offload.vllm.plugin import SPEC_NAME, check_version, register
-from nixl_offload.vllm.spec import NixlOffloadSpec
+from nixl_offload.vllm.rank_shards import RankShards, cut_chunks, has_replicas
+from nixl_offload.vllm.serving_tiers import sharing_engines
 from nixl_offload.vllm.vllm_internals import (
     LeanConnector,
     evict_blocks,
@@ -43,6 +56,7 @@ from nixl_offload.vllm.vllm_internals import (
     set_canonical_layout,
     turn_off_loads_within_the_step,
 )
+from nixl_offload.vllm.worker import NixlConnectorWorker, NixlOffloadingWorker
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +83,82 @@ def sentence_about_stopping(vllm_config: VllmConfig, config: Config) -> str | No
         "computed again: run vllm serve with --shutdown-timeout, some seconds above drain_timeout "
         f"({format_duration(drain_s)})"
     )
+
+
+class NixlOffloadSpec(OffloadingSpec):
+    """Ties our config to vLLM's normalised one."""
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """Return the metrics that our scheduler's half tells; asked of the class, where no engine runs."""
+        return dict(DEFINITIONS)
+
+    def __init__(
+        self,
+        config: OffloadingConfig,
+        *,
+        config_file: Config | None = None,
+        vllm_config: VllmConfig | None = None,
+        kv_cache_config: KVCacheConfig | None = None,
+    ) -> None:
+        """Take vLLM's normalised config and ours, and read the keys that ours names.
+
+        Raises NotSupportedError when built without our connector, and ConfigError for a file of keys that is not right.
+        """
+        super().__init__(config)
+        if config_file is None or vllm_config is None or kv_cache_config is None:
+            raise NotSupportedError(
+                'NixlOffloadSpec works only inside NixlOffloadConnector: set "kv_connector": "NixlOffloadConnector" '
+                "(the stock OffloadingConnector stops the engine at the first failed transfer)"
+            )
+        self.config_file = config_file
+        self.vllm_config = vllm_config
+        self.kv_cache_config = kv_cache_config
+        authenticate = config_file.authenticate
+        self._keys = None if authenticate is None else read_key_file(authenticate.key_file)
+        self.kv_caches: Mapping[str, torch.Tensor] = {}
+        """This rank's, by layer, as vLLM has made them: set before ``get_worker`` is called."""
+
+    def get_manager(self) -> OffloadingManager:
+        """Return the scheduler's half; its tiers open when the ranks have sent their geometry."""
+        return NixlOffloadManager(self.config, self.config_file, self.vllm_config)
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """Return this rank's half over ``kv_caches``."""
+        return NixlOffloadingWorker(
+            self.config,
+            self.config_file,
+            without_padding(kv_caches, offloaded_groups(self.kv_cache_config)),
+            self.vllm_config.cache_config.gpu_memory_utilization,
+            engines=len(sharing_engines(self.vllm_config.parallel_config)),
+            shards=self._cut(kv_caches),
+            keys=self._keys,
+        )
+
+    def _cut(self, kv_caches: CanonicalKVCaches) -> RankShards | None:
+        """Cut chunks into shards, as the config asks for; None where that cannot be, with a line in the log. By default
+        none where ranks have nothing alike.
+        """
+        wanted, blocks = self.config_file.shards, self.config.cache.blocks_per_chunk
+        if wanted is None:
+            return None
+        rank, is_missed = self.config.parallel.rank, True
+        try:
+            found = cut_chunks(self.vllm_config, self.kv_cache_config, self.kv_caches, kv_caches, wanted, blocks)
+            if not isinstance(found, str):
+                if rank == 0:
+                    numbers = ", ".join(str(group.head_ranges * len(group.ranges)) for group in found.plan.groups)
+                    logger.info("Chunks are cut by KV heads and layers; shards of a chunk, by KV group: %s", numbers)
+                return found
+            is_missed = wanted.heads != "distinct" or wanted.layers is not None or has_replicas(self.vllm_config)
+        except Exception:  # an unknown kind of cache is stored rank by rank
+            found = f"the KV heads in the caches of rank {rank} are not found"
+            logger.exception("The KV heads in the caches of this rank are not found")
+        if rank == 0 and is_missed:
+            logger.warning(
+                "Chunks are stored as each rank has them, and only engines of the same size share them: %s", found
+            )
+        return None
 
 
 class OffConnector(KVConnectorBase_V1, SupportsHMA):
@@ -256,12 +346,9 @@ class NixlOffloadConnector(LeanConnector):
         return super().request_finished_all_groups(request, block_ids)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return completions and, for models of which no prefix can be kept, the requests whose load failed."""
-        worker = self.connector_worker
-        assert worker is not None
-        received = worker.take_received()
-        failed = worker.take_failed_requests() & received if received else set()
-        return KVConnectorTransferResults(set(), received, failed)
+        """Return the requests whose load has ended, and those of them that must be computed from their first token."""
+        assert self.connector_worker is not None
+        return self.connector_worker.take_results()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that no load filled, where vLLM can keep the prefix before them: see ``keeps_prefix``."""

@@ -33,7 +33,7 @@ def register() -> None:
     with suppress(ValueError):  # it is registered already
         KVConnectorFactory.register_connector(CONNECTOR_NAME, __name__, CONNECTOR_NAME)
     with suppress(ValueError):
-        OffloadingSpecFactory.register_spec(SPEC_NAME, "nixl_offload.vllm.spec", SPEC_NAME)
+        OffloadingSpecFactory.register_spec(SPEC_NAME, "nixl_offload.vllm.connector", SPEC_NAME)
     _log_as_vllm_does()
 
 

@@ -1,4 +1,5 @@
-"""A rank's half behind vLLM's ``OffloadingWorker``: tickets in, an outcome for each of their chunks out.
+"""A rank's half: ``NixlConnectorWorker`` behind vLLM's connector hears our messages and reports outcomes,
+``NixlOffloadingWorker`` behind it turns tickets into jobs of the engine.
 
 Threading: called by the worker's main thread. Tiers open on threads of their own, and the engine's pump threads are
 behind it. Submitting never raises and never blocks on I/O: a job that cannot be done is a job that failed, and a failed
@@ -10,13 +11,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
+    OffloadingSpec,
     OffloadingWorker,
     TransferResult,
 )
@@ -30,7 +37,7 @@ from nixl_offload.engine.autotune import TransferPlan
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.pump import LEAKED, leak
 from nixl_offload.engine.streams import READY, Fence, model_on_default_stream
-from nixl_offload.errors import LayoutError
+from nixl_offload.errors import LayoutError, NotSupportedError
 from nixl_offload.hardware.same_machine import machine_token
 from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.tiers.slab.tier import SlabPlace
@@ -38,10 +45,37 @@ from nixl_offload.types import Outcome
 from nixl_offload.vllm.adapters import LoadedAdapters
 from nixl_offload.vllm.background import name_of
 from nixl_offload.vllm.chunks import RankChunks, of_no_blocks
-from nixl_offload.vllm.kv_caches import canonical_layout
-from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, TicketSpec
+from nixl_offload.vllm.kv_caches import canonical_layout, keeps_prefix
+from nixl_offload.vllm.messages import (
+    NOTHING,
+    LoadSample,
+    RankGeometry,
+    RankStatus,
+    StepMetadata,
+    TicketReport,
+    TicketSpec,
+    WeightsAnswer,
+    WorkerReport,
+)
+from nixl_offload.vllm.rank_identity import allocation_digest, sources_of, weights_digest
 from nixl_offload.vllm.rank_shards import RankShards
 from nixl_offload.vllm.rank_tiers import RankMemory, RankTiers, open_host, open_tier_engine, plan_tiers
+from nixl_offload.vllm.vllm_internals import (
+    find_worker,
+    finish_before_blocks_change,
+    models_of_worker,
+    pop_loading_request,
+    store_on_every_rank,
+    submit_deferred_stores,
+    watch_adapters,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from nixl_offload.vllm.connector import NixlOffloadSpec
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +83,196 @@ OPENING_EVERY_S = 0.05
 """How often a rank looks whether the tiers that it opens are open."""
 STATUS_EVERY_S = 0.25
 """How often a rank looks at its tiers while nothing is submitted and nothing ends."""
+
+
+class NixlConnectorWorker(OffloadingConnectorWorker):
+    """vLLM's connector worker, without its assertions that storage never fails."""
+
+    worker: NixlOffloadingWorker | None
+    spec: NixlOffloadSpec
+
+    def __init__(self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        store_on_every_rank(self)  # each has storage of its own
+        self._report = NOTHING
+        """What is not reported yet. ``_news`` returns one that may be written to."""
+        self.failed_blocks: set[int] = set()
+        """Those that ``take_failed_blocks`` would return."""
+        self._keeps_prefix = keeps_prefix(kv_cache_config, len(spec.config.groups))
+        self._adapters = LoadedAdapters()
+        self._geometry: RankGeometry | None = None
+        """What was allocated and loaded, once the KV caches are registered."""
+        self._has_sent_geometry = False
+        self._vllm_worker: WorkerBase | None = None
+        self._weights_unknown = False
+
+    @property
+    def rank_worker(self) -> NixlOffloadingWorker:
+        """Our worker. Exists once the KV caches are registered."""
+        assert isinstance(self.worker, NixlOffloadingWorker)
+        return self.worker
+
+    # Start, sleep
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """As vLLM's; and note what was allocated and loaded. Where the caches are not understood, the scheduler's half
+        stays off.
+        """
+        digest = ""
+        sources: tuple[str, ...] = ("(not known)",)
+        try:
+            digest = allocation_digest(self.vllm_config, self.kv_cache_config, kv_caches)
+        except Exception:
+            logger.exception("What lies where in the KV caches of this rank is not understood")
+        self.spec.kv_caches = kv_caches
+        super().register_kv_caches(kv_caches)
+        self.spec.kv_caches = {}  # they go away while the engine sleeps
+        self._vllm_worker = find_worker(self.vllm_config)
+        if self._vllm_worker is not None:
+            watch_adapters(self._vllm_worker, self._adapters.loaded)
+            finish_before_blocks_change(self._vllm_worker)
+            sources = sources_of(models_of_worker(self._vllm_worker))
+        self.rank_worker.adapters = self._adapters
+        backends: set[str] = set()
+        if any(group.layer_names for group in self.kv_cache_config.kv_cache_groups):
+            # Of a rank without layers vLLM would name the backend that it prefers.
+            backends = {backend.get_name() for backend in get_current_attn_backends(self.vllm_config)}
+        geometry = self.rank_worker.geometry(digest, backends)
+        self._geometry = replace(geometry, weights=self._digest_weights(), sources=sources)
+
+    def geometry(self) -> RankGeometry | None:
+        """Return what this rank has, once the KV caches are registered. The caller passes it on."""
+        self._has_sent_geometry = self._geometry is not None
+        return self._geometry
+
+    def sleep(self) -> None:
+        """Finish what is under way and let go of KV memory. As ``NixlOffloadingWorker.sleep``."""
+        if self.worker is not None:
+            # What the last step left for the next one: its blocks are gone then.
+            submit_deferred_stores(self)
+            self.worker.sleep()
+
+    def wake_up(self) -> None:
+        """Take KV memory again, which is where it was."""
+        if self.worker is not None:
+            self.worker.wake_up()
+
+    def _digest_weights(self) -> str | None:
+        """Return a digest of the weights on this rank; None, with one line in the log, where there is none."""
+        try:
+            if self._vllm_worker is None:
+                raise NotSupportedError("vLLM's worker was not found in this process")
+            return weights_digest(models_of_worker(self._vllm_worker))
+        except Exception as error:  # noqa: BLE001 - without a digest nothing stored is trusted
+            if not self._weights_unknown:
+                logger.warning("Which weights this rank has loaded cannot be told: %s", error)
+            self._weights_unknown = True
+            return None
+
+    # A step
+
+    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
+        """Before each forward pass: submit the stores of the step before, as vLLM does, and fence this step's loads.
+
+        vLLM submits loads after it has launched the forward pass. With a fence of that moment they would wait for it.
+        """
+        super().handle_preemptions(kv_connector_metadata)
+        if kv_connector_metadata.load_jobs:
+            self.rank_worker.fence_loads()
+
+    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Submit vLLM's loads, then our moves; and open the tiers that the message names."""
+        worker = self.rank_worker
+        try:
+            super().start_kv_transfers(metadata)
+        finally:
+            if metadata.load_jobs:
+                worker.end_step()
+        if isinstance(metadata, StepMetadata):
+            worker.open(metadata.places, metadata.opening)
+            for ticket in metadata.moves:
+                worker.submit_moves(ticket)
+            if question := metadata.weights_question:
+                self._news().weights[self.spec.config.parallel.rank] = WeightsAnswer(question, self._digest_weights())
+
+    def take_results(self) -> KVConnectorTransferResults:
+        """Return the requests whose load has ended since the last call, and note outcomes for the next report.
+
+        Where no prefix of a failed load can be kept, its request is received *and* failed, so that it resumes. Stores
+        never hold a request's blocks.
+        """
+        received: set[str] = set()
+        failed: set[str] = set()
+        worker = self.worker
+        assert worker is not None
+        if worker.has_news:
+            jobs, tickets = worker.take_finished(), worker.take_tickets()
+            for job in jobs:
+                request, has_failed = self._take_job(job)
+                if request is not None:
+                    received.add(request)
+                    if has_failed and not self._keeps_prefix:
+                        failed.add(request)
+            for ticket, failures in tickets.items():
+                self._news().tickets[ticket] = TicketReport(1, failures)
+            if (jobs or tickets) and (work := worker.take_work()) is not None:
+                report = self._news()
+                report.work = work if report.work is None else report.work.merge(work)
+            if status := worker.take_status():
+                self._news().ranks.update(status)
+        return KVConnectorTransferResults(set(), received, failed)
+
+    def _take_job(self, job: FinishedJob) -> tuple[str | None, bool]:
+        """Report one of vLLM's jobs; return the request that it has loaded for, and whether some of that failed."""
+        report, result, ticket = self._news(), job.result, job.ticket
+        failures = _failures_of(result.outcomes)
+        report.mark_completed(result.job_id)
+        report.tickets[ticket.ticket] = TicketReport(1, failures)
+        is_load = isinstance(ticket, LoadTicket)
+        if result.bytes_moved:
+            stats = report.transfer_stats
+            (stats.load if is_load else stats.store).record(num_bytes=result.bytes_moved, time=result.seconds)
+        request = pop_loading_request(self, result.job_id)
+        if is_load:
+            report.loads.extend(
+                LoadSample(share.tier, share.wanted_bytes, share.seconds, bool(share.failures), ticket.ticket)
+                for share in result.shares
+            )
+            if failures:
+                logger.warning(
+                    "Load of request %s: %d of %d chunks not usable (%s)",
+                    request,
+                    len(failures),
+                    len(result.outcomes),
+                    "; ".join(result.errors),
+                )
+                if self._keeps_prefix:
+                    for chunk in result.chunks:
+                        if chunk.position in failures:
+                            self.failed_blocks.update(chunk.block_ids.tolist())
+        return request, is_load and bool(failures)
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return blocks that a load did not fill since the last call, where vLLM keeps what lies before them."""
+        failed, self.failed_blocks = self.failed_blocks, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> WorkerReport:
+        """Return what has finished since the last call.
+
+        Also when nothing has: vLLM keeps an empty step to itself, and our scheduler's half counts them: ``step_clock``.
+        """
+        if not self._has_sent_geometry and (geometry := self.geometry()) is not None:
+            self._news().geometries[geometry.rank] = geometry
+        if adapters := self._adapters.take():
+            self._news().adapters[self.spec.config.parallel.rank] = adapters
+        report, self._report = self._report, NOTHING
+        return report
+
+    def _news(self) -> WorkerReport:
+        if self._report is NOTHING:
+            self._report = WorkerReport()
+        return self._report
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,16 +451,9 @@ class NixlOffloadingWorker(OffloadingWorker):
         chunks = self._chunks.of_moves(ticket)
         self._engine.submit(Job(WorkKind.WRITE_THROUGH, chunks, len(ticket.keys), READY, ticket=ticket.ticket))
 
-    def samples(self, job: FinishedJob) -> Iterable[LoadSample]:
-        """Return what a finished load says of the speed of its tiers."""
-        return [
-            LoadSample(share.tier, share.wanted_bytes, share.seconds, bool(share.failures), job.ticket.ticket)
-            for share in job.result.shares
-        ]
-
     def take_tickets(self) -> dict[int, dict[int, Outcome]]:
         """Return how promotions and write-throughs ended since the last call: ticket -> failures by position."""
-        ended = {result.job_id: failures_of(result.outcomes) for result in self._engine.settled()}
+        ended = {result.job_id: _failures_of(result.outcomes) for result in self._engine.settled()}
         if ended:
             self._look_s = 0.0
         return ended
@@ -308,6 +525,6 @@ class NixlOffloadingWorker(OffloadingWorker):
             )
 
 
-def failures_of(outcomes: Iterable[Outcome]) -> dict[int, Outcome]:
+def _failures_of(outcomes: Iterable[Outcome]) -> dict[int, Outcome]:
     """Return what did not end well, by position."""
     return {position: outcome for position, outcome in enumerate(outcomes) if outcome is not Outcome.OK}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nixl_offload.vllm.tensor_digests import make_factors, piece_sums, weights_digest
+from nixl_offload.vllm.rank_identity import make_factors, piece_sums, weights_digest
 
 pytestmark = pytest.mark.gpu
 

@@ -33,7 +33,7 @@ from nixl_offload.engine import Chunk, Job, WorkKind
 from nixl_offload.vllm import idling
 from nixl_offload.vllm.connector import NixlOffloadConnector
 from nixl_offload.vllm.notes import notes_of
-from nixl_offload.vllm.tensor_digests import adapter_digest
+from nixl_offload.vllm.rank_identity import adapter_digest
 from nixl_offload.vllm.vllm_scheduler import AdaptedRequestState, MendedScheduler
 from tests.vllm.pipeline_rig import (
     BLOCK_TOKENS,

@@ -34,6 +34,7 @@ from vllm.v1.request import Request
 from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.config import Config, parse_config
 from nixl_offload.types import Outcome
+from nixl_offload.vllm.connector import NixlOffloadSpec
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.load_decision import Hit
 from nixl_offload.vllm.manager import NixlOffloadManager
@@ -46,7 +47,6 @@ from nixl_offload.vllm.messages import (
     TicketSpec,
     WorkerReport,
 )
-from nixl_offload.vllm.spec import NixlOffloadSpec
 
 SLOT = 8192
 BLOCK_TOKENS = 64

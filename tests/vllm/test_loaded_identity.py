@@ -17,8 +17,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from nixl_offload.errors import NamespaceError
 from nixl_offload.vllm.adapters import AdapterName, AdapterTable, AdapterUse, LoadedAdapters
 from nixl_offload.vllm.messages import WeightsAnswer
-from nixl_offload.vllm.rank_identity import sources_of
-from nixl_offload.vllm.tensor_digests import adapter_digest, make_factors, piece_sums, weights_digest
+from nixl_offload.vllm.rank_identity import adapter_digest, make_factors, piece_sums, sources_of, weights_digest
 from nixl_offload.vllm.weights_check import ANSWER_WAIT_S, Trust, WeightsCheck
 
 NAME = AdapterName("mine", "/adapters/mine")

@@ -25,9 +25,8 @@ from nixl_offload.engine.transfer_statistics import Act
 from nixl_offload.types import Outcome
 from nixl_offload.vllm import connector_scheduler
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
-from nixl_offload.vllm.connector_worker import NixlConnectorWorker
 from nixl_offload.vllm.messages import RankStatus
-from nixl_offload.vllm.worker import NixlOffloadingWorker
+from nixl_offload.vllm.worker import NixlConnectorWorker, NixlOffloadingWorker
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import BLOCKS_PER_CHUNK, CHUNK_TOKENS, Matching
 
@@ -50,7 +49,7 @@ def test_a_rank_that_is_asked_twice_before_it_reports_loses_nothing() -> None:
     rank.take_status = lambda: told.pop(0)  # type: ignore[method-assign]
     worker.worker = rank
     for _ in range(3):
-        worker.get_finished(set())
+        worker.take_results()
     report = worker.build_connector_worker_meta()
     assert report.work is not None
     assert report.work.payload_bytes == {act: 7}

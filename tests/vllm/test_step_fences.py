@@ -17,8 +17,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from nixl_offload.engine import link_engine, packer
 from nixl_offload.vllm import rank_tiers
-from nixl_offload.vllm.connector_worker import NixlConnectorWorker
 from nixl_offload.vllm.messages import StepMetadata
+from nixl_offload.vllm.worker import NixlConnectorWorker
 from tests.unit.device_rig import LIMIT_S, ThreadedStreams, emulated
 from tests.vllm import manager_rig
 from tests.vllm.test_rank_worker import Rig, gpu
@@ -57,7 +57,7 @@ class Runner:
         return gate
 
     def look(self) -> None:
-        self.received |= self.connector.get_finished(set())[1]
+        self.received |= self.connector.take_results().finished_recving
 
     def wait_for(self, request: str, seconds: float = LIMIT_S) -> bool:
         """Whether its load is finished by then."""
