@@ -8,8 +8,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.unit.stored_rig import Cli
 
 _GRACE_S = 30.0
 _FOREIGN_THREADS = ("TMonitor",)
@@ -50,6 +54,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in wanted:
         item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs ``nixl-offload``; keeps what was printed."""
+    from tests.unit.stored_rig import Cli
+
+    return Cli(capsys)
 
 
 @pytest.fixture(autouse=True)

@@ -5,13 +5,11 @@ Threading: one thread. ``stores.bucket`` knows what a bucket needs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from typing import TextIO
+from argparse import ArgumentParser, Namespace
 
-from nixl_offload.cli.commands import COMMANDS
-from nixl_offload.cli.common import Commands, add_command
+from nixl_offload.cli.common import set_up
 from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError
 
@@ -33,17 +31,17 @@ rules (the bucket is made all the same), or nobody said yes. 2: CONFIG or the op
 """
 
 
-def add_bucket(commands: Commands) -> None:
-    """Add ``bucket init`` to the command line."""
-    parser = commands.add_parser("bucket", help=COMMANDS["bucket"][1])
+def add_bucket(parser: ArgumentParser) -> None:
+    """Make ``parser`` that of ``bucket``, with ``init``."""
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    summary, json_help = "show what the bucket lacks, ask, apply it", "print JSON; applies only with --yes"
-    init = add_command(actions, "init", run_init, summary=summary, description=_DESCRIPTION, json=json_help)
+    summary = "show what the bucket lacks, ask, apply it"
+    init = actions.add_parser("init", help=summary, formatter_class=parser.formatter_class)
+    set_up(init, run_init, _DESCRIPTION, json="print JSON; applies only with --yes")
     init.add_argument("--yes", action="store_true", help="apply without asking")
 
 
-def run_init(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Print to ``out``. Raises ConfigError, StoreError, NotSupportedError."""
+def run_init(arguments: Namespace) -> int:
+    """Show, ask, apply. Raises ConfigError, StoreError, NotSupportedError."""
     tier = load_config(arguments.file).s3
     if tier is None:
         raise ConfigError(f"{arguments.file}: tiers: none of them has kind: s3, so there is no bucket")
@@ -53,11 +51,11 @@ def run_init(arguments: argparse.Namespace, out: TextIO) -> int:
         raise NotSupportedError(f"bucket init needs boto3 ({exc}); pip install boto3") from exc
     plan, applied = plan_lifecycle(tier), False
     if not arguments.json:
-        print(f"{plan.where}: {'to change:' if plan.changes else 'nothing to do.'}", file=out)
+        print(f"{plan.where}: {'to change:' if plan.changes else 'nothing to do.'}")
         for change in plan.changes:
-            print(f"  - {change}", file=out)
-        out.flush()
-    if plan.changes and (arguments.yes or (not arguments.json and _asked(out))):
+            print(f"  - {change}")
+        sys.stdout.flush()
+    if plan.changes and (arguments.yes or (not arguments.json and _asked())):
         try:
             apply_lifecycle(plan)
             left = plan_lifecycle(tier).changes
@@ -75,16 +73,16 @@ def run_init(arguments: argparse.Namespace, out: TextIO) -> int:
         applied = True
     if arguments.json:
         shown = {"where": plan.where, "changes": plan.changes, "applied": applied}
-        print(json.dumps(shown, indent=2), file=out)
+        print(json.dumps(shown, indent=2))
         return 0
     if plan.changes:
-        print("Done." if applied else "Nothing was changed; --yes applies it without asking.", file=out)
+        print("Done." if applied else "Nothing was changed; --yes applies it without asking.")
     return 1 if plan.changes and not applied else 0
 
 
-def _asked(out: TextIO) -> bool:
+def _asked() -> bool:
     """Ask on a terminal; without one nobody can say yes."""
     if not sys.stdin.isatty():
         return False
-    print("Apply? [y/N] ", end="", file=out, flush=True)
+    print("Apply? [y/N] ", end="", flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,71 +1,71 @@
 """What commands share: common arguments, the way from a config file to its tiers, sizes and times for people.
 
-Threading: one thread.
+A command prints to ``sys.stdout``; ``main`` says there, too, why it failed. Threading: one thread.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import re
 import sys
 import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import Final, NamedTuple, TextIO, TypeAlias, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from nixl_offload.chunk.authentication import ChunkKeys, read_key_file
-from nixl_offload.cli.commands import COMMANDS
 from nixl_offload.config import Config, StoredConfig
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError, TierError
 from nixl_offload.tiers.inspect import Inspector, NamespaceInfo
 from nixl_offload.tiers.kinds import open_inspector
-from nixl_offload.units import parse_duration, parse_size
+from nixl_offload.units import parse_size
 
 T = TypeVar("T")
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
-def add_command(
-    commands: Commands,
-    name: str,
-    run: Callable[[argparse.Namespace, TextIO], int],
-    *,
+def set_up(
+    parser: ArgumentParser,
+    run: Callable[[Namespace], int],
     description: str,
-    summary: str = "",
+    *,
     config: bool = True,
-    json: str | None = "print JSON",
-) -> argparse.ArgumentParser:
-    """Add a command that ``run`` carries out, with CONFIG and ``--json`` unless the caller wants none."""
-    parser = commands.add_parser(
-        name,
-        help=summary or COMMANDS[name][1],
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    json: str = "print JSON",
+) -> None:
+    """Have ``parser`` call ``run``, and give it CONFIG and ``--json``; ``json=""``: not that."""
+    parser.description = description
+    parser.set_defaults(run=run)
     if config:
         parser.add_argument("file", metavar="CONFIG", help="the YAML config")
-    if json is not None:
+    if json:
         parser.add_argument("--json", action="store_true", help=json)
-    parser.set_defaults(run=run)
-    return parser
 
 
-def add_selection(parser: argparse.ArgumentParser, *, tenant: bool) -> None:
+def add_selection(parser: ArgumentParser, *, tenant: bool) -> None:
     """Add ``--tier`` and ``--namespace``, and ``--tenant`` if ``tenant``."""
     parser.add_argument("--tier", choices=("slab", "shared_dir", "s3"), help="only this tier of CONFIG")
     parser.add_argument("--namespace", metavar="NAME", help="only this namespace, 32 hex digits as ls prints them")
     if tenant:
         parser.add_argument("--tenant", help="only the namespaces of this tenant")
+    else:
+        parser.set_defaults(tenant=None)
 
 
-def selected(inspector: Inspector, arguments: argparse.Namespace) -> Iterator[NamespaceInfo]:
+def selected(inspector: Inspector, arguments: Namespace) -> Iterator[NamespaceInfo]:
     """Yield the namespaces that ``--namespace`` and ``--tenant`` select."""
-    tenant = getattr(arguments, "tenant", None)
     for namespace in inspector.namespaces():
-        if arguments.namespace in (None, namespace.name) and tenant in (None, namespace.tenant):
+        if arguments.namespace in (None, namespace.name) and arguments.tenant in (None, namespace.tenant):
             yield namespace
+
+
+def report_nothing_found(arguments: Namespace, found: object) -> bool:
+    """Say so on stderr where ``found`` is empty, and a namespace or tenant was asked for: perhaps it is misspelt."""
+    asked = [f"{word} {value}" for word in ("namespace", "tenant") if (value := getattr(arguments, word)) is not None]
+    if found or not asked:
+        return False
+    print(f"nixl-offload: nothing is there of {' and '.join(asked)}", file=sys.stderr)
+    return True
 
 
 def keys_of(config: Config) -> ChunkKeys | None:
@@ -79,29 +79,20 @@ def keys_of(config: Config) -> ChunkKeys | None:
         return None
 
 
-def report_nothing_found(arguments: argparse.Namespace) -> None:
-    """Say on stderr that the namespace or tenant asked for is not there: perhaps it is misspelt."""
-    asked = [f"{word} {value}" for word in ("namespace", "tenant") if (value := getattr(arguments, word, None))]
-    print(f"nixl-offload: nothing is there of {' and '.join(asked)}", file=sys.stderr)
-
-
-def stored_tiers(config: Config, arguments: argparse.Namespace) -> list[StoredConfig]:
+def stored_tiers(config: Config, arguments: Namespace) -> list[StoredConfig]:
     """Return the tiers that outlive a server, those that ``--tier`` selects. Raises ConfigError: there is none, or
     ``--namespace`` names none.
     """
     if arguments.namespace is not None and not re.fullmatch("[0-9a-f]{32}", arguments.namespace):
-        raise ConfigError(
-            f"--namespace: {arguments.namespace!r} is not one; allowed: 32 hex digits, as ls and gc print them"
-        )
-    found = [tier for tier in config.stored if arguments.tier in (None, tier.kind)]
-    if found:
-        return found
+        said = f"--namespace: {arguments.namespace!r} is not one; allowed: 32 hex digits, as ls prints them"
+        raise ConfigError(said)
     if not config.stored:
         raise ConfigError(f"{arguments.file}: tiers: only memory, which cannot be looked at from outside the server")
-    raise ConfigError(
-        f"--tier: {arguments.tier!r} is not among the tiers of {arguments.file}; allowed: "
-        f"{', '.join(tier.kind for tier in config.stored)}"
-    )
+    found = [tier for tier in config.stored if arguments.tier in (None, tier.kind)]
+    if not found:
+        said = f"--tier: {arguments.tier!r} is not among the tiers of {arguments.file}; allowed: "
+        raise ConfigError(said + ", ".join(tier.kind for tier in config.stored))
+    return found
 
 
 class TierFailure(NamedTuple):
@@ -112,7 +103,7 @@ class TierFailure(NamedTuple):
     words: str
 
 
-def visit(arguments: argparse.Namespace, config: Config, call: Callable[[Inspector], T]) -> Iterator[T | TierFailure]:
+def visit(arguments: Namespace, config: Config, call: Callable[[Inspector], T]) -> Iterator[T | TierFailure]:
     """Open the tiers that ``--tier`` selects, one after the other, and yield what ``call`` returns of each.
 
     A tier that cannot be opened, or fails meanwhile, is a line on stderr and a ``TierFailure``. Raises ConfigError.
@@ -130,7 +121,7 @@ def visit(arguments: argparse.Namespace, config: Config, call: Callable[[Inspect
         yield result
 
 
-def about_size(size_bytes: int) -> str:
+def about_size(size_bytes: float) -> str:
     """Render a size to three digits or so: ``3.14GiB``."""
     number, unit = float(size_bytes), 0
     while number >= 1023.5 and unit < len(_UNITS) - 1:
@@ -141,10 +132,8 @@ def about_size(size_bytes: int) -> str:
 
 def moment(seconds: float | None) -> str:
     """Render a time since the epoch in UTC: ``2026-11-21 14:03:13Z``; ``-`` for none, and for what no calendar has."""
-    if seconds is None:
-        return "-"
     try:
-        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}Z"
+        return "-" if seconds is None else f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}Z"
     except (ValueError, OverflowError, OSError):
         return "-"
 
@@ -154,31 +143,21 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def size_argument(text: str) -> int:
-    """Read a size given on the command line."""
-    try:
-        return parse_size(int(text) if text.isascii() and text.isdigit() else text)
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(f"{text!r} {exc}") from None
+def argument(read: Callable[[str], T]) -> Callable[[str], T]:
+    """Return ``read`` as argparse takes it: what its ValueError says follows the text that was given."""
+
+    def checked(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise ArgumentTypeError(f"{text!r} {error}") from None
+
+    return checked
 
 
-def duration_argument(text: str) -> float:
-    """Read a duration given on the command line."""
-    try:
-        return parse_duration(text)
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(f"{text!r} {exc}") from None
-
-
-def rate_argument(text: str) -> int:
-    """Read bytes per second given on the command line, such as 500MB/s."""
-    per_second = text.removesuffix("/s")
-    if per_second == text:
-        raise argparse.ArgumentTypeError(f"{text!r} is no rate; allowed: a size and /s, such as 500MB/s")
-    rate = size_argument(per_second)
-    if not rate:
-        raise argparse.ArgumentTypeError(f"{text!r} would never end")
-    return rate
+def read_size(text: str) -> int:
+    """Return the bytes that the command line means. Raises ValueError."""
+    return parse_size(int(text) if text.isascii() and text.isdigit() else text)
 
 
 class Progress:

@@ -11,33 +11,29 @@ run leaves at worst a chunk without some of its shards, which costs one failed l
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import sys
 import threading
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import Any, Final, TextIO
+from typing import Any, Final, NamedTuple
 
 from nixl_offload.cli.common import (
-    Commands,
     Progress,
     about_size,
-    add_command,
     add_selection,
-    duration_argument,
-    moment,
+    argument,
     plural,
+    read_size,
     report_nothing_found,
-    size_argument,
+    set_up,
     stored_tiers,
 )
-from nixl_offload.config import load_config
+from nixl_offload.config import Config, SharedConfig, load_config
 from nixl_offload.errors import ConfigError, StoreError
 from nixl_offload.stores.base import ObjectInfo, Store
 from nixl_offload.stores.directory import TreeStore
@@ -46,7 +42,7 @@ from nixl_offload.tiers.kinds import open_inspector
 from nixl_offload.tiers.shared.inspect import group_chunks, list_namespaces, read_manifest
 from nixl_offload.tiers.shared.naming import is_ours, manifest_name
 from nixl_offload.tiers.shared.sweep import GRACE_S, NOTHING, Ages, Plan, Sweep, Totals, make_plan, manifest_goes
-from nixl_offload.units import format_duration
+from nixl_offload.units import format_duration, parse_duration
 
 _STALE_DRAFT_S: Final = 3600.0
 """Drafts in a shared directory that are older belong to writers that died."""
@@ -78,19 +74,70 @@ or the options are wrong. 130: interrupted; run again to go on.
 """
 
 
-def add_gc(commands: Commands) -> None:
-    """Add ``gc`` to the command line."""
-    parser = add_command(commands, "gc", run, description=_DESCRIPTION)
+def add_gc(parser: ArgumentParser) -> None:
+    """Make ``parser`` that of ``gc``."""
+    set_up(parser, run, _DESCRIPTION)
     add_selection(parser, tenant=True)
     size, age = "leave at most so much, such as 20TiB; default: the capacity", "delete what is older, such as 7d"
-    parser.add_argument("--max-size", metavar="SIZE", type=size_argument, help=size)
-    parser.add_argument("--older-than", metavar="DURATION", type=duration_argument, help=f"{age}; default: the ttl")
+    parser.add_argument("--max-size", metavar="SIZE", type=argument(read_size), help=size)
+    parser.add_argument(
+        "--older-than", metavar="DURATION", type=argument(parse_duration), help=f"{age}; default: the ttl"
+    )
     parser.add_argument("--delete", action="store_true", help="do it, instead of saying what would be done")
 
 
-def run(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Print to ``out``. Raises ConfigError, StoreError, TierError (nothing was deleted yet), KeyboardInterrupt."""
-    shared = [tier for tier in stored_tiers(load_config(arguments.file), arguments) if tier.is_shared]
+def run(arguments: Namespace) -> int:
+    """Print the plan and what came of it. Raises ConfigError, StoreError, TierError (nothing was deleted yet)."""
+    tier = _shared_tier(load_config(arguments.file), arguments)
+    max_bytes = tier.capacity_bytes if arguments.max_size is None else arguments.max_size
+    older_than_s = tier.ttl_s if arguments.older_than is None else arguments.older_than
+    if arguments.delete and max_bytes is None and older_than_s is None:
+        said = f"--delete: down to what? Say --max-size or --older-than, or capacity or ttl in {arguments.file}"
+        raise ConfigError(said)
+    with closing(open_inspector(tier)) as inspector:
+        assert inspector.store is not None, "the tier is shared"
+        found = Collection(inspector.store, namespace=arguments.namespace, tenant=arguments.tenant)
+        ages = found.count()
+        plan = make_plan(ages, max_bytes=max_bytes, older_than_s=older_than_s)
+        shown = {
+            "where": found.where,
+            "selection": found.selection,
+            "namespaces": len(found.namespaces),
+            "other_objects": found.other_objects,
+            "total": _plain(ages.total),
+            "limits": {"max_bytes": max_bytes, "older_than_s": older_than_s},
+            "plan": {"delete": _plain(plan.estimate), "keep_bytes": plan.kept_bytes, "over_bytes": plan.over_bytes},
+            "outcome": None,
+        }
+        if not arguments.json:
+            _print_plan(shown)
+        try:
+            if arguments.delete:
+                found.delete(plan)
+        finally:
+            if arguments.delete:
+                shown["outcome"] = found.outcome()
+            if arguments.json:
+                print(json.dumps(shown, indent=2))
+            elif arguments.delete:
+                _print_outcome(found.outcome())
+            elif plan.estimate.chunks or found.sweeps_drafts:
+                drafts = " (and what writers that died have left)" if found.sweeps_drafts else ""
+                print(f"Nothing was deleted; --delete does it{drafts}.")
+            for failure in found.failures:
+                print(f"nixl-offload: {failure}", file=sys.stderr)
+    if not found.failures:
+        return 1 if report_nothing_found(arguments, found.namespaces) else 0
+    end = "gave up after several failures in a row" if found.gave_up else "the rest went on"
+    count = f"up to {plural(found.failed_objects, 'object')} not deleted; " if found.failed_objects else ""
+    print(f"nixl-offload: {count}{end}; run again", file=sys.stderr)
+    return 1
+
+
+def _shared_tier(config: Config, arguments: Namespace) -> SharedConfig:
+    """Return the tier to look after. Raises ConfigError unless exactly one of those that are selected is shared."""
+    selected = stored_tiers(config, arguments)
+    shared = [tier for tier in config.shared if tier in selected]
     kinds = [tier.kind for tier in shared]
     if len(shared) > 1:
         raise ConfigError(
@@ -102,90 +149,39 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             f"{arguments.file}: tiers: gc looks after a bucket or a shared directory; a slab keeps to its capacity by "
             "itself, and a namespace of it goes with its directory, while no engine runs"
         )
-    (tier,) = shared
-    max_bytes = tier.capacity_bytes if arguments.max_size is None else arguments.max_size
-    older_than_s = tier.ttl_s if arguments.older_than is None else arguments.older_than
-    if arguments.delete and max_bytes is None and older_than_s is None:
-        raise ConfigError(
-            f"--delete: down to what? Say --max-size or --older-than, or capacity or ttl in {arguments.file}"
-        )
-    with closing(open_inspector(tier)) as inspector:
-        assert inspector.store is not None, "the tier is shared"
-        found = Collection(inspector.store, namespace=arguments.namespace, tenant=arguments.tenant)
-        ages = found.count()
-        if any(found.selection.values()) and not found.namespaces:
-            report_nothing_found(arguments)
-        plan = make_plan(ages, max_bytes=max_bytes, older_than_s=older_than_s)
-        shown = {
-            "where": found.where,
-            "selection": found.selection,
-            "namespaces": [entry.plain() for entry in found.namespaces],
-            "other_objects": found.other_objects,
-            "total": _plain(ages.total),
-            "limits": {"max_bytes": max_bytes, "older_than_s": older_than_s},
-            "plan": {"delete": _plain(plan.estimate), "keep_bytes": plan.kept_bytes, "over_bytes": plan.over_bytes},
-            "outcome": None,
-        }
-        if not arguments.json:
-            _print_plan(shown, out)
-        try:
-            if arguments.delete:
-                found.delete(plan)
-        finally:
-            if arguments.delete:
-                shown["outcome"] = found.outcome()
-            if arguments.json:
-                print(json.dumps(shown, indent=2), file=out)
-            elif arguments.delete:
-                _print_outcome(found.outcome(), out)
-            elif plan.estimate.chunks or found.sweeps_drafts:
-                drafts = " (and what writers that died have left)" if found.sweeps_drafts else ""
-                print(f"Nothing was deleted; --delete does it{drafts}.", file=out)
-            for failure in found.failures:
-                print(f"nixl-offload: {failure}", file=sys.stderr)
-    if not found.failures:
-        return 1 if arguments.tenant is not None and not found.namespaces else 0
-    end = "gave up after several failures in a row" if found.gave_up else "the rest went on"
-    count = f"up to {plural(found.failed_objects, 'object')} not deleted; " if found.failed_objects else ""
-    print(f"nixl-offload: {count}{end}; run again", file=sys.stderr)
-    return 1
+    return shared[0]
 
 
-def _print_plan(shown: Mapping[str, Any], out: TextIO) -> None:
+def _print_plan(shown: Mapping[str, Any]) -> None:
     said = " and ".join(f"{name} {value}" for name, value in shown["selection"].items() if value)
-    print(f"{shown['where']}{f', {said}' if said else ''}: {_counted(shown['total'])}", file=out)
+    print(f"{shown['where']}{f', {said}' if said else ''}: {_counted(shown['total'])}")
     if shown["other_objects"]:
-        print(f"{plural(shown['other_objects'], 'other object')} beside them, never touched", file=out)
-    for each in shown["namespaces"]:
-        ages = f"written {moment(each['oldest_s'])} to {moment(each['newest_s'])}"
-        owner = f"tenant {each['tenant'] or '?'}, model {each['model'] or '?'}"
-        print(f"  {each['name']}  {owner}: {_counted(each)}, {ages}", file=out)
+        print(f"{plural(shown['other_objects'], 'other object')} beside them, never touched")
     max_bytes, older_than_s = shown["limits"].values()
     limits = [] if max_bytes is None else [f"at most {about_size(max_bytes)}"]
     if older_than_s is not None:
         limits.append(f"nothing older than {format_duration(max(older_than_s, GRACE_S))}")
     none = "none; say --max-size or --older-than, or capacity or ttl in the config"
-    print(f"Limits: {', '.join(limits) or none}.", file=out)
+    print(f"Limits: {', '.join(limits) or none}.")
     goes, keeps, over = shown["plan"].values()
     if limits:
         words = f"{_counted(goes)} to delete" if goes["chunks"] else "nothing to delete"
-        print(f"Plan: {words}; {about_size(keeps)} stay.", file=out)
+        print(f"Plan: {words}; {about_size(keeps)} stay.")
     if over:
-        print(
-            f"That is {about_size(over)} too much, but what is left was written or used within the last "
-            f"{format_duration(GRACE_S)}; later runs will get to it.",
-            file=out,
+        young = (
+            f"what is left was written or used within the last {format_duration(GRACE_S)}; later runs will get to it"
         )
-    out.flush()
+        print(f"That is {about_size(over)} too much, but {young}.")
+    sys.stdout.flush()
 
 
-def _print_outcome(outcome: Mapping[str, Any], out: TextIO) -> None:
-    print(f"Deleted: {_counted(outcome['deleted'])}.", file=out)
+def _print_outcome(outcome: Mapping[str, Any]) -> None:
+    print(f"Deleted: {_counted(outcome['deleted'])}.")
     if outcome["manifests"]:
-        print(f"Deleted: {plural(outcome['manifests'], 'manifest')} of namespaces that are empty.", file=out)
+        print(f"Deleted: {plural(outcome['manifests'], 'manifest')} of namespaces that are empty.")
     if outcome["drafts"]:
         age = format_duration(_STALE_DRAFT_S)
-        print(f"Deleted: {plural(outcome['drafts'], 'draft')} older than {age}, of writers that died.", file=out)
+        print(f"Deleted: {plural(outcome['drafts'], 'draft')} older than {age}, of writers that died.")
 
 
 def _plain(totals: Totals) -> dict[str, int]:
@@ -197,24 +193,12 @@ def _counted(found: Mapping[str, Any]) -> str:
     return f"{chunks} in {objects}, {about_size(found['bytes'])}"
 
 
-@dataclass(slots=True)
-class NamespaceAges:
+class NamespaceAges(NamedTuple):
     """What one namespace holds."""
 
-    info: NamespaceInfo
+    name: str
     manifest: ObjectInfo | None
     ages: Ages
-
-    def plain(self) -> dict[str, Any]:
-        """Return it for JSON. Times are seconds since the epoch."""
-        times = {"oldest_s": self.ages.oldest_s, "newest_s": self.ages.newest_s}
-        return {
-            "name": self.info.name,
-            "tenant": self.info.tenant,
-            "model": self.info.model,
-            **_plain(self.ages.total),
-            **{name: time_s if math.isfinite(time_s) else None for name, time_s in times.items()},
-        }
 
 
 class Collection:
@@ -222,6 +206,7 @@ class Collection:
 
     def __init__(self, store: Store, *, namespace: str | None, tenant: str | None) -> None:
         self.where = store.where
+        self.selection = {"namespace": namespace, "tenant": tenant}
         self.namespaces: list[NamespaceAges] = []
         self.other_objects = 0
         """What lies beside the namespaces and is not ours: never touched."""
@@ -231,13 +216,11 @@ class Collection:
         self.failures: list[str] = []
         """The first few, in words."""
         self.gave_up = False
-        self.selection = {"namespace": namespace, "tenant": tenant}
         self._store = store
-        self._manifests = self._drafts = 0
+        self._manifests = self._drafts = self._failures_in_a_row = 0
         self._progress = Progress()
         self._lock = threading.Lock()
         """Guards all counts, while there are threads."""
-        self._failures_in_a_row = 0
 
     @property
     def sweeps_drafts(self) -> bool:
@@ -259,27 +242,26 @@ class Collection:
         """List what was selected, and return all chunks by age. Raises StoreError."""
         wanted, tenant, total = self.selection["namespace"], self.selection["tenant"], Ages(time.time())
         for name in [wanted] if wanted else list_namespaces(self._store, self._count_other):
-            info = NamespaceInfo(name, read_manifest(self._store, name))
-            if tenant not in (None, info.tenant):
+            if tenant not in (None, NamespaceInfo(name, read_manifest(self._store, name)).tenant):
                 continue
-            entry = NamespaceAges(info, self._store.head(manifest_name(name)), Ages(total.now_s))
+            found = NamespaceAges(name, self._store.head(manifest_name(name)), Ages(total.now_s))
 
-            def count(chunks: Iterator[ChunkInfo], entry: NamespaceAges = entry) -> None:
+            def count(chunks: Iterator[ChunkInfo], found: NamespaceAges = found) -> None:
                 ages = Ages(total.now_s)
                 for chunk in chunks:
                     ages.add(chunk)
                 with self._lock:
-                    entry.ages.merge(ages)
-                    objects = total.total.objects + entry.ages.total.objects
+                    found.ages.merge(ages)
+                    objects = total.total.objects + found.ages.total.objects
                     self._progress(f"{plural(objects, 'object')} counted so far")
 
             try:
                 self._in_parts(name, count)
             finally:
                 self._progress.clear()
-            if entry.ages.total.objects or entry.manifest:
-                self.namespaces.append(entry)
-                total.merge(entry.ages)
+            if found.ages.total.objects or found.manifest:
+                self.namespaces.append(found)
+                total.merge(found.ages)
         return total
 
     def delete(self, plan: Plan) -> None:
@@ -290,8 +272,8 @@ class Collection:
         """
         sweep = Sweep(plan)
         try:
-            for entry in self.namespaces:
-                self._sweep(entry, sweep)
+            for found in self.namespaces:
+                self._sweep(found, sweep)
                 if self.gave_up:
                     return
             if self.sweeps_drafts and isinstance(self._store, TreeStore):
@@ -301,7 +283,7 @@ class Collection:
         finally:
             self._progress.clear()
 
-    def _sweep(self, entry: NamespaceAges, sweep: Sweep) -> None:
+    def _sweep(self, found: NamespaceAges, sweep: Sweep) -> None:
         """Delete what goes of a namespace, whole chunks, about a thousand names at a time."""
 
         def takes(chunk: ChunkInfo) -> bool:
@@ -321,17 +303,16 @@ class Collection:
             if names and not self.gave_up:
                 self._delete(names, batch)
 
-        name = entry.info.name
         try:
-            self._in_parts(name, delete)
+            self._in_parts(found.name, delete)
         except StoreError as error:
             self._fail(error)
             return
-        if not entry.manifest or not manifest_goes(entry.ages, entry.manifest.modified_s):
+        if not found.manifest or not manifest_goes(found.ages, found.manifest.modified_s):
             return
         try:
-            if not any(group_chunks(self._store.list(f"{name}/"))):  # no server has begun to store there
-                self._store.delete([manifest_name(name)])
+            if not any(group_chunks(self._store.list(f"{found.name}/"))):  # no server has begun to store there
+                self._store.delete([manifest_name(found.name)])
                 self._manifests += 1
         except StoreError as error:
             self._fail(error, 1)

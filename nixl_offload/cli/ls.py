@@ -5,25 +5,23 @@ Threading: one thread. Locks nothing and changes nothing.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping
-from functools import partial
-from typing import Any, Final, TextIO
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 from nixl_offload.cli.common import (
-    Commands,
     Progress,
     TierFailure,
     about_size,
-    add_command,
     add_selection,
     moment,
     plural,
     report_nothing_found,
     selected,
+    set_up,
     visit,
 )
 from nixl_offload.config import load_config
@@ -51,55 +49,58 @@ _MEMORY_NOTE: Final = (
     "memory tier: lives in the server's processes and cannot be looked at from outside; the server's metrics tell what "
     "it holds"
 )
+_NOT_OPEN: Final = "no engine has its directory open"
 
 
-def add_ls(commands: Commands) -> None:
-    """Add ``ls`` to the command line."""
-    parser = add_command(commands, "ls", run, description=_DESCRIPTION, json="print JSON; with --keys a line per chunk")
+def add_ls(parser: ArgumentParser) -> None:
+    """Make ``parser`` that of ``ls``."""
+    set_up(parser, run, _DESCRIPTION, json="print JSON; with --keys a line per chunk")
     add_selection(parser, tenant=True)
     parser.add_argument("--keys", action="store_true", help="list chunks")
     parser.add_argument("--diff", metavar=("A", "B"), nargs=2, help="show the fields in which two namespaces differ")
 
 
-def run(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Print to ``out``. A tier that fails is reported, and the others go on. Raises ConfigError."""
+def run(arguments: Namespace) -> int:
+    """Print what is there. A tier that fails is reported, and the others go on. Raises ConfigError."""
     config = load_config(arguments.file)
     if arguments.diff is not None:
         visited = visit(arguments, config, lambda inspector: list(selected(inspector, arguments)))
-        return _diff(arguments, [each for listed in visited if isinstance(listed, list) for each in listed], out)
+        return _diff(arguments, [each for listed in visited if isinstance(listed, list) for each in listed])
     is_plain = not (arguments.json or arguments.keys)
     tiers, found, failed = list[dict[str, Any]](), 0, 0
     if config.memory is not None:
         tiers.append({"kind": "memory", "capacity_bytes": config.memory.capacity_bytes, "note": _MEMORY_NOTE})
         if is_plain and not arguments.tier:
-            print(f"{_MEMORY_NOTE.capitalize()}.\n", file=out)
-    look = partial(_list_keys, arguments, out) if arguments.keys else partial(_list, arguments)
+            print(f"{_MEMORY_NOTE.capitalize()}.\n")
+
+    def look(inspector: Inspector) -> dict[str, Any]:
+        namespaces = selected(inspector, arguments)
+        if arguments.keys:
+            return {"namespaces": _print_keys(inspector, namespaces, as_json=arguments.json)}
+        return _listed(inspector, namespaces, is_whole=arguments.namespace is None and arguments.tenant is None)
+
     for number, tier in enumerate(visit(arguments, config, look)):
         if isinstance(tier, TierFailure):
             failed += 1
             tiers.append({"kind": tier.kind, "failure": tier.words})
             if arguments.keys and arguments.json:
-                print(json.dumps({"tier": tier.kind, "where": tier.where, "error": tier.words}), file=out)
+                print(json.dumps({"tier": tier.kind, "where": tier.where, "error": tier.words}))
             continue
         found += len(tier["namespaces"])
         tiers.append(tier)
         if is_plain:
-            print("\n" * bool(number), end="", file=out)
-            _print_tier(tier, out)
-            out.flush()
+            print("\n" * bool(number), end="")
+            _print_tier(tier)
     if arguments.json and not arguments.keys:
-        print(json.dumps({"tiers": tiers}, indent=2), file=out)
-    if (arguments.namespace is not None or arguments.tenant is not None) and not found and not failed:
-        report_nothing_found(arguments)
-        return 1
-    return 1 if failed else 0
+        print(json.dumps({"tiers": tiers}, indent=2))
+    return 1 if failed or report_nothing_found(arguments, found) else 0
 
 
-def _list(arguments: argparse.Namespace, inspector: Inspector) -> dict[str, Any]:
-    """Return what a tier holds, by namespace. Times are seconds since the epoch."""
+def _listed(inspector: Inspector, selection: Iterable[NamespaceInfo], *, is_whole: bool) -> dict[str, Any]:
+    """Return what a tier holds, by namespace. ``is_whole``: all are selected. Times are seconds since the epoch."""
     progress, namespaces, shards = Progress(), list[dict[str, Any]](), 0
     try:
-        for namespace in selected(inspector, arguments):
+        for namespace in selection:
             size = inspector.measure(namespace)
             shards += size.shards
             namespaces.append(
@@ -124,7 +125,7 @@ def _list(arguments: argparse.Namespace, inspector: Inspector) -> dict[str, Any]
     finally:
         progress.clear()
     capacity, used = inspector.capacity_bytes, inspector.used_bytes()
-    if used is None and arguments.namespace is None and arguments.tenant is None:
+    if used is None and is_whole:
         used = sum(each["bytes"] for each in namespaces)
     return {
         "kind": inspector.kind,
@@ -137,7 +138,7 @@ def _list(arguments: argparse.Namespace, inspector: Inspector) -> dict[str, Any]
     }
 
 
-def _print_tier(tier: Mapping[str, Any], out: TextIO) -> None:
+def _print_tier(tier: Mapping[str, Any]) -> None:
     namespaces, used, is_slab = tier["namespaces"], tier["used_bytes"], tier["kind"] == "slab"
     chunks, size_bytes = (sum(each[name] for each in namespaces) for name in ("chunks", "bytes"))
     words = [f"{plural(chunks, 'chunk')} in {plural(len(namespaces), 'namespace')}, {about_size(size_bytes)}"]
@@ -146,46 +147,46 @@ def _print_tier(tier: Mapping[str, Any], out: TextIO) -> None:
         words.append(f"{tier['used_share']:.1%} of the capacity, {about_size(tier['capacity_bytes'])}")
     elif used is not None:
         words.append("no capacity given")
-    print(f"{tier['where']} ({tier['kind']}): {'; '.join(words)}", file=out)
+    print(f"{tier['where']} ({tier['kind']}): {'; '.join(words)}")
     if tier["other_objects"]:
-        print(f"{plural(tier['other_objects'], 'other object')} beside them, never touched", file=out)
+        print(f"{plural(tier['other_objects'], 'other object')} beside them, never touched")
     for each in namespaces:
         path = f"{each['part']}/{each['name']}" if each["part"] else each["name"]
-        print(f"\nnamespace {path}: tenant {each['tenant'] or '?'}, model {each['model'] or '?'}", file=out)
+        print(f"\nnamespace {path}: tenant {each['tenant'] or '?'}, model {each['model'] or '?'}")
         details = ", ".join(f"{name} {value}" for name, value in each["made_for"].items() if value != 1)
-        print(f"    {details or 'no manifest that fits: its owner is unknown'}", file=out)
+        print(f"    {details or 'no manifest that fits: its owner is unknown'}")
         shards = f" in {plural(each['shards'], 'shard')}" if each["shards"] != each["chunks"] else ""
         ages = f"; written {moment(each['oldest_s'])} to {moment(each['newest_s'])}" if each["oldest_s"] else ""
         counted = f"{plural(each['chunks'], 'chunk')}{shards}, {about_size(each['bytes'])}{ages}"
-        print(f"    {each['trouble'] or counted}", file=out)
+        print(f"    {each['trouble'] or counted}")
         if is_slab:
             last = f"last opened {moment(each['last_opened_s'])}" if each["last_opened_s"] else "last use unknown"
             holder = each["open_now"]
-            use = f"its directory is open now: {holder}" if holder else "no engine has its directory open"
-            print(f"    {last}; {use}", file=out)
+            print(f"    {last}; {f'its directory is open now: {holder}' if holder else _NOT_OPEN}")
+    sys.stdout.flush()
 
 
-def _list_keys(arguments: argparse.Namespace, out: TextIO, inspector: Inspector) -> dict[str, Any]:
+def _print_keys(inspector: Inspector, selection: Iterable[NamespaceInfo], *, as_json: bool) -> list[str]:
     """Print chunks, and return the names of their namespaces."""
     names = list[str]()
-    for namespace in selected(inspector, arguments):
+    for namespace in selection:
         names.append(namespace.name)
-        if not arguments.json:  # as comments: a program may read what follows
-            print(f"# {inspector.where}, namespace {namespace.path}: {namespace.owner}", file=out)
-            print("# " + (printable(namespace.trouble, 300) or "key  group  rank  size  age  place"), file=out)
+        if not as_json:  # as comments: a program may read what follows
+            print(f"# {inspector.where}, namespace {namespace.path}: {namespace.owner}")
+            print("# " + (printable(namespace.trouble, 300) or "key  group  rank  size  age  place"))
         for chunk in inspector.chunks(namespace):
             written_s, group = inspector.created_s(chunk), key_group(chunk.key)
-            shards = [{"rank": each.rank, "bytes": each.size_bytes, "place": each.place} for each in chunk.shards]
-            if arguments.json:
+            if as_json:
+                shards = [{"rank": each.rank, "bytes": each.size_bytes, "place": each.place} for each in chunk.shards]
                 line = {"tier": inspector.kind, "where": inspector.where, "namespace": namespace.path}
                 said = {"key": chunk.key.hex(), "group": group, "written_s": written_s, "shards": shards}
-                print(json.dumps({**line, **said}), file=out)
+                print(json.dumps({**line, **said}))
                 continue
             age = "?" if written_s is None else about_age(time.time() - written_s)
             for each in chunk.shards:
                 size, place = about_size(each.size_bytes), printable(each.place, 4096)
-                print(f"{chunk.key.hex()}  {group}  {each.rank}  {size}  {age}  {place}", file=out)
-    return {"namespaces": names}
+                print(f"{chunk.key.hex()}  {group}  {each.rank}  {size}  {age}  {place}")
+    return names
 
 
 def about_age(seconds: float) -> str:
@@ -196,10 +197,10 @@ def about_age(seconds: float) -> str:
     return f"{seconds / 86_400:.0f}d"
 
 
-def _diff(arguments: argparse.Namespace, namespaces: list[NamespaceInfo], out: TextIO) -> int:
+def _diff(arguments: Namespace, namespaces: list[NamespaceInfo]) -> int:
     """Print the fields in which two namespaces differ, from their manifests."""
     chosen = list[NamespaceInfo]()
-    manifests = list[Mapping[str, Any]]()
+    fields = list[dict[str, str]]()
     for prefix in arguments.diff:
         # Several tiers may hold a namespace; one with a manifest is preferred.
         fitting = [each for each in namespaces if each.name.startswith(prefix)]
@@ -207,36 +208,29 @@ def _diff(arguments: argparse.Namespace, namespaces: list[NamespaceInfo], out: T
         if not fitting:
             print(f"nixl-offload: nothing is there of namespace {prefix}", file=sys.stderr)
             return 1
-        if count := len({each.name for each in fitting}) - 1:
-            raise ConfigError(f"--diff: {prefix!r} begins the names of {count + 1} namespaces; say more of it")
+        if (count := len({each.name for each in fitting})) > 1:
+            raise ConfigError(f"--diff: {prefix!r} begins the names of {count} namespaces; say more of it")
         if fitting[0].manifest is None:
             raise ConfigError(f"--diff: namespace {fitting[0].path} has no manifest that fits its name")
         chosen.append(fitting[0])
-        manifests.append(fitting[0].manifest["fields"])
-    differs = differing(*manifests)
+        fields.append(_as_json(fitting[0].manifest["fields"]))
+    first, second = fields
+    pairs = {name: (first.get(name), second.get(name)) for name in {**first, **second}}
+    differs = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if arguments.json:
         values = {name: [each and json.loads(each) for each in pair] for name, pair in differs.items()}
-        print(json.dumps({"namespaces": [each.path for each in chosen], "differs": values}, indent=2), file=out)
+        print(json.dumps({"namespaces": [each.path for each in chosen], "differs": values}, indent=2))
         return 0
     for namespace in chosen:
-        print(f"namespace {namespace.path}: {namespace.owner}", file=out)
+        print(f"namespace {namespace.path}: {namespace.owner}")
     for name, pair in differs.items():
-        print(
-            f"    {printable(name, 200)}: {' | '.join(printable(each, 200) or '(not there)' for each in pair)}",
-            file=out,
-        )
+        values_of = " | ".join(printable(each, 200) or "(not there)" for each in pair)
+        print(f"    {printable(name, 200)}: {values_of}")
     return 0
 
 
-def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[str | None, str | None]]:
-    """Return the fields of two manifests that differ, as JSON; None: one lacks it. 1, 1.0 and true are not equal."""
-    ours, theirs = _as_json(first), _as_json(second)
-    pairs = {name: (ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs])}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
 def _as_json(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Settings stand by their own names beside the other fields."""
+    """Return each field as JSON, in which 1 and true differ. Settings stand by their own names beside the others."""
     settings = fields.get("settings")
     flat = {**fields, **settings} if isinstance(settings, dict) else fields
     return {name: json.dumps(value, sort_keys=True) for name, value in flat.items() if name != "settings"}

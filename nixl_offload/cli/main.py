@@ -16,13 +16,25 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NoReturn, TextIO, cast
 
 from nixl_offload import __version__
-from nixl_offload.cli.commands import COMMANDS
 from nixl_offload.errors import ConfigError, NixlOffloadError
 
+COMMANDS: Final = {
+    "configs": ("show", "list the sample configs, or print one of them"),
+    "show": ("show", "check a config file and print what to pass to vLLM"),
+    "check": ("check.command", "try every tier here; say what is wrong and how to fix it"),
+    "bucket": ("bucket", "make a bucket ready (bucket init)"),
+    "ls": ("ls", "list what is stored, by tier and namespace"),
+    "stat": ("stat", "decode the headers of one chunk"),
+    "verify": ("verify", "read and check everything that is stored"),
+    "gc": ("gc", "delete the oldest chunks of a bucket or shared directory"),
+    "schema": ("show", "print the config's JSON Schema, which lets editors complete and check it"),
+}
+"""In the order of ``--help``: the module below ``nixl_offload.cli``, and what ``--help`` says. It is imported only for
+its own command, so that ``--help`` need not wait for numpy. It has a function ``add_<command>``."""
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -68,54 +80,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 -- for as long as the process lives
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     words = sys.argv[1:] if argv is None else argv
+    command = next((word for word in words if not word.startswith("-")), "")
     _Parser.json = "--json" in words
     output = _Output(sys.stdout)
+    message, code = "", EXIT_FAILED
     try:
-        return _run(words, output)
+        with contextlib.redirect_stdout(cast(TextIO, output)):
+            return _run(command, words)
+    except BrokenPipeError:  # The reader has gone.
+        _discard(output)
+        return 0 if command in _LISTINGS else EXIT_FAILED
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing in ("", "nixl_offload"):
             raise
         package = _PACKAGES.get(missing, missing)
         message = f"{sys.executable} has no module {missing!r}; {sys.executable} -m pip install {package}"
-        return _fail(message, EXIT_FAILED, output)
-
-
-def _run(words: Sequence[str], output: _Output) -> int:
-    """Run one command. Raises ModuleNotFoundError where a package that it needs is not installed."""
-    arguments = _parser(next((word for word in words if not word.startswith("-")), "")).parse_args(words)
-    try:
-        with _terminated_is_interrupted():
-            code: int = arguments.run(arguments, cast(TextIO, output))
-            sys.stdout.flush()
-            return code
-    except BrokenPipeError:  # The reader has gone.
-        _discard_stdout()
-        return 0 if arguments.command in _LISTINGS else EXIT_FAILED
-    except OSError as exc:
+    except OSError as error:
         # Storage's own errors are translated where they happen; what is left is `> file` on a full disk.
-        if exc.filename is not None or exc.errno not in _OUTPUT_REFUSED:
+        if error.filename is not None or error.errno not in _OUTPUT_REFUSED:
             raise
-        _discard_stdout()
-        print(f"nixl-offload: the output cannot be written: {os.strerror(exc.errno)}", file=sys.stderr)
-        return EXIT_FAILED
-    except (NixlOffloadError, KeyboardInterrupt, RuntimeError) as exc:
+        _discard(output)
+        message = f"the output cannot be written: {os.strerror(error.errno)}"
+    except NixlOffloadError as error:
+        message, code = str(error), EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+    except (KeyboardInterrupt, RuntimeError) as error:
         # A signal that comes while CPython starts a thread may show as "release unlocked lock".
-        error = exc.__context__ if isinstance(exc, RuntimeError) else exc
-        if error is not exc and not isinstance(error, KeyboardInterrupt):
+        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
             raise
-        code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
-        code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else code
-        return _fail(str(error) or "interrupted", code, output)
-
-
-def _fail(message: str, code: int, output: _Output) -> int:
-    """Say why, also as JSON where that is asked for, unless the command printed its own before."""
+        message, code = "interrupted", EXIT_INTERRUPTED
     if _Parser.json and not output.begun:
         with contextlib.suppress(OSError):
-            print(json.dumps({"error": message}), file=sys.stdout, flush=True)
+            print(json.dumps({"error": message}), flush=True)
     print(f"nixl-offload: {message}", file=sys.stderr)
     return code
+
+
+def _run(command: str, words: Sequence[str]) -> int:
+    """Run one command. SIGTERM raises KeyboardInterrupt meanwhile, so that scratch space is removed."""
+    arguments = _parser(command).parse_args(words)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main else None
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
 
 
 class _Output:
@@ -133,6 +145,12 @@ class _Output:
         return getattr(self._stream, name)
 
 
+def _discard(output: _Output) -> None:
+    """Keep the interpreter from complaining at exit about what it cannot write."""
+    output.begun = True
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+
+
 class _Parser(argparse.ArgumentParser):
     """Says on stdout, too, what is wrong with the arguments, where ``json`` is asked for."""
 
@@ -144,24 +162,6 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def _discard_stdout() -> None:
-    """Keep the interpreter from complaining at exit about what it cannot write."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@contextlib.contextmanager
-def _terminated_is_interrupted() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt, so that scratch space is removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def whole_parser() -> argparse.ArgumentParser:
     """Return the parser with the arguments of every command."""
     return _parser(*COMMANDS)
@@ -169,16 +169,14 @@ def whole_parser() -> argparse.ArgumentParser:
 
 def _parser(*asked: str) -> argparse.ArgumentParser:
     """Return the parser; only the commands ``asked`` for are imported and have their arguments."""
-    parser: argparse.ArgumentParser = _Parser(
-        prog="nixl-offload", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser: argparse.ArgumentParser = _Parser(prog="nixl-offload", description=_DESCRIPTION, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"nixl-offload {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, formatter_class=raw)
         if name in asked:
-            getattr(importlib.import_module(f"nixl_offload.cli.{module}"), f"add_{name}")(commands)
-        else:
-            commands.add_parser(name, help=summary)
+            getattr(importlib.import_module(f"nixl_offload.cli.{module}"), f"add_{name}")(command)
     return parser
 
 

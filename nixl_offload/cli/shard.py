@@ -1,6 +1,6 @@
-"""Whether a stored shard is what its name or index row promises: header, identity, lengths, checksum of each block.
+"""Whether a stored chunk is what its name or index row promises: shards, headers, lengths, checksums, MACs.
 
-Threading: functions over the caller's buffers, safe anywhere. Memory: one piece, however large a shard or a block is.
+Threading: a ``ChunkChecker`` per thread. Memory: one piece, however large a shard or a block is.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import xxhash
 from nixl_offload.chunk.authentication import ChunkKeys, MacCheck, stated_key_id
 from nixl_offload.chunk.header import HEADER_BYTES, ShardHeader, decode_header, slot_bytes
 from nixl_offload.errors import FormatError, StoreError
-from nixl_offload.tiers.inspect import ChunkInfo, NamespaceInfo, ShardInfo
+from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, ShardInfo
 from nixl_offload.types import PAGE_BYTES, key_group
 
 PIECE_BYTES: Final = 8 << 20
-"""How much is read at once; each thread that checks has a buffer of this size."""
+"""How much is read at once."""
 NO_KEY: Final = "no_key"
-"""As ``ShardFault.reason``: all else is right, and nobody knows of the MAC."""
+"""As ``ShardFault.reason``: all else is right, but the MAC cannot be checked."""
 
 Read = Callable[[ShardInfo, int, memoryview], None]
 
@@ -30,6 +30,7 @@ class ShardFault(NamedTuple):
 
     rank: int
     place: str
+    """Empty for a shard that is not there."""
     reason: str
     """As ``FormatError.reason``; or ``missing``, ``rank`` (there is no such rank), ``other`` (a whole shard of another
     chunk), ``unreadable`` (the storage failed; nothing is known of the shard) or ``no_key``."""
@@ -38,122 +39,110 @@ class ShardFault(NamedTuple):
     """By the header, where it can be read."""
 
 
-class Macs(NamedTuple):
-    """How MACs are judged, in tiers whose chunks have some."""
+class ChunkChecker:
+    """Reads and checks the chunks of one tier."""
 
-    keys: ChunkKeys | None
+    def __init__(self, inspector: Inspector, keys: ChunkKeys | None, read: Read | None = None) -> None:
+        """``keys``: to check MACs with, in tiers whose chunks have some. ``read``: as the inspector's."""
+        self._keys = keys
+        self._has_macs = not inspector.exclusive
+        self._read = read or inspector.read_into
+        self._memory = memoryview(mmap.mmap(-1, PIECE_BYTES))
 
-    def begin(self, page: memoryview, namespace: NamespaceInfo) -> MacCheck | None:
-        """Return what checks the MAC of a shard; None: it has none, and needs none.
+    def check(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> tuple[ShardFault, ...]:
+        """Read all shards of a chunk whole, and return what is wrong."""
+        faults = []
+        for shard in chunk.shards:
+            if words := namespace.why_no_shard(chunk.key, shard.rank):
+                faults.append(ShardFault(shard.rank, shard.place, "rank", words))
+            elif fault := self._check_shard(namespace, chunk, shard):
+                faults.append(fault)
+        for rank in sorted({*namespace.holders(key_group(chunk.key))} - {shard.rank for shard in chunk.shards}):
+            words = f"the shard of rank {rank} is not there: the chunk is incomplete, and cannot be loaded"
+            faults.append(ShardFault(rank, "", "missing", words))
+        return tuple(faults)
 
-        Raises FormatError: ``authentication``, or ``no_key``.
-        """
-        stated = stated_key_id(page)
-        if any(stated):
-            if self.keys is None or not self.keys.knows(page):
-                raise FormatError(f"not authenticated: no key {stated.hex()}", reason=NO_KEY)
-            return self.keys.begin(page)
-        if namespace.is_authenticated:
-            raise FormatError("there is no MAC, and servers of this namespace want one", reason="authentication")
-        if namespace.is_authenticated is None and self.keys is not None:
-            raise FormatError("not authenticated: no MAC, and no manifest that asks for one", reason=NO_KEY)
+    def _check_shard(self, namespace: NamespaceInfo, chunk: ChunkInfo, shard: ShardInfo) -> ShardFault | None:
+        created_s, mac, no_key, page = None, None, None, self._memory[:HEADER_BYTES]
+        try:
+            there_bytes = min(PIECE_BYTES, max(shard.size_bytes, HEADER_BYTES))
+            self._read(shard, 0, self._memory[:there_bytes])
+            header = decode_header(page)
+            created_s = header.created_s
+            _check_header(header, namespace, chunk, shard)
+            if self._has_macs:
+                try:
+                    mac = _begin_mac(page, namespace, self._keys)
+                except FormatError as error:
+                    if error.reason != NO_KEY:
+                        raise
+                    no_key = error
+            _check_blocks(header, self._pieces(shard, header, there_bytes), mac)
+            if no_key is not None:
+                raise no_key
+        except FormatError as error:
+            return ShardFault(shard.rank, shard.place, error.reason, str(error), created_s)
+        except StoreError as error:
+            reason = {"missing": "missing", "short": "length"}.get(error.cause, "unreadable")
+            return ShardFault(shard.rank, shard.place, reason, str(error), created_s)
         return None
 
+    def _pieces(self, shard: ShardInfo, header: ShardHeader, there_bytes: int) -> Iterator[memoryview]:
+        """Yield the valid blocks' bytes, in pieces. ``there_bytes``: of the shard's beginning that were read.
 
-class Buffer:
-    """Page-aligned memory of one thread."""
-
-    def __init__(self) -> None:
-        self.memory = memoryview(mmap.mmap(-1, PIECE_BYTES))
-
-
-def check_shard(
-    read: Read,
-    namespace: NamespaceInfo,
-    chunk: ChunkInfo,
-    shard: ShardInfo,
-    buffer: Buffer,
-    macs: Macs | None = None,
-) -> ShardFault | None:
-    """Read a shard whole and check it. None: it is right. ``macs``: None where nobody looks at them."""
-    created_s, mac, no_key, page = None, None, None, buffer.memory[:HEADER_BYTES]
-    first_bytes = min(PIECE_BYTES, max(shard.size_bytes, HEADER_BYTES))
-    try:
-        try:
-            read(shard, 0, buffer.memory[:first_bytes])
-        except StoreError as error:
-            if error.cause != "short" or first_bytes == HEADER_BYTES:
-                raise
-            first_bytes = HEADER_BYTES  # a slab may end within a slot; the header says more than that
-            read(shard, 0, page)
-        created_s = decode_header(page).created_s
-        header = check_header(page, namespace, chunk, shard)
-        try:
-            mac = macs.begin(page, namespace) if macs else None
-        except FormatError as error:
-            if error.reason != NO_KEY:
-                raise
-            no_key = error
-        _check_blocks(header, _pieces(read, shard, header, buffer, first_bytes), mac)
-        if no_key is not None:
-            raise no_key
-    except FormatError as error:
-        return ShardFault(shard.rank, shard.place, error.reason, str(error), created_s)
-    except StoreError as error:
-        reason = {"missing": "missing", "short": "length"}.get(error.cause, "unreadable")
-        return ShardFault(shard.rank, shard.place, reason, str(error), created_s)
-    return None
+        Raises StoreError.
+        """
+        position = HEADER_BYTES + header.first_valid_block * header.block_bytes
+        end = HEADER_BYTES + header.payload_bytes
+        if position < there_bytes:
+            yield self._memory[position : min(there_bytes, end)]
+            position = there_bytes
+        while position < end:
+            begin = position // PAGE_BYTES * PAGE_BYTES
+            length = min(PIECE_BYTES, shard.size_bytes - begin, -(-(end - begin) // PAGE_BYTES) * PAGE_BYTES)
+            self._read(shard, begin, self._memory[:length])
+            yield self._memory[position - begin : min(length, end - begin)]
+            position = begin + length
 
 
-def check_header(page: memoryview, namespace: NamespaceInfo, chunk: ChunkInfo, shard: ShardInfo) -> ShardHeader:
-    """Return the header of ``shard``. Raises FormatError for any other; with reason ``other`` for another chunk's."""
-    header, digest = decode_header(page), namespace.rank_digest(shard.rank)
+def _check_header(header: ShardHeader, namespace: NamespaceInfo, chunk: ChunkInfo, shard: ShardInfo) -> None:
+    """Raise FormatError where the header is not that of ``shard``; with reason ``other`` for another chunk's."""
+    digest = namespace.rank_digest(shard.rank)
     if digest is not None and header.namespace != digest:
-        raise FormatError(
-            f"the shard belongs to namespace {header.namespace.hex()[:32]}…, "
-            f"that of rank {shard.rank} here is {digest.hex()[:32]}…",
-            reason="namespace",
-        )
+        said = f"the shard belongs to namespace {header.namespace.hex()[:32]}…, that of rank {shard.rank} here is "
+        raise FormatError(f"{said}{digest.hex()[:32]}…", reason="namespace")
     if header.key != chunk.key or header.group != key_group(chunk.key):
         same_namespace = digest is not None and header.group == int.from_bytes(header.key[-4:], "big")
-        raise FormatError(
-            f"the shard holds key {header.key.hex()} of group {header.group}",
-            reason="other" if same_namespace else "key",
-        )
+        said = f"the shard holds key {header.key.hex()} of group {header.group}"
+        raise FormatError(said, reason="other" if same_namespace else "key")
     if namespace.blocks_per_chunk not in (None, header.blocks_per_chunk):
-        words = f"the shard holds {header.blocks_per_chunk} blocks, expected {namespace.blocks_per_chunk}"
-        raise FormatError(words, reason="blocks")
+        said = f"the shard holds {header.blocks_per_chunk} blocks, expected {namespace.blocks_per_chunk}"
+        raise FormatError(said, reason="blocks")
     needed_bytes = slot_bytes(header.blocks_per_chunk, header.block_bytes)
+    said = f"by its header the shard has {needed_bytes} bytes"
     promised_bytes = namespace.shard_bytes(key_group(chunk.key), shard.rank)
     if promised_bytes not in (None, needed_bytes):
-        raise FormatError(
-            f"by its header the shard has {needed_bytes} bytes, but shards of rank {shard.rank} have {promised_bytes}",
-            reason="length",
-        )
+        raise FormatError(f"{said}, but shards of rank {shard.rank} have {promised_bytes}", reason="length")
     # A slot has room for the largest shard of all ranks and of groups that share its class; an object has its own size.
     if shard.size_bytes < needed_bytes or (shard.modified_s is not None and shard.size_bytes != needed_bytes):
-        words = f"by its header the shard has {needed_bytes} bytes, there are {shard.size_bytes}"
-        raise FormatError(words, reason="length")
-    return header
+        raise FormatError(f"{said}, there are {shard.size_bytes}", reason="length")
 
 
-def _pieces(
-    read: Read, shard: ShardInfo, header: ShardHeader, buffer: Buffer, there_bytes: int
-) -> Iterator[memoryview]:
-    """Yield the valid blocks' bytes, in pieces. ``there_bytes``: of the shard's beginning that lie in ``buffer``.
+def _begin_mac(page: memoryview, namespace: NamespaceInfo, keys: ChunkKeys | None) -> MacCheck | None:
+    """Return what checks the MAC of a shard; None: it has none, and needs none.
 
-    Raises StoreError.
+    Raises FormatError: ``authentication``, or ``no_key``.
     """
-    position, end = HEADER_BYTES + header.first_valid_block * header.block_bytes, HEADER_BYTES + header.payload_bytes
-    if position < there_bytes:
-        yield buffer.memory[position : min(there_bytes, end)]
-        position = there_bytes
-    while position < end:
-        begin = position // PAGE_BYTES * PAGE_BYTES
-        length = min(PIECE_BYTES, shard.size_bytes - begin, -(-(end - begin) // PAGE_BYTES) * PAGE_BYTES)
-        read(shard, begin, buffer.memory[:length])
-        yield buffer.memory[position - begin : min(length, end - begin)]
-        position = begin + length
+    stated = stated_key_id(page)
+    if any(stated):
+        if keys is None or not keys.knows(page):
+            raise FormatError(f"not authenticated: no key {stated.hex()}", reason=NO_KEY)
+        return keys.begin(page)
+    if namespace.is_authenticated:
+        raise FormatError("there is no MAC, and servers of this namespace want one", reason="authentication")
+    if namespace.is_authenticated is None and keys is not None:
+        raise FormatError("not authenticated: no MAC, and no manifest that asks for one", reason=NO_KEY)
+    return None
 
 
 def _check_blocks(header: ShardHeader, pieces: Iterator[memoryview], mac: MacCheck | None) -> None:

@@ -5,16 +5,16 @@ Threading: one thread; reads the file and prints. Needs neither vLLM nor a GPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
+from argparse import ArgumentParser, Namespace
 from importlib.resources import files
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
 import yaml
 
-from nixl_offload.cli.common import Commands, add_command
+from nixl_offload.cli.common import set_up
 from nixl_offload.config import Config, beside, kv_transfer_config, load_config
 from nixl_offload.errors import ConfigError
 
@@ -59,9 +59,9 @@ order of tiers, and names the line.
 """
 
 
-def add_show(commands: Commands) -> None:
-    """Add ``show`` to the command line."""
-    parser = add_command(commands, "show", run_show, description=_SHOW, json=None)
+def add_show(parser: ArgumentParser) -> None:
+    """Make ``parser`` that of ``show``."""
+    set_up(parser, run_show, _SHOW, json="")
     parser.add_argument(
         "--with",
         dest="others",
@@ -78,49 +78,49 @@ def add_show(commands: Commands) -> None:
     )
 
 
-def add_configs(commands: Commands) -> None:
-    """Add ``configs`` to the command line."""
-    parser = add_command(commands, "configs", run_configs, description=_CONFIGS, config=False, json=None)
+def add_configs(parser: ArgumentParser) -> None:
+    """Make ``parser`` that of ``configs``."""
+    set_up(parser, run_configs, _CONFIGS, config=False, json="")
     parser.add_argument("name", metavar="NAME", nargs="?", help="print this one, as the list names it")
 
 
-def add_schema(commands: Commands) -> None:
-    """Add ``schema`` to the command line."""
-    add_command(commands, "schema", run_schema, description=_SCHEMA, config=False, json=None)
+def add_schema(parser: ArgumentParser) -> None:
+    """Make ``parser`` that of ``schema``."""
+    set_up(parser, run_schema, _SCHEMA, config=False, json="")
 
 
-def run_show(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Print to ``out``. Raises ConfigError when the file is wrong."""
+def run_show(arguments: Namespace) -> int:
+    """Print the config, defaults filled in. Raises ConfigError when the file is wrong."""
     config = load_config(arguments.file)
     transfer: dict[str, Any] = kv_transfer_config(config, os.path.abspath(arguments.file))
     if arguments.others:
         transfer = beside(transfer, [_OTHERS[name] for name in dict.fromkeys(arguments.others)])
     if arguments.json:
-        print(json.dumps({"config": config.to_dict(), "kv_transfer_config": transfer}, indent=2), file=out)
+        print(json.dumps({"config": config.to_dict(), "kv_transfer_config": transfer}, indent=2))
     elif arguments.kv_transfer_config:
-        print(json.dumps(transfer), file=out)
+        print(json.dumps(transfer))
     else:
-        print(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True), file=out)
-        print(f"# for vLLM:\n--kv-transfer-config {shlex.quote(json.dumps(transfer))}", file=out)
+        print(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True))
+        print(f"# for vLLM:\n--kv-transfer-config {shlex.quote(json.dumps(transfer))}")
     return 0
 
 
-def run_configs(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Print to ``out``. Raises ConfigError: there is none of that name."""
+def run_configs(arguments: Namespace) -> int:
+    """List the samples, or print one. Raises ConfigError: there is none of that name."""
     if arguments.name is None:
         for name, purpose in SAMPLES.items():
-            print(f"{name:<{max(map(len, SAMPLES))}}  {purpose}", file=out)
+            print(f"{name:<{max(map(len, SAMPLES))}}  {purpose}")
         return 0
     name = arguments.name.removesuffix(".yaml")
     if name not in SAMPLES:
         raise ConfigError(f"NAME: there is no {arguments.name!r}; allowed: {', '.join(SAMPLES)}")
     file = name if "." in name else f"{name}.yaml"
-    out.write(files("nixl_offload").joinpath("configs", file).read_text(encoding="utf-8"))
+    print(files("nixl_offload").joinpath("configs", file).read_text(encoding="utf-8"), end="")
     return 0
 
 
-def run_schema(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Print to ``out``."""
+def run_schema(_: Namespace) -> int:
+    """Print the schema."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
-    print(json.dumps(schema | {"title": "nixl-offload config"}, indent=2), file=out)
+    print(json.dumps(schema | {"title": "nixl-offload config"}, indent=2))
     return 0

@@ -1,35 +1,33 @@
 """``nixl-offload stat CONFIG KEY``: what the headers of one chunk's shards say, and what is wrong with them.
 
-docs/format.md explains the fields; ``cli.shard`` says what is wrong. Threading: one thread.
+docs/format.md explains the fields. Threading: one thread.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
+import mmap
 import re
-from functools import partial
-from typing import Any, Final, TextIO
+from argparse import ArgumentParser, Namespace
+from typing import Any, Final
 
-from nixl_offload.chunk.authentication import ChunkKeys, stated_key_id
+from nixl_offload.chunk.authentication import stated_key_id
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header
 from nixl_offload.cli.common import (
-    Commands,
     TierFailure,
     about_size,
-    add_command,
     add_selection,
     keys_of,
     moment,
     selected,
+    set_up,
     visit,
 )
-from nixl_offload.cli.shard import NO_KEY, Buffer, Macs, check_shard
+from nixl_offload.cli.shard import NO_KEY, ChunkChecker
 from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError, FormatError, StoreError
-from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, ShardInfo, printable
-from nixl_offload.types import key_group
+from nixl_offload.tiers.inspect import Inspector, ShardInfo, printable
 
 _KEYS_SHOWN: Final = 4
 """Of several that begin alike."""
@@ -46,114 +44,89 @@ are wrong, or several keys begin so. 130: interrupted.
 """
 
 
-def add_stat(commands: Commands) -> None:
-    """Add ``stat`` to the command line."""
-    parser = add_command(commands, "stat", run, description=_DESCRIPTION)
+def add_stat(parser: ArgumentParser) -> None:
+    """Make ``parser`` that of ``stat``."""
+    set_up(parser, run, _DESCRIPTION)
     parser.add_argument("key", metavar="KEY", help="key in hex, or its first digits")
     add_selection(parser, tenant=False)
 
 
-def run(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Print to ``out``. Raises ConfigError, StoreError."""
+def run(arguments: Namespace) -> int:
+    """Print a chunk's shards. Raises ConfigError, StoreError."""
     config = load_config(arguments.file)
-    digits = arguments.key.lower().removeprefix("0x")
+    keys, digits = keys_of(config), arguments.key.lower().removeprefix("0x")
     if not re.fullmatch("[0-9a-f]{4,128}", digits):
         raise ConfigError("KEY: allowed: a key in hex, or its first digits, four at least")
-    tiers = list(visit(arguments, config, partial(_look, arguments, digits, keys_of(config))))
-    chunks = [chunk for tier in tiers if not isinstance(tier, TierFailure) for chunk in tier]
-    failures = [tier.words for tier in tiers if isinstance(tier, TierFailure)]
-    if not chunks and failures:
-        if arguments.json:
-            print(json.dumps({"error": "; ".join(failures)}), file=out)
-        return 1
-    if not chunks:
+    found, shards, missing, failures = set[str](), list[dict[str, Any]](), list[dict[str, Any]](), list[str]()
+
+    def look(inspector: Inspector) -> None:
+        """Check the chunk that is found. Of several only the keys count."""
+        checker = ChunkChecker(inspector, keys)
+        chunks = [
+            (namespace, chunk)
+            for namespace in selected(inspector, arguments)
+            for chunk in inspector.find(namespace, digits, _KEYS_SHOWN)
+        ]
+        found.update(chunk.key.hex() for _, chunk in chunks)
+        for namespace, chunk in chunks if len(found) == 1 else ():
+            place = {"tier": inspector.kind, "where": inspector.where, "namespace": namespace.path}
+            owner = {"tenant": namespace.tenant, "model": namespace.model}
+            faults = checker.check(namespace, chunk)
+            missing.extend({**place, "rank": fault.rank} for fault in faults if not fault.place)
+            for shard in chunk.shards:
+                of_shard = [fault for fault in faults if fault.place == shard.place]
+                shards.append(
+                    {
+                        **place,
+                        **owner,
+                        "place": shard.place,
+                        "rank": shard.rank,
+                        "bytes": shard.size_bytes,
+                        "modified_s": shard.modified_s,
+                        "fields": _fields_of(inspector, shard),
+                        "wrong": [f"{fault.reason}: {fault.words}" for fault in of_shard if fault.reason != NO_KEY],
+                        "no_key": next((fault.words for fault in of_shard if fault.reason == NO_KEY), None),
+                    }
+                )
+
+    for visited in visit(arguments, config, look):
+        failures += [visited.words] if isinstance(visited, TierFailure) else []
+    if len(found) > 1:
+        raise ConfigError(f"KEY: several begin so: {', '.join(sorted(found)[:_KEYS_SHOWN])}")
+    if not found and not failures:
         raise StoreError(f"no key that begins with {digits} is there", cause="missing")
-    keys = sorted({chunk["key"] for chunk in chunks})
-    if len(keys) > 1:
-        raise ConfigError(f"KEY: several begin so: {', '.join(keys[:_KEYS_SHOWN])}")
-    shards = [shard for chunk in chunks for shard in chunk["shards"]]
-    missing = [each for chunk in chunks for each in chunk["missing"]]
     if arguments.json:
-        print(json.dumps({"shards": shards, "missing": missing, "failures": failures}, indent=2), file=out)
+        said = {"shards": shards, "missing": missing, "failures": failures} if found else {"error": "; ".join(failures)}
+        print(json.dumps(said, indent=2))
     else:
-        for shard in shards:
-            _print(shard, out)
+        for each in shards:
+            _print(each)
         for each in missing:
-            print(f"WRONG  {each['where']}, {each['namespace']}: rank {each['rank']}: missing", file=out)
-    return 1 if failures or missing or any(shard["wrong"] for shard in shards) else 0
+            print(f"WRONG  {each['where']}, {each['namespace']}: rank {each['rank']}: missing")
+    return 1 if failures or missing or any(each["wrong"] for each in shards) else 0
 
 
-def _look(
-    arguments: argparse.Namespace, digits: str, keys: ChunkKeys | None, inspector: Inspector
-) -> list[dict[str, Any]]:
-    """Return the chunks whose keys begin with ``digits`` as plain data. Of several only the keys count."""
-    buffer, macs = Buffer(), None if inspector.exclusive else Macs(keys)
-    found = [
-        (namespace, chunk)
-        for namespace in selected(inspector, arguments)
-        for chunk in inspector.find(namespace, digits, _KEYS_SHOWN)
-    ]
-    plain = []
-    for namespace, chunk in found:
-        place = {"tier": inspector.kind, "where": inspector.where, "namespace": namespace.path}
-        shards = list[dict[str, Any]]()
-        if len({chunk.key for _, chunk in found}) == 1:
-            shards = [place | _decode(inspector, namespace, chunk, each, buffer, macs) for each in chunk.shards]
-        absent = {*namespace.holders(key_group(chunk.key))} - {shard.rank for shard in chunk.shards}
-        missing = [{**place, "rank": rank} for rank in sorted(absent)]
-        plain.append({"key": chunk.key.hex(), "shards": shards, "missing": missing})
-    return plain
-
-
-def _decode(
-    inspector: Inspector,
-    namespace: NamespaceInfo,
-    chunk: ChunkInfo,
-    shard: ShardInfo,
-    buffer: Buffer,
-    macs: Macs | None,
-) -> dict[str, Any]:
-    """Return a shard, and what is wrong with it, as plain data."""
-    fields, page = dict[str, str | int](), buffer.memory[:HEADER_BYTES]
-    with contextlib.suppress(FormatError, StoreError):  # ``check_shard`` says so
+def _fields_of(inspector: Inspector, shard: ShardInfo) -> dict[str, str | int]:
+    """Return what a shard's header page says; nothing where that is none, or cannot be read."""
+    page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+    with contextlib.suppress(FormatError, StoreError):  # the checker says so
         inspector.read_into(shard, 0, page)
-        fields = _fields_of(page)
-    fault = check_shard(inspector.read_into, namespace, chunk, shard, buffer, macs)
-    rank_words = namespace.why_no_shard(chunk.key, shard.rank)
-    wrong = [] if rank_words is None else [f"rank: {rank_words}"]
-    no_key = fault.words if fault and fault.reason == NO_KEY else None
-    if fault and not no_key:
-        wrong.append(f"{fault.reason}: {fault.words}")
-    return {
-        "tenant": namespace.tenant,
-        "model": namespace.model,
-        "place": shard.place,
-        "rank": shard.rank,
-        "bytes": shard.size_bytes,
-        "modified_s": shard.modified_s,
-        "fields": fields,
-        "wrong": wrong,
-        "no_key": no_key,
-    }
+        header, mac_key = decode_header(page), stated_key_id(page)
+        fields: dict[str, str | int] = {
+            "namespace digest": header.namespace.hex(),
+            "group": header.group,
+            "blocks": header.blocks_per_chunk,
+            "first valid block": header.first_valid_block,
+            "block bytes": header.block_bytes,
+            "created": header.created_s,
+            "key": header.key.hex(),
+        }
+        return fields | ({"MAC by key": mac_key.hex()} if any(mac_key) else {})
+    return {}
 
 
-def _fields_of(page: memoryview) -> dict[str, str | int]:
-    """Return what a header page says. Raises FormatError: it is none that is whole."""
-    header, mac_key = decode_header(page), stated_key_id(page)
-    fields: dict[str, str | int] = {
-        "namespace digest": header.namespace.hex(),
-        "group": header.group,
-        "blocks": header.blocks_per_chunk,
-        "first valid block": header.first_valid_block,
-        "block bytes": header.block_bytes,
-        "created": header.created_s,
-        "key": header.key.hex(),
-    }
-    return fields | ({"MAC by key": mac_key.hex()} if any(mac_key) else {})
-
-
-def _print(shard: dict[str, Any], out: TextIO) -> None:
-    print(printable(shard["place"], 4096), file=out)
+def _print(shard: dict[str, Any]) -> None:
+    print(printable(shard["place"], 4096))
     lines = [
         ("tier", f"{shard['tier']}, {shard['where']}"),
         ("namespace", f"{shard['namespace']}: tenant {shard['tenant'] or '?'}, model {shard['model'] or '?'}"),
@@ -167,7 +140,7 @@ def _print(shard: dict[str, Any], out: TextIO) -> None:
     if not shard["wrong"]:
         lines.append(("payload", "every block verifies" + (f"; {shard['no_key']}" if shard["no_key"] else "")))
     for name, text in lines:
-        print(f"    {name:<18}{text}", file=out)
+        print(f"    {name:<18}{text}")
     for words in shard["wrong"]:
-        print(f"    WRONG  {printable(words, 600)}", file=out)
-    print(file=out)
+        print(f"    WRONG  {printable(words, 600)}")
+    print()

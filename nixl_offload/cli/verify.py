@@ -1,43 +1,42 @@
 """``nixl-offload verify CONFIG``: reads everything that is stored and checks it, beside servers that write and evict.
 
-Nothing is called bad at first sight: ``Judge`` looks again at what a server may have changed meanwhile.
+Nothing is called bad at first sight: ``TierRun`` looks again at what a server may have changed meanwhile.
 
-Threading: the main thread lists, counts and prints; ``THREADS`` others read and check, each with a buffer of its own.
+Threading: the main thread lists, counts and prints; ``THREADS`` others read and judge, each with a checker of its own.
 Memory: a piece per thread and the names of the chunks in flight.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import threading
 import time
+from argparse import ArgumentParser, Namespace
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, Literal, NamedTuple, TextIO
+from typing import Any, Final, Literal, NamedTuple
 
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.cli.common import (
-    Commands,
     Progress,
     TierFailure,
     about_size,
-    add_command,
     add_selection,
+    argument,
     keys_of,
     moment,
     plural,
-    rate_argument,
+    read_size,
     report_nothing_found,
     selected,
+    set_up,
     visit,
 )
-from nixl_offload.cli.shard import NO_KEY, Buffer, Macs, ShardFault, check_shard
+from nixl_offload.cli.shard import NO_KEY, ChunkChecker, ShardFault
 from nixl_offload.config import load_config
 from nixl_offload.errors import NixlOffloadError, StoreError
 from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, ShardInfo, printable
 from nixl_offload.tiers.shared.sweep import GRACE_S
-from nixl_offload.types import key_group
 
 _DESCRIPTION = """\
 Reads every chunk that the tiers of CONFIG hold and checks it as a server would before using it: header, key, lengths,
@@ -72,20 +71,32 @@ _VERDICT_WORDS: Final[dict[Verdict, str]] = {
 }
 
 
-def add_verify(commands: Commands) -> None:
-    """Add ``verify`` to the command line."""
-    parser = add_command(commands, "verify", run, description=_DESCRIPTION, json="print JSON lines")
+def add_verify(parser: ArgumentParser) -> None:
+    """Make ``parser`` that of ``verify``."""
+    set_up(parser, run, _DESCRIPTION, json="print JSON lines")
     add_selection(parser, tenant=False)
-    parser.add_argument("--rate", metavar="SIZE/s", type=rate_argument, help="read no faster, such as 200MiB/s")
+    how = "read no faster, such as 200MiB/s"
+    parser.add_argument("--rate", metavar="SIZE/s", type=argument(_read_rate), help=how)
 
 
-def run(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Print to ``out``. A tier that fails is reported, and the others go on. Raises ConfigError, KeyboardInterrupt."""
+def _read_rate(text: str) -> int:
+    """Return bytes per second."""
+    per_second = text.removesuffix("/s")
+    if per_second == text:
+        raise ValueError("is no rate; allowed: a size and /s, such as 500MB/s")
+    rate = read_size(per_second)
+    if not rate:
+        raise ValueError("would never end")
+    return rate
+
+
+def run(arguments: Namespace) -> int:
+    """Print what is not good, and totals. A tier that fails is reported, and the others go on. Raises ConfigError."""
     config = load_config(arguments.file)
     keys, results, runs, failed = keys_of(config), list[dict[str, Any]](), list[TierRun](), False
 
     def verify(inspector: Inspector) -> dict[str, Any]:
-        runs.append(TierRun(arguments, inspector, out, keys))
+        runs.append(TierRun(arguments, inspector, keys))
         return runs[-1].run()
 
     for found in visit(arguments, config, verify):
@@ -95,9 +106,8 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         else:
             results.append(found)
     if arguments.json:
-        print(json.dumps({"tiers": results}), file=out)
-    if arguments.namespace is not None and not any(each.namespaces for each in runs) and not failed:
-        report_nothing_found(arguments)
+        print(json.dumps({"tiers": results}))
+    if not failed and report_nothing_found(arguments, [name for each in runs for name in each.namespaces]):
         return 1
     return 1 if failed or any(each.is_bad for each in runs) else 0
 
@@ -115,101 +125,23 @@ class ChunkVerdict(NamedTuple):
     faults: tuple[ShardFault, ...] = ()
 
 
-class Judge:
-    """Reads chunks of one tier and gives verdicts. Several threads call ``judge`` at once.
-
-    ``bytes_per_s``: all threads together read no faster. ``stop``: set, reads raise StoppedError.
-    """
-
-    def __init__(
-        self, inspector: Inspector, bytes_per_s: float | None, stop: threading.Event, keys: ChunkKeys | None
-    ) -> None:
-        self._inspector = inspector
-        self._macs = None if inspector.exclusive else Macs(keys)
-        self._bytes_per_s = bytes_per_s
-        self._next_read_s = 0.0
-        self._stop = stop
-        self._own = threading.local()
-        self._lock = threading.Lock()
-        self.bytes_read = 0
-        """By all threads."""
-
-    def judge(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> ChunkVerdict:
-        """Return the verdict. Raises StoppedError, StoreError, TierError (the index cannot be read)."""
-        faults = self._check(namespace, chunk)
-        beside_an_engine = bool(_worse(faults)) and self._inspector.in_use(namespace) is not None
-        for pause_s in _PAUSES_BESIDE_AN_ENGINE_S if beside_an_engine else (0.0,):
-            if not _worse(faults):
-                break
-            self._stop.wait(pause_s)
-            now = self._inspector.look_again(namespace, chunk)
-            gone = {each.place for each in chunk.shards} - {each.place for each in now.shards} if now else True
-            if now is None or now.version != chunk.version or gone:
-                return ChunkVerdict("changed", chunk)
-            chunk, faults = now, self._check(namespace, now)
-        return ChunkVerdict(self._kind(chunk, faults), chunk, _worse(faults) or faults)
-
-    def _kind(self, chunk: ChunkInfo, faults: tuple[ShardFault, ...]) -> Verdict:
-        reasons = {fault.reason for fault in _worse(faults)}
-        if not reasons:
-            return "unauthenticated" if faults else "good"
-        if "unreadable" in reasons:
-            return "unreadable"
-        if reasons == {"other"} and len(faults) == len(chunk.shards) and self._inspector.exclusive:
-            return "stale"  # harmless: a load checks the header
-        if reasons - {"rank"} == {"missing"} and chunk.modified_s > time.time() - GRACE_S:
-            return "unfinished"
-        return "bad"
-
-    def _check(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> tuple[ShardFault, ...]:
-        faults = []
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = Buffer()
-        for shard in chunk.shards:
-            if words := namespace.why_no_shard(chunk.key, shard.rank):
-                faults.append(ShardFault(shard.rank, shard.place, "rank", words))
-            elif fault := check_shard(self._read, namespace, chunk, shard, self._own.buffer, self._macs):
-                faults.append(fault)
-        there = {shard.rank for shard in chunk.shards}
-        for rank in sorted(set(namespace.holders(key_group(chunk.key))) - there):
-            words = f"the shard of rank {rank} is not there: the chunk is incomplete, and cannot be loaded"
-            faults.append(ShardFault(rank, "", "missing", words))
-        return tuple(faults)
-
-    def _read(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
-        if self._bytes_per_s is not None:
-            with self._lock:
-                now_s = time.monotonic()
-                begin_s = max(self._next_read_s, now_s)
-                self._next_read_s = begin_s + memory.nbytes / self._bytes_per_s
-            self._stop.wait(begin_s - now_s)
-        if self._stop.is_set():
-            raise StoppedError("interrupted")
-        self._inspector.read_into(shard, offset, memory)
-        with self._lock:
-            self.bytes_read += memory.nbytes
-
-
-def _worse(faults: tuple[ShardFault, ...]) -> tuple[ShardFault, ...]:
-    """Return the faults without those that only say that a key is not here."""
-    return tuple(fault for fault in faults if fault.reason != NO_KEY)
-
-
 class TierRun:
     """One run over one tier; usable once."""
 
-    def __init__(
-        self, arguments: argparse.Namespace, inspector: Inspector, out: TextIO, keys: ChunkKeys | None
-    ) -> None:
+    def __init__(self, arguments: Namespace, inspector: Inspector, keys: ChunkKeys | None) -> None:
         self.namespaces: list[NamespaceInfo] = []
         """Those that were selected."""
         self._chunks: dict[Verdict, int] = dict.fromkeys(_VERDICT_WORDS, 0)
         self._bytes_checked = self._total_bytes = self._failed_in_a_row = 0
-        self._arguments, self._inspector, self._out = arguments, inspector, out
+        self._arguments, self._inspector, self._keys = arguments, inspector, keys
         self._bar = Progress()
-        self._stop = threading.Event()
-        self._judge = Judge(inspector, arguments.rate, self._stop, keys)
         self._began_s = time.monotonic()
+        self._stop = threading.Event()
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        """Guards what threads count while they read."""
+        self._bytes_read = 0
+        self._next_read_s = 0.0
 
     @property
     def is_bad(self) -> bool:
@@ -230,7 +162,7 @@ class TierRun:
             for namespace in self.namespaces:
                 in_flight: deque[Future[ChunkVerdict]] = deque()
                 for chunk in self._inspector.chunks(namespace):
-                    in_flight.append(pool.submit(self._judge.judge, namespace, chunk))
+                    in_flight.append(pool.submit(self._judge, namespace, chunk))
                     if len(in_flight) >= 2 * THREADS:
                         self._count(namespace, in_flight.popleft().result())
                 while in_flight:
@@ -251,8 +183,57 @@ class TierRun:
             "unlisted_namespaces": self._unlisted,
             "finished": finished,
             "seconds": round(elapsed_s, 3),
-            "bytes_read": self._judge.bytes_read,
+            "bytes_read": self._bytes_read,
         }
+
+    # On the pool's threads.
+
+    def _judge(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> ChunkVerdict:
+        """Raises StoppedError, StoreError, TierError (the index cannot be read)."""
+        if not hasattr(self._own, "checker"):
+            self._own.checker = ChunkChecker(self._inspector, self._keys, self._read)
+        check = self._own.checker.check
+        faults = check(namespace, chunk)
+        beside_an_engine = bool(_without_keys(faults)) and self._inspector.in_use(namespace) is not None
+        for pause_s in _PAUSES_BESIDE_AN_ENGINE_S if beside_an_engine else (0.0,):
+            if not _without_keys(faults):
+                break
+            self._stop.wait(pause_s)
+            now = self._inspector.look_again(namespace, chunk)
+            if now is None or now.version != chunk.version:
+                return ChunkVerdict("changed", chunk)
+            if {each.place for each in chunk.shards} - {each.place for each in now.shards}:
+                return ChunkVerdict("changed", chunk)
+            chunk, faults = now, check(namespace, now)
+        return ChunkVerdict(self._verdict(chunk, faults), chunk, _without_keys(faults) or faults)
+
+    def _verdict(self, chunk: ChunkInfo, faults: tuple[ShardFault, ...]) -> Verdict:
+        reasons = {fault.reason for fault in _without_keys(faults)}
+        if not reasons:
+            return "unauthenticated" if faults else "good"
+        if "unreadable" in reasons:
+            return "unreadable"
+        if reasons == {"other"} and len(faults) == len(chunk.shards) and self._inspector.exclusive:
+            return "stale"  # harmless: a load checks the header
+        if reasons - {"rank"} == {"missing"} and chunk.modified_s > time.time() - GRACE_S:
+            return "unfinished"
+        return "bad"
+
+    def _read(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
+        """Read, all threads together no faster than ``--rate``. Raises StoppedError, StoreError."""
+        if self._arguments.rate is not None:
+            with self._lock:
+                now_s = time.monotonic()
+                begin_s = max(self._next_read_s, now_s)
+                self._next_read_s = begin_s + memory.nbytes / self._arguments.rate
+            self._stop.wait(begin_s - now_s)
+        if self._stop.is_set():
+            raise StoppedError("interrupted")
+        self._inspector.read_into(shard, offset, memory)
+        with self._lock:
+            self._bytes_read += memory.nbytes
+
+    # On the main thread.
 
     def _count(self, namespace: NamespaceInfo, verdict: ChunkVerdict) -> None:
         is_good = verdict.kind in ("good", "unauthenticated")
@@ -267,18 +248,18 @@ class TierRun:
         if not is_good:
             self._print(namespace, verdict)
         checked, all_bytes = self._bytes_checked, max(self._total_bytes, self._bytes_checked, 1)
-        rate = self._judge.bytes_read / max(time.monotonic() - self._began_s, 1e-3)
+        rate = self._bytes_read / max(time.monotonic() - self._began_s, 1e-3)
         left = f", {(all_bytes - checked) / rate / 60:,.1f} min left" if rate else ""
         chunks = plural(sum(self._chunks.values()), "chunk")
         self._bar(
             f"{checked / all_bytes:.0%} of {about_size(all_bytes)}, {chunks}, {self._chunks['bad']:,} bad, "
-            f"{about_size(int(rate))}/s{left}"
+            f"{about_size(rate)}/s{left}"
         )
 
     def _print(self, namespace: NamespaceInfo, verdict: ChunkVerdict) -> None:
         """Print a bad chunk and what is wrong with it; as JSON any verdict."""
         self._bar.clear()
-        where, out, key = self._inspector.where, self._out, verdict.chunk.key.hex()
+        where, key = self._inspector.where, verdict.chunk.key.hex()
         if self._arguments.json:
             line = {
                 "verdict": verdict.kind,
@@ -289,24 +270,28 @@ class TierRun:
                 "bytes": verdict.chunk.size_bytes,
                 "problems": [fault._asdict() for fault in verdict.faults],
             }
-            print(json.dumps(line), file=out, flush=True)
+            print(json.dumps(line), flush=True)
         elif verdict.kind in ("bad", "unreadable"):
             heading = "BAD" if verdict.kind == "bad" else "NOT READABLE"
-            print(f"{heading} {key} in {where}, namespace {namespace.path}", file=out)
+            lines = [f"{heading} {key} in {where}, namespace {namespace.path}"]
             for fault in verdict.faults:
                 since = f"; written {moment(fault.created_s)}" if fault.created_s else ""
                 place = f" {fault.place}:" if fault.place else ""
-                print(f"    rank {fault.rank}:{place} {printable(fault.words, 600)}{since}", file=out)
-            out.flush()
+                lines.append(f"    rank {fault.rank}:{place} {printable(fault.words, 600)}{since}")
+            print(*lines, sep="\n", flush=True)
 
     def _print_totals(self, elapsed_s: float, *, finished: bool) -> None:
-        out, bytes_read = self._out, self._judge.bytes_read
-        rate = f", {about_size(int(bytes_read / elapsed_s))}/s" if elapsed_s > 0 and bytes_read else ""
+        rate = f", {about_size(self._bytes_read / elapsed_s)}/s" if elapsed_s > 0 and self._bytes_read else ""
         checked = f"{plural(sum(self._chunks.values()), 'chunk')}, {about_size(self._bytes_checked)} checked{rate}"
-        print(f"{self._inspector.where}: {checked}{'' if finished else '; not finished'}", file=out)
+        print(f"{self._inspector.where}: {checked}{'' if finished else '; not finished'}")
         for kind, words in _VERDICT_WORDS.items():
             if self._chunks[kind] or kind in ("good", "bad"):
-                print(f"  {self._chunks[kind]:,} {words}", file=out)
+                print(f"  {self._chunks[kind]:,} {words}")
         if self._unlisted:
             namespaces = plural(self._unlisted, "namespace")
-            print(f"  {namespaces} whose chunks cannot be listed; nixl-offload ls says why", file=out)
+            print(f"  {namespaces} whose chunks cannot be listed; nixl-offload ls says why")
+
+
+def _without_keys(faults: tuple[ShardFault, ...]) -> tuple[ShardFault, ...]:
+    """Return the faults but those that only say that a key is not here."""
+    return tuple(fault for fault in faults if fault.reason != NO_KEY)

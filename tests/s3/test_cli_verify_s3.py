@@ -47,11 +47,6 @@ def bucket(rclone: RcloneServer, prefix: str, tmp_path: Path, monkeypatch: pytes
     return Bucket(rclone, prefix, tmp_path)
 
 
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(capsys)
-
-
 def test_damage_in_a_bucket_is_reported(bucket: Bucket, cli: Cli) -> None:
     assert cli("verify", bucket.file) == 0
     assert f"{CHUNKS} chunks, {2 * CHUNKS * SLOT_BYTES / 1024:.0f}KiB checked" in cli.out

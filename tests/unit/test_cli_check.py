@@ -4,7 +4,6 @@ and the process in which movers are tried. Directories: ``test_cli_check_directo
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -18,48 +17,36 @@ from typing import Any
 import pytest
 
 from nixl_offload.cli.check.child import ChildProcess, loader_error, try_file_mover
+from nixl_offload.cli.check.command import environment, memory_finding
 from nixl_offload.cli.check.directory import why_not
 from nixl_offload.cli.check.findings import Finding, Section, report
-from nixl_offload.cli.check.machine import environment, memory_finding
-from nixl_offload.cli.main import main
 from nixl_offload.config import parse_config
 from nixl_offload.hardware.gds import Fact
+from tests.unit.stored_rig import Cli
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_GPU = Path("/proc/driver/nvidia/version").exists()
 
 
-def check_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Return the exit code, and findings by the kind of the section and their name."""
-    code = main(["check", "--json", *arguments])
-    return code, by_kind(json.loads(capsys.readouterr().out))
-
-
 def by_kind(plain: Any) -> dict[str, dict[str, Any]]:
+    """Return findings by the kind of the section and their name."""
     for section in plain["sections"]:
         for line in section["findings"]:
             assert line["state"] != "wrong" or line["fix"], f"no fix: {line}"
     return {section["kind"]: {line["name"]: line for line in section["findings"]} for section in plain["sections"]}
 
 
-def config(directory: Path, *tiers: str, more: str = "") -> str:
-    file = directory / "kv.yaml"
-    file.write_text(f"tiers: [{', '.join(tiers)}]\n{more}")
-    return str(file)
-
-
-def test_files_on_this_machine_before_any_server_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_on_this_machine_before_any_server_ran(tmp_path: Path, cli: Cli) -> None:
     """Memory and files: all sections, speeds, nothing wrong, and nothing stays, no directory either."""
-    path = tmp_path / "made" / "later"
+    file, path = tmp_path / "kv.yaml", tmp_path / "made" / "later"
     slab = f"{{kind: slab, path: {path}, capacity: 1GiB}}"
-    file = config(tmp_path, "{kind: memory, capacity: 128MiB}", slab, more="staging: 32MiB")
-    code, found = check_json(capsys, file)
-    assert code == 0, found
+    file.write_text(f"staging: 32MiB\ntiers: [{{kind: memory, capacity: 128MiB}}, {slab}]\n")
+    assert cli("check", "--json", file) == 0
+    found = by_kind(cli.json)
     assert list(found) == ["environment", "memory", "slab"]
-    libraries = found["environment"]
-    assert libraries["nixl"]["words"].startswith("1.")
+    assert found["environment"]["nixl"]["words"].startswith("1.")
     if not HAS_GPU:
-        assert libraries["gpu"]["state"] == "unknown"
+        assert found["environment"]["gpu"]["state"] == "unknown"
     assert found["memory"]["room"]["state"] == "ok"
     assert f"nor is {path.parent}: is the drive mounted?" in found["slab"]["directory"]["words"]
     assert "MB/s" in found["slab"]["mover copy"]["words"]
@@ -68,8 +55,9 @@ def test_files_on_this_machine_before_any_server_ran(tmp_path: Path, capsys: pyt
 
 def test_plugins_that_nixl_does_not_find_and_a_mover_that_needs_them(tmp_path: Path) -> None:
     """NIXL_PLUGIN_DIR names a directory without plugins."""
-    file = config(tmp_path, f"{{kind: slab, path: {tmp_path}, capacity: 1GiB, mover: posix}}")
-    command = [sys.executable, "-m", "nixl_offload.cli.main", "check", "--json", "--no-io", file]
+    file = tmp_path / "kv.yaml"
+    file.write_text(f"tiers: [{{kind: slab, path: {tmp_path}, capacity: 1GiB, mover: posix}}]\n")
+    command = [sys.executable, "-m", "nixl_offload.cli.main", "check", "--json", "--no-io", str(file)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "NIXL_PLUGIN_DIR": str(tmp_path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
     assert done.returncode == 1, done.stderr + done.stdout
@@ -86,11 +74,10 @@ SECTIONS = (
 )
 
 
-def test_plain_text() -> None:
+def test_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
     """What a user or a server wrote moves no cursor."""
-    out = io.StringIO()
-    assert not report(SECTIONS, out, as_json=False)
-    assert out.getvalue().splitlines() == [
+    assert not report(SECTIONS, as_json=False)
+    assert capsys.readouterr().out.splitlines() == [
         "Environment",
         "  ok       python                3.11",
         "  unknown  gpu                   no",
@@ -102,7 +89,7 @@ def test_plain_text() -> None:
         "",
         "One thing is wrong: 1 ok, 1 wrong, 1 unknown.",
     ]
-    assert report(SECTIONS[:1], io.StringIO(), as_json=False)
+    assert report(SECTIONS[:1], as_json=False)
 
 
 def libraries(**versions: str) -> dict[str, Finding]:

@@ -90,11 +90,6 @@ class Stored:
         return {(shard["rank"], shard["place"]) for shard in cli.json["shards"]}
 
 
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(capsys)
-
-
 @pytest.mark.parametrize("ranges", [(LAYERS,), CUT])
 def test_one_copy_of_replicas_is_listed_where_it_is(tmp_path: Path, cli: Cli, ranges: Sequence[int]) -> None:
     """Of four ranks in two pairs, each chunk once in a slab of each pair. With two ranges of layers each pair has two

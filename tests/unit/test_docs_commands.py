@@ -26,7 +26,6 @@ import pytest
 import yaml
 
 from nixl_offload.cli import main as cli
-from nixl_offload.cli.commands import COMMANDS
 from nixl_offload.config import parse_config
 from nixl_offload.stores.directory import TreeStore
 from tests.s3.servers import MotoServer
@@ -96,7 +95,7 @@ def test_configs_in_the_pages_are_loaded() -> None:
 def test_every_command_that_is_mentioned_exists() -> None:
     """Commands and options in running text and in blocks, those that are not run included."""
     for name, rest in re.findall(r"\bnixl-offload ([a-z]+(?: init)?)([^`|;)>\n]*)", WHOLE):
-        if name.split()[0] in COMMANDS:
+        if name.split()[0] in cli.COMMANDS:
             with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as shown:
                 cli.main([*name.split(), "--help"])
             for option in re.findall(r"(?<![\w-])--[a-z-]+", rest.partition("#")[0]):

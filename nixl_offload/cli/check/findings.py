@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Literal, NamedTuple, TextIO
+from typing import Any, Final, Literal, NamedTuple
 
 State = Literal["ok", "warning", "wrong", "unknown"]
 _STATES: Final = ("ok", "warning", "wrong", "unknown")
@@ -36,13 +36,13 @@ class Section(NamedTuple):
     findings: Iterable[Finding]
 
 
-def report(sections: Iterable[Section], out: TextIO, *, as_json: bool) -> bool:
+def report(sections: Iterable[Section], *, as_json: bool) -> bool:
     """Print all findings. Returns whether nothing is wrong."""
     counts, plain = Counter[str](), list[dict[str, Any]]()
 
     def say(text: str) -> None:
         if not as_json:
-            print(text, file=out, flush=True)
+            print(text, flush=True)
 
     for kind, title, findings in sections:
         made = list[dict[str, Any]]()
@@ -56,10 +56,10 @@ def report(sections: Iterable[Section], out: TextIO, *, as_json: bool) -> bool:
                 say(f"{'fix: ':>{_NAME_CHARS + 18}}{_printable(found.fix)}")
         say("")
     if as_json:
-        print(json.dumps({"works": not counts["wrong"], "sections": plain}, indent=2), file=out)
+        print(json.dumps({"works": not counts["wrong"], "sections": plain}, indent=2))
     else:
         verdict = {0: "Nothing is wrong", 1: "One thing is wrong"}.get(counts["wrong"], "Some things are wrong")
-        print(f"{verdict}: {', '.join(f'{counts[state]} {state}' for state in _STATES if counts[state])}.", file=out)
+        print(f"{verdict}: {', '.join(f'{counts[state]} {state}' for state in _STATES if counts[state])}.")
     return not counts["wrong"]
 
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from nixl_offload.cli.commands import COMMANDS
-from nixl_offload.cli.main import main
+from nixl_offload.cli.main import COMMANDS, main
 from nixl_offload.config import kv_transfer_config, load_config, parse_config
 from nixl_offload.config.schema import TIER_KINDS, TIER_MODELS, Config
 from nixl_offload.errors import ConfigError
