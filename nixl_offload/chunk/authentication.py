@@ -77,7 +77,7 @@ class ChunkKeys:
     def verify(self, page: Buffer, blocks: npt.NDArray[np.uint8]) -> None:
         """Raise FormatError, with reason ``authentication``, unless the MAC in ``page`` matches it and ``blocks``.
 
-        ``page`` was checked as ``check_header`` does; ``blocks`` as for ``signed``.
+        ``page`` was checked by ``check_headers``; ``blocks`` as for ``signed``.
         """
         check = self.begin(page)
         check.update(blocks.reshape(-1).data)

@@ -49,14 +49,14 @@ Buffer = memoryview | npt.NDArray[np.uint8] | bytes | bytearray
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """What a reader knows of a shard before it has seen any of its bytes."""
+class ExpectedRows:
+    """What a reader knows of many shards of one group before it has seen any of their bytes."""
 
     namespace: bytes
     """Digest of the namespace with the rank in it: 32 bytes."""
-    key: bytes
+    keys: Sequence[bytes]
     group: int
-    """The key's KV-cache group index."""
+    """The KV-cache group index of the keys."""
     blocks: int
     """``blocks_per_chunk``."""
     block_bytes: int
@@ -90,7 +90,7 @@ def slot_bytes(blocks_per_chunk: int, block_bytes: int) -> int:
 
 
 def decode_header(page: Buffer, *, may_lack_checksums: bool = False) -> ShardHeader:
-    """Read a header page. Says only that the page is whole, not that it is the wanted one: that is ``check_header``.
+    """Read a header page. Says only that the page is whole, not that it is the wanted one: that is ``check_headers``.
 
     ``may_lack_checksums``: of an image in memory, whose blocks may not have been summed yet.
     Raises FormatError with reason ``length`` (not 4096 bytes, or sizes that contradict each other), ``magic``,
@@ -118,61 +118,9 @@ def decode_header(page: Buffer, *, may_lack_checksums: bool = False) -> ShardHea
     return ShardHeader(namespace, key[:key_bytes], group, blocks, first_valid, block_bytes, created_s, sums)
 
 
-def check_header(page: Buffer, expect: Expected, *, may_lack_checksums: bool = False) -> ShardHeader:
-    """Read a header page, as ``decode_header`` does, and make sure that it is the one of ``expect``.
-
-    Raises FormatError as ``decode_header`` does, and with reason ``namespace``, ``key``, ``blocks`` or ``length``
-    where the page is whole but another shard's.
-    """
-    header = decode_header(page, may_lack_checksums=may_lack_checksums)
-    for reason, found, wanted, words in (
-        ("namespace", header.namespace.hex(), expect.namespace.hex(), "the shard belongs to namespace"),
-        ("key", header.key.hex(), expect.key.hex(), "the shard holds key"),
-        ("key", header.group, expect.group, "the shard's key is of group"),
-        ("blocks", header.blocks_per_chunk, expect.blocks, "the number of blocks in the shard is"),
-        ("length", header.block_bytes, expect.block_bytes, "the number of bytes in each block of the shard is"),
-    ):
-        _require(found == wanted, reason, f"{words} {found}, expected {wanted}")
-    return header
-
-
 def _require(holds: bool, reason: str, words: str) -> None:
     if not holds:
         raise FormatError(words, reason=reason)
-
-
-def verify_checksums(header: ShardHeader, found: npt.NDArray[np.uint64], first_block: int) -> None:
-    """Compare ``found``, the checksums of blocks ``first_block`` onwards, with the header's, wherever they were
-    computed.
-
-    Raises FormatError with reason ``checksum`` naming the first bad block, or ``blocks`` when a block was never stored.
-    """
-    last_block = first_block + len(found)
-    is_held = header.first_valid_block <= first_block < last_block <= header.blocks_per_chunk
-    said = f"the shard of key {header.key.hex()} holds {header.first_valid_block} to {header.blocks_per_chunk}"
-    _require(is_held, "blocks", f"blocks {first_block} to {last_block} were asked for, {said}")
-    stated = header.checksums[first_block:last_block]
-    for block, (expected, value) in enumerate(zip(stated, found.tolist(), strict=True), start=first_block):
-        said = f"block {block} of {header.blocks_per_chunk} of key {header.key.hex()} has checksum {value:016x}"
-        _require(expected == value, "checksum", f"{said}, expected {expected:016x}")
-
-
-# Many shards of one group at once.
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedRows:
-    """``Expected`` of many shards of one group: what they have in common, and their keys."""
-
-    namespace: bytes
-    keys: Sequence[bytes]
-    group: int
-    blocks: int
-    block_bytes: int
-
-    def one(self, row: int) -> Expected:
-        """Return what row ``row`` must be."""
-        return Expected(self.namespace, self.keys[row], self.group, self.blocks, self.block_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,20 +133,6 @@ class HeaderRows:
     first_valid_block: list[int]
     checksums: list[npt.NDArray[np.uint64]]
     """Of each row: views of its page, shape ``(blocks,)``."""
-
-    def one(self, row: int) -> ShardHeader:
-        """Return a row without an error as a header; ``created_s`` is left out."""
-        expect = self.expect.one(row)
-        return ShardHeader(
-            expect.namespace,
-            expect.key,
-            expect.group,
-            expect.blocks,
-            self.first_valid_block[row],
-            expect.block_bytes,
-            0,
-            tuple(self.checksums[row].tolist()),
-        )
 
 
 def encode_headers(
@@ -264,7 +198,12 @@ def add_checksums(page: npt.NDArray[np.uint8], sums: npt.NDArray[np.uint64]) -> 
 def check_headers(
     pages: Iterable[npt.NDArray[np.uint8]], expect: ExpectedRows, *, may_lack_checksums: bool = False
 ) -> HeaderRows:
-    """Check pages, contiguous bytes of shape ``(HEADER_BYTES,)``, as ``check_header`` does; errors are told by row."""
+    """Check header pages, contiguous bytes of shape ``(HEADER_BYTES,)``. What is wrong with a page becomes its row's
+    error.
+
+    Reasons are those of ``decode_header``, and ``namespace``, ``key``, ``blocks`` or ``length`` where a page is whole
+    but another shard's.
+    """
     with_sums, without, sizes = _common(expect.namespace, expect.group, expect.blocks, expect.block_bytes)
     befores = (with_sums, without) if may_lack_checksums else (with_sums,)
     blocks, end = expect.blocks, CHECKSUMS_AT + 8 * expect.blocks
@@ -283,7 +222,7 @@ def check_headers(
         )
         if not alike:
             try:
-                check_header(page, expect.one(row), may_lack_checksums=may_lack_checksums)
+                _require_match(decode_header(page, may_lack_checksums=may_lack_checksums), expect, key)
             except FormatError as error:
                 headers.errors[row] = error
         headers.first_valid_block.append(first)
@@ -291,23 +230,38 @@ def check_headers(
     return headers
 
 
+def _require_match(header: ShardHeader, expect: ExpectedRows, key: bytes) -> None:
+    for reason, found, wanted, words in (
+        ("namespace", header.namespace.hex(), expect.namespace.hex(), "the shard belongs to namespace"),
+        ("key", header.key.hex(), key.hex(), "the shard holds key"),
+        ("key", header.group, expect.group, "the shard's key is of group"),
+        ("blocks", header.blocks_per_chunk, expect.blocks, "the number of blocks in the shard is"),
+        ("length", header.block_bytes, expect.block_bytes, "the number of bytes in each block of the shard is"),
+    ):
+        _require(found == wanted, reason, f"{words} {found}, expected {wanted}")
+
+
 def verify_rows(
     headers: HeaderRows, rows: Sequence[int], first_blocks: Sequence[int], found: Sequence[npt.NDArray[np.uint64]]
 ) -> None:
-    """Compare the checksums that were ``found`` with those of the headers, as ``verify_checksums`` does for one.
+    """Compare the checksums that were ``found`` with those of the headers.
 
-    ``rows``: which headers; ``first_blocks`` and ``found`` are aligned with them. What does not agree is added to
-    ``headers.errors``.
+    ``rows``: which headers; ``first_blocks`` and ``found`` are aligned with them: the first block of each that was
+    summed, and the sums from it on. A row that does not agree gets an error: ``checksum``, naming the first bad block,
+    or ``blocks`` where one was never stored.
     """
+    expect = headers.expect
     for row, begin, sums in zip(rows, first_blocks, found, strict=True):
-        end = begin + len(sums)
-        held = headers.first_valid_block[row] <= begin < end
-        if held and headers.checksums[row][begin:end].tobytes() == sums.tobytes():
-            continue
-        try:
-            verify_checksums(headers.one(row), sums, begin)
-        except FormatError as error:
-            headers.errors[row] = error
+        end, first, stated = begin + len(sums), headers.first_valid_block[row], headers.checksums[row]
+        of_key = f"of key {expect.keys[row].hex()}"
+        if not first <= begin < end <= expect.blocks:
+            said = f"blocks {begin} to {end} were asked for, the shard {of_key} holds {first} to {expect.blocks}"
+            headers.errors[row] = FormatError(said, reason="blocks")
+        elif stated[begin:end].tobytes() != sums.tobytes():
+            bad = int(np.flatnonzero(stated[begin:end] != sums)[0])
+            said = f"block {begin + bad} of {expect.blocks} {of_key} has checksum {int(sums[bad]):016x}"
+            said += f", expected {int(stated[begin + bad]):016x}"
+            headers.errors[row] = FormatError(said, reason="checksum")
 
 
 @lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.chunk.header import HEADER_BYTES, Expected
+from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import Chunk, Completion, LinkEngine, make_move
 from nixl_offload.engine.host import HostSlab
@@ -28,7 +28,7 @@ from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
 from nixl_offload.types import Location, Outcome, align_up
 from tests.contract.suites.faulty_mover import FaultyMover
-from tests.headers import encode_header, make_header
+from tests.headers import Expected, make_page
 from tests.unit.engine_rig import CHUNK_BLOCKS, DEADLINE_S, NAMESPACE, SHAPES, Clock, Driven, Shape, kv_cache
 from tests.unit.rank_rig import TestedRank
 
@@ -156,8 +156,7 @@ class ChainRig(Driven):
         rows = image[HEADER_BYTES : HEADER_BYTES + CHUNK_BLOCKS * block_bytes].reshape(CHUNK_BLOCKS, block_bytes)
         rows[first:] = np.random.default_rng(number).integers(0, 256, rows[first:].shape, dtype=np.uint8)
         expect = Expected(NAMESPACE, self.key(number, group), group, CHUNK_BLOCKS, block_bytes)
-        header = make_header(expect, block_checksums(rows[first:]), first_valid_block=first)
-        image[:HEADER_BYTES] = encode_header(header)
+        image[:HEADER_BYTES] = make_page(expect, block_checksums(rows[first:]), first_valid_block=first)
         return image
 
     def host_bytes(self, slot: int, group: int = 0) -> npt.NDArray[np.uint8]:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.chunk.header import HEADER_BYTES, Expected, slot_bytes
+from nixl_offload.chunk.header import HEADER_BYTES, slot_bytes
 from nixl_offload.identity.namespace import GroupFields, Namespace, make_namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Key
-from tests.headers import encode_header, make_header
+from tests.headers import Expected, make_page
 from tests.unit.gc_rig import RANKS, key, namespace_of, put_manifest
 
 BLOCKS = 16
@@ -47,8 +47,7 @@ def image(space: Namespace, number: int, rank: int, *, first_valid_block: int = 
     payload = np.frombuffer(content, dtype=np.uint8)[HEADER_BYTES:][: BLOCKS * BLOCK_BYTES]
     expected = Expected(space.rank_digest(rank), key(number), 0, BLOCKS, BLOCK_BYTES)
     sums = block_checksums(payload.reshape(BLOCKS, BLOCK_BYTES)[first_valid_block:])
-    header = make_header(expected, sums, first_valid_block=first_valid_block)
-    content[:HEADER_BYTES] = encode_header(header).tobytes()
+    content[:HEADER_BYTES] = make_page(expected, sums, first_valid_block=first_valid_block).tobytes()
     return content
 
 

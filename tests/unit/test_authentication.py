@@ -16,9 +16,8 @@ from blake3 import blake3
 
 from nixl_offload.chunk.authentication import ChunkKeys, key_id, read_key_file, stated_key_id
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.chunk.header import Expected
 from nixl_offload.errors import ConfigError, FormatError
-from tests.headers import encode_header, make_header
+from tests.headers import Expected, make_page
 
 OLD, NEW, OTHER = (bytes(range(start, start + 32)) for start in (1, 101, 201))
 EXPECT = Expected(bytes(32), b"k" * 36, 3, 4, 1000)
@@ -27,8 +26,7 @@ BLOCKS = np.random.default_rng(1).integers(0, 256, (4, 1000), dtype=np.uint8)
 
 def page_of(blocks: npt.NDArray[np.uint8] = BLOCKS, first: int = 0) -> npt.NDArray[np.uint8]:
     """Return an ordinary header page."""
-    header = make_header(EXPECT, block_checksums(blocks[first:]), first_valid_block=first, created_s=7)
-    return encode_header(header)
+    return make_page(EXPECT, block_checksums(blocks[first:]), first_valid_block=first, created_s=7)
 
 
 def refusal(keys: ChunkKeys, page: npt.NDArray[np.uint8], blocks: npt.NDArray[np.uint8] = BLOCKS) -> str:

@@ -20,11 +20,12 @@ import numpy as np
 import pytest
 
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.chunk.header import HEADER_BYTES, Expected, check_header
+from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine import WorkKind
 from nixl_offload.engine.pump import LEAKED
 from nixl_offload.errors import FormatError
 from nixl_offload.types import Outcome
+from tests.headers import Expected, check_header
 from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, until
 from tests.unit.memory_rig import MemoryRig
 from tests.unit.rank_rig import causes_of
