@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -59,20 +58,22 @@ def _open_shared_dir(config: SharedDirConfig, context: TierContext) -> SharedTie
     store = TreeStore(config.path)
     warn_of_others(config.path)
     name, share = f"Shared directory tier {store.where}", kept_free(config)
-    return SharedTier.open(
-        context,
+    return SharedTier(
+        context.position,
         store,
+        context.namespace,
         name=name,
         lookup=config.lookup,
         ttl_s=None,
-        eviction=partial(Eviction, store, config.capacity_bytes, name=name, kept_free=share) if keeps else None,
+        eviction=Eviction(store, config.capacity_bytes, name=name, kept_free=share) if keeps else None,
         is_local=is_local(config.path),
     )
 
 
 def _open_s3(config: S3Config, context: TierContext) -> SharedTier:
     store = open_store(config)
-    return SharedTier.open(context, store, name=f"S3 tier {store.where}", lookup=config.lookup, ttl_s=config.ttl_s)
+    name = f"S3 tier {store.where}"
+    return SharedTier(context.position, store, context.namespace, name=name, lookup=config.lookup, ttl_s=config.ttl_s)
 
 
 def _link_shared_dir(config: SharedDirConfig, place: SharedPlace, rank: int, mover: Mover) -> TreeLink:

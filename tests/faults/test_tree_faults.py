@@ -329,29 +329,6 @@ def test_a_sync_that_hangs_fails_the_store_and_shows_nothing(
     assert open_files() == before
 
 
-@pytest.mark.parametrize("way", ["create", "open"])
-def test_what_nobody_waits_for_any_more_is_closed_when_it_comes(
-    make: Make, tmp_path: Path, hostile: HostileFilesystem, way: str
-) -> None:
-    """A batch that is dropped while a call hangs leaves no descriptor and no draft behind."""
-    root = tmp_path / "shared"
-    rig = make("per_layer", link=tree(root, filesystem=hostile))
-    assert rig.store(0, [rig.chunk(0, SOURCE)]) == (OK,)
-    stored, before = rig.chunk(0, SOURCE), open_files()
-    assert isinstance(rig.link, tree_link.TreeLink)
-    begin = rig.link.begin_read if way == "open" else rig.link.begin_write
-    hostile.hang(way)
-    waiting = begin(stored.key, stored.location, shards(root)[0].stat().st_size)
-    next(waiting)
-    until(lambda: hostile.held == 1)
-    waiting.close()
-    hostile.release()
-    until(lambda: rig.link._calls.pending == 0)
-    until(lambda: open_files() == before and not drafts(root))
-    rig.engine.close()
-    assert len(shards(root)) == 1
-
-
 def test_loads_do_not_wait_behind_the_syncing_of_files(make: Make, tmp_path: Path, hostile: HostileFilesystem) -> None:
     """However many files a busy server has to write down, another is opened, and the next is created, at once."""
     root = tmp_path / "shared"

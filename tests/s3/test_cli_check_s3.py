@@ -23,8 +23,7 @@ from nixl_offload.cli.main import main
 from nixl_offload.config import S3Config, parse_config
 
 from .proxy import Answer, FaultProxy, Flip, Hold
-from .servers import MotoServer, RcloneServer, S3Server, free_port
-from .tls import TlsRclone, make_certificate
+from .servers import MotoServer, RcloneServer, S3Server, TlsRclone, free_port, make_certificate
 
 FINE = ("endpoint", "credentials", "bucket", "list", "lookup", "put", "get", "bytes", "delete")
 DENIED = Answer(403, "AccessDenied")

@@ -17,8 +17,7 @@ from nixl_offload.stores.s3 import open_store
 from tests.contract.object_rigs import ObjectRig, tier_of
 from tests.contract.suites.store_suite import read, write
 
-from .servers import BUCKET
-from .tls import TlsRclone, make_certificate
+from .servers import BUCKET, TlsRclone, make_certificate
 
 LAX = {
     "AWS_ALLOW_INVALID_CERTIFICATES": "true",

@@ -6,38 +6,20 @@ import time
 from dataclasses import replace
 from hashlib import sha256
 
-from nixl_offload.identity.namespace import GroupFields, Namespace, NamespaceFields, make_namespace
+from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.shared.naming import manifest_name, shard_name
 from nixl_offload.tiers.shared.tier import write_manifest
 from nixl_offload.types import Key
+from tests.unit import shared_rig
 
-_GROUP = GroupFields(0, 16, (4096, 4096))
-_FIELDS = NamespaceFields(
-    tenant="default",
-    engine="vllm 0.33.0",
-    platform="cpu",
-    attention_backend=None,
-    model="org/model",
-    revision=None,
-    weights=None,
-    dtype="bfloat16",
-    kv_layout="LBHNC",
-    tokens_per_block=16,
-    blocks_per_chunk=16,
-    tokens_per_hash=16,
-    hash_algorithm="sha256",
-    hash_seed=None,
-    groups=(_GROUP,),
-    ranks=("ab", "cd"),
-    settings={},
-    tp=2,
-    pp=1,
-    pcp=1,
-    dcp=1,
-    world_size=2,
-)
 RANKS = 2
+_FIELDS = replace(
+    shared_rig.namespace_of(RANKS, sizes=[(4096, 4096)]).fields,
+    model="org/model",
+    blocks_per_chunk=16,
+    ranks=("ab", "cd"),
+)
 
 
 def namespace_of(tenant: str = "default", model: str = "org/model") -> Namespace:

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -54,12 +54,33 @@ def fill(store: TreeStore, count: int, *, tenant: str = "default", used_s: Calla
     return chunks
 
 
-def mount_tmpfs(point: Path, options: str = "size=1m") -> None:
-    """Skip the test where this user may not."""
+@contextlib.contextmanager
+def mounted(point: Path, options: str = "size=1m") -> Iterator[None]:
+    """A filesystem of its own. Skips the test where this user may not mount."""
+    point.mkdir(exist_ok=True)
     mounting = ["mount", "-t", "tmpfs", "-o", options, "none", str(point)]
     done = subprocess.run(mounting, check=False, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"cannot mount tmpfs here: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(point)], check=True)
+
+
+@pytest.fixture
+def evicting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Eviction]]:
+    """Begins eviction that looks and passes without a pause; ends it with the test."""
+    monkeypatch.setattr(eviction, "LOOK_S", 0.02)
+    monkeypatch.setattr(eviction, "PASS_S", 0.0)
+    with contextlib.ExitStack() as stack:
+
+        def begin(store: TreeStore, capacity_bytes: int = CAPACITY_BYTES, **options: float) -> Eviction:
+            begun = Eviction(store, capacity_bytes, name="Tier", **options)
+            stack.callback(begun.close)
+            return begun
+
+        yield begin
 
 
 def there(store: TreeStore) -> set[str]:
@@ -96,58 +117,45 @@ def test_what_was_used_before_the_clock_was_set_back_goes_first(store: TreeStore
 
 @pytest.mark.parametrize("options", ["size=1m", "size=64m,nr_inodes=300"])
 def test_a_filesystem_with_less_room_than_the_capacity_is_not_left_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str
+    tmp_path: Path, evicting: Callable[..., Eviction], options: str
 ) -> None:
     """Chunks that were not used for longest make room for new ones, as they do at the capacity: where bytes are gone,
     and where inodes are.
     """
-    monkeypatch.setattr(eviction, "LOOK_S", 0.02)
-    monkeypatch.setattr(eviction, "PASS_S", 0.0)
-    mount_tmpfs(tmp_path, options)
-    store = TreeStore(str(tmp_path))
-    try:
+    with mounted(tmp_path / "kv", options):
+        store = TreeStore(str(tmp_path / "kv"))
         with pytest.raises(StoreError, match="No space"):
             fill(store, 200, used_s=lambda number: OLD_S + number)
         oldest = min(there(store), key=lambda name: Path(store.where, name).stat().st_mtime)
-        evicting = Eviction(store, 1 << 40, name="Tier")
-        try:
-            until(lambda: evicting.evicted > 0)
-        finally:
-            evicting.close()
+        engine = evicting(store, 1 << 40)
+        until(lambda: engine.evicted > 0)
+        engine.close()
         fill(store, 1, tenant="other", used_s=lambda number: time.time())
         assert oldest not in there(store)
-        assert evicting.evicted < 10
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+        assert engine.evicted < 10
 
 
-def test_a_share_of_the_filesystem_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_of_the_filesystem_stays_free(tmp_path: Path, evicting: Callable[..., Eviction]) -> None:
     """Others need it, and the kubelet evicts a pod that takes it: neither stores nor what others write may do so."""
-    monkeypatch.setattr(eviction, "LOOK_S", 0.02)
-    mount_tmpfs(tmp_path, "size=1m")
-    store = TreeStore(str(tmp_path))
-    files = TreeFiles(str(tmp_path), direct_io=True, kept_free=0.25)
+    root = tmp_path / "kv"
 
     def free() -> float:
-        space = os.statvfs(tmp_path)
+        space = os.statvfs(root)
         return space.f_bavail / space.f_blocks
 
-    try:
+    with mounted(root):
+        store, files = TreeStore(str(root)), TreeFiles(str(root), direct_io=True, kept_free=0.25)
         fill(store, 30, used_s=lambda number: OLD_S + number)
         with pytest.raises(StoreError, match="25% that stay free") as caught:
             files.abandon(files.create("draft", 600 << 10))
         assert caught.value.cause == "full"
-        (tmp_path / "others").write_bytes(bytes(int((free() - 0.2) * (1 << 20))))
+        (root / "others").write_bytes(bytes(int((free() - 0.2) * (1 << 20))))
         assert free() < 0.25
-        evicting = Eviction(store, 1 << 40, name="Tier", kept_free=0.25)
-        try:
-            until(lambda: free() > 0.25)
-        finally:
-            evicting.close()
+        engine = evicting(store, 1 << 40, kept_free=0.25)
+        until(lambda: free() > 0.25)
+        engine.close()
         assert there(store)
         files.abandon(files.create("draft", SHARD_BYTES))
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_whose_drive_leaves_space_to_others(tmp_path: Path) -> None:
@@ -159,24 +167,20 @@ def test_whose_drive_leaves_space_to_others(tmp_path: Path) -> None:
         fields = {"kind": "shared_dir", "path": str(path), "capacity": "1GiB", **said}
         return kept_free(SharedDirConfig.model_validate(fields))
 
-    drive.mkdir()
     part.mkdir()
-    mount_tmpfs(drive)
-    try:
+    with mounted(drive):
         for each in (path, lost, empty_dir):
             each.mkdir(parents=True)
         assert share(path) == share(drive) == 0.0
         assert share(path, keep_free="20%") == 0.2
-        subprocess.run(["mount", "--bind", str(drive / "kv"), str(part)], check=True)
-        assert share(part / "tier") == share(part) == 0.1
-        subprocess.run(["mount", "--bind", str(empty_dir), str(part)], check=True)
-        assert share(part / "tier") == 0.2
-        subprocess.run(["umount", str(part)], check=True)
+        for seen, kept in ((drive / "kv", 0.1), (empty_dir, 0.2)):
+            subprocess.run(["mount", "--bind", str(seen), str(part)], check=True)
+            try:
+                assert share(part / "tier") == kept
+            finally:
+                subprocess.run(["umount", str(part)], check=True)
         (drive / "others").touch()
         assert share(path) == 0.1
-    finally:
-        subprocess.run(["umount", str(part)], check=False)
-        subprocess.run(["umount", str(drive)], check=True)
 
 
 def test_files_of_others_stay_and_do_not_count(store: TreeStore) -> None:
@@ -238,72 +242,52 @@ def test_a_chunk_that_cannot_be_deleted_does_not_keep_others(store: TreeStore) -
     assert all(Path(store.where, name).parent == directory for name in left)
 
 
-def test_one_engine_evicts_and_another_takes_over(store: TreeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_engine_evicts_and_another_takes_over(store: TreeStore, evicting: Callable[..., Eviction]) -> None:
     """Two engines have the directory open: only one deletes. When it ends the other goes on."""
-    monkeypatch.setattr(eviction, "LOOK_S", 0.02)
-    monkeypatch.setattr(eviction, "PASS_S", 0.0)
     fill(store, 100, used_s=lambda number: OLD_S + number)
-    both = [Eviction(store, CAPACITY_BYTES, name=f"engine {number}") for number in range(2)]
-    try:
-        until(lambda: len(there(store)) == LEFT * RANKS and any(each.evicted for each in both))
-        [first] = [each for each in both if each.evicted]
-        [second] = [each for each in both if each is not first]
-        first.close()
-        fill(store, 100, used_s=lambda number: OLD_S + number)
-        until(lambda: len(there(store)) <= (LEFT + 1) * RANKS and second.evicted > 0)
-        assert first.evicted == 100 - LEFT
-    finally:
-        for each in both:
-            each.close()
+    both = [evicting(store), evicting(store)]
+    until(lambda: len(there(store)) == LEFT * RANKS and any(each.evicted for each in both))
+    [first] = [each for each in both if each.evicted]
+    [second] = [each for each in both if each is not first]
+    first.close()
+    fill(store, 100, used_s=lambda number: OLD_S + number)
+    until(lambda: len(there(store)) <= (LEFT + 1) * RANKS and second.evicted > 0)
+    assert first.evicted == 100 - LEFT
 
 
 def test_a_directory_that_vanishes_ends_nothing(
-    store: TreeStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: TreeStore, evicting: Callable[..., Eviction], caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning; nothing is made in its place; when it is back, eviction goes on."""
-    monkeypatch.setattr(eviction, "LOOK_S", 0.02)
     root = Path(store.where)
-    fill(store, 10, used_s=lambda number: OLD_S + number)
-    evicting = Eviction(store, CAPACITY_BYTES, name="Tier")
-    try:
-        until((root / eviction.LOCK_NAME).exists)
-        root.rename(root.with_name("away"))
-        until(lambda: "nothing is evicted" in caplog.text)
-        time.sleep(0.1)
-        assert not root.exists()
-        assert caplog.text.count("nothing is evicted") == 1
-        root.with_name("away").rename(root)
-        fill(store, 100, used_s=lambda number: OLD_S + number)
-        monkeypatch.setattr(eviction, "PASS_S", 0.0)
-        until(lambda: len(there(store)) <= (LEFT + 1) * RANKS)
-    finally:
-        evicting.close()
+    evicting(store)
+    until((root / eviction.LOCK_NAME).exists)
+    root.rename(root.with_name("away"))
+    until(lambda: "nothing is evicted" in caplog.text)
+    time.sleep(0.1)
+    assert not root.exists()
+    assert caplog.text.count("nothing is evicted") == 1
+    root.with_name("away").rename(root)
+    fill(store, 100, used_s=lambda number: OLD_S + number)
+    until(lambda: len(there(store)) <= (LEFT + 1) * RANKS)
 
 
 def test_a_drive_that_is_mounted_anew_is_kept_to_its_capacity_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, evicting: Callable[..., Eviction]
 ) -> None:
     """Its device may have another number then. While nothing is mounted, nothing is made there."""
-    monkeypatch.setattr(eviction, "LOOK_S", 0.02)
-    monkeypatch.setattr(eviction, "PASS_S", 0.0)
-    mount_tmpfs(tmp_path)
-    evicting = Eviction(TreeStore(str(tmp_path)), 16 * CHUNK_BYTES, name="Tier")
-    try:
-        until((tmp_path / eviction.LOCK_NAME).exists)
-        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
-        time.sleep(0.1)
-        (tmp_path / eviction.LOCK_NAME).unlink(missing_ok=True)  # of a look that had begun before the drive went
-        time.sleep(0.1)
-        assert not list(tmp_path.iterdir())
-        mount_tmpfs(tmp_path)
-        try:
-            fill(TreeStore(str(tmp_path)), 32, used_s=lambda number: OLD_S + number)
-            until(lambda: evicting.evicted > 0)
-        finally:
-            evicting.close()
-            subprocess.run(["umount", str(tmp_path)], check=True)
-    finally:
-        evicting.close()
+    root = tmp_path / "kv"
+    with mounted(root):
+        engine = evicting(TreeStore(str(root)), 16 * CHUNK_BYTES)
+        until((root / eviction.LOCK_NAME).exists)
+    time.sleep(0.1)
+    (root / eviction.LOCK_NAME).unlink(missing_ok=True)  # of a look that had begun before the drive went
+    time.sleep(0.1)
+    assert not list(root.iterdir())
+    with mounted(root):
+        fill(TreeStore(str(root)), 32, used_s=lambda number: OLD_S + number)
+        until(lambda: engine.evicted > 0)
+        engine.close()
 
 
 @pytest.mark.parametrize(("filesystem", "kept"), [("ext4", True), ("xfs", True), ("nfs4", False), ("lustre", False)])

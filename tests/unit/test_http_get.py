@@ -16,7 +16,7 @@ import pytest
 
 from nixl_offload.stores.http_get import DirectGets
 from tests.contract.one_answer_server import HANG, RESET, OneAnswerServer, answer
-from tests.s3.tls import make_certificate
+from tests.s3.servers import make_certificate
 
 BODY = bytes(range(200))
 

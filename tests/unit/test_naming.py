@@ -1,4 +1,4 @@
-"""Names of shards: there and back, and nothing foreign taken for one."""
+"""Names of shards: there and back, nothing foreign taken for one, and a listing becomes chunks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nixl_offload.stores.base import ObjectInfo
+from nixl_offload.tiers.shared.inspect import group_chunks
 from nixl_offload.tiers.shared.naming import (
     ShardName,
     manifest_name,
@@ -54,3 +56,20 @@ def test_manifests() -> None:
     assert parse_manifest_name(manifest_name(NAMESPACE)) == NAMESPACE
     for name in ("", "manifest.json", f"{NAMESPACE}/manifest.json.bak", f"{NAMESPACE[:-1]}/manifest.json"):
         assert parse_manifest_name(name) is None
+
+
+def test_a_listing_becomes_chunks_with_all_their_ranks() -> None:
+    """A key that begins another key stays apart, and what is no shard goes to somebody else."""
+    short, long, other = Key(b"\xab" * 20), Key(b"\xab" * 36), Key(b"\xac" * 20)
+    listing = [
+        *(ObjectInfo(shard_name(NAMESPACE, short, rank), 10 + rank, 5.0 - rank) for rank in range(3)),
+        *(ObjectInfo(shard_name(NAMESPACE, long, rank), 1, 1.0) for rank in range(2)),
+        ObjectInfo(f"{NAMESPACE}/ab/notes.txt", 7, 0.0),
+        ObjectInfo(shard_name(NAMESPACE, other, 0), 4, 9.0),
+        ObjectInfo(manifest_name(NAMESPACE), 3, 2.0),
+    ]
+    assert sorted(info.name for info in listing) == [info.name for info in listing], "as a store would list it"
+    others: list[str] = []
+    chunks = list(group_chunks(listing, lambda info: others.append(info.name)))
+    assert [(len(c.shards), c.size_bytes, c.modified_s) for c in chunks] == [(3, 33, 5.0), (2, 2, 1.0), (1, 4, 9.0)]
+    assert others == [f"{NAMESPACE}/ab/notes.txt", manifest_name(NAMESPACE)]

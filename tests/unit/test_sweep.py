@@ -7,21 +7,10 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_offload.stores.base import ObjectInfo
 from nixl_offload.tiers.inspect import ChunkInfo, ShardInfo
-from nixl_offload.tiers.shared.inspect import group_chunks
-from nixl_offload.tiers.shared.naming import manifest_name, shard_name
-from nixl_offload.tiers.shared.sweep import (
-    GRACE_S,
-    Ages,
-    Plan,
-    Sweep,
-    make_plan,
-    manifest_goes,
-)
+from nixl_offload.tiers.shared.sweep import GRACE_S, Ages, Sweep, make_plan, manifest_goes
 from nixl_offload.types import Key
 
-NS = "0123456789abcdef" * 2
 NOW_S = 1_800_000_000.0
 
 
@@ -35,35 +24,6 @@ def counted(chunks: list[ChunkInfo]) -> Ages:
     for item in chunks:
         ages.add(item)
     return ages
-
-
-def plan_and_sweep(
-    chunks: list[ChunkInfo], max_bytes: int | None, older_than_s: float | None
-) -> tuple[Plan, list[ChunkInfo], list[ChunkInfo]]:
-    """Return the plan, what it deletes and what it keeps."""
-    plan = make_plan(counted(chunks), max_bytes=max_bytes, older_than_s=older_than_s)
-    sweeping = Sweep(plan)
-    taken = [sweeping.takes(item) for item in chunks]
-    gone = [item for item, goes in zip(chunks, taken, strict=True) if goes]
-    return plan, gone, [item for item, goes in zip(chunks, taken, strict=True) if not goes]
-
-
-def test_a_listing_becomes_chunks_with_all_their_ranks() -> None:
-    """A key that begins another key stays apart, and what is no shard is told to somebody else."""
-    short, long = Key(b"\xab" * 20), Key(b"\xab" * 36)
-    other = Key(b"\xac" * 20)
-    listing = [
-        *(ObjectInfo(shard_name(NS, short, rank), 10 + rank, 5.0 - rank) for rank in range(3)),
-        *(ObjectInfo(shard_name(NS, long, rank), 1, 1.0) for rank in range(2)),
-        ObjectInfo(f"{NS}/ab/notes.txt", 7, 0.0),
-        ObjectInfo(shard_name(NS, other, 0), 4, 9.0),
-        ObjectInfo(manifest_name(NS), 3, 2.0),
-    ]
-    assert sorted(info.name for info in listing) == [info.name for info in listing], "as a store would list it"
-    others: list[str] = []
-    chunks = list(group_chunks(listing, lambda info: others.append(info.name)))
-    assert [(len(c.shards), c.size_bytes, c.modified_s) for c in chunks] == [(3, 33, 5.0), (2, 2, 1.0), (1, 4, 9.0)]
-    assert others == [f"{NS}/ab/notes.txt", manifest_name(NS)]
 
 
 _AGES = st.floats(min_value=-100, max_value=3e7) | st.integers(0, 2000).map(float)
@@ -80,7 +40,9 @@ def test_whatever_is_there_the_limits_are_kept(
     chunks: list[ChunkInfo], max_bytes: int | None, older_than_s: float | None
 ) -> None:
     """To within the width of a bucket, which is how exactly ages are known."""
-    _, gone, kept = plan_and_sweep(chunks, max_bytes, older_than_s)
+    sweep = Sweep(make_plan(counted(chunks), max_bytes=max_bytes, older_than_s=older_than_s))
+    taken = [(item, sweep.takes(item)) for item in chunks]
+    gone, kept = [item for item, goes in taken if goes], [item for item, goes in taken if not goes]
     assert all(item.modified_s < NOW_S - GRACE_S for item in gone)
     old_enough = [item for item in kept if item.modified_s < NOW_S - GRACE_S]
     if older_than_s is not None:

@@ -22,7 +22,7 @@ from nixl_offload.errors import StoreError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
 from nixl_offload.stores.base import Store
-from nixl_offload.tiers.base import SharedStatistics, Tier, TierContext, not_arrived
+from nixl_offload.tiers.base import SharedStatistics, Tier, not_arrived
 from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.health import StorageHealth
 from nixl_offload.tiers.shared.naming import StoredShard, manifest_name, shards_of, witness_of
@@ -65,7 +65,7 @@ class SharedTier(Tier):
         lookup: LookupOptions,
         ttl_s: float | None,
         name: str,
-        eviction: Callable[[], Eviction] | None = None,
+        eviction: Eviction | None = None,
         is_local: bool = False,
         threads: int = 16,
         max_keys: int = MAX_KEYS,
@@ -75,7 +75,8 @@ class SharedTier(Tier):
         """Begin with nothing known. Does not reach the store on this thread.
 
         ``namespace`` says which shards a chunk consists of, and how large each is. ``clock`` must be the one that
-        callers take ``now_s`` from. ``eviction`` begins what keeps the store to its capacity; None: somebody else does.
+        callers take ``now_s`` from. ``eviction`` keeps the store to its capacity, and is closed with the tier; None:
+        somebody else does.
         ``is_local``: only servers on this machine reach the store.
         """
         self.is_local = is_local
@@ -109,20 +110,11 @@ class SharedTier(Tier):
             clock=clock,
             wall=wall,
         )
-        self._eviction = None if eviction is None else eviction()
+        self._eviction = eviction
         self._discarding: set[Key] = set()
         """Being deleted: stored anew only afterwards, else the deletion might hit the new one."""
         self._manifest_due_s = -math.inf
         """When to write the manifest; infinite once it is there, or being written."""
-
-    @classmethod
-    def open(cls, context: TierContext, store: Store, **options: Any) -> SharedTier:
-        """Return the tier over ``store``, which is closed when that fails. ``options``: as for the constructor."""
-        try:
-            return cls(context.position, store, context.namespace, **options)
-        except BaseException:
-            store.close()
-            raise
 
     def __len__(self) -> int:
         return len(self._presence)
