@@ -155,14 +155,14 @@ class Probes:
     """Notes how long threads go on without letting go of the interpreter, and what they do while they have let go."""
 
     def __init__(self) -> None:
-        from nixl_offload.engine.batch import Turn
         from nixl_offload.engine.jobs import TierQueue
         from nixl_offload.engine.packer import HostCopy
+        from nixl_offload.engine.paths import Stretch
 
         self._without_s = 0.0
         self._stretches_s: list[float] = []
         self._began_s: dict[int, float] = {}
-        self._wrap(Turn, "_let_go")
+        self._wrap(Stretch, "_let_go")
         self._wrap(TierQueue, "sleep")
         self._wrap(HostCopy, "gather")
         self._wrap(HostCopy, "scatter")

@@ -6,11 +6,8 @@ from __future__ import annotations
 
 from nixl_offload.engine.link_engine import LinkEngine
 from nixl_offload.engine.memory_engine import MemoryEngine
-from nixl_offload.engine.pump import TierEngine
-from nixl_offload.engine.rank_engine import RankEngine
-from nixl_offload.engine.records import Chunk, Completion, Job, Share, make_move
-from nixl_offload.engine.states import WorkKind
-from nixl_offload.engine.transfer_statistics import TierStatus, Work
+from nixl_offload.engine.pump import RankEngine, TierEngine
+from nixl_offload.engine.records import Chunk, Completion, Job, Share, TierStatus, Work, WorkKind, make_move
 
 __all__ = [
     "Chunk",

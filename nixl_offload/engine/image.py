@@ -16,9 +16,8 @@ import torch
 
 from nixl_offload.chunk.header import HEADER_BYTES, MAGIC, ExpectedRows, Pages, encode_headers
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.engine.records import Chunk
+from nixl_offload.engine.records import Chunk, WorkKind
 from nixl_offload.engine.staging import DeviceSlot, Slot
-from nixl_offload.engine.states import WorkKind
 from nixl_offload.errors import LayoutError
 from nixl_offload.types import PAGE_BYTES, align_up, key_group
 

@@ -14,18 +14,22 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.engine.records import Chunk, Completion, Job, Share
-from nixl_offload.engine.states import (
+from nixl_offload.engine.records import (
     LANES,
     READS_BLOCKS,
     TRANSITIONS,
+    Chunk,
     ChunkState,
+    Completion,
+    Job,
     Lane,
+    Share,
+    Waiting,
+    Work,
     WorkKind,
     when_closed,
     when_given_up,
 )
-from nixl_offload.engine.transfer_statistics import Waiting, Work
 from nixl_offload.types import Location, Outcome
 
 logger = logging.getLogger(__name__)
@@ -97,9 +101,6 @@ class JobTable:
         how many there are.
         """
         with self._lock:
-            if job.job_id in self._jobs or job.job_id in [done.job_id for done in self._finished]:
-                logger.error("job %d was submitted twice; the second submit is ignored", job.job_id)
-                job.job_id, job.refused = None, (Outcome.DROPPED, "")
             if job.job_id is not None:
                 self._jobs[job.job_id] = job
             if job.ticket:

@@ -7,24 +7,20 @@ are its caller's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.chunk.layout import ChunkBlocks, KVLayout, job_extents
+from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import image
 from nixl_offload.engine.device_packer import DEVICE_BYTES
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.image import GroupPlan, Spans, TransferPath
-from nixl_offload.engine.records import Chunk
+from nixl_offload.engine.image import GroupPlan, TransferPath
 from nixl_offload.engine.staging import MIN_SLOTS, SlotPool, Staging, device_pool, host_pool
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
-from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, MemoryRegion, Mover, Op, Transfer
+from nixl_offload.movers.base import MemoryId, MemoryKind, MemoryRegion
 from nixl_offload.tiers.base import Link
 from nixl_offload.types import PAGE_BYTES
 from nixl_offload.units import format_size
@@ -45,71 +41,176 @@ class TensorMemory(NamedTuple):
     offset_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
 class LinkMemory:
-    """A link and the memory that its mover was given.
+    """The memory that the mover of a link was given, each piece once."""
 
-    Each ``submit`` yields a transfer for every file that the chunks lie in, as soon as it is started: where one raises
-    MoverError, those before it are in flight.
-    """
+    def __init__(
+        self,
+        link: Link,
+        layout: KVLayout,
+        device: Device,
+        *,
+        staging_bytes: int,
+        packs_on_device: bool,
+        direct_min_extent_bytes: int,
+        host: HostSlab | None = None,
+        is_authenticated: bool = False,
+    ) -> None:
+        """Allocate staging, register memory, and choose how each group travels.
 
-    link: Link
-    plans: Sequence[GroupPlan]
-    """Indexed by group."""
-    pools: Mapping[TransferPath, SlotPool[Any]]
-    """The slots that chunks take: to be packed in, or, of direct groups, header pages."""
-    tensors: Mapping[int, TensorMemory]
-    """KV tensors by number; those of direct groups, at least."""
-    host: MemoryId | None
-    """The host slab; None: there is none, or the mover cannot use it."""
-
-    def submit_direct(self, op: Op, layout: KVLayout, chunks: Sequence[Chunk]) -> Iterator[Transfer]:
-        """Move header pages, then the KV blocks themselves: a transfer per piece of registered memory and file."""
-        yield from self.submit(op, chunks, lambda _: ((0, HEADER_BYTES),))
-        blocks = [
-            ChunkBlocks(number, chunk.group, chunk.block_ids, chunk.first_block) for number, chunk in enumerate(chunks)
-        ]
-        starts, extents = job_extents(layout, blocks)
-        targets = [chunk.target for chunk in chunks if chunk.target is not None]
-        counts = np.diff(starts)
-        payload_at = np.repeat([target.offset + HEADER_BYTES for target in targets], counts)
-        file_of = np.repeat([int(target.file) for target in targets], counts)
-        tensors = [self.tensors[tensor] for tensor in extents.tensor_index.tolist()]
-        memory_of = np.array([int(tensor.memory) for tensor in tensors])
-        memory_offset = extents.memory_offset + np.array([tensor.offset_bytes for tensor in tensors])
-        file_offset = extents.payload_offset + payload_at
-        for memory, file in dict.fromkeys(zip(memory_of.tolist(), file_of.tolist(), strict=True)):
-            of = (memory_of == memory) & (file_of == file)
-            yield self.link.mover.submit(
-                op,
-                MemoryId(memory),
-                np.stack([memory_offset[of], extents.length[of]], axis=1),
-                FileId(file),
-                np.stack([file_offset[of], extents.length[of]], axis=1),
-            )
-
-    def submit(self, op: Op, chunks: Sequence[Chunk], spans_of: Callable[[Chunk], Spans]) -> Iterator[Transfer]:
-        """Move ``spans_of`` chunks between their slots, which all lie in one memory, and their targets. Raises
-        MoverError where the mover was not given that memory.
+        ``staging_bytes`` holds for the host and for the device. ``packs_on_device``: what does not go direct is packed
+        there, if the mover takes that. ``is_authenticated``: chunks go through host memory, where MACs are made, and
+        whole.
+        Raises MoverError when chunks are too large for the mover, or must be packed in host memory and that cannot be
+        registered. A KV tensor that cannot is packed, staging on the device that cannot is done without, and host
+        memory that cannot is not used with this tier.
         """
-        by_file: dict[FileId, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
-        memory = self.host if chunks and chunks[0].host is not None else None
-        for chunk in chunks:
-            slot, target = image.any_slot(chunk), chunk.target
-            if chunk.host is None and chunk.pool is not None:
-                memory = chunk.pool.memory
-            assert target is not None, "only chunks that were begun at the link are moved"
-            in_memory, in_file = by_file.setdefault(target.file, ([], []))
-            for begin, length in spans_of(chunk):
-                in_memory.append((slot.offset_bytes + begin, length))
-                in_file.append((target.offset + begin, length))
-        if chunks and memory is None:
-            raise MoverError(f"{self.link.mover.name} cannot touch the memory that the chunk is to lie in")
-        most = self.link.mover.limits.max_extents_per_transfer
-        for file, (in_memory, in_file) in by_file.items():
-            assert memory is not None
-            for rows in (slice(begin, begin + most) for begin in range(0, len(in_memory), most)):
-                yield self.link.mover.submit(op, memory, _extents(in_memory[rows]), file, _extents(in_file[rows]))
+        self.pools: dict[TransferPath, SlotPool[Any]] = {}
+        """The slots that chunks take: to be packed in, or, of direct groups, header pages."""
+        self.tensors: dict[int, TensorMemory] = {}
+        """KV tensors by number; those of direct groups, at least."""
+        self.host: MemoryId | None = None
+        """The host slab; None: there is none, or the mover cannot use it."""
+        self._mover, self._layout, self._device = link.mover, layout, device
+        self._slot_bytes = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
+        self._staging_bytes = staging_bytes
+        self._refusals: dict[str, str] = {}
+        """Of what was tried: why the mover cannot have it, or nothing."""
+        limits = link.mover.limits
+        self.plans: list[GroupPlan] = []
+        """By group."""
+        for group in range(len(layout.groups)):
+            if group in layout.empty_groups:
+                self.plans.append(image.make_plan(layout, group))
+                continue
+            why = "MACs are made there (authenticate)" if is_authenticated else ""
+            why = why or self._why_not_direct(group, direct_min_extent_bytes)
+            path: TransferPath = "host" if why else "direct"
+            if why and packs_on_device:
+                why_not_there = self._why_not_device()
+                path = "host" if why_not_there else "device"
+                why = why if why_not_there in {"", why} else f"{why}, and {why_not_there}"
+            logger.info("%s, KV group %d: %s%s", link.name, group, _WORDS[path], f", because {why}" if why else "")
+            self.plans.append(
+                image.make_plan(
+                    layout,
+                    group,
+                    path=path,
+                    whole_writes=limits.whole_writes,
+                    tells_short_reads=limits.tells_short_reads,
+                    reads_whole=is_authenticated,
+                )
+            )
+        used = [plan for plan in self.plans if plan.block_bytes]
+        if any(plan.slot_bytes > limits.max_extent_bytes for plan in used):
+            most = format_size(limits.max_extent_bytes)
+            raise MoverError(f"{link.mover.name} moves {most} at once, less than a chunk: lower chunk_tokens")
+        for plan in used:
+            plan.packed = "device" if "device" in self.pools else "host"
+        if any("host" in {plan.path, plan.packed} for plan in used):
+            self._open_host("host", self._slot_bytes, staging_bytes)
+        if host is not None:
+            try:
+                self.host = link.mover.register_memory(host.region)
+            except MoverError as error:
+                logger.error(
+                    "No chunk goes from host memory to this tier or back: %s cannot register it: %s",
+                    link.mover.name,
+                    error,
+                )
+
+    def _why_not_direct(self, group: int, min_extent_bytes: int) -> str:
+        """Register header pages and a group's tensors; or say why that cannot be."""
+        limits, mover = self._mover.limits, self._mover
+        smallest = min(run.length for run in self._layout.groups[group].refs)
+        if self._device.kind not in mover.memory_kinds:
+            return f"{mover.name} cannot touch {self._device.kind.value}"
+        if MemoryKind.DRAM not in mover.memory_kinds:
+            return f"{mover.name} cannot touch host memory, where header pages lie"
+        if limits.whole_writes:
+            return f"{mover.name} writes a chunk in one piece"
+        if not limits.tells_short_reads:
+            return f"{mover.name} does not tell when a chunk is cut short"
+        if not self._layout.is_group_direct_capable(group, limits.alignment_bytes):
+            return f"its pages are not aligned to {limits.alignment_bytes} bytes"
+        if smallest < min_extent_bytes:
+            return f"its pieces of {smallest} bytes are smaller than {min_extent_bytes}"
+        why = self._refusal("header pages", lambda: self._open_host("direct", PAGE_BYTES, PAGE_BYTES * HEADER_PAGES))
+        return why or self._refusal(f"group {group}", lambda: self._register_tensors(group))
+
+    def _why_not_device(self) -> str:
+        """Allocate staging on the device and register it; or say why that cannot be."""
+        if self._device.kind not in self._mover.memory_kinds:
+            return f"{self._mover.name} cannot touch {self._device.kind.value}"
+        return self._refusal("staging on the device", self._open_device)
+
+    def _refusal(self, what: str, register: Callable[[], None]) -> str:
+        """Register ``what``, or say why that cannot be. It is tried once."""
+        if what not in self._refusals:
+            try:
+                register()
+                self._refusals[what] = ""
+            except MoverError as error:
+                self._refusals[what] = str(error)
+        return self._refusals[what]
+
+    def _register(self, region: MemoryRegion, what: str) -> MemoryId:
+        try:
+            return self._mover.register_memory(region)
+        except MoverError as error:
+            raise MoverError(f"{what} cannot be registered: {error}") from error
+
+    def _open_host(self, path: TransferPath, slot_bytes: int, budget_bytes: int) -> None:
+        pool = host_pool(slot_bytes=slot_bytes, budget_bytes=budget_bytes, page_locked=self._device.page_locks)
+        pool.memory = self._register(pool.region, "header pages" if path == "direct" else "staging in host memory")
+        self.pools[path] = pool
+
+    def _open_device(self) -> None:
+        pool = device_pool(slot_bytes=self._slot_bytes, budget_bytes=self._staging_bytes, device=self._device)
+        pool.memory = self._register(pool.region, "staging on the device")
+        self.pools["device"] = pool
+
+    def _register_tensors(self, group: int) -> None:
+        """Register what is not yet of a group's tensors, with all that lies in the same memory."""
+        for index, _, _ in self._layout.groups[group].refs:
+            if index in self.tensors:
+                continue
+            begin, end, members = next(span for span in _spans(self._layout) if index in span.tensors)
+            number = self._device.number if self._device.is_accelerator else 0
+            memory = self._register(MemoryRegion(begin, end - begin, self._device.kind, number), "its memory")
+            for tensor in members:
+                self.tensors[tensor] = TensorMemory(memory, self._layout.tensors[tensor].base_address - begin)
+
+
+class _Span(NamedTuple):
+    """A stretch of memory, [begin, end), and the tensors in it."""
+
+    begin: int
+    end: int
+    tensors: tuple[int, ...]
+
+
+def _spans(layout: KVLayout) -> list[_Span]:
+    """Join tensors that overlap: layers that lie side by side in each block of one allocation are one piece of memory,
+    and registered one by one they would count against the device's limits once for each layer.
+    """
+    spans: list[_Span] = []
+    for index in sorted(range(len(layout.tensors)), key=lambda tensor: layout.tensors[tensor].base_address):
+        begin = layout.tensors[index].base_address
+        end = begin + layout.tensors[index].span_bytes
+        if spans and begin < spans[-1].end:
+            last = spans.pop()
+            spans.append(_Span(last.begin, max(last.end, end), (*last.tensors, index)))
+        else:
+            spans.append(_Span(begin, end, (index,)))
+    return spans
+
+
+_WORDS: Mapping[TransferPath, str] = {
+    "direct": "direct",
+    "device": "packed on the device",
+    "host": "packed through host memory",
+}
 
 
 def share_staging(
@@ -145,180 +246,3 @@ def share_staging(
         format_size(least_bytes),
     )
     return "host", share_bytes
-
-
-def give_memory(
-    link: Link,
-    layout: KVLayout,
-    device: Device,
-    *,
-    staging_bytes: int,
-    packs_on_device: bool,
-    direct_min_extent_bytes: int,
-    host: HostSlab | None = None,
-    authenticated: bool = False,
-) -> LinkMemory:
-    """Allocate staging, register memory with the link's mover, each piece once, and choose how each group travels.
-
-    ``staging_bytes`` holds for the host and for the device. ``packs_on_device``: what does not go direct is packed
-    there, if the mover takes that. ``authenticated``: chunks go through host memory, where MACs are made, and whole.
-    Raises MoverError when chunks are too large for the mover, or must be packed in host memory and that cannot be
-    registered. A KV tensor that cannot is packed, staging on the device that cannot is done without, and host memory
-    that cannot is not used with this tier.
-    """
-    limits, opening = link.mover.limits, _Opening(link.mover, layout, device, staging_bytes)
-    plans = []
-    for group in range(len(layout.groups)):
-        if group in layout.empty_groups:
-            plans.append(image.make_plan(layout, group))
-            continue
-        why = "MACs are made there (authenticate)" if authenticated else ""
-        why = why or opening.why_not_direct(group, direct_min_extent_bytes)
-        path: TransferPath = "host" if why else "direct"
-        if why and packs_on_device:
-            why_not_there = opening.why_not_device()
-            path = "host" if why_not_there else "device"
-            why = why if why_not_there in {"", why} else f"{why}, and {why_not_there}"
-        logger.info("%s, KV group %d: %s%s", link.name, group, _WORDS[path], f", because {why}" if why else "")
-        plans.append(
-            image.make_plan(
-                layout,
-                group,
-                path=path,
-                whole_writes=limits.whole_writes,
-                tells_short_reads=limits.tells_short_reads,
-                reads_whole=authenticated,
-            )
-        )
-    used = [plan for plan in plans if plan.block_bytes]
-    if any(plan.slot_bytes > limits.max_extent_bytes for plan in used):
-        most = format_size(limits.max_extent_bytes)
-        raise MoverError(f"{link.mover.name} moves {most} at once, less than a chunk: lower chunk_tokens")
-    for plan in used:
-        plan.packed = "device" if "device" in opening.pools else "host"
-    if any("host" in {plan.path, plan.packed} for plan in used):
-        opening.open_host()
-    host_memory = None
-    if host is not None:
-        try:
-            host_memory = link.mover.register_memory(host.region)
-        except MoverError as error:
-            logger.error(
-                "No chunk goes from host memory to this tier or back: %s cannot register it: %s", link.mover.name, error
-            )
-    return LinkMemory(link, plans, opening.pools, opening.tensors, host_memory)
-
-
-class _Opening:
-    """What a mover has been given so far. ``why_not_…`` give it more, or say in words why that cannot be; what was
-    refused is not tried again.
-    """
-
-    def __init__(self, mover: Mover, layout: KVLayout, device: Device, staging_bytes: int) -> None:
-        self.pools: dict[TransferPath, SlotPool[Any]] = {}
-        self.tensors: dict[int, TensorMemory] = {}
-        self._mover, self._layout, self._device = mover, layout, device
-        self._slot_bytes = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
-        self._staging_bytes = staging_bytes
-        self._spans = _spans(layout)
-        self._refused: dict[str, str] = {}
-
-    def why_not_direct(self, group: int, min_extent_bytes: int) -> str:
-        """Register header pages and a group's tensors."""
-        limits, mover = self._mover.limits, self._mover
-        smallest = min(run.length for run in self._layout.groups[group].refs)
-        if self._device.kind not in mover.memory_kinds:
-            return f"{mover.name} cannot touch {self._device.kind.value}"
-        if MemoryKind.DRAM not in mover.memory_kinds:
-            return f"{mover.name} cannot touch host memory, where header pages lie"
-        if limits.whole_writes:
-            return f"{mover.name} writes a chunk in one piece"
-        if not limits.tells_short_reads:
-            return f"{mover.name} does not tell when a chunk is cut short"
-        if not self._layout.is_group_direct_capable(group, limits.alignment_bytes):
-            return f"its pages are not aligned to {limits.alignment_bytes} bytes"
-        if smallest < min_extent_bytes:
-            return f"its pieces of {smallest} bytes are smaller than {min_extent_bytes}"
-        why = self._attempt("header pages", lambda: self._open_host("direct", PAGE_BYTES, PAGE_BYTES * HEADER_PAGES))
-        return why or self._attempt(f"group {group}", lambda: self._register_tensors(group))
-
-    def why_not_device(self) -> str:
-        """Allocate staging on the device and register it."""
-        if self._device.kind not in self._mover.memory_kinds:
-            return f"{self._mover.name} cannot touch {self._device.kind.value}"
-        return self._attempt("staging on the device", self._open_device)
-
-    def open_host(self) -> None:
-        """Allocate staging in host memory, page-locked for an accelerator, and register it. Raises MoverError."""
-        self._open_host("host", self._slot_bytes, self._staging_bytes)
-
-    def _attempt(self, what: str, register: Callable[[], None]) -> str:
-        if what not in self._refused:
-            try:
-                register()
-                self._refused[what] = ""
-            except MoverError as error:
-                self._refused[what] = str(error)
-        return self._refused[what]
-
-    def _register(self, region: MemoryRegion, what: str) -> MemoryId:
-        try:
-            return self._mover.register_memory(region)
-        except MoverError as error:
-            raise MoverError(f"{what} cannot be registered: {error}") from error
-
-    def _open_host(self, path: TransferPath, slot_bytes: int, budget_bytes: int) -> None:
-        pool = host_pool(slot_bytes=slot_bytes, budget_bytes=budget_bytes, page_locked=self._device.page_locks)
-        pool.memory = self._register(pool.region, "header pages" if path == "direct" else "staging in host memory")
-        self.pools[path] = pool
-
-    def _open_device(self) -> None:
-        pool = device_pool(slot_bytes=self._slot_bytes, budget_bytes=self._staging_bytes, device=self._device)
-        pool.memory = self._register(pool.region, "staging on the device")
-        self.pools["device"] = pool
-
-    def _register_tensors(self, group: int) -> None:
-        """Register what is not yet of a group's tensors, with all that lies in the same memory."""
-        for index, _, _ in self._layout.groups[group].refs:
-            if index in self.tensors:
-                continue
-            begin, end, members = next(span for span in self._spans if index in span.tensors)
-            number = self._device.number if self._device.is_accelerator else 0
-            memory = self._register(MemoryRegion(begin, end - begin, self._device.kind, number), "its memory")
-            for tensor in members:
-                self.tensors[tensor] = TensorMemory(memory, self._layout.tensors[tensor].base_address - begin)
-
-
-class _Span(NamedTuple):
-    """A stretch of memory, [begin, end), and the tensors in it."""
-
-    begin: int
-    end: int
-    tensors: tuple[int, ...]
-
-
-def _spans(layout: KVLayout) -> list[_Span]:
-    """Join tensors that overlap: layers that lie side by side in each block of one allocation are one piece of memory,
-    and registered one by one they would count against the device's limits once for each layer.
-    """
-    spans: list[_Span] = []
-    for index in sorted(range(len(layout.tensors)), key=lambda tensor: layout.tensors[tensor].base_address):
-        begin = layout.tensors[index].base_address
-        end = begin + layout.tensors[index].span_bytes
-        if spans and begin < spans[-1].end:
-            last = spans.pop()
-            spans.append(_Span(last.begin, max(last.end, end), (*last.tensors, index)))
-        else:
-            spans.append(_Span(begin, end, (index,)))
-    return spans
-
-
-def _extents(pairs: Sequence[tuple[int, int]]) -> Extents:
-    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
-
-
-_WORDS: Mapping[TransferPath, str] = {
-    "direct": "direct",
-    "device": "packed on the device",
-    "host": "packed through host memory",
-}

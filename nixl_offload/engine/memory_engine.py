@@ -7,38 +7,30 @@ KV tensors and slab belong to the caller, who closes them after the engine.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
 
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
-from nixl_offload.engine import image
-from nixl_offload.engine.batch import InFlight, Phase
+from nixl_offload.engine import image, packed
 from nixl_offload.engine.copies import Packer
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.jobs import JobTable, TierQueue
-from nixl_offload.engine.packer import make_packer, pages_of, require_agreement
+from nixl_offload.engine.packer import require_agreement
+from nixl_offload.engine.paths import InFlight, Phase, TierPaths
 from nixl_offload.engine.pump import Pauses, TierEngine
-from nixl_offload.engine.ratelog import RateLog
-from nixl_offload.engine.records import Chunk
-from nixl_offload.engine.states import WorkKind
+from nixl_offload.engine.records import Chunk, TierAccess, TierStatus, Waiting, WorkKind
 from nixl_offload.engine.streams import Device
-from nixl_offload.engine.transfer_paths import packed
-from nixl_offload.engine.transfer_paths.common import TierPaths
-from nixl_offload.engine.transfer_statistics import TierAccess, TierStatus, Waiting
 from nixl_offload.errors import LayoutError
 from nixl_offload.types import Verify
-
-logger = logging.getLogger(__name__)
 
 STORE_BATCH_BYTES = 64 << 20
 """Copied by one call: a load that comes meanwhile waits for no more than that."""
 LOAD_BATCH_BYTES = 16 << 20
 """Smaller, so that the next batch is verified while a device fetches this one."""
 MAX_BATCH_CHUNKS = 16
-"""So that no step of a batch holds the interpreter for long: see ``batch.Turn``."""
+"""So that no step of a batch holds the interpreter for long: see ``paths.Stretch``."""
 MAX_BATCHES = 8
 """In flight on a device."""
 MAX_STORE_BATCHES = 4
@@ -55,7 +47,7 @@ class MemoryEngine(TierEngine):
     its KV blocks are untouched. FAILED and DROPPED stores have let go of their slots.
 
     Blocks are as trustworthy here as in vLLM's own KV cache, so neither a store nor a load sums them; the first
-    write-through does (``transfer_paths.packed``). With ``verify="always"`` a store does, and a load verifies.
+    write-through does (``packed``). With ``verify="always"`` a store does, and a load verifies.
 
     Write-throughs and fetches are made by the engines of farther tiers, to or from the slots here: submitted here,
     each of their chunks is FAILED.
@@ -83,15 +75,16 @@ class MemoryEngine(TierEngine):
         """
         require_agreement(tensors, layout)
         paths = _MemoryPaths(
-            table=table,
-            layout=layout,
-            plans=[image.make_plan(layout, group) for group in range(len(layout.groups))],
-            packer=packer if packer is not None else make_packer(tensors, pages_of(layout), device),
+            table,
+            tensors,
+            layout,
+            [image.make_plan(layout, group) for group in range(len(layout.groups))],
             host=host,
-            namespaces=[shard.digest for shard in shards] or [rank_namespace] * len(layout.groups),
+            rank_namespace=rank_namespace,
+            shards=shards,
             verify_checksum=verify == "always",
-            rate_log=RateLog(logger, table.clock),
-            keep_alive=tuple(tensors),
+            packer=packer,
+            device=device,
         )
         queue = TierQueue(table, tier, layout, store_limit_bytes=STORE_QUEUE_BYTES)
         super().__init__(queue, paths, name="nixl-offload-memory", pauses=PAUSES)

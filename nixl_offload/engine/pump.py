@@ -1,10 +1,11 @@
 """The engine of one tier: its queue, and the pump, the one thread that takes every chunk from the queue to its outcome,
-batch by batch.
+batch by batch. And the engine of a rank: the job table and its tiers' engines.
 
-Threading: ``close``, ``status`` and ``compute_fence`` are called by the rank's caller, everything else runs on the
-pump's own thread. Ownership: KV tensors belong to the caller, who keeps them alive, and the blocks of a job untouched
-until it is reported. If the pump must end while something is in flight, the memory of that is kept for the life of the
-process instead of being freed under the kernel.
+Threading: ``close`` and ``status`` are called by the rank's caller, everything else of a ``TierEngine`` runs on the
+pump's own thread. A ``RankEngine`` has one caller thread (vLLM's worker).
+Ownership: KV tensors and host slab belong to the caller, who closes them after the engines, and keeps the blocks of a
+job untouched until it is reported. If a pump must end while something is in flight, the memory of that is kept for the
+life of the process instead of being freed under the kernel.
 """
 
 from __future__ import annotations
@@ -13,14 +14,12 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
-from nixl_offload.engine.batch import Batch, InFlight
-from nixl_offload.engine.jobs import TierQueue
-from nixl_offload.engine.ratelog import RateLog
-from nixl_offload.engine.records import Chunk
+from nixl_offload.engine.jobs import JobTable, TierQueue
+from nixl_offload.engine.paths import Batch, InFlight, TierPaths
+from nixl_offload.engine.records import TierStatus
 from nixl_offload.engine.streams import Fence
-from nixl_offload.engine.transfer_paths.common import TierPaths
-from nixl_offload.engine.transfer_statistics import TierStatus
 from nixl_offload.keep import keep_forever
 from nixl_offload.types import Outcome
 
@@ -35,6 +34,8 @@ STUMBLE_S = 0.005
 CROWD = 8
 """With more batches in flight the pump sleeps twice as long between polls: a poll costs some 5 µs of Python per batch,
 and none of so many is waited for by the half millisecond."""
+CLOSE_PATIENCE_S = 2.0
+"""How long engines may take to say that the deadline is over."""
 
 LEAKED: list[object] = []
 """What I/O may still touch although its engine has ended: see ``leak``."""
@@ -73,25 +74,20 @@ class TierEngine:
         self.in_flight = InFlight()
         self._table = queue.table
         self._clock = clock = queue.table.clock
-        self._turn = paths.turn
+        self._stretch = paths.stretch
         self._pauses = pauses
         self._batches: list[Batch] = []
         self._failed_passes = 0
         self._quiet_s: float | None = None
-        """See ``TierPaths.look``."""
+        """See ``Mover.look``."""
         self._all_wait = False
         """No batch can go on before the mover has news."""
         self._step_all_s = 0.0
         """When the next pass moves all batches on."""
         self._moved_s = clock()
         self._stop_by_s: float | None = None
-        self._log = RateLog(logger, clock)
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
-
-    def compute_fence(self) -> Fence:
-        """Mark this point of the compute stream, the caller's own."""
-        return self.paths.packer.fence()
 
     def status(self) -> TierStatus:
         """Return what waits here and how the tier stands, for metrics. Quick; it may be a moment old."""
@@ -135,7 +131,7 @@ class TierEngine:
             self._failed_passes += 1
             if self._failed_passes > MAX_FAILED_PASSES:
                 raise
-            self._log.error("pass", "The pump stumbled and goes on: %r", error, exc_info=error)
+            self.paths.complaints.error("pass", "The pump stumbled and goes on: %r", error, exc_info=error)
             time.sleep(STUMBLE_S)
             return False
         self._failed_passes = 0
@@ -160,7 +156,7 @@ class TierEngine:
         else:
             pause_s = self._pause_s(now_s) if self._batches else None
         self.queue.sleep(pause_s)
-        self._turn.begin()
+        self._stretch.begin()
         return False
 
     def _pause_s(self, now_s: float) -> float:
@@ -182,13 +178,13 @@ class TierEngine:
         """Start queued chunks as far as there is room; True if any was started."""
         started = False
         for lane in self.queue.busy_lanes():
-            while chunks := self.queue.take(lane, self._room):
+            while chunks := self.queue.take(lane, lambda chunk: self.paths.room(chunk, self.in_flight)):
                 started = True
-                self._turn.pause()
+                self._stretch.pause()
                 try:
                     batch = self.paths.begin(chunks)
                 except Exception as error:  # noqa: BLE001 - a dead pump would be a dead engine
-                    self._log_crash(error)
+                    self.paths.complaints.crashed(error)
                     for chunk in chunks:
                         chunk.end(Outcome.FAILED, f"unexpected {type(error).__name__}", "unexpected")
                     self._table.complete(chunks)
@@ -196,9 +192,6 @@ class TierEngine:
                 if self._adopt(batch):
                     return True  # it copied within its first step: look at the first lane again
         return started
-
-    def _room(self, chunk: Chunk) -> int | str:
-        return self.paths.room(chunk, self.in_flight)
 
     def _adopt(self, batch: Batch) -> bool:
         """Begin a batch; True if it has ended already."""
@@ -211,7 +204,8 @@ class TierEngine:
     def _push(self) -> bool:
         """Move every batch on that can go on; True if any of them ended."""
         ended, now_s = False, self._clock()
-        self._quiet_s = self.paths.look()
+        mover = self.paths.mover
+        self._quiet_s = None if mover is None else mover.look()
         steps_all = self._quiet_s is None or now_s >= self._step_all_s
         if self._all_wait and self._quiet_s and not steps_all:
             return False
@@ -219,7 +213,7 @@ class TierEngine:
             self._step_all_s = now_s + STEP_ALL_S
         for batch in tuple(self._batches):
             if steps_all or not batch.waits_for_mover(now_s):
-                self._turn.pause()
+                self._stretch.pause()
                 ended |= self._step(batch)
         self._all_wait = False
         return ended
@@ -233,7 +227,7 @@ class TierEngine:
             pass
         except Exception as error:  # noqa: BLE001 - a dead pump would be a dead engine
             # What is in flight cannot even be polled. Where it may still touch a host slot, that slot is TAINTED.
-            self._log_crash(error)
+            self.paths.complaints.crashed(error)
             for chunk in batch.alive:
                 tainted = batch.is_pending and chunk.kind.writes and chunk.host is not None
                 outcome = Outcome.TAINTED if tainted else Outcome.FAILED
@@ -243,14 +237,14 @@ class TierEngine:
 
     def _end(self, batch: Batch) -> None:
         """Report the chunks that have ended and give their slots back; the others go on as parts."""
-        self._turn.pause()
+        self._stretch.pause()
         self._batches.remove(batch)
         self.in_flight.add(batch.kind, batch.chunks_begun, -1)
         self.paths.abandon(batch, "the chunk crashed")
         tainted = batch.is_pending or batch.is_quarantined
         for chunk in batch.chunks:
             if chunk.result is None:
-                self._log_crash(RuntimeError("a chunk ended without an outcome"))
+                self.paths.complaints.crashed(RuntimeError("a chunk ended without an outcome"))
                 chunk.end(Outcome.FAILED, "unexpected RuntimeError", "unexpected")
             if chunk.pool is not None:
                 (chunk.pool.retire if tainted else chunk.pool.release)(chunk.slot)
@@ -259,9 +253,6 @@ class TierEngine:
         self._table.complete(batch.chunks, tainted=tainted)
         for part in batch.parts:
             self._adopt(part)
-
-    def _log_crash(self, error: Exception) -> None:
-        self._log.error(f"crash:{type(error).__name__}", "A chunk failed unexpectedly: %r", error, exc_info=error)
 
     def _end_all(self) -> None:
         if self._batches:
@@ -273,3 +264,97 @@ class TierEngine:
         except Exception:
             leak(self.paths)
             logger.exception("Closing links and movers failed; their memory is kept until the process exits")
+
+
+class RankEngine(JobTable):
+    """All tiers of one rank. Each submitted job and each ticket yields exactly one ``Completion``.
+
+    No method but ``wait``, ``close`` and ``release`` waits, and those have limits. After any failure still holds: tiers
+    that work go on, and chunks of a tier that is not there, or hangs, are FAILED.
+    """
+
+    def __init__(self, tiers: int, **options: Any) -> None:
+        """No tier is open yet. ``tiers``: how many positions there are for ``Location.tier``. ``options``: as for
+        ``JobTable``.
+        """
+        super().__init__(**options)
+        self._tiers = tiers
+        self._engines: dict[int, TierEngine] = {}
+        self._closed = False
+
+    @property
+    def open_tiers(self) -> frozenset[int]:
+        """The tiers that this rank can use."""
+        return frozenset(self._engines)
+
+    def join(self, tier: int, engine: TierEngine) -> None:
+        """From now on use ``engine`` for ``tier``, which had none; it is closed with the others."""
+        assert tier not in self._engines, "a tier is open once"
+        self._engines[tier] = engine
+        self.use(each.queue for each in self._engines.values())
+
+    def part(self) -> dict[int, TierEngine]:
+        """Detach and return all engines, by tier; the caller closes them. Nothing may be under way."""
+        parted, self._engines = self._engines, {}
+        self.use(())
+        return parted
+
+    def compute_fence(self) -> Fence | None:
+        """Mark this point of the compute stream for jobs that are submitted later; None: there is no tier yet."""
+        for engine in self._engines.values():
+            return engine.paths.packer.fence()
+        return None
+
+    def statuses(self) -> tuple[TierStatus, ...]:
+        """Return how each tier stands on this rank, by position."""
+        missing = TierStatus(trouble="unavailable")
+        engines = [self._engines.get(tier) for tier in range(self._tiers)]
+        return tuple(missing if engine is None else engine.status() for engine in engines)
+
+    def close(self, deadline_s: float = 5.0) -> None:
+        """Finish what ``deadline_s`` allows, stores and moves included, in all tiers at the same time. Idempotent.
+
+        Afterwards every job and ticket has ended, and ``finished`` and ``settled`` still give the last results. Returns
+        within ``CLOSE_PATIENCE_S`` of the deadline.
+        """
+        if not self._closed:
+            self._closed = True
+            self._end(deadline_s)
+
+    def release(self, deadline_s: float = 5.0) -> bool:
+        """As ``close``, and have no tier afterwards: any of them may ``join`` again.
+
+        Returns whether KV memory may go away: False where a transfer that did not end, now or earlier, may still touch
+        it. Only those of the direct path do.
+        """
+        is_direct = any(status.access is not None and "direct" in status.access.paths for status in self.statuses())
+        ended = self._end(deadline_s) and not LEAKED
+        self.part()
+        return ended or not is_direct
+
+    def _end(self, deadline_s: float) -> bool:
+        end_s = self.clock() + deadline_s
+        while self.is_relaying and self.clock() < end_s:
+            self.expire()
+            time.sleep(0.001)
+        self.drop_waiting_relays()
+        closers = []
+        for engine in self._engines.values():
+            closer = threading.Thread(target=_close_one, args=(engine, end_s), name="nixl-offload-close", daemon=True)
+            try:
+                closer.start()
+                closers.append(closer)
+            except RuntimeError:  # no thread to be had now: one after the other
+                _close_one(engine, end_s)
+        for closer in closers:
+            closer.join(max(0.0, end_s + CLOSE_PATIENCE_S - self.clock()))
+        for engine in self._engines.values():
+            engine.queue.give_up("the engine was closed while storage hung")
+        return not any(closer.is_alive() for closer in closers)
+
+
+def _close_one(engine: TierEngine, end_s: float) -> None:
+    try:
+        engine.close(max(0.0, end_s - engine.queue.table.clock()))
+    except Exception:
+        logger.exception("The engine of tier %d did not close well", engine.queue.tier)

@@ -1,7 +1,8 @@
-"""The records of a rank: a chunk, the job that it is of, and what became of both.
+"""What a rank knows of its work: the kinds of work, the states of a chunk with every transition between them, the
+records of chunks and jobs, and what tiers have done, added up.
 
-Threading: ``jobs.JobTable`` has one lock for all of them. The fields of a chunk from ``result`` on belong to the pump
-while it has the chunk in a batch. ``Completion`` does not change any more.
+Threading: ``jobs.JobTable`` has one lock for all records. The fields of a chunk from ``result`` on belong to the pump
+while it has the chunk in a batch. Completions and reports are values, which travel to the scheduler's half.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from nixl_offload.engine.copies import Source
 from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool
-from nixl_offload.engine.states import ChunkState, Operation, WorkKind
 from nixl_offload.engine.streams import Fence
 from nixl_offload.movers.base import Transfer, TransferState
 from nixl_offload.tiers.base import Target
@@ -24,6 +25,113 @@ from nixl_offload.types import Key, Location, Outcome, worst
 
 if TYPE_CHECKING:
     from nixl_offload.engine.jobs import TierQueue
+
+Operation = Literal["store", "load", "write_through", "fetch"]
+"""What metrics tell apart. store: from KV blocks to the tier. load: from the tier to KV blocks. write_through: from
+another tier. fetch: for a farther one."""
+
+
+class WorkKind(Enum):
+    """What is done with a chunk. Columns: for metrics; does it write to the tier, fill a host slot, can it wait."""
+
+    __hash__ = object.__hash__  # Enum's own is Python code, run each time that a set or dict is asked
+
+    STORE = ("store", True, False, False)
+    """KV blocks to the tier."""
+    LOAD = ("load", False, False, False)
+    """The tier to KV blocks."""
+    PROMOTION = ("load", False, True, False)
+    """The tier to a slot in host memory, which keeps the chunk, and from there to the KV blocks of a load."""
+    WRITE_THROUGH = ("write_through", True, False, True)
+    """A slot in host memory to the tier. No KV block takes part."""
+    FETCH = ("fetch", False, True, True)
+    """The tier to a slot in host memory. No KV block takes part."""
+
+    def __init__(self, operation: Operation, writes: bool, fills_slot: bool, in_background: bool) -> None:
+        self.operation = operation
+        self.writes = writes
+        self.fills_slot = fills_slot
+        self.in_background = in_background
+        """Nobody waits for it: it comes behind everything else, and is dropped rather than failed while it waits."""
+        self.has_ticket = fills_slot or in_background
+        """What becomes of a host slot, or of a place in another tier, is reported under a ticket."""
+        self.waits_as = "background" if in_background else "store" if writes else "load"
+        """Where its bytes are counted while they wait."""
+
+
+class Lane(Enum):
+    """Queues, served in this order: loads overtake stores, and what a caller is blocked on comes first."""
+
+    __hash__ = object.__hash__
+
+    URGENT_STORE = auto()
+    EXPEDITED_LOAD = auto()
+    LOAD = auto()
+    STORE = auto()
+    BACKGROUND = auto()
+
+
+LANES = tuple(Lane)
+
+
+class ChunkState(Enum):
+    """Where a chunk stands."""
+
+    __hash__ = object.__hash__
+
+    QUEUED = auto()
+    CLAIMED = auto()
+    """Writes only: the KV blocks are being copied or summed. Nothing has been written, so it can still be dropped."""
+    BORROWED = auto()
+    """Stores only: a mover or a device reads the KV blocks and cannot be stopped."""
+    DISOWNED = auto()
+    """As BORROWED, but the KV blocks were given away meanwhile: what is written is worthless, so it can only fail."""
+    TRANSFER = auto()
+    """On its way between the tier and memory that belongs to the engine. The KV blocks are not touched."""
+    SCATTER = auto()
+    """Loads only: the KV blocks are being written. Nothing can stop that."""
+    DONE = auto()
+
+
+TRANSITIONS: dict[ChunkState, frozenset[ChunkState]] = {
+    ChunkState.QUEUED: frozenset({ChunkState.CLAIMED, ChunkState.TRANSFER, ChunkState.DONE}),
+    ChunkState.CLAIMED: frozenset({ChunkState.BORROWED, ChunkState.TRANSFER, ChunkState.DONE}),
+    ChunkState.BORROWED: frozenset({ChunkState.DISOWNED, ChunkState.TRANSFER, ChunkState.DONE}),
+    ChunkState.DISOWNED: frozenset({ChunkState.DONE}),
+    ChunkState.TRANSFER: frozenset({ChunkState.SCATTER, ChunkState.DONE}),
+    ChunkState.SCATTER: frozenset({ChunkState.DONE}),
+    ChunkState.DONE: frozenset(),
+}
+
+READS_BLOCKS = frozenset({ChunkState.QUEUED, ChunkState.CLAIMED, ChunkState.BORROWED})
+"""States in which a store needs its KV blocks unchanged."""
+
+
+def when_given_up(kind: WorkKind, state: ChunkState) -> ChunkState | Outcome | None:
+    """Return what becomes of a chunk that nobody waits for any more: its outcome, another state, or None (it goes on).
+
+    A write that has written nothing is dropped. A store whose blocks are being read keeps its location until the
+    reader has let go. A load is failed unless its KV blocks are being written.
+    """
+    if kind.writes:
+        if state is ChunkState.BORROWED:
+            return ChunkState.DISOWNED
+        return Outcome.DROPPED if state in {ChunkState.QUEUED, ChunkState.CLAIMED} else None
+    if state is ChunkState.QUEUED:
+        return Outcome.DROPPED if kind.in_background else Outcome.FAILED
+    return Outcome.FAILED if state is ChunkState.TRANSFER else None
+
+
+def when_closed(kind: WorkKind, state: ChunkState) -> Outcome:
+    """Return the outcome of a chunk whose end nobody will see."""
+    if state is ChunkState.QUEUED and (kind.writes or kind.in_background):
+        return Outcome.DROPPED
+    if kind is WorkKind.WRITE_THROUGH:
+        return Outcome.TAINTED  # its host slot may still be read
+    return Outcome.FAILED
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
 
 NO_BLOCKS = np.empty(0, dtype=np.int32)
 
@@ -78,9 +186,9 @@ class Chunk:
     """A slot of the host slab that holds its image, or is to."""
     is_kept: bool = field(default=False, init=False)
     """The image in ``host`` is whole and verified."""
-    brought: Source | None = field(default=None, init=False, repr=False)
-    """What ``Packer.bring`` returned: its blocks from ``brought_from`` on, verified; given up with the chunk."""
-    brought_from: int = field(default=0, init=False)
+    summed_rows: Source | None = field(default=None, init=False, repr=False)
+    """Its blocks from ``summed_from`` on, verified, where ``Packer.bring`` has them; given up with the chunk."""
+    summed_from: int = field(default=0, init=False)
     sums: npt.NDArray[np.uint64] | None = field(default=None, init=False, repr=False)
     """Checksums of its blocks, where a device computed them."""
     row: int = field(default=0, init=False)
@@ -104,7 +212,7 @@ class Chunk:
     def end(self, outcome: Outcome, error: str | None = None, cause: str = "") -> None:
         """Decide its result; the first one counts. It is reported when the batch ends."""
         if self.result is None:
-            self.result, self.brought = (outcome, error, cause), None
+            self.result, self.summed_rows = (outcome, error, cause), None
 
     def travels_with(self, other: Chunk) -> bool:
         """Whether both may be of one batch: one job, group and kind, and keys that name one group in the header."""
@@ -232,3 +340,84 @@ def _folded(count: int, ended: Iterable[tuple[int, Outcome | None]]) -> tuple[Ou
     for position, outcome in ended:
         outcomes[position] = worst(outcomes[position], outcome or Outcome.FAILED)
     return tuple(outcomes)
+
+
+# -- what tiers have done ----------------------------------------------------------------------------------------------
+
+MAX_SAMPLES = 256
+"""Durations per tier and operation between two reports; more are not reported."""
+
+
+class Act(NamedTuple):
+    """An operation of one tier. Tiers are positions in the config."""
+
+    operation: Operation
+    tier: int
+
+
+class Failure(NamedTuple):
+    """What did not end well: of which operation, as what ``types.Outcome``, and why in one word."""
+
+    operation: Operation
+    tier: int
+    outcome: str
+    cause: str
+
+
+@dataclass(slots=True)
+class Work:
+    """What was done since the last report, on one rank or several."""
+
+    payload_bytes: Counter[Act] = field(default_factory=Counter)
+    """Of shards that are OK; without headers and padding."""
+    seconds: dict[Act, list[float]] = field(default_factory=dict)
+    """From submit to the last shard, waiting included: one number for each job of which something is OK."""
+    failures: Counter[Failure] = field(default_factory=Counter)
+    """Shards."""
+
+    def __bool__(self) -> bool:
+        return bool(self.payload_bytes or self.failures)
+
+    def add(self, share: Share) -> None:
+        """Count what one tier has done of a job."""
+        if share.bytes_moved:
+            act = Act(share.operation, share.tier)
+            self.payload_bytes[act] += share.bytes_moved
+            samples = self.seconds.setdefault(act, [])
+            if len(samples) < MAX_SAMPLES:
+                samples.append(share.seconds)
+        for (outcome, cause), shards in share.failures.items():
+            self.failures[Failure(share.operation, share.tier, outcome.value, cause)] += shards
+
+    def merge(self, other: Work) -> Work:
+        """Add two reports up, into a new one."""
+        seconds = {act: list(samples) for act, samples in self.seconds.items()}
+        for act, samples in other.seconds.items():
+            seconds.setdefault(act, []).extend(samples)
+        return Work(self.payload_bytes + other.payload_bytes, seconds, self.failures + other.failures)
+
+
+class Waiting(NamedTuple):
+    """Payload bytes that wait for their turn in one tier on one rank; what is under way is no part of it."""
+
+    load_bytes: int = 0
+    store_bytes: int = 0
+    move_bytes: int = 0
+
+
+class TierAccess(NamedTuple):
+    """What one tier runs on, on one rank."""
+
+    mover: str
+    paths: tuple[str, ...]
+    """Between KV blocks and the tier, of all KV groups: ``direct``, ``device``, ``host``."""
+
+
+class TierStatus(NamedTuple):
+    """How one tier stands on one rank."""
+
+    waiting: Waiting = Waiting()
+    trouble: str = ""
+    """Why it is left alone now, in a word; empty while all is well."""
+    access: TierAccess | None = None
+    """None: the tier cannot be used on this rank."""

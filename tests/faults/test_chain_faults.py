@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 import numpy as np
 import pytest
 
-from nixl_offload.engine import Chunk, link_engine, make_move, pump, rank_engine
+from nixl_offload.engine import Chunk, link_engine, make_move, pump
 from nixl_offload.engine.jobs import MOVE_QUEUE_LIMIT_S
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.threaded import CopyMover
@@ -229,7 +229,7 @@ def test_close_while_a_tier_hangs_settles_everything(make: Make) -> None:
     leaked = len(pump.LEAKED)
     began_s = time.monotonic()
     rig.chain.close(0.3)
-    assert time.monotonic() - began_s < 0.3 + rank_engine.CLOSE_PATIENCE_S + 10
+    assert time.monotonic() - began_s < 0.3 + pump.CLOSE_PATIENCE_S + 10
     rig.poll()
     assert rig.settled[1].outcomes == (TAINTED,) * link_engine.MAX_BACKGROUND + (DROPPED,) * 4
     assert set(rig.settled[2].outcomes) == {DROPPED}
@@ -300,7 +300,7 @@ def test_a_pump_that_hangs_in_a_system_call_holds_nobody_up(make: Make) -> None:
         assert rig.collect(4).outcomes[0] is DROPPED
         began_s = time.monotonic()
         rig.chain.close(0.1)
-        assert time.monotonic() - began_s < 0.1 + rank_engine.CLOSE_PATIENCE_S + 10
+        assert time.monotonic() - began_s < 0.1 + pump.CLOSE_PATIENCE_S + 10
         assert rig.settle(1).outcomes == (TAINTED,)
         assert rig.chain.idle()
     finally:

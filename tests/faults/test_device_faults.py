@@ -16,7 +16,7 @@ import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine import pump
-from nixl_offload.engine.transfer_paths.direct import LATE_S
+from nixl_offload.engine.direct import LATE_S
 from nixl_offload.movers.base import Op
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover

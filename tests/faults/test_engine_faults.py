@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from nixl_offload.engine import jobs, pump
-from nixl_offload.engine.transfer_paths.common import QUARANTINE_S
+from nixl_offload.engine.paths import QUARANTINE_S
 from nixl_offload.errors import TierError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, Op, Transfer
 from nixl_offload.movers.threaded import CopyMover

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.engine.states import ChunkState
-from nixl_offload.engine.transfer_paths import common
+from nixl_offload.engine import paths
+from nixl_offload.engine.records import ChunkState
 from nixl_offload.movers.base import Mover, Op, Transfer, TransferState
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.types import Location, Outcome
@@ -187,7 +187,7 @@ def test_an_object_that_fails_is_the_only_one_of_its_batch(
     """They travel in one batch. The others are neither moved again nor held back, and only the failed one's slot, where
     late I/O may still touch it, is lost.
     """
-    monkeypatch.setattr(common, "QUARANTINE_S", 0.05)
+    monkeypatch.setattr(paths, "QUARANTINE_S", 0.05)
     mover = FaultyMover(ObjectFiles(tmp_path / "o"))
     rig = make("per_layer", mover, link=objects())
     batches, staging = sizes(rig, monkeypatch), rig.engine.paths.link_memory.pools["host"]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.engine.states import WorkKind
+from nixl_offload.engine.records import WorkKind
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryId, MemoryRegion, Mover, Op
 from nixl_offload.movers.threaded import CopyMover

@@ -17,12 +17,11 @@ import pytest
 import torch
 
 from nixl_offload.chunk.header import HEADER_BYTES, lacks_checksums
-from nixl_offload.engine import Chunk, Completion, copies, device_packer, slot_headers
+from nixl_offload.engine import Chunk, Completion, copies, device_packer, packed, slot_headers
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_engine import MemoryEngine
-from nixl_offload.engine.states import WorkKind
-from nixl_offload.engine.transfer_paths import packed
+from nixl_offload.engine.records import WorkKind
 from nixl_offload.types import Location, Outcome
 from tests.unit.device_lab import Lab, open_lab
 from tests.unit.device_rig import at_once
@@ -251,7 +250,7 @@ def test_batches_that_fail_to_scatter_hold_no_scratch(tmp_path: Path, monkeypatc
         wanted = rig.rows(range(16))
         assert rank.store(0, [rank.chunk(n, list(range(4 * n, 4 * n + 4))) for n in range(4)]) == (OK,) * 4
         monkeypatch.setattr(device_packer, "BROUGHT_BYTES", 16 * bus._block_bytes[0])
-        monkeypatch.setattr(type(paths.rate_log), "error", lambda *_, **__: None)  # type: ignore[attr-defined]  # pytest keeps it
+        monkeypatch.setattr(type(paths.complaints), "error", lambda *_, **__: None)  # type: ignore[attr-defined]  # pytest keeps it
         real, failures = bus.scatter_many, [1, 2]
 
         def scatter(group: int, parts: Any, fence: Any) -> Any:

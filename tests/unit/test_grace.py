@@ -13,8 +13,7 @@ import pytest
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine.jobs import FENCE_POLL_S, STORE_GRACE_S, JobTable, TierQueue
-from nixl_offload.engine.records import Chunk, Job
-from nixl_offload.engine.states import ChunkState, Lane, WorkKind
+from nixl_offload.engine.records import Chunk, ChunkState, Job, Lane, WorkKind
 from nixl_offload.engine.streams import READY, Fence
 from nixl_offload.types import Key, Location, Outcome
 

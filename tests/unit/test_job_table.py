@@ -9,19 +9,29 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
-from nixl_offload.engine import jobs, rank_engine
+from nixl_offload.engine import jobs, pump
 from nixl_offload.engine.jobs import EXPIRE_EVERY_S, MOVE_QUEUE_LIMIT_S, JobTable, TierQueue
-from nixl_offload.engine.records import Chunk, Completion, make_move
+from nixl_offload.engine.records import (
+    LANES,
+    Act,
+    Chunk,
+    ChunkState,
+    Completion,
+    Failure,
+    Lane,
+    TierAccess,
+    TierStatus,
+    make_move,
+)
 from nixl_offload.engine.staging import Slot
-from nixl_offload.engine.states import LANES, ChunkState, Lane
-from nixl_offload.engine.streams import READY, Fence
-from nixl_offload.engine.transfer_statistics import Act, Failure, TierAccess, TierStatus
+from nixl_offload.engine.streams import READY
 from nixl_offload.types import Key, Location, Outcome
 from tests.unit.engine_rig import until
 from tests.unit.rank_rig import TestedRank, causes_of
@@ -44,9 +54,7 @@ class Engine:
         self.hangs: threading.Event | None = None
         self.is_broken = False
         self.drains = False
-
-    def compute_fence(self) -> Fence:
-        return READY
+        self.paths = SimpleNamespace(packer=SimpleNamespace(fence=lambda: READY))
 
     def status(self) -> TierStatus:
         return TierStatus(self.queue.waiting(), "", TierAccess("copy", ("host",)))
@@ -248,17 +256,6 @@ def test_of_a_refused_job_nothing_is_done(rank: Rank) -> None:
     done = rank.told()
     assert (done.outcomes, done.errors, done.shares) == ((FAILED, FAILED), ("its numbers do not fit",), ())
     assert (rank.tickets(), rank.file.take()) == ({9: (FAILED,)}, [])
-
-
-def test_an_id_that_is_live_is_not_taken_twice(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
-    """The ticket of the second is settled all the same: its slots are free."""
-    rank.submit_load(1, [chunk(1, FILE), chunk(2, BUCKET)])
-    rank.submit_store(1, [chunk(3, FILE)])
-    rank.submit_load(1, [chunk(4, host=0), chunk(5), chunk(6, BUCKET, host=1)], promotion_ticket=8)
-    assert [record.message[:25] for record in caplog.records] == ["job 1 was submitted twice"] * 2
-    assert rank.tickets() == {8: (DROPPED, DROPPED)}
-    assert (numbers(rank.file.run()), numbers(rank.bucket.run())) == ([1], [2])
-    assert rank.told().outcomes == (OK, OK)
 
 
 def test_what_was_moved_is_counted_by_tier_and_once(rank: Rank) -> None:
@@ -655,7 +652,7 @@ def test_a_tier_that_does_not_close_well_or_at_all_holds_up_no_other(
     running: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What it has begun is given up: a job as FAILED, places as TAINTED."""
-    monkeypatch.setattr(rank_engine, "CLOSE_PATIENCE_S", 0.2)
+    monkeypatch.setattr(pump, "CLOSE_PATIENCE_S", 0.2)
     running.file.is_broken = True
     running.bucket.hangs = threading.Event()
     running.submit_store(1, [chunk(1, FILE), chunk(2, BUCKET)])

@@ -15,14 +15,12 @@ import pytest
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine import pump
-from nixl_offload.engine.batch import Batch, InFlight, Steps, Turn
 from nixl_offload.engine.jobs import JobTable, TierQueue
+from nixl_offload.engine.paths import Batch, InFlight, RateLog, Steps, Stretch
 from nixl_offload.engine.pump import CROWD, STEP_ALL_S, Pauses, TierEngine
-from nixl_offload.engine.records import Chunk, Completion, Job
+from nixl_offload.engine.records import Chunk, Completion, Failure, Job, WorkKind
 from nixl_offload.engine.staging import Slot, SlotPool
-from nixl_offload.engine.states import WorkKind
 from nixl_offload.engine.streams import READY, Fence
-from nixl_offload.engine.transfer_statistics import Failure
 from nixl_offload.movers.base import MemoryRegion, Op, Transfer, TransferState
 from nixl_offload.types import Key, Location, Outcome
 from tests.unit.rank_rig import causes_of
@@ -65,7 +63,7 @@ class Slots(SlotPool[Slot]):
         super().__init__(MemoryRegion(0, 2 * CHUNK), slots)
 
 
-class CountedTurn(Turn):
+class CountedStretch(Stretch):
     """Writes down when the interpreter may be had: each piece of work counts as a long one."""
 
     def __init__(self, events: list[str]) -> None:
@@ -84,7 +82,9 @@ class Paths:
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.turn: Turn = CountedTurn(self.events)
+        self.stretch: Stretch = CountedStretch(self.events)
+        self.complaints = RateLog(lambda: 0.0)
+        self.mover = self
         self.limit = 16
         self.quiet_s: float | None = None
         self.does: Callable[[Batch], Steps] = self.wait

@@ -17,7 +17,7 @@ from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import LayerCut, ShardPlan, cut, hold
-from nixl_offload.engine.transfer_statistics import Act
+from nixl_offload.engine.records import Act
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm.chunks import RankChunks

@@ -8,16 +8,16 @@ import pytest
 from nixl._api import nixlBind
 
 from benchmarks import interpreter
-from nixl_offload.engine.batch import Turn
 from nixl_offload.engine.jobs import TierQueue
 from nixl_offload.engine.packer import HostCopy
+from nixl_offload.engine.paths import Stretch
 
 
 @pytest.mark.parametrize(("medium", "mover"), [("slab", "posix"), ("memory", "copy")])
 def test_it_measures_a_round(medium: str, mover: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "JOBS", (1, 8))
     monkeypatch.setattr(interpreter, "RUN_CHUNKS", 8)
-    for owner, name in ((Turn, "_let_go"), (TierQueue, "sleep"), (HostCopy, "gather"), (HostCopy, "scatter")):
+    for owner, name in ((Stretch, "_let_go"), (TierQueue, "sleep"), (HostCopy, "gather"), (HostCopy, "scatter")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # probes replace them; undone with the test
     probes = interpreter.Probes()
     with interpreter.open_rank(medium, tmp_path) as rank:

@@ -21,7 +21,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
 from nixl_offload.engine import Work
-from nixl_offload.engine.transfer_statistics import Act
+from nixl_offload.engine.records import Act
 from nixl_offload.types import Outcome
 from nixl_offload.vllm import connector_scheduler
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler

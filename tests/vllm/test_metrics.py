@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.base import (
 
 from examples.demo.model import TINY, write_model
 from nixl_offload.catalog import Counts
-from nixl_offload.engine.transfer_statistics import Act, Failure, TierAccess, TierStatus, Waiting, Work
+from nixl_offload.engine.records import Act, Failure, TierAccess, TierStatus, Waiting, Work
 from nixl_offload.types import Key, Outcome
 from nixl_offload.vllm.connector import NixlOffloadConnector
 from nixl_offload.vllm.messages import RankStatus, WorkerReport

@@ -23,7 +23,7 @@ from nixl_offload.config import SlabConfig
 from nixl_offload.engine import autotune
 from nixl_offload.engine.autotune import plan_tier
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.states import WorkKind
+from nixl_offload.engine.records import WorkKind
 from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.errors import MoverError
 from nixl_offload.movers import pinning

@@ -63,7 +63,7 @@ class Leaks:
             return []
         for engines in server.engines:
             if isinstance(engine := engines.get(max(engines)), LinkEngine):
-                engine.paths.link_memory.link._close_stale()  # what could not be closed at once is with the next
+                engine.paths.link._close_stale()  # what could not be closed at once is with the next
         return [f"{path} is open" for path in self._open_below_root() if _SHARD.search(path)]
 
     def _open_below_root(self) -> list[str]:

@@ -1,21 +1,27 @@
 """Direct: the mover reads and writes the KV blocks themselves; only header pages have memory of their own.
 
-Threading and ownership: see ``common``.
+Threading and ownership: see ``paths``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Final
 
-from nixl_offload.engine.batch import Batch, Phase, Steps
+import numpy as np
+
+from nixl_offload.chunk.header import HEADER_BYTES
+from nixl_offload.chunk.layout import ChunkBlocks, job_extents
 from nixl_offload.engine.copies import Summed
 from nixl_offload.engine.image import host_slot
-from nixl_offload.engine.states import ChunkState
-from nixl_offload.engine.transfer_paths.common import TierPaths
-from nixl_offload.movers.base import Op
+from nixl_offload.engine.paths import Batch, Phase, Steps
+from nixl_offload.engine.records import Chunk, ChunkState
+from nixl_offload.movers.base import FileId, MemoryId, Op, Transfer
 from nixl_offload.types import Outcome
+
+if TYPE_CHECKING:
+    from nixl_offload.engine.link_engine import LinkPaths
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +29,7 @@ LATE_S = 30.0
 """After this a load counts as late: what the next ones would wait for as well, each with its request."""
 
 
-def _sum(paths: TierPaths, batch: Batch) -> Steps:
+def _sum(paths: LinkPaths, batch: Batch) -> Steps:
     """Sum the blocks where they lie: after the job's fence, for which no mover would wait."""
     if not paths.take_slots(batch, "direct"):
         return
@@ -33,7 +39,7 @@ def _sum(paths: TierPaths, batch: Batch) -> Steps:
         host_slot(chunk).memory[:] = encoded
 
 
-def _write(paths: TierPaths, batch: Batch) -> Steps:
+def _write(paths: LinkPaths, batch: Batch) -> Steps:
     """Write header pages and blocks. The blocks are free once the mover has read them."""
     if batch.submitted_s is None:
         yield from paths.open_targets(batch)
@@ -44,12 +50,12 @@ def _write(paths: TierPaths, batch: Batch) -> Steps:
     yield from paths.finish_writes(batch)
 
 
-def _take_header_pages(paths: TierPaths, batch: Batch) -> Steps:
+def _take_header_pages(paths: LinkPaths, batch: Batch) -> Steps:
     paths.take_slots(batch, "direct")
     yield from ()
 
 
-def _read(paths: TierPaths, batch: Batch) -> Steps:
+def _read(paths: LinkPaths, batch: Batch) -> Steps:
     """Read into the blocks."""
     if batch.submitted_s is None:
         yield from paths.open_targets(batch)
@@ -71,26 +77,25 @@ def _read(paths: TierPaths, batch: Batch) -> Steps:
     paths.finish_reads(batch)
 
 
-def _verify(paths: TierPaths, batch: Batch) -> Steps:
+def _verify(paths: LinkPaths, batch: Batch) -> Steps:
     """Verify the blocks where they lie. A chunk that fails is zeroed afterwards."""
-    checked = paths.check(batch)
-    checked.refuse_absent()
+    headers = paths.check(batch)
     chunks = batch.alive
     if paths.verify_checksum and chunks:
         sums = _sums(paths, batch)
         yield from batch.passes([sums])
-        checked.verify(chunks, [chunk.first_block for chunk in chunks], sums.values())
+        paths.compare(batch, headers, [chunk.first_block for chunk in chunks], sums.values())
     for chunk in batch.alive:
         chunk.end(Outcome.OK)
 
 
-def _await_load(paths: TierPaths, batch: Batch) -> Steps:
-    """As ``TierPaths.await_all``. While storage is late, later loads go through staging, where they can be given up.
+def _await_load(paths: LinkPaths, batch: Batch) -> Steps:
+    """As ``Batch.ends``. While storage is late, later loads go through staging, where they can be given up.
     This one cannot: its blocks may still be written. Late is counted from its submit, parted from others or not.
     """
     plan, late_s = batch.plan, (batch.submitted_s or 0.0) + LATE_S
     try:
-        for _ in paths.await_all(batch):
+        for _ in batch.ends():
             if paths.table.clock() >= late_s and not plan.late_loads.issuperset(batch.alive):
                 plan.path = plan.packed
                 plan.late_loads.update(batch.alive)
@@ -109,12 +114,36 @@ def _await_load(paths: TierPaths, batch: Batch) -> Steps:
                 plan.path = "direct"
 
 
-def _submit(paths: TierPaths, batch: Batch, op: Op) -> None:
+def _submit(paths: LinkPaths, batch: Batch, op: Op) -> None:
     batch.touches_blocks = True
-    paths.start_transfers(batch, lambda chunks: paths.linked.submit_direct(op, paths.layout, chunks))
+    paths.start_transfers(batch, lambda chunks: _transfers(paths, op, chunks))
 
 
-def _sums(paths: TierPaths, batch: Batch) -> Summed:
+def _transfers(paths: LinkPaths, op: Op, chunks: Sequence[Chunk]) -> Iterator[Transfer]:
+    """Move header pages, then the KV blocks themselves: a transfer for each piece of registered memory and file. As
+    ``LinkPaths.submit``.
+    """
+    yield from paths.submit(op, chunks, lambda _: ((0, HEADER_BYTES),))
+    blocks = [
+        ChunkBlocks(number, chunk.group, chunk.block_ids, chunk.first_block) for number, chunk in enumerate(chunks)
+    ]
+    starts, extents = job_extents(paths.layout, blocks)
+    targets = [chunk.target for chunk in chunks if chunk.target is not None]
+    counts = np.diff(starts)
+    payload_at = np.repeat([target.offset + HEADER_BYTES for target in targets], counts)
+    file_of = np.repeat([int(target.file) for target in targets], counts)
+    tensors = [paths.link_memory.tensors[tensor] for tensor in extents.tensor_index.tolist()]
+    memory_of = np.array([int(tensor.memory) for tensor in tensors])
+    memory_offset = extents.memory_offset + np.array([tensor.offset_bytes for tensor in tensors])
+    file_offset = extents.payload_offset + payload_at
+    for memory, file in dict.fromkeys(zip(memory_of.tolist(), file_of.tolist(), strict=True)):
+        of = (memory_of == memory) & (file_of == file)
+        in_memory = np.stack([memory_offset[of], extents.length[of]], axis=1)
+        in_file = np.stack([file_offset[of], extents.length[of]], axis=1)
+        yield paths.link.mover.submit(op, MemoryId(memory), in_memory, FileId(file), in_file)
+
+
+def _sums(paths: LinkPaths, batch: Batch) -> Summed:
     chunks = batch.alive
     return paths.packer.sums(chunks[0].group, [chunk.block_ids for chunk in chunks], chunks[0].job.fence)
 

@@ -9,31 +9,32 @@
 | write-through | | the catalog's | another tier |
 | promotion, fetch | a farther tier | the catalog's, which keeps the image | KV blocks of a promotion |
 
-Threading and ownership: see ``common``. Slots of the catalog lie in the host slab; completions say what became of them.
+Threading and ownership: see ``paths``. Slots of the catalog lie in the host slab; completions say what became of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.header import check_headers
 from nixl_offload.engine import image
-from nixl_offload.engine.batch import Batch, Phase, Steps
-from nixl_offload.engine.copies import Checksums, Source
+from nixl_offload.engine.copies import Checksums
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.image import GroupPlan, Spans, any_slot, device_slot, host_slot
-from nixl_offload.engine.records import Chunk
+from nixl_offload.engine.paths import STEP_BYTES, Batch, Phase, Steps, TierPaths
+from nixl_offload.engine.records import Chunk, ChunkState
 from nixl_offload.engine.staging import DeviceSlot
-from nixl_offload.engine.states import ChunkState
-from nixl_offload.engine.transfer_paths.common import STEP_BYTES, TierPaths
 from nixl_offload.types import Outcome
+
+if TYPE_CHECKING:
+    from nixl_offload.engine.link_engine import LinkPaths
 
 # -- to a tier ------------------------------------------------------------------------------------------------------
 
 
-def _gather(paths: TierPaths, batch: Batch) -> Steps:
+def _gather(paths: LinkPaths, batch: Batch) -> Steps:
     """Copy KV blocks to staging. They are free then."""
     # CLAIMED since ``TierQueue.take``; what was given up meanwhile ends here.
     if paths.advance_or_end(batch, ChunkState.CLAIMED) and paths.take_slots(batch, batch.plan.packed):
@@ -44,9 +45,9 @@ def _copy_from_blocks(paths: TierPaths, batch: Batch) -> Steps:
     """Copy KV blocks to slots, with checksums where a device makes them on the way."""
     chunks = batch.alive
     parts = [(chunk.block_ids, image.rows(any_slot(chunk), batch.plan, chunk)) for chunk in chunks]
-    paths.turn.pause()
+    paths.stretch.pause()
     gathered = paths.packer.gather_many(chunks[0].group, parts, chunks[0].job.fence)
-    paths.turn.begin()  # on the host it has been copied by now, without the interpreter
+    paths.stretch.begin()  # on the host it has been copied by now, without the interpreter
     yield from batch.passes([gathered])
     if gathered.by_device:
         for chunk, sums in zip(chunks, gathered.values(), strict=True):
@@ -59,7 +60,7 @@ def _sums_of(paths: TierPaths, chunks: Sequence[Chunk], plan: GroupPlan) -> list
     if sums:
         return sums
     rows = [image.rows(host_slot(chunk), plan, chunk) for chunk in chunks]
-    return payload_checksums(rows, paths.turn.pause)
+    return payload_checksums(rows, paths.stretch.pause)
 
 
 def _seal(paths: TierPaths, batch: Batch) -> Steps:
@@ -76,7 +77,7 @@ def _seal(paths: TierPaths, batch: Batch) -> Steps:
     signed_bytes = 0
     for chunk, page in zip(chunks, pages, strict=True):
         slot, rows = host_slot(chunk), image.rows(host_slot(chunk), plan, chunk)
-        paths.turn.pause()
+        paths.stretch.pause()
         image.header_page(slot)[:] = page if paths.keys is None else paths.keys.signed(page, rows)
         for part in image.cut(plan, chunk).padding:
             slot.memory[part] = 0
@@ -86,7 +87,7 @@ def _seal(paths: TierPaths, batch: Batch) -> Steps:
             yield
 
 
-def _may_go(paths: TierPaths, batch: Batch) -> Steps:
+def _may_go(paths: LinkPaths, batch: Batch) -> Steps:
     """End what the link does not take now; the slots are the catalog's."""
     paths.may_go(batch)
     yield from ()
@@ -100,11 +101,11 @@ def _complete(paths: TierPaths, batch: Batch) -> Steps:
         return
     host, summed_bytes = paths.host, 0
     assert host is not None, "the slots lie there"
-    checked = paths.check(batch, check=host.headers.check)
+    headers = paths.check(batch, check=host.headers.check)
     for chunk in batch.alive:
         page = image.header_page(host_slot(chunk))
         if host.headers.lacks_something(page):
-            rows = image.valid_rows(host_slot(chunk), batch.plan, checked.first_valid_block(chunk))
+            rows = image.valid_rows(host_slot(chunk), batch.plan, headers.first_valid_block[chunk.row])
             host.headers.complete(page, rows)
             summed_bytes += rows.nbytes
         if summed_bytes >= STEP_BYTES:
@@ -112,7 +113,7 @@ def _complete(paths: TierPaths, batch: Batch) -> Steps:
             yield
 
 
-def _write(paths: TierPaths, batch: Batch) -> Steps:
+def _write(paths: LinkPaths, batch: Batch) -> Steps:
     """Write slots: those of the catalog whole."""
 
     def spans(chunk: Chunk) -> Spans:
@@ -124,32 +125,28 @@ def _write(paths: TierPaths, batch: Batch) -> Steps:
 # -- from a tier ----------------------------------------------------------------------------------------------------
 
 
-def _take_staging(paths: TierPaths, batch: Batch) -> Steps:
+def _take_staging(paths: LinkPaths, batch: Batch) -> Steps:
     paths.take_slots(batch, batch.plan.packed)
     yield from ()
 
 
-def _read(paths: TierPaths, batch: Batch) -> Steps:
+def _read(paths: LinkPaths, batch: Batch) -> Steps:
     """Read into staging."""
     yield from paths.read(batch, lambda chunk: image.cut(batch.plan, chunk).spans)
 
 
 def _verify(paths: TierPaths, batch: Batch) -> Steps:
     """Compare header, MAC and checksums. Nothing unverified touches a KV block."""
-    chunks, plan = batch.alive, batch.plan
-    if isinstance(chunks[0].slot, DeviceSlot):
+    if isinstance(batch.alive[0].slot, DeviceSlot):
         yield from _verify_on_device(paths, batch)
         return
-    checked = paths.check(batch)
-    checked.refuse_absent()
-    yield from paths.authenticate(batch, checked)
-    if _sums(paths, plan):
-        chunks = batch.alive
-        rows = [image.rows(host_slot(chunk), plan, chunk) for chunk in chunks]
-        yield from paths.verify(batch, checked, [chunk.first_block for chunk in chunks], rows)
+    headers = paths.check(batch)
+    yield from paths.authenticate(batch, headers)
+    if _compares_sums(paths, batch.plan):
+        yield from paths.verify(batch, headers)
 
 
-def _sums(paths: TierPaths, plan: GroupPlan) -> bool:
+def _compares_sums(paths: TierPaths, plan: GroupPlan) -> bool:
     """Whether the checksums of what was read are compared. A MAC says more than they do.
 
     A read that was cut short leaves in the slot what an earlier chunk left there: where the mover would not tell, the
@@ -161,17 +158,15 @@ def _sums(paths: TierPaths, plan: GroupPlan) -> bool:
 def _verify_on_device(paths: TierPaths, batch: Batch) -> Steps:
     """Bring headers and checksums to the host, and compare them there."""
     arrived, plan = batch.alive, batch.plan
-    is_summed = _sums(paths, plan)
+    is_summed = _compares_sums(paths, plan)
     slots = [device_slot(chunk) for chunk in arrived]
     rows = [image.rows(slot, plan, chunk) for chunk, slot in zip(arrived, slots, strict=True)] if is_summed else []
     pages, sums = _on_device(paths).inspect(arrived[0].group, [slot.memory for slot in slots], rows)
     yield from batch.passes([sums])
-    checked = paths.check(batch, list(pages))
-    checked.refuse_absent()
+    headers = paths.check(batch, list(pages))
     if is_summed:
-        found = [(chunk, values) for chunk, values in zip(arrived, sums.values(), strict=True) if chunk.result is None]
-        chunks = [chunk for chunk, _ in found]
-        checked.verify(chunks, [chunk.first_block for chunk in chunks], [values for _, values in found])
+        found = [values for chunk, values in zip(arrived, sums.values(), strict=True) if chunk.result is None]
+        paths.compare(batch, headers, [chunk.first_block for chunk in batch.alive], found)
 
 
 def _scatter(paths: TierPaths, batch: Batch) -> Steps:
@@ -183,21 +178,20 @@ def _scatter(paths: TierPaths, batch: Batch) -> Steps:
 
 
 def _copy_to_blocks(paths: TierPaths, batch: Batch, chunks: Sequence[Chunk]) -> Steps:
-    copies = [(chunk.block_ids, _rows_of(chunk, batch.plan)) for chunk in chunks]
+    """The blocks that loads want: of their slots, or where the device has summed them."""
+    copies = []
+    for chunk in chunks:
+        rows, begin = chunk.summed_rows, chunk.first_block - chunk.summed_from
+        wanted = slice(begin, begin + len(chunk.block_ids))
+        copies.append(
+            (chunk.block_ids, image.rows(any_slot(chunk), batch.plan, chunk) if rows is None else rows[wanted])
+        )
     scattered = paths.packer.scatter_many(chunks[0].group, copies, chunks[0].job.fence)
-    paths.turn.begin()  # on the host it has been copied by now, without the interpreter
+    paths.stretch.begin()  # on the host it has been copied by now, without the interpreter
     yield from batch.passes([scattered])
 
 
-def _rows_of(chunk: Chunk, plan: GroupPlan) -> Source:
-    """The blocks that a load wants: of its slot, or where the device has summed them."""
-    if chunk.brought is None:
-        return image.rows(any_slot(chunk), plan, chunk)
-    begin = chunk.first_block - chunk.brought_from
-    return chunk.brought[begin : begin + len(chunk.block_ids)]
-
-
-def _read_whole(paths: TierPaths, batch: Batch) -> Steps:
+def _read_whole(paths: LinkPaths, batch: Batch) -> Steps:
     """Read images into slots of the catalog."""
     if batch.submitted_s is None:
         for chunk in batch.alive:
@@ -210,16 +204,12 @@ def _verify_whole(paths: TierPaths, batch: Batch) -> Steps:
     kept.
     """
     arrived, plan = batch.alive, batch.plan
-    checked = paths.check(batch)
-    yield from paths.authenticate(batch, checked)
-    if _sums(paths, plan):
-        firsts = [checked.first_valid_block(chunk) for chunk in batch.alive]
-        pairs = zip(batch.alive, firsts, strict=True)
-        rows = [image.valid_rows(host_slot(chunk), plan, first) for chunk, first in pairs]
-        yield from paths.verify(batch, checked, firsts, rows)
+    headers = paths.check(batch)
+    yield from paths.authenticate(batch, headers)
+    if _compares_sums(paths, plan):
+        yield from paths.verify(batch, headers, whole=True)
     for chunk in batch.alive:
-        image.clear_around(host_slot(chunk), plan, checked.first_valid_block(chunk))
-    checked.refuse_absent()
+        image.clear_around(host_slot(chunk), plan, headers.first_valid_block[chunk.row])
     for chunk in arrived:
         if chunk.result is not None:
             image.invalidate(host_slot(chunk))
@@ -258,7 +248,7 @@ def _seal_in_memory(paths: TierPaths, batch: Batch) -> Steps:
     is_summed = paths.verify_checksum or chunks[0].sums is not None
     pages = paths.encode(batch, _sums_of(paths, chunks, batch.plan) if is_summed else None)
     for chunk, page in zip(chunks, pages, strict=True):
-        paths.turn.pause()
+        paths.stretch.pause()
         image.header_page(host_slot(chunk))[:] = page
         image.clear_around(host_slot(chunk), batch.plan, chunk.first_block)
         chunk.end(Outcome.OK)
@@ -268,13 +258,10 @@ def _seal_in_memory(paths: TierPaths, batch: Batch) -> Steps:
 def _check_in_memory(paths: TierPaths, batch: Batch) -> Steps:
     """Compare headers, and verify blocks where that is asked for."""
     assert paths.host is not None, "the slots lie there"
-    checked = paths.check(batch, check=check_headers if paths.verify_checksum else paths.host.headers.check)
-    checked.refuse_absent()
+    headers = paths.check(batch, check=check_headers if paths.verify_checksum else paths.host.headers.check)
     if paths.verify_checksum:
-        chunks = batch.alive
-        rows = [image.rows(host_slot(chunk), batch.plan, chunk) for chunk in chunks]
-        yield from paths.verify(batch, checked, [chunk.first_block for chunk in chunks], rows)
-    paths.turn.pause()
+        yield from paths.verify(batch, headers)
+    paths.stretch.pause()
 
 
 def _on_device(paths: TierPaths) -> DevicePacker:

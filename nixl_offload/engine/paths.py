@@ -1,0 +1,503 @@
+"""How the chunks of a tier travel: in batches, phase by phase. What all tiers share is here; transfers are in
+``link_engine``, and the phases themselves in ``packed`` and ``direct``.
+
+A phase works on the whole batch and ends the chunks that it finds at fault. A failure that cannot be pinned on a chunk
+is raised, or reported by a transfer of several; then the chunks begin the phase again, each in a batch of its own.
+
+Threading: the pump's thread; ``TierPaths.room`` also under the job table's lock. Ownership: a chunk's staging slots,
+and its share of the KV blocks, belong to its batch until nothing of the batch is in flight any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nixl_offload.chunk.authentication import ChunkKeys
+from nixl_offload.chunk.header import ExpectedRows, HeaderRows, Pages, check_headers, verify_rows
+from nixl_offload.chunk.layout import KVLayout
+from nixl_offload.chunk.shards import Shard
+from nixl_offload.engine import image
+from nixl_offload.engine.copies import Packer
+from nixl_offload.engine.host import HostSlab
+from nixl_offload.engine.image import GroupPlan, host_slot
+from nixl_offload.engine.jobs import JobTable
+from nixl_offload.engine.packer import make_packer, pages_of
+from nixl_offload.engine.records import Chunk, ChunkState, TierStatus, Waiting, WorkKind
+from nixl_offload.engine.streams import Device, Fence
+from nixl_offload.errors import FormatError, LayoutError, MoverError, TierError
+from nixl_offload.movers.base import Mover, Transfer, TransferState
+from nixl_offload.types import Outcome
+
+logger = logging.getLogger(__name__)
+
+HOLD_S = 100e-6
+"""The pump releases the interpreter after the first piece of work that ends later than this. Pieces take some 100 µs at
+most."""
+LOG_EVERY_S = 30.0
+"""Lines of one cause come no more often."""
+QUARANTINE_S = 30.0
+"""A transfer that failed with late I/O still possible keeps what it writes to this long before others may have it: a
+direct load its KV blocks, a store its location. Siblings of a failed transfer were seen to go on for two seconds;
+staging slots can be retired for good, these cannot."""
+STEP_BYTES = 4 << 20
+"""Summed or signed by one core, about a millisecond. Then the pump looks at its other batches."""
+
+Steps = Generator[None, None, None]
+"""Yields whenever it waits for a transfer or a fence."""
+Phase = Callable[[Any, "Batch"], Steps]
+"""A piece of the way of a batch. Takes the ``TierPaths`` and the batch."""
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Chunks of one job, group and kind, and their way: ``phases``, one after the other."""
+
+    chunks: list[Chunk]
+    kind: WorkKind
+    plan: GroupPlan
+    phases: Sequence[Phase]
+    mover: Mover | None = None
+    """Of every transfer."""
+    phase: int = 0
+    """The phase that is under way. A batch that fails begins it again, chunk by chunk."""
+    steps: Steps = field(init=False)
+    transfers: list[Transfer] = field(default_factory=list)
+    fences: list[Fence] = field(default_factory=list)
+    """Work of the device on slots or KV blocks of this batch that is not known to be over."""
+    touches_blocks: bool = False
+    """A mover reads or writes the KV blocks directly, or did."""
+    parts: list[Batch] = field(default_factory=list)
+    """The batches that take over its live chunks when it ends."""
+    chunks_begun: int = 0
+    """Number of chunks that the pump added to its count of chunks in flight."""
+    submitted_s: float | None = None
+    """When the transfers of this phase were started; None: they were not."""
+    may_part: bool = False
+    """Chunks have transfers of their own, and those that have arrived may go on without the others."""
+    parts_s: float | None = None
+    """From this time on they do; None: none has arrived."""
+
+    @property
+    def alive(self) -> list[Chunk]:
+        """The chunks that have no outcome yet."""
+        return [chunk for chunk in self.chunks if chunk.result is None]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether some transfer is not final, or some fence was not passed when it was last polled."""
+        return bool(self.fences) or any(transfer.state is TransferState.PENDING for transfer in self.transfers)
+
+    def waits_for_mover(self, now_s: float) -> bool:
+        """Whether the next step can do nothing unless a transfer has ended meanwhile."""
+        if self.fences:
+            return False
+        pending = sum(transfer.state is TransferState.PENDING for transfer in self.transfers)
+        if not self.may_part or pending == len(self.transfers):
+            return pending > 0
+        return pending > 0 and self.parts_s is not None and now_s < self.parts_s
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether late I/O of a failed transfer is possible."""
+        return any(transfer.quarantine for transfer in self.transfers)
+
+    @property
+    def failure(self) -> Transfer | None:
+        """A transfer that did not end well, if there is one."""
+        return next((transfer for transfer in self.transfers if transfer.state is not TransferState.DONE), None)
+
+    def poll(self) -> bool:
+        """Advance every transfer that is not final. Return whether anything is still under way.
+
+        Raises what a fence raises; the state of the device is then unknown.
+        """
+        if self.mover is not None:
+            for transfer in self.transfers:
+                if transfer.state is TransferState.PENDING:
+                    self.mover.poll(transfer)
+        if self.fences:
+            self.fences = [fence for fence in self.fences if not fence.done()]
+        return self.is_pending
+
+    def ends(self) -> Steps:
+        """Poll until nothing of the batch is under way."""
+        while self.poll():
+            yield
+
+    def passes(self, fences: Iterable[Fence]) -> Iterator[None]:
+        """Wait until the device is past ``fences``. Until then no slot is given back."""
+        self.fences.extend(fences)
+        while self.poll() and self.fences:
+            yield
+
+    def split(self, groups: Iterable[list[Chunk]], run: Callable[[Batch], Steps], *, again: bool = False) -> None:
+        """Move the live chunks into new batches in this phase, one for each of ``groups``, which hold all of them.
+        ``run`` returns a batch's steps. Each chunk keeps its own transfers; nothing else may be in flight.
+
+        ``again``: they begin the phase again, with no transfers.
+        ``summed_rows`` are given up, so that no chunk holds such memory while it waits for more. The slots have the
+        bytes.
+        """
+        for group in groups:
+            for chunk in group:
+                chunk.summed_rows = None
+                chunk.transfers = () if again else chunk.transfers
+            part = replace(self, chunks=group, fences=[], parts=[], chunks_begun=0, may_part=False, parts_s=None)
+            part.transfers = [transfer for chunk in group for transfer in chunk.transfers]
+            part.submitted_s = None if again else self.submitted_s
+            part.steps = run(part)
+            self.parts.append(part)
+        self.chunks = [chunk for chunk in self.chunks if chunk.result is not None]
+        self.transfers = []
+
+
+@dataclass(slots=True)
+class InFlight:
+    """What a pump has in flight."""
+
+    batches: int = 0
+    store_batches: int = 0
+    chunks: int = 0
+    stores: int = 0
+    """Chunks of stores; background work is counted apart."""
+    background: int = 0
+    """Chunks."""
+
+    def add(self, kind: WorkKind, chunks: int, sign: int) -> None:
+        """Count a batch in (1) or out (-1)."""
+        count = sign * chunks
+        self.batches += sign
+        self.chunks += count
+        if kind.in_background:
+            self.background += count
+        elif kind.writes:
+            self.store_batches += sign
+            self.stores += count
+
+
+class Stretch:
+    """A pump's time without a wait, after which it lets others have the interpreter.
+
+    vLLM's scheduler shares it, and shall not wait for a batch. A thread that wants the interpreter gets it when the one
+    that has it waits for something, and otherwise only after the switch interval, 5 ms. The pump's work on a batch is
+    many small pieces; between them it asks ``pause``.
+    """
+
+    def __init__(self) -> None:
+        self._began_s = time.perf_counter()
+
+    def begin(self) -> None:
+        """The thread has waited: another stretch begins."""
+        self._began_s = time.perf_counter()
+
+    def pause(self) -> None:
+        """Between two pieces of work: let go of the interpreter if this stretch has lasted for ``HOLD_S``."""
+        if time.perf_counter() - self._began_s >= HOLD_S:
+            self._let_go()
+            self.begin()
+
+    def _let_go(self) -> None:
+        # The kernel makes some 80 us of it, long enough for a thread that waits to wake up. ``sched_yield`` takes half
+        # a microsecond: its caller has the interpreter back before anybody else could take it.
+        time.sleep(0)
+
+
+class RateLog:
+    """Lines of one cause come once in ``LOG_EVERY_S``; the next one counts those that were held back."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._causes: dict[str, tuple[float, int]] = {}
+        """When the next line may come, and how many were held back."""
+
+    def warning(self, cause: str, message: str, *args: object) -> None:
+        """``cause``: a short word that groups lines."""
+        self._log(logging.WARNING, cause, message, args, None)
+
+    def error(self, cause: str, message: str, *args: object, exc_info: BaseException | None = None) -> None:
+        """As ``warning``; with a traceback if ``exc_info`` is given."""
+        self._log(logging.ERROR, cause, message, args, exc_info)
+
+    def crashed(self, error: Exception, cause: str = "") -> None:
+        """A bug, ours or a mover's, has cost a chunk. ``cause``: empty groups lines by the kind of error."""
+        cause = cause or f"crash:{type(error).__name__}"
+        self.error(cause, "A chunk failed unexpectedly: %r", error, exc_info=error)
+
+    def _log(
+        self, level: int, cause: str, message: str, args: tuple[object, ...], exc_info: BaseException | None
+    ) -> None:
+        now_s = self._clock()
+        next_s, held_back = self._causes.get(cause, (now_s, 0))
+        if now_s < next_s:
+            self._causes[cause] = next_s, held_back + 1
+            return
+        if held_back:
+            message += " (%d more like this since the last line)"
+            args = (*args, held_back)
+        self._causes[cause] = now_s + LOG_EVERY_S, 0
+        logger.log(level, message, *args, exc_info=exc_info)
+
+
+class TierPaths:
+    """What the batches of one tier share, and what is done with every batch.
+
+    A chunk's failure is its own outcome; nothing raises for reasons of storage.
+    """
+
+    mover: Mover | None = None
+    """Of every transfer; memory has none."""
+
+    def __init__(
+        self,
+        table: JobTable,
+        tensors: Sequence[torch.Tensor],
+        layout: KVLayout,
+        plans: Sequence[GroupPlan],
+        *,
+        host: HostSlab | None,
+        rank_namespace: bytes,
+        shards: Sequence[Shard],
+        verify_checksum: bool,
+        keys: ChunkKeys | None = None,
+        packer: Packer | None = None,
+        device: Device | None = None,
+    ) -> None:
+        """As for the engines. ``plans``: by group. ``host``: the slots that chunks name; None: there are none."""
+        self.table = table
+        self.layout = layout
+        self.plans = plans
+        self.packer = packer or make_packer(tensors, pages_of(layout), device)
+        self.host = host
+        self.namespaces = [shard.digest for shard in shards] or [rank_namespace] * len(layout.groups)
+        """By group, what headers carry."""
+        self.verify_checksum = verify_checksum
+        self.keys = keys
+        """None: chunks are not authenticated."""
+        self.stretch = Stretch()
+        self.complaints = RateLog(table.clock)
+        self._keep_alive = tuple(tensors)  # as long as I/O may touch their memory
+
+    # -- what differs by tier ---------------------------------------------------------------------------------------
+
+    def room(self, chunk: Chunk, in_flight: InFlight) -> int | str:
+        """Return how many chunks like ``chunk`` may start now, as one batch; or in words why it shall not wait for
+        room. Pure and quick: called under the table's lock. A chunk that will be rejected is always admitted.
+        """
+        raise NotImplementedError
+
+    def find_slot(self, chunk: Chunk) -> None:
+        """Look up the host slot of a chunk that takes one. Raises LayoutError where there is none."""
+        raise NotImplementedError
+
+    def phases(self, chunk: Chunk) -> Sequence[Phase]:
+        """Return how chunks like this one travel."""
+        raise NotImplementedError
+
+    def status(self, waiting: Waiting) -> TierStatus:
+        """Return how the tier stands. Safe on any thread; it may be a moment old."""
+        raise NotImplementedError
+
+    def let_go(self, chunk: Chunk, error: str | None) -> None:
+        """Undo what was begun of a chunk and not ended. ``error``: None says that storage is not to blame."""
+
+    def close(self) -> None:
+        """Nothing is in flight: close what is open."""
+
+    # -- a batch as a whole -----------------------------------------------------------------------------------------
+
+    def begin(self, chunks: list[Chunk]) -> Batch:
+        """Start chunks of one job, group and kind. Does no I/O before the first step; no step raises for a chunk that
+        cannot be moved.
+        """
+        first = chunks[0]
+        batch = Batch(chunks, first.kind, self.plans[first.group], (_admit, *self.phases(first)), self.mover)
+        batch.steps = self.run(batch)
+        return batch
+
+    def run(self, batch: Batch) -> Steps:
+        """Do the phases of a batch from ``batch.phase`` on. What one raises becomes outcomes, when nothing of the batch
+        is under way any more.
+        """
+        while batch.alive and batch.phase < len(batch.phases):
+            fault: str | None = None
+            try:
+                yield from batch.phases[batch.phase](self, batch)
+                batch.phase, batch.submitted_s = batch.phase + 1, None
+                continue
+            except TierError as error:
+                words, cause = f"storage: {error.cause}", error.cause
+            except (MoverError, LayoutError) as error:
+                words = str(error)
+                fault = words if isinstance(error, MoverError) else None
+                cause = "layout" if fault is None else "io"
+                self.complaints.error(type(error).__name__, "A chunk could not be moved: %s", error)
+            except Exception as error:  # noqa: BLE001 - a bug, ours or a mover's, costs no more than its chunk
+                words, cause, fault = f"unexpected {type(error).__name__}", "unexpected", "the chunk crashed"
+                self.complaints.crashed(error)
+            yield from batch.ends()
+            if not self.tries_singly(batch):
+                self.abandon(batch, fault)
+                if batch.touches_blocks or batch.kind.writes:
+                    yield from self.wait_out_quarantine(batch)
+                for chunk in batch.alive:
+                    chunk.end(Outcome.FAILED, words, cause)
+        if batch.touches_blocks and not batch.kind.writes:
+            yield from self._clear_refused(batch)
+
+    def _clear_refused(self, batch: Batch) -> Steps:
+        """Zero the KV blocks into which a mover may have put what was not verified. vLLM computes them anew a few
+        tokens at a time, and attention may multiply what lies behind those by zero: a NaN there would spread.
+        """
+        refused = [chunk for chunk in batch.chunks if chunk.result is not None and chunk.result[0] is not Outcome.OK]
+        refused = [chunk for chunk in refused if chunk.state is ChunkState.SCATTER]  # others' are vLLM's again
+        if not refused:
+            return
+        ids = np.concatenate([chunk.block_ids for chunk in refused])
+        try:
+            yield from batch.passes([self.packer.clear(refused[0].group, ids, refused[0].job.fence)])
+        except Exception as error:  # noqa: BLE001 - a device that is out of order ends the model as well
+            self.complaints.crashed(error, "clear")
+
+    def tries_singly(self, batch: Batch) -> bool:
+        """After a failure: begin the phase again with each chunk alone, if there are several and nothing stands
+        against it. Late I/O does: it may touch any slot of the batch.
+        """
+        chunks = batch.alive
+        if len(chunks) < 2:
+            return False
+        if batch.is_quarantined:
+            batch.plan.goes_singly = True
+            return False
+        self.abandon(batch, None)
+        batch.split([[chunk] for chunk in chunks], self.run, again=True)
+        return True
+
+    def abandon(self, batch: Batch, error: str | None) -> None:
+        """``let_go`` of all chunks of a batch."""
+        for chunk in batch.chunks:
+            self.let_go(chunk, error)
+
+    def advance_or_end(self, batch: Batch, state: ChunkState) -> bool:
+        """Move the chunks of a batch on; end those that were given up. Whether any is left."""
+        chunks = batch.alive
+        going = self.table.advance(chunks, state)
+        for chunk, goes in zip(chunks, going, strict=True):
+            if not goes:
+                self.let_go(chunk, None)
+                chunk.end(Outcome.FAILED, "its blocks were given away meanwhile", "needed_back")
+        return any(going)
+
+    def wait_out_quarantine(self, batch: Batch) -> Iterator[None]:
+        """Wait until no I/O of a quarantined transfer can touch memory or location any more."""
+        if batch.is_quarantined:
+            release_s = self.table.clock() + QUARANTINE_S
+            while self.table.clock() < release_s:
+                yield
+
+    # -- headers, checksums and MACs: a chunk whose are not right is CORRUPT -----------------------------------------
+
+    def encode(self, batch: Batch, sums: Sequence[npt.NDArray[np.uint64]] | None) -> Pages:
+        """Return the header pages of chunks about to be stored. ``sums``: as for ``image.encode``."""
+        chunks = batch.alive
+        return image.encode(self.namespaces[chunks[0].group], batch.plan, chunks, sums)
+
+    def check(
+        self,
+        batch: Batch,
+        pages: Sequence[npt.NDArray[np.uint8]] | None = None,
+        check: Callable[[Sequence[npt.NDArray[np.uint8]], ExpectedRows], HeaderRows] = check_headers,
+    ) -> HeaderRows:
+        """Check identity and lengths, with any ``verify``, and that each wanted block was stored.
+
+        ``pages``: the headers of the live chunks; None: they are in host memory, in front of the chunks. ``check``:
+        another one for pages in the host slab, which other engines share.
+        """
+        chunks = batch.alive
+        if pages is None:
+            pages = [image.header_page(host_slot(chunk)) for chunk in chunks]
+        headers = check(pages, image.expected(self.namespaces[chunks[0].group], batch.plan, chunks))
+        for row, (chunk, first) in enumerate(zip(chunks, headers.first_valid_block, strict=True)):
+            chunk.row = row
+            if first > chunk.first_block and len(chunk.block_ids) and row not in headers.errors:
+                words = f"block {chunk.first_block} was asked for, the shard begins with {first}"
+                headers.errors[row] = FormatError(words, reason="blocks")
+        self._refuse(batch, headers)
+        return headers
+
+    def verify(self, batch: Batch, headers: HeaderRows, *, whole: bool = False) -> Steps:
+        """Compare the checksums of the live chunks in host memory, by the device where there is one: blocks that it
+        has summed are scattered from there (``Chunk.summed_rows``). ``whole``: of all blocks, not of wanted ones only.
+        """
+        chunks, plan = batch.alive, batch.plan
+        if not chunks:
+            return
+        firsts = [headers.first_valid_block[chunk.row] if whole else chunk.first_block for chunk in chunks]
+        payloads = [
+            image.valid_rows(host_slot(chunk), plan, first) if whole else image.rows(host_slot(chunk), plan, chunk)
+            for chunk, first in zip(chunks, firsts, strict=True)
+        ]
+        summed = yield from self.packer.bring(chunks[0].group, payloads)
+        yield from batch.passes([summed])
+        self.compare(batch, headers, firsts, summed.values())
+        for chunk, first, rows in zip(chunks, firsts, summed.rows(), strict=True):
+            if chunk.result is None:
+                chunk.summed_rows, chunk.summed_from = rows, first
+
+    def compare(
+        self, batch: Batch, headers: HeaderRows, first_blocks: Sequence[int], sums: Sequence[npt.NDArray[np.uint64]]
+    ) -> None:
+        """Compare checksums of the live chunks with their headers. ``first_blocks``: that of each one's sums."""
+        chunks = batch.alive
+        if chunks:
+            verify_rows(headers, [chunk.row for chunk in chunks], first_blocks, sums)
+            self._refuse(batch, headers)
+
+    def authenticate(self, batch: Batch, headers: HeaderRows) -> Steps:
+        """Where chunks are authenticated: compare the MACs of images that were read whole, before anything else
+        believes in them.
+        """
+        if self.keys is None:
+            return
+        read_bytes = 0
+        for chunk in batch.alive:
+            slot = host_slot(chunk)
+            rows = image.valid_rows(slot, batch.plan, headers.first_valid_block[chunk.row])
+            try:
+                self.keys.verify(image.header_page(slot), rows)
+            except FormatError as error:
+                headers.errors[chunk.row] = error
+            read_bytes += rows.nbytes
+            if read_bytes >= STEP_BYTES:
+                read_bytes = 0
+                yield
+        self._refuse(batch, headers)
+
+    def _refuse(self, batch: Batch, headers: HeaderRows) -> None:
+        for chunk in batch.alive if headers.errors else ():
+            error = headers.errors.get(chunk.row)
+            if error is not None:
+                words = f"corrupt: {error.reason}"
+                self.complaints.warning(words, "A stored chunk was refused and will be recomputed: %s", error)
+                chunk.end(Outcome.CORRUPT, words, error.reason)
+
+
+def _admit(paths: TierPaths, batch: Batch) -> Steps:
+    """End the chunks whose numbers do not fit, for memory is touched unchecked later."""
+    for chunk, fault in zip(batch.chunks, image.faults(batch.plan, batch.chunks), strict=True):
+        try:
+            if fault is not None:
+                raise LayoutError(fault)
+            paths.find_slot(chunk)
+        except LayoutError as error:
+            paths.complaints.error("LayoutError", "A chunk could not be moved: %s", error)
+            chunk.end(Outcome.FAILED, str(error), "layout")
+    paths.stretch.pause()
+    yield from ()
