@@ -2,47 +2,48 @@
 
 An engine that is to ask it gets ``HubStandIn.environment`` and a cache directory of its own. A forked engine comes from
 a process that has imported huggingface_hub, which reads its environment once; ``main`` of this module, which the
-environment names, makes it read again.
+environment names, makes it read again. With ``SECOND_SOURCE`` there, Llama loads the weights of another model after its
+own, as Ultravox does: those of ``text_model_id`` in its configuration.
 
-Threading: one thread accepts, each request has one of its own; what is published lies behind a lock. Ownership: leaving
-the ``with`` block ends all threads.
+Threading: one thread accepts, each request has one of its own. Leaving the ``with`` block ends all threads.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import json
+import os
 import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from tests.vllm.zygote import MAIN_MODULE
+
+SECOND_SOURCE = "NIXL_OFFLOAD_TEST_SECOND_SOURCE"
+"""Environment variable."""
 
 
 class HubStandIn:
     """The Hub. Its models are what ``publish`` was given last; older commits stay reachable by name."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._commits: dict[str, dict[str, dict[str, bytes]]] = {}
-        self._main: dict[str, str] = {}
+        self._revisions: dict[tuple[str, str], tuple[str, dict[str, bytes]]] = {}
+        """By model and revision: commit and files."""
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.daemon_threads = False  # closing waits for all of them
-        self._server.hub = self  # type: ignore[attr-defined]
+        self._server.revisions = self._revisions  # type: ignore[attr-defined]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="hub stand-in")
 
     def publish(self, model: str, directory: Path) -> str:
         """Make the files of ``directory`` a commit of ``model``, move ``main`` there, and return the commit's hash."""
         files = {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
         commit = _git_hash(*(name.encode() + data for name, data in files.items()))
-        with self._lock:
-            self._commits.setdefault(model, {})[commit] = files
-            self._main[model] = commit
+        self._revisions[model, commit] = self._revisions[model, "main"] = commit, files
         return commit
 
     def environment(self, cache: Path, *, offline: bool = False) -> dict[str, str]:
@@ -57,20 +58,11 @@ class HubStandIn:
             MAIN_MODULE: __name__,
         }
 
-    def find(self, model: str, revision: str) -> tuple[str, Mapping[str, bytes]] | None:
-        """Return commit and files of a revision: ``main`` or a commit's hash; None if there is none."""
-        with self._lock:
-            commit = self._main.get(model, "") if revision == "main" else revision
-            files = self._commits.get(model, {}).get(commit)
-        return None if files is None else (commit, files)
-
     def __enter__(self) -> HubStandIn:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -81,33 +73,30 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
-        hub: HubStandIn = self.server.hub  # type: ignore[attr-defined]
-        match parts:
-            case ["api", "models", org, name]:
-                self._tell(hub.find(f"{org}/{name}", "main"), _model_info, f"{org}/{name}")
-            case ["api", "models", org, name, "revision", revision]:
-                self._tell(hub.find(f"{org}/{name}", revision), _model_info, f"{org}/{name}")
-            case ["api", "models", org, name, "tree", revision]:
-                self._tell(hub.find(f"{org}/{name}", revision), _tree, f"{org}/{name}")
-            case [org, name, "resolve", revision, file]:
-                self._give(hub.find(f"{org}/{name}", revision), file)
-            case _:
-                self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+        is_api = parts[:2] == ["api", "models"]
+        org, name, *rest = (*parts[2:], "", "") if is_api else (*parts, "", "")
+        verb, revision, *file = rest if rest[0] else ("revision", "main")
+        found = self.server.revisions.get((f"{org}/{name}", revision))  # type: ignore[attr-defined]
+        if found is None:
+            self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            return
+        commit, files = found
+        if is_api and verb == "revision":
+            siblings = [{"rfilename": each} for each in files]
+            self._tell({"id": f"{org}/{name}", "modelId": f"{org}/{name}", "sha": commit, "siblings": siblings})
+        elif is_api and verb == "tree":
+            of_file = {each: {"size": len(data), "oid": _git_hash(data)} for each, data in files.items()}
+            self._tell([{"type": "file", "path": each, **facts} for each, facts in of_file.items()])
+        elif verb == "resolve" and file[0] in files:
+            data = files[file[0]]
+            self._answer(200, data, {"ETag": f'"{_git_hash(data)}"', "X-Repo-Commit": commit})
+        else:
+            self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
 
     do_HEAD = do_GET  # noqa: N815 - http.server's name
 
-    def _tell(self, found: tuple[str, Mapping[str, bytes]] | None, say: Any, model: str) -> None:
-        if found is None:
-            self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        else:
-            self._answer(200, json.dumps(say(model, *found)).encode(), {"Content-Type": "application/json"})
-
-    def _give(self, found: tuple[str, Mapping[str, bytes]] | None, file: str) -> None:
-        if found is None or file not in found[1]:
-            self._answer(404, b"", {"X-Error-Code": "EntryNotFound" if found else "RevisionNotFound"})
-        else:
-            data = found[1][file]
-            self._answer(200, data, {"ETag": f'"{_git_hash(data)}"', "X-Repo-Commit": found[0]})
+    def _tell(self, value: object) -> None:
+        self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         self.send_response(status)
@@ -125,16 +114,25 @@ def _git_hash(*pieces: bytes) -> str:
     return hashlib.sha1(b"\0".join(pieces), usedforsecurity=False).hexdigest()
 
 
-def _model_info(model: str, commit: str, files: Mapping[str, bytes]) -> dict[str, Any]:
-    return {"id": model, "modelId": model, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
-
-
-def _tree(model: str, commit: str, files: Mapping[str, bytes]) -> list[dict[str, Any]]:
-    return [{"type": "file", "path": name, "size": len(data), "oid": _git_hash(data)} for name, data in files.items()]
-
-
 def main() -> int:
     """What a forked engine runs in the stand-in's environment."""
     importlib.reload(importlib.import_module("huggingface_hub.constants"))
+    if SECOND_SOURCE in os.environ:
+        _load_a_second_source()
     code: int = importlib.import_module("examples.demo.engine_process").main()
     return code
+
+
+def _load_a_second_source() -> None:
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    make: Any = LlamaForCausalLM.__init__
+
+    @functools.wraps(make)  # vLLM looks at its parameters
+    def made(self: Any, *, vllm_config: Any, **more: Any) -> None:
+        make(self, vllm_config=vllm_config, **more)
+        name = vllm_config.model_config.hf_config.text_model_id
+        self.secondary_weights = [DefaultModelLoader.Source(model_or_path=name, revision=None)]
+
+    LlamaForCausalLM.__init__ = made

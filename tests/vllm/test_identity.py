@@ -4,9 +4,11 @@ what cannot does not.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+import vllm.envs
 from huggingface_hub._revision import ResolvedRevision
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from vllm.config import ParallelConfig, VllmConfig
@@ -34,7 +37,9 @@ from examples.demo.model import TINY, write_model
 from nixl_offload.chunk.shards import ShardPlan, make_plan
 from nixl_offload.config import Config
 from nixl_offload.errors import NamespaceError
+from nixl_offload.identity.excused import ALSO_COUNTED, EXCUSED, EXCUSED_ENVIRONMENT, EXCUSED_WITH_SHARDS
 from nixl_offload.identity.namespace import Namespace, ShardedFields
+from nixl_offload.identity.settings import collect
 from nixl_offload.identity.weights import digest_files
 from nixl_offload.vllm.identity import (
     build_namespace,
@@ -84,7 +89,11 @@ def config(*tiers: dict[str, Any], **fields: Any) -> Config:
 
 
 def namespace(
-    vllm_config: VllmConfig, *, ranks: Sequence[RankGeometry] | None = None, weights: str = "w", **fields: Any
+    vllm_config: VllmConfig,
+    *,
+    ranks: Sequence[RankGeometry] | None = None,
+    weights: Mapping[str, str] | None = None,
+    **fields: Any,
 ) -> Namespace:
     """Return the namespace of an engine of one rank with this configuration."""
     return build_namespace(
@@ -92,7 +101,7 @@ def namespace(
         manager_rig.offloading_config(),
         config(**fields),
         manager_rig.ranks() if ranks is None else ranks,
-        {"model_config": weights},
+        weights or {"model_config": "w"},
     )
 
 
@@ -101,71 +110,57 @@ def base(build: Build) -> Namespace:
     return namespace(build())
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"max_model_len": 1024},  # chooses the factors of LongRoPE
-        {"quantization_config": {"linear": {"weight": "fp8_per_tensor_static"}}},
-        {"model_impl": "transformers"},
-        {"code_revision": "abc"},
-        {"dtype": "bfloat16"},
-        {"block_size": 32},
-        {"kv_cache_dtype": "fp8"},
-        {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["2"]},
-        {"enable_prefix_caching": False},
-        {"generation_config": "vllm"},  # Llama 4 takes the temperature of its attention from there
-        {"override_generation_config": {"attn_temperature_tuning": False}},
-        {"tokenizer_mode": "slow"},
-        {"hf_overrides": {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}},
-        {"load_format": "dummy"},
-        {"enable_lora": True},
-        {"disable_sliding_window": True},
-        {"additional_config": {"x": 1}},
-    ],
-    ids="-".join,
-)
+COUNTS: list[dict[str, Any]] = [
+    {"max_model_len": 1024},  # chooses the factors of LongRoPE
+    {"quantization_config": {"linear": {"weight": "fp8_per_tensor_static"}}},
+    {"model_impl": "transformers"},
+    {"code_revision": "abc"},
+    {"dtype": "bfloat16"},
+    {"block_size": 32},
+    {"kv_cache_dtype": "fp8"},
+    {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["2"]},
+    {"enable_prefix_caching": False},
+    {"generation_config": "vllm"},  # Llama 4 takes the temperature of its attention from there
+    {"override_generation_config": {"attn_temperature_tuning": False}},
+    {"tokenizer_mode": "slow"},
+    {"hf_overrides": {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}},
+    {"load_format": "dummy"},
+    {"enable_lora": True},
+    {"disable_sliding_window": True},
+    {"additional_config": {"x": 1}},
+]
+DOES_NOT: list[dict[str, Any]] = [
+    {"max_num_seqs": 3},
+    {"max_num_batched_tokens": 8192},
+    {"enforce_eager": True},
+    {"gpu_memory_utilization": 0.5},
+    {"served_model_name": "another"},
+    {"seed": 7},
+    {"disable_log_stats": True},
+    {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096},
+    {"max_logprobs": 3},
+    {"num_gpu_blocks_override": 77},
+    {"shutdown_timeout": 30},
+    {"scheduling_policy": "priority"},
+    {"download_dir": "/elsewhere"},
+]
+
+
+@pytest.mark.parametrize("arguments", COUNTS + DOES_NOT, ids="-".join)
 def test_what_may_change_a_byte_parts_two_servers(build: Build, base: Namespace, arguments: dict[str, Any]) -> None:
-    assert namespace(build(**arguments)).digest != base.digest
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"max_num_seqs": 3},
-        {"max_num_batched_tokens": 8192},
-        {"enforce_eager": True},
-        {"gpu_memory_utilization": 0.5},
-        {"served_model_name": "another"},
-        {"seed": 7},
-        {"disable_log_stats": True},
-        {"enable_chunked_prefill": False, "max_num_batched_tokens": 4096},
-        {"max_logprobs": 3},
-        {"num_gpu_blocks_override": 77},
-        {"shutdown_timeout": 30},
-        {"scheduling_policy": "priority"},
-        {"download_dir": "/elsewhere"},
-    ],
-    ids="-".join,
-)
-def test_what_cannot_does_not(build: Build, base: Namespace, arguments: dict[str, Any]) -> None:
+    """What cannot does not."""
     other = namespace(build(**arguments))
-    assert other.fields == base.fields
-    assert other.digest == base.digest
+    assert (other.digest != base.digest) is (arguments in COUNTS)
+    assert (other.fields != base.fields) is (arguments in COUNTS)
 
 
 @pytest.mark.parametrize("name", ["cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size"])
 def test_which_tokens_lie_on_which_rank(build: Build, base: Namespace, name: str) -> None:
-    """With context parallelism: the same sizes, other tokens."""
-    other = build()
-    other.parallel_config = replace_parallel(other.parallel_config, **{name: 16})
+    """With context parallelism: the same sizes, other tokens. Past the checks that want devices for it."""
+    other, copy = build(), object.__new__(ParallelConfig)
+    copy.__dict__.update(other.parallel_config.__dict__, **{name: 16})
+    other.parallel_config = copy
     assert namespace(other).digest != base.digest
-
-
-def replace_parallel(parallel: ParallelConfig, **fields: Any) -> ParallelConfig:
-    """Return a copy with other fields, past the checks that want devices for them."""
-    copy = object.__new__(ParallelConfig)
-    copy.__dict__.update(parallel.__dict__, **fields)
-    return copy
 
 
 @pytest.mark.parametrize(
@@ -190,7 +185,7 @@ def test_the_name_counts_beside_the_weights(build: Build, base: Namespace, model
     elsewhere.symlink_to(models / "base")
     moved = EngineArgs(model=str(elsewhere), dtype="float32", skip_tokenizer_init=True, max_model_len=512)
     assert namespace(moved.create_engine_config()).digest == base.digest
-    assert namespace(build(), weights="others").digest != base.digest
+    assert namespace(build(), weights={"model_config": "others"}).digest != base.digest
 
 
 def test_what_ranks_have_allocated_counts(build: Build, base: Namespace) -> None:
@@ -216,17 +211,15 @@ def test_environment(
     assert (namespace(vllm_config).digest != base.digest) is counts
 
 
-def test_a_version_of_transformers_counts(build: Build, base: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds image processors and rope functions."""
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "99.0")
-    assert namespace(build()).digest != base.digest
-
-
 def test_plugins_count_with_their_versions(
     build: Build, base: Namespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whatever they are called; a folder without METADATA, which is enough for vLLM, ends nothing."""
-    found = {base.digest}
+    """Whatever they are called; a folder without METADATA, which is enough for vLLM, ends nothing. So does the version
+    of transformers, which holds image processors and rope functions.
+    """
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.metadata.version", lambda name: "99.0")
+        found = {base.digest, namespace(build()).digest}
     for version in (None, "1.0", "2.0"):
         info = tmp_path / str(version) / f"vllm_fancy-{version}.dist-info"
         info.mkdir(parents=True)
@@ -237,7 +230,7 @@ def test_plugins_count_with_their_versions(
             vllm_config = build()
             patch.syspath_prepend(str(info.parent))
             found.add(namespace(vllm_config).digest)
-    assert len(found) == 4
+    assert len(found) == 5
 
 
 def test_a_tokenizer_of_its_own_counts_by_its_files(build: Build, base: Namespace, models: Path) -> None:
@@ -284,23 +277,18 @@ def test_a_streamed_model_is_known_by_its_address() -> None:
 
 
 def test_a_draft_model_counts_with_its_weights(build: Build, models: Path) -> None:
-    """Its layers' KV is stored, too."""
+    """Its layers' KV is stored, too. Its parallel size is the model's, or chunks are not cut (``rank_shards``)."""
     write_model(models / "draft", TINY)
-    vllm_config = build(
-        speculative_config={"method": "draft_model", "model": str(models / "draft"), "num_speculative_tokens": 2}
-    )
-    assert set(models_of(vllm_config)) == {"model_config", "speculative_config.draft_model_config"}
-    digests = {
-        build_namespace(
-            vllm_config,
-            manager_rig.offloading_config(),
-            config(),
-            manager_rig.ranks(),
-            {"model_config": "w", "speculative_config.draft_model_config": draft},
-        ).digest
-        for draft in "ab"
-    }
-    assert len(digests) == 2
+    draft = {"method": "draft_model", "model": str(models / "draft"), "num_speculative_tokens": 2}
+    made = [
+        build(tensor_parallel_size=tp, distributed_executor_backend="mp", speculative_config=dict(draft))
+        for tp in (1, 2)
+    ]
+    path = "speculative_config.draft_model_config"
+    assert set(models_of(made[0])) == {"model_config", path}
+    assert len({namespace(made[0], weights={"model_config": "w", path: each}).digest for each in "ab"}) == 2
+    assert [each.speculative_config.draft_tensor_parallel_size for each in made] == [1, 2]
+    assert len({namespace(each, ranks=cut_ranks(tp)).digest for tp, each in enumerate(made, 1)}) == 1
 
 
 def loaded(vllm_config: VllmConfig, *sources: str, weights: str | None = "ab") -> str | None:
@@ -336,9 +324,8 @@ def test_loaded_weights_count_where_no_file_tells_which_they_are(build: Build, m
 def test_another_source_counts_by_its_files(build: Build, models: Path) -> None:
     """As a draft does; and by its name alone where it is on the Hub."""
     (rank,) = manager_rig.ranks()
-    offloading = manager_rig.offloading_config()
     found = {
-        build_namespace(build(), offloading, config(), [replace(rank, sources=source)], {"sources.0": digest}).digest
+        namespace(build(), ranks=[replace(rank, sources=source)], weights={"sources.0": digest}).digest
         for digest, source in (
             ("a", ("org/x",)),
             ("a", ("org/y",)),
@@ -353,36 +340,42 @@ def test_another_source_counts_by_its_files(build: Build, models: Path) -> None:
 # When to stay off
 
 
+SERVES = {"serve_without_prefix_caching": True}
+COUNTED = {"model": "vision", "enable_prefix_caching": False, "mm_processor_cache_gb": 0}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "fields", "words"),
+    ("arguments", "tier", "fields", "seed", "words"),
     [
-        ({}, {}, None),
-        ({"enable_prefix_caching": False}, {}, "prefix caching is off"),
-        ({"enable_prefix_caching": False}, {"serve_without_prefix_caching": True}, None),
-        ({"prefix_caching_hash_algo": "xxhash"}, {}, "PYTHONHASHSEED"),
-        ({"prefix_caching_hash_algo": "sha256_cbor"}, {}, None),
+        ({}, "slab", {}, None, None),
+        ({"enable_prefix_caching": False}, "slab", {}, None, "prefix caching is off"),
+        ({"enable_prefix_caching": False}, "slab", SERVES, None, None),
+        ({"prefix_caching_hash_algo": "xxhash"}, "slab", {}, None, "PYTHONHASHSEED"),
+        ({"prefix_caching_hash_algo": "xxhash"}, "slab", {}, "0", None),
+        ({"prefix_caching_hash_algo": "xxhash"}, "memory", {}, None, None),
+        ({"prefix_caching_hash_algo": "sha256_cbor"}, "slab", {}, None, None),
+        # A request's own arguments turn the counter into a digest of it, which looks like that of an image.
+        (COUNTED, "memory", SERVES, None, "counter"),
+        ({**COUNTED, "enable_prefix_caching": None}, "memory", SERVES, None, None),
+        ({**COUNTED, "mm_processor_cache_gb": 4}, "memory", SERVES, None, None),
     ],
 )
 def test_reasons_to_stay_off(
     build: Build,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     arguments: dict[str, Any],
+    tier: str,
     fields: dict[str, Any],
+    seed: str | None,
     words: str | None,
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    reason = reason_to_stay_off(build(**arguments), config(manager_rig.slab_tier(tmp_path), **fields))
+    made = build(**arguments)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    tiers = {"slab": manager_rig.slab_tier(Path("/nowhere")), "memory": manager_rig.memory_tier()}
+    reason = reason_to_stay_off(made, config(tiers[tier], **fields))
     assert (reason is None) if words is None else (reason is not None and words in reason)
-
-
-def test_hashes_of_one_process_are_good_enough_for_memory(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a seed makes them good for all."""
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    seedless = build(prefix_caching_hash_algo="xxhash")
-    assert reason_to_stay_off(seedless, config(manager_rig.memory_tier())) is None
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert reason_to_stay_off(seedless, config(manager_rig.slab_tier(Path("/nowhere")))) is None
 
 
 # Requests
@@ -411,15 +404,6 @@ def test_only_digests_of_content_are_lasting_names() -> None:
     assert not has_lasting_keys(request("my-cat", mm_hash="a" * 64)), "the identifier is what block hashes hold"
     for name in ("renderer0-mm-0-image-0", "my-cat", "", "a" * 63, "A" * 64, f"{'a' * 64}\n"):
         assert not has_lasting_keys(request("a" * 64, name)), name
-
-
-def test_an_engine_stays_off_where_vllm_counts_images(build: Build) -> None:
-    """A request's own arguments turn the counter into a digest of it, which looks like that of an image."""
-    counted = build("vision", enable_prefix_caching=False, mm_processor_cache_gb=0)
-    served = config(manager_rig.memory_tier(), serve_without_prefix_caching=True)
-    assert "counter" in str(reason_to_stay_off(counted, served))
-    assert reason_to_stay_off(build("vision", mm_processor_cache_gb=0), served) is None
-    assert reason_to_stay_off(build("vision", enable_prefix_caching=False), served) is None
 
 
 # What a rank has allocated
@@ -467,6 +451,7 @@ def test_the_digest_of_a_rank_is_of_its_layers() -> None:
         digest(layers=scaled),
     ]
     assert len(set(found)) == len(found)
+    assert digest(blocks=3) == digest(blocks=16) == found[0], "how many blocks there are, and where they lie"
 
 
 def test_remote_code_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,11 +469,6 @@ def test_remote_code_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             get_class_from_dynamic_module(f"{code.parent}--layers.Layer", "org/model")
             found.append(digest())
     assert len(set(found)) == 3
-
-
-def test_how_many_blocks_there_are_is_not_in_the_digest() -> None:
-    """Nor where they lie: another share of the memory, another GPU of the kind."""
-    assert digest(blocks=3) == digest(blocks=BLOCKS) == digest(blocks=16)
 
 
 def cut_ranks(tp: int, *, digests: Sequence[str] = (), shards: int = 4) -> list[RankGeometry]:
@@ -526,18 +506,6 @@ def test_replicas_of_a_machine_have_one_copy(build: Build, machines: str, togeth
     assert with_loaded_weights(found, "others").slot_replicas == found.slot_replicas
 
 
-def test_the_size_of_a_draft_model_is_no_part_of_it_either(build: Build, models: Path) -> None:
-    """It has the model's, or chunks are not cut: ``rank_shards`` sees to that."""
-    write_model(models / "draft", TINY)
-    draft = {"method": "draft_model", "model": str(models / "draft"), "num_speculative_tokens": 2}
-    made = [
-        build(tensor_parallel_size=tp, distributed_executor_backend="mp", speculative_config=dict(draft))
-        for tp in (1, 2)
-    ]
-    assert [each.speculative_config.draft_tensor_parallel_size for each in made] == [1, 2]
-    assert len({namespace(each, ranks=cut_ranks(tp)).digest for tp, each in enumerate(made, 1)}) == 1
-
-
 @pytest.mark.parametrize(
     "arguments",
     [{"load_format": "dummy"}, {"quantization": "fp8_per_tensor", "dtype": "bfloat16"}],
@@ -560,3 +528,72 @@ def test_ranks_that_know_other_layers_share_with_their_like_alone(build: Build) 
     for odd in (replace(ranks[1], shards=None), replace(ranks[1], slot_bytes=(4096,) * 2), cut_ranks(2, shards=2)[1]):
         with pytest.raises(NamespaceError, match="do not agree"):
             namespace(made, ranks=[ranks[0], odd])
+
+
+# What is excused is there in vLLM
+
+
+def _nested(annotation: Any) -> Iterator[type]:
+    """Yield vLLM's configuration classes that an annotation names. Other classes count, whatever they hold."""
+    if dataclasses.is_dataclass(annotation) and getattr(annotation, "__module__", "").startswith("vllm.config."):
+        assert isinstance(annotation, type)
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from _nested(part)
+
+
+def _classes() -> dict[str, set[str]]:
+    """Return the fields of vLLM's configuration classes, as far as these are not excused as a whole."""
+    found: dict[str, set[str]] = {}
+    waiting: list[type] = [VllmConfig]
+    while waiting:
+        kind = waiting.pop()
+        if kind.__name__ in found:
+            continue
+        hints = typing.get_type_hints(kind)
+        names = found[kind.__name__] = {field.name for field in dataclasses.fields(kind)}
+        for name in names - set(EXCUSED.get(kind.__name__, {})):
+            waiting += _nested(hints[name])
+    return found
+
+
+def test_no_list_names_a_field_that_there_is_not() -> None:
+    """A misspelt excuse excuses nothing, and one for a field that is gone may one day excuse another of that name."""
+    classes = _classes()
+    assert set(EXCUSED) - {"PretrainedConfig"} <= set(classes)
+    for kind, excuses in EXCUSED.items():
+        assert set(excuses) <= classes.get(kind, set(excuses)), kind
+
+
+def test_shards_excuse_only_what_counts_without_them() -> None:
+    for path in EXCUSED_WITH_SHARDS:
+        *above, name = path.split(".")
+        if above == ["environment"]:
+            assert name in set(vllm.envs.environment_variables) - set(EXCUSED_ENVIRONMENT)
+        elif "hf_config" not in above:  # which has what the model's author wrote
+            kind: type = VllmConfig
+            for field in above:
+                (kind,) = _nested(typing.get_type_hints(kind)[field])
+            assert name in {field.name for field in dataclasses.fields(kind)} - set(EXCUSED.get(kind.__name__, {}))
+
+
+def test_every_variable_of_the_lists_is_read_by_somebody() -> None:
+    """A misspelt variable excuses, or counts, nothing."""
+    known = set(vllm.envs.environment_variables)
+    assert set(EXCUSED_ENVIRONMENT) <= known
+    assert not known & set(ALSO_COUNTED)
+    missing = set(ALSO_COUNTED) - {"NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"}  # by cuBLAS and torch
+    for content in (file.read_text() for file in Path(vllm.__file__).parent.rglob("*.py")):
+        missing -= {name for name in missing if f'"{name}"' in content}
+    assert not missing
+
+
+def test_a_field_that_nobody_has_looked_at_counts() -> None:
+    """What a new vLLM adds to a class of which some fields are excused."""
+
+    @dataclasses.dataclass
+    class SchedulerConfig:
+        max_num_seqs: int = 8
+        rope_of_the_future: str = "short"
+
+    assert collect(SchedulerConfig(), EXCUSED).values == {"rope_of_the_future": "short"}

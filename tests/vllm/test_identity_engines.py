@@ -1,6 +1,6 @@
-"""Proves over running vLLMs that two configurations which compute different KV never answer from each other's bytes,
-and that equal ones do. In every test the second engine would hit all of the first's chunks if they agreed on a
-namespace, and its logprobs would not be those of an engine without a cache.
+"""Two running vLLMs whose configurations compute different KV never answer from each other's bytes; equal ones do. In
+every test the second engine would hit all of the first's chunks if they agreed on a namespace, and its logprobs would
+not be those of an engine without a cache.
 
 Prompts are cut as in ``damage``: one prefill step is one chunk, so answers are compared bit by bit.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,50 +21,41 @@ from examples.demo.model import TINY, write_model
 from tests.families.checkpoints import CPU_MLA, IMAGE_TOKENS, write_long_rope, write_mla, write_vision
 from tests.vllm import vision
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, RECOVERY_DEADLINE_S, Prompt, chunk_prompts, hits, said
-from tests.vllm.harness import (
-    Answer,
-    Engine,
-    Workshop,
-    assert_same,
-    file_tier,
-)
-from tests.vllm.hub_stand_in import HubStandIn
+from tests.vllm.harness import Answer, Engine, Workshop, assert_same
+from tests.vllm.hub_stand_in import SECOND_SOURCE, HubStandIn
 from tests.vllm.media import Medium, tree
-from tests.vllm.zygote import MAIN_MODULE
 
 PROMPTS = chunk_prompts(2, seed=501)
 
-Config = Mapping[str, Any]
-
 
 class Engines:
-    """Starts engines with the options of this module."""
+    """Starts engines with the options of this module; ``options`` as in ``Workshop.start_engine``."""
 
     def __init__(self, workshop: Workshop) -> None:
         self.scratch = workshop.scratch
         self._workshop = workshop
 
-    def start(self, connector: Config | None = None, **options: Any) -> Engine:
-        """Start an engine; ``options`` as in ``Workshop.start_engine``."""
-        return self._workshop.start_engine(connector=connector, **{**ENGINE_OPTIONS, **options})
+    def start(self, medium: Medium | None = None, **options: Any) -> Engine:
+        connector = None if medium is None else medium.config()
+        return self._workshop.start_engine(**{"connector": connector, **ENGINE_OPTIONS, **options})
 
-    def answers(self, connector: Config | None = None, **options: Any) -> list[Answer]:
+    def answers(self, medium: Medium | None = None, **options: Any) -> list[Answer]:
         """Return what a new engine answers to ``PROMPTS``. It is stopped when all is stored."""
-        with self.start(connector, **options) as engine:
+        with self.start(medium, **options) as engine:
             answers = engine.generate(PROMPTS)
             assert engine.settle()
             engine.stop()
         return answers
 
-    def assert_shares(self, right: list[Answer], connector: Config, **options: Any) -> None:
+    def assert_shares(self, right: list[Answer], medium: Medium, **options: Any) -> None:
         """Assert that a new engine takes every full chunk from the tier and answers ``right``."""
-        with self.start(connector, **options) as engine:
+        with self.start(medium, **options) as engine:
             assert_loads(engine, right)
             engine.stop()
 
-    def assert_shares_nothing(self, right: list[Answer], connector: Config, **options: Any) -> None:
+    def assert_shares_nothing(self, right: list[Answer], medium: Medium, **options: Any) -> None:
         """Assert that a new engine takes nothing from the tier and answers ``right``."""
-        answers = self.answers(connector, **options)
+        answers = self.answers(medium, **options)
         assert hits(answers) == 0
         assert_same(answers, right)
 
@@ -84,7 +75,6 @@ def assert_loads(engine: Engine, right: list[Answer], prompts: list[Prompt] = PR
 
 @pytest.fixture(scope="module")
 def engines(workshop: Workshop) -> Engines:
-    """Starts engines."""
     return Engines(workshop)
 
 
@@ -95,40 +85,18 @@ def shared(workshop: Workshop, request: pytest.FixtureRequest) -> Medium:
 
 
 def test_long_rope(engines: Engines, shared: Medium) -> None:
-    """LongRoPE takes other factors when ``max_model_len`` exceeds the length that the model was trained for.
-
-    First a restart on a slab, then two servers on a tree, then a restart with the old length.
-    """
+    """LongRoPE takes other factors when ``max_model_len`` exceeds the length that the model was trained for."""
     model = write_long_rope(engines.scratch / "long-rope", original_tokens=2048)
     long: dict[str, Any] = {"model": model, "max_model_len": 4096}
     short: dict[str, Any] = {"model": model, "max_model_len": 2048}
-    right = engines.answers(**short)
-    slab = file_tier(engines.scratch / "kv-long-rope")
-    stored = engines.answers(slab, **long)
-    engines.assert_shares_nothing(right, slab, **short)
-    with engines.start(shared.config(), **long) as server:
-        assert_same(server.generate(PROMPTS), stored)
-        assert server.settle()
-        engines.assert_shares_nothing(right, shared.config(), **short)
-    engines.assert_shares(stored, slab, **long)
+    stored = engines.answers(shared, **long)
+    engines.assert_shares_nothing(engines.answers(**short), shared, **short)
+    engines.assert_shares(stored, shared, **long)
 
 
 @pytest.fixture(scope="module")
 def base(engines: Engines) -> Path:
-    """A checkpoint whose answers ``stored`` holds."""
     return write_model(engines.scratch / "first" / "model", TINY)
-
-
-@pytest.fixture(scope="module")
-def common(engines: Engines) -> Medium:
-    """A directory in which an engine with ``base`` has stored."""
-    return tree(engines.scratch / "kv-weights")
-
-
-@pytest.fixture(scope="module")
-def stored(engines: Engines, base: Path, common: Medium) -> list[Answer]:
-    """What that engine answered."""
-    return engines.answers(common.config(), model=base)
 
 
 def _change(checkpoint: Path, tensor: str, row: int | slice) -> None:
@@ -146,44 +114,38 @@ def _change(checkpoint: Path, tensor: str, row: int | slice) -> None:
         same.write(data)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "row"),
-    [("model.layers.2.self_attn.k_proj.weight", slice(None)), ("model.embed_tokens.weight", PROMPTS[0][0])],
-    ids=["one-tensor", "one-row"],
-)
-def test_one_changed_tensor(
-    tensor: str, row: int | slice, engines: Engines, base: Path, common: Medium, stored: list[Answer]
-) -> None:
+def test_one_changed_tensor(engines: Engines, base: Path, shared: Medium) -> None:
     """A copy of the checkpoint in another place shares; changed in one tensor, under the same name, it does not."""
-    copy = engines.scratch / f"second-{tensor}" / base.name
+    stored = engines.answers(shared, model=base)
+    copy = engines.scratch / "second" / base.name
     shutil.copytree(base, copy)
-    engines.assert_shares(stored, common.config(), model=copy)
-    _change(copy, tensor, row)
-    right = engines.answers(model=copy)
-    assert right != stored
-    engines.assert_shares_nothing(right, common.config(), model=copy)
-
-
-def _assert_stays_off(engine: Engine, medium: Medium, right: list[Answer]) -> None:
-    """Assert that the engine stores nothing, loads nothing, and says so once."""
-    for _ in range(2):
-        answers = engine.generate(PROMPTS)
-        assert hits(answers) == 0
-        assert_same(answers, right)
-        assert engine.settle()
-    assert engine.stored_bytes() == 0
-    assert not medium.shards()
-    engine.stop()
-    lines = [line for line in engine.log.read_text().splitlines() if "serve_without_prefix_caching" in line]
-    assert len(lines) == 1, "it says once that it is off, and what overrules that"
+    engines.assert_shares(stored, shared, model=copy)
+    for tensor, row in (
+        ("model.embed_tokens.weight", PROMPTS[0][0]),
+        ("model.layers.2.self_attn.k_proj.weight", slice(None)),
+    ):
+        _change(copy, tensor, row)
+        right = engines.answers(model=copy)
+        assert right != stored
+        engines.assert_shares_nothing(right, shared, model=copy)
 
 
 def test_mla_on_a_cpu(engines: Engines, shared: Medium) -> None:
-    """Here vLLM turns prefix caching off, for its prefill ignores cached context: every hit is answered wrongly."""
-    model = write_mla(engines.scratch / "mla")
-    right = engines.answers(model=model, **CPU_MLA)
-    with engines.start(shared.config(), model=model, **CPU_MLA) as engine:
-        _assert_stays_off(engine, shared, right)
+    """Here vLLM turns prefix caching off, for its prefill ignores cached context: every hit is answered wrongly. So
+    nothing is stored or loaded, and one line says so.
+    """
+    options = {"model": write_mla(engines.scratch / "mla"), **CPU_MLA}
+    right = engines.answers(**options)
+    with engines.start(shared, **options) as engine:
+        for _ in range(2):
+            answers = engine.generate(PROMPTS)
+            assert hits(answers) == 0
+            assert_same(answers, right)
+            assert engine.settle()
+        assert engine.stored_bytes() == 0
+        assert not shared.shards()
+        engine.stop()
+        assert engine.log.read_text().count("serve_without_prefix_caching") == 1
 
 
 RED, BLUE = "red", "blue"
@@ -201,73 +163,44 @@ def _look(engine: Engine, colour: str, **more: Any) -> list[Answer]:
     return answers
 
 
-class Sights:
-    """A model that sees, and what an engine without a connector answers about images."""
-
-    def __init__(self, engines: Engines) -> None:
-        self.model = write_vision(engines.scratch / "vision")
-        with engines.start(model=self.model, **SEEING) as engine:
-            self.right = {colour: _look(engine, colour) for colour in (RED, BLUE)}
-        assert self.right[RED] != self.right[BLUE]
-
-
-@pytest.fixture(scope="module")
-def sights(engines: Engines) -> Sights:
-    """A model that sees."""
-    return Sights(engines)
-
-
-def test_images(engines: Engines, sights: Sights, shared: Medium) -> None:
+def test_images(engines: Engines, shared: Medium) -> None:
     """An image is known by its content: by another engine, too, but not where the model is shown it differently.
 
     Requests whose images have a user's uuid for a name neither store nor load: it may name anything.
     """
-    options: dict[str, Any] = {"model": sights.model, **SEEING}
+    options: dict[str, Any] = {"model": write_vision(engines.scratch / "vision"), **SEEING}
+    with engines.start(**options) as engine:
+        red, blue = (_look(engine, colour) for colour in (RED, BLUE))
+    assert red != blue
     named = {"multi_modal_uuids": {"image": ["mine"]}}
-    with engines.start(shared.config(), **options) as engine:
+    with engines.start(shared, **options) as engine:
         assert hits(_look(engine, RED)) == 0
         before = shared.shards()
         assert hits(_look(engine, RED, **named)) == 0
         assert before
         assert shared.shards() == before
         engine.stop()
-    with engines.start(shared.config(), **options) as engine:
+    with engines.start(shared, **options) as engine:
         for more in (named, {}):
-            blue = _look(engine, BLUE, **more)
-            assert hits(blue) == 0
-            assert_same(blue, sights.right[BLUE])
+            answers = _look(engine, BLUE, **more)
+            assert hits(answers) == 0
+            assert_same(answers, blue)
         engine.call("show", colour=RED)
-        assert_loads(engine, sights.right[RED], TEXT)
+        assert_loads(engine, red, TEXT)
         engine.stop()
 
     options["mm_processor_kwargs"] = {"do_normalize": False}
     with engines.start(**options) as engine:
         right = _look(engine, RED)
-    with engines.start(shared.config(), **options) as engine:
+    with engines.start(shared, **options) as engine:
         answers = _look(engine, RED)
         assert hits(answers) == 0
         assert_same(answers, right)
         engine.stop()
 
 
-def test_an_engine_that_counts_images_stores_nothing(engines: Engines, sights: Sights, shared: Medium) -> None:
-    """Without prefix caching and processor cache vLLM names the first image of each process alike, and with options
-    of its own in the request by a digest of that.
-    """
-    config = shared.config(serve_without_prefix_caching=True)
-    options = {"model": sights.model, "enable_prefix_caching": False, "mm_processor_cache_gb": 0, **SEEING}
-    with engines.start(config, **options) as engine:
-        for colour in (RED, BLUE):
-            for more in ({}, {"mm_processor_kwargs": {"do_rescale": True}}):
-                assert_same(_look(engine, colour, **more), sights.right[colour])
-        assert engine.settle()
-        assert not shared.shards()
-        engine.stop()
-
-
 @pytest.fixture
 def hub() -> Iterator[HubStandIn]:
-    """A Hub that has nothing yet."""
     with HubStandIn() as started:
         yield started
 
@@ -277,13 +210,13 @@ def test_a_model_from_the_hub(hub: HubStandIn, engines: Engines, shared: Medium)
     name, cache = "org/tiny", engines.scratch / "hub"
     weights = [write_model(engines.scratch / f"published-{seed}", TINY, seed=seed) for seed in (1, 2)]
     first = hub.publish(name, weights[0])
-    stored = engines.answers(shared.config(), model=name, environment=hub.environment(cache))
+    stored = engines.answers(shared, model=name, environment=hub.environment(cache))
     offline = hub.environment(cache, offline=True)
-    engines.assert_shares(stored, shared.config(), model=name, environment=offline)
+    engines.assert_shares(stored, shared, model=name, environment=offline)
 
     second = hub.publish(name, weights[1])
     right = engines.answers(model=weights[1])
-    engines.assert_shares_nothing(right, shared.config(), model=name, environment=hub.environment(cache))
+    engines.assert_shares_nothing(right, shared, model=name, environment=hub.environment(cache))
 
     manifests = [json.loads(path.read_text()) for path in shared.directory.glob("*/manifest.json")]
     told = {(manifest["fields"]["model"], manifest["fields"]["revision"]) for manifest in manifests}
@@ -293,13 +226,13 @@ def test_a_model_from_the_hub(hub: HubStandIn, engines: Engines, shared: Medium)
 def test_a_second_source_of_weights(hub: HubStandIn, engines: Engines, shared: Medium, base: Path) -> None:
     """Ultravox's ``text_model_id`` names another model without a commit, and that model is replaced."""
     sources = [write_model(engines.scratch / f"source-{seed}", TINY, seed=seed) for seed in (1, 2)]
-    environment = hub.environment(engines.scratch / "hub-sources") | {MAIN_MODULE: "tests.vllm.second_source"}
+    environment = hub.environment(engines.scratch / "hub-sources") | {SECOND_SOURCE: "1"}
     options = {"model": base, "environment": environment, "hf_overrides": {"text_model_id": "org/language-model"}}
     hub.publish("org/language-model", sources[0])
-    stored = engines.answers(shared.config(), **options)
+    stored = engines.answers(shared, **options)
     hub.publish("org/language-model", sources[1])
-    answers = engines.answers(shared.config(), **options)
+    answers = engines.answers(shared, **options)
     assert hits(answers) == 0
     assert [each.tokens for each in answers] != [each.tokens for each in stored]
     hub.publish("org/language-model", sources[0])
-    engines.assert_shares(stored, shared.config(), **options)
+    engines.assert_shares(stored, shared, **options)
