@@ -1,9 +1,8 @@
-"""What is a tree's own: modes, drafts, names that lead elsewhere, symlinks, directories that vanish, a full disk."""
+"""What is a tree's own: modes, drafts, names that lead elsewhere, symlinks, directories that vanish."""
 
 from __future__ import annotations
 
 import os
-import resource
 import stat
 import threading
 import time
@@ -163,19 +162,6 @@ def test_a_directory_that_vanishes_is_unreachable(store: TreeStore, root: Path) 
     assert not root.exists()
     gone.rename(root)
     assert read(store, "ns/ab/x", 0, 1) == b"1"
-
-
-def test_a_full_disk_leaves_the_old_content_and_no_draft(store: TreeStore, root: Path) -> None:
-    """The write fails as ``full``; readers keep what was there."""
-    write(store, "ns/x", b"old")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    try:
-        assert cause_of(lambda: write(store, "ns/x", bytes(2 << 20))) == "full"
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert read(store, "ns/x", 0, 3) == b"old"
-    assert [path.name for path in (root / "ns").iterdir()] == ["x"]
 
 
 def test_a_listing_survives_files_and_directories_that_go(store: TreeStore, root: Path) -> None:

@@ -430,7 +430,7 @@ def test_a_tier_that_is_out_of_use_serves_only_what_no_other_has(make: MakeChain
     nearer = chain.tiers[1]
     assert isinstance(nearer, SharedTier)
     for _ in range(3):
-        nearer._health._reach.failed("timeout", "no answer", chain.now_s)
+        nearer._health.reach.failed("timeout", "no answer", chain.now_s)
     assert not nearer.in_use
     assert [chain.catalog.where(key(number)) for number in (1, 2)] == [2, 1]
     grant = chain.catalog.prepare_load(keys(1, 2), chain.now_s)

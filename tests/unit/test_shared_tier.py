@@ -8,16 +8,21 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Final
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nixl_offload.catalog import Catalog
 from nixl_offload.errors import StoreError
 from nixl_offload.index import State
-from nixl_offload.tiers.shared.naming import witness_rank
+from nixl_offload.tiers.shared.naming import parse_shard_name, shard_name, shards_of, witness_rank
+from nixl_offload.tiers.shared.search import Search, SearchKind
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
-from tests.unit.shared_rig import SLOT, Gate, MemoryStore, Rig, key_of, keys_of, refuse
+from tests.unit.shared_rig import SLOT, Gate, MemoryStore, Rig, key_of, keys_of, namespace_of, refuse
 
 MakeRig = Callable[..., Rig]
 
@@ -226,6 +231,55 @@ def test_a_store_that_hangs_never_holds_the_scheduler(make: MakeRig, store: Memo
     rig.wait_for(lambda: 1 if rig.hits(next(names), keys) == 500 else None)
 
 
+def test_who_can_wait_no_longer_gets_what_is_known_so_far(make: MakeRig, store: MemoryStore) -> None:
+    """A bucket that is too slow for all the rounds of a search: one round tells most of a chain."""
+    rig, keys, gate = make(), keys_of(4096), Gate()
+    rig.put(*keys[:3000])
+
+    def slow(operation: str, name: str) -> None:
+        if operation == "head" and len(store.names("head")) > 16:
+            gate(operation, name)
+
+    rig.settle()
+    store.before = slow
+    rig.ask("a", keys)
+    rig.flush()
+    rig.wait_for(lambda: 1 if len(store.names("head")) > 16 else None)  # the first round has been answered
+    rig.ahead_s += 21.0
+    answers = rig.ask("a", keys)
+    assert answers == [*[Lookup.HIT] * (len(answers) - 1), Lookup.MISS]
+    assert 2700 < len(answers) <= 3000
+    gate.open()
+
+
+def test_a_store_that_is_well_again_is_used_at_once_whatever_still_hangs(make: MakeRig, store: MemoryStore) -> None:
+    """Nor do the old questions disable the tier again when they fail in the end."""
+    rig, keys, gate = make(), keys_of(4096), Gate()
+    rig.put(*keys)
+    rig.settle()
+
+    def stall(operation: str, name: str) -> None:
+        if operation == "head":
+            gate(operation, name)
+            raise StoreError(f"{operation} {name}: no answer", cause="timeout")
+
+    store.before = stall
+    rig.ask("a", keys)
+    rig.flush()
+    rig.wait_for(lambda: 1 if len(store.names("head")) == 16 else None)
+    rig.ahead_s += 21.0
+    rig.flush()
+    assert rig.tier.trouble == "timeout"
+    store.before = lambda operation, name: None
+    rig.ahead_s += 2.0
+    rig.wait_for(lambda: 1 if rig.tier.trouble == "none" else None)
+    gate.open()
+    rig.settle()
+    assert rig.tier.trouble == "none"
+    assert rig.tier.statistics().openings == 1
+    assert rig.hits("b", keys) == 4096
+
+
 def test_a_search_that_nobody_waits_for_ends(make: MakeRig, store: MemoryStore) -> None:
     rig, keys = make(threads=1), keys_of(100)
     gate = store.before = Gate()
@@ -308,7 +362,7 @@ def test_trouble_that_comes_back_at_once_is_left_alone_for_longer(make: MakeRig,
     for number in range(4):
         store.before = refuse
         assert rig.hits(f"r{number}", keys_of(40, first=100 * number)) == 0
-        pauses.append(round(rig.tier._health._reach.until_s - rig.now()))
+        pauses.append(round(rig.tier._health.reach.until_s - rig.now()))
         store.before = lambda operation, name: None
         rig.ahead_s += pauses[-1] + 1
         rig.wait_for(lambda: 1 if rig.tier.in_use else None)
@@ -418,3 +472,120 @@ def test_after_a_reset_only_what_was_stored_since_counts_each_looked_at_itself(
     rig.ahead_s = 400.0
     assert rig.hits("d", keys) == 30
     assert rig.tier._presence.held == 0
+
+
+# Ranks whose shards have other sizes, or none: uneven pipeline stages
+
+
+FOUR_LAYERS, THREE_LAYERS = 20_480, 16_384
+SIZES: Final = [(FOUR_LAYERS, THREE_LAYERS, THREE_LAYERS), (0, THREE_LAYERS, FOUR_LAYERS)]
+"""By KV group and rank: three stages, of which the first has no layer of group 1."""
+SPACE: Final = namespace_of(3, sizes=SIZES)
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_whole_chunks_are_found_whichever_rank_stands_for_them_and_nothing_is_deleted(
+    make: MakeRig, store: MemoryStore, group: int
+) -> None:
+    rig, keys = make(namespace=SPACE), keys_of(60, group=group)
+    rig.put(*keys)
+    assert rig.hits("a", keys) == 60
+    rig.settle()
+    assert {shard.rank for name in store.names("head") if (shard := parse_shard_name(name))} <= set(
+        SPACE.holders(group)
+    )
+    assert store.names("delete") == []
+
+
+def test_the_witnesses_are_spread_over_the_ranks_that_hold_a_shard_and_as_ever_where_all_do() -> None:
+    for group, holders in ((0, (0, 1, 2)), (1, (1, 2))):
+        keys = keys_of(3000, group=group)
+        shares = Counter(witness_rank(key, holders) for key in keys)
+        assert set(shares) == set(holders)
+        assert min(shares.values()) > 3000 / len(holders) * 0.9
+        for key in keys[:50]:
+            witness, rank = shards_of(SPACE, key)[0], witness_rank(key, holders)
+            assert witness == (shard_name(SPACE.name, key, rank), SIZES[group][rank])
+            assert sorted(shards_of(SPACE, key)) == [(shard_name(SPACE.name, key, r), SIZES[group][r]) for r in holders]
+    for key in keys_of(50):
+        assert witness_rank(key, range(8)) == int.from_bytes(key[:4], "big") % 8, "chunks that are stored stay found"
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_what_another_server_has_stored_whole_stays_whatever_becomes_of_our_store(
+    make: MakeRig, store: MemoryStore, group: int
+) -> None:
+    """This server had looked in vain, the other one was quicker, and one of our ranks dropped or failed its part."""
+    rig, keys = make(namespace=SPACE), keys_of(3, group=group)
+    for key in keys:
+        assert rig.tier.reserve(key, SPACE.slot_bytes(group), []) is not None
+    rig.put(*keys)
+    for key in keys[:2]:
+        rig.tier.abort(key)
+    rig.tier.stored(keys[:2], {keys[0]: Outcome.DROPPED, keys[1]: Outcome.FAILED}, rig.now())
+    rig.tier.retire(keys[2])
+    rig.settle()
+    assert store.names("delete") == []
+
+
+def test_a_group_that_the_model_does_not_have_is_a_miss_without_a_question(make: MakeRig, store: MemoryStore) -> None:
+    rig, keys = make(namespace=SPACE), keys_of(5, group=7)
+    assert rig.hits("a", keys) == 0
+    rig.tier.loaded(keys, dict.fromkeys(keys, Outcome.CORRUPT), rig.now())
+    rig.settle()
+    assert rig.tier.in_use
+    assert (store.names("head"), store.names("delete")) == ([], [])
+
+
+# The search itself
+
+
+def chain(length: int, certain: int = 0) -> Search:
+    return Search(SearchKind.CHAIN, keys_of(length), certain)
+
+
+def test_an_absent_front_ends_the_search_before_the_other_answers_are_in() -> None:
+    search = chain(4096)
+    positions = search.next_round()
+    search.answer(positions[5], True)
+    search.answer(0, False)
+    assert search.done
+    search.answer(positions[7], True)
+    assert search.boundary == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.booleans(), max_size=400), st.integers(0, 400), st.randoms(use_true_random=False))
+def test_holes_in_any_order_of_answers(there: list[bool], certain: int, random: object) -> None:
+    """Never a link at or beyond a known absent one; the last ones before the boundary are asked about one by one."""
+    search = chain(len(there), certain)
+    absent: set[int] = set()
+    asked: set[int] = set()
+    while not search.done:
+        positions = search.next_round()
+        assert positions
+        assert not asked & {*positions}
+        asked.update(positions)
+        random.shuffle(positions)  # type: ignore[attr-defined]
+        for position in positions:
+            search.answer(position, there[position])
+            if not there[position]:
+                absent.add(position)
+            assert search.boundary <= min(absent, default=len(there))
+    last = range(max(0, search.boundary - max(certain, 1)), search.boundary)
+    assert all(there[position] for position in last)
+    assert {*last} <= asked
+    if all(there):
+        assert search.boundary == len(there)
+
+
+def test_what_is_known_ends_at_the_first_question_that_is_out() -> None:
+    search = chain(4096)
+    first, second, third, *_ = search.next_round()
+    assert search.known == 0
+    search.answer(third, True)
+    assert search.known == first == 0
+    search.answer(first, True)
+    assert search.known == second
+    search.answer(second, True)
+    assert search.known == third + 1

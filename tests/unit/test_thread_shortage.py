@@ -88,7 +88,7 @@ def test_a_shared_tier_looks_when_there_are_threads_again(shortage: Shortage) ->
     store.put(key.hex())
     ended: list[object] = []
     prober = Prober(
-        store, witness_of=lambda key: StoredShard(key.hex(), SLOT), on_answer=ended.append, on_end=ended.append
+        store, shards_of=lambda key: [StoredShard(key.hex(), SLOT)], on_answer=ended.append, on_end=ended.append
     )
     with contextlib.closing(prober):
         shortage()

@@ -78,27 +78,15 @@ def witness_rank(key: Key, holders: Sequence[int]) -> int:
     return holders[int.from_bytes(key[:4], "big") % len(holders)]
 
 
-def witness_of(namespace: Namespace, key: Key) -> StoredShard | None:
-    """Return the shard that stands for a chunk; None for a KV group that the namespace does not have."""
-    holders = _holders(namespace, key)
-    return _stored(namespace, key, witness_rank(key, holders)) if holders else None
-
-
 def shards_of(namespace: Namespace, key: Key) -> tuple[StoredShard, ...]:
     """Return all shards of a whole chunk, the one that stands for it first; none for a KV group that there is not."""
-    holders = _holders(namespace, key)
-    if not holders:
-        return ()
-    first = witness_rank(key, holders)
-    return tuple(_stored(namespace, key, rank) for rank in (first, *(rank for rank in holders if rank != first)))
-
-
-def _holders(namespace: Namespace, key: Key) -> Sequence[int]:
+    group = key_group(key)
     try:
-        return namespace.holders(key_group(key))
+        holders = namespace.holders(group)
     except LookupError:
         return ()
-
-
-def _stored(namespace: Namespace, key: Key, rank: int) -> StoredShard:
-    return StoredShard(shard_name(namespace.name, key, rank), namespace.shard_bytes(key_group(key), rank))
+    witness = holders and witness_rank(key, holders)
+    return tuple(
+        StoredShard(shard_name(namespace.name, key, rank), namespace.shard_bytes(group, rank))
+        for rank in sorted(holders, key=lambda rank: rank != witness)
+    )

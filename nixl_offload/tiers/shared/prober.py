@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -71,7 +71,7 @@ class Prober:
         self,
         store: Store,
         *,
-        witness_of: Callable[[Key], StoredShard | None],
+        shards_of: Callable[[Key], Sequence[StoredShard]],
         on_answer: Callable[[Question], None],
         on_end: Callable[[Search], None],
         ttl_s: float | None = None,
@@ -79,8 +79,8 @@ class Prober:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """``witness_of`` names the object to look at for a key; None: there can be none. ``on_answer`` is called for
-        every question, ``on_end`` for every search that was not cancelled. ``threads``: for questions.
+        """``shards_of``: the first is looked at for a key; none: there can be none. ``on_answer`` is called for every
+        question, ``on_end`` for every search that was not cancelled. ``threads``: for questions.
         """
         self.since_s = 0.0
         """Objects modified earlier, by the store's clock, count as absent. Set by the scheduler's thread."""
@@ -88,7 +88,7 @@ class Prober:
         """Questions that were answered or failed, ever."""
         self.errors = 0
         self._store = store
-        self._witness_of = witness_of
+        self._shards_of = shards_of
         self._on_answer = on_answer
         self._on_end = on_end
         self._ttl_s = ttl_s
@@ -228,7 +228,7 @@ class Prober:
                 self._advance(search)
 
     def _look(self, key: Key, store: Store) -> tuple[Sight, float]:
-        witness = self._witness_of(key)
+        witness = next(iter(self._shards_of(key)), None)
         info = store.head(witness.name) if witness is not None else None
         if witness is None or info is None or self.expired(info.modified_s):
             return Sight.ABSENT, 0.0

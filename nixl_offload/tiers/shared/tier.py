@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from nixl_offload.config.schema import LookupOptions
 from nixl_offload.errors import StoreError
@@ -23,9 +23,9 @@ from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.base import SharedStatistics, Tier, not_arrived
+from nixl_offload.tiers.breaker import Breaker, BreakerState
 from nixl_offload.tiers.shared.eviction import Eviction
-from nixl_offload.tiers.shared.health import StorageHealth
-from nixl_offload.tiers.shared.naming import StoredShard, manifest_name, shards_of, witness_of
+from nixl_offload.tiers.shared.naming import StoredShard, manifest_name, shards_of
 from nixl_offload.tiers.shared.presence import MAX_KEYS, Presence
 from nixl_offload.tiers.shared.prober import Prober, Question, Sight
 from nixl_offload.tiers.shared.search import Lookups, Search, SearchKind
@@ -37,6 +37,9 @@ MANIFEST_RETRY_S = 60.0
 RESET_MARGIN_S = 300.0
 """What others store within this time after a reset does not count either: clocks differ, and a fleet is not reset in
 one instant."""
+STORAGE_FAILED: Final = frozenset({Outcome.FAILED, Outcome.TAINTED})
+FLAP_WINDOW_S: Final = 30.0
+"""A bucket that asks to slow down answers the next trial: trouble that comes back so soon doubles the pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,101 @@ class SharedPlace:
     """First part of every name: see ``tiers.shared.naming``."""
     rank_namespaces: tuple[bytes, ...]
     """By rank or by shard, the 32 bytes that shard headers carry."""
+
+
+class StorageHealth:
+    """Three breakers, for the tier may fail in three ways: the storage does not answer questions; it answers, but loads
+    fail; it answers, but stores fail. The first disables everything, the others loads and stores alone.
+    """
+
+    def __init__(self, name: str) -> None:
+        """``name`` opens each log line, such as "S3 tier s3://bucket/prefix"."""
+        self.reach = Breaker(name, flap_window_s=FLAP_WINDOW_S)
+        """While it is not closed one question at a time may go out, as a trial."""
+        self.loads = Breaker(f"{name}, loading")
+        self.stores = Breaker(f"{name}, storing")
+        self._load_trial: str | None = None
+        """The request that tries whether loads work again."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the storage answers and loads work, by all that is known."""
+        return self.reach.closed and self.loads.closed
+
+    @property
+    def trouble(self) -> str:
+        """Why the tier is disabled, in a word; ``none`` while all is well."""
+        return self.reach.cause or self.loads.cause or self.stores.cause or "none"
+
+    @property
+    def openings(self) -> int:
+        """How often a breaker has opened."""
+        return self.reach.openings + self.loads.openings + self.stores.openings
+
+    def breakers(self) -> dict[str, BreakerState]:
+        """Return the state of each breaker by what it watches: ``reach``, ``load`` or ``store``."""
+        return {"reach": self.reach.state, "load": self.loads.state, "store": self.stores.state}
+
+    def may_load(self, context: LookupContext, now_s: float) -> bool:
+        """Whether this request may load. While loads fail, one request at a time may, as a trial."""
+        if self.loads.closed:
+            return True
+        was_freed = self._load_trial is None and self.loads.state is BreakerState.HALF_OPEN
+        if self._load_trial != context.request_id and (was_freed or self.loads.allows(now_s)):
+            self._load_trial = context.request_id
+        return self._load_trial == context.request_id
+
+    def may_store(self, now_s: float) -> bool:
+        """Whether to store now. While stores fail, one at a time may, as a trial."""
+        return self.reach.closed and (self.stores.closed or self.stores.allows(now_s))
+
+    def forget_request(self, request_id: str) -> None:
+        """It loads nothing any more: if it was the trial and has found nothing to load, the next may try at once."""
+        if self._load_trial == request_id:
+            self._load_trial = None
+
+    def answered(self, error: StoreError | None, now_s: float, asked_s: float | None = None) -> None:
+        """A question is back. ``asked_s``: when it went out; None: it was the trial.
+
+        The failure of a question from before the storage last recovered says nothing, nor does anything but the trial
+        while the storage does not answer.
+        """
+        is_trial = asked_s is None
+        if is_trial is self.reach.closed or (
+            error is not None and asked_s is not None and asked_s < self.reach.closed_s
+        ):
+            return
+        if error is None:
+            self.reach.succeeded(now_s)
+        else:
+            self.reach.failed(error.cause, str(error), now_s)
+
+    def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
+        """A store is over."""
+        if len(failed) < len(keys):
+            self.stores.succeeded(now_s)
+        elif not STORAGE_FAILED.isdisjoint(failed.values()):
+            self.stores.failed("stores", f"none of {len(keys)} chunks could be stored", now_s)
+
+    def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> Key | None:
+        """A load is over. Where nothing came, returns a chunk to look for, whose answer goes to ``rechecked``."""
+        if len(failed) < len(keys) or Outcome.CORRUPT in failed.values():
+            self.loads.succeeded(now_s)
+            self._load_trial = None
+        elif not STORAGE_FAILED.isdisjoint(failed.values()):
+            return next(key for key in keys if failed[key] in STORAGE_FAILED)
+        return None
+
+    def rechecked(self, is_whole: bool, error: StoreError | None, now_s: float) -> None:
+        """Somebody looked whether a chunk that could not be loaded is there."""
+        if error is not None:
+            self.answered(error, now_s, now_s)
+        elif is_whole:
+            self.loads.failed("loads", "chunks that are there could not be read", now_s)
+        else:
+            # Deleted by somebody: nothing is wrong with the storage, and a trial has not failed.
+            self.loads.succeeded(now_s)
+        self._load_trial = None
 
 
 class SharedTier(Tier):
@@ -102,7 +200,7 @@ class SharedTier(Tier):
         """Requests for which a lookup was a MISS although nothing was known."""
         self._prober = Prober(
             store,
-            witness_of=partial(witness_of, namespace),
+            shards_of=partial(shards_of, namespace),
             on_answer=self._on_answer,
             on_end=self._on_search_end,
             ttl_s=ttl_s,
@@ -131,7 +229,7 @@ class SharedTier(Tier):
         self._now_s = now_s
         if not self._taken_in:
             self._take_in()  # a step may be long, and an answer that is there must not come too late
-        if not self._health.answers:
+        if not self._health.reach.closed:
             return self._unknown(context)
         state, fresh = self._presence.look(key, now_s)
         if fresh:
@@ -154,14 +252,14 @@ class SharedTier(Tier):
         self._unanswered, overdue = self._prober.overdue(now_s, self._timeout_s)
         for question in overdue:
             late = StoreError(f"no answer within {self._timeout_s:g} s", cause="timeout")
-            self._health.answered(question.asked_s, late, now_s)
-        if not self._health.answers:
+            self._health.answered(late, now_s, question.asked_s)
+        if not self._health.reach.closed:
             self._lookups.drop_all()
             self._prober.cancel_all()
-            if self._health.may_try(now_s):
+            if self._health.reach.allows(now_s):
                 manifest = manifest_name(self._namespace.name)
                 self._prober.try_store(
-                    lambda store: store.head(manifest), lambda _, error: self._health.tried(error, self._now_s)
+                    lambda store: store.head(manifest), lambda _, error: self._health.answered(error, self._now_s)
                 )
             return
         for search in self._lookups.begin_searches():
@@ -239,7 +337,7 @@ class SharedTier(Tier):
         self._now_s = now_s
         bad = not_arrived(keys, failed)
         doubtful = self._health.loaded(keys, failed, now_s)
-        if doubtful is not None and self._health.answers:
+        if doubtful is not None and self._health.reach.closed:
             self._prober.do(
                 partial(is_whole, shards_of(self._namespace, doubtful)),
                 lambda found, error: self._health.rechecked(bool(found), error, self._now_s),
@@ -303,7 +401,7 @@ class SharedTier(Tier):
                 self._take_chain(search.keys[:known], known)
 
     def _on_answer(self, question: Question) -> None:
-        self._health.answered(question.asked_s, question.error, self._now_s)
+        self._health.answered(question.error, self._now_s, question.asked_s)
         key = question.key
         if question.sight is Sight.PRESENT and not self._prober.expired(question.modified_s):
             if not self._presence.missed_since(key, question.asked_s) and key not in self._discarding:
@@ -351,7 +449,7 @@ class SharedTier(Tier):
     def _discard(self, keys: Sequence[Key], *, even_whole: bool = False) -> None:
         """Delete chunks; those that are whole only with ``even_whole``, for another server has stored them."""
         keys = [key for key in keys if key not in self._discarding]
-        if not keys or not self._health.answers:
+        if not keys or not self._health.reach.closed:
             return
 
         def ended(_: None, error: StoreError | None) -> None:
