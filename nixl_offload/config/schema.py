@@ -1,36 +1,127 @@
-"""The schema of the config file: every field, its default, its cost.
+"""The schema of the config file: the kinds of values, how each is read and normalised; then every field, its default,
+its cost.
 
-Threading: frozen models, safe anywhere. Nothing here reads a file: see ``load``.
+Threading: frozen models and pure functions, safe anywhere. A check of a value raises ValueError whose text follows the
+value: "is not a size; ...". Nothing here reads a file.
 """
 
 from __future__ import annotations
 
 import itertools
 import posixpath
+import re
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from nixl_offload.config.fields import (
-    AbsoluteFile,
-    AbsolutePath,
-    BucketName,
-    DurationSeconds,
-    EndpointUrl,
-    HeadRanges,
-    LayerRanges,
-    ObjectPrefix,
-    Percent,
-    RegionName,
-    SizeBytes,
-    TenantName,
-    shard_cut,
-    written,
-)
 from nixl_offload.types import Verify
-from nixl_offload.units import format_size
+from nixl_offload.units import (
+    DURATION_PATTERN,
+    SIZE_PATTERN,
+    format_duration,
+    format_size,
+    parse_duration,
+    parse_size,
+)
+
+_LONGEST_S: Final = 36_500 * 86_400.0
+"""A hundred years: more is a slip, and overflows clocks."""
+
+_PERCENT: Final = "^[1-9][0-9]?%$"
+_PART: Final = r"\.*[A-Za-z0-9_=-][A-Za-z0-9._=-]*"
+"""Of a prefix: no "." and no ".."."""
+_HOST: Final = r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]"
+_MOST_SHARDS: Final = 256
+
+
+def _written(text: str) -> Any:
+    """Return a default as the YAML writes it; the model's validation reads it."""
+    return text
+
+
+def _percent(value: object) -> int:
+    """Return the whole percents that text such as "25%" means."""
+    if not isinstance(value, str) or not re.fullmatch(_PERCENT, value):
+        raise ValueError("is not a share; allowed: whole percents from 1% to 99%")
+    return int(value[:-1])
+
+
+def _head_ranges(count: object) -> object:
+    if count == "distinct" or (type(count) is int and 1 <= count <= _MOST_SHARDS):
+        return count
+    raise ValueError(f"is no number of shards; allowed: distinct, or a number from 1 to {_MOST_SHARDS}")
+
+
+def _shard_cut(shards: object) -> object:
+    """Return how chunks are cut, in full; None: not at all."""
+    if shards == "per_rank":
+        return None
+    if isinstance(shards, dict | BaseModel):
+        return shards
+    try:
+        return {"heads": _head_ranges(shards)}
+    except ValueError as error:
+        raise ValueError(f"{error}; or per_rank, or a mapping of heads and layers") from None
+
+
+SizeBytes = Annotated[
+    int,
+    BeforeValidator(parse_size, json_schema_input_type=int | Annotated[str, Field(pattern=SIZE_PATTERN)]),
+    PlainSerializer(format_size, when_used="json"),
+]
+DurationSeconds = Annotated[
+    float,
+    BeforeValidator(parse_duration, json_schema_input_type=Annotated[str, Field(pattern=DURATION_PATTERN)]),
+    PlainSerializer(format_duration, when_used="json"),
+    Field(gt=0, le=_LONGEST_S),
+]
+Percent = Annotated[
+    int,
+    BeforeValidator(_percent, json_schema_input_type=Annotated[str, Field(pattern=_PERCENT)]),
+    PlainSerializer(lambda percent: f"{percent}%", when_used="json"),
+]
+LayerRanges = Annotated[int, Field(ge=1, le=_MOST_SHARDS)]
+HeadRanges = Annotated[
+    Literal["distinct"] | int, BeforeValidator(_head_ranges, json_schema_input_type=Literal["distinct"] | LayerRanges)
+]
+AbsolutePath = Annotated[str, Field(pattern=r"^/[^\x00]*$"), AfterValidator(posixpath.normpath)]
+AbsoluteFile = Annotated[
+    str, Field(pattern=r"^/([^\x00-\x1f\x7f]*[^/\x00-\x1f\x7f])$"), AfterValidator(posixpath.normpath)
+]
+BucketName = Annotated[str, Field(pattern="^[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]$")]
+ObjectPrefix = Annotated[  # a store adds up to 200 characters, and S3 ends at 1024
+    str, Field(pattern=f"^/*({_PART}(/{_PART})*)?/*$", max_length=512), AfterValidator(lambda text: text.strip("/"))
+]
+EndpointUrl = Annotated[
+    str,
+    Field(pattern=f"^[Hh][Tt][Tt][Pp][Ss]?://({_HOST})(:[1-9][0-9]{{0,4}})?/?$"),
+    AfterValidator(lambda text: text.lower().removesuffix("/")),
+]
+RegionName = Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+TenantName = RegionName
+
+ALLOWED: Final = {
+    "tenant": "1 to 64 of A-Z, a-z, 0-9, '.', '_', '-'",
+    "path": "an absolute path, such as /mnt/nvme/kv",
+    "ca_bundle": "the absolute path of a file, such as /etc/ssl/certs/our-ca.pem",
+    "key_file": "the absolute path of a file, such as /etc/nixl-offload/keys",
+    "bucket": "3 to 63 of a-z, 0-9, '.', '-', without s3:// and slashes",
+    "prefix": "names of A-Z, a-z, 0-9, '.', '_', '-', '=' with single slashes between them, no '.' or '..'",
+    "endpoint": "http(s)://host[:port], without credentials",
+    "region": "such as eu-central-1",
+}
+"""What fields with a pattern allow, in words."""
 
 TIER_KINDS: Final = ("memory", "slab", "shared_dir", "s3")
 """Nearest the GPU first. A config has any non-empty subset in this order, each at most once."""
@@ -73,11 +164,11 @@ def _plain_cut(cut: ShardCut | None) -> str | int | dict[str, Any]:
 class LookupOptions(_Model):
     """How this server asks what a tier holds that other servers write to as well."""
 
-    timeout_s: DurationSeconds = Field(default=written("1s"), alias="timeout")
+    timeout_s: DurationSeconds = Field(default=_written("1s"), alias="timeout")
     """How long a request waits for the answer. What is not known by then counts as absent."""
-    present_for_s: DurationSeconds = Field(default=written("10m"), alias="present_for")
+    present_for_s: DurationSeconds = Field(default=_written("10m"), alias="present_for")
     """How long a chunk that was found counts as present. If it is deleted meanwhile, a load fails."""
-    absent_for_s: DurationSeconds = Field(default=written("10s"), alias="absent_for")
+    absent_for_s: DurationSeconds = Field(default=_written("10s"), alias="absent_for")
     """How long a chunk that was not found counts as absent."""
 
 
@@ -88,8 +179,6 @@ class _Tier(_Model):
     """Whether its chunks are there when the server has ended. If so a mover reaches them, through staging memory."""
     is_shared: ClassVar[bool] = False
     """Whether other servers store there, too."""
-    has_files: ClassVar[bool] = False
-    """Whether its chunks are in files, under ``path``."""
 
     @property
     def where(self) -> str:
@@ -126,7 +215,6 @@ class MemoryConfig(_Tier):
 class DirectoryConfig(_Tier):
     """What ``SlabConfig`` and ``SharedDirConfig`` have in common: a directory, and movers of its files."""
 
-    has_files: ClassVar[bool] = True
     ttl_s: ClassVar[None] = None
     kind: Literal["slab", "shared_dir"]
     path: AbsolutePath
@@ -207,7 +295,7 @@ class S3Config(_Tier):
     """File of certificates to trust for https. If omitted, the AWS chain's, else those of the system."""
     connections: int = Field(default=16, ge=1, le=1024)
     """Requests in parallel, per rank."""
-    request_timeout_s: DurationSeconds = Field(default=written("10s"), alias="request_timeout")
+    request_timeout_s: DurationSeconds = Field(default=_written("10s"), alias="request_timeout")
     """For one attempt of a request; there are up to three."""
     lookup: LookupOptions = LookupOptions()
     """How servers ask what the bucket holds."""
@@ -269,12 +357,12 @@ class Config(_Model):
     authenticate: AuthenticateOptions | None = None
     """Sign chunks in ``shared_dir`` and ``s3`` tiers with a secret key, and load only chunks with a valid signature. If
     omitted, anyone who can write to that storage is trusted as much as someone who can write the model's weights."""
-    staging_bytes: SizeBytes = Field(default=written("256MiB"), alias="staging", ge=1 << 20)
+    staging_bytes: SizeBytes = Field(default=_written("256MiB"), alias="staging", ge=1 << 20)
     """Host or GPU memory for chunks between storage and KV blocks, per rank, divided among the tiers other than memory.
     Each of these takes room for two chunks at least, even if that is more."""
-    load_timeout_s: DurationSeconds = Field(default=written("30s"), alias="load_timeout")
+    load_timeout_s: DurationSeconds = Field(default=_written("30s"), alias="load_timeout")
     """How long a request waits for its load. What has not arrived by then is computed."""
-    drain_timeout_s: DurationSeconds = Field(default=written("3s"), alias="drain_timeout")
+    drain_timeout_s: DurationSeconds = Field(default=_written("3s"), alias="drain_timeout")
     """How long a stopping engine goes on writing what is on its way to a tier. Needs ``vllm serve --shutdown-timeout``,
     some seconds longer: with vLLM's default, 0, the engine is killed at once."""
     store_after: int = Field(default=1, ge=1, le=255)
@@ -284,9 +372,9 @@ class Config(_Model):
     it. A block is then one piece, which a drive can read and write without a copy."""
     shards: Annotated[
         ShardCut | None,
-        BeforeValidator(shard_cut, json_schema_input_type=Literal["distinct", "per_rank"] | LayerRanges | ShardCut),
+        BeforeValidator(_shard_cut, json_schema_input_type=Literal["distinct", "per_rank"] | LayerRanges | ShardCut),
         PlainSerializer(_plain_cut, when_used="json"),
-    ] = Field(default=written("distinct"))
+    ] = Field(default=_written("distinct"))
     """How a chunk is split into shards. ``per_rank``: each rank stores its own part; only servers of the same size find
     it. ``distinct``: the same, but data that several ranks hold identically (MLA, or KV heads copied because there are
     more ranks than heads) is stored once; servers of any ``--tensor-parallel-size`` that hold it identically find it. A
@@ -340,11 +428,6 @@ class Config(_Model):
     def s3(self) -> S3Config | None:
         """The tier in a bucket, if there is one."""
         return next((tier for tier in self.tiers if tier.kind == "s3"), None)
-
-    @property
-    def directories(self) -> tuple[SlabConfig | SharedDirConfig, ...]:
-        """The tiers whose chunks are in files."""
-        return tuple(tier for tier in self.tiers if tier.kind in ("slab", "shared_dir"))
 
     @property
     def shared(self) -> tuple[SharedConfig, ...]:

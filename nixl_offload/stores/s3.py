@@ -17,8 +17,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from pydantic import TypeAdapter
 
-from nixl_offload.config.fields import ALLOWED, EndpointUrl
-from nixl_offload.config.schema import S3Config
+from nixl_offload.config.schema import ALLOWED, EndpointUrl, S3Config
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError
 from nixl_offload.stores.base import Store
 

@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from nixl_offload.chunk.authentication import read_key_file
-from nixl_offload.config import Config, blocks_per_chunk, from_extra_config, merge_extra_config
+from nixl_offload.config import Config, from_extra_config, merge_extra_config
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.units import format_duration
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
@@ -244,7 +244,7 @@ class NixlOffloadConnector(LeanConnector):
         extra["spec_name"] = SPEC_NAME
         # Of state vLLM keeps what a prompt's last whole block ends with, which is where a chunk of several rarely ends.
         has_state = keeps_state(kv_cache_config)
-        wanted = 1 if has_state else blocks_per_chunk(config.chunk_tokens, max(tokens))
+        wanted = 1 if has_state else -(-config.chunk_tokens // max(tokens))
         extra["blocks_per_chunk"] = blocks = retained_blocks(
             wanted, tokens, kv_cache_config, vllm_config.cache_config.prefix_cache_retention_interval or 0
         )

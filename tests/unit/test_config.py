@@ -10,8 +10,6 @@ import pytest
 import yaml
 
 from nixl_offload.config import (
-    MemoryConfig,
-    blocks_per_chunk,
     from_extra_config,
     kv_transfer_config,
     load_config,
@@ -25,7 +23,6 @@ SLAB_TIER: dict[str, Any] = {"kind": "slab", "path": "/mnt/nvme/kv", "capacity":
 SHARED_DIR_TIER: dict[str, Any] = {"kind": "shared_dir", "path": "/mnt/shared/kv", "capacity": "20TiB"}
 S3_TIER: dict[str, Any] = {"kind": "s3", "bucket": "kv-cache"}
 MEMORY_TIER: dict[str, Any] = {"kind": "memory", "capacity": "32GiB"}
-OF_KIND = {"memory": MEMORY_TIER, "slab": SLAB_TIER, "shared_dir": SHARED_DIR_TIER, "s3": S3_TIER}
 MINIMAL: dict[str, Any] = {"tiers": [SLAB_TIER]}
 
 
@@ -49,18 +46,12 @@ def file_refusal(tmp_path: Path, text: str) -> str:
 
 
 def test_a_chain_is_read_and_rendered_back() -> None:
-    memory = {
-        **MEMORY_TIER,
-        "promote": False,
-        "unsaved_limit": "32GiB",
-    }
+    memory = {**MEMORY_TIER, "promote": False, "unsaved_limit": "32GiB"}
     options = {"drain_timeout": "1500ms", "store_after": 255, "slow_hits": "take"}
     config = parse_config({**options, "tiers": [memory, SHARED_DIR_TIER, S3_TIER]})
-    assert config.drain_timeout_s == 1.5
-    assert (config.store_after, config.slow_hits) == (255, "take")
-    tier = config.tiers[0]
-    assert isinstance(tier, MemoryConfig)
-    assert (tier.capacity_bytes, tier.unsaved_limit_bytes, tier.promote) == (32 << 30, 32 << 30, False)
+    assert (config.drain_timeout_s, config.store_after, config.slow_hits) == (1.5, 255, "take")
+    assert config.memory is not None
+    assert (config.memory.capacity_bytes, config.memory.promote) == (32 << 30, False)
     assert config.to_dict()["tiers"][0] == memory
     assert parse_config(config.to_dict()) == config
 
@@ -90,7 +81,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({**SLAB_TIER, "lookup": {}}, "lookup", "unknown field; it belongs to kind shared_dir or s3; allowed: kind, path"),
     ({**SHARED_DIR_TIER, "lookup": {"timout": "1s"}}, "lookup.timout", "unknown field (did you mean 'timeout'?); "),
     ({**SLAB_TIER, "keep_free": "100%"}, "keep_free", "'100%' is not a share; allowed: whole percents from 1% to 99%"),
-    ({"kind": "s3"}, "bucket", "is required; for example: bucket: kv-cache"),
+    ({"kind": "s3"}, "bucket", "is required"),
     ({**S3_TIER, "bucket": "s3://kv-cache"}, "bucket", "'s3://kv-cache' is refused; allowed: 3 to 63 of"),
     *(
         ({**S3_TIER, "prefix": prefix}, "prefix", " is refused; allowed: names of A-Z")
@@ -108,43 +99,53 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "ca_bundle",
         "has no meaning with an endpoint without TLS",
     ),
+    ({"path": "/a"}, "kind", "is required; allowed: memory, slab, shared_dir, s3"),
+    ({**SLAB_TIER, "kind": "slap"}, "kind", "'slap' is unknown (did you mean 'slab'?); allowed:"),
+]
+CHANGED: list[tuple[dict[str, Any], str, str]] = [
+    ({"tiers": []}, "tiers", "[] is refused: "),
+    ({"tiers": [7]}, "tiers[0]", "7 is refused: input should be a mapping"),
+    ({"tenent": "a"}, "tenent", "unknown field (did you mean 'tenant'?); allowed: tenant, chunk_tokens, "),
+    ({"tenant": "a/../b"}, "tenant", "'a/../b' is refused; allowed: 1 to 64 of "),
+    ({"chunk_tokens": "256"}, "chunk_tokens", "'256' is refused: input should be a valid integer"),
+    ({"drain_timeout": 5}, "drain_timeout", "5 is not a duration; allowed: a number with a unit"),
+    *(({"shards": shards}, "shards", f"{shards!r} is no number of") for shards in (0, 1000, None, True, "8", "auto")),
+    ({"shards": {"heads": "no"}}, "shards.heads", "'no' is no number of shards; allowed: distinct, or a"),
+    ({"shards": {"heads": 8, "layer": 2}}, "shards.layer", "unknown field (did you mean 'layers'?); allowed: heads,"),
+    ({"vllm": {"block_size": 16}}, "vllm.block_size", "unknown field; allowed: offload_prompt"),
+    ({"authenticate": {"key_file": "/k"}}, "authenticate", "has no meaning without a tier of kind shared_dir or s3"),
+    ({"authenticate": {"key_file": "0f" * 32}}, "authenticate.key_file", "'***' is refused; allowed: the absolute"),
+    (
+        {"tiers": [SLAB_TIER, MEMORY_TIER]},
+        "tiers[1]",
+        "'memory' comes after 'slab'; allowed: any of memory, slab, shared_dir, s3, in this order",
+    ),
+    ({"tiers": [SHARED_DIR_TIER, SLAB_TIER]}, "tiers[1]", "'slab' comes after 'shared_dir'; allowed: "),
+    ({"tiers": [MEMORY_TIER, SLAB_TIER, S3_TIER, S3_TIER]}, "tiers[3]", "'s3' is given twice; allowed: "),
+    *(
+        ({"tiers": [SLAB_TIER, {**SHARED_DIR_TIER, "path": path}]}, "tiers[1].path", "are the same or one in the other")
+        for path in ("/mnt/nvme/kv/", "/mnt/nvme/kv/shared", "/")
+    ),
 ]
 
 
-@pytest.mark.parametrize(("tier", "where", "said"), REFUSED, ids=str)
-def test_refusals_of_a_tier(tier: dict[str, Any], where: str, said: str) -> None:
-    message = refusal({"tiers": [tier]})
-    assert message.startswith(f"inline: tiers[0].{where}: ")
+@pytest.mark.parametrize(
+    ("mapping", "where", "said"),
+    [
+        *(({"tiers": [tier]}, f"tiers[0].{where}", said) for tier, where, said in REFUSED),
+        *(({**MINIMAL, **change}, where, said) for change, where, said in CHANGED),
+    ],
+    ids=str,
+)
+def test_refusals_name_path_value_and_what_is_allowed(mapping: dict[str, Any], where: str, said: str) -> None:
+    message = refusal(mapping)
+    assert message.startswith(f"inline: {where}: ")
     assert said in message
     assert "\n" not in message, "one fault, one line"
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"tiers": []}, "tiers: [] is refused: "),
-        ({"tiers": [7]}, "tiers[0]: 7 is refused: input should be a mapping"),
-        ({"tiers": [{"path": "/a"}]}, "tiers[0].kind: is required; allowed: memory, slab, shared_dir, s3"),
-        (
-            {"tiers": [{**SLAB_TIER, "kind": "slap"}]},
-            "tiers[0].kind: 'slap' is unknown (did you mean 'slab'?); allowed:",
-        ),
-        ({"tenent": "a"}, "tenent: unknown field (did you mean 'tenant'?); allowed: tenant, chunk_tokens, "),
-        ({"tenant": "a/../b"}, "tenant: 'a/../b' is refused; allowed: 1 to 64 of "),
-        ({"chunk_tokens": "256"}, "chunk_tokens: '256' is refused: input should be a valid integer"),
-        ({"drain_timeout": 5}, "drain_timeout: 5 is not a duration; allowed: a number with a unit"),
-        *(({"shards": shards}, f"shards: {shards!r} is no number of") for shards in (0, 1000, None, True, "8", "auto")),
-        ({"shards": {"heads": "no"}}, "shards.heads: 'no' is no number of shards; allowed: distinct, or a"),
-        ({"shards": {"heads": 8, "layer": 2}}, "shards.layer: unknown field (did you mean 'layers'?); allowed: heads,"),
-        ({"vllm": {"block_size": 16}}, "vllm.block_size: unknown field; chunk_tokens sets it; allowed: offload_prompt"),
-        ({"authenticate": {"key_file": "/k"}}, "authenticate: has no meaning without a tier of kind shared_dir or s3"),
-        ({"authenticate": {"key_file": "0f" * 32}}, "authenticate.key_file: '***' is refused; allowed: the absolute"),
-    ],
-)
-def test_refusals_name_path_value_and_what_is_allowed(change: dict[str, Any], expected: str) -> None:
-    message = refusal({**MINIMAL, **change})
-    assert message.startswith(f"inline: {expected}")
-    assert "\n" not in message, "one fault, one line"
+def test_directories_side_by_side_are_taken() -> None:
+    parse_config({"tiers": [SLAB_TIER, {**SHARED_DIR_TIER, "path": "/mnt/nvme/kv-shared"}]})
 
 
 def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
@@ -157,30 +158,6 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
         ["kv.yaml:5", "tiers[0].capacity"],
         ["kv.yaml:6", "chunk_tokens"],
     ]
-
-
-@pytest.mark.parametrize(
-    ("kinds", "expected"),
-    [
-        (
-            ["slab", "memory"],
-            "tiers[1]: 'memory' comes after 'slab'; allowed: any of memory, slab, shared_dir, s3, in this order",
-        ),
-        (["shared_dir", "slab"], "tiers[1]: 'slab' comes after 'shared_dir'; allowed: "),
-        (["memory", "slab", "s3", "s3"], "tiers[3]: 's3' is given twice; allowed: "),
-    ],
-)
-def test_order_of_tiers(kinds: list[str], expected: str) -> None:
-    assert refusal({"tiers": [OF_KIND[kind] for kind in kinds]}).startswith(f"inline: {expected}")
-
-
-@pytest.mark.parametrize("shared", ["/mnt/nvme/kv/", "/mnt/nvme/kv/shared", "/"])
-def test_directories_of_two_tiers_lie_side_by_side(shared: str) -> None:
-    """A slab's capacity bounds all that lies under its directory."""
-    message = refusal({"tiers": [SLAB_TIER, {**SHARED_DIR_TIER, "path": shared}]})
-    assert message.startswith("inline: tiers[1].path: ")
-    assert message.endswith("are the same or one in the other; allowed: directories side by side")
-    parse_config({"tiers": [SLAB_TIER, {**SHARED_DIR_TIER, "path": "/mnt/nvme/kv-shared"}]})
 
 
 @pytest.mark.parametrize(
@@ -205,7 +182,7 @@ def test_credentials_are_refused_and_never_repeated(tier: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "kv.yaml: tiers: is required; for example: tiers: "),
+        ("", "kv.yaml: tiers: is required"),
         ("- 1\n", "kv.yaml: [1] is not a mapping"),
         ("tenant: a\ntenant: b\n", "kv.yaml:2:1: not valid YAML: tenant is given twice, first in line 1; say it once"),
         ("tiers:\n  - {kind: slab, kind: s3}\n", "kv.yaml:2:18: not valid YAML: tiers[0].kind is given twice"),
@@ -213,10 +190,10 @@ def test_credentials_are_refused_and_never_repeated(tier: dict[str, Any]) -> Non
         ("1: 2\n", "kv.yaml: [1]: 2 is refused: keys should be strings"),
         ("? [a]\n: b\n", "kv.yaml:1:3: not valid YAML: found unhashable key"),
         ("a: !!python/object/apply:os.getcwd []\n", "kv.yaml:1:4: not valid YAML: could not determine a constructor"),
-        ("a: 2024-13-45\n", "kv.yaml:1:4: not valid YAML: this is no timestamp"),
-        ("a: 1\nb: !!bool hunter2\n", "kv.yaml:2:4: not valid YAML: this is no bool"),
+        ("a: 2024-13-45\n", "kv.yaml: not valid YAML: a value does not fit its tag"),
+        ("a: 1\nb: !!bool hunter2\n", "kv.yaml: not valid YAML: a value does not fit its tag"),
         ("[" * 5000, "kv.yaml: nested too deeply"),
-        ("a: 1\nb: \x1b[1m\n", "kv.yaml:2: not valid YAML: the character U+001B is not allowed in YAML; remove it"),
+        ("a: 1\nb: \x1b[1m\n", "kv.yaml: not valid YAML: unacceptable character #x001b: "),
     ],
 )
 def test_yaml_that_says_something_else_than_a_reader_sees(tmp_path: Path, text: str, expected: str) -> None:
@@ -225,21 +202,19 @@ def test_yaml_that_says_something_else_than_a_reader_sees(tmp_path: Path, text: 
 
 def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "bytes.yaml").write_bytes(b"tenant: \xff\n")
-    for name, words in (("none.yaml", "No such file"), (".", "Is a directory"), ("bytes.yaml", "is not UTF-8 text")):
+    for path, words in (
+        (tmp_path / "none.yaml", "No such file"),
+        (tmp_path, "Is a directory"),
+        (tmp_path / "bytes.yaml", "'utf-8' codec can't decode byte 0xff"),
+        ("kv\0.yaml", r"^'kv\\x00.yaml': cannot be read"),
+        ("/dev/zero", "is larger than 1MiB"),
+    ):
         with pytest.raises(ConfigError, match=words):
-            load_config(tmp_path / name)
-    with pytest.raises(ConfigError, match=r"^'kv\\x00.yaml': cannot be read"):
-        load_config("kv\0.yaml")
-
-
-def test_a_file_that_is_no_config_is_not_read_to_its_end(tmp_path: Path) -> None:
-    """Parsing 12 MB of comments takes seconds. A file of exactly the limit is read."""
+            load_config(path)
     text = "tiers: [{kind: memory, capacity: 64GiB}]\n"
     comment = "#\n" * (1 << 19)
     assert load_config(write(tmp_path, text + comment[: -len(text)])).memory
     assert file_refusal(tmp_path, text + comment).startswith("kv.yaml: is larger than 1MiB")
-    with pytest.raises(ConfigError, match="is larger than 1MiB"):
-        load_config("/dev/zero")
 
 
 def test_extra_config_names_a_file_or_holds_the_mapping(tmp_path: Path) -> None:
@@ -257,17 +232,6 @@ def test_passthrough_reaches_vllm_once() -> None:
     assert merge_extra_config({"config": "x"}, config) == {"config": "x", "offload_prompt_only": False}
     with pytest.raises(ConfigError, match=r"vllm\.offload_prompt_only: .*say it in one place"):
         merge_extra_config({"config": "x", "offload_prompt_only": True}, config)
-
-
-def test_blocks_per_chunk() -> None:
-    """A chunk is whole blocks: as many as hold what is asked for. vLLM chooses odd sizes for models with state."""
-    assert blocks_per_chunk(256, 16) == 16
-    assert blocks_per_chunk(16, 16) == 1
-    assert blocks_per_chunk(100, 16) == 7
-    assert blocks_per_chunk(256, 288) == 1
-    assert blocks_per_chunk(512, 288) == 2
-    with pytest.raises(ConfigError, match="block size is 0"):
-        blocks_per_chunk(16, 0)
 
 
 def test_sizes_and_durations() -> None:
