@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import promql_parser
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 DASHBOARD = ROOT / "examples/monitoring/grafana/dashboards/nixl-offload.json"
+ALERTS = ROOT / "examples/monitoring/alerts.yml"
 PAGE = ROOT / "docs/metrics.md"
 
 
@@ -55,33 +57,22 @@ def without_variables(expression: str) -> str:
     return re.sub(r"\$(\w+)", ".+", expression)
 
 
-def dashboard() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(DASHBOARD.read_text())
-    return content
-
-
 def panels() -> list[dict[str, Any]]:
-    """All panels that show something."""
-    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+    """All panels of the dashboard that show something."""
+    return [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
 
 
-def dashboard_expressions() -> Iterator[tuple[str, str]]:
-    """Where each expression of the dashboard stands, and the expression; the variables' too."""
+def every_expression() -> Iterator[tuple[str, str]]:
+    """Where each expression stands, and the expression: those of the dashboard, its variables, alerts and docs."""
     for panel in panels():
         for target in panel["targets"]:
             yield panel["title"], without_variables(target["expr"])
-    for variable in dashboard()["templating"]["list"]:
+    for variable in json.loads(DASHBOARD.read_text())["templating"]["list"]:
         if variable["type"] == "query":
             metric, label = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"]["query"]).groups()  # type: ignore[union-attr]
             yield f"variable {variable['name']}", without_variables(f"group by ({label}) ({metric})")
-
-
-def documented_expressions() -> Iterator[tuple[str, str]]:
-    """The expressions in ``docs/metrics.md``, one a line in blocks of promql."""
+    for rule in yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]:
+        yield f"alert {rule['alert']}", rule["expr"]
     for block in re.findall(r"```promql\n(.*?)```", PAGE.read_text(), re.DOTALL):
         for line in block.splitlines():
             yield "docs/metrics.md", line
-
-
-def every_expression() -> list[tuple[str, str]]:
-    return [*dashboard_expressions(), *documented_expressions()]
