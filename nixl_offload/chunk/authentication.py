@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import re
 import stat
 from collections.abc import Sequence
 from typing import Final
@@ -37,25 +38,21 @@ _FILE_HOW: Final = f"one key a line, {2 * KEY_BYTES} hex digits, as by: openssl 
 class ChunkKeys:
     """Secret keys: the first makes MACs, all verify. Shown by their ids, which tell nothing of the keys."""
 
-    __slots__ = ("_first_id", "_keys")
+    __slots__ = ("_keys", "first_id")
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         """``keys``: of 32 bytes, one at least. Raises ValueError, which repeats none of them."""
         if not keys or any(len(key) != KEY_BYTES for key in keys):
             raise ValueError(f"one key or more, of {KEY_BYTES} bytes each, are needed")
         self._keys = {key_id(key): bytes(key) for key in keys}
-        self._first_id = key_id(keys[0])
+        self.first_id = key_id(keys[0])
+        """The id of the key that makes MACs."""
 
     def __repr__(self) -> str:
         return f"ChunkKeys({', '.join(known.hex() for known in self._keys)})"
 
     def __reduce__(self) -> str:
         raise TypeError("keys are read from their file by each process, and sent nowhere")
-
-    @property
-    def first_id(self) -> bytes:
-        """The id of the key that makes MACs."""
-        return self._first_id
 
     def knows(self, page: Buffer) -> bool:
         """Whether a header page names one of the keys. Says nothing of its MAC."""
@@ -67,8 +64,8 @@ class ChunkKeys:
         ``blocks``: uint8 of shape (n, block_bytes), contiguous: those from the first valid one to the last.
         """
         made = bytearray(bytes_of(page))
-        made[KEY_ID_AT : KEY_ID_AT + KEY_ID_BYTES] = self._first_id
-        mac = _begin(made, self._keys[self._first_id])
+        made[KEY_ID_AT : KEY_ID_AT + KEY_ID_BYTES] = self.first_id
+        mac = _begin(made, self._keys[self.first_id])
         mac.update(blocks.reshape(-1).data)
         made[MAC_AT:KEY_ID_AT] = mac.digest()
         OWN_CHECKSUM.pack_into(made, OWN_CHECKSUM_AT, block_checksum(memoryview(made)[:OWN_CHECKSUM_AT]))
@@ -141,30 +138,22 @@ def read_key_file(path: str) -> ChunkKeys:
     try:
         # Not blocking: somebody may have put a FIFO there.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        try:
+            _refuse_exposed(where, os.fstat(fd))
+            content = os.read(fd, _FILE_MAX_BYTES + 1)
+        finally:
+            os.close(fd)
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
-    try:
-        _refuse_exposed(where, os.fstat(fd))
-        content = os.read(fd, _FILE_MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
-    finally:
-        os.close(fd)
     if len(content) > _FILE_MAX_BYTES:
         raise ConfigError(f"{where}: is larger than {_FILE_MAX_BYTES} bytes; allowed: {_FILE_HOW}")
     keys = []
     for number, line in enumerate(content.splitlines(), start=1):
-        digits = line.strip()
-        if not digits:
-            continue
-        try:
-            key = bytes.fromhex(digits.decode("ascii"))
-        except ValueError:
-            key = b""
-        # A text of one digit again and again is what somebody wrote to try it out.
-        if len(digits) != 2 * KEY_BYTES or len(key) != KEY_BYTES or len(set(key)) == 1:
-            raise ConfigError(f"{where}: line {number} is no key; allowed: {_FILE_HOW}") from None
-        keys.append(key)
+        if digits := line.strip():
+            # A text of one digit again and again is what somebody wrote to try it out.
+            if not re.fullmatch(rb"[0-9A-Fa-f]{64}", digits) or len({*bytes.fromhex(digits.decode())}) == 1:
+                raise ConfigError(f"{where}: line {number} is no key; allowed: {_FILE_HOW}")
+            keys.append(bytes.fromhex(digits.decode()))
     if not keys:
         raise ConfigError(f"{where}: is empty; allowed: {_FILE_HOW}")
     return ChunkKeys(keys)

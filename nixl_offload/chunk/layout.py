@@ -64,8 +64,15 @@ class GroupLayout:
     """Bytes of one block in the payload."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "refs", _joined(self.refs))
-        object.__setattr__(self, "block_bytes", sum(run.length for run in self.refs))
+        joined: list[PageRun] = []
+        for run in self.refs:
+            last = joined[-1] if joined else PageRun(-1, 0, 0)
+            if (last.tensor_index, last.page_offset + last.length) == run[:2]:
+                joined[-1] = last._replace(length=last.length + run.length)
+            else:
+                joined.append(run)
+        object.__setattr__(self, "refs", tuple(joined))
+        object.__setattr__(self, "block_bytes", sum(run.length for run in joined))
 
     @classmethod
     def of_pages(cls, pages: Iterable[tuple[int, int]]) -> GroupLayout:
@@ -131,14 +138,6 @@ class ChunkExtents(NamedTuple):
     length: Int64Array
 
 
-class JobExtents(NamedTuple):
-    """The extents of many chunks: those of chunk ``i`` are rows ``chunk_starts[i]`` to ``chunk_starts[i + 1]``."""
-
-    chunk_starts: Int64Array
-    """Shape ``(chunks + 1,)``."""
-    extents: ChunkExtents
-
-
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """All KV memory of one worker and how its groups are stored.
@@ -160,8 +159,16 @@ class KVLayout:
                     f"tensor {index}: {tensor.num_blocks} pages of {tensor.page_bytes} bytes, "
                     f"{tensor.stride_bytes} apart"
                 )
-        for position, group in enumerate(self.groups):
-            self._check_group(position, group)
+        runs = [(position, run) for position, group in enumerate(self.groups) for run in group.refs]
+        for position, (tensor_index, page_offset, length) in runs:
+            if not 0 <= tensor_index < len(self.tensors):
+                raise LayoutError(f"group {position} refers to tensor {tensor_index} of {len(self.tensors)}")
+            page_bytes = self.tensors[tensor_index].page_bytes
+            if page_offset < 0 or length < 1 or page_offset + length > page_bytes:
+                raise LayoutError(
+                    f"group {position} stores {length} bytes from byte {page_offset} on of the pages of tensor "
+                    f"{tensor_index}, which have {page_bytes}"
+                )
 
     def group(self, position: int) -> GroupLayout:
         """Return a group by its position. Raises LayoutError when there is none."""
@@ -188,17 +195,6 @@ class KVLayout:
             for tensor, page_offset, length in self.group(position).refs
         )
 
-    def _check_group(self, position: int, group: GroupLayout) -> None:
-        for tensor_index, page_offset, length in group.refs:
-            if not 0 <= tensor_index < len(self.tensors):
-                raise LayoutError(f"group {position} refers to tensor {tensor_index} of {len(self.tensors)}")
-            page_bytes = self.tensors[tensor_index].page_bytes
-            if page_offset < 0 or length < 1 or page_offset + length > page_bytes:
-                raise LayoutError(
-                    f"group {position} stores {length} bytes from byte {page_offset} on of the pages of tensor "
-                    f"{tensor_index}, which have {page_bytes}"
-                )
-
 
 def split_job(
     key_groups: Sequence[int],
@@ -210,26 +206,19 @@ def split_job(
     blocks_per_chunk: int,
     require_full_tail: bool = False,
 ) -> list[ChunkBlocks]:
-    """Deal the blocks of a job out to its keys, by the arithmetic of vLLM's ``GPULoadStoreSpec``.
+    """Deal the blocks of a job out to its keys, by the arithmetic of vLLM's ``GPULoadStoreSpec``: one entry per key, in
+    the job's order.
 
     Within a group the blocks fill the chunks one after the other; the first lies at ``block_indices %
     blocks_per_chunk`` of the first.
 
-    Args:
-        key_groups: the group id of each key, in the job's order.
-        block_ids: shape ``(n,)``, group after group.
-        group_sizes: how many of them belong to each group, zeros included.
-        block_indices: per group, the request's number of its first block.
-        group_ids: per group, the group id that its keys carry.
-        blocks_per_chunk: of every group.
-        require_full_tail: a store: the last chunk of each group must be filled to its end. A load may stop inside it.
+    ``key_groups``: the group id of each key, in the job's order. ``block_ids``: shape ``(n,)``, group after group;
+    ``group_sizes``: how many belong to each group, zeros included. By group, ``block_indices``: the request's number of
+    its first block; ``group_ids``: the group id that its keys carry. ``require_full_tail``: of a store, where the last
+    chunk of each group must be filled to its end; a load may stop inside it.
 
-    Returns:
-        One entry per key, in the job's order.
-
-    Raises:
-        LayoutError: the numbers do not fit each other. A store from a sliding window with holes among its blocks is
-            refused whole, because nobody knows where the holes are.
+    Raises LayoutError: the numbers do not fit each other. A store from a sliding window with holes among its blocks is
+    refused whole, because nobody knows where the holes are.
     """
     if not len(group_sizes) == len(block_indices) == len(group_ids):
         raise LayoutError(
@@ -238,27 +227,28 @@ def split_job(
     ids: Int32Array = np.ascontiguousarray(block_ids, dtype=np.int32)
     if ids.ndim != 1 or min(group_sizes, default=0) < 0 or sum(group_sizes) != len(ids):
         raise LayoutError(f"group sizes {list(group_sizes)} for block ids of shape {ids.shape}")
-    keys_of = _keys_by_group(key_groups, group_ids)
+    keys_of: dict[int, list[int]] = {group_id: [] for group_id in group_ids}
+    if len(keys_of) != len(group_ids):
+        raise LayoutError(f"group ids {list(group_ids)} repeat")
+    for key_index, group_id in enumerate(key_groups):
+        if group_id not in keys_of:
+            raise LayoutError(f"key {key_index} belongs to group {group_id}; the job has {list(group_ids)}")
+        keys_of[group_id].append(key_index)
 
     chunks: list[ChunkBlocks | None] = [None] * len(key_groups)
     begin = 0
-    for position, (size, block_index) in enumerate(zip(group_sizes, block_indices, strict=True)):
-        keys = keys_of[position]
+    for position, (group_id, size, block_index) in enumerate(zip(group_ids, group_sizes, block_indices, strict=True)):
+        keys = keys_of[group_id]
         if size == 0 and not keys:
             continue
         if block_index < 0:
-            raise LayoutError(f"group {group_ids[position]} begins with block {block_index}")
+            raise LayoutError(f"group {group_id} begins with block {block_index}")
         skip, room = block_index % blocks_per_chunk, len(keys) * blocks_per_chunk
+        said = f"group {group_id}: {size} blocks from block {skip} of the first chunk on do not"
         if require_full_tail and skip + size != room:
-            raise LayoutError(
-                f"group {group_ids[position]}: {size} blocks from block {skip} of the first chunk on do not fill "
-                f"{len(keys)} chunks of {blocks_per_chunk} to the end"
-            )
+            raise LayoutError(f"{said} fill {len(keys)} chunks of {blocks_per_chunk} to the end")
         if not size or not room - blocks_per_chunk < skip + size <= room:
-            raise LayoutError(
-                f"group {group_ids[position]}: {size} blocks from block {skip} of the first chunk on do not end in the "
-                f"last of {len(keys)} chunks of {blocks_per_chunk}"
-            )
+            raise LayoutError(f"{said} end in the last of {len(keys)} chunks of {blocks_per_chunk}")
         at, end = begin, begin + size
         for key_index in keys:
             until = min(at + blocks_per_chunk - skip, end)
@@ -268,8 +258,10 @@ def split_job(
     return [chunk for chunk in chunks if chunk is not None]
 
 
-def job_extents(layout: KVLayout, chunks: Sequence[ChunkBlocks]) -> JobExtents:
+def job_extents(layout: KVLayout, chunks: Sequence[ChunkBlocks]) -> tuple[Int64Array, ChunkExtents]:
     """Return the extents of the blocks of ``chunks``, which are of one group: in payload order, chunk by chunk.
+
+    Before them is an array of ``starts``: the extents of chunk ``i`` are rows ``starts[i]`` to ``starts[i + 1]``.
 
     Neighbours in one chunk that touch both in memory and in the payload are joined. Raises LayoutError for ids outside
     the tensors or blocks outside the chunk.
@@ -305,31 +297,4 @@ def job_extents(layout: KVLayout, chunks: Sequence[ChunkBlocks]) -> JobExtents:
     ends = np.append(heads[1:], len(memory)) - 1
     whole = payload[ends] + length[ends] - payload[heads]
     starts = np.searchsorted(owner[heads], np.arange(len(chunks) + 1))
-    return JobExtents(starts, ChunkExtents(tensor[heads], memory[heads], payload[heads], whole))
-
-
-def _joined(refs: Sequence[PageRun]) -> tuple[PageRun, ...]:
-    """Join runs that follow each other in the payload and in the page."""
-    joined: list[PageRun] = []
-    for run in refs:
-        if joined:
-            tensor_index, page_offset, length = joined[-1]
-            if (tensor_index, page_offset + length) == (run.tensor_index, run.page_offset):
-                joined[-1] = PageRun(tensor_index, page_offset, length + run.length)
-                continue
-        joined.append(run)
-    return tuple(joined)
-
-
-def _keys_by_group(key_groups: Sequence[int], group_ids: Sequence[int]) -> list[list[int]]:
-    """For each group the positions of its keys."""
-    position_of = {group_id: position for position, group_id in enumerate(group_ids)}
-    if len(position_of) != len(group_ids):
-        raise LayoutError(f"group ids {list(group_ids)} repeat")
-    keys: list[list[int]] = [[] for _ in group_ids]
-    for key_index, group_id in enumerate(key_groups):
-        position = position_of.get(group_id)
-        if position is None:
-            raise LayoutError(f"key {key_index} belongs to group {group_id}; the job has {list(group_ids)}")
-        keys[position].append(key_index)
-    return keys
+    return starts, ChunkExtents(tensor[heads], memory[heads], payload[heads], whole)
