@@ -86,7 +86,7 @@ def test_tmpfs_is_warned_of_and_works_all_the_same(child: ChildProcess, mounted:
     line = section["filesystem"]
     assert (line.state, "kind: memory" in str(line.fix)) == ("warning", True)
     assert line.words.startswith(f"tmpfs at {path}: this is memory")
-    assert "MB/s" in section["mover copy"].words
+    assert "MB/s" in section["speed"].words
     assert not list(path.iterdir()), "nothing stays"
 
 

@@ -7,12 +7,10 @@ what that starts; ``close`` kills them.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +19,13 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 from nixl_offload.config import S3Config
-from nixl_offload.errors import MoverError, NixlOffloadError
+from nixl_offload.errors import NixlOffloadError
+from nixl_offload.movers.select import MoverChoice
 
 TASK_LIMIT_S: Final = 90.0
 """Importing torch on a cold disk takes tens of seconds."""
 _PIECE_BYTES: Final = 2 << 20
-_BUDGET_S: Final = 2.0
+_BUDGET_S: Final = 0.5
 _OBJECTS: Final = 8
 
 Answer = dict[str, Any]
@@ -41,7 +40,7 @@ class ChildProcess:
         self._pipe: Connection | None = None
 
     def run(self, task: Callable[..., Answer], *, limit_s: float = TASK_LIMIT_S, **arguments: Any) -> Answer:
-        """Return the task's answer. Failure is an answer too: ``failed``, with ``crashed`` if there was none."""
+        """Return the task's answer. Failure is an answer too: ``failed``."""
         if self._process is None or self._pipe is None:
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
@@ -59,7 +58,7 @@ class ChildProcess:
             code = self._process.exitcode or 0
             why = f"it crashed ({signal.Signals(-code).name})" if code < 0 else f"it ended with exit code {code}"
         self.close()
-        return {"failed": why, "crashed": True}
+        return {"failed": why}
 
     def close(self) -> None:
         """Kill the process and what it started."""
@@ -93,71 +92,29 @@ def _serve(pipe: Connection) -> None:
     os._exit(0)  # Destructors of libraries may hang.
 
 
-def loader_error(plugin: str) -> str | None:
-    """Return the dynamic loader's own message, which names the library that a plugin misses; "" where it finds none.
-
-    Searched where NIXL searches. None: there is no such plugin.
-    """
-    directories = [os.environ.get("NIXL_PLUGIN_DIR", "")]
-    if not directories[0]:
-        for wheel in ("nixl_cu13", "nixl_cu12"):  # "nixl" imports the one that fits torch's CUDA.
-            module = getattr(sys.modules.get(f"{wheel}._api"), "__file__", None)
-            home = os.path.dirname(os.path.dirname(module)) if module else ""
-            directories += [f"{home}/{wheel}.libs/nixl", f"{home}/.{wheel}.mesonpy.libs/plugins"]
-    for file in (f"{directory}/libplugin_{plugin}.so" for directory in directories if directory):
-        if os.path.exists(file):
-            try:
-                ctypes.CDLL(file)
-            except OSError as error:
-                return str(error)
-            return ""
-    return None
-
-
-def try_file_mover(name: str, directory: str, *, gpu: bool, threads: int, direct_io: bool, io: bool) -> Answer:
-    """Start a file mover, move a page with it, and measure it if ``io``, with the memory that it would be used with."""
+def try_file_movers(
+    choice: MoverChoice, directory: str, *, gpu: bool, threads: int, direct_io: bool, io: bool
+) -> Answer:
+    """Open the mover that a server would try first for a directory, and measure it if ``io``."""
     import torch
 
-    from nixl_offload.engine.autotune import FREE_SHARE, measure
+    from nixl_offload.engine.autotune import FREE_SHARE, measure, staging_for
     from nixl_offload.engine.streams import device_of
-    from nixl_offload.movers.base import MemoryKind
-    from nixl_offload.movers.nixl import PLUGINS
-    from nixl_offload.movers.select import make_mover, probe_round_trip
+    from nixl_offload.movers.select import open_mover
     from nixl_offload.types import PAGE_BYTES
 
-    mover = make_mover(name, threads=threads)
-    answer: Answer
-    try:
-        on_device = gpu and MemoryKind.VRAM in mover.memory_kinds and name != "copy"
-        if not gpu and name in ("gds_mt", "kvikio"):
-            return {"failed": "no NVIDIA driver here"}
-        note = probe_round_trip(mover, MemoryKind.VRAM if on_device else MemoryKind.DRAM, directory)
-    except MoverError as error:
-        answer = {"failed": str(error).removeprefix(f"{name}: ")}
-        if isinstance(error.__cause__, ImportError):
-            return {**answer, "not_installed": True}
-        return {**answer, "loader": loader_error(PLUGINS[name].plugin)} if name in PLUGINS else answer
-    finally:
-        mover.close()
-    answer = {"words": f"{note}; packs through host memory" if gpu and not on_device else note}
+    device = device_of(torch.empty(0, device="cuda" if gpu else "cpu"))
+    mover, report = open_mover(choice, device.kind, directory, threads=threads)
+    answer: Answer = {"movers": [probe._asdict() for probe in report]}
     space = os.statvfs(directory)
     free_bytes = space.f_bavail * space.f_frsize if space.f_blocks else 1 << 40
     piece_bytes = min(_PIECE_BYTES, free_bytes // FREE_SHARE) // PAGE_BYTES * PAGE_BYTES
-    if io and piece_bytes:
-        try:
-            speed = measure(
-                make_mover(name, threads=threads),
-                "device" if on_device or not gpu else "host",
-                directory,
-                device_of(torch.empty(0, device="cuda" if gpu else "cpu")),
-                piece_bytes,
-                direct_io=direct_io,
-                budget_s=_BUDGET_S / 4,
-            )
-        except Exception as error:  # noqa: BLE001 - a library may raise anything
-            return {"failed": str(error).removeprefix(f"{name}: ") or repr(error)}
-        answer |= speed._asdict()
-    return answer
+    if not io or not piece_bytes:
+        mover.close()
+        return answer
+    side = staging_for(mover, device)
+    speed = measure(mover, side, directory, device, piece_bytes, direct_io=direct_io, budget_s=_BUDGET_S)
+    return answer | speed._asdict()
 
 
 def try_object_movers(tier: S3Config, *, io: bool) -> Answer:

@@ -21,16 +21,14 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, TypeVar
 
-from nixl_offload.cli.check.child import Answer, ChildProcess, try_file_mover
-from nixl_offload.cli.check.findings import Finding, speed_words
+from nixl_offload.cli.check.child import ChildProcess, try_file_movers
+from nixl_offload.cli.check.findings import Finding, mover_findings
 from nixl_offload.cli.common import about_size
 from nixl_offload.config import DirectoryConfig, SharedDirConfig, TierConfig
 from nixl_offload.errors import MoverError, TierError
 from nixl_offload.hardware.gds import GdsReport, gds_report
 from nixl_offload.hardware.mounts import find_mount
-from nixl_offload.movers.base import MemoryKind
 from nixl_offload.movers.pinning import pinning_limit
-from nixl_offload.movers.select import candidates
 from nixl_offload.tiers.free_space import is_kept, kept_free, spare_bytes
 from nixl_offload.tiers.kinds import require_apart
 from nixl_offload.tiers.shared.sweep import GRACE_S
@@ -49,11 +47,6 @@ _CLOCK_S: Final = 5.0
 """A loaded file server dates a file late."""
 _FILL_SHARE: Final = 0.9
 """Of what fits: a suggested capacity leaves the filesystem some room."""
-_FIXES: Final = {
-    "posix_uring": "sysctl kernel.io_uring_disabled=0; in a container a seccomp profile that allows io_uring",
-    "posix_aio": "sysctl -w fs.aio-max-nr=1048576",
-    "kvikio": "where cuFile is not to be had: export KVIKIO_COMPAT_MODE=ON",
-}
 
 
 def look_at_directory(
@@ -88,8 +81,9 @@ def look_at_directory(
     if not is_writable:
         yield Finding("movers", "unknown", "not tried: there is nowhere to write")
     else:
-        direct_io = tier.direct_io and bool(direct and direct.ok)
-        yield from mover_findings(tier, child, gpu=gpu, io=io, direct_io=direct_io)
+        options = {"gpu": gpu, "threads": tier.threads, "direct_io": tier.direct_io and bool(direct and direct.ok)}
+        answer = child.run(try_file_movers, choice=tier.mover, directory=at, io=io, **options)
+        yield from mover_findings(tier.mover, answer)
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:
@@ -273,39 +267,6 @@ def _staging(staging_bytes: int) -> Finding:
     except MoverError as error:
         return Finding("staging", "wrong", str(error), "staging: 64MiB")
     return Finding("staging", "ok", f"{name} can be registered with cuFile")
-
-
-def mover_findings(
-    tier: DirectoryConfig, child: ChildProcess, *, gpu: bool, io: bool, direct_io: bool
-) -> Iterator[Finding]:
-    """Start each mover that the config allows in the directory, and measure it."""
-    runs = False
-    for name in candidates(tier.mover, MemoryKind.VRAM if gpu else MemoryKind.DRAM):
-        options = {"gpu": gpu, "threads": tier.threads, "direct_io": direct_io, "io": io}
-        answer = child.run(try_file_mover, name=name, directory=nearest(tier.path), **options)
-        if "failed" not in answer:
-            runs = True
-            yield Finding(f"mover {name}", "ok", f"{answer['words']}{speed_words(answer)}")
-            continue
-        words, fix = why_not(name, answer)
-        yield Finding(f"mover {name}", "warning", f"passed over: {words}", fix)
-    if not runs:
-        fix = "see above what each of them lacks" if tier.mover == "auto" else "mover: auto"
-        yield Finding("movers", "wrong", f"none of those that mover: {tier.mover} allows starts here", fix)
-
-
-def why_not(name: str, answer: Answer) -> tuple[str, str]:
-    """Return why a mover does not start, and the fix."""
-    words, fix = str(answer["failed"]), _FIXES.get(name, "NIXL_LOG_LEVEL=DEBUG nixl-offload check tells more")
-    own, loader = os.environ.get("NIXL_PLUGIN_DIR"), answer.get("loader", "")
-    if answer.get("not_installed"):
-        fix = "pip install kvikio-cu13, or kvikio-cu12" if name == "kvikio" else 'pip install "nixl>=1.5"'
-    elif loader:
-        missing = loader.partition(": cannot open shared object file")[0]
-        words, fix = loader, f"pip install what brings {missing}, and export LD_LIBRARY_PATH; or run the image"
-    elif loader is None and own is not None:
-        words, fix = f"NIXL_PLUGIN_DIR={own} does not hold its plugin", "unset NIXL_PLUGIN_DIR"
-    return words, fix
 
 
 def _user(number: int) -> str:

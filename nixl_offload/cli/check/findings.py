@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
 State = Literal["ok", "warning", "wrong", "unknown"]
@@ -63,11 +63,21 @@ def report(sections: Iterable[Section], *, as_json: bool) -> bool:
     return not counts["wrong"]
 
 
-def speed_words(answer: Mapping[str, Any]) -> str:
-    """Return the figures of a short test; empty where there are none."""
-    if "read_bytes_s" not in answer:
-        return ""
-    return f"; read {answer['read_bytes_s'] / 1e6:,.0f} MB/s, write {answer['write_bytes_s'] / 1e6:,.0f} MB/s"
+def mover_findings(choice: str, answer: Mapping[str, Any]) -> Iterator[Finding]:
+    """Say which mover a server would take, which it passes over, and how fast that was. ``answer``: of the child."""
+    if "failed" in answer:
+        fix = "mover: auto" if choice != "auto" else "what it says above; the server's log says more"
+        yield Finding("movers", "wrong", f"none works: {answer['failed']}", fix)
+        return
+    for probe in answer["movers"]:
+        if probe["ok"]:
+            yield Finding(f"mover {probe['name']}", "ok", probe["reason"])
+        else:
+            words = f"passed over: {probe['reason']}"
+            yield Finding(f"mover {probe['name']}", "warning", words, "another mover, or what it lacks")
+    if "read_bytes_s" in answer:
+        read, write = (answer[name] / 1e6 for name in ("read_bytes_s", "write_bytes_s"))
+        yield Finding("speed", "ok", f"read {read:,.0f} MB/s, write {write:,.0f} MB/s")
 
 
 def _printable(text: str) -> str:

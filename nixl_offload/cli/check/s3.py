@@ -16,8 +16,8 @@ from contextlib import closing
 from typing import Final
 from urllib.parse import urlsplit
 
-from nixl_offload.cli.check.child import Answer, ChildProcess, try_object_movers
-from nixl_offload.cli.check.findings import Finding, speed_words
+from nixl_offload.cli.check.child import ChildProcess, try_object_movers
+from nixl_offload.cli.check.findings import Finding, mover_findings
 from nixl_offload.config import S3Config
 from nixl_offload.errors import NotSupportedError, StoreError
 from nixl_offload.stores.s3 import S3Address, open_store, proxy_of
@@ -67,7 +67,7 @@ def look_at_bucket(tier: S3Config, child: ChildProcess, *, config_file: str, io:
         yield Finding("growth", "warning", "neither ttl nor capacity is set: nothing ever removes objects", fix)
     yield find_lifecycle(tier, config_file)
     if works:
-        yield from _movers(tier, child.run(try_object_movers, tier=tier, io=io))
+        yield from mover_findings(tier.mover, child.run(try_object_movers, tier=tier, io=io))
     else:
         yield Finding("movers", "unknown", "not tried: they put objects, get them and remove them")
 
@@ -203,17 +203,3 @@ def find_lifecycle(tier: S3Config, config_file: str) -> Finding:
     if plan.changes:
         return Finding(name, "warning", f"the bucket lacks: {'; '.join(plan.changes)}", init)
     return Finding(name, "ok", "the bucket has the rule that the config asks for")
-
-
-def _movers(tier: S3Config, answer: Answer) -> Iterator[Finding]:
-    if "failed" in answer:
-        fix = "mover: auto" if tier.mover != "auto" else _PIP
-        yield Finding("movers", "wrong", f"none works: {answer['failed']}", fix)
-        return
-    for probe in answer["movers"]:
-        if probe["ok"]:
-            yield Finding(f"mover {probe['name']}", "ok", f"{probe['reason']}: the one that the server takes")
-        else:
-            yield Finding(f"mover {probe['name']}", "warning", f"passed over: {probe['reason']}", "another mover")
-    if words := speed_words(answer):
-        yield Finding("speed", "ok", f"{words.removeprefix('; ')}, by its client")
