@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from nixl_offload.index.durable import DurableIndex
-from nixl_offload.index.index import Index, Occupancy
-from nixl_offload.index.states import State
+from nixl_offload.index.index import Index, State
 
-__all__ = ["DurableIndex", "Index", "Occupancy", "State"]
+__all__ = ["DurableIndex", "Index", "State"]

@@ -2,20 +2,33 @@
 
 Threading: none; every method is called by one thread at a time: the one that reopens a tier, then the scheduler's. No
 I/O, no clock, no logging.
-Memory: some 330 bytes per key; a node of 30 TB has one or two million. docs/decisions/0003-index.md has the figures.
+Memory: some 200 bytes per key; a node of 30 TB has one or two million. docs/decisions/0003-index.md has the figures.
 Failure: a method that raises has changed nothing.
+
+``State`` is what callers see. ``Phase`` is finer: it also says who holds the slot, its writer or its readers, so
+that the table of transitions needs no conditions beside it::
+
+                       insert_writing
+    ABSENT ──────────────────────────────▶ WRITING ──drop──▶ DOOMED
+      │  ▲ ▲                                │  │               │
+      │  │ └──────────── abort ─────────────┘  │ commit        │ commit, abort
+      │  │                                     ▼               ▼
+      └──┼── insert_ready ──────────────────▶ READY          ABSENT
+         └── drop, evict ──────────────────── │  ▲
+                                          pin ▼  │ last unpin
+                                            PINNED ──drop──▶ LEAVING ──last unpin──▶ ABSENT
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum, IntEnum, auto
 from heapq import heappop, heappush, heapreplace
-from itertools import count, pairwise
+from itertools import count
 from typing import Final
 
 from nixl_offload.errors import IndexStateError
-from nixl_offload.index.states import STATE_OF_PHASE, Event, Phase, State, next_phase
 from nixl_offload.types import Key, Location
 
 _SHARDS: Final = 128
@@ -25,31 +38,75 @@ _SHARD_SHIFT: Final = 57
 """``hash(key) >> _SHARD_SHIFT`` is -64 to 63. Not the lowest bits, by which a dictionary places its keys."""
 _OFFSET_BITS: Final = 56
 _OFFSET_MASK: Final = (1 << _OFFSET_BITS) - 1
-_PAGE_SLOTS: Final = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Occupancy:
-    """How many slots of one size class are taken, by what."""
+class State(Enum):
+    """What an index says about a key it holds."""
 
-    slot_bytes: int
-    writing: int
-    ready: int
-    """Unpinned: could be evicted now."""
-    pinned: int
-    """READY and pinned."""
-    evicting: int
-    """Dropped, but still held by a writer or by readers."""
+    WRITING = auto()
+    """Reserved; its bytes are on their way."""
+    READY = auto()
+    """May be pinned and read."""
+    EVICTING = auto()
+    """Given up, but a writer or readers still hold its slot: a miss, and it cannot be stored anew until it is gone."""
 
-    @property
-    def slots(self) -> int:
-        """All slots taken."""
-        return self.writing + self.ready + self.pinned + self.evicting
 
-    @property
-    def bytes_total(self) -> int:
-        """All bytes taken, on each rank."""
-        return self.slots * self.slot_bytes
+class Phase(IntEnum):
+    """Where a key stands, holders included."""
+
+    ABSENT = 0
+    WRITING = 1
+    DOOMED = 2
+    """Dropped while being written: goes as soon as the writer reports, whether it succeeded or not."""
+    READY = 3
+    """Unpinned: the only phase from which a key can be evicted."""
+    PINNED = 4
+    LEAVING = 5
+    """Dropped while pinned: goes with the last unpin."""
+
+
+class Event(IntEnum):
+    """What can happen to a key."""
+
+    INSERT_WRITING = 0
+    INSERT_READY = 1
+    COMMIT = 2
+    ABORT = 3
+    PIN = 4
+    UNPIN = 5
+    """An unpin that leaves other pins."""
+    UNPIN_LAST = 6
+    DROP = 7
+    EVICT = 8
+
+
+_TRANSITIONS: dict[Phase, dict[Event, Phase]] = {
+    Phase.ABSENT: {Event.INSERT_WRITING: Phase.WRITING, Event.INSERT_READY: Phase.READY, Event.DROP: Phase.ABSENT},
+    Phase.WRITING: {Event.COMMIT: Phase.READY, Event.ABORT: Phase.ABSENT, Event.DROP: Phase.DOOMED},
+    Phase.DOOMED: {Event.COMMIT: Phase.ABSENT, Event.ABORT: Phase.ABSENT, Event.DROP: Phase.DOOMED},
+    Phase.READY: {Event.PIN: Phase.PINNED, Event.DROP: Phase.ABSENT, Event.EVICT: Phase.ABSENT},
+    Phase.PINNED: {
+        Event.PIN: Phase.PINNED,
+        Event.UNPIN: Phase.PINNED,
+        Event.UNPIN_LAST: Phase.READY,
+        Event.DROP: Phase.LEAVING,
+    },
+    Phase.LEAVING: {Event.UNPIN: Phase.LEAVING, Event.UNPIN_LAST: Phase.ABSENT, Event.DROP: Phase.LEAVING},
+}
+_TABLE: tuple[tuple[Phase | None, ...], ...] = tuple(
+    tuple(_TRANSITIONS[phase].get(event) for event in Event) for phase in Phase
+)
+_STATES = (None, State.WRITING, State.EVICTING, State.READY, State.READY, State.EVICTING)
+"""By ``Phase``."""
+
+
+def _next_phase(phase: Phase, event: Event) -> Phase:
+    """Return the phase that ``event`` leads to. Raises IndexStateError where the table has no entry."""
+    after = _TABLE[phase][event]
+    if after is None:
+        allowed = ", ".join(e.name.lower() for e in _TRANSITIONS[phase])
+        raise IndexStateError(f"{event.name.lower()} of a key that is {phase.name.lower()}; allowed: {allowed}")
+    return after
 
 
 @dataclass(slots=True)
@@ -61,66 +118,41 @@ class _Held:
     pins: int = 0
 
 
-class _SizeClass:
-    """The slots of one size.
+class _Queue:
+    """READY and unpinned keys of one slot size, by their last use.
 
     Plain dictionaries of bytes and numbers: the garbage collector does not look into these, and would take 0.2 s for
     half a million keys of an OrderedDict.
     """
 
-    __slots__ = ("_has_head", "_heads", "counts", "ready", "slot_bytes", "slots")
+    __slots__ = ("_has_head", "_heads", "shards", "slot_bytes")
 
     def __init__(self, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
-        self.ready: tuple[dict[Key, int], ...] = tuple({} for _ in range(_SHARDS))
-        """READY and unpinned keys -> last use and offset, in one number; the least recently used first."""
+        self.shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(_SHARDS))
+        """Key -> last use and offset, in one number; in each the least recently used first."""
         self._heads: list[tuple[int, int]] = []
         """A heap of shards, each once at most: the number of its first key, or of one that was first before, and which
         it is."""
         self._has_head = bytearray(_SHARDS)
-        self.slots: dict[int, dict[int, Key]] = {}
-        """Keys by ``offset // slot_bytes``, in pages. Slots that do not overlap differ in it."""
-        self.counts = [0] * len(Phase)
-        """Held keys by phase."""
-
-    def place(self, offset: int, key: Key) -> None:
-        number = offset // self.slot_bytes
-        self.slots.setdefault(number // _PAGE_SLOTS, {})[number] = key
-
-    def free(self, offset: int) -> None:
-        number = offset // self.slot_bytes
-        del self.slots[number // _PAGE_SLOTS][number]
-
-    def near(self, start_offset: int, end_offset: int) -> Iterator[Key]:
-        """Yield the keys whose offset lies in ``[start_offset, end_offset)``, and perhaps some of a slot around it."""
-        first, last = start_offset // self.slot_bytes, (end_offset - 1) // self.slot_bytes
-        pages = range(first // _PAGE_SLOTS, last // _PAGE_SLOTS + 1)
-        for page in pages if len(pages) <= len(self.slots) else [page for page in self.slots if page in pages]:
-            slots = self.slots.get(page)
-            if not slots:
-                continue
-            for number in range(max(first, page * _PAGE_SLOTS), min(last, page * _PAGE_SLOTS + _PAGE_SLOTS - 1) + 1):
-                if (key := slots.get(number)) is not None:
-                    yield key
 
     def use(self, key: Key, packed: int) -> None:
         """Put a key at the young end."""
         number = hash(key) >> _SHARD_SHIFT
-        self.ready[number][key] = packed
+        self.shards[number][key] = packed
         if not self._has_head[number]:
             self._has_head[number] = True
             heappush(self._heads, (packed, number))
 
     def forget(self, key: Key) -> None:
-        """Remove a READY and unpinned key."""
-        del self.ready[hash(key) >> _SHARD_SHIFT][key]
+        del self.shards[hash(key) >> _SHARD_SHIFT][key]
 
-    def victim(self) -> Key | None:
-        """Return the least recently used of the keys that can be evicted."""
+    def oldest(self) -> Key | None:
+        """Return the least recently used key."""
         heads = self._heads
         while heads:
             oldest, number = heads[0]
-            for key, packed in self.ready[number].items():
+            for key, packed in self.shards[number].items():
                 if packed == oldest:
                     return key
                 heapreplace(heads, (packed, number))
@@ -130,33 +162,24 @@ class _SizeClass:
                 heappop(heads)
         return None
 
-    def occupancy(self) -> Occupancy:
-        counts = self.counts
-        return Occupancy(
-            slot_bytes=self.slot_bytes,
-            writing=counts[Phase.WRITING],
-            ready=sum(map(len, self.ready)),
-            pinned=counts[Phase.PINNED],
-            evicting=counts[Phase.DOOMED] + counts[Phase.LEAVING],
-        )
-
 
 class Index:
     """Key -> location for one tier.
 
-    A key is absent, WRITING, READY or EVICTING (``states.py`` has every transition). What is not in that table raises
-    IndexStateError, a bug of the caller. In particular a key that was dropped while held stays EVICTING until its last
-    holder lets go. Until then it is a miss for lookups, and ``insert_*`` refuses it: store only what has state None.
+    A key is absent, WRITING, READY or EVICTING. A call that the table of transitions does not have raises
+    IndexStateError: it is a bug of the caller. A key that was dropped while held stays EVICTING until its last holder
+    lets go. Until then it is a miss for lookups, and ``insert_*`` refuses it: store only what has state None.
 
-    A location that a method returns as *freed* is no longer known here and may be reused at once.
+    A location that a method returns as *freed* is no longer known here and may be reused at once. That no two
+    locations overlap is the caller's to see to.
     """
 
-    __slots__ = ("_classes", "_held", "_tier", "_uses")
+    __slots__ = ("_held", "_queues", "_tier", "_uses")
 
-    def __init__(self) -> None:
-        self._tier: int | None = None
-        """That of the first insertion."""
-        self._classes: dict[int, _SizeClass] = {}
+    def __init__(self, tier: int = 0) -> None:
+        """``tier``: that of every location."""
+        self._tier = tier
+        self._queues: dict[int, _Queue] = {}
         """By slot size."""
         self._held: dict[Key, _Held] = {}
         """All keys but those that are READY and unpinned."""
@@ -164,29 +187,34 @@ class Index:
 
     def __len__(self) -> int:
         """Count of keys in any state."""
-        return len(self._held) + sum(len(shard) for each in self._classes.values() for shard in each.ready)
+        return len(self._held) + sum(len(shard) for queue in self._queues.values() for shard in queue.shards)
 
     def __iter__(self) -> Iterator[Key]:
         """All keys in any state, in no promised order. For checks."""
         yield from self._held
-        for each in self._classes.values():
-            for shard in each.ready:
+        for queue in self._queues.values():
+            for shard in queue.shards:
                 yield from shard
 
     # Questions
+
+    @property
+    def held(self) -> int:
+        """Count of keys that a writer or readers hold. For checks."""
+        return len(self._held)
 
     def state(self, key: Key) -> State | None:
         """What the index says about ``key``; None if absent. Does not count as a use (see ``touch``)."""
         held = self._held.get(key)
         if held is not None:
-            return STATE_OF_PHASE[held.phase]
+            return _STATES[held.phase]
         return None if self._ready(key) is None else State.READY
 
     def find(self, key: Key) -> tuple[State | None, int] | None:
         """State and offset of ``key``, None if absent: what is asked thousands of times a step, in one call."""
         held = self._held.get(key)
         if held is not None:
-            return STATE_OF_PHASE[held.phase], held.location.offset
+            return _STATES[held.phase], held.location.offset
         ready = self._ready(key)
         return None if ready is None else (State.READY, ready[1] & _OFFSET_MASK)
 
@@ -205,31 +233,14 @@ class Index:
             raise KeyError(key)
         return self._location(*ready)
 
-    def keys_between(self, start_offset: int, end_offset: int) -> list[Key]:
-        """Keys in any state whose slot starts in ``[start_offset, end_offset)``, in no promised order.
-
-        Costs about the number of slots that fit there. To reclaim an extent, ``drop`` each; those that are not freed at
-        once are freed by their holders.
-        """
-        near = (key for each in self._classes.values() for key in each.near(start_offset, end_offset))
-        return [key for key in near if start_offset <= self.location(key).offset < end_offset]
-
-    def occupancy(self) -> dict[int, Occupancy]:
-        """Slot size -> what is taken of it. Costs nothing per key."""
-        return {slot_bytes: each.occupancy() for slot_bytes, each in self._classes.items()}
-
     # Storing
 
     def insert_writing(self, key: Key, location: Location) -> None:
-        """Absent -> WRITING.
-
-        Raises IndexStateError if the key is here in any state (EVICTING too), if the location overlaps one in use, or
-        if it is not of this index's tier (that of the first insertion).
-        """
+        """Absent -> WRITING. Raises IndexStateError if the key is here in any state, EVICTING included."""
         self._insert(key, location, Event.INSERT_WRITING)
 
     def insert_ready(self, key: Key, location: Location) -> None:
-        """Absent -> READY, as the youngest of its class: for reopening. Raises like ``insert_writing``."""
+        """Absent -> READY, as the youngest of its size: for reopening. Raises as ``insert_writing``."""
         self._insert(key, location, Event.INSERT_READY)
 
     def commit(self, key: Key) -> Location | None:
@@ -260,16 +271,16 @@ class Index:
         """Count a use of a READY key. Ignores keys that are absent or in another state."""
         ready = self._ready(key)
         if ready is not None:
-            each, packed = ready
-            each.forget(key)
-            each.use(key, next(self._uses) << _OFFSET_BITS | packed & _OFFSET_MASK)
+            queue, packed = ready
+            queue.forget(key)
+            queue.use(key, next(self._uses) << _OFFSET_BITS | packed & _OFFSET_MASK)
 
     # Giving up
 
     def evict(self, slot_bytes: int) -> tuple[Key, Location] | None:
         """Choose an unpinned READY key of this slot size and remove it. Returns it with its freed location, or None."""
-        each = self._classes.get(slot_bytes)
-        key = None if each is None else each.victim()
+        queue = self._queues.get(slot_bytes)
+        key = None if queue is None else queue.oldest()
         if key is None:
             return None
         freed = self._apply(key, Event.EVICT)
@@ -277,7 +288,7 @@ class Index:
         return key, freed
 
     def drop(self, key: Key) -> Location | None:
-        """Make a miss of ``key``, whatever its state.
+        """Make a miss of ``key``, in any state.
 
         READY and unpinned: removed, the freed location is returned. Pinned or WRITING: becomes EVICTING, and the last
         ``unpin``, or ``commit`` or ``abort``, returns the location. Absent or EVICTING already: nothing happens.
@@ -289,106 +300,71 @@ class Index:
 
         Costs microseconds per *held* key.
         """
-        self._classes = {}
-        for key, held in self._held.items():
-            held.phase = next_phase(held.phase, Event.DROP)
-            each = self._size_class(held.location.slot_bytes)
-            each.counts[held.phase] += 1
-            each.place(held.location.offset, key)
+        self._queues = {}
+        for held in self._held.values():
+            held.phase = _next_phase(held.phase, Event.DROP)
         return [held.location for held in self._held.values()]
 
     # Inside
 
-    def _size_class(self, slot_bytes: int) -> _SizeClass:
-        if slot_bytes not in self._classes:
-            self._classes[slot_bytes] = _SizeClass(slot_bytes)
-        return self._classes[slot_bytes]
-
-    def _ready(self, key: Key) -> tuple[_SizeClass, int] | None:
-        """Return the size class of a READY and unpinned key, and its number there; None: it is in another state."""
+    def _ready(self, key: Key) -> tuple[_Queue, int] | None:
+        """Return the queue of a READY and unpinned key, and its number there; None: it is in another state."""
         number = hash(key) >> _SHARD_SHIFT
-        for each in self._classes.values():
-            packed = each.ready[number].get(key)
+        for queue in self._queues.values():
+            packed = queue.shards[number].get(key)
             if packed is not None:
-                return each, packed
+                return queue, packed
         return None
 
-    def _location(self, each: _SizeClass, packed: int) -> Location:
-        assert self._tier is not None, "what was inserted has a tier"
-        return Location(self._tier, packed & _OFFSET_MASK, each.slot_bytes)
+    def _location(self, queue: _Queue, packed: int) -> Location:
+        return Location(self._tier, packed & _OFFSET_MASK, queue.slot_bytes)
 
     def _insert(self, key: Key, location: Location, event: Event) -> None:
         held = self._held.get(key)
         before = held.phase if held is not None else Phase.ABSENT if self._ready(key) is None else Phase.READY
-        phase = next_phase(before, event)
-        self._refuse(location)
-        self._tier = location.tier
-        self._size_class(location.slot_bytes).place(location.offset, key)
-        self._keep(key, location, phase, 0)
-
-    def _refuse(self, location: Location) -> None:
-        """Raise IndexStateError where nothing can rest: no such place, another tier, or an overlap."""
-        tier, offset, slot_bytes = location
-        if not 0 <= offset <= _OFFSET_MASK or slot_bytes <= 0:
-            raise IndexStateError(f"no such place: {location}")
-        if self._tier is not None and tier != self._tier:
-            raise IndexStateError(f"{location} in the index of tier {self._tier}")
-        end = offset + slot_bytes
-        for each in self._classes.values():
-            for key in each.near(offset - each.slot_bytes + 1, end):
-                there = self.location(key)
-                if there.offset < end and offset < there.offset + there.slot_bytes:
-                    raise IndexStateError(f"{location} overlaps {there}, which is in use")
+        self._keep(key, location, _next_phase(before, event), 0)
 
     def _apply(self, key: Key, event: Event) -> Location | None:
         """Make one transition of the table, with all that follows from it. Returns the location if that frees it."""
         held = self._held.get(key)
+        queue = None
         if held is not None:
             before, location, pins = held.phase, held.location, held.pins
         elif (ready := self._ready(key)) is not None:
+            queue = ready[0]
             before, location, pins = Phase.READY, self._location(*ready), 0
         else:
-            next_phase(Phase.ABSENT, event)
+            _next_phase(Phase.ABSENT, event)
             return None
-        after = next_phase(before, event)
-        each = self._classes[location.slot_bytes]
-        if held is None:
-            each.forget(key)
-        else:
+        after = _next_phase(before, event)
+        if queue is None:
             del self._held[key]
-            each.counts[before] -= 1
-        if after != Phase.ABSENT:
-            pins += (event is Event.PIN) - (event in (Event.UNPIN, Event.UNPIN_LAST))
-            self._keep(key, location, after, pins)
-            return None
-        each.free(location.offset)
-        return location
+        else:
+            queue.forget(key)
+        if after == Phase.ABSENT:
+            return location
+        pins += (event is Event.PIN) - (event in (Event.UNPIN, Event.UNPIN_LAST))
+        self._keep(key, location, after, pins)
+        return None
 
     def _keep(self, key: Key, location: Location, phase: Phase, pins: int) -> None:
-        each = self._classes[location.slot_bytes]
-        if phase == Phase.READY:
-            each.use(key, next(self._uses) << _OFFSET_BITS | location.offset)
-        else:
+        if phase != Phase.READY:
             self._held[key] = _Held(phase, location, pins)
-            each.counts[phase] += 1
+            return
+        queue = self._queues.get(location.slot_bytes)
+        if queue is None:
+            queue = self._queues[location.slot_bytes] = _Queue(location.slot_bytes)
+        queue.use(key, next(self._uses) << _OFFSET_BITS | location.offset)
 
     # For tests
 
     def check(self) -> None:
-        """Assert every invariant. O(n log n); for tests, at the end of each."""
-        keys = list(self)
-        assert len(set(keys)) == len(keys) == len(self), "a key is in two states"
-        counts = {slot_bytes: [0] * len(Phase) for slot_bytes in self._classes}
+        """Assert every invariant. For tests, at the end of each."""
+        assert len(set(self)) == len(self), "a key is in two states"
         for held in self._held.values():
             assert held.phase not in (Phase.ABSENT, Phase.READY), "a key is held by nobody"
             assert (held.pins > 0) == (held.phase in (Phase.PINNED, Phase.LEAVING)), "pins and phase disagree"
-            counts[held.location.slot_bytes][held.phase] += 1
-        for slot_bytes, each in self._classes.items():
-            assert each.counts == counts[slot_bytes], "counts per phase are wrong"
-            for number, shard in enumerate(each.ready):
+        for queue in self._queues.values():
+            for number, shard in enumerate(queue.shards):
                 assert all((hash(key) >> _SHARD_SHIFT) % _SHARDS == number for key in shard), "a key is astray"
                 assert sorted(shard.values()) == list(shard.values()), "a key was used and not moved"
-        spans = sorted((each.offset, each.offset + each.slot_bytes) for each in map(self.location, keys))
-        for (_, end), (start, _) in pairwise(spans):
-            assert end <= start, "two keys share bytes"
-        assert sorted(self.keys_between(0, 1 << _OFFSET_BITS)) == sorted(keys), "the map of slots is wrong"

@@ -6,11 +6,12 @@ Ownership: the index and the slot allocator. The bytes belong to the ranks, whos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from nixl_offload.index import DurableIndex, Index, Occupancy, State
+from nixl_offload.errors import IndexStateError
+from nixl_offload.index import DurableIndex, Index, State
 from nixl_offload.tiers.base import SlotStatistics, Tier, not_arrived
-from nixl_offload.tiers.slot_allocator import SlotAllocator
+from nixl_offload.tiers.slots import SlotAllocator
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 
 
@@ -23,16 +24,13 @@ class SlotTier(Tier):
 
     is_local = True
 
-    def __init__(
-        self, position: int, index: Index, allocator: SlotAllocator, journal: DurableIndex | None = None
-    ) -> None:
-        """Take over ``index`` and ``allocator``, which agree. ``journal`` learns of every chunk that comes and goes."""
+    def __init__(self, position: int, allocator: SlotAllocator, journal: DurableIndex | None = None) -> None:
+        """Begin with no chunk. ``journal`` learns of every one that comes and goes."""
         self._position = position
-        self._index = index
+        self._index = Index(position)
         self._allocator = allocator
         self._journal = journal
-        self.evictions = 0
-        """Chunks that made room for others, since the start."""
+        self._evictions = 0
 
     def __len__(self) -> int:
         return len(self._index)
@@ -42,19 +40,9 @@ class SlotTier(Tier):
         """Bytes per rank that slots can take, retired ones included."""
         return self._allocator.rank_bytes
 
-    @property
-    def retired_bytes(self) -> int:
-        """Bytes per rank that ``retire`` has taken out of use for good."""
-        return self._allocator.retired_bytes
-
-    def occupancy(self) -> dict[int, Occupancy]:
-        """Slot size -> what is taken of it, by what; for metrics. Costs nothing per chunk."""
-        return self._index.occupancy()
-
     def statistics(self) -> SlotStatistics:
-        places = self._allocator.places
-        used_bytes = sum(taken.bytes_total // places.replicas.get(size, 1) for size, taken in self.occupancy().items())
-        return SlotStatistics(used_bytes, self.capacity_bytes, self.retired_bytes, self.evictions)
+        slots = self._allocator
+        return SlotStatistics(slots.used_bytes, slots.rank_bytes, slots.retired_bytes, self._evictions)
 
     @property
     def in_use(self) -> bool:
@@ -71,12 +59,31 @@ class SlotTier(Tier):
             return Lookup.HIT
         return Lookup.PENDING if state is State.WRITING else Lookup.MISS
 
+    def adopt(self, pieces: Iterable[Sequence[tuple[Key, int, int]]]) -> list[Key]:
+        """Make READY what a journal remembers: rows of key, offset and slot size. Of two that conflict the first wins.
+
+        A row is a hint: none is believed before the header in its slot agrees. Returns the keys of the rows that do not
+        fit, and were left out.
+        """
+        stale: list[Key] = []
+        for rows in pieces:
+            for key, offset, slot_bytes in rows:
+                if not self._allocator.adopt(key, offset, slot_bytes):
+                    stale.append(key)
+                    continue
+                try:
+                    self._index.insert_ready(key, Location(self._position, offset, slot_bytes))
+                except IndexStateError:
+                    self._allocator.free(offset, slot_bytes)
+                    stale.append(key)
+        return stale
+
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
-        offset = self._allocator.allocate(slot_bytes)
+        offset = self._allocator.allocate(key, slot_bytes)
         if offset is None:
             before = len(evicted)
-            offset = self._make_room(slot_bytes, evicted)
-            self.evictions += len(evicted) - before
+            offset = self._make_room(key, slot_bytes, evicted)
+            self._evictions += len(evicted) - before
         if offset is None:
             return None
         location = Location(self._position, offset, slot_bytes)
@@ -108,9 +115,7 @@ class SlotTier(Tier):
 
     def unpin(self, key: Key) -> None:
         """Take one pin back; frees the slot of a chunk that was dropped meanwhile."""
-        freed = self._index.unpin(key)
-        if freed is not None:
-            self._free(freed)
+        self._free(self._index.unpin(key))
 
     def touch(self, key: Key) -> None:
         self._index.touch(key)
@@ -120,9 +125,7 @@ class SlotTier(Tier):
         was_ready = self._index.state(key) is State.READY
         if self._journal is not None:
             self._journal.delete(key)
-        freed = self._index.drop(key)
-        if freed is not None:
-            self._free(freed)
+        self._free(self._index.drop(key))
         return was_ready
 
     def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
@@ -136,32 +139,34 @@ class SlotTier(Tier):
         """Drop everything, in the journal too. Costs per chunk in use, not per chunk."""
         if self._journal is not None:
             self._journal.clear()
-        held = self._index.clear()
-        self._allocator.clear((location.offset, location.slot_bytes) for location in held)
+        self._index.clear()
+        self._allocator.clear((key, self._index.location(key)) for key in self._index)
+
+    def check(self) -> None:
+        """Assert every invariant: each chunk has its slot, and nobody else has one. For tests."""
+        self._index.check()
+        held = [(key, *self._index.location(key)[1:]) for key in self._index]
+        assert sorted(self._allocator) == sorted(held), "index and slots disagree"
+        assert self._allocator.used_bytes + self._allocator.retired_bytes <= self.capacity_bytes
 
     def _gives_way(self, key: Key) -> bool:
-        """Whether ``key`` may be dropped so that its extent can go to another class of slots."""
+        """Whether ``key`` may be dropped so that its extent can go to slots of another size."""
         return self._index.state(key) is State.READY
 
-    def _make_room(self, slot_bytes: int, evicted: list[Key]) -> int | None:
-        starved = self._allocator.reclaimable(slot_bytes)
-        if starved is not None:
-            for key in self._index.keys_between(*starved):
-                if self._gives_way(key):
-                    self.drop(key)
-                    evicted.append(key)
-            offset = self._allocator.allocate(slot_bytes)
-            if offset is not None:
-                return offset
-        victim = self._index.evict(slot_bytes)
-        if victim is None:
-            return None
-        key, location = victim
-        if self._journal is not None:
-            self._journal.delete(key)
-        self._free(location)
-        evicted.append(key)
-        return self._allocator.allocate(slot_bytes)
+    def _make_room(self, key: Key, slot_bytes: int, evicted: list[Key]) -> int | None:
+        for other in self._allocator.to_give_up(slot_bytes):
+            if self._gives_way(other):
+                self.drop(other)
+                evicted.append(other)
+        offset = self._allocator.allocate(key, slot_bytes)
+        if offset is None and (victim := self._index.evict(slot_bytes)) is not None:
+            if self._journal is not None:
+                self._journal.delete(victim[0])
+            self._free(victim[1])
+            evicted.append(victim[0])
+            offset = self._allocator.allocate(key, slot_bytes)
+        return offset
 
-    def _free(self, location: Location) -> None:
-        self._allocator.free(location.offset, location.slot_bytes)
+    def _free(self, location: Location | None) -> None:
+        if location is not None:
+            self._allocator.free(location.offset, location.slot_bytes)

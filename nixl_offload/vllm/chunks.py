@@ -18,7 +18,7 @@ from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.layout import KVLayout, split_job
 from nixl_offload.chunk.shards import ShardPlan
 from nixl_offload.engine import Chunk, make_move
-from nixl_offload.tiers.slot_places import SlotPlaces
+from nixl_offload.tiers.slots import SlotPlaces
 from nixl_offload.types import Key, Location, key_group
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from nixl_offload.identity.namespace import (
 )
 from nixl_offload.identity.settings import DigestFile, collect, plain_text, text_setting
 from nixl_offload.identity.weights import FilesDigest, digest_of_file, is_local
-from nixl_offload.tiers.slot_places import ranks_together, replicas_of_slots
+from nixl_offload.tiers.slots import ranks_together, replicas_of_slots
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

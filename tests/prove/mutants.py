@@ -30,7 +30,7 @@ def _unit(*names: str) -> tuple[str, ...]:
 
 ROOMS = {
     "catalog": _unit("catalog", "estimate", "moves", "prefetch", "retention"),
-    "index": (*_unit("durable", "reopen", "retention"), "model/test_index_model.py"),
+    "index": (*_unit("durable", "slots", "retention"), "model/test_index_model.py"),
     "chunk": _unit("authentication", "checksum", "format", "head*", "late_checksums", "layout", "shards"),
     "identity": _unit("namespace", "settings", "weights"),
     "engine": _unit("*batch*", "*chain", "engine*", "grace", "job_table", "late_checksums")

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from nixl_offload.catalog import Catalog, ChainOptions, MoveTicket, Settled, StoreTicket
-from nixl_offload.index import DurableIndex, Index, State
+from nixl_offload.index import DurableIndex, State
 from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
-from nixl_offload.tiers.slot_allocator import SlotAllocator
+from nixl_offload.tiers.slot_tier import SlotTier
+from nixl_offload.tiers.slots import SlotAllocator
 from nixl_offload.types import Key, Outcome
 from tests.unit.shared_rig import MemoryStore, namespace_of, options
 
@@ -57,7 +58,6 @@ class Chain:
         self.now_s = 100.0
         self.world_size = world_size
         self.store_of_bucket = MemoryStore()
-        self.indexes: list[Index] = []
         self.tiers: list[MemoryTier | SlabTier | SharedTier] = [self._memory(memory_slots)]
         if file_slots:
             self.tiers.append(self._file(path, file_slots))
@@ -82,14 +82,12 @@ class Chain:
         """Ticket -> how many keys: what no rank has reported yet."""
 
     def _memory(self, slots: int) -> MemoryTier:
-        self.indexes.append(Index())
-        return MemoryTier(MEMORY, MemoryPlace((b"n" * 32,), slots * SLOT), self.indexes[-1], self._allocator(slots))
+        return MemoryTier(MEMORY, MemoryPlace((b"n" * 32,), slots * SLOT), self._allocator(slots))
 
     def _file(self, path: Path, slots: int) -> SlabTier:
-        self.indexes.append(Index())
         place = SlabPlace(str(path), (b"n" * 32,), slots * SLOT, self._slot_sizes[-1])
         journal, _ = DurableIndex.open(str(path / "index.sqlite"), {})
-        return SlabTier(FILE, place, self.indexes[-1], self._allocator(slots), journal)
+        return SlabTier(FILE, place, self._allocator(slots), journal)
 
     def _allocator(self, slots: int) -> SlotAllocator:
         return SlotAllocator(slots * SLOT, self._slot_sizes, extent_bytes=self._slot_sizes[-1])
@@ -175,13 +173,13 @@ class Chain:
 
     def pinned(self, position: int) -> int:
         """Return how many chunks of a tier with slots are pinned."""
-        return sum(occupancy.pinned for occupancy in self.indexes[position].occupancy().values())
+        tier = self.tiers[position]
+        assert isinstance(tier, SlotTier)
+        return sum(tier.state(key) is State.READY and tier._index.pins(key) > 0 for key in tier._index)
 
     def held(self) -> int:
         """Return how many chunks somebody holds, in any tier."""
-        taken = [occupancy for index in self.indexes for occupancy in index.occupancy().values()]
-        held = sum(occupancy.writing + occupancy.pinned + occupancy.evicting for occupancy in taken)
-        return held + sum(tier._presence.held for tier in self.tiers if isinstance(tier, SharedTier))
+        return sum(tier._index.held if isinstance(tier, SlotTier) else tier._presence.held for tier in self.tiers)
 
     def told(self, target: int) -> dict[str, int]:
         """Return what has become of writes to a tier."""
@@ -202,8 +200,13 @@ class Chain:
         assert not any(counts.write_through_bytes)
         assert not any(counts.storing_bytes)
         assert not any(self.catalog._moves._under_way)
-        for index in self.indexes:
-            index.check()
+        self.check()
+
+    def check(self) -> None:
+        """Assert that index and slots of each tier agree."""
+        for tier in self.tiers:
+            if isinstance(tier, SlotTier):
+                tier.check()
 
     def close(self) -> None:
         for tier in self.tiers:

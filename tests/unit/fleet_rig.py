@@ -26,7 +26,7 @@ from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.shared.links import TreeLink
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.tiers.slab.link import SlabLink
-from nixl_offload.tiers.slot_allocator import SlotAllocator
+from nixl_offload.tiers.slots import SlotAllocator
 from nixl_offload.types import Key, Location, Outcome, align_up
 from nixl_offload.vllm.chunks import RankChunks
 from tests.unit.engine_rig import DEADLINE_S
@@ -114,7 +114,7 @@ class RankRig:
         )
         self.places = allocator.places
         if together > 1:
-            self.offsets = {number: allocator.allocate(self.slot_bytes) or 0 for number in range(SLOTS)}
+            self.offsets = {n: allocator.allocate(Key(b"%d" % n), self.slot_bytes) or 0 for n in range(SLOTS)}
         self.neighbours = [
             SlabFile(root / f"{plan.ranks}-{len(plan.numbers(0))}-{each}.slab", self.slab.rank_bytes, extent)
             for each in self.places.neighbours(rank)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.catalog import Catalog, Change
-from nixl_offload.index import DurableIndex, Index
+from nixl_offload.index import DurableIndex
 from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
-from nixl_offload.tiers.slot_allocator import SlotAllocator
+from nixl_offload.tiers.slots import SlotAllocator
 from nixl_offload.types import Key, Lookup, LookupContext, Outcome
 
 SLOT = 8192
@@ -33,7 +33,7 @@ def make(tmp_path: Path) -> Iterator[MakeCatalog]:
             directory=str(tmp_path), rank_namespaces=(b"n" * 32,), rank_bytes=slots * SLOT, extent_bytes=SLOT
         )
         journal, _ = DurableIndex.open(str(tmp_path / "index.sqlite"), {})
-        tier = SlabTier(0, place, Index(), SlotAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT), journal)
+        tier = SlabTier(0, place, SlotAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT), journal)
         opened.append(tier)
         return Catalog([tier], world_size=world_size, slot_bytes=lambda key: SLOT, store_backlog_bytes=backlog)
 
@@ -182,7 +182,7 @@ def test_a_smaller_chunk_is_not_stored_behind_one_that_has_no_room(tmp_path: Pat
     journal, _ = DurableIndex.open(str(tmp_path / "index.sqlite"), {})
     place = SlabPlace(str(tmp_path), (b"n" * 32,), rank_bytes=2 * SLOT, extent_bytes=2 * SLOT)
     allocator = SlotAllocator(2 * SLOT, [SLOT, 2 * SLOT], extent_bytes=2 * SLOT)
-    tier = SlabTier(0, place, Index(), allocator, journal)
+    tier = SlabTier(0, place, allocator, journal)
     catalog = Catalog(
         [tier],
         world_size=1,

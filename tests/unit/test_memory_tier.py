@@ -125,7 +125,7 @@ def test_a_retired_place_is_lost_for_good_and_its_chunk_is_stored_anew_elsewhere
     tier.clear()
     tier.retire(key_of(1))
     tier.clear()
-    assert tier.retired_bytes == 2 * SLOT
+    assert tier.statistics().retired_bytes == 2 * SLOT
     assert [tier.state(key_of(number)) for number in range(2)] == [None, None]
     for key in keys_of(40):
         location, _ = store(tier, key)

@@ -263,7 +263,7 @@ def test_a_slot_that_may_still_be_written_to_is_not_used_again(make: MakeChain) 
     assert chain.holders(1) == [FILE]
     memory = chain.tiers[MEMORY]
     assert isinstance(memory, MemoryTier)
-    assert memory.retired_bytes == SLOT
+    assert memory.statistics().retired_bytes == SLOT
 
 
 def test_the_oldest_of_too_many_is_dropped(make: MakeChain) -> None:

@@ -17,7 +17,6 @@ from nixl_offload.errors import TierError
 from nixl_offload.index import State
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.lock import DirectoryLock, is_held_by
-from nixl_offload.tiers.slab import tier as slab_tier
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
 from nixl_offload.tiers.slab.link import PAUSE_S, SlabLink, open_link
@@ -65,7 +64,7 @@ def test_a_failed_opening_holds_nothing_back(open_tier: OpenTier, monkeypatch: p
         raise MemoryError
 
     with monkeypatch.context() as broken:
-        broken.setattr(slab_tier, "adopt_rows", fails)
+        broken.setattr(SlabTier, "adopt", fails)
         with pytest.raises(MemoryError):
             open_tier()
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("nixl-offload")] == []

@@ -24,7 +24,6 @@ from nixl_offload.tiers.slab import other_namespaces
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile, warn_of_others
 from nixl_offload.tiers.slab.other_namespaces import tree_bytes
-from nixl_offload.tiers.slot_allocator import SlotAllocator
 from tests.contexts import back, context_of, slab_config
 from tests.unit.gc_rig import namespace_of
 
@@ -127,7 +126,6 @@ def test_capacity_is_a_promise(tmp_path: Path, ranks: int, capacity_bytes: int) 
     used_bytes = tree_bytes(tier.root) + index_bytes
     assert 0.75 * capacity_bytes < used_bytes <= capacity_bytes
     assert tier.rank_bytes % tier.extent_bytes == 0
-    assert SlotAllocator(tier.rank_bytes, [SLOT], tier.extent_bytes).rank_bytes == tier.rank_bytes
     tier.close()
 
 
@@ -294,9 +292,6 @@ def test_a_smaller_capacity_cuts_the_slabs_and_keeps_the_geometry(tmp_path: Path
     assert tier.rank_path(0).stat().st_size == tier.rank_bytes
     assert tier.rank_path(0).read_bytes()[:4] == b"kept"
     assert not (tier.namespace_path / "rank-00007.slab").exists(), "a rank that does not exist"
-    slab = SlotAllocator(tier.rank_bytes, [SLOT], tier.extent_bytes)
-    assert slab.adopt(0, SLOT)
-    assert not slab.adopt(tier.rank_bytes, SLOT)
     assert tree_bytes(tier.root) <= 32 * MIB
     tier.close()
 

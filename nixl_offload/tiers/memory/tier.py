@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from nixl_offload.config import MemoryConfig
 from nixl_offload.errors import ConfigError
-from nixl_offload.index import Index, State
+from nixl_offload.index import State
 from nixl_offload.tiers.base import TierContext
-from nixl_offload.tiers.slot_allocator import SLOTS_PER_EXTENT_MIN, SlotAllocator, choose_extent_bytes
 from nixl_offload.tiers.slot_tier import SlotTier
+from nixl_offload.tiers.slots import SLOTS_PER_EXTENT_MIN, SlotAllocator, choose_extent_bytes
 from nixl_offload.types import PAGE_BYTES, Key, align_up
 from nixl_offload.units import format_size
 
@@ -44,9 +44,9 @@ def rank_memory_bytes(capacity_bytes: int, world_size: int, dp_size: int) -> int
 class MemoryTier(SlotTier):
     """Slots of host memory, one index for all ranks. A pinned chunk keeps its slot."""
 
-    def __init__(self, position: int, place: MemoryPlace, index: Index, allocator: SlotAllocator) -> None:
+    def __init__(self, position: int, place: MemoryPlace, allocator: SlotAllocator) -> None:
         """Put the parts together; ``open`` is the usual way."""
-        super().__init__(position, index, allocator)
+        super().__init__(position, allocator)
         self.place: MemoryPlace = place
 
     @classmethod
@@ -74,7 +74,7 @@ class MemoryTier(SlotTier):
             allocator.rank_bytes // classes[0],
         )
         place = MemoryPlace(context.namespace.rank_digests, allocator.rank_bytes)
-        return cls(context.position, place, Index(), allocator)
+        return cls(context.position, place, allocator)
 
     def _gives_way(self, key: Key) -> bool:
         # A pin may be for a chunk that exists nowhere else yet, which a farther tier is still to have.

@@ -180,7 +180,7 @@ class Presence:
     @property
     def held(self) -> int:
         """How many keys somebody holds: being written, pinned, or given up and not let go yet."""
-        return sum(each.writing + each.pinned + each.evicting for each in self._index.occupancy().values())
+        return self._index.held
 
 
 def _place(row: int) -> Location:

@@ -32,7 +32,7 @@ from nixl_offload.tiers.free_space import kept_free
 from nixl_offload.tiers.lock import DirectoryLock, holder_of
 from nixl_offload.tiers.slab import other_namespaces
 from nixl_offload.tiers.slab.file import make_private_directory, rank_file_name
-from nixl_offload.tiers.slot_allocator import SLOTS_PER_EXTENT_MIN, choose_extent_bytes
+from nixl_offload.tiers.slots import SLOTS_PER_EXTENT_MIN, choose_extent_bytes
 from nixl_offload.types import PAGE_BYTES, align_up
 from nixl_offload.units import format_size
 

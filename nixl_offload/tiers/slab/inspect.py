@@ -31,7 +31,7 @@ from nixl_offload.tiers.slab import other_namespaces
 from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.tiers.slab.index_reader import IndexReader, IndexRow
 from nixl_offload.tiers.slab.other_namespaces import DP_NAME, INDEX_NAME, NAMESPACE_NAME
-from nixl_offload.tiers.slot_places import SlotPlaces
+from nixl_offload.tiers.slots import SlotPlaces
 from nixl_offload.types import PAGE_BYTES, key_group
 
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

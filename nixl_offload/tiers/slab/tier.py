@@ -14,17 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nixl_offload.config import SlabConfig
-from nixl_offload.errors import IndexStateError
 from nixl_offload.hardware.same_machine import machine_token
-from nixl_offload.index import Index, State
-from nixl_offload.index.database import Row
-from nixl_offload.index.durable import DurableIndex
+from nixl_offload.index import DurableIndex, State
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import warn_of_others
-from nixl_offload.tiers.slot_allocator import SlotAllocator
-from nixl_offload.tiers.slot_places import SlotPlaces
 from nixl_offload.tiers.slot_tier import SlotTier
+from nixl_offload.tiers.slots import SlotAllocator, SlotPlaces
 from nixl_offload.types import Key, Location, Outcome
 
 logger = logging.getLogger(__name__)
@@ -75,13 +71,12 @@ class SlabTier(SlotTier):
         self,
         position: int,
         place: SlabPlace,
-        index: Index,
         allocator: SlotAllocator,
         durable: DurableIndex,
         directory: TierDirectory | None = None,
     ) -> None:
         """Put the parts together; ``open`` is the usual way. ``directory`` is closed with the tier."""
-        super().__init__(position, index, allocator, durable)
+        super().__init__(position, allocator, durable)
         self.place: SlabPlace = place
         self._directory = directory
         self._durable = durable
@@ -111,8 +106,17 @@ class SlabTier(SlotTier):
                 geometry["stages"] = " ".join(map(str, stages))
             durable, rows = DurableIndex.open(str(directory.index_path), geometry)
             undo.callback(durable.close, CLOSE_S)
-            index = Index()
-            stale = adopt_rows(rows, context.position, index, allocator)
+            place = SlabPlace(
+                directory=str(directory.namespace_path),
+                rank_namespaces=namespace.rank_digests,
+                rank_bytes=allocator.rank_bytes,
+                extent_bytes=allocator.extent_bytes,
+                replicas=replicas,
+                owner=directory.owner,
+                machine=machine_token(),
+            )
+            tier = cls(context.position, place, allocator, durable, directory)
+            stale = tier.adopt(rows)
             for number, key in enumerate(stale, 1):
                 durable.delete(key)
                 if number % STALE_PER_FLUSH == 0:  # more than the journal can queue would make it forget all it has
@@ -121,7 +125,7 @@ class SlabTier(SlotTier):
         logger.info(
             "Slab tier %s: %d chunks found again, room for %.1f GiB per rank (%d ranks of each of %d engines)%s%s",
             config.path,
-            len(index),
+            len(tier),
             allocator.rank_bytes / 2**30,
             context.world_size,
             len(engines),
@@ -135,16 +139,7 @@ class SlabTier(SlotTier):
                 config.path,
                 len(engines),
             )
-        place = SlabPlace(
-            directory=str(directory.namespace_path),
-            rank_namespaces=namespace.rank_digests,
-            rank_bytes=allocator.rank_bytes,
-            extent_bytes=allocator.extent_bytes,
-            replicas=replicas,
-            owner=directory.owner,
-            machine=machine_token(),
-        )
-        return cls(context.position, place, index, allocator, durable, directory)
+        return tier
 
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
         if self._lost.is_set():
@@ -212,23 +207,3 @@ class SlabTier(SlotTier):
             "more until this engine restarts.",
             directory.namespace_path,
         )
-
-
-def adopt_rows(pieces: Iterable[Sequence[Row]], position: int, index: Index, allocator: SlotAllocator) -> list[Key]:
-    """Make rows READY in ``index`` and taken in ``allocator``, where the first of those that conflict wins.
-
-    A row is a hint: no row is believed before the header in its slot agrees. Returns the keys of the rows that do not
-    fit, and were left out.
-    """
-    stale: list[Key] = []
-    for rows in pieces:
-        for key, offset, slot_bytes in rows:
-            if not allocator.adopt(offset, slot_bytes):
-                stale.append(key)
-                continue
-            try:
-                index.insert_ready(key, Location(position, offset, slot_bytes))
-            except IndexStateError:
-                allocator.free(offset, slot_bytes)
-                stale.append(key)
-    return stale

@@ -284,7 +284,7 @@ class Cell:
         troubles = [[status.trouble for status in rank.chain.statuses()] for rank in server.ranks]
         storing_bytes = server.catalog.counts().storing_bytes
         told = f"{dict(came)}; room for {server.room}; {storing_bytes} bytes being stored; {troubles}"
-        slots = f"; {tier.statistics()}, {tier.occupancy()}" if isinstance(tier, SlotTier) else ""
+        slots = f"; {tier.statistics()}, {tier._index.held} held" if isinstance(tier, SlotTier) else ""
         self._found_dead(f"no chunk is stored and served again, but {told}{slots}")
 
     @property

@@ -158,14 +158,9 @@ class Server(server.Server):
         found = []
         for position, tier in self.opened.items():
             if isinstance(tier, SlotTier):
-                tier._index.check()
-                for size, taken in tier.occupancy().items():
-                    if taken.writing or taken.pinned or taken.evicting:
-                        found.append(f"tier {position}, slots of {size}: {taken}")
-                used = sum(tier._allocator.used_slots(size) * size for size in tier.occupancy())
-                indexed = sum(taken.bytes_total for taken in tier.occupancy().values())
-                if used != indexed + tier.retired_bytes:
-                    found.append(f"tier {position}: {used} bytes of slots are taken, {indexed} are of chunks")
+                tier.check()
+                if tier._index.held:
+                    found.append(f"tier {position}: {tier._index.held} chunks are held")
             elif isinstance(tier, SharedTier) and tier._presence.held:
                 found.append(f"tier {position}: {tier._presence.held} beliefs are held")
         counts = self.catalog.counts()

@@ -180,9 +180,7 @@ def _unequal(tier: SlabTier) -> list[str]:
     known = {key: (tier._index.location(key).offset, tier._index.location(key).slot_bytes) for key in tier._index}
     if rows != {key: place for key, place in known.items() if tier.state(key) is State.READY}:
         found.append(f"the journal has {len(rows)} rows, the index {len(known)} chunks, and they differ")
-    used_bytes = sum(taken.bytes_total for taken in tier.occupancy().values())
-    if used_bytes != sum(size for _, size in known.values()):
-        found.append(f"{used_bytes} bytes are taken, but not by the chunks that are known")
+    tier.check()
     if tree_bytes(directory.root) > parse_size(SLAB):
         found.append(f"{tree_bytes(directory.root)} bytes on disk, the capacity is {SLAB}")
     return found

@@ -13,6 +13,7 @@ from typing import Any
 
 from examples.demo.engine_process import EngineHost, Reply
 from examples.demo.engine_process import main as serve
+from nixl_offload.tiers.slot_tier import SlotTier
 
 
 class SoakHost(EngineHost):
@@ -74,8 +75,7 @@ class SoakHost(EngineHost):
         """Return what is held: with nothing under way, all of it is to be 0. And what libraries have from malloc."""
         half = self._llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler
         catalog = half.offload_manager.catalog
-        taken = [taken for tier in catalog.tiers if hasattr(tier, "occupancy") for taken in tier.occupancy().values()]
-        pinned = sum(each.pinned + each.writing + each.evicting for each in taken)
+        pinned = sum(tier._index.held for tier in catalog.tiers if isinstance(tier, SlotTier))
         gc.collect()
         mallinfo2 = ctypes.CDLL(None).mallinfo2
         mallinfo2.restype = _Heap

@@ -1,0 +1,357 @@
+"""Slots of a few sizes in a tier: extents, each lent to one size at a time, with slots inside; where each slot lies, on
+which rank, and which chunk has it.
+
+Replicas on one machine have one copy of a chunk. The slots of an extent are dealt out to them in turn: slot ``s`` lies
+on the replica ``s % replicas``, in the place that ``s // replicas`` would have on a rank by itself. Every rank has this
+geometry.
+
+Threading: no I/O, no lock, no clock. ``SlotPlaces`` is an immutable value; a ``SlotAllocator`` is the scheduler
+thread's alone.
+Ownership: a slot belongs to its chunk from ``allocate`` or ``adopt`` until ``free``; nobody else gets it meanwhile.
+One that was retired is nobody's for good.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd
+
+from nixl_offload.errors import IndexStateError
+from nixl_offload.types import Key, Location, align_up
+
+EXTENTS_WANTED = 256
+"""A slab is cut into about this many: fine enough to share among sizes, coarse enough to preallocate quickly."""
+SLOTS_PER_EXTENT_MIN = 4
+EXTENT_MAX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlaces:
+    """How the offsets that a ``SlotAllocator`` hands out are to be read on a rank."""
+
+    rank_bytes: int
+    """What each rank has, in whole extents."""
+    extent_bytes: int
+    """Of one rank."""
+    replicas: Mapping[int, int] = field(default_factory=dict)
+    """By slot size: how many ranks in a row have one copy together. None named: every rank has its own. Each number
+    divides the largest.
+    """
+
+    @property
+    def together(self) -> int:
+        """How many ranks in a row read each other's slots, at most."""
+        return max(self.replicas.values(), default=1)
+
+    @property
+    def stride_bytes(self) -> int:
+        """How far the offsets of an extent are from those of the next."""
+        return self.extent_bytes * self.together
+
+    def slots_per_extent(self, slot_bytes: int) -> int:
+        """Return how many slots of a size an extent has, on all ranks that read each other's."""
+        return self.extent_bytes // slot_bytes * self.replicas.get(slot_bytes, 1)
+
+    def find(self, rank: int, offset: int, slot_bytes: int) -> tuple[int, int]:
+        """Return which rank has the slot at ``offset`` for ``rank``, and the byte offset there."""
+        copies = self.replicas.get(slot_bytes, 1)
+        extent, inside = divmod(offset, self.stride_bytes)
+        row, replica = divmod(inside // slot_bytes, copies)
+        return rank // copies * copies + replica, extent * self.extent_bytes + row * slot_bytes
+
+    def seen_from(self, rank: int, offset: int, slot_bytes: int) -> int:
+        """Return where ``rank`` finds the slot: an offset below ``rank_bytes`` is its own, and those of ``neighbours``
+        follow, ``rank_bytes`` each.
+        """
+        holder, inside = self.find(rank, offset, slot_bytes)
+        return (holder - rank) % self.together * self.rank_bytes + inside
+
+    def neighbours(self, rank: int) -> list[int]:
+        """Return the other ranks that may have slots of this one's chunks, in the order of ``seen_from``."""
+        together = self.together
+        first = rank // together * together
+        return [first + (rank - first + step) % together for step in range(1, together)]
+
+
+def ranks_together(machines: Sequence[str], replicas: int) -> int:
+    """Return how many ranks in a row can have one copy: the largest part of ``replicas`` that never crosses a machine.
+
+    ``machines``: by rank, what is equal for ranks that open the same files by the same paths; "": not known.
+    """
+    for size in range(replicas, 1, -1):
+        if replicas % size or len(machines) % size:
+            continue
+        rows = [machines[first : first + size] for first in range(0, len(machines), size)]
+        if all(row[0] and len(set(row)) == 1 for row in rows):
+            return size
+    return 1
+
+
+def replicas_of_slots(groups: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Return ``SlotPlaces.replicas`` of groups, each its slot size and how many ranks in a row have one copy.
+
+    Groups with slots of one size share them, so they have what they have in common; and where two sizes do not fit each
+    other, the smaller number gives way.
+    """
+    found: dict[int, int] = {}
+    for slot_bytes, replicas in groups:
+        found[slot_bytes] = gcd(replicas, found.get(slot_bytes, replicas))
+    most = max(found.values(), default=1)
+    return {size: gcd(number, most) for size, number in found.items()} if most > 1 else {}
+
+
+def choose_extent_bytes(rank_bytes: int, slot_classes: Sequence[int]) -> int:
+    """Return the extent size for a fresh slab: a multiple of the largest class, so that that class wastes nothing.
+
+    About ``rank_bytes / EXTENTS_WANTED``, at least four slots of the largest class, at most 1 GiB (four slots win).
+    A slab so small that not every class could have an extent gets smaller extents, down to one slot.
+    """
+    largest = max(slot_classes)
+    smallest_extent = SLOTS_PER_EXTENT_MIN * largest
+    wanted = max(smallest_extent, min(EXTENT_MAX_BYTES, rank_bytes // EXTENTS_WANTED))
+    extent = align_up(wanted, largest)
+    if rank_bytes // extent < len(slot_classes):
+        extent = max(largest, rank_bytes // len(slot_classes) // largest * largest)
+    return extent
+
+
+@dataclass(slots=True)
+class _Extent:
+    """The slots of an extent that is lent to a size."""
+
+    keys: list[Key | None] = field(default_factory=list)
+    """By slot, as far as slots were ever taken; None: it is free, or retired."""
+    free: set[int] = field(default_factory=set)
+    """Those free among ``keys``."""
+
+    @property
+    def taken(self) -> int:
+        return len(self.keys) - len(self.free)
+
+    def take(self, slot: int, key: Key) -> bool:
+        """Take this slot. False: it is taken."""
+        missing = slot - len(self.keys)
+        if missing >= 0:
+            self.free.update(range(len(self.keys), slot))
+            self.keys += [None] * missing
+            self.keys.append(key)
+        elif slot in self.free:
+            self.free.remove(slot)
+            self.keys[slot] = key
+        else:
+            return False
+        return True
+
+
+@dataclass(slots=True)
+class _SizeClass:
+    """The slots of one size."""
+
+    slots: int
+    """Of an extent."""
+    extents: dict[int, _Extent] = field(default_factory=dict)
+    """Those that it has, by number."""
+    roomy: list[int] = field(default_factory=list)
+    """The extents among them with a free slot, sorted."""
+    chunks: int = 0
+    """How many have a slot."""
+
+
+class SlotAllocator:
+    """Gives slots of a few sizes in ``[0, rank_bytes)`` to chunks, and takes them back.
+
+    An extent is lent to a size that needs it and returns to the pool as soon as its last slot is free. The lowest
+    extent with room goes first, so what is in use stays together at the front of the file.
+    """
+
+    def __init__(
+        self,
+        rank_bytes: int,
+        slot_classes: Sequence[int],
+        extent_bytes: int | None = None,
+        replicas: Mapping[int, int] | None = None,
+    ) -> None:
+        """Start empty. ``rank_bytes`` is rounded down to whole extents (attribute ``rank_bytes``).
+
+        ``slot_classes`` are slot sizes in bytes, each a positive multiple of ``PAGE_BYTES``; duplicates count once.
+        ``extent_bytes``: a multiple of it, which holds a slot of the largest size; None: ``choose_extent_bytes``.
+        ``replicas``: as ``SlotPlaces.replicas``; offsets are those of ``SlotPlaces`` (attribute ``places``).
+        """
+        self.slot_classes = tuple(sorted(set(slot_classes)))
+        extent = choose_extent_bytes(rank_bytes, self.slot_classes) if extent_bytes is None else extent_bytes
+        self.extent_bytes = extent
+        self.extent_count = max(0, rank_bytes) // extent
+        self.rank_bytes = self.extent_count * extent
+        self.limit = self.extent_count
+        """No extent from this one on is lent: the drive may have no room for it now."""
+        self.places = SlotPlaces(self.rank_bytes, extent, dict(replicas or {}))
+        self._stride = self.places.stride_bytes
+        self._retired: dict[int, int] = {}
+        """Offset -> size of what is never given away again."""
+        self._start_empty()
+
+    def _start_empty(self) -> None:
+        self._classes = {size: _SizeClass(self.places.slots_per_extent(size)) for size in self.slot_classes}
+        self._pool = list(range(self.extent_count))
+        """Extents that no size has, sorted."""
+        self._draining: int | None = None
+        """An extent that is being emptied for a size that has too few."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slots that chunks have, per rank."""
+        replicas = self.places.replicas
+        return sum(each.chunks * size // replicas.get(size, 1) for size, each in self._classes.items())
+
+    @property
+    def retired_bytes(self) -> int:
+        """Bytes of the slots that were retired, per rank."""
+        return sum(-(-size // self.places.replicas.get(size, 1)) for size in self._retired.values())
+
+    def __iter__(self) -> Iterator[tuple[Key, int, int]]:
+        """Yield the chunks that have slots, each with offset and slot size. For checks."""
+        for size, each in self._classes.items():
+            for number, extent in each.extents.items():
+                for slot, key in enumerate(extent.keys):
+                    if key is not None:
+                        yield key, number * self._stride + slot * size, size
+
+    def allocate(self, key: Key, slot_bytes: int) -> int | None:
+        """Give a free slot to ``key`` and return its byte offset; None when the size has no room and the pool is empty.
+
+        Raises KeyError for a size that is not among ``slot_classes``.
+        """
+        wanted = self._classes[slot_bytes]
+        number = self._extent_with_room(wanted)
+        if number is None:
+            return None
+        if number == self._draining:  # its size has no other
+            self._draining = None
+        extent = wanted.extents.get(number) or self._lend(number, wanted)
+        slot = extent.free.pop() if extent.free else len(extent.keys)
+        if slot == len(extent.keys):
+            extent.keys.append(key)
+        else:
+            extent.keys[slot] = key
+        self._took(wanted, number, extent)
+        return number * self._stride + slot * slot_bytes
+
+    def adopt(self, key: Key, offset: int, slot_bytes: int) -> bool:
+        """Give ``key`` the slot that an earlier run filled.
+
+        False, changing nothing, when it does not fit: unknown size, misaligned, beyond ``rank_bytes``, in an extent of
+        another size, or taken already.
+        """
+        wanted = self._classes.get(slot_bytes)
+        if wanted is None:
+            return False
+        number, slot = self._locate(offset, slot_bytes)
+        if not 0 <= number < self.extent_count or not 0 <= slot < wanted.slots:
+            return False
+        extent = wanted.extents.get(number)
+        if extent is None:
+            if number not in self._pool:
+                return False
+            extent = self._lend(number, wanted)
+        if not extent.take(slot, key):
+            return False
+        self._took(wanted, number, extent)
+        return True
+
+    def free(self, offset: int, slot_bytes: int) -> None:
+        """Take a slot back. Raises IndexStateError, changing nothing, when it is no chunk's, or of another size."""
+        owner, number, slot = self._find(offset, slot_bytes, "freed")
+        extent = owner.extents[number]
+        if extent.taken == owner.slots:
+            insort(owner.roomy, number)
+        extent.keys[slot] = None
+        extent.free.add(slot)
+        owner.chunks -= 1
+        if not extent.taken:
+            del owner.extents[number]
+            owner.roomy.remove(number)
+            insort(self._pool, number)
+            if number == self._draining:
+                self._draining = None
+
+    def retire(self, offset: int, slot_bytes: int) -> None:
+        """Never give a taken slot away again, not even after ``clear``: something may still write to it.
+
+        Raises IndexStateError, changing nothing, when it is no chunk's, or of another size.
+        """
+        owner, number, slot = self._find(offset, slot_bytes, "retired")
+        owner.extents[number].keys[slot] = None
+        owner.chunks -= 1
+        self._retired[offset] = slot_bytes
+        if number == self._draining:  # it will never be empty
+            self._draining = None
+
+    def clear(self, held: Iterable[tuple[Key, Location]]) -> None:
+        """Take back every slot but those of ``held``, and what was retired. Costs per extent and slot kept."""
+        self._start_empty()
+        retired, self._retired = self._retired, {}
+        for offset, slot_bytes in retired.items():
+            self.adopt(Key(b""), offset, slot_bytes)
+            self.retire(offset, slot_bytes)
+        for key, (_, offset, slot_bytes) in held:
+            self.adopt(key, offset, slot_bytes)
+
+    def to_give_up(self, slot_bytes: int) -> list[Key]:
+        """Return the chunks of an extent that is to be emptied for a size that ``allocate`` has found no room for.
+
+        None are named unless the size has less than 1 / (2 * sizes) of the extents. The extent is the least used one of
+        the size that has most, of those without a retired slot. Until it is empty no new slot is taken from it, unless
+        its own size has no other.
+        """
+        starved = self._classes[slot_bytes]
+        if 2 * len(starved.extents) * len(self._classes) >= self.extent_count:
+            return []
+        if self._draining is None:
+            richest = max(self._classes.values(), key=lambda each: len(each.extents))
+            never_empty = {offset // self._stride for offset in self._retired}
+            candidates = [number for number in richest.extents if number not in never_empty]
+            if len(richest.extents) < 2 or len(richest.extents) <= len(starved.extents) or not candidates:
+                return []
+            self._draining = min(candidates, key=lambda number: richest.extents[number].taken)
+        for owner in self._classes.values():
+            if owner is not starved and self._draining in owner.extents:
+                return [key for key in owner.extents[self._draining].keys if key is not None]
+        return []
+
+    def _find(self, offset: int, slot_bytes: int, to_be: str) -> tuple[_SizeClass, int, int]:
+        """Return size class, extent and slot of a slot that a chunk has; else raise IndexStateError."""
+        owner = self._classes.get(slot_bytes)
+        if owner is not None:
+            number, slot = self._locate(offset, slot_bytes)
+            extent = owner.extents.get(number)
+            if extent is not None and 0 <= slot < len(extent.keys) and extent.keys[slot] is not None:
+                return owner, number, slot
+        raise IndexStateError(f"slot of {slot_bytes} bytes at {offset} is not taken, so it cannot be {to_be}")
+
+    def _locate(self, offset: int, slot_bytes: int) -> tuple[int, int]:
+        """Return extent and slot; slot is -1 when ``offset`` is not where a slot begins."""
+        number, inside = divmod(offset, self._stride)
+        slot, rest = divmod(inside, slot_bytes)
+        return number, -1 if rest else slot
+
+    def _extent_with_room(self, wanted: _SizeClass) -> int | None:
+        """Return an extent of this size with a free slot, else one of the pool, else the one that is being emptied."""
+        for number in wanted.roomy[:2]:
+            if number != self._draining:
+                return number
+        if self._pool and self._pool[0] < self.limit:
+            return self._pool[0]
+        return wanted.roomy[0] if wanted.roomy else None
+
+    def _lend(self, number: int, wanted: _SizeClass) -> _Extent:
+        self._pool.remove(number)
+        insort(wanted.roomy, number)
+        extent = wanted.extents[number] = _Extent()
+        return extent
+
+    def _took(self, wanted: _SizeClass, number: int, extent: _Extent) -> None:
+        wanted.chunks += 1
+        if extent.taken == wanted.slots:
+            wanted.roomy.remove(number)

@@ -1,0 +1,220 @@
+"""Slots: a starved size gets an extent, a wrong slot is refused, damaged rows are left out, no two chunks lie in one
+place. ``tests/model/test_chain_model`` has all of it in any order.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import count
+
+import numpy as np
+import pytest
+
+from nixl_offload.errors import IndexStateError
+from nixl_offload.tiers.slot_tier import SlotTier
+from nixl_offload.tiers.slots import SlotAllocator, choose_extent_bytes, ranks_together, replicas_of_slots
+from nixl_offload.types import Key
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+PAGE, SMALL, LARGE, EXTENT = 4 * KIB, 4 * KIB, 20 * KIB, 64 * KIB
+_numbers = count()
+
+
+def take(slots: SlotAllocator, slot_bytes: int) -> int | None:
+    return slots.allocate(Key(b"%d" % next(_numbers)), slot_bytes)
+
+
+def take_all(slots: SlotAllocator, slot_bytes: int) -> list[int]:
+    """Take until there is no room."""
+    offsets = []
+    while (offset := take(slots, slot_bytes)) is not None:
+        offsets.append(offset)
+    return offsets
+
+
+def starving(slots: SlotAllocator, slot_bytes: int) -> set[int]:
+    """Return where the chunks lie that are to go for a size."""
+    named = slots.to_give_up(slot_bytes)
+    return {offset for key, offset, _ in slots if key in named}
+
+
+def test_what_is_not_taken_is_not_taken_back() -> None:
+    """Double free, a wrong size, a wrong offset and a place outside are bugs of the caller and change nothing."""
+    slots = SlotAllocator(4 * EXTENT, [SMALL, LARGE], EXTENT)
+    offset, other = take(slots, SMALL), take(slots, LARGE)
+    assert offset is not None
+    assert other is not None
+    wrong = [
+        *((offset, LARGE), (other, SMALL), (offset + 1, SMALL), (-SMALL, SMALL), (4 * EXTENT, SMALL), (offset, 0)),
+        *((offset + SMALL, SMALL), (2 * EXTENT, SMALL), (offset, 8 * KIB), (EXTENT + 3 * LARGE, LARGE)),
+    ]
+    slots.free(offset, SMALL)
+    for place, size in [*wrong, (offset, SMALL)]:
+        with pytest.raises(IndexStateError):
+            slots.free(place, size)
+    assert [(at, size) for _, at, size in slots] == [(other, LARGE)]
+
+
+def test_an_extent_with_a_retired_slot_is_not_emptied_for_another_size() -> None:
+    """It never would be empty, and the starved size would wait for it for ever."""
+    slots = SlotAllocator(4 * EXTENT, [SMALL, LARGE], EXTENT)
+    offsets = take_all(slots, SMALL)
+    assert starving(slots, LARGE) == set(range(0, EXTENT, SMALL))
+    slots.retire(offsets[3], SMALL)
+    slots.free(offsets[4], SMALL)
+    assert take(slots, SMALL) == offsets[4], "its own size uses it again"
+    assert starving(slots, LARGE) == set(range(EXTENT, 2 * EXTENT, SMALL))
+    for extent in range(1, 4):
+        slots.retire(extent * EXTENT, SMALL)
+    assert not starving(slots, LARGE)
+
+
+def test_a_starved_size_gets_the_cheapest_extent_of_the_richest() -> None:
+    slots = SlotAllocator(8 * EXTENT, [SMALL, LARGE], EXTENT)
+    offsets = take_all(slots, SMALL)
+    cheap = [offset for offset in offsets if 3 * EXTENT <= offset < 4 * EXTENT]
+    for offset in cheap[2:]:
+        slots.free(offset, SMALL)
+    assert starving(slots, LARGE) == set(cheap[:2])
+    slots.free(cheap[0], SMALL)
+    assert take(slots, LARGE) is None, "one slot is still in use"
+    assert starving(slots, LARGE) == {cheap[1]}, "the same extent until it is empty"
+    slots.free(cheap[1], SMALL)
+    assert take(slots, LARGE) == 3 * EXTENT
+
+
+def test_a_draining_extent_takes_no_new_slots_unless_its_size_has_no_other() -> None:
+    """Emptying is not undone by the rich size as long as that one has room elsewhere, and never blocks it for good."""
+    slots = SlotAllocator(8 * EXTENT, [SMALL, LARGE], EXTENT)
+    offsets = take_all(slots, SMALL)
+    inside = starving(slots, LARGE)
+    outside = [offset for offset in offsets if offset not in inside]
+    slots.free(min(inside), SMALL)
+    slots.free(outside[-1], SMALL)
+    assert take(slots, SMALL) == outside[-1]
+    assert take(slots, SMALL) == min(inside)
+    assert take(slots, SMALL) is None
+
+
+@pytest.mark.parametrize("rank_bytes", [300 * KIB, 10 * MIB, GIB, 100 * GIB, 4000 * GIB])
+@pytest.mark.parametrize("classes", [[68 * KIB], [2 * MIB + 4 * KIB, 64 * KIB], [36 * KIB, 4 * KIB, 32 * MIB]])
+def test_extent_size(rank_bytes: int, classes: list[int]) -> None:
+    """Extents hold whole slots of the largest size, are page multiples and lie within their bounds."""
+    extent = choose_extent_bytes(rank_bytes, classes)
+    assert extent % PAGE == extent % max(classes) == 0
+    assert extent <= GIB + max(classes)
+    if rank_bytes >= len(classes) * 4 * max(classes):
+        assert extent >= 4 * max(classes)
+        assert rank_bytes // extent >= len(classes), "every size can have an extent"
+
+
+# A start finds again what a slab's journal remembers, though some of its rows are damaged.
+
+CLASSES = (4096, 12288, 65536)
+RANK_BYTES = 64 * MIB
+Row = tuple[Key, int, int]
+
+
+def sound_rows(chance: random.Random) -> list[Row]:
+    """Return a full slab: every extent of one size, in any order."""
+    rows = []
+    for extent in range(RANK_BYTES // MIB):
+        size = chance.choice(CLASSES)
+        slots = chance.sample(range(MIB // size), chance.randrange(1, MIB // size + 1))
+        rows += [(Key(chance.randbytes(32) + bytes(4)), extent * MIB + slot * size, size) for slot in slots]
+    chance.shuffle(rows)
+    return rows
+
+
+def spoil(row: Row, rows: list[Row], chance: random.Random) -> Row:
+    """Return what damage makes of a row."""
+    key, offset, size = row
+    other = chance.choice(rows)
+    return chance.choice(
+        [
+            (other[0], offset, size),
+            (key, other[1], other[2]),
+            (key, other[1], size),
+            (key, offset, chance.choice(CLASSES)),
+            (key, offset ^ 1 << chance.randrange(63), size),
+            (key, -offset - 1, size),
+            (key, offset, chance.choice((0, -4096, 1, 4097, 2**62, -(2**63), 2**63 - 1))),
+            (key, chance.choice((2**63 - 1, -(2**63), RANK_BYTES, RANK_BYTES - 4096)), size),
+            (Key(key[:-4] + b"\1"), offset, size),
+            (Key(key[: chance.randrange(37)]), offset, size),
+            (Key(key + bytes(28)), offset, size),
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_sound_rows_are_found_again_and_damaged_ones_left_out(seed: int) -> None:
+    """Each chunk has a slot of its own; the oldest row of a size is evicted first."""
+    chance = random.Random(seed)
+    rows = sound_rows(chance)
+    sound = set(rows)
+    for at in chance.sample(range(len(rows)), (0, 0, 3, 300)[seed % 4]):
+        rows[at] = spoil(rows[at], rows, chance)
+    piece = chance.choice((1, 50, 1000, 100_000))
+    tier = SlotTier(3, SlotAllocator(RANK_BYTES, CLASSES, MIB))
+    stale = tier.adopt(rows[at : at + piece] for at in range(0, len(rows), piece))
+    tier.check()
+    assert len(tier) + len(stale) == len(rows)
+    index = tier._index
+    found = {(key, index.location(key).offset, index.location(key).slot_bytes) for key in index}
+    assert found <= set(rows)
+    if sound == set(rows):
+        assert found == sound
+    for size in CLASSES:
+        here = [row[0] for row in rows if row in found and row[2] == size]
+        victims = [index.evict(size) for _ in here]
+        assert [victim[0] for victim in victims if victim] == list(dict.fromkeys(here))
+
+
+# Where slots lie that ranks have one copy of.
+
+
+@pytest.mark.parametrize("replicas", [{}, {PAGE: 2}, {2 * PAGE: 4}, {PAGE: 4, 5 * PAGE: 2}, {PAGE: 1, 2 * PAGE: 4}])
+@pytest.mark.parametrize("size", [PAGE, 2 * PAGE, 5 * PAGE])
+def test_every_slot_has_a_place_of_its_own(replicas: dict[int, int], size: int) -> None:
+    """Other sizes have extents meanwhile; what is left is full when the places of each rank are."""
+    sizes, extent, rank_bytes = [PAGE, 2 * PAGE, 5 * PAGE], 12 * PAGE, 5 * 12 * PAGE
+    slots = SlotAllocator(rank_bytes, sizes, extent, replicas)
+    places = slots.places
+    for other in sizes:
+        if other != size:
+            take(slots, other)
+    taken = take_all(slots, size)
+    assert len(taken) == 3 * (extent // size) * places.replicas.get(size, 1)
+    pages = np.zeros((8, rank_bytes // PAGE), dtype=int)
+    again = SlotAllocator(rank_bytes, sizes, extent, replicas)
+    for key, offset, each in slots:
+        found = {places.find(rank, offset, each) for rank in range(8)}
+        assert len(found) == 8 // places.replicas.get(each, 1), "one place for those that have one copy"
+        for holder, begin in found:
+            assert begin + each <= rank_bytes
+            pages[holder, begin // PAGE : (begin + each) // PAGE] += 1
+        assert not again.adopt(key, offset + 5 * places.stride_bytes, each)
+        assert again.adopt(key, offset, each)
+    assert pages.max() == 1
+    assert again.used_bytes == slots.used_bytes <= rank_bytes
+    for _, offset, each in slots:
+        again.free(offset, each)
+
+
+@pytest.mark.parametrize(
+    ("machines", "replicas", "together"),
+    [
+        *(("aaaaaaaa", 8, 8), ("aaaabbbb", 8, 4), ("aaaaaaaa", 2, 2), ("aabbccdd", 8, 2)),
+        *(("abababab", 8, 1), ("aaab", 4, 1), ("aaaaaa", 3, 3)),
+    ],
+)
+def test_one_copy_never_crosses_machines(machines: str, replicas: int, together: int) -> None:
+    assert ranks_together(list(machines), replicas) == together
+
+
+def test_slots_of_one_size_are_shared_alike() -> None:
+    assert replicas_of_slots([(PAGE, 8), (2 * PAGE, 1)]) == {PAGE: 8, 2 * PAGE: 1}
+    assert replicas_of_slots([(PAGE, 8), (PAGE, 2)]) == {PAGE: 2}
+    assert replicas_of_slots([(PAGE, 3), (2 * PAGE, 2)]) == {PAGE: 3, 2 * PAGE: 1}
+    assert replicas_of_slots([(PAGE, 1)]) == {}
