@@ -29,8 +29,7 @@ from benchmarks.engine import DrivenEngine, layout_of
 from nixl_offload.engine import Chunk
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.select import make_mover
-from nixl_offload.tiers.slab.file import SlabFile
-from nixl_offload.tiers.slab.link import SlabLink
+from nixl_offload.tiers.slab.file import SlabFile, SlabLink
 from nixl_offload.types import Key, Location
 
 MIB = 1 << 20

@@ -105,8 +105,8 @@ def open_rank(medium: str, directory: Path) -> Iterator[Rank]:
     from nixl_offload.catalog import LoadTicket, StoreTicket
     from nixl_offload.config import parse_config
     from nixl_offload.tiers.kinds import AnyPlace
-    from nixl_offload.tiers.memory.tier import MemoryPlace
-    from nixl_offload.tiers.slab.tier import SlabPlace
+    from nixl_offload.tiers.slab.file import SlabPlace
+    from nixl_offload.tiers.slot_tier import MemoryPlace
     from nixl_offload.types import Key, Location
     from nixl_offload.vllm.messages import TicketSpec
     from nixl_offload.vllm.worker import NixlOffloadingWorker

@@ -24,8 +24,7 @@ from nixl_offload.engine import Chunk
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryRegion, Op
 from nixl_offload.movers.select import MoverChoice, open_mover
-from nixl_offload.tiers.slab.file import SlabFile
-from nixl_offload.tiers.slab.link import SlabLink
+from nixl_offload.tiers.slab.file import SlabFile, SlabLink
 from nixl_offload.types import Key, Location, align_up
 
 NEVER = 1 << 40

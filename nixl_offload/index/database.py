@@ -1,8 +1,10 @@
-"""The SQLite file behind a durable index: schema, opening, one batch, reading back, and how large it can get.
+"""The SQLite file behind a durable index: schema, opening, one batch, its largest size, and reading it from outside.
 
-Threading: a ``Database`` is used by one thread at a time; ``read_rows`` has a connection of its own and may run beside.
-Failure: methods raise sqlite3.Error, UnicodeError or OSError as they come, ``translate`` names the cause; a batch is
-there whole or not at all.
+Threading: a ``Database`` is used by one thread at a time. An ``IndexReader`` opens a connection for each read and may
+run beside it, in another process too. They share the file by SQLite's locks: a commit waits for the read in progress,
+so many rows are read some at a time.
+Failure: methods of ``Database`` raise sqlite3.Error, UnicodeError or OSError as they come, ``translate`` names the
+cause; a batch is there whole or not at all.
 """
 
 from __future__ import annotations
@@ -12,16 +14,15 @@ import errno
 import os
 import sqlite3
 import stat
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Final, NamedTuple
 
 from nixl_offload.chunk.header import MAX_KEY_BYTES
 from nixl_offload.errors import TierError
 from nixl_offload.keep import keep_in_children
 from nixl_offload.types import Key
-
-Row = tuple[Key, int, int]
-"""key, offset, slot_bytes."""
 
 BATCH_OPS = 1024
 """Most operations in one transaction."""
@@ -40,6 +41,11 @@ _VERSIONS_AT, _ROLLBACK_JOURNAL = 18, b"\1\1"
 """Where the file's header says what kind of journal it has."""
 _NO_MAPPING = "PRAGMA mmap_size=0"
 """The default, unless SQLite was built with another."""
+_ATTEMPTS: Final = 5
+_PAUSE_S: Final = 0.1
+_PATIENCE_S: Final = 10.0
+_POLL_S: Final = 0.002
+"""Of a lock. SQLite itself asks every 100 ms, and beside a busy engine misses the short times between commits."""
 
 _SCHEMA = (
     "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
@@ -47,27 +53,40 @@ _SCHEMA = (
     "CREATE TABLE slot (seq INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, offset INTEGER NOT NULL UNIQUE, "
     "slot_bytes INTEGER NOT NULL)",
 )
-READABLE = f"slot WHERE length(key) <= {MAX_KEY_BYTES}"
-"""A damaged row may hold a key of any length: it is not read, so that it takes no memory."""
 _PUT = "INSERT OR REPLACE INTO slot (key, offset, slot_bytes) VALUES (?, ?, ?)"
 _DELETE = "DELETE FROM slot WHERE key = ?"
 
 _READ = f"""
 SELECT count(*), max(seq), group_concat(hex(key), ''), group_concat(length(key)), group_concat(offset),
-    group_concat(slot_bytes)
+    group_concat(slot_bytes), group_concat(seq)
 FROM (
-    SELECT seq, key, offset, slot_bytes FROM {READABLE} AND typeof(key) = 'blob' AND typeof(offset) = 'integer'
-        AND typeof(slot_bytes) = 'integer' AND seq > ? AND seq <= ? ORDER BY seq LIMIT ?
+    SELECT seq, key, offset, slot_bytes FROM slot WHERE length(key) BETWEEN 5 AND {MAX_KEY_BYTES}
+        AND typeof(key) = 'blob' AND typeof(offset) = 'integer' AND typeof(slot_bytes) = 'integer'
+        AND offset >= 0 AND slot_bytes > 0 AND {{condition}} LIMIT ?
 )"""
 """Many rows as one, so that Python is asked once, not for each row: beside a busy thread every call waits for its turn.
-SQLite types values, not columns: a damaged page may hold others than were written."""
+SQLite types values, not columns: a damaged page may hold others than were written, and keys of any length."""
 
-Put = Row
+Put = tuple[Key, int, int]
+"""Key, offset, slot_bytes."""
 Delete = tuple[Key]
+
+
+class Row(NamedTuple):
+    """Where a chunk rests. ``seq`` grows with every put."""
+
+    key: Key
+    offset: int
+    slot_bytes: int
+    seq: int
 
 
 class UnusableError(Exception):
     """The file is a database, but not one that this build and geometry can use."""
+
+
+STORAGE_ERRORS: Final = (UnusableError, sqlite3.Error, UnicodeError, OSError)
+"""What ``Database`` raises."""
 
 
 class Database:
@@ -96,25 +115,16 @@ class Database:
             os.fchmod(descriptor, 0o600)
         finally:
             os.close(descriptor)
-        refuse_write_ahead_log(self.path)
+        _refuse_write_ahead_log(self.path)
         self._file_id = _file_id(self.path)
-        self._connection = open_connection(self.path, timeout_s=1.0)
+        self._connection = _connect(self.path, timeout_s=1.0)
         try:
-            self._connection.execute(_NO_MAPPING)
             if os.path.lexists(self.path + "-journal"):
                 self._settle(self._connection)
             self._prepare(self._connection)
         except BaseException:
             self.disconnect()
             raise
-
-    def newest(self) -> int:
-        """Return the seq of the youngest row, 0 if there is none."""
-        assert self._connection is not None, "connect first"
-        (seq,) = self._connection.execute("SELECT coalesce(max(seq), 0) FROM slot").fetchone()
-        if type(seq) is not int:
-            raise UnusableError(f"a row is numbered {seq!r}")
-        return seq
 
     def write(self, batch: Sequence[Put | Delete]) -> None:
         """Connect if need be and apply ``batch`` (at most ``BATCH_OPS``) in its order, as one transaction."""
@@ -148,26 +158,6 @@ class Database:
         for name in (self.path + "-journal", self.path + "-wal", self.path + "-shm", self.path):
             if os.path.lexists(name):
                 os.unlink(name)
-
-    def read_rows(self, newest: int) -> Iterator[list[Row]]:
-        """Yield rows with seq up to ``newest``, oldest first, in short reads: between them the writer can commit.
-
-        Raises sqlite3.Error when a read fails, or finds damage; what was yielded before is good.
-        """
-        last = 0
-        connection = open_connection(self.path, timeout_s=10.0)
-        try:
-            connection.execute(_NO_MAPPING)
-            while True:
-                (found,) = connection.execute(_READ, (last, newest, _ROWS_PER_READ)).fetchall()
-                if not found[0]:
-                    return
-                if found[1] <= last:
-                    raise sqlite3.DatabaseError("its rows are out of order")  # and would be read round and round
-                last = found[1]
-                yield _parse(*found[2:])
-        finally:
-            connection.close()
 
     def _settle(self, connection: sqlite3.Connection) -> None:
         """Apply and remove the journal that a kill has left."""
@@ -210,7 +200,78 @@ class Database:
                 raise UnusableError(verdict.decode(errors="replace"))
 
 
-def refuse_write_ahead_log(path: str) -> None:
+class IndexReader:
+    """Reads the index at ``path``: beside the engine that writes it, after it ended, after it was killed.
+
+    Nothing is changed, but for a transaction that a kill left half done: SQLite rolls it back, as it does for the next
+    engine. Methods raise TierError: ``missing``, or why it cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.fspath(path)
+
+    def pieces(self) -> Iterator[list[Row]]:
+        """Yield all rows, thousands at a time, the first put first; what is put meanwhile may be among them or not."""
+        last = 0
+        while True:
+            newest, rows = self._ask("seq > ? ORDER BY seq", last, _ROWS_PER_READ)
+            if not rows:
+                return
+            if newest <= last:  # they would be read round and round
+                raise self._damaged(sqlite3.DatabaseError("its rows are out of order"))
+            last = newest
+            yield rows
+
+    def rows(self) -> Iterator[Row]:
+        """Yield ``pieces`` row by row."""
+        for rows in self.pieces():
+            yield from rows
+
+    def find(self, digits: str, limit: int) -> list[Row]:
+        """Return the first rows, by key, whose keys begin with these hex digits."""
+        even = bytes.fromhex(digits[: len(digits) // 2 * 2])
+        end = even + b"\xff" * (MAX_KEY_BYTES + 1 - len(even))
+        most = limit * (16 if len(digits) % 2 else 1)
+        _, found = self._ask("key >= ? AND key < ? ORDER BY key", even, end, most)
+        return [row for row in found if row.key.hex().startswith(digits)][:limit]
+
+    def _ask(self, condition: str, *values: object) -> tuple[int, list[Row]]:
+        """Return rows and their highest ``seq``. Asks again while an engine commits, or makes the file anew."""
+        failed, give_up_s = 0, time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                _refuse_write_ahead_log(self._path)
+                with contextlib.closing(_connect(self._path, timeout_s=0.0)) as connection:
+                    connection.execute("PRAGMA query_only=ON")
+                    (found,) = connection.execute(_READ.format(condition=condition), values).fetchall()
+                    return found[1], _parse(*found[2:]) if found[0] else []
+            except FileNotFoundError as error:
+                raise translate(error, self._path) from error
+            except STORAGE_ERRORS as error:
+                why = translate(error, self._path)
+                if why.cause == "locked" and time.monotonic() < give_up_s:
+                    time.sleep(_POLL_S)
+                    continue
+                failed += 1
+                if failed == _ATTEMPTS or why.cause == "locked":
+                    raise (self._damaged(error) if is_damage(error) else why) from error
+            time.sleep(_PAUSE_S)
+
+    def _damaged(self, error: Exception) -> TierError:
+        damaged = TierError(f"index {self._path} is damaged: {error}", cause="io")
+        damaged.__cause__ = error
+        return damaged
+
+
+def _parse(digits: bytes, *numbers: bytes) -> list[Row]:
+    """Make rows of what ``_READ`` has put in one: fetched singly, each would wait for the interpreter."""
+    joined = bytes.fromhex(digits.decode())
+    lengths, offsets, slot_bytes, seqs = (list(map(int, each.split(b","))) for each in numbers)
+    keys = [Key(joined[start:end]) for start, end in pairwise(accumulate(lengths, initial=0))]
+    return list(map(Row, keys, offsets, slot_bytes, seqs))
+
+
+def _refuse_write_ahead_log(path: str) -> None:
     """Raise UnusableError for a file that is not in rollback-journal mode, and OSError where it cannot be read.
 
     A write-ahead log is indexed in a file that all map into memory, and a write to mapped memory that the medium
@@ -273,24 +334,14 @@ def translate(error: Exception, path: str) -> TierError:
     return translated
 
 
-def _parse(digits: bytes, lengths: bytes, offsets: bytes, slot_bytes: bytes) -> list[Row]:
-    """Make rows of what ``_READ`` has put in one: fetched singly, each would wait for the interpreter."""
-    joined = bytes.fromhex(digits.decode())
-    keys = [Key(joined[start:end]) for start, end in pairwise(accumulate(_numbers(lengths), initial=0))]
-    return list(zip(keys, _numbers(offsets), _numbers(slot_bytes), strict=True))
-
-
-def _numbers(listed: bytes) -> Iterator[int]:
-    return map(int, listed.split(b","))
-
-
-def open_connection(path: str, timeout_s: float) -> sqlite3.Connection:
+def _connect(path: str, timeout_s: float) -> sqlite3.Connection:
     """Open the file, which must be there, for any one thread at a time; text is read as bytes. Raises sqlite3.Error."""
     name = os.path.abspath(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
     connection = sqlite3.connect(
         f"file:{name}?mode=rw", uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False
     )
     connection.text_factory = bytes  # a damaged page may hold text that is none, and then reading would raise
+    connection.execute(_NO_MAPPING)
     return connection
 
 

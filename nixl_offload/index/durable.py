@@ -9,18 +9,27 @@ Failure: storage trouble costs rows, never an exception: one warning per cause, 
 from __future__ import annotations
 
 import logging
-import sqlite3
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 
-from nixl_offload.index.database import BATCH_OPS, Database, Delete, Put, Row, UnusableError, is_damage, translate
+from nixl_offload.errors import TierError
+from nixl_offload.index.database import (
+    BATCH_OPS,
+    STORAGE_ERRORS,
+    Database,
+    Delete,
+    IndexReader,
+    Put,
+    Row,
+    is_damage,
+    translate,
+)
 from nixl_offload.types import Key, Location
 
 _log = logging.getLogger(__name__)
 
 _CLEARED = "cleared"
-_STORAGE_ERRORS = (UnusableError, sqlite3.Error, UnicodeError, OSError)
 
 
 class DurableIndex:
@@ -79,9 +88,9 @@ class DurableIndex:
         ``max_queued_ops``: bound of the queue; a queued call takes about 150 bytes.
         """
         journal = cls(Database(path, geometry), batch_delay_s, retry_interval_s, max_queued_ops)
-        newest = journal._first_connection()
+        is_open = journal._connect()
         journal._writer.start()
-        return journal, journal._rows(newest)
+        return journal, journal._rows() if is_open else iter(())
 
     # The caller's side
 
@@ -145,32 +154,30 @@ class DurableIndex:
 
     # Opening
 
-    def _first_connection(self) -> int:
-        """Connect on the opener's thread. Returns the seq of the youngest row, 0 if none can be read."""
+    def _connect(self) -> bool:
+        """Connect on the opener's thread. False: nothing can be read."""
         database = self._database
         try:
             try:
                 database.connect()
-                return database.newest()
-            except _STORAGE_ERRORS as error:
+            except STORAGE_ERRORS as error:
                 if not is_damage(error):
                     raise
                 _log.warning("index %s is not usable (%s): deleted, starting empty", database.path, error)
                 database.delete()
                 database.connect()
-        except _STORAGE_ERRORS as error:
+        except STORAGE_ERRORS as error:
             self._note_failure(error)
-        return 0
+            return False
+        return True
 
-    def _rows(self, newest: int) -> Iterator[list[Row]]:
-        if not newest:
-            return
+    def _rows(self) -> Iterator[list[Row]]:
         try:
-            yield from self._database.read_rows(newest)
-        except (sqlite3.Error, UnicodeError) as error:
-            if is_damage(error):
+            yield from IndexReader(self._database.path).pieces()
+        except TierError as error:
+            if isinstance(error.__cause__, Exception) and is_damage(error.__cause__):
                 with self._changed:
-                    self._make_anew = f"damaged: {error}"
+                    self._make_anew = f"damaged: {error.__cause__}"
                     self._work.set()
             else:
                 _log.warning("index %s could not be read to its end: %s", self._database.path, error)
@@ -211,7 +218,7 @@ class DurableIndex:
                     self._delete_first = False
                     made_anew = True
                 self._database.write(self._batch)
-            except _STORAGE_ERRORS as error:
+            except STORAGE_ERRORS as error:
                 undeletable = self._delete_first
                 self._database.disconnect()
                 self._note_failure(error)

@@ -22,15 +22,15 @@ from nixl_offload.stores.s3 import open_store
 from nixl_offload.tiers.base import Link, TierContext
 from nixl_offload.tiers.free_space import is_kept, is_local, kept_free
 from nixl_offload.tiers.inspect import Inspector, require_directory
-from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
 from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.inspect import SharedInspector
 from nixl_offload.tiers.shared.links import ObjectLink, TreeLink
 from nixl_offload.tiers.shared.tier import SharedPlace, SharedTier
-from nixl_offload.tiers.slab.file import warn_of_others
+from nixl_offload.tiers.slab.file import SlabPlace, warn_of_others
+from nixl_offload.tiers.slab.file import open_link as open_slab_link
 from nixl_offload.tiers.slab.inspect import SlabInspector
-from nixl_offload.tiers.slab.link import open_link as open_slab_link
-from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
+from nixl_offload.tiers.slab.tier import SlabTier
+from nixl_offload.tiers.slot_tier import MemoryPlace, MemoryTier
 from nixl_offload.units import format_size
 
 AnyTier = MemoryTier | SlabTier | SharedTier

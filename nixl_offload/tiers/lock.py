@@ -1,5 +1,8 @@
 """One engine per directory: a lock that the kernel drops when its holder dies, however it dies.
 
+It is an open file description lock (``F_OFD_SETLK``): unlike other record locks it stays when another descriptor of
+the file is closed, and unlike ``flock`` it can be looked at without being taken.
+
 Threading: no lock of its own; one owner per object. Ownership: a lock belongs to the process that took it, and a forked
 child does not keep it alive. The file stays behind when the lock is released, for removing it would race with others.
 """
@@ -13,6 +16,7 @@ import os
 import secrets
 import socket
 import stat
+import struct
 import time
 import weakref
 from pathlib import Path
@@ -22,16 +26,11 @@ from nixl_offload.errors import TierError
 from nixl_offload.stores.filesystem import tier_error
 
 _HINT_MAX_BYTES = 4096
-_LOOK_PATIENCE_S = 0.1
-"""A process that looks at a lock holds it for microseconds. An engine that starts just then tries again, this long."""
-_LOOK_PAUSE_S = 0.01
-_LOOKED_AT_PATIENCE_S = 2.0
-"""The same where the lock is shared, or its holder has no name there yet: a machine may be short of cores."""
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 class DirectoryLock:
-    """flock on a file. The file's content says who holds it: for people, and for ``is_held_by`` while it is held."""
+    """A lock on a file. The file's content says who holds it: for people, and for ``is_held_by`` while it is held."""
 
     def __init__(self, path: Path) -> None:
         """Name the lock file; ``acquire`` takes it."""
@@ -43,8 +42,7 @@ class DirectoryLock:
 
     def acquire(self, *, shared: bool = False) -> None:
         """Take the lock at once. Raises TierError: ``locked`` (says by whom), or why the file cannot be opened."""
-        began_s = time.monotonic()
-        while not self.is_held():
+        while not self.is_held():  # the file may be replaced before it is locked
             self.release()
             try:
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -53,15 +51,10 @@ class DirectoryLock:
                     self.release()
                     raise TierError(f"{self.path} is no file, or has another name (a hard link); remove it", cause="io")
                 os.fchmod(self._fd, 0o600)
-                fcntl.flock(self._fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_RDLCK if shared else fcntl.F_WRLCK))
             except BlockingIOError as error:
-                hint, patience_s = _hint(self._fd), _LOOK_PATIENCE_S
-                if "owner" not in hint or not _is_held_alone(self._fd):
-                    patience_s = _LOOKED_AT_PATIENCE_S  # a name may be that of an engine that has ended
+                hint = _hint(self._fd)
                 self.release()
-                if time.monotonic() - began_s < patience_s:
-                    time.sleep(_LOOK_PAUSE_S)
-                    continue
                 raise TierError(f"{_in_use(self.path, hint)}.", cause="locked") from error
             except OSError as error:
                 self.release()
@@ -70,7 +63,19 @@ class DirectoryLock:
                 raise TierError(f"cannot lock {self.path}: {error}", cause="io") from error
             self._identity = (status.st_dev, status.st_ino)
         _held.add(self)
-        self._write_hint()
+        hint = {
+            "owner": self.owner,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        }
+        line = f"{json.dumps(hint)}\n".encode()
+        try:  # over what was there, then cut off the rest: readers take the first line
+            os.pwrite(self._fd, line, 0)
+            os.ftruncate(self._fd, len(line))
+        except OSError:  # a full disk must not keep an engine from serving what it has
+            with contextlib.suppress(OSError):  # rather nothing than what the last holder wrote
+                os.ftruncate(self._fd, 0)
 
     def is_held(self) -> bool:
         """Say whether this object holds the lock *on the file that bears the name now*.
@@ -93,22 +98,6 @@ class DirectoryLock:
         fd, self._fd = self._fd, -1  # first: a second ``close`` of the number could be of another file
         if fd >= 0:
             os.close(fd)
-
-    def _write_hint(self) -> None:
-        """Write over what was there, then cut off the rest: readers take the first line."""
-        hint = {
-            "owner": self.owner,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        }
-        line = f"{json.dumps(hint)}\n".encode()
-        try:
-            os.pwrite(self._fd, line, 0)
-            os.ftruncate(self._fd, len(line))
-        except OSError:  # a full disk must not keep an engine from serving what it has
-            with contextlib.suppress(OSError):  # rather nothing than what the last holder wrote
-                os.ftruncate(self._fd, 0)
 
 
 def holder_of(path: Path) -> str | None:
@@ -138,22 +127,17 @@ def _holders_hint(path: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise tier_error(error, f"cannot look at the lock {path}") from error
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _hint(fd)
+        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_RDLCK))
+        return None if struct.unpack_from("h", found)[0] == fcntl.F_UNLCK else _hint(fd)
     except OSError as error:
         raise tier_error(error, f"cannot look at the lock {path}") from error
     finally:
         os.close(fd)
-    return None
 
 
-def _is_held_alone(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    return False
+def _whole_file(kind: int) -> bytes:
+    """Return a ``struct flock``."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
 
 
 def _hint(fd: int) -> dict[str, Any]:
@@ -179,7 +163,7 @@ def _words(hint: dict[str, Any]) -> str:
 
 
 def _forget_after_fork() -> None:
-    """Close a child's copies: closing one descriptor of several drops no flock, keeping it open would prolong it."""
+    """Close a child's copies: closing one descriptor of several drops no lock, keeping it open would prolong it."""
     for lock in list(_held):
         lock.release()
 

@@ -34,7 +34,7 @@ from nixl_offload.engine import Work
 from nixl_offload.errors import NixlOffloadError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.tiers.base import Tier
-from nixl_offload.tiers.memory.tier import rank_memory_bytes
+from nixl_offload.tiers.slot_tier import rank_memory_bytes
 from nixl_offload.types import Key, Lookup, LookupContext, key_group
 from nixl_offload.vllm.identity import with_loaded_weights
 from nixl_offload.vllm.load_decision import LoadDecider

@@ -40,7 +40,7 @@ from nixl_offload.engine.streams import READY, Fence, model_on_default_stream
 from nixl_offload.errors import LayoutError, NotSupportedError
 from nixl_offload.hardware.same_machine import machine_token
 from nixl_offload.tiers.kinds import AnyPlace
-from nixl_offload.tiers.slab.tier import SlabPlace
+from nixl_offload.tiers.slab.file import SlabPlace
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.adapters import LoadedAdapters
 from nixl_offload.vllm.background import name_of

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from nixl_offload.index.database import IndexReader
 from nixl_offload.index.durable import DurableIndex
-from nixl_offload.tiers.slab.index_reader import IndexReader
 from nixl_offload.types import Key, Location
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ WAIT_S = 20.0
 def opened(path: Path) -> tuple[DurableIndex, list[int]]:
     """Return an index, and the offsets that it held."""
     index, rows = DurableIndex.open(str(path), GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.01)
-    return index, [offset for piece in rows for _, offset, _ in piece]
+    return index, [offset for piece in rows for _, offset, _, _ in piece]
 
 
 def put(index: DurableIndex, number: int, timeout_s: float = WAIT_S) -> bool:

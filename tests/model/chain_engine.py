@@ -16,10 +16,9 @@ from nixl_offload.catalog import Catalog, ChainOptions
 from nixl_offload.config import SlabConfig
 from nixl_offload.config.schema import MemoryConfig
 from nixl_offload.index import State
-from nixl_offload.tiers.memory.tier import MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slab.tier import SlabTier
-from nixl_offload.tiers.slot_tier import SlotTier
+from nixl_offload.tiers.slot_tier import MemoryTier, SlotTier
 from nixl_offload.types import Key, Location, Outcome
 from tests.contexts import context_of
 from tests.model.chain_world import RANKS, SLOT_CLASSES, Copy, ObjectStore, World, slot_bytes

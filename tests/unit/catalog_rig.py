@@ -13,10 +13,10 @@ from typing import Any
 
 from nixl_offload.catalog import Catalog, ChainOptions, MoveTicket, Settled, StoreTicket
 from nixl_offload.index import DurableIndex, State
-from nixl_offload.tiers.memory.tier import MemoryPlace, MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
-from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
-from nixl_offload.tiers.slot_tier import SlotTier
+from nixl_offload.tiers.slab.file import SlabPlace
+from nixl_offload.tiers.slab.tier import SlabTier
+from nixl_offload.tiers.slot_tier import MemoryPlace, MemoryTier, SlotTier
 from nixl_offload.tiers.slots import SlotAllocator
 from nixl_offload.types import Key, Outcome
 from tests.unit.shared_rig import MemoryStore, namespace_of, options

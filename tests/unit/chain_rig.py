@@ -24,8 +24,7 @@ from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.engine.pump import TierEngine
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.threaded import CopyMover
-from nixl_offload.tiers.slab.file import SlabFile
-from nixl_offload.tiers.slab.link import SlabLink
+from nixl_offload.tiers.slab.file import SlabFile, SlabLink
 from nixl_offload.types import Location, Outcome, align_up
 from tests.contract.suites.faulty_mover import FaultyMover
 from tests.headers import Expected, make_page

@@ -22,8 +22,7 @@ from nixl_offload.engine import Chunk, Completion, LinkEngine
 from nixl_offload.movers.base import Mover, Transfer, TransferState
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.base import Link
-from nixl_offload.tiers.slab.file import SlabFile
-from nixl_offload.tiers.slab.link import SlabLink
+from nixl_offload.tiers.slab.file import SlabFile, SlabLink
 from nixl_offload.types import Key, Location, Outcome, align_up
 from tests.contract.suites.faulty_mover import FaultyMover
 from tests.unit.rank_rig import Alone

@@ -24,8 +24,7 @@ from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.shared.links import TreeLink
-from nixl_offload.tiers.slab.file import SlabFile
-from nixl_offload.tiers.slab.link import SlabLink
+from nixl_offload.tiers.slab.file import SlabFile, SlabLink
 from nixl_offload.tiers.slots import SlotAllocator
 from nixl_offload.types import Key, Location, Outcome, align_up
 from nixl_offload.vllm.chunks import RankChunks

@@ -26,8 +26,7 @@ from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryId, MemoryKind, MemoryRegion, Mover
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.base import Link
-from nixl_offload.tiers.slab.file import SlabFile
-from nixl_offload.tiers.slab.link import SlabLink
+from nixl_offload.tiers.slab.file import SlabFile, SlabLink
 from nixl_offload.types import PAGE_BYTES, Outcome, align_up
 from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, Driven, until
 from tests.unit.rank_rig import Alone

@@ -21,7 +21,7 @@ from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.errors import FormatError
 from nixl_offload.movers.threaded import CopyMover
-from nixl_offload.tiers.slab.link import SlabLink
+from nixl_offload.tiers.slab.file import SlabLink
 from nixl_offload.types import Outcome
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
 from tests.unit.device_lab import open_lab

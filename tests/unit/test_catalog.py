@@ -13,7 +13,8 @@ import pytest
 
 from nixl_offload.catalog import Catalog, Change
 from nixl_offload.index import DurableIndex
-from nixl_offload.tiers.slab.tier import SlabPlace, SlabTier
+from nixl_offload.tiers.slab.file import SlabPlace
+from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.tiers.slots import SlotAllocator
 from nixl_offload.types import Key, Lookup, LookupContext, Outcome
 

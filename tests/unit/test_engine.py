@@ -16,7 +16,7 @@ from nixl_offload.engine import LinkEngine, jobs
 from nixl_offload.errors import LayoutError
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.threaded import CopyMover
-from nixl_offload.tiers.slab.link import SlabLink
+from nixl_offload.tiers.slab.file import SlabLink
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.engine_rig import Rig, rigs, until

@@ -13,7 +13,7 @@ import pytest
 from nixl_offload.config import MemoryConfig, parse_config
 from nixl_offload.errors import ConfigError, IndexStateError
 from nixl_offload.index import State
-from nixl_offload.tiers.memory.tier import MemoryTier, rank_memory_bytes
+from nixl_offload.tiers.slot_tier import MemoryTier, rank_memory_bytes
 from nixl_offload.types import Key, Location
 from nixl_offload.units import parse_size
 from tests.contexts import context_of

@@ -17,8 +17,8 @@ import pytest
 from nixl_offload.catalog import Change, moves, placing
 from nixl_offload.index import State
 from nixl_offload.tiers.breaker import BreakerState
-from nixl_offload.tiers.memory.tier import MemoryTier
 from nixl_offload.tiers.shared.tier import SharedTier
+from nixl_offload.tiers.slot_tier import MemoryTier
 from nixl_offload.types import Lookup, LookupContext, Outcome
 from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.catalog import MoveTicket, moves
-from nixl_offload.tiers.memory.tier import MemoryTier
 from nixl_offload.tiers.shared.naming import shards_of
 from nixl_offload.tiers.shared.tier import SharedTier
+from nixl_offload.tiers.slot_tier import MemoryTier
 from nixl_offload.types import Key, Outcome
 from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
 from tests.unit.shared_rig import WAIT_S, namespace_of

@@ -18,9 +18,8 @@ from nixl_offload.index import State
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.lock import DirectoryLock, is_held_by
 from nixl_offload.tiers.slab.directory import TierDirectory
-from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
-from nixl_offload.tiers.slab.link import PAUSE_S, SlabLink, open_link
-from nixl_offload.tiers.slab.tier import LOOK_PAUSE_S, SlabPlace, SlabTier
+from nixl_offload.tiers.slab.file import PAUSE_S, SlabFile, SlabLink, SlabPlace, open_link, rank_file_name
+from nixl_offload.tiers.slab.tier import LOOK_PAUSE_S, SlabTier
 from nixl_offload.types import Key, Location, Outcome
 from tests.contexts import context_of, slab_config
 from tests.unit.gc_rig import namespace_of

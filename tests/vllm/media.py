@@ -18,8 +18,8 @@ from typing import Any, Final
 
 from nixl_offload.chunk.header import HEADER_BYTES, ShardHeader, decode_header
 from nixl_offload.errors import FormatError, TierError
+from nixl_offload.index.database import IndexReader, Row
 from nixl_offload.tiers.shared.naming import parse_shard_name
-from nixl_offload.tiers.slab.index_reader import IndexReader, IndexRow
 from tests.prove.happenings import Piece
 from tests.s3.servers import RcloneServer
 from tests.vllm.harness import file_tier, tier_config, tree_tier
@@ -109,9 +109,9 @@ class Medium:
                         yield Shard(slab, row.offset, size, header=header, rank=rank)
 
 
-def _rows(index: Path) -> list[IndexRow]:
+def _rows(index: Path) -> list[Row]:
     """Return a slab's chunks by their offset, once nothing waits to be written: that takes an engine 50 ms."""
-    rows: list[IndexRow] | None = None
+    rows: list[Row] | None = None
     while True:
         before, rows = rows, []
         with contextlib.suppress(TierError):  # the index is not there yet, or is being replaced

@@ -33,7 +33,7 @@ from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.tiers.lock import DirectoryLock
 from nixl_offload.tiers.shared.links import TreeLink
 from nixl_offload.tiers.shared.tier import SharedPlace
-from nixl_offload.tiers.slab.tier import SlabPlace
+from nixl_offload.tiers.slab.file import SlabPlace
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm import background, rank_tiers
 from nixl_offload.vllm import worker as worker_module

@@ -32,8 +32,8 @@ from nixl_offload.movers.pinning import pinning_limit
 from nixl_offload.tiers.free_space import is_kept, kept_free, spare_bytes
 from nixl_offload.tiers.kinds import require_apart
 from nixl_offload.tiers.shared.sweep import GRACE_S
+from nixl_offload.tiers.slab.directory import tree_bytes
 from nixl_offload.tiers.slab.file import may_chmod
-from nixl_offload.tiers.slab.other_namespaces import tree_bytes
 from nixl_offload.types import PAGE_BYTES
 from nixl_offload.units import format_size
 

@@ -8,6 +8,9 @@ Ownership: the process that has a ``TierDirectory`` is the only engine on that d
     <path>/<namespace>/manifest.json   for people, and for recognising the directory; its mtime is the last use
     <path>/<namespace>/index.sqlite    the durable index
     <path>/<namespace>/rank-00000.slab one slab per rank
+
+Other namespaces under the path count against the capacity and may be removed; nothing else is. A namespace is a
+directory named like one whose manifest names it. No symbolic link is followed.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ import json
 import logging
 import os
 import re
+import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +34,6 @@ from nixl_offload.stores.filesystem import spare_bytes, tier_error
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.free_space import kept_free
 from nixl_offload.tiers.lock import DirectoryLock, holder_of
-from nixl_offload.tiers.slab import other_namespaces
 from nixl_offload.tiers.slab.file import make_private_directory, rank_file_name
 from nixl_offload.tiers.slots import SLOTS_PER_EXTENT_MIN, choose_extent_bytes
 from nixl_offload.types import PAGE_BYTES, align_up
@@ -38,10 +41,15 @@ from nixl_offload.units import format_size
 
 logger = logging.getLogger(__name__)
 
+MANIFEST_NAME: Final = "manifest.json"
+INDEX_NAME: Final = "index.sqlite"
+NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
+DP_NAME: Final = re.compile(r"dp-[0-9]+")
 METADATA_SHARE: Final = 256
 """One byte in so many is left for the filesystem's own bookkeeping of a slab: at worst a 16-byte record per 4 KiB."""
 _SMALL_FILES_BYTES: Final = 256 << 10
 _SMALL_FILES_PER_RANK_BYTES: Final = 2 * PAGE_BYTES
+_MANIFEST_MAX_BYTES: Final = 1 << 20
 _RANK_NAME: Final = re.compile(r"rank-([0-9]{5,})\.slab")
 _DRAFT_NAME: Final = "manifest.tmp"
 _LEFTOVER: Final = re.compile(r"\.mover-probe-[a-z0-9_]{8}|manifest\.tmp")
@@ -55,7 +63,7 @@ class TierDirectory:
         """Use ``open``."""
         self.root = root
         self.namespace_path = root / context.namespace.name
-        self.index_path = self.namespace_path / other_namespaces.INDEX_NAME
+        self.index_path = self.namespace_path / INDEX_NAME
         self.rank_bytes = 0
         """What each rank's slab may hold, in whole extents. The same for all ranks."""
         self.extent_bytes = 0
@@ -135,7 +143,7 @@ class TierDirectory:
                 f"{slot_classes[-1]} bytes on {context.world_size} ranks and {engines} data-parallel engines need "
                 f"at least {format_size(needed_bytes * engines)}"
             )
-        room_bytes = other_namespaces.tree_bytes(base) + spare_bytes(os.statvfs(base), self._kept_free)
+        room_bytes = tree_bytes(base) + spare_bytes(os.statvfs(base), self._kept_free)
         if room_bytes < config.capacity_bytes:
             share_bytes = max(needed_bytes, int(room_bytes) // engines)
             logger.warning(
@@ -183,32 +191,31 @@ class TierDirectory:
         """Remove other namespaces while this one cannot have ``wanted_bytes``; return what it can have."""
         base, engines, locks = self._base, self._context.dp_engines, {lock.path for lock in self._locks}
         ours = {self.namespace_path, *locks}
-        found = [(other_namespaces.survey(self.root, ours), 1)]
+        others = [(*each, 1) for each in _others(self.root, ours)]
         if len(engines) > 1:
             siblings = {base / f"dp-{index}" for index in engines}
-            found.append((other_namespaces.survey(base, ours | siblings), len(engines)))
-        available_bytes, charged = share_bytes, []
-        for part, sharers in found:
-            available_bytes -= -(-part.other_bytes // sharers)
-            charged += [(namespace, -(-namespace.size_bytes // sharers)) for namespace in part.namespaces]
-        available_bytes -= sum(charged_bytes for _, charged_bytes in charged)
-        for namespace, charged_bytes in sorted(charged, key=lambda pair: pair[0].used_s):
+            others += [(*each, len(engines)) for each in _others(base, ours | siblings)]
+        available_bytes = share_bytes - sum(-(-size_bytes // sharers) for _, size_bytes, _, sharers in others)
+        removable = [
+            (used_s, path, size_bytes, sharers) for path, size_bytes, used_s, sharers in others if used_s is not None
+        ]
+        for _, path, size_bytes, sharers in sorted(removable):
             if available_bytes >= wanted_bytes:
                 break
-            if not _unused(namespace.path.parent, locks):
+            if not _unused(path.parent, locks):
                 continue
             try:
-                other_namespaces.remove(namespace.path)
+                remove_namespace(path)
             except OSError as error:
-                logger.warning("Slab tier %s: cannot remove the unused namespace %s: %s", base, namespace.path, error)
+                logger.warning("Slab tier %s: cannot remove the unused namespace %s: %s", base, path, error)
                 continue
-            available_bytes += charged_bytes
+            available_bytes += -(-size_bytes // sharers)
             logger.info(
                 "Slab tier %s: removed namespace %s (%.1f MiB, of another model or configuration, least recently used) "
                 "to make room",
                 base,
-                namespace.path.name,
-                namespace.size_bytes / 2**20,
+                path.name,
+                size_bytes / 2**20,
             )
         return available_bytes
 
@@ -216,7 +223,7 @@ class TierDirectory:
         """Keep the extents of the last run where they still suit, for a chunk's offset is valid only under them."""
         slot_classes = self._context.slot_classes
         fresh = choose_extent_bytes(rank_bytes, slot_classes)
-        slab: Any = (other_namespaces.read_manifest(self.namespace_path) or {}).get("slab")
+        slab: Any = (read_manifest(self.namespace_path) or {}).get("slab")
         if not isinstance(slab, dict) or slab.get("slot_classes") != slot_classes:
             return fresh
         kept = slab.get("extent_bytes")
@@ -242,9 +249,9 @@ class TierDirectory:
 
         It outlives a power cut sooner than the slabs do: without it nobody would know that their space may be taken.
         """
-        path = self.namespace_path / other_namespaces.MANIFEST_NAME
+        path = self.namespace_path / MANIFEST_NAME
         text = json.dumps(manifest, indent=2, sort_keys=True) + "\n"
-        if other_namespaces.read_manifest(self.namespace_path) != json.loads(text):
+        if read_manifest(self.namespace_path) != json.loads(text):
             draft = path.with_name(_DRAFT_NAME)
             draft.unlink(missing_ok=True)
             fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -292,3 +299,86 @@ def _unused(root: Path, own_locks: set[Path]) -> bool:
         return root / "lock" in own_locks or holder_of(root / "lock") is None
     except TierError:
         return False
+
+
+def _others(directory: Path, skip: Collection[Path]) -> Iterator[tuple[Path, int, float | None]]:
+    """Yield all that lies in ``directory`` and its ``dp-N`` parts but for ``skip``, with its real bytes, and when an
+    engine last opened it (seconds since the epoch); None: it is no namespace. Raises OSError.
+    """
+    for path in _children(directory):
+        if path in skip:
+            continue
+        used_s = last_use_s(path)
+        if used_s is None and DP_NAME.fullmatch(path.name) and _is_directory(path):
+            yield from _others(path, skip)
+        else:
+            yield path, tree_bytes(path), used_s
+
+
+def read_manifest(namespace_path: Path) -> dict[str, Any] | None:
+    """Return the manifest in ``namespace_path``, None when there is none that can be read."""
+    try:
+        fd = os.open(namespace_path / MANIFEST_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return None
+            manifest = json.loads(file.read(_MANIFEST_MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return manifest if isinstance(manifest, dict) else None
+
+
+def last_use_s(path: Path) -> float | None:
+    """Return when the namespace in ``path`` was last opened; None when it is none that we wrote, or cannot be seen."""
+    try:
+        if not NAMESPACE_NAME.fullmatch(path.name) or not _is_directory(path):
+            return None
+        manifest = read_manifest(path)
+        if manifest is None or not str(manifest.get("namespace", "")).startswith(path.name):
+            return None
+        if not isinstance(manifest.get("slab"), dict):  # a shared directory's, and other servers' as well
+            return None
+        return (path / MANIFEST_NAME).stat(follow_symlinks=False).st_mtime
+    except OSError:
+        return None
+
+
+def remove_namespace(namespace_path: Path) -> None:
+    """Remove a namespace; its manifest goes last, so that remains are still recognised. Raises OSError, but not where
+    another engine removes it at the same time and is quicker.
+    """
+    manifest = namespace_path / MANIFEST_NAME
+    for path in _children(namespace_path):
+        if path == manifest:
+            continue
+        if _is_directory(path):
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    manifest.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        namespace_path.rmdir()
+
+
+def tree_bytes(path: Path) -> int:
+    """Return the real bytes (allocated blocks) of a file or of a whole directory, links not followed."""
+    try:
+        status = path.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return 0
+    size_bytes = status.st_blocks * 512
+    if stat.S_ISDIR(status.st_mode):
+        size_bytes += sum(tree_bytes(child) for child in _children(path))
+    return size_bytes
+
+
+def _children(directory: Path) -> list[Path]:
+    try:
+        with os.scandir(directory) as entries:
+            return [Path(entry.path) for entry in entries]
+    except FileNotFoundError:
+        return []
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()

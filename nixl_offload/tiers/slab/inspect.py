@@ -1,6 +1,6 @@
 """What a slab's directory holds: every namespace in it, those of data-parallel engines too, by their durable indexes.
 
-Threading: as ``tiers.inspect``. An inspector works beside a running engine (see ``index_reader``). An index lags behind
+Threading: as ``tiers.inspect``. An inspector works beside a running engine (``index.database``). An index lags behind
 the engine by a moment, and a row is believed only as far as the header in the slot agrees.
 """
 
@@ -18,6 +18,7 @@ from nixl_offload.chunk.header import HEADER_BYTES, decode_header
 from nixl_offload.config import SlabConfig
 from nixl_offload.errors import FormatError, StoreError, TierError
 from nixl_offload.identity.namespace import manifest_fits
+from nixl_offload.index.database import IndexReader, Row
 from nixl_offload.tiers.inspect import (
     ChunkInfo,
     Inspector,
@@ -27,10 +28,15 @@ from nixl_offload.tiers.inspect import (
     require_directory,
 )
 from nixl_offload.tiers.lock import holder_of
-from nixl_offload.tiers.slab import other_namespaces
+from nixl_offload.tiers.slab.directory import (
+    DP_NAME,
+    INDEX_NAME,
+    NAMESPACE_NAME,
+    last_use_s,
+    read_manifest,
+    tree_bytes,
+)
 from nixl_offload.tiers.slab.file import rank_file_name
-from nixl_offload.tiers.slab.index_reader import IndexReader, IndexRow
-from nixl_offload.tiers.slab.other_namespaces import DP_NAME, INDEX_NAME, NAMESPACE_NAME
 from nixl_offload.tiers.slots import SlotPlaces
 from nixl_offload.types import PAGE_BYTES, key_group
 
@@ -64,12 +70,12 @@ class SlabInspector(Inspector):
                     known = path.name == "lock"
                     self.other_objects += not known and not (not part and DP_NAME.fullmatch(path.name))
                     continue
-                manifest = other_namespaces.read_manifest(path)
+                manifest = read_manifest(path)
                 namespace = NamespaceInfo(
                     path.name,
                     manifest if manifest_fits(manifest, path.name) else None,
                     part=part,
-                    used_s=other_namespaces.last_use_s(path),
+                    used_s=last_use_s(path),
                     in_use=holder,
                 )
                 namespace.trouble = self._trouble(namespace)
@@ -89,19 +95,23 @@ class SlabInspector(Inspector):
 
     def read_into(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
         """Read past the page cache where the filesystem allows it."""
-        path = shard.place.rpartition("@")[0]
-        aligned = not (memory.nbytes | offset | shard.offset) % PAGE_BYTES
-        for direct in (os.O_DIRECT, 0) if aligned else (0,):
+        path, begin, done = shard.place.rpartition("@")[0], shard.offset + offset, 0
+        is_aligned = not (memory.nbytes | begin) % PAGE_BYTES
+        for direct in (os.O_DIRECT, 0) if is_aligned else (0,):
             try:
                 with _opened(path, _READ_FLAGS | direct) as fd:
-                    _read_all(fd, shard.offset + offset, memory, path)
+                    while done < memory.nbytes and (got := os.preadv(fd, [memory[done:]], begin + done)):
+                        done += got
             except OSError as error:
                 if direct and error.errno == errno.EINVAL:
                     continue
                 why = os.strerror(error.errno or 0)
                 cause = "missing" if error.errno == errno.ENOENT else "io"
-                raise StoreError(f"{path}: cannot read at {shard.offset + offset}: {why}", cause=cause) from error
-            return
+                raise StoreError(f"{path}: cannot read at {begin}: {why}", cause=cause) from error
+            break
+        if done < memory.nbytes:
+            text = f"{path} ends at {begin + done}, {memory.nbytes - done} bytes too early"
+            raise StoreError(text, cause="short")
 
     def created_s(self, chunk: ChunkInfo) -> float | None:
         """Return what the header of the first rank's shard says, if it is that of this chunk."""
@@ -119,7 +129,7 @@ class SlabInspector(Inspector):
         """Return what lies under the directory, ours or not, for that is what the capacity bounds. Raises TierError."""
         try:
             # The directory itself may be a link; inside it none is followed.
-            return other_namespaces.tree_bytes(self.base.resolve())
+            return tree_bytes(self.base.resolve())
         except OSError as error:
             raise TierError(f"{self.where}: cannot be measured: {os.strerror(error.errno or 0)}", cause="io") from error
 
@@ -164,7 +174,7 @@ class _Slots:
         self._places = _places(self._slab)
         self._pieces = cache(self._pieces_of)
 
-    def chunk(self, row: IndexRow) -> ChunkInfo:
+    def chunk(self, row: Row) -> ChunkInfo:
         """Return the chunk that a row of the index names."""
         shards: dict[str, ShardInfo] = {}  # what replicas have one copy of is one shard
         for piece in self._pieces(key_group(row.key)):
@@ -228,13 +238,3 @@ def _opened(path: str, flags: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _read_all(fd: int, offset: int, memory: memoryview, path: str) -> None:
-    done = 0
-    while done < memory.nbytes:
-        got = os.preadv(fd, [memory[done:]], offset + done)
-        done += got
-        if (done < memory.nbytes and got % PAGE_BYTES) or not got:
-            text = f"{path} ends at {offset + done}, {memory.nbytes - done} bytes too early"
-            raise StoreError(text, cause="short")

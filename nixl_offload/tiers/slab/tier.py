@@ -11,16 +11,15 @@ import json
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from nixl_offload.config import SlabConfig
 from nixl_offload.hardware.same_machine import machine_token
 from nixl_offload.index import DurableIndex, State
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.slab.directory import TierDirectory
-from nixl_offload.tiers.slab.file import warn_of_others
+from nixl_offload.tiers.slab.file import SlabPlace, warn_of_others
 from nixl_offload.tiers.slot_tier import SlotTier
-from nixl_offload.tiers.slots import SlotAllocator, SlotPlaces
+from nixl_offload.tiers.slots import SlotAllocator
 from nixl_offload.types import Key, Location, Outcome
 
 logger = logging.getLogger(__name__)
@@ -33,35 +32,6 @@ LOOK_PAUSE_S = 5.0
 STALE_PER_FLUSH = 100_000
 STALE_FLUSH_S = 60.0
 CLOSE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class SlabPlace:
-    """Where the ranks find their slabs; sent to them once, when the tier opens. Equal geometry on every rank."""
-
-    directory: str
-    rank_namespaces: tuple[bytes, ...]
-    """By rank or by shard, the 32 bytes that shard headers carry."""
-    rank_bytes: int
-    extent_bytes: int
-    replicas: Mapping[int, int] = field(default_factory=dict)
-    """As ``SlotPlaces.replicas``."""
-    owner: str = ""
-    """Who holds the directory's lock: a rank stores nothing while somebody else does. "": it does not look."""
-    machine: str = ""
-    """Where the owner runs (``hardware.same_machine``); "": not known."""
-
-    @property
-    def slots(self) -> SlotPlaces:
-        """Where slots lie."""
-        return SlotPlaces(self.rank_bytes, self.extent_bytes, self.replicas)
-
-    def is_locked_here(self) -> bool:
-        """Whether the owner's lock can be seen from this process, so that without it nothing may be made there.
-
-        Threading: any. Reads from /proc.
-        """
-        return bool(self.owner and self.machine) and self.machine == machine_token()
 
 
 class SlabTier(SlotTier):

@@ -84,7 +84,7 @@ class Faults:
         self.counts: Counter[str] = Counter()
         for name in _WRAPPED:
             setattr(os, name, self._around(name, getattr(os, name)))
-        fcntl.flock = self._around("flock", fcntl.flock)
+        fcntl.fcntl = self._around("fcntl", fcntl.fcntl)
         filesystem.fallocate = self._around("fallocate", filesystem.fallocate)
         self._wrap_memory()
         self._wrap_movers()

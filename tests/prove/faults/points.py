@@ -18,7 +18,7 @@ import yaml
 
 from nixl_offload.cli.main import main
 from nixl_offload.errors import NixlOffloadError
-from nixl_offload.tiers.memory.tier import MemoryTier
+from nixl_offload.tiers.slot_tier import MemoryTier
 from tests.prove.faults.clock import CLOCK
 from tests.prove.faults.context import Context
 from tests.prove.faults.media import PRESENT_S

@@ -24,10 +24,10 @@ from nixl_offload.chunk.header import (
 )
 from nixl_offload.errors import FormatError, TierError
 from nixl_offload.identity.namespace import make_namespace, manifest_digest, manifest_fits
+from nixl_offload.index import database
+from nixl_offload.index.database import IndexReader
 from nixl_offload.index.durable import DurableIndex
-from nixl_offload.tiers.slab import index_reader
-from nixl_offload.tiers.slab.index_reader import IndexReader
-from nixl_offload.tiers.slab.other_namespaces import MANIFEST_NAME, last_use_s, read_manifest
+from nixl_offload.tiers.slab.directory import MANIFEST_NAME, last_use_s, read_manifest
 from nixl_offload.types import Key
 from tests.headers import Expected, make_page
 from tests.prove.fuzz.target import One, Reader, Target, expect
@@ -146,7 +146,7 @@ def _sides(path: Path) -> tuple[Path, Path, Path]:
 def index(scratch: Path) -> One:
     """Index files that are damaged, cut off, of another schema: fewer rows, TierError, and a journal that goes on."""
     logging.getLogger("nixl_offload").setLevel(logging.CRITICAL)
-    index_reader._PAUSE_S = index_reader._PATIENCE_S = 0.0  # type: ignore[misc]  # for an engine that uses the file
+    database._PAUSE_S = database._PATIENCE_S = 0.0  # type: ignore[misc]  # for an engine that uses the file
     bases, path = _index_bases(), scratch / "index.sqlite"
     path.parent.mkdir(exist_ok=True)
 
@@ -198,13 +198,13 @@ def _use(path: Path) -> None:
     key = Key(b"x" * 20 + b"\0\0\0\0")
     journal, found = DurableIndex.open(str(path), _GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.01)
     rows = [row for some in found for row in some]
-    expect(all(type(key) is bytes and len(key) <= 64 for key, _, _ in rows), "keys are short bytes")
+    expect(all(type(key) is bytes and len(key) <= 64 for key, _, _, _ in rows), "keys are short bytes")
     from nixl_offload.types import Location
 
     journal.put(key, Location(0, 1 << 20, 8192))
     expect(journal.close(10.0), "what is put is written over any file")
     journal, found = DurableIndex.open(str(path), _GEOMETRY, batch_delay_s=0.0)
-    rows = [row for some in found for row in some]
+    rows = [row[:3] for some in found for row in some]
     expect(journal.close(10.0), "it can be closed")
     expect((key, 1 << 20, 8192) in rows, "what was put is found again")
 

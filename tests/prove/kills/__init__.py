@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from nixl_offload.errors import TierError
-from nixl_offload.tiers.slab.index_reader import IndexReader
+from nixl_offload.index.database import IndexReader
 from tests.prove.cells import Cell, Outcome
 from tests.prove.happenings import files
 from tests.prove.kills.process import Report, ServerProcess

@@ -17,9 +17,9 @@ import numpy as np
 
 from nixl_offload.errors import TierError
 from nixl_offload.index import State
+from nixl_offload.index.database import IndexReader
 from nixl_offload.tiers.free_space import is_kept
-from nixl_offload.tiers.slab.index_reader import IndexReader
-from nixl_offload.tiers.slab.other_namespaces import tree_bytes
+from nixl_offload.tiers.slab.directory import tree_bytes
 from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.units import parse_size
 from tests.prove.cells import Outcome

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from nixl_offload.tiers.shared.naming import shard_name
-from nixl_offload.tiers.slab import other_namespaces
+from nixl_offload.tiers.slab.directory import last_use_s
 from tests.prove.cells import Cell, Outcome
 from tests.prove.power.disk import Crash, Disk, Naming, crash_times, samples, whole_calls
 from tests.prove.power.histories import NUMBERS, STORIES, Story
@@ -164,7 +164,7 @@ def _unclaimed(root: Path) -> list[str]:
     return [
         f"{path.relative_to(root)} holds space, but its directory is not known to be ours"
         for path in (root / "slab").glob("*/*.slab")
-        if path.stat().st_blocks and other_namespaces.last_use_s(path.parent) is None
+        if path.stat().st_blocks and last_use_s(path.parent) is None
     ]
 
 
