@@ -1,8 +1,11 @@
-"""The tiers of a rank over openings that are given up, and a sleep that fails."""
+"""Opening tiers in the background: what a library that fails again and again must not do, openings that are given up,
+and a rank's sleep that fails.
+"""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,11 +13,73 @@ import pytest
 
 from nixl_offload.engine import TierEngine
 from nixl_offload.engine.memory_engine import MemoryEngine
-from nixl_offload.errors import TierError
-from nixl_offload.vllm import rank_tiers
+from nixl_offload.errors import MoverError, TierError
+from nixl_offload.vllm import background, rank_tiers
+from nixl_offload.vllm.background import BackgroundOpening
 from nixl_offload.vllm.rank_tiers import RankTiers
 from tests.unit.chain_rig import FILE, MEMORY, ChainRig
 from tests.unit.engine_rig import NAMESPACE, until
+
+DEADLINE_S = 20.0
+
+
+def opening_of(monkeypatch: pytest.MonkeyPatch, make: Callable[[], str]) -> BackgroundOpening[str]:
+    monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(background, "LONGEST_PAUSE_S", 0.05)
+    return BackgroundOpening(make, lambda _: None, what="A tier", thread_name="background-opening")
+
+
+class Staging:
+    """Stands for gigabytes."""
+
+
+def test_a_failed_trial_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the frames of its error, nor of the errors that led to it."""
+    kept: list[weakref.ref[Staging]] = []
+
+    def register() -> None:
+        staging = Staging()
+        kept.append(weakref.ref(staging))
+        raise RuntimeError("a library refuses")
+
+    def make() -> str:
+        staging = Staging()
+        kept.append(weakref.ref(staging))
+        try:
+            register()
+        except RuntimeError as error:
+            try:
+                register()
+            except RuntimeError:
+                raise MoverError("cannot be registered") from error
+        return "open"
+
+    opening = opening_of(monkeypatch, make)
+    assert opening.wait(DEADLINE_S)
+    assert not background.join_all(opening.close(), DEADLINE_S)
+    assert isinstance(opening.error, TierError)
+    assert str(opening.error) == "cannot be registered"
+    assert kept
+    assert [staging() for staging in kept] == [None] * len(kept)
+
+
+def test_each_kind_of_error_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """With a trace where it is not ours. Another trial follows, until it is open, which is said, too."""
+    caplog.set_level("INFO")
+    errors = [RuntimeError("one"), ValueError("two"), RuntimeError("one again"), MoverError("ours"), ValueError("3")]
+
+    def make() -> str:
+        if errors:
+            raise errors.pop(0)
+        return "open"
+
+    opening = opening_of(monkeypatch, make)
+    until(lambda: opening.take() == "open")
+    assert not background.join_all(opening.close(), DEADLINE_S)
+    traced = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    assert [str(error) for error in traced] == ["one", "two"]
+    assert caplog.text.count("one. Requests go on") == caplog.text.count("ours. Requests go on") == 1
+    assert caplog.text.count("in use again") == 1
 
 
 def _memory_engine(rig: ChainRig) -> MemoryEngine:
@@ -67,18 +132,23 @@ def test_a_sleep_that_fails_leaves_open_what_is_open(rig: ChainRig) -> None:
     assert tiers.close()
 
 
-def test_no_sleep_while_an_opening_that_was_replaced_has_not_ended(
-    rig: ChainRig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("hangs", ["opening", "closing"])
+def test_no_sleep_while_what_was_replaced_has_not_ended(
+    rig: ChainRig, monkeypatch: pytest.MonkeyPatch, hangs: str
 ) -> None:
-    """It may still register the KV memory that is to go away."""
-    answers = threading.Event()
+    """An opening may still register the KV memory that is to go away, and an engine that closes still has it."""
+    answers, engine = threading.Event(), _memory_engine(rig)
+    close, before = engine.close, set(threading.enumerate())
 
     def open_tier(position: int, place: object) -> TierEngine:
-        answers.wait(20)
-        return _memory_engine(rig)
+        return engine if hangs == "closing" or answers.wait(20) else None  # type: ignore[return-value]
 
-    before = set(threading.enumerate())
+    def close_slowly(deadline_s: float) -> bool:
+        return answers.wait(20) and close(deadline_s)
+
+    monkeypatch.setattr(engine, "close", close_slowly)
     tiers = _tiers(rig, open_tier, MEMORY)
+    until(lambda: hangs == "opening" or _is_open(rig, tiers, MEMORY))
     tiers.open({}, 1)
     with pytest.raises(TierError, match="cannot sleep"):
         tiers.sleep(1.0)
@@ -86,27 +156,4 @@ def test_no_sleep_while_an_opening_that_was_replaced_has_not_ended(
     monkeypatch.undo()
     tiers.sleep(10.0)
     assert not set(threading.enumerate()) - before
-    assert tiers.close()
-
-
-def test_no_sleep_while_an_engine_that_nothing_replaces_is_being_closed(
-    rig: ChainRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It still has registrations of the KV memory that is to go away."""
-    may_close, engine = threading.Event(), _memory_engine(rig)
-    close = engine.close
-
-    def close_slowly(deadline_s: float) -> bool:
-        may_close.wait(20)
-        return close(deadline_s)
-
-    monkeypatch.setattr(engine, "close", close_slowly)
-    tiers = _tiers(rig, lambda *_: engine, MEMORY)
-    until(lambda: _is_open(rig, tiers, MEMORY))
-    tiers.open({}, 1)
-    with pytest.raises(TierError, match="cannot sleep"):
-        tiers.sleep(1.0)
-    may_close.set()
-    monkeypatch.undo()
-    tiers.sleep(10.0)
     assert tiers.close()

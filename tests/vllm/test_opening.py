@@ -24,7 +24,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from examples.demo.model import ModelShape, write_model
 from nixl_offload.vllm import background, rank_tiers, serving_tiers
 from nixl_offload.vllm import worker as worker_module
-from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import RankStatus, StepMetadata, WorkerReport
 from tests.faults.conftest import SmallFilesystem
@@ -84,23 +83,14 @@ def hear(asked: Matching, *ranks: RankStatus) -> None:
     asked.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
 
 
-def inside_another(path: Path, world_size: int, capacity: str = "64MiB") -> NixlOffloadScheduler:
-    """A scheduler's half that no handshake reaches, for ``MultiConnector`` has given it to another connector."""
-    config = manager_rig.config_of(manager_rig.slab_tier(path, capacity=capacity))
-    return manager_rig.scheduler_half(config, world_size)
-
-
-def report(scheduler: NixlOffloadScheduler, **fields: Any) -> None:
-    scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(**fields)))
-
-
 def test_a_tier_that_does_not_fit_the_model_is_left_out_where_the_engine_already_serves(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the handshake that ends the start. A report is heard in a step, and a step must not end the engine."""
-    scheduler = inside_another(tmp_path, world_size=1, capacity="8KiB")
+    scheduler = manager_rig.scheduler_half(manager_rig.config_of(manager_rig.slab_tier(tmp_path, capacity="8KiB")), 1)
     try:
-        report(scheduler, geometries=dict(enumerate(manager_rig.ranks(1))))
+        report = WorkerReport(geometries=dict(enumerate(manager_rig.ranks(1))))
+        scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
         for _ in range(1000):
             assert not isinstance(scheduler.build_connector_meta(SchedulerOutput.make_empty()), StepMetadata)
             if "capacity" in caplog.text:
