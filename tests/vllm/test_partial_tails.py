@@ -4,6 +4,7 @@ half, without an engine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -102,69 +103,61 @@ def test_a_tail_in_the_prefix_cache_is_no_load_of_another_connector(scheduler: N
     assert offered_tail(scheduler, computed_tokens=BLOCK_TOKENS + HASH_TOKENS) == [2, STATE_BLOCK]
 
 
+def asks_for(
+    scheduler: NixlOffloadScheduler, tokens: int, ends: Sequence[tuple[int, int]]
+) -> tuple[Request, list[Any]]:
+    """Let a request come, of whose tokens chunks are stored that end at ``ends`` of groups. Return the chunks' keys."""
+    hasher = get_request_block_hasher(HASH_TOKENS, sha256)
+    request = Request("asks", list(range(tokens)), SamplingParams(max_tokens=9), None, block_hasher=hasher)
+    scheduler.on_new_request(request)
+    keys = [make_offload_key(request.block_hashes[end // HASH_TOKENS - 1], group) for end, group in ends]
+    manager = scheduler.offload_manager
+    output = manager.prepare_store(keys, manager_rig.request("stores"))
+    assert output is not None
+    manager.settle({output.store_spec.ticket.ticket: TicketReport()})  # type: ignore[attr-defined]
+    return request, keys
+
+
+SHORT = 2 * HASH_TOKENS
+PROOF = eagle_proof_margin(BLOCK_TOKENS, HASH_TOKENS, False)
+WHOLE_AND_TAIL = [(BLOCK_TOKENS, 0), (BLOCK_TOKENS, STATE_GROUP), (TAIL, 0), (TAIL, STATE_GROUP)]
+# With a draft, the key of the attention's tail covers what the draft needs behind the boundary.
+WITH_DRAFT = [(SHORT + PROOF, 0), (SHORT, STATE_GROUP)]
+
+
+@pytest.mark.parametrize("seconds", [0.0001, 10.0])
 @pytest.mark.parametrize(
-    ("whole_blocks", "seconds", "tokens"),
-    [(1, 0.0001, TAIL), (1, 10.0, 0), (0, 0.0001, 2 * HASH_TOKENS), (0, 10.0, 0)],
+    ("has_draft", "prompt_tokens", "ends", "tokens"),
+    [
+        (False, TAIL + 5, WHOLE_AND_TAIL, TAIL),
+        (False, SHORT + 5, [(SHORT, 0), (SHORT, STATE_GROUP)], SHORT),
+        (True, SHORT + PROOF + 5, WITH_DRAFT, SHORT),
+    ],
 )
 def test_a_hit_that_ends_within_a_block_is_loaded_where_that_is_quicker(
-    scheduler: NixlOffloadScheduler, whole_blocks: int, seconds: float, tokens: int
+    scheduler: NixlOffloadScheduler, prompt_tokens: int, ends: list[tuple[int, int]], seconds: float, tokens: int
 ) -> None:
-    tokens_of = list(range(TAIL + 5)) if whole_blocks else list(range(2 * HASH_TOKENS + 5))
-    hasher = get_request_block_hasher(HASH_TOKENS, sha256)
-    request = Request("asks", tokens_of, SamplingParams(max_tokens=9), None, block_hasher=hasher)
-    scheduler.on_new_request(request)
-    ends = [BLOCK_TOKENS, TAIL] if whole_blocks else [2 * HASH_TOKENS]
-    keys = [make_offload_key(request.block_hashes[end // HASH_TOKENS - 1], group) for end in ends for group in (0, 1)]
+    request, _ = asks_for(scheduler, prompt_tokens, ends)
     manager = scheduler.offload_manager
-    output = manager.prepare_store(keys, manager_rig.request("stores"))
-    assert output is not None
-    manager.settle({output.store_spec.ticket.ticket: TicketReport()}, [LoadSample(0, SLOT, seconds, False)] * 5)  # type: ignore[attr-defined]
+    manager.settle({}, [LoadSample(0, SLOT, seconds, False)] * 5)
     for _ in range(5):
         manager.decider.observe_prefill(256, 0, 0.01)
-    assert scheduler.get_num_new_matched_tokens(request, 0) == (tokens, tokens > 0)
-
-
-@pytest.mark.parametrize("has_draft", [True])
-@pytest.mark.parametrize(("seconds", "tokens"), [(0.0001, 2 * HASH_TOKENS), (10.0, 0)])
-def test_a_hit_of_a_model_with_a_draft_is_loaded_where_that_is_quicker(
-    scheduler: NixlOffloadScheduler, seconds: float, tokens: int
-) -> None:
-    """The key of the attention's tail covers what the draft needs behind the boundary."""
-    proof = eagle_proof_margin(BLOCK_TOKENS, HASH_TOKENS, False)
-    prompt = list(range(2 * HASH_TOKENS + proof + 5))
-    hasher = get_request_block_hasher(HASH_TOKENS, sha256)
-    request = Request("asks", prompt, SamplingParams(max_tokens=9), None, block_hasher=hasher)
-    scheduler.on_new_request(request)
-    ends = {0: 2 * HASH_TOKENS + proof, STATE_GROUP: 2 * HASH_TOKENS}
-    keys = [make_offload_key(request.block_hashes[end // HASH_TOKENS - 1], group) for group, end in ends.items()]
-    manager = scheduler.offload_manager
-    output = manager.prepare_store(keys, manager_rig.request("stores"))
-    assert output is not None
-    manager.settle({output.store_spec.ticket.ticket: TicketReport()}, [LoadSample(0, SLOT, seconds, False)] * 5)  # type: ignore[attr-defined]
-    for _ in range(5):
-        manager.decider.observe_prefill(256, 0, 0.01)
+    tokens = tokens if seconds < 1 else 0
     assert scheduler.get_num_new_matched_tokens(request, 0) == (tokens, tokens > 0)
 
 
 def test_a_hit_waits_while_the_first_loads_are_to_tell_how_fast_the_tier_is(
     scheduler: NixlOffloadScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the next steps it is told the same, without a look; once one of them has ended, what was found."""
+    """In the next steps the answer is the same, without a look; once one of them has ended, what was found."""
     monkeypatch.setattr(connector_scheduler, "WAIT_ANSWER_S", 60.0)
-    hasher = get_request_block_hasher(HASH_TOKENS, sha256)
-    request = Request("asks", list(range(TAIL + 5)), SamplingParams(max_tokens=9), None, block_hasher=hasher)
-    scheduler.on_new_request(request)
-    ends = [BLOCK_TOKENS, TAIL]
-    keys = [make_offload_key(request.block_hashes[end // HASH_TOKENS - 1], group) for end in ends for group in (0, 1)]
+    request, keys = asks_for(scheduler, TAIL + 5, WHOLE_AND_TAIL)
     manager = scheduler.offload_manager
-    output = manager.prepare_store(keys, manager_rig.request("stores"))
-    assert output is not None
-    manager.settle({output.store_spec.ticket.ticket: TicketReport()})  # type: ignore[attr-defined]
     out = [manager.prepare_load(keys, manager_rig.request(str(number))).ticket for number in range(LOADS_AT_ONCE)]
     looks: list[Any] = []
     decide = manager.decider.tokens_to_load
     monkeypatch.setattr(
-        manager.decider, "tokens_to_load", lambda *told, **more: looks.append(told) or decide(*told, **more)
+        manager.decider, "tokens_to_load", lambda *asked, **more: looks.append(asked) or decide(*asked, **more)
     )
     assert [scheduler.get_num_new_matched_tokens(request, 0) for _ in range(3)] == [(None, False)] * 3
     assert len(looks) == 1
