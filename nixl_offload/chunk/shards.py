@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress, count
 from math import gcd
 from typing import Final, Literal, NamedTuple
@@ -34,9 +34,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupShards:
-    """How the chunks of one KV-cache group are cut, and held by the ranks of each stage. ``hold`` makes those of one
-    range of layers.
-    """
+    """How the chunks of one KV-cache group are cut, and held by the ranks of each stage."""
 
     head_ranges: int
     """In each range of layers."""
@@ -77,6 +75,7 @@ class LayerCut:
 
 
 ONE_RANGE: Final = LayerCut()
+_NOT_DISTINCT: Final = "with tensor parallelism {tp} ranks do not have one KV head each in all layers of group {number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,25 +125,6 @@ class ShardPlan:
         return max(group.head_ranges for group in self.groups)
 
 
-def cut(wanted: HeadCut, heads: Collection[int]) -> int:
-    """Return into how many ranges of heads the chunks of a group are cut.
-
-    ``heads``: the KV heads that its layers have on all ranks together; 1 where KV is not divided (MLA). A
-    number that does not divide the heads is reduced to what it has in common with them.
-    """
-    common = gcd(*heads)
-    return common if wanted == "distinct" else gcd(wanted, common)
-
-
-def hold(head_ranges: int, heads: Collection[int], tp: int) -> GroupShards | None:
-    """Return how ``tp`` ranks hold a range of layers of a group; None: some rank would hold a part of a shard."""
-    if tp <= head_ranges and head_ranges % tp == 0:
-        return GroupShards(head_ranges, head_ranges // tp, 1)
-    if set(heads) == {head_ranges} and tp % head_ranges == 0:
-        return GroupShards(head_ranges, 1, tp // head_ranges)
-    return None
-
-
 def cut_layers(wanted: Sequence[tuple[int, int]], stages: Sequence[tuple[int, int]]) -> LayerCut | None:
     """Return how layers are cut as for the stages ``wanted``, and held by ``stages``; None: a stage of these would hold
     a part of a range. Both: the first layer of each stage and the one behind its last; all layers, in order.
@@ -165,23 +145,32 @@ def make_plan(
     tp: int,
     layers: LayerCut = ONE_RANGE,
 ) -> ShardPlan | str:
-    """Return the plan of an engine with ``tp`` ranks in each stage, or why there is none, as a clause.
+    """Return the plan of an engine with ``tp`` ranks in each stage, or why there is none, as a clause: some rank would
+    hold a part of a shard.
 
-    ``heads``: by group, as for ``cut``. ``has_layers``: by group and range of layers.
+    ``heads``: by group, the KV heads that its layers have on all ranks together; 1 where KV is not divided (MLA). A
+    number of ranges that does not divide them is reduced to what it has in common with them. ``has_layers``: by group
+    and range of layers.
     """
     groups = []
     for number, (of_layers, has) in enumerate(zip(heads, has_layers, strict=True)):
-        head_ranges = cut(wanted, of_layers)
-        held = hold(head_ranges, of_layers, tp)
-        if wanted == "distinct" and (held is None or held.per_rank > 1):
-            return f"with tensor parallelism {tp} ranks do not have one KV head each in all layers of group {number}"
-        if held is None:
-            total = gcd(*of_layers)
-            works = set(of_layers) == {total} and (total % tp == 0 or tp % total == 0)
+        total, has_ranges = gcd(*of_layers), tuple(compress(count(), has))
+        head_ranges = total if wanted == "distinct" else gcd(wanted, total)
+        is_alike = set(of_layers) == {total}
+        if tp <= head_ranges and head_ranges % tp == 0:
+            held = GroupShards(head_ranges, head_ranges // tp, 1, has_ranges)
+        elif is_alike and head_ranges == total and tp % total == 0:
+            held = GroupShards(head_ranges, 1, tp // head_ranges, has_ranges)
+        elif wanted == "distinct":
+            return _NOT_DISTINCT.format(tp=tp, number=number)
+        else:
+            works = is_alike and (total % tp == 0 or tp % total == 0)
             return (
                 f"`shards: {wanted}` cuts the {max(of_layers)} KV heads of group {number} into {head_ranges}, which "
                 f"tensor parallelism {tp} cannot share out; "
                 f"{f'`shards: {total}` would do' if works else 'no number would do'}"
             )
-        groups.append(replace(held, ranges=tuple(compress(count(), has))))
+        if wanted == "distinct" and held.per_rank > 1:
+            return _NOT_DISTINCT.format(tp=tp, number=number)
+        groups.append(held)
     return ShardPlan(tuple(groups), layers)

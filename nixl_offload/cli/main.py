@@ -2,7 +2,8 @@
 
 Threading: a process of its own, one thread. Exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted, by
 SIGINT or SIGTERM alike: a service manager's stop leaves no more behind than Ctrl-C. A failure is a line on stderr; with
-``--json`` it is ``{"error": ...}`` on stdout too, unless the command printed its own JSON before.
+``--json`` it is ``{"error": ...}`` on stdout too, unless the command printed its own JSON before. Wrong options are
+argparse's to report.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, Final, NoReturn, TextIO, cast
+from typing import Any, Final, TextIO, cast
 
 from nixl_offload import __version__
 from nixl_offload.errors import ConfigError, NixlOffloadError
@@ -38,11 +39,7 @@ its own command, so that ``--help`` need not wait for numpy. It has a function `
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-_PACKAGES: Final = {"yaml": "PyYAML"}
-"""Of modules that are not called like the package that brings them."""
-_OUTPUT_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO)
-_LISTINGS: Final = ("configs", "ls", "show", "schema")
-"""Their reader may stop early (``| head``). Of other commands the exit code is a verdict, which is not known yet."""
+_OUTPUT_REFUSED: Final = (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO, errno.EPIPE)
 
 _DESCRIPTION = """\
 Keeps vLLM's KV cache in host memory, on local files, in a bucket or in a shared directory, so that a prompt once seen
@@ -80,28 +77,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 -- for as long as the process lives
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     words = sys.argv[1:] if argv is None else argv
-    command = next((word for word in words if not word.startswith("-")), "")
-    _Parser.json = "--json" in words
     output = _Output(sys.stdout)
-    message, code = "", EXIT_FAILED
     try:
         with contextlib.redirect_stdout(cast(TextIO, output)):
-            return _run(command, words)
-    except BrokenPipeError:  # The reader has gone.
-        _discard(output)
-        return 0 if command in _LISTINGS else EXIT_FAILED
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing in ("", "nixl_offload"):
-            raise
-        package = _PACKAGES.get(missing, missing)
-        message = f"{sys.executable} has no module {missing!r}; {sys.executable} -m pip install {package}"
+            return _run(words)
     except OSError as error:
-        # Storage's own errors are translated where they happen; what is left is `> file` on a full disk.
+        # Storage's own errors are translated where they happen; what is left is `| head`, or `> file` on a full disk.
         if error.filename is not None or error.errno not in _OUTPUT_REFUSED:
             raise
-        _discard(output)
-        message = f"the output cannot be written: {os.strerror(error.errno)}"
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # else the interpreter complains when it ends
+        message, code, output.begun = f"the output cannot be written: {os.strerror(error.errno)}", EXIT_FAILED, True
+        if isinstance(error, BrokenPipeError):  # its reader has gone
+            return code
     except NixlOffloadError as error:
         message, code = str(error), EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
     except (KeyboardInterrupt, RuntimeError) as error:
@@ -109,16 +96,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
             raise
         message, code = "interrupted", EXIT_INTERRUPTED
-    if _Parser.json and not output.begun:
+    if "--json" in words and not output.begun:
         with contextlib.suppress(OSError):
             print(json.dumps({"error": message}), flush=True)
     print(f"nixl-offload: {message}", file=sys.stderr)
     return code
 
 
-def _run(command: str, words: Sequence[str]) -> int:
+def _run(words: Sequence[str]) -> int:
     """Run one command. SIGTERM raises KeyboardInterrupt meanwhile, so that scratch space is removed."""
-    arguments = _parser(command).parse_args(words)
+    arguments = _parser(next((word for word in words if not word.startswith("-")), "")).parse_args(words)
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main else None
     try:
@@ -145,23 +132,6 @@ class _Output:
         return getattr(self._stream, name)
 
 
-def _discard(output: _Output) -> None:
-    """Keep the interpreter from complaining at exit about what it cannot write."""
-    output.begun = True
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says on stdout, too, what is wrong with the arguments, where ``json`` is asked for."""
-
-    json = False
-
-    def error(self, message: str) -> NoReturn:
-        if self.json:
-            print(json.dumps({"error": message}), flush=True)
-        super().error(message)
-
-
 def whole_parser() -> argparse.ArgumentParser:
     """Return the parser with the arguments of every command."""
     return _parser(*COMMANDS)
@@ -170,7 +140,7 @@ def whole_parser() -> argparse.ArgumentParser:
 def _parser(*asked: str) -> argparse.ArgumentParser:
     """Return the parser; only the commands ``asked`` for are imported and have their arguments."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser: argparse.ArgumentParser = _Parser(prog="nixl-offload", description=_DESCRIPTION, formatter_class=raw)
+    parser = argparse.ArgumentParser(prog="nixl-offload", description=_DESCRIPTION, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"nixl-offload {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, (module, summary) in COMMANDS.items():

@@ -5,21 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from itertools import pairwise
+from math import gcd
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_offload.chunk.shards import (
-    ONE_RANGE,
-    GroupShards,
-    LayerCut,
-    ShardPlan,
-    cut,
-    cut_layers,
-    hold,
-    make_plan,
-)
+from nixl_offload.chunk.shards import ONE_RANGE, LayerCut, ShardPlan, cut_layers, make_plan
 from nixl_offload.types import Key
 
 _HEADS = st.integers(1, 64)
@@ -33,49 +26,28 @@ def _heads_on(rank: int, heads: int, tp: int) -> set[int]:
     return {rank // (tp // heads)}
 
 
-@given(heads=_HEADS, wanted=st.integers(1, 64), tp=st.integers(1, 64))
-def test_a_rank_holds_the_shards_of_its_own_heads(heads: int, wanted: int, tp: int) -> None:
-    """The heads of the shards that a rank is said to hold are those that vLLM gives it; else there is no plan."""
-    shards = cut(wanted, [heads])
-    held = hold(shards, [heads], tp)
-    vllm_can = heads % tp == 0 or tp % heads == 0
-    if held is None:
-        each = heads // shards
-        whole = vllm_can and all(
-            len(_heads_on(rank, heads, tp)) % each == 0 and min(_heads_on(rank, heads, tp)) % each == 0
-            for rank in range(tp)
-        )
-        assert not whole, "a plan was possible"
-        return
-    assert vllm_can
-    each = heads // shards
-    for rank in range(tp):
-        numbers = held.held_by(rank)
-        assert {number * each + head for number in numbers for head in range(each)} == _heads_on(rank, heads, tp)
-
-
-@given(heads=_HEADS, wanted=st.integers(1, 64), tp=st.integers(1, 64))
-def test_every_shard_of_a_key_has_one_writer(heads: int, wanted: int, tp: int) -> None:
-    """Over all ranks each shard is written exactly once, whatever the key."""
-    held = hold(cut(wanted, [heads]), [heads], tp)
-    if held is None:
-        return
-    for key in _KEYS[:16]:
-        written = Counter(number for rank in range(tp) if held.writes(rank, key) for number in held.held_by(rank))
-        assert written == Counter(range(held.head_ranges))
-
-
-@given(heads=st.lists(_HEADS, min_size=1, max_size=2), tp=st.integers(1, 64))
-def test_distinct_gives_no_rank_more_than_one_shard(heads: list[int], tp: int) -> None:
-    """A KV head each, which is on as many ranks as vLLM copies it to; else there is no plan."""
-    plan = make_plan("distinct", [[each] for each in heads], [[True]] * len(heads), tp)
+@given(heads=_HEADS, wanted=st.integers(1, 64) | st.just("distinct"), tp=st.integers(1, 64))
+def test_a_rank_holds_the_shards_of_its_own_heads(heads: int, wanted: Any, tp: int) -> None:
+    """The heads of the shards that a rank is said to hold are those that vLLM gives it; else there is no plan. Over all
+    ranks each shard of a key is written once. ``distinct``: a KV head each.
+    """
+    plan = make_plan(wanted, [[heads]], [[True]], tp)
+    ranges = heads if wanted == "distinct" else gcd(wanted, heads)
+    each, vllm_can = heads // ranges, heads % tp == 0 or tp % heads == 0
+    on_rank = [_heads_on(rank, heads, tp) for rank in range(tp)] if vllm_can else []
     if isinstance(plan, str):
-        assert any(tp % each for each in heads)
+        whole = all(len(heads) % each == 0 and min(heads) % each == 0 for heads in on_rank)
+        single = wanted != "distinct" or all(len(heads) == 1 for heads in on_rank)
+        assert not (vllm_can and whole and single), "a plan was possible"
         return
-    for group, each in zip(plan.groups, heads, strict=True):
-        assert (group.head_ranges, group.per_rank, group.ranks) == (each, 1, tp)
-        for rank in range(tp):
-            assert set(group.held_by(rank)) == _heads_on(rank, each, tp)
+    [group] = plan.groups
+    assert (vllm_can, group.head_ranges, group.ranks) == (True, ranges, tp)
+    for rank, wanted_heads in enumerate(on_rank):
+        assert {number * each + head for number in group.held_by(rank) for head in range(each)} == wanted_heads
+        assert wanted != "distinct" or len(wanted_heads) == 1
+    for key in _KEYS[:16]:
+        written = Counter(number for rank in range(tp) if group.writes(rank, key) for number in group.held_by(rank))
+        assert written == Counter(range(ranges))
 
 
 @given(
@@ -140,8 +112,8 @@ def test_there_is_no_plan_for_parts_of_shards(wanted: int, heads: int, tp: int, 
 
 def test_replicas_share_the_writing_evenly() -> None:
     """Of 4,096 keys each of 8 replicas writes about an eighth."""
-    held = hold(1, [1], 8)
-    assert held == GroupShards(1, 1, 8)
-    counts = Counter(rank for key in _KEYS for rank in range(8) if held.writes(rank, key))
+    plan = make_plan("distinct", [[1]], [[True]], 8)
+    assert isinstance(plan, ShardPlan)
+    counts = Counter(rank for key in _KEYS for rank in range(8) if plan.groups[0].writes(rank, key))
     assert sum(counts.values()) == len(_KEYS)
     assert all(400 < count < 620 for count in counts.values())
