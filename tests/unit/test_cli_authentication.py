@@ -154,17 +154,6 @@ def test_stat_says_whose_the_mac_is_and_keys_are_rotated(directory: Directory, c
     assert "there is no MAC" in cli.out
 
 
-@pytest.mark.parametrize(
-    "said", [KEY.hex(), {"key_file": KEY.hex()}, {"key": KEY.hex()}, {"key_file": [KEY.hex()]}, [KEY.hex()]]
-)
-def test_a_key_in_the_config_is_not_repeated(directory: Directory, cli: Cli, said: object) -> None:
-    """By somebody who took the name of the file for the key."""
-    directory.write(said)
-    for command in ("verify", "show", "ls"):
-        assert cli(command, directory.file) == 2
-        assert "authenticate" in cli.err
-
-
 def test_check_says_whether_the_keys_can_be_read(directory: Directory, cli: Cli) -> None:
     for mode, code, words in ((0o600, 0, f"signed by key {key_id(KEY).hex()}"), (0o604, 1, "authenticate.key_file")):
         directory.keys.chmod(mode if os.geteuid() == 0 or mode == 0o600 else 0o640)

@@ -109,17 +109,11 @@ def test_a_directory_without_permission_is_wrong_and_its_fix_works(tmp_path: Pat
     path = above if there else above / "kv"
     above.chmod(0o500)
     state, words, fix = _access_as_a_user(path)
-    assert state == "wrong"
-    assert "cannot write there" in words
-    assert fix is not None
-    if there:
-        assert fix == f"chmod u+rwx {shlex.quote(str(above))}"
-    else:
-        assert fix.startswith("sudo install -d -m 700 -o ")
-        if os.geteuid():
-            above.chmod(0o700)
-        fix = fix.removeprefix("sudo ")  # As root, or in a directory that this user may write in by now.
-    _do(fix)
+    assert (state, "cannot write there" in words) == ("wrong", True)
+    assert str(fix).startswith("sudo install -d -m 700 -o ")
+    if os.geteuid():
+        above.chmod(0o700)
+    _do(str(fix).removeprefix("sudo "))  # as root, or in a directory that this user may write in by now
     assert _access_as_a_user(path)[0] == "ok"
     above.chmod(0o700)
 
@@ -152,20 +146,12 @@ def test_nobody_is_asked_to_change_the_mode_of_anothers_directory() -> None:
 def test_a_capacity_beyond_the_disk_is_warned_of_with_one_that_fits(mounted: Callable[..., Path]) -> None:
     path = mounted("tmpfs", "size=64m")
     (path / "held").write_bytes(bytes(8 << 20))
-
-    def space(capacity: int, path: Path = path) -> Finding:
-        return look("space", tier_of(path, capacity=capacity))
-
-    line = space(1 << 30)
-    assert line.state == "warning"
-    assert "8.00MiB in use by what the directory holds" in line.words
+    line = look("space", tier_of(path, capacity=1 << 30))
+    assert (line.state, "8.00MiB in use by what the directory holds" in line.words) == ("warning", True)
     assert line.fix == "capacity: 57MiB", "nine tenths of 64 MiB: what is there already counts, and some room stays"
-    assert space(64 << 20).state == "ok"
+    assert look("space", tier_of(path, capacity=64 << 20)).state == "ok"
     (path / "full").write_bytes(bytes(56 << 20))
-    (path / "held").unlink()
-    assert space(1 << 30, path / "deeper" / "kv").state == "warning"
-    (path / "held").write_bytes(bytes(8 << 20))
-    full = space(1 << 30, path / "deeper" / "kv")
+    full = look("space", tier_of(path / "deeper" / "kv", capacity=1 << 30))
     assert (full.state, "disk is full" in full.words) == ("wrong", True)
 
 

@@ -23,6 +23,7 @@ SLAB_TIER: dict[str, Any] = {"kind": "slab", "path": "/mnt/nvme/kv", "capacity":
 SHARED_DIR_TIER: dict[str, Any] = {"kind": "shared_dir", "path": "/mnt/shared/kv", "capacity": "20TiB"}
 S3_TIER: dict[str, Any] = {"kind": "s3", "bucket": "kv-cache"}
 MEMORY_TIER: dict[str, Any] = {"kind": "memory", "capacity": "32GiB"}
+KEY = "0f" * 32
 MINIMAL: dict[str, Any] = {"tiers": [SLAB_TIER]}
 
 
@@ -177,6 +178,15 @@ def test_credentials_are_refused_and_never_repeated(tier: dict[str, Any]) -> Non
     assert "hunter2" not in message
     if len(tier) == 3 and not {"endpoint", "prefix"} & {*tier}:
         assert "AWS chain" in message
+
+
+@pytest.mark.parametrize(
+    "said", [KEY, {"key_file": KEY}, {"key": KEY}, {"key_file": [KEY]}, {"key_file": {KEY: 1}}, [KEY]], ids=repr
+)
+def test_a_key_in_the_place_of_its_file_is_not_repeated(said: object) -> None:
+    message = refusal({"tiers": [SHARED_DIR_TIER], "authenticate": said})
+    assert message.startswith("inline: authenticate")
+    assert KEY not in message
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def check_shard(shard: bytes, key: bytes, rank: int, digest: bytes, fields: dict
     block_bytes, payload_bytes = struct.unpack_from("<QQ", shard, 56)
     (key_bytes,) = struct.unpack_from("<H", shard, 80)
     assert payload_bytes == blocks * block_bytes
+    assert not any(shard[82:88] + shard[88 + key_bytes : 152] + shard[152:192] + shard[192 + 8 * blocks : 4088])
     assert first_valid < blocks
     rank_digest = hashlib.sha256(b"nixl-offload rank 1\0" + digest + rank.to_bytes(4, "big")).digest()
     assert shard[16:48] == rank_digest

@@ -86,22 +86,6 @@ def test_a_header_comes_back_as_it_was(expect: Expected, created_s: int, data: s
     assert header.checksums == (0,) * first + tuple(checksums.tolist())
 
 
-def test_the_bytes_are_those_of_the_documentation() -> None:
-    """docs/format.md is a promise to other readers: the offsets in its table, checked one by one."""
-    page = bytes(make_shard(first_valid_block=1)[:HEADER_BYTES])
-    header = decode_header(page)
-    assert page[0:8] == b"NIXLOFF1"
-    assert struct.unpack_from("<4H", page, 8) == (1, 4096, 1, 0)
-    assert page[16:48] == EXPECT.namespace
-    assert struct.unpack_from("<IHH", page, 48) == (0, BLOCKS, 1)
-    assert struct.unpack_from("<3Q", page, 56) == (BLOCK_BYTES, BLOCKS * BLOCK_BYTES, 1_800_000_000)
-    assert struct.unpack_from("<H", page, 80) == (len(EXPECT.key),)
-    assert page[88:152] == EXPECT.key.ljust(64, b"\0")
-    assert struct.unpack_from(f"<{BLOCKS}Q", page, 192) == header.checksums
-    assert header.checksums[0] == 0
-    assert set(page[82:88] + page[152:192] + page[192 + 8 * BLOCKS : 4088]) == {0}
-
-
 @given(st.integers(0, HEADER_BYTES * 8 - 1))
 def test_any_flipped_bit_of_the_header_is_found(bit: int) -> None:
     slot = make_shard()

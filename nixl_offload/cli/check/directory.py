@@ -154,9 +154,7 @@ def _access(path: str, at: str) -> Finding:
             mount = find_mount(at)
             fix = f"mount -o remount,rw {shlex.quote(mount.point if mount else at)}; of a container: no :ro in -v"
         elif error.errno in (errno.EACCES, errno.EPERM):
-            where = f"{at} belongs to {owner}; {me} cannot write there"
-            own = f"chmod u+rwx {quoted}" if status.st_uid == os.geteuid() else f"sudo chown {me} {quoted}"
-            fix = own if at == path else install
+            where, fix = f"{at} belongs to {owner}; {me} cannot write there", install
         return Finding(name, "wrong", f"{where} ({error.strerror})", fix)
     if at != path:
         above = os.path.dirname(path)
