@@ -38,18 +38,20 @@ _BUCKET_QUERIES: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Delay:
-    """Wait: "request", before the server hears of it; "answer", when the server has done it."""
-
-    seconds: float
-    at: Literal["request", "answer"] = "request"
-
-
-@dataclass(frozen=True, slots=True)
 class Hold:
-    """Wait for the rule's ``release``, then go on, whether the client still waits or not."""
+    """Wait for the rule's ``release``, then go on, whether the client still waits or not.
+
+    request: before the server hears of it; answer: when the server has done it.
+    """
 
     at: Literal["request", "answer"] = "request"
+    seconds: float | None = None
+    """No longer than this; None: for ever."""
+
+
+def Delay(seconds: float, at: Literal["request", "answer"] = "request") -> Hold:  # noqa: N802
+    """Wait so long, as ``Hold``."""
+    return Hold(at, seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class Stretch:
     lying: bool = False
 
 
-Fault = Delay | Hold | Answer | Reset | Cut | Flip | Stall | Stretch
+Fault = Hold | Answer | Reset | Cut | Flip | Stall | Stretch
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +190,7 @@ class FaultProxy:
         return f"http://127.0.0.1:{self.port}"
 
     def inject(self, fault: Fault, **where: Any) -> Rule:
-        """Break requests from now on. Every ``Delay`` that fits a request applies, and the first of the other rules.
+        """Break requests from now on. Of several rules that fit a request the first applies.
 
         ``operation``: as in ``counts``, or several, ``"GET|HEAD"``; empty: all. ``key``: regular expression to be found
         in the object's name. ``times``: at most so many. ``probability`` of requests: which ones depends on ``seed``,
@@ -242,20 +244,16 @@ class FaultProxy:
     close = go_down
     """What is held never reaches the server. Idempotent."""
 
-    def admit(self, connection: _Connection) -> list[Rule]:
-        """Count a request; return the rules that it suffers."""
+    def admit(self, connection: _Connection) -> Rule | None:
+        """Count a request; return the rule that it suffers."""
         operation, key = _operation_of(connection)
         head = f"{connection.requestline}\n{connection.headers}"
-        rules: list[Rule] = []
         with self.changed:
             self.counts[operation] += 1
             self.in_flight += 1
-            for rule in self._rules:
-                free = isinstance(rule.fault, Delay) or all(isinstance(taken.fault, Delay) for taken in rules)
-                if free and rule.takes(operation, key, connection.path, head):
-                    rules.append(rule)
+            found = next((rule for rule in self._rules if rule.takes(operation, key, connection.path, head)), None)
             self.changed.notify_all()
-        return rules
+        return found
 
     def ended(self) -> None:
         """Note that nothing more happens to a request."""
@@ -328,9 +326,9 @@ class _Connection(BaseHTTPRequestHandler):
         return True
 
     def _serve(self) -> None:
-        rules = self._proxy.admit(self)
+        rule = self._proxy.admit(self)
         try:
-            self._exchange(rules)
+            self._exchange(rule)
         finally:
             self._proxy.ended()
 
@@ -339,27 +337,28 @@ class _Connection(BaseHTTPRequestHandler):
             return self._serve
         raise AttributeError(name)
 
-    def _exchange(self, rules: list[Rule]) -> None:
-        """Pass a request and its answer on, broken as ``rules`` say."""
-        rule = next((rule for rule in rules if not isinstance(rule.fault, Delay)), None)
+    def _exchange(self, rule: Rule | None) -> None:
+        """Pass a request and its answer on, broken as the rule says."""
         fault = rule.fault if rule else None
-        self._pause("request", rules)
+        self._pause("request", rule)
         if fault == Reset("request"):
             raise ConnectionResetError("by rule")
         waits = "Expect" in self.headers
-        if waits and not isinstance(fault, Answer):
-            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        body = bytearray() if waits and isinstance(fault, Answer) else self._body()
         if isinstance(fault, Answer):
+            if not waits:
+                self._body()
             error = f"<Error><Code>{fault.code}</Code><Message>by rule</Message>{fault.more}</Error>"
-            told = f"<?xml version='1.0'?>{error}".encode()
-            fields = [("Content-Type", "application/xml"), ("Content-Length", str(len(told)))]
+            content = f"<?xml version='1.0'?>{error}".encode()
+            fields = [("Content-Type", "application/xml"), ("Content-Length", str(len(content)))]
             self._send_head(fault.status, fault.code, [*fields, *[("Connection", "close")] * waits])
-            self.wfile.write(b"" if self.command == "HEAD" else told)
+            self.wfile.write(b"" if self.command == "HEAD" else content)
             return
+        if waits:
+            self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        body = self._body()
         answer = self._ask(body, fault)
         payload = bytearray(answer.read())
-        self._pause("answer", rules)
+        self._pause("answer", rule)
         if fault == Reset("answer"):
             raise ConnectionResetError("by rule")
         self._pass_on(answer, payload, rule)
@@ -398,11 +397,11 @@ class _Connection(BaseHTTPRequestHandler):
 
     def _pass_on(self, answer: http.client.HTTPResponse, body: bytearray, rule: Rule | None) -> None:
         fault, is_head = rule.fault if rule else None, self.command == "HEAD"
-        told = int(answer.headers.get("Content-Length", 0)) if is_head else len(body)
+        length = int(answer.headers.get("Content-Length", 0)) if is_head else len(body)
         sent, stop_at = bytes(body), len(body)
         if isinstance(fault, Cut):
             stop_at = _offset(fault.at, len(body))
-            told = stop_at if fault.lying else told
+            length = stop_at if fault.lying else length
             self.close_connection |= not fault.lying and stop_at < len(body)
         elif isinstance(fault, Stall):
             stop_at = _offset(fault.at, len(body))
@@ -412,12 +411,12 @@ class _Connection(BaseHTTPRequestHandler):
             body[_offset(fault.at, len(body))] ^= 0x10
             sent = bytes(body)
         elif isinstance(fault, Stretch):
-            told += 0 if fault.lying else fault.by_bytes
+            length += 0 if fault.lying else fault.by_bytes
             sent = b"" if is_head and not fault.lying else sent + bytes(fault.by_bytes)
             stop_at = len(sent)
         fields = [(k, v) for k, v in answer.getheaders() if k.lower() not in ("content-length", "transfer-encoding")]
         if answer.status not in (204, 304):
-            fields.append(("Content-Length", str(told)))
+            fields.append(("Content-Length", str(length)))
         self._send_head(answer.status, answer.reason, fields)
         self.wfile.write(sent[: 0 if fault == Reset("headers") else stop_at])
         if isinstance(fault, Reset):
@@ -427,17 +426,14 @@ class _Connection(BaseHTTPRequestHandler):
             self._wait_for(rule)
             self.wfile.write(sent[stop_at:])
 
-    def _pause(self, at: str, rules: list[Rule]) -> None:
-        for rule in rules:
-            if isinstance(rule.fault, Delay) and rule.fault.at == at:
-                self._wait_for(None, rule.fault.seconds)
-            elif isinstance(rule.fault, Hold) and rule.fault.at == at:
-                self._wait_for(rule)
+    def _pause(self, at: str, rule: Rule | None) -> None:
+        if rule is not None and isinstance(rule.fault, Hold) and rule.fault.at == at:
+            self._wait_for(rule, rule.fault.seconds)
 
-    def _wait_for(self, rule: Rule | None, timeout_s: float | None = None) -> None:
+    def _wait_for(self, rule: Rule, timeout_s: float | None = None) -> None:
         """Wait until the rule is released, or for a time. Raises ConnectionResetError when the connection is ended."""
         with self._proxy.changed:
-            self._proxy.changed.wait_for(lambda: self._is_over or (rule is not None and rule.released), timeout_s)
+            self._proxy.changed.wait_for(lambda: self._is_over or rule.released, timeout_s)
         if self._is_over:
             raise ConnectionResetError("the proxy went down")
 

@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
 import pytest
@@ -20,7 +20,7 @@ from nixl_offload.catalog import Catalog
 from nixl_offload.errors import StoreError
 from nixl_offload.index import State
 from nixl_offload.tiers.shared.naming import parse_shard_name, shard_name, shards_of, witness_rank
-from nixl_offload.tiers.shared.search import Search, SearchKind
+from nixl_offload.tiers.shared.search import WINDOW_KEYS, Search, SearchKind
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 from tests.unit.shared_rig import SLOT, Gate, MemoryStore, Rig, key_of, keys_of, namespace_of, refuse
 
@@ -119,7 +119,7 @@ def test_old_objects_are_absent(make: MakeRig) -> None:
 
 @pytest.mark.parametrize("window", [1, 5, 40])
 def test_a_window_at_the_end_of_what_is_there(make: MakeRig, window: int) -> None:
-    """No group tells how far to look: the scan finds the end of 3,000 of 4,096 by an edge search, and no more."""
+    """No group tells how far to look: nothing is at the end, and 3,000 of 4,096 are found as for a prefix."""
     rig, keys = make(), keys_of(4096, group=1)
     rig.put(*keys[:3000])
     assert rig.scan("a", keys, window) == 3000
@@ -542,6 +542,25 @@ def test_a_group_that_the_model_does_not_have_is_a_miss_without_a_question(make:
 
 def chain(length: int, certain: int = 0) -> Search:
     return Search(SearchKind.CHAIN, keys_of(length), certain)
+
+
+@pytest.mark.parametrize(("there", "questions"), [({3000}, 32), ({2950, 2999}, 32), (range(1500), 112), ((), 48)])
+def test_a_window_is_looked_for_at_the_end_and_then_before_the_end_of_the_prefix(
+    there: Collection[int], questions: int
+) -> None:
+    """What is at the end counts by itself, wherever there is a hole before it."""
+    search, asked = Search(SearchKind.WINDOW, keys_of(3001), certain=WINDOW_KEYS), set[int]()
+    while not search.done:
+        positions = search.next_round()
+        asked.update(positions)
+        for position in positions:
+            search.answer(position, position in there)
+    assert {*range(3001 - WINDOW_KEYS, 3001)} <= asked
+    assert search.found_at_end is any(position in asked for position in {2999, 3000} & {*there})
+    if isinstance(there, range):
+        assert search.boundary == 1500
+        assert {*range(1500 - WINDOW_KEYS, 1500)} <= asked
+    assert len(asked) <= questions
 
 
 def test_an_absent_front_ends_the_search_before_the_other_answers_are_in() -> None:

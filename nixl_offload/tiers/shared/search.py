@@ -23,7 +23,7 @@ from nixl_offload.types import Key, Lookup, LookupContext, key_group
 
 FAN_OUT: Final = 16
 WINDOW_KEYS: Final = 32
-"""So many keys are asked about at a time while a window is looked for, from the end on."""
+"""So many of the last keys are asked about one by one while a window is looked for."""
 
 
 class SearchKind(Enum):
@@ -32,9 +32,7 @@ class SearchKind(Enum):
     CHAIN = "chain"
     """Where a prefix ends; what lies before is there."""
     WINDOW = "window"
-    """Each of a few keys."""
-    EDGE = "edge"
-    """Where to begin the scan for a window: nothing was there at the end. Says nothing of keys it did not ask about."""
+    """The last few keys that are there: at the end, or, where nothing is, before the point where a prefix ends."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +56,7 @@ class Search:
     boundary: int = 0
     """How many leading keys are there, as far as is known. Never more than the first known to be absent."""
     _high: int = field(init=False)
-    """The first key known to be absent; all keys while a window is searched."""
+    """The first key known to be absent."""
     _answers: dict[int, bool | None] = field(default_factory=dict)
     """Of each position that was asked about; None while the answer is out."""
 
@@ -71,9 +69,9 @@ class Search:
         return min([self.boundary, *(position for position, answer in self._answers.items() if answer is None)])
 
     @property
-    def found(self) -> bool:
-        """Whether anything that was asked about is there."""
-        return any(self._answers.values())
+    def found_at_end(self) -> bool:
+        """Whether any of the last keys is there, those that a window is looked for among."""
+        return any(self._answers.get(position) for position in self._end())
 
     @property
     def done(self) -> bool:
@@ -90,7 +88,7 @@ class Search:
         """Take the answer to a question that is out. If there was none to be had, say absent."""
         assert self._answers[position] is None, "nobody has asked, or it is answered"
         self._answers[position] = is_there
-        if self.kind is SearchKind.WINDOW or position >= self._high:
+        if position >= self._high:
             return
         if is_there:
             self.boundary = max(self.boundary, position + 1)
@@ -100,19 +98,26 @@ class Search:
             before = (each for each, answer in self._answers.items() if answer and each < position)
             self.boundary = max(before, default=-1) + 1
 
+    def _end(self) -> range:
+        return range(max(0, len(self.keys) - WINDOW_KEYS), len(self.keys))
+
     def _is_waiting(self) -> bool:
-        return any(answer is None and position < self._high for position, answer in self._answers.items())
+        limit = len(self.keys) if self.kind is SearchKind.WINDOW else self._high
+        return any(answer is None and position < limit for position, answer in self._answers.items())
 
     def _open(self) -> list[int]:
         """Return the positions worth asking about next."""
         low, unknown = self.boundary, self._high - self.boundary
         if self.kind is SearchKind.WINDOW:
-            return [] if self._answers else list(range(unknown))
+            if not self._answers:
+                return list(self._end())
+            if self.found_at_end:
+                return []
         if not unknown:
             return [each for each in range(max(0, low - self.certain), low) if each not in self._answers]
         if unknown <= FAN_OUT:
             return list(range(low, self._high))
-        if not self._answers:
+        if not any(position < self._high for position in self._answers):
             return [step * (unknown - 1) // (FAN_OUT - 1) for step in range(FAN_OUT)]
         return [low + (step + 1) * (unknown + 1) // (FAN_OUT + 1) - 1 for step in range(FAN_OUT)]
 
@@ -140,9 +145,7 @@ class _Request:
     held_at: dict[int, tuple[int, int]] = field(default_factory=dict)
     """By group: the step in which it last had to wait for a search, and the end of the key it asked about."""
     ruled_out: set[Key] = field(default_factory=set)
-    """Behind the edge."""
-    seeks_edge: set[int] = field(default_factory=set)
-    """Groups of which nothing was at the end."""
+    """Behind the end of what is there of a group that has windows."""
 
 
 class Lookups:
@@ -216,7 +219,8 @@ class Lookups:
             # How far a window's scan must look back depends on how long the prefix of the other groups is.
             if not any(search.kind is SearchKind.CHAIN for search in request.searches.values()):
                 for group in batches.keys() - chains.keys():
-                    self._begin_window(request, group, list(dict.fromkeys(batches[group].keys)))
+                    keys = list(dict.fromkeys(batches[group].keys))[::-1]
+                    self._wait(request, group, Search(SearchKind.WINDOW, keys, certain=WINDOW_KEYS))
         return list(self._searches)[before:]
 
     def finish(self, search: Search) -> bool:
@@ -224,11 +228,9 @@ class Lookups:
         if search not in self._searches:
             return False
         self._drop(search)
-        for request, group in search.waiting:
+        for request, _ in search.waiting:
             request.is_answered = not request.searches
-            if search.kind is SearchKind.WINDOW and not search.found and not search.failed:
-                request.seeks_edge.add(group)
-            elif search.kind is SearchKind.EDGE and not search.failed:
+            if search.kind is SearchKind.WINDOW and not search.failed and not search.found_at_end:
                 request.ruled_out.update(search.keys[search.boundary :])
         return True
 
@@ -248,7 +250,7 @@ class Lookups:
         self._batching, self._searches, self._covered = {}, {}, {}
         for request in self._requests.values():
             request.batches, request.searches, request.is_answered = {}, {}, False
-            request.ruled_out, request.seeks_edge = set(), set()
+            request.ruled_out = set()
 
     def _begin_chain(self, request: _Request, group: int, keys: list[Key]) -> None:
         search = self._covered.get(keys[0])
@@ -256,14 +258,6 @@ class Lookups:
             search = Search(SearchKind.CHAIN, keys, certain=0 if self.infer else len(keys))
             self._covered.update(dict.fromkeys(keys, search))
         self._wait(request, group, search)
-
-    def _begin_window(self, request: _Request, group: int, keys: list[Key]) -> None:
-        """``keys``: back to front."""
-        if group in request.seeks_edge:
-            request.seeks_edge.discard(group)
-            self._wait(request, group, Search(SearchKind.EDGE, keys[::-1]))
-        else:
-            self._wait(request, group, Search(SearchKind.WINDOW, keys[:WINDOW_KEYS]))
 
     def _wait(self, request: _Request, group: int, search: Search) -> None:
         self._searches[search] = None
@@ -276,7 +270,7 @@ class Lookups:
         for request, group in search.waiting:
             if request.searches.get(group) is search:
                 del request.searches[group]
-        for key in search.keys:
+        for key in search.keys if search.kind is SearchKind.CHAIN else ():
             if self._covered.get(key) is search:
                 del self._covered[key]
 
