@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nixl_offload.config import SlabConfig
 from nixl_offload.identity.namespace import Namespace
@@ -45,3 +47,14 @@ def slab_config(path: Path, capacity_bytes: int, *, keep_free_percent: int = 0) 
 def back(slab: SlabFile, offset: int, length_bytes: int) -> None:
     """Put space under a range of a slab, as ``SlabFile.ensure``, without a pause."""
     deque(slab.ensure(offset, length_bytes), maxlen=0)
+
+
+@contextmanager
+def opened(path: Path, rank_bytes: int, extent_bytes: int, **options: Any) -> Iterator[SlabFile]:
+    """Give an open slab; it is closed at the end."""
+    slab = SlabFile(path, rank_bytes, extent_bytes, **options)
+    slab.open()
+    try:
+        yield slab
+    finally:
+        slab.close()

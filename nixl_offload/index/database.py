@@ -135,6 +135,8 @@ class Database:
             raise FileNotFoundError(errno.ENOENT, "the index was removed or replaced", self.path)
         connection = self._connection
         assert connection is not None, "connected above"
+        if not batch:
+            return
         connection.execute("BEGIN IMMEDIATE")
         for op in batch:
             connection.execute(_PUT if len(op) == 3 else _DELETE, op)

@@ -29,8 +29,6 @@ from nixl_offload.types import Key, Location
 
 _log = logging.getLogger(__name__)
 
-_CLEARED = "cleared"
-
 
 class DurableIndex:
     """Rows (key, offset, slot_bytes): a key has one row and an offset has one key; the last put wins, both ways.
@@ -55,7 +53,7 @@ class DurableIndex:
         self._changed = threading.Condition()
         """Guards the next four."""
         self._make_anew: str | None = None
-        """Why the database has to be made anew: nothing that was queued or written before is worth keeping."""
+        """Why the database has to be made anew, "" if it was cleared: what was queued or written before is void."""
         self._idle = False
         self._stopping = False
         self._abandoned = False
@@ -63,7 +61,8 @@ class DurableIndex:
         self._database = database
         self._batch: list[Put | Delete] = []
         self._delete_first = False
-        self._failing = False
+        self._failing = True
+        """Whether the last attempt failed, or there was none yet."""
         self._warned: set[str] = set()
         self._writer = threading.Thread(target=self._run, name="nixl-offload-index", daemon=True)
 
@@ -88,9 +87,9 @@ class DurableIndex:
         ``max_queued_ops``: bound of the queue; a queued call takes about 150 bytes.
         """
         journal = cls(Database(path, geometry), batch_delay_s, retry_interval_s, max_queued_ops)
-        is_open = journal._connect()
+        is_readable = journal._drain()
         journal._writer.start()
-        return journal, journal._rows() if is_open else iter(())
+        return journal, journal._rows() if is_readable else iter(())
 
     # The caller's side
 
@@ -108,7 +107,7 @@ class DurableIndex:
             return
         with self._changed:
             self._queue.clear()
-            self._make_anew = _CLEARED
+            self._make_anew = ""
         self._hurry.set()
         self._work.set()
 
@@ -154,23 +153,6 @@ class DurableIndex:
 
     # Opening
 
-    def _connect(self) -> bool:
-        """Connect on the opener's thread. False: nothing can be read."""
-        database = self._database
-        try:
-            try:
-                database.connect()
-            except STORAGE_ERRORS as error:
-                if not is_damage(error):
-                    raise
-                _log.warning("index %s is not usable (%s): deleted, starting empty", database.path, error)
-                database.delete()
-                database.connect()
-        except STORAGE_ERRORS as error:
-            self._note_failure(error)
-            return False
-        return True
-
     def _rows(self) -> Iterator[list[Row]]:
         try:
             yield from IndexReader(self._database.path).pieces()
@@ -208,9 +190,7 @@ class DurableIndex:
         made_anew = False
         while True:
             self._take_batch()
-            if self._abandoned:
-                return True
-            if not (self._batch or self._delete_first or self._failing):
+            if self._abandoned or not (self._batch or self._delete_first or self._failing):
                 return True
             try:
                 if self._delete_first:
@@ -237,7 +217,7 @@ class DurableIndex:
                 self._batch.append(self._queue.popleft())
         if reason is not None:
             self._delete_first = True
-        if reason is not None and reason != _CLEARED:
+        if reason:
             _log.warning(
                 "index %s is made anew (%s); chunks it does not name will be forgotten at the next start",
                 self._database.path,
@@ -246,15 +226,19 @@ class DurableIndex:
 
     def _note_failure(self, error: Exception) -> None:
         self._failing = True
-        if is_damage(error):
-            self._delete_first = True
-        trouble = translate(error, self._database.path)
-        if trouble.cause not in self._warned:
-            self._warned.add(trouble.cause)
+        trouble, is_damaged = translate(error, self._database.path), is_damage(error)
+        self._delete_first |= is_damaged
+        cause = "damage" if is_damaged else trouble.cause
+        if cause in self._warned:
+            return
+        self._warned.add(cause)
+        if is_damaged:
+            _log.warning("index %s is not usable (%s): deleted, starting empty", self._database.path, error)
+        else:
             _log.warning("%s; chunks are served on, but not remembered across a restart until this ends", trouble)
 
     def _note_success(self) -> None:
-        if self._failing:
-            self._failing = False
+        self._failing = False
+        if self._warned:
             self._warned.clear()
             _log.info("index %s is written again", self._database.path)

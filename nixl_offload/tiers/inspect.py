@@ -6,15 +6,11 @@ Inspection locks, creates and changes nothing. Memory does not grow with the num
 
 from __future__ import annotations
 
-import errno
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple
 
-from nixl_offload.errors import NamespaceError, StoreError
+from nixl_offload.errors import NamespaceError
 from nixl_offload.identity.namespace import (
     GroupFields,
     Namespace,
@@ -76,80 +72,53 @@ class NamespaceSize(NamedTuple):
     newest_s: float | None
 
 
-@dataclass(slots=True)
 class NamespaceInfo:
-    """A namespace that a tier holds."""
+    """A namespace that a tier holds. What its manifest says is None where there is none, or it cannot be true."""
 
-    name: str
-    """32 hex digits."""
-    manifest: Mapping[str, Any] | None
-    """Only a manifest that fits the name. Its fields may still be of any kind: anybody may have written it."""
-    part: str = ""
-    """``dp-0`` and so on, where data-parallel engines share a directory."""
-    used_s: float | None = None
-    """When an engine last opened it, where that is known."""
-    in_use: str | None = None
-    """Which engine has it open now, in words; None: none, or unknown (``Inspector.exclusive``)."""
-    trouble: str | None = None
-    """Why its chunks cannot be listed, if so."""
-    _known: Namespace | None = field(init=False, repr=False, compare=False)
-    """By the manifest; None: there is none, or one of another version."""
-    _sizes: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
-    """By KV group: bytes of a shard by rank."""
-
-    def __post_init__(self) -> None:
-        self._known = _namespace_of(self.manifest)
-        groups = self._known.fields.groups if self._known else ()
-        self._sizes = {group.group_id: group.slot_bytes for group in groups}
-
-    @property
-    def path(self) -> str:
-        """The name, behind the part."""
-        return f"{self.part}/{self.name}" if self.part else self.name
-
-    @property
-    def tenant(self) -> str | None:
-        """From the manifest, safe to print."""
-        return printable(self._fields.get("tenant"))
-
-    @property
-    def model(self) -> str | None:
-        """From the manifest, safe to print; local weights by their digest too."""
-        model, weights = printable(self._fields.get("model")), printable(self._fields.get("weights"), 8)
-        return f"{model} (local weights {weights})" if model and weights else model
-
-    @property
-    def owner(self) -> str:
-        """Tenant and model, for people."""
-        return f"tenant {self.tenant or '?'}, model {self.model or '?'}"
-
-    @property
-    def ranks(self) -> int | None:
-        """How many ranks the namespace has: the most shards that a chunk can consist of."""
-        return self._known.fields.holders if self._known else None
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether chunks are cut into shards: then servers of other parallel sizes share them, and "rank" stands for
-        the number of a shard.
-        """
-        return self._known is not None and isinstance(self._known.fields, ShardedFields)
-
-    @property
-    def blocks_per_chunk(self) -> int | None:
-        """Blocks of a chunk, in every group."""
-        return self._known.fields.blocks_per_chunk if self._known else None
-
-    @property
-    def chunk_tokens(self) -> int | None:
-        """Tokens of a chunk."""
-        fields = self._known.fields if self._known else None
-        return fields.tokens_per_block * fields.blocks_per_chunk if fields else None
-
-    @property
-    def groups(self) -> Sequence[int]:
+    def __init__(
+        self,
+        name: str,
+        manifest: Mapping[str, Any] | None,
+        *,
+        part: str = "",
+        used_s: float | None = None,
+        in_use: str | None = None,
+    ) -> None:
+        """``manifest``: one that fits the name; anybody may have written it, so fields may be of any kind."""
+        self.name = name
+        """32 hex digits."""
+        self.part = part
+        """``dp-0`` and so on, where data-parallel engines share a directory."""
+        self.path = f"{part}/{name}" if part else name
+        self.used_s = used_s
+        """When an engine last opened it, where that is known."""
+        self.in_use = in_use
+        """Which engine has it open now, in words; None: none, or unknown (``Inspector.exclusive``)."""
+        self.trouble: str | None = None
+        """Why its chunks cannot be listed, if so."""
+        self.manifest = manifest
+        said = manifest["fields"] if manifest else {}
+        self.tenant = printable(said.get("tenant"))
+        model, weights = printable(said.get("model")), printable(said.get("weights"), 8)
+        self.model = f"{model} (local weights {weights})" if model and weights else model
+        self.owner = f"tenant {self.tenant or '?'}, model {self.model or '?'}"
+        """For people."""
+        self._known = known = _namespace_of(manifest)
+        fields = known.fields if known else None
+        self._sizes = {group.group_id: group.slot_bytes for group in fields.groups} if fields else {}
+        """By KV group: bytes of a shard by rank."""
+        self.groups: Sequence[int] = sorted(self._sizes)
         """The KV groups, in the order of their numbers."""
-        return sorted(self._sizes)
+        self.ranks = fields.holders if fields else None
+        """The most shards that a chunk can consist of."""
+        self.is_cut = isinstance(fields, ShardedFields)
+        """Whether chunks are cut into shards: then servers of other parallel sizes share them, and "rank" is the number
+        of a shard."""
+        self.blocks_per_chunk = fields.blocks_per_chunk if fields else None
+        """In every group."""
+        self.chunk_tokens = fields.tokens_per_block * fields.blocks_per_chunk if fields else None
+        self.is_authenticated = "authenticate" in fields.settings if fields else None
+        """Whether its chunks must have a MAC."""
 
     def shard_bytes(self, group: int, rank: int) -> int | None:
         """Return the size of the shard of ``rank``, header and padding included; None where that is unknown."""
@@ -159,11 +128,6 @@ class NamespaceInfo:
     def holders(self, group: int) -> Sequence[int]:
         """Return the ranks that hold a shard of the group's chunks; none where that is unknown."""
         return [rank for rank, size in enumerate(self._sizes.get(group, ())) if size]
-
-    @property
-    def is_authenticated(self) -> bool | None:
-        """Whether its chunks must have a MAC; None: without a manifest nobody knows."""
-        return "authenticate" in self._known.fields.settings if self._known else None
 
     def why_no_shard(self, key: Key, rank: int) -> str | None:
         """Say why a chunk can have no shard of ``rank``; None where it has one, or where that is unknown."""
@@ -181,16 +145,13 @@ class NamespaceInfo:
 
     def details(self) -> dict[str, str | int]:
         """Return the fields in which namespaces of one model differ, safe to print."""
+        fields = self._known.fields if self._known else None
         names = ("engine", "platform", "revision", "dtype", "kv_layout", "attention_backend", "tp", "pp", "pcp", "dcp",
                  "world_size", "shards", "blocks_per_chunk", "tokens_per_block")  # fmt: skip
-        found = {name: getattr(self._known.fields, name, None) for name in names} if self._known else {}
-        layers = getattr(self._known.fields, "layers", ()) if self._known else ()
+        found = {name: getattr(fields, name, None) for name in names}
+        layers = getattr(fields, "layers", ())
         found["layers"] = " ".join(map(str, layers)) if len(layers) > 1 else None
         return {name: printable(value) or value for name, value in found.items() if value}
-
-    @property
-    def _fields(self) -> Mapping[str, Any]:
-        return self.manifest["fields"] if self.manifest else {}
 
 
 def _namespace_of(manifest: Mapping[str, Any] | None) -> Namespace | None:
@@ -282,19 +243,3 @@ def printable(value: object, limit: int = _PRINTABLE_CHARS) -> str | None:
     if not isinstance(value, str):
         return None
     return "".join(char if char.isprintable() else "?" for char in value[:limit])
-
-
-def require_directory(path: Path) -> None:
-    """Raise StoreError where there is no directory, nothing can be in it, or where that cannot be found out."""
-    try:
-        if path.is_dir():
-            return
-        is_there = path.exists()
-    except OSError as error:
-        cause = "denied" if error.errno in (errno.EACCES, errno.EPERM) else "io"
-        raise StoreError(f"{path}: cannot be looked at: {os.strerror(error.errno or 0)}", cause=cause) from error
-    if is_there:
-        raise StoreError(f"{path}: is no directory; say another path in the config", cause="unreachable")
-    cause = "missing" if path.parent.is_dir() else "unreachable"
-    first = " The first server makes it." if cause == "missing" else ""
-    raise StoreError(f"{path}: there is no such directory; is the filesystem mounted?{first}", cause=cause)

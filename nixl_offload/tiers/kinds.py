@@ -8,25 +8,24 @@ Threading: called at start, by the scheduler, by each rank, and by commands; non
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from nixl_offload.config import DirectoryConfig, S3Config, SharedDirConfig, StoredConfig, TierConfig
-from nixl_offload.errors import ConfigError, TierError
+from nixl_offload.config import S3Config, SharedDirConfig, StoredConfig, TierConfig
+from nixl_offload.errors import ConfigError
 from nixl_offload.movers.base import Mover
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.stores.s3 import open_store
 from nixl_offload.tiers.base import Link, TierContext
-from nixl_offload.tiers.free_space import is_kept, is_local, kept_free
-from nixl_offload.tiers.inspect import Inspector, require_directory
+from nixl_offload.tiers.inspect import Inspector
+from nixl_offload.tiers.ownership import is_kept, is_local, kept_free, require_directory, warn_of_others
 from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.inspect import SharedInspector
 from nixl_offload.tiers.shared.links import ObjectLink, TreeLink
 from nixl_offload.tiers.shared.tier import SharedPlace, SharedTier
-from nixl_offload.tiers.slab.file import SlabPlace, warn_of_others
+from nixl_offload.tiers.slab.file import SlabPlace
 from nixl_offload.tiers.slab.file import open_link as open_slab_link
 from nixl_offload.tiers.slab.inspect import SlabInspector
 from nixl_offload.tiers.slab.tier import SlabTier
@@ -117,25 +116,6 @@ def open_tier(config: TierConfig, context: TierContext) -> AnyTier:
     error: it is used once it does.
     """
     return KINDS[config.kind].open_tier(config, context)
-
-
-def require_apart(config: TierConfig | DirectoryConfig, nearer: Iterable[TierConfig | DirectoryConfig]) -> None:
-    """Raise TierError where the directory of a tier is that of a nearer one, or one lies in the other, by symbolic
-    links: the config's text does not tell. A slab counts all that lies under its directory as its own.
-
-    Takes as long as both directories' storage takes to answer.
-    """
-    if not isinstance(config, DirectoryConfig):
-        return
-    for other in nearer:
-        if isinstance(other, DirectoryConfig):
-            paths = [os.path.realpath(path) for path in (config.path, other.path)]
-            if os.path.commonpath(paths) in paths:
-                raise TierError(
-                    f"{config.path} and the directory of another tier, {other.path}, are {paths[0]} and {paths[1]}: "
-                    "the same, or one in the other; allowed: directories side by side",
-                    cause="locked",
-                )
 
 
 def open_link(config: TierConfig, place: AnyPlace, rank: int, mover: Mover) -> Link:

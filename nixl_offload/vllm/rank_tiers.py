@@ -43,7 +43,8 @@ from nixl_offload.movers.base import MemoryKind, Mover
 from nixl_offload.movers.select import open_object_mover
 from nixl_offload.stores.filesystem import tier_error
 from nixl_offload.tiers.kinds import AnyPlace, open_link
-from nixl_offload.tiers.slab.file import SlabPlace, make_private_directory, require_lock
+from nixl_offload.tiers.ownership import make_private_directory, require_lock
+from nixl_offload.tiers.slab.file import SlabPlace
 from nixl_offload.tiers.slot_tier import rank_memory_bytes
 from nixl_offload.types import PAGE_BYTES
 from nixl_offload.vllm.background import CLOSE_S, BackgroundOpening, in_background, join_all

@@ -28,6 +28,7 @@ from nixl_offload.index import State
 from nixl_offload.tiers import kinds
 from nixl_offload.tiers.base import Tier, TierContext
 from nixl_offload.tiers.kinds import AnyPlace, AnyTier
+from nixl_offload.tiers.ownership import require_apart
 from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Key
 from nixl_offload.vllm.background import CLOSE_S, BackgroundOpening, in_background, join_all, name_of
@@ -313,7 +314,7 @@ def open_tier(tier: TierConfig, context: TierContext, nearer: Sequence[TierConfi
 
     Raises as ``tiers.kinds.open_tier``, and as ``require_apart`` for the tiers that are ``nearer``.
     """
-    kinds.require_apart(tier, nearer)
+    require_apart(tier, nearer)
     return kinds.open_tier(tier, context)
 
 

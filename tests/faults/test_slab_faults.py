@@ -18,11 +18,11 @@ import pytest
 
 from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.stores.filesystem import Filesystem
-from nixl_offload.tiers.lock import DirectoryLock, is_held_by
+from nixl_offload.tiers.ownership import DirectoryLock, is_held_by
 from nixl_offload.tiers.slab import file as slab_file
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile
-from tests.contexts import back, context_of, slab_config
+from tests.contexts import back, context_of, opened, slab_config
 from tests.hostile import HostileFilesystem
 from tests.unit.gc_rig import namespace_of
 
@@ -38,10 +38,8 @@ def slab(request: pytest.FixtureRequest) -> Iterator[SlabFile]:
     """A slab of 32 MiB, larger than what is left on a filled disk."""
     where = "small_filesystem" if "small_filesystem" in request.fixturenames else "tmp_path"
     place = request.getfixturevalue(where)
-    slab = SlabFile(getattr(place, "path", place) / "kv" / "ns" / "rank-00000.slab", 32 * MIB, EXTENT)
-    slab.open()
-    yield slab
-    slab.close()
+    with opened(getattr(place, "path", place) / "kv" / "ns" / "rank-00000.slab", 32 * MIB, EXTENT) as slab:
+        yield slab
 
 
 def refusal(slab: SlabFile, offset: int) -> str:
@@ -57,10 +55,6 @@ def trouble(slab: SlabFile) -> str:
     except TierError as error:
         return error.cause
     return "none"
-
-
-def allocated_bytes(path: Path) -> int:
-    return path.stat().st_blocks * 512
 
 
 def test_a_full_disk_refuses_whole_extents_and_resumes(small_filesystem: SmallFilesystem, slab: SlabFile) -> None:
@@ -92,15 +86,13 @@ class Boundless(Filesystem):
 
 def test_space_lost_in_the_middle_of_preallocation_is_given_back(small_filesystem: SmallFilesystem) -> None:
     """When another writer was quicker, the half-reserved extent is undone."""
-    slab = SlabFile(small_filesystem.path / "rank-00000.slab", 32 * MIB, EXTENT, filesystem=Boundless())
-    slab.open()
-    back(slab, 2 * EXTENT, 64 * KIB)
-    small_filesystem.fill(leave_bytes=EXTENT // 2)
-    free_bytes = small_filesystem.free_bytes
-    assert refusal(slab, 3 * EXTENT) == "full"
-    assert abs(small_filesystem.free_bytes - free_bytes) <= 8 * KIB
-    assert slab.path.stat().st_size == 3 * EXTENT
-    slab.close()
+    with opened(small_filesystem.path / "rank-00000.slab", 32 * MIB, EXTENT, filesystem=Boundless()) as slab:
+        back(slab, 2 * EXTENT, 64 * KIB)
+        small_filesystem.fill(leave_bytes=EXTENT // 2)
+        free_bytes = small_filesystem.free_bytes
+        assert refusal(slab, 3 * EXTENT) == "full"
+        assert abs(small_filesystem.free_bytes - free_bytes) <= 8 * KIB
+        assert slab.path.stat().st_size == 3 * EXTENT
 
 
 def write_direct(path: Path, offset: int, length_bytes: int) -> None:
@@ -190,114 +182,108 @@ def test_an_unmounted_slab_is_used_again_once_it_is_mounted(small_filesystem: Sm
 def test_reopening_keeps_every_byte_and_cuts_what_is_beyond(tmp_path: Path) -> None:
     """Regression: a file opened so that other offsets are truncated. A smaller capacity alone cuts, its tail only."""
     path = tmp_path / "rank-00000.slab"
-    first = SlabFile(path, 32 * MIB, EXTENT)
-    first.open()
-    back(first, 5 * EXTENT, EXTENT)
+    with opened(path, 32 * MIB, EXTENT) as slab:
+        back(slab, 5 * EXTENT, EXTENT)
+    marks = {extent * EXTENT: b"%d" % extent for extent in (0, 3, 5)}
     with path.open("r+b") as file:
-        for extent in (0, 3, 5):
-            file.seek(extent * EXTENT)
-            file.write(b"%d" % extent)
-    first.close()
-    again = SlabFile(path, 32 * MIB, EXTENT)
-    again.open()
-    back(again, 0, 4 * EXTENT)
-    again.close()
-    content = path.read_bytes()
-    assert [content[extent * EXTENT : extent * EXTENT + 1] for extent in (0, 3, 5)] == [b"0", b"3", b"5"]
-    smaller = SlabFile(path, 16 * MIB, EXTENT)
-    smaller.open()
-    assert path.stat().st_size == 16 * MIB
-    assert path.read_bytes()[3 * EXTENT : 3 * EXTENT + 1] == b"3"
-    with pytest.raises(LayoutError):
-        back(smaller, 16 * MIB - KIB, 2 * KIB)
-    smaller.close()
+        for at, mark in marks.items():
+            file.seek(at)
+            file.write(mark)
+    with opened(path, 32 * MIB, EXTENT) as slab:
+        back(slab, 0, 4 * EXTENT)
+    assert all(path.read_bytes()[at : at + 1] == mark for at, mark in marks.items())
+    with opened(path, 16 * MIB, EXTENT) as slab:
+        assert path.stat().st_size == 16 * MIB
+        assert path.read_bytes()[3 * EXTENT : 3 * EXTENT + 1] == b"3"
+        with pytest.raises(LayoutError):
+            back(slab, 16 * MIB - KIB, 2 * KIB)
 
 
-def test_a_filesystem_without_fallocate_is_used_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Space is real all the same, a full disk loses none, what is there stays, and the log says so once."""
-    filesystem = HostileFilesystem()
+class Slow(HostileFilesystem):
+    """Cannot preallocate; writes fail while ``is_full``, at once or where the file has ``room_bytes``."""
 
-    is_full = True
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_full, self.room_bytes = False, 0
+        self.before = self._refuse
 
-    def refuse(call: str, target: object) -> None:
+    def _refuse(self, call: str, target: object) -> None:
         if call == "allocate":
             raise OSError(errno.EOPNOTSUPP, "no")
-        if call == "write" and is_full and os.fstat(int(str(target))).st_size >= MIB:
+        if call == "write" and self.is_full and os.fstat(int(str(target))).st_size >= self.room_bytes:
             raise OSError(errno.ENOSPC, "full")
 
-    filesystem.before = refuse
-    slab = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT, direct_io=False, filesystem=filesystem)
-    slab.open()
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[tuple[SlabFile, Slow]]:
+    filesystem = Slow()
+    path = tmp_path / "rank-00000.slab"
+    with opened(path, 32 * MIB, EXTENT, direct_io=False, filesystem=filesystem) as slab:
+        yield slab, filesystem
+
+
+def test_a_filesystem_without_fallocate_is_used_without(
+    slow: tuple[SlabFile, Slow], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Space is real all the same, a full disk loses none, what is there stays, and the log says so once."""
+    slab, filesystem = slow
+    filesystem.is_full, filesystem.room_bytes = True, MIB
     assert refusal(slab, 0) == "full"
     assert slab.path.stat().st_size == 0
-    is_full = False
+    filesystem.is_full = False
     back(slab, MIB, MIB)
     assert slab.path.stat().st_size == EXTENT
     slab.path.write_bytes(b"x" * EXTENT)
     back(slab, 30 * MIB, 2 * MIB)
     back(slab, 0, 4 * MIB)
     assert slab.path.stat().st_size == 32 * MIB
-    assert allocated_bytes(slab.path) >= 32 * MIB
+    assert slab.path.stat().st_blocks * 512 >= 32 * MIB
     assert slab.path.read_bytes()[:EXTENT] == b"x" * EXTENT
     assert len([record for record in caplog.records if "preallocate" in record.message]) == 1
-    slab.close()
 
 
-def test_growing_by_zeros_lets_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_by_zeros_lets_others_go_on(slow: tuple[SlabFile, Slow], monkeypatch: pytest.MonkeyPatch) -> None:
     """The pump goes on after each step. Of two chunks one grows the file at a time: where the first one fails, the file
     is cut to what it was, and the other one's space is not in it yet.
     """
-    filesystem, is_full = HostileFilesystem(), False
-
-    def refuse(call: str, target: object) -> None:
-        if call == "allocate":
-            raise OSError(errno.EOPNOTSUPP, "no")
-        if call == "write" and is_full:
-            raise OSError(errno.ENOSPC, "full")
-
-    filesystem.before = refuse
+    slab, filesystem = slow
     monkeypatch.setattr(slab_file, "ZEROS_STEP_BYTES", MIB)
-    slab = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT, direct_io=False, filesystem=filesystem)
-    slab.open()
     first, second = slab.ensure(0, KIB), slab.ensure(EXTENT, KIB)
     for size in (1 * MIB, 2 * MIB):
         next(first)
         next(second)
         assert slab.path.stat().st_size == size
-    is_full = True
+    filesystem.is_full = True
     with pytest.raises(TierError):
         next(first)
     assert slab.path.stat().st_size == 0
-    is_full = False
+    filesystem.is_full = False
     assert sum(1 for _ in second) == 8
     assert slab.path.stat().st_size == 2 * EXTENT
-    slab.close()
 
 
 @pytest.mark.parametrize("refused", ["read", "write"])
 def test_direct_io_is_tried_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture, refused: str) -> None:
     """A filesystem whose O_DIRECT open succeeds and whose I/O fails goes on buffered, says so once, leaves no file."""
     filesystem = HostileFilesystem()
-    slab = SlabFile(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT, filesystem=filesystem)
-    slab.open()
-    if not slab.direct_io:
-        pytest.skip("the filesystem of the temporary directory has no direct I/O to lose")
 
     def refuse(call: str, target: object) -> None:
         if call == refused:
             raise OSError(errno.EINVAL, "Invalid argument")
 
-    filesystem.before = refuse
-    for _ in range(2):
-        slab.path.unlink()
-        slab.open()
-        assert not slab.direct_io
-    assert len([record for record in caplog.records if "direct I/O" in record.message]) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["rank-00000.slab"]
-    slab.close()
+    with opened(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT, filesystem=filesystem) as slab:
+        if not slab.direct_io:
+            pytest.skip("the filesystem of the temporary directory has no direct I/O to lose")
+        filesystem.before = refuse
+        for _ in range(2):
+            slab.path.unlink()
+            slab.open()
+            assert not slab.direct_io
+        assert len([record for record in caplog.records if "direct I/O" in record.message]) == 1
+        assert [path.name for path in tmp_path.iterdir()] == ["rank-00000.slab"]
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o077, 0o777])
+@pytest.mark.parametrize("umask", [0o000, 0o777])
 def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int) -> None:
     """0600 and 0700 under any umask, and a file that was left wide open is closed."""
     before = os.umask(umask)
@@ -343,7 +329,7 @@ HOLDER = r"""
 import os, sys, time
 from pathlib import Path
 from nixl_offload.stores.filesystem import Filesystem
-from nixl_offload.tiers.lock import DirectoryLock
+from nixl_offload.tiers.ownership import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]))
 lock.acquire()
 if sys.argv[2] == "fork":
@@ -393,10 +379,8 @@ def test_starting_on_a_full_disk_keeps_what_is_there(
     how much room is missing.
     """
     tier = open_tier(small_filesystem.path / "kv")
-    slab = SlabFile(tier.rank_path(0), tier.rank_bytes, tier.extent_bytes)
-    slab.open()
-    back(slab, 0, 16 * MIB)
-    slab.close()
+    with opened(tier.rank_path(0), tier.rank_bytes, tier.extent_bytes) as slab:
+        back(slab, 0, 16 * MIB)
     tier.close()
     small_filesystem.fill()
     caplog.set_level(logging.INFO)
@@ -404,10 +388,8 @@ def test_starting_on_a_full_disk_keeps_what_is_there(
     assert 15 * MIB <= again.rank_bytes <= 16 * MIB
     assert again.extent_bytes == tier.extent_bytes
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    slab = SlabFile(again.rank_path(0), again.rank_bytes, again.extent_bytes)
-    slab.open()
-    back(slab, 0, again.rank_bytes)
-    slab.close()
+    with opened(again.rank_path(0), again.rank_bytes, again.extent_bytes) as slab:
+        back(slab, 0, again.rank_bytes)
     again.close()
 
 
@@ -418,14 +400,10 @@ def test_a_slab_leaves_a_share_of_the_drive_free(small_filesystem: SmallFilesyst
     path = small_filesystem.path / "kv"
     for model in ("org/one", "org/other"):
         tier = open_tier(path, capacity_bytes=1 << 40, keep_free_percent=25, model=model)
-        slab = SlabFile(tier.rank_path(0), tier.rank_bytes, tier.extent_bytes, kept_free=0.25)
-        slab.open()
-        back(slab, 0, tier.rank_bytes)
-        slab.close()
+        with opened(tier.rank_path(0), tier.rank_bytes, tier.extent_bytes, kept_free=0.25) as slab:
+            back(slab, 0, tier.rank_bytes)
         tier.close()
         space = os.statvfs(path)
         assert 0.25 <= space.f_bavail / space.f_blocks < 0.3
-    slab = SlabFile(slab.path, 2 * slab.rank_bytes, EXTENT, kept_free=0.25)
-    slab.open()
-    assert refusal(slab, slab.rank_bytes // 2 + EXTENT) == "full"
-    slab.close()
+    with opened(slab.path, 2 * slab.rank_bytes, EXTENT, kept_free=0.25) as larger:
+        assert refusal(larger, slab.rank_bytes + EXTENT) == "full"

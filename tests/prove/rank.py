@@ -22,7 +22,8 @@ from nixl_offload.movers.select import make_mover, open_object_mover
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.stores.filesystem import tier_error
 from nixl_offload.tiers import kinds
-from nixl_offload.tiers.slab.file import SlabPlace, make_private_directory, require_lock
+from nixl_offload.tiers.ownership import make_private_directory, require_lock
+from nixl_offload.tiers.slab.file import SlabPlace
 from nixl_offload.tiers.slot_tier import rank_memory_bytes
 from tests.unit.engine_rig import Shape, kv_cache
 from tests.unit.rank_rig import TestedRank

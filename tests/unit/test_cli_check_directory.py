@@ -26,7 +26,7 @@ from nixl_offload.cli.check.child import ChildProcess, memory_room
 from nixl_offload.cli.check.directory import directory_findings, gds_finding, look_at_directory, within
 from nixl_offload.cli.check.findings import Finding
 from nixl_offload.config import DirectoryConfig, SharedDirConfig, SlabConfig
-from nixl_offload.tiers.slab.file import warn_of_others
+from nixl_offload.tiers.ownership import warn_of_others
 from tests.unit.gds_rig import Machine
 
 ROOT = Path(__file__).resolve().parents[2]

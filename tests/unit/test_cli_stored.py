@@ -27,7 +27,7 @@ from nixl_offload.identity.namespace import GroupFields, make_namespace
 from nixl_offload.index.database import Database, IndexReader
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.inspect import NamespaceInfo
-from nixl_offload.tiers.lock import DirectoryLock, holder_of
+from nixl_offload.tiers.ownership import DirectoryLock, holder_of
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.slab.inspect import SlabInspector
 from nixl_offload.types import Key

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
+import multiprocessing
 import os
 import random
 import sqlite3
@@ -132,8 +134,8 @@ def test_put_and_delete_do_not_wait_for_the_storage(path: str, monkeypatch: pyte
         assert go_on.wait(WAIT_S)
         write_batch(self, batch)
 
-    monkeypatch.setattr(Database, "write", hanging)
     journal = Journal(path, **AT_ONCE)
+    monkeypatch.setattr(Database, "write", hanging)
     journal.put(0)
     assert hangs.wait(WAIT_S)
     journal.put(*range(1, 3000))
@@ -456,3 +458,30 @@ def test_rows_cleared_while_the_directory_is_away_do_not_come_back_with_it(path:
     journal.write()
     journal.close()
     assert write(path) == []
+
+
+def connections() -> int:
+    gc.collect()
+    return sum(type(each) is sqlite3.Connection for each in gc.get_objects())
+
+
+def test_a_forked_child_does_not_close_the_index(path: str) -> None:
+    """SQLite would wait for a lock that the writer had, or roll the parent's transaction back."""
+    gc.freeze()  # the child collects what this test has made, not all that the tests before it have left
+    try:
+        held = [Database(path, {})]
+        held[0].connect()
+        before = connections()
+
+        def ends() -> None:
+            held.clear()
+            sys.exit(before - connections())
+
+        child = multiprocessing.get_context("fork").Process(target=ends)
+        child.start()
+        child.join(200.0)
+        assert child.exitcode == 0
+        held.clear()
+        assert connections() == before - 1
+    finally:
+        gc.unfreeze()

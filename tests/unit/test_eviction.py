@@ -19,9 +19,9 @@ from nixl_offload.config import SharedDirConfig
 from nixl_offload.errors import ConfigError, StoreError
 from nixl_offload.hardware import mounts
 from nixl_offload.stores.directory import TreeFiles, TreeStore
-from nixl_offload.tiers import free_space, kinds
+from nixl_offload.tiers import kinds, ownership
 from nixl_offload.tiers.base import TierContext
-from nixl_offload.tiers.free_space import kept_free
+from nixl_offload.tiers.ownership import kept_free
 from nixl_offload.tiers.shared import eviction
 from nixl_offload.tiers.shared.eviction import Eviction, shrink
 from tests.unit.gc_rig import RANKS, namespace_of, put_chunk
@@ -296,11 +296,11 @@ def test_who_keeps_a_directory_to_its_capacity(
 ) -> None:
     """Engines on a drive of this machine, a timer elsewhere; and what the config says counts before that."""
     mount = mounts.Mount("/", filesystem, "source", (), "8:1")
-    monkeypatch.setattr(free_space, "find_mount", lambda path, root: mount)
+    monkeypatch.setattr(ownership, "find_mount", lambda path, root: mount)
     fields = {"kind": "shared_dir", "path": str(tmp_path), "capacity": "1GiB"}
-    assert free_space.is_kept(SharedDirConfig.model_validate(fields)) is kept
+    assert ownership.is_kept(SharedDirConfig.model_validate(fields)) is kept
     for said in (True, False):
-        assert free_space.is_kept(SharedDirConfig.model_validate({**fields, "evict": said})) is said
+        assert ownership.is_kept(SharedDirConfig.model_validate({**fields, "evict": said})) is said
 
 
 def test_a_capacity_of_less_than_two_chunks_is_refused(tmp_path: Path) -> None:

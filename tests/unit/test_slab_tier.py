@@ -16,7 +16,7 @@ import pytest
 from nixl_offload.errors import TierError
 from nixl_offload.index import State
 from nixl_offload.movers.threaded import CopyMover
-from nixl_offload.tiers.lock import DirectoryLock, is_held_by
+from nixl_offload.tiers.ownership import DirectoryLock, is_held_by
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import PAUSE_S, SlabFile, SlabLink, SlabPlace, open_link, rank_file_name
 from nixl_offload.tiers.slab.tier import LOOK_PAUSE_S, SlabTier

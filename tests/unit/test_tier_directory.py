@@ -16,11 +16,9 @@ import pytest
 
 from nixl_offload.config import parse_config
 from nixl_offload.errors import ConfigError, TierError
-from nixl_offload.tiers.kinds import require_apart
-from nixl_offload.tiers.lock import DirectoryLock, holder_of
+from nixl_offload.tiers.ownership import DirectoryLock, holder_of, require_apart, warn_of_others
 from nixl_offload.tiers.slab.directory import TierDirectory, remove_namespace, tree_bytes
-from nixl_offload.tiers.slab.file import SlabFile, warn_of_others
-from tests.contexts import back, context_of, slab_config
+from tests.contexts import back, context_of, opened, slab_config
 from tests.unit.gc_rig import namespace_of
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -43,10 +41,8 @@ def open_tier(
 def fill(tier: TierDirectory, ranks: int = 1) -> None:
     """Back every extent of every rank, as a full cache does."""
     for rank in range(ranks):
-        slab = SlabFile(tier.rank_path(rank), tier.rank_bytes, tier.extent_bytes, direct_io=False)
-        slab.open()
-        back(slab, 0, tier.rank_bytes)
-        slab.close()
+        with opened(tier.rank_path(rank), tier.rank_bytes, tier.extent_bytes, direct_io=False) as slab:
+            back(slab, 0, tier.rank_bytes)
 
 
 def test_everything_is_private_and_where_the_readme_says(tmp_path: Path) -> None:
@@ -141,10 +137,8 @@ def test_too_small_a_capacity_names_the_least(tmp_path: Path) -> None:
 def make_foreign(path: Path, model: str, used_s: float, capacity_bytes: int = 64 * MIB) -> Path:
     """Leave the full slab of another model behind, last used at ``used_s``."""
     tier = open_tier(path, capacity_bytes, model)
-    slab = SlabFile(tier.rank_path(0), tier.rank_bytes, tier.extent_bytes, direct_io=False)
-    slab.open()
-    back(slab, 0, 3 * MIB)
-    slab.close()
+    with opened(tier.rank_path(0), tier.rank_bytes, tier.extent_bytes, direct_io=False) as slab:
+        back(slab, 0, 3 * MIB)
     os.utime(tier.namespace_path / "manifest.json", (used_s, used_s))
     tier.close()
     return tier.namespace_path

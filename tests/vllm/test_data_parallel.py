@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from examples.demo.engine import quick_environment, transfer_config
 from examples.demo.model import TINY, write_model
 from nixl_offload.cli.main import main
-from nixl_offload.tiers.lock import holder_of
+from nixl_offload.tiers.ownership import holder_of
 from nixl_offload.tiers.shared import eviction
 from nixl_offload.vllm.metric_names import PREFIX
 from tests.vllm.damage import FULL_TOKENS, PROMPT_CHUNKS, SHARD_BYTES, Prompt, chunk_prompts

@@ -20,7 +20,7 @@ from nixl_offload.catalog.estimate import WAIT_S
 from nixl_offload.config import Config
 from nixl_offload.engine import TierStatus
 from nixl_offload.hardware.mounts import Mount
-from nixl_offload.tiers import free_space
+from nixl_offload.tiers import ownership
 from nixl_offload.types import Key, Outcome
 from nixl_offload.vllm.load_decision import Hit, LoadDecider
 from nixl_offload.vllm.messages import LoadSample, RankStatus
@@ -60,7 +60,7 @@ def open_rig() -> Iterator[Open]:
 @pytest.fixture(autouse=True)
 def on_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """The directory stands for one that other machines have, too."""
-    monkeypatch.setattr(free_space, "find_mount", lambda path, root: Mount("/", "nfs4", "server:/", (), "0:50"))
+    monkeypatch.setattr(ownership, "find_mount", lambda path, root: Mount("/", "nfs4", "server:/", (), "0:50"))
 
 
 def tiers_of(spec: Any) -> list[int]:
@@ -74,7 +74,7 @@ def test_a_directory_on_a_drive_of_this_machine_is_local(
     tmp_path: Path, open_rig: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several of its engines share it, and no other machine can."""
-    monkeypatch.setattr(free_space, "find_mount", lambda path, root: Mount("/", "ext4", "/dev/nvme0n1", (), "259:0"))
+    monkeypatch.setattr(ownership, "find_mount", lambda path, root: Mount("/", "ext4", "/dev/nvme0n1", (), "259:0"))
     rig = open_rig(config_of(tree_tier(tmp_path)))
     rig.store(1)
     assert rig.events() == [("STORAGE", "LOCAL", False, [1])]

@@ -30,7 +30,7 @@ from nixl_offload.hardware.same_machine import machine_token
 from nixl_offload.movers import select
 from nixl_offload.movers.nixl import NixlAgent
 from nixl_offload.tiers.kinds import AnyPlace
-from nixl_offload.tiers.lock import DirectoryLock
+from nixl_offload.tiers.ownership import DirectoryLock
 from nixl_offload.tiers.shared.links import TreeLink
 from nixl_offload.tiers.shared.tier import SharedPlace
 from nixl_offload.tiers.slab.file import SlabPlace

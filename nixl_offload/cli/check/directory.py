@@ -29,11 +29,10 @@ from nixl_offload.errors import MoverError, TierError
 from nixl_offload.hardware.gds import GdsReport, gds_report
 from nixl_offload.hardware.mounts import find_mount
 from nixl_offload.movers.pinning import pinning_limit
-from nixl_offload.tiers.free_space import is_kept, kept_free, spare_bytes
-from nixl_offload.tiers.kinds import require_apart
+from nixl_offload.stores.filesystem import spare_bytes
+from nixl_offload.tiers.ownership import is_kept, kept_free, may_chmod, require_apart
 from nixl_offload.tiers.shared.sweep import GRACE_S
 from nixl_offload.tiers.slab.directory import tree_bytes
-from nixl_offload.tiers.slab.file import may_chmod
 from nixl_offload.types import PAGE_BYTES
 from nixl_offload.units import format_size
 

@@ -22,9 +22,9 @@ from typing import Final
 
 from nixl_offload.errors import StoreError, TierError
 from nixl_offload.stores.directory import TreeStore
-from nixl_offload.tiers.free_space import spare_bytes, spare_files
+from nixl_offload.stores.filesystem import spare_bytes, spare_files
 from nixl_offload.tiers.inspect import ChunkInfo
-from nixl_offload.tiers.lock import DirectoryLock
+from nixl_offload.tiers.ownership import DirectoryLock
 from nixl_offload.tiers.shared.inspect import group_chunks
 from nixl_offload.tiers.shared.naming import is_ours, manifest_name, parse_manifest_name
 from nixl_offload.tiers.shared.sweep import Ages, Sweep, make_plan

@@ -32,9 +32,8 @@ from nixl_offload.errors import ConfigError, TierError
 from nixl_offload.index.database import max_bytes
 from nixl_offload.stores.filesystem import spare_bytes, tier_error
 from nixl_offload.tiers.base import TierContext
-from nixl_offload.tiers.free_space import kept_free
-from nixl_offload.tiers.lock import DirectoryLock, holder_of
-from nixl_offload.tiers.slab.file import make_private_directory, rank_file_name
+from nixl_offload.tiers.ownership import DirectoryLock, holder_of, kept_free, make_private_directory
+from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.tiers.slots import SLOTS_PER_EXTENT_MIN, choose_extent_bytes
 from nixl_offload.types import PAGE_BYTES, align_up
 from nixl_offload.units import format_size

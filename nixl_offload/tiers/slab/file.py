@@ -28,8 +28,7 @@ from nixl_offload.movers.base import FileId, Mover, close_if_idle, open_file
 from nixl_offload.stores.filesystem import REAL, Filesystem, spare_bytes, tier_error
 from nixl_offload.tiers.base import NOTHING_STORED, Link, Target
 from nixl_offload.tiers.breaker import Breaker
-from nixl_offload.tiers.free_space import kept_free
-from nixl_offload.tiers.lock import is_held_by
+from nixl_offload.tiers.ownership import is_held_by, kept_free, make_private_directory, require_lock
 from nixl_offload.tiers.slots import SlotPlaces
 from nixl_offload.types import PAGE_BYTES, Key, Location
 
@@ -76,47 +75,6 @@ class SlabPlace:
 def rank_file_name(rank: int) -> str:
     """Return the name of a rank's slab within its namespace's directory."""
     return f"rank-{rank:05d}.slab"
-
-
-def make_private_directory(directory: Path) -> None:
-    """Make ``directory`` and its missing parents, each 0700 under any umask. Raises OSError."""
-    missing = []
-    while not directory.is_dir():
-        missing.append(directory)
-        directory = directory.parent
-    for child in reversed(missing):
-        child.mkdir(0o700, exist_ok=True)
-        child.chmod(0o700)
-
-
-def warn_of_others(directory: str) -> None:
-    """Log a warning where others than this user may make, rename and remove files. Says nothing of one that is away."""
-    with contextlib.suppress(OSError):
-        status = os.stat(directory)
-        mode = stat.S_IMODE(status.st_mode)
-        if mode & (stat.S_IWGRP | stat.S_IWOTH):
-            logger.warning(
-                "%s: others than this server's user can write there (mode %04o), and change what models say: %s",
-                directory,
-                mode,
-                "make it 0700" if may_chmod(status) else "set path to a directory below, which the server makes 0700",
-            )
-
-
-def may_chmod(status: os.stat_result) -> bool:
-    """Whether this user may. A volume of Kubernetes with an fsGroup is root's, and its pod's user is not."""
-    return os.geteuid() in (0, status.st_uid)
-
-
-def require_lock(directory: Path, owner: str) -> None:
-    """Raise TierError where ``owner`` has not locked the directory above ``directory``; ``locked``: another has.
-
-    For processes on the machine of the engine's scheduler: without its lock the path leads elsewhere than the scheduler
-    went, as to an empty mount point, or somebody has removed what was there.
-    """
-    lock = directory.parent / "lock"
-    if not is_held_by(lock, owner):
-        raise TierError(f"the engine's lock {lock} is gone: deleted, moved or not mounted", cause="missing")
 
 
 class SlabFile:

@@ -19,15 +19,8 @@ from nixl_offload.config import SlabConfig
 from nixl_offload.errors import FormatError, StoreError, TierError
 from nixl_offload.identity.namespace import manifest_fits
 from nixl_offload.index.database import IndexReader, Row
-from nixl_offload.tiers.inspect import (
-    ChunkInfo,
-    Inspector,
-    NamespaceInfo,
-    ShardInfo,
-    printable,
-    require_directory,
-)
-from nixl_offload.tiers.lock import holder_of
+from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, ShardInfo, printable
+from nixl_offload.tiers.ownership import holder_of, require_directory
 from nixl_offload.tiers.slab.directory import (
     DP_NAME,
     INDEX_NAME,

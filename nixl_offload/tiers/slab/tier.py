@@ -16,8 +16,9 @@ from nixl_offload.config import SlabConfig
 from nixl_offload.hardware.same_machine import machine_token
 from nixl_offload.index import DurableIndex, State
 from nixl_offload.tiers.base import TierContext
+from nixl_offload.tiers.ownership import warn_of_others
 from nixl_offload.tiers.slab.directory import TierDirectory
-from nixl_offload.tiers.slab.file import SlabPlace, warn_of_others
+from nixl_offload.tiers.slab.file import SlabPlace
 from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.tiers.slots import SlotAllocator
 from nixl_offload.types import Key, Location, Outcome
