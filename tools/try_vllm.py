@@ -39,7 +39,7 @@ def parts(source: Path) -> list[Part]:
     contract = (
         "tests/vllm/test_contract.py",
         "tests/vllm/test_lookups.py",
-        "tests/vllm/test_identity_fields.py",
+        "tests/vllm/test_identity.py",
     )
     rigs = ("tests/vllm/test_end_to_end.py", "tests/vllm/test_two_groups.py", "tests/vllm/test_faults.py")
     upstream = f"import sys, pathlib, tests.upstream.run as u; sys.exit(u.run(pathlib.Path({str(source)!r}), []))"

@@ -15,7 +15,7 @@ import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 import vllm
@@ -38,7 +38,7 @@ from nixl_offload.identity.namespace import (
     make_namespace,
 )
 from nixl_offload.identity.settings import DigestFile, collect, plain_text, text_setting
-from nixl_offload.identity.weights import FilesDigest, digest_of_file, is_local
+from nixl_offload.identity.weights import FilesDigest, is_local
 from nixl_offload.tiers.slots import ranks_together, replicas_of_slots
 
 if TYPE_CHECKING:
@@ -63,6 +63,12 @@ _READS_FILES: Final = {
     *("runai_streamer_sharded", "safetensors", "sharded_state"),
 }
 """Formats of vLLM that load what a model's own files hold."""
+
+
+class ReadFiles(Protocol):
+    """As ``identity.weights.digest_files``."""
+
+    def __call__(self, path: str, *, alone: bool) -> FilesDigest: ...
 
 
 class ModelName(NamedTuple):
@@ -153,29 +159,31 @@ def models_of(vllm_config: VllmConfig, sources: Collection[str] = ()) -> dict[st
     return models | {f"sources.{number}": name for number, name in enumerate(named)}
 
 
-def sources_of_ranks(ranks: Sequence[RankGeometry]) -> set[str]:
-    """Return what any of ``ranks`` has loaded beside the models' own files."""
-    return {source for rank in ranks for source in rank.sources}
-
-
 def build_namespace(
     vllm_config: VllmConfig,
     offloading: OffloadingConfig,
     config: Config,
     ranks: Sequence[RankGeometry],
-    weights: Mapping[str, str],
-    digest_file: DigestFile = digest_of_file,
-    loaded: str | None = None,
+    read: ReadFiles,
 ) -> Namespace:
     """Return the fingerprint of everything that makes bytes interchangeable between two engines.
 
-    ``ranks``: the geometry of each, in order. ``weights``: digests of the files that ``models_of`` names, by its keys.
-    ``digest_file``: as for ``text_setting``. ``loaded``: see ``loaded_weights``.
+    ``ranks``: the geometry of each, in order. ``read`` is called for models, and for directories and large files that
+    settings name. Raises NamespaceError, and what ``read`` raises.
     """
-    models = models_of(vllm_config, sources_of_ranks(ranks))
+    models = models_of(vllm_config, {source for rank in ranks for source in rank.sources})
+    contents = {path: read(model.files, alone=False) for path, model in models.items() if model.files is not None}
+    weights = {path: content.digest for path, content in contents.items()}
+    loaded = _loaded_weights(vllm_config, models, contents, ranks)
     model = models.pop("model_config")
-    settings = settings_of(vllm_config, digest_file)
-    settings |= _drafts(models, weights) | _environment(digest_file) | _libraries()
+
+    def digest_file(path: str) -> str:
+        return read(path, alone=os.path.isfile(path)).digest
+
+    settings = _settings_of(vllm_config, digest_file) | _environment(digest_file) | _libraries()
+    for path, other in models.items():
+        settings[f"{path}.name"], settings[f"{path}.revision"] = other.name, other.revision
+        settings[f"{path}.weights"] = weights.get(path)
     if config.authenticate is not None:
         settings["authenticate"] = SCHEME  # what has no MAC is not looked for, and not said to be there
     seed = os.environ.get("PYTHONHASHSEED")
@@ -273,26 +281,26 @@ def _by_shard(by_rank: NamespaceFields, ranks: Sequence[RankGeometry], *, counts
     return replace(namespace, slot_replicas=replicas_of_slots(together))
 
 
-def loaded_weights(
+def _loaded_weights(
     vllm_config: VllmConfig,
     models: Mapping[str, ModelName],
-    weights: Mapping[str, FilesDigest],
+    contents: Mapping[str, FilesDigest],
     ranks: Sequence[RankGeometry],
 ) -> str | None:
     """Return a digest of the weights that ranks have in memory; None: the files of ``models`` tell which they are.
 
     The files are preferred: engines of other sizes share them, and memory that no file fills differs in each process.
-    ``weights``: by file or directory.
+    ``contents``: of those models that have files.
     """
     load = vllm_config.load_config
     draft_load = getattr(vllm_config.speculative_config, "draft_load_config", None) or load
     formats = {str(load.load_format), str(draft_load.load_format)}
-    loads = [model for path, model in models.items() if path != _TOKENIZER]
-    are_told = all(
-        weights[model.files].weight_files if model.files is not None else re.fullmatch(_COMMIT, model.revision or "")
-        for model in loads
+    are_known = all(
+        contents[path].weight_files if path in contents else re.fullmatch(_COMMIT, model.revision or "")
+        for path, model in models.items()
+        if path != _TOKENIZER
     )
-    if formats == {"dummy"} or (formats <= _READS_FILES and are_told):
+    if formats == {"dummy"} or (formats <= _READS_FILES and are_known):
         return None
     return digest_of_ranks([rank.weights for rank in ranks])
 
@@ -315,7 +323,7 @@ def with_loaded_weights(first: Namespace, loaded: str | None) -> Namespace:
     return replace(changed, slot_replicas=first.slot_replicas)
 
 
-def settings_of(vllm_config: VllmConfig, digest_file: DigestFile) -> dict[str, Setting]:
+def _settings_of(vllm_config: VllmConfig, digest_file: DigestFile) -> dict[str, Setting]:
     """Return all of vLLM's configuration that is not excused. Says so when some of it differs in every process."""
     found = collect(vllm_config, EXCUSED, digest_file)
     if found.incomparable:
@@ -325,13 +333,6 @@ def settings_of(vllm_config: VllmConfig, digest_file: DigestFile) -> dict[str, S
             ", ".join(found.incomparable),
         )
     return found.values
-
-
-def _drafts(models: Mapping[str, ModelName], weights: Mapping[str, str]) -> dict[str, Setting]:
-    found: dict[str, Setting] = {}
-    for path, model in models.items():
-        found |= {f"{path}.name": model.name, f"{path}.revision": model.revision, f"{path}.weights": weights.get(path)}
-    return found
 
 
 def _environment(digest_file: DigestFile) -> dict[str, Setting]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +31,7 @@ from nixl_offload.tiers.ownership import require_apart
 from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Key
 from nixl_offload.vllm.background import CLOSE_S, BackgroundOpening, in_background, join_all, name_of
-from nixl_offload.vllm.identity import build_namespace, loaded_weights, models_of, sources_of_ranks
+from nixl_offload.vllm.identity import build_namespace
 from nixl_offload.vllm.messages import RankGeometry, RankStatus
 
 if TYPE_CHECKING:
@@ -255,19 +254,9 @@ class ServingTiers:
 
     def _name(self, ranks: Sequence[RankGeometry]) -> Namespace | Exception:
         """Return the namespace, or why there is none; on a thread of its own, for it may read a model's files."""
-        read = cache(partial(digest_files, stop=self._stops_reading))  # the settings name the model's directory, too
+        read = cache(partial(digest_files, stop=self._stops_reading))
         try:
-            models = models_of(self._vllm_config, sources_of_ranks(ranks))
-            weights = {model.files: read(model.files, alone=False) for model in models.values() if model.files}
-            return build_namespace(
-                self._vllm_config,
-                self._offloading,
-                self._config,
-                ranks,
-                {path: weights[model.files].digest for path, model in models.items() if model.files},
-                lambda path: read(path, alone=os.path.isfile(path)).digest,
-                loaded_weights(self._vllm_config, models, weights, ranks),
-            )
+            return build_namespace(self._vllm_config, self._offloading, self._config, ranks, read)
         except BaseException as error:  # noqa: BLE001 - also a panic in a library
             return error if isinstance(error, Exception) else RuntimeError(repr(error))
 

@@ -40,11 +40,10 @@ from nixl_offload.errors import NamespaceError
 from nixl_offload.identity.excused import ALSO_COUNTED, EXCUSED, EXCUSED_ENVIRONMENT, EXCUSED_WITH_SHARDS
 from nixl_offload.identity.namespace import Namespace, ShardedFields
 from nixl_offload.identity.settings import collect
-from nixl_offload.identity.weights import digest_files
+from nixl_offload.identity.weights import FilesDigest, digest_files
 from nixl_offload.vllm.identity import (
     build_namespace,
     has_lasting_keys,
-    loaded_weights,
     models_of,
     name_model,
     reason_to_stay_off,
@@ -95,13 +94,13 @@ def namespace(
     weights: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> Namespace:
-    """Return the namespace of an engine of one rank with this configuration."""
+    """Return the namespace of an engine of one rank with this configuration. ``weights``: digests by path, else "w"."""
     return build_namespace(
         vllm_config,
         manager_rig.offloading_config(),
         config(**fields),
         manager_rig.ranks() if ranks is None else ranks,
-        weights or {"model_config": "w"},
+        lambda path, *, alone: FilesDigest((weights or {}).get(path, "w"), 1),
     )
 
 
@@ -185,7 +184,7 @@ def test_the_name_counts_beside_the_weights(build: Build, base: Namespace, model
     elsewhere.symlink_to(models / "base")
     moved = EngineArgs(model=str(elsewhere), dtype="float32", skip_tokenizer_init=True, max_model_len=512)
     assert namespace(moved.create_engine_config()).digest == base.digest
-    assert namespace(build(), weights={"model_config": "others"}).digest != base.digest
+    assert namespace(build(), weights={str(models / "base"): "others"}).digest != base.digest
 
 
 def test_what_ranks_have_allocated_counts(build: Build, base: Namespace) -> None:
@@ -279,24 +278,22 @@ def test_a_streamed_model_is_known_by_its_address() -> None:
 def test_a_draft_model_counts_with_its_weights(build: Build, models: Path) -> None:
     """Its layers' KV is stored, too. Its parallel size is the model's, or chunks are not cut (``rank_shards``)."""
     write_model(models / "draft", TINY)
-    draft = {"method": "draft_model", "model": str(models / "draft"), "num_speculative_tokens": 2}
+    draft: dict[str, Any] = {"method": "draft_model", "model": str(models / "draft"), "num_speculative_tokens": 2}
     made = [
         build(tensor_parallel_size=tp, distributed_executor_backend="mp", speculative_config=dict(draft))
         for tp in (1, 2)
     ]
-    path = "speculative_config.draft_model_config"
-    assert set(models_of(made[0])) == {"model_config", path}
-    assert len({namespace(made[0], weights={"model_config": "w", path: each}).digest for each in "ab"}) == 2
+    assert set(models_of(made[0])) == {"model_config", "speculative_config.draft_model_config"}
+    assert len({namespace(made[0], weights={draft["model"]: each}).digest for each in "ab"}) == 2
     assert [each.speculative_config.draft_tensor_parallel_size for each in made] == [1, 2]
     assert len({namespace(each, ranks=cut_ranks(tp)).digest for tp, each in enumerate(made, 1)}) == 1
 
 
-def loaded(vllm_config: VllmConfig, *sources: str, weights: str | None = "ab") -> str | None:
+def loaded(vllm_config: VllmConfig, *sources: str, weights: str | None = "ab") -> object:
     """Return what the namespace has of the weights in a rank's memory."""
-    models = models_of(vllm_config, sources)
-    digests = {model.files: digest_files(model.files) for model in models.values() if model.files is not None}
-    ranks = [replace(rank, weights=weights) for rank in manager_rig.ranks()]
-    return loaded_weights(vllm_config, models, digests, ranks)
+    ranks = [replace(rank, weights=weights, sources=sources) for rank in manager_rig.ranks()]
+    found = build_namespace(vllm_config, manager_rig.offloading_config(), config(), ranks, digest_files)
+    return found.fields.settings.get("loaded_weights")
 
 
 def test_loaded_weights_count_where_no_file_tells_which_they_are(build: Build, models: Path, tmp_path: Path) -> None:
@@ -325,10 +322,10 @@ def test_another_source_counts_by_its_files(build: Build, models: Path) -> None:
     """As a draft does; and by its name alone where it is on the Hub."""
     (rank,) = manager_rig.ranks()
     found = {
-        namespace(build(), ranks=[replace(rank, sources=source)], weights={"sources.0": digest}).digest
+        namespace(build(), ranks=[replace(rank, sources=source)], weights={str(models): digest}).digest
         for digest, source in (
-            ("a", ("org/x",)),
-            ("a", ("org/y",)),
+            ("", ("org/x",)),
+            ("", ("org/y",)),
             ("b", (str(models),)),
             ("c", (str(models),)),
             ("", ()),
