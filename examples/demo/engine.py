@@ -166,15 +166,15 @@ class Engine:
         return [_answer(told) for told in reply["answers"]]
 
     def generate_through_resets(
-        self, prompts: list[list[int]], *, max_tokens: int, every: int, timeout_s: float = 120.0
+        self, prompts: list[list[int]], *, max_tokens: int, every: int, most: int = 1000, timeout_s: float = 120.0
     ) -> tuple[list[Answer], int]:
-        """Answer prompts as one batch that every so many steps is preempted whole, vLLM's prefix cache emptied.
+        """Answer prompts as one batch that every so many steps, ``most`` times, is preempted whole, vLLM's prefix cache
+        emptied.
 
         In-process engines only. Also returns how often that was.
         """
-        reply = self.call(
-            "generate_through_resets", prompts=prompts, max_tokens=max_tokens, every=every, timeout_s=timeout_s
-        )
+        asked = {"prompts": prompts, "max_tokens": max_tokens, "every": every, "most": most}
+        reply = self.call("generate_through_resets", timeout_s=timeout_s, **asked)
         return [_answer(told) for told in reply["answers"]], reply["resets"]
 
     def metrics(self) -> dict[str, float]:

@@ -137,11 +137,11 @@ class EngineHost:
         engine.abort_request(names)
         return {}
 
-    def generate_through_resets(self, prompts: list[list[int]], max_tokens: int, every: int) -> Reply:
+    def generate_through_resets(self, prompts: list[list[int]], max_tokens: int, every: int, most: int) -> Reply:
         """Answer prompts as one batch, and interrupt it over and over (in-process only). Says how often: ``resets``.
 
         Whenever all of them run, ``every`` steps after the last time, they are preempted and vLLM's prefix cache is
-        emptied, as ``/reset_prefix_cache?reset_running_requests=true`` does.
+        emptied, ``most`` times, as ``/reset_prefix_cache?reset_running_requests=true`` does.
         """
         engine = self._llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
@@ -149,9 +149,8 @@ class EngineHost:
             engine.add_request(f"interrupted-{number}", {"prompt_token_ids": prompt}, _sampling(max_tokens))
         start, resets, steps, finished = time.perf_counter(), 0, 0, {}
         while engine.has_unfinished_requests():
-            if steps >= every and len(scheduler.running) == len(prompts) - len(finished):
-                assert self._llm.reset_prefix_cache(reset_running_requests=True)
-                resets, steps = resets + 1, 0
+            if steps >= every and resets < most and len(scheduler.running) == len(prompts) - len(finished):
+                resets, steps = resets + self._llm.reset_prefix_cache(reset_running_requests=True), 0
             finished.update((output.request_id, output) for output in engine.step() if output.finished)
             steps += 1
         total_s = time.perf_counter() - start

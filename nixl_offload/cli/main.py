@@ -132,11 +132,6 @@ class _Output:
         return getattr(self._stream, name)
 
 
-def whole_parser() -> argparse.ArgumentParser:
-    """Return the parser with the arguments of every command."""
-    return _parser(*COMMANDS)
-
-
 def _parser(*asked: str) -> argparse.ArgumentParser:
     """Return the parser; only the commands ``asked`` for are imported and have their arguments."""
     raw = argparse.RawDescriptionHelpFormatter

@@ -22,7 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from tests.prove.cells import FINDINGS, ROOT, cells_of, run
-from tests.prove.faults.table import FAULTS, POINTS, TIERS, faults_at
+from tests.prove.faults import FAULTS, POINTS, TIERS, faults_at
 
 PARTS: dict[str, str] = {
     name: f"tests.prove.{name}"

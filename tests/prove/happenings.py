@@ -1,7 +1,7 @@
 """What befalls storage: damage to chunks at rest, and outages of a bucket's server and of a filesystem.
 
-The soak, the yardstick and the matrix of faults all take theirs from here. Threading: plain functions; an outage ends
-with its context, damage stays. Ownership: servers, proxies and filesystems are the caller's.
+Threading: plain functions; an outage ends with its context, damage stays. Ownership: servers, proxies and filesystems
+are the caller's.
 """
 
 from __future__ import annotations
@@ -157,24 +157,6 @@ def directory_gone(directory: Path) -> Iterator[None]:
             if not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 path.rename(target)
-
-
-@contextlib.contextmanager
-def unreadable(directory: Path) -> Iterator[None]:
-    """Let every read of what is stored now fail (EISDIR): to root everything is permitted."""
-    away = directory.with_name("away")
-    away.mkdir()
-    files = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.stat().st_size > 1 << 16]
-    for at, path in enumerate(files):
-        path.rename(away / str(at))
-        path.mkdir()
-    try:
-        yield
-    finally:
-        for at, path in enumerate(files):
-            with contextlib.suppress(OSError):  # who deleted it, or put something else there, keeps that
-                path.rmdir()
-                (away / str(at)).rename(path)
 
 
 def make_disk(scratch: Path, size_bytes: int) -> SmallFilesystem | None:

@@ -11,46 +11,36 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from tests.prove.cells import Cell, Outcome
+from tests.vllm.fuzz_families import FAMILIES, MEDIA, RUNNERS, start_family, write_base
 
-RUNNERS = ("first", "second")
-MEDIA = ("memory", "slab", "tree", "chain")
-BLOCKS = (60, 40)
-NEED_MANY_BLOCKS = ("large blocks, all kept", "drafts and windows")
-FAMILIES = (
-    *("full", "windows", "windows, all kept", "mixed", "mixed, all kept", "chunked", "large blocks, all kept"),
-    *("state", "state, all kept", "state, tails", "drafts", "drafts and windows"),
-    *("drafts with windows", "adapters", "adapters and windows", "beside", "beside, windows"),
-)
+BLOCKS: Final = (60, 40)
+NEED_MANY_BLOCKS: Final = ("large blocks, all kept", "drafts and windows")
 
 
 def cells(seed: int) -> Iterator[Cell]:
     """Yield a cell for each family of models and model runner."""
     for family in FAMILIES:
-        for runner in RUNNERS:
-            yield Cell(f"{family}/{runner} runner", partial(fuzz, family, runner == "second", seed), limit_s=600.0)
+        for runner, is_second in RUNNERS.items():
+            yield Cell(f"{family}/{runner}", partial(fuzz, family, is_second, seed), limit_s=600.0)
 
 
-def fuzz(family: str, second_runner: bool, seed: int, engines: int = len(MEDIA)) -> Outcome:
-    """Try so many engines, each on the next medium, with more and fewer blocks by turns."""
+def fuzz(name: str, second_runner: bool, seed: int) -> Outcome:
+    """Try an engine on each medium, with more and fewer blocks by turns."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     logging.disable(logging.WARNING)
-    from tests.vllm.fuzz_families import FAMILIES as FAMILY
-    from tests.vllm.fuzz_families import start_family, write_base
     from tests.vllm.fuzz_rig import Fuzz, fuzzed
 
     outcome, model = Outcome(counts={"answers": 0, "stored chunks": 0}), write_base(Path("model").absolute())
     with fuzzed():
-        for at in range(engines):
-            medium = MEDIA[at % len(MEDIA)]
-            blocks = BLOCKS[0 if family in NEED_MANY_BLOCKS else at % 2]
-            engine = start_family(
-                FAMILY[family], medium, model, Path(f"{at}").absolute(), second_runner=second_runner, blocks=blocks
-            )
-            number = 100 * seed + at
+        for at, medium in enumerate(MEDIA):
+            blocks, number = BLOCKS[0 if name in NEED_MANY_BLOCKS else at % 2], 100 * seed + at
+            path = Path(f"{at}").absolute()
+            engine = start_family(FAMILIES[name], medium, model, path, second_runner=second_runner, blocks=blocks)
             try:
-                Fuzz(engine, number, adapters=FAMILY[family].adapters).run(60)
+                Fuzz(engine, number, adapters=FAMILIES[name].adapters).run(60)
                 outcome.wrong += [f"{medium}, {blocks} blocks, seed {number}: {what}" for what in engine.rank.wrong]
                 outcome.leaks += [f"{medium}, {blocks} blocks, seed {number}: {what}" for what in engine.left()]
             finally:

@@ -11,36 +11,49 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from nixl_offload.catalog import Catalog, ChainOptions, LoadTicket, StoreTicket
 from nixl_offload.config import Config, parse_config
-from nixl_offload.engine import Chunk, Completion, make_move
+from nixl_offload.engine import Chunk, Completion, TierEngine, make_move
+from nixl_offload.engine.autotune import TransferPlan
+from nixl_offload.errors import NixlOffloadError
 from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.index import State
 from nixl_offload.tiers import kinds
 from nixl_offload.tiers.base import Tier, TierContext
 from nixl_offload.types import Key, Lookup, LookupContext, Outcome, key_group
-from tests.prove.rank import STAGING_SLOTS, Rank
+from nixl_offload.vllm.background import BackgroundOpening, join_all
+from nixl_offload.vllm.rank_tiers import RankMemory, RankTiers, open_host, open_tier_engine
+from tests.prove.clock import CLOCK, real_s
 from tests.unit import shared_rig
-from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES
+from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Shape, kv_cache
+from tests.unit.rank_rig import TestedRank
 
-REGIONS = NUM_BLOCKS // CHUNK_BLOCKS
+REGIONS: Final = NUM_BLOCKS // CHUNK_BLOCKS
 """Chunks that the KV cache holds."""
-BACKLOG_CHUNKS = 8
-EMPTY = 0xEE
+BACKLOG_CHUNKS: Final = 8
+STAGING_BYTES: Final = 5 << 14
+"""Four slots of the default shape."""
+EMPTY: Final = 0xEE
 """What KV blocks are full of before a load."""
-COMPUTED = 0x3C
+COMPUTED: Final = 0x3C
 """What they are full of when a load has failed and they were computed anew."""
-GARBAGE = 0xA5
+GARBAGE: Final = 0xA5
 """What the model writes once a store has let go of them."""
-HASTE_S = 0.2
-CLOSE_S = 5.0
-PATIENCE_S = 30.0
+HASTE_S: Final = 0.2
+PATIENCE_S: Final = 30.0
 """Real time after which something counts as dead."""
+ANSWERED_S: Final = 20.0
+"""The same, of a lookup."""
+STUCK_S: Final = 0.4
+"""Real time without progress after which the clock is set ahead, so that time-outs come."""
+JUMP_S: Final = 31.0
+"""More than any time-out and quarantine."""
 
 
 class DeadError(Exception):
@@ -60,9 +73,74 @@ def payload_of(number: int, rank: int, block_bytes: int) -> npt.NDArray[np.uint8
     return made
 
 
-def config_of(*tiers: dict[str, Any], **fields: Any) -> Config:
-    """Return a config over ``tiers``."""
-    return parse_config({"staging": "1MiB", "tiers": list(tiers), **fields})
+def config_of(*tiers: dict[str, Any], staging_bytes: int = STAGING_BYTES, **fields: Any) -> Config:
+    """Return a config over ``tiers``. ``staging_bytes``: of each, less than a config may say."""
+    config = parse_config({"tiers": list(tiers), **fields})
+    return config.model_copy(update={"staging_bytes": staging_bytes * len(config.stored)})
+
+
+def tiers_of(letters: str, root: Path, slab: str, tree: str) -> list[dict[str, Any]]:
+    """Return the config of tiers below ``root``: ``m`` memory, ``s`` a slab, ``t`` a shared directory of that capacity.
+    Of a slab's most is promised to its index.
+    """
+    made: dict[str, dict[str, Any]] = {
+        "m": {"kind": "memory", "capacity": "512KiB"},
+        "s": {"kind": "slab", "path": str(root / "slab"), "capacity": slab},
+        "t": {"kind": "shared_dir", "path": str(root / "tree"), "capacity": tree, "lookup": {"timeout": "20s"}},
+    }
+    return [made[letter] for letter in letters]
+
+
+class Rank:
+    """One rank: KV blocks, and the real engine, link and mover of each tier that ``tiers`` has opened."""
+
+    def __init__(self, config: Config, shape: Shape, number: int, ranks: int, mover: str) -> None:
+        self.number, self._shape = number, shape
+        self.tensors, self.kv, self.layout = kv_cache(shape, number)
+        self.slot_bytes = max(self.layout.slot_bytes(group) for group in range(len(self.layout.groups)))
+        parallel: Any = SimpleNamespace(world_size=ranks, rank=number)
+        self.host = open_host(config, parallel, self.layout, self.tensors)
+        self.chain = TestedRank(
+            len(config.tiers),
+            relay_offsets=() if self.host is None else self.host.relay_offsets,
+            load_timeout_s=config.load_timeout_s,
+        )
+        plan = TransferPlan(mover, "host") if mover else None
+        memory = RankMemory(self.tensors, self.layout, self.host, claimed_share=0.0)
+        self.engines: dict[int, TierEngine] = {}
+        """Those that are open, by position."""
+        self.tiers = RankTiers(
+            self.chain,
+            open_tier=lambda at, place: open_tier_engine(config, at, place, memory, number, plan, self.chain),
+            joined=lambda position, _, engine: self.engines.__setitem__(position, engine),
+            name_of=lambda position: f"tier {position} on rank {number}",
+        )
+
+    def fill(self, blocks: range, group: int, rows: npt.NDArray[np.uint8] | int) -> None:
+        """Let KV blocks hold a payload, or a value in every byte."""
+        at = 0
+        for run in self._shape.groups[group].refs:
+            part = self.kv[run.tensor_index][blocks.start : blocks.stop, run.page_offset : run.page_offset + run.length]
+            part[:] = rows if isinstance(rows, int) else rows[:, at : at + run.length]
+            at += run.length
+
+    def read(self, blocks: range, group: int) -> npt.NDArray[np.uint8]:
+        """Return what KV blocks hold, a row for each."""
+        return np.concatenate(
+            [
+                self.kv[run.tensor_index][blocks.start : blocks.stop, run.page_offset : run.page_offset + run.length]
+                for run in self._shape.groups[group].refs
+            ],
+            axis=1,
+        )
+
+    def close(self, drain_s: float) -> bool:
+        """End threads and movers. False: an opening did not end, and may still use host memory."""
+        has_ended = self.tiers.close()
+        self.chain.close(drain_s)
+        if self.host is not None and has_ended:
+            self.host.close()
+        return has_ended
 
 
 @dataclass(slots=True)
@@ -74,7 +152,7 @@ class Job:
     blocks: list[range]
     ranks_left: int
     outcomes: list[tuple[Outcome, ...]] = field(default_factory=list)
-    """Of each rank that has told, by chunk."""
+    """Of each rank that has reported, by chunk."""
 
 
 @dataclass(slots=True)
@@ -88,10 +166,9 @@ class Guard:
 
 
 class Server:
-    """From its start to its end."""
-
-    is_hasty = False
-    """Whether the model wants the blocks of a store back at once: what storage has no time for then is dropped."""
+    """From its start to its end. Tiers open in the background, as vLLM's half and each rank do it; ``step`` takes them
+    over.
+    """
 
     def __init__(
         self,
@@ -100,32 +177,49 @@ class Server:
         shape: str = "two_groups",
         ranks: int = 1,
         mover: str = "",
-        tenant: str = "default",
-        staging_slots: int = STAGING_SLOTS,
+        is_hasty: bool = False,
     ) -> None:
-        """Open everything, or raise what keeps it from that, with nothing left open. ``mover`` as for ``Rank``."""
+        """``mover``: ``copy`` or a POSIX mover by name; "": what the config says. ``is_hasty``: the model wants the
+        blocks of a store back at once; what storage has no time for then is dropped.
+        """
         self.config = config
         self.shape = SHAPES[shape]
         self.wrong: list[str] = []
         """What came that is not what was asked for, a sentence each."""
-        self.unanswered = 0
+        self.refused: list[str] = []
+        """Causes why tiers could not be opened."""
         self.jobs: dict[int, Job] = {}
         """By ticket."""
         self.open_tickets: dict[int, int] = {}
-        """Of promotions and write-throughs: how many ranks have not told."""
-        self.guards: list[Guard] = []
+        """Of promotions and write-throughs: how many ranks have not reported."""
         self.requests = 0
+        self._guards: list[Guard] = []
+        self._is_hasty = is_hasty
+        self._is_closed = False
+        self._moved_s = real_s()
+        self._removed: set[tuple[int, Key]] = set()
         self._free_regions = list(range(REGIONS))
-        self.ranks = [
-            Rank(config, self.shape, number, ranks, mover=mover, staging_slots=staging_slots) for number in range(ranks)
-        ]
-        self.layout = self.ranks[0].layout
-        self.namespace = self._namespace(tenant)
+        self.ranks = [Rank(config, self.shape, number, ranks, mover) for number in range(ranks)]
+        self.namespace = self._namespace()
         self.opened: dict[int, kinds.AnyTier] = {}
         self.serving: list[Tier] = [Tier() for _ in config.tiers]
         """The tiers; a plain ``Tier`` for each that is not open on all ranks."""
         self.catalog = self._catalog()
-        self._begin()
+        self._openings = {
+            position: BackgroundOpening(
+                functools.partial(self._open_tier, position),
+                lambda tier: tier.close(),
+                what=f"tier {position}",
+                thread_name=f"nixl-offload-open-{position}",
+            )
+            for position in range(len(config.tiers))
+        }
+
+    @property
+    def is_open(self) -> bool:
+        """Whether every tier serves, on every rank."""
+        are_open = not any(type(tier) is Tier for tier in self.serving)
+        return are_open and not any(rank.tiers.is_opening for rank in self.ranks)
 
     # What chunks are.
 
@@ -133,13 +227,11 @@ class Server:
         """Return the key of a chunk."""
         return key_of(number, len(self.shape.groups))
 
-    def payload(self, number: int, rank: int) -> npt.NDArray[np.uint8]:
-        """Return what a chunk's blocks hold on a rank."""
-        return payload_of(number, rank, self.layout.groups[self.group(number)].block_bytes)
-
-    def group(self, number: int) -> int:
-        """Return the KV cache group of a chunk."""
+    def _group(self, number: int) -> int:
         return number % len(self.shape.groups)
+
+    def _payload(self, number: int, rank: Rank) -> npt.NDArray[np.uint8]:
+        return payload_of(number, rank.number, rank.layout.groups[self._group(number)].block_bytes)
 
     # What vLLM does.
 
@@ -148,28 +240,27 @@ class Server:
         """Chunks for which the KV cache has room now."""
         return len(self._free_regions)
 
-    def store(self, numbers: Sequence[int]) -> list[int]:
-        """A prompt was computed. Returns the chunks that are taken, at most ``room``."""
+    def store(self, numbers: Sequence[int]) -> None:
+        """A prompt was computed. Of its chunks ``room`` are taken at most."""
         self.requests += 1
         wanted = [self.key(number) for number in numbers[: self.room]]
         ticket = self.catalog.reserve(wanted, time.monotonic(), f"r{self.requests}")
         if ticket is None:
-            return []
+            return
         taken = [numbers[wanted.index(key)] for key in ticket.keys]
         blocks = self._take(len(taken))
         self.jobs[ticket.ticket] = Job(ticket, taken, blocks, len(self.ranks))
         for rank in self.ranks:
             chunks = []
             for number, key, location, place in zip(taken, ticket.keys, ticket.locations, blocks, strict=True):
-                rank.fill(place, key_group(key), self.payload(number, rank.number))
+                rank.fill(place, key_group(key), self._payload(number, rank))
                 chunks.append(Chunk(key, location, key_group(key), _ids(place), 0))
             rank.chain.submit_store(ticket.ticket, chunks)
-        for rank in self.ranks if self.is_hasty else ():
+        for rank in self.ranks if self._is_hasty else ():
             rank.chain.wait([ticket.ticket], HASTE_S)
             for number, place in zip(taken, blocks, strict=True):
                 # The model writes on: what is read from here after ``wait`` must never be taken for the chunk.
-                rank.fill(place, self.group(number), GARBAGE)
-        return taken
+                rank.fill(place, self._group(number), GARBAGE)
 
     def load(self, numbers: Sequence[int]) -> Job:
         """Begin to load what was found."""
@@ -190,22 +281,38 @@ class Server:
             rank.chain.submit_load(ticket.ticket, chunks, promotion_ticket=ticket.promotion_ticket)
         return job
 
-    def ask(self, numbers: Sequence[int], timeout_s: float = 20.0) -> dict[int, Lookup]:
-        """Look chunks up, each as a request of its own, until all is answered or ``timeout_s`` have passed."""
-        answers: dict[int, Lookup] = {}
-        until_s, waiting = time.monotonic() + timeout_s, list(numbers)
-        while waiting and time.monotonic() < until_s:
-            now_s = time.monotonic()
-            for number in waiting:
-                answers[number] = self.catalog.lookup(self.key(number), now_s, LookupContext(f"request {number}"))
+    def look_up(self, *prompts: Sequence[int], patience_s: float = 0.3) -> list[int]:
+        """Look prompts up until it is known how much of each there is; return that. The clock is set ahead once
+        ``patience_s`` have passed. Raises DeadError.
+        """
+        began_s, waiting, found = real_s(), [], list[int]()
+        for prompt in prompts:
+            self.requests += 1
+            waiting.append((f"r{self.requests}", prompt))
+        while True:
+            unanswered = []
+            for request, prompt in waiting:
+                answers = []
+                for position, number in enumerate(prompt):
+                    context = LookupContext(request, 16 * (position + 1))
+                    answers.append(self.catalog.lookup(self.key(number), time.monotonic(), context))
+                    if answers[-1] is Lookup.MISS:
+                        break
+                if {Lookup.RETRY, Lookup.PENDING}.intersection(answers):
+                    unanswered.append((request, prompt))
+                else:
+                    self.catalog.forget_request(request)
+                    found += [number for number, answer in zip(prompt, answers, strict=False) if answer is Lookup.HIT]
+            waiting = unanswered
+            if not waiting:
+                return found
+            if real_s() > began_s + patience_s:
+                CLOCK.ahead_s += 5.0
+                patience_s += 0.1
+            if real_s() > began_s + ANSWERED_S:
+                raise DeadError(f"lookups of {waiting} were not answered")
             self.step()
-            waiting = [number for number in waiting if answers[number] in (Lookup.RETRY, Lookup.PENDING)]
-            if waiting:
-                time.sleep(0.0005)
-        self.unanswered += len(waiting)
-        for number in numbers:
-            self.catalog.forget_request(f"request {number}")
-        return answers
+            time.sleep(0.0005)
 
     def loaded(self, numbers: Sequence[int]) -> list[tuple[int, bool]]:
         """Load what was found; return the chunks, and whether all ranks have them; without those evicted before."""
@@ -216,24 +323,34 @@ class Server:
         ended = zip(job.numbers, job.ticket.locations, zip(*job.outcomes, strict=True), strict=True)
         return [(number, set(outcomes) == {Outcome.OK}) for number, place, outcomes in ended if place.tier >= 0]
 
-    def check(self, numbers: Sequence[int]) -> tuple[set[int], set[int]]:
-        """Look chunks up, load what is found, and compare. Returns what is whole, and what was found but not whole.
+    def serve(self, numbers: Sequence[int]) -> list[int]:
+        """Look a prompt up and load it; return what was loaded, all of it right."""
+        found = self.look_up(numbers)
+        served: list[int] = []
+        for begin in range(0, len(found), REGIONS // 2):
+            part = found[begin : begin + REGIONS // 2]
+            if self.room < len(part):
+                self.check_guards()
+            served += [number for number, is_whole in self.loaded(part) if is_whole]
+        return served
 
-        What lookups have not answered within their time counts as neither, and as ``unanswered``.
+    def check(self, numbers: Sequence[int]) -> tuple[set[int], set[int]]:
+        """Look chunks up, each alone, load what is found, and compare. Returns what is whole, and what was found but
+        not whole.
         """
         whole: set[int] = set()
         bad: set[int] = set()
         for begin in range(0, len(numbers), REGIONS):
             self.until(lambda: not self.jobs, "jobs")
             self.check_guards()
-            answers = self.ask(numbers[begin : begin + REGIONS])
-            for number, is_whole in self.loaded([number for number, answer in answers.items() if answer is Lookup.HIT]):
+            for number, is_whole in self.loaded(self.look_up(*([one] for one in numbers[begin : begin + REGIONS]))):
                 (whole if is_whole else bad).add(number)
         self.check_guards()
         return whole, bad
 
     def step(self) -> None:
-        """The end of a step of vLLM's: everything that may go on does."""
+        """The end of a step of vLLM's: all that can goes on. Tiers that have trouble on a rank are not used."""
+        self._take_opened()
         now_s = time.monotonic()
         self.catalog.flush(now_s)
         for grant in self.catalog.begin_moves(now_s):
@@ -245,27 +362,31 @@ class Server:
                     for key, source, target in zip(grant.keys, grant.sources, grant.targets, strict=True)
                 ]
                 rank.chain.submit_moves(grant.ticket, moves)
-        self.poll()
-
-    def poll(self) -> None:
-        """Take what ranks have to tell."""
-        for rank in self.ranks:
-            for done in rank.chain.finished():
-                self._ended(rank, done)
-            for settled in rank.chain.settled():
-                self._report(settled)
-                self.open_tickets[settled.job_id] -= 1
-                if not self.open_tickets[settled.job_id]:
-                    del self.open_tickets[settled.job_id]
+        self._poll()
+        troubled = {
+            position
+            for rank in self.ranks
+            for position, status in enumerate(rank.chain.statuses())
+            if status.trouble and status.trouble != "unavailable"
+        }
+        self.catalog.disable(troubled, time.monotonic())
+        self._take_removed()
 
     def until(self, is_over: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
-        """Step until something is over. Raises DeadError when ``timeout_s`` have passed."""
-        until_s = time.monotonic() + timeout_s
+        """Step until something is over; time-outs come early where nothing moves. Raises DeadError."""
+        began_s = self._moved_s = real_s()
+        jumps = 0
         while not is_over():
-            if time.monotonic() > until_s:
-                raise DeadError(f"not over within {timeout_s:.0f} s: {what}; {self.state()}")
             self.step()
-            time.sleep(0.0005)
+            if is_over():
+                return
+            time.sleep(0.0003)
+            if real_s() > self._moved_s + STUCK_S:
+                self._moved_s = real_s()
+                CLOCK.ahead_s += JUMP_S
+                jumps += 1
+            if real_s() > began_s + timeout_s:
+                raise DeadError(f"{what} has not ended, {jumps} time-outs later: {self.state()}")
 
     @property
     def is_at_rest(self) -> bool:
@@ -283,33 +404,53 @@ class Server:
         idle = [not rank.chain.has_jobs for rank in self.ranks]
         jobs = {number: type(job.ticket).__name__ for number, job in self.jobs.items()}
         pending = self.catalog.counts().pending_writes
-        return f"jobs {jobs}, tickets {self.open_tickets}, pending {pending}, ranks idle {idle}"
+        return (
+            f"jobs {jobs}, tickets {self.open_tickets}, pending {pending}, ranks idle {idle}; "
+            f"{'open' if self.is_open else 'not open'}, refused: {self.refused[-3:]}"
+        )
 
     def ready(self, position: int, numbers: Sequence[int]) -> set[int]:
         """Return which of these chunks a tier calls READY."""
         return {number for number in numbers if self.serving[position].state(self.key(number)) is State.READY}
 
+    def removed(self, position: int) -> set[Key]:
+        """Return what a tier has lost since the last call."""
+        self._take_removed()
+        removed, self._removed = self._removed, set()
+        return {key for at, key in removed if at == position}
+
     def check_guards(self) -> None:
         """Nothing has written to blocks after their load had failed. They are free again."""
-        for guard in self.guards:
+        for guard in self._guards:
             if not (guard.rank.read(guard.blocks, guard.group) == COMPUTED).all():
                 self.wrong.append(
                     f"chunk {guard.number}: rank {guard.rank.number} wrote to blocks after their load had failed"
                 )
-        self._give_back({guard.blocks for guard in self.guards})
-        self.guards.clear()
+        self._give_back({guard.blocks for guard in self._guards})
+        self._guards.clear()
 
-    def close(self) -> None:
-        """End as a shutdown does."""
+    def close(self, drain_s: float = 5.0) -> bool:
+        """End as a shutdown does. False: an opening did not end."""
+        if self._is_closed:
+            return True
+        self._is_closed = True
+        ending = [thread for opening in self._openings.values() for thread in opening.close()]
+        has_ended = True
         for rank in self.ranks:
-            rank.close(CLOSE_S)
-        self._close_tiers()
+            has_ended &= rank.close(drain_s)
+        self._poll()
+        has_ended &= not join_all(ending, 2.0)
+        # What ranks have finished and not reported is a hint that tiers take along.
+        in_flight = self.catalog.in_flight_stores()
+        for position, tier in self.opened.items():
+            tier.close([key for at, key in in_flight if at == position])
+        return has_ended
 
     # Inside
 
-    def _namespace(self, tenant: str) -> Namespace:
+    def _namespace(self) -> Namespace:
         sizes = [tuple(rank.layout.slot_bytes(group) for rank in self.ranks) for group in range(len(self.shape.groups))]
-        fields = shared_rig.namespace_of(len(self.ranks), tenant, sizes).fields
+        fields = shared_rig.namespace_of(len(self.ranks), "default", sizes).fields
         return make_namespace(replace(fields, blocks_per_chunk=CHUNK_BLOCKS))
 
     def _catalog(self) -> Catalog:
@@ -327,32 +468,43 @@ class Server:
             ),
         )
 
-    def _begin(self) -> None:
-        """Open all tiers, on all ranks."""
-        try:
-            for position in range(len(self.serving)):
-                tier = self.opened[position] = self._open_tier(position)
-                for rank in self.ranks:
-                    rank.chain.join(position, rank.open(position, tier.place))
-                self._join(position)
-        except BaseException:
-            self.close()
-            raise
-
     def _open_tier(self, position: int) -> kinds.AnyTier:
         context = TierContext(position, self.namespace, world_size=len(self.ranks))
-        return kinds.open_tier(self.config.tiers[position], context)
+        try:
+            return kinds.open_tier(self.config.tiers[position], context)
+        except NixlOffloadError as error:
+            self.refused.append(getattr(error, "cause", "") or str(error))
+            raise
 
-    def _join(self, position: int) -> None:
-        self.serving[position] = self.opened[position]
-        self.catalog.join(position, self.opened[position])
+    def _take_opened(self) -> None:
+        for position, opening in self._openings.items() if not self.is_open else ():
+            tier = opening.take()
+            if tier is not None:
+                self.opened[position] = tier
+                for rank in self.ranks:
+                    rank.tiers.open({position: tier.place}, 0)
+        for rank in self.ranks:
+            rank.tiers.take_opened()
+        for position, opened in self.opened.items():
+            is_on_all = all(position in rank.chain.open_tiers for rank in self.ranks)
+            if type(self.serving[position]) is Tier and is_on_all:
+                self.serving[position] = opened
+                self.catalog.join(position, opened)
 
-    def _close_tiers(self) -> None:
-        """What ranks have finished and not told is a hint that tiers take along."""
-        self.poll()
-        in_flight = self.catalog.in_flight_stores()
-        for position, tier in self.opened.items():
-            tier.close([key for at, key in in_flight if at == position])
+    def _take_removed(self) -> None:
+        for change in self.catalog.take_changes():
+            if change.removed:
+                self._removed |= {(change.tier, key) for key in change.keys}
+
+    def _poll(self) -> None:
+        for rank in self.ranks:
+            for done in rank.chain.finished():
+                self._ended(rank, done)
+            for settled in rank.chain.settled():
+                self._report(settled)
+                self.open_tickets[settled.job_id] -= 1
+                if not self.open_tickets[settled.job_id]:
+                    del self.open_tickets[settled.job_id]
 
     def _ended(self, rank: Rank, done: Completion) -> None:
         job = self.jobs[done.job_id]
@@ -364,21 +516,22 @@ class Server:
         self._report(done)
         if not job.ranks_left:
             del self.jobs[done.job_id]
-            self._give_back(set(job.blocks) - {guard.blocks for guard in self.guards})
+            self._give_back(set(job.blocks) - {guard.blocks for guard in self._guards})
 
     def _check_load(self, rank: Rank, number: int, place: range, outcome: Outcome) -> None:
-        group = self.group(number)
-        found, right = rank.read(place, group), self.payload(number, rank.number)
+        group = self._group(number)
+        found, right = rank.read(place, group), self._payload(number, rank)
         if outcome is not Outcome.OK:
             # Zeros: where what was read and refused had been. What is right may have come before it was cut short.
             if not ((found == EMPTY) | (found == 0) | (found == right)).all():
                 self.wrong.append(f"chunk {number}: rank {rank.number} left other bytes where a load {outcome.value}")
             rank.fill(place, group, COMPUTED)
-            self.guards.append(Guard(rank, place, group, number))
+            self._guards.append(Guard(rank, place, group, number))
         elif not np.array_equal(found, right):
             self.wrong.append(f"chunk {number}: rank {rank.number} loaded other bytes than were stored")
 
     def _report(self, done: Completion) -> None:
+        self._moved_s = real_s()
         failed = {position: outcome for position, outcome in enumerate(done.outcomes) if outcome is not Outcome.OK}
         self.catalog.report(done.job_id, 1, failed, time.monotonic())
 
@@ -392,18 +545,3 @@ class Server:
 
 def _ids(blocks: range) -> npt.NDArray[np.int32]:
     return np.array(blocks, dtype=np.int32)
-
-
-def slab(path: Path, capacity: str | int = "40MiB") -> dict[str, Any]:
-    """Return the config of a slab tier. Most of 40 MiB is promised to the index; what is left holds some 200 chunks."""
-    return {"kind": "slab", "path": str(path), "capacity": capacity}
-
-
-def tree(path: Path, capacity: str | int = "64MiB", **lookup: str) -> dict[str, Any]:
-    """Return the config of a shared directory."""
-    return {"kind": "shared_dir", "path": str(path), "capacity": capacity, "lookup": {"timeout": "20s", **lookup}}
-
-
-def memory(capacity: str | int = "512KiB") -> dict[str, Any]:
-    """Return the config of a memory tier."""
-    return {"kind": "memory", "capacity": capacity}

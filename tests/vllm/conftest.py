@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import sys
@@ -15,11 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # for `examples` and `tests` when pytest was not started as `python -m pytest`
 
-from examples.demo.engine import quick_environment  # noqa: E402 - needs the path above
-from tests.faults.conftest import small_filesystem  # noqa: E402, F401 - a fixture
+from tests.faults.conftest import small_filesystem  # noqa: E402, F401 - a fixture; needs the path above
 from tests.s3.servers import RcloneServer  # noqa: E402
 from tests.vllm.damage import Reference  # noqa: E402
-from tests.vllm.harness import ONE_CORE, Workshop  # noqa: E402
+from tests.vllm.harness import Workshop, start_zygote  # noqa: E402
 from tests.vllm.zygote import Zygote  # noqa: E402
 
 if TYPE_CHECKING:
@@ -51,18 +51,15 @@ def _our_logger() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     """What in-process engines are forked from."""
-    scratch = tmp_path_factory.mktemp("zygote")
-    made = Zygote(scratch / "log", {**quick_environment(scratch=scratch, in_process=True), **ONE_CORE})
-    yield made
-    made.close()
+    with contextlib.closing(start_zygote(tmp_path_factory.mktemp("zygote"))) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def workshop(zygote: Zygote) -> Iterator[Workshop]:
     """Makes engines for the tests of a module; ends them all afterwards."""
-    made = Workshop(zygote)
-    yield made
-    made.close()
+    with contextlib.closing(Workshop(zygote)) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +72,8 @@ def server() -> Iterator[RcloneServer]:
 @pytest.fixture(scope="session")
 def reference(zygote: Zygote) -> Iterator[Reference]:
     """The engine without a connector."""
-    workshop = Workshop(zygote)
-    yield Reference(workshop)
-    workshop.close()
+    with contextlib.closing(Workshop(zygote)) as workshop:
+        yield Reference(workshop)
 
 
 @pytest.fixture(scope="module")

@@ -1,21 +1,20 @@
 """What ``Fuzz`` is tried on: families of models, tiers, and both of vLLM's model runners.
 
-Threading: plain functions.
+Threading: plain functions. vLLM is imported when an engine starts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from vllm.config import KVTransferConfig
+from typing import TYPE_CHECKING, Any
 
 from examples.demo.model import ModelShape, write_model
 from tests.families.checkpoints import write_eagle
-from tests.vllm.fuzz_rig import MAX_TOKENS, FuzzedEngine
 from tests.vllm.harness import tree_tier
-from tests.vllm.pipeline_rig import BLOCK_TOKENS, vllm_config_of
+
+if TYPE_CHECKING:
+    from tests.vllm.fuzz_rig import FuzzedEngine
 
 RUNNERS = {"first runner": False, "second runner": True}
 MEDIA = ("memory", "slab", "tree", "chain")
@@ -70,6 +69,11 @@ def start_family(
     family: Family, medium: str, model: Path, path: Path, *, second_runner: bool = False, blocks: int = BLOCKS
 ) -> FuzzedEngine:
     """Start an engine. ``model``: from ``write_base``. ``path``: for its files."""
+    from vllm.config import KVTransferConfig
+
+    from tests.vllm.fuzz_rig import MAX_TOKENS, FuzzedEngine
+    from tests.vllm.pipeline_rig import BLOCK_TOKENS, vllm_config_of
+
     memory = {"kind": "memory", "capacity": "16MiB"}
     slab = {"kind": "slab", "path": str(path / "slab"), "capacity": "64MiB"}
     tiers = {

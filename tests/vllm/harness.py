@@ -15,12 +15,13 @@ taken from vLLM's prefix cache or loaded, and ``Answer.same_as`` may compare bit
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,10 @@ __all__ = [
     "chain_config",
     "close",
     "file_tier",
+    "forked_workshop",
     "prompts",
     "same",
+    "start_zygote",
     "tier_config",
     "tree_tier",
 ]
@@ -122,6 +125,20 @@ class Workshop:
         for engine in self._engines:
             engine.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def start_zygote(scratch: Path, **environment: str) -> Zygote:
+    """Start what engines are forked from; the caller closes it. ``scratch``: for its log and what engines write."""
+    quick = quick_environment(scratch=scratch, in_process=True)
+    return Zygote(scratch / "zygote.log", {**quick, **ONE_CORE, **environment})
+
+
+@contextlib.contextmanager
+def forked_workshop(scratch: Path, **environment: str) -> Iterator[Workshop]:
+    """Yield a workshop with a zygote of its own, as ``start_zygote``."""
+    zygote = start_zygote(scratch, **environment)
+    with contextlib.closing(zygote), contextlib.closing(Workshop(zygote)) as workshop:
+        yield workshop
 
 
 def file_tier(path: Path, *, capacity: str = "256MiB", **fields: Any) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from nixl_offload.engine import jobs
-from tests.prove import scheduler
 from tests.thinned import thinned
 from tests.vllm.fuzz_families import FAMILIES, MEDIA, RUNNERS, Family, start_family, write_base
 from tests.vllm.fuzz_rig import ON_DISK, Fuzz, FuzzedEngine, fuzzed
@@ -262,8 +261,3 @@ def test_nothing_that_users_do_makes_a_request_begin_with_wrong_kv(
     assert engine.left() == []
     assert engine.rank.answers >= 5
     assert engine.rank.moved["load"], "something was loaded"
-
-
-def test_make_prove_tries_every_family() -> None:
-    """It lists them without vLLM."""
-    assert set(scheduler.FAMILIES) == set(FAMILIES)

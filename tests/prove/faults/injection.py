@@ -7,7 +7,6 @@ of the cell's own thread are spared inside ``spared``.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -78,7 +77,8 @@ class Faults:
 
     def __init__(self, root: Path) -> None:
         self._root = str(root)
-        self._armed: Armed | None = None
+        self.armed: Armed | None = None
+        """What is in force."""
         self._mine = threading.local()
         self._movers: list[SeededMover] = []
         self.counts: Counter[str] = Counter()
@@ -89,13 +89,9 @@ class Faults:
         self._wrap_memory()
         self._wrap_movers()
 
-    def arm(self, armed: Armed) -> None:
-        """Have a fault in force."""
-        self._armed = armed
-
     def lift(self) -> None:
         """End it. What hangs goes on."""
-        armed, self._armed = self._armed, None
+        armed, self.armed = self.armed, None
         if armed is not None:
             armed.released.set()
             self.counts[armed.fault] += armed.hits
@@ -104,14 +100,9 @@ class Faults:
 
     def lift_calls(self) -> None:
         """Let calls of the operating system go on; transfers that are stuck stay so."""
-        if self._armed is not None:
-            self._armed.calls = False
-            self._armed.released.set()
-
-    @property
-    def armed(self) -> Armed | None:
-        """What is in force."""
-        return self._armed
+        if self.armed is not None:
+            self.armed.calls = False
+            self.armed.released.set()
 
     @contextlib.contextmanager
     def spared(self) -> Iterator[None]:
@@ -130,7 +121,7 @@ class Faults:
 
     def _around(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
-            armed = self._armed
+            armed = self.armed
             if armed is not None and armed.calls and arguments and not getattr(self._mine, "spared", False):
                 self._mine.spared = True  # for looking up the path below, and what pathlib calls within a call
                 try:
@@ -171,7 +162,7 @@ class Faults:
         real_map, real_acquire = mmap.mmap, staging.SlotPool.acquire
 
         def map_memory(*arguments: Any, **named: Any) -> Any:
-            armed = self._armed
+            armed = self.armed
             if (
                 armed is not None
                 and armed.fault == "OOM of staging"
@@ -183,7 +174,7 @@ class Faults:
             return real_map(*arguments, **named)
 
         def acquire(pool: Any) -> Any:
-            armed = self._armed
+            armed = self.armed
             if armed is not None and armed.fault == "OOM of staging" and armed.transfers and armed.strikes():
                 return None
             return real_acquire(pool)
@@ -206,8 +197,8 @@ class Faults:
 
         def begin(agent: Any, handle: Any) -> str:
             """Start nothing: what NIXL says of a read that has failed, which the mover of objects repeats."""
-            armed = self._armed
-            if armed is not None and armed.transfers and armed.fault == "EIO" and agent._plugin.plugin == "OBJ":
+            armed, plugins = self.armed, {plugin.plugin for plugin in agent._plugins}
+            if armed is not None and armed.transfers and armed.fault == "EIO" and "OBJ" in plugins:
                 return "ERR" if armed.strikes() else real_begin(agent, handle)
             return real_begin(agent, handle)
 
@@ -282,9 +273,3 @@ _TRANSFERS: Final = {
     "late write": FaultKind.STUCK,
     "flipped": FaultKind.CORRUPT,
 }
-
-
-def flip_memory(address: int, length: int, rng: random.Random) -> None:
-    """Flip a bit of memory."""
-    byte = ctypes.c_uint8.from_address(address + rng.randrange(length))
-    byte.value ^= 1 << rng.randrange(8)

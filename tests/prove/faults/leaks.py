@@ -13,12 +13,16 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from nixl_offload.engine import LinkEngine, pump
-from tests.prove.faults.clock import CLOCK, real_s
-from tests.prove.faults.context import Context
-from tests.prove.faults.server import Server
+from nixl_offload.tiers.shared.tier import SharedTier
+from nixl_offload.tiers.slot_tier import SlotTier
+from tests.prove.clock import real_s
+from tests.prove.faults.injection import Faults
+from tests.prove.server import Server
 
 SOON_S: Final = 3.0
 """Real time within which something must be given back."""
@@ -26,21 +30,21 @@ _SHARD: Final = re.compile(r"/\.?[0-9a-f]{40}\.[0-9a-f]{4}")
 
 
 class Leaks:
-    """Looks for them in a cell, and adds them to its outcome."""
+    """Looks for them, and calls ``report`` with a sentence for each."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, root: Path, faults: Faults, report: Callable[[str], None]) -> None:
+        self._root, self._faults, self._report = str(root), faults, report
         self._kept: list[object] = []
         self._excused: set[threading.Thread | str] = set()
         """Threads and files that were reported, or are left behind with storage that hung."""
 
-    def check_held(self, server: Server) -> None:
+    def check_held(self, server: Server, after_a_while: Callable[[], None]) -> None:
         """With nothing under way nothing is held, soon: what was given up, and has ended since, included."""
         until_s = real_s() + SOON_S
-        while (held := server.held() + self._open_shards(server)) and real_s() < until_s:
-            self._context.steps_for(0.01)
-            CLOCK.ahead_s += 1.0
-        self._report(held)
+        while (left := _held(server) + self._open_shards(server)) and real_s() < until_s:
+            after_a_while()
+        for sentence in left:
+            self._report(sentence)
 
     def check_after(self) -> None:
         """A server has ended: so have its threads, and its files are closed."""
@@ -54,25 +58,26 @@ class Leaks:
         until_s = real_s() + SOON_S
         while (left := self._open_below_root()) and real_s() < until_s:
             time.sleep(0.02)
-        self._report([f"{path} is open after the end" for path in left])
+        for path in left:
+            self._report(f"{path} is open after the end")
         self._excused.update(left)
 
     def _open_shards(self, server: Server) -> list[str]:
         """Return the files of a shared directory that stay open; a slab's one, and what was given up, is for good."""
-        if self._context.tier != "shared_dir" or pump.LEAKED:
+        if not isinstance(server.serving[-1], SharedTier) or pump.LEAKED:
             return []
-        for engines in server.engines:
-            if isinstance(engine := engines.get(max(engines)), LinkEngine):
+        for rank in server.ranks:
+            if isinstance(engine := rank.engines.get(len(server.serving) - 1), LinkEngine):
                 engine.paths.link._close_stale()  # what could not be closed at once is with the next
         return [f"{path} is open" for path in self._open_below_root() if _SHARD.search(path)]
 
     def _open_below_root(self) -> list[str]:
-        return [path for path in self._open_files() if path.startswith(str(self._context.root))]
+        return [path for path in self._open_files() if path.startswith(self._root)]
 
     def _open_files(self) -> list[str]:
         """Return what this process has open, by names; a draft that was deleted since has the one it had."""
         found = []
-        with self._context.faults.spared():
+        with self._faults.spared():
             for descriptor in os.listdir("/proc/self/fd"):
                 with contextlib.suppress(OSError):
                     found.append(os.readlink(f"/proc/self/fd/{descriptor}").removesuffix(" (deleted)"))
@@ -82,16 +87,41 @@ class Leaks:
         until_s = real_s() + SOON_S
         while (left := self._threads()) and real_s() < until_s and not pump.LEAKED:
             time.sleep(0.002)
-        if left and not pump.LEAKED:
-            frames = sys._current_frames()
-            stacks = ["".join(traceback.format_stack(frames.get(each.ident or 0), limit=6)) for each in left]
-            names = [each.name for each in left]
-            self._report(["threads go on: " + "\n".join(map("\n".join, zip(names, stacks, strict=True)))])
+        frames = sys._current_frames()
+        for thread in left if not pump.LEAKED else ():
+            stack = "".join(traceback.format_stack(frames.get(thread.ident or 0), limit=6))
+            self._report(f"thread {thread.name} goes on: {stack}")
         self._excused.update(left)
 
     def _threads(self) -> list[threading.Thread]:
         ours = [thread for thread in threading.enumerate() if thread.name.startswith("nixl-offload")]
         return [thread for thread in ours if thread not in self._excused]
 
-    def _report(self, found: list[str]) -> None:
-        self._context.outcome.leaks += [f"{self._context.where}: {sentence}" for sentence in found]
+
+def _held(server: Server) -> list[str]:
+    """Return what is held although nothing is under way."""
+    found = []
+    for position, tier in server.opened.items():
+        if isinstance(tier, SlotTier):
+            tier.check()
+            if tier._index.held:
+                found.append(f"tier {position}: {tier._index.held} chunks are held")
+        elif isinstance(tier, SharedTier) and tier._presence.held:
+            found.append(f"tier {position}: {tier._presence.held} beliefs are held")
+    counts = server.catalog.counts()
+    for what in ("unsaved_bytes", "storing_bytes", "write_through_bytes"):
+        value = getattr(counts, what)
+        if any(value) if isinstance(value, tuple | list) else value:
+            found.append(f"{what}: {value}")
+    for rank in server.ranks:
+        for position in rank.chain.open_tiers:
+            engine = rank.engines[position]
+            in_flight = engine.in_flight
+            if in_flight.batches or in_flight.chunks or in_flight.stores or in_flight.background:
+                found.append(f"rank {rank.number}, tier {position}: {in_flight}")
+            if isinstance(engine, LinkEngine):
+                for pool in engine.paths.link_memory.pools.values():
+                    if pool.free != pool.usable:
+                        out = pool.usable - pool.free
+                        found.append(f"rank {rank.number}, tier {position}: {out} staging slots are out")
+    return found

@@ -2,34 +2,78 @@
 
 A cell for each target, in a process of its own, for libFuzzer ends the process that it runs in. What was kept in
 ``tests/fixtures/fuzz`` is tried first, and what reached something new in an earlier run: that is in
-``build/prove/corpus``. Inputs that found something are in ``build/prove/found``, named as among the fixtures, to be
+``build/prove/corpus``. An input that found something is in ``build/prove/found``, named as among the fixtures, to be
 moved there. ``python -m tests.prove.fuzz TARGET FILE`` shows one again.
+
+Threading: one thread. A target raises ``Broken`` where a promise does not hold; any other exception that gets out
+of the product is not a documented error, and as much a finding.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final, TypeVar
 
-from tests.prove.cells import Cell, Outcome
-from tests.prove.fuzz.target import Target, targets
+from tests.prove.cells import ROOT, Cell, Outcome
+from tests.prove.fuzz.trees import Mutate
 
-_ROOT = Path(__file__).parents[3]
-KEPT = _ROOT / "build" / "prove"
+T = TypeVar("T")
+One = Callable[[bytes], None]
+CORPUS: Final = ROOT / "tests" / "fixtures" / "fuzz"
+"""A directory for each target: inputs that once reached something new, or found something."""
+KEPT: Final = ROOT / "build" / "prove"
 """Directory of what outlives a run."""
-_SECONDS = 12
+_SECONDS: Final = 12
 """No target gets more, however many inputs are left."""
-_ARTIFACT = "*-" + "[0-9a-f]" * 40
-"""How libFuzzer names an input that ended it."""
-_RUNS = re.compile(r"stat::number_of_executed_units: +(\d+)")
+_RUNS: Final = re.compile(r"stat::number_of_executed_units: +(\d+)")
+_ERROR: Final = re.compile(r"Uncaught Python exception: ===\s*(.+)")
+
+
+class Broken(AssertionError):  # noqa: N818 - it says what the promise is
+    """What was promised does not hold for an input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Something that reads bytes which others wrote."""
+
+    name: str
+    begin: Callable[[Path], One]
+    """Given a directory for scratch files, returns the function that takes an input."""
+    runs: int
+    """Inputs tried in the proof."""
+    seeds: Callable[[], Iterable[bytes]]
+    """Inputs to begin with, besides the corpus."""
+    words: Sequence[bytes] = ()
+    """What is worth putting into inputs."""
+    mutate: Mutate | None = None
+    """Changes inputs that are more than bytes; most changes, where it can."""
+    max_bytes: int = 4096
+    input_s: int = 5
+    """Longer than that for one input is a finding."""
+
+    @property
+    def directory(self) -> str:
+        """The name of a directory of inputs."""
+        return self.name.replace("/", "-")
+
+    def kept(self) -> list[bytes]:
+        """Return the inputs to begin with."""
+        return [*self.seeds(), *(file.read_bytes() for file in sorted((CORPUS / self.directory).glob("*")))]
+
+
+def targets() -> dict[str, Target]:
+    """Return all targets by name. They import the package, which a fuzzer instruments before."""
+    from tests.prove.fuzz import answers, stored, texts
+
+    return {target.name: target for part in (stored, texts, answers) for target in part.targets()}
 
 
 def cells(seed: int) -> Iterator[Cell]:
@@ -39,34 +83,64 @@ def cells(seed: int) -> Iterator[Cell]:
 
 
 def fuzz(name: str, seed: int) -> Outcome:
-    """Fuzz a target in a process of its own, in the current directory."""
-    target, found = targets()[name], Path("found.jsonl").absolute()
+    """Fuzz a target in a process of its own, in the current directory, until the first finding."""
+    target = targets()[name]
+    command = [sys.executable, "-m", "tests.prove.fuzz", name, f"--seed={seed}", f"--seconds={_SECONDS}"]
     ended = subprocess.run(
-        [
-            sys.executable, "-m", "tests.prove.fuzz", name, f"--seed={seed}", f"--seconds={_SECONDS}",
-            f"--found={found}", f"--corpus={KEPT / 'corpus' / target.directory}",
-        ],
-        env={**os.environ, "PYTHONPATH": str(_ROOT)}, capture_output=True, text=True, errors="replace", check=False,
-    )  # fmt: skip
+        [*command, f"--corpus={KEPT / 'corpus' / target.directory}"],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
     print(ended.stdout, ended.stderr)
-    runs = _RUNS.search(ended.stderr)
-    outcome = Outcome(counts={"inputs": int(runs[1])} if runs else {})
-    for line in found.read_text().splitlines() if found.exists() else ():
-        one = json.loads(line)
-        kept = _keep(target, base64.b64decode(one["input"]))
-        getattr(outcome, one["kind"]).append(f"{one['error']}; input: {kept}")
+    runs, outcome = _RUNS.search(ended.stderr), Outcome()
+    outcome.counts["inputs"] = int(runs[1]) if runs else 0
     if ended.returncode or runs is None:
-        kept_all = [_keep(target, file.read_bytes()) for file in Path("scratch").glob(_ARTIFACT)]
-        last = " | ".join(ended.stderr.strip().splitlines()[-3:])
-        outcome.dead.append(f"ended with {ended.returncode}: {last}; inputs: {', '.join(kept_all) or 'none'}")
+        kept = []
+        for file in Path("scratch").glob("*-" + "[0-9a-f]" * 40):  # as libFuzzer names an input that ended it
+            data = file.read_bytes()
+            kept.append(KEPT / "found" / target.directory / hashlib.sha1(data, usedforsecurity=False).hexdigest()[:12])
+            kept[-1].parent.mkdir(parents=True, exist_ok=True)
+            kept[-1].write_bytes(data)
+        error = _ERROR.search(ended.stderr)
+        said = error[1] if error else " | ".join(ended.stderr.strip().splitlines()[-3:])
+        where = outcome.wrong if said.startswith("Broken") else outcome.dead
+        inputs = ", ".join(str(file.relative_to(ROOT)) for file in kept)
+        where.append(f"ended with {ended.returncode}: {said}; input: {inputs or 'none'}")
     elif int(runs[1]) < target.runs:
         outcome.note = f"{int(runs[1]):,} of {target.runs:,} inputs, for {_SECONDS} s were over"
     return outcome
 
 
-def _keep(target: Target, data: bytes) -> str:
-    """Write an input down as it can be among the fixtures; return where."""
-    file = KEPT / "found" / target.directory / hashlib.sha1(data, usedforsecurity=False).hexdigest()[:12]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(data)
-    return str(file.relative_to(KEPT.parents[1]))
+def expect(holds: object, promise: str) -> None:
+    """Raise Broken unless it holds."""
+    if not holds:
+        raise Broken(promise)
+
+
+class Reader:
+    """Takes numbers, choices and bytes off an input, zeros and empty ones when it is used up."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    @property
+    def left(self) -> int:
+        """Bytes that were not taken yet."""
+        return max(0, len(self._data) - self._at)
+
+    def bytes(self, count: int) -> bytes:
+        """Take so many bytes, or all that are left."""
+        taken = self._data[self._at : self._at + count]
+        self._at += count
+        return taken
+
+    def number(self, count: int = 1) -> int:
+        """Take a number of so many bytes."""
+        return int.from_bytes(self.bytes(count), "little")
+
+    def choice(self, values: Sequence[T]) -> T:
+        """Take one of some values; a byte tells which."""
+        return values[self.number() % len(values)]

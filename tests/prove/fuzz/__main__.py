@@ -1,34 +1,29 @@
 """``python -m tests.prove.fuzz TARGET``: fuzz it by atheris; with files behind it, give it these inputs alone.
 
 ``python -m tests.prove.fuzz --replay``: give all targets what was kept and seeded changes of it, which takes seconds
-and needs no atheris. In a process of its own: targets change what a process has.
-
-Threading: one thread. Each finding is written to ``--found`` at once, as a JSON line: libFuzzer ends the
-process without coming back.
+and needs no atheris. In a process of its own: targets change what a process has. Threading: one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
-import json
 import os
 import random
 import resource
 import sys
 import traceback
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Final
 
-from tests.prove.fuzz.target import Broken, One, Target, targets, told
+from tests.prove.fuzz import Target, targets
 
-MEMORY_BYTES = 4 << 30
+MEMORY_BYTES: Final = 4 << 30
 """What an input may have the process allocate, together with all that it has imported."""
-_FOUND_MOST = 10
-_TREES = 0.7
+_TREES: Final = 0.7
 """Share of changes that ``Target.mutate`` makes."""
-_CHANGES = 200
-_FEWER = {"stored/index": 3, "answers/bucket": 10, "answers/obstore": 20, "texts/command_line": 20, "texts/config": 50}
+_CHANGES: Final = 200
+_FEWER: Final = {"stored/index": 3, "answers/bucket": 10, "answers/obstore": 20, "texts/config": 50}
 """Changes in a replay, where an input takes long."""
 
 
@@ -40,12 +35,12 @@ def main() -> int:
     parsing.add_argument("--replay", action="store_true")
     parsing.add_argument("--seed", type=int, default=1)
     parsing.add_argument("--seconds", type=int, default=600, help="end then, however many runs are left")
-    parsing.add_argument("--found", type=Path, default=Path("found.jsonl"))
     parsing.add_argument("--scratch", type=Path, default=Path("scratch"))
-    parsing.add_argument("--corpus", type=Path, help="keep inputs that reach something new here")
+    parsing.add_argument(
+        "--corpus", type=Path, default=Path("corpus"), help="keep inputs that reach something new here"
+    )
     chosen = parsing.parse_args()
-    chosen.scratch, chosen.found = chosen.scratch.absolute(), chosen.found.absolute()  # a target may go elsewhere
-    chosen.corpus = (chosen.corpus or chosen.scratch / "corpus").absolute()
+    chosen.scratch, chosen.corpus = chosen.scratch.absolute(), chosen.corpus.absolute()  # a target may go elsewhere
     inputs = [file.read_bytes() for file in chosen.inputs]
     chosen.scratch.mkdir(parents=True, exist_ok=True)
     if chosen.replay:
@@ -53,7 +48,7 @@ def main() -> int:
         sys.stdout.flush()
         os._exit(min(found, 1))  # a server of a target's still listens
     if not inputs:
-        return _fuzz(chosen)
+        _fuzz(chosen)
     one = targets()[chosen.target].begin(chosen.scratch)
     for data in inputs:
         one(data)
@@ -66,15 +61,16 @@ def _replay(target: Target, scratch: Path) -> int:
     directory.mkdir()
     os.chdir(directory)
     chance, found = random.Random(target.name), 0
-    kept = [*target.seeds(), *(file.read_bytes() for file in target.corpus())]
+    kept = target.kept()
     one = target.begin(directory)
     changes = [_changed(chance.choice(kept), target, chance) for _ in range(_FEWER.get(target.name, _CHANGES))]
     for data in [*kept, *changes]:
         try:
             one(data)
-        except Exception as error:  # noqa: BLE001 - anything is a finding
+        except Exception:  # noqa: BLE001 - anything is a finding
             found += 1
-            print(f"{target.name}: {told(error)}; input (base64): {base64.b64encode(data).decode()}")
+            told = traceback.format_exc(limit=-3)
+            print(f"{target.name}: {told}; input (base64): {base64.b64encode(data).decode()}")
     print(f"{target.name}: {len(kept)} kept inputs, {len(changes)} changes of them")
     return found
 
@@ -91,7 +87,8 @@ def _changed(data: bytes, target: Target, chance: random.Random) -> bytes:
     return bytes(edited[: target.max_bytes])
 
 
-def _fuzz(chosen: argparse.Namespace) -> int:
+def _fuzz(chosen: argparse.Namespace) -> None:
+    """Fuzz, and never return: libFuzzer ends the process."""
     import atheris
 
     # Branches of the package lead the way, and those of the reader of YAML.
@@ -101,17 +98,24 @@ def _fuzz(chosen: argparse.Namespace) -> int:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     corpus: Path = chosen.corpus
     corpus.mkdir(parents=True, exist_ok=True)
-    for number, seed in enumerate([*target.seeds(), *(file.read_bytes() for file in target.corpus())]):
+    for number, seed in enumerate(target.kept()):
         (corpus / f"seed-{number}").write_bytes(seed)
     words = chosen.scratch / "words"
     escaped = ("".join(map(r"\x{:02x}".format, word)) for word in target.words)
     words.write_text("".join(f'"{word}"\n' for word in escaped))
-    options = [
-        f"-seed={chosen.seed}", f"-runs={target.runs}", f"-max_total_time={chosen.seconds}",
-        f"-max_len={target.max_bytes}", f"-timeout={target.input_s}", "-rss_limit_mb=3072", "-print_final_stats=1",
-        f"-artifact_prefix={chosen.scratch}/", "-verbosity=1", "-len_control=0",
-    ]  # fmt: skip
-    options += [f"-dict={words}"] if target.words else []
+    options = {
+        "seed": chosen.seed,
+        "runs": target.runs,
+        "max_total_time": chosen.seconds,
+        "max_len": target.max_bytes,
+        "timeout": target.input_s,
+        "rss_limit_mb": 3072,
+        "print_final_stats": 1,
+        "artifact_prefix": f"{chosen.scratch}/",
+        "verbosity": 1,
+        "len_control": 0,
+        **({"dict": words} if target.words else {}),
+    }
     change = target.mutate
 
     def mutate(data: bytes, most: int, number: int) -> bytes:
@@ -119,31 +123,9 @@ def _fuzz(chosen: argparse.Namespace) -> int:
         changed = change(data, chance) if change is not None and chance.random() < _TREES else None
         return atheris.Mutate(data, most) if changed is None or len(changed) > most else changed
 
-    extra = {} if change is None else {"custom_mutator": mutate}
-    atheris.Setup([sys.argv[0], *options, str(corpus)], _noting(one, chosen.found), **extra)
+    arguments = [sys.argv[0], *(f"-{name}={value}" for name, value in options.items()), str(corpus)]
+    atheris.Setup(arguments, one, **({} if change is None else {"custom_mutator": mutate}))
     atheris.Fuzz()
-    return 0
-
-
-def _noting(one: One, found: Path) -> One:
-    """Return what gives inputs to a target and writes down what is found, each place in the code once."""
-    places = set[Iterable[object]]()
-
-    def noting(data: bytes) -> None:
-        try:
-            one(data)
-        except Exception as error:  # noqa: BLE001 - anything is a finding
-            frames = traceback.extract_tb(error.__traceback__)[-2:]
-            place = (type(error), *((frame.filename, frame.lineno) for frame in frames))
-            if place in places or len(places) >= _FOUND_MOST:
-                return
-            places.add(place)
-            kind = "wrong" if isinstance(error, Broken) else "dead"
-            line = {"kind": kind, "error": told(error), "input": base64.b64encode(data).decode()}
-            with found.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-
-    return noting
 
 
 if __name__ == "__main__":

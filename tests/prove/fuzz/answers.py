@@ -18,7 +18,7 @@ from nixl_offload.stores.base import ObjectInfo
 from nixl_offload.stores.s3 import open_store
 from nixl_offload.tiers.shared.inspect import SharedInspector, read_manifest
 from tests.contract.one_answer_server import OneAnswerServer
-from tests.prove.fuzz.target import One, Target, expect
+from tests.prove.fuzz import One, Target, expect
 
 _SECRETS = {"AWS_ACCESS_KEY_ID": "AKIAFAKE", "AWS_SECRET_ACCESS_KEY": "SECRETSECRET", "AWS_SESSION_TOKEN": "TOKENTOKEN"}
 _BYTES = 10
@@ -53,10 +53,10 @@ def asking(ask: Callable[[S3Config], Mapping[str, Callable[[bytes], Any]]]) -> C
             try:
                 asked[data[0] % len(asked) if data else 0](answer)
             except (StoreError, NotSupportedError) as error:
-                told = str(error)
-                expect(told.isprintable(), "an error is printable")
-                expect(not any(secret in told for secret in _SECRETS.values()), "an error tells no secret")
-                expect(len(told) < 2000, "an error is short")
+                said = str(error)
+                expect(said.isprintable(), "an error is printable")
+                expect(not any(secret in said for secret in _SECRETS.values()), "an error tells no secret")
+                expect(len(said) < 2000, "an error is short")
             del server._connections[:-4], server._threads[1:-4], server.requests[:]
 
         return one

@@ -30,7 +30,7 @@ from nixl_offload.index.durable import DurableIndex
 from nixl_offload.tiers.slab.directory import MANIFEST_NAME, last_use_s, read_manifest
 from nixl_offload.types import Key
 from tests.headers import Expected, make_page
-from tests.prove.fuzz.target import One, Reader, Target, expect
+from tests.prove.fuzz import One, Reader, Target, expect
 from tests.prove.fuzz.trees import json_mutated
 
 EXPECT = Expected(bytes(range(32)), bytes(range(100, 120)) + b"\0\0\0\1", 1, 3, 64)

@@ -1,28 +1,23 @@
-"""Targets: what people and other programs write. Config files, models' configs, hints, command lines."""
+"""Targets: what people and other programs write. Config files, and hints."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from nixl_offload.cli.main import COMMANDS, main
 from nixl_offload.config import kv_transfer_config, load_config, parse_config
 from nixl_offload.config.schema import TIER_KINDS, TIER_MODELS, Config
 from nixl_offload.errors import ConfigError
 from nixl_offload.vllm.hint_format import FIELD, BadHintError, hint_of
-from tests.prove.fuzz.target import One, Reader, Target, expect
+from tests.prove.cells import ROOT
+from tests.prove.fuzz import One, Target, expect
 from tests.prove.fuzz.trees import json_mutated, yaml_mutated
 
-_CONFIGS = Path(__file__).parents[3] / "nixl_offload" / "configs"
+_CONFIGS = ROOT / "nixl_offload" / "configs"
 _MESSAGE_MOST = 20_000
 _LINES_MOST = 200
-_EXITS = (0, 1, 2)
 
 
 def config(scratch: Path) -> One:
@@ -72,61 +67,6 @@ def hints(scratch: Path) -> One:
     return one
 
 
-def command_line(scratch: Path) -> One:
-    """Command lines of all commands: exit code 0, 1 or 2, and one clear line for what is wrong; no traceback."""
-    os.chdir(scratch)
-    Path("ok.yaml").write_text("tiers: [{kind: slab, path: slab, capacity: 64MiB}]\n".replace("slab,", f"{scratch}/s,"))
-    Path("shared.yaml").write_text(f"tiers: [{{kind: shared_dir, path: {scratch}/d, ttl: 1d}}]\n")
-    Path("wrong.yaml").write_text("tiers: [{kind: slab}]\n")
-    words = _words()
-
-    def one(data: bytes) -> None:
-        reader = Reader(data)
-        line = [reader.choice([*COMMANDS])]
-        while reader.left and len(line) < 8:
-            length = reader.number()
-            line.append(
-                reader.choice(words) if length >= 32 else reader.bytes(length).decode("utf-8", "surrogateescape")
-            )
-        if line[0] in ("check", "bucket"):
-            # They go on with tiers that can be opened for as long as measuring takes.
-            line = [word for word in line if word not in ("ok.yaml", "shared.yaml")]
-        if "-" in line:
-            return
-        said, told = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(told), warnings.catch_warnings():
-            try:
-                code = main(line)
-            except SystemExit as left:
-                code = left.code
-        expect(code in _EXITS, f"exit code {code} of {line}")
-        error = told.getvalue().strip()
-        expect("Traceback" not in error, "no traceback")
-        if code == 2:
-            last = error.splitlines()[-1] if error else ""
-            expect(last, f"a wrong command line is told: {line}")
-            expect(len(error) < _MESSAGE_MOST, "an error is short")
-
-    return one
-
-
-def _words() -> list[str]:
-    """Options of all commands, and values that fit some of them."""
-    import argparse
-
-    from nixl_offload.cli.main import whole_parser
-
-    [commands] = (each for each in whole_parser()._actions if isinstance(each, argparse._SubParsersAction))
-    options = {name for each in commands.choices.values() for name in each._option_string_actions}
-    values = [
-        "ok.yaml", "shared.yaml", "wrong.yaml", "absent.yaml", ".", "init", "slab", "s3", "shared_dir", "memory",
-        "bash", "0" * 32, "00", "abc", "1GiB", "0", "-1", "7d", "nan", "1e999", "500MB/s", "9" * 400, "", "\udcff",
-        "a\nb",
-        "\x1b[2J", "--", "nixl", "--size=1e9TiB", "--older-than=0s", "cpu-dev",
-    ]  # fmt: skip
-    return sorted(options - {"-h", "--help", "--version"}) + values
-
-
 def targets() -> Iterator[Target]:
     """All texts."""
     names = sorted({name for model in (Config, *TIER_MODELS.values()) for name in _fields(model)})
@@ -146,11 +86,6 @@ def targets() -> Iterator[Target]:
         lambda: [b'{"token_ids":[1,2],"prefetch":true}', b'{"nixl_offload":{"drop_from":3}}', b'[{"retain_s":1.5}]'],
         [b'"token_ids"', b'"prefetch"', b'"retain_s"', b'"store"', b'"drop_from"', b"NaN", b"1e999", b"-0.0"],
         partial(json_mutated, words=("token_ids", "prefetch", "retain_s", "store", "drop_from", FIELD)), max_bytes=400,
-    )  # fmt: skip
-    yield Target(
-        "texts/command_line", command_line, 4_000,
-        lambda: [bytes([number, 64, place]) for number in range(len(COMMANDS)) for place in (0, 40)],
-        max_bytes=64, input_s=20,
     )  # fmt: skip
 
 

@@ -11,27 +11,26 @@ is recorded.
 from __future__ import annotations
 
 import itertools
-import random
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.slab.directory import last_use_s
-from tests.prove.cells import Cell, Outcome
-from tests.prove.power.disk import Crash, Disk, Naming, crash_times, samples, whole_calls
+from tests.prove.cells import FINDINGS, Cell, Outcome
+from tests.prove.power.disk import Crash, Disk, Naming, end_of, samples
 from tests.prove.power.histories import NUMBERS, STORIES, Story
 from tests.prove.power.recording import History, build, record
 from tests.prove.server import Server
 
-DISKS = 100
-"""How many are opened of each history and way to keep names; of small histories a third more, as samples."""
-LIMIT_S = 600.0
-FRESH = (NUMBERS, NUMBERS + 1)
+DISKS: Final = 133
+"""How many are opened of each history and way to keep names; fewer where equal ones are drawn."""
+FRESH: Final = (NUMBERS, NUMBERS + 1)
 """Chunks that no history has."""
-GO_ON_EVERY = 8
+GO_ON_EVERY: Final = 8
 """On so many of the disks chunks are stored afterwards."""
 
 
@@ -39,43 +38,34 @@ def cells(seed: int) -> Iterator[Cell]:
     """Return the cells of this part."""
     for name, story in STORIES.items():
         for naming in story.names:
-            yield Cell(f"{name}, names: {naming}", partial(try_story, name, story, naming, f"{seed} {name}"), LIMIT_S)
+            run = partial(try_story, name, story, naming, f"{seed} {name}")
+            yield Cell(f"{name}, names: {naming}", run, limit_s=600.0)
 
 
 def try_story(name: str, story: Story, naming: Naming, seed: str, most: int = DISKS) -> Outcome:
-    """Record a history in the current directory, and open ``most`` of the disks that it may leave, or a few more."""
+    """Record a history in the current directory; open ``most`` of the disks that it may leave, and the whole one."""
     root = Path("recorded").absolute()
     root.mkdir()
     history = record(build(Path.cwd()), root, "tests.prove.power.histories", name)
     since = history.since("begin")
-    outcome, counts = Outcome(), Counter[str]()
-    whole = Crash(history, crash_times(history, since)[-1], naming, since).whole()
-    outcome.missed += _differences(whole, root)
-    judge = Judge(story, history, outcome, counts)
+    whole = Crash(history, end_of(history), naming, since).whole()
+    judge = Judge(story, history)
+    judge.outcome.missed += _differences(whole, root)
     judge.judge(whole, is_whole=True)
-    if story.is_small:
-        times = crash_times(history, since)
-        every = _unlike(disk for at in times for disk in whole_calls(Crash(history, at, naming, since)))
-        tried = every if len(every) <= most else random.Random(seed).sample(every, most)
-        counts["possible"], counts["of these tried"] = len(every), len(tried)
-        disks = tried + list(itertools.islice(samples(history, naming, since, seed), most // 3))
-    else:
-        disks = list(itertools.islice(samples(history, naming, since, seed), most))
-    for disk in disks:
+    for disk in itertools.islice(samples(history, naming, since, seed), most):
         judge.judge(disk)
-    if not counts["whole"]:
-        outcome.missed.append("no chunk was whole on any disk")
-    outcome.counts = {"histories": 1, "calls": len(history.calls), **counts}
-    return outcome
+    if not judge.counts["whole"]:
+        judge.outcome.missed.append("no chunk was whole on any disk")
+    judge.outcome.counts = {"histories": 1, "calls": len(history.calls), **judge.counts}
+    return judge.outcome
 
 
 class Judge:
     """Opens disks, and says what is wrong with what is found there."""
 
-    def __init__(self, story: Story, history: History, outcome: Outcome, counts: Counter[str]) -> None:
+    def __init__(self, story: Story, history: History) -> None:
+        self.outcome, self.counts = Outcome(), Counter[str]()
         self._story = story
-        self._outcome = outcome
-        self._counts = counts
         self._marks = [(said, *words.split()) for said, words in history.marks if words != "begin"]
         self._seen: set[bytes] = set()
         begun = history.since("begin")
@@ -89,45 +79,45 @@ class Judge:
         if disk.digest in self._seen:
             return
         self._seen.add(disk.digest)
-        self._counts["disks"] += 1
+        self.counts["disks"] += 1
         root = Path("disk").absolute()
         disk.lay_out(root)
-        wrong, dead, leaks, missed = list[str](), list[str](), list[str](), list[str]()
+        found = Outcome(leaks=_unclaimed(root))
         try:
-            leaks += _unclaimed(root)
             server = self._story.open(root, judging=True)
             try:
-                whole, bad = server.check(range(NUMBERS))
-                ready = self._ready(disk.crashed)
-                self._counts["whole"] += len(whole & ready)
-                self._counts["missed"] += len(ready - whole)
-                sure = self._sure(disk, server)
-                self._counts["sure"] += len(sure)
-                if lost := sure - whole:
-                    missed.append(f"chunks {sorted(lost)} were surely durable, and are not found")
-                self._counts["found but a miss"] += len(bad)
-                # What evicts meanwhile is not told: engines, and of three tiers what loads leave in memory.
-                evicts = self._story.small_tree or len(self._story.tiers) == 3
-                if is_whole and ready - whole and not evicts:
-                    missed.append(f"nothing was lost, but chunks {sorted(ready - whole)} are")
-                if (
-                    bad and "s" not in self._story.tiers and self._story.ranks == 1
-                ):  # of two ranks one may lack its file
-                    missed.append(f"chunks {sorted(bad)} are files by their names, but not whole")
-                if self._counts["disks"] % GO_ON_EVERY == 0 or is_whole:
-                    self._counts["gone on"] += 1
-                    server.store(FRESH)
-                    server.until(lambda: server.is_at_rest, "what was stored on this disk")
-                    if len(server.check(FRESH)[0]) < len(FRESH):
-                        missed.append("what was stored on this disk is not there")
-                wrong += server.wrong
+                self._check(server, disk, found, is_whole=is_whole)
             finally:
                 server.close()
         except Exception as error:  # noqa: BLE001 - a server must raise nothing
-            dead.append(f"{type(error).__name__}: {error}")
+            found.dead.append(f"{type(error).__name__}: {error}")
         shutil.rmtree(root)
-        for kind, found in (("wrong", wrong), ("dead", dead), ("leaks", leaks), ("missed", missed)):
-            getattr(self._outcome, kind).extend(f"{disk.told}: {what}" for what in found)
+        for kind in FINDINGS:
+            getattr(self.outcome, kind).extend(f"{disk.words}: {what}" for what in getattr(found, kind))
+
+    def _check(self, server: Server, disk: Disk, found: Outcome, *, is_whole: bool) -> None:
+        story, ready = self._story, self._ready(disk.crashed)
+        found.dead += [f"a tier did not open at once: {cause}" for cause in server.refused]
+        whole, bad = server.check(range(NUMBERS))
+        sure = self._sure(disk, server)
+        if lost := sure - whole:
+            found.missed.append(f"chunks {sorted(lost)} were surely durable, and are not found")
+        # What evicts meanwhile is not noted: engines, and of three tiers what loads leave in memory.
+        evicts = story.small_tree or len(story.tiers) == 3
+        if is_whole and ready - whole and not evicts:
+            found.missed.append(f"nothing was lost, but chunks {sorted(ready - whole)} are")
+        if bad and "s" not in story.tiers and story.ranks == 1:  # of two ranks one may lack its file
+            found.missed.append(f"chunks {sorted(bad)} are files by their names, but not whole")
+        if self.counts["disks"] % GO_ON_EVERY == 0 or is_whole:
+            self.counts["gone on"] += 1
+            server.store(FRESH)
+            server.until(lambda: server.is_at_rest, "what was stored on this disk")
+            if len(server.check(FRESH)[0]) < len(FRESH):
+                found.missed.append("what was stored on this disk is not there")
+        found.wrong += server.wrong
+        self.counts += Counter(
+            {"whole": len(whole & ready), "missed": len(ready - whole), "sure": len(sure), "found but a miss": len(bad)}
+        )
 
     def _sure(self, disk: Disk, server: Server) -> set[int]:
         """Return the chunks that were durable: in a slab, which never syncs its data, those from before the recording;
@@ -137,12 +127,12 @@ class Judge:
             return set()  # lookups promote, and what memory evicts meanwhile is a miss
         if "s" in self._story.tiers:
             return self._lasting
-        name = server.namespace.name
         return {
             number
             for number in range(NUMBERS)
             if all(
-                f"tree/{shard_name(name, server.key(number), rank)}" in disk.sure for rank in range(self._story.ranks)
+                f"tree/{shard_name(server.namespace.name, server.key(number), rank)}" in disk.sure
+                for rank in range(self._story.ranks)
             )
         }
 
@@ -152,11 +142,6 @@ class Judge:
             if int(said) < time:
                 (ready.add if what == "ready" else ready.discard)(int(number))
         return ready
-
-
-def _unlike(disks: Iterable[Disk]) -> list[Disk]:
-    """Return one each of equal disks."""
-    return list({disk.digest: disk for disk in disks}.values())
 
 
 def _unclaimed(root: Path) -> list[str]:

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from tests.prove.power.recording import NEVER, ON_NAMES, Call, History, Kind, Names, apply_to_names
 
@@ -40,8 +40,8 @@ class Disk:
     directories: tuple[str, ...]
     crashed: int
     """The time of the crash."""
-    told: str
-    """How to see it again, in words."""
+    words: str
+    """How to see it again."""
     sure: frozenset[str] = frozenset()
     """Files that all disks of this crash have, with the same content."""
 
@@ -69,17 +69,15 @@ class Crash:
 
     def __init__(self, history: History, at: int, naming: Naming, since: int = 0) -> None:
         """``at``: calls that have begun before may have been done."""
-        self.at = at
-        self.naming = naming
+        self._at = at
+        self._naming = naming
         begun = [call for call in history.calls if call.began < at]
         syncs = [call for call in begun if call.kind is Kind.SYNC and call.ended < at]
-        synced_files: dict[int, int] = {}
-        synced_directories: dict[str, int] = {}
+        synced: dict[int | str, int] = {}
+        """When the last sync of a file, or a directory, began."""
         for sync in syncs:
-            if sync.file > 0:
-                synced_files[sync.file] = max(sync.began, synced_files.get(sync.file, 0))
-            else:
-                synced_directories[sync.path] = max(sync.began, synced_directories.get(sync.path, 0))
+            what = sync.file if sync.file > 0 else sync.path
+            synced[what] = max(sync.began, synced.get(what, 0))
         any_sync = max([sync.began for sync in syncs], default=0)
 
         def is_certain(call: Call) -> bool:
@@ -87,49 +85,73 @@ class Crash:
                 return True
             if call.kind not in ON_NAMES:
                 is_durable = call.kind is Kind.WRITE and call.flags and call.ended < at
-                return bool(is_durable) or call.ended < synced_files.get(call.file, 0)
+                return bool(is_durable) or call.ended < synced.get(call.file, 0)
             if naming == "journal" and call.ended < any_sync:
                 return True
             parents = {os.path.dirname(name) for name in (call.path, call.other or call.path)}
-            return all(call.ended < synced_directories.get(parent, 0) for parent in parents)
+            return all(call.ended < synced.get(parent, 0) for parent in parents)
 
-        self.names = [(call, is_certain(call)) for call in begun if call.kind in ON_NAMES]
+        self._names = [(call, is_certain(call)) for call in begun if call.kind in ON_NAMES]
         data = [call for call in begun if call.kind in (Kind.WRITE, Kind.RESIZE, Kind.ALLOCATE)]
-        self.data = [(call, is_certain(call)) for call in data]
-        self.loose_names = [at for at, (_, certain) in enumerate(self.names) if not certain]
-        self.loose_data = [at for at, (_, certain) in enumerate(self.data) if not certain]
+        self._data = [(call, is_certain(call)) for call in data]
+        self._loose_names = [at for at, (_, certain) in enumerate(self._names) if not certain]
+        self._loose_data = [at for at, (_, certain) in enumerate(self._data) if not certain]
 
-    @cached_property
-    def sure(self) -> frozenset[str]:
-        """The files that are on each of these disks, with the same content."""
-        loose = [self.names[at][0] for at in self.loose_names]
-        named = {name for call in loose for name in (call.path, call.other) if name}
-        written = {self.data[at][0].file for at in self.loose_data}
-        return frozenset(
-            path
-            for path, file in self._found(frozenset()).items()
-            if file is not None
-            and file not in written
-            and not any(path == name or path.startswith(f"{name}/") for name in named)
-        )
+    def whole(self) -> Disk:
+        """Return the disk on which everything is."""
+        return self._disk(frozenset(self._loose_names), dict.fromkeys(self._loose_data), ", nothing lost")
 
-    def all_names(self) -> list[frozenset[int]]:
-        """Return each set of uncertain calls on names that may have been done, or of very many those that lack, or
-        have, two of them at most.
+    def sample(self, choose: random.Random, old: Sequence[bytes], words: str) -> Disk:
+        """Return a disk that lacks some names, and of each file some calls, pages or sectors, in one of several ways.
+        ``old``: what may lie where a file is longer than what was written.
         """
-        if self.naming == "journal":
-            return [frozenset(self.loose_names[:count]) for count in range(len(self.loose_names) + 1)]
-        return _subsets(self.loose_names)
+        if self._naming == "journal":
+            names = frozenset(self._loose_names[: choose.randint(0, len(self._loose_names))])
+        else:
+            odds = choose.choice([0.1, 0.5, 0.9, 1.0])
+            names = frozenset(at for at in self._loose_names if choose.random() < odds)
+        unit = choose.choice([PAGE, SECTOR])
+        data: dict[int, Part] = {}
+        sizes: set[int] = set()
+        calls_of: dict[int, list[int]] = {}
+        for at in self._loose_data:
+            calls_of.setdefault(self._data[at][0].file, []).append(at)
+        for _, positions in sorted(calls_of.items()):
+            self._choose(choose, positions, unit, data)
+            if choose.random() < 0.3:
+                sizes |= {at for at in positions if choose.random() < 0.5}
+        rest = choose.choice([b"\0", choose.choice(old) if old else b"\0"])
+        return self._disk(names, data, words, unit, sizes, rest)
 
-    def disk(
+    def _choose(self, choose: random.Random, positions: Sequence[int], unit: int, data: dict[int, Part]) -> None:
+        """Add to ``data`` which calls on a file were done."""
+        way, one, odds = choose.choice(_WAYS), choose.randrange(len(positions)), choose.choice([0.1, 0.5, 0.9])
+        for number, at in enumerate(positions):
+            units = range(-(-len(self._data[at][0].data) // unit) + 1)
+            some = frozenset(one for one in units if choose.random() < odds)
+            if way == "units":
+                data[at] = some
+            elif way == "lately torn":
+                data[at] = some if number >= len(positions) - 3 else None
+            elif (
+                way == "all"
+                or (way == "calls" and choose.random() < odds)
+                or (way == "up to one" and number < one)
+                or (way == "all but one" and number != one)
+                or (way == "only one" and number == one)
+            ):
+                data[at] = None
+            elif number == one and way != "none" and choose.random() < 0.5:
+                data[at] = some
+
+    def _disk(
         self,
         names: frozenset[int],
         data: Mapping[int, Part],
-        *,
+        words: str,
         unit: int = PAGE,
-        sizes: frozenset[int] = frozenset(),
+        sizes: Collection[int] = (),
         rest: bytes = b"\0",
-        told: str = "",
     ) -> Disk:
         """Return the disk on which of the uncertain calls these were done.
 
@@ -139,20 +161,34 @@ class Crash:
         found = self._found(names)
         files = {path: self._content(file, data, unit, sizes, rest) for path, file in found.items() if file is not None}
         directories = tuple(sorted(path for path, file in found.items() if file is None and path))
-        return Disk(files, directories, self.at, f"crash at {self.at}, names: {self.naming}{told}", self.sure)
+        words = f"crash at {self._at}, names: {self._naming}{words}"
+        return Disk(files, directories, self._at, words, self._sure)
+
+    @cached_property
+    def _sure(self) -> frozenset[str]:
+        """The files that are on each of these disks, with the same content."""
+        loose = [self._names[at][0] for at in self._loose_names]
+        named = {name for call in loose for name in (call.path, call.other) if name}
+        written = {self._data[at][0].file for at in self._loose_data}
+        return frozenset(
+            path
+            for path, file in self._found(frozenset()).items()
+            if file is not None
+            and file not in written
+            and not any(path == name or path.startswith(f"{name}/") for name in named)
+        )
 
     def _found(self, names: frozenset[int]) -> Names:
         """Return the names when of the uncertain calls on them these were done."""
         found: Names = {"": None}
-        for at, (call, certain) in enumerate(self.names):
+        for at, (call, certain) in enumerate(self._names):
             if certain or at in names:
                 apply_to_names(found, call)
         return found
 
     def _content(self, file: int, data: Mapping[int, Part], unit: int, sizes: Collection[int], rest: bytes) -> bytes:
-        """Return what a file holds: see ``disk``."""
         content = bytearray()
-        for at, (call, certain) in enumerate(self.data):
+        for at, (call, certain) in enumerate(self._data):
             if call.file == file:
                 if certain or at in data:
                     _apply(content, call, None if certain else data[at], unit, rest)
@@ -160,111 +196,24 @@ class Crash:
                     _extend(content, call.offset + len(call.data), rest)
         return bytes(content)
 
-    def whole(self) -> Disk:
-        """Return the disk on which everything is."""
-        return self.disk(frozenset(self.loose_names), dict.fromkeys(self.loose_data), told=", nothing lost")
+
+_WAYS: Final = ("all", "none", "calls", "units", "up to one", "all but one", "only one", "lately torn")
 
 
-def crash_times(history: History, since: int = 0) -> list[int]:
-    """Return the times between which no choice is lost: just before a sync ends, and the end. What may be there at any
-    other time may also be there at the next of these.
-    """
-    ends = [call.ended for call in history.calls if call.kind is Kind.SYNC and since < call.ended < NEVER]
+def end_of(history: History) -> int:
+    """Return a time after which nothing was done."""
     said = [time for time, _ in history.marks]
-    last = max(time for call in history.calls for time in (call.began, call.ended, *said) if time < NEVER)
-    return [*sorted(ends), last + 1]
-
-
-def whole_calls(crash: Crash) -> Iterator[Disk]:
-    """Yield the disks with each set of names and each set of whole calls on data; of very many sets those described in
-    ``_subsets``, each with all names, and all data with each set of names.
-    """
-    every_name, every_data = crash.all_names(), _subsets(crash.loose_data)
-    most_names = frozenset(crash.loose_names)
-    pairs = itertools.chain(
-        ((most_names, data) for data in every_data),
-        ((names, frozenset(crash.loose_data)) for names in every_name),
-        ((names, frozenset[int]()) for names in every_name),
-    )
-    if len(every_name) * len(every_data) <= 4096:
-        pairs = itertools.chain(itertools.product(every_name, every_data))
-    for names, data in pairs:
-        told = f", names {sorted(names)} of {len(crash.names)}, calls {sorted(data)} of {len(crash.data)}"
-        yield crash.disk(names, dict.fromkeys(data), told=told)
+    return 1 + max(time for call in history.calls for time in (call.began, call.ended, *said) if time < NEVER)
 
 
 def samples(history: History, naming: Naming, since: int, seed: str) -> Iterator[Disk]:
-    """Yield disks without end: at any time, of each file some calls, pages or sectors, in one of several ways."""
-    choose = random.Random(seed)
-    last = crash_times(history, since)[-1]
+    """Yield disks without end: at any time, and as often just before a sync ends, when most may be lost."""
+    choose, last = random.Random(seed), end_of(history)
+    syncs = [call.ended for call in history.calls if call.kind is Kind.SYNC and since < call.ended < NEVER]
     old = [call.data for call in history.calls if call.kind is Kind.WRITE and len(call.data) >= PAGE]
     for number in itertools.count():
-        crash = Crash(history, choose.randint(since, last), naming, since)
-        if naming == "journal":
-            names = frozenset(crash.loose_names[: choose.randint(0, len(crash.loose_names))])
-        else:
-            odds = choose.choice([0.1, 0.5, 0.9, 1.0])
-            names = frozenset(at for at in crash.loose_names if choose.random() < odds)
-        unit = choose.choice([PAGE, SECTOR])
-        data: dict[int, Part] = {}
-        sizes: set[int] = set()
-        ways = {file: choose.choice(_WAYS) for file in {call.file for call, _ in crash.data}}
-        calls_of: dict[int, list[int]] = {}
-        for at in crash.loose_data:
-            calls_of.setdefault(crash.data[at][0].file, []).append(at)
-        for file, positions in sorted(calls_of.items()):
-            _choose(choose, ways[file], positions, crash, unit, data)
-            if choose.random() < 0.3:
-                sizes |= {at for at in positions if choose.random() < 0.5}
-        rest = choose.choice([b"\0", choose.choice(old) if old else b"\0"])
-        told = f", sample {number} of {seed!r}"
-        yield crash.disk(names, data, unit=unit, sizes=frozenset(sizes), rest=rest, told=told)
-
-
-_WAYS = ("all", "none", "calls", "units", "up to one", "all but one", "only one", "lately torn")
-
-
-def _choose(
-    choose: random.Random, way: str, positions: Sequence[int], crash: Crash, unit: int, data: dict[int, Part]
-) -> None:
-    """Add to ``data`` which calls on a file were done."""
-    one = choose.randrange(len(positions))
-    odds = choose.choice([0.1, 0.5, 0.9])
-    for number, at in enumerate(positions):
-        call = crash.data[at][0]
-        units = range(-(-len(call.data) // unit) + 1)
-        some = frozenset(one for one in units if choose.random() < odds)
-        if way == "units":
-            data[at] = some
-        elif way == "lately torn":
-            data[at] = some if number >= len(positions) - 3 else None
-        elif (
-            way == "all"
-            or (way == "calls" and choose.random() < odds)
-            or (way == "up to one" and number < one)
-            or (way == "all but one" and number != one)
-            or (way == "only one" and number == one)
-        ):
-            data[at] = None
-        elif number == one and way != "none" and choose.random() < 0.5:
-            data[at] = some
-
-
-def _subsets(items: Sequence[int], most: int = 9) -> list[frozenset[int]]:
-    """Return all subsets of up to ``most`` items; of more those up to some item, those with two of the last ``most``
-    missing, and those of one or two of the last.
-    """
-    if len(items) <= most:
-        return [frozenset(some) for count in range(len(items) + 1) for some in itertools.combinations(items, count)]
-    found = {frozenset(items[:count]): None for count in range(len(items) + 1)}
-    lately = items[-most:]
-    for count in (1, 2):
-        for some in itertools.combinations(lately, count):
-            found[frozenset(items) - frozenset(some)] = None
-            found[frozenset(some)] = None
-    for count in range(1, len(items)):
-        found[frozenset(items[: count - 1]) | frozenset(items[count : count + 1])] = None
-    return list(found)
+        at = choose.choice([choose.randint(since, last), choose.choice([*syncs, last])])
+        yield Crash(history, at, naming, since).sample(choose, old, f", sample {number} of {seed!r}")
 
 
 def _extend(content: bytearray, end: int, rest: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What servers do while they are recorded: short histories, every loss of which is tried, small and long ones.
+"""What servers do while they are recorded: short histories and long ones.
 
 ``python -m tests.prove.power.histories ROOT NAME``, with the recording library preloaded. The process says in the log
 when what matters begins (``begin``), and which chunks may be loaded from a stored tier (``ready 5``, ``gone 5``).
@@ -12,13 +12,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from nixl_offload.config import Config
 from nixl_offload.tiers.slab.tier import SlabTier
 from tests.prove.power.disk import Naming
 from tests.prove.power.recording import mark
-from tests.prove.server import Server, config_of, key_of, memory, slab, tree
+from tests.prove.server import Server, config_of, key_of, tiers_of
 
 NUMBERS = 60
 """Chunks there are in any history. A slab has room for 40 of them, two ranks' for 36, an evicting tree for some 14."""
@@ -35,24 +33,20 @@ class Story:
     ranks: int = 1
     mover: str = "copy"
     small_tree: bool = False
-    is_small: bool = False
-    """All its losses of whole calls are known, and as many tried as there is time for, drawn by the seed; of others
-    samples."""
     names: tuple[Naming, ...] = ("journal", "any")
     """Ways in which names may be lost that make a difference."""
 
-    def config(self, root: Path, *, judging: bool = False) -> Config:
-        """Return the config of a server below ``root``; of one that judges it evicts nothing from a tree."""
-        made: dict[str, dict[str, Any]] = {
-            "m": memory("512KiB"),
-            "s": slab(root / "slab", SLAB[self.ranks]),
-            "t": tree(root / "tree", "300KiB" if self.small_tree and not judging else "64MiB"),
-        }
-        return config_of(*(made[kind] for kind in self.tiers))
-
     def open(self, root: Path, *, judging: bool = False) -> Server:
-        """Begin to serve."""
-        return Server(self.config(root, judging=judging), ranks=self.ranks, mover=self.mover)
+        """Serve, once every tier is open. A server that judges evicts nothing from a tree."""
+        capacity = "300KiB" if self.small_tree and not judging else "64MiB"
+        config = config_of(*tiers_of(self.tiers, root, SLAB[self.ranks], capacity))
+        server = Server(config, ranks=self.ranks, mover=self.mover)
+        try:
+            server.until(lambda: server.is_open, "opening")
+        except BaseException:
+            server.close()
+            raise
+        return server
 
 
 class Told:
@@ -195,18 +189,18 @@ def _evicting(root: Path, story: Story) -> None:
 
 
 STORIES = {
-    "slab/first start": Story("s", _first_start, is_small=True),
-    "slab/overwriting": Story("s", _overwriting, is_small=True, names=("journal",)),
-    "slab/overwriting, aio": Story("s", _overwriting, mover="posix_aio", is_small=True, names=("journal",)),
-    "slab/reopening": Story("s", _reopening, is_small=True),
-    "slab/index made anew": Story("s", _made_anew, is_small=True),
-    "slab/index damaged": Story("s", _damaged_index, is_small=True),
+    "slab/first start": Story("s", _first_start),
+    "slab/overwriting": Story("s", _overwriting, names=("journal",)),
+    "slab/overwriting, aio": Story("s", _overwriting, mover="posix_aio", names=("journal",)),
+    "slab/reopening": Story("s", _reopening),
+    "slab/index made anew": Story("s", _made_anew),
+    "slab/index damaged": Story("s", _damaged_index),
     "slab/long": Story("s", _long),
     "slab/long, two ranks": Story("s", _long, ranks=2),
     "slab/long, behind memory": Story("ms", _long),
-    "tree/one chunk": Story("t", _one_chunk, is_small=True),
-    "tree/first start": Story("t", _first_start, is_small=True),
-    "tree/first start, aio": Story("t", _first_start, mover="posix_aio", is_small=True),
+    "tree/one chunk": Story("t", _one_chunk),
+    "tree/first start": Story("t", _first_start),
+    "tree/first start, aio": Story("t", _first_start, mover="posix_aio"),
     "tree/evicting": Story("t", _evicting, small_tree=True),
     "tree/long, two ranks, behind memory": Story("mt", _long, ranks=2),
     "chain/memory, slab, tree": Story("mst", _long),

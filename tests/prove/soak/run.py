@@ -1,6 +1,10 @@
 """Runs the soak: memory, slab, shared directory and bucket; a first window, faults, recovery, a last window.
 
-Threading: the cell's main thread asks the engine; ``Troubles`` and ``Samples`` have a thread each, the proxy its own.
+The load is laps that are alike but for their salts. A lap has sessions of several turns with shared system prompts,
+sessions of earlier laps that come back, requests that are given up, and a reset while requests run. As each lap has a
+salt of its own, its prompts are new to every cache, while what is right was computed once.
+
+Threading: the cell's main thread asks the engine; ``Troubles`` has a thread, and the proxy its own.
 """
 
 from __future__ import annotations
@@ -8,29 +12,34 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-from examples.demo.engine import Engine, EngineError, quick_environment
+from examples.demo.engine import Answer, Engine, EngineError
 from examples.demo.model import TINY
 from nixl_offload.cli.main import main as nixl_offload
 from nixl_offload.tiers.shared.sweep import make_plan
 from tests.prove.cells import Outcome
 from tests.prove.happenings import files, make_disk
-from tests.prove.soak import laps
-from tests.prove.soak.samples import MIB, Samples, grown
 from tests.prove.soak.troubles import Troubles
 from tests.s3.proxy import FaultProxy
 from tests.s3.servers import RcloneServer
-from tests.vllm.harness import CHUNK_TOKENS, ONE_CORE, Workshop
-from tests.vllm.zygote import MAIN_MODULE, Zygote
+from tests.vllm.damage import Prompt
+from tests.vllm.harness import CHUNK_TOKENS, Workshop, close, forked_workshop
+from tests.vllm.zygote import MAIN_MODULE
 
+MIB: Final = 1 << 20
+LIMITS: Final = {"anonymous memory, MiB": 32.0, "shared memory, MiB": 1.0, "threads": 16.0, "descriptors": 16.0}
+"""By how much the median of the last laps may exceed that of the first: pools of threads and connections, and what they
+have freed and keep, grow when they are first needed whole, which may be in a fault. There are over a hundred of these
+in half an hour."""
 MEMORY, SLAB, TREE, BUCKET = 16 * MIB, 48 * MIB, 64 * MIB, 192 * MIB
 """A lap stores some 20 MiB."""
 STAGING: Final = 16 * MIB
@@ -45,10 +54,16 @@ SLOWER: Final = 0.2
 """A core of a virtual machine may be half of a real one, and the slower the more the other half has to do."""
 GC_LAPS: Final = 8
 RESET_LAPS: Final = 12
-"""More than the longest of ``laps.BACK``: after a reset of the connector nothing older counts in directory and bucket.
+"""More than the longest of ``BACK``: after a reset of the connector nothing older counts in directory and bucket.
 """
-LAP_S: Final = 120.0
-"""A lap that takes longer hangs."""
+REQUEST_S: Final = 60.0
+"""Requests that take longer hang."""
+VARIANTS, SESSIONS, TURNS = 3, 5, 3
+ANSWER_TOKENS: Final = 6
+SYSTEM_TOKENS: Final = 512
+TURN_TOKENS: Final = (150, 350)
+BACK: Final = (1, 2, 5)
+"""Sessions come back so many laps later: out of the slab, the directory, the bucket."""
 HEAP_MIB: Final = 2.0
 """By how much what libraries have from malloc may grow."""
 TROUBLE: Final = ("breaker_state", "disabled_ranks")
@@ -56,39 +71,103 @@ TROUBLE: Final = ("breaker_state", "disabled_ranks")
 
 
 @dataclass
+class Session:
+    """Prompts of its turns, each with the answer before it, and the answers of a vLLM without a connector."""
+
+    prompts: list[Prompt]
+    right: list[Answer] = field(default_factory=list)
+
+
+def sessions_of(seed: int, vocabulary: int, reference: Engine) -> list[list[Session]]:
+    """Draw the sessions of each variant of a lap, and have ``reference`` answer every turn."""
+    source = random.Random(seed)
+
+    def text(length: int) -> Prompt:
+        return [source.randrange(2, vocabulary) for _ in range(length)]
+
+    made = []
+    for _ in range(VARIANTS):
+        systems = [text(SYSTEM_TOKENS) for _ in range(2)]
+        sessions = [Session([systems[at % 2] + text(source.randint(*TURN_TOKENS))]) for at in range(SESSIONS)]
+        for session in sessions * TURNS:
+            [answer] = reference.generate(session.prompts[-1:], max_tokens=ANSWER_TOKENS)
+            session.right.append(answer)
+            session.prompts.append([*session.prompts[-1], *answer.tokens, *text(source.randint(*TURN_TOKENS))])
+        made.append(sessions)
+    return made
+
+
+@dataclass
 class _Run:
     """The engine, and what was asked of it so far."""
 
     engine: Engine
-    variants: list[laps.Variant]
+    variants: list[list[Session]]
     outcome: Outcome
+    directories: dict[str, Path]
+    """Whose files' space on disk is added up, by name."""
     tidy: Callable[[], None]
-    salts: list[str] = field(default_factory=list)
+    chance: random.Random
     lap_s: list[float] = field(default_factory=list)
+    taken: list[dict[str, float]] = field(default_factory=list)
+    """After each lap: what the engine takes of the machine."""
+    now: str = ""
+    """The fault that there is."""
 
-    def lap(self, what: str = "") -> None:
+    @property
+    def laps(self) -> int:
+        """How many there were."""
+        return len(self.lap_s)
+
+    def lap(self) -> None:
         """Ask a lap, and judge it."""
-        number = len(self.salts)
-        self.salts.append(f"{number}")
-        lap = laps.lap(self.variants, number, self.salts)
-        began_s = time.monotonic()
-        reply = self.engine.call(
-            "lap", requests=lap.requests, at_a_time=laps.AT_A_TIME, salt=lap.salt, resets=lap.resets, timeout_s=LAP_S
+        engine, number, began_s = self.engine, self.laps, time.monotonic()
+        sessions = self.variants[number % VARIANTS]
+        for turn in range(TURNS):
+            self._ask(sessions, turn, f"{number}")
+            if (before := number - BACK[turn]) >= 0:
+                others = self.variants[before % VARIANTS]
+                self._ask(others[:2], TURNS - 1, f"{before}")
+                engine.abandon([others[2].prompts[turn]], steps=self.chance.randint(1, 6))
+                self._count(aborts=1)
+        answers, resets = engine.generate_through_resets(
+            [session.prompts[-2] for session in sessions],
+            max_tokens=ANSWER_TOKENS,
+            every=2,
+            most=1,
+            timeout_s=REQUEST_S,
         )
+        self._judge(answers, [session.right[-1] for session in sessions], "through resets")
+        self._count(laps=1, resets=resets)
         self.lap_s.append(time.monotonic() - began_s)
-        self.outcome.wrong += [f"{sentence}{what and f' ({what})'}" for sentence in lap.judge(reply["outputs"])]
-        aborts = sum("abort" in asked for asked in lap.requests)
-        counts = Counter(laps=1, answers=lap.compared, aborts=aborts, resets=len(lap.resets))
-        self.outcome.counts = dict(Counter(self.outcome.counts) + counts)
+        self.taken.append(_taken(engine.pid, self.directories))
+        print(f"lap {number}, {self.lap_s[-1]:.1f} s", {name: round(value) for name, value in self.taken[-1].items()})
         if number % GC_LAPS == GC_LAPS - 1:
             self.tidy()
 
-    def laps_until(self, until_s: float) -> tuple[float, float]:
-        """Ask laps, each variant as often as the others. Returns begin and end."""
-        begin_s = time.monotonic()
-        while time.monotonic() < until_s or len(self.salts) % laps.VARIANTS:
+    def _ask(self, sessions: Sequence[Session], turn: int, salt: str) -> None:
+        asked = [session.prompts[turn] for session in sessions]
+        answers = self.engine.generate(asked, max_tokens=ANSWER_TOKENS, together=True, salt=salt, timeout_s=REQUEST_S)
+        self._judge(answers, [session.right[turn] for session in sessions], f"turn {turn} of lap {salt}")
+
+    def _judge(self, answers: Sequence[Answer], right: Sequence[Answer], what: str) -> None:
+        self._count(answers=len(answers))
+        self.outcome.wrong += [
+            f"lap {self.laps}, {what}, with {self.now or 'no fault'}: {answer.tokens}, not {other.tokens}, "
+            f"logprobs {answer.logprobs}, not {other.logprobs}"
+            for answer, other in zip(answers, right, strict=True)
+            if not close(answer, other)
+        ]
+
+    def _count(self, **counts: int) -> None:
+        self.outcome.counts = dict(Counter(self.outcome.counts) + Counter(counts))
+
+    def laps_for(self, seconds: float) -> slice:
+        """Ask laps, each variant as often as the others. Returns which."""
+        first, until_s = self.laps, time.monotonic() + seconds
+        while time.monotonic() < until_s or self.laps % VARIANTS:
             self.lap()
-        return begin_s, time.monotonic()
+        return slice(first, self.laps)
 
     def held(self) -> dict[str, Any]:
         """Return what the engine holds with nothing under way."""
@@ -97,16 +176,35 @@ class _Run:
         return self.engine.call("held")
 
 
+def _taken(pid: int, directories: dict[str, Path]) -> dict[str, float]:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {
+        "anonymous memory, MiB": int(status["RssAnon"].split()[0]) / 1024,
+        "shared memory, MiB": int(status["RssShmem"].split()[0]) / 1024,
+        "threads": int(status["Threads"]),
+        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+        **{
+            f"{name} on disk, MiB": sum(status.st_blocks * 512 for _, status in files(path)) / MIB
+            for name, path in directories.items()
+        },
+    }
+
+
+def grown(first: Mapping[str, float], last: Mapping[str, float]) -> list[str]:
+    """Return a sentence for each thing of which there is more at the end than ``LIMITS`` allow."""
+    return [
+        f"{name}: {first[name]:.1f} before, {last[name]:.1f} at the end, which is more than {limit:g} above"
+        for name, limit in LIMITS.items()
+        if last[name] > first[name] + limit
+    ]
+
+
 def soak(seed: int, seconds: float) -> Outcome:
     """Run a soak of ``seconds``. The seed does not decide which lap meets which fault."""
     outcome = Outcome()
     with contextlib.ExitStack() as stack:
         scratch = Path.cwd()
-        environment = {**quick_environment(scratch=scratch, in_process=True), **ONE_CORE, "MALLOC_ARENA_MAX": "2"}
-        zygote = Zygote(scratch / "zygote.log", environment)
-        stack.callback(zygote.close)
-        workshop = Workshop(zygote)
-        stack.callback(workshop.close)
+        workshop = stack.enter_context(forked_workshop(scratch, MALLOC_ARENA_MAX="2"))
         server = stack.enter_context(RcloneServer())
         stack.enter_context(mock.patch.dict(os.environ, server.environment))
         proxy = stack.enter_context(FaultProxy(server.port))
@@ -118,68 +216,67 @@ def soak(seed: int, seconds: float) -> Outcome:
         base = scratch / "kv" if disk is None else disk.path
         config = _config(base, server.tier("soak", endpoint=proxy.endpoint, request_timeout="1s"))
         with _engine(workshop, None) as reference:
-            variants = laps.make(seed, TINY.vocab, reference)
+            variants = sessions_of(seed, TINY.vocab, reference)
             reference.stop()
-        troubles = Troubles(seed, server, proxy, disk, base / "tree", base / "slab")
+        directories = {"slab": base / "slab", "tree": base / "tree", "bucket": server.directory}
+        troubles = Troubles(seed, server, proxy, disk, directories)
         engine = stack.enter_context(_engine(workshop, config, server.environment))
-        samples = Samples(engine.pid, {"slab": base / "slab", "tree": base / "tree", "bucket": server.directory})
-        stack.callback(samples.stop)
-        run = _Run(engine, variants, outcome, _collector(scratch, server, proxy))
+        collect = _collector(scratch, server, proxy)
+        run = _Run(engine, variants, outcome, directories, collect, random.Random(seed))
         try:
-            _go(run, seconds, troubles, samples)
+            _go(run, seconds, troubles)
         except EngineError as error:
             print(error)
             fault = troubles.now or "no fault"
-            outcome.dead.append(f"seed {seed}, lap {len(run.salts)}, {fault}: {str(error).splitlines()[0]}")
+            outcome.dead.append(f"seed {seed}, lap {run.laps}, {fault}: {str(error).splitlines()[0]}")
         else:
-            most = samples.window(how=max)
             for name, limit in (("slab", SLAB), ("tree", TREE + BURST)):
-                if most.get(f"{name} on disk, MiB", 0.0) * MIB > limit + MIB:
-                    outcome.leaks.append(f"{name}: {most[f'{name} on disk, MiB']:.0f} MiB on disk of {limit / MIB:.0f}")
+                most = max(taken[f"{name} on disk, MiB"] for taken in run.taken)
+                if most * MIB > limit + MIB:
+                    outcome.leaks.append(f"{name}: {most:.0f} MiB on disk of {limit / MIB:.0f}")
             run.tidy()
             if (left := sum(status.st_size for _, status in files(server.directory))) > BUCKET + MIB:
                 outcome.leaks.append(f"{left / MIB:.0f} MiB in the bucket of {BUCKET / MIB:.0f} after gc")
     return outcome
 
 
-def _go(run: _Run, seconds: float, troubles: Troubles, samples: Samples) -> None:
+def _go(run: _Run, seconds: float, troubles: Troubles) -> None:
     engine, outcome = run.engine, run.outcome
-    run.laps_until(time.monotonic() + WARM_UP * seconds)
-    while len(run.salts) <= max(laps.BACK):
+    run.laps_for(WARM_UP * seconds)
+    while run.laps <= max(BACK):
         run.lap()
-    first_lap = len(run.salts)
-    first = run.laps_until(time.monotonic() + WINDOW * seconds)
-    first_s = run.lap_s[first_lap:]
+    first = run.laps_for(WINDOW * seconds)
     before = run.held()
 
     until_s = time.monotonic() + TROUBLED * seconds
-    troubles.start()
-    try:
+    with troubles:
         while time.monotonic() < until_s:
-            run.lap(troubles.now)
-            if len(run.salts) % RESET_LAPS == 0:
+            run.now = troubles.now
+            run.lap()
+            if run.laps % RESET_LAPS == 0:
                 engine.reset_prefix_cache(connector=True)
-    finally:
-        troubles.stop()
+    run.now = ""
     outcome.counts["faults"] = sum(troubles.struck.values())
     outcome.missed += troubles.idle
-    calm_lap = len(run.salts) + max(laps.BACK)
+    calm_lap = run.laps + max(BACK)
     took_s = _until_back(run)
-    run.laps_until(time.monotonic() + CALM * seconds)
-    while len(run.salts) <= calm_lap or len(run.salts) % laps.VARIANTS != first_lap % laps.VARIANTS:
+    run.laps_for(CALM * seconds)
+    while run.laps <= calm_lap or run.laps % VARIANTS != first.start % VARIANTS:
         run.lap()
-    last_lap = len(run.salts)
-    last = run.laps_until(time.monotonic() + WINDOW * seconds)
+    last = run.laps_for(WINDOW * seconds)
 
     after = run.held()
     outcome.missed += _unused(engine)
-    medians = samples.window(*first), samples.window(*last)
+    medians = [
+        {name: statistics.median(taken[name] for taken in run.taken[window]) for name in run.taken[0]}
+        for window in (first, last)
+    ]
     outcome.leaks += grown(*medians)
-    heaps = [told["malloc_bytes"] / MIB for told in (before, after)]
+    heaps = [held["malloc_bytes"] / MIB for held in (before, after)]
     if heaps[1] > heaps[0] + HEAP_MIB:
         outcome.leaks.append(f"malloc has {heaps[0]:.1f} MiB in use at first, {heaps[1]:.1f} at the end")
     outcome.leaks += [f"{count} {what} with nothing under way" for what, count in after["held"].items() if count]
-    pace = statistics.median(first_s) / statistics.median(run.lap_s[last_lap:])
+    pace = statistics.median(run.lap_s[first]) / statistics.median(run.lap_s[last])
     if pace < 1 - SLOWER:
         outcome.missed.append(f"the last laps had {pace:.0%} of the first ones' throughput")
     outcome.note = (
@@ -194,9 +291,7 @@ def _go(run: _Run, seconds: float, troubles: Troubles, samples: Samples) -> None
 def _unused(engine: Engine) -> list[str]:
     """Return the tiers from which nothing was loaded: of these the answers say nothing."""
     values = engine.call("labelled", name="vllm:nixl_offload_chunks")["values"]
-    loaded = {
-        told["tier"] for told, count in values if count and (told["operation"], told["outcome"]) == ("load", "ok")
-    }
+    loaded = {of["tier"] for of, count in values if count and (of["operation"], of["outcome"]) == ("load", "ok")}
     unused = {"memory", "slab", "shared_dir", "s3"} - loaded
     return [f"nothing was loaded from {kind}" for kind in sorted(unused)]
 
@@ -208,7 +303,7 @@ def _until_back(run: _Run) -> float:
         run.lap()
         run.engine.settle()
         states = {name: run.engine.labelled(f"vllm:nixl_offload_{name}", "tier") for name in TROUBLE}
-        assert all(states.values()), f"a metric is not told: {states}"
+        assert all(states.values()), f"a metric is missing: {states}"
         out = [f"{name}: {by_tier}" for name, by_tier in states.items() if any(by_tier.values())]
         took_s = time.monotonic() - began_s
         if not out or took_s > BACK_S:
@@ -224,13 +319,7 @@ def _config(base: Path, bucket: dict[str, Any]) -> dict[str, Any]:
         {"kind": "shared_dir", "path": str(base / "tree"), "capacity": TREE, "evict": True, "lookup": lookup},
         {**bucket, "capacity": BUCKET, "lookup": lookup},
     ]
-    return {
-        "chunk_tokens": CHUNK_TOKENS,
-        "slow_hits": "take",
-        "load_timeout": "2s",
-        "staging": STAGING,
-        "tiers": tiers,
-    }
+    return {"chunk_tokens": CHUNK_TOKENS, "slow_hits": "take", "load_timeout": "2s", "staging": STAGING, "tiers": tiers}
 
 
 def _engine(workshop: Workshop, config: dict[str, Any] | None, environment: dict[str, str] | None = None) -> Engine:
@@ -238,7 +327,7 @@ def _engine(workshop: Workshop, config: dict[str, Any] | None, environment: dict
         connector=config,
         environment={**(environment or {}), MAIN_MODULE: "tests.prove.soak.host"},
         kv_cache_memory_bytes=24 * MIB,
-        max_num_seqs=2 * laps.AT_A_TIME,
+        max_num_seqs=8,
     )
 
 

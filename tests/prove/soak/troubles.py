@@ -1,6 +1,6 @@
 """Faults that come and go by a seeded timetable: of the bucket's server, of the filesystem, of what rests on both.
 
-Threading: one thread of its own begins and ends them. ``stop`` ends the last one and joins it.
+Threading: one thread of its own begins and ends them, while the context lasts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -36,33 +36,40 @@ class Troubles:
     """Begins with the next fault when the last one is over and some time has passed."""
 
     def __init__(
-        self, seed: int, server: RcloneServer, proxy: FaultProxy, disk: SmallFilesystem | None, tree: Path, slab: Path
+        self,
+        seed: int,
+        server: RcloneServer,
+        proxy: FaultProxy,
+        disk: SmallFilesystem | None,
+        directories: Mapping[str, Path],
     ) -> None:
-        """``disk`` holds ``tree`` and ``slab``; None: it is no filesystem of its own and cannot be filled."""
+        """``disk`` holds the tree and the slab of ``directories``; None: it is no filesystem of its own and cannot be
+        filled.
+        """
         self._source = random.Random(f"troubles {seed}")
-        self._server, self._slab = server, slab
+        self._server = server
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="troubles")
         self._failed: Exception | None = None
-        self.begun: Counter[str] = Counter()
+        self._begun: Counter[str] = Counter()
         self.struck: Counter[str] = Counter()
         """How often each found something to break."""
         self.now = ""
         """Which one there is; none: a pause."""
         self._kinds: dict[str, Outage] = bucket_outages(server, proxy)
-        for place, directory in (("tree", tree), ("bucket", server.directory), ("slab", slab)):
+        for place, directory in directories.items():
             for damage in (
-                ("flipped", "truncated", "emptied", "swapped", "deleted") if place != "slab" else ("flipped",)
+                ("flipped",) if place == "slab" else ("flipped", "truncated", "emptied", "swapped", "deleted")
             ):
                 name = f"{place} {damage}"
                 self._kinds[name] = partial(self._damaged, name, directory, damage)
         if disk is not None:
             self._kinds |= disk_outages(disk)
 
-    def start(self) -> None:
+    def __enter__(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """End what lasts. Raises what went wrong in the thread: then less was tried than it seems."""
         self._stopping.set()
         self._thread.join()
@@ -72,8 +79,8 @@ class Troubles:
     @property
     def idle(self) -> list[str]:
         """A sentence for each kind that broke nothing, though it came often."""
-        idle = [name for name in self._kinds if not self.struck[name] and self.begun[name] >= OFTEN]
-        return [f"{name} broke nothing, {self.begun[name]} times" for name in idle]
+        idle = [name for name in self._kinds if not self.struck[name] and self._begun[name] >= OFTEN]
+        return [f"{name} broke nothing, {self._begun[name]} times" for name in idle]
 
     def _run(self) -> None:
         try:
@@ -83,7 +90,7 @@ class Troubles:
                         return
                     with self._kinds[name]() as rule:
                         self.now = name
-                        self.begun[name] += 1
+                        self._begun[name] += 1
                         over = self._stopping.wait(self._source.uniform(*LASTS_S))
                         until_s = time.monotonic() + UNTIL_ASKED_S
                         while isinstance(rule, Rule) and not rule.hits and not over and time.monotonic() < until_s:
@@ -94,7 +101,7 @@ class Troubles:
                     )
                     if over:
                         return
-        except Exception as error:  # noqa: BLE001 - raised by ``stop``
+        except Exception as error:  # noqa: BLE001 - raised at the end
             self._failed = error
 
     @contextlib.contextmanager
