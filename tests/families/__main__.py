@@ -13,13 +13,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from examples.demo.engine import EngineError, quick_environment
-from tests.families.layouts import LAYOUTS, try_layout
-from tests.families.models import FAMILIES
-from tests.families.trial import TIERS, Cell, Trial, why
+from examples.demo.engine import EngineError
+from tests.families.models import FAMILIES, LAYOUTS
+from tests.families.trial import TIERS, Cell, Trial, try_layout, why
 from tests.s3.servers import RcloneServer
-from tests.vllm.harness import ONE_CORE, Workshop
-from tests.vllm.zygote import Zygote
+from tests.vllm.harness import Workshop, start_zygote
 
 FINDING = re.compile(r"[A-Z]{4}")
 """In what came out of a case."""
@@ -38,15 +36,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     print("| on | what came out |\n| --- | --- |", flush=True)
     found = 0
-    with tempfile.TemporaryDirectory(prefix="nixl-offload-families-") as scratch_name, RcloneServer() as server:
-        scratch = Path(scratch_name)
-        zygote = Zygote(scratch / "log", {**quick_environment(scratch=scratch, in_process=True), **ONE_CORE})
-        with contextlib.closing(zygote):
-            for row in wanted:
-                with contextlib.closing(Workshop(zygote)) as workshop:
-                    cells = [str(cell) for cell in _cells(row, workshop, server)]
-                found += any(FINDING.search(cell.replace("Spec", "")) for cell in cells)
-                print(f"| {row} | {'; '.join(cells)} |", flush=True)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(RcloneServer())
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="nixl-offload-families-"))
+        zygote = stack.enter_context(contextlib.closing(start_zygote(Path(scratch))))
+        for row in wanted:
+            with contextlib.closing(Workshop(zygote)) as workshop:
+                cells = [str(cell) for cell in _cells(row, workshop, server)]
+            found += any(FINDING.search(cell.replace("Spec", "")) for cell in cells)
+            print(f"| {row} | {'; '.join(cells)} |", flush=True)
     return 1 if found else 0
 
 

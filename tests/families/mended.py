@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm import _custom_ops
 
-from tests.families.extension import FamilyExtension
+from tests.families.extensions import FamilyExtension
 
 _rotate = _custom_ops.rotary_embedding
 

@@ -5,8 +5,9 @@ Threading: immutable descriptions; ``write`` makes files in the directory that i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -43,7 +44,7 @@ class Family:
     """Writes the checkpoint of a draft; its directory becomes ``speculative_config["model"]``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Of the engine's process."""
-    extension: str = "tests.families.extension.FamilyExtension"
+    extension: str = "tests.families.extensions.FamilyExtension"
     """Of vLLM's worker class."""
     ranks: int = 1
     """Of tensor parallelism, each a process of its own."""
@@ -51,8 +52,7 @@ class Family:
     """What the image that all prompts come with adds in front of them; 0: there is none."""
 
 
-def _llama(directory: Path) -> Path:
-    return write_model(directory, TINY)
+_llama: Final = partial(write_model, shape=TINY)
 
 
 def _checkpoint(model_type: str, **fields: Any) -> Callable[[Path], Path]:
@@ -92,7 +92,7 @@ FAMILIES: Final = {
     family.name: family
     for family in (
         Family("llama", _llama),
-        Family("llama-windows", lambda directory: write_model(directory, TINY_HYBRID)),
+        Family("llama-windows", partial(write_model, shape=TINY_HYBRID)),
         Family("mistral-window", _checkpoint("mistral", head_dim=64, sliding_window=512)),
         Family(
             "gemma3",
@@ -126,12 +126,7 @@ FAMILIES: Final = {
             lambda directory: add_mtp(_qwen3_next(directory)),
             {**STATE, "dtype": "bfloat16", "speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
         ),
-        Family(
-            "nemotron-h",
-            _nemotron_h,
-            STATE,
-            has_block_steps=True,
-        ),
+        Family("nemotron-h", _nemotron_h, STATE, has_block_steps=True),
         Family(
             "granite4",
             _checkpoint(
@@ -195,13 +190,10 @@ FAMILIES: Final = {
             "draft model",
             _llama,
             {"speculative_config": {"num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}},
-            draft=lambda directory: write_model(directory, TINY, seed=2),
+            draft=partial(write_model, shape=TINY, seed=2),
         ),
         Family(
-            "EAGLE",
-            _llama,
-            {"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}},
-            draft=write_eagle,
+            "EAGLE", _llama, {"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}}, draft=write_eagle
         ),
         Family("two pipeline stages", _llama, {"pipeline_parallel_size": 2}),
         Family("nemotron-h TP 2", _nemotron_h, STATE, has_block_steps=True, ranks=2),
@@ -220,3 +212,28 @@ FAMILIES: Final = {
         ),
     )
 }
+
+
+def _deepseek_mtp(directory: Path) -> Path:
+    """A DeepSeek-V3 without experts, with one layer that predicts a token more; config alone."""
+    file = write_mla(directory) / "config.json"
+    config = json.loads(file.read_text())
+    config |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_nextn_predict_layers": 1}
+    config |= {"first_k_dense_replace": config["num_hidden_layers"] + 1, "n_group": 1, "topk_group": 1}
+    file.write_text(json.dumps(config))
+    return directory
+
+
+_SERVED: Final = {"serve_without_prefix_caching": True}
+"""Of our config: for MLA vLLM's CPU build turns prefix caching off."""
+_MTP: Final = {**CPU_MLA, "method": "mtp", "num_speculative_tokens": 1}
+LAYOUTS: Final = {
+    family.name: family
+    for family in (
+        FAMILIES["qwen3-next MTP"],
+        FAMILIES["jamba"],
+        replace(FAMILIES["deepseek-mla"], fields=_SERVED),
+        Family("deepseek MTP", _deepseek_mtp, {**CPU_MLA, "load_format": "dummy", "speculative_config": _MTP}, _SERVED),
+    )
+}
+"""Models that vLLM's CPU build cannot run, or whose cached KV it cannot use: only their KV caches are tried."""

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.families.layouts import LAYOUTS, try_layout
-from tests.families.models import FAMILIES
-from tests.families.trial import CHUNKS, TAIL, Trial
+from tests.families.models import FAMILIES, LAYOUTS
+from tests.families.trial import CHUNKS, TAIL, Trial, try_layout
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import ENGINE_OPTIONS, Reference, chunk_prompts, hits
 from tests.vllm.harness import Workshop
@@ -36,14 +35,13 @@ from tests.vllm.media import MOVERS, bucket, tree
 def test_whole_or_not_at_all(workshop: Workshop, server: RcloneServer, family: str, tier: str, kinds: set[str]) -> None:
     """``kinds`` of KV cache groups: GDN and Mamba 2 are of one kind."""
     trial = Trial(workshop, FAMILIES[family], server, prompts=1)
-    reference = trial.reference()
-    assert set(reference.groups) == kinds
+    assert set(trial.groups) == kinds
     cells = {cell.case: cell for cell in trial.run(tier, control=False)}
     assert {case: (cell.verdict, cell.note) for case, cell in cells.items()} == dict.fromkeys(cells, ("same", ""))
-    alone = [f"damaged-{group}" for group in range(len(reference.groups))] if len(reference.groups) > 1 else []
+    alone = [f"damaged-{group}" for group in range(len(trial.groups))] if len(trial.groups) > 1 else []
     beside = [] if tier == "slab" else ["other", "back"]
     assert list(cells) == ["cold", "hit", "partial", "damaged", *alone, *beside, "restart"]
-    whole = sum(len(prompt) - TAIL for prompt in reference.prompts)
+    whole = sum(len(prompt) - TAIL for prompt in trial.prompts)
     found = {case: cells[case].hit_tokens for case in ("hit", *beside, "restart")}
     assert found == dict.fromkeys(found, whole)
     # Of windows and state vLLM keeps what a prompt's end needs: one that ends earlier is not found before it was asked.

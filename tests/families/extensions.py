@@ -1,11 +1,13 @@
-"""A worker extension that takes bytes of a KV cache group out to a slab and back, through the rank's worker.
+"""Extensions of vLLM's worker: one damages what the memory tier holds; one takes bytes of a KV cache group out to a
+slab and back, through the rank's worker. Bytes are written and compared through what vLLM's layers see as their KV
+caches, not through what the worker makes of them.
 
-Bytes are written and compared through what vLLM's layers see as their KV caches, not through what the worker makes of
-them. Threading: runs in the worker's thread, between steps.
+Threading: run in the worker's thread, between steps.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any, Final
 
@@ -15,16 +17,38 @@ from vllm.v1.kv_cache_interface import group_kernel_blocks
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from nixl_offload.catalog import LoadTicket, StoreTicket
+from nixl_offload.chunk.header import HEADER_BYTES, decode_header
+from nixl_offload.errors import FormatError
 from nixl_offload.types import PAGE_BYTES, Key, Location, align_up
 from nixl_offload.vllm.messages import TicketSpec
 from nixl_offload.vllm.worker import NixlOffloadingWorker
-from tests.families.extension import FamilyExtension
+from tests.vllm.poison import PoisonExtension
 
 CHUNKS: Final = 2
 """Of a group, that go out and back."""
 DEADLINE_S: Final = 60.0
 _MARK: Final = 0x5A
 """What lies in blocks that a refused load must leave alone."""
+
+
+class FamilyExtension(PoisonExtension):
+    """Mixed into vLLM's worker class."""
+
+    rank: int
+
+    def flip_memory(self, groups: list[int] | None, rank: int | None = None) -> int:
+        """Flip a bit in the payload of each chunk of these KV cache groups, None: of all; return how many. ``rank``: on
+        this rank alone.
+        """
+        connector: Any = get_kv_transfer_group()
+        memory, found = connector.connector_worker.rank_worker._host._memory, 0
+        for offset in range(0, len(memory) - HEADER_BYTES, PAGE_BYTES) if rank in (None, self.rank) else ():
+            with contextlib.suppress(FormatError):
+                header = decode_header(memory[offset : offset + HEADER_BYTES].tobytes())
+                if groups is None or header.group in groups:
+                    memory[offset + HEADER_BYTES + header.payload_bytes - 1] ^= 1
+                    found += 1
+        return found
 
 
 class RoundTripExtension(FamilyExtension):
