@@ -74,10 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
             tqdm.write(f"{name}: {'; '.join(found) or tried or outcome.note} ({seconds:.1f} s)", file=sys.stderr)
     bar.close()
     shown = {name: rows[name] for name in cells}
-    told = f'`make prove ARGS="--seed {chosen.seed}"`, commit {results["commit"]}, {results["machine"]}\n\n'
-    told += _report(shown)
-    (chosen.results / "report.md").write_text(told)
-    print(told)
+    report = f'`make prove ARGS="--seed {chosen.seed}"`, commit {results["commit"]}, {results["machine"]}\n\n'
+    report += _report(shown)
+    (chosen.results / "report.md").write_text(report)
+    print(report)
     return int(any(map(_findings, shown.values())))
 
 

@@ -1,5 +1,5 @@
 """A server without vLLM: the real catalog and tiers, and ranks with their real engines, links and movers, driven as
-vLLM's steps drive them. What a chunk holds follows from its number, so any server can tell what it must be.
+vLLM's steps drive them. What a chunk holds follows from its number, so any server knows what it must be.
 
 Threading: one thread drives it; tiers and engines have threads of their own. ``close`` ends them, a kill as well.
 """

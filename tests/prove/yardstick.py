@@ -66,7 +66,7 @@ BUCKET_OUTAGES: Final = ("S3 500", "S3 503", "S3 403", "S3 hangs", "S3 resets", 
 MEMORY_CHUNKS: Final = PROMPT_CHUNKS + 2
 """Of the memory before a peer's tier."""
 _CAPACITY: Final = "192MiB"
-"""Room for all prompts of a trial, some twenty of 4 MiB, for where one is evicted a trial cannot tell the next from it.
+"""Room for all prompts of a trial, some twenty of 4 MiB, for where one is evicted a trial takes the next for it.
 A slab's index may take 33 MiB.
 """
 _LOOKUP: Final = {"timeout": "2s", "present_for": "200ms", "absent_for": "300ms"}
@@ -188,7 +188,9 @@ def _files(base: Path) -> list[Piece]:
     """Files that are large enough to be chunks, and finished; the oldest first, so a prompt's are in its order."""
     return [
         Piece(path)
-        for _, path in sorted((told.st_mtime_ns, path) for path, told in files(base) if told.st_size >= CHUNK_BYTES)
+        for _, path in sorted(
+            (status.st_mtime_ns, path) for path, status in files(base) if status.st_size >= CHUNK_BYTES
+        )
         if not path.name.startswith(".") and not path.name.endswith(".tmp") and ".rclone_temp_put_" not in path.name
     ]
 

@@ -1,4 +1,4 @@
-"""``PlayedEngine`` for whatever users do to a scheduler: requests that generate, end early, are preempted or go on as
+"""``PlayedEngine`` for what users do to a scheduler: requests that generate, end early, are preempted or go on as
 sessions, ids that come again, resets of each kind, sleep, other weights; with images, adapters, drafts, a recurrent
 state, or another connector beside ours. Stores read their blocks as late as the contract allows, and each chunk that is
 stored is compared with what belongs under its key.

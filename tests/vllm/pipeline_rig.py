@@ -196,7 +196,7 @@ class PlayedRank:
         self.config.parallel_config.rank = rank
         self.rank = rank
         self.moved: Counter[str] = Counter()
-        """Payload bytes by operation, as the connector's half has told."""
+        """Payload bytes by operation, as the connector's half reports them."""
         self.began_with: dict[str, int] = {}
         """By request: the tokens that it had before it computed any. Each of its layers was compared."""
         self.answers = 0
@@ -227,10 +227,7 @@ class PlayedRank:
             "F": FullAttentionSpec(**small),
             "L": FullAttentionSpec(**large),
             "M": MambaSpec(
-                block_size=BLOCK_TOKENS,
-                shapes=((PAGE_BYTES // 4,),),
-                dtypes=(torch.float32,),
-                mamba_cache_mode="align",
+                block_size=BLOCK_TOKENS, shapes=((PAGE_BYTES // 4,),), dtypes=(torch.float32,), mamba_cache_mode="align"
             ),
             "S": SlidingWindowSpec(sliding_window=WINDOW_TOKENS, **small),
             "W": SlidingWindowSpec(sliding_window=ODD_WINDOW_TOKENS, **small),
@@ -394,16 +391,16 @@ class PlayedRank:
         for at, words in rows.wrong():
             kind, position = self.kinds[rows.layer], rows.positions[at]
             written = _token_of(rows.layer, words)
-            told = f"{what}: layer {rows.layer} ({kind}) has {written} for token {position}"
+            found = f"{what}: layer {rows.layer} ({kind}) has {written} for token {position}"
             # A block's hash does not name the token behind it. A draft's KV of a block's last token depends on that
             # token, so it may be another continuation's, in vLLM's own cache as well. It costs a draft, never a token.
             ends_block = (position + 1) % self.block_tokens(rows.layer) == 0
             if kind in DRAFTS and ends_block and written is not None:
                 others = {numbers_of([token], int(rows.tokens[at]))[0] for token in _TOKENS}
                 if written ^ int(rows.salt) in others:
-                    self.stale_drafts.append(told)
+                    self.stale_drafts.append(found)
                     continue
-            self.wrong.append(f"{told}, not {rows.known[at] ^ rows.salt}")
+            self.wrong.append(f"{found}, not {rows.known[at] ^ rows.salt}")
 
     def block_tokens(self, layer: str) -> int:
         return LARGE_TOKENS if self.kinds[layer] == "L" else BLOCK_TOKENS
@@ -518,10 +515,10 @@ _MEETING: ContextVar[tuple[int, list[Any], threading.Barrier, threading.Lock]] =
 
 def _side_by_side(calls: Sequence[Callable[[], None]]) -> list[None]:
     """Make calls that wait for each other, as ranks do. One runs at a time: some of vLLM's state is the process's."""
-    told, barrier, turn = [None] * len(calls), threading.Barrier(len(calls), timeout=60.0), threading.Lock()
+    given, barrier, turn = [None] * len(calls), threading.Barrier(len(calls), timeout=60.0), threading.Lock()
 
     def run(rank: int) -> None:
-        _MEETING.set((rank, told, barrier, turn))
+        _MEETING.set((rank, given, barrier, turn))
         with turn:
             calls[rank]()
 
@@ -531,14 +528,14 @@ def _side_by_side(calls: Sequence[Callable[[], None]]) -> list[None]:
 
 def _of_all_ranks(own: Any) -> list[Any]:
     """As vLLM's groups of ranks would pass it on."""
-    rank, told, barrier, turn = _MEETING.get()
-    told[rank] = pickle.dumps(own)
+    rank, given, barrier, turn = _MEETING.get()
+    given[rank] = pickle.dumps(own)
     turn.release()
     try:
         barrier.wait()
     finally:
         turn.acquire()
-    return [pickle.loads(each) for each in told]
+    return [pickle.loads(each) for each in given]
 
 
 def _done(output: Any) -> Future[Any]:
@@ -578,12 +575,7 @@ class PlayedEngine:
         return [self.ranks[0].began_with[request.request_id] for request in requests]
 
     def request(
-        self,
-        prompt: Sequence[int],
-        name: str = "",
-        tokens: int = 1,
-        extra: dict[str, Any] | None = None,
-        **fields: Any,
+        self, prompt: Sequence[int], name: str = "", tokens: int = 1, extra: dict[str, Any] | None = None, **fields: Any
     ) -> Request:
         """Make a request. ``extra``: of its sampling parameters."""
         return Request(

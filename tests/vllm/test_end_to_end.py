@@ -181,25 +181,6 @@ def test_requests_that_are_aborted(scene: Scene) -> None:
         assert engine.settle(), "something is still waiting"
 
 
-@everywhere
-def test_a_reset_while_stores_are_under_way(scene: Scene) -> None:
-    """The connector forgets everything at once; what was under way is not found afterwards, and can be stored again."""
-    engine, asked, right = scene.engine, MANY[:3], scene.right["many"][:3]
-    assert engine.settle()
-    assert engine.reset_prefix_cache(connector=True)
-    for _ in range(3):
-        engine.abandon(asked, steps=4)
-        engine.reset_prefix_cache(connector=True)
-        answers = engine.generate(asked)
-        assert_same(answers, right)
-        assert [answer.external_hit_tokens for answer in answers] == [0] * len(asked)
-        engine.reset_prefix_cache(connector=True)
-    assert_same(scene.ask_anew(asked), right)
-    answers = scene.ask_anew(asked)
-    assert_same(answers, right)
-    assert all(answer.external_hit_tokens for answer in answers)
-
-
 @on_a_slab
 def test_a_running_request_that_a_reset_preempts_is_loaded_in_the_same_step(scene: Scene) -> None:
     """Over and over, while its chunks are being stored and when they are: the engine lives, and answers as always."""

@@ -28,14 +28,7 @@ from tests.s3.servers import RcloneServer
 from tests.thinned import thinned
 from tests.vllm.fuzz_families import write_base
 from tests.vllm.media import MOVERS, Medium, bucket, slab, tree
-from tests.vllm.pipeline_rig import (
-    BLOCK_TOKENS,
-    CHUNK_TOKENS,
-    PAGE_BYTES,
-    PlayedEngine,
-    played,
-    vllm_config_of,
-)
+from tests.vllm.pipeline_rig import BLOCK_TOKENS, CHUNK_TOKENS, PAGE_BYTES, PlayedEngine, played, vllm_config_of
 
 CHUNKS = 5
 PROMPTS = [random.Random(seed).choices(range(512), k=CHUNKS * CHUNK_TOKENS + 20) for seed in range(3)]

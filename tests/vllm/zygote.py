@@ -75,7 +75,7 @@ class Zygote:
     def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
         """Start the process and return at once; the first ``fork`` waits until it has imported all it should.
 
-        ``environment`` must hold whatever libraries read when they are loaded (``OMP_NUM_THREADS``, ...).
+        ``environment`` must hold what libraries read when they are loaded (``OMP_NUM_THREADS``, ...).
         """
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, **environment}
@@ -160,7 +160,7 @@ class ForkedProcess:
 
 
 class ForkedEngine(Engine):
-    """An engine that a zygote forks. Its further processes are forked likewise (``spawning``); with ``forks_all`` False
+    """An engine that a zygote forks. Its further processes are forked, too (``spawning``); with ``forks_all`` False
     they are bare interpreters.
     """
 

@@ -33,7 +33,7 @@ GRACE_S: Final = 3600.0
 def lookup(cell: FaultCell, fault: str) -> None:
     """The fault is there while a prompt is looked up; what was found is loaded once it is gone.
 
-    Damage comes before the lookup, which believes nothing that it was told before, or between it and the load.
+    Damage comes before the lookup, which believes no earlier answer, or between it and the load.
     """
     asked = [*cell.some(), *cell.new()]
     is_early = cell.rng.random() < 0.5

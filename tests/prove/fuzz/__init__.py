@@ -142,5 +142,5 @@ class Reader:
         return int.from_bytes(self.bytes(count), "little")
 
     def choice(self, values: Sequence[T]) -> T:
-        """Take one of some values; a byte tells which."""
+        """Take one of some values, by a byte."""
         return values[self.number() % len(values)]

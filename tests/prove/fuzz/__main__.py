@@ -69,8 +69,8 @@ def _replay(target: Target, scratch: Path) -> int:
             one(data)
         except Exception:  # noqa: BLE001 - anything is a finding
             found += 1
-            told = traceback.format_exc(limit=-3)
-            print(f"{target.name}: {told}; input (base64): {base64.b64encode(data).decode()}")
+            error = traceback.format_exc(limit=-3)
+            print(f"{target.name}: {error}; input (base64): {base64.b64encode(data).decode()}")
     print(f"{target.name}: {len(kept)} kept inputs, {len(changes)} changes of them")
     return found
 

@@ -55,7 +55,7 @@ def asking(ask: Callable[[S3Config], Mapping[str, Callable[[bytes], Any]]]) -> C
             except (StoreError, NotSupportedError) as error:
                 said = str(error)
                 expect(said.isprintable(), "an error is printable")
-                expect(not any(secret in said for secret in _SECRETS.values()), "an error tells no secret")
+                expect(not any(secret in said for secret in _SECRETS.values()), "an error shows no secret")
                 expect(len(said) < 2000, "an error is short")
             del server._connections[:-4], server._threads[1:-4], server.requests[:]
 

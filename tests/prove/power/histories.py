@@ -16,7 +16,7 @@ from pathlib import Path
 from nixl_offload.tiers.slab.tier import SlabTier
 from tests.prove.power.disk import Naming
 from tests.prove.power.recording import mark
-from tests.prove.server import Server, config_of, key_of, tiers_of
+from tests.prove.server import Server, config_of, tiers_of
 
 NUMBERS = 60
 """Chunks there are in any history. A slab has room for 40 of them, two ranks' for 36, an evicting tree for some 14."""
@@ -49,15 +49,14 @@ class Story:
         return server
 
 
-class Told:
-    """A server that says what is stored."""
+class Recorded:
+    """A server that has the log say what is stored."""
 
     def __init__(self, root: Path, story: Story) -> None:
         self.server = story.open(root)
-        self._numbers = {key_of(number): number for number in range(NUMBERS)}
         self._stored = [at for at, kind in enumerate(story.tiers) if kind != "m"]
         self.ready = set(range(NUMBERS))  # the server before may have said any of them
-        self._tell()
+        self._mark()
 
     def store(self, numbers: Sequence[int]) -> None:
         """Store chunks, and wait until they are wherever they go."""
@@ -68,7 +67,7 @@ class Told:
     def load(self, numbers: Sequence[int]) -> None:
         """Load what is there of these."""
         self.server.check(numbers)
-        self._tell()
+        self._mark()
         assert not self.server.wrong
 
     def flush(self) -> None:
@@ -82,10 +81,10 @@ class Told:
         self.server.close()
 
     def _rests(self) -> bool:
-        self._tell()
+        self._mark()
         return self.server.is_at_rest
 
-    def _tell(self) -> None:
+    def _mark(self) -> None:
         ready = {number for at in self._stored for number in self.server.ready(at, range(NUMBERS))}
         for number in ready - self.ready:
             mark(f"ready {number}")
@@ -95,7 +94,7 @@ class Told:
 
 
 def _first_start(root: Path, story: Story) -> None:
-    server = Told(root, story)
+    server = Recorded(root, story)
     server.store(range(2))
     server.flush()
     server.close()
@@ -103,14 +102,14 @@ def _first_start(root: Path, story: Story) -> None:
 
 def _one_chunk(root: Path, story: Story) -> None:
     """All that a server writes before it is cut off is one chunk."""
-    server = Told(root, story)
+    server = Recorded(root, story)
     server.store([1])
     server.flush()
 
 
 def _overwriting(root: Path, story: Story) -> None:
     """A full slab, of which slots get other chunks; some come back, to other slots."""
-    server = Told(root, story)
+    server = Recorded(root, story)
     server.store(range(42))
     server.flush()
     mark("begin")
@@ -122,18 +121,18 @@ def _overwriting(root: Path, story: Story) -> None:
 
 
 def _reopening(root: Path, story: Story) -> None:
-    server = Told(root, story)
+    server = Recorded(root, story)
     server.store(range(6))
     server.close()
     mark("begin")
-    server = Told(root, story)
+    server = Recorded(root, story)
     server.store([7])
     server.close()
 
 
 def _made_anew(root: Path, story: Story) -> None:
     """A reset of the cache has the index deleted."""
-    server = Told(root, story)
+    server = Recorded(root, story)
     server.store(range(8))
     server.flush()
     mark("begin")
@@ -145,7 +144,7 @@ def _made_anew(root: Path, story: Story) -> None:
 
 def _damaged_index(root: Path, story: Story) -> None:
     """One that cannot be used is deleted at the start."""
-    server = Told(root, story)
+    server = Recorded(root, story)
     server.store(range(8))
     server.close()
     (index,) = root.glob("slab/*/index.sqlite")
@@ -153,7 +152,7 @@ def _damaged_index(root: Path, story: Story) -> None:
         file.seek(4096)
         file.write(bytes(4096))
     mark("begin")
-    server = Told(root, story)
+    server = Recorded(root, story)
     server.store([8, 9])
     server.flush()
     server.close()
@@ -162,7 +161,7 @@ def _damaged_index(root: Path, story: Story) -> None:
 def _long(root: Path, story: Story) -> None:
     """Long enough for the index's log to be written back several times."""
     choose = random.Random(1)
-    server = Told(root, story)
+    server = Recorded(root, story)
     server.store(range(16))
     server.flush()
     mark("begin")
@@ -173,7 +172,7 @@ def _long(root: Path, story: Story) -> None:
         server.flush()
         if number % 50 == 49:
             server.close()
-            server = Told(root, story)
+            server = Recorded(root, story)
 
 
 def _evicting(root: Path, story: Story) -> None:
@@ -181,7 +180,7 @@ def _evicting(root: Path, story: Story) -> None:
     choose = random.Random(1)
     mark("begin")
     for _ in range(6):
-        server = Told(root, story)
+        server = Recorded(root, story)
         server.load(range(NUMBERS))
         for _ in range(3):
             server.store(choose.sample(range(NUMBERS), 4))

@@ -16,4 +16,4 @@ def cells(seed: int) -> Iterable[Cell]:
     """One."""
     from tests.prove.soak.run import soak
 
-    yield Cell(f"{MINUTES:g} minutes", partial(soak, seed, MINUTES * 60), limit_s=MINUTES * 60 + 240)
+    yield Cell(f"{MINUTES:g} minutes", partial(soak, seed, MINUTES * 60), limit_s=MINUTES * 60 + 600)
