@@ -21,10 +21,10 @@ from nixl_offload.errors import MoverUnavailableError
 from nixl_offload.movers.base import MemoryKind, Mover, Op, TransferState
 from nixl_offload.movers.select import ProbedMover, make_object_mover, open_object_mover
 from nixl_offload.movers.threaded import StoreMover
-from nixl_offload.stores.base import Store
 from tests.s3.proxy import Answer, FaultProxy, Hold, Reset, Stall
 from tests.s3.servers import RcloneServer
 from tests.unit.engine_rig import until
+from tests.unit.shared_rig import Gate, MemoryStore
 
 from .object_rigs import PREFIX, ObjectRig, tier_of
 
@@ -152,67 +152,58 @@ def test_dead_server(rigs: Rigs, proxy: FaultProxy, name: str) -> None:
 # Our own threads
 
 
-class BlockingStore(Store):
-    """Notes what is served, and holds it until it is let go; closing lets it go where ``polite``."""
-
-    name = "blocking"
-    where = "nowhere"
+class HeldStore(MemoryStore):
+    """Holds what it is asked until its gate is opened; closing opens it where ``polite``."""
 
     def __init__(self, *, polite: bool = True) -> None:
-        self.go = threading.Event()
-        self.served: list[Op] = []
-        self._polite = polite
+        super().__init__()
+        self.gate, self._polite = Gate(), polite
+        self.before = self._hold
 
-    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
-        self.served.append(Op.READ)
-        self.go.wait(30)
-
-    def write(self, name: str, memory: memoryview) -> None:
-        self.served.append(Op.WRITE)
-        self.go.wait(30)
+    def _hold(self, operation: str, name: str) -> None:
+        self.gate(operation, name)
         if name == "odd":
             raise RuntimeError("not a StoreError")
 
+    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
+        with self._call("read", name):
+            pass
+
     def close(self) -> None:
         if self._polite:
-            self.go.set()
-
-    def head(self, name):  # type: ignore[no-untyped-def]
-        raise NotImplementedError
-
-    delete = list = head
+            self.gate.open()
 
 
 @pytest.mark.parametrize("polite", [True, False])
 def test_close_is_bounded(polite: bool) -> None:
     """A call that does not end holds ``close`` up for its time only; its memory is quarantined unless it did end."""
-    store = BlockingStore(polite=polite)
+    store = HeldStore(polite=polite)
     rig = ObjectRig(StoreMover(store, threads=2, close_timeout_s=0.1))
     reads = [rig.submit(Op.READ, 0, rig.open("x", 10), 0, 10) for _ in range(3)]
     started_s = time.monotonic()
     rig.mover.close()
     assert time.monotonic() - started_s < 20
     assert [(read.state, read.quarantine) for read in reads] == [(TransferState.FAILED, not polite)] * 3
-    store.go.set()
+    store.gate.open()
     for thread in threading.enumerate():
         if thread.name.startswith(f"nixl-offload-{rig.mover.name}"):
             thread.join(10)
-    assert len(store.served) == 2, "what was queued does not begin after close"
+    assert len(store.calls) == 2, "what was queued does not begin after close"
 
 
 def test_a_read_does_not_wait_behind_writes_and_a_store_may_raise_anything() -> None:
     """A request waits for a read, and for no write. What is under way ends first; writes keep their order."""
-    store = BlockingStore()
+    store = HeldStore()
     rig = ObjectRig(StoreMover(store, threads=1))
     transfers = []
     for number, op in enumerate((Op.WRITE, Op.WRITE, Op.WRITE, Op.READ)):
         name = "odd" if number == 1 else f"{number}"
         transfers.append(rig.submit(op, 10 * number, rig.open(name, 10), 0, 10))
-        until(lambda: bool(store.served))
-    store.go.set()
+        until(lambda: bool(store.calls))
+    store.gate.open()
     rig.wait(*transfers)
     rig.mover.close()
-    assert store.served == [Op.WRITE, Op.READ, Op.WRITE, Op.WRITE]
+    assert store.calls == [("write", "0"), ("read", "3"), ("write", "odd"), ("write", "2")]
     assert [number for number, each in enumerate(transfers) if each.state is TransferState.FAILED] == [1]
     assert "not a StoreError" in str(transfers[1].error)
 

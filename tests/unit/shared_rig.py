@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from nixl_offload.config.schema import LookupOptions
 from nixl_offload.errors import StoreError
@@ -48,51 +49,44 @@ class MemoryStore(Store):
         self.objects[name] = (size_bytes, time.time() - age_s)
 
     def head(self, name: str) -> ObjectInfo | None:
-        self._enter("head", name)
-        try:
+        with self._call("head", name):
             found = self.objects.get(name)
             return None if found is None else ObjectInfo(name, *found)
-        finally:
-            self._leave()
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
         raise NotImplementedError
 
     def write(self, name: str, memory: memoryview) -> None:
-        self._enter("write", name)
-        self.put(name, memory.nbytes)
-        self._leave()
+        with self._call("write", name):
+            self.put(name, memory.nbytes)
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
-            self._enter("delete", name)
-            self.objects.pop(name, None)
-            self._leave()
+            with self._call("delete", name):
+                self.objects.pop(name, None)
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
         for name in sorted(self.objects):
             if name.startswith(prefix) and name > start_after:
-                self._enter("list", name)
-                self._leave()
+                with self._call("list", name):
+                    pass
                 yield ObjectInfo(name, *self.objects[name])
 
     def close(self) -> None:
         self.closed = True
 
-    def _enter(self, operation: str, name: str) -> None:
+    @contextmanager
+    def _call(self, operation: str, name: str) -> Iterator[None]:
         with self._lock:
             self.calls.append((operation, name))
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
         try:
             self.before(operation, name)
-        except BaseException:
-            self._leave()
-            raise
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._at_once -= 1
+            yield
+        finally:
+            with self._lock:
+                self._at_once -= 1
 
 
 def refuse(operation: str, name: str) -> None:

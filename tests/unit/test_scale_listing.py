@@ -26,8 +26,8 @@ class SortedStore(MemoryStore):
         raise StoreError(name, cause="missing")
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        self._enter("list", prefix)
-        self._leave()
+        with self._call("list", prefix):
+            pass
         for name in sorted(name for name in list(self.objects) if name.startswith(prefix) and name > start_after):
             if (found := self.objects.get(name)) is not None:
                 yield ObjectInfo(name, *found)

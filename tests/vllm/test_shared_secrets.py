@@ -8,15 +8,11 @@ import dataclasses
 import functools
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from examples.demo.engine import quick_environment
-from nixl_offload.cli.main import main
-from nixl_offload.config import parse_config
 from tests.s3.proxy import Answer as Reply
 from tests.s3.proxy import Cut, FaultProxy, Reset
 from tests.s3.servers import RcloneServer
@@ -128,25 +124,3 @@ def _engine_tells_no_secret(mover: str, talkative: Talkative, server: RcloneServ
             _is_silent(str(error))
     for path in talkative.workshop.scratch.glob("*.log"):
         _is_silent(path.read_text(errors="replace"))
-
-
-def test_the_rendered_config_and_its_errors_tell_no_secret(
-    server: RcloneServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """``nixl-offload show`` with credentials in the environment, and with a config that has them where none may be."""
-    for name, value in {**server.environment, "AWS_SESSION_TOKEN": SESSION_TOKEN}.items():
-        monkeypatch.setenv(name, value)
-    config = bucket(server, "auto").config()
-    _is_silent(repr(parse_config(config, "a test")))
-    wrong: list[dict[str, Any]] = [
-        {"endpoint": f"http://someone:{SECRET_KEY}@127.0.0.1:9"},
-        {"secret_access_key": SECRET_KEY},
-        {"credentials": {"aws_secret_access_key": SECRET_KEY, "aws_session_token": SESSION_TOKEN}},
-    ]
-    for fields in ({}, *wrong):
-        path = tmp_path / "config.yaml"
-        path.write_text(yaml.safe_dump({**config, "tiers": [{**config["tiers"][0], **fields}]}))
-        assert main(["show", str(path)]) == (2 if fields else 0)
-        said = capsys.readouterr()
-        assert said.err if fields else said.out
-        _is_silent(said.out + said.err)
