@@ -79,14 +79,6 @@ def test_a_group_stores_its_own_pages_only() -> None:
     assert trimmed.tensors is given.tensors
 
 
-def test_layers_in_tensors_of_their_own_are_left_as_they_are() -> None:
-    """Layer-outermost caches name unpadded pages already."""
-    spec = _spec(FullAttentionSpec, 4)
-    tensors = [CanonicalKVCacheTensor(torch.zeros((8, 4096), dtype=torch.int8), 4096) for _ in range(2)]
-    given = CanonicalKVCaches(tensors, [[CanonicalKVCacheRef(0, 4000), CanonicalKVCacheRef(1, 4000)]])
-    assert without_padding(given, [KVCacheGroupSpec(["a", "b"], spec)]) is given
-
-
 class _Platform(SimpleNamespace):
     def is_cuda_alike(self) -> bool:
         return bool(self.cuda)

@@ -356,19 +356,11 @@ def test_what_changes_bytes_changes_the_digest() -> None:
         cut(vllm_config(4), [groups[0], replace(groups[1], is_eagle_group=True)]).digest,
         cut(vllm_config(4), [groups[0], replace(groups[1], role=KVCacheGroupRole.HISPARSE_INDEXER)]).digest,
     ]
-    assert len(set(digests)) == len(digests)
-
-
-def test_the_type_of_the_memory_counts_beside_that_of_the_spec() -> None:
-    config = vllm_config(4)
-    memory = Memory(config, [group(full(4), "a")])
-    other = {name: cache.view(torch.float16) for name, cache in memory.caches.items()}
-    before = memory.cut(ShardCut(heads=1))
-    memory.caches = other
-    found = memory.cut(ShardCut(heads=1))
-    assert isinstance(before, RankShards), before
+    other_type = Memory(vllm_config(4), groups)
+    other_type.caches = {name: cache.view(torch.float16) for name, cache in other_type.caches.items()}
+    found = other_type.cut(ShardCut(heads=4))
     assert isinstance(found, RankShards), found
-    assert found.digest != before.digest
+    assert len({*digests, found.digest}) == len(digests) + 1
 
 
 @pytest.mark.parametrize("tp", [1, 8])
@@ -461,28 +453,25 @@ def test_layers_of_a_kind_are_together_as_vllm_has_them_in_a_block(layout: str) 
     assert found.digest == cut(vllm_config(1, tp=8), [KVCacheGroupSpec(list(specs), mixed)]).digest
 
 
-@pytest.mark.parametrize(("total", "tp", "shards"), [(4, 2, 0), (4, 4, 0), (4, 8, 4), (1, 1, 0), (1, 2, 1)])
-def test_by_default_only_what_ranks_have_alike_is_cut(total: int, tp: int, shards: int) -> None:
-    config = vllm_config(total, tp)
-    memory = Memory(config, [group(full(max(1, total // tp)), "a"), group(window(max(1, total // tp)), "b")])
-    found = memory.cut(ShardCut(heads="distinct"))
-    assert has_replicas(config) == bool(shards)
+@pytest.mark.parametrize(
+    ("total", "tp", "use_mla", "shards"),
+    [
+        *((4, 2, False, 0), (4, 4, False, 0), (4, 8, False, 4), (1, 1, False, 0), (1, 2, False, 1)),
+        *((128, 1, True, 1), (128, 4, True, 1)),
+    ],
+)
+def test_by_default_only_what_ranks_have_alike_is_cut(total: int, tp: int, use_mla: bool, shards: int) -> None:
+    """MLA always, whatever the size: so servers of all sizes share."""
+    config, heads = vllm_config(total, tp), max(1, total // tp)
+    config.model_config.use_mla = use_mla
+    groups = [group(mla(), "a", "b")] if use_mla else [group(full(heads), "a"), group(window(heads), "b")]
+    found = Memory(config, groups).cut(ShardCut(heads="distinct"))
     if shards:
         assert isinstance(found, RankShards), found
-        assert [each.head_ranges for each in found.plan.groups] == [shards] * 2
-        assert found.digest == cut(config, [group(full(1), "a"), group(window(1), "b")]).digest
+        assert [each.head_ranges for each in found.plan.groups] == [shards] * len(groups)
+        assert found.plan.groups[0].replicas == tp // shards
     else:
         assert found == "each rank has KV heads of its own"
-
-
-@pytest.mark.parametrize("tp", [1, 4])
-def test_mla_is_one_shard_by_default_whatever_the_size(tp: int) -> None:
-    config = vllm_config(128, tp)
-    config.model_config.use_mla = True
-    memory = Memory(config, [group(mla(), "a", "b")])
-    found = memory.cut(ShardCut(heads="distinct"))
-    assert isinstance(found, RankShards), found
-    assert (found.plan.shards, found.plan.numbers(tp - 1), found.plan.groups[0].replicas) == (1, (0,), tp)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -510,17 +499,14 @@ def test_what_one_rank_does_not_understand_no_rank_cuts(monkeypatch: pytest.Monk
     assert ask() == ["rank looks the other way"] * 2
 
 
-def test_context_parallelism_is_told_first() -> None:
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        config = vllm_config(4)
-        setattr(config.parallel_config, name, 2)
-        assert "context parallelism" in str(cut_by_config(config, ShardCut(heads=8)))
-
-
-def test_context_parallelism_leaves_fewer_replicas() -> None:
+def test_context_parallelism_is_not_cut_and_leaves_fewer_replicas() -> None:
     """Ranks of such a group have other tokens of what would be alike."""
     config = vllm_config(128, tp=8)
     config.model_config.use_mla = True
     for dcp, expected in ((1, True), (4, True), (8, False)):
         config.parallel_config.decode_context_parallel_size = dcp
         assert has_replicas(config) is expected
+        assert ("context parallelism" in str(cut_by_config(config, ShardCut(heads=8)))) is (dcp > 1)
+    config.parallel_config.decode_context_parallel_size = 1
+    config.parallel_config.prefill_context_parallel_size = 2
+    assert "context parallelism" in str(cut_by_config(config, ShardCut(heads=8)))
