@@ -170,7 +170,7 @@ _BY_REASON: Final[Mapping[str, Mapping[str, str]]] = {
             mode pass_config splitting_ops traced_files use_inductor_graph_partition
         """,
         _LOGS: "compilation_time debug_dump_path encoder_compilation_time",
-        "the model's layers, as the ranks tell them": "static_all_moe_layers static_forward_context",
+        "the model's layers, which the ranks digest": "static_all_moe_layers static_forward_context",
     },
     "PretrainedConfig": {
         _OWN_FIELD: "_commit_hash",
@@ -197,7 +197,7 @@ EXCUSED_WITH_SHARDS: Final[Mapping[str, str]] = {
 """Settings, by path, that cannot change a byte of a chunk that is cut into shards."""
 
 _VARIABLES_BY_REASON: Final = {
-    "how vLLM was built, which its version tells": """
+    "how vLLM was built, which its version says": """
         CMAKE_BUILD_TYPE MAX_JOBS NVCC_THREADS VERBOSE VLLM_BUILD_COMMIT VLLM_BUILD_PIPELINE VLLM_BUILD_URL
         VLLM_DOCKER_BUILD_CONTEXT VLLM_IMAGE_TAG VLLM_MAIN_CUDA_VERSION VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX
         VLLM_SKIP_VERSION_SUFFIX VLLM_TARGET_DEVICE VLLM_USE_PRECOMPILED VLLM_USE_PRECOMPILED_RUST

@@ -69,7 +69,7 @@ class CommonFields:
     revision: _Text | None
     """The commit of a model from the Hub, where it is known, else what was asked for."""
     weights: _Text | None
-    """Digest of a local model's files; None where the name and the revision tell (``identity.weights``)."""
+    """Digest of a local model's files; None where the name and the revision say it (``identity.weights``)."""
     dtype: _Text
     """Of the KV cache, ``fp8_e4m3`` and the like included."""
     tokens_per_block: _Number
@@ -109,7 +109,7 @@ class NamespaceFields(CommonFields):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedFields(CommonFields):
-    """The fingerprint of chunks that are cut into shards (``chunk.shards``), which look alike whatever the parallel
+    """The fingerprint of chunks that are cut into shards (``chunk.shards``), which are the same for all parallel
     sizes. Where something is said of a rank, read: of the shard with that number.
     """
 

@@ -90,7 +90,7 @@ class NixlOffloadSpec(OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        """Return the metrics that our scheduler's half tells; asked of the class, where no engine runs."""
+        """Return the metrics of our scheduler's half; vLLM asks the class, where no engine runs."""
         return dict(DEFINITIONS)
 
     def __init__(
@@ -234,7 +234,7 @@ class NixlOffloadConnector(LeanConnector):
     def _apply_config(
         cls, config: Config, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> NixlOffloadConnector:
-        """Tell vLLM what ``config`` says, and return a connector that has its spec."""
+        """Apply ``config`` to vLLM's own settings, and return a connector with its spec."""
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         extra = transfer.kv_connector_extra_config
@@ -303,10 +303,10 @@ class NixlOffloadConnector(LeanConnector):
             )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler's half what a chunk needs on this rank, before vLLM says that it is ready.
+        """Send the scheduler's half what a chunk needs on this rank, before vLLM says that it is ready.
 
         Not inside another connector: ``MultiConnector`` passes on one handshake, to all that are in it, and
-        ``NixlConnector`` takes none but its own. There the rank's first report tells it.
+        ``NixlConnector`` takes none but its own. There the rank's first report has it.
         """
         if self.connector_worker is None or outermost_connector() not in (None, self):
             return None
@@ -317,8 +317,8 @@ class NixlOffloadConnector(LeanConnector):
     ) -> None:
         """Open the tiers, if every rank has sent its geometry. Called before the first step and by wake_up."""
         if self.connector_scheduler is not None:
-            told = {item.rank: item for item in metadata.values() if isinstance(item, RankGeometry)}
-            self.connector_scheduler.take_geometries(told, is_start=True)
+            ranks = {item.rank: item for item in metadata.values() if isinstance(item, RankGeometry)}
+            self.connector_scheduler.take_geometries(ranks, is_start=True)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """As vLLM's; and look from now on whether its prefix cache is reset."""

@@ -287,7 +287,7 @@ def _loaded_weights(
     contents: Mapping[str, FilesDigest],
     ranks: Sequence[RankGeometry],
 ) -> str | None:
-    """Return a digest of the weights that ranks have in memory; None: the files of ``models`` tell which they are.
+    """Return a digest of the weights that ranks have in memory; None: the files of ``models`` say which they are.
 
     The files are preferred: engines of other sizes share them, and memory that no file fills differs in each process.
     ``contents``: of those models that have files.
@@ -306,7 +306,7 @@ def _loaded_weights(
 
 
 def digest_of_ranks(digests: Sequence[str | None]) -> str:
-    """Return one digest of what each rank has loaded. Where some rank cannot tell, it is one that nobody shares."""
+    """Return one digest of what each rank has loaded. Where some rank does not know, nobody shares it."""
     if None in digests:
         return f"unknown-{secrets.token_hex(16)}"
     return hashlib.sha256("".join(str(digest) for digest in digests).encode("ascii")).hexdigest()

@@ -90,8 +90,8 @@ def cut_chunks(
 ) -> RankShards | str:
     """Return how chunks are cut, or why they are not, as a clause; on all ranks the same.
 
-    ``kv_caches``: by layer, as vLLM registers them; ``canonical``: its view of the same memory. Raises whatever is
-    wrong with what vLLM has made on this rank, once the others know: they return a clause then.
+    ``kv_caches``: by layer, as vLLM registers them; ``canonical``: its view of the same memory. Raises what is
+    wrong with the caches of this rank, once the others know: they return a clause then.
     """
     cut = cut_by_config(vllm_config, wanted)
     if isinstance(cut, str):
@@ -147,7 +147,7 @@ def cut_chunks(
 
 
 def cut_by_config(vllm_config: VllmConfig, wanted: ShardCut) -> LayerCut | str:
-    """Return how layers are cut; or why chunks are not, as a clause, as far as vLLM's configuration tells."""
+    """Return how layers are cut; or why chunks are not, as a clause, as far as vLLM's configuration says."""
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism divides the tokens of a block"
@@ -236,7 +236,7 @@ def _ranges(
 def _range_of(name: str, cut: LayerCut, layers: int) -> int:
     """Return the range of layers that a layer belongs to. ``layers``: of the model, without those of a draft model.
 
-    Raises LayoutError where its name does not tell.
+    Raises LayoutError where its name does not say.
     """
     last = len(cut.begins) - 1
     if not last or name.startswith(_DRAFT):
@@ -277,7 +277,7 @@ def _digest(
     facts: list[object] = []
     for number, layers in zip(get_offloading_group_ids(kv_cache_config), groups, strict=True):
         group = kv_cache_config.kv_cache_groups[number]
-        # Of a group without layers here vLLM tells a stage less than it tells an engine of one stage.
+        # Of a group without layers here a stage knows less than an engine of one stage does.
         facts.append([number, str(group.role), group.is_eagle_group] if layers else [number])
         for name, (spec, _) in layers.items():
             pages = kv_caches[name]

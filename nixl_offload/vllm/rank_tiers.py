@@ -104,8 +104,8 @@ class RankTiers:
         return frozenset(position for position, opening in self._openings.items() if opening.error is not None)
 
     def open(self, places: Mapping[int, AnyPlace], number: int) -> None:
-        """Begin to open tiers. One that was asked for already is left as it is, unless ``number`` is a later one: then
-        all that is open is closed first, and nothing may be under way there.
+        """Begin to open tiers. A repeated call for a tier does nothing, unless ``number`` is a later one: then all that
+        is open is closed first, and nothing may be under way there.
         """
         if number != self.number:
             self._give_up()

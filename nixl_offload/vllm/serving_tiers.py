@@ -310,15 +310,15 @@ def open_tier(tier: TierConfig, context: TierContext, nearer: Sequence[TierConfi
 def sharing_engines(parallel: ParallelConfig) -> range:
     """Return the engines, by index, that divide this machine's memory and drives: this one is among them.
 
-    Where vLLM does not tell which of them are here these are all of them: then each takes less than it might, and
+    Where vLLM does not say which of them are here, all of them are returned: then each takes less than it might, and
     together they never take more than a capacity.
     """
     engines = range(parallel.data_parallel_size)
     if parallel.enable_elastic_ep:
         return engines  # they come and go
     if len(engines) == 1:
-        # vLLM tells the engines of a dense model that each is alone. This field it leaves as it was for all of them. It
-        # is for something else: where it is gone or unset they are taken for alone, as vLLM says.
+        # vLLM says to each engine of a dense model that it is alone. This field keeps the number of all of them. It is
+        # for something else: where it is gone or unset, an engine is taken for alone.
         return range(getattr(parallel, "elastic_ep_max_dp_size", None) or 1)
     if parallel.data_parallel_backend != "mp" or parallel.data_parallel_external_lb or vllm.envs.VLLM_DP_SIZE > 1:
         return engines  # each was started by itself, and takes itself for the only one here

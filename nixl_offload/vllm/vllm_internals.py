@@ -112,7 +112,7 @@ def pop_loading_request(worker: OffloadingConnectorWorker, job_id: int) -> str |
 
 
 def find_worker(vllm_config: VllmConfig) -> WorkerBase | None:
-    """Return vLLM's worker in this process, which tells a connector nothing of itself; None: there is none.
+    """Return vLLM's worker in this process, to which a connector has no reference; None: there is none.
 
     Looks at everything that the garbage collector knows: 0.2 s of a start.
     """

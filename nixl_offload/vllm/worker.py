@@ -359,7 +359,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         """Records the LoRA adapters that are loaded on this rank."""
 
     def geometry(self, digest: str, attention_backends: Iterable[str] = ()) -> RankGeometry:
-        """Return what this rank tells the scheduler's half. ``digest``: from ``rank_identity``."""
+        """Return what this rank sends to the scheduler's half. ``digest``: from ``rank_identity``."""
         slot_bytes = tuple(self.layout.slot_bytes(group) for group in range(len(self.layout.groups)))
         backends, shards = tuple(sorted(attention_backends)), self._shards
         if shards is None:
@@ -369,10 +369,10 @@ class NixlOffloadingWorker(OffloadingWorker):
         )
 
     def open(self, places: Mapping[int, AnyPlace], opening: int = 0) -> None:
-        """Begin to open tiers in the background; those that fail are tried again. ``take_status`` tells which are open.
+        """Begin to open tiers in the background; those that fail are tried again. ``take_status`` says which are open.
 
-        ``places``: by position in the config. A tier that was asked for already is left as it is, unless ``opening`` is
-        a later one: then all that is open is closed first, and nothing may be under way there.
+        ``places``: by position in the config. A repeated call for a tier does nothing, unless ``opening`` is a later
+        one: then all that is open is closed first, and nothing may be under way there.
         """
         if not self._has_layers or self._is_shut_down:
             self._tiers.number = opening
@@ -420,7 +420,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         return True
 
     def _submit(self, job_id: int, spec: TicketSpec, blocks: GPULoadStoreSpec, *, is_expedited: bool = False) -> None:
-        """Queue vLLM's job, of its KV ``blocks``. ``take_finished`` tells its end, ``take_tickets`` that of what a load
+        """Queue vLLM's job, of its KV ``blocks``. ``take_finished`` reports its end, ``take_tickets`` what a load
         leaves in memory. All is DROPPED where this rank has loaded other content of the adapter since.
         """
         self._look_s = 0.0
@@ -486,7 +486,7 @@ class NixlOffloadingWorker(OffloadingWorker):
 
     @property
     def has_news(self) -> bool:
-        """Whether any ``take_`` method may have something to tell. Quick: called after each forward pass, with cold CPU
+        """Whether any ``take_`` method may have news. Quick: called after each forward pass, with cold CPU
         caches.
         """
         return self._engine.has_jobs or time.monotonic() >= self._look_s
