@@ -1,4 +1,4 @@
-"""A bucket's administration over boto3: its credentials, its region, and the lifecycle rule that expires old objects.
+"""A bucket's administration over boto3: its region, and the lifecycle rule that expires old objects.
 
 Threading: blocking calls; a plan is frozen. Planning only reads. Other people's rules are kept: ours is known by its
 ID, which has the prefix in it.
@@ -70,8 +70,6 @@ class _Bucket:
         with self._translating("look for credentials"):
             session = boto3.session.Session(region_name=self.address.region)
             self.client = session.client("s3", endpoint_url=self.address.endpoint, verify=bundle, config=config)
-            self.credentials = session.get_credentials()
-            """botocore's; None where the AWS chain has none. May take seconds."""
 
     def close(self) -> None:
         self.client.close()
@@ -123,13 +121,6 @@ class _Bucket:
         except Exception as error:
             text = f"{self.address.where}: {doing}: no answer ({type(error).__name__})"
             raise StoreError(text, cause="unreachable") from error
-
-
-def client_facts(tier: S3Config) -> tuple[str, str | None, str | None]:
-    """Return the endpoint and region that a client uses, and the link of the AWS chain that has credentials."""
-    with closing(_Bucket(tier)) as bucket:
-        meta, found = bucket.client.meta, bucket.credentials
-        return str(meta.endpoint_url), meta.region_name, found and str(found.method)
 
 
 def bucket_region(tier: S3Config) -> str:

@@ -73,7 +73,6 @@ def test_a_server_as_it_should_be(rclone: RcloneServer, child: ChildProcess, pre
     """All is ok, movers are tried, speeds measured, and nothing of it stays in the bucket."""
     lines = look(tier_of(rclone, prefix, ttl="7d"), child, io=True)
     assert [lines[name].state for name in FINE] == ["ok"] * len(FINE)
-    assert lines["credentials"].words == "found by the AWS chain: env"
     assert "MB/s" in lines["speed"].words
     assert lines["lifecycle"].fix == "nixl-offload gc kv.yaml --tier s3 --delete, by a timer", "no rules"
     assert any(name.startswith("mover ") and line.state == "ok" for name, line in lines.items())
@@ -144,12 +143,12 @@ def test_a_wrong_region_is_named_with_the_right_one(moto: MotoServer, child: Chi
 
 
 @pytest.mark.parametrize(
-    ("given", "words", "fix"),
+    ("given", "words"),
     [
-        ({"AWS_SECRET_ACCESS_KEY": "never-to-be-seen"}, "SignatureDoesNotMatch", ""),
-        ({"AWS_ACCESS_KEY_ID": "", "AWS_PROFILE": "ours"}, "ProfileNotFound", "unset AWS_PROFILE (now ours)"),
-        ({"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "none found", ""),
-        ({"AWS_SECRET_ACCESS_KEY": ""}, "cannot be had: PartialCredentialsError", ""),
+        ({"AWS_SECRET_ACCESS_KEY": "never-to-be-seen"}, "SignatureDoesNotMatch"),
+        ({"AWS_ACCESS_KEY_ID": "", "AWS_PROFILE": "ours"}, "ProfileNotFound"),
+        ({"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "no AWS credentials found"),
+        ({"AWS_SECRET_ACCESS_KEY": ""}, "PartialCredentialsError"),
     ],
 )
 def test_credentials_that_do_not_work(
@@ -159,14 +158,13 @@ def test_credentials_that_do_not_work(
     monkeypatch: pytest.MonkeyPatch,
     given: dict[str, str],
     words: str,
-    fix: str,
 ) -> None:
     for name, value in given.items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
     lines = look(tier_of(rclone, prefix, mover="obstore"), child)
     assert (wrong(lines), lines["permissions"].state) == (["credentials"], "unknown")
     assert words in lines["credentials"].words
-    assert fix in str(lines["credentials"].fix)
+    assert "AWS_PROFILE" in str(lines["credentials"].fix)
     for secret in ("never-to-be-seen", rclone.access_key_id, rclone.secret_access_key):
         assert secret not in repr(lines)
 

@@ -8,7 +8,6 @@ every request is refused the section ends: that must be fixed first.
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ _PIP: Final = "pip install boto3 obstore"
 _EXPORT: Final = "export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... (and AWS_SESSION_TOKEN), or AWS_PROFILE"
 _SYNC_CLOCKS: Final = "chronyc makestep, or timedatectl set-ntp true, on whichever machine is wrong (date -u tells)"
 _REFUSALS: Final = {
-    "credentials": r"InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|TokenRefreshRequired|InvalidToken",
+    "credentials": "no AWS credentials found|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken",
     "clock": "RequestTimeTooSkewed",
     "bucket": "there is no bucket",
     "region": "another region|AuthorizationHeaderMalformed|Redirect|IllegalLocationConstraint",
@@ -40,23 +39,20 @@ _ACTIONS: Final = {"put": "s3:PutObject", "get": "s3:GetObject", "delete": "s3:D
 def look_at_bucket(tier: S3Config, child: ChildProcess, *, config_file: str, io: bool) -> Iterator[Finding]:
     """Look at a tier. ``config_file`` is named in fixes; ``io``: measure."""
     tier = tier.model_copy(update={"request_timeout_s": min(REQUEST_LIMIT_S, tier.request_timeout_s)})
-    endpoint, region, credentials = _find_credentials(tier)
-    refusal = None
-    if credentials.state != "wrong":
-        try:
-            refusal = _refusal(tier, endpoint, region, config_file)
-        except NotSupportedError as error:
-            yield Finding("permissions", "wrong", str(error), _PIP)
-            return
-    if refusal is None or refusal.name != "credentials":
-        yield credentials
+    address = S3Address.of(tier)
+    endpoint = address.endpoint or "https://s3.amazonaws.com"
+    try:
+        refusal = _refusal(tier, endpoint, config_file)
+    except NotSupportedError as error:
+        yield Finding("permissions", "wrong", str(error), _PIP)
+        return
     if refusal is not None:
         yield refusal
-    if refusal is not None or credentials.state == "wrong":
         yield Finding("permissions", "unknown", "not tried before that is fixed")
         return
-    signed = f" signed for {region}" if region else ""
+    signed = f" signed for {address.region}" if address.region else ""
     yield Finding("endpoint", "ok", f"{endpoint} answers requests{signed}")
+    yield Finding("credentials", "ok", "the server takes those that the AWS chain found")
     yield Finding("bucket", "ok", f"{tier.bucket} is there")
     works = True
     for found in try_rights(tier, config_file):
@@ -72,29 +68,7 @@ def look_at_bucket(tier: S3Config, child: ChildProcess, *, config_file: str, io:
         yield Finding("movers", "unknown", "not tried: they put objects, get them and remove them")
 
 
-def _find_credentials(tier: S3Config) -> tuple[str, str | None, Finding]:
-    """Return the endpoint's URL, the region that is signed for, and which link of the AWS chain has credentials."""
-    address, name = S3Address.of(tier), "credentials"
-    endpoint, region = address.endpoint or "https://s3.amazonaws.com", address.region
-    try:
-        from nixl_offload.stores.bucket import client_facts
-
-        endpoint, region, source = client_facts(tier)
-    except ImportError:
-        return endpoint, region, Finding(name, "unknown", "cannot be looked for without boto3", _PIP)
-    except StoreError as error:
-        if error.__cause__ is None:  # No client could be made; the endpoint's finding says why.
-            return endpoint, region, Finding(name, "unknown", "not looked for before that is fixed")
-        profile = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
-        fix = f"correct ~/.aws/config and ~/.aws/credentials, or unset AWS_PROFILE (now {profile}); or {_EXPORT}"
-        return endpoint, region, Finding(name, "wrong", f"cannot be had: {type(error.__cause__).__name__}", fix)
-    if source is None:
-        words = "none found: not in the environment, ~/.aws, nor by a role of this machine"
-        return endpoint, region, Finding(name, "wrong", words, f"{_EXPORT}, or run under a role")
-    return endpoint, region, Finding(name, "ok", f"found by the AWS chain: {source}")
-
-
-def _refusal(tier: S3Config, endpoint: str, signed: str | None, config_file: str) -> Finding | None:
+def _refusal(tier: S3Config, endpoint: str, config_file: str) -> Finding | None:
     """Return why no request is answered, or every one refused, if so. Raises NotSupportedError."""
     try:
         with closing(open_store(tier)) as store:  # it follows no redirects to other regions
@@ -102,7 +76,7 @@ def _refusal(tier: S3Config, endpoint: str, signed: str | None, config_file: str
     except StoreError as error:
         name = next((each for each, pattern in _REFUSALS.items() if re.search(pattern, str(error))), None)
         if name == "region":
-            return _other_region(tier, signed)
+            return _other_region(tier)
         if name is not None:
             init = f"nixl-offload bucket init {config_file}"
             fixes = {"credentials": _EXPORT, "clock": _SYNC_CLOCKS, "bucket": init}
@@ -118,7 +92,7 @@ def _refusal(tier: S3Config, endpoint: str, signed: str | None, config_file: str
     return None
 
 
-def _other_region(tier: S3Config, signed: str | None) -> Finding:
+def _other_region(tier: S3Config) -> Finding:
     try:
         from nixl_offload.stores.bucket import bucket_region
 
@@ -126,7 +100,7 @@ def _other_region(tier: S3Config, signed: str | None) -> Finding:
     except (ImportError, StoreError):
         fix = f"region: what `aws s3api get-bucket-location --bucket {tier.bucket}` says"
         return Finding("region", "wrong", "the bucket is in another region, and the server does not say in which", fix)
-    words = f"the bucket is in {named}, and requests are signed for {signed}"
+    words = f"the bucket is in {named}, and requests are signed for {S3Address.of(tier).region or 'no region'}"
     return Finding("region", "wrong", words, f"region: {named}")
 
 
