@@ -6,22 +6,14 @@ Threading: pure functions, safe anywhere.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Final
 
 _SIZE_UNITS: Final[dict[str, int]] = {
     "B": 1,
-    "kB": 10**3,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "PB": 10**15,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-    "PiB": 2**50,
+    **{f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGTP", start=1)},
+    **{f"{prefix}B": 10 ** (3 * power) for power, prefix in ((1, "k"), *enumerate("KMGTP", start=1))},
 }
 _DURATION_UNITS: Final[dict[str, Decimal]] = {
     "ms": Decimal("0.001"),
@@ -47,35 +39,29 @@ def parse_size(value: object) -> int:
 
     Raises ValueError: no number, no or unknown unit, negative, or not a whole number of bytes.
     """
-    if isinstance(value, int) and not isinstance(value, bool):
-        return _checked_size(value)
-    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError(f"is not a size; allowed: {SIZE_HELP}")
-    number, unit = match.groups()
-    if unit not in _SIZE_UNITS:
-        hint = f" (did you mean {number}{_upper_unit(unit)}?)" if _upper_unit(unit) else ""
-        raise ValueError(f"has the unknown unit {unit!r}{hint}; allowed: {SIZE_HELP}")
-    size_bytes = Decimal(number) * _SIZE_UNITS[unit]
-    if size_bytes != int(size_bytes):
-        raise ValueError(f"is not a whole number of bytes; allowed: {SIZE_HELP}")
-    return _checked_size(int(size_bytes))
-
-
-def _checked_size(size_bytes: int) -> int:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    size_bytes = Decimal(str(value)) if is_number else _read(value, "size", _SIZE_UNITS, SIZE_HELP)
     if size_bytes < 0:
         raise ValueError(f"is negative; allowed: {SIZE_HELP}")
+    if size_bytes != int(size_bytes):
+        raise ValueError(f"is not a whole number of bytes; allowed: {SIZE_HELP}")
     if size_bytes >= 2**63:
         raise ValueError("is more than a file offset can say; allowed: less than 8192PiB")
-    return size_bytes
+    return int(size_bytes)
 
 
-def _upper_unit(unit: str) -> str:
-    """Guess what a misspelt unit meant: "G", "Gi", "gb" and "gib" are the usual ones. Empty when nothing fits."""
-    for candidate in ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "kB", "MB", "GB", "TB", "PB"):
-        if unit.lower() in (candidate.lower(), candidate[0].lower(), candidate[:-1].lower()):
-            return candidate
-    return ""
+def _read(value: object, noun: str, units: Mapping[str, int | Decimal], allowed: str) -> Decimal:
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"is not a {noun}; allowed: {allowed}")
+    number, unit = match.groups()
+    if unit not in units:
+        # "500G", "500Gi", "500gb" and "500gib" are the usual slips.
+        meant = (each for each in units if unit.lower() in (each.lower(), each[0].lower(), each[:-1].lower()))
+        guess = next(meant, None) if noun == "size" else None
+        hint = f" (did you mean {number}{guess}?)" if guess else ""
+        raise ValueError(f"has the unknown unit {unit!r}{hint}; allowed: {allowed}")
+    return Decimal(number) * units[unit]
 
 
 def format_size(size_bytes: int) -> str:
@@ -92,13 +78,7 @@ def parse_duration(value: object) -> float:
 
     A bare number is refused: nobody remembers whether it meant seconds or days.
     """
-    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError(f"is not a duration; allowed: {DURATION_HELP}")
-    number, unit = match.groups()
-    if unit not in _DURATION_UNITS:
-        raise ValueError(f"has the unknown unit {unit!r}; allowed: {DURATION_HELP}")
-    return float(Decimal(number) * _DURATION_UNITS[unit])
+    return float(_read(value, "duration", _DURATION_UNITS, DURATION_HELP))
 
 
 def format_duration(duration_s: float) -> str:

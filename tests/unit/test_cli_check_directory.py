@@ -155,29 +155,6 @@ def test_a_capacity_beyond_the_disk_is_warned_of_with_one_that_fits(mounted: Cal
     assert (full.state, "disk is full" in full.words) == ("wrong", True)
 
 
-def test_a_drive_that_is_not_mounted_is_warned_of(tmp_path: Path) -> None:
-    """Two levels missing, or the root filesystem below: the server would fill another drive than the one meant."""
-    path = tmp_path / "no" / "such dir" / "kv"
-    line = look("directory", tier_of(path))
-    assert line.state == "warning"
-    assert line.words.startswith(f"{path} is not there, nor is {path.parent}: is the drive mounted?")
-    _do(str(line.fix).partition(": sudo ")[2])
-    assert look("directory", tier_of(path)).state == "ok"
-    assert look("directory", tier_of(tmp_path / "kv")).state == "ok", "one level is the server's to make"
-
-
-def test_o_direct_is_tried(child: ChildProcess, tmp_path: Path, mounted: Callable[..., Path]) -> None:
-    """Ramfs knows no O_DIRECT; the fix, ``direct_io: false``, makes the finding ok."""
-    path = mounted("ramfs")
-    assert section_of(tmp_path, child, direct_io=False)["O_DIRECT"].state == "ok"
-    line = section_of(path, child)["O_DIRECT"]
-    if line.state == "ok":
-        pytest.skip("this kernel's ramfs takes O_DIRECT")
-    assert line.state == "warning"
-    assert "direct_io: false" in str(line.fix)
-    assert not list(path.iterdir())
-
-
 def test_a_shared_directory_is_synced_renamed_and_its_clock_compared(tmp_path: Path) -> None:
     """A clock that is off by more than gc's grace is wrong: it would delete what was written just now."""
     shared = tier_of(tmp_path, kind="shared_dir")
@@ -204,18 +181,6 @@ def test_filesystems_as_the_kernel_describes_them(tmp_path: Path) -> None:
     assert (line().state, line().words.partition(":")[0]) == ("warning", "ext4 at / (/dev/vda1)")
     machine.remove("proc/self/mountinfo")
     assert line().state == "unknown"
-
-
-def test_two_tiers_in_one_directory(tmp_path: Path) -> None:
-    """By a symbolic link, which the config's text does not show: as a server's start refuses it."""
-    (tmp_path / "kv").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "kv")
-    (tmp_path / "beside").mkdir()
-    nearer = (tier_of(tmp_path / "kv"),)
-    found = look("apart", tier_of(tmp_path / "link" / "shared", "shared_dir"), nearer=nearer)
-    assert (found.state, str(tmp_path / "kv") in found.words) == ("wrong", True)
-    beside = directory_findings(tier_of(tmp_path / "beside"), nearer=nearer)
-    assert "apart" not in [each.name for each in beside]
 
 
 def test_with_a_gpu_the_verdict_on_gds_is_a_finding(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nixl_offload.chunk.checksum import block_checksums
+from nixl_offload.chunk.checksum import block_checksums, payload_checksums
 from nixl_offload.chunk.header import (
     HEADER_BYTES,
     MAX_BLOCKS_PER_CHUNK,
@@ -265,3 +266,13 @@ def test_checksums_of_rows_are_verified(begins: list[int], bad: int | None) -> N
     unstored = check_headers(encode_headers(expect, sums, firsts), expect)
     verify_rows(unstored, [0, 1, 2], [0, 0, 0], list(sums))
     assert {row: error.reason for row, error in unstored.errors.items()} == {1: "blocks", 2: "blocks"}
+
+
+def test_a_block_is_summed_as_its_bytes_lie_side_by_side() -> None:
+    """Blocks may lie apart."""
+    wide = np.random.default_rng(1).integers(0, 256, (6, 100), dtype=np.uint8)
+    for payload in (wide[:2], wide[2:3, :50], wide[::2, 2:52]):
+        (sums,) = payload_checksums([payload])
+        assert sums.tolist() == [xxhash.xxh3_64_intdigest(row.tobytes()) for row in payload]
+    with pytest.raises((ValueError, BufferError)):
+        block_checksums(wide[:, ::2])
