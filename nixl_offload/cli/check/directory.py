@@ -14,12 +14,11 @@ import pwd
 import shlex
 import stat
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from nixl_offload.cli.check.child import ChildProcess, try_file_movers
 from nixl_offload.cli.check.findings import Finding, mover_findings
@@ -30,13 +29,12 @@ from nixl_offload.hardware.gds import GdsReport, gds_report
 from nixl_offload.hardware.mounts import find_mount
 from nixl_offload.movers.pinning import pinning_limit
 from nixl_offload.stores.filesystem import spare_bytes
+from nixl_offload.tiers.calls import CallThreads
 from nixl_offload.tiers.ownership import is_kept, kept_free, may_chmod, require_apart
 from nixl_offload.tiers.shared.sweep import GRACE_S
 from nixl_offload.tiers.slab.directory import tree_bytes
 from nixl_offload.types import PAGE_BYTES
 from nixl_offload.units import format_size
-
-T = TypeVar("T")
 
 HANG_S: Final = 15.0
 _SCRATCH: Final = ".mover-probe-"
@@ -58,10 +56,14 @@ def look_at_directory(
     staging_bytes: int = 0,
 ) -> Iterator[Finding]:
     """Look at a tier. ``io``: measure movers."""
-    at = nearest(tier.path)
-    probes = directory_findings(tier, nearer=nearer)
+
+    def probe() -> tuple[str, list[Finding], GdsReport]:
+        at = nearest(tier.path)
+        return at, list(directory_findings(tier, nearer=nearer)), gds_report(at)
+
     try:
-        found, gds = within(HANG_S, lambda: (list(probes), gds_report(at)))
+        with closing(CallThreads("nixl-offload-check", threads=1)) as threads:
+            at, found, gds = threads.start(probe).result(HANG_S)
     except TimeoutError:
         words = f"nothing there answers within {HANG_S:.0f} s: a network filesystem whose server is gone?"
         yield Finding("directory", "wrong", words, f"umount -l {tier.path}, then mount it again")
@@ -83,20 +85,6 @@ def look_at_directory(
         options = {"gpu": gpu, "threads": tier.threads, "direct_io": tier.direct_io and bool(direct and direct.ok)}
         answer = child.run(try_file_movers, choice=tier.mover, directory=at, io=io, **options)
         yield from mover_findings(tier.mover, answer)
-
-
-def within(limit_s: float, work: Callable[[], T]) -> T:
-    """Return what ``work`` returns. Raises what it raises, or TimeoutError: then it goes on alone."""
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised again by the caller
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="nixl-offload-check", daemon=True).start()
-    return result.result(limit_s)
 
 
 def nearest(path: str) -> str:

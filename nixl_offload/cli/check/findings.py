@@ -10,9 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
+from nixl_offload.tiers.inspect import printable
+
 State = Literal["ok", "warning", "wrong", "unknown"]
 _STATES: Final = ("ok", "warning", "wrong", "unknown")
 _NAME_CHARS: Final = 20
+_CHARS: Final = 2000
+"""Of a finding. Paths and servers' answers may hold anything, and move no cursor."""
 
 
 class Finding(NamedTuple):
@@ -40,20 +44,20 @@ def report(sections: Iterable[Section], *, as_json: bool) -> bool:
     """Print all findings. Returns whether nothing is wrong."""
     counts, plain = Counter[str](), list[dict[str, Any]]()
 
-    def say(text: str) -> None:
+    def say(text: str | None) -> None:
         if not as_json:
             print(text, flush=True)
 
     for kind, title, findings in sections:
         made = list[dict[str, Any]]()
         plain.append({"kind": kind, "title": title, "findings": made})
-        say(_printable(title))
+        say(printable(title, _CHARS))
         for found in findings:
             counts[found.state] += 1
             made.append(found._asdict())
-            say(f"  {found.state:<7}  {found.name:<{_NAME_CHARS}}  {_printable(found.words)}")
+            say(f"  {found.state:<7}  {found.name:<{_NAME_CHARS}}  {printable(found.words, _CHARS)}")
             if found.fix:
-                say(f"{'fix: ':>{_NAME_CHARS + 18}}{_printable(found.fix)}")
+                say(f"{'fix: ':>{_NAME_CHARS + 18}}{printable(found.fix, _CHARS)}")
         say("")
     if as_json:
         print(json.dumps({"works": not counts["wrong"], "sections": plain}, indent=2))
@@ -78,8 +82,3 @@ def mover_findings(choice: str, answer: Mapping[str, Any]) -> Iterator[Finding]:
     if "read_bytes_s" in answer:
         read, write = (answer[name] / 1e6 for name in ("read_bytes_s", "write_bytes_s"))
         yield Finding("speed", "ok", f"read {read:,.0f} MB/s, write {write:,.0f} MB/s")
-
-
-def _printable(text: str) -> str:
-    """Return text that cannot move a terminal's cursor: paths and servers' answers may hold anything."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
