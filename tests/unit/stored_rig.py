@@ -1,90 +1,90 @@
-"""What tests of ``ls``, ``stat`` and ``verify`` share: slabs that real engines have written on two ranks, and the same
-shards in a tree or a bucket.
-"""
+"""What tests of commands share: chunks as engines store them, in a slab, a tree or a bucket; and a command line."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
+from nixl_offload.chunk.checksum import block_checksums
+from nixl_offload.chunk.header import HEADER_BYTES, slot_bytes
 from nixl_offload.cli.main import main
 from nixl_offload.config import SlabConfig, parse_config
-from nixl_offload.engine import Chunk
 from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.shared.naming import shard_name
-from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
+from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.tiers.slab.tier import SlabTier
-from nixl_offload.types import Key, Outcome
-from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, Rig
+from nixl_offload.types import Key
+from tests.headers import Expected, make_page
 from tests.unit.gc_rig import RANKS, key, namespace_of, put_manifest
 
-SLOT_BYTES = 24576
-"""Header page, four blocks of 4,608 bytes, padding."""
-BLOCK_BYTES = 4608
+BLOCKS, BLOCK_BYTES = 4, 4608
+SLOT_BYTES = slot_bytes(BLOCKS, BLOCK_BYTES)
+"""24,576: header page, blocks, padding."""
 
 
 def stored_namespace(tenant: str = "blue", model: str = "org/blue") -> Namespace:
     """A namespace whose manifest says the truth about the chunks of this rig."""
     fields = namespace_of(tenant, model).fields
     group = replace(fields.groups[0], slot_bytes=(SLOT_BYTES,) * RANKS)
-    return make_namespace(replace(fields, blocks_per_chunk=CHUNK_BLOCKS, groups=(group,)))
+    return make_namespace(replace(fields, blocks_per_chunk=BLOCKS, groups=(group,)))
+
+
+def image(space: Namespace, number: int, rank: int, *, first_valid_block: int = 0, seed: int = 0) -> bytearray:
+    """Return a shard as a server would have stored it; the padding holds noise."""
+    content = bytearray(random.Random(1000 * number + rank + 10**6 * seed).randbytes(SLOT_BYTES))
+    payload = np.frombuffer(content, dtype=np.uint8)[HEADER_BYTES:][: BLOCKS * BLOCK_BYTES]
+    expected = Expected(space.rank_digest(rank), key(number), 0, BLOCKS, BLOCK_BYTES)
+    sums = block_checksums(payload.reshape(BLOCKS, BLOCK_BYTES)[first_valid_block:])
+    page = make_page(expected, sums, first_valid_block=first_valid_block, created_s=int(time.time()))
+    content[:HEADER_BYTES] = page.tobytes()
+    return content
+
+
+def put_image(store: Store, space: Namespace, number: int) -> list[str]:
+    """Put all shards of a chunk in, some with fewer blocks, and return their names."""
+    names = [shard_name(space.name, key(number), rank) for rank in range(RANKS)]
+    for rank, name in enumerate(names):
+        store.write(name, memoryview(image(space, number, rank, first_valid_block=number % 3)))
+    return names
 
 
 class StoredSlab:
     """A slab's directory with one namespace, and a config that names it. ``open`` is a server that runs."""
 
-    def __init__(self, directory: Path, namespace: Namespace | None = None) -> None:
-        self.root = directory / "kv"
-        self.namespace = namespace or stored_namespace()
+    def __init__(self, directory: Path) -> None:
+        self.root, self.file = directory / "kv", directory / "kv.yaml"
+        self.namespace = stored_namespace()
         tier = {"kind": "slab", "path": str(self.root), "capacity": "64MiB"}
-        self.file = directory / "kv.yaml"
         self.file.write_text(yaml.safe_dump({"tiers": [tier]}))
         (config,) = parse_config({"tiers": [tier]}).tiers
         assert isinstance(config, SlabConfig)
-        self.config = config
-        self.tier: SlabTier | None = None
+        self.tier: SlabTier | None = SlabTier.open(config, TierContext(0, self.namespace, world_size=RANKS))
         self.offsets: dict[Key, int] = {}
 
-    def open(self) -> SlabTier:
-        self.tier = SlabTier.open(self.config, TierContext(0, self.namespace, world_size=RANKS))
-        return self.tier
-
     def store(self, numbers: range) -> None:
-        """Let the engines of both ranks write chunks, the tier's own slots, rows of its own index."""
+        """Write chunks as the ranks do, in the tier's own slots, with rows of its own index."""
         tier = self.tier
         assert tier is not None
-        jobs: list[tuple[Key, Any]] = []
         for number in numbers:
             location = tier.reserve(key(number), SLOT_BYTES, [])
             assert location is not None
             self.offsets[key(number)] = location.offset
-            jobs.append((key(number), location))
-        for rank in range(RANKS):
-            path = Path(tier.place.directory) / rank_file_name(rank)
-            slab = SlabFile(path, tier.place.rank_bytes, tier.place.extent_bytes)
-            slab.open()
-            rig = Rig.make(path.parent, slab=slab, namespace=self.namespace.rank_digest(rank), seed=rank)
-            try:
-                first = range(NUM_BLOCKS - CHUNK_BLOCKS)
-                chunks = [
-                    Chunk(k, location, 0, _blocks(first[number % len(first)]), 0)
-                    for number, (k, location) in enumerate(jobs)
-                ]
-                assert set(rig.store(0, chunks)) == {Outcome.OK}
-            finally:
-                rig.close()
-        for k, _ in jobs:
-            tier.commit(k)
+            for rank in range(RANKS):
+                self.slab(rank).touch()
+                self.damage(number, rank, 0, bytes(image(self.namespace, number, rank)))
+            tier.commit(key(number))
         assert tier._durable.flush(20.0)
 
     def close(self) -> None:
@@ -106,22 +106,6 @@ class StoredSlab:
         """Overwrite bytes of a shard, or flip one."""
         flip(self.slab(rank), self.offsets[key(number)] + at, data)
 
-    def fill(self, store: Store, numbers: range) -> None:
-        """Put the same shards, and the manifest, into a tree or a bucket."""
-        put_manifest(store, self.namespace)
-        for number in numbers:
-            for rank in range(RANKS):
-                store.write(self.name(number, rank), memoryview(self.shard(number, rank)))
-
-    def name(self, number: int, rank: int = 0) -> str:
-        return shard_name(self.namespace.name, key(number), rank)
-
-
-def _blocks(first: int) -> Any:
-    import numpy as np
-
-    return np.arange(first, first + CHUNK_BLOCKS, dtype=np.int32)
-
 
 def flip(path: Path, at: int, data: bytes | None = None) -> None:
     """Overwrite bytes of a file, or flip a bit of one."""
@@ -130,6 +114,37 @@ def flip(path: Path, at: int, data: bytes | None = None) -> None:
         data = data if data is not None else bytes([file.read(1)[0] ^ 0x10])
         file.seek(at)
         file.write(data)
+
+
+class Tree:
+    """The chunks of a slab in a shared directory, an hour old, and a config that names it alone."""
+
+    def __init__(self, slab: StoredSlab, directory: Path, numbers: range) -> None:
+        self.slab, self.root, self.file = slab, directory / "tree", directory / "tree.yaml"
+        self.store = TreeStore(str(self.root))
+        put_manifest(self.store, slab.namespace)
+        for number in numbers:
+            for rank in range(RANKS):
+                self.store.write(self.name(number, rank), memoryview(slab.shard(number, rank)))
+        tier = {"kind": "shared_dir", "path": str(self.root), "capacity": "1GiB"}
+        self.file.write_text(yaml.safe_dump({"tiers": [tier]}))
+        self.age(3600)
+
+    def name(self, number: int, rank: int = 0) -> str:
+        return shard_name(self.slab.namespace.name, key(number), rank)
+
+    def path(self, number: int, rank: int = 0) -> Path:
+        return self.root / self.name(number, rank)
+
+    def age(self, age_s: float) -> None:
+        for path in self.root.rglob("*.000?"):
+            os.utime(path, (time.time() - age_s, time.time() - age_s))
+
+
+def snapshot(root: Path) -> dict[str, tuple[int, int, int]]:
+    """What must not change by looking: names, sizes, times, inodes; times of reading left out."""
+    found = {str(path.relative_to(root)): path.stat() for path in sorted(root.rglob("*"))}
+    return {name: (status.st_size, status.st_mtime_ns, status.st_ino) for name, status in found.items()}
 
 
 class Cli:
@@ -155,30 +170,3 @@ class Cli:
     @property
     def lines(self) -> list[Any]:
         return [json.loads(line) for line in self.out.splitlines()]
-
-
-class Tree:
-    """The chunks of a slab in a shared directory, an hour old, and a config that names it alone."""
-
-    def __init__(self, slab: StoredSlab, directory: Path, numbers: range) -> None:
-        self.slab = slab
-        self.root = directory / "tree"
-        self.store = TreeStore(str(self.root))
-        slab.fill(self.store, numbers)
-        self.file = directory / "tree.yaml"
-        tier = {"kind": "shared_dir", "path": str(self.root), "capacity": "1GiB"}
-        self.file.write_text(yaml.safe_dump({"tiers": [tier]}))
-        self.age(3600)
-
-    def path(self, number: int, rank: int = 0) -> Path:
-        return self.root / self.slab.name(number, rank)
-
-    def age(self, age_s: float) -> None:
-        for path in self.root.rglob("*.000?"):
-            os.utime(path, (time.time() - age_s, time.time() - age_s))
-
-
-def snapshot(root: Path) -> dict[str, tuple[int, int, int]]:
-    """What must not change by looking: names, sizes, times, inodes; times of reading left out."""
-    found = {str(path.relative_to(root)): path.stat() for path in sorted(root.rglob("*"))}
-    return {name: (status.st_size, status.st_mtime_ns, status.st_ino) for name, status in found.items()}

@@ -21,8 +21,8 @@ from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.identity.namespace import make_namespace
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.shared.naming import shard_name
-from tests.unit import shard_images
-from tests.unit.stored_rig import Cli, flip
+from tests.unit.gc_rig import RANKS, key, put_manifest
+from tests.unit.stored_rig import BLOCK_BYTES, BLOCKS, Cli, flip, image, stored_namespace
 
 KEY, OTHER = bytes(range(7, 39)), bytes(range(70, 102))
 CHUNKS = range(6)
@@ -32,12 +32,12 @@ class Directory:
     """A shared directory with signed chunks of one namespace, and a config for it."""
 
     def __init__(self, directory: Path) -> None:
-        fields = shard_images.namespace().fields
+        fields = stored_namespace().fields
         self.namespace = make_namespace(replace(fields, settings={**fields.settings, "authenticate": "blake3 1"}))
         self.root, self.keys, self.file = directory / "shared", directory / "keys", directory / "kv.yaml"
         self.store = TreeStore(str(self.root))
-        shard_images.put_manifest(self.store, self.namespace)
-        for number, rank in product(CHUNKS, range(shard_images.RANKS)):
+        put_manifest(self.store, self.namespace)
+        for number, rank in product(CHUNKS, range(RANKS)):
             self.put(number, rank, KEY)
         self.say(KEY)
         self.write({"key_file": str(self.keys)})
@@ -48,26 +48,26 @@ class Directory:
         said = {} if authenticate is None else {"authenticate": authenticate}
         self.file.write_text(yaml.safe_dump({**said, "tiers": [tier]}))
 
-    def say(self, *keys: bytes) -> None:
+    def say(self, *secrets: bytes) -> None:
         self.keys.touch(0o600)
-        self.keys.write_text("".join(f"{key.hex()}\n" for key in keys))
+        self.keys.write_text("".join(f"{secret.hex()}\n" for secret in secrets))
 
     def path(self, number: int, rank: int) -> Path:
-        return self.root / shard_name(self.namespace.name, shard_images.key(number), rank)
+        return self.root / shard_name(self.namespace.name, key(number), rank)
 
-    def put(self, number: int, rank: int, key: bytes | None) -> None:
-        """Store a shard with a MAC by ``key``, or without one."""
-        content = shard_images.image(self.namespace, number, rank, first_valid_block=number % 3)
-        if key is not None:
-            image = np.frombuffer(content, dtype=np.uint8)
-            payload = image[HEADER_BYTES:][: shard_images.BLOCKS * shard_images.BLOCK_BYTES]
-            page = ChunkKeys([key]).signed(image[:HEADER_BYTES], payload.reshape(shard_images.BLOCKS, -1)[number % 3 :])
+    def put(self, number: int, rank: int, secret: bytes | None) -> None:
+        """Store a shard with a MAC by ``secret``, or without one."""
+        content = image(self.namespace, number, rank, first_valid_block=number % 3)
+        if secret is not None:
+            whole = np.frombuffer(content, dtype=np.uint8)
+            payload = whole[HEADER_BYTES:][: BLOCKS * BLOCK_BYTES].reshape(BLOCKS, BLOCK_BYTES)
+            page = ChunkKeys([secret]).signed(whole[:HEADER_BYTES], payload[number % 3 :])
             content[:HEADER_BYTES] = page.tobytes()
-        self.store.write(shard_name(self.namespace.name, shard_images.key(number), rank), memoryview(content))
+        self.store.write(shard_name(self.namespace.name, key(number), rank), memoryview(content))
 
     def forge(self, number: int, rank: int) -> None:
         """Put another payload there, with right checksums, and the MAC of the shard that was there."""
-        made = shard_images.image(self.namespace, number, rank, seed=99)
+        made = image(self.namespace, number, rank, seed=99)
         made[152:192] = self.path(number, rank).read_bytes()[152:192]
         made[4088:4096] = block_checksum(memoryview(made)[:4088]).to_bytes(8, "little")
         self.path(number, rank).write_bytes(made)
@@ -95,8 +95,8 @@ def cli(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) ->
 
     made = Searched(capsys)
     yield made
-    for key in (KEY, OTHER):
-        for shown in (key.hex(), key.hex().upper(), repr(key)[2:30], str(list(key))[1:30]):
+    for secret in (KEY, OTHER):
+        for shown in (secret.hex(), secret.hex().upper(), repr(secret)[2:30], str(list(secret))[1:30]):
             assert shown not in made.said + caplog.text
 
 
@@ -134,7 +134,7 @@ def test_without_a_key_all_else_is_checked(directory: Directory, cli: Cli, how: 
         directory.keys.chmod(0o644)
     assert verified(cli, directory) == ({"unauthenticated": 6}, [])
     assert ("going on without a key" in cli.err) == (how != "not said")
-    assert cli("stat", directory.file, shard_images.key(1).hex()) == 0
+    assert cli("stat", directory.file, key(1).hex()) == 0
     assert f"not authenticated: no key {key_id(KEY).hex()}" in cli.out
     assert cli("ls", directory.file, "--json") == 0
     assert cli("gc", directory.file) == 0
@@ -143,14 +143,14 @@ def test_without_a_key_all_else_is_checked(directory: Directory, cli: Cli, how: 
 
 
 def test_stat_says_whose_the_mac_is_and_keys_are_rotated(directory: Directory, cli: Cli) -> None:
-    assert cli("stat", directory.file, shard_images.key(1).hex()) == 0
+    assert cli("stat", directory.file, key(1).hex()) == 0
     assert key_id(KEY).hex() in cli.out
     assert "every block verifies\n" in cli.out
     for keys, kind in (((OTHER, KEY), "good"), ((OTHER,), "unauthenticated")):
         directory.say(*keys)
         assert verified(cli, directory) == ({kind: 6}, [])
     directory.put(1, 0, None)
-    assert cli("stat", directory.file, shard_images.key(1).hex()) == 1
+    assert cli("stat", directory.file, key(1).hex()) == 1
     assert "there is no MAC" in cli.out
 
 

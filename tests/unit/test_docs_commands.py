@@ -29,7 +29,8 @@ from nixl_offload.cli import main as cli
 from nixl_offload.config import parse_config
 from nixl_offload.stores.directory import TreeStore
 from tests.s3.servers import MotoServer
-from tests.unit.shard_images import namespace, put_chunk, put_manifest
+from tests.unit.gc_rig import put_manifest
+from tests.unit.stored_rig import put_image, stored_namespace
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,8 +62,8 @@ def test_the_commands_run(tmp_path: Path, bucket_server: MotoServer, kind: str, 
         tier["kind"] = "shared_dir"
         with contextlib.closing(TreeStore(str(tmp_path / "kv"))) as store:
             for number in range(3):
-                put_chunk(store, namespace(), number)
-            put_manifest(store, namespace())
+                put_image(store, stored_namespace(), number)
+            put_manifest(store, stored_namespace())
     elif kind == "bucket":
         environment |= bucket_server.environment
         tier = bucket_server.tier(prefix="prod", ttl="7d", capacity="1GiB")

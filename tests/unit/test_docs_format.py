@@ -13,23 +13,24 @@ import xxhash
 
 from nixl_offload.identity.namespace import CommonFields, Namespace, ShardedFields, make_namespace
 from nixl_offload.stores.directory import TreeStore
-from tests.unit.shard_images import RANKS, namespace, put_chunk, put_manifest
+from tests.unit.gc_rig import RANKS, put_manifest
+from tests.unit.stored_rig import put_image, stored_namespace
 
 CHUNKS = 3
 
 
 def by_heads() -> Namespace:
-    """As ``namespace``, of chunks that are cut by their heads into as many shards as that has ranks."""
-    by_rank = namespace().fields
+    """As ``stored_namespace``, of chunks that are cut by their heads into as many shards as that has ranks."""
+    by_rank = stored_namespace().fields
     common = {item.name: getattr(by_rank, item.name) for item in fields(CommonFields)}
     return make_namespace(ShardedFields(**common, ranks=("ab",), shards=RANKS))
 
 
-@pytest.fixture(params=[namespace, by_heads])
+@pytest.fixture(params=[stored_namespace, by_heads])
 def tree(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     store, space = TreeStore(str(tmp_path)), request.param()
     for number in range(CHUNKS):
-        put_chunk(store, space, number)
+        put_image(store, space, number)
     put_manifest(store, space)
     store.close()
     return tmp_path

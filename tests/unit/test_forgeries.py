@@ -27,12 +27,11 @@ from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Outcome
-from tests.unit import shard_images
 from tests.unit.chain_rig import make_host
 from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, Rig
 from tests.unit.forgeries import FORGERIES, PAGE, PROMISED_BYTES, REFUSED, Loot, promising
 from tests.unit.link_rig import NAMESPACE_NAME, ObjectFiles, objects, tree
-from tests.unit.stored_rig import Cli
+from tests.unit.stored_rig import BLOCKS, Cli, put_image, stored_namespace
 
 TARGET: Final = 5
 EMPTY: Final = 0xEE
@@ -197,9 +196,9 @@ PLANTED: Final[dict[str, Callable[[Path], object]]] = {
 
 def test_forged_manifests_are_not_believed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Chunks of an authenticated namespace that have no MAC are never called good, with any manifest beside them."""
-    fields, cli, root = shard_images.namespace().fields, Cli(capsys), tmp_path / "shared"
+    fields, cli, root = stored_namespace().fields, Cli(capsys), tmp_path / "shared"
     signed = make_namespace(replace(fields, settings={**fields.settings, "authenticate": "blake3 1"}))
-    plain, keys, file = shard_images.namespace(), tmp_path / "keys", tmp_path / "kv.yaml"
+    plain, keys, file = stored_namespace(), tmp_path / "keys", tmp_path / "kv.yaml"
     keys.touch(0o600)
     keys.write_text(random.Random(1).randbytes(32).hex())
 
@@ -212,7 +211,7 @@ def test_forged_manifests_are_not_believed(tmp_path: Path, capsys: pytest.Captur
 
     with closing(TreeStore(str(root))) as store:
         for namespace in (signed, plain):
-            shard_images.put_chunk(store, namespace, 1)
+            put_image(store, namespace, 1)
         path = root / signed.name / "manifest.json"
         genuine = json.dumps(signed.manifest())
         texts = {name: json.dumps(forge(json.loads(genuine))) for name, forge in FORGED.items()}
@@ -230,9 +229,9 @@ def test_forged_manifests_are_not_believed(tmp_path: Path, capsys: pytest.Captur
         path.write_text(json.dumps(plain.manifest()))
         assert verified(plain.name, authenticate=False) == {"good": 1}, "so it is the MAC that was missed"
         # A shard of which header and length say that it is large: by a manifest that says otherwise, then without one.
-        shard = root / shard_images.put_chunk(store, plain, 3)[0]
+        shard = root / put_image(store, plain, 3)[0]
         shard.write_bytes(promising(shard.read_bytes()))
-        os.truncate(shard, slot_bytes(shard_images.BLOCKS, PROMISED_BYTES // shard_images.BLOCKS))
+        os.truncate(shard, slot_bytes(BLOCKS, PROMISED_BYTES // BLOCKS))
         for name in ("with a manifest", "without"):
             with taking_no_memory(name):
                 assert verified(plain.name, authenticate=False) == {"good": 1, "bad": 1}
