@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from argparse import ArgumentParser, Namespace
 from importlib.resources import files
@@ -20,18 +21,6 @@ from nixl_offload.errors import ConfigError
 
 _OTHERS: Final = {"nixl": "NixlConnector"}
 """What ``--with`` takes, and what vLLM calls it."""
-SAMPLES: Final = {
-    "local-nvme": "one server with NVMe",
-    "gds": "one server with NVMe that must not start without GPUDirect Storage",
-    "several-engines": "one server with NVMe and several engines: data parallel, or a server for each GPU",
-    "nvme-with-memory": "one server with NVMe, and host memory to spare",
-    "memory": "host memory only",
-    "s3-shared": "many servers and a bucket",
-    "memory-nvme-s3": "many servers and a bucket, each with memory and NVMe",
-    "shared-filesystem": "many servers and a shared filesystem",
-    "cpu-dev": "a laptop",
-    "cufile.json": "no config: settings of cuFile",
-}
 _SHOW = """\
 Checks CONFIG and prints it as nixl-offload understands it, defaults filled in, followed by the option to give to
 `vllm serve`. The file is named by its absolute path there, so it must be readable under that path by every worker.
@@ -107,15 +96,19 @@ def run_show(arguments: Namespace) -> int:
 
 def run_configs(arguments: Namespace) -> int:
     """List the samples, or print one. Raises ConfigError: there is none of that name."""
+    samples = {
+        file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8")
+        for file in sorted(files("nixl_offload").joinpath("configs").iterdir(), key=lambda file: file.name)
+    }
     if arguments.name is None:
-        for name, purpose in SAMPLES.items():
-            print(f"{name:<{max(map(len, SAMPLES))}}  {purpose}")
+        for name, text in samples.items():
+            purpose = re.search(r"(?:#|//) ([^.\n]*)", text)  # as its first comment begins
+            print(f"{name:<{max(map(len, samples))}}  {purpose and purpose[1]}")
         return 0
     name = arguments.name.removesuffix(".yaml")
-    if name not in SAMPLES:
-        raise ConfigError(f"NAME: there is no {arguments.name!r}; allowed: {', '.join(SAMPLES)}")
-    file = name if "." in name else f"{name}.yaml"
-    print(files("nixl_offload").joinpath("configs", file).read_text(encoding="utf-8"), end="")
+    if name not in samples:
+        raise ConfigError(f"NAME: there is no {arguments.name!r}; allowed: {', '.join(samples)}")
+    print(samples[name], end="")
     return 0
 
 
