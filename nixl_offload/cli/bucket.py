@@ -25,9 +25,6 @@ Other rules of the bucket stay as they are. Lifecycle rules know whole days: a t
 again after a change of the ttl. It needs s3:GetLifecycleConfiguration, s3:PutLifecycleConfiguration,
 s3:ListBucket, and s3:CreateBucket where the bucket is missing; servers need none of these but
 s3:ListBucket.
-
-Exit code 0: the bucket is as it should be, or only shown. 1: the storage failed or refused, the server has no lifecycle
-rules (the bucket is made all the same), or nobody said yes. 2: CONFIG or the options are wrong.
 """
 
 

@@ -68,9 +68,6 @@ so, from one machine:
 Servers go on meanwhile: one whose chunk is deleted computes it anew. Nothing younger than ten minutes is deleted, and
 nothing that is not named like a chunk of ours. A chunk is as old as its last write; in a shared
 directory, as its last use.
-
-Exit code 0: done. 1: the storage failed or not all could be deleted (run again), or the tenant has nothing. 2: CONFIG
-or the options are wrong. 130: interrupted; run again to go on.
 """
 
 

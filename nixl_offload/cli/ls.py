@@ -41,9 +41,6 @@ the tier is. Servers go on meanwhile; nothing is locked or changed.
 
 A slab is counted by its index, which lags behind a running server by a moment; --keys reads each slot's header too. In
 a bucket or a shared directory a chunk is as old as its last write or use.
-
-Exit code 0: listed. 1: a tier's storage failed, or the namespace or tenant is not there. 2: CONFIG or the options are
-wrong. 130: interrupted.
 """
 _MEMORY_NOTE: Final = (
     "memory tier: lives in the server's processes and cannot be looked at from outside; the server's metrics tell what "

@@ -66,8 +66,8 @@ With {kind: s3, bucket: our-kv-cache, ttl: 7d, capacity: 20TiB} in place of the 
     nixl-offload bucket init kv.yaml     # once: shows what the bucket lacks, asks, applies it
     nixl-offload gc kv.yaml --delete     # every hour: brings the bucket down to its capacity, oldest first
 
-`nixl-offload COMMAND --help` says more, with examples. Exit codes: 0 done, 1 something is wrong or the storage failed,
-2 wrong usage or config, 130 interrupted. With --json a command that fails prints {"error": "..."}.
+`nixl-offload COMMAND --help` says more, with examples. Exit codes of all: 0 done, 1 something is wrong, not there or
+not done, or the storage failed, 2 wrong usage or config, 130 interrupted. With --json, failures print {"error": "..."}.
 """
 
 

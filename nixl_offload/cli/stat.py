@@ -38,9 +38,6 @@ wrong.
     nixl-offload stat kv.yaml 5f3a9c01                     # a key in hex, or its first digits: four at least
 
 It works beside running servers, which may give a slot to another chunk meanwhile: then the key does not match.
-
-Exit code 0: nothing is wrong. 1: something is wrong, nothing was found, or the storage failed. 2: CONFIG or the options
-are wrong, or several keys begin so. 130: interrupted.
 """
 
 

@@ -48,9 +48,6 @@ out itself and computes it anew; verify finds it earlier, and says where it lies
     nixl-offload verify kv.yaml --json                 # a line per chunk that is not good, and a last one with totals
 
 Servers go on meanwhile: what they change while it is read counts as changed, not as bad.
-
-Exit code 0: all is good. 1: bad chunks were found, the namespace is not there, or the storage failed.
-2: CONFIG or the options are wrong. 130: interrupted.
 """
 
 THREADS: Final = 8

@@ -43,8 +43,6 @@ servers. It removes what it writes: some pages, and up to 256 MiB per mover for 
     warning   works, but slower, smaller or riskier than it could be
     wrong     does not work; the fix stands below it
     unknown   cannot be found out here
-
-Exit code 0: nothing is wrong (there may be warnings). 1: something is wrong. 2: CONFIG or the options are wrong.
 """
 _MIB: Final = 1 << 20
 _LIBRARIES: Final = {
