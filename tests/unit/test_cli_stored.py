@@ -24,7 +24,6 @@ from nixl_offload.chunk.header import HEADER_BYTES, decode_header, slot_bytes
 from nixl_offload.cli import verify
 from nixl_offload.errors import StoreError
 from nixl_offload.identity.namespace import GroupFields, make_namespace
-from nixl_offload.index.database import Database, IndexReader
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.inspect import NamespaceInfo
 from nixl_offload.tiers.ownership import DirectoryLock, holder_of
@@ -288,36 +287,6 @@ def test_a_namespace_or_tenant_that_is_not_there_is_no_success(slab: StoredSlab,
     ):
         assert cli(command, slab.file, *form, f"--{option}", name) == 1
         assert cli.err == f"nixl-offload: nothing is there of {option} {name}\n"
-
-
-def test_an_index_of_an_engine_killed_in_a_commit_is_read_as_it_was_before(tmp_path: Path) -> None:
-    """Half of the transaction is in the file; the reader rolls it back, as the next engine would."""
-    path = tmp_path / "index.sqlite"
-    script = (
-        "import os, sys\n"
-        "from nixl_offload.index.database import Database\n"
-        "database = Database(sys.argv[1], {'extent_bytes': '1'})\n"
-        "database.connect()\n"
-        "rows = lambda byte: [(byte * 31 + bytes([n]) + bytes(4), n * 4096, 4096) for n in range(100)]\n"
-        "database.write(rows(b'k'))\n"
-        # Pages that do not fit this cache are written within the transaction.
-        "database._connection.execute('PRAGMA cache_spill=ON')\n"
-        "database._connection.execute('PRAGMA cache_size=1')\n"
-        "database._connection.execute('BEGIN IMMEDIATE')\n"
-        "for row in rows(b'n'):\n"
-        "    database._connection.execute('INSERT OR REPLACE INTO slot VALUES (NULL, ?, ?, ?)', row)\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", script, str(path)], check=False).returncode == -9
-    assert path.read_bytes().count(b"n" * 31) > 0, "nothing was half done"
-    reader = IndexReader(path)
-    assert [row.offset for row in reader.rows()] == [n * 4096 for n in range(100)]
-    assert len(reader.find(b"k".hex() * 8, 500)) == 100
-    assert [row.offset for row in reader.find(b"k".hex() * 31 + "0", 500)] == [n * 4096 for n in range(16)]
-    database = Database(str(path), {"extent_bytes": "1"})
-    database.connect()
-    database.disconnect()
-    assert set(snapshot(tmp_path)) == {"index.sqlite"}
 
 
 # Damage

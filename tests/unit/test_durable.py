@@ -346,10 +346,15 @@ def kill_in_transaction(path: str, *, pages_written: bool) -> bytes:
     return Path(path + "-journal").read_bytes()
 
 
+@pytest.mark.parametrize("by_command", [True, False])
 @pytest.mark.parametrize("pages_written", [True, False])
-def test_a_journal_that_a_kill_has_left_is_applied_and_gone(path: str, pages_written: bool) -> None:
-    """Whether it counts, for pages were written, or not, for it was not yet synced; without anything being written."""
+def test_a_journal_that_a_kill_has_left_is_applied_and_gone(path: str, pages_written: bool, by_command: bool) -> None:
+    """Whether it counts, for pages were written, or not, for it was not yet synced; without anything being written. A
+    command that reads applies it as an engine does.
+    """
     assert bool(kill_in_transaction(path, pages_written=pages_written)[0]) == pages_written
+    if by_command:
+        assert [(row.key, row.offset, row.slot_bytes) for row in IndexReader(path).rows()] == rows(*range(10))
     journal = Journal(path)
     assert journal.found == rows(*range(10))
     assert beside(path) == ["index.sqlite"]
