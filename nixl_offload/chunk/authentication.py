@@ -59,7 +59,7 @@ class ChunkKeys:
         return stated_key_id(page) in self._keys
 
     def signed(self, page: Buffer, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """Return a header page with a MAC by the first key instead of that of ``page``, if it has one.
+        """Return a header page with a MAC by the first key; it replaces the MAC of ``page``.
 
         ``blocks``: uint8 of shape (n, block_bytes), contiguous: those from the first valid one to the last.
         """
@@ -106,7 +106,7 @@ class MacCheck:
         """Raise FormatError, with reason ``authentication``, unless the MAC is right."""
         if not hmac.compare_digest(self._mac.digest(), self._stated):
             raise FormatError(
-                "the MAC is not that of header and blocks: they were changed by somebody without the key",
+                "the MAC does not fit header and blocks: somebody without the key has changed them",
                 reason="authentication",
             )
 

@@ -29,7 +29,7 @@ s3:ListBucket.
 
 
 def add_bucket(parser: ArgumentParser) -> None:
-    """Make ``parser`` that of ``bucket``, with ``init``."""
+    """Give ``parser`` the command ``init``."""
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     summary = "show what the bucket lacks, ask, apply it"
     init = actions.add_parser("init", help=summary, formatter_class=parser.formatter_class)

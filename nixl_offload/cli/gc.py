@@ -72,7 +72,7 @@ directory, as its last use.
 
 
 def add_gc(parser: ArgumentParser) -> None:
-    """Make ``parser`` that of ``gc``."""
+    """Give ``parser`` the arguments of ``gc``."""
     set_up(parser, run, _DESCRIPTION)
     add_selection(parser, tenant=True)
     size, age = "leave at most so much, such as 20TiB; default: the capacity", "delete what is older, such as 7d"

@@ -50,7 +50,7 @@ _NOT_OPEN: Final = "no engine has its directory open"
 
 
 def add_ls(parser: ArgumentParser) -> None:
-    """Make ``parser`` that of ``ls``."""
+    """Give ``parser`` the arguments of ``ls``."""
     set_up(parser, run, _DESCRIPTION, json="print JSON; with --keys a line per chunk")
     add_selection(parser, tenant=True)
     parser.add_argument("--keys", action="store_true", help="list chunks")

@@ -106,10 +106,10 @@ class ChunkChecker:
 
 
 def _check_header(header: ShardHeader, namespace: NamespaceInfo, chunk: ChunkInfo, shard: ShardInfo) -> None:
-    """Raise FormatError where the header is not that of ``shard``; with reason ``other`` for another chunk's."""
+    """Raise FormatError if the header is another shard's; reason ``other`` for a whole shard of another chunk."""
     digest = namespace.rank_digest(shard.rank)
     if digest is not None and header.namespace != digest:
-        said = f"the shard belongs to namespace {header.namespace.hex()[:32]}…, that of rank {shard.rank} here is "
+        said = f"the shard belongs to namespace {header.namespace.hex()[:32]}…, rank {shard.rank} here is of "
         raise FormatError(f"{said}{digest.hex()[:32]}…", reason="namespace")
     if header.key != chunk.key or header.group != key_group(chunk.key):
         same_namespace = digest is not None and header.group == int.from_bytes(header.key[-4:], "big")

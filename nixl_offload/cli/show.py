@@ -49,7 +49,7 @@ order of tiers, and names the line.
 
 
 def add_show(parser: ArgumentParser) -> None:
-    """Make ``parser`` that of ``show``."""
+    """Give ``parser`` the arguments of ``show``."""
     set_up(parser, run_show, _SHOW, json="")
     parser.add_argument(
         "--with",
@@ -68,13 +68,13 @@ def add_show(parser: ArgumentParser) -> None:
 
 
 def add_configs(parser: ArgumentParser) -> None:
-    """Make ``parser`` that of ``configs``."""
+    """Give ``parser`` the arguments of ``configs``."""
     set_up(parser, run_configs, _CONFIGS, config=False, json="")
     parser.add_argument("name", metavar="NAME", nargs="?", help="print this one, as the list names it")
 
 
 def add_schema(parser: ArgumentParser) -> None:
-    """Make ``parser`` that of ``schema``."""
+    """Give ``parser`` the arguments of ``schema``."""
     set_up(parser, run_schema, _SCHEMA, config=False, json="")
 
 

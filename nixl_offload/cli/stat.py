@@ -42,7 +42,7 @@ It works beside running servers, which may give a slot to another chunk meanwhil
 
 
 def add_stat(parser: ArgumentParser) -> None:
-    """Make ``parser`` that of ``stat``."""
+    """Give ``parser`` the arguments of ``stat``."""
     set_up(parser, run, _DESCRIPTION)
     parser.add_argument("key", metavar="KEY", help="key in hex, or its first digits")
     add_selection(parser, tenant=False)

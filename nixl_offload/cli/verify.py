@@ -69,7 +69,7 @@ _VERDICT_WORDS: Final[dict[Verdict, str]] = {
 
 
 def add_verify(parser: ArgumentParser) -> None:
-    """Make ``parser`` that of ``verify``."""
+    """Give ``parser`` the arguments of ``verify``."""
     set_up(parser, run, _DESCRIPTION, json="print JSON lines")
     add_selection(parser, tenant=False)
     how = "read no faster, such as 200MiB/s"

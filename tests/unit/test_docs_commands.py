@@ -76,9 +76,9 @@ def test_the_commands_run(tmp_path: Path, bucket_server: MotoServer, kind: str, 
     try:
         os.write(keyboard, b"y\n")
         shell = ["bash", "-euo", "pipefail", "-c", text]
-        told = subprocess.PIPE
+        pipe = subprocess.PIPE
         done = subprocess.run(
-            shell, cwd=tmp_path, env=environment, stdin=terminal, stdout=told, stderr=told, timeout=120, check=False
+            shell, cwd=tmp_path, env=environment, stdin=terminal, stdout=pipe, stderr=pipe, timeout=120, check=False
         )
     finally:
         os.close(keyboard)

@@ -103,7 +103,7 @@ def test_a_stage_holds_whole_ranges() -> None:
     ],
 )
 def test_there_is_no_plan_for_parts_of_shards(wanted: int, heads: int, tp: int, would_do: str) -> None:
-    """A rank that would hold half a shard has none, and the reason is told, with what would be right."""
+    """A rank that would hold half a shard has none; the reason says what would be right."""
     plan = make_plan(wanted, [[heads]], [[True]], tp)
     assert isinstance(plan, str)
     assert f"tensor parallelism {tp}" in plan

@@ -55,7 +55,7 @@ _LIBRARIES: Final = {
 
 
 def add_check(parser: ArgumentParser) -> None:
-    """Make ``parser`` that of ``check``."""
+    """Give ``parser`` the arguments of ``check``."""
     set_up(parser, run, _DESCRIPTION)
     parser.add_argument("--no-io", action="store_true", help="measure nothing; movers still move a page each")
 
