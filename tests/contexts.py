@@ -34,7 +34,7 @@ def context_of(
     dp_index: int = 0,
     dp_engines: range = range(1),
 ) -> TierContext:
-    """Return a context with slots of these sizes, whatever the namespace's groups need."""
+    """Return a context with slots of these sizes, not those that the namespace's groups need."""
     return _Context(position, namespace, world_size, dp_index, dp_engines, tuple(slot_classes))
 
 

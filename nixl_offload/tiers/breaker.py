@@ -52,14 +52,15 @@ class Breaker:
         self._trial_limit_s = trial_limit_s
         self._flap_window_s = flap_window_s
         self._effect = effect
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         """Causes that were logged in this outage."""
         self._is_silent = False
         """Whether nothing was logged since it was closed last."""
         self._pause_s = first_pause_s
         self._failures = 0
         self._opened_s = 0.0
-        self._until_s = 0.0
+        self.until_s = 0.0
+        """While it is OPEN: when the next trial may begin."""
         self.state = BreakerState.CLOSED
         self.cause = ""
         """Why it is open, in a word; empty while closed."""
@@ -73,19 +74,14 @@ class Breaker:
         """Whether everything passes."""
         return self.state is BreakerState.CLOSED
 
-    @property
-    def until_s(self) -> float:
-        """While it is OPEN: when the next trial may begin."""
-        return self._until_s
-
     def allows(self, now_s: float) -> bool:
         """Say whether one may go now. When a pause is over the first to ask is the trial: True for it alone."""
         if self.state is BreakerState.CLOSED:
             return True
-        if now_s < self._until_s:
+        if now_s < self.until_s:
             return False
         self.state = BreakerState.HALF_OPEN
-        self._until_s = now_s + self._trial_limit_s
+        self.until_s = now_s + self._trial_limit_s
         return True
 
     def succeeded(self, now_s: float) -> None:
@@ -111,16 +107,16 @@ class Breaker:
             flaps = now_s - self.closed_s < self._flap_window_s
             self._pause_s = min(2 * self._pause_s, self._longest_pause_s) if flaps else self._first_pause_s
             if not flaps:
-                self._told.clear()
+                self._logged.clear()
             self._opened_s = now_s
             self.openings += 1
         else:
             return
-        self.state, self.cause, self._until_s = BreakerState.OPEN, cause, now_s + self._pause_s
-        if cause in self._told:
+        self.state, self.cause, self.until_s = BreakerState.OPEN, cause, now_s + self._pause_s
+        if cause in self._logged:
             logger.debug("%s: still %s: %s", self._name, self._effect, message)
             return
-        self._told.add(cause)
+        self._logged.add(cause)
         self._is_silent = False
         logger.warning(
             "%s: %s (%s): %s. Requests go on and compute what they need; trying again in %.0f s, then every %.0f s at "

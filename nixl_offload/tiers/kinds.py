@@ -1,7 +1,7 @@
 """The kinds of tiers, by what the config calls them: how the scheduler opens each, how a rank opens its link to it, and
 how commands look into it.
 
-A new kind is a folder, a model in ``config.schema``, and a row here (the rest: CONTRIBUTING.md).
+A new kind is a module beside this one, a model in ``config.schema``, and a row here (the rest: CONTRIBUTING.md).
 
 Threading: called at start, by the scheduler, by each rank, and by commands; none of it needs torch.
 """

@@ -33,7 +33,7 @@ from typing import Any, Final
 from nixl_offload.config import DirectoryConfig, SharedDirConfig, TierConfig
 from nixl_offload.errors import StoreError, TierError
 from nixl_offload.hardware.mounts import LOCAL, find_mount
-from nixl_offload.stores.filesystem import tier_error
+from nixl_offload.stores.filesystem import REAL, Filesystem, tier_error
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ SHARED_DRIVE: Final = 0.10
 """The share that stays free where others use the drive, if the config says nothing."""
 EMPTY_DIR: Final = 0.20
 """And in an emptyDir, which lies on the filesystem that the kubelet watches."""
+_GET_LOCK, _SET_LOCK = 36, 37
+"""``F_OFD_GETLK`` and ``F_OFD_SETLK`` of Linux: a Python that was built with an old glibc has no names for them."""
 _HINT_MAX_BYTES = 4096
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
@@ -148,9 +150,10 @@ def is_kept(config: SharedDirConfig, root: str = "/") -> bool:
 class DirectoryLock:
     """A lock on a file. The file's content says who holds it: for people, and for ``is_held_by`` while it is held."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, filesystem: Filesystem = REAL) -> None:
         """Name the lock file; ``acquire`` takes it."""
         self.path = path
+        self._filesystem = filesystem
         self.owner = secrets.token_hex(16)
         """What the file says while this object holds it, each time the same."""
         self._fd = -1
@@ -161,13 +164,13 @@ class DirectoryLock:
         while not self.is_held():  # the file may be replaced before it is locked
             self.release()
             try:
-                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-                status = os.fstat(self._fd)
+                self._fd = self._filesystem.open(str(self.path), os.O_RDWR | os.O_CREAT)
+                status = self._filesystem.stat(self._fd)
                 if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
                     self.release()
                     raise TierError(f"{self.path} is no file, or has another name (a hard link); remove it", cause="io")
                 os.fchmod(self._fd, 0o600)
-                fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_RDLCK if shared else fcntl.F_WRLCK))
+                fcntl.fcntl(self._fd, _SET_LOCK, _whole_file(fcntl.F_RDLCK if shared else fcntl.F_WRLCK))
             except BlockingIOError as error:
                 hint = _hint(self._fd)
                 self.release()
@@ -187,11 +190,11 @@ class DirectoryLock:
         }
         line = f"{json.dumps(hint)}\n".encode()
         try:  # over what was there, then cut off the rest: readers take the first line
-            os.pwrite(self._fd, line, 0)
-            os.ftruncate(self._fd, len(line))
+            self._filesystem.write(self._fd, memoryview(line), 0)
+            self._filesystem.truncate(self._fd, len(line))
         except OSError:  # a full disk must not keep an engine from serving what it has
             with contextlib.suppress(OSError):  # rather nothing than what the last holder wrote
-                os.ftruncate(self._fd, 0)
+                self._filesystem.truncate(self._fd, 0)
 
     def is_held(self) -> bool:
         """Say whether this object holds the lock *on the file that bears the name now*.
@@ -201,7 +204,7 @@ class DirectoryLock:
         if self._fd < 0:
             return False
         try:
-            status = self.path.stat(follow_symlinks=False)
+            status = self._filesystem.stat(str(self.path))
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError:
@@ -254,7 +257,7 @@ def _holders_hint(path: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise tier_error(error, f"cannot look at the lock {path}") from error
     try:
-        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_RDLCK))
+        found = fcntl.fcntl(fd, _GET_LOCK, _whole_file(fcntl.F_RDLCK))
         return None if struct.unpack_from("h", found)[0] == fcntl.F_UNLCK else _hint(fd)
     except OSError as error:
         raise tier_error(error, f"cannot look at the lock {path}") from error

@@ -13,7 +13,7 @@ One that was retired is nobody's for good.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
@@ -230,6 +230,7 @@ class SlotAllocator:
         if number == self._draining:  # its size has no other
             self._draining = None
         extent = wanted.extents.get(number) or self._lend(number, wanted)
+        assert extent is not None, "it is in the pool"
         slot = extent.free.pop() if extent.free else len(extent.keys)
         if slot == len(extent.keys):
             extent.keys.append(key)
@@ -250,12 +251,8 @@ class SlotAllocator:
         number, slot = self._locate(offset, slot_bytes)
         if not 0 <= number < self.extent_count or not 0 <= slot < wanted.slots:
             return False
-        extent = wanted.extents.get(number)
-        if extent is None:
-            if number not in self._pool:
-                return False
-            extent = self._lend(number, wanted)
-        if not extent.take(slot, key):
+        extent = wanted.extents.get(number) or self._lend(number, wanted)
+        if extent is None or not extent.take(slot, key):
             return False
         self._took(wanted, number, extent)
         return True
@@ -271,7 +268,7 @@ class SlotAllocator:
         owner.chunks -= 1
         if not extent.taken:
             del owner.extents[number]
-            owner.roomy.remove(number)
+            _remove(owner.roomy, number)
             insort(self._pool, number)
             if number == self._draining:
                 self._draining = None
@@ -345,8 +342,10 @@ class SlotAllocator:
             return self._pool[0]
         return wanted.roomy[0] if wanted.roomy else None
 
-    def _lend(self, number: int, wanted: _SizeClass) -> _Extent:
-        self._pool.remove(number)
+    def _lend(self, number: int, wanted: _SizeClass) -> _Extent | None:
+        """Take an extent from the pool. None: it is not there."""
+        if not _remove(self._pool, number):
+            return None
         insort(wanted.roomy, number)
         extent = wanted.extents[number] = _Extent()
         return extent
@@ -354,4 +353,13 @@ class SlotAllocator:
     def _took(self, wanted: _SizeClass, number: int, extent: _Extent) -> None:
         wanted.chunks += 1
         if extent.taken == wanted.slots:
-            wanted.roomy.remove(number)
+            _remove(wanted.roomy, number)
+
+
+def _remove(numbers: list[int], number: int) -> bool:
+    """Remove a number from a sorted list. False: it is not there."""
+    at = bisect_left(numbers, number)
+    is_there = at < len(numbers) and numbers[at] == number
+    if is_there:
+        del numbers[at]
+    return is_there

@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nixl_offload.errors import LayoutError, TierError
+from nixl_offload.index import DurableIndex
+from nixl_offload.index.database import IndexReader
 from nixl_offload.stores.filesystem import Filesystem
 from nixl_offload.tiers.ownership import DirectoryLock, is_held_by
 from nixl_offload.tiers.slab import file as slab_file
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile
+from nixl_offload.types import Key, Location
 from tests.contexts import back, context_of, opened, slab_config
 from tests.hostile import HostileFilesystem
 from tests.unit.gc_rig import namespace_of
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from conftest import SmallFilesystem
 
 KIB, MIB = 1 << 10, 1 << 20
+WAIT_S = 20.0
 EXTENT = 4 * MIB
 
 
@@ -133,21 +137,23 @@ def test_a_rank_on_a_read_only_medium(small_filesystem: SmallFilesystem, is_open
     lock.release()
 
 
-def test_a_lock_on_a_full_disk_says_nothing_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_on_a_full_disk_says_nothing_wrong(tmp_path: Path) -> None:
     """What cannot be written does not leave the last holder's name: the engine's own ranks would keep off."""
     last = DirectoryLock(tmp_path / "lock")
     last.acquire()
     last.release()
-    lock = DirectoryLock(tmp_path / "lock")
+    filesystem = HostileFilesystem()
+    lock = DirectoryLock(tmp_path / "lock", filesystem)
 
-    def refuse(fd: int, data: bytes, offset: int) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def refuse(call: str, target: object) -> None:
+        if call == "write":
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as full:
-        full.setattr(os, "pwrite", refuse)
-        lock.acquire()
+    filesystem.before = refuse
+    lock.acquire()
     assert (tmp_path / "lock").read_bytes() == b""
     assert is_held_by(tmp_path / "lock", lock.owner)
+    filesystem.before = lambda call, target: None
     lock.acquire()
     with pytest.raises(TierError, match="in use by another engine"):
         is_held_by(tmp_path / "lock", "another")
@@ -407,3 +413,58 @@ def test_a_slab_leaves_a_share_of_the_drive_free(small_filesystem: SmallFilesyst
         assert 0.25 <= space.f_bavail / space.f_blocks < 0.3
     with opened(slab.path, 2 * slab.rank_bytes, EXTENT, kept_free=0.25) as larger:
         assert refusal(larger, slab.rank_bytes + EXTENT) == "full"
+
+
+# The journal of the index on such a medium: rows wait, the process lives.
+
+
+def journal_of(path: Path) -> tuple[DurableIndex, list[int]]:
+    """Return an index, and the offsets that it held."""
+    index, rows = DurableIndex.open(str(path), {"extent_bytes": "4096"}, batch_delay_s=0.0, retry_interval_s=0.01)
+    return index, [offset for piece in rows for _, offset, _, _ in piece]
+
+
+def put(index: DurableIndex, number: int, timeout_s: float = WAIT_S) -> bool:
+    """Put a row; return whether it is on the medium."""
+    index.put(Key(number.to_bytes(32, "big") + bytes(4)), Location(0, number * 4096, 4096))
+    return index.flush(timeout_s)
+
+
+@pytest.mark.parametrize("writable_again", [True, False])
+def test_a_medium_that_refuses_writes_costs_rows_and_not_the_process(
+    small_filesystem: SmallFilesystem, writable_again: bool
+) -> None:
+    """After what was written has reached the medium, so that its pages are clean: a mapped one could not be changed,
+    and SIGBUS would end this process.
+    """
+    path = small_filesystem.path / "index.sqlite"
+    index, _ = journal_of(path)
+    assert put(index, 1)
+    os.sync()
+    small_filesystem.make_read_only()
+    assert not put(index, 2, timeout_s=0.5)
+    assert [row.offset for row in IndexReader(path).rows()] == [4096]
+    if writable_again:
+        small_filesystem.make_writable()
+        assert put(index, 3)
+    assert index.close(WAIT_S) == writable_again
+    small_filesystem.make_writable()
+    index, offsets = journal_of(path)
+    assert offsets == ([4096, 2 * 4096, 3 * 4096] if writable_again else [4096])
+    assert index.close(WAIT_S)
+
+
+@pytest.mark.parametrize("small_filesystem", [8 << 20], indirect=True)
+def test_a_full_medium_costs_rows_and_not_the_process(small_filesystem: SmallFilesystem) -> None:
+    """No room for a transaction's journal: it waits until there is."""
+    path = small_filesystem.path / "index.sqlite"
+    index, _ = journal_of(path)
+    assert put(index, 1)
+    small_filesystem.fill()
+    number = 1
+    while put(index, number := number + 1, timeout_s=0.5):
+        assert number < 10_000, "it never was full"
+    small_filesystem.drain()
+    assert put(index, number + 1)
+    assert index.close(WAIT_S)
+    assert len(list(IndexReader(path).rows())) == number + 1

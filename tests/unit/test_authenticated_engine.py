@@ -189,15 +189,3 @@ def test_what_was_signed_by_the_old_key_is_passed_on_as_it_is(chain: ChainRig, t
     (stored,) = stored_objects(tmp_path)
     assert stated_key_id(stored[:HEADER_BYTES]) == second.first_id
     assert rig.load(2, [rig.chunk(3, BUCKET, [0, 1, 2, 3])]) == (OK,)
-
-
-def test_a_forged_object_is_not_promoted(chain: ChainRig, tmp_path: Path) -> None:
-    rig = chain
-    rig.fill_host(4)
-    assert rig.moves(1, [rig.move(4, MEMORY, BUCKET)]) == (OK,)
-    (path,) = (tmp_path / "bucket").iterdir()
-    path.write_bytes(rig.image(4).tobytes())  # as it would be without a MAC
-    rig.chain.submit_load(2, [rig.chunk(4, BUCKET, [0, 1, 2, 3], host=5)], promotion_ticket=7)
-    assert rig.collect(2).outcomes == (CORRUPT,)
-    assert rig.settle(7).outcomes != (OK,)
-    assert not rig.host_bytes(5)[:8].any()

@@ -1,11 +1,14 @@
-"""The scheduler's half of a file tier over a real directory: what outlives a reset and a restart."""
+"""Both halves of a slab tier over a real directory: what outlives a reset and a restart, and a directory that is lost,
+hangs, is full, or is another engine's.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -26,136 +29,10 @@ from tests.unit.gc_rig import namespace_of
 
 SLOT = 64 << 10
 WAIT_S = 20.0
-OpenTier = Callable[..., SlabTier]
-
-
-@pytest.fixture
-def open_tier(tmp_path: Path) -> Iterator[OpenTier]:
-    """Return a function that opens a tier on the same directory each time; closes what it opened."""
-    config = slab_config(tmp_path / "kv", 128 << 20)
-    opened: list[SlabTier] = []
-
-    def build(**options: Any) -> SlabTier:
-        opened.append(SlabTier.open(config, context_of(namespace_of(), [SLOT], **options)))
-        return opened[-1]
-
-    yield build
-    for item in opened:
-        item.close()
-    assert [t.name for t in threading.enumerate() if t.name.startswith("nixl-offload")] == []
 
 
 def key(number: int) -> Key:
     return Key(number.to_bytes(32, "big") + bytes(4))
-
-
-def store(tier: SlabTier, number: int) -> Location:
-    location = tier.reserve(key(number), SLOT, [])
-    assert location is not None
-    tier.commit(key(number))
-    return location
-
-
-def test_a_failed_opening_holds_nothing_back(open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the lock, which the next attempt of the same engine needs, nor the journal's thread."""
-
-    def fails(*arguments: object) -> list[Key]:
-        raise MemoryError
-
-    with monkeypatch.context() as broken:
-        broken.setattr(SlabTier, "adopt", fails)
-        with pytest.raises(MemoryError):
-            open_tier()
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("nixl-offload")] == []
-    store(open_tier(), 1)
-
-
-def test_a_restart_finds_what_was_stored_and_a_reset_forgets_all_of_it(open_tier: OpenTier) -> None:
-    """What was being read or written during the reset is not found after the restart either; what came later is."""
-    tier = open_tier()
-    places = [store(tier, number) for number in range(4)]
-    tier.close()
-    tier = open_tier()
-    assert [tier.pin(key(number)) for number in range(4)] == places
-    tier.unpin(key(0))
-    tier.reserve(key(8), SLOT, [])
-    tier.clear()
-    assert tier.state(key(1)) is State.EVICTING
-    after = store(tier, 9)
-    assert after == places[0], "the one slot that nobody held is free at once, the held ones are not"
-    for number in (1, 2, 3):
-        tier.unpin(key(number))
-    assert not tier.commit(key(8))
-    assert len(tier) == 1
-    tier.close()
-    tier = open_tier()
-    assert len(tier) == 1
-    assert tier.state(key(9)) is State.READY
-
-
-def test_what_was_being_written_at_shutdown_is_found_again(open_tier: OpenTier) -> None:
-    """The ranks may have finished it; not what was given up meanwhile, nor what nobody knows of."""
-    tier = open_tier()
-    kept = tier.reserve(key(1), SLOT, [])
-    tier.reserve(key(2), SLOT, [])
-    tier.abort(key(2))
-    tier.reserve(key(3), SLOT, [])
-    tier.retire(key(3))
-    tier.close([key(number) for number in range(1, 5)])
-    tier.close([key(1)])
-    tier = open_tier()
-    assert [tier.state(key(number)) for number in range(1, 5)] == [State.READY, None, None, None]
-    assert tier.pin(key(1)) == kept
-    tier.unpin(key(1))
-    tier.reserve(key(5), SLOT, [])
-    tier.clear()
-    tier.close([key(5)])
-    assert len(open_tier()) == 0, "a reset counts for what is being written, too"
-
-
-@pytest.mark.parametrize("is_taken", [True, False])
-def test_a_directory_that_is_lost_is_left_alone(open_tier: OpenTier, tmp_path: Path, is_taken: bool) -> None:
-    """Nothing is stored there any more, nor written to an index, which may be another engine's; what is known is
-    served. A directory that was deleted is not made anew before the next start.
-    """
-    tier = open_tier()
-    store(tier, 1)
-    (tmp_path / "kv").rename(tmp_path / "gone")
-    other = open_tier() if is_taken else None
-    look(tier, 100.0)
-    assert tier.reserve(key(2), SLOT, []) is None
-    assert tier.state(key(1)) is State.READY
-    if other is not None:
-        store(other, 3)
-        other.close()
-    tier.clear()
-    tier.close()
-    assert (tmp_path / "kv").exists() == is_taken
-    again = open_tier()
-    assert [again.state(key(number)) for number in (1, 2, 3)] == [None, None, State.READY if is_taken else None]
-
-
-def test_a_directory_that_hangs_costs_one_thread(open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one look at it has not returned there is no second, and closing does not wait for it for ever."""
-    tier = open_tier()
-    entered, go_on = threading.Semaphore(0), threading.Event()
-
-    def hang(self: TierDirectory) -> bool:
-        entered.release()
-        return go_on.wait(WAIT_S)
-
-    monkeypatch.setattr(TierDirectory, "is_held", hang)
-    for attempt in range(1, 4):
-        tier.look(attempt * 2 * LOOK_PAUSE_S)
-    assert entered.acquire(timeout=WAIT_S)
-    tier.close(timeout_s=0.01)
-    assert not entered.acquire(blocking=False)
-    go_on.set()
-    assert tier._looker is not None
-    tier._looker.join(WAIT_S)
-
-
-# -- a rank, and another engine in the directory ---------------------------------------------------------------------
 
 
 class Rank:
@@ -182,20 +59,39 @@ class Rank:
         self._mover.close()
 
 
+class Server:
+    """Engines on one directory, one after the other or at once. What they open is closed at the end."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path = path
+        self.config = slab_config(path, 128 << 20)
+        self._stack = stack
+
+    def tier(self, **options: Any) -> SlabTier:
+        tier = SlabTier.open(self.config, context_of(namespace_of(), [SLOT], **options))
+        return self._stack.enter_context(closing(tier))
+
+    def rank(self, tier: SlabTier) -> Rank:
+        return self._stack.enter_context(closing(Rank(tier.place)))
+
+    def is_opened_by(self, place: SlabPlace) -> bool:
+        """Open and close a rank's half as a rank does. Raises TierError."""
+        with closing(CopyMover()) as mover, closing(open_link(self.config, place, 0, mover)):
+            return True
+
+
 @pytest.fixture
-def open_rank() -> Iterator[Callable[[SlabTier], Rank]]:
-    ranks: list[Rank] = []
-
-    def build(tier: SlabTier) -> Rank:
-        ranks.append(Rank(tier.place))
-        return ranks[-1]
-
-    yield build
-    for rank in ranks:
-        rank.close()
+def server(tmp_path: Path) -> Iterator[Server]:
+    with ExitStack() as stack:
+        yield Server(tmp_path / "kv", stack)
+    assert [t.name for t in threading.enumerate() if t.name.startswith("nixl-offload")] == []
 
 
-OpenRank = Callable[[SlabTier], Rank]
+def store(tier: SlabTier, number: int) -> Location:
+    location = tier.reserve(key(number), SLOT, [])
+    assert location is not None
+    tier.commit(key(number))
+    return location
 
 
 def look(tier: SlabTier, now_s: float) -> None:
@@ -205,18 +101,122 @@ def look(tier: SlabTier, now_s: float) -> None:
     tier._looker.join(WAIT_S)
 
 
-def test_a_directory_made_anew_between_two_looks(
-    open_tier: OpenTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_opening_holds_nothing_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the lock, which the next attempt of the same engine needs, nor the journal's thread."""
+
+    def fails(*arguments: object) -> list[Key]:
+        raise MemoryError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(SlabTier, "adopt", fails)
+        with pytest.raises(MemoryError):
+            server.tier()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("nixl-offload")] == []
+    store(server.tier(), 1)
+
+
+def test_a_restart_finds_what_was_stored_and_a_reset_forgets_all_of_it(server: Server) -> None:
+    """What was being read or written during the reset is not found after the restart either; what came later is."""
+    tier = server.tier()
+    places = [store(tier, number) for number in range(4)]
+    tier.close()
+    tier = server.tier()
+    assert [tier.pin(key(number)) for number in range(4)] == places
+    tier.unpin(key(0))
+    tier.reserve(key(8), SLOT, [])
+    tier.clear()
+    assert tier.state(key(1)) is State.EVICTING
+    assert store(tier, 9) == places[0], "the one slot that nobody held is free at once, the held ones are not"
+    for number in (1, 2, 3):
+        tier.unpin(key(number))
+    assert not tier.commit(key(8))
+    assert len(tier) == 1
+    tier.close()
+    tier = server.tier()
+    assert len(tier) == 1
+    assert tier.state(key(9)) is State.READY
+
+
+def test_what_was_being_written_at_shutdown_is_found_again(server: Server) -> None:
+    """The ranks may have finished it; not what was given up meanwhile, nor what nobody knows of."""
+    tier = server.tier()
+    kept = tier.reserve(key(1), SLOT, [])
+    tier.reserve(key(2), SLOT, [])
+    tier.abort(key(2))
+    tier.reserve(key(3), SLOT, [])
+    tier.retire(key(3))
+    tier.close([key(number) for number in range(1, 5)])
+    tier.close([key(1)])
+    tier = server.tier()
+    assert [tier.state(key(number)) for number in range(1, 5)] == [State.READY, None, None, None]
+    assert tier.pin(key(1)) == kept
+    tier.unpin(key(1))
+    tier.reserve(key(5), SLOT, [])
+    tier.clear()
+    tier.close([key(5)])
+    assert len(server.tier()) == 0, "a reset counts for what is being written, too"
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_directory_that_is_lost_is_left_alone(server: Server, is_taken: bool) -> None:
+    """Nothing is stored there any more, nor written to an index, which may be another engine's; what is known is
+    served. A rank reads the file that it has. A directory that was deleted is not made anew before the next start.
+    """
+    tier = server.tier()
+    store(tier, 1)
+    rank, gone = server.rank(tier), server.path.with_name("gone")
+    assert rank.may_store()
+    server.path.rename(gone)
+    other = server.tier() if is_taken else None
+    others_rank = server.rank(other) if other is not None else None
+    assert not rank.may_store()
+    assert rank.link.trouble == ("locked" if is_taken else "missing")
+    assert rank.link.may_load()
+    assert os.path.samestat(os.fstat(rank.slab._fd), (gone / rank.path.relative_to(server.path)).stat())
+    look(tier, 100.0)
+    assert tier.reserve(key(2), SLOT, []) is None
+    assert tier.state(key(1)) is State.READY
+    if other is not None and others_rank is not None:
+        assert others_rank.may_store()
+        store(other, 3)
+        other.close()
+    tier.clear()
+    tier.close()
+    assert server.path.exists() == is_taken
+    again = server.tier()
+    assert [again.state(key(number)) for number in (1, 2, 3)] == [None, None, State.READY if is_taken else None]
+
+
+def test_a_directory_that_hangs_costs_one_thread(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one look at it has not returned there is no second, and closing does not wait for it for ever."""
+    tier = server.tier()
+    entered, go_on = threading.Semaphore(0), threading.Event()
+
+    def hang(self: TierDirectory) -> bool:
+        entered.release()
+        return go_on.wait(WAIT_S)
+
+    monkeypatch.setattr(TierDirectory, "is_held", hang)
+    for attempt in range(1, 4):
+        tier.look(attempt * 2 * LOOK_PAUSE_S)
+    assert entered.acquire(timeout=WAIT_S)
+    tier.close(timeout_s=0.01)
+    assert not entered.acquire(blocking=False)
+    go_on.set()
+    assert tier._looker is not None
+    tier._looker.join(WAIT_S)
+
+
+def test_a_directory_made_anew_between_two_looks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another engine takes it after the first look at the lock: its file is opened, found out, and not cut."""
-    tier, looks = open_tier(), list[Path]()
+    tier, looks = server.tier(), list[Path]()
 
     def look(path: Path, owner: str) -> bool:
         held = is_held_by(path, owner)
         looks.append(path)
         if len(looks) == 1:
-            (tmp_path / "kv").rename(tmp_path / "gone")
-            theirs = Path(open_tier().place.directory) / rank_file_name(0)
+            server.path.rename(server.path.with_name("gone"))
+            theirs = Path(server.tier().place.directory) / rank_file_name(0)
             theirs.write_bytes(bytes(4 * SLOT))
         return held
 
@@ -227,35 +227,12 @@ def test_a_directory_made_anew_between_two_looks(
     assert slab.path.stat().st_size == 4 * SLOT
 
 
-def test_a_rank_whose_directory_another_engine_made_anew_stores_nothing(
-    open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path
-) -> None:
-    """It goes on reading the file that it has; its stores fail, by which the scheduler's half finds out."""
-    tier = open_tier()
-    rank = open_rank(tier)
-    assert rank.may_store()
-    (tmp_path / "kv").rename(tmp_path / "gone")
-    other = open_tier()
-    others_rank = open_rank(other)
-    assert not rank.may_store()
-    assert rank.link.trouble == "locked"
-    assert rank.link.may_load()
-    assert os.path.samestat(
-        os.fstat(rank.slab._fd), (tmp_path / "gone" / rank.path.relative_to(tmp_path / "kv")).stat()
-    )
-    assert tier.reserve(key(2), SLOT, []) is not None
-    look(tier, 100.0)
-    assert tier.reserve(key(3), SLOT, []) is None
-    assert not rank.may_store()
-    assert others_rank.may_store()
-
-
 def test_a_store_without_a_descriptor_does_not_pause_the_others(
-    open_tier: OpenTier, open_rank: OpenRank, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slab is well; only the process has too many files open."""
-    tier = open_tier()
-    rank = open_rank(tier)
+    tier = server.tier()
+    rank = server.rank(tier)
     where = tier.reserve(key(1), SLOT, [])
     assert where is not None
 
@@ -268,17 +245,15 @@ def test_a_store_without_a_descriptor_does_not_pause_the_others(
     assert (rank.link.trouble, rank.link.may_store()) == ("none", True)
 
 
-def test_chunks_are_evicted_where_others_have_filled_the_drive(
-    open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path
-) -> None:
+def test_chunks_are_evicted_where_others_have_filled_the_drive(server: Server) -> None:
     """The first store that the drive has no room for fails; those after it go where others' chunks were. When there is
     room again the slab grows.
     """
-    (tmp_path / "kv").mkdir()
-    mounting = ["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(tmp_path / "kv")]
+    server.path.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(server.path)]
     if subprocess.run(mounting, check=False, capture_output=True).returncode:
         pytest.skip("a tmpfs mount is not permitted here")
-    numbers = count()
+    numbers, others = count(), server.path / "others"
 
     def put(tier: SlabTier, rank: Rank) -> tuple[int, list[Key]] | None:
         """Return the offset, and what was evicted. None: the drive is full, as the tier has heard by now."""
@@ -298,17 +273,17 @@ def test_chunks_are_evicted_where_others_have_filled_the_drive(
         return location.offset, evicted
 
     try:
-        tier = open_tier()
-        rank = open_rank(tier)
+        tier = server.tier()
+        rank = server.rank(tier)
         assert put(tier, rank)
-        space = os.statvfs(tmp_path / "kv")
-        (tmp_path / "kv" / "others").write_bytes(bytes(space.f_bavail * space.f_frsize - 3 * tier.place.extent_bytes))
+        space = os.statvfs(server.path)
+        others.write_bytes(bytes(space.f_bavail * space.f_frsize - 3 * tier.place.extent_bytes))
         while grown := put(tier, rank):
             assert not grown[1]
         first = put(tier, rank)
         assert first is not None
         assert first[1], "evicted"
-        (tmp_path / "kv" / "others").unlink()
+        others.unlink()
         tier.flush(rank.now_s)
         assert tier._looker is not None
         tier._looker.join(WAIT_S)
@@ -319,51 +294,41 @@ def test_chunks_are_evicted_where_others_have_filled_the_drive(
     finally:
         rank.close()
         tier.close()
-        subprocess.run(["umount", "-l", str(tmp_path / "kv")], check=True)
+        subprocess.run(["umount", "-l", str(server.path)], check=True)
 
 
-def open_and_close(place: SlabPlace, path: Path) -> None:
-    """Open a rank's half as a rank does."""
-    config, mover = slab_config(path, 128 << 20), CopyMover()
-    try:
-        open_link(config, place, 0, mover).close()
-    finally:
-        mover.close()
-
-
-def test_a_rank_makes_nothing_under_an_empty_mount_point(open_tier: OpenTier, tmp_path: Path) -> None:
+def test_a_rank_makes_nothing_under_an_empty_mount_point(server: Server) -> None:
     """It opens once the drive is back, and with it the lock."""
-    place = open_tier().place
-    (tmp_path / "kv").rename(tmp_path / "not mounted")
-    (tmp_path / "kv").mkdir()
+    place, away = server.tier().place, server.path.with_name("not mounted")
+    server.path.rename(away)
+    server.path.mkdir()
     with pytest.raises(TierError, match="not mounted") as caught:
-        open_and_close(place, tmp_path / "kv")
+        server.is_opened_by(place)
     assert caught.value.cause == "missing"
-    assert not any((tmp_path / "kv").iterdir())
-    (tmp_path / "kv").rmdir()
-    (tmp_path / "not mounted").rename(tmp_path / "kv")
-    open_and_close(place, tmp_path / "kv")
+    assert not any(server.path.iterdir())
+    server.path.rmdir()
+    away.rename(server.path)
+    assert server.is_opened_by(place)
     assert (Path(place.directory) / rank_file_name(0)).is_file()
 
 
-def test_a_lock_that_nobody_holds_keeps_no_rank_out(open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path) -> None:
+def test_a_lock_that_nobody_holds_keeps_no_rank_out(server: Server, tmp_path: Path) -> None:
     """A rank on another machine than the scheduler: no lock there, or what an earlier engine left."""
-    tier = open_tier()
-    place = replace(tier.place, directory=str(tmp_path / "kv there" / "ns"), machine="another")
-    tier.place = place
-    assert open_rank(tier).may_store()
+    tier = server.tier()
+    tier.place = replace(tier.place, directory=str(tmp_path / "kv there" / "ns"), machine="another")
+    assert server.rank(tier).may_store()
     lock = DirectoryLock(tmp_path / "kv there" / "lock")
     lock.acquire()
     with pytest.raises(TierError, match="in use by another engine"):
-        open_rank(tier)
+        server.rank(tier)
     lock.release()
-    assert open_rank(tier).may_store()
+    assert server.rank(tier).may_store()
 
 
-def test_data_parallel_ranks_know_their_own_engine(open_tier: OpenTier, open_rank: OpenRank, tmp_path: Path) -> None:
+def test_data_parallel_ranks_know_their_own_engine(server: Server) -> None:
     """The lock of their root counts: that of the path is shared."""
-    tiers = [open_tier(dp_index=index, dp_engines=range(2)) for index in range(2)]
-    assert all(open_rank(tier).may_store() for tier in tiers)
+    tiers = [server.tier(dp_index=index, dp_engines=range(2)) for index in range(2)]
+    assert all(server.rank(tier).may_store() for tier in tiers)
     tiers[0].place = replace(tiers[0].place, directory=tiers[1].place.directory)
     with pytest.raises(TierError, match="in use by another engine"):
-        open_rank(tiers[0])
+        server.rank(tiers[0])

@@ -16,9 +16,11 @@ import pytest
 
 from nixl_offload.config import parse_config
 from nixl_offload.errors import ConfigError, TierError
+from nixl_offload.stores.filesystem import REAL, Filesystem
 from nixl_offload.tiers.ownership import DirectoryLock, holder_of, require_apart, warn_of_others
 from nixl_offload.tiers.slab.directory import TierDirectory, remove_namespace, tree_bytes
 from tests.contexts import back, context_of, opened, slab_config
+from tests.hostile import HostileFilesystem
 from tests.unit.gc_rig import namespace_of
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -31,11 +33,12 @@ def open_tier(
     model: str = "model",
     *,
     slot_classes: Sequence[int] = (SLOT,),
+    filesystem: Filesystem = REAL,
     **options: Any,
 ) -> TierDirectory:
     """Open with a modest index, so that small capacities do."""
-    context = context_of(namespace_of(model=model), slot_classes, **options)
-    return TierDirectory.open(slab_config(path, capacity_bytes), context, index_bytes=lambda n: 65536 + 300 * n)
+    config, context = slab_config(path, capacity_bytes), context_of(namespace_of(model=model), slot_classes, **options)
+    return TierDirectory.open(config, context, index_bytes=lambda n: 65536 + 300 * n, filesystem=filesystem)
 
 
 def fill(tier: TierDirectory, ranks: int = 1) -> None:
@@ -63,20 +66,17 @@ def test_everything_is_private_and_where_the_readme_says(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["lock", ""])
-def test_a_lock_counts_while_storage_does_not_say_whose_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_lock_counts_while_storage_does_not_say_whose_it_is(tmp_path: Path, name: str) -> None:
     """Storage that fails when the directory is looked at must not end storing until the next start."""
-    tier = open_tier(tmp_path)
+    filesystem = HostileFilesystem()
+    tier = open_tier(tmp_path, filesystem=filesystem)
     fails_at = tmp_path / name if name else tier.namespace_path
-    look = Path.stat
 
-    def stat_or_fail(self: Path, **options: bool) -> os.stat_result:
-        if self == fails_at:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
-        return look(self, **options)
+    def fail(call: str, target: object) -> None:
+        if call == "stat" and target == str(fails_at):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(Path, "stat", stat_or_fail)
+    filesystem.before = fail
     with contextlib.suppress(OSError):
         assert tier.is_held()
     tier.close()

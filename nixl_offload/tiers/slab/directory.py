@@ -30,7 +30,7 @@ from typing import Any, Final
 from nixl_offload.config import SlabConfig
 from nixl_offload.errors import ConfigError, TierError
 from nixl_offload.index.database import max_bytes
-from nixl_offload.stores.filesystem import spare_bytes, tier_error
+from nixl_offload.stores.filesystem import REAL, Filesystem, spare_bytes, tier_error
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.ownership import DirectoryLock, holder_of, kept_free, make_private_directory
 from nixl_offload.tiers.slab.file import rank_file_name
@@ -58,7 +58,7 @@ _LEFTOVER: Final = re.compile(r"\.mover-probe-[a-z0-9_]{8}|manifest\.tmp")
 class TierDirectory:
     """A locked directory with room for this namespace. Made by ``open``; give it back with ``close``."""
 
-    def __init__(self, base: Path, root: Path, locks: tuple[DirectoryLock, ...], context: TierContext) -> None:
+    def __init__(self, base: Path, root: Path, context: TierContext, filesystem: Filesystem) -> None:
         """Use ``open``."""
         self.root = root
         self.namespace_path = root / context.namespace.name
@@ -69,12 +69,19 @@ class TierDirectory:
         """Size of the slab's extents; stays the same over restarts as long as it suits the capacity."""
         self._base = base
         self._context = context
-        self._locks = locks
+        self._filesystem = filesystem
+        paths = (base, root) if root != base else (base,)
+        self._locks = [DirectoryLock(path / "lock", filesystem) for path in paths]
         self._kept_free = 0.0
 
     @classmethod
     def open(
-        cls, config: SlabConfig, context: TierContext, *, index_bytes: Callable[[int], int] = max_bytes
+        cls,
+        config: SlabConfig,
+        context: TierContext,
+        *,
+        index_bytes: Callable[[int], int] = max_bytes,
+        filesystem: Filesystem = REAL,
     ) -> TierDirectory:
         """Lock the directory, make room in it, and work out the slabs' size.
 
@@ -87,17 +94,15 @@ class TierDirectory:
         Raises TierError (``locked`` by another engine; ``full`` when others' files take the capacity; causes of the
         operating system) and ConfigError (capacity too small for this model; names the least that would do).
         """
-        base, is_shared = Path(os.path.abspath(config.path)), len(context.dp_engines) > 1
-        root = base / f"dp-{context.dp_index}" if is_shared else base
+        base = Path(os.path.abspath(config.path))
+        root = base / f"dp-{context.dp_index}" if len(context.dp_engines) > 1 else base
+        directory = cls(base, root, context, filesystem)
         with ExitStack() as undo:
+            undo.callback(directory.close)
             try:
                 make_private_directory(root)
-                locks = []
-                for path in (base, root) if is_shared else (base,):
-                    locks.append(DirectoryLock(path / "lock"))
-                    undo.callback(locks[-1].release)
-                    locks[-1].acquire(shared=is_shared and path == base)
-                directory = cls(base, root, tuple(locks), context)
+                for lock in directory._locks:
+                    lock.acquire(shared=lock is not directory._locks[-1])
                 directory._make_ready(config, index_bytes)
             except OSError as error:
                 raise tier_error(error, f"cannot use the directory {root}") from error
@@ -114,8 +119,15 @@ class TierDirectory:
         return self.namespace_path / rank_file_name(rank)
 
     def is_held(self) -> bool:
-        """Say whether the locks are on the directories that bear the names now, and the namespace is there."""
-        return all(lock.is_held() for lock in self._locks) and self.namespace_path.is_dir()
+        """Say whether the locks are on the directories that have these names now, and the namespace is there.
+
+        Raises OSError where storage does not say.
+        """
+        try:
+            mode = self._filesystem.stat(str(self.namespace_path)).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return stat.S_ISDIR(mode) and all(lock.is_held() for lock in self._locks)
 
     def extents_now(self) -> int:
         """Return how many extents each slab may have: those that it has, where not all can grow. Raises OSError."""
