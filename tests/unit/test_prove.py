@@ -77,7 +77,7 @@ def test_every_end_of_a_cell_is_noted_and_what_was_good_is_not_tried_again(
 
 
 def test_a_soak_sees_growth() -> None:
-    from tests.prove.soak.run import LIMITS, grown
+    from tests.prove.soak import LIMITS, grown
 
     first = dict.fromkeys(LIMITS, 100.0)
     for name, limit in LIMITS.items():

@@ -107,7 +107,7 @@ def start_family(
         ours = config.kv_transfer_config
         assert ours is not None
         fields = {"kv_connector": ours.kv_connector, "kv_role": ours.kv_role}
-        slow = {"kv_connector": "SlowConnector", "kv_connector_module_path": "tests.vllm.slow_connector"}
+        slow = {"kv_connector": "SlowConnector", "kv_connector_module_path": "tests.vllm.fuzz_rig"}
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="MultiConnector",
             kv_role="kv_both",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.prove.soak.run import soak
+from tests.prove.soak import soak
 from tests.prove.yardstick import try_side
 
 pytestmark = pytest.mark.long

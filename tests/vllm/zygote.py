@@ -16,6 +16,7 @@ import faulthandler
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -26,14 +27,15 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from multiprocessing import forkserver, resource_tracker, spawn
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
 from examples.demo.engine import Engine, EngineError
-from tests.vllm.spawning import fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 _REQUEST_BYTES = 1 << 18
+_ENVIRONMENT = "environment of the parent"
 MAIN_MODULE = "NIXL_OFFLOAD_TEST_MAIN"
 """Environment variable: the module whose ``main`` a forked process runs, if it is not the engine over pipes."""
 _IMPORTS = (
@@ -160,7 +162,7 @@ class ForkedProcess:
 
 
 class ForkedEngine(Engine):
-    """An engine that a zygote forks. Its further processes are forked, too (``spawning``); with ``forks_all`` False
+    """An engine that a zygote forks. Its further processes are forked, too (``fork_server``); with ``forks_all`` False
     they are bare interpreters.
     """
 
@@ -227,6 +229,48 @@ def _become_engine(environment: dict[str, str], descriptors: list[int], *, spawn
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def fork_server() -> None:
+    """Fork a server off this process, and make "spawn" mean "ask the server", here and in all that come from it.
+
+    A spawned process imports torch and vLLM anew: 10 s of CPU time for each scheduler and each rank. Here it comes from
+    multiprocessing's own forkserver, forked while the engine's process is fresh from the zygote: it has imported
+    everything, and nothing has run in it. As with "spawn", a new process gets what was pickled for it, and the
+    environment of the one that asked. That a bare interpreter finds our package is for ``forked=False`` to prove.
+
+    Called once, before anything else runs. The server ends with the last process that knows it.
+    """
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    get_context = multiprocessing.get_context
+    prepare, get_preparation_data = spawn.prepare, spawn.get_preparation_data
+
+    def with_environment(name: str) -> dict[str, Any]:
+        return {**get_preparation_data(name), _ENVIRONMENT: dict(os.environ)}
+
+    def take(data: dict[str, Any]) -> None:
+        os.environ.clear()
+        os.environ.update(data.pop(_ENVIRONMENT))
+        prepare(data)
+
+    spawn.get_preparation_data, spawn.prepare = with_environment, take
+    multiprocessing.get_context = lambda method=None: get_context("forkserver" if method == "spawn" else method)
+    server.ensure_running = lambda: None  # Python would start a second one for those that the first has forked
+    resource_tracker.ensure_running()
+
+    listener = socket.socket(socket.AF_UNIX)
+    server._forkserver_address = os.path.join(tempfile.mkdtemp(), "spawn")
+    listener.bind(server._forkserver_address)
+    listener.listen()
+    alive_r, server._forkserver_alive_fd = os.pipe()
+    if os.fork() == 0:
+        with contextlib.suppress(BaseException):
+            os.close(server._forkserver_alive_fd)
+            os.dup2(2, 1)  # stdout is a pipe whose end says that the engine is gone
+            forkserver.main(listener.detach(), alive_r, [])
+        os._exit(0)
+    listener.close()
+    os.close(alive_r)
 
 
 def _save_work() -> None:

@@ -1,4 +1,5 @@
-"""Runs the soak: memory, slab, shared directory and bucket; a first window, faults, recovery, a last window.
+"""The soak: one engine for half an hour over memory, slab, shared directory and bucket; what it takes stays flat. A
+first window, then faults that come and go by a seeded timetable, recovery, a last window.
 
 The load is laps that are alike but for their salts. A lap has sessions of several turns with shared system prompts,
 sessions of earlier laps that come back, requests that are given up, and a reset while requests run. As each lap has a
@@ -14,10 +15,12 @@ import json
 import os
 import random
 import statistics
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -26,15 +29,17 @@ from examples.demo.engine import Answer, Engine, EngineError
 from examples.demo.model import TINY
 from nixl_offload.cli.main import main as nixl_offload
 from nixl_offload.tiers.shared.sweep import make_plan
-from tests.prove.cells import Outcome
-from tests.prove.happenings import files, make_disk
-from tests.prove.soak.troubles import Troubles
-from tests.s3.proxy import FaultProxy
+from tests.faults.conftest import SmallFilesystem
+from tests.prove.cells import Cell, Outcome
+from tests.prove.happenings import DAMAGES, Outage, Piece, bucket_outages, disk_outages, files, make_disk
+from tests.s3.proxy import FaultProxy, Rule
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import Prompt
 from tests.vllm.harness import CHUNK_TOKENS, Workshop, close, forked_workshop
 from tests.vllm.zygote import MAIN_MODULE
 
+MINUTES = float(os.environ.get("NIXL_OFFLOAD_SOAK_MINUTES", "30"))
+"""How long; two are enough to develop it, five to see most faults. Beginning and end take two minutes more."""
 MIB: Final = 1 << 20
 LIMITS: Final = {"anonymous memory, MiB": 32.0, "shared memory, MiB": 1.0, "threads": 16.0, "descriptors": 16.0}
 """By how much the median of the last laps may exceed that of the first: pools of threads and connections, and what they
@@ -68,6 +73,21 @@ HEAP_MIB: Final = 2.0
 """By how much what libraries have from malloc may grow."""
 TROUBLE: Final = ("breaker_state", "disabled_ranks")
 """Metrics that are 0 for every tier in use."""
+LASTS_S: Final = (1.0, 4.0)
+PAUSE_S: Final = (0.5, 2.0)
+UNTIL_ASKED_S: Final = 20.0
+"""So much longer lasts what no request has met: after another fault, the bucket may not be asked for a while."""
+DAMAGED: Final = 6
+"""So many files, objects or places of the slab at a time."""
+SLOT_BYTES: Final = 1 << 16
+"""Smaller files are no shards; of a slab such pieces are damaged."""
+OFTEN: Final = 5
+"""Of fewer times, a tier that is still out of use after the fault before explains that nothing asked it."""
+
+
+def cells(seed: int) -> Iterator[Cell]:
+    """One."""
+    yield Cell(f"{MINUTES:g} minutes", partial(soak, seed, MINUTES * 60), limit_s=MINUTES * 60 + 600)
 
 
 @dataclass
@@ -288,6 +308,95 @@ def _go(run: _Run, seconds: float, troubles: Troubles) -> None:
     engine.stop()
 
 
+class Troubles:
+    """Begins with the next fault when the last one is over and some time has passed."""
+
+    def __init__(
+        self,
+        seed: int,
+        server: RcloneServer,
+        proxy: FaultProxy,
+        disk: SmallFilesystem | None,
+        directories: Mapping[str, Path],
+    ) -> None:
+        """``disk`` holds the tree and the slab of ``directories``; None: it is no filesystem of its own and cannot be
+        filled.
+        """
+        self._source = random.Random(f"troubles {seed}")
+        self._server = server
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="troubles")
+        self._failed: Exception | None = None
+        self._begun: Counter[str] = Counter()
+        self.struck: Counter[str] = Counter()
+        """How often each found something to break."""
+        self.now = ""
+        """Which one there is; none: a pause."""
+        self._kinds: dict[str, Outage] = bucket_outages(server, proxy)
+        for place, directory in directories.items():
+            for damage in (
+                ("flipped",) if place == "slab" else ("flipped", "truncated", "emptied", "swapped", "deleted")
+            ):
+                name = f"{place} {damage}"
+                self._kinds[name] = partial(self._damaged, name, directory, damage)
+        if disk is not None:
+            self._kinds |= disk_outages(disk)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        """End what lasts. Raises what went wrong in the thread: then less was tried than it seems."""
+        self._stopping.set()
+        self._thread.join()
+        if self._failed is not None:
+            raise self._failed
+
+    @property
+    def idle(self) -> list[str]:
+        """A sentence for each kind that broke nothing, though it came often."""
+        idle = [name for name in self._kinds if not self.struck[name] and self._begun[name] >= OFTEN]
+        return [f"{name} broke nothing, {self._begun[name]} times" for name in idle]
+
+    def _run(self) -> None:
+        try:
+            while True:
+                for name in self._source.sample(sorted(self._kinds), len(self._kinds)):
+                    if self._stopping.wait(self._source.uniform(*PAUSE_S)):
+                        return
+                    with self._kinds[name]() as rule:
+                        self.now = name
+                        self._begun[name] += 1
+                        over = self._stopping.wait(self._source.uniform(*LASTS_S))
+                        until_s = time.monotonic() + UNTIL_ASKED_S
+                        while isinstance(rule, Rule) and not rule.hits and not over and time.monotonic() < until_s:
+                            over = self._stopping.wait(PAUSE_S[0])
+                    self.now = ""
+                    self.struck[name] += (
+                        rule.hits > 0 if isinstance(rule, Rule) else name.startswith(("S3", "disk", "read"))
+                    )
+                    if over:
+                        return
+        except Exception as error:  # noqa: BLE001 - raised at the end
+            self._failed = error
+
+    @contextlib.contextmanager
+    def _damaged(self, name: str, directory: Path, damage: str) -> Iterator[None]:
+        pieces = [
+            Piece(path, at, SLOT_BYTES) if path.suffix == ".slab" else Piece(path)
+            for path, status in sorted(files(directory), key=lambda found: found[0])
+            if status.st_size > SLOT_BYTES and not path.name.startswith(".")
+            for at in range(0, status.st_size if path.suffix == ".slab" else 1, SLOT_BYTES)
+        ]
+        chosen = self._source.sample(pieces, min(DAMAGED, len(pieces)))
+        for mine, other in zip(chosen, chosen[1:] + chosen[:1], strict=True):
+            with contextlib.suppress(FileNotFoundError):
+                DAMAGES[damage](mine, other, 0.5)
+                self.struck[name] += 1
+        self._server.forget()
+        yield
+
+
 def _unused(engine: Engine) -> list[str]:
     """Return the tiers from which nothing was loaded: of these the answers say nothing."""
     values = engine.call("labelled", name="vllm:nixl_offload_chunks")["values"]
@@ -325,7 +434,7 @@ def _config(base: Path, bucket: dict[str, Any]) -> dict[str, Any]:
 def _engine(workshop: Workshop, config: dict[str, Any] | None, environment: dict[str, str] | None = None) -> Engine:
     return workshop.start_engine(
         connector=config,
-        environment={**(environment or {}), MAIN_MODULE: "tests.prove.soak.host"},
+        environment={**(environment or {}), MAIN_MODULE: "tests.prove.soak_host"},
         kv_cache_memory_bytes=24 * MIB,
         max_num_seqs=8,
     )
