@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,10 @@ class Story:
     """A history: which tiers, what is done, and how it is tried."""
 
     tiers: str
-    tell: Callable[[Path, Story], None]
+    steps: Sequence[str]
+    """``open``, ``close``; ``store`` and ``load`` of chunks; ``flush``: the index's journal is written; ``clear``: a
+    reset of the cache; ``damage``: the index's file; ``begin``; ``gone``: of chunks that have to be evicted by now.
+    """
     ranks: int = 1
     mover: str = "copy"
     small_tree: bool = False
@@ -49,165 +52,112 @@ class Story:
         return server
 
 
-class Recorded:
-    """A server that has the log say what is stored."""
+def tell(root: Path, story: Story) -> None:
+    """Do all steps, and have the log say what is stored after each."""
+    ready = set[int]()
 
-    def __init__(self, root: Path, story: Story) -> None:
-        self.server = story.open(root)
-        self._stored = [at for at, kind in enumerate(story.tiers) if kind != "m"]
-        self.ready = set(range(NUMBERS))  # the server before may have said any of them
-        self._mark()
-
-    def store(self, numbers: Sequence[int]) -> None:
-        """Store chunks, and wait until they are wherever they go."""
-        for start in range(0, len(numbers), 4):
-            self.server.store(numbers[start : start + 4])
-            self.server.until(self._rests, "what was stored")
-
-    def load(self, numbers: Sequence[int]) -> None:
-        """Load what is there of these."""
-        self.server.check(numbers)
-        self._mark()
-        assert not self.server.wrong
-
-    def flush(self) -> None:
-        """Have the index's journal written."""
-        for tier in self.server.serving:
-            if isinstance(tier, SlabTier):
-                assert tier._durable.flush(20.0)
-
-    def close(self) -> None:
-        """End as a shutdown does."""
-        self.server.close()
-
-    def _rests(self) -> bool:
-        self._mark()
-        return self.server.is_at_rest
-
-    def _mark(self) -> None:
-        ready = {number for at in self._stored for number in self.server.ready(at, range(NUMBERS))}
-        for number in ready - self.ready:
+    def mark_ready() -> None:
+        nonlocal ready
+        stored = [at for at, kind in enumerate(story.tiers) if kind != "m"]
+        now = {number for at in stored for number in server.ready(at, range(NUMBERS))}
+        for number in now - ready:
             mark(f"ready {number}")
-        for number in self.ready - ready:
+        for number in ready - now:
             mark(f"gone {number}")
-        self.ready = ready
+        ready = now
 
+    def is_at_rest() -> bool:
+        mark_ready()
+        return server.is_at_rest
 
-def _first_start(root: Path, story: Story) -> None:
-    server = Recorded(root, story)
-    server.store(range(2))
-    server.flush()
-    server.close()
-
-
-def _one_chunk(root: Path, story: Story) -> None:
-    """All that a server writes before it is cut off is one chunk."""
-    server = Recorded(root, story)
-    server.store([1])
-    server.flush()
-
-
-def _overwriting(root: Path, story: Story) -> None:
-    """A full slab, of which slots get other chunks; some come back, to other slots."""
-    server = Recorded(root, story)
-    server.store(range(42))
-    server.flush()
-    mark("begin")
-    server.store([43, 45])
-    server.flush()
-    server.store([1, 44])
-    server.flush()
-    assert not {2, 3, 5, 7} & server.ready, "the slab was not full"
-
-
-def _reopening(root: Path, story: Story) -> None:
-    server = Recorded(root, story)
-    server.store(range(6))
-    server.close()
-    mark("begin")
-    server = Recorded(root, story)
-    server.store([7])
-    server.close()
-
-
-def _made_anew(root: Path, story: Story) -> None:
-    """A reset of the cache has the index deleted."""
-    server = Recorded(root, story)
-    server.store(range(8))
-    server.flush()
-    mark("begin")
-    server.server.catalog.clear()
-    server.store([8, 9, 0])
-    server.flush()
-    server.close()
-
-
-def _damaged_index(root: Path, story: Story) -> None:
-    """One that cannot be used is deleted at the start."""
-    server = Recorded(root, story)
-    server.store(range(8))
-    server.close()
-    (index,) = root.glob("slab/*/index.sqlite")
-    with index.open("r+b") as file:
-        file.seek(4096)
-        file.write(bytes(4096))
-    mark("begin")
-    server = Recorded(root, story)
-    server.store([8, 9])
-    server.flush()
-    server.close()
-
-
-def _long(root: Path, story: Story) -> None:
-    """Long enough for the index's log to be written back several times."""
-    choose = random.Random(1)
-    server = Recorded(root, story)
-    server.store(range(16))
-    server.flush()
-    mark("begin")
-    for number in range(150):
-        server.store(choose.sample(range(NUMBERS), 2))
-        if number % 3 == 0:
-            server.load(choose.sample(range(NUMBERS), 4))
-        server.flush()
-        if number % 50 == 49:
+    for step in story.steps:
+        what, *words = step.split()
+        numbers = [int(word) for word in words]
+        if what == "begin":
+            mark("begin")
+        elif what == "open":
+            server = story.open(root)
+            ready = set(range(NUMBERS))  # the server before may have said any of them
+            mark_ready()
+        elif what == "close":
             server.close()
-            server = Recorded(root, story)
+        elif what == "store":
+            for start in range(0, len(numbers), 4):
+                server.store(numbers[start : start + 4])
+                server.until(is_at_rest, "what was stored")
+        elif what == "load":
+            server.check(numbers)
+            mark_ready()
+            assert not server.wrong
+        elif what == "flush":
+            assert all(tier._durable.flush(20.0) for tier in server.serving if isinstance(tier, SlabTier))
+        elif what == "clear":
+            server.catalog.clear()
+        elif what == "damage":
+            (index,) = root.glob("slab/*/index.sqlite")
+            with index.open("r+b") as file:
+                file.seek(4096)
+                file.write(bytes(4096))
+        else:
+            assert what == "gone"
+            assert not ready.intersection(numbers), f"{step}: the slab was not full"
 
 
-def _evicting(root: Path, story: Story) -> None:
+def _all(what: str, numbers: Sequence[int]) -> str:
+    return " ".join([what, *map(str, numbers)])
+
+
+def _long() -> Iterator[str]:
+    """Long enough for the index's journal to be written back several times."""
+    choose = random.Random(1)
+    yield from ("open", _all("store", range(16)), "flush", "begin")
+    for number in range(150):
+        yield _all("store", choose.sample(range(NUMBERS), 2))
+        if number % 3 == 0:
+            yield _all("load", choose.sample(range(NUMBERS), 4))
+        yield "flush"
+        if number % 50 == 49:
+            yield from ("close", "open")
+
+
+def _evicting() -> Iterator[str]:
     """Each server that opens evicts at once; directories become empty, and are made again."""
     choose = random.Random(1)
-    mark("begin")
+    yield "begin"
     for _ in range(6):
-        server = Recorded(root, story)
-        server.load(range(NUMBERS))
-        for _ in range(3):
-            server.store(choose.sample(range(NUMBERS), 4))
-        server.close()
+        yield from ("open", _all("load", range(NUMBERS)))
+        yield from (_all("store", choose.sample(range(NUMBERS), 4)) for _ in range(3))
+        yield "close"
 
 
+_FIRST_START = ("open", "store 0 1", "flush", "close")
+_OVERWRITING = (  # a full slab, of which slots get other chunks; some come back, to other slots
+    *("open", _all("store", range(42)), "flush", "begin"),
+    *("store 43 45", "flush", "store 1 44", "flush", "gone 2 3 5 7"),
+)
+_EIGHT = _all("store", range(8))
 STORIES = {
-    "slab/first start": Story("s", _first_start),
-    "slab/overwriting": Story("s", _overwriting, names=("journal",)),
-    "slab/overwriting, aio": Story("s", _overwriting, mover="posix_aio", names=("journal",)),
-    "slab/reopening": Story("s", _reopening),
-    "slab/index made anew": Story("s", _made_anew),
-    "slab/index damaged": Story("s", _damaged_index),
-    "slab/long": Story("s", _long),
-    "slab/long, two ranks": Story("s", _long, ranks=2),
-    "slab/long, behind memory": Story("ms", _long),
-    "tree/one chunk": Story("t", _one_chunk),
-    "tree/first start": Story("t", _first_start),
-    "tree/first start, aio": Story("t", _first_start, mover="posix_aio"),
-    "tree/evicting": Story("t", _evicting, small_tree=True),
-    "tree/long, two ranks, behind memory": Story("mt", _long, ranks=2),
-    "chain/memory, slab, tree": Story("mst", _long),
+    "slab/first start": Story("s", _FIRST_START),
+    "slab/overwriting": Story("s", _OVERWRITING, names=("journal",)),
+    "slab/overwriting, aio": Story("s", _OVERWRITING, mover="posix_aio", names=("journal",)),
+    "slab/reopening": Story("s", ("open", _all("store", range(6)), "close", "begin", "open", "store 7", "close")),
+    "slab/index made anew": Story("s", ("open", _EIGHT, "flush", "begin", "clear", "store 8 9 0", "flush", "close")),
+    "slab/index damaged": Story(
+        "s", ("open", _EIGHT, "close", "damage", "begin", "open", "store 8 9", "flush", "close")
+    ),
+    "slab/long": Story("s", [*_long()]),
+    "slab/long, two ranks": Story("s", [*_long()], ranks=2),
+    "slab/long, behind memory": Story("ms", [*_long()]),
+    "tree/one chunk": Story("t", ("open", "store 1", "flush")),
+    "tree/first start": Story("t", _FIRST_START),
+    "tree/first start, aio": Story("t", _FIRST_START, mover="posix_aio"),
+    "tree/evicting": Story("t", [*_evicting()], small_tree=True),
+    "tree/long, two ranks, behind memory": Story("mt", [*_long()], ranks=2),
+    "chain/memory, slab, tree": Story("mst", [*_long()]),
 }
 
 
 if __name__ == "__main__":
-    _story = STORIES[sys.argv[2]]
-    _story.tell(Path(sys.argv[1]), _story)
+    tell(Path(sys.argv[1]), STORIES[sys.argv[2]])
     sys.stdout.flush()
     os._exit(0)  # as a kill does: nothing is closed that the story has left open
