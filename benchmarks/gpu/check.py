@@ -39,7 +39,6 @@ RUNGS: dict[str, dict[str, str]] = {
     "fa3": {"GPU_CHECK_ATTENTION": "FLASH_ATTN"},
     "triton": {"GPU_CHECK_ATTENTION": "TRITON_ATTN"},
     "triton-v1": {"GPU_CHECK_ATTENTION": "TRITON_ATTN", "VLLM_USE_V2_MODEL_RUNNER": "0"},
-    "no-c": {"GPU_CHECK_ATTENTION": "TRITON_ATTN", "VLLM_USE_V2_MODEL_RUNNER": "0", "GPU_CHECK_WITHOUT_C": "1"},
 }
 
 
@@ -137,8 +136,7 @@ CALL_1 = (
     Stage("unpack", 20, "{python} benchmarks/gpu/unpack.py {kit} {scratch}/kit"),
     Stage("machine", 8, "{python} benchmarks/gpu/facts.py {data}"),
     Stage("movers", 20, "env CUFILE_LOGGING_LEVEL=INFO {bench} movers --dir {data}"),
-    Stage("arithmetic", 15, "{python} -m benchmarks.gpu.arithmetic"),
-    Stage("tests of kernels", 32, PYTEST + KERNELS, tested),
+    Stage("tests of kernels", 40, PYTEST + KERNELS, tested),
     Stage("vLLM with ours", 22, SMOKE + "memory+slab {data}/ours", climbs=True, early=True),
     Stage("another, restarted", 14, SMOKE + "memory+slab {data}/ours --again", early=True),
     Stage("vLLM with its own", 14, SMOKE + "vllm-cpu {data}/its-own", early=True),
@@ -200,7 +198,6 @@ class Check:
                 results.write(json.dumps(record) + "\n")
             print(f"{stage.name}: {verdict.kind}, {seconds:.0f} s: {verdict.words}", flush=True)
             self.add_packages(verdict.figures.get("pythonpath", []))
-            self.rungs = [rung for rung in self.rungs if rung not in verdict.figures.get("no_rungs", [])]
         print(f"\n{time.monotonic() - begun_s:.0f} s", *self._summary(), sep="\n")
         return int(any(verdict.kind in (WRONG, FAILED) for _, verdict in self.verdicts))
 
@@ -342,14 +339,14 @@ def environment_of(out: Path, scratch: Path) -> dict[str, str]:
 
 
 def played_environment(scratch: Path) -> dict[str, str]:
-    """The environment in which host memory plays the device, with real arithmetic unless NIXL_OFFLOAD_PLAYED=compile.
+    """The environment in which host memory plays the device.
 
     vLLM's libraries are linked with a driver: one is made that fails, whatever it is asked.
     """
     sys.path.insert(0, str(REPOSITORY))
     from tests.vllm.played import plugin
 
-    made = plugin.environment(scratch / "played", mode=os.environ.get("NIXL_OFFLOAD_PLAYED", "1"))
+    made = plugin.environment(scratch / "played")
     names = ("cuGetProcAddress_v2", "cuPointerGetAttribute", "cuTensorMapEncodeTiled")
     source = "".join(f"int {name}() {{ return 999; }}\n" for name in names)
     library = scratch / "played" / "libcuda.so.1"

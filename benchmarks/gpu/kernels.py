@@ -15,8 +15,7 @@ import torch
 
 from benchmarks.gpu.bench import KIB, MIB, Row, Run, Scene, WrongBytesError, contest
 from nixl_offload.chunk.checksum import block_checksums
-from nixl_offload.engine.kernels.select import open_kernels
-from nixl_offload.engine.kernels.torch_kernels import Page, TorchKernels
+from nixl_offload.engine.kernels.torch_kernels import Page, TorchKernels, open_kernels
 
 SHAPES = ((16 * KIB, 32, 1), (64 * KIB, 32, 1), (256 * KIB, 32, 1), (2 * MIB, 1, 1), (8 * KIB, 32, 8))
 """Bytes that are copied of a page, layers, shards of a page: three caches with a tensor for each layer, one in which a

@@ -36,9 +36,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--turns", type=int, help="requests of each (3)")
     add("--tokens", type=int, help="new tokens of each request (1000); see benchmarks/serving/workloads.py")
     add("--answer-tokens", type=int, help="tokens of an answer (100)")
-    add("--seed", type=int, default=0, help="of prompts and arrivals (0)")
-    add("--at-a-time", type=int, default=4, help="requests under way, closed loop (4)")
-    add("--rate", type=float, default=0.0, help="sessions that arrive each second, open loop (0: closed)")
+    add("--seed", type=int, default=0, help="of prompts (0)")
+    add("--at-a-time", type=int, default=4, help="requests under way (4)")
     add("--shape", choices=SHAPES, default="8b", help="the KV of what model (8b)")
     add("--model", default="", help="a real model's directory or name, instead of a shape and a pace")
     add("--gpu-share", type=float, default=0.5, help="of the working set, what the GPU's cache holds (0.5)")
@@ -52,8 +51,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"not known: {', '.join(sorted(unknown))}")
     numbers = (chosen.sessions, chosen.turns, chosen.tokens, chosen.answer_tokens)
-    if min(chosen.rounds, chosen.at_a_time, *(n for n in numbers if n is not None)) < 1 or chosen.rate < 0:
-        parser.error("numbers must be at least 1, and --rate not below 0")
+    if min(chosen.rounds, chosen.at_a_time, *(n for n in numbers if n is not None)) < 1:
+        parser.error("numbers must be at least 1")
     return chosen
 
 
@@ -69,7 +68,6 @@ def plans(chosen: argparse.Namespace) -> list[Plan]:
             shape=shape_of(chosen.model) if chosen.model else SHAPES[chosen.shape],
             model=chosen.model,
             at_a_time=chosen.at_a_time,
-            rate_per_s=chosen.rate,
             gpu_share=chosen.gpu_share,
         )
         if chosen.memory_gb is not None:

@@ -41,7 +41,7 @@ class Driver:
         self._begin_s = time.perf_counter()
         self.records: list[Record] = []
 
-    async def closed(self, at_a_time: int) -> None:
+    async def run(self, at_a_time: int) -> None:
         """Keep so many requests under way. A session's next turn queues up behind all that wait."""
         ready = [(number, 0) for number in range(len(self._workload))]
         running: set[asyncio.Task[tuple[int, int]]] = set()
@@ -52,18 +52,6 @@ class Driver:
             for number, turn in sorted(task.result() for task in done):
                 if turn + 1 < len(self._workload[number].turns):
                     ready.append((number, turn + 1))
-
-    async def open(self, arrivals_s: Sequence[float]) -> None:
-        """Begin sessions when they arrive, however busy the server is. A turn follows the answer before it."""
-
-        async def client(number: int, arrival_s: float) -> None:
-            await asyncio.sleep(self._begin_s + arrival_s - time.perf_counter())
-            for turn in range(len(self._workload[number].turns)):
-                await self._ask(number, turn)
-
-        async with asyncio.TaskGroup() as group:
-            for number, arrival_s in enumerate(arrivals_s):
-                group.create_task(client(number, arrival_s))
 
     async def _ask(self, number: int, turn: int) -> tuple[int, int]:
         session = self._workload[number]
@@ -168,10 +156,7 @@ async def measure(engine: Any, job: dict[str, Any]) -> Run:
     workload = workloads.make(Spec(**job["workload"]))
     load_before, before, used_s = os.getloadavg()[0], counters(), processor_s()
     driver = Driver(engine, workload)
-    if job["rate_per_s"]:
-        await driver.open(workloads.poisson(job["rate_per_s"], len(workload), job["workload"]["seed"]))
-    else:
-        await driver.closed(job["at_a_time"])
+    await driver.run(job["at_a_time"])
     await asyncio.sleep(AFTER_S)
     used_s = processor_s() - used_s
     await ask(engine, "after", [2, 3, 4], 1)

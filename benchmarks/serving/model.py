@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 1024
 """Few, so that sampling costs no time."""
@@ -57,28 +58,42 @@ class Pace:
     token_s: float = 0.0001
 
 
-def write_model(directory: Path, shape: Shape, pace: Pace, max_tokens: int) -> Path:
-    """Write ``config.json`` to ``directory`` and return it."""
+def write_config(
+    directory: Path, *, layers: int, heads: int, kv_heads: int, head_dim: int, hidden: int, wide: int, **more: Any
+) -> Path:
+    """Write the ``config.json`` of a Llama to ``directory`` and return that: for random weights it is enough."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": [ARCHITECTURE],
+        "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": 8 * shape.heads,
-        "intermediate_size": 64,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.heads,
-        "head_dim": shape.head_size,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": max_tokens,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_size": hidden,
+        "intermediate_size": wide,
         "torch_dtype": "bfloat16",
         "bos_token_id": 0,
         "eos_token_id": 1,
-        "pace_step_s": pace.step_s,
-        "pace_token_s": pace.token_s,
     }
-    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    (directory / "config.json").write_text(json.dumps(config | more, indent=1))
     return directory
+
+
+def write_model(directory: Path, shape: Shape, pace: Pace, max_tokens: int) -> Path:
+    """Write the ``config.json`` of the model that only takes time."""
+    sizes = {"layers": shape.layers, "heads": shape.heads, "kv_heads": shape.heads, "head_dim": shape.head_size}
+    return write_config(
+        directory,
+        **sizes,
+        hidden=8 * shape.heads,
+        wide=64,
+        vocab_size=VOCABULARY,
+        architectures=[ARCHITECTURE],
+        max_position_embeddings=max_tokens,
+        pace_step_s=pace.step_s,
+        pace_token_s=pace.token_s,
+    )
 
 
 def write_plugin(directory: Path) -> Path:

@@ -48,8 +48,6 @@ class Plan:
     """A real one, of that shape, by its directory or name; empty: one that only takes time."""
     pace: Pace = field(default_factory=Pace)
     at_a_time: int = 4
-    rate_per_s: float = 0.0
-    """Sessions per second that arrive, or 0: ``at_a_time`` requests instead."""
     gpu_share: float = 0.5
     """Of the working set, what the GPU's cache holds."""
     memory_share: float = 0.4
@@ -79,12 +77,12 @@ class Plan:
     def about(self) -> list[str]:
         """Return what the figures depend on, in sentences."""
         spec, shape, room = self.workload, self.shape, self.room()
-        how = f"{self.rate_per_s:g} sessions/s arrive (Poisson)" if self.rate_per_s else f"{self.at_a_time} at a time"
         pace = f"a step takes {self.pace.step_s * 1e3:g} ms and {self.pace.token_s * 1e3:g} ms a token"
         return [
             f"{shape.note}: {shape.token_bytes >> 10} KiB of KV a token; {'computed' if self.model else pace}, in "
             f"steps of at most {self.batched_tokens} tokens",
-            f"{spec.kind}: {spec.sessions} × {spec.turns} turns of {spec.tokens} + {spec.answer_tokens} tokens, {how}",
+            f"{spec.kind}: {spec.sessions} × {spec.turns} turns of {spec.tokens} + {spec.answer_tokens} tokens, "
+            f"{self.at_a_time} at a time",
             f"working set {self.working_set_bytes / 1e9:.1f} GB; GPU cache {room.gpu / 1e9:.1f} GB, memory "
             f"{room.memory / 1e9:.1f} GB, storage {room.storage / 1e9:.1f} GB; chunks of {CHUNK_TOKENS} tokens",
         ]
@@ -185,7 +183,6 @@ def job_of(
             "round": number,
             "options": options,
             "workload": asdict(plan.workload),
-            "rate_per_s": plan.rate_per_s,
             "at_a_time": plan.at_a_time,
         }
         yield job, scratch, environment

@@ -131,12 +131,3 @@ def longest_tokens(workload: Sequence[Session]) -> int:
         turns = session.turns if session.keeps_history else session.turns[-1:]
         longest = max(longest, len(session.prefix) + sum(len(turn.new) + turn.answer_tokens for turn in turns))
     return longest
-
-
-def poisson(rate_per_s: float, count: int, seed: int) -> list[float]:
-    """Return when sessions arrive, in seconds from the beginning: a Poisson process."""
-    source, now, arrivals = random.Random(f"arrivals {seed}"), 0.0, []
-    for _ in range(count):
-        now += source.expovariate(rate_per_s)
-        arrivals.append(now)
-    return arrivals

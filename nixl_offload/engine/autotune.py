@@ -14,23 +14,20 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-import time
-from collections.abc import Callable
-from typing import Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.config import DirectoryConfig
-from nixl_offload.engine.link_engine import POLL_S
 from nixl_offload.engine.pump import leak
-from nixl_offload.engine.staging import Staging
+from nixl_offload.engine.staging import MIN_SLOTS, SlotPool, Staging, device_pool, host_pool
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError, MoverUnavailableError, NixlOffloadError
-from nixl_offload.hardware.cores import unbound
+from nixl_offload.hardware.machine import unbound
 from nixl_offload.keep import keep_forever
-from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, Transfer, TransferState, open_file
+from nixl_offload.movers.base import LateError, Mover, Op, move, open_file
 from nixl_offload.movers.select import SCRATCH_BYTES, MoverChoice, open_mover
 from nixl_offload.types import PAGE_BYTES, align_up
 
@@ -140,25 +137,21 @@ def open_file_mover(name: str, tier: DirectoryConfig, directory: str, device: De
     """Open a mover between ``device`` and files in ``directory`` with the tier's settings. ``name``: a plan's, or what
     the tier says. Raises MoverUnavailableError, and what third parties raise.
     """
-    scratch = memory = None
+    pool = scratch = None
     if device.is_accelerator and name not in ("posix", "copy"):
-        memory = _pages(SCRATCH_BYTES, device.torch_device)
-        scratch = MemoryRegion(memory.data_ptr(), SCRATCH_BYTES, device.kind, device.number)
+        pool = device_pool(slot_bytes=PAGE_BYTES, budget_bytes=SCRATCH_BYTES, device=device)
+        scratch = pool.region
     all_well = False
     try:
         opened = open_mover(cast(MoverChoice, name), device.kind, directory, threads=tier.threads, scratch=scratch)
         all_well = all(probe.ok for probe in opened.report)
     finally:
         if not all_well:
-            keep_forever(memory)  # late I/O of a mover that was passed over must not find it in other hands
+            keep_forever(pool)  # late I/O of a mover that was passed over must not find its memory in other hands
     return opened.mover
 
 
 # Measuring
-
-
-class _LateError(MoverError):
-    """A transfer may still touch the memory of the trial."""
 
 
 def measure(
@@ -177,32 +170,33 @@ def measure(
     Closes the mover, unless it hangs. ``budget_s`` bounds the measuring; a transfer that was begun is waited for, up
     to ``limit_s``. Raises MoverError, OSError (no file can be made), and what a library raises.
     """
-    memory, is_late = None, False
+    pool: SlotPool[Any] | None = None
+    is_late = False
     try:
         slots, slot_bytes = _trial_size(directory, slot_bytes)
-        memory = _noise(slots * slot_bytes, device, side)
-        kind, number = (device.kind, device.number) if side == "device" else (MemoryKind.DRAM, 0)
+        pool = _noise(slots, slot_bytes, device, side)
+        length_bytes = slots * slot_bytes
         with tempfile.TemporaryFile(buffering=0, dir=directory) as scratch:
             fd = scratch.fileno()
-            region = mover.register_memory(MemoryRegion(memory.data_ptr(), len(memory), kind, number))
-            file = open_file(mover, f"/proc/self/fd/{fd}", len(memory), direct_io=direct_io)
+            region = mover.register_memory(pool.region)
+            file = open_file(mover, f"/proc/self/fd/{fd}", length_bytes, direct_io=direct_io)
 
             def moved(count: int) -> Speed:
                 """Write and read the first ``count`` slots."""
                 begins = np.arange(count, dtype=np.int64) * slot_bytes
                 extents = np.stack([begins, np.full_like(begins, slot_bytes)], axis=1)
-                write_s = _time(mover, lambda: mover.submit(Op.WRITE, region, extents, file, extents), limit_s)
+                write_s = move(mover, lambda: mover.submit(Op.WRITE, region, extents, file, extents), limit_s)
                 if not direct_io:  # the page cache would answer
                     os.fdatasync(fd)
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                read_s = _time(mover, lambda: mover.submit(Op.READ, region, extents, file, extents), limit_s)
+                read_s = move(mover, lambda: mover.submit(Op.READ, region, extents, file, extents), limit_s)
                 return Speed(count * slot_bytes / read_s, count * slot_bytes / write_s)
 
             first = moved(1)  # for buffers and threads that are made on first use
             first_s = slot_bytes / first.read_bytes_s + slot_bytes / first.write_bytes_s
             return moved(max(1, min(slots, int(budget_s / first_s))))
     except Exception as error:
-        is_late = isinstance(error, _LateError)
+        is_late = isinstance(error, LateError)
         raise
     finally:
         try:
@@ -213,22 +207,7 @@ def measure(
             logger.debug("%s does not close: %s", mover.name, error)
         if is_late:
             logger.warning("%s is left alone, with its memory and its file: it hung while it was measured", mover.name)
-            leak((mover, memory))
-
-
-def _time(mover: Mover, submit: Callable[[], Transfer], limit_s: float) -> float:
-    """Return the seconds that a transfer takes, its submission included: some movers do their I/O there. Raises
-    MoverError.
-    """
-    began_s = time.monotonic()
-    transfer = submit()
-    while mover.poll(transfer) is TransferState.PENDING:
-        if time.monotonic() - began_s > limit_s:
-            raise _LateError(f"storage did not answer for {limit_s:.0f} s")
-        time.sleep(POLL_S)
-    if transfer.state is TransferState.FAILED:
-        raise (_LateError if transfer.quarantine else MoverError)(transfer.error or "failed")
-    return max(time.monotonic() - began_s, 1e-9)
+            leak((mover, pool))
 
 
 def _trial_size(directory: str, slot_bytes: int) -> tuple[int, int]:
@@ -242,22 +221,17 @@ def _trial_size(directory: str, slot_bytes: int) -> tuple[int, int]:
     return slots, slot_bytes
 
 
-def _noise(length_bytes: int, device: Device, side: Staging) -> torch.Tensor:
-    """Return memory on one side, full of noise: some filesystems compress. Raises MoverError."""
-    where = device.torch_device if side == "device" else torch.device("cpu")
-    memory = _pages(length_bytes, where, locked=side == "host" and device.page_locks)
-    noise = torch.frombuffer(bytearray(os.urandom(min(1 << 20, length_bytes))), dtype=torch.uint8)
-    for piece in torch.split(memory, len(noise)):
-        piece.copy_(noise[: len(piece)])
-    return memory
-
-
-def _pages(length_bytes: int, where: torch.device, *, locked: bool = False) -> torch.Tensor:
-    """Return ``length_bytes`` that begin at a page, page-locked where ``locked``. Raises MoverError."""
-    try:
-        tensor = torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8, device=where, pin_memory=locked)
-    except RuntimeError as error:  # torch.OutOfMemoryError is one
-        why = str(error).partition("\n")[0]
-        raise MoverError(f"no {length_bytes >> 20} MiB of memory on {where}: {why}") from error
-    start = -tensor.data_ptr() % PAGE_BYTES
-    return tensor[start : start + length_bytes]
+def _noise(slots: int, slot_bytes: int, device: Device, side: Staging) -> SlotPool[Any]:
+    """Return slots on one side, full of noise: some filesystems compress. Raises MoverError."""
+    budget_bytes = max(slots, MIN_SLOTS) * slot_bytes
+    pool: SlotPool[Any]
+    if side == "device":
+        pool = device_pool(slot_bytes=slot_bytes, budget_bytes=budget_bytes, device=device)
+    else:
+        pool = host_pool(slot_bytes=slot_bytes, budget_bytes=budget_bytes, page_locked=device.page_locks)
+    noise = torch.from_numpy(np.resize(np.frombuffer(os.urandom(1 << 20), dtype=np.uint8), slot_bytes))
+    taken: list[Any] = [pool.acquire() for _ in range(pool.slots_total)]
+    for slot in taken:
+        torch.as_tensor(slot.memory).copy_(noise)
+        pool.release(slot)
+    return pool

@@ -17,10 +17,14 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.header import HEADER_BYTES, Pages
-from nixl_offload.engine.copies import (
+from nixl_offload.engine.host import PIN_PIECE_BYTES
+from nixl_offload.engine.kernels.torch_kernels import Page, open_kernels
+from nixl_offload.engine.packer import (
     BlockIds,
     Brought,
     Checksums,
+    HostPacker,
+    Packer,
     Parts,
     Payload,
     Source,
@@ -28,10 +32,7 @@ from nixl_offload.engine.copies import (
     Summed,
     SummedByHost,
 )
-from nixl_offload.engine.host import PIN_PIECE_BYTES
-from nixl_offload.engine.kernels.select import open_kernels
-from nixl_offload.engine.kernels.torch_kernels import Page
-from nixl_offload.engine.streams import READY, Device, Fence, Stream
+from nixl_offload.engine.streams import READY, Device, Fence, Stream, device_of
 from nixl_offload.errors import LayoutError
 
 BROUGHT_BYTES = 64 << 20
@@ -260,6 +261,20 @@ class DevicePacker:
     def _has_room(self, wanted_bytes: int) -> bool:
         taken_bytes = sum(other.bytes for other in self._brought)
         return not taken_bytes or taken_bytes + wanted_bytes <= BROUGHT_BYTES
+
+
+def make_packer(
+    tensors: Sequence[torch.Tensor], pages: Sequence[Sequence[Page]], device: Device | None = None
+) -> Packer:
+    """Return the packer for where ``tensors`` lie; each uint8 or int8 of shape (num_blocks, page_bytes).
+
+    ``device``: None asks the tensors.
+    """
+    if device is None and tensors:
+        device = device_of(tensors[0])
+    if device is not None and device.is_accelerator:
+        return DevicePacker(tensors, pages, device)
+    return HostPacker([tensor.view(torch.uint8).numpy() for tensor in tensors], pages)
 
 
 def page_locked(count: int, dtype: torch.dtype, device: Device) -> torch.Tensor:

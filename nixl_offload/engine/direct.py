@@ -13,8 +13,8 @@ import numpy as np
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.chunk.layout import ChunkBlocks, job_extents
-from nixl_offload.engine.copies import Summed
 from nixl_offload.engine.image import host_slot
+from nixl_offload.engine.packer import Summed
 from nixl_offload.engine.paths import Batch, Phase, Steps
 from nixl_offload.engine.records import Chunk, ChunkState
 from nixl_offload.movers.base import FileId, MemoryId, Op, Transfer

@@ -1,6 +1,7 @@
 """Host memory of one rank: the memory tier's slots, and behind them those through which farther tiers hand chunks on.
 
 Threading: made and closed by the thread that owns the rank; in between the owner of a slot reads and writes its view.
+Helpers bring pages in while it is made: they are inside the kernel for nearly all of that, without the interpreter.
 Ownership: one allocation, made whole at start, because a kernel that runs out of memory later kills the engine. It
 lives as long as any view of it; ``close`` only takes the page-lock off.
 """
@@ -8,12 +9,17 @@ lives as long as any view of it; ``close`` only takes the page-lock off.
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import mmap
+import os
 import platform
 import resource
+import statistics
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -23,21 +29,17 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.authentication import ChunkKeys
-from nixl_offload.engine.host_pages import populate, threads_for
 from nixl_offload.engine.slot_headers import SlotHeaders
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.streams import cuda_runtime
 from nixl_offload.errors import LayoutError, TierError
-from nixl_offload.hardware import memory_limits
-from nixl_offload.hardware.cores import unbound
+from nixl_offload.hardware import machine
+from nixl_offload.hardware.machine import unbound
 from nixl_offload.movers.base import MemoryRegion
 from nixl_offload.types import PAGE_BYTES, align_up
 from nixl_offload.units import format_size
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
-"""Called with bytes ready and bytes in all."""
 
 HUGE_PAGE_BYTES = 2 << 20
 PIN_PIECE_BYTES = 1 << 30
@@ -47,12 +49,24 @@ RESERVE_SHARE = 1 / 16
 RESERVE_LIMIT_BYTES = 2 << 30
 """Of what can be had, so much is left for everything else that an engine allocates later."""
 LOG_EVERY_S = 5.0
+STEP_BYTES = 64 << 20
+"""Brought in at once by one thread; before each step it is looked whether the memory is still there to be had."""
+MAX_THREADS = 8
+"""Of one rank: some 20 GB/s and more of clearing, which ranks of one machine divide."""
+CRAWL_BYTES_PER_S = 256 << 20
+"""Huge pages that come slower than that, for one thread, are given up: where free memory is in small pieces, the kernel
+moves what others use about to make them, which may take many times as long as small pages do."""
+CRAWL_STEPS = 3
+"""Judged by the median of so many."""
 
+_MADV_POPULATE_WRITE = 23
+_MADV_NOHUGEPAGE = 15
 _MPOL_PREFERRED = 1
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _REGISTER_PORTABLE = 1
 _NOT_SUPPORTED = 801
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class HostSlab:
@@ -69,18 +83,15 @@ class HostSlab:
         pinned: bool = False,
         device: int = 0,
         sharers: int = 1,
-        progress: Progress | None = None,
-        root: Path = memory_limits.ROOT,
         keys: ChunkKeys | None = None,
     ) -> None:
         """Allocate and prefault, by several threads: 0.2 to 2 seconds per GiB on a busy virtual machine of two cores.
 
         ``pinned`` needs CUDA and makes copies asynchronous; ``device`` says whose NUMA node is preferred then. The
         attribute says whether it is.
-        ``sharers``: ranks that a configured ``capacity`` is divided by, for the words of an error. ``progress``
-        replaces the log lines. ``keys``: as for ``SlotHeaders``. Raises
-        TierError with cause ``full`` when the machine or a control group cannot give that much, or cannot lock it;
-        everything is given back then.
+        ``sharers``: ranks that a configured ``capacity`` is divided by, for the words of an error. ``keys``: as for
+        ``SlotHeaders``. Raises TierError with cause ``full`` when the machine or a control group cannot give that
+        much, or cannot lock it; everything is given back then.
         """
         self.memory_bytes = align_up(memory_bytes)
         slot_bytes = align_up(slot_bytes)
@@ -91,7 +102,6 @@ class HostSlab:
         self.headers = SlotHeaders(keys)
         self.pinned = pinned
         self._sharers = sharers
-        self._root = root
         self._pieces: list[int] = []
         """Begins of what is page-locked."""
         began_s = time.monotonic()
@@ -100,7 +110,7 @@ class HostSlab:
         self.region = MemoryRegion(self._memory.ctypes.data, self.length_bytes)
         try:
             node = _prefer_node(self.region, device if pinned else None)
-            self._fill(self._memory, progress)
+            self._fill(self._memory)
         except BaseException:
             self.close()
             raise
@@ -153,15 +163,14 @@ class HostSlab:
                 area.madvise(advice, start, self.length_bytes)
         return everything[start : start + self.length_bytes]
 
-    def _fill(self, memory: npt.NDArray[np.uint8], progress: Progress | None) -> None:
+    def _fill(self, memory: npt.NDArray[np.uint8]) -> None:
         """Bring everything in, and lock piece after piece meanwhile. Raises TierError."""
         address, end = self.region.address, self.region.address + self.length_bytes
         log_s = time.monotonic() + LOG_EVERY_S
-        with unbound(), closing(populate(memory, threads_for(self._sharers), self._require_room)) as steps:
+        threads = min(MAX_THREADS, max(2, len(os.sched_getaffinity(0)) // max(1, self._sharers)))
+        with unbound(), closing(populate(memory, threads, self._require_room)) as steps:
             for ready_bytes in steps:
-                if progress is not None:
-                    progress(ready_bytes, self.length_bytes)
-                elif time.monotonic() >= log_s:
+                if time.monotonic() >= log_s:
                     log_s = time.monotonic() + LOG_EVERY_S
                     logger.info("Host memory: %s of %s are ready", _words(ready_bytes), _words(self.length_bytes))
                 while self.pinned and address < end:
@@ -179,7 +188,7 @@ class HostSlab:
         Asked again and again: the other ranks of this machine fill theirs at the same time. What helpers are at
         does not count; it was looked for when they began it.
         """
-        available_bytes, limited_by = memory_limits.room(self._root)
+        available_bytes, limited_by = machine.room()
         usable_bytes = available_bytes - min(int(available_bytes * RESERVE_SHARE), RESERVE_LIMIT_BYTES)
         if wanted_bytes <= usable_bytes:
             return
@@ -195,6 +204,57 @@ class HostSlab:
             f"memory tier; {_words(available_bytes + had_bytes)} can be had, limited by {limited_by}: {advice}",
             cause="full",
         )
+
+
+def populate(memory: npt.NDArray[np.uint8], threads: int, before: Callable[[int], None]) -> Generator[int, None, None]:
+    """Make ``memory`` present; yields, step after step, how many bytes from its begin are.
+
+    ``before``: called ahead of each step with the bytes that no step was begun for; what it raises comes out. Raises
+    TierError with cause ``full`` when the kernel refuses. Close the iterator: it returns when no helper is at work.
+    """
+    total_bytes, rates, are_huge = len(memory), deque[float](maxlen=CRAWL_STEPS), True
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="nixl-offload-populate")
+    steps: deque[tuple[int, Future[float]]] = deque()
+    try:
+        for begin in range(0, total_bytes, STEP_BYTES):
+            before(total_bytes - begin)
+            end = min(total_bytes, begin + STEP_BYTES)
+            if are_huge and len(rates) == CRAWL_STEPS and statistics.median(rates) < CRAWL_BYTES_PER_S:
+                are_huge = False
+                logger.warning(
+                    "Host memory: huge pages come at %.2f GiB/s a thread, most likely because free memory is in "
+                    "pieces. What is left, %.1f GiB, is taken in small pages: copies to and from it may be slower. "
+                    "Start before other programs fill the page cache, or write 1 to /proc/sys/vm/compact_memory first.",
+                    statistics.median(rates) / 2**30,
+                    (total_bytes - begin) / 2**30,
+                )
+                # A kernel that has no huge pages refuses, and that is well.
+                _LIBC.madvise(memory[begin:].ctypes.data, align_up(total_bytes - begin), _MADV_NOHUGEPAGE)
+            try:
+                step = pool.submit(_bring_in, memory[begin:end])
+            except RuntimeError:  # no thread can be started: this one does it
+                step = Future()
+                step.set_result(_bring_in(memory[begin:end]))
+            steps.append((end, step))
+            while len(steps) > threads or (steps and (end == total_bytes or steps[0][1].done())):
+                ready_bytes, step = steps.popleft()
+                rates.append(STEP_BYTES / max(step.result(), 1e-9))
+                yield ready_bytes
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _bring_in(memory: npt.NDArray[np.uint8]) -> float:
+    """Make memory present; return the seconds that took. Raises TierError."""
+    began_s = time.monotonic()
+    while _LIBC.madvise(memory.ctypes.data, len(memory), _MADV_POPULATE_WRITE):
+        code = ctypes.get_errno()
+        if code == errno.EINVAL:  # Linux before 5.14
+            memory[::PAGE_BYTES] = 0
+            break
+        if code not in {errno.EINTR, errno.EAGAIN}:
+            raise TierError(f"host memory cannot be had: {os.strerror(code)}", cause="full")
+    return time.monotonic() - began_s
 
 
 def _cudart() -> Any:

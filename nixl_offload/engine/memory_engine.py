@@ -14,10 +14,9 @@ import torch
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import image, packed
-from nixl_offload.engine.copies import Packer
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.jobs import JobTable, TierQueue
-from nixl_offload.engine.packer import require_agreement
+from nixl_offload.engine.packer import Packer, require_agreement
 from nixl_offload.engine.paths import InFlight, Phase, TierPaths
 from nixl_offload.engine.pump import Pauses, TierEngine
 from nixl_offload.engine.records import Chunk, TierAccess, TierStatus, Waiting, WorkKind

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Final
 from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.header import check_headers
 from nixl_offload.engine import image
-from nixl_offload.engine.copies import Checksums
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.image import GroupPlan, Spans, any_slot, device_slot, host_slot
+from nixl_offload.engine.packer import Checksums
 from nixl_offload.engine.paths import STEP_BYTES, Batch, Phase, Steps, TierPaths
 from nixl_offload.engine.records import Chunk, ChunkState
 from nixl_offload.engine.staging import DeviceSlot

@@ -25,11 +25,11 @@ from nixl_offload.chunk.header import ExpectedRows, HeaderRows, Pages, check_hea
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import image
-from nixl_offload.engine.copies import Packer
+from nixl_offload.engine.device_packer import make_packer
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.image import GroupPlan, host_slot
 from nixl_offload.engine.jobs import JobTable
-from nixl_offload.engine.packer import make_packer, pages_of
+from nixl_offload.engine.packer import Packer, pages_of
 from nixl_offload.engine.records import Chunk, ChunkState, TierStatus, Waiting, WorkKind
 from nixl_offload.engine.streams import Device, Fence
 from nixl_offload.errors import FormatError, LayoutError, MoverError, TierError

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.engine.copies import Source
+from nixl_offload.engine.packer import Source
 from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool
 from nixl_offload.engine.streams import Fence
 from nixl_offload.movers.base import Transfer, TransferState

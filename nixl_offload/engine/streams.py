@@ -98,16 +98,14 @@ class Device:
 
 
 class HostStreams:
-    """The host's: work is done when ``run`` returns, and the model's writes are over when its call returns."""
+    """The host's, all of them one: work is done when ``run`` returns, the model's writes when its call returns."""
 
     def compute_fence(self) -> Fence:
         return READY
 
     def new(self) -> Stream:
-        return _HostStream()
+        return self
 
-
-class _HostStream:
     def run(self, work: Callable[[], None]) -> None:
         with torch.inference_mode():
             work()

@@ -1,24 +1,40 @@
 """Whether GPUDirect Storage is real for a directory, or cuFile copies through host memory, and why.
 
-Threading: pure functions that read ``/proc``, ``/sys`` and ``/dev``, but for a scratch page that ``gds_report`` writes
-and removes; safe anywhere. Nothing of NVIDIA's is loaded, no process is started, nothing is raised. What cannot be read
-is not known, and then nothing is claimed. Where each condition is documented: docs/gds.md.
+Threading: pure functions that read ``/proc``, ``/sys``, ``/dev`` and cufile.json, but for a scratch page that
+``gds_report`` writes and removes; safe anywhere. Nothing of NVIDIA's is loaded, no process is started, nothing is
+raised. ``root`` stands for ``/`` in tests. Where each condition is documented: docs/gds.md.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import mmap
 import os
 import re
 import tempfile
-from collections.abc import Iterator
-from typing import Final, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
 
-from nixl_offload.hardware.cufile import CufileSettings, read_settings
-from nixl_offload.hardware.mounts import BlockDevice, Mount, find_device, find_mount, names, read
+from nixl_offload.hardware.mounts import BlockDevice, Mount, beneath, find_device, find_mount, names, read
 from nixl_offload.types import PAGE_BYTES
 
+DEFAULTS: Final[Mapping[str, Any]] = {
+    "properties.allow_compat_mode": True,
+    "properties.max_device_cache_size_kb": 131_072,
+    "properties.max_device_pinned_mem_size_kb": 33_554_432,
+}
+"""What cuFile does where cufile.json says nothing, of the settings that we look at; all others are off."""
+VARIABLES: Final[Mapping[str, str]] = {
+    "CUFILE_ALLOW_COMPAT_MODE": "properties.allow_compat_mode",
+    "CUFILE_FORCE_COMPAT_MODE": "properties.force_compat_mode",
+    "CUFILE_USE_PCIP2PDMA": "properties.use_pci_p2pdma",
+}
+"""Environment variables that override cufile.json."""
+
+_PATH_VARIABLE: Final = "CUFILE_ENV_PATH_JSON"
+_MAX_BYTES: Final = 1 << 20
+_TOKEN: Final = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _LOCAL: Final = ("ext4", "xfs")
 _NETWORK: Final = {
     "nfs": "rpcrdma",
@@ -33,6 +49,59 @@ _DRIVERS: Final = {"nvme": "nvme", "raid0": "nvme", "nvmeof": "nvme_rdma"} | _NE
 _BLOCK_SECTIONS: Final = {"nvme": "nvme", "nvmeof": "nvmeof", "raid0": "raid"}
 """Kind of drive → its section of cufile.json under ``block``."""
 _MOVE: Final = "put the directory on ext4 (mounted with data=ordered) or xfs, on NVMe"
+
+
+class CufileSettings(NamedTuple):
+    """cuFile's settings by their dotted names, such as ``properties.allow_compat_mode``."""
+
+    where: str
+    """The file that cuFile reads, whether it exists or not."""
+    error: str | None
+    """Why the file cannot be read or understood; then ``said`` has only what the environment says."""
+    said: Mapping[str, Any]
+    """What the file or the environment says."""
+    variables: tuple[str, ...]
+    """Environment variables in force."""
+
+    def flag(self, name: str) -> bool:
+        """Return a setting that is yes or no. What is no boolean counts as the default."""
+        value = self.said.get(name)
+        return value if isinstance(value, bool) else bool(DEFAULTS.get(name))
+
+    def number(self, name: str) -> int:
+        """Return a setting that is a number. What is no whole number above zero counts as the default."""
+        value = self.said.get(name)
+        return value if type(value) is int and value > 0 else int(DEFAULTS[name])
+
+
+def read_settings(root: str = "/") -> CufileSettings:
+    """Return what cuFile would read in this process."""
+    named = os.environ.get(_PATH_VARIABLE)
+    path = named or "/etc/cufile.json"
+    said: dict[str, Any] = {}
+    error = None
+    try:
+        with open(beneath(root, path), "rb") as file:
+            # JSON with comments: a string stays, a comment becomes a blank.
+            text = _TOKEN.sub(lambda at: at[0] if at[0][0] == '"' else " ", file.read(_MAX_BYTES).decode())
+        said = _flat(dict(json.loads(text)))
+    except FileNotFoundError:
+        error = f"{_PATH_VARIABLE} names {path}, which does not exist" if named else None
+    except OSError as exc:
+        error = f"{path} cannot be read: {exc.strerror or exc}"
+    except (ValueError, TypeError, RecursionError) as exc:
+        error = f"{path} cannot be understood: {exc}"
+    variables = tuple(name for name in VARIABLES if os.environ.get(name))
+    for name in variables:
+        said[VARIABLES[name]] = os.environ[name].strip().lower() in {"1", "true", "yes", "on"}
+    return CufileSettings(path, error, said, variables)
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, each in value.items():
+        found |= _flat(each, f"{prefix}{name}.") if isinstance(each, dict) else {prefix + name: each}
+    return found
 
 
 class Fact(NamedTuple):
@@ -58,21 +127,19 @@ class GdsReport(NamedTuple):
 
 
 def gds_report(directory: str, *, root: str = "/") -> GdsReport:
-    """Look at everything that decides how cuFile moves files of ``directory``. ``root`` stands for ``/`` in tests.
+    """Look at everything that decides how cuFile moves files of ``directory``.
 
     Writes one page to a scratch file there (mode 0600, removed) to see whether O_DIRECT works. Takes a few ms.
     """
     settings, mount = read_settings(root), find_mount(directory, root) if os.path.isdir(directory) else None
     device = find_device(mount, root) if mount and mount.kind in _LOCAL else None
     kind = device.kind if device else mount.kind if mount and mount.kind in _NETWORK else ""
-    driver, others = find_driver(root), list(_conditions(directory, mount, device, settings, root))
+    driver, conditions = find_driver(root), list(_conditions(directory, mount, device, settings, root))
     routes = [_nvidia_fs(root, _DRIVERS.get(kind)), _p2pdma(root, kind, settings)]
-    deciding = [driver, *others]
-    route = next((each for each in routes if each.ok), None)
+    deciding, route = [driver, *conditions], next((each for each in routes if each.ok), None)
     if route is None and kind:  # of a filesystem that no route serves the routes say nothing
         deciding += [each for each in routes if each.ok is None] or routes
-    against = [fact for fact in deciding if fact.ok is False]
-    doubtful = [fact for fact in deciding if fact.ok is None]
+    against, doubtful = ([fact for fact in deciding if fact.ok is ok] for ok in (False, None))
     if not driver.ok:
         verdict = f"no GPUDirect Storage: cuFile cannot run here, because {driver.words}; fix: {driver.fix}"
     elif against:
@@ -84,7 +151,7 @@ def gds_report(directory: str, *, root: str = "/") -> GdsReport:
     else:
         where = f"{mount.kind} on {device.words if device else mount.source}"
         verdict = f"GPUDirect Storage: real ({route.words}, {where})"
-    return GdsReport(not against and not doubtful, verdict, (*deciding[: 1 + len(others)], *routes))
+    return GdsReport(not against and not doubtful, verdict, (driver, *conditions, *routes))
 
 
 def find_driver(root: str = "/") -> Fact:
@@ -122,7 +189,7 @@ def _conditions(
 ) -> Iterator[Fact]:
     """Look at all but the driver and the routes."""
     over = ", over it ".join([settings.where, *settings.variables])
-    fix = f"correct {settings.where}, or unset CUFILE_ENV_PATH_JSON"
+    fix = f"correct {settings.where}, or unset {_PATH_VARIABLE}"
     yield _fact("cufile.json", not settings.error, settings.error or f"read from {over}", fix)
     if settings.flag("properties.force_compat_mode"):
         yield Fact("cufile.json", False, f"force_compat_mode is on ({over})", "turn force_compat_mode off")
@@ -178,58 +245,34 @@ def _direct_io(directory: str) -> Fact:
 
 def _nvidia_fs(root: str, wanted: str | None, *, is_any: bool = False) -> Fact:
     """Say whether nvidia-fs does it. ``wanted``: the storage driver that must know it, unless ``is_any``."""
+    name = "nvidia-fs"
     version = (read(root, "/proc/driver/nvidia-fs/version") or "").partition(":")[2].strip()
     registered = re.findall(r"^(\w+):", read(root, "/proc/driver/nvidia-fs/modules") or "", re.MULTILINE)
-    has_device = any(device.startswith("nvidia-fs") for device in names(root, "/dev"))
-    device = "start the container with NVIDIA_GDS=enabled"
-    for is_missing, words, fix in (
-        (not version, "is not loaded", "install nvidia-gds and the nvidia-fs module, then `modprobe nvidia-fs`"),
-        (not has_device, "is loaded, but there is no /dev/nvidia-fs* here", device),
-        (
-            not is_any and wanted not in registered,
-            f"is loaded, but the {wanted} driver does not know it",
-            f"install the {wanted} driver of DOCA or MLNX_OFED, with GDS",
-        ),
-    ):
-        if is_missing:
-            return Fact("nvidia-fs", False, f"nvidia-fs {words}", fix)
-    return Fact("nvidia-fs", True, f"nvidia-fs {version}")
+    if not version:
+        fix = "install nvidia-gds and the nvidia-fs module, then `modprobe nvidia-fs`"
+        return Fact(name, False, "nvidia-fs is not loaded", fix)
+    if not any(device.startswith("nvidia-fs") for device in names(root, "/dev")):
+        words = "nvidia-fs is loaded, but there is no /dev/nvidia-fs* here"
+        return Fact(name, False, words, "start the container with NVIDIA_GDS=enabled")
+    if not is_any and wanted not in registered:
+        words = f"nvidia-fs is loaded, but the {wanted} driver does not know it"
+        return Fact(name, False, words, f"install the {wanted} driver of DOCA or MLNX_OFED, with GDS")
+    return Fact(name, True, f"nvidia-fs {version}")
 
 
 def _p2pdma(root: str, kind: str, settings: CufileSettings) -> Fact:
-    """Say whether the kernel does it. ``kind``: as in ``mounts.BlockDevice``."""
+    """Say whether the kernel may do it, as far as can be seen from here. ``kind``: see ``BlockDevice``."""
     name, section = "PCI P2PDMA", _BLOCK_SECTIONS.get(kind)
     if section is None:
         return Fact(name, False, "PCI P2PDMA reaches NVMe drives only")
-    release, driver = (read(root, "/proc/sys/kernel/osrelease") or "").strip(), find_driver(root).words
-    kernel, version = _version(release), _version(driver.removeprefix("NVIDIA driver "))
-    is_x86 = "aarch64" not in (read(root, "/proc/driver/nvidia/version") or "")
-    parameters = (read(root, "/proc/driver/nvidia/params") or "").lower()
-    multipath = (read(root, "/sys/module/nvme_core/parameters/multipath") or "").strip() == "Y"
-    registry = 'options nvidia NVreg_RegistryDwords="RMForceStaticBar1=1;RmForceDisableIomapWC=1;"'
+    release = (read(root, "/proc/sys/kernel/osrelease") or "").strip()
+    kernel = re.match(r"(\d+)\.(\d+)", release)
     off = [each for each in ("properties", f"block.{section}") if not settings.flag(f"{each}.use_pci_p2pdma")]
-    ours = f"in {settings.where}: take ours, which nixl-offload configs cufile.json prints"
-    no_static = is_x86 and "rmforcestaticbar1=1" not in parameters
-    conditions = (
-        ((0,) < kernel < (6, 2), f"kernel {release} is older than 6.2", "boot a kernel from 6.2 on"),
-        (kind == "raid0" and is_x86 and kernel < (7, 1), "it does not go through RAID 0 before kernel 7.1", None),
-        ((0,) < version < (565, 47), "the driver is older than 565.47", "install driver 570 or newer"),
-        ("proprietary" in driver, "the driver has proprietary kernel modules", "install its open kernel modules"),
-        (no_static, "the driver's option RMForceStaticBar1 is off", f"set `{registry}` for modprobe, reboot"),
-        (is_x86 and multipath, "NVMe multipath is on", "set `options nvme_core multipath=N` for modprobe, reboot"),
-        (bool(off), f"cufile.json does not say use_pci_p2pdma in {' and '.join(off)}", f"set it {ours}"),
-    )
-    missing = [(words, fix) for is_missing, words, fix in conditions if is_missing]
-    if missing:
-        fixes = "; ".join(fix for _, fix in missing if fix) or None
-        return Fact(name, False, ", ".join(words for words, _ in missing), fixes)
-    groups = names(root, "/sys/kernel/iommu_groups")[:256] if is_x86 else []
-    if {(read(root, f"/sys/kernel/iommu_groups/{group}/type") or "").strip() for group in groups} - {"", "identity"}:
-        fix = "put iommu=pt on the kernel's command line, reboot"
-        return Fact(name, None, "whether the IOMMU lets it pass is not known", fix)
-    return Fact(name, True, f"PCI P2PDMA of kernel {release}")
-
-
-def _version(text: str) -> tuple[int, ...]:
-    match = re.match(r"\d+(?:\.\d+)*", text)
-    return tuple(map(int, match.group().split("."))) if match else ()
+    ours = f"set it in {settings.where}: take ours, which nixl-offload configs cufile.json prints"
+    if kernel and (int(kernel[1]), int(kernel[2])) < (6, 2):
+        return Fact(name, False, f"kernel {release} is older than 6.2", "boot a kernel from 6.2 on")
+    if "proprietary" in find_driver(root).words:
+        return Fact(name, False, "the driver has proprietary kernel modules", "install its open kernel modules")
+    if off:
+        return Fact(name, False, f"cufile.json does not say use_pci_p2pdma in {' and '.join(off)}", ours)
+    return Fact(name, None, "PCI P2PDMA is turned on, but only cuFile knows whether it works")

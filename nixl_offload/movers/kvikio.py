@@ -21,15 +21,13 @@ import os
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.keep import keep_in_children
-from nixl_offload.movers.base import LIBRARIES, FileId, MemoryId, MemoryKind, MemoryRegion, MoverLimits, Op
+from nixl_offload.movers.base import LIBRARIES, FileEntry, FileId, MemoryId, MemoryKind, MemoryRegion, MoverLimits, Op
 from nixl_offload.movers.pinning import pinning_limit
 from nixl_offload.movers.threaded import Row, ThreadedMover, ThreadedTransfer
-from nixl_offload.movers.tracked import FileEntry
 from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -60,14 +58,6 @@ class _CudaArray:
         }
 
 
-@dataclass(slots=True, eq=False)
-class _OpenFile:
-    """KvikIO's side of a file: it opens by path only, so it is given the path of a descriptor."""
-
-    handle: Any
-    io_path: IoPath
-
-
 class KvikioMover(ThreadedMover):
     """Moves bytes by KvikIO. Raises MoverUnavailableError on the first use where KvikIO or the driver is missing.
 
@@ -88,7 +78,8 @@ class KvikioMover(ThreadedMover):
         )
         self._bounce_bytes = max(bounce_bytes // PAGE_BYTES, 1) * PAGE_BYTES  # pieces keep to the grid
         self._kvikio: Any = None
-        self._opened: dict[FileEntry, _OpenFile] = {}
+        self._opened: dict[FileEntry, tuple[Any, IoPath]] = {}
+        """KvikIO's side of a file, and how device memory travels to and from it."""
         self._in_cufile: set[MemoryId] = set()
         """Regions by which cuFile knows their allocations."""
         keep_in_children(self)  # handles that are collected deregister their files with cuFile
@@ -137,18 +128,17 @@ class KvikioMover(ThreadedMover):
 
         Opens the file if no transfer has. Raises MoverError.
         """
-        return self._open(self._file(file)).io_path
+        return self._open(self._file(file))[1]
 
     def close_file(self, file: FileId) -> None:
         entry = self._pop_file(file)
-        opened = self._opened.pop(entry, None)
-        if opened is not None:
-            opened.handle.close()
+        if entry in self._opened:
+            self._opened.pop(entry)[0].close()
         os.close(entry.fd)
 
     def _move(self, transfer: ThreadedTransfer, rows: Sequence[Row]) -> None:
         """Hand all rows to KvikIO's pool and wait for all, even if one fails."""
-        handle = self._open(transfer.file).handle
+        handle, _ = self._open(transfer.file)
         start = handle.pread if transfer.op is Op.READ else handle.pwrite
         futures, failure = [], None
         try:
@@ -170,8 +160,8 @@ class KvikioMover(ThreadedMover):
         if failure is not None:
             raise MoverError(f"{transfer.op.value} of {transfer.file.path} failed: {failure}")
 
-    def _open(self, entry: FileEntry) -> _OpenFile:
-        """Open by KvikIO what ``entry.fd`` is, once. Raises MoverError."""
+    def _open(self, entry: FileEntry) -> tuple[Any, IoPath]:
+        """Open a file by KvikIO, once; by the path of its descriptor, as KvikIO takes no other. Raises MoverError."""
         has_turn = entry not in self._opened and _DEFAULTS.acquire(timeout=_DEFAULTS_WAIT_S)
         try:
             if entry not in self._opened:
@@ -181,7 +171,7 @@ class KvikioMover(ThreadedMover):
             if has_turn:
                 _DEFAULTS.release()
 
-    def _open_with_defaults(self, entry: FileEntry) -> _OpenFile:
+    def _open_with_defaults(self, entry: FileEntry) -> tuple[Any, IoPath]:
         kvikio = self._kvikio
         modes = kvikio.CompatMode
         writes = (fcntl.fcntl(entry.fd, fcntl.F_GETFL) & os.O_ACCMODE) == os.O_RDWR
@@ -192,7 +182,7 @@ class KvikioMover(ThreadedMover):
                 if not kvikio.defaults.is_compat_mode_preferred():
                     try:
                         with kvikio.defaults.set("compat_mode", modes.OFF):
-                            return _OpenFile(kvikio.CuFile(*arguments), "cufile")
+                            return kvikio.CuFile(*arguments), "cufile"
                     except _ERRORS as error:
                         if kvikio.defaults.get("compat_mode") == modes.OFF:
                             raise
@@ -203,7 +193,7 @@ class KvikioMover(ThreadedMover):
                             _describe(error),
                         )
                 with kvikio.defaults.set("compat_mode", modes.ON):
-                    return _OpenFile(kvikio.CuFile(*arguments), "compat")
+                    return kvikio.CuFile(*arguments), "compat"
         except _ERRORS as error:
             raise MoverError(f"cannot open {entry.path}: {_describe(error)}") from error
 

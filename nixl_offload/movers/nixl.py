@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,14 +31,16 @@ from nixl_offload.movers.base import (
     LIBRARIES,
     MAX_IO_BYTES,
     Extents,
+    FileEntry,
     FileId,
     MemoryId,
     MemoryKind,
     MemoryRegion,
+    Mover,
     MoverLimits,
+    TrackedTransfer,
 )
 from nixl_offload.movers.pinning import add_holder, check_pinning, remove_holder
-from nixl_offload.movers.tracked import FileEntry, TrackedMover, TrackedTransfer
 from nixl_offload.stores.s3 import ATTEMPTS, S3Address, ca_bundle_of
 from nixl_offload.types import PAGE_BYTES
 
@@ -279,10 +281,7 @@ class NixlTransfer(TrackedTransfer):
     handle: Any = None
 
 
-NixlT = TypeVar("NixlT", bound=NixlTransfer)
-
-
-class AgentMover(TrackedMover[NixlT]):
+class AgentMover(Mover):
     """What movers over an agent share. The first use raises MoverUnavailableError where a plugin cannot run."""
 
     transfer_type = NixlTransfer
@@ -320,12 +319,12 @@ class AgentMover(TrackedMover[NixlT]):
         if not self._registered:
             self._nixl.forget()
 
-    def _release(self, transfer: NixlT) -> None:
+    def _release(self, transfer: NixlTransfer) -> None:
         if transfer.handle is not None:
             self._nixl.release(transfer.handle)
             transfer.handle = None
 
-    def _finish(self, transfer: NixlT, error: str | None, *, quarantine: bool = False) -> None:
+    def _finish(self, transfer: Any, error: str | None, *, quarantine: bool = False) -> None:
         """Make final; a quarantined transfer keeps its handle for ever."""
         super()._finish(transfer, error, quarantine=quarantine)
         if quarantine:
@@ -334,7 +333,7 @@ class AgentMover(TrackedMover[NixlT]):
             self._release(transfer)
 
 
-class NixlMover(AgentMover[NixlTransfer]):
+class NixlMover(AgentMover):
     """Moves files by POSIX (aio, io_uring), or device memory by GDS_MT.
 
     After a failure: only this transfer is lost, the mover goes on. Each of these plugins reports an error only when

@@ -18,12 +18,11 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from nixl_offload.errors import MoverError, StoreError
-from nixl_offload.movers.base import OBJECT_LIMITS, FileId, Op
+from nixl_offload.movers.base import OBJECT_LIMITS, FileEntry, FileId, Op
 from nixl_offload.movers.nixl import AgentMover, NixlPlugin, NixlTransfer
-from nixl_offload.movers.tracked import FileEntry
 from nixl_offload.stores.base import Store
 
 logger = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ class _ObjectTransfer(NixlTransfer):
     Empty: not known yet."""
 
 
-class NixlObjectMover(AgentMover[_ObjectTransfer]):
+class NixlObjectMover(AgentMover):
     """One agent with the OBJ plugin. Of its transfers ``at_once`` run, in their order.
 
     A transfer that was not started whole, or does not end within ``close_timeout_s``, is quarantined.
@@ -208,7 +207,7 @@ class NixlObjectMover(AgentMover[_ObjectTransfer]):
                 is_silent = isinstance(error, StoreError) and error.cause in NOT_ANSWERING
                 transfer.answer = "silent" if is_silent else "go on"
 
-    def _finish(self, transfer: _ObjectTransfer, error: str | None, *, quarantine: bool = False) -> None:
+    def _finish(self, transfer: Any, error: str | None, *, quarantine: bool = False) -> None:
         self._running.discard(transfer)
         self._news = True
         super()._finish(transfer, error, quarantine=quarantine)

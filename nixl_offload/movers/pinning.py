@@ -16,8 +16,7 @@ from contextlib import ExitStack
 from typing import Final
 
 from nixl_offload.errors import MoverError
-from nixl_offload.hardware.cufile import read_settings
-from nixl_offload.hardware.gds import pinning_route
+from nixl_offload.hardware.gds import pinning_route, read_settings
 from nixl_offload.movers.base import MemoryRegion
 from nixl_offload.units import format_size
 

@@ -13,7 +13,6 @@ import mmap
 import os
 import secrets
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Final, Literal, NamedTuple
@@ -24,7 +23,7 @@ from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import MoverError, MoverUnavailableError, NixlOffloadError, StoreError
 from nixl_offload.hardware.gds import gds_report
 from nixl_offload.keep import keep_forever
-from nixl_offload.movers.base import Extents, MemoryKind, MemoryRegion, Mover, Op, Transfer, TransferState, open_file
+from nixl_offload.movers.base import Extents, MemoryKind, MemoryRegion, Mover, Op, move, open_file
 from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.nixl import PLUGINS, NixlMover, object_plugin
 from nixl_offload.movers.nixl_objects import NOT_ANSWERING, NixlObjectMover
@@ -153,8 +152,8 @@ def probe_round_trip(mover: Mover, kind: MemoryKind, directory: str, scratch: Me
             with _kept_on_error(memory):
                 registered = mover.register_memory(region)
                 file = open_file(mover, f"/proc/self/fd/{fd}", SCRATCH_BYTES, direct_io=True)
-                _move_page(mover, lambda: mover.submit(Op.READ, registered, _page(1), file, _page(0)))
-                _move_page(mover, lambda: mover.submit(Op.WRITE, registered, _page(1), file, _page(2)))
+                move(mover, lambda: mover.submit(Op.READ, registered, _page(1), file, _page(0)), _PROBE_TIMEOUT_S)
+                move(mover, lambda: mover.submit(Op.WRITE, registered, _page(1), file, _page(2)), _PROBE_TIMEOUT_S)
                 bounces = isinstance(mover, KvikioMover) and mover.path_of(file) == "compat"
                 mover.close_file(file)
                 mover.unregister_memory(registered)
@@ -200,6 +199,16 @@ def open_object_mover(tier: S3Config, memory_kind: MemoryKind) -> ProbedMover:
     """
     needs_device = memory_kind is MemoryKind.VRAM and tier.mover == "auto"
     names = ["obj", "obstore"] if needs_device else ["obstore" if tier.mover == "auto" else tier.mover]
+    where = S3Address.of(tier).where
+    refusal = f"mover {tier.mover!r} cannot move {memory_kind.value} to {where}"
+    with contextlib.closing(open_store(tier)) as store:
+        trouble = _trouble(store)
+        if trouble is not None:
+            if trouble.cause not in _PASSING and not (trouble.cause == "denied" and _may_look(store)):
+                raise MoverUnavailableError(f"{refusal}: {trouble} ({_OBJECT_HELP})")
+            logger.warning("objects in %s are moved by %s as soon as the server lets it: %s", where, names[-1], trouble)
+            mover = make_object_mover(names[-1], tier)
+            return ProbedMover(mover, (Probe(names[-1], True, f"not proved: {trouble}"),))
 
     def try_out(name: str) -> tuple[Mover, str]:
         mover = make_object_mover(name, tier)
@@ -207,31 +216,19 @@ def open_object_mover(tier: S3Config, memory_kind: MemoryKind) -> ProbedMover:
             probed_kind = memory_kind if memory_kind in mover.memory_kinds else MemoryKind.DRAM
             if name == "obj" and needs_device and probed_kind is not memory_kind:
                 raise MoverError(f"takes no {memory_kind.value} here")
-            _probe_object(mover, probed_kind, 2 * tier.request_timeout_s)
+            if isinstance(mover, NixlObjectMover):  # the other one does what the store has just done
+                _probe_object(mover, probed_kind, 2 * tier.request_timeout_s)
         return mover, _OK + ("" if probed_kind is memory_kind else _PACKS)
 
     report: list[Probe] = []
-    where = S3Address.of(tier).where
     opened = _first_that_works(names, try_out, report, f"objects in {where}")
-    if opened is not None:
-        return opened
-    with contextlib.closing(open_store(tier)) as store:
-        trouble = _trouble(store)
-        if trouble is not None:
-            if trouble.cause in _PASSING or (trouble.cause == "denied" and _may_look(store)):
-                logger.warning(
-                    "objects in %s are moved by %s as soon as the server lets it: %s", where, names[-1], trouble
-                )
-                mover = make_object_mover(names[-1], tier)
-                return ProbedMover(mover, (Probe(names[-1], True, f"not proved: {trouble}"),))
-            if store.name not in names:
-                report.append(Probe(store.name, False, str(trouble)))  # NIXL's plugin cannot tell causes
-    reasons = "; ".join(f"{probe.name}: {probe.reason}" for probe in report)
-    text = f"mover {tier.mover!r} cannot move {memory_kind.value} to {where}: {reasons} ({_OBJECT_HELP})"
-    raise MoverUnavailableError(text)
+    if opened is None:
+        reasons = "; ".join(f"{probe.name}: {probe.reason}" for probe in report)
+        raise MoverUnavailableError(f"{refusal}: {reasons} ({_OBJECT_HELP})")
+    return opened
 
 
-def _probe_object(mover: StoreMover | NixlObjectMover, kind: MemoryKind, timeout_s: float) -> None:
+def _probe_object(mover: NixlObjectMover, kind: MemoryKind, timeout_s: float) -> None:
     """Put a page, get it back into another page and compare them, for ``timeout_s`` each.
 
     Memory of a device is never looked at: there it is enough that the transfers succeed. Raises MoverError.
@@ -243,8 +240,8 @@ def _probe_object(mover: StoreMover | NixlObjectMover, kind: MemoryKind, timeout
         if kind is MemoryKind.DRAM:
             ctypes.memmove(region.address, pattern, PAGE_BYTES)
         undo.callback(_delete, mover.store, name)
-        _move_page(mover, lambda: mover.submit(Op.WRITE, registered, _page(0), target, _page(0)), timeout_s)
-        _move_page(mover, lambda: mover.submit(Op.READ, registered, _page(2), target, _page(0)), timeout_s)
+        move(mover, lambda: mover.submit(Op.WRITE, registered, _page(0), target, _page(0)), timeout_s)
+        move(mover, lambda: mover.submit(Op.READ, registered, _page(2), target, _page(0)), timeout_s)
         if kind is MemoryKind.DRAM:
             between, arrived = (ctypes.string_at(region.address + n * PAGE_BYTES, PAGE_BYTES) for n in (1, 2))
             if arrived != pattern or any(between):
@@ -327,18 +324,6 @@ def _kept_on_error(memory: object) -> Iterator[None]:
 
 def _page(number: int) -> Extents:
     return np.array([[number * PAGE_BYTES, PAGE_BYTES]], dtype=np.int64)
-
-
-def _move_page(mover: Mover, submit: Callable[[], Transfer], timeout_s: float = _PROBE_TIMEOUT_S) -> None:
-    """Poll what ``submit`` starts until it is done. Raises MoverError; then I/O may be in flight still."""
-    transfer = submit()
-    deadline = time.monotonic() + timeout_s
-    while mover.poll(transfer) is TransferState.PENDING:
-        if time.monotonic() > deadline:
-            raise MoverError(f"a page did not move within {timeout_s:.0f} s")
-        time.sleep(0.0002)
-    if transfer.state is TransferState.FAILED:
-        raise MoverError(transfer.error or "failed")
 
 
 def _scratch_memory(kind: MemoryKind) -> tuple[MemoryRegion, object]:

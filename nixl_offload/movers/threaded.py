@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_offload.errors import MoverError, NixlOffloadError, StoreError
-from nixl_offload.movers.base import OBJECT_LIMITS, MemoryKind, MoverLimits, Op
-from nixl_offload.movers.tracked import TrackedMover, TrackedTransfer
+from nixl_offload.movers.base import OBJECT_LIMITS, MemoryKind, Mover, MoverLimits, Op, TrackedTransfer
 from nixl_offload.stores.base import Store
 from nixl_offload.types import PAGE_BYTES
 
@@ -50,7 +49,7 @@ class ThreadedTransfer(TrackedTransfer):
     """Set when a task fails, or the mover is closed: what has not begun is left alone."""
 
 
-class ThreadedMover(TrackedMover[ThreadedTransfer]):
+class ThreadedMover(Mover):
     """Moves rows by ``_move``. ``threads`` calls run at once; the rest waits, reads before writes.
 
     After a failure the memory is free. ``quarantine`` is set only by ``close``, for calls that do not end within

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from nixl_offload.config import TierConfig
 from nixl_offload.errors import ConfigError, NixlOffloadError, TierError
-from nixl_offload.hardware.cores import unbound
+from nixl_offload.hardware.machine import unbound
 from nixl_offload.tiers.breaker import Breaker
 
 logger = logging.getLogger(__name__)

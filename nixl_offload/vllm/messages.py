@@ -37,7 +37,7 @@ class RankGeometry(KVConnectorHandshakeMetadata):
     attention_backends: tuple[str, ...] = ()
     """Names of the backends that its layers really use, sorted: they decide what lies where inside a block."""
     machine: str = ""
-    """Equal for ranks that open the same files by the same paths (``hardware.same_machine``); "": not known."""
+    """Equal for ranks that open the same files by the same paths (``hardware.machine``); "": not known."""
     weights: str | None = None
     """Digest of the weights that it has loaded; None: not known."""
     sources: tuple[str, ...] = ()

@@ -38,7 +38,7 @@ from nixl_offload.engine.packer import pages_of
 from nixl_offload.engine.staging import Staging
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.errors import TierError
-from nixl_offload.hardware.cores import unbound
+from nixl_offload.hardware.machine import unbound
 from nixl_offload.movers.base import MemoryKind, Mover
 from nixl_offload.movers.select import open_object_mover
 from nixl_offload.stores.filesystem import tier_error

@@ -38,7 +38,7 @@ from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.pump import LEAKED, leak
 from nixl_offload.engine.streams import READY, Fence, model_on_default_stream
 from nixl_offload.errors import LayoutError, NotSupportedError
-from nixl_offload.hardware.same_machine import machine_token
+from nixl_offload.hardware.machine import machine_token
 from nixl_offload.tiers.kinds import AnyPlace
 from nixl_offload.tiers.slab.file import SlabPlace
 from nixl_offload.types import Outcome

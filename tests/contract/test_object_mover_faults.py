@@ -279,7 +279,7 @@ def test_nixl_is_not_installed(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_refusal_is_told_in_words_where_nixl_has_none(rigs: Rigs, proxy: FaultProxy) -> None:
     with (
         proxy.inject(Answer(403, "AccessDenied")),
-        pytest.raises(MoverUnavailableError, match=r"obj: .*; obstore: .*403 \(AccessDenied"),
+        pytest.raises(MoverUnavailableError, match=r"mover 'obj' cannot .*403 \(AccessDenied"),
     ):
         rigs.select(mover="obj")
 

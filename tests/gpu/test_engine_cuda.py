@@ -6,8 +6,6 @@ the file is refused. Needs neither vLLM nor a registry.
 from __future__ import annotations
 
 import os
-import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,13 +17,13 @@ import torch
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine import staging
-from nixl_offload.engine.streams import Fence, device_of
+from nixl_offload.engine.streams import device_of
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryKind, Mover, Op
 from nixl_offload.movers.select import open_mover
 from nixl_offload.types import Outcome
-from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.unit.kv_shapes import KIB, SHAPES, DeviceRig, KVShape, Way, assert_round_trip, until
+from tests.contract.suites.faulty_mover import FaultyMover
+from tests.unit.kv_shapes import KIB, SHAPES, DeviceRig, KVShape, Way, assert_round_trip
 
 pytestmark = pytest.mark.gpu
 
@@ -184,40 +182,6 @@ def load_ended_first(rig: DeviceRig) -> bool:
     rig.expect(TARGET, wanted)
     rig.assert_as_expected()
     return is_first
-
-
-@pytest.mark.parametrize("way", ["device", "host"])
-def test_stores_without_a_slot_hold_no_step_up(make: Make, way: Way) -> None:
-    """Staging is full, and nothing is written any more: from the end of a step on, ``wait`` takes 5 ms at most."""
-    rig = make("gds_mt" if way == "device" else "posix", way, staging_slots=2)
-    assert isinstance(rig.mover, FaultyMover)
-    written = submitted(rig, Op.WRITE)
-    rig.mover.script = [Fault(written, FaultKind.STUCK, op=Op.WRITE, every=True)]
-    rig.engine.submit_store(1, [rig.chunk(n, [4 * n, 4 * n + 1, 4 * n + 2, 4 * n + 3]) for n in range(2)])
-    until(lambda: submitted(rig, Op.WRITE) > written)
-    held_s = []
-    for job in range(2, 22):
-        torch.cuda._sleep(BUSY_CYCLES)
-        over = rig.device.streams.compute_fence()
-        rig.engine.submit_store(job, [rig.chunk(n, SOURCE) for n in range(8, 12)])
-        ended_s: list[float] = []
-        watch = threading.Thread(target=lambda over=over, ended_s=ended_s: ended_s.append(_when(over)))  # type: ignore[misc]
-        watch.start()
-        rig.engine.wait([job])
-        returned_s = time.monotonic()
-        watch.join()
-        held_s.append(returned_s - ended_s[0])
-        assert rig.collect(job).outcomes == (Outcome.DROPPED,) * 4
-    rig.mover.release()
-    rig.collect(1)
-    assert statistics.median(held_s) < 0.008, held_s
-
-
-def _when(fence: Fence) -> float:
-    """Wait for ``fence``."""
-    while not fence.done():
-        time.sleep(0.0002)
-    return time.monotonic()
 
 
 @pytest.mark.parametrize(("mover", "way"), ROUTES)

@@ -10,23 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from nixl_offload.engine.kernels.select import open_kernels
-from nixl_offload.engine.kernels.torch_kernels import Page, TorchKernels
-from tests.unit.kernels_rig import Group, check, digests, group_of, slot_of
+from nixl_offload.engine.kernels.torch_kernels import Page, TorchKernels, open_kernels
+from tests.unit.kernels_rig import IDS, SHAPES, TARGETS, Group, check, digests, group_of, slot_of
 
 pytestmark = pytest.mark.gpu
 
-IDS, TARGETS = [7, 2, 3, 8, 0], [1, 0, 8, 5, 6]
-SHAPES = {
-    "full programs": ([8192, 16384], 0, 0),
-    "several tiles a program, the last not full": ([4096] * 3, 16, 0),
-    "the smallest tiles": ([1024, 3072, 5120], 16, 16),
-    "many layers": ([65536] * 32, 0, 0),
-    "one page": ([2 << 20], 0, 0),
-    "DeepSeek's": ([41984] * 8, 0, 0),
-    "no tiles": ([1000, 24, 16], 16, 0),
-    "no tiles, a tail of 16": ([1040], 16, 0),
-    "at odd words": ([2048, 4096], 8, 0),
+MORE_SHAPES = {
+    "many layers": ([65536] * 32, 0, 0, 0, 8192),
+    "one page": ([2 << 20], 0, 0, 0, 8192),
+    "DeepSeek's": ([41984] * 8, 0, 0, 0, 1024),
+    "at odd words": ([2048, 4096], 8, 0, 0, None),
 }
 BEYOND_BYTES = 9 << 29
 """4.5 GiB: an offset of 32 bits, signed or not, would wrap around."""
@@ -44,20 +37,12 @@ def triton_of(group: Group) -> TorchKernels:
     return kernels
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_triton_copies_and_sums_exactly(shape: str) -> None:
+@pytest.mark.parametrize("shape", [*SHAPES, *MORE_SHAPES])
+def test_triton_and_torch_copy_and_sum_exactly(shape: str) -> None:
     """As in the interpreter: blocks and rows apart, in the midst of other memory."""
-    sizes, gap, shift = SHAPES[shape]
-    group = group_of(sizes, gap=gap, shift=shift, device="cuda")
-    rows = slot_of(5, group.block_bytes, gap=gap // 16 * 16, shift=shift, device="cuda")
-    check(triton_of(group), group, rows, IDS, TARGETS)
-
-
-@pytest.mark.parametrize(("sizes", "offset"), [([4096] * 32, 4096), ([4096, 1024], 1048), ([1000, 24], 12)])
-def test_heads_in_the_midst_of_pages(sizes: list[int], offset: int) -> None:
-    """What a shard takes of a page: with tiles, and without."""
-    group = group_of(sizes, offset=offset, used=4096, device="cuda")
-    rows = slot_of(5, group.block_bytes, device="cuda")
+    sizes, gap, shift, offset, _ = (SHAPES | MORE_SHAPES)[shape]
+    group = group_of(sizes, gap=gap, shift=shift, offset=offset, device="cuda")
+    rows = slot_of(5, group.block_bytes, gap=16, shift=16, device="cuda")
     for kernels in (triton_of(group), TorchKernels(group.tensors, group.pages)):
         check(kernels, group, rows, IDS, TARGETS)
         for memory, before in zip(group.memory, group.before, strict=True):

@@ -1,46 +1,31 @@
 """Proves on a GPU: copies between the device and host memory equal HostPacker's, alone and in batches; host memory is
-page-locked; the memory tier's engine brings back what it stored.
+page-locked.
 """
 
 from __future__ import annotations
-
-import time
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
-from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
-from nixl_offload.engine import Chunk, copies
-from nixl_offload.engine import device_packer as packer_module
+from nixl_offload.engine import device_packer, packer
 from nixl_offload.engine import host as host_module
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.kernels.torch_kernels import Page
-from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.engine.packer import HostPacker
-from nixl_offload.engine.streams import READY, Fence, device_of
-from nixl_offload.types import Key, Location, Outcome
-from tests.unit.device_rig import at_once
-from tests.unit.rank_rig import Alone
+from nixl_offload.engine.streams import READY, device_of
+from tests.unit.device_rig import at_once, settled
 
 pytestmark = pytest.mark.gpu
 
 
-def _packer(tensors: list[torch.Tensor], pages: list[list[Page]]) -> DevicePacker:
-    return DevicePacker(tensors, pages, device_of(tensors[0]))
+def packer_of(tensors: list[torch.Tensor], pages: list[Page]) -> DevicePacker:
+    return DevicePacker(tensors, [pages], device_of(tensors[0]))
 
 
-def _settled(fence: Fence) -> None:
-    deadline_s = time.monotonic() + 30
-    while not fence.done():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.0005)
-
-
-class _PinnedSlots:
+class PinnedSlots:
     """Slots of page-locked memory, a header page before each payload, as they lie in a host slab."""
 
     def __init__(self, count: int, payload_bytes: int) -> None:
@@ -58,30 +43,27 @@ def test_batches_equal_the_host(pages: list[Page]) -> None:
     host = [torch.randint(0, 256, (64, 4096), dtype=torch.uint8) for _ in range(2)]
     device = [tensor.cuda() for tensor in host]
     torch.cuda.synchronize()
-    reference, packer = (
-        HostPacker([tensor.numpy() for tensor in host], [pages]),
-        DevicePacker(device, [pages], device_of(device[0])),
-    )
+    reference, on_device = HostPacker([tensor.numpy() for tensor in host], [pages]), packer_of(device, pages)
     payload_bytes = 4 * 8192
     block_bytes = sum(page.bytes for page in pages)
-    slots = _PinnedSlots(7, payload_bytes)
+    slots = PinnedSlots(7, payload_bytes)
     order = np.random.default_rng(1).permutation(64).astype(np.int32)
     ids = [order[4 * n : 4 * n + 4] for n in range(7)]
     payloads = [slots.payload(n, 4).reshape(-1)[: 4 * block_bytes].reshape(4, block_bytes) for n in range(7)]
     wanted = [np.empty((4, block_bytes), dtype=np.uint8) for _ in range(7)]
     reference.gather_many(0, list(zip(ids, wanted, strict=True)), reference.fence())
-    _settled(packer.gather_many(0, list(zip(ids, payloads, strict=True)), packer.fence()))
+    settled(on_device.gather_many(0, list(zip(ids, payloads, strict=True)), on_device.fence()))
     for found, expected in zip(payloads, wanted, strict=True):
         assert (found == expected).all()
-    sums, right = packer.sums(0, ids, packer.fence()), reference.sums(0, ids, READY)
-    _settled(sums)
+    sums, right = on_device.sums(0, ids, on_device.fence()), reference.sums(0, ids, READY)
+    settled(sums)
     assert np.array_equal(np.stack(sums.values()), np.stack(right.values()))
 
     back = list(reversed(ids))
     reference.scatter_many(0, list(zip(back, wanted, strict=True)), reference.fence())
-    _settled(packer.scatter_many(0, list(zip(back, payloads, strict=True)), packer.fence()))
+    settled(on_device.scatter_many(0, list(zip(back, payloads, strict=True)), on_device.fence()))
     reference.clear(0, order[:3], READY)
-    _settled(packer.clear(0, order[:3], packer.fence()))
+    settled(on_device.clear(0, order[:3], on_device.fence()))
     for index in range(2):
         assert (device[index].cpu() == host[index]).all()
     slots.slab.close()
@@ -92,8 +74,8 @@ def test_what_crosses_the_bus_is_summed_on_the_device(monkeypatch: pytest.Monkey
     host = torch.randint(0, 256, (64, 16384), dtype=torch.uint8)
     tensor, pages = host.cuda(), [Page(0, 0, 16384)]
     torch.cuda.synchronize()
-    reference, packer = HostPacker([host.numpy()], [pages]), DevicePacker([tensor], [pages], device_of(tensor))
-    slots = _PinnedSlots(3, 4 * 16384)
+    reference, on_device = HostPacker([host.numpy()], [pages]), packer_of([tensor], pages)
+    slots = PinnedSlots(3, 4 * 16384)
     ids = [np.array([4 * n, 9, 30, 1], dtype=np.int32) for n in range(3)]
     payloads = [slots.payload(n, 4) for n in range(3)]
     wanted = reference.gather_many(0, [(each, np.empty((4, 16384), dtype=np.uint8)) for each in ids], READY).values()
@@ -101,17 +83,17 @@ def test_what_crosses_the_bus_is_summed_on_the_device(monkeypatch: pytest.Monkey
     def refuse(_: object) -> None:
         raise AssertionError("the processor was to sum")
 
-    monkeypatch.setattr(copies, "payload_checksums", refuse)
-    gathered = packer.gather_many(0, list(zip(ids, payloads, strict=True)), packer.fence())
-    _settled(gathered)
-    summed = at_once(packer.bring(0, payloads))
-    _settled(summed)
+    monkeypatch.setattr(packer, "payload_checksums", refuse)
+    gathered = on_device.gather_many(0, list(zip(ids, payloads, strict=True)), on_device.fence())
+    settled(gathered)
+    summed = at_once(on_device.bring(0, payloads))
+    settled(summed)
     for found in (gathered.values(), summed.values()):
         assert all((one == other).all() for one, other in zip(found, wanted, strict=True))
     for payload in payloads:
         payload[:] = 0  # what was brought is scattered from where it was summed
     targets = [np.arange(40 + 4 * n, 44 + 4 * n, dtype=np.int32) for n in range(3)]
-    _settled(packer.scatter_many(0, list(zip(targets, summed.rows(), strict=True)), packer.fence()))
+    settled(on_device.scatter_many(0, list(zip(targets, summed.rows(), strict=True)), on_device.fence()))
     for sources, target in zip(ids, targets, strict=True):
         assert torch.equal(tensor[target.tolist()].cpu(), host[sources.tolist()])
     slots.slab.close()
@@ -119,18 +101,18 @@ def test_what_crosses_the_bus_is_summed_on_the_device(monkeypatch: pytest.Monkey
 
 def test_payloads_that_cross_from_one_locked_piece_into_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing promises that CUDA takes a copy over two: pieces of 64 KiB make every payload here such a case."""
-    for module in (packer_module, host_module):
+    for module in (device_packer, host_module):
         monkeypatch.setattr(module, "PIN_PIECE_BYTES", 64 << 10)
     tensor = torch.randint(0, 256, (32, 65536), dtype=torch.uint8, device="cuda")
-    packer = _packer([tensor], [[Page(0, 0, 65536)]])
-    slots = _PinnedSlots(2, 4 * 65536)
+    on_device = packer_of([tensor], [Page(0, 0, 65536)])
+    slots = PinnedSlots(2, 4 * 65536)
     parts = [(np.array([4 * n, 9, 30, 1], dtype=np.int32), slots.payload(n, 4)) for n in range(2)]
-    _settled(packer.gather_many(0, parts, packer.fence()))
+    settled(on_device.gather_many(0, parts, on_device.fence()))
     for ids, payload in parts:
         assert (torch.from_numpy(payload.copy()) == tensor[ids.tolist()].cpu()).all()
     blank = torch.zeros_like(tensor)
-    back = _packer([blank], [[Page(0, 0, 65536)]])
-    _settled(back.scatter_many(0, parts, back.fence()))
+    back = packer_of([blank], [Page(0, 0, 65536)])
+    settled(back.scatter_many(0, parts, back.fence()))
     for ids, _ in parts:
         assert (blank[ids.tolist()] == tensor[ids.tolist()]).all()
     slots.slab.close()
@@ -144,44 +126,3 @@ def test_host_memory_is_page_locked_and_unlocked() -> None:
     view = slab.slot(0, 4096).memory
     slab.close()
     assert not torch.from_numpy(view).is_pinned()
-
-
-def test_the_memory_engine_brings_chunks_back() -> None:
-    """Stores and loads of two groups over a device and page-locked slots; a flipped bit is refused."""
-    tensors = [torch.randint(0, 256, (64, 4096), dtype=torch.uint8, device="cuda") for _ in range(3)]
-    specs = [RegionSpec(index, tensor.data_ptr(), 64, 4096, 4096) for index, tensor in enumerate(tensors)]
-    layout = KVLayout(
-        tuple(specs), (GroupLayout.of_pages(((0, 4096), (1, 4096))), GroupLayout.of_pages(((2, 1000),))), 4
-    )
-    size = max(layout.slot_bytes(group) for group in range(2))
-    slab = HostSlab(memory_bytes=16 * size, relay_slots=0, slot_bytes=size, pinned=True)
-    make = partial(MemoryEngine, tensors=tensors, layout=layout, host=slab, rank_namespace=bytes(32), verify="always")
-    engine = Alone(make)
-
-    def chunk(number: int, group: int, first_id: int) -> Chunk:
-        key = Key(number.to_bytes(32, "little") + group.to_bytes(4, "big"))
-        return Chunk(key, Location(0, number * size, size), group, np.arange(first_id, first_id + 4, dtype=np.int32), 0)
-
-    def outcomes() -> tuple[Outcome, ...]:
-        deadline_s = time.monotonic() + 30
-        while not (results := engine.finished()):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.0005)
-        return results[0].outcomes
-
-    before = [tensor.cpu() for tensor in tensors]
-    engine.submit_store(0, [chunk(n, n % 2, 4 * n) for n in range(8)])
-    engine.wait([0])
-    for tensor in tensors:
-        tensor.zero_()
-    assert outcomes() == (Outcome.OK,) * 8
-    slab.slot(3 * size, size).memory[5000] ^= 1
-    engine.submit_load(1, [chunk(n, n % 2, 32 + 4 * n) for n in range(8)])
-    assert outcomes() == tuple(Outcome.CORRUPT if n == 3 else Outcome.OK for n in range(8))
-    for n in range(8):
-        for index, used in ((2, 1000),) if n % 2 else ((0, 4096), (1, 4096)):
-            found = tensors[index][32 + 4 * n : 36 + 4 * n, :used].cpu()
-            wanted = before[index][4 * n : 4 * n + 4, :used]
-            assert (found == (torch.zeros_like(wanted) if n == 3 else wanted)).all()
-    engine.close()
-    slab.close()

@@ -41,7 +41,6 @@ def make_host(slot_bytes: int, *, memory_slots: int = 16, relay_slots: int = 2) 
         memory_bytes=memory_slots * slot_bytes,
         relay_slots=relay_slots,
         slot_bytes=slot_bytes,
-        progress=lambda done, total: None,
     )
 
 

@@ -99,7 +99,6 @@ class RankRig:
             memory_bytes=SLOTS * self.slot_bytes,
             relay_slots=2,
             slot_bytes=max(sizes),
-            progress=lambda done, total: None,
         )
         digests = [digest(number) for number in range(plan.shards)] if namespace is None else namespace.rank_digests
         named = [Shard(number, digests[number]) for number in plan.numbers(rank)]

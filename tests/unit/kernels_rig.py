@@ -12,6 +12,18 @@ import xxhash
 from nixl_offload.engine.kernels.torch_kernels import Page, TorchKernels
 
 BLANK = 0xAA
+IDS, TARGETS = [7, 2, 3, 8, 0], [1, 0, 8, 5, 6]
+SHAPES: dict[str, tuple[list[int], int, int, int, int | None]] = {
+    "full programs": ([8192, 16384], 0, 0, 0, 8192),
+    "several tiles a program, the last not full": ([4096, 4096, 4096], 16, 0, 0, 4096),
+    "the smallest tiles": ([1024, 3072, 5120], 16, 16, 0, 1024),
+    "one tile": ([1024], 0, 0, 0, 1024),
+    "heads in the midst of pages": ([4096, 4096, 2048], 16, 0, 2048, 2048),
+    "heads at odd words": ([4096, 1024], 0, 0, 1048, None),
+    "no tiles": ([1000, 24], 16, 0, 12, None),
+    "no tiles, a tail of 16": ([1032, 8], 16, 0, 0, None),
+}
+"""Lengths, gap, shift, offset in the page; the tiles that must be found, None: torch copies, and Triton sums."""
 
 
 @dataclass(frozen=True)

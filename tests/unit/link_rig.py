@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nixl_offload.movers.base import Extents, FileId, MemoryId, Mover, Op, Transfer, TransferState
+from nixl_offload.movers.base import Extents, FileEntry, FileId, MemoryId, Mover, Op, Transfer, TransferState
 from nixl_offload.movers.threaded import CopyMover
-from nixl_offload.movers.tracked import FileEntry
 from nixl_offload.stores.filesystem import REAL, Filesystem
 from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.shared.links import ObjectLink, TreeLink

@@ -15,10 +15,9 @@ import torch
 from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import Completion
-from nixl_offload.engine.copies import Parts, Sources
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_engine import MemoryEngine
-from nixl_offload.engine.packer import HostPacker, pages_of
+from nixl_offload.engine.packer import HostPacker, Parts, Sources, pages_of
 from nixl_offload.engine.streams import Fence
 from tests.unit.engine_rig import NAMESPACE, SHAPES, Driven, Shape, kv_cache
 from tests.unit.rank_rig import Alone

@@ -28,7 +28,7 @@ from nixl_offload.cli.check.directory import directory_findings, gds_finding, lo
 from nixl_offload.cli.check.findings import Finding
 from nixl_offload.config import DirectoryConfig, SharedDirConfig, SlabConfig
 from nixl_offload.tiers.ownership import warn_of_others
-from tests.unit.gds_rig import Machine
+from tests.unit.test_gds_report import Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 _DROP_FROM_BOUNDING_SET = 24

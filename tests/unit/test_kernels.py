@@ -20,13 +20,11 @@ from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 
 from nixl_offload.engine.kernels import torch_kernels, triton_code, triton_kernels
-from nixl_offload.engine.kernels.select import fault_of, open_kernels, sample
-from nixl_offload.engine.kernels.torch_kernels import Page, TorchKernels
+from nixl_offload.engine.kernels.torch_kernels import Page, TorchKernels, fault_of, open_kernels, sample
 from nixl_offload.engine.kernels.triton_kernels import TritonKernels
-from tests.unit.kernels_rig import Group, check, digests, group_of, slot_of
+from tests.unit.kernels_rig import IDS, SHAPES, TARGETS, Group, check, digests, group_of, slot_of
 
 pytestmark = pytest.mark.no_cover  # tracing the interpreter would triple its time
-IDS, TARGETS = [7, 2, 3, 8, 0], [1, 0, 8, 5, 6]
 
 
 @pytest.fixture(scope="module")
@@ -71,19 +69,6 @@ def test_torch_copies_and_sums_exactly(
     kernels = open_kernels(group.tensors, group.pages)
     assert kernels.name == "torch"
     check(kernels, group, slot_of(5, group.block_bytes, gap=gap, shift=shift), IDS, TARGETS)
-
-
-SHAPES = {
-    "full programs": ([8192, 16384], 0, 0, 0, 8192),
-    "several tiles a program, the last not full": ([4096, 4096, 4096], 16, 0, 0, 4096),
-    "the smallest tiles": ([1024, 3072, 5120], 16, 16, 0, 1024),
-    "one tile": ([1024], 0, 0, 0, 1024),
-    "heads in the midst of pages": ([4096, 4096, 2048], 16, 0, 2048, 2048),
-    "heads at odd words": ([4096, 1024], 0, 0, 1048, None),
-    "no tiles": ([1000, 24], 16, 0, 12, None),
-    "no tiles, a tail of 16": ([1032, 8], 16, 0, 0, None),
-}
-"""Lengths, gap, shift, offset in the page; the tiles that must be found, None: torch copies, and Triton sums."""
 
 
 @pytest.mark.usefixtures("_triton_sums")

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +24,31 @@ from tests.unit.kernels_rig import group_of, slot_of
 ACCESSES_16 = 8192 // (16 * 32)
 """Loads or stores of each thread of the one warp that takes 8 KiB."""
 GROUPS = {"large pages": [16384, 8192], "small pages": [1024, 2048], "rows with a tail": [1000, 24, 16]}
-Launch = tuple[str, tuple[tuple[str, Any], ...]]
-"""A kernel, and the constants that decide about its compilation."""
+TENSORS = {"ids", "table", "sums", "constants", "found"}
 
 
 class Launches:
-    """In the place of ``triton_code``: nothing runs, what would have been launched is kept."""
+    """In the place of ``triton_code``: nothing runs. Notes each kernel, and the constants that decide about its
+    compilation.
+    """
 
     def __init__(self) -> None:
-        self.seen: set[Launch] = set()
+        self.seen: set[tuple[str, tuple[tuple[str, Any], ...]]] = set()
+        self._kernel = ""
 
-    def __getattr__(self, kernel: str) -> _AnyGrid:
-        def launch(*_: object, **given: Any) -> None:
-            assert {name: given.pop(name) for name in _OPTIONS} == _OPTIONS
-            self.seen.add((kernel, tuple(given.items())))
+    def __getattr__(self, kernel: str) -> Launches:
+        self._kernel = kernel
+        return self
 
-        return _AnyGrid(launch)
+    def __getitem__(self, grid: object) -> Launches:
+        return self
 
-
-class _AnyGrid:
-    def __init__(self, launch: Callable[..., None]) -> None:
-        self._launch = launch
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return self._launch
+    def __call__(self, *_: object, **given: Any) -> None:
+        assert {name: given.pop(name) for name in _OPTIONS} == _OPTIONS
+        self.seen.add((self._kernel, tuple(given.items())))
 
 
-def launches_of(name: str, count: int) -> set[Launch]:
+def launches_of(name: str, count: int) -> set[tuple[str, tuple[tuple[str, Any], ...]]]:
     group, code = group_of(GROUPS[name], blocks=40), Launches()
     kernels = TritonKernels(group.tensors, group.pages, code)  # type: ignore[arg-type]
     ids, rows = torch.arange(count), slot_of(count, group.block_bytes)
@@ -65,22 +62,24 @@ CASES = sorted({(*launch, 90) for name in GROUPS for launch in launches_of(name,
 CASES += [(*launch, architecture) for architecture in (80, 100) for launch in sorted(launches_of("large pages", 3))]
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path) -> Iterator[None]:
-    with knobs.cache.scope():
-        knobs.cache.dir = str(tmp_path)
-        yield
-
-
 @pytest.mark.parametrize(("kernel", "constants", "architecture"), CASES, ids=str)
 def test_every_launch_compiles_to_wide_loads_and_spills_nothing(
-    kernel: str, constants: tuple[tuple[str, Any], ...], architecture: int
+    kernel: str, constants: tuple[tuple[str, Any], ...], architecture: int, tmp_path: Path
 ) -> None:
     """Warnings are errors: none of them may be about a default of Triton's that we leave open."""
     function = getattr(triton_code, kernel)
-    types = {name: _type_of(name, function) for name in function.arg_names}
+    types = {
+        each.name: "constexpr"
+        if each.is_constexpr
+        else "*i64"
+        if each.name in TENSORS
+        else each.annotation_type or "i32"  # addresses and distances are annotated, the rest counts
+        for each in function.params
+    }
     source = ASTSource(fn=function, signature=types, constexprs=dict(constants))
-    made: Any = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=dict(_OPTIONS))
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path)
+        made: Any = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=dict(_OPTIONS))
     ptx, sass = made.asm["ptx"], made.asm["sass"]
     assert "EXIT" in sass
     assert "STL" not in sass
@@ -89,16 +88,6 @@ def test_every_launch_compiles_to_wide_loads_and_spills_nothing(
         assert ptx.count("ld.global.v2.b64") == ACCESSES_16
     if kernel == "copy_tiles":
         assert ptx.count("st.global.v2.b64") == ACCESSES_16
-
-
-def _type_of(name: str, function: Any) -> str:
-    """As the launcher's arguments are: tensors of int64, addresses and distances annotated, the rest counts."""
-    parameter = next(each for each in function.params if each.name == name)
-    if parameter.is_constexpr:
-        return "constexpr"
-    if name in {"ids", "table", "sums", "constants", "found"}:
-        return "*i64"
-    return parameter.annotation_type or "i32"
 
 
 @pytest.mark.parametrize("name", GROUPS)

@@ -92,28 +92,6 @@ def test_two_tiers_that_take_a_chunk_at_once(make: Make, monkeypatch: pytest.Mon
     decode_header(rig.stored(FILE, 0)[:HEADER_BYTES])
 
 
-def test_a_sum_that_fails_costs_its_chunk_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of it is written, and the next write-through finds the slot free."""
-    rig = make()
-    chunks = [rig.chunk(number, MEMORY, blocks_of(number)) for number in range(3)]
-    assert rig.store(1, chunks) == (OK,) * 3
-    bad = rig.host_bytes(1)[HEADER_BYTES:][: rig.payload(1).size].tobytes()
-
-    def broken(payloads: Sequence[npt.NDArray[np.uint8]]) -> Sums:
-        if payloads and payloads[0].tobytes() == bad:
-            raise RuntimeError("out of order")
-        return payload_checksums(payloads)
-
-    monkeypatch.setattr(slot_headers, "payload_checksums", broken)
-    moves = [rig.move(number, MEMORY, FILE) for number in range(3)]
-    assert rig.moves(2, moves) == (OK, FAILED, OK)
-    assert lacks(rig, 1)
-    assert not rig.stored(FILE, 1).any()
-    monkeypatch.undo()
-    assert rig.moves(3, moves) == (OK, OK, OK)
-    assert rig.load(4, [rig.chunk(1, FILE, blocks_of(5))]) == (OK,)
-
-
 @pytest.mark.parametrize("verify", ["checksum", "header", "always"])
 def test_an_image_without_checksums_is_served_from_no_storage(make: Make, verify: str) -> None:
     """A bug would have written it. It is refused whatever is verified, straight or through memory."""

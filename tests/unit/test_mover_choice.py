@@ -1,4 +1,4 @@
-"""How a mover of files is chosen, and which files and sizes every mover refuses."""
+"""How a mover of files is chosen, which files and sizes every mover refuses, and that it closes whatever fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.errors import MoverError, MoverUnavailableError
-from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, open_file
+from nixl_offload.movers.base import MemoryId, MemoryKind, MemoryRegion, Mover, Op, open_file
+from nixl_offload.movers.pinning import add_holder, remove_holder
 from nixl_offload.movers.select import SCRATCH_BYTES, open_mover
 from nixl_offload.movers.threaded import CopyMover
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
@@ -98,3 +99,34 @@ def test_an_extent_above_the_limit_is_refused(tmp_path: Path) -> None:
         region, file = mover.register_memory(memory.region), open_file(mover, str(path), 2 << 30, direct_io=True)
         with pytest.raises(MoverError, match="in one extent"):
             mover.submit(Op.READ, region, extents([0], 2 << 30), file, extents([0], 2 << 30))
+
+
+def test_what_fails_at_the_end_keeps_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither other regions nor other movers of a shared one; and ``close`` does not raise."""
+    freed: list[str] = []
+
+    def fails() -> None:
+        raise MoverError("refused")
+
+    region = MemoryRegion(0x7F00_0000_0000, 1 << 30)
+    for _ in range(2):
+        add_holder(region)
+    remove_holder(region, lambda: freed.append("the first's"))
+    assert not freed
+    with pytest.raises(MoverError, match="refused"):
+        remove_holder(region, fails)
+    assert freed == ["the first's"]
+
+    mover, given_back = CopyMover(), list[MemoryId]()
+    regions = [mover.register_memory(MemoryRegion(4096 * at, 4096)) for at in (1, 2)]
+
+    def unregister(memory: MemoryId) -> None:
+        given_back.append(memory)
+        raise MoverError(f"region {memory} refused")
+
+    monkeypatch.setattr(mover, "unregister_memory", unregister)
+    mover.close()
+    assert given_back == regions
+    assert [record.getMessage() for record in caplog.records] == [f"region {memory} refused" for memory in regions]

@@ -1,10 +1,12 @@
-"""Proves: host pages of every size, stride and alignment are copied exactly, alone and many chunks a call, and nothing
-beside them; ids outside the KV cache are refused; others have the interpreter meanwhile.
+"""Proves, of the host's packer and of a device's: pages of every size, stride and alignment are copied exactly, many
+chunks a call, and nothing beside them; ids outside the KV cache are refused. ``test_device_packer`` goes on with what
+is a device's own.
 """
 
 from __future__ import annotations
 
 import mmap
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +14,7 @@ import pytest
 import torch
 import xxhash
 
-from nixl_offload.engine import device_packer as packer_module
+from nixl_offload.engine import device_packer
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.kernels.torch_kernels import Page
 from nixl_offload.engine.packer import HostPacker
@@ -24,8 +26,11 @@ Bytes = npt.NDArray[np.uint8]
 BLOCKS = 24
 AT_ONCE = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
 """A device whose work is done when it is queued."""
-SCATTERED = [[7, 2, 3, 19], [23, 0, 11, 12], [5, 6, 8, 9]]
-CONSECUTIVE = [[4, 5, 6, 7], [8, 9, 10, 11], [20, 21, 22, 23]]
+IDS = {
+    "scattered": [[7, 2, 3, 19], [23, 0, 11, 12], [5, 6, 8, 9]],
+    "runs": [[4, 5, 6, 7], [8, 9, 10, 11], [20, 21, 22, 23]],
+    "single": [[9], [3], [14]],
+}
 
 
 def noise(length: int, seed: int) -> Bytes:
@@ -41,112 +46,81 @@ def tensors_of(layers: int, page: int, stride: int, shift: int) -> list[Bytes]:
     ]
 
 
-def expected(tensors: list[Bytes], pages: list[Page], ids: list[int]) -> bytes:
-    return b"".join(
-        tensors[page.tensor][block, page.offset : page.offset + page.bytes].tobytes() for block in ids for page in pages
-    )
+def packer_of(kind: str, tensors: list[Bytes], pages: list[Page], monkeypatch: pytest.MonkeyPatch) -> Any:
+    if kind == "host":
+        return HostPacker(tensors, [pages])
+    if kind == "device, short pieces":  # wherever page-locked pieces end
+        monkeypatch.setattr(device_packer, "PIN_PIECE_BYTES", 4096)
+    return DevicePacker([torch.from_numpy(tensor) for tensor in tensors], [pages], AT_ONCE)
 
 
-CASES = {
-    "small pages, aligned": (3, [1152] * 3, 1152, 0),
-    "small pages, odd length": (3, [1000] * 3, 1000, 0),
-    "small pages, odd address": (2, [1024] * 2, 1024, 8),
-    "small pages, odd stride": (2, [1024] * 2, 1032, 0),
-    "part of a page": (2, [512] * 2, 2048, 0),
-    "pages of several lengths": (3, [3000, 2048, 96], 4096, 0),
-    "large pages": (2, [65536] * 2, 65536 + 4096, 0),
-    "one layer": (1, [4096], 4096, 0),
+CASES: dict[str, tuple[list[int], int, int, int]] = {
+    # the pages of a block's layers; from one row of a tensor to the next; how far from a page the first lies; offset
+    "small pages, aligned": ([1152] * 3, 1152, 0, 0),
+    "small pages, odd length": ([1000] * 3, 1000, 0, 0),
+    "small pages, odd address": ([1024] * 2, 1024, 8, 0),
+    "small pages, odd stride": ([1024] * 2, 1032, 0, 0),
+    "part of a page": ([512] * 2, 2048, 0, 0),
+    "heads in the midst of a page": ([1024, 700], 4096, 0, 512),
+    "pages of several lengths": ([3000, 2048, 96], 4096, 0, 0),
+    "large pages": ([65536] * 2, 65536 + 4096, 0, 0),
+    "one layer": ([4096], 4096, 0, 0),
 }
 
 
-@pytest.mark.parametrize("ids", [SCATTERED, CONSECUTIVE, [[9], [3], [14]]], ids=["scattered", "runs", "single"])
+@pytest.mark.parametrize("kind", ["host", "device", "device, short pieces"])
+@pytest.mark.parametrize("ids", IDS)
 @pytest.mark.parametrize("case", CASES)
-def test_chunks_are_copied_exactly_and_nothing_beside_them(case: str, ids: list[list[int]]) -> None:
-    """Many chunks in one call, into slots that lie apart; then back into other blocks."""
-    layers, sizes, stride, shift = CASES[case]
-    tensors = tensors_of(layers, max(sizes), stride, shift)
-    columns = [sum(sizes[:layer]) for layer in range(layers)]
-    pages = [Page(layer, columns[layer], sizes[layer]) for layer in range(layers)]
-    packer = HostPacker(tensors, [pages])
-    block_bytes, count = sum(sizes), len(ids[0])
-    slab = noise(3 * (count * block_bytes + 4096), 77).reshape(3, -1)
-    before = slab.copy()
-    payloads = [slot[4096:].reshape(count, block_bytes) for slot in slab]
-    arrays = [np.array(each, dtype=np.int32) for each in ids]
-    assert packer.gather_many(0, list(zip(arrays, payloads, strict=True)), READY).done()
-    for each, payload in zip(ids, payloads, strict=True):
-        assert payload.tobytes() == expected(tensors, pages, each)
-    assert (slab[:, :4096] == before[:, :4096]).all()
+def test_chunks_are_copied_exactly_and_nothing_beside_them(
+    case: str, ids: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many chunks in one call, into slots that lie apart; summed where they lie; then back into other blocks; then
+    cleared.
+    """
+    sizes, stride, shift, offset = CASES[case]
+    tensors = tensors_of(len(sizes), offset + max(sizes), stride, shift)
+    pages = [Page(layer, sum(sizes[:layer]), size, offset) for layer, size in enumerate(sizes)]
+    packer = packer_of(kind, tensors, pages, monkeypatch)
+    arrays = [np.array(each, dtype=np.int32) for each in IDS[ids]]
+    count, before = len(arrays[0]), [tensor.copy() for tensor in tensors]
+    slab = noise(3 * (count * sum(sizes) + 4096), 77).reshape(3, -1)
+    headers = slab[:, :4096].copy()
+    payloads = [slot[4096:].reshape(count, -1) for slot in slab]
+    gathered = packer.gather_many(0, list(zip(arrays, payloads, strict=True)), READY)
+    assert gathered.done()
+    for each, payload in zip(arrays, payloads, strict=True):
+        wanted = [before[page.tensor][each, page.offset : page.offset + page.bytes] for page in pages]
+        assert (payload == np.concatenate(wanted, axis=1)).all()
+    assert (slab[:, :4096] == headers).all()
+    sums = [[xxhash.xxh3_64_intdigest(row) for row in payload] for payload in payloads]
+    assert np.array(gathered.values()).tolist() == np.array(packer.sums(0, arrays, READY).values()).tolist() == sums
 
-    targets = [tensor.copy() for tensor in tensors]
     back = [(arrays[(n + 1) % 3], payloads[n]) for n in range(3)]
-    untouched = sorted(set(range(BLOCKS)) - {block for each in ids for block in each})
     assert packer.scatter_many(0, back, READY).done()
-    for n, (block_ids, payload) in enumerate(back):
-        assert expected(tensors, pages, block_ids.tolist()) == payload.tobytes(), n
-    for tensor, old, page in zip(tensors, targets, pages, strict=True):
-        assert (tensor[untouched] == old[untouched]).all()
-        assert (tensor[:, page.bytes :] == old[:, page.bytes :]).all()
-
-
-def test_a_range_of_each_page() -> None:
-    """As heads of a shard are: copied, summed, put back and cleared, with the bytes around them untouched."""
-    tensors = [*tensors_of(2, 4096, 4096, 0), *tensors_of(1, 3000, 3008, 8)]
-    pages = [Page(0, 0, 1024, 512), Page(1, 1024, 1024, 512), Page(2, 2048, 700, 2300)]
-    packer, ids = HostPacker(tensors, [pages]), np.array([3, 4, 17], dtype=np.int32)
-    payload = np.zeros((3, 2748), dtype=np.uint8)
-    packer.gather_many(0, [(ids, payload)], READY)
-    assert payload.tobytes() == expected(tensors, pages, ids.tolist())
-    sums = [xxhash.xxh3_64_intdigest(row) for row in payload]
-    assert packer.sums(0, [ids], READY).values()[0].tolist() == sums
-    wanted = [tensor.copy() for tensor in tensors]
-    targets = np.array([0, 23, 9], dtype=np.int32)
+    for block_ids, payload in back:
+        for page in pages:
+            columns = slice(page.column, page.column + page.bytes)
+            before[page.tensor][block_ids, page.offset : page.offset + page.bytes] = payload[:, columns]
+    assert all((tensor == other).all() for tensor, other in zip(tensors, before, strict=True))
+    packer.clear(0, arrays[0], READY)
     for page in pages:
-        columns = slice(page.offset, page.offset + page.bytes)
-        wanted[page.tensor][targets, columns] = payload[:, page.column : page.column + page.bytes]
-        wanted[page.tensor][ids, columns] = 0
-    packer.scatter_many(0, [(targets, payload)], READY)
-    packer.clear(0, ids, READY)
-    assert all((tensor == other).all() for tensor, other in zip(tensors, wanted, strict=True))
+        before[page.tensor][arrays[0], page.offset : page.offset + page.bytes] = 0
+    assert all((tensor == other).all() for tensor, other in zip(tensors, before, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["host", "device"])
 @pytest.mark.parametrize("ids", [[-1, 2], [0, BLOCKS], [2**31 - 1, 0]])
-def test_ids_outside_the_kv_cache_are_refused_before_anything_is_copied(ids: list[int]) -> None:
-    """The group's smallest tensor counts."""
+def test_ids_outside_the_kv_cache_are_refused_before_anything_is_copied(
+    kind: str, ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group's smallest tensor counts: what lies behind it would be read, or written to."""
     tensors = [*tensors_of(1, 4096, 4096, 0), noise((BLOCKS + 8) * 4096, 3).reshape(-1, 4096)]
-    packer = HostPacker(tensors, [[Page(0, 0, 4096), Page(1, 4096, 4096)]])
-    good, bad = np.array([0, 1], dtype=np.int32), np.array(ids, dtype=np.int32)
+    packer = packer_of(kind, tensors, [Page(0, 0, 4096), Page(1, 4096, 4096)], monkeypatch)
     payloads = np.zeros((2, 2, 8192), dtype=np.uint8)
     before = [tensor.copy() for tensor in tensors]
-    parts = [(good, payloads[0]), (bad, payloads[1])]
-    with pytest.raises(LayoutError):
-        packer.gather_many(0, parts, READY)
-    with pytest.raises(LayoutError):
-        packer.scatter_many(0, parts, READY)
+    parts = [(np.array([0, 1], dtype=np.int32), payloads[0]), (np.array(ids, dtype=np.int32), payloads[1])]
+    for call in (packer.gather_many, packer.scatter_many):
+        with pytest.raises(LayoutError, match="block ids"):
+            call(0, parts, READY)
     assert not payloads.any()
     assert all((tensor == old).all() for tensor, old in zip(tensors, before, strict=True))
-
-
-@pytest.mark.parametrize("piece_bytes", [4096, 1 << 30])
-@pytest.mark.parametrize("case", CASES)
-def test_the_devices_packer_reckons_as_the_hosts(case: str, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever page-locked pieces end. tests/gpu has the same on a device."""
-    monkeypatch.setattr(packer_module, "PIN_PIECE_BYTES", piece_bytes)
-    layers, sizes, stride, shift = CASES[case]
-    tensors = tensors_of(layers, max(sizes), stride, shift)
-    pages = [Page(layer, sum(sizes[:layer]), sizes[layer]) for layer in range(layers)]
-    packer = DevicePacker([torch.from_numpy(tensor) for tensor in tensors], [pages], AT_ONCE)
-    reference = HostPacker(tensors, [pages])
-    arrays = [np.array(each, dtype=np.int32) for each in SCATTERED]
-    slots = noise(3 * 4 * sum(sizes) + 512, 8)[512:].reshape(3, 4, -1)
-    wanted = np.zeros_like(slots)
-    packer.gather_many(0, list(zip(arrays, slots, strict=True)), READY)
-    reference.gather_many(0, list(zip(arrays, wanted, strict=True)), READY)
-    assert (slots == wanted).all()
-    before = [tensor.copy() for tensor in tensors]
-    packer.scatter_many(0, list(zip(reversed(arrays), slots, strict=True)), READY)
-    found = [tensor.copy() for tensor in tensors]
-    for tensor, old in zip(tensors, before, strict=True):
-        tensor[:] = old
-    reference.scatter_many(0, list(zip(reversed(arrays), slots, strict=True)), READY)
-    assert all((tensor == other).all() for tensor, other in zip(tensors, found, strict=True))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nixl_offload.engine import link_engine, packer
+from nixl_offload.engine import device_packer, link_engine
 from nixl_offload.engine.autotune import TransferPlan
 from nixl_offload.engine.streams import Device
 from nixl_offload.movers.base import MemoryKind
@@ -35,7 +35,7 @@ for _library in ("libcudart.so.12", "libcufile.so.0"):
     ctypes.CDLL(str(Path(os.environ[LIBRARIES]) / _library), mode=ctypes.RTLD_GLOBAL)
 
 _device = Device(torch.device("cpu"), MemoryKind.VRAM, ThreadedStreams())
-for _module in (link_engine, packer, rank_tiers):
+for _module in (link_engine, device_packer, rank_tiers):
     _module.device_of = lambda tensor: _device  # type: ignore[attr-defined]
 if WAY in os.environ:
     _way = os.environ[WAY]

@@ -26,7 +26,7 @@ from nixl_offload.config import parse_config
 from nixl_offload.engine import TierEngine, pump
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.errors import LayoutError
-from nixl_offload.hardware.same_machine import machine_token
+from nixl_offload.hardware.machine import machine_token
 from nixl_offload.movers import select
 from nixl_offload.movers.nixl import NixlAgent
 from nixl_offload.tiers.kinds import AnyPlace

@@ -147,8 +147,8 @@ def try_object_movers(tier: S3Config, *, io: bool) -> Answer:
 def memory_room() -> Answer:
     """Return how much host memory a rank could take, by the engine's own rule."""
     from nixl_offload.engine import host
-    from nixl_offload.hardware import memory_limits
+    from nixl_offload.hardware import machine
 
-    available_bytes, limited_by = memory_limits.room()
+    available_bytes, limited_by = machine.room()
     reserve_bytes = min(int(available_bytes * host.RESERVE_SHARE), host.RESERVE_LIMIT_BYTES)
     return {"available_bytes": available_bytes, "usable_bytes": available_bytes - reserve_bytes, "by": limited_by}

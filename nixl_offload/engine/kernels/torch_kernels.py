@@ -1,15 +1,19 @@
-"""Gather, scatter and checksums of the KV blocks of one group, by torch's own operations: for tensors in host memory,
-and for a device on which Triton's kernels cannot run.
+"""Which kernels a group gets: Triton's where it runs and blocks fit it, else torch's own operations, which are here.
 
 A *row* is a block as it lies in a payload: the pages of its layers side by side. All calls queue work on the caller's
 current stream and return at once; checksums by torch alone wait, because the host computes them.
-Threading: one thread at a time per object. Ownership: what a call allocates belongs to the caller's current stream.
+Triton's kernels are compiled on the machine where they run, so they are tried before they are trusted: one call of each
+on scratch memory, against the checksum of the host. What fails, or gives another byte, is not used.
+Threading: ``open_kernels`` once per group and tier at start, its first trial of a kind waits for the device; one thread
+at a time per object. Ownership: what a call allocates belongs to the caller's current stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
 import numpy as np
@@ -18,8 +22,15 @@ import torch
 
 from nixl_offload.chunk.checksum import block_checksums
 
+logger = logging.getLogger(__name__)
+
 SCRATCH_BYTES = 32 << 20
 """Blocks copied together to be summed; a block that is larger, alone."""
+_BLOCKS = 5
+_SHIFT_BYTES = 16
+"""Loads are so wide: how far a page is from their multiples decides which kernels there are."""
+_tried: dict[tuple[object, ...], str | None] = {}
+"""What went wrong with kernels of a kind, None: nothing. Each tier asks, and a trial waits for the device."""
 
 _Rows = TypeVar("_Rows", torch.Tensor, npt.NDArray[np.uint8])
 
@@ -95,3 +106,96 @@ class TorchKernels:
             raise ValueError(f"rows must be uint8 of shape (n, {self.block_bytes}), each contiguous, not {found}")
         if ids is not None and (ids.dtype != torch.int64 or ids.shape != (len(rows),)):
             raise ValueError(f"block ids must be int64 of shape ({len(rows)},), not {ids.dtype} {tuple(ids.shape)}")
+
+
+def open_kernels(tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> TorchKernels:
+    """Return the kernels of one group. Arguments as for ``TorchKernels``."""
+    kernels, why = _chosen(tensors, pages)
+    logger.info("Blocks of %d pages are copied and summed by %s: %s", len(pages), kernels.name, why)
+    return kernels
+
+
+def _chosen(tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> tuple[TorchKernels, str]:
+    by_torch, device = TorchKernels(tensors, pages), tensors[pages[0].tensor].device
+    if device.type != "cuda":
+        return by_torch, "they lie in host memory"
+    try:
+        from nixl_offload.engine.kernels.triton_kernels import SPAN_BYTES, TritonKernels, fits_rows, tiles_of
+    except ImportError as error:
+        _warn(f"Triton cannot be imported ({error})")
+        return by_torch, "Triton is missing"
+    if not fits_rows(by_torch.block_bytes):
+        return by_torch, f"blocks of {by_torch.block_bytes} bytes are not made of 16-byte words, or too short"
+    tiles = tiles_of(tensors, pages)
+    kind = device, by_torch.block_bytes, tiles and tiles.tile_bytes
+    if kind not in _tried:
+        _tried[kind] = fault_of(TritonKernels, lambda: sample(tensors, pages, SPAN_BYTES))
+    if (fault := _tried[kind]) is not None:
+        _warn(f"Triton's kernels do not work on {device} ({fault})")
+        return by_torch, "Triton's kernels failed their test"
+    kernels = TritonKernels(tensors, pages)
+    if tiles is None:
+        return kernels, "copied by torch, since pages are no multiples of 1 KiB, or not aligned to 16 bytes"
+    return kernels, f"tiles of {tiles.tile_bytes} bytes"
+
+
+@cache
+def _warn(cause: str) -> None:
+    """Say it once, however many groups it concerns."""
+    logger.warning("%s: torch copies KV blocks and the host sums them, which is right, but slower", cause)
+
+
+def sample(
+    tensors: Sequence[torch.Tensor], pages: Sequence[Page], span_bytes: int
+) -> tuple[list[torch.Tensor], list[Page]]:
+    """Return a group of few blocks for which Triton compiles the very same kernels: as many pages, aligned as those of
+    ``tensors`` and shortened by whole spans (``span_bytes``), because the KV cache has the device's memory already.
+    """
+    random = torch.Generator().manual_seed(1)
+    found: list[torch.Tensor] = []
+    group: list[Page] = []
+    for page in pages:
+        view = page.of(tensors)
+        length = page.bytes if page.bytes < 3 * span_bytes else page.bytes % span_bytes + 2 * span_bytes
+        stride = length + (view.stride(0) - length) % _SHIFT_BYTES
+        noise = torch.randint(0, 256, (_BLOCKS * stride + _SHIFT_BYTES,), dtype=torch.uint8, generator=random)
+        memory = noise.to(view.device)
+        shift = (view.data_ptr() - memory.data_ptr()) % _SHIFT_BYTES
+        found.append(memory[shift : shift + _BLOCKS * stride].view(_BLOCKS, stride)[:, :length])
+        group.append(Page(len(group), sum(each.bytes for each in group), length))
+    return found, group
+
+
+def fault_of(
+    make: Callable[[Sequence[torch.Tensor], Sequence[Page]], TorchKernels],
+    group: Callable[[], tuple[Sequence[torch.Tensor], Sequence[Page]]],
+) -> str | None:
+    """Try everything that kernels do on ``group``, some blocks of which are overwritten. Return what went wrong; None:
+    nothing.
+    """
+    try:
+        tensors, pages = group()
+        return _fault_of(make(tensors, pages), tensors, pages)
+    except Exception as error:  # noqa: BLE001 - compilers, linkers and drivers raise what they like; torch works still
+        return f"{type(error).__name__}: {error}"
+
+
+def _fault_of(kernels: TorchKernels, tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> str | None:
+    device = tensors[0].device
+    ids, targets = [3, 0, 4], [1, 3, 2]
+    before = [tensor.cpu().clone() for tensor in tensors]
+    wanted = torch.cat([page.of(before)[ids] for page in pages], dim=1)
+    digests = torch.from_numpy(block_checksums(wanted.numpy()).view("int64"))
+    apart = torch.full((len(ids), wanted.shape[1] + 64), 0xAA, dtype=torch.uint8, device=device)
+    rows = apart[:, : wanted.shape[1]]
+    kernels.gather(torch.tensor(ids, device=device), rows)
+    if not torch.equal(rows.cpu(), wanted) or not bool((apart[:, wanted.shape[1] :] == 0xAA).all()):
+        return "a gather copied other bytes"
+    if not torch.equal(kernels.sums_of_rows(rows).cpu(), digests):
+        return "rows gave other checksums"
+    kernels.scatter(torch.tensor(targets, device=device), rows)
+    for page in pages:
+        page.of(before)[targets] = wanted[:, page.column : page.column + page.bytes]
+    if not all(torch.equal(tensor.cpu(), after) for tensor, after in zip(tensors, before, strict=True)):
+        return "a scatter left other bytes"
+    return None

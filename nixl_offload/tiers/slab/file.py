@@ -23,7 +23,7 @@ from typing import Final
 
 from nixl_offload.config import SlabConfig
 from nixl_offload.errors import LayoutError, MoverError, TierError
-from nixl_offload.hardware.same_machine import machine_token
+from nixl_offload.hardware.machine import machine_token
 from nixl_offload.movers.base import FileId, Mover, close_if_idle, open_file
 from nixl_offload.stores.filesystem import REAL, Filesystem, spare_bytes, tier_error
 from nixl_offload.tiers.base import NOTHING_STORED, Link, Target
@@ -57,7 +57,7 @@ class SlabPlace:
     owner: str = ""
     """Who holds the directory's lock: a rank stores nothing while somebody else does. "": it does not look."""
     machine: str = ""
-    """Where the owner runs (``hardware.same_machine``); "": not known."""
+    """Where the owner runs (``hardware.machine``); "": not known."""
 
     @property
     def slots(self) -> SlotPlaces:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 
 from nixl_offload.config import SlabConfig
-from nixl_offload.hardware.same_machine import machine_token
+from nixl_offload.hardware.machine import machine_token
 from nixl_offload.index import DurableIndex, State
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.ownership import warn_of_others

@@ -159,12 +159,6 @@ class TestCompatFaults(KvikioRigs):
         rig.assert_memory_is_ours(transfer)
         assert rig.move(op, WHERE, BACK).state is TransferState.DONE
 
-    def test_bytes_go_through_bounce_buffers_of_the_size_asked(self, rig: Rig, driver: Driver) -> None:
-        """4 MiB in one extent are sixteen copies of 256 KiB."""
-        assert rig.mover.path_of(rig.file_id) == "compat"  # type: ignore[attr-defined]
-        rig.move(Op.READ, extents([0], 4 * MIB), extents([0], 4 * MIB))
-        assert driver["copies"] == 4 * MIB // BOUNCE_BYTES
-
 
 class TestCuFileFaults(KvikioRigs):
     """What becomes of what cuFile says."""

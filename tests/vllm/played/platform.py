@@ -5,14 +5,12 @@ Threading: as vLLM's.
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from tests.vllm.played import arithmetic, device
-from tests.vllm.played.plugin import PLAYED
 
 arithmetic.install()
 
@@ -73,8 +71,7 @@ def __getattr__(name: str) -> Any:
 
     # The one kernel that Triton's interpreter does not take; no greedy request needs it, but vLLM's profiling run does.
     topk_topp_sampler.HAS_TRITON = False
-    if os.environ[PLAYED] != "compile":
-        gpu_worker.kernel_warmup = gpu_worker.warmup_kernels = lambda *_, **__: None  # nothing is compiled
+    gpu_worker.kernel_warmup = gpu_worker.warmup_kernels = lambda *_, **__: None  # nothing is compiled
 
     class PlayedWorker(gpu_worker.Worker):
         """vLLM's GPU worker, whose device is the host."""

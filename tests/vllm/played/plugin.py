@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAYED = "NIXL_OFFLOAD_PLAYED"
-"""Environment: 1, or "compile": Triton kernels are compiled for the card and not launched, and answers mean nothing."""
+"""Environment: 1 where a process is to play the device."""
 
 _ENTRY_POINTS = """\
 [vllm.platform_plugins]
@@ -29,11 +29,11 @@ def register() -> str | None:
     from tests.vllm.played import device, kernels
 
     device.install()
-    kernels.install(compile_only=os.environ[PLAYED] == "compile")
+    kernels.install()
     return "tests.vllm.played.platform.PlayedPlatform"
 
 
-def environment(directory: Path, *, mode: str = "1") -> dict[str, str]:
+def environment(directory: Path) -> dict[str, str]:
     """Return the environment of a process that plays the device; writes the plugin's entry point to ``directory``."""
     info = directory / "nixl_offload_played-1.dist-info"
     info.mkdir(parents=True, exist_ok=True)
@@ -41,9 +41,9 @@ def environment(directory: Path, *, mode: str = "1") -> dict[str, str]:
     (info / "entry_points.txt").write_text(_ENTRY_POINTS)
     path = [str(directory), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
-        PLAYED: mode,
+        PLAYED: "1",
         "TORCHDYNAMO_DISABLE": "1",
-        "TRITON_INTERPRET": "0" if mode == "compile" else "1",
+        "TRITON_INTERPRET": "1",
         "PYTHONPATH": os.pathsep.join(path),
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_USE_DEEP_GEMM": "0",

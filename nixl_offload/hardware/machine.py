@@ -1,11 +1,14 @@
-"""How much host memory can still be had: the machine's and every control group's around this process, v1 and v2.
+"""This machine: how much memory it can still give, which cores helpers may use, whether another process is on it too.
 
-Threading: pure functions that read ``/proc`` and ``/sys``; safe anywhere. What they cannot read limits nothing.
+Threading: questions that read ``/proc`` and ``/sys``, safe anywhere; ``unbound`` is for the thread that starts others.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,3 +71,58 @@ def _lines(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except OSError:
         return []
+
+
+BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND")
+"""What vLLM's CPU backend sets for its workers, so that their main thread is bound to the first core of the model."""
+
+
+@contextmanager
+def unbound() -> Iterator[None]:
+    """Threads started inside may run where the parent process may, if OpenMP has bound the caller to one core.
+
+    Else they would share it with the model's first thread, for which all its others wait. Never raises of itself; an
+    affinity that an operator gave (``taskset``, a control group) holds, for the parent has it too.
+    """
+    own, wide = _wider()
+    if not wide:
+        yield
+        return
+    with suppress(OSError):
+        os.sched_setaffinity(0, wide)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, own)
+
+
+def _wider() -> tuple[set[int], set[int]]:
+    """Return the caller's cores and the parent's; of the latter none where there is nothing to widen."""
+    if not hasattr(os, "sched_getaffinity") or not any(name in os.environ for name in BINDING):
+        return set(), set()
+    with suppress(OSError):
+        own, parent = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
+        if len(own) == 1 and own < parent:
+            return own, parent
+    return set(), set()
+
+
+def machine_token() -> str:
+    """Return what is equal in processes of one machine, one mount namespace, one root and one user; "": not known.
+
+    Equal tokens mean: a path names the same file in both, and a file that one may open the other may open, too.
+    """
+    try:
+        root = os.stat("/")
+        facts = [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/mnt"),
+            os.readlink("/proc/self/ns/user"),
+            os.uname().nodename,  # machines that were restored from one image have the same boot id
+            f"{root.st_dev}:{root.st_ino}",
+            f"{os.geteuid()}:{os.getegid()}",
+        ]
+    except OSError:
+        return ""
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()
