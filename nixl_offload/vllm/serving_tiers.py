@@ -54,7 +54,7 @@ class _Entry:
 
     opening: BackgroundOpening[AnyTier]
     tier: AnyTier | None = None
-    told_s: float | None = None
+    sent_s: float | None = None
     """Since when the ranks know where it is."""
     is_awaited: bool = False
     """It was opened at a start: requests wait shortly for the ranks."""
@@ -64,7 +64,7 @@ class _Entry:
 
     def may_serve_soon(self, now_s: float) -> bool:
         """Whether ranks are opening it, and are not taking too long."""
-        is_late = self.told_s is not None and now_s - self.told_s >= OPENING_WAIT_S
+        is_late = self.sent_s is not None and now_s - self.sent_s >= OPENING_WAIT_S
         return self.tier is not None and not self.serves and not is_late
 
 
@@ -213,8 +213,8 @@ class ServingTiers:
         """Return where the ranks are to open tiers that were opened here since the last call."""
         places: dict[int, AnyPlace] = {}
         for position, entry in enumerate(self._entries):
-            if entry.tier is not None and entry.told_s is None:
-                places[position], entry.told_s = entry.tier.place, time.monotonic()
+            if entry.tier is not None and entry.sent_s is None:
+                places[position], entry.sent_s = entry.tier.place, time.monotonic()
         return places
 
     def take_ranks(self, ranks: Mapping[int, RankStatus]) -> None:

@@ -104,7 +104,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         """What was allocated and loaded, once the KV caches are registered."""
         self._has_sent_geometry = False
         self._vllm_worker: WorkerBase | None = None
-        self._weights_unknown = False
+        self._has_warned_of_weights = False
 
     @property
     def rank_worker(self) -> NixlOffloadingWorker:
@@ -164,9 +164,9 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
                 raise NotSupportedError("vLLM's worker was not found in this process")
             return weights_digest(models_of_worker(self._vllm_worker))
         except Exception as error:  # noqa: BLE001 - without a digest nothing stored is trusted
-            if not self._weights_unknown:
+            if not self._has_warned_of_weights:
                 logger.warning("Which weights this rank has loaded cannot be told: %s", error)
-            self._weights_unknown = True
+            self._has_warned_of_weights = True
             return None
 
     # A step
