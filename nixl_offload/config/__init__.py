@@ -83,12 +83,12 @@ def load_config(path: str | os.PathLike[str]) -> Config:
     try:
         with open(source, "rb") as file:
             content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"{source}: is larger than {format_size(MAX_BYTES)}, as no config is; the right file?")
         text = content.decode()
     except (OSError, ValueError) as exc:  # ValueError: no UTF-8, or a path with a NUL byte or half a surrogate pair
         where = source if source.isprintable() else repr(source)
         raise ConfigError(f"{where}: cannot be read: {getattr(exc, 'strerror', None) or exc}") from exc
-    if len(content) > MAX_BYTES:
-        raise ConfigError(f"{source}: is larger than {format_size(MAX_BYTES)}, as no config is; is it the right file?")
     return _check(*_parse_yaml(text, source), source)
 
 
@@ -195,9 +195,8 @@ def _credentials(value: object, path: Path) -> Iterator[Path]:
 def _problem(details: ErrorDetails, raw: Mapping[str, Any]) -> tuple[Path, str]:
     """Say one of pydantic's findings about ``raw`` in our words: where, and what would be right."""
     loc, kind, context = details["loc"], details["type"], details.get("ctx", {})
-    path: Path = (
-        (*loc[:2], *loc[3:]) if loc[:1] == ("tiers",) else loc
-    )  # pydantic puts the tier's kind behind its position
+    # pydantic puts the tier's kind behind its position.
+    path: Path = (*loc[:2], *loc[3:]) if loc[:1] == ("tiers",) else loc
     path = (*path, *context.get("field", ()))
     name = str(path[-1]) if path else ""
     # Somebody may have put a key where the name of its file belongs.

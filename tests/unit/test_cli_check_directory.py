@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import json
 import logging
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -30,10 +27,7 @@ from nixl_offload.config import DirectoryConfig, SharedDirConfig, SlabConfig
 from nixl_offload.tiers.ownership import warn_of_others
 from tests.unit.test_gds_report import Machine
 
-ROOT = Path(__file__).resolve().parents[2]
-_DROP_FROM_BOUNDING_SET = 24
 _FS_GROUP = 2000
-_DAC_OVERRIDE, _DAC_READ_SEARCH = 1, 2
 
 
 def tier_of(path: Path, kind: str = "slab", **fields: Any) -> DirectoryConfig:
@@ -102,21 +96,23 @@ def test_a_read_only_mount_is_wrong_and_its_fix_works(child: ChildProcess, mount
     assert section_of(path, child)["directory"].state == "ok"
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_directory_without_permission_is_wrong_and_its_fix_works(tmp_path: Path, there: bool) -> None:
-    """As a user whom permissions bind: root is made one by taking the capability away that passes them by."""
-    above = tmp_path / "with space"
-    above.mkdir()
-    path = above if there else above / "kv"
-    above.chmod(0o500)
-    state, words, fix = _access_as_a_user(path)
-    assert (state, "cannot write there" in words) == ("wrong", True)
-    assert str(fix).startswith("sudo install -d -m 700 -o ")
+@pytest.fixture
+def pod() -> Iterator[ProcessPoolExecutor]:
+    """A process of another user's. Skips where this user cannot become one."""
     if os.geteuid():
-        above.chmod(0o700)
-    _do(str(fix).removeprefix("sudo "))  # as root, or in a directory that this user may write in by now
-    assert _access_as_a_user(path)[0] == "ok"
-    above.chmod(0o700)
+        pytest.skip("only root becomes another user")
+    with ProcessPoolExecutor(1, get_context("fork"), _be_a_pod) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("below", ["", "/kv"])
+def test_a_directory_without_permission_is_wrong_and_its_fix_works(pod: ProcessPoolExecutor, below: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="a b") as above:
+        Path(above).chmod(0o755)
+        state, fix, _ = pod.submit(_seen, above + below).result()
+        assert (state, str(fix).partition(" -o ")[0]) == ("wrong", "sudo install -d -m 700")
+        _do(str(fix).removeprefix("sudo "))
+        assert pod.submit(_seen, above + below).result()[0] == "ok"
 
 
 def test_what_is_no_directory_is_wrong_and_nobody_is_told_to_move_it(tmp_path: Path) -> None:
@@ -132,16 +128,15 @@ def test_what_is_no_directory_is_wrong_and_nobody_is_told_to_move_it(tmp_path: P
     assert look("directory", tier_of(path)).state == "wrong", "a link that leads nowhere is no place yet to be made"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs a volume of another user's")
-def test_nobody_is_asked_to_change_the_mode_of_anothers_directory() -> None:
+def test_nobody_is_asked_to_change_the_mode_of_anothers_directory(pod: ProcessPoolExecutor) -> None:
     """A volume with an fsGroup is root's and its group's: a directory below it is what a pod can have for itself."""
-    with tempfile.TemporaryDirectory() as volume, ProcessPoolExecutor(1, get_context("fork"), _be_a_pod) as pool:
+    with tempfile.TemporaryDirectory() as volume:
         os.chown(volume, 0, _FS_GROUP)
         Path(volume).chmod(0o2775)
-        state, fix, log = pool.submit(_seen, volume).result()
+        state, fix, log = pod.submit(_seen, volume).result()
         assert (state, fix) == ("warning", f"path: {volume}/kv, in the config, which the server makes with mode 0700")
         assert "set path to a directory below" in log
-        assert pool.submit(_seen, f"{volume}/kv").result() == ("ok", None, "")
+        assert pod.submit(_seen, f"{volume}/kv").result() == ("ok", None, "")
 
 
 def test_a_capacity_beyond_the_disk_is_warned_of_with_one_that_fits(mounted: Callable[..., Path]) -> None:
@@ -212,31 +207,6 @@ def test_a_filesystem_that_hangs_is_given_up(
 def _do(command: str) -> None:
     """Do what a fix says."""
     subprocess.run(shlex.split(command), check=True, capture_output=True)
-
-
-def _access_as_a_user(path: Path) -> tuple[str, str, str | None]:
-    code = (
-        "import json, sys; from nixl_offload.config import SlabConfig; "
-        "from nixl_offload.cli.check.directory import directory_findings; "
-        "tier = SlabConfig(kind='slab', path=sys.argv[1], capacity=8192); "
-        "print(json.dumps(next(directory_findings(tier))[1:]))"
-    )
-    libc = ctypes.CDLL(None)
-
-    def obey_permissions() -> None:
-        for capability in (_DAC_OVERRIDE, _DAC_READ_SEARCH):
-            libc.prctl(_DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)
-
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        preexec_fn=obey_permissions if os.geteuid() == 0 else None,
-    )
-    state, words, fix = json.loads(done.stdout)
-    return state, words, fix
 
 
 def _be_a_pod() -> None:
