@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nixl_offload.index.durable import DurableIndex
 from nixl_offload.index.index import Index, State
+from nixl_offload.index.journal import DurableIndex
 
 __all__ = ["DurableIndex", "Index", "State"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from nixl_offload.config import MemoryConfig
 from nixl_offload.errors import ConfigError, IndexStateError
 from nixl_offload.index import DurableIndex, Index, State
-from nixl_offload.index.database import Row
+from nixl_offload.index.journal import Row
 from nixl_offload.tiers.base import SlotStatistics, Tier, TierContext, not_arrived
 from nixl_offload.tiers.slots import SLOTS_PER_EXTENT_MIN, SlotAllocator, choose_extent_bytes
 from nixl_offload.types import PAGE_BYTES, Key, Location, Lookup, LookupContext, Outcome, align_up

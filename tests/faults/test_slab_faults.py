@@ -18,7 +18,7 @@ import pytest
 
 from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.index import DurableIndex
-from nixl_offload.index.database import IndexReader
+from nixl_offload.index.journal import IndexReader
 from nixl_offload.stores.filesystem import Filesystem
 from nixl_offload.tiers.ownership import DirectoryLock, is_held_by
 from nixl_offload.tiers.slab import file as slab_file

@@ -30,7 +30,7 @@ import numpy as np
 
 from nixl_offload.errors import TierError
 from nixl_offload.index import State
-from nixl_offload.index.database import IndexReader
+from nixl_offload.index.journal import IndexReader
 from nixl_offload.tiers.ownership import is_kept
 from nixl_offload.tiers.slab.directory import tree_bytes
 from nixl_offload.tiers.slab.tier import SlabTier

@@ -24,8 +24,7 @@ from typing import Any
 import pytest
 
 from nixl_offload.errors import TierError
-from nixl_offload.index.database import BATCH_OPS, Database, IndexReader, max_bytes
-from nixl_offload.index.durable import DurableIndex
+from nixl_offload.index.journal import BATCH_OPS, Database, DurableIndex, IndexReader, max_bytes
 from nixl_offload.types import Key, Location
 
 GEOMETRY = {"namespace": "aa", "slot_classes": "4096"}
@@ -211,8 +210,8 @@ def test_an_unusable_database_is_deleted_with_one_warning(
 
 def test_an_index_whose_rows_are_out_of_order_is_made_anew(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is too large to be checked whole. They are not read round and round."""
-    monkeypatch.setattr("nixl_offload.index.database._CHECKED_BYTES", 0)
-    monkeypatch.setattr("nixl_offload.index.database._ROWS_PER_READ", 4)
+    monkeypatch.setattr("nixl_offload.index.journal._CHECKED_BYTES", 0)
+    monkeypatch.setattr("nixl_offload.index.journal._ROWS_PER_READ", 4)
     write(path, *range(16))
     connection = sqlite3.connect(path)
     (root,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'slot'").fetchone()

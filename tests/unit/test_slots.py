@@ -14,7 +14,7 @@ import pytest
 from nixl_offload.config import MemoryConfig, parse_config
 from nixl_offload.errors import ConfigError, IndexStateError
 from nixl_offload.index import State
-from nixl_offload.index.database import Row
+from nixl_offload.index.journal import Row
 from nixl_offload.tiers.slot_tier import MemoryTier, SlotTier, rank_memory_bytes
 from nixl_offload.tiers.slots import SlotAllocator, choose_extent_bytes, ranks_together, replicas_of_slots
 from nixl_offload.types import Key, Location

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from nixl_offload.chunk.header import HEADER_BYTES, ShardHeader, decode_header
 from nixl_offload.errors import FormatError, TierError
-from nixl_offload.index.database import IndexReader, Row
+from nixl_offload.index.journal import IndexReader, Row
 from nixl_offload.tiers.shared.naming import parse_shard_name
 from tests.prove.happenings import Piece
 from tests.s3.servers import RcloneServer

@@ -29,7 +29,7 @@ from typing import Any, Final
 
 from nixl_offload.config import SlabConfig
 from nixl_offload.errors import ConfigError, TierError
-from nixl_offload.index.database import max_bytes
+from nixl_offload.index.journal import max_bytes
 from nixl_offload.stores.filesystem import REAL, Filesystem, spare_bytes, tier_error
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.ownership import DirectoryLock, holder_of, kept_free, make_private_directory

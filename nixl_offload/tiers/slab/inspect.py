@@ -1,6 +1,6 @@
 """What a slab's directory holds: every namespace in it, those of data-parallel engines too, by their durable indexes.
 
-Threading: as ``tiers.inspect``. An inspector works beside a running engine (``index.database``). An index lags behind
+Threading: as ``tiers.inspect``. An inspector works beside a running engine (``index.journal``). An index lags behind
 the engine by a moment, and a row is believed only as far as the header in the slot agrees.
 """
 
@@ -18,7 +18,7 @@ from nixl_offload.chunk.header import HEADER_BYTES, decode_header
 from nixl_offload.config import SlabConfig
 from nixl_offload.errors import FormatError, StoreError, TierError
 from nixl_offload.identity.namespace import manifest_fits
-from nixl_offload.index.database import IndexReader, Row
+from nixl_offload.index.journal import IndexReader, Row
 from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, ShardInfo, printable
 from nixl_offload.tiers.ownership import holder_of, require_directory
 from nixl_offload.tiers.slab.directory import (

@@ -24,9 +24,8 @@ from nixl_offload.chunk.header import (
 )
 from nixl_offload.errors import FormatError, TierError
 from nixl_offload.identity.namespace import make_namespace, manifest_digest, manifest_fits
-from nixl_offload.index import database
-from nixl_offload.index.database import IndexReader
-from nixl_offload.index.durable import DurableIndex
+from nixl_offload.index import journal as journal_file
+from nixl_offload.index.journal import DurableIndex, IndexReader
 from nixl_offload.tiers.slab.directory import MANIFEST_NAME, last_use_s, read_manifest
 from nixl_offload.types import Key
 from tests.headers import Expected, make_page
@@ -103,7 +102,7 @@ def _index_bases() -> list[tuple[bytes, bytes, bytes]]:
 
 def _index_files(rows: int, left: str) -> tuple[bytes, bytes, bytes]:
     """Write an index as the product does, as a kill in a transaction leaves it, or with a write-ahead log."""
-    from nixl_offload.index.database import Database
+    from nixl_offload.index.journal import Database
 
     path, chance = Path("base.sqlite").absolute(), random.Random(rows)
     for name in _sides(path):
@@ -146,7 +145,7 @@ def _sides(path: Path) -> tuple[Path, Path, Path]:
 def index(scratch: Path) -> One:
     """Index files that are damaged, cut off, of another schema: fewer rows, TierError, and a journal that goes on."""
     logging.getLogger("nixl_offload").setLevel(logging.CRITICAL)
-    database._PAUSE_S = database._PATIENCE_S = 0.0  # type: ignore[misc]  # for an engine that uses the file
+    journal_file._PAUSE_S = journal_file._PATIENCE_S = 0.0  # type: ignore[misc]  # for an engine that uses the file
     bases, path = _index_bases(), scratch / "index.sqlite"
     path.parent.mkdir(exist_ok=True)
 
