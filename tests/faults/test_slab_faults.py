@@ -289,26 +289,6 @@ def test_direct_io_is_tried_not_believed(tmp_path: Path, caplog: pytest.LogCaptu
         assert [path.name for path in tmp_path.iterdir()] == ["rank-00000.slab"]
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o777])
-def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int) -> None:
-    """0600 and 0700 under any umask, and a file that was left wide open is closed."""
-    before = os.umask(umask)
-    try:
-        slab = SlabFile(tmp_path / "a" / "b" / "rank-00000.slab", 32 * MIB, EXTENT)
-        slab.open()
-        lock = DirectoryLock(tmp_path / "a" / "lock")
-        lock.acquire()
-    finally:
-        os.umask(before)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "a", *(tmp_path / "a").rglob("*"))}
-    assert modes == {"a": 0o700, "b": 0o700, "rank-00000.slab": 0o600, "lock": 0o600}
-    slab.path.chmod(0o666)
-    slab.open()
-    assert stat.S_IMODE(slab.path.stat().st_mode) == 0o600
-    slab.close()
-    lock.release()
-
-
 @pytest.mark.parametrize("plant", ["symlink", "hard link", "directory", "pipe"])
 def test_what_is_no_file_of_its_own_is_neither_slab_nor_lock(tmp_path: Path, plant: str) -> None:
     """Who can make names in the directory, and no more, has us write to none of our other files."""

@@ -48,14 +48,23 @@ def fill(tier: TierDirectory, ranks: int = 1) -> None:
             back(slab, 0, tier.rank_bytes)
 
 
-def test_everything_is_private_and_where_the_readme_says(tmp_path: Path) -> None:
-    """Directories 0700, files 0600, a manifest that people can read, names from digests only."""
-    tier = open_tier(tmp_path / "a" / "kv")
-    fill(tier)
-    assert tier.namespace_path == tmp_path / "a" / "kv" / namespace_of(model="model").name
+@pytest.mark.parametrize("umask", [0o000, 0o777])
+def test_everything_is_private_and_where_the_readme_says(tmp_path: Path, umask: int) -> None:
+    """Directories 0700, files 0600 under any umask, a manifest that people can read, names from digests only. A slab
+    that was left open to others is closed.
+    """
+    before = os.umask(umask)
+    try:
+        tier = open_tier(tmp_path / "a" / "kv")
+        fill(tier)
+        tier.rank_path(0).chmod(0o666)
+        fill(tier)
+    finally:
+        os.umask(before)
+    namespace = namespace_of(model="model")
+    assert tier.namespace_path == tmp_path / "a" / "kv" / namespace.name
     manifest = json.loads((tier.namespace_path / "manifest.json").read_text())
-    assert manifest["fields"]["model"] == "model"
-    assert manifest["namespace"] == namespace_of(model="model").digest.hex()
+    assert (manifest["fields"]["model"], manifest["namespace"]) == ("model", namespace.digest.hex())
     paths = [tmp_path / "a", *(tmp_path / "a").rglob("*")]
     assert {path.name for path in paths if path.is_file()} == {"lock", "manifest.json", "rank-00000.slab"}
     for path in paths:
