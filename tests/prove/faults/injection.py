@@ -191,8 +191,7 @@ class Faults:
             return lambda *arguments, **named: self.over(make(*arguments, **named))
 
         select.make_mover = wrapped(select.make_mover)
-        select.NixlObjectMover = wrapped(select.NixlObjectMover)  # type: ignore[misc, assignment]
-        select.StoreMover = wrapped(select.StoreMover)  # type: ignore[misc, assignment]
+        select.make_object_mover = wrapped(select.make_object_mover)  # type: ignore[assignment]
         real_begin = NixlAgent.begin
 
         def begin(agent: Any, handle: Any) -> str:
