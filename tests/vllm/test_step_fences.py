@@ -15,7 +15,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from nixl_offload.engine import link_engine, packer
+from nixl_offload.engine import device_packer, link_engine
 from nixl_offload.vllm import rank_tiers
 from nixl_offload.vllm.messages import StepMetadata
 from nixl_offload.vllm.worker import NixlConnectorWorker
@@ -78,7 +78,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
     """The chunk in slot 0 holds blocks 0 to 3."""
     with ThreadedStreams() as streams:
         device = emulated(streams)
-        for module in (link_engine, packer, rank_tiers):
+        for module in (link_engine, device_packer, rank_tiers):
             monkeypatch.setattr(module, "device_of", lambda _: device)
         rig = Rig(tmp_path)
         for block in range(4):
