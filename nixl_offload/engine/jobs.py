@@ -10,12 +10,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine.records import (
-    LANES,
     READS_BLOCKS,
     TRANSITIONS,
     Chunk,
@@ -275,8 +274,12 @@ class JobTable:
             elif chunk.onward is not None and chunk.host_offset is None:
                 self._waiting_relays.append(chunk)
             else:
-                chunk.size_bytes = size_bytes = queue.size_of(chunk)
-                share = self._share(chunk)
+                blocks = len(chunk.block_ids)
+                if not blocks and chunk.host_offset is not None:
+                    blocks = queue.blocks_per_chunk
+                chunk.size_bytes = size_bytes = blocks * queue.block_bytes[chunk.group]
+                part = chunk.kind.operation, chunk.location.tier
+                share = chunk.job.shares.get(part) or chunk.job.shares.setdefault(part, Share(*part))
                 share.unfinished += 1
                 share.wanted_bytes += size_bytes
                 if queue.refusal is not None:
@@ -296,13 +299,6 @@ class JobTable:
             assert queue is not None
             queue.lanes[lane].extend([chunk for chunk in chunks if chunk.queue is queue])
             queue.ring()
-
-    def _share(self, chunk: Chunk) -> Share:
-        operation, tier = chunk.kind.operation, chunk.location.tier
-        share = chunk.job.shares.get((operation, tier))
-        if share is None:
-            share = chunk.job.shares[operation, tier] = Share(operation, tier)
-        return share
 
     def _move(self, chunk: Chunk, state: ChunkState) -> None:
         """Change the state of a chunk that was taken. Callers notify waiters."""
@@ -438,13 +434,14 @@ class TierQueue:
         self.store_limit_bytes = store_limit_bytes
         """Of stores that wait; what comes on top is DROPPED at once."""
         self.lanes: dict[Lane, deque[Chunk]] = {lane: deque() for lane in Lane}
+        """Looked at without the lock, too: who adds to a lane wakes the pump afterwards."""
         self.waiting_bytes = {"load": 0, "store": 0, "background": 0}
         """Of chunks that are QUEUED."""
         self.refusal: str | None = None
         """Why every new chunk fails; None while the pump lives."""
         self._lock = table._lock
         self.block_bytes = [group.block_bytes for group in layout.groups]
-        self._blocks_per_chunk = layout.blocks_per_chunk
+        self.blocks_per_chunk = layout.blocks_per_chunk
         self._bell = threading.Lock()
         """Wakes the pump: held while nobody has rung. A Condition would cost each job some 20 µs more."""
         self._bell.acquire()
@@ -454,22 +451,6 @@ class TierQueue:
         """Return the payload bytes that wait for their turn: of loads, of stores, and of background work."""
         with self._lock:
             return Waiting(*self.waiting_bytes.values())
-
-    def size_of(self, chunk: Chunk) -> int:
-        """Return the payload bytes of a chunk."""
-        blocks = len(chunk.block_ids)
-        if not blocks and chunk.host_offset is not None:
-            blocks = self._blocks_per_chunk
-        return blocks * self.block_bytes[chunk.group]
-
-    def busy_lanes(self) -> Iterator[Lane]:
-        """Yield the lanes with something in them, in their order, each looked at when its turn comes.
-
-        Without the lock: a caller that adds to a lane wakes the pump afterwards.
-        """
-        for lane in LANES:
-            if self.lanes[lane]:
-                yield lane
 
     def take(self, lane: Lane, room: Callable[[Chunk], int | str]) -> list[Chunk]:
         """Claim the first queued chunks of ``lane``: those of one job, group and kind, at most ``room`` of them.

@@ -18,7 +18,7 @@ from typing import Any
 
 from nixl_offload.engine.jobs import JobTable, TierQueue
 from nixl_offload.engine.paths import Batch, InFlight, TierPaths
-from nixl_offload.engine.records import TierStatus
+from nixl_offload.engine.records import LANES, TierStatus
 from nixl_offload.engine.streams import Fence
 from nixl_offload.keep import keep_forever
 from nixl_offload.types import Outcome
@@ -77,7 +77,6 @@ class TierEngine:
         self._stretch = paths.stretch
         self._pauses = pauses
         self._batches: list[Batch] = []
-        self._failed_passes = 0
         self._quiet_s: float | None = None
         """See ``Mover.look``."""
         self._all_wait = False
@@ -113,29 +112,25 @@ class TierEngine:
     # -- the pump's thread ------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        why = "the engine is closed"
+        why, failed_passes = "the engine is closed", 0
         try:
-            while not self._guarded_pass():
-                pass
+            while True:
+                try:
+                    if self._pass():
+                        break
+                    failed_passes = 0
+                except Exception as error:
+                    failed_passes += 1
+                    if failed_passes > MAX_FAILED_PASSES:
+                        raise
+                    self.paths.complaints.error("pass", "The pump stumbled and goes on: %r", error, exc_info=error)
+                    time.sleep(STUMBLE_S)
         except BaseException:
             why = "the pump ended unexpectedly"
             logger.critical("The pump thread ended; every job fails from now on and is recomputed", exc_info=True)
         finally:
             self.queue.give_up(why)
             self._end_all()
-
-    def _guarded_pass(self) -> bool:
-        try:
-            over = self._pass()
-        except Exception as error:
-            self._failed_passes += 1
-            if self._failed_passes > MAX_FAILED_PASSES:
-                raise
-            self.paths.complaints.error("pass", "The pump stumbled and goes on: %r", error, exc_info=error)
-            time.sleep(STUMBLE_S)
-            return False
-        self._failed_passes = 0
-        return over
 
     def _pass(self) -> bool:
         """Start, push, expire, then sleep if nothing moved. True when the pump's work is over."""
@@ -177,8 +172,9 @@ class TierEngine:
     def _start_queued(self) -> bool:
         """Start queued chunks as far as there is room; True if any was started."""
         started = False
-        for lane in self.queue.busy_lanes():
-            while chunks := self.queue.take(lane, lambda chunk: self.paths.room(chunk, self.in_flight)):
+        queue, room = self.queue, lambda chunk: self.paths.room(chunk, self.in_flight)
+        for lane in LANES:
+            while queue.lanes[lane] and (chunks := queue.take(lane, room)):
                 started = True
                 self._stretch.pause()
                 try:

@@ -81,23 +81,6 @@ def test_a_load_that_is_given_up_lands_when_its_read_ends(make: Make) -> None:
     assert np.array_equal(rig.blocks(range(NUM_BLOCKS)), before)
 
 
-@pytest.mark.parametrize("fault", [FaultKind.SHORT, FaultKind.CORRUPT])
-@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
-def test_a_lying_mover_never_lands_anything(make: Make, fault: FaultKind, op: Op) -> None:
-    """Cut short or damaged on the way out or in, and said to be done."""
-    for amount in (100, 4096, 9000):
-        mover = faulty()
-        rig = make(mover)
-        rig.host_bytes(3)[:] = 0
-        rig.put(FILE, 0, np.zeros(rig.slot_bytes, dtype=np.uint8))
-        rig.fill_host(0)
-        mover.script = [Fault(0, fault, op=op, amount=amount)]
-        assert rig.moves(1, [rig.move(0, MEMORY, FILE)]) == (OK,)
-        assert rig.load(2, [rig.chunk(0, FILE, blocks_of(0), host=3)], ticket=2) == (CORRUPT,)
-        assert rig.settle(2).outcomes == (CORRUPT,)
-        rig.close()
-
-
 def test_a_quarantined_batch_taints_the_slots_of_all_its_chunks(make: Make) -> None:
     """Nobody knows which of them late I/O is for. From then on each chunk goes alone, so that this happens once."""
     mover = faulty(Fault(0, FaultKind.FAIL, op=Op.READ, quarantine=True))

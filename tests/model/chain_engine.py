@@ -21,7 +21,7 @@ from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.tiers.slot_tier import MemoryTier, SlotTier
 from nixl_offload.types import Key, Location, Outcome
 from tests.contexts import context_of
-from tests.model.chain_world import RANKS, SLOT_CLASSES, Copy, ObjectStore, World, slot_bytes
+from tests.model.chain_world import RANKS, SLOT_CLASSES, Copy, World, slot_bytes
 from tests.unit.shared_rig import namespace_of, options
 
 SLOT_MAX = max(SLOT_CLASSES)
@@ -140,7 +140,7 @@ class Engine:
             return tier
         return SharedTier(
             position,
-            ObjectStore(world.buckets[position], world.wall),
+            world.buckets[position],
             NAMESPACE,
             lookup=options(timeout="30s"),
             max_keys=1000,

@@ -1,15 +1,14 @@
 """What lies outside of the catalog: ranks that copy chunks between slabs and buckets, badly at times, and their bytes.
 
 A world says what is true: which bytes lie where on which rank, and for what reasons they may be wrong. It decides
-nothing and knows no catalog. Threading: one thread, except that ``ObjectStore`` may be asked from any.
+nothing and knows no catalog. Threading: one thread, except that a ``Bucket`` may be asked from any.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 from nixl_offload.errors import StoreError
@@ -37,27 +36,17 @@ def image_of(key: Key, rank: int) -> bytes:
     return stamp * times + stamp[::-1] * times
 
 
-@dataclass(slots=True)
-class Bucket:
-    """What outlives every engine: name -> content and time of modification."""
-
-    objects: dict[str, tuple[bytes, float]] = field(default_factory=dict)
-    reachable: bool = True
-
-
-class ObjectStore(Store):
-    """A store over a ``Bucket``, which any number of stores may share."""
+class Bucket(Store):
+    """What outlives every engine, and answers those that are there. Safe anywhere."""
 
     name = "memory"
     where = "memory://bucket"
 
-    def __init__(self, bucket: Bucket, wall: Callable[[], float] = time.time) -> None:
-        self._bucket = bucket
+    def __init__(self, wall: Callable[[], float]) -> None:
+        self.content: dict[str, tuple[bytes, float]] = {}
+        """Name -> content and time of modification."""
+        self.reachable = True
         self._wall = wall
-        self._closed = False
-
-    def __repr__(self) -> str:
-        return f"<ObjectStore {self.where}>"
 
     def head(self, name: str) -> ObjectInfo | None:
         found = self._objects().get(name)
@@ -67,35 +56,29 @@ class ObjectStore(Store):
         found = self._objects().get(name)
         if found is None:
             raise StoreError(f"{name} is not there", cause="missing")
-        view = memory.cast("B")
-        if offset + len(view) > len(found[0]):
+        if offset + len(memory) > len(found[0]):
             raise StoreError(f"{name} ends early", cause="short")
-        view[:] = found[0][offset : offset + len(view)]
+        memory[:] = found[0][offset : offset + len(memory)]
 
     def write(self, name: str, memory: memoryview) -> None:
         self._objects()[name] = memory.tobytes(), self._wall()
 
     def delete(self, names: Sequence[str]) -> None:
-        objects = self._objects()
         for name in names:
-            objects.pop(name, None)
+            self._objects().pop(name, None)
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        objects = self._objects()
-        for name in sorted(objects):
-            found = objects.get(name)
-            if found is not None and name.startswith(prefix) and name > start_after:
-                yield ObjectInfo(name, len(found[0]), found[1])
+        for name, (content, modified_s) in sorted(self._objects().items()):
+            if name.startswith(prefix) and name > start_after:
+                yield ObjectInfo(name, len(content), modified_s)
 
     def close(self) -> None:
-        self._closed = True
+        """It is there for the next engine."""
 
     def _objects(self) -> dict[str, tuple[bytes, float]]:
-        if self._closed:
-            raise StoreError("closed", cause="io")
-        if not self._bucket.reachable:
+        if not self.reachable:
             raise StoreError("no route to host", cause="unreachable")
-        return self._bucket.objects
+        return self.content
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +115,7 @@ class World:
         self.kinds = tuple(kinds)
         self.namespace = namespace
         self.now_s = 1000.0
-        self.buckets = {position: Bucket() for position, kind in enumerate(kinds) if kind == "shared"}
+        self.buckets = {position: Bucket(self.wall) for position, kind in enumerate(kinds) if kind == "shared"}
         """By position of the tier."""
         self.slabs: list[dict[int, bytearray]] = [{} for _ in range(RANKS)]
         """Per rank, by position of the tier."""
@@ -147,7 +130,6 @@ class World:
         """Tiers and chunks whose every shard was there when a store ended well, and nobody had a reason to delete."""
         self.meddled: set[tuple[int, str]] = set()
         """Objects, by tier, that others cut or deleted since a rank last wrote them."""
-        self._stores = {position: ObjectStore(bucket, self.wall) for position, bucket in self.buckets.items()}
 
     def now(self) -> float:
         """Return the time, as callers of the catalog pass it in."""
@@ -178,7 +160,7 @@ class World:
 
     def is_stored(self, key: Key, tier: int) -> bool:
         """Whether every rank's shard of ``key`` is in the bucket of ``tier`` as it should be."""
-        found = [self.buckets[tier].objects.get(name) for name in self.names(key)]
+        found = [self.buckets[tier].content.get(name) for name in self.names(key)]
         return all(item is not None and item[0] == image_of(key, rank) for rank, item in enumerate(found))
 
     def is_dirty(self, place: Location) -> bool:
@@ -203,7 +185,7 @@ class World:
             copy.buffer[half] = image_of(copy.key, rank)[half]
         elif self.kinds[source.tier] == "shared":
             if copy.moved == 1:
-                self._stores[source.tier].read_into(self.names(copy.key)[rank], 0, memoryview(copy.buffer))
+                self.buckets[source.tier].read_into(self.names(copy.key)[rank], 0, memoryview(copy.buffer))
         else:
             start = source.offset
             copy.buffer[half] = self.slabs[rank][source.tier][start + half.start : start + half.stop]
@@ -255,7 +237,7 @@ class World:
         assert copy.target is not None
         tier, name = copy.target.tier, self.names(copy.key)[rank]
         try:
-            self._stores[tier].write(name, memoryview(copy.buffer))
+            self.buckets[tier].write(name, memoryview(copy.buffer))
         except StoreError:
             return Outcome.FAILED
         self.meddled.discard((tier, name))
@@ -291,17 +273,17 @@ class World:
     def others_put(self, key: Key, tier: int) -> None:
         """Another server stores a chunk."""
         for rank, name in enumerate(self.names(key)):
-            self.buckets[tier].objects[name] = image_of(key, rank), self.wall()
+            self.buckets[tier].content[name] = image_of(key, rank), self.wall()
             self.meddled.discard((tier, name))
 
     def others_delete(self, key: Key, tier: int, rank: int) -> None:
         """Somebody deletes a shard."""
         self.meddle(key, tier, rank)
-        self.buckets[tier].objects.pop(self.names(key)[rank], None)
+        self.buckets[tier].content.pop(self.names(key)[rank], None)
 
     def others_spoil(self, key: Key, tier: int, rank: int, *, cut: bool) -> None:
         """A shard is cut short, or its bytes change where they are."""
-        name, objects = self.names(key)[rank], self.buckets[tier].objects
+        name, objects = self.names(key)[rank], self.buckets[tier].content
         if name in objects:
             self.meddle(key, tier, rank)
             content, modified_s = objects[name]

@@ -25,7 +25,7 @@ from nixl_offload.tiers.slab.file import SlabLink
 from nixl_offload.types import Outcome
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
 from tests.unit.device_lab import open_lab
-from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, Rig, open_rigs
+from tests.unit.engine_rig import NAMESPACE, Rig, open_rigs
 from tests.unit.kv_shapes import Way, assert_round_trip
 from tests.unit.link_rig import ObjectFiles, objects, shards, tree
 from tests.unit.rank_rig import TestedRank
@@ -132,36 +132,6 @@ def chain(tmp_path: Path) -> Iterator[ChainRig]:
 
 def stored_objects(tmp_path: Path) -> list[bytes]:
     return [path.read_bytes() for path in sorted((tmp_path / "bucket").iterdir())]
-
-
-def test_both_tiers_take_chunks_from_memory_at_once(chain: ChainRig, tmp_path: Path) -> None:
-    """The page is whole before either sends it: nothing that the slab gets is torn, and all that the bucket gets is
-    signed. Loads from memory go on meanwhile.
-    """
-    rig = chain
-    block_bytes = rig.layout.groups[0].block_bytes
-    ids = {number: list(range(4 * number, 4 * number + CHUNK_BLOCKS)) for number in range(8)}
-    wanted = {number: rig.blocks(ids[number]).copy() for number in ids}
-    job = 1
-    for turn in range(10):
-        chunks = [rig.chunk(number, MEMORY, ids[number]) for number in ids]
-        assert rig.store(job, chunks) == (OK,) * 8
-        moves = [rig.move(number, MEMORY, tier) for tier in (FILE, BUCKET) for number in ids]
-        rig.chain.submit_moves(turn + 1, moves)
-        for _ in range(5):
-            job += 1
-            assert rig.load(job, chunks) == (OK,) * 8
-        assert rig.settle(turn + 1).outcomes == (OK,) * 16
-        for tier in (FILE, BUCKET):
-            for rows in rig.kv:
-                rows[:] = 0
-            job += 1
-            assert rig.load(job, [rig.chunk(number, tier, ids[number]) for number in ids]) == (OK,) * 8
-            assert all(np.array_equal(rig.blocks(ids[number]), wanted[number]) for number in ids)
-        job += 1
-    images = stored_objects(tmp_path)
-    assert len(images) == 8
-    assert all(is_signed(image, block_bytes) for image in images)
 
 
 def test_what_a_slab_without_macs_holds_is_signed_on_its_way(chain: ChainRig, tmp_path: Path) -> None:

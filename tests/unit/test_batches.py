@@ -311,53 +311,6 @@ def test_a_refused_chunk_gives_its_slot_back_at_once(make: Make, tmp_path: Path)
     assert (outcomes[5], outcomes.count(FAILED)) == (FAILED, 2)
 
 
-def test_direct_loads_go_through_staging_until_the_last_late_one_has_ended(
-    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Also where those that end earlier part from it, which does not make it any younger."""
-    clock, mover = Clock(), FaultyMover(CopyMover())
-    rig = make("direct_blocks", mover, link=tree(tmp_path / "t"), clock=clock, load_timeout_s=1e9)
-    plan, in_flight = rig.engine.paths.link_memory.plans[0], rig.engine.in_flight
-    chunks = [rig.chunk(n, blocks_of(n)) for n in range(3)]
-    wanted = rig.bytes_of(range(12))
-    assert rig.store(1, chunks) == (OK,) * 3
-    rig.wipe()
-    assert plan.path == "direct"
-    mover.script = [Fault(number, FaultKind.LATE, op=Op.READ, amount=10**9) for number in range(4)]
-    rig.engine.submit_load(2, chunks)
-    until(lambda: mover.submitted.count(Op.READ) == 6)
-    [batch] = rig.engine._batches
-    first, second = batch.transfers[:2], batch.transfers[2:4]
-
-    def passes(seconds: float, condition: Callable[[], bool]) -> None:
-        """It is so once time has gone on little by little, and not before that much has passed."""
-        began_s = clock.now_s
-
-        def is_so() -> bool:
-            clock.now_s += seconds / 100
-            return condition()
-
-        until(is_so)
-        assert clock.now_s - began_s > seconds
-
-    passes(0.08, lambda: in_flight.chunks == 2)
-    passes(16.0, lambda: plan.path == plan.packed)
-    for transfer in first:
-        transfer.polls_left = 0
-    passes(20.0, lambda: in_flight.chunks == 1)
-    time.sleep(0.02)
-    assert plan.path == plan.packed
-    assert rig.load(3, chunks[2:]) == (OK,)
-    for transfer in second:
-        transfer.polls_left = 0
-    assert rig.collect(2).outcomes == (OK,) * 3
-    assert rig.bytes_of(range(12)) == wanted
-    assert plan.path == "direct"
-    assert [record.message[:23] for record in caplog.records] == ["A load into KV blocks h"], (
-        "not once more when parted"
-    )
-
-
 def test_nothing_is_gathered_again_once_the_blocks_are_released(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write fails, and so does undoing it: the store must not begin anew with blocks of a new owner."""
     rig = make()

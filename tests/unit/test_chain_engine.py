@@ -34,25 +34,6 @@ def blocks_of(number: int) -> range:
     return range(4 * number, 4 * number + 4)
 
 
-def test_a_job_is_dealt_out_by_location_and_put_together_again(make: Make) -> None:
-    """All three tiers take part, interleaved; shares add up to the whole."""
-    rig = make()
-    tiers = [FILE, MEMORY, BUCKET, FILE, MEMORY]
-    chunks = [rig.chunk(number, tier, blocks_of(number)) for number, tier in enumerate(tiers)]
-    wanted = rig.blocks(range(20))
-    assert rig.store(1, chunks) == (OK,) * 5
-    rig.wipe()
-    assert rig.load(2, chunks) == (OK,) * 5
-    chunk_bytes = 4 * rig.layout.groups[0].block_bytes
-    for result in rig.results.values():
-        assert result.bytes_moved == 5 * chunk_bytes
-        parts = [(share.tier, share.bytes_moved) for share in result.shares]
-        assert parts == [(MEMORY, 2 * chunk_bytes), (FILE, 2 * chunk_bytes), (BUCKET, chunk_bytes)]
-        assert 0 < max(share.seconds for share in result.shares) <= result.seconds
-    assert np.array_equal(rig.blocks(range(20)), wanted)
-    assert rig.chain.idle()
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_stored_once_is_served_by_every_tier_and_its_image_unchanged(make: Make, shape: str) -> None:
     """KV to memory, by write-through to the file, by relay to the bucket and back, by prefetch to memory, by promotion
@@ -279,14 +260,3 @@ def test_files_and_objects_of_their_own(tmp_path: Path, kind: str) -> None:
     finally:
         rig.close()
         host.close()
-
-
-def test_an_engine_without_host_memory_says_so(tmp_path: Path) -> None:
-    rig = Rig.make(tmp_path)
-    try:
-        chunk = replace(rig.chunk(0, [1, 2, 3, 4]), host_offset=0)
-        assert rig.load(1, [chunk]) == (FAILED,)
-        assert rig.engine.promotions == {1: (FAILED,)}
-        assert rig.store(2, [chunk]) == (FAILED,)
-    finally:
-        rig.close()

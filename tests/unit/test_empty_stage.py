@@ -20,7 +20,6 @@ from nixl_offload.vllm.chunks import RankChunks
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
 from tests.unit.device_rig import ThreadedStreams, emulated
 from tests.unit.engine_rig import Rig, Shape, whole
-from tests.unit.rank_rig import TestedRank
 
 OK, FAILED = Outcome.OK, Outcome.FAILED
 STAGE: Final = Shape(((4096, 4096),) * 2, (whole((0, 4096), (1, 4096)), whole()))
@@ -97,25 +96,6 @@ def test_promotions_and_moves_of_both_groups_end_well_and_touch_one(rig: ChainRi
     for source, target in ((MEMORY, BUCKET), (BUCKET, MEMORY), (FILE, BUCKET)):
         assert stage.move(source, target, 8) == (OK,) * 4
     assert (rig.stored(BUCKET, 8) == rig.host_bytes(8)).all()
-
-
-def test_a_tier_that_is_not_there_is_missed_where_this_rank_has_something_to_store(tmp_path: Path) -> None:
-    rig = ChainRig.make(tmp_path, shape=STAGE, present=(False, False))
-    stage = Stage(rig)
-    assert stage.job(StoreTicket(1, stage.keys(0), stage.places(FILE, 0))).outcomes == (FAILED, OK, FAILED, OK)
-    rig.close()
-
-
-def test_a_rank_without_any_layer_needs_no_engine() -> None:
-    chain = TestedRank(0)
-    chain.submit_store(1, [], 2)
-    chain.submit_load(2, [], 2, promotion_ticket=5, promoted=[0, 1])
-    chain.submit_moves(6, [], 1)
-    assert [(result.job_id, result.outcomes) for result in chain.finished()] == [(1, (OK, OK)), (2, (OK, OK))]
-    assert sorted((result.job_id, result.outcomes) for result in chain.settled()) == [(5, (OK, OK)), (6, (OK,))]
-    assert (chain.statuses(), chain.take_work(), chain.has_jobs) == ((), None, False)
-    chain.wait([1, 2])
-    chain.close()
 
 
 @pytest.mark.parametrize("staging", ["host", "device"])

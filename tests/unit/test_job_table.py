@@ -10,14 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine import jobs, pump
-from nixl_offload.engine.jobs import EXPIRE_EVERY_S, MOVE_QUEUE_LIMIT_S, JobTable, TierQueue
+from nixl_offload.engine.jobs import JobTable, TierQueue
 from nixl_offload.engine.records import (
     LANES,
     Act,
@@ -33,7 +32,6 @@ from nixl_offload.engine.records import (
 from nixl_offload.engine.staging import Slot
 from nixl_offload.engine.streams import READY
 from nixl_offload.types import Key, Location, Outcome
-from tests.unit.engine_rig import until
 from tests.unit.rank_rig import TestedRank, causes_of
 
 OK, FAILED, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.DROPPED
@@ -153,55 +151,6 @@ def test_what_is_stored_beyond_the_limit_is_dropped_and_loads_are_not(rank: Rank
     assert len(rank.file.take()) == 6, "there is room again"
 
 
-def test_chunks_that_are_alike_are_taken_together_as_many_as_there_is_room_for(rank: Rank) -> None:
-    """Of one job, group and kind; a batch has one layout, and headers that name one group."""
-    rank.submit_load(1, [chunk(n, group=group) for n, group in enumerate([1, 0, 1, 0, 1])])
-    rank.submit_load(2, [chunk(5, group=1), chunk(6, group=1, host=3)], promotion_ticket=2)
-    assert rank.file.take(Lane.LOAD, room=0) == []
-    taken = [numbers(rank.file.take(Lane.LOAD, room)) for room in (16, 2, 16, 16, 16, 16)]
-    assert taken == [[1, 3], [0, 2], [4], [5], [6], []]
-    assert rank.file.queue.waiting() == (0, 0, 0)
-
-
-def test_what_is_waited_for_goes_first_by_group_and_once(rank: Rank) -> None:
-    rank.submit_load(1, [chunk(n, group=group) for n, group in enumerate([1, 0, 1, 0])])
-    rank.submit_store(2, [chunk(9)])
-    assert numbers(rank.file.take(Lane.LOAD, room=1)) == [1]
-    waiter = threading.Thread(target=rank.wait, args=([1, 2, 7], 3600.0))
-    waiter.start()
-    try:
-        until(lambda: len(list(rank.file.queue.busy_lanes())) == 4)
-        lanes = [Lane.EXPEDITED_LOAD, Lane.EXPEDITED_LOAD, Lane.URGENT_STORE, Lane.LOAD, Lane.STORE]
-        assert [numbers(rank.file.take(lane)) for lane in lanes] == [[3], [0, 2], [9], [], []]
-    finally:
-        rank.file.queue.give_up("the test is over")
-        waiter.join()
-    rank.wait([7], 3600.0)
-
-
-def test_loads_are_refused_as_long_as_there_is_a_reason(rank: Rank) -> None:
-    rank.submit_load(1, [chunk(n) for n in range(3)])
-    reasons = iter(["the drive is gone", "the drive is gone", 16])
-    (last,) = rank.file.take(Lane.LOAD, lambda _: next(reasons))
-    end(last, OK)
-    told = rank.told()
-    assert (told.outcomes, told.errors) == ((FAILED, FAILED, OK), ("the drive is gone",))
-    assert causes_of(told) == ((FAILED, "disabled", 2),)
-
-
-def test_loads_are_submitted_with_their_fence_and_their_haste(rank: Rank) -> None:
-    class Passed:
-        def done(self) -> bool:
-            return True
-
-    fence = Passed()
-    rank.submit_load(1, [chunk(1), chunk(2, BUCKET)], expedited=True, fence=fence)
-    rank.submit_load(2, [chunk(3)])
-    (first,), (second,) = rank.file.take(Lane.EXPEDITED_LOAD), rank.bucket.take(Lane.EXPEDITED_LOAD)
-    assert first.job.fence is second.job.fence is fence
-    assert numbers(rank.file.take(Lane.LOAD)) == [3]
-
-
 # -- how chunks, jobs and tickets end --------------------------------------------------------------------------------
 
 
@@ -280,58 +229,6 @@ def test_what_was_moved_is_counted_by_tier_and_once(rank: Rank) -> None:
     assert set(both.failures.values()) == {2}
 
 
-def test_a_chunk_goes_on_unless_it_was_given_up(rank: Rank) -> None:
-    rank.submit_store(1, [chunk(n) for n in range(3)])
-    one, two, three = rank.file.take()
-    assert rank.advance([one, two, three], ChunkState.BORROWED) == [True] * 3
-    assert rank.advance([one], ChunkState.BORROWED) == [True], "it stays there"
-    end(one, FAILED, "first", "io")
-    rank.complete([one])
-    assert rank.advance([one, two], ChunkState.TRANSFER) == [False, True]
-    with pytest.raises(RuntimeError, match="chunk of job 1 cannot go from TRANSFER to CLAIMED"):
-        rank.advance([two], ChunkState.CLAIMED)
-    end(two, OK)
-    end(three, OK)
-    told = rank.told()
-    assert (told.outcomes, told.errors) == ((FAILED, OK, OK), ("first",)), "the first word counts"
-
-
-def test_loads_that_take_too_long_fail_unless_their_blocks_are_being_written(rank: Rank) -> None:
-    rank.submit_load(1, [chunk(n) for n in range(3)])
-    (moving,), (writing,) = rank.file.take(Lane.LOAD, 1), rank.file.take(Lane.LOAD, 1)
-    rank.advance([writing], ChunkState.SCATTER)
-    rank.submit_store(2, [chunk(9)])
-    rank.now_s += LOAD_TIMEOUT_S - 0.5
-    rank.submit_load(3, [chunk(8)])
-    assert rank.finished() == []
-    rank.now_s += 1.0
-    assert rank.finished() == []
-    assert (moving.outcome, writing.outcome) == (FAILED, None)
-    assert rank.advance([moving], ChunkState.SCATTER) == [False]
-    end(writing, OK)
-    told = rank.told()
-    assert (told.job_id, told.outcomes, told.seconds) == (1, (FAILED, OK, FAILED), LOAD_TIMEOUT_S + 0.5)
-    assert causes_of(told) == ((FAILED, "timeout", 2),)
-    assert numbers(rank.file.take(Lane.LOAD)) == [8]
-    rank.now_s += EXPIRE_EVERY_S / 2
-    rank.submit_load(4, [chunk(1)])
-    rank._jobs[4].submitted_s = 0.0
-    assert rank.finished() == [], "looked at a moment ago"
-
-
-def test_slots_are_told_of_when_nothing_touches_them_any_more(rank: Rank) -> None:
-    """The job is told before, where its blocks are served."""
-    rank.submit_load(1, [chunk(1, host=1), chunk(2, host=2)], promotion_ticket=1)
-    one, two = rank.file.take()
-    end(one, OK)
-    rank.now_s += LOAD_TIMEOUT_S
-    assert (rank.told().outcomes, rank.tickets(), rank.has_jobs) == ((OK, FAILED), {}, True)
-    end(two, OK, slot=TAINTED)
-    end(one, FAILED)
-    assert rank.finished() == [], "that was told before"
-    assert (rank.tickets(), rank.has_jobs) == ({1: (OK, TAINTED)}, False)
-
-
 @pytest.mark.parametrize("is_fetch", [False, True])
 @pytest.mark.parametrize(
     ("outcome", "is_given_up", "is_kept", "tainted", "has_host", "slot"),
@@ -370,19 +267,6 @@ def test_what_is_told_of_host_slots(
     taken.end(outcome, "words", "cause")
     rank.complete([taken], tainted=tainted)
     assert rank.tickets() == {1: (slot,)}
-
-
-def test_background_work_that_nothing_has_come_of_is_dropped(rank: Rank) -> None:
-    rank.submit_moves(1, [move(1, MEMORY, FILE), move(2, MEMORY, FILE)])
-    rank.submit_moves(2, [move(3, FILE, MEMORY)])
-    assert numbers(rank.file.take(Lane.BACKGROUND, 1)) == [1]
-    rank.now_s += MOVE_QUEUE_LIMIT_S
-    rank.submit_moves(3, [move(4, MEMORY, FILE)])
-    assert rank.tickets() == {1: (DROPPED, DROPPED), 2: (DROPPED,)}
-    work = rank.take_work()
-    assert work is not None
-    assert work.failures[Failure("write_through", FILE, "dropped", "no_time")] == 2
-    assert numbers(rank.file.take()) == [4]
 
 
 # -- waiting ---------------------------------------------------------------------------------------------------------
@@ -426,7 +310,7 @@ def test_blocks_that_are_needed_back_are_given_back(rank: Rank, monkeypatch: pyt
     rank.wait([2], 0.0)
     told = rank.told()
     assert (told.outcomes, causes_of(told)) == ((FAILED, FAILED), ((FAILED, "no_answer", 2),))
-    assert list(rank.file.queue.busy_lanes()) == []
+    assert not any(rank.file.queue.lanes.values())
     rank.submit_store(3, [chunk(1)])
     rank.file.take()
     rank.wait([3], 0.0)
@@ -441,19 +325,6 @@ def test_wait_drops_what_has_not_begun_in_the_tiers_of_its_jobs_and_nothing_else
     rank.wait([1, 3, 77], 5.0)
     assert rank.ended() == {1: (DROPPED, DROPPED), 3: (DROPPED,)}
     assert numbers(rank.file.run()) == [3]
-
-
-def test_wait_has_one_limit_for_all_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "WAIT_LIMIT_S", 0.3)
-    rank = Rank(runs=True)
-    for number, limit_s, least_s in ((1, None, 0.3), (2, 0.15, 0.15)):
-        rank.submit_load(number, [chunk(1, FILE), chunk(2, BUCKET)])
-        rank.file.take()
-        rank.bucket.take()
-        began_s = time.monotonic()
-        rank.wait([number], limit_s)
-        assert least_s <= time.monotonic() - began_s < least_s + 4.0
-        assert rank.told().outcomes == (FAILED, FAILED)
 
 
 # -- moves between two farther tiers ---------------------------------------------------------------------------------
@@ -534,64 +405,6 @@ def test_a_relay_slot_that_may_still_be_touched_is_never_used_again(rank: Rank, 
     assert rank.tickets() == {2: (DROPPED, DROPPED), 3: (DROPPED, OK)}, "there is none left"
 
 
-def test_relays_that_wait_for_too_long_are_dropped_and_what_has_begun_goes_on(rank: Rank) -> None:
-    """Although tiers say nothing. Each half of its way has its own time."""
-    rank.submit_moves(1, [move(number, FILE, BUCKET) for number in range(2)])
-    rank.submit_moves(2, [move(2, FILE, BUCKET)])
-    first, second = rank.file.take()
-    rank.now_s += MOVE_QUEUE_LIMIT_S - 1.0
-    end(first, OK)
-    rank.now_s += 2.0
-    assert rank.tickets() == {2: (DROPPED,)}
-    assert numbers(rank.bucket.run()) == [0], "it has just begun to wait there"
-    end(second, OK)
-    rank.now_s += MOVE_QUEUE_LIMIT_S
-    assert rank.tickets() == {1: (OK, DROPPED)}
-    assert rank.bucket.take() == []
-
-
-# -- tiers that come and go ------------------------------------------------------------------------------------------
-
-
-def test_a_tier_serves_from_when_it_joins_until_it_parts(rank: Rank) -> None:
-    engine: Any = Engine(rank, GONE)
-    assert rank.open_tiers == {MEMORY, FILE, BUCKET}
-    assert rank.statuses()[GONE] == TierStatus(trouble="unavailable")
-    rank.join(GONE, engine)
-    rank.submit_store(1, [chunk(1, GONE)])
-    assert [status.waiting.store_bytes for status in rank.statuses()] == [0, 0, 0, BLOCK]
-    assert rank.statuses()[GONE].access == TierAccess("copy", ("host",))
-    engine.run()
-    assert rank.told().outcomes == (OK,)
-    rank.submit_moves(2, [move(1, MEMORY, GONE)])
-    engine.run()
-    assert rank.tickets() == {2: (OK,)}
-    assert rank.part() == {MEMORY: rank.memory, FILE: rank.file, BUCKET: rank.bucket, GONE: engine}
-    assert rank.open_tiers == frozenset()
-    assert not any(each.closed_within for each in rank.engines), "they are the caller's"
-    rank.submit_store(3, [chunk(1, FILE)])
-    assert rank.told().outcomes == (FAILED,)
-    rank.join(FILE, rank.file)  # type: ignore[arg-type]
-    assert rank.open_tiers == {FILE}
-
-
-def test_the_end_of_a_pump_ends_everything_of_its_tier(rank: Rank) -> None:
-    """What waits is dropped where nobody needs it; what may still be touched is never used again."""
-    rank.submit_store(1, [chunk(1), chunk(2)])
-    rank.submit_load(2, [chunk(1, host=1), chunk(2, host=2)], promotion_ticket=2)
-    rank.submit_moves(3, [move(1, MEMORY, FILE), move(2, MEMORY, FILE)])
-    for lane in (Lane.STORE, Lane.LOAD, Lane.BACKGROUND):
-        assert len(rank.file.take(lane, 1)) == 1
-    rank.file.queue.give_up("the disk is gone")
-    assert rank.ended() == {1: (FAILED, DROPPED), 2: (FAILED, FAILED)}
-    assert rank.tickets() == {2: (TAINTED, FAILED), 3: (TAINTED, DROPPED)}
-    rank.submit_store(4, [chunk(1), chunk(2)])
-    told = rank.told()
-    assert (told.outcomes, told.errors) == ((FAILED, FAILED), ("the disk is gone",))
-    assert causes_of(told) == ((FAILED, "closed", 2),)
-    assert (rank.has_jobs, rank.file.queue.waiting()) == (False, (0, 0, 0))
-
-
 # -- the end ---------------------------------------------------------------------------------------------------------
 
 
@@ -602,42 +415,6 @@ def running() -> Iterator[Rank]:
     for engine in rank.engines:
         if engine.hangs is not None:
             engine.hangs.set()
-
-
-def test_close_ends_every_tier_within_the_deadline_and_once(running: Rank) -> None:
-    """Nothing has touched the targets of relays that have not begun, which are free at once."""
-    running.submit_store(1, [chunk(1, FILE), chunk(2, BUCKET)])
-    running.file.take()
-    running.submit_moves(2, [move(number, FILE, BUCKET) for number in range(9)])
-    for _ in range(2):
-        running.close(0.1)
-    assert [len(engine.closed_within) for engine in running.engines] == [1, 1, 1]
-    assert all(0.0 <= engine.closed_within[0] <= 0.1 for engine in running.engines)
-    assert running.told().outcomes == (FAILED, DROPPED)
-    assert running.tickets() == {2: (DROPPED,) * 9}
-    assert not running.has_jobs
-
-
-def test_close_sees_relays_through_as_far_as_the_deadline_allows(running: Rank) -> None:
-    running.submit_moves(1, [move(number, FILE, BUCKET) for number in range(4)])
-    over = threading.Event()
-
-    def serve() -> None:
-        while not over.wait(0.001):
-            running.file.run()
-            running.bucket.run()
-
-    server = threading.Thread(target=serve)
-    server.start()
-    try:
-        began_s = time.monotonic()
-        running.close(8.0)
-        assert time.monotonic() - began_s < 4.0, "it waits for them, not for the deadline"
-    finally:
-        over.set()
-        server.join()
-    assert running.tickets() == {1: (OK,) * 4}
-    assert all(4.0 < engine.closed_within[0] < 8.0 for engine in running.engines), "what is left of the deadline"
 
 
 def test_a_chunk_that_was_fetched_last_is_stored_no_more(running: Rank) -> None:

@@ -8,7 +8,6 @@ import errno
 import fcntl
 import mmap
 import os
-import stat
 import subprocess
 import sys
 import threading
@@ -26,7 +25,7 @@ from nixl_offload.movers.base import Op
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.shared import links as object_links
 from nixl_offload.tiers.shared.links import TreeLink
-from nixl_offload.tiers.shared.naming import parse_shard_name, shard_name
+from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Key, Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.hostile import HostileFilesystem
@@ -41,25 +40,6 @@ make = pytest.fixture(engines)
 
 
 # -- a shared directory ---------------------------------------------------------------------------------------------
-
-
-def test_names_modes_and_what_is_left_when_the_umask_is_open(make: Make, tmp_path: Path) -> None:
-    """Named by key and rank under the namespace; 0700 and 0600 whatever the umask."""
-    root = tmp_path / "shared"
-    umask = os.umask(0)
-    try:
-        rig = make("per_layer", link=tree(root, rank=3))
-        assert rig.store(0, [rig.chunk(5, [1, 2, 3, 4])]) == (OK,)
-    finally:
-        os.umask(umask)
-    (path,) = shards(root)
-    name = path.relative_to(root).as_posix()
-    assert name == shard_name(NAMESPACE_NAME, rig.key(5), 3)
-    parsed = parse_shard_name(name)
-    assert parsed is not None
-    assert parsed.key == rig.key(5)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert {stat.S_IMODE(part.stat().st_mode) for part in (path.parent, path.parent.parent)} == {0o700}
 
 
 def test_a_file_in_use_stays_young(make: Make, tmp_path: Path) -> None:
@@ -99,8 +79,8 @@ def test_a_filesystem_without_direct_io_is_used_buffered(
     """One warning, and everything works."""
     rig = make("mla", link=tree(tmp_path / "shared", filesystem=_NoDirectIO(at_open=at_open)))
     wanted = rig.bytes_of([1, 2, 3, 4])
-    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4]), rig.chunk(1, [5, 6, 7, 8])]) == (OK, OK)
-    assert rig.load(1, [rig.chunk(0, [9, 10, 11, 12])]) == (OK,)
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == rig.store(1, [rig.chunk(1, [5, 6, 7, 8])]) == (OK,)
+    assert rig.load(2, [rig.chunk(0, [9, 10, 11, 12])]) == (OK,)
     assert rig.bytes_of([9, 10, 11, 12]) == wanted
     assert sum("cannot do direct I/O" in record.getMessage() for record in caplog.records) == 1
 

@@ -12,8 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from types import SimpleNamespace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ import pytest
 
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.engine import WorkKind
+from nixl_offload.engine import paths
 from nixl_offload.engine.pump import LEAKED
 from nixl_offload.errors import FormatError
 from nixl_offload.types import Outcome
@@ -145,43 +144,6 @@ def test_always_takes_no_chunk_without_checksums(make: Make) -> None:
     assert strict.collect(1).errors == ("corrupt: checksum",)
 
 
-def test_a_header_names_its_group_s_shard(make: Make) -> None:
-    shards = [SimpleNamespace(digest=bytes([group]) * 32) for group in (1, 2)]
-    rig = make("two_groups", shards=shards)
-    for group, shard in enumerate(shards):
-        assert rig.store(group, [rig.chunk(group, [1, 2, 3, 4], group=group)]) == (OK,)
-        block_bytes = rig.layout.groups[group].block_bytes
-        expected = Expected(shard.digest, rig.key(group, group), group, CHUNK_BLOCKS, block_bytes)
-        check_header(rig.memory(group)[:HEADER_BYTES], expected, may_lack_checksums=True)
-
-
-def test_relay_slots_are_no_place_of_the_tier(make: Make) -> None:
-    """They lie in the same slab, behind it, and belong to moves between farther tiers."""
-    rig = make("per_layer", slots=3, relay_slots=2)
-    chunk = rig.chunk(0, [1, 2, 3, 4], slot=3)
-    assert chunk.location.offset == rig.host.relay_offsets[0]
-    assert rig.store(0, [chunk]) == (FAILED,)
-    assert not rig.memory(3).any()
-    assert rig.store(1, [rig.chunk(0, [1, 2, 3, 4], slot=2)]) == (OK,), "the last slot of the tier"
-
-
-def test_moves_and_landings_are_not_made_here(make: Make) -> None:
-    """They are told of nonetheless, so that whoever asked does not wait for ever."""
-    rig = make("per_layer")
-    chunk = replace(rig.chunk(0, [1, 2, 3, 4]), host_offset=0)
-    assert rig.load(0, [chunk, rig.chunk(1, [1, 2, 3, 4])]) == (FAILED, CORRUPT)
-    rig.engine.submit_background(1, [chunk], WorkKind.WRITE_THROUGH)
-    assert rig.collect(1).outcomes == (FAILED,)
-    rig.engine.submit_background(2, [chunk], WorkKind.FETCH)
-    assert rig.collect(2).outcomes == (FAILED,)
-    assert rig.engine.promotions == {0: (FAILED,)}
-    assert rig.store(3, [chunk]) == (FAILED,)
-    rig.engine.submit_background(4, [replace(chunk, host_offset=None)], WorkKind.WRITE_THROUGH)
-    assert rig.collect(4).outcomes == (FAILED,)
-    assert rig.collect(0).errors[0] == "the memory tier copies between its own slots and KV blocks only"
-    assert rig.engine.idle()
-
-
 # -- wait, order, pressure ------------------------------------------------------------------------------------------
 
 
@@ -214,6 +176,37 @@ def test_a_store_that_wait_gave_up_keeps_its_slot_until_the_copy_is_over(make: M
     assert rig.collect(0).errors == ("its blocks were given away meanwhile",)
     assert causes_of(rig.collect(0)) == ((FAILED, "needed_back", 1),)
     assert rig.load(1, [rig.chunk(0, [5, 6, 7, 8])]) == (CORRUPT,)
+
+
+def test_a_load_overtakes_stores_that_have_not_begun_and_others_get_the_interpreter(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the host a batch is over with its first step. The pump lets go of the interpreter before the next one."""
+    rig, order = make("per_layer", slots=40), list[str]()
+    assert rig.store(0, [rig.chunk(9, [1, 2, 3, 4])]) == (OK,)
+    gather_many, scatter_many = rig.engine.paths.packer.gather_many, rig.engine.paths.packer.scatter_many
+
+    def gather(*arguments: Any) -> Any:
+        order.append("store")
+        if order.count("store") == 1:
+            rig.engine.submit_load(2, [rig.chunk(9, [5, 6, 7, 8])])
+        return gather_many(*arguments)
+
+    def scatter(*arguments: Any) -> Any:
+        order.append("load")
+        return scatter_many(*arguments)
+
+    monkeypatch.setattr(rig.engine.paths.packer, "gather_many", gather)
+    monkeypatch.setattr(rig.engine.paths.packer, "scatter_many", scatter)
+    monkeypatch.setattr(paths, "HOLD_S", 0.0)
+    monkeypatch.setattr(rig.engine.paths.stretch, "_let_go", lambda: order.append("let go"))
+    rig.engine.submit_store(1, [rig.chunk(n % 8, [1, 2, 3, 4]) for n in range(40)])
+    assert rig.collect(1).outcomes == (OK,) * 40
+    assert rig.collect(2).outcomes == (OK,)
+    steps = [what for what in order if what != "let go"]
+    assert steps == ["store", "load", "store", "store"]
+    for step, following in pairwise([at for at, what in enumerate(order) if what != "let go"]):
+        assert "let go" in order[step:following]
 
 
 # -- failures of the copier itself ----------------------------------------------------------------------------------

@@ -13,14 +13,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
+from nixl_offload.catalog import MoveTicket
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.chunk.shards import LayerCut, ShardPlan, make_plan
+from nixl_offload.chunk.shards import make_plan
 from nixl_offload.engine.records import Act
 from nixl_offload.tiers.shared.naming import shard_name
-from nixl_offload.types import Key, Location, Outcome
-from nixl_offload.vllm.chunks import RankChunks
+from nixl_offload.types import Key, Outcome
 from tests.unit.fleet_rig import CHUNK_BLOCKS, MEMORY, SLAB, TREE, EngineRig, RankRig, key, ok, shards
 from tests.unit.link_rig import NAMESPACE_NAME
 
@@ -52,35 +50,6 @@ def stored(engine: EngineRig, tier: int = TREE) -> EngineRig:
     assert ok([rank.store(CHUNKS, tier) for rank in engine.ranks])
     engine.wipe()
     return engine
-
-
-@pytest.mark.parametrize("tier", [MEMORY, SLAB])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_a_slot_holds_the_shards_of_a_rank(make: Make, tier: int, tp: int) -> None:
-    engine = stored(make(tp), tier)
-    for rank in engine.ranks:
-        rank.chunks.take_places(tier, None)
-    assert ok([rank.load(CHUNKS, tier) for rank in engine.ranks])
-    assert engine.holds(CHUNKS)
-
-
-@pytest.mark.parametrize("source", [MEMORY, SLAB])
-def test_what_goes_on_to_the_directory_is_read_by_another_size(make: Make, source: int) -> None:
-    """By write-through from memory, and by relay from a slab."""
-    first = stored(make(2), source)
-    assert ok([rank.move(CHUNKS, source, TREE) for rank in first.ranks])
-    second = make(4)
-    second.wipe()
-    assert ok([rank.load(CHUNKS, TREE, promote=True) for rank in second.ranks])
-    assert second.holds(CHUNKS)
-    second.wipe()
-    assert ok([rank.load(CHUNKS, MEMORY) for rank in second.ranks]), "what was promoted is whole"
-    assert second.holds(CHUNKS)
-    third = make(1)
-    third.wipe()
-    assert ok([rank.move(CHUNKS, TREE, MEMORY) for rank in third.ranks]), "a prefetch"
-    assert ok([rank.load(CHUNKS, MEMORY) for rank in third.ranks])
-    assert third.holds(CHUNKS)
 
 
 @pytest.mark.parametrize("source", [None, MEMORY, SLAB])
@@ -150,20 +119,6 @@ def test_shards_of_other_sizes_lie_in_a_slot_one_after_the_other(make: Make, tie
     assert len({rank.layout.slot_bytes(at) for rank in engine.ranks for at in range(4)}) == 2
     assert ok([rank.load(CHUNKS, tier) for rank in engine.ranks])
     assert engine.holds(CHUNKS)
-
-
-def test_a_rank_without_shards_has_no_part_in_anything(make: Make) -> None:
-    """As a stage without layers: in stores, loads with what they promote, and moves."""
-    engine = make(2)
-    (group,) = engine.plan.groups
-    plan = ShardPlan((group,), LayerCut((0,), (range(1), range(1, 1))))
-    layout = KVLayout(engine.ranks[0].layout.tensors, (), CHUNK_BLOCKS)
-    chunks = RankChunks(layout, [0], memory=MEMORY, rank=3, plan=plan, shared=[TREE])
-    keys, places = tuple(map(key, CHUNKS)), (Location(TREE, 0, 4096),) * len(CHUNKS)
-    blocks = engine.ranks[0].blocks(CHUNKS)
-    assert chunks.of_job(StoreTicket(1, keys, places), blocks) == []
-    assert chunks.of_job(LoadTicket(2, keys, places, 3, places), blocks) == []
-    assert chunks.of_moves(MoveTicket(4, keys, (Location(MEMORY, 0, 4096),) * len(CHUNKS), places)) == []
 
 
 def test_a_move_of_a_group_that_there_is_not_fails_alone(make: Make) -> None:

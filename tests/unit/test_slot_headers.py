@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.header import (
     CHECKSUMS_AT,
     MAX_BLOCKS_PER_CHUNK,
@@ -37,28 +36,6 @@ def together(*works: Callable[[], None]) -> None:
     with ThreadPoolExecutor(len(works)) as threads:
         for done in [threads.submit(work) for work in works]:
             done.result(60)
-
-
-def test_a_page_gets_what_it_lacks() -> None:
-    """Checksums; and a MAC by the key of today where there are tiers that want one, though it has checksums."""
-    pages, expect = lacking(1)
-    page, keys = pages[0], ChunkKeys([bytes(range(32))])
-    plain, signing, rotated = SlotHeaders(), SlotHeaders(keys), SlotHeaders(ChunkKeys([bytes(range(1, 33))]))
-    assert plain.lacks_something(page)
-    plain.complete(page, ROWS)
-    assert not plain.lacks_something(page)
-    assert signing.lacks_something(page)
-    signing.complete(page, ROWS)
-    assert not signing.lacks_something(page)
-    assert rotated.lacks_something(page)
-    before = page.copy()
-    signing.complete(page, ROWS)
-    page.flags.writeable = False
-    plain.complete(page, ROWS)  # which would raise
-    page.flags.writeable = True
-    assert (page == before).all()
-    keys.verify(page, ROWS)
-    assert not check_headers([page], expect).errors
 
 
 class HalfWritten(np.ndarray[tuple[int], np.dtype[np.uint8]]):
