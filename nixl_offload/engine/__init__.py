@@ -1,5 +1,5 @@
 """The worker's half: ``RankEngine`` puts jobs of chunks into one table; a pump per tier takes its own from there and
-moves them batch by batch. Completions tell how each ended: ``finished`` of jobs, ``settled`` of tickets.
+moves them batch by batch. Completions tell how each ended: ``finished`` of jobs, ``finished_tickets`` of tickets.
 """
 
 from __future__ import annotations

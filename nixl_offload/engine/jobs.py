@@ -38,6 +38,7 @@ FENCE_POLL_S = 0.0005
 """Between two looks at a step that stores wait for. CUDA has no call that waits with a limit."""
 MOVE_QUEUE_LIMIT_S = 30.0
 """Background work that has not begun by then is DROPPED: it keeps a host slot from being used for something better."""
+RELAY_POLL_S = 0.001
 STORE_GRACE_S = 0.005
 """How long, once their step has ended, stores are given to find a slot: time for the pump to wake up and to begin. A
 store that finds none waits for storage, and a step must not."""
@@ -72,9 +73,9 @@ class JobTable:
         self._jobs: dict[int, Job] = {}
         """Of vLLM: those that have not ended."""
         self._slot_tickets: dict[int, Job] = {}
-        """By ticket: those that are not settled. Their job may have ended long ago."""
+        """By ticket: those that have not ended. Their job may have ended long ago."""
         self._finished: list[Completion] = []
-        self._settled: list[Completion] = []
+        self._finished_tickets: list[Completion] = []
         self._work = Work()
         self._expire_s = clock()
         self._relay_offsets = list(relay_offsets)
@@ -108,10 +109,10 @@ class JobTable:
             job.unfinished = len(job.chunks)
             for chunk in job.chunks:
                 chunk.queued_s = job.submitted_s
-                job.unsettled += chunk.kind.has_ticket
+                job.unreported += chunk.kind.has_ticket
             if not job.unfinished:
                 self._report_job(job)
-            if job.ticket and not job.unsettled:
+            if job.ticket and not job.unreported:
                 self._report_ticket(job)
             if job.refused is not None:
                 for chunk in job.chunks:
@@ -130,14 +131,14 @@ class JobTable:
             finished, self._finished = self._finished, []
             return finished
 
-    def settled(self) -> list[Completion]:
+    def finished_tickets(self) -> list[Completion]:
         """As ``finished``, of the tickets of promotions and moves. The ticket of a store or load ends with its job."""
         self.expire()
-        if not self._settled:
+        if not self._finished_tickets:
             return []
         with self._lock:
-            settled, self._settled = self._settled, []
-            return settled
+            finished, self._finished_tickets = self._finished_tickets, []
+            return finished
 
     def take_work(self) -> Work | None:
         """Return what tiers have done of jobs since the last call, added up; None: nothing."""
@@ -147,13 +148,8 @@ class JobTable:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether ``finished`` or ``settled`` may have something to report, now or later."""
-        return bool(self._jobs or self._slot_tickets or self._finished or self._settled or self._relaying)
-
-    @property
-    def is_relaying(self) -> bool:
-        """Whether a chunk is on its way between two farther tiers."""
-        return bool(self._relaying)
+        """Whether ``finished`` or ``finished_tickets`` may have something to report, now or later."""
+        return bool(self._jobs or self._slot_tickets or self._finished or self._finished_tickets or self._relaying)
 
     def wait(self, job_ids: Collection[int], limit_s: float | None = None) -> None:
         """Block until no store among the jobs needs its KV blocks any more and all loads are finished.
@@ -190,8 +186,13 @@ class JobTable:
             self._sweep()
             self._progress.wait_for(lambda: not any(map(_needs_blocks, jobs)))
 
-    def drop_waiting_relays(self) -> None:
-        """Give up the moves that wait for a relay slot."""
+    def end_relays(self, end_s: float) -> None:
+        """Wait until nothing is on its way between two farther tiers. From ``end_s`` on, what waits for a relay slot is
+        given up.
+        """
+        while self._relaying and self.clock() < end_s:
+            self.expire()
+            time.sleep(RELAY_POLL_S)
         with self._lock:
             for chunk in self._waiting_relays:
                 self._finish(chunk, Outcome.DROPPED, "the engine is closed", "closed")
@@ -247,7 +248,7 @@ class JobTable:
                 if chunk.kind.fills_slot:
                     slot = _slot_outcome(chunk, outcome, tainted=tainted)
                     if chunk.onward is None:
-                        self._settle(chunk, slot)
+                        self._report_slot(chunk, slot)
                     elif chunk.state is not ChunkState.DONE and outcome is Outcome.OK and slot is Outcome.OK:
                         self._hand_on(chunk, chunk.onward)
                         continue
@@ -335,19 +336,19 @@ class JobTable:
                 chunk.queue.waiting_bytes[kind.waits_as] -= chunk.size_bytes
             self._return_relay(chunk)
             if kind.fills_slot and chunk.onward is None:
-                self._settle(chunk, outcome)  # it never began
+                self._report_slot(chunk, outcome)  # it never began
         self._count(chunk, outcome, cause)
         job.unfinished -= 1
         if not job.unfinished:
             self._report_job(job)
         if kind is WorkKind.WRITE_THROUGH:
             self._return_relay(chunk, tainted=outcome is Outcome.TAINTED)
-            self._settle(chunk, outcome)
+            self._report_slot(chunk, outcome)
         elif chunk.onward is not None:
             # Reported before the slot is free: storage may answer much later, and that changes nothing. The target was
             # never touched, and is not to blame.
             is_told = outcome is Outcome.CORRUPT or chunk.queue is None
-            self._settle(chunk, outcome if is_told else Outcome.DROPPED)
+            self._report_slot(chunk, outcome if is_told else Outcome.DROPPED)
 
     def _count(self, chunk: Chunk, outcome: Outcome, cause: str = "") -> None:
         """Count what a tier has made of a chunk."""
@@ -369,17 +370,17 @@ class JobTable:
             self._finished.append(job.completion())
             del self._jobs[job.job_id]  # after that: ``has_jobs`` looks without the lock
 
-    def _settle(self, chunk: Chunk, outcome: Outcome) -> None:
+    def _report_slot(self, chunk: Chunk, outcome: Outcome) -> None:
         """Nothing touches the place of a chunk any more, or (TAINTED) something may for ever; the first counts."""
         job = chunk.job
-        if chunk.slot_outcome is None and job.unsettled:
+        if chunk.slot_outcome is None and job.unreported:
             chunk.slot_outcome = outcome
-            job.unsettled -= 1
-            if not job.unsettled:
+            job.unreported -= 1
+            if not job.unreported:
                 self._report_ticket(job)
 
     def _report_ticket(self, job: Job) -> None:
-        self._settled.append(job.settlement())
+        self._finished_tickets.append(job.ticket_completion())
         del self._slot_tickets[job.ticket]
 
     # Between two farther tiers: a chunk waits for a relay slot, one tier's pump reads it into that, and the other's
@@ -503,7 +504,7 @@ class TierQueue:
                 if chunk.kind.fills_slot and chunk.state is not ChunkState.QUEUED:
                     table._return_relay(chunk, tainted=True)
                     if chunk.onward is None:
-                        table._settle(chunk, Outcome.TAINTED)
+                        table._report_slot(chunk, Outcome.TAINTED)
                 is_written = chunk.kind.writes and chunk.host is not None  # of memory, a store fills its slot
                 outcome = Outcome.TAINTED if is_written else when_closed(chunk.kind, chunk.state)
                 table._finish(chunk, outcome, why, "closed")

@@ -310,8 +310,8 @@ class RankEngine(JobTable):
     def close(self, deadline_s: float = 5.0) -> None:
         """Finish what ``deadline_s`` allows, stores and moves included, in all tiers at the same time. Idempotent.
 
-        Afterwards every job and ticket has ended, and ``finished`` and ``settled`` still give the last results. Returns
-        within ``CLOSE_PATIENCE_S`` of the deadline.
+        Afterwards every job and ticket has ended, and can still be asked for. Returns within ``CLOSE_PATIENCE_S`` of
+        the deadline.
         """
         if not self._closed:
             self._closed = True
@@ -330,10 +330,7 @@ class RankEngine(JobTable):
 
     def _end(self, deadline_s: float) -> bool:
         end_s = self.clock() + deadline_s
-        while self.is_relaying and self.clock() < end_s:
-            self.expire()
-            time.sleep(0.001)
-        self.drop_waiting_relays()
+        self.end_relays(end_s)
         closers = []
         for engine in self._engines.values():
             closer = threading.Thread(target=_close_one, args=(engine, end_s), name="nixl-offload-close", daemon=True)

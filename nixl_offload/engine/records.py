@@ -275,7 +275,7 @@ class Job:
     submitted_s: float = field(default=0.0, init=False)
     unfinished: int = field(default=0, init=False)
     """Chunks that have no outcome."""
-    unsettled: int = field(default=0, init=False)
+    unreported: int = field(default=0, init=False)
     """Chunks whose host slots are not reported."""
     shares: dict[tuple[Operation, int], Share] = field(default_factory=dict, init=False)
 
@@ -301,7 +301,7 @@ class Job:
             self.chunks,
         )
 
-    def settlement(self) -> Completion:
+    def ticket_completion(self) -> Completion:
         """Return what became of its ticket, now that the host slots of all of its chunks are reported."""
         reported = [chunk for chunk in self.chunks if chunk.slot_outcome is not None]
         outcomes = _folded(self.count, ((chunk.position, chunk.slot_outcome) for chunk in reported))

@@ -103,12 +103,26 @@ def host_pool(*, slot_bytes: int, budget_bytes: int, page_locked: bool = False) 
     ``page_locked``: copies to and from a device need that to be asynchronous (``Device.page_locks``). Raises MoverError
     when the host does not have so much.
     """
-    slots_total = _slots_total(budget_bytes, slot_bytes)
     slot_bytes = align_up(slot_bytes)
-    memory = _allocate(slots_total * slot_bytes, page_locked=page_locked)
-    region = MemoryRegion(memory.ctypes.data, len(memory))
-    begins = enumerate(range(0, len(memory), slot_bytes))
-    return SlotPool(region, [Slot(index, begin, memory[begin : begin + slot_bytes]) for index, begin in begins])
+    length_bytes = slot_bytes * _slots_total(budget_bytes, slot_bytes)
+    memory: npt.NDArray[np.uint8]
+    if page_locked:
+        # torch rounds page-locked memory up to a power of two: a page more than one could take twice the staging.
+        tensor = torch.empty(length_bytes, dtype=torch.uint8, pin_memory=True)
+        if tensor.data_ptr() % PAGE_BYTES:
+            tensor = torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+        start = -tensor.data_ptr() % PAGE_BYTES
+        memory = tensor.numpy()[start : start + length_bytes]
+    else:
+        try:
+            area = mmap.mmap(-1, length_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            words = f"{format_size(length_bytes)} of host memory for staging: {error.strerror}; lower staging"
+            raise MoverError(words) from error
+        memory = np.frombuffer(area, dtype=np.uint8)
+    begins = enumerate(range(0, length_bytes, slot_bytes))
+    slots = [Slot(index, begin, memory[begin : begin + slot_bytes]) for index, begin in begins]
+    return SlotPool(MemoryRegion(memory.ctypes.data, length_bytes), slots)
 
 
 def device_pool(*, slot_bytes: int, budget_bytes: int, device: Device) -> SlotPool[DeviceSlot]:
@@ -117,21 +131,26 @@ def device_pool(*, slot_bytes: int, budget_bytes: int, device: Device) -> SlotPo
     Waits until the device has done what the caller queued, for movers follow no stream. Raises MoverError when the
     device has no room.
     """
-    slots_total = _slots_total(budget_bytes, slot_bytes)
     slot_bytes = align_up(slot_bytes)
-    memory = _allocate_on(device, slots_total * slot_bytes)
-    if memory is None:
+    slots_total = _slots_total(budget_bytes, slot_bytes)
+    length_bytes = slots_total * slot_bytes
+    try:
+        memory = torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8, device=device.torch_device)
+    except torch.OutOfMemoryError:
         raise MoverError(
             f"{device.torch_device} has no room for {slots_total} staging slots of {format_size(slot_bytes)}: lower "
             "gpu_memory_utilization or blocks_per_chunk, or let the tier stage in host memory"
-        )
-    region = MemoryRegion(memory.data_ptr(), len(memory), device.kind, device.number)
-    begins = enumerate(range(0, len(memory), slot_bytes))
-    return SlotPool(region, [DeviceSlot(index, begin, memory[begin : begin + slot_bytes]) for index, begin in begins])
+        ) from None
+    stream = device.streams.new()
+    stream.wait(device.streams.compute_fence())  # what had this memory before may still be on its way there
+    stream.synchronize()
+    memory = memory[-memory.data_ptr() % PAGE_BYTES :][:length_bytes]
+    begins = enumerate(range(0, length_bytes, slot_bytes))
+    slots = [DeviceSlot(index, begin, memory[begin : begin + slot_bytes]) for index, begin in begins]
+    return SlotPool(MemoryRegion(memory.data_ptr(), length_bytes, device.kind, device.number), slots)
 
 
 def _slots_total(budget_bytes: int, slot_bytes: int) -> int:
-    slot_bytes = align_up(slot_bytes)
     if budget_bytes >= MIN_SLOTS * slot_bytes:
         return budget_bytes // slot_bytes
     logger.warning(
@@ -142,34 +161,3 @@ def _slots_total(budget_bytes: int, slot_bytes: int) -> int:
         MIN_SLOTS * slot_bytes,
     )
     return MIN_SLOTS
-
-
-def _allocate(length_bytes: int, *, page_locked: bool) -> npt.NDArray[np.uint8]:
-    """Return page-aligned memory of shape (length_bytes,). Raises MoverError."""
-    if not page_locked:
-        try:
-            area = mmap.mmap(-1, length_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            words = f"{format_size(length_bytes)} of host memory for staging: {error.strerror}; lower staging"
-            raise MoverError(words) from error
-        return np.frombuffer(area, dtype=np.uint8)
-    # torch rounds page-locked memory up to a power of two: a page more than one could take twice the staging.
-    tensor = torch.empty(length_bytes, dtype=torch.uint8, pin_memory=True)
-    if tensor.data_ptr() % PAGE_BYTES:
-        tensor = torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
-    start = -tensor.data_ptr() % PAGE_BYTES
-    memory: npt.NDArray[np.uint8] = tensor.numpy()[start : start + length_bytes]
-    return memory
-
-
-def _allocate_on(device: Device, length_bytes: int) -> torch.Tensor | None:
-    """Return page-aligned memory of shape (length_bytes,) that nothing touches any more; None: there is not so much."""
-    try:
-        memory = torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8, device=device.torch_device)
-    except torch.OutOfMemoryError:
-        return None
-    stream = device.streams.new()
-    stream.wait(device.streams.compute_fence())  # what had this memory before may still be on its way there
-    stream.synchronize()
-    start = -memory.data_ptr() % PAGE_BYTES
-    return memory[start : start + length_bytes]

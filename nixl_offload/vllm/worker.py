@@ -453,7 +453,7 @@ class NixlOffloadingWorker(OffloadingWorker):
 
     def take_tickets(self) -> dict[int, dict[int, Outcome]]:
         """Return how promotions and write-throughs ended since the last call: ticket -> failures by position."""
-        ended = {result.job_id: _failures_of(result.outcomes) for result in self._engine.settled()}
+        ended = {result.job_id: _failures_of(result.outcomes) for result in self._engine.finished_tickets()}
         if ended:
             self._look_s = 0.0
         return ended

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.engine import staging
+from nixl_offload.engine import link_memory
 from nixl_offload.engine.streams import device_of
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryKind, Mover, Op
@@ -219,8 +219,10 @@ def test_what_rots_in_the_file_is_refused(make: Make, mover: str, way: Way) -> N
 def test_a_device_without_room_stages_in_host_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """As much as the whole device has is not free: it says no, and page-locked memory does instead."""
     total_bytes = torch.cuda.mem_get_info()[1]
-    allocate = staging._allocate_on
-    monkeypatch.setattr(staging, "_allocate_on", lambda device, length_bytes: allocate(device, total_bytes))
+    real = link_memory.device_pool
+    monkeypatch.setattr(
+        link_memory, "device_pool", lambda *, budget_bytes, **options: real(budget_bytes=total_bytes, **options)
+    )
     rig = make("gds_mt", "device")
     assert way_of(rig) == "host"
     assert_round_trip(rig, lambda: torch.cuda._sleep(BUSY_CYCLES))

@@ -500,7 +500,7 @@ class Server:
         for rank in self.ranks:
             for done in rank.chain.finished():
                 self._ended(rank, done)
-            for settled in rank.chain.settled():
+            for settled in rank.chain.finished_tickets():
                 self._report(settled)
                 self.open_tickets[settled.job_id] -= 1
                 if not self.open_tickets[settled.job_id]:

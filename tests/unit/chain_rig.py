@@ -4,7 +4,6 @@ each farther tier, and images of chunks that are made without the engine.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -101,9 +100,8 @@ class ChainRig(Driven):
             extent = align_up(slot_bytes * 4, 65536)
             slab = slab_class(directory / f"tier{tier}" / "rank.slab", extent * SLOTS // 4, extent, direct_io=True)
             slab.open()
-            deque(
-                SlabFile.ensure(slab, 0, slab.rank_bytes), 0
-            )  # what was never written reads as zeros, not as the file's end
+            # What was never written reads as zeros, not as the file's end.
+            deque(SlabFile.ensure(slab, 0, slab.rank_bytes), 0)
             slabs.append(slab)
             engine = LinkEngine(
                 table=chain,
@@ -121,6 +119,10 @@ class ChainRig(Driven):
             if opened is not None:
                 chain.join(tier, opened)
         return cls(shape, tensors, kv, layout, clock, host, used, slabs, engines, chain)
+
+    @property
+    def engine(self) -> TestedRank:  # type: ignore[override]
+        return self.chain
 
     def at(self, tier: int, slot: int) -> Location:
         """Slots of one size class, so that chunks of any group fit."""
@@ -194,32 +196,14 @@ class ChainRig(Driven):
         return self.image(number, group)[HEADER_BYTES:][: CHUNK_BLOCKS * block_bytes].reshape(CHUNK_BLOCKS, block_bytes)
 
     def poll(self) -> None:
-        for result in self.chain.finished():
-            assert result.job_id not in self.results, f"job {result.job_id} ended twice"
-            self.results[result.job_id] = result
-        for settled in self.chain.settled():
+        super().poll()
+        for settled in self.chain.finished_tickets():
             assert settled.job_id not in self.settled, f"ticket {settled.job_id} was settled twice"
             self.settled[settled.job_id] = settled
-
-    def collect(self, job_id: int, timeout_s: float = DEADLINE_S) -> Completion:
-        self.until(lambda: job_id in self.results, timeout_s)
-        return self.results[job_id]
 
     def settle(self, ticket: int, timeout_s: float = DEADLINE_S) -> Completion:
         self.until(lambda: ticket in self.settled, timeout_s)
         return self.settled[ticket]
-
-    def until(self, condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        self.poll()
-        while not condition():
-            assert time.monotonic() < deadline_s, "waited in vain"
-            time.sleep(0.0005)
-            self.poll()
-
-    def store(self, job_id: int, chunks: Sequence[Chunk]) -> tuple[Outcome, ...]:
-        self.chain.submit_store(job_id, chunks)
-        return self.collect(job_id).outcomes
 
     def load(self, job_id: int, chunks: Sequence[Chunk], ticket: int = 0) -> tuple[Outcome, ...]:
         self.chain.submit_load(job_id, chunks, promotion_ticket=ticket)

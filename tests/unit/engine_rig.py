@@ -146,16 +146,21 @@ class Driven:
         for rows in self.kv:
             rows[:] = value
 
+    def poll(self) -> None:
+        """Take what has ended; a job that shows up twice is an error."""
+        for result in self.engine.finished():
+            assert result.job_id not in self.results, f"job {result.job_id} ended twice"
+            self.results[result.job_id] = result
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
+        def polled() -> bool:
+            self.poll()
+            return condition()
+
+        until(polled, timeout_s)
+
     def collect(self, job_id: int, timeout_s: float = DEADLINE_S) -> Completion:
-        """Drain until ``job_id`` is there; a job that shows up twice is an error."""
-        deadline_s = time.monotonic() + timeout_s
-        while job_id not in self.results:
-            for result in self.engine.finished():
-                assert result.job_id not in self.results, f"job {result.job_id} ended twice"
-                self.results[result.job_id] = result
-            if time.monotonic() > deadline_s:
-                raise AssertionError(f"job {job_id} has not ended")
-            time.sleep(0.0005)
+        self.until(lambda: job_id in self.results, timeout_s)
         return self.results[job_id]
 
     def store(self, job_id: int, chunks: Sequence[Chunk]) -> tuple[Outcome, ...]:

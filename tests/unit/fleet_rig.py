@@ -225,7 +225,7 @@ class RankRig:
             for done in self.chain.finished():
                 assert done.job_id not in self.results
                 self.results[done.job_id] = done
-            for done in self.chain.settled():
+            for done in self.chain.finished_tickets():
                 assert done.job_id not in self.settled
                 self.settled[done.job_id] = done
             time.sleep(0.0005)

@@ -84,7 +84,7 @@ class Alone(TestedRank):
     def finished(self) -> list[Completion]:
         """Jobs and moves."""
         found = super().finished()
-        for settled in self.settled():
+        for settled in self.finished_tickets():
             if settled.job_id >= PROMOTED:
                 assert settled.job_id - PROMOTED not in self.promotions, "told twice"
                 self.promotions[settled.job_id - PROMOTED] = settled.outcomes

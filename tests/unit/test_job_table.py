@@ -111,7 +111,7 @@ class Rank(TestedRank):
         return {done.job_id: done.outcomes for done in self.finished()}
 
     def tickets(self) -> dict[int, tuple[Outcome, ...]]:
-        return {done.job_id: done.outcomes for done in self.settled()}
+        return {done.job_id: done.outcomes for done in self.finished_tickets()}
 
 
 @pytest.fixture
@@ -448,5 +448,5 @@ def test_a_tier_that_does_not_close_well_or_at_all_holds_up_no_other(
     assert not running.has_jobs
     for late in begun:
         end(late, OK)
-    assert (running.finished(), running.settled()) == ([], []), "what comes late changes nothing"
+    assert (running.finished(), running.finished_tickets()) == ([], []), "what comes late changes nothing"
     assert "The engine of tier 1 did not close well" in caplog.text

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nixl_offload.catalog import MoveTicket
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.chunk.shards import make_plan
+from nixl_offload.chunk.shards import ShardPlan, make_plan
 from nixl_offload.engine.records import Act
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Key, Outcome
