@@ -5,10 +5,9 @@ namespace, nothing of others; one engine at a time does it, and another takes ov
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import errno
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,11 +23,9 @@ from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.ownership import kept_free
 from nixl_offload.tiers.shared import eviction
 from nixl_offload.tiers.shared.eviction import Eviction, shrink
+from tests.hostile import HostileFilesystem
 from tests.unit.gc_rig import RANKS, namespace_of, put_chunk
 
-ROOT = Path(__file__).resolve().parents[2]
-_DROP_FROM_BOUNDING_SET = 24
-_DAC_OVERRIDE, _DAC_READ_SEARCH = 1, 2
 SHARD_BYTES = 4096
 CHUNK_BYTES = RANKS * SHARD_BYTES
 CAPACITY_BYTES = 64 * CHUNK_BYTES
@@ -195,51 +192,38 @@ def test_files_of_others_stay_and_do_not_count(store: TreeStore) -> None:
     assert stranger.exists()
 
 
-def shrink_as_a_user(store: TreeStore) -> str:
-    """Shrink, obeying permissions; what was raised, if so."""
-    code = (
-        "import sys; from nixl_offload.stores.directory import TreeStore; "
-        "from nixl_offload.tiers.shared.eviction import shrink; "
-        "shrink(TreeStore(sys.argv[1]), int(sys.argv[2]))"
-    )
-    libc = ctypes.CDLL(None)
+@pytest.fixture
+def refusing(tmp_path: Path) -> tuple[TreeStore, list[tuple[str, str]]]:
+    """A store, and which calls its filesystem refuses for which paths."""
+    filesystem, refused = HostileFilesystem(), list[tuple[str, str]]()
 
-    def obey_permissions() -> None:
-        for capability in (_DAC_OVERRIDE, _DAC_READ_SEARCH):
-            libc.prctl(_DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)
+    def refuse(call: str, target: object) -> None:
+        if (call, str(target)) in refused:
+            raise PermissionError(errno.EACCES, "Permission denied")
 
-    done = subprocess.run(
-        [sys.executable, "-c", code, store.where, str(CAPACITY_BYTES)],
-        check=False,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        preexec_fn=obey_permissions if os.geteuid() == 0 else None,
-    )
-    return done.stderr
+    filesystem.before = refuse
+    return TreeStore(str(tmp_path / "kv"), filesystem), refused
 
 
-def test_a_directory_that_may_not_be_listed_does_not_stop_it(store: TreeStore) -> None:
+def test_a_directory_that_may_not_be_listed_does_not_stop_it(refusing: tuple[TreeStore, list[tuple[str, str]]]) -> None:
     """As lost+found in the root of a drive, which is root's alone."""
+    store, refused = refusing
     fill(store, 64, used_s=lambda number: OLD_S + number)
-    Path(store.where, "lost+found").mkdir(mode=0)
-    assert shrink_as_a_user(store) == ""
+    Path(store.where, "lost+found").mkdir()
+    refused += [("list", f"{store.where}/lost+found"), ("list", f"{store.where}/lost+found/")]
+    assert shrink(store, CAPACITY_BYTES)[0] == 64 - LEFT
     assert len(there(store)) == LEFT * RANKS
 
 
-def test_a_chunk_that_cannot_be_deleted_does_not_keep_others(store: TreeStore) -> None:
-    """All the others go that should; then it is told."""
+def test_a_chunk_that_cannot_be_deleted_does_not_keep_others(refusing: tuple[TreeStore, list[tuple[str, str]]]) -> None:
+    """All the others go that should; then it is an error."""
+    store, refused = refusing
     chunks = fill(store, 120, used_s=lambda number: OLD_S + number)
-    stays = min(name for chunk in chunks[: 120 - LEFT] for name in chunk)
-    directory = Path(store.where, stays).parent
-    directory.chmod(0o500)
-    try:
-        assert f"cannot delete {stays}: Permission denied" in shrink_as_a_user(store)
-    finally:
-        directory.chmod(0o700)
-    left = {name for chunk in chunks[: 120 - LEFT] for name in chunk} & there(store)
-    assert stays in left
-    assert all(Path(store.where, name).parent == directory for name in left)
+    going = [name for chunk in chunks[: 120 - LEFT] for name in chunk]
+    refused.append(("unlink", f"{store.where}/{min(going)}"))
+    with pytest.raises(StoreError, match=f"cannot delete {min(going)}: Permission denied"):
+        shrink(store, CAPACITY_BYTES)
+    assert {*going} & there(store) == {min(going)}
 
 
 def test_one_engine_evicts_and_another_takes_over(store: TreeStore, evicting: Callable[..., Eviction]) -> None:

@@ -145,7 +145,6 @@ def shrink(
     *,
     space: os.statvfs_result | None = None,
     kept_free: float = 0.0,
-    wall: Callable[[], float] = time.time,
     stopped: Callable[[], bool] = bool,
 ) -> tuple[int, int]:
     """Delete what was not used for longest, where there is more than 63/64 of ``capacity_bytes``, down to 62/64.
@@ -155,7 +154,7 @@ def shrink(
     Returns how many chunks were deleted, and what the directory may hold: the capacity, or less where the filesystem
     has less room. Raises OSError; StoreError, of a file that cannot be deleted after all others were.
     """
-    ages = Ages(wall())
+    ages = Ages(time.time())
     latest_s = ages.now_s + CLOCK_S
     for chunk in _chunks(store, stopped, latest_s):
         ages.add(chunk)
