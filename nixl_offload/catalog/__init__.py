@@ -1,24 +1,21 @@
 """The tiers in order: every decision of the scheduler's half. What to store where, what is there, who still uses it,
 what goes on to a farther tier.
-
-Threading: called by the scheduler's thread alone. No I/O, no thread, no clock: time is passed in.
 """
 
 from __future__ import annotations
 
-from nixl_offload.catalog.catalog import Catalog
-from nixl_offload.catalog.moves import ChainOptions
-from nixl_offload.catalog.tickets import (
+from nixl_offload.catalog.catalog import (
     NOBODY,
     NOWHERE,
+    Catalog,
     Change,
-    Counts,
     Kind,
     LoadTicket,
     MoveTicket,
     Settled,
     StoreTicket,
 )
+from nixl_offload.catalog.moves import ChainOptions
 
 __all__ = [
     "NOBODY",
@@ -26,7 +23,6 @@ __all__ = [
     "Catalog",
     "ChainOptions",
     "Change",
-    "Counts",
     "Kind",
     "LoadTicket",
     "MoveTicket",

@@ -7,30 +7,110 @@ is settled, so nothing can be written over while a rank may still touch it, rese
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from itertools import count
+from typing import Final, Literal, NamedTuple
 
 from nixl_offload.catalog.moves import ChainOptions, Move, Moves
-from nixl_offload.catalog.placing import Placing
-from nixl_offload.catalog.retention import Retention
-from nixl_offload.catalog.tickets import (
-    NOBODY,
-    NOWHERE,
-    Change,
-    Counts,
-    Kind,
-    LoadTicket,
-    MoveTicket,
-    OpenTicket,
-    Settled,
-    StoreTicket,
-)
 from nixl_offload.index import State
 from nixl_offload.tiers.base import Tier
-from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
+from nixl_offload.tiers.slot_tier import SlotTier
+from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, worst
+
+TRIAL_S: Final = 10.0
+"""A disabled tier gets one chunk in this time: ranks look at their storage again when they store."""
+MAX_OFFERED: Final = 1 << 18
+"""Chunks whose offers are counted, some 150 bytes each. What was not offered for longest is forgotten first."""
+MAX_RETAINED: Final = 65_536
+"""Chunks whose retention is remembered."""
+MAX_EXPIRED: Final = 256
+"""Most chunks whose retention ends in one step; they take about a millisecond of it."""
+RETAINED_SHARE: Final = 0.5
+"""Of a tier's slots, the most that is retained: the rest is left for everybody else."""
+NOWHERE: Final = Location(tier=-1, offset=-1, slot_bytes=0)
+"""Stands for a chunk that is gone. A rank answers it with FAILED, and the request recomputes."""
+NOBODY: Final = LookupContext("")
 
 _HIT, _PENDING, _RETRY = Lookup.HIT, Lookup.PENDING, Lookup.RETRY
 _READY = State.READY
+
+Kind = Literal["store", "load", "promotion", "write_through", "prefetch"]
+"""store: KV blocks to a tier. load: a tier to KV blocks. promotion: what a load from a farther tier leaves in memory.
+write_through: a tier to a farther one. prefetch: a farther tier to memory, before a load."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTicket:
+    """Chunks to store: ``keys[i]`` goes to ``locations[i]``."""
+
+    ticket: int
+    """Its number; 0: the catalog does not know it, and nothing is to be reported."""
+    keys: tuple[Key, ...]
+    locations: tuple[Location, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTicket:
+    """Chunks to load, ``keys[i]`` from ``locations[i]``, and where in memory to keep what comes from farther tiers."""
+
+    ticket: int
+    keys: tuple[Key, ...]
+    locations: tuple[Location, ...]
+    promotion_ticket: int = 0
+    """Of those chunks that have a promotion slot, in their order; 0: none has."""
+    promotion_slots: tuple[Location | None, ...] = ()
+    """By position in ``keys``; empty when none has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveTicket:
+    """Chunks that go from tier to tier: ``keys[i]`` from ``sources[i]`` to ``targets[i]``. The targets are all of one
+    tier: a farther one, or, for a prefetch, memory.
+    """
+
+    ticket: int
+    keys: tuple[Key, ...]
+    sources: tuple[Location, ...]
+    targets: tuple[Location, ...]
+
+
+class Settled(NamedTuple):
+    """How a ticket ended."""
+
+    kind: Kind
+    keys: tuple[Key, ...]
+    failed: Mapping[Key, Outcome]
+    """The worst outcome that any rank reported."""
+    tiers: tuple[int, ...]
+    """By position: the tier that was written to, or, for a load, read from; -1 for a chunk that was gone."""
+
+
+class Change(NamedTuple):
+    """Chunks that became loadable from a tier, or ceased to be: the source of vLLM's events."""
+
+    tier: int
+    keys: list[Key]
+    removed: bool
+
+
+@dataclass(slots=True)
+class _OpenTicket:
+    """A ticket that some rank has not reported yet."""
+
+    kind: Kind
+    keys: tuple[Key, ...]
+    locations: tuple[Location, ...]
+    """What is written; of a load, what is read."""
+    ranks_left: int
+    moves: tuple[Move, ...]
+    """Of a write-through and of a prefetch, by position."""
+    doubtful: tuple[int, ...]
+    """Of a store: tiers that may have the chunks already."""
+    failures: dict[int, Outcome] = field(default_factory=dict)
+    """By position: the worst that any rank has reported."""
 
 
 class Catalog:
@@ -47,38 +127,48 @@ class Catalog:
         chain: ChainOptions | None = None,
         store_after: int = 1,
     ) -> None:
-        """Build an empty set of tickets over ``tiers``.
+        """Build an empty set of tickets over ``tiers``. Raises ValueError for ``store_after`` below 1.
 
         ``slot_bytes`` gives the slot a key needs on each rank. ``store_backlog_bytes`` bounds what is being stored at
         any time, per rank and tier: beyond it stores are dropped, never queued. ``pending_limit_s`` bounds how long a
         lookup answers PENDING for one store, and to one request, so that stuck storage cannot hold requests back.
         ``store_after``: a chunk is stored when it is offered for the N-th time.
         """
+        if store_after < 1:
+            raise ValueError(f"store_after must be 1 or more, not {store_after}")
         self.tiers = list(tiers)
         """Shared with the parts below, which see what ``join`` replaces."""
         self.slot_bytes = slot_bytes
-        self._numbered = tuple(enumerate(self.tiers))
-        self.is_chain = len(self.tiers) > 1
+        self.chain: Final = ChainOptions() if chain is None else chain
+        self.is_chain: Final = len(self.tiers) > 1
         """Whether ``begin_moves`` can ever begin something."""
+        self._numbered = tuple(enumerate(self.tiers))
         self._world_size = world_size
+        self._store_backlog_bytes = store_backlog_bytes
         self._pending_limit_s = pending_limit_s
-        self._chain = ChainOptions() if chain is None else chain
-        self._placing = Placing(
-            self, backlog_bytes=store_backlog_bytes, stuck_after_s=pending_limit_s, store_after=store_after
-        )
-        self._moves = Moves(self, self._chain)
-        self._retention = Retention(self)
-        self.prefetch = self._moves.prefetch
-        """Have chunks read into memory in the background: see ``Moves.prefetch``."""
-        self._tickets: dict[int, OpenTicket] = {}
+        self._store_after = store_after
+        self.counts: Counter[tuple[str | int, ...]] = Counter()
+        """What was not stored or moved: the name of a metric, then its labels; an int is the position of a tier."""
+        self.moves: Final = Moves(self)
+        self.retention: Final = Retention(self)
+        self.changes: list[Change] = []
+        """What ``take_changes`` would return."""
+        self._tickets: dict[int, _OpenTicket] = {}
         self._numbers = count(1)
-        self._changes: list[tuple[int, list[Key], bool]] = []
-        """As ``Change``, in the order of events."""
         self._writing_since: tuple[dict[Key, float], ...] = tuple({} for _ in self.tiers)
         """By tier: what is written there under a ticket."""
         self._held_since: dict[str, float] = {}
         """Request -> when it was first answered that a chunk is being written."""
-        self._not_admitted = self._no_room = self._unanswered = 0
+        # Stores
+        self._storing: set[Key] = set()
+        self.storing_bytes: Final = [0] * len(self.tiers)
+        """Bytes per rank that are being stored from KV blocks, by tier."""
+        self._ended_s = [0.0] * len(self.tiers)
+        """By tier: when a store was settled last, or begun while there was none."""
+        self._next_trial_s: dict[int, float] = {}
+        """Of the tiers that are disabled."""
+        self._offers: OrderedDict[int, int] = OrderedDict()
+        """By the hash of a key, the latest offer last. Two keys with one hash share a count, which does no harm."""
 
     def join(self, position: int, tier: Tier) -> None:
         """Use ``tier`` at ``position`` from now on. The tier that stood there had nothing and took nothing."""
@@ -87,17 +177,12 @@ class Catalog:
 
     def disable(self, positions: Collection[int], now_s: float) -> None:
         """Store nothing in these tiers, which some rank has disabled, and use all others again."""
-        self._placing.disable(positions, now_s)
+        self._next_trial_s = {at: self._next_trial_s.get(at, now_s + TRIAL_S) for at in positions}
 
     @property
     def open_tickets(self) -> int:
         """Jobs that some rank has not reported yet."""
         return len(self._tickets)
-
-    @property
-    def has_pending_writes(self) -> bool:
-        """Whether something waits to begin, or to be dropped once it has waited too long."""
-        return self._moves.has_pending
 
     # What is there
 
@@ -137,7 +222,7 @@ class Catalog:
 
     def flush(self, now_s: float) -> None:
         """A step is scheduled: end retention that is over, and have tiers look for what lookups have asked about."""
-        self._retention.expire(now_s)
+        self.retention.expire(now_s)
         for tier in self.tiers:
             tier.flush(now_s)
 
@@ -178,24 +263,24 @@ class Catalog:
             copies = states.count(_READY)
             if copies:
                 if copies < len(states):
-                    self._moves.offer(key, states, now_s)
+                    self.moves.offer(key, states, now_s)
                 continue
-            if key in self._placing:
+            if key in self._storing:
                 continue
-            if not self._placing.admits(key):
-                self._not_admitted += 1
+            if not self._admits(key):
+                self.counts["unstored_chunks", "not_admitted"] += 1
                 continue
-            if None not in states:  # every tier writes or evicts it; there may still be room for others
-                self._unanswered += bool(doubtful)
-                continue
-            location = None if is_full else self._placing.place(key, states, refused, now_s)
-            if location is None:
-                is_full = True
-                self._unanswered += bool(doubtful)
-                self._no_room += not doubtful
-                continue
-            granted.append(key)
-            locations.append(location)
+            location = None
+            if None in states and not is_full:  # else every tier writes or evicts it; others may still have room
+                location = self._place(key, states, refused, now_s)
+                is_full = location is None
+            if location is not None:
+                granted.append(key)
+                locations.append(location)
+            elif doubtful:
+                self.counts["unstored_chunks", "unanswered"] += 1
+            elif None in states:
+                self.counts["unstored_chunks", "no_room"] += 1
         if not granted:
             return None
         ticket = self._open("store", granted, locations, now_s, doubtful=doubtful)
@@ -208,35 +293,34 @@ class Catalog:
         may be settled long after the load.
         """
         wanted = tuple(keys)
-        locations = tuple(self._pin(key, allowed) for key in wanted)
+        locations = []
+        for key in wanted:
+            position = self.where(key, allowed)
+            if position is not None:
+                self.tiers[position].touch(key)
+            locations.append(NOWHERE if position is None else self.tiers[position].pin(key))
         ticket = self._open("load", wanted, locations, now_s)
         slots = self._promotion_slots(wanted, locations)
         promoted = [(key, slot) for key, slot in zip(wanted, slots, strict=True) if slot is not None]
         if not promoted:
-            return LoadTicket(ticket, wanted, locations)
+            return LoadTicket(ticket, wanted, tuple(locations))
         promotion = self._open("promotion", [key for key, _ in promoted], [slot for _, slot in promoted], now_s)
-        return LoadTicket(ticket, wanted, locations, promotion, slots)
+        return LoadTicket(ticket, wanted, tuple(locations), promotion, tuple(slots))
 
     def begin_moves(self, now_s: float) -> list[MoveTicket]:
         """Begin moves to farther tiers and into memory: sources pinned, targets reserved. Called each step."""
         tickets = []
-        for moves in self._moves.begin(now_s):
+        for moves in self.moves.begin(now_s):
             keys, sources, targets, _ = zip(*moves, strict=True)
-            kind: Kind = "prefetch" if targets[0].tier == self._chain.memory else "write_through"
+            kind: Kind = "prefetch" if targets[0].tier == self.chain.memory else "write_through"
             number = self._open(kind, keys, targets, now_s, moves=tuple(moves))
             tickets.append(MoveTicket(number, keys, sources, targets))
         return tickets
 
-    # What hints ask for
-
-    def retain(self, keys: Iterable[Key], seconds: float, now_s: float) -> None:
-        """Do not evict these chunks for this time, as far as there is room: see ``retention``. 0 ends it."""
-        self._retention.retain(keys, now_s + seconds, now_s)
-
     def drop(self, keys: Iterable[Key]) -> None:
         """Give up chunks in memory and in slabs, in their order: of a prefix its end first. Shared tiers keep them."""
         for key in keys:
-            self._retention.end(key)
+            self.retention.end(key)
             for position, tier in self._numbered:
                 if tier.drop(key):
                     self.removed(position, (key,))
@@ -250,15 +334,23 @@ class Catalog:
         and a prefetch, CORRUPT says that the source is damaged; other failures leave the source alone.
         """
         record = self._tickets.get(ticket)
-        if record is None or not record.take(ranks, failures):
+        if record is None:
+            return None
+        for position, outcome in failures.items():
+            if 0 <= position < len(record.keys) and outcome is not Outcome.OK:
+                record.failures[position] = worst(outcome, record.failures.get(position, Outcome.OK))
+        record.ranks_left -= ranks
+        if record.ranks_left > 0:
             return None
         del self._tickets[ticket]
         failed = {record.keys[position]: outcome for position, outcome in record.failures.items()}
         tiers = tuple(location.tier for location in record.locations)
         if record.kind == "load":
-            self._unpin(record)
+            for key, tier in zip(reversed(record.keys), reversed(tiers), strict=True):
+                if tier != NOWHERE.tier:
+                    self.tiers[tier].unpin(key)
         else:
-            self._settle_written(record, failed, now_s)
+            self._settle_written(record, now_s)
         for position in sorted({*tiers} - {NOWHERE.tier}):
             keys = [key for key, tier in zip(record.keys, tiers, strict=True) if tier == position]
             among = {key: failed[key] for key in keys if key in failed}
@@ -273,12 +365,12 @@ class Catalog:
 
         ``take_changes`` does not list them: there may be millions, and the caller knows.
         """
-        self._moves.clear()
-        self._retention.clear()
-        self._placing.clear()
+        self.moves.clear()
+        self.retention.clear()
+        self._offers.clear()
         for tier in self.tiers:
             tier.clear()
-        self._changes.clear()
+        self.changes.clear()
 
     # What has changed
 
@@ -286,17 +378,11 @@ class Catalog:
         """A tier has given up chunks that could be loaded until now. For the parts of the catalog."""
         keys = tuple(keys)
         self._note_change(tier, keys, removed=True)
-        self._retention.dropped(tier, keys)
-
-    @property
-    def has_changes(self) -> bool:
-        """Whether ``take_changes`` has something to return."""
-        return bool(self._changes)
+        self.retention.dropped(tier, keys)
 
     def take_changes(self) -> list[Change]:
         """Return which chunks became loadable and which ceased to be since the last call, in that order of events."""
-        changes = [Change(tier, tuple(keys), removed) for tier, keys, removed in self._changes]
-        self._changes.clear()
+        changes, self.changes = self.changes, []
         return changes
 
     def in_flight_stores(self) -> list[tuple[int, Key]]:
@@ -309,22 +395,7 @@ class Catalog:
             if self.tiers[location.tier].state(key) is State.WRITING
         ]
 
-    def counts(self) -> Counts:
-        """Return the figures as they are now."""
-        return Counts(
-            storing_bytes=self._placing.bytes_by_tier,
-            write_through_bytes=self._moves.bytes_under_way,
-            unsaved_bytes=self._moves.unsaved_bytes,
-            pending_writes=self._moves.pending,
-            write_throughs=dict(self._moves.outcomes),
-            not_admitted=self._not_admitted,
-            no_room=self._no_room,
-            unanswered=self._unanswered,
-            retained_bytes=self._retention.bytes_by_tier,
-            prefetches_given_up=dict(self._moves.given_up),
-        )
-
-    # Inside
+    # Inside: what is there
 
     def _among(self, allowed: Collection[int]) -> list[tuple[int, Tier]]:
         return [numbered for numbered in self._numbered if numbered[0] in allowed]
@@ -337,16 +408,81 @@ class Catalog:
                 states[position] = State.WRITING
         return states
 
-    def _note_change(self, tier: int, keys: Sequence[Key], *, removed: bool) -> None:
-        if keys and self._changes and self._changes[-1][::2] == (tier, removed):
-            self._changes[-1][1].extend(keys)
-        elif keys:
-            self._changes.append((tier, list(keys), removed))
-
     def _may_wait(self, writing_since_s: float, context: LookupContext, now_s: float) -> bool:
         # Chunks of one prompt are written one after another, each pending anew.
         held_since_s = self._held_since.get(context.request_id, now_s) if context.request_id else now_s
         return now_s - min(writing_since_s, held_since_s) <= self._pending_limit_s
+
+    def _note_change(self, tier: int, keys: Sequence[Key], *, removed: bool) -> None:
+        if keys and self.changes and self.changes[-1][::2] == (tier, removed):
+            self.changes[-1].keys.extend(keys)
+        elif keys:
+            self.changes.append(Change(tier, list(keys), removed))
+
+    # Inside: where stores go
+
+    def _admits(self, key: Key) -> bool:
+        """Count an offer of ``key``, and say whether it is to be stored."""
+        if self._store_after == 1:
+            return True
+        offers = self._offers.pop(hash(key), 0) + 1
+        self._offers[hash(key)] = offers
+        if len(self._offers) > MAX_OFFERED:
+            self._offers.popitem(last=False)
+        return offers >= self._store_after
+
+    def _place(
+        self, key: Key, states: Sequence[State | None], refused: set[tuple[int, int]], now_s: float
+    ) -> Location | None:
+        """Make ``key`` WRITING in the nearest tier that takes it. None: none does. ``states``: of the key, by tier.
+
+        A tier with more than its backlog being stored is busy: what comes on top is shed, never queued. A tier is
+        passed over if no store to it has ended for ``pending_limit_s``, if it has no room, or if a rank has disabled it
+        and there is another behind it. ``refused``: (tier, slot size) without room; the caller's, until one is freed.
+        """
+        needed = self.slot_bytes(key)
+        for position, tier in self._numbered:
+            # A tier that still holds the key, EVICTING or WRITING, cannot take it a second time.
+            if states[position] is not None or (position, needed) in refused:
+                continue
+            if position in self._next_trial_s and position + 1 < len(self.tiers):
+                if now_s < self._next_trial_s[position]:
+                    continue
+                self._next_trial_s[position] = now_s + TRIAL_S
+            storing_bytes = self.storing_bytes[position]
+            if storing_bytes and storing_bytes + needed > self._store_backlog_bytes:
+                if now_s - self._ended_s[position] <= self._pending_limit_s:
+                    return None
+                continue
+            evicted: list[Key] = []
+            location = tier.reserve(key, needed, evicted)
+            self.removed(position, evicted)
+            if location is None:
+                refused.add((position, needed))
+                continue
+            if not storing_bytes:
+                self._ended_s[position] = now_s
+            self.storing_bytes[position] += needed
+            self._storing.add(key)
+            return location
+        return None
+
+    def _promotion_slots(self, keys: Sequence[Key], locations: Sequence[Location]) -> list[Location | None]:
+        """Reserve room in memory for what comes from farther, once all of ``keys`` are pinned."""
+        slots: list[Location | None] = [None] * len(keys)
+        memory = self.chain.memory
+        if memory is None or not self.chain.promote:
+            return slots
+        tier = self.tiers[memory]
+        evicted: list[Key] = []
+        for at, key in enumerate(keys):
+            if locations[at].tier > memory and tier.state(key) is None:
+                slots[at] = tier.reserve(key, self.slot_bytes(key), evicted)
+        self.removed(memory, evicted)
+        return slots
+
+    # Inside: tickets. They are settled from the end of a prefix to its beginning: what is used last is evicted last,
+    # and a chunk is of no use without those before it.
 
     def _open(
         self,
@@ -358,51 +494,18 @@ class Catalog:
         doubtful: tuple[int, ...] = (),
     ) -> int:
         number = next(self._numbers)
-        self._tickets[number] = OpenTicket(kind, tuple(keys), tuple(locations), self._world_size, moves, doubtful)
+        self._tickets[number] = _OpenTicket(kind, tuple(keys), tuple(locations), self._world_size, moves, doubtful)
         if kind != "load":
             for key, location in zip(keys, locations, strict=True):
                 self._writing_since[location.tier][key] = now_s
         return number
 
-    def _pin(self, key: Key, allowed: Collection[int] | None) -> Location:
-        position = self.where(key, allowed)
-        if position is None:
-            return NOWHERE
-        tier = self.tiers[position]
-        tier.touch(key)
-        return tier.pin(key)
-
-    def _promotion_slots(self, keys: Sequence[Key], locations: Sequence[Location]) -> tuple[Location | None, ...]:
-        """Reserve room in memory for what comes from farther, once all of ``keys`` are pinned."""
-        memory = self._chain.memory
-        if memory is None or not self._chain.promote:
-            return (None,) * len(keys)
-        tier = self.tiers[memory]
-        evicted: list[Key] = []
-        slots: list[Location | None] = []
-        for key, location in zip(keys, locations, strict=True):
-            if location.tier <= memory or tier.state(key) is not None:
-                slots.append(None)
-            else:
-                slots.append(tier.reserve(key, self.slot_bytes(key), evicted))
-        self.removed(memory, evicted)
-        return tuple(slots)
-
-    # These go from the end of a prefix to its beginning: what is used last is evicted last, and a chunk is of no use
-    # without those before it.
-
-    def _unpin(self, record: OpenTicket) -> None:
-        for key, location in zip(reversed(record.keys), reversed(record.locations), strict=True):
-            if location.tier >= 0:
-                self.tiers[location.tier].unpin(key)
-
-    def _settle_written(self, record: OpenTicket, failed: Mapping[Key, Outcome], now_s: float) -> None:
+    def _settle_written(self, record: _OpenTicket, now_s: float) -> None:
         ready: list[tuple[int, Key]] = []
-        for position in range(len(record.keys) - 1, -1, -1):
-            key, location = record.keys[position], record.locations[position]
+        for at in range(len(record.keys) - 1, -1, -1):
+            key, location, outcome = record.keys[at], record.locations[at], record.failures.get(at)
             del self._writing_since[location.tier][key]
-            tier, outcome = self.tiers[location.tier], failed.get(key)
-            is_ready = False
+            tier, is_ready = self.tiers[location.tier], False
             if outcome is Outcome.TAINTED:
                 tier.retire(key)
             elif outcome is not None:
@@ -412,21 +515,101 @@ class Catalog:
             if is_ready:
                 ready.append((location.tier, key))
             if record.kind == "store":
-                self._placing.ended(key, location, now_s)
+                self._storing.discard(key)
+                self.storing_bytes[location.tier] -= location.slot_bytes
+                self._ended_s[location.tier] = now_s
             elif record.moves:
-                move, how = record.moves[position], "ok" if is_ready else "gone"
-                self._release_source(move, outcome, now_s)
-                self._moves.settled(move, how if outcome is None else outcome.value, now_s)
-        for tier_position, key in reversed(ready):
-            self._note_change(tier_position, (key,), removed=False)
-            self._retention.stored(tier_position, key)
+                move = record.moves[at]
+                source = self.tiers[move.source.tier]
+                source.unpin(key)
+                if outcome is Outcome.CORRUPT:
+                    self.removed(move.source.tier, source.loaded([key], {key: Outcome.CORRUPT}, now_s))
+                self.moves.settled(move, outcome.value if outcome else "ok" if is_ready else "gone", now_s)
+        for position, key in reversed(ready):
+            self._note_change(position, (key,), removed=False)
+            self.retention.stored(position, key)
             if record.kind != "write_through" and self.is_chain:
                 # What a bucket has served, and memory kept, goes on to the files between them as well.
-                self._moves.offer(key, self._states(key, record.doubtful), now_s)
+                self.moves.offer(key, self._states(key, record.doubtful), now_s)
 
-    def _release_source(self, move: Move, outcome: Outcome | None, now_s: float) -> None:
-        """A chunk is not read from there any more. ``outcome``: of what was written, None if that is well."""
-        source = self.tiers[move.source.tier]
-        source.unpin(move.key)
-        if outcome is Outcome.CORRUPT:
-            self.removed(move.source.tier, source.loaded([move.key], {move.key: Outcome.CORRUPT}, now_s))
+
+class Retention:
+    """Chunks that hints keep from eviction until a time, as far as there is room.
+
+    A retained chunk has one pin in each tier with slots. The pin is taken back when the time has come, when the chunk
+    is dropped there, and at a reset. What exceeds a tier's share, or ``MAX_RETAINED``, is kept as any other chunk.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._tiers = catalog.tiers
+        self._slot_bytes = catalog.slot_bytes
+        self._until_s: dict[Key, float] = {}
+        self._ends: list[tuple[float, int, Key]] = []
+        """A heap of end times. Of chunks with the same time, the one retained last comes first. An entry is stale if
+        ``_until_s`` has another time, or none, for its chunk."""
+        self._numbers = count(0, -1)
+        self._pinned: tuple[set[Key], ...] = tuple(set() for _ in self._tiers)
+        self.bytes_by_tier: Final = [0] * len(self._tiers)
+        """Bytes per rank that are retained."""
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._until_s
+
+    def retain(self, keys: Iterable[Key], seconds: float, now_s: float) -> None:
+        """Retain chunks for this time, where they are now and where they are stored later. A later call replaces an
+        earlier one; 0 ends retention.
+        """
+        until_s = now_s + seconds
+        for key in keys:
+            if until_s <= now_s:
+                self.end(key)
+            elif key in self._until_s or len(self._until_s) < MAX_RETAINED:
+                if self._until_s.get(key) != until_s:
+                    self._until_s[key] = until_s
+                    heappush(self._ends, (until_s, next(self._numbers), key))
+                for position in range(len(self._tiers)):
+                    self.stored(position, key)
+        if len(self._ends) > 2 * len(self._until_s) + 1024:
+            self._ends = [end for end in self._ends if self._until_s.get(end[2]) == end[0]]
+            heapify(self._ends)
+
+    def stored(self, position: int, key: Key) -> None:
+        """A chunk may have come to a tier: pin it if it is to be retained."""
+        if key not in self._until_s or key in self._pinned[position]:
+            return
+        tier, slot_bytes = self._tiers[position], self._slot_bytes(key)
+        if not isinstance(tier, SlotTier) or tier.state(key) is not _READY:
+            return
+        if self.bytes_by_tier[position] + slot_bytes <= tier.capacity_bytes * RETAINED_SHARE:
+            tier.pin(key)
+            self._pinned[position].add(key)
+            self.bytes_by_tier[position] += slot_bytes
+
+    def dropped(self, position: int, keys: Iterable[Key]) -> None:
+        """A tier has dropped chunks: nothing is left there to retain."""
+        for key in keys:
+            if key in self._pinned[position]:
+                self._pinned[position].remove(key)
+                self.bytes_by_tier[position] -= self._slot_bytes(key)
+                self._tiers[position].unpin(key)
+
+    def expire(self, now_s: float) -> None:
+        """End the retention of chunks whose time has passed, ``MAX_EXPIRED`` at most. A prefix loses its end first."""
+        left = MAX_EXPIRED
+        while left and self._ends and self._ends[0][0] <= now_s:
+            until_s, _, key = heappop(self._ends)
+            if self._until_s.get(key) == until_s:
+                self.end(key)
+                left -= 1
+
+    def end(self, key: Key) -> None:
+        """Retain a chunk no longer."""
+        self._until_s.pop(key, None)
+        for position in range(len(self._tiers)):
+            self.dropped(position, (key,))
+
+    def clear(self) -> None:
+        """End all of it."""
+        for key in list(self._until_s):
+            self.end(key)
+        self._ends.clear()

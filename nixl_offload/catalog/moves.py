@@ -9,7 +9,7 @@ A chunk that is offered again, or asked for by another hint, is pending again.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from nixl_offload.index import State
 from nixl_offload.tiers.slot_tier import SlotTier
-from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
+from nixl_offload.types import Key, Location, Lookup, LookupContext
 
 if TYPE_CHECKING:
     from nixl_offload.catalog.catalog import Catalog
@@ -99,27 +99,25 @@ class Move(NamedTuple):
 class Moves:
     """Looks up what hints ask for, and begins moves as far as their targets have room."""
 
-    def __init__(self, catalog: Catalog, options: ChainOptions) -> None:
+    def __init__(self, catalog: Catalog) -> None:
         """``catalog`` has the tiers, and knows which chunks are where."""
         self._catalog = catalog
         self._tiers = catalog.tiers
-        self._options = options
+        self._options = catalog.chain
+        self._memory = -1 if self._options.memory is None else self._options.memory
         self._pending: tuple[OrderedDict[Key, _Pending], ...] = tuple(OrderedDict() for _ in self._tiers)
         """By target, oldest first."""
-        self._under_way: tuple[set[Key], ...] = tuple(set() for _ in self._tiers)
-        self._bytes_under_way = [0] * len(self._tiers)
+        self.bytes_under_way: Final = [0] * len(self._tiers)
+        """Bytes per rank that are on their way, by target."""
         self._moved_s = [float("-inf")] * len(self._tiers)
         """By target: when a move succeeded last."""
         self._unsaved: set[Key] = set()
         """Pinned in memory."""
-        self._unsaved_bytes = 0
+        self.unsaved_bytes = 0
+        """Bytes per rank that are pinned in memory for farther tiers."""
         self._prefetches: deque[_Prefetch] = deque()
         """Those whose chunks are looked up."""
         self._numbers = count(1)
-        self.outcomes: Counter[tuple[int, str]] = Counter()
-        """By target and how a move ended: ``gone``, ``refused`` or ``overflow``; of write-throughs outcomes, too."""
-        self.given_up: Counter[str] = Counter()
-        """Prefetches by why their lookups ended early: ``late`` or ``overflow``, too many waited."""
 
     @property
     def has_pending(self) -> bool:
@@ -127,19 +125,9 @@ class Moves:
         return bool(self._prefetches) or any(self._pending)
 
     @property
-    def unsaved_bytes(self) -> int:
-        """Bytes per rank that are pinned in memory for farther tiers."""
-        return self._unsaved_bytes
-
-    @property
     def pending(self) -> tuple[int, ...]:
-        """Pending moves, by target."""
+        """How many moves wait to begin, by target."""
         return tuple(len(pending) for pending in self._pending)
-
-    @property
-    def bytes_under_way(self) -> tuple[int, ...]:
-        """Bytes per rank that are on their way, by target."""
-        return tuple(self._bytes_under_way)
 
     def offer(self, key: Key, states: Sequence[State | None], now_s: float) -> None:
         """A chunk was stored, or offered again: it is to be written to each farther tier that lacks it.
@@ -150,8 +138,12 @@ class Moves:
         lacking = [at for at in range(nearest + 1, len(states)) if states[at] is None or states[at] is _EVICTING]
         for target in lacking:
             self._enqueue(target, key, _Pending(now_s))
-        if lacking and nearest == self._options.memory and _READY not in states[nearest + 1 :]:
-            self._pin(key)
+        if lacking and nearest == self._memory and key not in self._unsaved and _READY not in states[nearest + 1 :]:
+            slot_bytes = self._catalog.slot_bytes(key)
+            if self.unsaved_bytes + slot_bytes <= self._options.unsaved_limit_bytes:
+                self._tiers[self._memory].pin(key)
+                self._unsaved.add(key)
+                self.unsaved_bytes += slot_bytes
 
     def prefetch(
         self,
@@ -168,11 +160,11 @@ class Moves:
         ``end_tokens``: where each ends in its prompt. ``is_prefix``: those behind one that is nowhere are of no use.
         ``groups``: how many groups of the prompt share what one prefetch may take of memory.
         """
-        memory = None if self._options.memory is None else self._tiers[self._options.memory]
+        memory = None if self._memory < 0 else self._tiers[self._memory]
         if not keys or len(self._tiers) == 1 or not isinstance(memory, SlotTier):
             return
         if len(self._prefetches) >= MAX_PREFETCHES:
-            self._give_up(self._prefetches.popleft(), "overflow")
+            self._end(self._prefetches.popleft(), "overflow")
         name, limit_bytes = f"prefetch-{next(self._numbers)}", memory.capacity_bytes * MEMORY_SHARE / groups
         self._prefetches.append(_Prefetch(name, keys, end_tokens, is_prefix, limit_bytes, allowed, now_s))
 
@@ -187,15 +179,14 @@ class Moves:
         return begun
 
     def settled(self, move: Move, how: str, now_s: float) -> None:
-        """Its target is committed or given back, its source unpinned. ``how``: an outcome, or ``gone``."""
+        """Its target is committed or given back, its source unpinned. ``how``: ``ok``, ``gone``, or what failed."""
         target = move.target.tier
-        self._bytes_under_way[target] -= move.target.slot_bytes
-        self._under_way[target].remove(move.key)
-        if target != self._options.memory:
-            self.outcomes[target, how] += 1
-        if how == Outcome.OK.value:
+        self.bytes_under_way[target] -= move.target.slot_bytes
+        if how == "ok":
             self._moved_s[target] = now_s
             self._unpin(move.key)
+        elif target != self._memory:
+            self._catalog.counts["write_through_failures", target, how] += 1
         self._unpin_if_done(move.key)
         self._moved(move.prefetch)
 
@@ -220,7 +211,7 @@ class Moves:
             if is_over:
                 self._end(prefetch)
             elif now_s - prefetch.since_s >= PATIENCE_S:
-                self._give_up(prefetch, "late")
+                self._end(prefetch, "late")
             elif is_asking:
                 asking.append(prefetch)  # a bucket that is slow to answer holds up none of the others
             else:
@@ -229,8 +220,7 @@ class Moves:
 
     def _advance(self, prefetch: _Prefetch, now_s: float, looks_left: int) -> tuple[int, bool, bool]:
         """Return how many looks are left, whether some tier has gone to look, and whether all is known."""
-        memory, is_asking = self._options.memory, False
-        assert memory is not None, "there are no prefetches without it"
+        memory, is_asking = self._tiers[self._memory], False
         for at in range(prefetch.next, len(prefetch.keys)):
             if not looks_left:
                 return 0, is_asking, False
@@ -247,18 +237,16 @@ class Moves:
                         break
                     prefetch.taken_bytes += self._catalog.slot_bytes(key)
                     prefetch.since_s = now_s
-                    if self._tiers[memory].state(key) is None:
-                        self._enqueue(memory, key, _Pending(now_s, prefetch))
-                    self._tiers[memory].touch(key)
+                    if memory.state(key) is None:
+                        self._enqueue(self._memory, key, _Pending(now_s, prefetch))
+                    memory.touch(key)
                 prefetch.next = at + 1
         return looks_left, is_asking, not is_asking
 
-    def _give_up(self, prefetch: _Prefetch, why: str) -> None:
-        self._end(prefetch)
-        self.given_up[why] += 1
-
-    def _end(self, prefetch: _Prefetch) -> None:
-        """Look up no more of it."""
+    def _end(self, prefetch: _Prefetch, why: str = "") -> None:
+        """Look up no more of it. ``why``: what to count, if that is early."""
+        if why:
+            self._catalog.counts["hints", "prefetch", why] += 1
         self._catalog.forget_request(prefetch.request_id)
         prefetch.is_looked_up = True
         self._keep_beginning(prefetch)
@@ -272,9 +260,8 @@ class Moves:
     def _keep_beginning(self, prefetch: _Prefetch) -> None:
         """Once all of a prefix has come, in however many tickets, let its end be evicted first."""
         if prefetch.is_prefix and prefetch.is_looked_up and not prefetch.moves_left:
-            assert self._options.memory is not None, "there are no prefetches without it"
             for key in reversed(prefetch.keys[: prefetch.next]):
-                self._tiers[self._options.memory].touch(key)
+                self._tiers[self._memory].touch(key)
 
     # What waits to begin
 
@@ -288,7 +275,7 @@ class Moves:
     def _begin(self, target: int, now_s: float) -> list[Move]:
         waiting, tier = self._pending[target], self._tiers[target]
         backlog_bytes = self._options.write_through_backlog_bytes
-        if target == self._options.memory:
+        if target == self._memory:
             backlog_bytes //= PREFETCH_BACKLOGS
         begun: list[Move] = []
         over: list[tuple[Key, str]] = []
@@ -309,7 +296,7 @@ class Moves:
             if source is None or not self._tiers[source].in_use:
                 over.append((key, "gone"))
                 continue
-            slot_bytes, bytes_under_way = self._catalog.slot_bytes(key), self._bytes_under_way[target]
+            slot_bytes, bytes_under_way = self._catalog.slot_bytes(key), self.bytes_under_way[target]
             if bytes_under_way > 0 and bytes_under_way + slot_bytes > backlog_bytes:
                 is_blocked = True
                 break
@@ -320,8 +307,7 @@ class Moves:
                 if prefetch is None:
                     break  # what is stored behind a gap is of no use
                 continue
-            self._bytes_under_way[target] += slot_bytes
-            self._under_way[target].add(key)
+            self.bytes_under_way[target] += slot_bytes
             begun.append(Move(key, self._tiers[source].pin(key), location, prefetch))
             if len(begun) >= MAX_BEGUN:
                 break
@@ -331,7 +317,10 @@ class Moves:
         for key, why in over:
             self._drop(target, key, why)
         if is_blocked and not begun:
-            self._drop_overdue(target, now_s)
+            for key, pending in list(islice(waiting.items(), MAX_DROPPED)):
+                if now_s - max(pending.since_s, self._moved_s[target]) < PATIENCE_S:
+                    break
+                self._drop(target, key, "refused")
         return begun
 
     def _divide(self, moves: Sequence[Move]) -> Iterator[list[Move]]:
@@ -348,39 +337,25 @@ class Moves:
         if of_ticket:
             yield of_ticket
 
-    def _drop_overdue(self, target: int, now_s: float) -> None:
-        for key, pending in list(islice(self._pending[target].items(), MAX_DROPPED)):
-            if now_s - max(pending.since_s, self._moved_s[target]) < PATIENCE_S:
-                return
-            self._drop(target, key, "refused")
-
     def _drop(self, target: int, key: Key, why: str) -> None:
         """Remove a pending move. ``why``: what to count; empty if the tier has the chunk already."""
         prefetch = self._pending[target].pop(key).prefetch
         if why:
-            self.outcomes[target, why] += 1
+            self._catalog.counts["write_through_failures", target, why] += 1
         self._unpin_if_done(key)
         self._moved(prefetch)
 
     # Pins of unsaved chunks
 
-    def _pin(self, key: Key) -> None:
-        slot_bytes = self._catalog.slot_bytes(key)
-        if key in self._unsaved or self._unsaved_bytes + slot_bytes > self._options.unsaved_limit_bytes:
-            return
-        assert self._options.memory is not None, "only chunks in memory are pinned"
-        self._tiers[self._options.memory].pin(key)
-        self._unsaved.add(key)
-        self._unsaved_bytes += slot_bytes
-
     def _unpin(self, key: Key) -> None:
         if key in self._unsaved:
-            assert self._options.memory is not None, "pinned there"
             self._unsaved.remove(key)
-            self._unsaved_bytes -= self._catalog.slot_bytes(key)
-            self._tiers[self._options.memory].unpin(key)
+            self.unsaved_bytes -= self._catalog.slot_bytes(key)
+            self._tiers[self._memory].unpin(key)
 
     def _unpin_if_done(self, key: Key) -> None:
         """Unpin a chunk that no farther tier is to get any more."""
-        if key in self._unsaved and not any(key in keys for keys in (*self._pending, *self._under_way)):
-            self._unpin(key)
+        if key in self._unsaved and not any(key in pending for pending in self._pending):
+            farther = self._tiers[self._memory + 1 :]
+            if all(tier.state(key) is not State.WRITING for tier in farther):
+                self._unpin(key)

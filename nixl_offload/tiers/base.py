@@ -73,17 +73,12 @@ class SlotStatistics:
 class SharedStatistics:
     """Of a tier that other servers write to as well; counters since the start."""
 
-    probes: int
-    """Questions to the storage whether a shard is there."""
     probe_errors: int
+    """Questions to the storage, whether a shard is there, that were not answered."""
     probe_seconds: list[float]
     """How long they took, since the last call; of very many the latest."""
     late: int
     """Requests that were not answered in time."""
-    openings: int
-    """How often the tier was disabled for a while."""
-    known: int
-    """Chunks believed present now."""
     breakers: Mapping[str, BreakerState]
     """By what each watches: ``reach``, ``load`` or ``store``."""
     evictions: int | None = None

@@ -7,34 +7,27 @@ Threading: the scheduler's thread. Nothing raises for reasons of storage.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from nixl_offload.vllm.adapters import AdapterTable, adapter_of
-from nixl_offload.vllm.held_stores import HeldStores
 from nixl_offload.vllm.hints import Hints
 from nixl_offload.vllm.identity import has_lasting_keys
-from nixl_offload.vllm.idling import Idling
 from nixl_offload.vllm.load_decision import Hit
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import NOTHING, RankGeometry, StepMetadata, WorkerReport
-from nixl_offload.vllm.notes import LookedUp, notes_of
-from nixl_offload.vllm.step_clock import StepClock
-from nixl_offload.vllm.tier_events import name_media
 from nixl_offload.vllm.vllm_internals import resets_for_pause
-from nixl_offload.vllm.vllm_scheduler import AdaptedRequestState, MendedScheduler
+from nixl_offload.vllm.vllm_scheduler import AdaptedRequestState, MendedScheduler, notes_of
 from nixl_offload.vllm.weights_check import Trust, WeightsCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -51,6 +44,17 @@ ANSWER_S: Final = 0.1
 change by themselves."""
 WAIT_ANSWER_S: Final = 0.01
 """The same, for the answer "not yet"."""
+IDLE_STEP_S: Final = 0.0005
+"""The least time of a step that schedules nothing while storage is at work. vLLM steps on without a pause when all
+requests wait for loads. Where a rank shares the scheduler's process its pump then waits 5 ms each time it needs the
+interpreter (decision 0011)."""
+STUCK_STEP_S: Final = 0.005
+"""The same after ``STUCK_AFTER_S`` without progress: a tier that hangs must not cost a core."""
+STUCK_AFTER_S: Final = 0.25
+PATIENCE_S: Final = 3.0
+"""An engine without requests steps on for background work as long as that makes progress within this time. What is left
+goes on with the next request: vLLM does not shut down before it has stopped stepping, and kills an engine that takes
+longer than some seconds."""
 
 
 class _Question(NamedTuple):
@@ -82,16 +86,18 @@ class NixlOffloadScheduler(MendedScheduler):
 
     def __init__(self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        self._clock = StepClock(self.offload_manager.decider.observe_prefill, time.monotonic)
-        self._idling = Idling(time.monotonic)
+        self._progress_s = time.monotonic()
+        """When storage last made progress: ranks were given something to do, or a request or a rank was heard."""
         self._waiting: set[str] = set()
         """Requests that were neither given blocks nor have ended."""
         self._running = 0
         """How many requests the last step runs."""
-        self._hints = Hints(self.offload_manager, self.config, time.monotonic)
+        self._hints = Hints(self.offload_manager, self.config)
         self._world_size = vllm_config.parallel_config.world_size
         self._geometries: dict[int, RankGeometry] = {}
         """By rank, until all ranks have sent theirs."""
+        self._is_alone = False
+        """No other connector loads beside ours."""
         self._loads = True
         """Whether ``kv_role`` has us load."""
         self._answers: dict[str, _Answer] = {}
@@ -102,7 +108,10 @@ class NixlOffloadScheduler(MendedScheduler):
         """How many steps were scheduled."""
         self._heard_steps = 0
         """Of how many the ranks have reported the outcome."""
-        self._held_stores = HeldStores()
+        self._allocated: dict[str, tuple[RequestOffloadState, bool]] = {}
+        """Requests that were given blocks in this step, and whether we load some of these: if not, another may."""
+        self._doubtful_step = 0
+        """The last step in which another connector loads."""
         self._adapters = AdapterTable(self._world_size)
         self._weights = WeightsCheck(self._world_size)
         self._prefix_cache: Callable[[], object] = lambda: None
@@ -129,23 +138,22 @@ class NixlOffloadScheduler(MendedScheduler):
         """Say what ``kv_role`` has us do: a producer stores only, a consumer loads only."""
         self._loads, self.ever_stores = loads, stores
 
-    def open(self, ranks: Sequence[RankGeometry], *, waits: bool = True) -> None:
-        """Open the tiers. An engine without requests steps now, while the ranks open theirs."""
-        self.offload_manager.open(ranks, waits=waits)
-        self._idling.record_progress()
-
-    def take_geometries(self, told: Mapping[int, RankGeometry], *, is_start: bool) -> None:
+    def take_geometries(self, sent: Mapping[int, RankGeometry], *, is_start: bool) -> None:
         """Open the tiers once every rank has sent its geometry. ``is_start``: before the first step, which waits; so
         ranks send it only where no other connector is beside ours.
         """
-        self._held_stores.is_alone |= is_start and bool(told)
-        self._geometries.update(told)
+        self._is_alone |= is_start and bool(sent)
+        self._geometries.update(sent)
         if self.offload_manager.serving.is_begun or set(self._geometries) != set(range(self._world_size)):
             return
         ranks = [self._geometries[rank] for rank in range(self._world_size)]
         self._weights.start([rank.weights for rank in ranks])
         self._adapters.of_any_size = ranks[0].shards is not None
-        self.open(ranks, waits=is_start)
+        self.offload_manager.open(ranks, waits=is_start)
+        self._record_progress()  # an engine without requests steps while the ranks open theirs
+
+    def _record_progress(self) -> None:
+        self._progress_s = time.monotonic()
 
     # A request arrives, and is looked up.
 
@@ -178,11 +186,10 @@ class NixlOffloadScheduler(MendedScheduler):
 
         vLLM asks in every step as long as there is no room for the request. The answer is kept while nothing changes.
         """
-        self._idling.record_progress()
+        self._record_progress()
         self._asked_about.add(request.request_id)
-        serving = self.offload_manager.serving
         state, question = self._state(request), _Question(num_computed_tokens, max_num_new_tokens)
-        if serving.is_begun and (self._awaits_weights() or self._awaits_ranks(state)):
+        if self.offload_manager.serving.is_begun and (self._awaits_weights() or self._awaits_ranks(state)):
             return None, False
         known = self._answers.get(request.request_id)
         if known is not None and known.question == question and self._holds(known) and request.lora_request is None:
@@ -194,6 +201,12 @@ class NixlOffloadScheduler(MendedScheduler):
         if found is not None:
             self.keep_where_prompts_part(state, num_computed_tokens + found)
         return found, bool(found)
+
+    def _awaits_weights(self) -> bool:
+        """Whether the ranks are still to say which weights they have: they do within a step."""
+        self._weights.look(self._prefix_cache())
+        self._weights.want(time.monotonic())
+        return self._weights.trust is Trust.ASKED
 
     def _awaits_ranks(self, state: RequestOffloadState) -> bool:
         """Whether the ranks are still to open a tier that may have a chunk which those that serve lack."""
@@ -234,30 +247,36 @@ class NixlOffloadScheduler(MendedScheduler):
             return None
         if request.streaming_queue is not None:
             self.forget_keys_behind(state, computed_tokens)  # of a session, which has lost its last token
-        if not self._loads or self._weights.trust is Trust.BLOCKED or self._comes_from_elsewhere(request):
+        # Another connector may bring the whole prompt, which our lookup would only delay.
+        params = request.kv_transfer_params
+        comes_from_elsewhere = params and params.get("do_remote_prefill") and not self._is_alone
+        if not self._loads or self._weights.trust is Trust.BLOCKED or comes_from_elsewhere:
             if self._ask_vllm(state, computed_tokens, 0) is None:
                 self.begin_without_hit(state, computed_tokens)  # its stores are out, and there is nothing to wait for
             return 0
         found = self._ask(state, question, question.most)
         if found is None:
             return None
-        chunk_tokens = self.chunk_tokens
+        wanted, notes, hit = found, notes_of(state.req_context), (computed_tokens, found)
+        if found:
+            keys = self.hit_keys(state, computed_tokens + found)[computed_tokens // self.chunk_tokens :]
+            tiers = (self.offload_manager.where(key, state.req_context) for key in keys)
+            decided = self.offload_manager.decider.tokens_to_load(
+                Hit(tiers, computed_tokens, found, self.chunk_tokens, self._windows),
+                notes.load,
+                time.monotonic(),
+                waiting=len(self._waiting) - (request.request_id in self._waiting),
+                running=self._running,
+            )
+            if decided is None:
+                self._answer(state, question, None, WAIT_ANSWER_S)
+                return None
+            wanted = decided
         if not request.skip_reading_prefix_cache:  # as for ``prompt_logprobs``: no lookup
-            whole_tokens = request.num_tokens // chunk_tokens * chunk_tokens
-            asked_tokens = max(found, whole_tokens - computed_tokens)
-            notes_of(state.req_context).looked_up = LookedUp(computed_tokens, asked_tokens, found)
-        if not found:
-            return 0
-        keys = self.hit_keys(state, computed_tokens + found)[computed_tokens // chunk_tokens :]
-        wanted = self.offload_manager.decider.tokens_to_load(
-            Hit(keys, computed_tokens, found, chunk_tokens, self._windows),
-            state.req_context,
-            waiting=len(self._waiting) - (request.request_id in self._waiting),
-            running=self._running,
-        )
-        if wanted is None:
-            self._answer(state, question, None, WAIT_ANSWER_S)
-            return None
+            whole_tokens = request.num_tokens // self.chunk_tokens * self.chunk_tokens
+            is_decided = bool(found) and notes.load.found == hit
+            parts, loaded_tokens = (notes.load.parts, wanted) if is_decided else ((), 0)
+            notes.looked_up = (max(found, whole_tokens - computed_tokens), parts, loaded_tokens)
         # Asked again with a limit, for vLLM remembers what it has answered.
         return found if wanted >= found else self._ask(state, question, self._limit(wanted))
 
@@ -287,11 +306,6 @@ class NixlOffloadScheduler(MendedScheduler):
         """
         return tokens + 1 if self._windows else tokens
 
-    def _comes_from_elsewhere(self, request: Request) -> bool:
-        """Whether another connector brings the whole prompt, which our lookup would only delay."""
-        params = request.kv_transfer_params
-        return bool(params and params.get("do_remote_prefill")) and not self._held_stores.is_alone
-
     def _limit_after_wait(self, state: RequestOffloadState, question: _Question) -> int | None:
         """Return the most that a request may load which has waited, for loads of others or for its own stores, as long
         as computing takes. None: it waits on.
@@ -303,9 +317,13 @@ class NixlOffloadScheduler(MendedScheduler):
             # It waits for a tier that looks, or for a store of others, which have limits of their own.
             self._answer(state, question, None, WAIT_ANSWER_S)
             return None
-        first_token = question.computed_tokens + before_tokens
-        left_s = self.offload_manager.decider.wait_left_s(
-            state.req_context, first_token, state.req.num_tokens - first_token, awaited
+        manager, first_token = self.offload_manager, question.computed_tokens + before_tokens
+        left_s = manager.decider.wait_left_s(
+            None if awaited is None else manager.where(awaited),
+            state.req.num_tokens - first_token,
+            first_token,
+            notes_of(state.req_context).load,
+            time.monotonic(),
         )
         if left_s > 0:
             self._answer(state, question, None, WAIT_ANSWER_S if awaited is None else left_s, awaited)
@@ -320,8 +338,12 @@ class NixlOffloadScheduler(MendedScheduler):
         state = self._state(request)
         if request.request_id in self._asked_about:
             self._answers.pop(request.request_id, None)
-            self._held_stores.allocated(state, we_load=num_external_tokens > 0)
-        self.offload_manager.allocated(state.req_context)
+            if not self._is_alone:
+                self._allocated[request.request_id] = state, num_external_tokens > 0
+        notes = notes_of(state.req_context)
+        looked_up, notes.looked_up, notes.load.waits_since_s = notes.looked_up, None, None  # it may wait anew
+        if looked_up is not None and looked_up[0]:
+            self.offload_manager.metrics.looked_up(*looked_up)
 
     # A step is scheduled, and its outcome is heard.
 
@@ -331,54 +353,71 @@ class NixlOffloadScheduler(MendedScheduler):
         In a step without work leave the processor to those who are waited for.
         """
         manager, tokens = self.offload_manager, scheduler_output.total_num_scheduled_tokens
-        if not tokens and manager.is_waiting():
-            time.sleep(self._idling.pause_s)
+        if not tokens and (manager.has_pending_work() or manager.is_looking):
+            is_stuck = time.monotonic() - self._progress_s >= STUCK_AFTER_S
+            time.sleep(STUCK_STEP_S if is_stuck else IDLE_STEP_S)
         self._steps += 1
         if self._hints.has_pending:
             self._hints.step()
-            self._idling.record_progress()
+            self._record_progress()
         self._weights.look(self._prefix_cache())
         if tokens:
             self._weights.want(time.monotonic())
             manager.is_paused = False
         self.stores = self.ever_stores and self._weights.trust is Trust.SETTLED and not manager.will_store
-        self._held_stores.scheduled(self._steps, self._heard_steps, scheduler_output.num_scheduled_tokens)
-        self.held = self._held_stores.requests
+        self._hold_stores(scheduler_output.num_scheduled_tokens)
         self._asked_about.clear()
         for new in scheduler_output.scheduled_new_reqs:
             state = self.state_of(new.req_id) if new.num_computed_tokens else None
             if state is not None:  # maybe a session that goes on, which vLLM does not look up
                 self._refuse_worthless_keys(state)
                 self.forget_keys_behind(state, new.num_computed_tokens)
-        self._clock.scheduled(scheduler_output)
+        manager.decider.prefill.scheduled(scheduler_output, time.monotonic())
         self._running = len(scheduler_output.num_scheduled_tokens)
         meta = super().build_connector_meta(scheduler_output)
-        moves = manager.take_moves() if manager.moves else []
+        moves, manager.moves = manager.moves, []
         places = {} if manager.serving.is_whole else manager.serving.take_places()
         assert isinstance(meta, OffloadingConnectorMetadata)
         if tokens or moves or places or meta.load_jobs or meta.store_jobs:
-            self._idling.record_progress()
+            self._record_progress()
         question = self._weights.take_question()
         if not moves and not places and not question:
             return meta
-        opening = manager.serving.number
         return StepMetadata(
             load_jobs=meta.load_jobs,
             store_jobs=meta.store_jobs,
             jobs_to_flush=meta.jobs_to_flush,
             moves=moves,
             places=places,
-            opening=opening,
+            opening=manager.serving.number,
             weights_question=question,
         )
 
+    def _hold_stores(self, computing: Collection[str]) -> None:
+        """Hold back the stores of requests whose blocks another connector may have filled wrongly (decision 0023).
+
+        Beside other connectors (MultiConnector) one of these may load within a step. Whether that went well is known
+        when the step is over, and what was computed from it meanwhile is worth as much. So requests are held that were
+        given blocks in a step in which another connector loads and whose outcome is not known, or later.
+        """
+        if not self._allocated and not self.held:
+            return
+        for request_id, (state, we_load) in self._allocated.items():
+            known_tokens = state.num_locally_computed_tokens
+            if not we_load and request_id in computing and state.req.num_computed_tokens > known_tokens:
+                self._doubtful_step = self._steps
+        self.held = {request_id: until for request_id, until in self.held.items() if until > self._heard_steps}
+        if self._doubtful_step > self._heard_steps:
+            self.held.update(dict.fromkeys(self._allocated, self._doubtful_step))
+        self._allocated.clear()
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Settle tickets first, so that a failed chunk is gone before its request is looked up again."""
-        self._clock.done()
+        manager, meta = self.offload_manager, connector_output.kv_connector_worker_meta
+        manager.decider.prefill.ended(time.monotonic())
         self._heard_steps += 1
         if connector_output.invalid_block_ids:
             self._refuse_unloaded(connector_output.invalid_block_ids)
-        meta = connector_output.kv_connector_worker_meta
         if meta is NOTHING:
             return  # as in most steps
         if isinstance(meta, WorkerReport):
@@ -389,15 +428,15 @@ class NixlOffloadScheduler(MendedScheduler):
             if meta.weights and self._weights.hear(meta.weights):
                 self._serve_other_weights()
             if meta.tickets or meta.completed_jobs:
-                self._idling.record_progress()
+                self._record_progress()
             if meta.ranks:
-                self.offload_manager.take_ranks(meta.ranks)
+                manager.take_ranks(meta.ranks)
             if meta.tickets or meta.loads:
-                lost = self.offload_manager.settle(meta.tickets, meta.loads)
+                lost = manager.settle(meta.tickets, meta.loads)
                 if lost:
                     self.offer_again(meta.completed_jobs, lost)
             if meta.work is not None:
-                self.offload_manager.take_work(meta.work)
+                manager.metrics.worked(meta.work)
         super().update_connector_output(connector_output)
 
     def spoiled_blocks(self, invalid_blocks: Set[int]) -> set[int]:
@@ -410,34 +449,35 @@ class NixlOffloadScheduler(MendedScheduler):
                     spoiled.update(block for block in group.block_ids[at:] if block)
         return spoiled
 
-    def renamed(self, request_id: str, name: str) -> None:
-        self._held_stores.rename(request_id, name)
-
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """As vLLM's."""
         self._waiting.discard(request.request_id)
-        if self._hints.waits_for_ends:
-            self._hints.finished(request.request_id, self.state_of(request.request_id))
+        self._hints.finished(request.request_id, self.state_of(request.request_id))
         self._answers.pop(request.request_id, None)
         return super().request_finished(request)
 
     def has_pending_push_work(self) -> bool:
         """As vLLM's, as long as storage makes progress. Requests keep the engine stepping by themselves."""
         awaits = self._hints.has_pending or not self.offload_manager.serving.is_begun
-        return self._idling.is_patient and (awaits or super().has_pending_push_work())
+        is_patient = time.monotonic() - self._progress_s < PATIENCE_S
+        return is_patient and (awaits or super().has_pending_push_work())
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """As vLLM's, with a name for each medium; what chunks were made of is forgotten with them."""
-        return self._named_events() if self.offload_manager.has_events else ()
+        return self._named_events() if self.offload_manager.catalog.changes else ()
 
     def _named_events(self) -> Iterable[KVCacheEvent]:
-        yield from name_media(super().take_events())
-        self.forget_descriptions(self.offload_manager.take_removed(), self.offload_manager.is_known)
+        for event in super().take_events():
+            if isinstance(event, BlockStored | BlockRemoved) and event.ownership is not None:
+                event.medium, event.ownership = event.ownership, None
+            yield event
+        removed, self.offload_manager.removed = self.offload_manager.removed, []
+        self.forget_descriptions(removed, self.offload_manager.is_known)
 
     # Weights that may be others since a cache was reset.
 
     def reset_cache(self) -> None:
-        """As vLLM's; and have the ranks tell which weights they have before anything is stored or loaded again.
+        """As vLLM's; and have the ranks say which weights they have before anything is stored or loaded again.
 
         Where vLLM pauses or sleeps, what is stored stays: its namespace tells which weights it belongs to.
         """
@@ -448,19 +488,13 @@ class NixlOffloadScheduler(MendedScheduler):
             self._hints.clear()
         self._weights.suspect()
 
-    def _awaits_weights(self) -> bool:
-        """Whether the ranks are still to tell which weights they have: they do within a step."""
-        self._weights.look(self._prefix_cache())
-        self._weights.want(time.monotonic())
-        return self._weights.trust is Trust.ASKED
-
     def _serve_other_weights(self) -> None:
         """What runs was begun with the weights before, and goes on with those that are there now: store none of it."""
         for state in self.states():
             if any(group.block_ids for group in state.group_states):
                 notes_of(state.req_context).refuse()
         self.offload_manager.reopen(self._weights.generation)
-        self._idling.record_progress()
+        self._record_progress()
 
     # Requests that are not stored, or whose keys hold more than vLLM's.
 
@@ -470,7 +504,7 @@ class NixlOffloadScheduler(MendedScheduler):
         return state
 
     def _awaits_adapter(self, state: RequestOffloadState) -> bool:
-        """Have a request's keys hold its adapter's content; True: the ranks are still to tell of it, within a step."""
+        """Have a request's keys hold its adapter's content; True: the ranks are still to report it, within a step."""
         if not isinstance(state, AdaptedRequestState) or state.transfer_jobs:
             return False
         assert state.req.lora_request is not None
@@ -478,12 +512,12 @@ class NixlOffloadScheduler(MendedScheduler):
         state.adapt(self._adapters.find(name, self._prefix_cache()))
         return self._adapters.may_come(name, self._steps + 1, self._heard_steps)
 
-    def _take_adapters(self, told: Mapping[int, Mapping[AdapterName, tuple[str | None, ...]]]) -> None:
-        """Take the word of ranks that have loaded adapters. What runs with one that was replaced is refused, for it
+    def _take_adapters(self, sent: Mapping[int, Mapping[AdapterName, tuple[str | None, ...]]]) -> None:
+        """Take the reports of ranks that have loaded adapters. What runs with one that was replaced is refused, for it
         mixes both; what has run without its content being known is stored from now on.
         """
         cache = self._prefix_cache()
-        changed = self._adapters.hear(told, cache)
+        changed = self._adapters.hear(sent, cache)
         for state in self.states():
             if not isinstance(state, AdaptedRequestState) or state.req.lora_request is None:
                 continue

@@ -1,4 +1,5 @@
-"""Carries out the hints that come with requests: see ``hint_format`` for what they are.
+"""What a router may ask for with a request, in ``kv_transfer_params``, and how it is carried out. docs/hints.md is for
+users.
 
 Threading: the scheduler's thread. Prompts that come as token ids are hashed, and chunks retained and dropped, a piece
 at a step, so that no step waits.
@@ -8,17 +9,18 @@ Failure: nothing raises because of a hint. A bad one is counted, and the first o
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, cast
 
-from nixl_offload.vllm.hint_format import BadHintError, Hint, hint_of
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
+
 from nixl_offload.vllm.manager import NixlOffloadManager
-from nixl_offload.vllm.notes import notes_of
-from nixl_offload.vllm.vllm_scheduler import state_like
+from nixl_offload.vllm.vllm_scheduler import notes_of, state_like
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FIELD: Final = "nixl_offload"
+"""Where a hint is in ``kv_transfer_params``."""
+MAX_TOKENS: Final = 1 << 20
+MAX_RETAIN_S: Final = 86_400.0
 MAX_PROMPTS: Final = 256
 """Prompts of hints that wait to be hashed."""
 MAX_WAITING_TOKENS: Final = 4 << 20
@@ -42,6 +48,64 @@ CHUNKS_PER_STEP: Final = 256
 """Chunks that are retained or dropped in one step: two milliseconds of it."""
 MAX_WAITING_CHUNKS: Final = 1 << 18
 """Chunks that wait for that: 1,024 steps of them."""
+
+
+class BadHintError(Exception):
+    """A hint is not what it should be. ``path`` names the place, and the text says what would be right."""
+
+    def __init__(self, path: str, expected: str) -> None:
+        super().__init__(f"{path}: {expected}")
+        self.path = path
+
+
+class Hint(BaseModel):
+    """What is to be done with the chunks of some tokens."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    token_ids: Annotated[InstanceOf[list[Any]], Field(min_length=1, max_length=MAX_TOKENS)] | None = None
+    """Of the beginning of a prompt; None: the request's own tokens. What they are is checked when they are hashed."""
+    prefetch: bool = False
+    """Read into memory what a farther tier has."""
+    retain_s: float | None = Field(None, ge=0, le=MAX_RETAIN_S)
+    """Do not evict for so long; 0 ends that."""
+    store: bool = True
+    """Whether to store what the request itself computes."""
+    drop_from: int | None = Field(None, ge=0)
+    """Give up the chunks that reach beyond this token."""
+
+    @property
+    def names(self) -> list[str]:
+        """What it asks for, in metrics."""
+        asked = {
+            "prefetch": self.prefetch,
+            "retain": self.retain_s is not None,
+            "store": not self.store,
+            "drop": self.drop_from is not None,
+        }
+        return [name for name, is_asked in asked.items() if is_asked]
+
+
+def hint_of(params: Any) -> Hint | None:
+    """Return the hint in a request's ``kv_transfer_params``; None: there is none. What is for others is passed over.
+
+    Raises BadHintError, which shows no values: they are a user's prompt.
+    """
+    if not isinstance(params, Mapping) or FIELD not in params:
+        return None
+    path = f"kv_transfer_params.{FIELD}"
+    try:
+        hint = Hint.model_validate(params[FIELD])
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        name = first["loc"][0] if first["loc"] else None
+        if name in Hint.model_fields:
+            raise BadHintError(f"{path}.{name}", first["msg"]) from None
+        fields = ", ".join(Hint.model_fields)
+        raise BadHintError(path, f"an object with some of {fields} is right, and nothing else") from None
+    if hint.drop_from is not None and (hint.prefetch or hint.retain_s):
+        raise BadHintError(f"{path}.drop_from", "cannot go with prefetch or retain_s, which keep the same chunks")
+    return hint
 
 
 class _Prompt(NamedTuple):
@@ -58,11 +122,10 @@ class _Prompt(NamedTuple):
 class Hints:
     """The hints that were not carried out yet."""
 
-    def __init__(self, manager: NixlOffloadManager, config: SchedulerOffloadConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, manager: NixlOffloadManager, config: SchedulerOffloadConfig) -> None:
         """``config``: vLLM's, with the KV cache groups."""
         self._manager = manager
         self._config = config
-        self._clock = clock
         self._prompts: deque[_Prompt] = deque()
         self._tasks: deque[tuple[Callable[[list[OffloadKey]], None], OffloadKey]] = deque()
         """What is to be done with chunks, in this order."""
@@ -74,11 +137,6 @@ class Hints:
     def has_pending(self) -> bool:
         """Whether ``step`` has something to do."""
         return bool(self._prompts or self._tasks)
-
-    @property
-    def waits_for_ends(self) -> bool:
-        """Whether ``finished`` may have something to do."""
-        return bool(self._at_end)
 
     def arrived(self, request: Request, state: RequestOffloadState) -> None:
         """Take the hint of a new request, if it has one."""
@@ -95,10 +153,10 @@ class Hints:
         tokens = 0 if hint.token_ids is None else len(hint.token_ids)
         waiting_tokens = sum(len(prompt.token_ids) for prompt in self._prompts) if tokens else 0
         if tokens and (len(self._prompts) >= MAX_PROMPTS or waiting_tokens + tokens > MAX_WAITING_TOKENS):
-            self._manager.count("hints", "any", "refused")
+            self._count("any", "refused")
             return
         for name in hint.names:
-            self._manager.count("hints", name, "taken")
+            self._count(name, "taken")
         allowed = self._manager.allowed_tiers(state.req_context)
         if hint.token_ids is not None:
             self._prompts.append(_Prompt(hint, hint.token_ids, state_like(state), allowed))
@@ -151,7 +209,7 @@ class Hints:
 
     def _retain_or_drop(self, hint: Hint, keys: list[list[OffloadKey]]) -> None:
         if hint.retain_s is not None:
-            retain = partial(self._retain, hint.retain_s, self._clock())
+            retain = partial(self._retain, hint.retain_s, time.monotonic())
             self._begin(retain, list(chain.from_iterable(keys)))
         if hint.drop_from is not None:
             for config, of_group in zip(self._config.kv_group_configs, keys, strict=True):
@@ -160,25 +218,23 @@ class Hints:
 
     def _begin(self, act: Callable[[list[OffloadKey]], None], keys: list[OffloadKey]) -> None:
         if len(self._tasks) + len(keys) > MAX_WAITING_CHUNKS:
-            self._manager.count("hints", "any", "refused")
+            self._count("any", "refused")
         else:
             self._tasks += [(act, key) for key in keys]
 
     def _prefetch(self, keys: list[list[OffloadKey]], allowed: frozenset[int] | None) -> None:
         """Read into memory what the tiers ``allowed`` have."""
-        now_s = self._clock()
+        moves, now_s = self._manager.catalog.moves, time.monotonic()
         for config, of_group in zip(self._config.kv_group_configs, keys, strict=True):
             window, tokens = config.sliding_window_size_in_chunks, config.tokens_per_chunk
             end_tokens = range(tokens, (len(of_group) + 1) * tokens, tokens)
             # Looked up as vLLM does, windows back to front. One more: a prompt's last token is always computed.
             looked_up = slice(None) if window is None else slice(None, -(window + 2), -1)
             chunks = cast("list[Key]", of_group[looked_up])
-            self._manager.catalog.prefetch(
-                chunks, end_tokens[looked_up], now_s, allowed, is_prefix=window is None, groups=len(keys)
-            )
+            moves.prefetch(chunks, end_tokens[looked_up], now_s, allowed, is_prefix=window is None, groups=len(keys))
 
     def _retain(self, retain_s: float, since_s: float, keys: list[OffloadKey]) -> None:
-        self._manager.catalog.retain(cast("list[Key]", keys), retain_s, since_s)
+        self._manager.catalog.retention.retain(cast("list[Key]", keys), retain_s, since_s)
 
     def _keys(self, state: RequestOffloadState) -> list[list[OffloadKey]]:
         """Return the chunks of a request by KV cache group."""
@@ -186,7 +242,7 @@ class Hints:
         return [group.offload_keys[:] for group in state.group_states]
 
     def _complain(self, error: BadHintError) -> None:
-        self._manager.count("hints", "any", "bad")
+        self._count("any", "bad")
         if error.path not in self._complained:
             self._complained.add(error.path)
             logger.warning(
@@ -194,3 +250,6 @@ class Hints:
                 "docs/hints.md has the format",
                 error,
             )
+
+    def _count(self, hint: str, result: str) -> None:
+        self._manager.metrics.add("hints", 1, hint, result)

@@ -1,29 +1,293 @@
-"""Decides how much of a request's hit is loaded, by what loading and computing cost the server.
+"""Load or recompute: how much of a request's hit to load, so that the server as a whole gets on fastest.
 
-Threading: the scheduler's thread.
+The GPU and each tier are queues. A load waits for the loads that are out; it does not use the GPU. A prefill uses the
+GPU, and delays the requests that wait for it and those that decode. So a load costs the time until it is done, queue
+included. Computing costs its time on the GPU, once for each request that waits, and in part for those that decode.
+
+Threading: the scheduler's thread. Reads no clock: time is passed in. Old observations fade.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
-from nixl_offload.catalog.estimate import Decision, LoadOrRecompute, Part
-from nixl_offload.catalog.tickets import LoadTicket
-from nixl_offload.vllm.messages import LoadSample
-from nixl_offload.vllm.notes import LoadDecision, notes_of
+    from nixl_offload.catalog import LoadTicket
+    from nixl_offload.vllm.messages import LoadSample
+
+TRIAL_INTERVAL_S: Final = 30.0
+"""A tier that is judged too slow is tried again after this time. Each further trial waits four times as long as the one
+before, ``TRIAL_LIMIT_S`` at most."""
+TRIAL_LIMIT_S: Final = 600.0
+SLOW_FAILURE_S: Final = 1.0
+"""A load that fails sooner was refused, and says nothing of how long loads take."""
+LOADS_AT_ONCE: Final = 4
+"""Most loads that are out at a time on a tier of unknown speed, or while the speed of computing is unknown."""
+WAIT_S: Final = 0.5
+"""How long a hit waits for such loads while the speed of computing is unknown. Later the limit is what computing the
+hit would take."""
+MIN_TOKENS: Final = 64
+"""Steps with fewer tokens decode, or are too short to measure."""
+
+_TOLERANCE: Final = 1.05
+"""A load is preferred while it costs at most this many times as much as computing."""
+_RUNNING_WEIGHT: Final = 0.4
+_MOST_RUNNING: Final = 2.0
+"""A prefill delays the next token of each running request. Each counts as ``_RUNNING_WEIGHT`` waiting requests, and all
+together as at most ``_MOST_RUNNING``: the full weight would accept a long TTFT for a few more requests per second
+(decision 0018)."""
+_FEWEST: Final = 3
+"""Observations without which nothing is said."""
+_OUTLIER: Final = 16.0
+"""An observation counts as at most so many times what was expected, so that one stall does not decide."""
+_SPREAD: Final = 0.2
+"""If the standard deviation of the sizes is below this part of their mean, they count as one size, without a slope."""
+_TIER_KEEP: Final = 0.9
+"""What older loads keep of their weight at each new one: the last ten or so count."""
+_TIER_HALF_LIFE_S: Final = 6.0
+"""Short against the interval of trials, so that a trial speaks louder than what was seen before it."""
+_PREFILL_HALF_LIFE_TOKENS: Final = 32768.0
+_MIN_SHARE: Final = 0.1
+"""Prompt tokens count at least as this part of their step. An estimate that is too low is corrected by the next long
+prompt, for that is computed; one that is too high would not be, for every hit would be loaded."""
+_STEP_KEEP: Final = 0.9
+"""What the price of a step keeps of its old value at each step that only decodes."""
+_MOST_OPEN_STEPS: Final = 16
+
+Counts = Mapping[tuple[str | int, ...], int]
+"""By the name of a metric, then its labels; an int is the position of a tier."""
+Decision = Literal["taken", "skipped", "unknown", "trial"]
+"""What was decided about a tier's part of a hit.
+
+skipped: computing is expected to be faster. unknown: computed, because a speed is not known yet and ``LOADS_AT_ONCE``
+loads are out. trial: loaded although the tier was judged too slow.
+"""
+
+
+class _Line:
+    """The line y = a + b·x, neither of them negative, through weighted points that fade."""
+
+    def __init__(self, *, is_level: bool) -> None:
+        """``is_level``: points of one size give a level line; otherwise they give a line through the origin."""
+        self._is_level = is_level
+        self._count = 0.0
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough points were added to say something."""
+        return self._count >= _FEWEST
+
+    def add(self, x: float, y: float, *, weight: float, keep: float, count: float = 1.0) -> None:
+        """Add a point; all before keep the part ``keep`` of their weight."""
+        expected = self.at(x)
+        if expected is not None:
+            y = min(y, _OUTLIER * max(expected, 1e-9))
+        self._count += count
+        self._weight = keep * self._weight + weight
+        self._x = keep * self._x + weight * x
+        self._y = keep * self._y + weight * y
+        self._xx = keep * self._xx + weight * x * x
+        self._xy = keep * self._xy + weight * x * y
+
+    def at(self, x: float) -> float | None:
+        """Return y at ``x``; None: too little is known."""
+        if not self.is_known:
+            return None
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        variance = self._xx / self._weight - mean_x * mean_x
+        if variance <= (_SPREAD * mean_x) ** 2:
+            return mean_y if self._is_level else mean_y / mean_x * x
+        slope = max(0.0, (self._xy / self._weight - mean_x * mean_y) / variance)
+        base = mean_y - slope * mean_x
+        return self._xy / self._xx * x if base < 0.0 else base + slope * x
+
+
+class _OpenLoad(NamedTuple):
+    """A load that has not ended."""
+
+    size_bytes: int
+    queued_bytes: int
+    """Of the loads that were out when it began."""
+    began_s: float
+    """inf: another tier decides how long this load is out."""
+
+
+class TierSpeed:
+    """How long loads of one tier take: a line over their bytes and those queued before them."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        """``ranks`` observe each load: together they count as one observation."""
+        self._share = 1.0 / ranks
+        self._line = _Line(is_level=False)
+        self._open: dict[int, _OpenLoad] = {}
+        self._is_on_trial = False
+        self._observed_s = self._tried_s = -math.inf
+        self._pause_s = TRIAL_INTERVAL_S
+        self._queued_bytes = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough loads were observed."""
+        return self._line.is_known
+
+    @property
+    def loads(self) -> int:
+        """How many loads are out."""
+        return len(self._open)
+
+    def begin(
+        self, ticket: int, size_bytes: int, now_s: float, *, is_slowest: bool = True, on_trial: bool = False
+    ) -> None:
+        """Record that a load goes out. ``is_slowest``: false where another tier decides how long it is out.
+
+        ``on_trial``: the tier was judged too slow, and the next load to end alone says how fast it is.
+        """
+        if on_trial:
+            self._tried_s, self._is_on_trial = now_s, True
+            self._pause_s = min(4 * self._pause_s, TRIAL_LIMIT_S)
+        self._open[ticket] = _OpenLoad(size_bytes, self._queued_bytes, now_s if is_slowest else math.inf)
+        self._queued_bytes += size_bytes
+
+    def observe(self, size_bytes: int, seconds: float, now_s: float, ticket: int = 0, *, failed: bool = False) -> None:
+        """Learn from a load that ends; call it before ``end``.
+
+        Bytes that were queued when ``ticket`` began are added to its own, so that a tier is not judged by its queue.
+        A load that ``failed`` counts only if it took longer than expected. A load of no bytes or no time is ignored.
+        """
+        if size_bytes <= 0 or not 0.0 < seconds < math.inf:
+            return
+        load = self._open.get(ticket)
+        work_bytes = size_bytes + (load.queued_bytes if load is not None else 0)
+        if failed and seconds <= max(SLOW_FAILURE_S, self._line.at(work_bytes) or 0.0):
+            return
+        age_s = max(0.0, now_s - self._observed_s)
+        keep = 0.0 if self._is_on_trial else _TIER_KEEP**self._share * 0.5 ** (age_s / _TIER_HALF_LIFE_S)
+        self._is_on_trial = False
+        self._line.add(work_bytes, seconds, weight=self._share, keep=keep, count=self._share)
+        self._observed_s = max(self._observed_s, now_s)
+
+    def end(self, ticket: int) -> None:
+        """Record that a load has ended on all ranks."""
+        if (load := self._open.pop(ticket, None)) is not None:
+            self._queued_bytes -= load.size_bytes
+
+    def oldest_s(self, now_s: float) -> float:
+        """Return how long the oldest load has been out, 0 if none is."""
+        return max([0.0, *(now_s - load.began_s for load in self._open.values())])
+
+    def seconds(self, size_bytes: int, now_s: float) -> float:
+        """Return how long a load would take, behind those that are out: at least as long as the oldest has taken.
+
+        0 while nothing is known: a first load finds out.
+        """
+        return max(self._line.at(self._queued_bytes + size_bytes) or 0.0, self.oldest_s(now_s))
+
+    def may_try(self, now_s: float) -> bool:
+        """Whether it is time to try a tier that is judged too slow."""
+        return not self._open and now_s - max(self._observed_s, self._tried_s) >= self._pause_s
+
+    def judged_fast(self) -> None:
+        """A load was chosen on its merits: the next trial, if there is one, comes soon again."""
+        self._pause_s = TRIAL_INTERVAL_S
+
+
+class PrefillSpeed:
+    """What computing a prompt costs per token: a line over the tokens before it.
+
+    A step has a price of its own, which decoding requests pay in any case: it is measured on steps that only decode,
+    and subtracted from those that compute prompts. Steps end in the order in which they were scheduled. With
+    asynchronous scheduling a step is scheduled while the one before it runs, so it counts from the end of that one.
+    """
+
+    def __init__(self) -> None:
+        self._line = _Line(is_level=True)
+        self._open_steps: deque[tuple[float, int, int]] = deque()
+        """When a step was scheduled, its tokens, and how many precede one of them on average."""
+        self._ended_s = 0.0
+        self._step_s = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough steps were observed."""
+        return self._line.is_known
+
+    def scheduled(self, output: SchedulerOutput, now_s: float) -> None:
+        """Record the start of a step."""
+        if len(self._open_steps) == _MOST_OPEN_STEPS:  # vLLM does not report their ends
+            self._open_steps.clear()
+        tokens, context_tokens = output.total_num_scheduled_tokens, 0
+        if tokens >= MIN_TOKENS:
+            before = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
+            cached = output.scheduled_cached_reqs
+            before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            scheduled = output.num_scheduled_tokens
+            context_tokens = sum(before.get(name, 0) * each for name, each in scheduled.items()) // tokens
+        self._open_steps.append((now_s, tokens, context_tokens))
+
+    def ended(self, now_s: float) -> None:
+        """Record the end of the oldest step in flight."""
+        if not self._open_steps:
+            return
+        scheduled_s, tokens, context_tokens = self._open_steps.popleft()
+        seconds = now_s - max(scheduled_s, self._ended_s)
+        self._ended_s = now_s
+        if not tokens or seconds <= 0:
+            return
+        if tokens < MIN_TOKENS:
+            self._step_s = _STEP_KEEP * self._step_s + (1 - _STEP_KEEP) * seconds if self._step_s else seconds
+        else:
+            self.observe(tokens, max(seconds - self._step_s, _MIN_SHARE * seconds), context_tokens)
+
+    def observe(self, tokens: int, seconds: float, context_tokens: int = 0) -> None:
+        """Learn from a step that has computed ``tokens`` prompt tokens, behind ``context_tokens`` others.
+
+        Steps of several requests: the sum of their tokens, and the mean of their contexts by tokens.
+        """
+        if tokens <= 0 or context_tokens < 0 or not 0.0 < seconds < math.inf:
+            return
+        keep = 0.5 ** (tokens / _PREFILL_HALF_LIFE_TOKENS)
+        self._line.add(context_tokens + tokens / 2, seconds / tokens, weight=tokens, keep=keep)
+
+    def seconds(self, tokens: int, context_tokens: int) -> float | None:
+        """Return how long computing ``tokens`` behind ``context_tokens`` takes. None: too little is known."""
+        if tokens <= 0:
+            return 0.0
+        token_s = self._line.at(context_tokens + tokens / 2)
+        return None if token_s is None else tokens * token_s
+
+
+class Part(NamedTuple):
+    """A run of a hit that one tier serves."""
+
+    tier: int
+    tokens: int
+    size_bytes: int
+    """Of one rank: ranks load side by side."""
+
+
+class Choice(NamedTuple):
+    """How much of a hit to take."""
+
+    tokens: int
+    """From its beginning on; the rest is to be computed."""
+    trial: int | None
+    """The tier that is tried. Its trial begins with the load."""
 
 
 class Hit(NamedTuple):
     """What was found of a request: ``tokens`` from ``first_token`` on."""
 
-    keys: Sequence[OffloadKey]
-    """The chunks of ``chunk_tokens`` that cover them, in order. The first may begin before that token; what lies behind
-    the last is taken with it, or not at all."""
+    tiers: Iterable[int | None]
+    """Which tier would serve each chunk of ``chunk_tokens`` that covers them, in order; None: it is gone. The first
+    chunk may begin before that token; what lies behind the last is taken with it, or not at all."""
     first_token: int
     tokens: int
     chunk_tokens: int
@@ -31,72 +295,108 @@ class Hit(NamedTuple):
     """By KV cache group that looks no farther back: how many tokens are loaded at most."""
 
 
+@dataclass(slots=True)
+class LoadNotes:
+    """What was decided about one request."""
+
+    waits_since_s: float | None = None
+    """When it began to wait for storage, so that it waits once; None: it does not wait."""
+    found: tuple[int, int] | None = None
+    """The first token and the tokens of the hit that was decided last, so that each is decided once."""
+    loaded_tokens: int = 0
+    parts: Sequence[Part] = ()
+    trial: int | None = None
+    """The tier that this load tries, though it was judged too slow."""
+
+
 class LoadDecider:
-    """Weighs loading against computing, by how long either took so far."""
+    """Decides how much of a hit is loaded. What is not known is loaded, a few at a time: so it becomes known."""
 
     def __init__(
-        self,
-        where: Callable[[OffloadKey, ReqContext | None], int | None],
-        token_bytes: Mapping[int, float],
-        *,
-        tiers: int,
-        ranks: int,
-        skips_slow: bool,
-        clock: Callable[[], float],
+        self, tiers: int, *, ranks: int = 1, token_bytes: Mapping[int, float] | None = None, skips_slow: bool = True
     ) -> None:
-        """``where``: the tier that would serve a chunk to a request. ``token_bytes``: by KV cache group, on each rank.
-        ``skips_slow``: false: all that is found is loaded.
+        """``ranks``: how many observe each load. ``token_bytes``: by KV cache group, on each rank. ``skips_slow``:
+        false: all that is found is loaded.
         """
-        self._where = where
-        self._token_bytes = token_bytes
+        self.tiers: Final = tuple(TierSpeed(ranks) for _ in range(tiers))
+        """By position."""
+        self.prefill: Final = PrefillSpeed()
+        self._token_bytes = {} if token_bytes is None else token_bytes  # which the caller fills later
         self._skips_slow = skips_slow
-        self._clock = clock
-        self._speeds = LoadOrRecompute(tiers, ranks=ranks)
+        self.counts: Counter[tuple[str | int, ...]] = Counter()
+        """Decisions, in requests, since the beginning."""
 
-    def tokens_to_load(self, hit: Hit, req_context: ReqContext, *, waiting: int = 0, running: int = 0) -> int | None:
+    def tokens_to_load(
+        self, hit: Hit, notes: LoadNotes, now_s: float, *, waiting: int = 0, running: int = 0
+    ) -> int | None:
         """Return how many of a hit's tokens are better loaded than computed. None: ask again in a later step, for loads
-        that are out will tell how fast a tier is. The same question gets the same answer.
+        that are out will show how fast a tier is. The same question gets the same answer.
 
         ``waiting``, ``running``: other requests, which a prefill would delay: those that wait for the GPU, not for a
         load, and those that decode.
         """
-        notes, now_s = notes_of(req_context), self._clock()
-        if notes.decision is not None and notes.decision[:2] == (hit.first_token, hit.tokens):
-            return notes.decision.loaded_tokens
-        parts = self._parts(hit, req_context)
+        if notes.found == (hit.first_token, hit.tokens):
+            return notes.loaded_tokens
+        parts = self._parts(hit)
         if not parts:
             return hit.tokens
-        loaded_tokens, trial = hit.tokens, None
+        choice = Choice(hit.tokens, None)
         if self._skips_slow:
             since_s = now_s if notes.waits_since_s is None else notes.waits_since_s
-            if self._speeds.must_wait(parts, hit.first_token, now_s, since_s):
+            if self.must_wait(parts, hit.first_token, now_s, since_s):
                 notes.waits_since_s = since_s
                 return None
-            choice = self._speeds.choose(parts, hit.first_token, now_s, waiting=waiting, running=running)
-            loaded_tokens, trial = choice.tokens, choice.trial
-        notes.decision = LoadDecision(hit.first_token, hit.tokens, loaded_tokens, parts, trial)
-        return loaded_tokens
+            choice = self.choose(parts, hit.first_token, now_s, waiting=waiting, running=running)
+        notes.found, notes.parts = (hit.first_token, hit.tokens), parts
+        notes.loaded_tokens, notes.trial = choice
+        return choice.tokens
 
-    def wait_left_s(self, req_context: ReqContext, first_token: int, tokens: int, awaited: OffloadKey | None) -> float:
-        """Return how long a request may still wait rather than be computed: altogether as long as computing ``tokens``
-        behind ``first_token`` takes. ``awaited``: the chunk that another load brings, if it waits for that.
+    def choose(
+        self, parts: Sequence[Part], computed_tokens: int, now_s: float, *, waiting: int = 0, running: int = 0
+    ) -> Choice:
+        """Decide about one request's hit: consecutive parts, nearest the prompt's beginning first.
+
+        ``computed_tokens`` lie before them and need neither load nor computing. Each call counts as a decision.
         """
-        notes, now_s = notes_of(req_context), self._clock()
+        weight = 1.0 + waiting + min(_RUNNING_WEIGHT * running, _MOST_RUNNING)
+        allowed, trial = self._allowed(parts), None
+        taken = self._cheapest(parts[:allowed], parts[allowed:], computed_tokens, now_s, weight)
+        if taken < allowed and self.tiers[parts[taken].tier].may_try(now_s):
+            trial = parts[taken].tier
+            taken = next((at for at in range(taken, allowed) if parts[at].tier != trial), allowed)
+        not_taken: Decision = "unknown" if taken == allowed else "skipped"
+        decisions: set[tuple[int, Decision]] = {(part.tier, not_taken) for part in parts[taken:]}
+        for part in parts[:taken]:
+            decisions.add((part.tier, "trial" if part.tier == trial else "taken"))
+            if part.tier != trial:
+                self.tiers[part.tier].judged_fast()
+        self.counts.update(("hit_decisions", *decision) for decision in decisions)
+        return Choice(sum(part.tokens for part in parts[:taken]), trial)
+
+    def must_wait(self, parts: Sequence[Part], computed_tokens: int, now_s: float, since_s: float) -> bool:
+        """Whether ``choose`` is better called later: loads that are out will soon show how fast a tier is.
+
+        Without this wait, most requests that reach an idle server together would be computed, however fast the tier.
+        ``since_s``: when this request began to wait; ``now_s`` if it does not.
+        """
+        allowed = self._allowed(parts)
+        if allowed == len(parts):
+            return False
+        context_tokens = computed_tokens + sum(part.tokens for part in parts[:allowed])
+        tokens = sum(part.tokens for part in parts[allowed:])
+        return self._wait_left_s(parts[allowed].tier, tokens, context_tokens, now_s, since_s) > 0
+
+    def wait_left_s(self, tier: int | None, tokens: int, context_tokens: int, notes: LoadNotes, now_s: float) -> float:
+        """Return how long a request may still wait, for a load of ``tier`` or for its own stores, rather than be
+        computed: altogether as long as computing ``tokens`` behind ``context_tokens`` takes.
+        """
         if notes.waits_since_s is None:
             notes.waits_since_s = now_s
-        tier = None if awaited is None else self._where(awaited, None)
-        return self._speeds.wait_left_s(tier, tokens, first_token, now_s, notes.waits_since_s)
+        return self._wait_left_s(tier, tokens, context_tokens, now_s, notes.waits_since_s)
 
-    def observe_prefill(self, tokens: int, context_tokens: int, seconds: float) -> None:
-        """Learn from a step that has computed ``tokens`` behind ``context_tokens`` others."""
-        self._speeds.prefill.observe(tokens, seconds, context_tokens)
-
-    def begin_load(self, ticket: LoadTicket, req_context: ReqContext) -> None:
+    def begin_load(self, ticket: LoadTicket, notes: LoadNotes, now_s: float) -> None:
         """Record that a load goes out, for a request that was asked about before or not."""
-        notes, now_s, trial = notes_of(req_context), self._clock(), None
-        if notes.decision is not None:
-            trial = notes.decision.trial
-            notes.decision = notes.decision._replace(trial=None)  # no second trial, if a preempted request loads again
+        trial, notes.trial = notes.trial, None  # no second trial, if a preempted request loads again
         size_bytes: Counter[int] = Counter()
         for location in ticket.locations:
             if location.tier >= 0:
@@ -104,43 +404,76 @@ class LoadDecider:
         for tier, size in size_bytes.items():
             # A load ends with its last part: how long it is out says something of its farthest tier alone.
             is_slowest = tier == max(size_bytes)
-            self._speeds.tiers[tier].begin(ticket.ticket, size, now_s, is_slowest=is_slowest, on_trial=tier == trial)
+            self.tiers[tier].begin(ticket.ticket, size, now_s, is_slowest=is_slowest, on_trial=tier == trial)
+
+    def observe_loads(self, samples: Iterable[LoadSample], now_s: float) -> None:
+        """Learn how long loads took; before ``end_load`` of their tickets."""
+        for sample in samples:
+            if sample.tier < len(self.tiers):  # else of a rank with another config
+                speed = self.tiers[sample.tier]
+                speed.observe(sample.size_bytes, sample.seconds, now_s, sample.ticket, failed=sample.failed)
 
     def end_load(self, ticket: int) -> None:
         """Record that a load has ended on all ranks."""
-        for speed in self._speeds.tiers:
+        for speed in self.tiers:
             speed.end(ticket)
 
-    def observe_loads(self, samples: Iterable[LoadSample]) -> None:
-        """Learn how long loads took; before ``end_load`` of their tickets."""
-        now_s = self._clock()
-        for sample in samples:
-            if sample.tier < len(self._speeds.tiers):  # else of a rank with another config
-                speed = self._speeds.tiers[sample.tier]
-                speed.observe(sample.size_bytes, sample.seconds, now_s, sample.ticket, failed=sample.failed)
+    # Inside
 
-    def counts(self) -> Mapping[tuple[int, Decision], int]:
-        """Return how often each was decided, by tier."""
-        return self._speeds.counts()
-
-    def _parts(self, hit: Hit, req_context: ReqContext) -> tuple[Part, ...]:
+    def _parts(self, hit: Hit) -> tuple[Part, ...]:
         """Return which tier would serve what, from the beginning on. Empty when some chunk is gone: loading finds out.
 
         The last part has what lies behind the last chunk, and the windows.
         """
         sizes, end, at = self._token_bytes, hit.first_token + hit.tokens, hit.first_token
         chunk_bytes = round(hit.chunk_tokens * sum(size for group, size in sizes.items() if group not in hit.windows))
-        window_bytes = round(sum(sizes[group] * min(hit.tokens, most) for group, most in hit.windows.items()))
         chunks = hit.first_token // hit.chunk_tokens
-        last_chunk = chunks + len(hit.keys)
         parts: list[Part] = []
-        for tier, run in groupby(self._where(key, req_context) for key in hit.keys):
+        for tier, run in groupby(hit.tiers):
             if tier is None:
                 return ()
             count = sum(1 for _ in run)
             chunks += count
-            is_last = chunks == last_chunk
-            until = end if is_last else min(end, chunks * hit.chunk_tokens)
-            parts.append(Part(tier, until - at, count * chunk_bytes + (window_bytes if is_last else 0)))
+            until = min(end, chunks * hit.chunk_tokens)
+            parts.append(Part(tier, until - at, count * chunk_bytes))
             at = until
+        if parts:
+            window_bytes = round(sum(sizes[group] * min(hit.tokens, most) for group, most in hit.windows.items()))
+            last = parts[-1]
+            parts[-1] = Part(last.tier, last.tokens + end - at, last.size_bytes + window_bytes)
         return tuple(parts)
+
+    def _wait_left_s(self, tier: int | None, tokens: int, context_tokens: int, now_s: float, since_s: float) -> float:
+        """The limit counts from the start of the oldest load of ``tier``, or of the wait if that is earlier."""
+        limit_s = self.prefill.seconds(tokens, context_tokens)
+        oldest_s = 0.0 if tier is None else self.tiers[tier].oldest_s(now_s)
+        return (WAIT_S if limit_s is None else limit_s) - max(oldest_s, now_s - since_s)
+
+    def _allowed(self, parts: Sequence[Part]) -> int:
+        """Return how many parts lie before the first whose tier has as many loads out as it may."""
+        for at, part in enumerate(parts):
+            speed = self.tiers[part.tier]
+            if speed.loads >= LOADS_AT_ONCE and not (speed.is_known and self.prefill.is_known):
+                return at
+        return len(parts)
+
+    def _cheapest(
+        self, parts: Sequence[Part], others: Sequence[Part], computed_tokens: int, now_s: float, weight: float
+    ) -> int:
+        """Return how many of ``parts`` to take at the least cost; the most among equals. ``others`` are computed."""
+        rest_tokens = sum(part.tokens for part in (*parts, *others))
+        context_tokens, load_s = computed_tokens, 0.0
+        size_bytes: Counter[int] = Counter()
+        best, best_s = len(parts), math.inf
+        for taken in range(len(parts) + 1):
+            if taken:
+                part = parts[taken - 1]
+                rest_tokens -= part.tokens
+                context_tokens += part.tokens
+                size_bytes[part.tier] += part.size_bytes
+                # Tiers load side by side: what the slowest takes is what the load takes.
+                load_s = max(load_s, self.tiers[part.tier].seconds(size_bytes[part.tier], now_s))
+            prefill_s = self.prefill.seconds(rest_tokens, context_tokens)
+            if prefill_s is not None and load_s / _TOLERANCE + weight * prefill_s <= best_s:
+                best, best_s = taken, load_s / _TOLERANCE + weight * prefill_s
+        return best

@@ -66,9 +66,6 @@ retired_bytes | gauge | tier | bytes per rank |
 evicted_chunks | counter | tier | chunks |
     Chunks evicted to make room. Of a shared directory, by the engine that does it for all. | Rises while the hit ratio
     falls: the working set does not fit
-known_chunks | gauge | tier | chunks |
-    Chunks in a bucket or shared directory that this engine believes present. | At most 1,000,000; at that, the least
-    recently used are asked about anew
 unstored_chunks | counter | cause | chunks |
     Chunks not stored: not_admitted (not yet computed store_after times), no_room (every tier is full of chunks in use,
     disabled, or too slow) or unanswered (a bucket or directory did not say whether it has them). They are offered
@@ -77,8 +74,6 @@ pending_chunks | gauge | tier | chunks |
     Chunks that wait for their write-through to a tier. | Grows without end: the tier is too slow
 unsaved_bytes | gauge | - | bytes per rank |
     Bytes pinned in memory until the next tiers have them. | At unsaved_limit: new chunks may never reach the next tiers
-write_through_chunks | counter | tier | chunks |
-    Chunks written through to a tier. | Follows the stores if write-through works
 write_through_failures | counter | tier cause | chunks |
     Chunks that write-through did not bring to a tier: failed, corrupt, dropped, tainted, gone (evicted or reset
     before), refused (the tier took nothing for 30 s) or overflow (too many waited). Of memory: the last three, for
@@ -91,21 +86,18 @@ hints | counter | hint result | hints |
 retained_bytes | gauge | tier | bytes per rank |
     Bytes in memory and slabs that a hint keeps from eviction; half of capacity_bytes at most. | At half of
     capacity_bytes: more is not retained
-probes | counter | tier | questions |
-    Lookups of single chunks in a bucket or shared directory. | What a bucket bills as HEAD requests
 probe_errors | counter | tier | questions |
-    Lookups that were not answered. | More than a few percent of probes: store or network fails
+    Lookups that were not answered. | More than a few percent of probe_seconds_count: store or network fails
 probe_seconds | histogram | tier | seconds |
-    How long lookups took, failed ones included; at most the latest 1024 of a step. | Near lookup.timeout: requests are
-    computed instead
+    How long lookups of single chunks in a bucket or shared directory took, failed ones included; at most the latest
+    1024 of a step. | Near lookup.timeout: requests are computed instead. The count is what a bucket bills as HEAD
+    requests
 late_lookups | counter | tier | requests |
     Requests computed because a bucket or shared directory did not answer within lookup.timeout. | Rises: raise
     lookup.timeout, or look at the store
 breaker_state | gauge | purpose tier | 0, 1 or 2 |
     Breaker of a bucket or shared directory: 0 closed (in use), 1 half-open (on trial), 2 open (disabled). purpose:
     reach (it answers), load or store (that works). | 2: the tier is disabled for a while; it recovers by itself
-breaker_openings | counter | tier | times |
-    How often a breaker opened. | Rises slowly: a store that fails now and then
 """
 """Name, kind, labels, unit, what is counted (the exporter's help text), and what it says to an operator. In the order
 of the page: is it working, speed, health, capacity, the way to farther tiers, shared tiers."""

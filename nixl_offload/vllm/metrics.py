@@ -1,15 +1,19 @@
 """What this connector counts. The scheduler's half passes changes to vLLM's exporter.
 
 Threading: the scheduler's thread; ``DEFINITIONS`` is a constant that the process with the exporter reads as well.
-Gauges are snapshots, counters are what was added since the last telling, histograms the samples since then. Counters
-of trouble begin as 0: a counter that appears with its first event hides that event from ``rate()``.
+Gauges are snapshots; counters and histograms have what was added since the last report. Counters of trouble begin as 0:
+a counter that appears with its first event hides that event from ``rate()``.
+Failure: metrics are not worth an engine. The first of their errors is logged.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -19,13 +23,18 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from nixl_offload.catalog import Counts, Settled
-from nixl_offload.catalog.estimate import Decision, Part
+from nixl_offload.catalog import Catalog, Settled
 from nixl_offload.engine import TierStatus, Work
-from nixl_offload.tiers.base import SharedStatistics, SlotStatistics, Tier
+from nixl_offload.tiers.base import SlotStatistics
 from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.types import Outcome
+from nixl_offload.vllm.load_decision import Counts, Part
 from nixl_offload.vllm.metric_names import METRICS, PREFIX, SECONDS, Metric
+
+logger = logging.getLogger(__name__)
+
+STATS_EVERY_S = 0.25
+"""How often metrics are looked at while no chunk is looked up, stored, loaded or moved."""
 
 
 def _definition(metric: Metric) -> OffloadingMetricMetadata:
@@ -46,7 +55,25 @@ _TROUBLE: Final = (
     ("load", Outcome.CORRUPT),
 )
 
-_Labels = tuple[str, ...]
+_Labelled = tuple[str, ...]
+"""The name of a metric without prefix, then its labels."""
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _harmless(method: _Method) -> _Method:
+    """Log the first error of these methods, and return None instead."""
+
+    @functools.wraps(method)
+    def called(self: MetricsReporter, *arguments: Any) -> Any:
+        try:
+            return method(self, *arguments)
+        except Exception:
+            if not self.has_failed:
+                logger.exception("Metrics are incomplete from now on; do all ranks run the same config and version?")
+            self.has_failed = True
+            return None
+
+    return cast("_Method", called)
 
 
 class MetricsReporter:
@@ -54,13 +81,25 @@ class MetricsReporter:
 
     def __init__(self, kinds: Sequence[str]) -> None:
         """``kinds``: what the tiers are called, by position."""
+        self.has_failed = False
+        """An error was logged."""
         self._kinds = tuple(kinds)
         self._stats = OffloadingConnectorStats()
-        """What has happened since the last telling."""
-        self._told: dict[tuple[str, _Labels], float] = {}
-        """By name without prefix, and labels."""
+        """What has happened since the last report."""
+        self._reported: dict[_Labelled, float] = {}
         self._began = False
+        self._look_s = 0.0
 
+    def look_soon(self) -> None:
+        """Something has changed: the next ``take`` is to look."""
+        self._look_s = 0.0
+
+    def add(self, name: str, value: float, *labels: str) -> None:
+        """Count something."""
+        self.look_soon()
+        self._stats.increase_counter(PREFIX + name, value, labels)
+
+    @_harmless
     def settled(self, settled: Settled) -> None:
         """Count the chunks of a ticket."""
         counted = Counter(
@@ -69,8 +108,9 @@ class MetricsReporter:
             if tier >= 0
         )
         for labels, chunks in counted.items():
-            self.add("chunks", chunks, labels)
+            self.add("chunks", chunks, *labels)
 
+    @_harmless
     def looked_up(self, asked_tokens: int, parts: Sequence[Part], loaded_tokens: int) -> None:
         """Count what a request has found: ``parts`` from the beginning on, of which ``loaded_tokens`` are loaded."""
         left = asked_tokens
@@ -85,112 +125,101 @@ class MetricsReporter:
             left = max(0, left - hit - skipped)
             for result, tokens in (("hit", hit), ("skipped", skipped), ("miss", left)):
                 if tokens or result != "skipped":
-                    self.add("lookup_tokens", tokens, (kind, result))
+                    self.add("lookup_tokens", tokens, kind, result)
 
-    def add(self, name: str, value: float, labels: _Labels) -> None:
-        """Count something."""
-        self._stats.increase_counter(PREFIX + name, value, labels)
-
+    @_harmless
     def worked(self, work: Work) -> None:
         """Count what ranks have moved, and what failed there."""
+        self.look_soon()
         for act, size_bytes in work.payload_bytes.items():
-            self.add("transfer_bytes", size_bytes, (act.operation, self._kinds[act.tier]))
+            self.add("transfer_bytes", size_bytes, act.operation, self._kinds[act.tier])
         for act, samples in work.seconds.items():
-            for seconds in samples:
-                self._observe("transfer_seconds", seconds, (act.operation, self._kinds[act.tier]))
+            self._observe("transfer_seconds", samples, act.operation, self._kinds[act.tier])
         for failure, shards in work.failures.items():
             labels = (failure.operation, failure.outcome, failure.cause, self._kinds[failure.tier])
-            self.add("shard_failures", shards, labels)
+            self.add("shard_failures", shards, *labels)
 
+    @_harmless
     def update_ranks(self, statuses: Sequence[Sequence[TierStatus]]) -> None:
-        """Take what each rank tells of its tiers, by position."""
+        """Take the status of each rank's tiers, by position."""
+        self.look_soon()
         for position, kind in enumerate(self._kinds):
             here = [of_rank[position] for of_rank in statuses if position < len(of_rank)]
             for at, operation in enumerate(("load", "store", "write_through")):
-                waiting_bytes = sum(status.waiting[at] for status in here)
-                self._show("queued_bytes", waiting_bytes, (operation, kind))
-            self._show("disabled_ranks", sum(bool(status.trouble) for status in here), (kind,))
+                self._show("queued_bytes", sum(status.waiting[at] for status in here), operation, kind)
+            self._show("disabled_ranks", sum(bool(status.trouble) for status in here), kind)
             accesses = [status.access for status in here if status.access is not None]
-            equipped: Counter[_Labels] = Counter((kind, access.mover, "+".join(access.paths)) for access in accesses)
-            told = {labels for name, labels in self._told if name == "tier_info" and labels[0] == kind}
-            for labels in told | equipped.keys():
-                self._show("tier_info", equipped[labels], labels)
+            equipped: Counter[_Labelled] = Counter(
+                ("tier_info", kind, access.mover, "+".join(access.paths)) for access in accesses
+            )
+            before = {labelled for labelled in self._reported if labelled[:2] == ("tier_info", kind)}
+            for labelled in before | equipped.keys():
+                self._show(labelled[0], equipped[labelled], *labelled[1:])
 
-    def take(
-        self, tiers: Sequence[Tier], counts: Counts, decisions: Mapping[tuple[int, Decision], int]
-    ) -> OffloadingConnectorStats | None:
-        """Return what has changed since the last call, None when nothing has."""
-        statistics = [tier.statistics() for tier in tiers]
+    @_harmless
+    def take(self, catalog: Catalog, decisions: Counts) -> OffloadingConnectorStats | None:
+        """Return what has changed since the last call, None when nothing has.
+
+        Called in every step: a change that came with no chunk is reported ``STATS_EVERY_S`` late.
+        """
+        now_s = time.monotonic()
+        if now_s < self._look_s:
+            return None
+        self._look_s = now_s + STATS_EVERY_S
         if not self._began:
-            self._began = True
             self._begin()
-        self._take_chain(counts)
-        for (position, decision), value in decisions.items():
-            self._count("hit_decisions", value, (self._kinds[position], decision))
-        for kind, of_tier, retained_bytes in zip(self._kinds, statistics, counts.retained_bytes, strict=False):
-            if isinstance(of_tier, SlotStatistics):
-                self._show("used_bytes", of_tier.used_bytes, (kind,))
-                self._show("capacity_bytes", of_tier.capacity_bytes, (kind,))
-                self._show("retired_bytes", of_tier.retired_bytes, (kind,))
-                self._show("retained_bytes", retained_bytes, (kind,))
-                self._count("evicted_chunks", of_tier.evictions, (kind,))
-            elif of_tier is not None:
-                self._take_shared(of_tier, (kind,))
+        for counts in (catalog.counts, decisions):
+            for (name, *labels), value in counts.items():
+                named = [self._kinds[label] if isinstance(label, int) else label for label in labels]
+                self._count(str(name), value, *named)
+        for position, (kind, tier) in enumerate(zip(self._kinds, catalog.tiers, strict=True)):
+            if position:
+                self._show("pending_chunks", catalog.moves.pending[position], kind)
+                self._show("unsaved_bytes", catalog.moves.unsaved_bytes)
+            statistics = tier.statistics()
+            if isinstance(statistics, SlotStatistics):
+                self._show("used_bytes", statistics.used_bytes, kind)
+                self._show("capacity_bytes", statistics.capacity_bytes, kind)
+                self._show("retired_bytes", statistics.retired_bytes, kind)
+                self._show("retained_bytes", catalog.retention.bytes_by_tier[position], kind)
+            elif statistics is not None:
+                self._count("probe_errors", statistics.probe_errors, kind)
+                self._observe("probe_seconds", statistics.probe_seconds, kind)
+                self._count("late_lookups", statistics.late, kind)
+                for purpose, state in statistics.breakers.items():
+                    self._show("breaker_state", _STATES[state], purpose, kind)
+            if statistics is not None and statistics.evictions is not None:
+                self._count("evicted_chunks", statistics.evictions, kind)
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, OffloadingConnectorStats()
         return stats
 
     def _begin(self) -> None:
-        """Tell counters as 0 before anything has happened. ``_count`` sees to the others."""
-        for position, kind in enumerate(self._kinds):
-            for operation, outcome in _TROUBLE:
-                self.add("chunks", 0, (operation, outcome.value, kind))
-            if position:
-                self.add("write_through_chunks", 0, (kind,))
-        self.add("hints", 0, ("any", "bad"))
+        """Report counters of trouble as 0 before anything has happened. ``_count`` sees to the others."""
+        self._began = True
+        begins: list[_Labelled] = [
+            ("chunks", operation, how.value, kind) for kind in self._kinds for operation, how in _TROUBLE
+        ]
+        begins += [("unstored_chunks", cause) for cause in ("not_admitted", "no_room", "unanswered")]
+        for name, *labels in (*begins, ("hints", "any", "bad")):
+            self._stats.increase_counter(PREFIX + name, 0, tuple(labels))
 
-    def _take_chain(self, counts: Counts) -> None:
-        for (position, ended), value in counts.write_throughs.items():
-            if ended == Outcome.OK.value:
-                self._count("write_through_chunks", value, (self._kinds[position],))
-            else:
-                self._count("write_through_failures", value, (self._kinds[position], ended))
-        if len(self._kinds) > 1:
-            for kind, pending in zip(self._kinds[1:], counts.pending_writes[1:], strict=True):
-                self._show("pending_chunks", pending, (kind,))
-            self._show("unsaved_bytes", counts.unsaved_bytes)
-        for why, value in counts.prefetches_given_up.items():
-            self._count("hints", value, ("prefetch", why))
-        for cause in ("not_admitted", "no_room", "unanswered"):
-            self._count("unstored_chunks", getattr(counts, cause), (cause,))
+    def _observe(self, name: str, samples: Iterable[float], *labels: str) -> None:
+        for value in samples:
+            self._stats.observe_histogram(PREFIX + name, value, labels)
 
-    def _take_shared(self, shared: SharedStatistics, label: _Labels) -> None:
-        self._count("probes", shared.probes, label)
-        self._count("probe_errors", shared.probe_errors, label)
-        for seconds in shared.probe_seconds:
-            self._observe("probe_seconds", seconds, label)
-        self._count("late_lookups", shared.late, label)
-        self._count("breaker_openings", shared.openings, label)
-        self._show("known_chunks", shared.known, label)
-        if shared.evictions is not None:
-            self._count("evicted_chunks", shared.evictions, label)
-        for purpose, state in shared.breakers.items():
-            self._show("breaker_state", _STATES[state], (purpose, *label))
-
-    def _observe(self, name: str, value: float, labels: _Labels) -> None:
-        self._stats.observe_histogram(PREFIX + name, value, labels)
-
-    def _count(self, name: str, total: float, labels: _Labels = ()) -> None:
-        """Tell what was added since the last call; at the first one also that it is 0. A smaller total is that of tiers
-        that were opened anew, and count from 0 again.
+    def _count(self, name: str, total: float, *labels: str) -> None:
+        """Report what was added since the last call; at the first one also that it is 0. A smaller total is that of
+        tiers that were opened anew, and count from 0 again.
         """
-        told = self._told.get((name, labels))
-        if total != told:
-            self._told[name, labels] = total
-            self.add(name, total - told if told is not None and told <= total else total, labels)
+        before = self._reported.get((name, *labels))
+        if total != before:
+            self._reported[name, *labels] = total
+            added = total - before if before is not None and before <= total else total
+            self._stats.increase_counter(PREFIX + name, added, labels)
 
-    def _show(self, name: str, value: float, labels: _Labels = ()) -> None:
-        if self._told.get((name, labels)) != value:
-            self._told[name, labels] = value
+    def _show(self, name: str, value: float, *labels: str) -> None:
+        if self._reported.get((name, *labels)) != value:
+            self._reported[name, *labels] = value
             self._stats.set_gauge(PREFIX + name, value, labels)

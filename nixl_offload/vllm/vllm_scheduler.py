@@ -1,4 +1,5 @@
-"""vLLM's scheduler half, changed where it is slow or wrong for us, and what else we read of its private state.
+"""vLLM's scheduler half, changed where it is slow or wrong for us; what else we read of its private state; and what we
+note in its record of a request.
 
 This file and ``vllm_internals`` alone touch private names of vLLM: look here first when vLLM moves on.
 Threading: the scheduler's thread.
@@ -6,10 +7,9 @@ Threading: the scheduler's thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from copy import copy
-from dataclasses import replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.request import Request
 
-from nixl_offload.vllm.notes import notes_of
+from nixl_offload.vllm.load_decision import LoadNotes, Part
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -37,6 +37,44 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from nixl_offload.vllm.adapters import AdapterUse
+
+
+@dataclass(slots=True)
+class RequestNotes:
+    """What we note of one request, from its arrival until vLLM forgets it."""
+
+    stores: bool = True
+    """Whether its chunks may be stored."""
+    loads: bool = True
+    """Whether chunks may be loaded for it. Where its keys do not name content, neither is done."""
+    has_adapter: bool = False
+    adapter: AdapterUse | None = None
+    """The LoRA adapter that its keys stand for. None for a request with one: its content is not known yet, and the
+    request is neither stored nor loaded."""
+    allowed_tiers: frozenset[int] | None = None
+    """By position, where ``kv_load_tiers`` restricts them; None: not worked out yet."""
+    load: LoadNotes = field(default_factory=LoadNotes)
+    looked_up: tuple[int, Sequence[Part], int] | None = None
+    """Of the latest lookup that was not counted yet: tokens that were asked about, parts that were found, tokens that
+    are loaded. It is counted once the request is scheduled."""
+
+    def refuse(self) -> None:
+        """Neither store nor load this request from now on."""
+        self.stores = self.loads = False
+
+    @property
+    def knows_keys(self) -> bool:
+        """Whether the keys stand for what was, or will be, computed."""
+        return not self.has_adapter or self.adapter is not None
+
+
+def notes_of(req_context: ReqContext) -> RequestNotes:
+    """Return the notes of a request."""
+    notes = req_context.get_state(RequestNotes)
+    if notes is None:
+        notes = RequestNotes()
+        req_context.set_state(notes)
+    return notes
 
 
 class AdaptedRequestState(RequestOffloadState):
@@ -79,14 +117,16 @@ class MendedScheduler(OffloadingConnectorScheduler):
     vLLM looks at every running request in every step: with hundreds of them that is a good part of a decoding step.
     """
 
-    stores = True
-    """Whether anything is stored in this step."""
-    ever_stores = True
-    """Whether anything is stored in any step."""
-    held: Mapping[str, int] = MappingProxyType({})
-    """Requests that offer nothing in this step; a later one offers it, if they have not ended by then."""
-    _renamed: Set[str] = frozenset()
-    """Other names of requests that have ended, which vLLM has not signalled yet."""
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.stores = True
+        """Whether anything is stored in this step."""
+        self.ever_stores = True
+        """Whether anything is stored in any step."""
+        self.held: dict[str, int] = {}
+        """Requests that offer nothing to the store yet -> the last step whose outcome they wait for."""
+        self._renamed: set[str] = set()
+        """Other names of requests that have ended, which vLLM has not signalled yet."""
 
     # What vLLM's half knows.
 
@@ -231,17 +271,15 @@ class MendedScheduler(OffloadingConnectorScheduler):
             for job_id in before.transfer_jobs:
                 self._jobs[job_id].req_id = name
             if not before.finished_signaled:
-                self._renamed |= {name}
-            self.renamed(request.request_id, name)
+                self._renamed.add(name)
+            if request.request_id in self.held:
+                self.held[name] = self.held.pop(request.request_id)
         super().on_new_request(request)
         if request.lora_request is not None:
             state = self._req_status[request.request_id]
             adapted = AdaptedRequestState(state.config, state.req, state.req_context, state.offloading_context)
             self._req_status[request.request_id] = adapted
             adapted.adapt(None)
-
-    def renamed(self, request_id: str, name: str) -> None:
-        """Take note that a request that has ended has another name from now on."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """As vLLM's. Of an id that has come again, the end is that of the request before."""
@@ -250,7 +288,7 @@ class MendedScheduler(OffloadingConnectorScheduler):
         if come_again or self._renamed:
             scheduler_output = copy(scheduler_output)
             scheduler_output.finished_req_ids = (ended - come_again) | self._renamed
-            self._renamed = frozenset()
+            self._renamed = set()
         return super().build_connector_meta(scheduler_output)
 
     def reset_cache(self) -> None:

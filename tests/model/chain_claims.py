@@ -29,15 +29,15 @@ def check_everything(engine: Engine, seen: Counter[str]) -> None:
         shared._presence.check()
     assert engine.catalog.open_tickets == len(engine.tickets)
     check_bounds(engine, seen)
-    if not engine.tickets and not engine.catalog.has_pending_writes:
+    if not engine.tickets and not engine.catalog.moves.has_pending:
         check_nothing_is_held(engine)
 
 
 def check_nothing_is_held(engine: Engine) -> None:
     """Nothing is under way and nothing waits."""
-    assert not any(engine.catalog.counts().storing_bytes)
-    assert engine.catalog.counts().unsaved_bytes == 0
-    assert not any(engine.catalog.counts().pending_writes)
+    assert not any(engine.catalog.storing_bytes)
+    assert engine.catalog.moves.unsaved_bytes == 0
+    assert not any(engine.catalog.moves.pending)
     for tier in engine.slots.values():
         assert tier._index.held == 0, "a pin or a place is left"
     for shared in engine.shared:
@@ -85,7 +85,7 @@ def check_bounds(engine: Engine, seen: Counter[str]) -> None:
             assert surplus == 0 or (surplus == 1 and position == chain.memory), "a wrong pin"
             unsaved_bytes += surplus * slot_bytes(key)
     assert unsaved_bytes <= chain.unsaved_limit_bytes
-    assert unsaved_bytes == engine.catalog.counts().unsaved_bytes
+    assert unsaved_bytes == engine.catalog.moves.unsaved_bytes
     seen["steps with unsaved chunks pinned"] += unsaved_bytes > 0
 
 

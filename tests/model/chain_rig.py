@@ -118,7 +118,7 @@ class ChainRig:
     def begin_moves(self) -> None:
         """Begin pending writes."""
         engine = self.engine
-        had_pending = engine.catalog.has_pending_writes
+        had_pending = engine.catalog.moves.has_pending
         before = {position: engine.ready(position) for position in engine.slots}
         grants = engine.catalog.begin_moves(self.world.now_s)
         assert had_pending or not grants, "an idle engine would not have been stepped for it"
@@ -235,8 +235,8 @@ class ChainRig:
         for ticket in engine.tickets.values():
             ticket.is_cleared = True
         assert all(engine.nearest(key) is None for key in used)
-        assert not engine.catalog.has_pending_writes
-        assert engine.catalog.counts().unsaved_bytes == 0
+        assert not engine.catalog.moves.has_pending
+        assert engine.catalog.moves.unsaved_bytes == 0
         self.write_journal()
         self.seen["reset"] += 1
 
@@ -286,10 +286,10 @@ class ChainRig:
             self.step_ends()
             self.world.now_s += 5.0
             check_changes(self.engine, self.seen)
-            if not self.engine.tickets and not self.engine.catalog.has_pending_writes:
+            if not self.engine.tickets and not self.engine.catalog.moves.has_pending:
                 break
         else:
-            raise AssertionError(f"never at rest: {self.engine.catalog.counts()}")
+            raise AssertionError(f"never at rest: {self.engine.catalog.counts}")
         check_nothing_is_held(self.engine)
 
     def recover(self) -> None:

@@ -2,7 +2,7 @@
 
 No clock: vLLM's steps with a token budget (running requests first, chunked prefill, loads beside the GPU), and a tier
 that serves one load after the other. As many requests at a time as asked for. The rule is the real
-``catalog.estimate.LoadOrRecompute``; it learns from what the simulation observes.
+``vllm.load_decision.LoadDecider``; it learns from what the simulation observes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from nixl_offload.catalog.estimate import LoadOrRecompute, Part
+from nixl_offload.vllm.load_decision import LoadDecider, Part
 
 TOKEN_BYTES = 128 << 10
 """KV cache of an 8B model."""
@@ -69,7 +69,7 @@ class Rule:
     """The connector's rule."""
 
     def __init__(self) -> None:
-        self._rule = LoadOrRecompute(1)
+        self._rule = LoadDecider(1)
         self._asked_s: dict[int, float] = {}
         """By request: when it was asked about first."""
 

@@ -29,7 +29,7 @@ def _unit(*names: str) -> tuple[str, ...]:
 
 
 ROOMS = {
-    "catalog": _unit("catalog", "estimate", "moves", "prefetch", "retention"),
+    "catalog": _unit("catalog", "moves", "prefetch", "retention"),
     "index": (*_unit("durable", "slots", "retention"), "model/test_index_model.py"),
     "chunk": _unit("authentication", "head*", "late_checksums", "layout", "shards"),
     "identity": _unit("namespace", "settings", "weights"),

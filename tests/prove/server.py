@@ -394,7 +394,7 @@ class Server:
         return (
             not self.jobs
             and not self.open_tickets
-            and not self.catalog.has_pending_writes
+            and not self.catalog.moves.has_pending
             and not self.catalog.open_tickets
             and not any(rank.chain.has_jobs for rank in self.ranks)
         )
@@ -403,7 +403,7 @@ class Server:
         """Say what is under way."""
         idle = [not rank.chain.has_jobs for rank in self.ranks]
         jobs = {number: type(job.ticket).__name__ for number, job in self.jobs.items()}
-        pending = self.catalog.counts().pending_writes
+        pending = self.catalog.moves.pending
         return (
             f"jobs {jobs}, tickets {self.open_tickets}, pending {pending}, ranks idle {idle}; "
             f"{'open' if self.is_open else 'not open'}, refused: {self.refused[-3:]}"

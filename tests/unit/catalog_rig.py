@@ -6,6 +6,7 @@ The bucket's tier is real as well; its store is a dictionary (see ``shared_rig``
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -78,6 +79,8 @@ class Chain:
             ),
             store_after=store_after,
         )
+        self.written: Counter[int] = Counter()
+        """Chunks written through, by target."""
         self.open: dict[int, int] = {}
         """Ticket -> how many keys: what no rank has reported yet."""
 
@@ -145,6 +148,9 @@ class Chain:
         self.open.pop(ticket, None)
         settled = self.catalog.report(ticket, self.world_size, failed or {}, self.now_s)
         assert settled is not None
+        if settled.kind == "write_through":
+            arrived = zip(settled.keys, settled.tiers, strict=True)
+            self.written.update(at for key, at in arrived if self.tiers[at].state(key) is State.READY)
         return settled
 
     def write_through(
@@ -183,7 +189,8 @@ class Chain:
 
     def told(self, target: int) -> dict[str, int]:
         """Return what has become of writes to a tier."""
-        return {how: count for (tier, how), count in self.catalog.counts().write_throughs.items() if tier == target}
+        failed = {str(how[-1]): count for how, count in self.catalog.counts.items() if how[1:-1] == (target,)}
+        return failed | ({"ok": self.written[target]} if self.written[target] else {})
 
     def come_to_rest(self, others: Iterable[int] = ()) -> None:
         """Report all that is open, let time pass, and check that nothing is left of it."""
@@ -192,14 +199,12 @@ class Chain:
         for _ in range(20):
             self.now_s += 31.0
             self.write_through(to=(MEMORY, FILE, BUCKET))
-        assert not self.catalog.has_pending_writes, "an idle engine would step for ever"
+        assert not self.catalog.moves.has_pending, "an idle engine would step for ever"
         assert self.catalog.open_tickets == 0
         assert self.held() == 0, "a pin or a reservation was not taken back"
-        counts = self.catalog.counts()
-        assert counts.unsaved_bytes == 0
-        assert not any(counts.write_through_bytes)
-        assert not any(counts.storing_bytes)
-        assert not any(self.catalog._moves._under_way)
+        assert self.catalog.moves.unsaved_bytes == 0
+        assert not any(self.catalog.moves.bytes_under_way)
+        assert not any(self.catalog.storing_bytes)
         self.check()
 
     def check(self) -> None:

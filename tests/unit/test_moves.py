@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.catalog import Change, moves, placing
+from nixl_offload.catalog import Change, catalog, moves
 from nixl_offload.index import State
 from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.tiers.shared.tier import SharedTier
@@ -36,16 +36,14 @@ def test_a_store_goes_on_from_memory_to_every_farther_tier(make: MakeChain) -> N
     chain = make(bucket=True)
     settled = chain.store(1, 2)
     assert (settled.kind, set(settled.tiers)) == ("store", {MEMORY})
-    assert chain.catalog.has_pending_writes
+    assert chain.catalog.moves.has_pending
     written = chain.write_through()
     assert sorted(written) == [(key(n), MEMORY, target) for n in (1, 2) for target in (FILE, BUCKET)]
     assert chain.holders(1) == chain.holders(2) == [MEMORY, FILE, BUCKET]
-    assert not chain.catalog.has_pending_writes
+    assert not chain.catalog.moves.has_pending
     assert chain.begin() == []
-    assert chain.catalog.take_changes() == [
-        Change(tier, tuple(keys(1, 2)), removed=False) for tier in (MEMORY, FILE, BUCKET)
-    ]
-    assert chain.catalog.counts().write_throughs == {(FILE, "ok"): 2, (BUCKET, "ok"): 2}
+    assert chain.catalog.take_changes() == [Change(tier, keys(1, 2), removed=False) for tier in (MEMORY, FILE, BUCKET)]
+    assert chain.catalog.counts == {}
 
 
 def test_a_tier_that_a_rank_has_disabled_is_passed_over_but_for_trials(make: MakeChain) -> None:
@@ -77,7 +75,7 @@ def test_writes_begin_in_the_order_in_which_chunks_were_stored(make: MakeChain) 
     for first in (10, 20, 30):
         chain.store(*range(first, first + 10))
     begun = []
-    while chain.catalog.has_pending_writes:
+    while chain.catalog.moves.has_pending:
         grants = chain.begin()
         assert sum(len(grant.keys) for grant in grants) <= 16, "no more in flight than the limit"
         assert {len(grant.keys) for grant in grants} == {2}, "an eighth of that each, or it would go by fits and starts"
@@ -98,7 +96,7 @@ def test_a_smaller_chunk_does_not_overtake_a_larger_one(make: MakeChain) -> None
 def test_what_is_nowhere_else_keeps_its_place_in_memory(make: MakeChain) -> None:
     chain = make(memory_slots=2)
     chain.store(1, 2)
-    assert chain.catalog.counts().unsaved_bytes == 2 * SLOT
+    assert chain.catalog.moves.unsaved_bytes == 2 * SLOT
     chain.store(3)
     assert chain.holders(3) == [FILE], "memory is full of pins: the next tier takes it"
     chain.write_through()
@@ -122,13 +120,13 @@ def test_a_chunk_that_one_farther_tier_has_is_pinned_no_longer(make: MakeChain) 
     """Nor is it when it is offered again. The bucket gets it from the file once memory has given it up."""
     chain = make(memory_slots=2, unsaved_slots=2, bucket=True)
     chain.store(1, 2)
-    assert chain.catalog.counts().unsaved_bytes == 2 * SLOT
+    assert chain.catalog.moves.unsaved_bytes == 2 * SLOT
     chain.write_through(to=(FILE,))
     for grant in [ticket for ticket in chain.open if ticket]:
         chain.report(grant, dict.fromkeys(range(2), Outcome.FAILED))
-    assert chain.catalog.counts().unsaved_bytes == 0
+    assert chain.catalog.moves.unsaved_bytes == 0
     assert chain.reserve(1, 2) is None
-    assert chain.catalog.counts().unsaved_bytes == 0
+    assert chain.catalog.moves.unsaved_bytes == 0
     chain.store(3, 4)
     assert [write[1:] for write in chain.write_through(to=(BUCKET,))][:2] == [(FILE, BUCKET)] * 2
 
@@ -154,7 +152,7 @@ def test_a_known_chunk_is_written_where_it_is_lacking(make: MakeChain) -> None:
     assert chain.reserve(1, 2) is None, "nothing to store"
     assert chain.write_through() == [(key(2), MEMORY, FILE)], "which the slab has room for by giving up the first"
     assert chain.holders(1) == [MEMORY]
-    assert Change(FILE, (key(1),), removed=True) in chain.catalog.take_changes()
+    assert Change(FILE, keys(1), removed=True) in chain.catalog.take_changes()
 
 
 # Tiers that take nothing
@@ -177,7 +175,7 @@ def test_a_tier_that_is_out_of_use_keeps_nobody_awake_for_long(make: MakeChain) 
     _break(chain)
     chain.store(*range(6))
     started_s = chain.now_s
-    while chain.catalog.has_pending_writes:
+    while chain.catalog.moves.has_pending:
         assert chain.now_s < started_s + 60.0
         chain.catalog.flush(chain.now_s)
         for grant in chain.begin():
@@ -205,7 +203,7 @@ def test_a_tier_that_hangs_is_given_up_and_holds_up_no_other(make: MakeChain) ->
     assert chain.told(FILE) == {"ok": 20}
     assert sum(len(grant.keys) for grant in stuck) == 4, "no more in flight than the limit"
     assert chain.told(BUCKET) == {"refused": 16}
-    assert not chain.catalog.has_pending_writes
+    assert not chain.catalog.moves.has_pending
     assert chain.pinned(MEMORY) == 4, "what is on its way"
     for grant in stuck:
         chain.report(grant.ticket, {0: Outcome.FAILED})
@@ -215,7 +213,7 @@ def test_so_many_writes_are_pending_at_most(make: MakeChain, monkeypatch: pytest
     monkeypatch.setattr(moves, "MAX_PENDING", 3)
     chain = make()
     chain.store(*range(5))
-    assert chain.catalog.counts().pending_writes == (0, 3)
+    assert chain.catalog.moves.pending == (0, 3)
     assert chain.told(FILE) == {"overflow": 2}
     assert chain.pinned(MEMORY) == 3
     assert [written[0] for written in chain.write_through()] == keys(2, 3, 4), "the oldest went"
@@ -240,7 +238,7 @@ def test_a_write_that_failed_is_counted_and_made_again_when_it_is_offered(make: 
     chain.write_through(outcome)
     assert chain.holders(1) == [MEMORY]
     assert chain.told(FILE) == {outcome.value: 1}
-    assert not chain.catalog.has_pending_writes, "not tried for ever"
+    assert not chain.catalog.moves.has_pending, "not tried for ever"
     assert chain.pinned(MEMORY) == 0
     chain.reserve(1)
     assert chain.write_through() == [(key(1), MEMORY, FILE)]
@@ -266,9 +264,9 @@ def test_a_reset_forgets_what_is_pending_and_what_is_on_its_way(make: MakeChain)
     chain.store(1, 2)
     (grant,) = chain.begin()
     chain.catalog.clear()
-    assert not chain.catalog.has_pending_writes
+    assert not chain.catalog.moves.has_pending
     assert chain.catalog.in_flight_stores() == [], "nothing that a next engine should look for"
-    assert chain.catalog.counts().unsaved_bytes == 0
+    assert chain.catalog.moves.unsaved_bytes == 0
     assert chain.held() == 2, "source and target, as long as a rank touches them"
     chain.report(grant.ticket)
     assert chain.held() == 0
@@ -289,9 +287,9 @@ def test_a_write_from_before_a_reset_takes_no_later_pin_back(make: MakeChain) ->
     assert grant.sources[0].tier == FILE
     chain.catalog.clear()
     chain.store(1)
-    assert chain.catalog.counts().unsaved_bytes == SLOT
+    assert chain.catalog.moves.unsaved_bytes == SLOT
     chain.report(grant.ticket)
-    assert chain.catalog.counts().unsaved_bytes == SLOT, "the new one waits for its own writes"
+    assert chain.catalog.moves.unsaved_bytes == SLOT, "the new one waits for its own writes"
     assert chain.pinned(MEMORY) == 1
     chain.write_through()
     assert chain.pinned(MEMORY) == 0
@@ -337,8 +335,8 @@ def test_what_a_farther_tier_serves_is_kept_in_memory(make: MakeChain) -> None:
     assert (settled.kind, settled.keys, set(settled.tiers)) == ("promotion", tuple(keys(1, 2)), {MEMORY})
     assert chain.catalog.where(key(1)) == MEMORY
     assert chain.catalog.where(key(2)) == FILE
-    assert chain.catalog.take_changes() == [Change(MEMORY, (key(1),), removed=False)]
-    assert not chain.catalog.has_pending_writes
+    assert chain.catalog.take_changes() == [Change(MEMORY, keys(1), removed=False)]
+    assert not chain.catalog.moves.has_pending
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED, Outcome.TAINTED])
@@ -366,7 +364,7 @@ def test_a_promotion_pushes_nothing_out_that_the_same_load_reads(make: MakeChain
     assert [location.tier for location in grant.locations] == [FILE, FILE, MEMORY]
     assert [slot is not None for slot in grant.promotion_slots] == [True, False, False], "as far as there is room"
     assert chain.holders(9) == [FILE]
-    assert Change(MEMORY, (key(9),), removed=True) in chain.catalog.take_changes()
+    assert Change(MEMORY, keys(9), removed=True) in chain.catalog.take_changes()
     chain.report(grant.ticket)
     chain.report(grant.promotion_ticket)
 
@@ -465,14 +463,14 @@ def test_a_busy_tier_sheds_and_a_stuck_one_is_passed_over(make: MakeChain) -> No
     first = chain.reserve(1, 2, 3)
     assert first is not None
     assert len(first.keys) == 2
-    assert chain.catalog.counts().no_room == 1
+    assert chain.catalog.counts["unstored_chunks", "no_room"] == 1
     chain.now_s += 1.0
     assert chain.reserve(3) is None
     chain.now_s += 2.0
     grant = chain.reserve(3)
     assert grant is not None
     assert grant.locations[0].tier == FILE, "nothing has ended there for long"
-    assert chain.catalog.counts().storing_bytes == (2 * SLOT, SLOT)
+    assert chain.catalog.storing_bytes == [2 * SLOT, SLOT]
     chain.report(first.ticket)
     again = chain.reserve(4)
     assert again is not None
@@ -482,11 +480,11 @@ def test_a_busy_tier_sheds_and_a_stuck_one_is_passed_over(make: MakeChain) -> No
 def test_chunks_are_admitted_when_they_are_offered_again(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = make(store_after=2)
     assert chain.reserve(1, 2) is None
-    assert chain.catalog.counts().not_admitted == 2
+    assert chain.catalog.counts["unstored_chunks", "not_admitted"] == 2
     chain.store(2)
     chain.catalog.clear()
     assert chain.reserve(2) is None, "a reset forgets that as well"
-    monkeypatch.setattr(placing, "MAX_OFFERED", 2)
+    monkeypatch.setattr(catalog, "MAX_OFFERED", 2)
     assert chain.reserve(3, 2) is not None, "offered twice, and the youngest now"
     assert chain.reserve(4) is None
     assert chain.reserve(3) is None, "forgotten first"
@@ -539,20 +537,19 @@ def test_no_pin_is_left_whatever_happens(make: MakeChain, seed: int) -> None:
             chain.catalog.flush(chain.now_s)
         else:
             _hint(chain, chance, some)
-        counts = chain.catalog.counts()
-        assert 0 <= counts.unsaved_bytes <= chain.catalog._chain.unsaved_limit_bytes
-        assert all(taken >= 0 for taken in counts.retained_bytes)
+        assert 0 <= chain.catalog.moves.unsaved_bytes <= chain.catalog.chain.unsaved_limit_bytes
+        assert all(taken >= 0 for taken in chain.catalog.retention.bytes_by_tier)
         chain.check()
 
 
 def _hint(chain: Chain, chance: random.Random, numbers: list[int]) -> None:
     what = chance.random()
     if what < 0.6:
-        chain.catalog.prefetch(
+        chain.catalog.moves.prefetch(
             keys(*numbers), range(len(numbers)), chain.now_s, is_prefix=chance.random() < 0.5, groups=1
         )
     elif what < 0.9:
-        chain.catalog.retain(keys(*numbers), chance.choice([0.0, 10.0, 60.0]), chain.now_s)
+        chain.catalog.retention.retain(keys(*numbers), chance.choice([0.0, 10.0, 60.0]), chain.now_s)
     else:
         chain.catalog.drop(keys(*numbers))
 
@@ -616,7 +613,7 @@ def test_a_chunk_that_is_gone_is_held_by_nobody(make: MakeChain) -> None:
         assert chain.catalog.reserve([mine], chain.now_s) is not None
         assert chain.catalog.lookup(mine, chain.now_s, request) is Lookup.PENDING
         chain.report(max(chain.catalog._tickets))
-        chain.catalog.retain([mine], 1.0, chain.now_s)
+        chain.catalog.retention.retain([mine], 1.0, chain.now_s)
         chain.report(chain.catalog.prepare_load([mine], chain.now_s).ticket)
         chain.now_s += 1.0
         chain.begin()

@@ -38,7 +38,7 @@ def foretell(
     chain: Chain, *numbers: int, is_prefix: bool = True, groups: int = 1, allowed: frozenset[int] | None = None
 ) -> None:
     end_tokens = range(256, 256 * len(numbers) + 1, 256)
-    chain.catalog.prefetch(keys(*numbers), end_tokens, chain.now_s, allowed, is_prefix=is_prefix, groups=groups)
+    chain.catalog.moves.prefetch(keys(*numbers), end_tokens, chain.now_s, allowed, is_prefix=is_prefix, groups=groups)
 
 
 def begun(chain: Chain) -> list[MoveTicket]:
@@ -66,7 +66,7 @@ def test_a_prefetched_prefix_is_evicted_from_its_end(make: MakeChain) -> None:
     """Whether its chunks were in memory or came, and with how many tickets they came."""
     chain = make(memory_slots=8, write_through_backlog_slots=8)
     chain.store(1, 2, 3, 4)
-    while chain.catalog.has_pending_writes:
+    while chain.catalog.moves.has_pending:
         chain.write_through()
     for number in (1, 2, 3):
         chain.tiers[MEMORY].drop(key(number))
@@ -117,7 +117,7 @@ def test_only_so_many_are_under_way_at_a_time(make: MakeChain) -> None:
             on_file_only(chain, number)
         foretell(chain, *range(1, 13))
         found: list[Key] = []
-        while chain.catalog.has_pending_writes:
+        while chain.catalog.moves.has_pending:
             grants = begun(chain)
             assert sum(len(grant.keys) for grant in grants) == at_once
             assert begun(chain) == [], "the next waits for one to end"
@@ -138,10 +138,10 @@ def test_one_that_gets_no_slot_for_too_long_is_dropped(make: MakeChain) -> None:
     foretell(chain, 11)
     foretell(chain, 12)
     assert bring(chain) == []
-    assert chain.catalog.has_pending_writes
+    assert chain.catalog.moves.has_pending
     chain.now_s += moves.PATIENCE_S
     assert bring(chain) == []
-    assert not chain.catalog.has_pending_writes
+    assert not chain.catalog.moves.has_pending
     assert chain.told(MEMORY) == {"refused": 2}
     foretell(chain, 11)
     assert bring(chain) == []
@@ -176,7 +176,7 @@ def test_a_bucket_is_asked_first_and_then_read(make: MakeChain) -> None:
     for _ in range(2000):
         found += bring(chain)
         chain.catalog.flush(chain.now_s)
-        if not chain.catalog.has_pending_writes:
+        if not chain.catalog.moves.has_pending:
             break
         chain.wait_a_moment()
     assert found == [(key(1), BUCKET), (key(2), BUCKET)]
@@ -198,10 +198,10 @@ def test_a_bucket_that_does_not_answer_holds_up_no_other(make: MakeChain) -> Non
     foretell(chain, 1, 2)  # of these nothing is known: the bucket is asked, and nobody flushes
     foretell(chain, *on_file_only_with_bucket)
     assert bring(chain) == [(key(11), FILE), (key(12), FILE)]
-    assert chain.catalog.has_pending_writes
+    assert chain.catalog.moves.has_pending
     chain.now_s += moves.PATIENCE_S
     assert bring(chain) == []
-    assert not chain.catalog.has_pending_writes, "foretold too long ago"
+    assert not chain.catalog.moves.has_pending, "foretold too long ago"
 
 
 def test_a_step_without_looks_left_gives_no_search_up(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_a_step_without_looks_left_gives_no_search_up(make: MakeChain, monkeypat
     assert len(bucket._lookups) == 2, "both go on, however many steps the bucket takes"
     answers.set()
     found: set[Key] = set()
-    while chain.catalog.has_pending_writes:
+    while chain.catalog.moves.has_pending:
         found.update(brought for brought, _ in bring(chain))
         chain.catalog.flush(chain.now_s)
         chain.wait_a_moment()
@@ -243,7 +243,7 @@ def test_the_groups_of_a_prompt_share_what_it_takes_of_memory(make: MakeChain) -
     for first in (1, 7):
         foretell(chain, *range(first, first + 6), groups=2)
     assert bring(chain) == [(key(number), FILE) for number in (1, 2, 7, 8)]
-    assert not chain.catalog.has_pending_writes
+    assert not chain.catalog.moves.has_pending
 
 
 def test_damage_is_found_and_the_chunk_is_gone_at_its_source(make: MakeChain) -> None:
@@ -274,7 +274,7 @@ def test_the_oldest_of_too_many_is_dropped(make: MakeChain) -> None:
         foretell(chain, 99)
     assert bring(chain) == []
     assert chain.holders(1) == [FILE]
-    assert chain.catalog.counts().prefetches_given_up == {"overflow": 1}
+    assert chain.catalog.counts == {("hints", "prefetch", "overflow"): 1}
     memory_alone = make(file_slots=0)
     foretell(memory_alone, 1)
-    assert not memory_alone.catalog.has_pending_writes, "there is nothing to read it from"
+    assert not memory_alone.catalog.moves.has_pending, "there is nothing to read it from"

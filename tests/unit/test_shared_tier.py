@@ -276,7 +276,7 @@ def test_a_store_that_is_well_again_is_used_at_once_whatever_still_hangs(make: M
     gate.open()
     rig.settle()
     assert rig.tier.trouble == "none"
-    assert rig.tier.statistics().openings == 1
+    assert rig.tier._health.reach.openings == 1
     assert rig.hits("b", keys) == 4096
 
 
@@ -348,7 +348,7 @@ def test_a_request_that_was_not_answered_doubts_the_store(make: MakeRig, store: 
     rig.wait_for(lambda: 1 if rig.tier.in_use else None)
     catalog = Catalog([rig.tier], world_size=1, slot_bytes=lambda key: SLOT, store_backlog_bytes=100 * SLOT)
     assert catalog.reserve(keys[4:], rig.now(), "disabled") is None
-    assert (catalog.counts().unanswered, catalog.counts().no_room) == (4, 0)
+    assert catalog.counts == {("unstored_chunks", "unanswered"): 4}
     ticket = catalog.reserve(keys[4:], rig.now(), "answered")
     assert ticket is not None
     catalog.report(ticket.ticket, 1, {}, rig.now())

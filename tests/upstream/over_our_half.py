@@ -19,15 +19,23 @@ _VERSIONS = count()
 class MockedManager:
     """Answers what our half asks beyond vLLM's contract as if there were nothing to add; hands on the rest."""
 
-    has_events = True
+    catalog = SimpleNamespace(changes=[()])
+    metrics = SimpleNamespace(worked=lambda *_: None, looked_up=lambda *_: None)
+    decider = SimpleNamespace(
+        prefill=SimpleNamespace(scheduled=lambda *_: None, ended=lambda *_: None),
+        tokens_to_load=lambda hit, *_, **__: hit.tokens,
+        wait_left_s=lambda *_: 60.0,
+    )
+    """Loads whatever is found."""
     will_store = False
     is_looking = False
-    moves: tuple[Any, ...] = ()
     serving = SimpleNamespace(is_whole=True, is_begun=False)
-    """Ranks have not told which weights they have, and nothing waits for that."""
+    """Ranks have not said which weights they have, and nothing waits for that."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
+        self.moves: list[Any] = []
+        self.removed: list[Any] = []
 
     @property
     def version(self) -> int:
@@ -37,24 +45,11 @@ class MockedManager:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
 
-    @property
-    def decider(self) -> Any:
-        """Loads whatever is found."""
-        return SimpleNamespace(
-            observe_prefill=lambda *_: None,
-            tokens_to_load=lambda hit, *_, **__: hit.tokens,
-            wait_left_s=lambda *_: 60.0,
-        )
-
-    def allocated(self, req_context: Any) -> None: ...
     def take_ranks(self, ranks: Any) -> None: ...
-    def take_work(self, work: Any) -> None: ...
+    def where(self, key: Any, req_context: Any = None) -> None: ...
 
-    def is_waiting(self) -> bool:
+    def has_pending_work(self) -> bool:
         return False
-
-    def take_removed(self) -> list[Any]:
-        return []
 
     def is_known(self, key: Any) -> bool:
         return False

@@ -36,11 +36,10 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
 from nixl_offload.engine import Chunk, Job, WorkKind
-from nixl_offload.vllm import idling
+from nixl_offload.vllm import connector_scheduler
 from nixl_offload.vllm.connector import NixlOffloadConnector
-from nixl_offload.vllm.notes import notes_of
 from nixl_offload.vllm.rank_identity import adapter_digest
-from nixl_offload.vllm.vllm_scheduler import AdaptedRequestState, MendedScheduler
+from nixl_offload.vllm.vllm_scheduler import AdaptedRequestState, MendedScheduler, notes_of
 from tests.vllm.pipeline_rig import (
     BLOCK_TOKENS,
     DRAFTS,
@@ -380,7 +379,7 @@ def fuzzed() -> Iterator[None]:
     """As ``played``, for engines that zero what they allocate, and come to rest however busy the machine is."""
     with played(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", True)
-        patch.setattr(idling, "PATIENCE_S", 60.0)
+        patch.setattr(connector_scheduler, "PATIENCE_S", 60.0)
         patch.setattr(RequestOffloadState, "update_offload_keys", _take_down(RequestOffloadState.update_offload_keys))
         patch.setattr(AdaptedRequestState, "update_offload_keys", _take_down(AdaptedRequestState.update_offload_keys))
         patch.setattr(MendedScheduler, "_make_boundary_key", _take_down_boundary)

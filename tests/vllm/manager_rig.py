@@ -47,6 +47,7 @@ from nixl_offload.vllm.messages import (
     TicketSpec,
     WorkerReport,
 )
+from nixl_offload.vllm.vllm_scheduler import notes_of
 
 SLOT = 8192
 BLOCK_TOKENS = 64
@@ -207,7 +208,7 @@ class Rig:
         offloading = offloading_config(world_size, events=events)
         self.scheduler = scheduler_half(config or config_of(memory_tier(64)), world_size, offloading=offloading)
         self.manager = self.scheduler.offload_manager
-        self.scheduler.open(ranks(world_size))
+        self.manager.open(ranks(world_size))
         if is_open:
             ranks_open(self.manager, world_size)
         self._world_size = world_size
@@ -302,7 +303,8 @@ class Rig:
     def moves(self) -> list[MoveTicket]:
         """End a step of the scheduler; return the moves that go out with it."""
         self.manager.on_schedule_end(ScheduleEndContext([], []))
-        return self.manager.take_moves()
+        moves, self.manager.moves = self.manager.moves, []
+        return moves
 
     def write_through(self) -> None:
         """Step until nothing is due any more; all moves end well."""
@@ -324,7 +326,7 @@ class Rig:
     def observe_prefill(self, seconds: float, times: int = 5) -> None:
         """Let computing a chunk's tokens have taken ``seconds``."""
         for _ in range(times):
-            self.manager.decider.observe_prefill(CHUNK_TOKENS, 0, seconds)
+            self.manager.decider.prefill.observe(CHUNK_TOKENS, seconds)
 
     # What is asked
 
@@ -337,8 +339,9 @@ class Rig:
         windows: Mapping[int, int] | None = None,
     ) -> int | None:
         """Return how many of ``tokens`` are better loaded than computed."""
-        hit = Hit(keys, first_token, tokens, CHUNK_TOKENS, windows or {})
-        return self.manager.decider.tokens_to_load(hit, context)
+        tiers = (self.manager.where(key, context) for key in keys)
+        hit = Hit(tiers, first_token, tokens, CHUNK_TOKENS, windows or {})
+        return self.manager.decider.tokens_to_load(hit, notes_of(context).load, time.monotonic())
 
     def events(self) -> list[tuple[str, str, bool, list[int]]]:
         """Return the events since the last call: medium, locality, removed, chunks."""

@@ -108,16 +108,16 @@ def answer_to(routed: Routed, body: dict[str, Any]) -> str:
     return text
 
 
-def prefetched(server: Server) -> float:
-    return server.samples(PREFIX + "chunks_total", "operation").get("prefetch", 0.0)
+def chunks(server: Server, operation: str) -> float:
+    return server.samples(PREFIX + "chunks_total", "operation").get(operation, 0.0)
 
 
 def stored(routed: Routed, path: str, body: dict[str, Any]) -> Any:
     """Ask, and wait until all chunks of the prompt are in the slab."""
-    server, done = routed.server, PREFIX + "write_through_chunks_total"
-    before = server.samples(done, "tier").get("slab", 0.0)
+    server = routed.server
+    before = chunks(server, "write_through")
     reply = ask(routed.url + path, {"max_tokens": 4, "temperature": 0, "ignore_eos": True, **body})
-    server.until(lambda: server.samples(done, "tier")["slab"] == before + PROMPT_CHUNKS, 60, "all is in the slab")
+    server.until(lambda: chunks(server, "write_through") == before + PROMPT_CHUNKS, 60, "all is in the slab")
     return reply
 
 
@@ -134,9 +134,9 @@ def test_a_prefetch_brings_what_the_next_request_needs(routed: Routed) -> None:
     body = {"model": routed.model, "prompt": text_of(1), "cache_salt": "salt of a tenant"}
     first = stored(routed, "/v1/completions", body)["choices"][0]["text"]
     push_out(routed, 100)
-    assert prefetched(server) == 0
+    assert chunks(server, "prefetch") == 0
     assert ask(f"{routed.url}/prefetch", {**body, "prompt": text_of(1) + " w5 w6"}) == {}
-    server.until(lambda: prefetched(server) == PROMPT_CHUNKS, 30, "the chunks are in memory")
+    server.until(lambda: chunks(server, "prefetch") == PROMPT_CHUNKS, 30, "the chunks are in memory")
     before = server.samples(SOURCES, "source")
     assert answer_to(routed, body) == first
     after = server.samples(SOURCES, "source")
@@ -146,12 +146,12 @@ def test_a_prefetch_brings_what_the_next_request_needs(routed: Routed) -> None:
 
 def test_a_prefetch_for_a_chat(routed: Routed) -> None:
     """Of messages instead of a prompt: vLLM applies the chat template."""
-    server, begin = routed.server, prefetched(routed.server)
+    server, begin = routed.server, chunks(routed.server, "prefetch")
     body = {"model": routed.model, "messages": [{"role": "user", "content": text_of(2)}]}
     stored(routed, "/v1/chat/completions", body)
     push_out(routed, 200)
     ask(f"{routed.url}/prefetch", body)
-    server.until(lambda: prefetched(server) == begin + PROMPT_CHUNKS, 30, "the chunks are in memory")
+    server.until(lambda: chunks(server, "prefetch") == begin + PROMPT_CHUNKS, 30, "the chunks are in memory")
 
 
 def test_hints_of_clients_and_nonsense_do_nothing(routed: Routed) -> None:

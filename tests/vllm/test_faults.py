@@ -386,7 +386,9 @@ def test_memory_and_files_in_front_of_a_bucket_that_stalls(
             held.release()
 
             def arrived() -> float:
-                return engine.labelled("vllm:nixl_offload_write_through_chunks", "tier").get("s3", 0)
+                done = {"operation": "write_through", "outcome": "ok", "tier": "s3"}
+                counted = engine.call("labelled", name="vllm:nixl_offload_chunks")["values"]
+                return float(sum(value for labels, value in counted if done.items() <= labels.items()))
 
             def goes_on() -> bool:
                 there = arrived()

@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from nixl_offload.vllm import serving_tiers
 from nixl_offload.vllm.messages import RankStatus
-from nixl_offload.vllm.notes import notes_of
+from nixl_offload.vllm.vllm_scheduler import notes_of
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import BLOCKS_PER_CHUNK, CHUNK_TOKENS, Rig
 

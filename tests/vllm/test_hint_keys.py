@@ -1,5 +1,5 @@
-"""The scheduler's half with hints, without an engine: token ids become the keys that a request with these tokens has, a
-piece at a step; hints come by ``kv_transfer_params``; too many at a time are refused.
+"""Hints without an engine: what they may be; token ids become the keys that a request with these tokens has, a piece at
+a step; too many at a time are refused.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from nixl_offload.index import State
 from nixl_offload.types import Key
 from nixl_offload.vllm import hints
 from nixl_offload.vllm.adapters import AdapterUse, adapter_of
+from nixl_offload.vllm.hints import MAX_RETAIN_S, MAX_TOKENS, BadHintError, Hint, hint_of
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import BLOCK_TOKENS, BLOCKS_PER_CHUNK, CHUNK_TOKENS, Rig, request_of
 
@@ -57,7 +58,7 @@ class Hinted(Rig):
         return steps
 
     def retained(self) -> set[bytes]:
-        return set(self.manager.catalog._retention._until_s)
+        return {key for key in keys_of() if Key(key) in self.manager.catalog.retention}
 
     def counted(self) -> dict[tuple[str, ...], float]:
         stats = self.manager.get_stats()
@@ -145,7 +146,6 @@ def test_too_many_chunks_at_a_time_are_refused(half: Hinted, monkeypatch: pytest
 
     def end(name: str) -> None:
         own = half.arrive(name, TOKENS, params={"nixl_offload": {"retain_s": 60}})
-        assert half.scheduler._hints.waits_for_ends
         half.scheduler.request_finished(own)
 
     end("first")
@@ -178,3 +178,50 @@ def test_a_request_that_waits_for_room_hears_that_its_chunks_were_dropped(half: 
     half.send({"drop_from": CHUNK_TOKENS})
     half.carry_out()
     assert half.ask("waits") == (CHUNK_TOKENS, True)
+
+
+def test_every_field() -> None:
+    raw = {"token_ids": [1, 2], "prefetch": True, "retain_s": 60, "store": False}
+    hint = hint_of({"do_remote_decode": True, "nixl_offload": raw})
+    assert hint == Hint(token_ids=[1, 2], prefetch=True, retain_s=60, store=False)
+    assert hint.names == ["prefetch", "retain", "store"]
+    assert Hint(drop_from=7).names == ["drop"]
+    assert hint_of({"nixl_offload": {}}) == Hint()
+    assert hint_of({"nixl_offload": {"drop_from": 5, "retain_s": 0}}) == Hint(retain_s=0, drop_from=5), "both say drop"
+
+
+@pytest.mark.parametrize(
+    ("raw", "where"),
+    [
+        (None, ""),
+        (True, ""),
+        ([{"prefetch": True}], ""),
+        ({"prefech": True}, ""),
+        ({7: True}, ""),
+        ({"token_ids": []}, ".token_ids"),
+        ({"token_ids": "12"}, ".token_ids"),
+        ({"token_ids": [0] * (MAX_TOKENS + 1)}, ".token_ids"),
+        ({"prefetch": 1}, ".prefetch"),
+        ({"prefetch": None}, ".prefetch"),
+        ({"store": "no"}, ".store"),
+        ({"retain_s": -1}, ".retain_s"),
+        ({"retain_s": True}, ".retain_s"),
+        ({"retain_s": float("nan")}, ".retain_s"),
+        ({"retain_s": float("inf")}, ".retain_s"),
+        ({"retain_s": 10**400}, ".retain_s"),
+        ({"retain_s": MAX_RETAIN_S + 1}, ".retain_s"),
+        ({"retain_s": "60"}, ".retain_s"),
+        ({"drop_from": -1}, ".drop_from"),
+        ({"drop_from": True}, ".drop_from"),
+        ({"drop_from": 1.5}, ".drop_from"),
+        ({"drop_from": 0, "retain_s": 5}, ".drop_from"),
+        ({"drop_from": 0, "prefetch": True}, ".drop_from"),
+    ],
+)
+def test_bad_hints_are_named_with_what_would_be_right(raw: Any, where: str) -> None:
+    """The value is not in the text: it may be a part of a user's prompt."""
+    with pytest.raises(BadHintError) as bad:
+        hint_of({"nixl_offload": raw})
+    assert bad.value.path == "kv_transfer_params.nixl_offload" + where
+    assert str(bad.value).startswith(f"{bad.value.path}: ")
+    assert len(str(bad.value)) < 200

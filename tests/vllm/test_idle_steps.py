@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from nixl_offload.vllm import connector_scheduler
-from nixl_offload.vllm.idling import IDLE_STEP_S, PATIENCE_S, STUCK_AFTER_S, STUCK_STEP_S
+from nixl_offload.vllm.connector_scheduler import IDLE_STEP_S, PATIENCE_S, STUCK_AFTER_S, STUCK_STEP_S
 from nixl_offload.vllm.messages import TicketReport
 from tests.vllm.manager_rig import Rig
 

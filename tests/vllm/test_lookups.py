@@ -84,7 +84,7 @@ def test_a_hit_that_is_slow_from_some_chunk_on_is_cut_there(matching: Callable[[
     asked.lose_from_memory(3)
     asked.observe_loads(1, 10.0)
     for context_tokens in (0, 256, 512, 768, 1024):
-        asked.manager.decider.observe_prefill(CHUNK_TOKENS, context_tokens, 0.01)
+        asked.manager.decider.prefill.observe(CHUNK_TOKENS, 0.01, context_tokens)
     for lookups in (2, 0):
         assert asked.question() == (3 * CHUNK_TOKENS, True)
         assert asked.lookups() == lookups, "nothing has changed since, so vLLM's half is not asked again"

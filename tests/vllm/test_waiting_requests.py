@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nixl_offload.catalog import estimate
+from nixl_offload.vllm import load_decision
 from nixl_offload.vllm.messages import TicketReport
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import BLOCKS_PER_CHUNK, CHUNK_TOKENS, Rig
@@ -38,7 +38,7 @@ def half() -> Iterator[Rig]:
 @pytest.fixture
 def limit_s(monkeypatch: pytest.MonkeyPatch) -> float:
     """How long a request may wait while the speed of computing is unknown."""
-    monkeypatch.setattr(estimate, "WAIT_S", 0.2)
+    monkeypatch.setattr(load_decision, "WAIT_S", 0.2)
     return 0.2
 
 

@@ -76,11 +76,6 @@ class StorageHealth:
         """Why the tier is disabled, in a word; ``none`` while all is well."""
         return self.reach.cause or self.loads.cause or self.stores.cause or "none"
 
-    @property
-    def openings(self) -> int:
-        """How often a breaker has opened."""
-        return self.reach.openings + self.loads.openings + self.stores.openings
-
     def breakers(self) -> dict[str, BreakerState]:
         """Return the state of each breaker by what it watches: ``reach``, ``load`` or ``store``."""
         return {"reach": self.reach.state, "load": self.loads.state, "store": self.stores.state}
@@ -375,12 +370,9 @@ class SharedTier(Tier):
 
     def statistics(self) -> SharedStatistics:
         return SharedStatistics(
-            probes=self._prober.questions,
             probe_errors=self._prober.errors,
             probe_seconds=self._prober.take_seconds(),
             late=self._lookups.late,
-            openings=self._health.openings,
-            known=len(self._presence),
             breakers=self._health.breakers(),
             evictions=self._eviction.evicted if self._eviction is not None else None,
         )

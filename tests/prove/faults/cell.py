@@ -494,7 +494,7 @@ class FaultCell:
             CLOCK.ahead_s += 61.0
             self.steps_for(0.01)
         troubles = [[status.trouble for status in rank.chain.statuses()] for rank in server.ranks]
-        storing_bytes = server.catalog.counts().storing_bytes
+        storing_bytes = server.catalog.storing_bytes
         said = f"{dict(came)}; room for {server.room}; {storing_bytes} bytes being stored; {troubles}"
         slots = f"; {tier.statistics()}, {tier._index.held} held" if isinstance(tier, SlotTier) else ""
         self.found_dead(f"no chunk is stored and served again, but {said}{slots}")

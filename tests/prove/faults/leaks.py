@@ -108,11 +108,9 @@ def _held(server: Server) -> list[str]:
                 found.append(f"tier {position}: {tier._index.held} chunks are held")
         elif isinstance(tier, SharedTier) and tier._presence.held:
             found.append(f"tier {position}: {tier._presence.held} beliefs are held")
-    counts = server.catalog.counts()
-    for what in ("unsaved_bytes", "storing_bytes", "write_through_bytes"):
-        value = getattr(counts, what)
-        if any(value) if isinstance(value, tuple | list) else value:
-            found.append(f"{what}: {value}")
+    stored, moves = server.catalog.storing_bytes, server.catalog.moves
+    if any((moves.unsaved_bytes, *stored, *moves.bytes_under_way)):
+        found.append(f"bytes stored {stored}, moved {moves.bytes_under_way}, unsaved {moves.unsaved_bytes}")
     for rank in server.ranks:
         for position in rank.chain.open_tiers:
             engine = rank.engines[position]

@@ -10,7 +10,7 @@ from pathlib import Path
 from nixl_offload.config import kv_transfer_config, load_config, parse_config
 from nixl_offload.config.schema import TIER_KINDS, TIER_MODELS, Config
 from nixl_offload.errors import ConfigError
-from nixl_offload.vllm.hint_format import FIELD, BadHintError, hint_of
+from nixl_offload.vllm.hints import FIELD, BadHintError, hint_of
 from tests.prove.cells import ROOT
 from tests.prove.fuzz import One, Target, expect
 from tests.prove.fuzz.trees import json_mutated, yaml_mutated
