@@ -41,7 +41,7 @@ def parts(source: Path) -> list[Part]:
         "tests/vllm/test_lookups.py",
         "tests/vllm/test_identity.py",
     )
-    rigs = ("tests/vllm/test_end_to_end.py", "tests/vllm/test_two_groups.py", "tests/vllm/test_faults.py")
+    rigs = ("tests/vllm/test_end_to_end.py", "tests/vllm/test_hints.py", "tests/vllm/test_faults.py")
     upstream = f"import sys, pathlib, tests.upstream.run as u; sys.exit(u.run(pathlib.Path({str(source)!r}), []))"
     own = Part("vLLM's own tests of offloading over our half", (sys.executable, "-c", upstream), 300)
     return [

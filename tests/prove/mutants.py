@@ -29,8 +29,8 @@ def _unit(*names: str) -> tuple[str, ...]:
 
 
 ROOMS = {
-    "catalog": _unit("catalog", "moves", "prefetch", "retention"),
-    "index": (*_unit("durable", "slots", "retention"), "model/test_index_model.py"),
+    "catalog": _unit("catalog", "moves", "prefetch"),
+    "index": (*_unit("catalog", "durable", "slots"), "model/test_index_model.py"),
     "chunk": _unit("authentication", "head*", "late_checksums", "layout", "shards"),
     "identity": _unit("namespace", "settings", "weights"),
     "engine": _unit("*batch*", "*chain*", "*engine*", "grace", "job_table", "late_checksums", "pump", "slot_headers")

@@ -1,232 +1,291 @@
-"""The catalog's decisions, with the real index and slot allocator behind a tier that has no disk.
+"""The catalog's decisions over the tiers' real books.
 
 Proves: a chunk is served only after every rank stored it; one rank's failure drops it; a failed load drops it too; no
-location is handed out twice while a ticket is open, resets included; stores are shed, never queued.
+location is handed out twice while a ticket is open, resets included; stores are shed, never queued; what is retained is
+not evicted before its time, within a tier's share; what is dropped is gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from nixl_offload.catalog import Catalog, Change
-from nixl_offload.index import DurableIndex
-from nixl_offload.tiers.slab.file import SlabPlace
-from nixl_offload.tiers.slab.tier import SlabTier
-from nixl_offload.tiers.slots import SlotAllocator
-from nixl_offload.types import Key, Lookup, LookupContext, Outcome
+from nixl_offload.catalog import Change, catalog
+from nixl_offload.types import Lookup, LookupContext, Outcome
+from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
 
-SLOT = 8192
-
-
-MakeCatalog = Callable[..., Catalog]
+HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[MakeCatalog]:
-    """Return a maker of catalogs over one file tier; closes their durable twins."""
-    opened: list[SlabTier] = []
-
-    def build(slots: int = 8, world_size: int = 1, backlog: int = 1 << 30) -> Catalog:
-        place = SlabPlace(
-            directory=str(tmp_path), rank_namespaces=(b"n" * 32,), rank_bytes=slots * SLOT, extent_bytes=SLOT
-        )
-        journal, _ = DurableIndex.open(str(tmp_path / "index.sqlite"), {})
-        tier = SlabTier(0, place, SlotAllocator(slots * SLOT, [SLOT], extent_bytes=SLOT), journal)
-        opened.append(tier)
-        return Catalog([tier], world_size=world_size, slot_bytes=lambda key: SLOT, store_backlog_bytes=backlog)
-
-    yield build
-    for tier in opened:
-        tier.close()
+def make(tmp_path: Path) -> Iterator[MakeChain]:
+    with chains(tmp_path, at_rest=_at_rest) as build:
+        yield build
 
 
-def _key(number: int) -> Key:
-    return Key(number.to_bytes(32, "big") + bytes(4))
+def _at_rest(chain: Chain) -> None:
+    chain.now_s += 100_000.0
+    chain.come_to_rest()
+    assert not any(chain.catalog.retention.bytes_by_tier)
 
 
-def _store(catalog: Catalog, *numbers: int) -> None:
-    grant = catalog.reserve([_key(number) for number in numbers], 0.0)
+@pytest.fixture
+def alone(make: MakeChain, request: pytest.FixtureRequest) -> Chain:
+    """Memory alone, of so many slots as the test is marked with, or 8."""
+    return make(file_slots=0, memory_slots=getattr(request, "param", 8))
+
+
+def slots(count: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("alone", [count], indirect=True)
+
+
+def ask(chain: Chain, *numbers: int) -> list[Lookup]:
+    return [chain.catalog.lookup(key(number), chain.now_s) for number in numbers]
+
+
+def test_a_chunk_is_served_only_after_all_ranks_have_stored_it(make: MakeChain) -> None:
+    chain = make(file_slots=0, world_size=2)
+    grant = chain.reserve(1)
     assert grant is not None
-    catalog.report(grant.ticket, 1, {}, 0.0)
+    for is_last in (False, True):
+        assert ask(chain, 1) == [PENDING]
+        assert (chain.catalog.report(grant.ticket, 1, {}, chain.now_s) is not None) is is_last
+    assert ask(chain, 1) == [HIT]
+    assert chain.catalog.take_changes() == [Change(MEMORY, keys(1), removed=False)]
 
 
-def test_a_chunk_is_served_only_after_all_ranks_have_stored_it(make: MakeCatalog) -> None:
-    catalog = make(world_size=2)
-    grant = catalog.reserve([_key(1)], 0.0)
+def test_one_failed_rank_drops_the_chunk_and_keeps_its_siblings(make: MakeChain) -> None:
+    """It tells the worst of all; what it says of a chunk that there is not is passed over."""
+    chain = make(file_slots=0, world_size=2)
+    grant = chain.reserve(1, 2)
     assert grant is not None
-    assert catalog.lookup(_key(1), 0.1) is Lookup.PENDING
-    assert catalog.report(grant.ticket, 1, {}, 0.0) is None
-    assert catalog.lookup(_key(1), 0.1) is Lookup.PENDING
-    assert catalog.report(grant.ticket, 1, {}, 0.0) is not None
-    assert catalog.lookup(_key(1), 0.1) is Lookup.HIT
-    assert catalog.take_changes() == [Change(0, [_key(1)], removed=False)]
-
-
-def test_one_failed_rank_drops_the_chunk_and_keeps_its_siblings(make: MakeCatalog) -> None:
-    catalog = make(world_size=2)
-    grant = catalog.reserve([_key(1), _key(2)], 0.0)
-    assert grant is not None
-    catalog.report(grant.ticket, 1, {0: Outcome.FAILED}, 0.0)
-    settled = catalog.report(grant.ticket, 1, {}, 0.0)
+    chain.catalog.report(grant.ticket, 1, {0: Outcome.TAINTED, 7: Outcome.FAILED}, chain.now_s)
+    settled = chain.catalog.report(grant.ticket, 1, {0: Outcome.FAILED, 1: Outcome.OK}, chain.now_s)
     assert settled is not None
-    assert settled.failed == {_key(1): Outcome.FAILED}
-    assert catalog.lookup(_key(1), 0.0) is Lookup.MISS
-    assert catalog.lookup(_key(2), 0.0) is Lookup.HIT
-    again = catalog.reserve([_key(1), _key(2)], 0.0)
+    assert settled.failed == {key(1): Outcome.TAINTED}
+    assert ask(chain, 1, 2) == [MISS, HIT]
+    again = chain.reserve(1, 2)
     assert again is not None
-    assert again.keys == (_key(1),), "the damaged chunk is stored anew, the good one is not"
+    assert again.keys == (key(1),), "the damaged chunk is stored anew, the good one is not"
 
 
-@pytest.mark.parametrize(
-    ("outcome", "then"),
-    [(Outcome.CORRUPT, Lookup.MISS), (Outcome.FAILED, Lookup.MISS), (Outcome.DROPPED, Lookup.HIT)],
-)
-def test_a_failed_load_drops_the_chunk(make: MakeCatalog, outcome: Outcome, then: Lookup) -> None:
+@pytest.mark.parametrize(("outcome", "then"), [(Outcome.CORRUPT, MISS), (Outcome.FAILED, MISS), (Outcome.DROPPED, HIT)])
+def test_a_failed_load_drops_the_chunk(alone: Chain, outcome: Outcome, then: Lookup) -> None:
     """Unless it was given up to shed load."""
-    catalog = make()
-    _store(catalog, 1, 2)
-    grant = catalog.prepare_load([_key(1), _key(2)], 0.0)
-    catalog.report(grant.ticket, 1, {1: outcome}, 0.0)
-    assert catalog.lookup(_key(1), 0.0) is Lookup.HIT
-    assert catalog.lookup(_key(2), 0.0) is then
-    assert catalog.report(grant.ticket, 1, {}, 0.0) is None, "an unknown ticket"
+    alone.store(1, 2)
+    grant = alone.catalog.prepare_load(keys(1, 2), alone.now_s)
+    alone.report(grant.ticket, {1: outcome})
+    assert ask(alone, 1, 2) == [HIT, then]
+    assert alone.catalog.report(grant.ticket, 1, {}, alone.now_s) is None, "an unknown ticket"
 
 
-def test_a_chunk_that_is_gone_gets_a_location_nobody_can_read(make: MakeCatalog) -> None:
-    catalog = make()
-    grant = catalog.prepare_load([_key(9)], 0.0)
-    assert grant.locations[0].offset < 0
-    catalog.report(grant.ticket, 1, {0: Outcome.FAILED}, 0.0)
-    assert catalog.open_tickets == 0
-
-
-def test_a_pinned_chunk_is_not_evicted_and_its_slot_not_reused(make: MakeCatalog) -> None:
-    catalog = make(slots=2)
-    _store(catalog, 1, 2)
-    load = catalog.prepare_load([_key(1)], 0.0)
-    grant = catalog.reserve([_key(3), _key(4)], 0.0)
+@slots(2)
+def test_a_pinned_chunk_is_not_evicted_and_its_slot_not_reused(alone: Chain) -> None:
+    alone.store(1, 2)
+    load = alone.catalog.prepare_load(keys(1), alone.now_s)
+    grant = alone.reserve(3, 4)
     assert grant is not None
-    assert grant.keys == (_key(3),), "only one slot could be had: the other is being read"
+    assert grant.keys == (key(3),), "only one slot could be had: the other is being read"
     assert load.locations[0] not in grant.locations
-    assert catalog.lookup(_key(1), 0.0) is Lookup.HIT
+    assert ask(alone, 1) == [HIT]
+    alone.report(load.ticket)
 
 
-def test_a_reset_serves_nothing_and_reuses_no_slot_that_a_rank_may_still_touch(make: MakeCatalog) -> None:
-    catalog = make(slots=2)
-    _store(catalog, 1)
-    loading = catalog.prepare_load([_key(1)], 0.0)
-    storing = catalog.reserve([_key(2)], 0.0)
+@slots(2)
+def test_a_reset_serves_nothing_and_reuses_no_slot_that_a_rank_may_still_touch(alone: Chain) -> None:
+    alone.store(1)
+    loading, storing = alone.catalog.prepare_load(keys(1), alone.now_s), alone.reserve(2)
     assert storing is not None
-    catalog.clear()
-    assert catalog.lookup(_key(1), 0.0) is Lookup.MISS
-    assert catalog.lookup(_key(2), 0.0) is Lookup.MISS
-    assert catalog.reserve([_key(3)], 0.0) is None, "both slots are still in somebody's hands"
-    catalog.report(loading.ticket, 1, {}, 0.0)
-    catalog.report(storing.ticket, 1, {}, 0.0)
-    assert catalog.lookup(_key(2), 0.0) is Lookup.MISS, "stored before the reset, so never served after it"
-    grant = catalog.reserve([_key(3), _key(4)], 0.0)
+    alone.catalog.clear()
+    assert ask(alone, 1, 2) == [MISS, MISS]
+    assert alone.reserve(3) is None, "both slots are still in somebody's hands"
+    alone.report(loading.ticket)
+    alone.report(storing.ticket)
+    assert ask(alone, 2) == [MISS], "stored before the reset, so never served after it"
+    grant = alone.reserve(3, 4)
     assert grant is not None
     assert set(grant.locations) == {*loading.locations, *storing.locations}
 
 
+@slots(4)
 @pytest.mark.parametrize("used", ["stored", "loaded", "touched"])
-def test_a_prefix_is_evicted_from_its_end(make: MakeCatalog, used: str) -> None:
+def test_a_prefix_is_evicted_from_its_end(alone: Chain, used: str) -> None:
     """Or the first eviction would make a whole prompt unreachable, while all that is left of it kept its room."""
-    catalog = make(slots=4)
-    prefix = [_key(number) for number in (1, 2, 3, 4)]
     if used == "stored":
-        _store(catalog, 1, 2, 3, 4)
-        assert catalog.take_changes() == [Change(0, prefix, removed=False)], "told in its order all the same"
+        alone.store(1, 2, 3, 4)
+        expected = [Change(MEMORY, keys(1, 2, 3, 4), removed=False)]
+        assert alone.catalog.take_changes() == expected, "reported in its order all the same"
     else:
-        _store(catalog, 4, 3, 2, 1)
+        alone.store(4, 3, 2, 1)
     if used == "loaded":
-        catalog.report(catalog.prepare_load(prefix, 0.0).ticket, 1, {}, 0.0)
+        alone.load(1, 2, 3, 4)
     if used == "touched":
-        catalog.touch(prefix)
-    _store(catalog, 8, 9)
-    assert [catalog.lookup(key, 0.0) for key in prefix] == [Lookup.HIT, Lookup.HIT, Lookup.MISS, Lookup.MISS]
+        alone.catalog.touch(keys(1, 2, 3, 4))
+    alone.store(8, 9)
+    assert ask(alone, 1, 2, 3, 4) == [HIT, HIT, MISS, MISS]
 
 
-def test_the_end_of_a_prompt_does_not_evict_its_beginning(make: MakeCatalog) -> None:
+@slots(3)
+def test_the_end_of_a_prompt_does_not_evict_its_beginning(alone: Chain) -> None:
     """What is offered again is in use, however long ago it was stored."""
-    catalog = make(slots=3)
-    _store(catalog, 1)
-    _store(catalog, 8, 9)
-    _store(catalog, 1, 2)
-    assert catalog.lookup(_key(1), 0.0) is Lookup.HIT
-    assert [change.keys for change in catalog.take_changes() if change.removed] == [[_key(9)]]
+    alone.store(1)
+    alone.store(8, 9)
+    offered = alone.reserve(1, 2)
+    assert offered is not None
+    assert offered.keys == (key(2),)
+    assert ask(alone, 1) == [HIT]
+    assert [change.keys for change in alone.catalog.take_changes() if change.removed] == [keys(9)]
 
 
-def test_stores_beyond_the_backlog_are_dropped_from_the_end(make: MakeCatalog) -> None:
-    catalog = make(backlog=2 * SLOT)
-    grant = catalog.reserve([_key(number) for number in range(5)], 0.0)
+@pytest.mark.parametrize("backlog", [0, 2])
+def test_stores_beyond_the_backlog_are_dropped_from_the_end(make: MakeChain, backlog: int) -> None:
+    """A prefix is worth keeping, a suffix is not. A chunk larger than the backlog is stored alone."""
+    chain = make(file_slots=0, store_backlog_slots=backlog)
+    grant = chain.reserve(*range(5))
     assert grant is not None
-    assert grant.keys == (_key(0), _key(1)), "a prefix is worth keeping, a suffix is not"
-    assert catalog.reserve([_key(7)], 0.0) is None
-    catalog.report(grant.ticket, 1, {}, 0.0)
-    assert catalog.reserve([_key(7)], 0.0) is not None
+    assert grant.keys == tuple(keys(*range(max(1, backlog))))
+    assert chain.reserve(7) is None
+    chain.report(grant.ticket)
+    assert chain.reserve(7) is not None
 
 
-def test_a_chunk_larger_than_the_backlog_is_stored_alone(make: MakeCatalog) -> None:
-    catalog = make(backlog=SLOT - 1)
-    grant = catalog.reserve([_key(1), _key(2)], 0.0)
-    assert grant is not None
-    assert grant.keys == (_key(1),)
-
-
-def test_a_smaller_chunk_is_not_stored_behind_one_that_has_no_room(tmp_path: Path) -> None:
+def test_a_smaller_chunk_is_not_stored_behind_one_that_has_no_room(make: MakeChain) -> None:
     """Of a prompt with two groups of layers: what lies behind a gap is of no use."""
-    large, small, held = _key(1), _key(2), _key(3)
-    journal, _ = DurableIndex.open(str(tmp_path / "index.sqlite"), {})
-    place = SlabPlace(str(tmp_path), (b"n" * 32,), rank_bytes=2 * SLOT, extent_bytes=2 * SLOT)
-    allocator = SlotAllocator(2 * SLOT, [SLOT, 2 * SLOT], extent_bytes=2 * SLOT)
-    tier = SlabTier(0, place, allocator, journal)
-    catalog = Catalog(
-        [tier],
-        world_size=1,
-        slot_bytes=lambda key: 2 * SLOT if key == large else SLOT,
-        store_backlog_bytes=1 << 30,
-    )
-    assert catalog.reserve([held], 0.0) is not None
-    assert catalog.reserve([large, small], 0.0) is None
-    assert catalog.reserve([small], 0.0) is not None, "it would have had room"
-    tier.close()
+    chain = make(file_slots=0, memory_slots=2, large=(1,))
+    assert chain.reserve(3) is not None
+    assert chain.reserve(1, 2) is None
+    assert chain.reserve(2) is not None, "it would have had room"
 
 
-def test_a_chunk_on_its_way_out_leaves_room_to_the_others(make: MakeCatalog) -> None:
+@slots(4)
+def test_a_chunk_on_its_way_out_leaves_room_to_the_others(alone: Chain) -> None:
     """Dropped while a load reads it, a chunk is stored anew once that has ended. Those behind it need not wait."""
-    catalog = make(slots=4)
-    _store(catalog, 0)
-    load = catalog.prepare_load([_key(0)], 0.0)
-    catalog.drop([_key(0)])
-    store = catalog.reserve([_key(0), _key(1)], 0.0)
+    alone.store(0)
+    load = alone.catalog.prepare_load(keys(0), alone.now_s)
+    alone.catalog.drop(keys(0))
+    store = alone.reserve(0, 1)
     assert store is not None
-    assert store.keys == (_key(1),)
-    assert not catalog.counts
-    catalog.report(load.ticket, 1, {}, 0.0)
-    assert catalog.reserve([_key(0)], 0.0) is not None
+    assert store.keys == (key(1),)
+    assert not alone.catalog.counts
+    alone.report(load.ticket)
+    assert alone.reserve(0) is not None
 
 
-def test_stuck_storage_does_not_hold_requests_back(make: MakeCatalog) -> None:
-    catalog = make()
-    catalog.reserve([_key(1)], 10.0)
-    assert catalog.lookup(_key(1), 11.0) is Lookup.PENDING
-    assert catalog.lookup(_key(1), 13.0) is Lookup.MISS
+def test_stuck_storage_does_not_hold_requests_back(alone: Chain) -> None:
+    alone.reserve(1)
+    for seconds, answer in ((1.0, PENDING), (2.0, MISS)):
+        alone.now_s += seconds
+        assert ask(alone, 1) == [answer]
 
 
-def test_a_request_does_not_wait_for_one_store_after_another(make: MakeCatalog) -> None:
+def test_a_request_does_not_wait_for_one_store_after_another(alone: Chain) -> None:
     """A long prompt is stored chunk by chunk; who has the same beginning waits for two seconds in all."""
-    catalog, answers = make(slots=100), []
-    for number in range(10):
-        grant = catalog.reserve([_key(number)], float(number))
+    request, answers = LookupContext("a", 16), []
+    for number in range(6):
+        grant = alone.reserve(number)
         assert grant is not None
-        answers.append(catalog.lookup(_key(number), float(number), LookupContext("a", 16)))
-        catalog.report(grant.ticket, 1, {}, number + 0.9)
-    assert answers == [Lookup.PENDING] * 3 + [Lookup.MISS] * 7
-    assert catalog.lookup(_key(9), 10.0, LookupContext("a", 16)) is Lookup.HIT
-    assert catalog.reserve([_key(10)], 10.0) is not None
-    catalog.forget_request("a")
-    assert catalog.lookup(_key(10), 10.0, LookupContext("a", 16)) is Lookup.PENDING
+        answers.append(alone.catalog.lookup(key(number), alone.now_s, request))
+        alone.report(grant.ticket)
+        alone.now_s += 1.0
+    assert answers == [PENDING] * 3 + [MISS] * 3
+    assert alone.catalog.lookup(key(5), alone.now_s, request) is HIT
+    assert alone.reserve(7) is not None
+    alone.catalog.forget_request("a")
+    assert alone.catalog.lookup(key(7), alone.now_s, request) is PENDING
+
+
+# What hints retain and drop
+
+
+def retain(chain: Chain, seconds: float, *numbers: int) -> None:
+    chain.catalog.retention.retain(keys(*numbers), seconds, chain.now_s)
+
+
+def fill(chain: Chain, *numbers: int) -> None:
+    """Store chunks one by one, each written through at once."""
+    for number in numbers:
+        chain.store(number)
+        chain.write_through()
+
+
+def test_half_of_a_tier_is_left_for_others(make: MakeChain) -> None:
+    chain = make(memory_slots=4)
+    fill(chain, 1, 2, 3)
+    retain(chain, 60.0, 1, 2, 3)
+    assert chain.catalog.retention.bytes_by_tier == [2 * SLOT, 3 * SLOT]
+    fill(chain, *range(10, 14))
+    assert [MEMORY in chain.holders(number) for number in (1, 2, 3)] == [True, True, False]
+    assert MEMORY in chain.holders(13)
+    chain.catalog.clear()
+    assert not any(chain.catalog.retention.bytes_by_tier)
+
+
+def test_the_last_word_counts(make: MakeChain) -> None:
+    chain = make(memory_slots=4)
+    fill(chain, 1)
+    for seconds in (0.0, 60.0, 600.0):
+        retain(chain, seconds, 1)
+    chain.now_s += 60.0
+    fill(chain, *range(10, 20))
+    assert MEMORY in chain.holders(1)
+    retain(chain, 0.0, 1)
+    assert not any(chain.catalog.retention.bytes_by_tier)
+    fill(chain, *range(20, 30))
+    assert MEMORY not in chain.holders(1)
+
+
+def test_a_step_ends_only_so_many(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a whole prompt comes at once. Its end goes first, however many steps that takes. Nor are more chunks
+    remembered than the limit allows.
+    """
+    monkeypatch.setattr(catalog, "MAX_EXPIRED", 2)
+    monkeypatch.setattr(catalog, "MAX_RETAINED", 5)
+    chain = make(memory_slots=16)
+    fill(chain, 1, 2, 3, 4, 5)
+    retain(chain, 60.0, 1, 2, 3, 4, 5, 6)
+    chain.now_s += 60.0
+    retained = []
+    for _ in range(3):
+        chain.begin()
+        retained.append([number for number in range(1, 7) if key(number) in chain.catalog.retention])
+    assert retained == [[1, 2, 3], [1], []]
+
+
+def test_being_renewed_for_ever_costs_no_memory(alone: Chain) -> None:
+    mine = key(1)
+    references = sys.getrefcount(mine)
+    for number in range(10_000):
+        alone.catalog.retention.retain([mine], 60.0 + number, alone.now_s)
+    assert sys.getrefcount(mine) - references < 2_000
+
+
+def test_damage_frees_what_is_retained(alone: Chain) -> None:
+    """Else the chunk could not be stored anew before its time."""
+    alone.store(1)
+    retain(alone, 60.0, 1)
+    alone.load(1, failed={0: Outcome.CORRUPT})
+    assert alone.tiers[MEMORY].state(key(1)) is None
+    assert alone.catalog.retention.bytes_by_tier == [0]
+    alone.store(1)
+    assert alone.catalog.retention.bytes_by_tier == [SLOT], "and it is retained again"
+
+
+def test_what_is_dropped_is_gone_from_memory_and_slab_but_not_from_a_bucket(make: MakeChain) -> None:
+    """What is read or written then goes with its ticket."""
+    chain = make(bucket=True)
+    fill(chain, 1, 2)
+    retain(chain, 60.0, 2)
+    chain.catalog.take_changes()
+    load, store = chain.catalog.prepare_load(keys(1), chain.now_s), chain.reserve(4)
+    assert store is not None
+    chain.catalog.drop(keys(4, 3, 2, 1))
+    chain.report(load.ticket)
+    chain.report(store.ticket)
+    assert [chain.holders(number) for number in (1, 2, 4)] == [[BUCKET], [BUCKET], []]
+    assert chain.catalog.take_changes() == [
+        Change(tier, keys(number), removed=True) for number in (2, 1) for tier in (MEMORY, FILE)
+    ]
+    assert not any(chain.catalog.retention.bytes_by_tier)

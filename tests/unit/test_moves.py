@@ -244,18 +244,6 @@ def test_a_write_that_failed_is_counted_and_made_again_when_it_is_offered(make: 
     assert chain.write_through() == [(key(1), MEMORY, FILE)]
 
 
-def test_one_rank_that_failed_fails_the_write(make: MakeChain) -> None:
-    chain = make(world_size=2)
-    chain.store(1, 2)
-    (grant,) = chain.begin()
-    assert chain.catalog.report(grant.ticket, 1, {0: Outcome.TAINTED, 7: Outcome.FAILED}, chain.now_s) is None
-    settled = chain.catalog.report(grant.ticket, 1, {0: Outcome.FAILED, 1: Outcome.OK}, chain.now_s)
-    assert settled is not None
-    assert (settled.kind, set(settled.tiers)) == ("write_through", {FILE})
-    assert settled.failed == {key(1): Outcome.TAINTED}, "the worst of all"
-    assert chain.holders(2) == [MEMORY, FILE]
-
-
 # Resets and failed loads, while something is on its way
 
 

@@ -15,31 +15,85 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from examples.demo.engine import quick_environment, transfer_config
+from examples.demo.model import TINY, write_model
 from examples.s3_server import free_port
+from tests.vllm.harness import BLOCK_TOKENS, ONE_CORE
 from tests.vllm.zygote import MAIN_MODULE, ForkedProcess, Zygote
 
 START_S = 120.0
+WORDS = 1900
+"""Of the tokenizer: ``w0``, ``w1`` and so on."""
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A tokenizer of whole words beside the model: the router is given text."""
+    vocabulary = {"<unk>": 0, "</s>": 1} | {f"w{number}": number + 2 for number in range(WORDS)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+    }
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "eos_token": "</s>",
+        "chat_template": "{% for message in messages %}{{ message.content }} {% endfor %}",
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 class Server:
     """Answers HTTP on ``url`` from the moment it is made until ``close``."""
 
-    def __init__(self, zygote: Zygote, options: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """Start with the command line ``options`` of ``vllm serve``. Raises AssertionError when it does not come up."""
+    def __init__(
+        self,
+        zygote: Zygote,
+        scratch: Path,
+        config: Mapping[str, Any],
+        *,
+        environment: Mapping[str, str] | None = None,
+        has_tokenizer: bool = False,
+        **options: Any,
+    ) -> None:
+        """Serve a tiny model, written to ``scratch``, with tiers as ``config`` says. ``options``: of ``vllm serve``.
+
+        Raises AssertionError when it does not come up.
+        """
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.log = log
-        with log.open("ab") as log_file:
+        self.log = scratch / "server.log"
+        self.model = str(write_model(scratch / "served", TINY))
+        if has_tokenizer:
+            write_tokenizer(Path(self.model))
+        options = {
+            "host": "127.0.0.1",
+            "port": self.port,
+            "model": self.model,
+            "dtype": "float32",
+            "block_size": BLOCK_TOKENS,
+            "max_model_len": TINY.max_tokens,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": 8,
+            "kv_cache_memory_bytes": 64 << 20,
+            "kv_transfer_config": json.dumps(transfer_config(dict(config))),
+            **options,
+        }
+        arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        arguments += ["--enforce-eager"] if has_tokenizer else ["--enforce-eager", "--skip-tokenizer-init"]
+        own = {**quick_environment(scratch=scratch), **ONE_CORE, "VLLM_SERVER_DEV_MODE": "1", **(environment or {})}
+        with self.log.open("ab") as log_file:
             self._process: ForkedProcess = zygote.fork(
-                log_file, {**os.environ, **environment, MAIN_MODULE: __name__}, spawns=True
+                log_file, {**os.environ, **own, MAIN_MODULE: __name__}, spawns=True
             )
-        arguments = ["--host", "127.0.0.1", "--port", str(self.port), *options]
         self._process.stdin.write(json.dumps(arguments).encode() + b"\n")
         try:
             self.until(self._healthy, START_S, "the server answers")
@@ -52,9 +106,9 @@ class Server:
         """The first process, which leads the group of all."""
         return self._process.pid
 
-    def complete(self, model: str, prompt: list[int], *, rank: int | None = None, **fields: Any) -> dict[str, Any]:
+    def complete(self, prompt: list[int], *, rank: int | None = None, **fields: Any) -> dict[str, Any]:
         """Answer a prompt of token ids, on a data-parallel rank if one is named. Returns the answer as JSON."""
-        body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "detokenize": False, **fields}
+        body = {"model": self.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "detokenize": False, **fields}
         headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
         answer: dict[str, Any] = json.loads(self._ask("/v1/completions", body, headers))
         return answer

@@ -119,15 +119,6 @@ def test_a_working_set_larger_than_memory(shape: ModelShape, workshop: Workshop,
         engine.stop()
 
 
-def test_memory_alone_that_is_too_small(reference: Reference, start: Start) -> None:
-    """What does not fit is computed."""
-    with start(SMALL) as engine:
-        for _ in range(2):
-            reference.check(engine, PROMPTS)
-            assert engine.settle()
-        engine.stop()
-
-
 def test_written_through_at_shutdown(reference: Reference, workshop: Workshop, start: Start) -> None:
     """An engine that is stopped at once, without a step more, has brought to files what was on its way there."""
     asked, slab = chunk_prompts(1, seed=802), files(workshop.scratch / "drained")

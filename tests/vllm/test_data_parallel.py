@@ -20,14 +20,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from examples.demo.engine import quick_environment, transfer_config
-from examples.demo.model import TINY, write_model
 from nixl_offload.cli.main import main
 from nixl_offload.tiers.ownership import holder_of
 from nixl_offload.tiers.shared import eviction
 from nixl_offload.vllm.metric_names import PREFIX
 from tests.vllm.damage import FULL_TOKENS, PROMPT_CHUNKS, SHARD_BYTES, Prompt, chunk_prompts
-from tests.vllm.harness import BLOCK_TOKENS, CHUNK_TOKENS, ONE_CORE, Workshop, chain_config
+from tests.vllm.harness import CHUNK_TOKENS, Workshop, chain_config
 from tests.vllm.media import Medium, tree
 from tests.vllm.server import Server
 from tests.vllm.zygote import Zygote
@@ -57,33 +55,23 @@ class Ranks:
         self, zygote: Zygote, workshop: Workshop, medium: Medium, config: dict[str, Any] | None = None
     ) -> None:
         """``config``: None: the directory is the only tier."""
-        scratch = workshop.scratch
         self.medium = medium
-        self._model = str(write_model(scratch / "served", TINY))
-        options = {
-            "model": self._model,
-            "data-parallel-size": 2,
-            "api-server-count": 1,
-            "dtype": "float32",
-            "block-size": BLOCK_TOKENS,
-            "max-model-len": TINY.max_tokens,
-            "max-num-batched-tokens": CHUNK_TOKENS,
-            "max-num-seqs": 4,
-            "kv-cache-memory-bytes": 64 << 20,
-            "kv-transfer-config": json.dumps(transfer_config(config or medium.config(lookup=LOOKUP))),
-        }
-        environment = {**quick_environment(scratch=scratch), **ONE_CORE, "VLLM_SERVER_DEV_MODE": "1"}
         # vLLM gives each rank a NUMA node of its own. Set, this has ranks share one; "0" binds them to no core.
-        environment["VLLM_CPU_SIM_MULTI_NUMA"] = "0"
-        arguments = [f"--{name}={value}" for name, value in options.items()]
         self.server = Server(
-            zygote, [*arguments, "--skip-tokenizer-init", "--enforce-eager"], environment, scratch / "ranks.log"
+            zygote,
+            workshop.scratch,
+            config or medium.config(lookup=LOOKUP),
+            environment={"VLLM_CPU_SIM_MULTI_NUMA": "0"},
+            data_parallel_size=2,
+            api_server_count=1,
+            max_num_batched_tokens=CHUNK_TOKENS,
+            max_num_seqs=4,
         )
 
     def ask(self, prompt: Prompt, rank: int) -> Answered:
         """Answer a prompt on a rank."""
         fields = {"max_tokens": 4, "logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        return Answered.of(self.server.complete(self._model, prompt, rank=rank, **fields))
+        return Answered.of(self.server.complete(prompt, rank=rank, **fields))
 
     def ask_anew(self, prompt: Prompt, rank: int) -> tuple[Answered, float]:
         """Likewise, without what the ranks' KV caches remember; and how many tokens came from the directory."""

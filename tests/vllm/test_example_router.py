@@ -10,23 +10,19 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from examples.demo.engine import quick_environment, transfer_config
-from examples.demo.model import TINY, write_model
 from examples.router import Router
 from nixl_offload.vllm.metric_names import PREFIX
-from tests.vllm.harness import BLOCK_TOKENS, CHUNK_TOKENS, ONE_CORE, Workshop, chain_config
-from tests.vllm.server import Server
+from tests.vllm.harness import CHUNK_TOKENS, Workshop, chain_config
+from tests.vllm.server import WORDS, Server
 from tests.vllm.zygote import Zygote
 
 PROMPT_CHUNKS = 5
-WORDS = 1900
 SOURCES = "vllm:prompt_tokens_cached_by_source_total"
 
 
@@ -38,25 +34,6 @@ class Routed(NamedTuple):
     model: str
 
 
-def write_tokenizer(directory: Path) -> None:
-    """A tokenizer of whole words beside the model: the router is given text."""
-    vocabulary = {"<unk>": 0, "</s>": 1} | {f"w{number}": number + 2 for number in range(WORDS)}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "Whitespace"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
-    }
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": "<unk>",
-        "eos_token": "</s>",
-        "chat_template": "{% for message in messages %}{{ message.content }} {% endfor %}",
-    }
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
 def text_of(seed: int) -> str:
     """A prompt of ``PROMPT_CHUNKS`` chunks and a tail."""
     return " ".join(f"w{(seed + 7 * at * at) % WORDS}" for at in range(PROMPT_CHUNKS * CHUNK_TOKENS + 40))
@@ -65,30 +42,16 @@ def text_of(seed: int) -> str:
 @pytest.fixture(scope="module")
 def routed(zygote: Zygote, workshop: Workshop) -> Iterator[Routed]:
     scratch = workshop.scratch
-    directory = write_model(scratch / "routed", TINY)
-    write_tokenizer(directory)
     config = chain_config(
         {"kind": "memory", "capacity": "12MiB"},  # 11 chunks, of which a prefetch takes half
         {"kind": "slab", "path": str(scratch / "slab"), "capacity": "256MiB"},
     )
-    options = {
-        "model": str(directory),
-        "dtype": "float32",
-        "block-size": BLOCK_TOKENS,
-        "max-model-len": TINY.max_tokens,
-        "max-num-batched-tokens": 512,
-        "max-num-seqs": 8,
-        "kv-cache-memory-bytes": 64 << 20,
-        "kv-transfer-config": json.dumps(transfer_config(config)),
-    }
-    environment = {**quick_environment(scratch=scratch), **ONE_CORE, "VLLM_SERVER_DEV_MODE": "1"}
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    server = Server(zygote, [*arguments, "--enforce-eager"], environment, scratch / "server.log")
+    server = Server(zygote, scratch, config, has_tokenizer=True)
     router = Router([server.url])
     thread = threading.Thread(target=router.serve_forever, args=(0.05,))
     thread.start()
     try:
-        yield Routed(server, f"http://127.0.0.1:{router.server_port}", str(directory))
+        yield Routed(server, f"http://127.0.0.1:{router.server_port}", server.model)
     finally:
         router.shutdown()
         thread.join()

@@ -23,14 +23,12 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
-from examples.demo.engine import quick_environment, transfer_config
-from examples.demo.model import TINY, write_model
 from nixl_offload.vllm.metric_names import METRICS, PREFIX
 from tests.promql import PAGE, asked, every_expression
 from tests.prove.happenings import DAMAGES
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import CHUNK_BYTES
-from tests.vllm.harness import BLOCK_TOKENS, CHUNK_TOKENS, ONE_CORE, Workshop, chain_config, prompts
+from tests.vllm.harness import BLOCK_TOKENS, CHUNK_TOKENS, Workshop, chain_config, prompts
 from tests.vllm.media import slab
 from tests.vllm.server import Server
 from tests.vllm.zygote import Zygote
@@ -86,7 +84,7 @@ class Subscriber:
 def served(zygote: Zygote, workshop: Workshop) -> Iterator[Served]:
     """Three prompts through all tiers; the first once more; then the slab is damaged, and the second once more."""
     scratch = workshop.scratch
-    model, subscriber = str(write_model(scratch / "served", TINY)), Subscriber()
+    subscriber = Subscriber()
     with RcloneServer() as bucket:
         config = chain_config(
             {"kind": "memory", "capacity": "8MiB"},
@@ -95,33 +93,12 @@ def served(zygote: Zygote, workshop: Workshop) -> Iterator[Served]:
             slow_hits="skip",
             vllm={"self_describing_kv_events": True},
         )
-        options = {
-            "model": model,
-            "dtype": "float32",
-            "block-size": BLOCK_TOKENS,
-            "max-model-len": TINY.max_tokens,
-            "max-num-batched-tokens": 512,
-            "max-num-seqs": 8,
-            "kv-cache-memory-bytes": 64 << 20,
-            "kv-transfer-config": json.dumps(transfer_config(config)),
-            "kv-events-config": json.dumps(
-                {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": subscriber.endpoint}
-            ),
-        }
-        arguments = [f"--{name}={value}" for name, value in options.items()]
-        environment = {
-            **quick_environment(scratch=scratch),
-            **ONE_CORE,
-            **bucket.environment,
-            "VLLM_SERVER_DEV_MODE": "1",
-        }
-        server = Server(
-            zygote, [*arguments, "--skip-tokenizer-init", "--enforce-eager"], environment, scratch / "server.log"
-        )
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": subscriber.endpoint}
+        server = Server(zygote, scratch, config, environment=bucket.environment, kv_events_config=json.dumps(events))
         try:
             texts = prompts(PROMPTS, seed=905)
             for number, prompt in enumerate(texts, 1):
-                server.complete(model, prompt)
+                server.complete(prompt)
                 arrived = dict.fromkeys(("slab", "s3"), float(number * PROMPT_CHUNKS))
                 server.until(
                     lambda arrived=arrived: written_through(server) == arrived,  # type: ignore[misc]
@@ -129,7 +106,7 @@ def served(zygote: Zygote, workshop: Workshop) -> Iterator[Served]:
                     "the chunks have arrived in the slab and in the bucket, before memory needs their room",
                 )
             server.reset_prefix_cache()
-            server.complete(model, texts[0])
+            server.complete(texts[0])
             server.until(
                 lambda: server.samples(PREFIX + "transfer_bytes_total", "operation").get("load", 0) > 0,
                 30,
@@ -140,7 +117,7 @@ def served(zygote: Zygote, workshop: Workshop) -> Iterator[Served]:
                 DAMAGES["flipped"](shard, shard, 0.5)
             # What memory has is served from there: the second prompt went when the first was promoted.
             server.reset_prefix_cache()
-            server.complete(model, texts[1])
+            server.complete(texts[1])
             server.until(
                 lambda: server.samples(PREFIX + "shard_failures_total", "cause") != {}, 30, "the damage is counted"
             )
