@@ -239,13 +239,13 @@ class TreeFiles:
         return bool(self._direct)
 
     def _note_buffered(self, error: OSError) -> None:
-        if self._direct is None:
+        is_news, self._direct = self._direct is None, False  # before the line is written: other threads come here, too
+        if is_news:
             logger.warning(
                 "%s: the filesystem cannot do direct I/O (%s); going on through the page cache",
                 self.root,
                 words_of(error),
             )
-        self._direct = False
 
     def _allocate(self, fd: int, length_bytes: int) -> None:
         """Give a new file its size, and real space where the filesystem can: it says "full" now, not halfway."""
