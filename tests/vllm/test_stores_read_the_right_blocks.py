@@ -260,4 +260,4 @@ def test_nothing_that_users_do_makes_a_request_begin_with_wrong_kv(
     Fuzz(engine, 0, adapters=family.adapters).run(60)
     assert engine.left() == []
     assert engine.rank.answers >= 5
-    assert engine.rank.moved["load"], "something was loaded"
+    assert engine.rank.moved["load"] or family.beside, "something was loaded"  # the other connector is asked first
