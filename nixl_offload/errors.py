@@ -15,7 +15,7 @@ class ConfigError(NixlOffloadError):
 
 
 class NotSupportedError(NixlOffloadError):
-    """Something this build, platform or vLLM version cannot do; the message names what can."""
+    """This build, platform or vLLM version cannot do it; the message names what can."""
 
 
 class NamespaceError(NixlOffloadError):
@@ -23,7 +23,7 @@ class NamespaceError(NixlOffloadError):
 
 
 class FormatError(NixlOffloadError):
-    """Stored bytes are not what the key promises: identity, length or checksum disagree.
+    """Stored bytes do not belong to the key, or are damaged: identity, length or checksum disagree.
 
     ``reason`` is one short machine-readable word: ``magic``, ``version``, ``header_checksum``,
     ``namespace``, ``key``, ``length``, ``blocks``, ``checksum``, ``authentication``.
@@ -39,14 +39,14 @@ class LayoutError(NixlOffloadError):
 
 
 class IndexStateError(NixlOffloadError):
-    """A transition that the index's table does not have: a bug in the caller, never data."""
+    """The index's table has no such transition. Always a bug in the caller, never bad data."""
 
 
 class TierError(NixlOffloadError):
     """A tier cannot do what was asked now. ``cause`` groups warnings: one clear line per cause.
 
     ``cause`` is one of ``full``, ``readonly``, ``missing``, ``locked``, ``permission``, ``unreachable``, ``files`` (the
-    process may open no more, and the tier is not to blame), ``io``.
+    process has too many open files; the tier is not to blame), ``io``.
     """
 
     def __init__(self, message: str, *, cause: str) -> None:
@@ -63,12 +63,12 @@ class MoverUnavailableError(MoverError):
 
 
 class StoreError(NixlOffloadError):
-    """A store (a bucket, a shared directory) did not do what was asked. ``cause`` is one word for what kind of trouble.
+    """A store (a bucket, a shared directory) did not do what was asked. ``cause`` is one word for the reason.
 
-    Of any store: ``missing`` (no such object), ``short`` (the object ends before the range asked for), ``full``,
-    ``unreachable`` (no connection, or it broke; the directory is gone), ``io`` (anything else). Of a bucket:
-    ``denied``, ``timeout``, ``throttled`` (asked to slow down), ``server`` (5xx). Of a directory: ``readonly``,
-    ``permission``, ``files`` (the process may open no more).
+    Every store: ``missing`` (no such object), ``short`` (the object ends before the requested range), ``full``,
+    ``unreachable`` (no connection, or it broke; the directory is gone), ``io`` (anything else). Buckets also:
+    ``denied``, ``timeout``, ``throttled`` (asked to slow down), ``server`` (5xx). Directories also: ``readonly``,
+    ``permission``, ``files`` (the process has too many open files).
     """
 
     def __init__(self, message: str, *, cause: str) -> None:

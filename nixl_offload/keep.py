@@ -1,4 +1,4 @@
-"""What must never be freed: memory and files that I/O may still be at, and what a forked process has inherited.
+"""Keeps objects alive for ever: memory and files that I/O may still use, and objects that a forked child inherits.
 
 Threading: any thread.
 """
@@ -13,15 +13,15 @@ _kept_in_children: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def keep_forever(what: object) -> None:
-    """Never free ``what``, not even when the interpreter ends: threads of libraries outlive its modules."""
+    """Never free ``what``, not even at interpreter exit: threads of libraries outlive the modules."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
 def keep_in_children(what: object) -> None:
-    """Never free ``what``, and so what it holds, in a process that is forked from this one.
+    """Never free ``what``, nor the objects it refers to, in a process that is forked from this one.
 
-    For libraries that do not survive a fork: to end them there crashes the child, has it wait for ever for a lock that
-    was held by a thread of the parent, or changes files that are the parent's.
+    For libraries that do not survive a fork. Closing them in the child could crash it, wait for ever for a lock of one
+    of the parent's threads, or change the parent's files.
     """
     _kept_in_children.add(what)
 

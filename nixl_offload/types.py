@@ -12,7 +12,7 @@ Key = NewType("Key", bytes)
 """vLLM's ``OffloadKey``: block hash (16 to 60 bytes) followed by the KV-cache group index, 4 bytes big-endian."""
 
 Verify = Literal["checksum", "always", "header"]
-"""What is verified before use: see ``config.schema.Config.verify``."""
+"""Which checks a load makes before its blocks are used: see ``config.schema.Config.verify``."""
 
 PAGE_BYTES = 4096
 """Alignment of every offset, length and address that may meet O_DIRECT; also the size of a header page."""
@@ -29,19 +29,19 @@ def align_up(value_bytes: int, alignment_bytes: int = PAGE_BYTES) -> int:
 
 
 class Location(NamedTuple):
-    """Where a chunk rests in a tier. The same on every rank: each rank has its own slab of equal geometry."""
+    """Where a chunk rests in a tier. It is the same on every rank, because all ranks have slabs of equal geometry."""
 
     tier: int
     """Position of the tier in the config's ``tiers`` list."""
     offset: int
-    """Byte offset of the slot in each rank's slab; a multiple of ``PAGE_BYTES``. 0 where a shard is a thing of its own
-    (an object, a file), which is named by key and rank: see ``tiers.shared.naming``."""
+    """Byte offset of the slot in each rank's slab; a multiple of ``PAGE_BYTES``. 0 if each shard is an object or a file
+    of its own, named by key and rank (``tiers.shared.naming``)."""
     slot_bytes: int
     """Size of the slot, header page included; names the size class."""
 
 
 class LookupContext(NamedTuple):
-    """Who looks a key up: which request, and the token at which the key ends in it (None: not known)."""
+    """The request that looks a key up, and the token of the request at which the key ends (None: unknown)."""
 
     request_id: str
     end_token: int | None = None
@@ -55,7 +55,7 @@ class Lookup(Enum):
     PENDING = "pending"
     """Being written; will be readable soon."""
     RETRY = "retry"
-    """Not known yet: somebody has gone to look. Ask again."""
+    """Not known yet; a search is under way. Ask again."""
 
 
 class Outcome(Enum):
@@ -63,18 +63,18 @@ class Outcome(Enum):
 
     OK = "ok"
     FAILED = "failed"
-    """Storage said no: I/O error, full, read-only, vanished, timed out."""
+    """Storage failed: I/O error, full, read-only, vanished, timed out."""
     CORRUPT = "corrupt"
     """Bytes arrived but identity, length or checksum disagree with the key."""
     DROPPED = "dropped"
-    """Never attempted or given up to shed load; nothing is wrong with the storage."""
+    """Never attempted, or given up to shed load; nothing is wrong with the storage."""
     TAINTED = "tainted"
-    """FAILED, and something may still write to its place: that place must never be given to another chunk."""
+    """FAILED, and late I/O may still write to the location, which must never be given to another chunk."""
 
 
 _SEVERITY = (Outcome.OK, Outcome.DROPPED, Outcome.FAILED, Outcome.CORRUPT, Outcome.TAINTED)
 
 
 def worst(*outcomes: Outcome) -> Outcome:
-    """Return the gravest of ``outcomes``: what a chunk's outcome is when ranks disagree."""
+    """Return the gravest of ``outcomes``. It is the chunk's outcome when ranks disagree."""
     return max(outcomes, key=_SEVERITY.index)

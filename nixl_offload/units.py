@@ -29,15 +29,15 @@ DURATION_HELP: Final = "a number with a unit: ms, s, m (minutes), h, d"
 
 _NUMBER_PATTERN: Final = r"[0-9]+(\.[0-9]+)?"
 SIZE_PATTERN: Final = rf"^\s*{_NUMBER_PATTERN}\s*({'|'.join(_SIZE_UNITS)})\s*$"
-"""Of text that is a size, for readers of other languages: as ``parse_size``, which refuses parts of bytes besides."""
+"""A regular expression for sizes, for the JSON schema. ``parse_size`` is stricter: it refuses fractions of a byte."""
 DURATION_PATTERN: Final = rf"^\s*(?=[0-9.]*[1-9]){_NUMBER_PATTERN}\s*({'|'.join(_DURATION_UNITS)})\s*$"
-"""Of text that is a duration longer than nothing."""
+"""A regular expression for durations greater than zero."""
 
 
 def parse_size(value: object) -> int:
-    """Return the bytes that ``value`` means: an int is bytes, text carries a unit ("500GiB", "1.5GB").
+    """Return ``value`` in bytes: an int is bytes, text carries a unit ("500GiB", "1.5GB").
 
-    Raises ValueError: no number, no or unknown unit, negative, or not a whole number of bytes.
+    Raises ValueError: no number, no or unknown unit, negative, too large, or not a whole number of bytes.
     """
     is_number = isinstance(value, int) and not isinstance(value, bool)
     size_bytes = Decimal(str(value)) if is_number else _read(value, "size", _SIZE_UNITS, SIZE_HELP)
@@ -74,9 +74,9 @@ def format_size(size_bytes: int) -> str:
 
 
 def parse_duration(value: object) -> float:
-    """Return the seconds that text such as "7d", "12h" or "1.5s" means. Raises ValueError for anything else.
+    """Return text such as "7d", "12h" or "1.5s" in seconds. Raises ValueError for anything else.
 
-    A bare number is refused: nobody remembers whether it meant seconds or days.
+    A bare number is refused: it could mean seconds or days.
     """
     return float(_read(value, "duration", _DURATION_UNITS, DURATION_HELP))
 

@@ -1,7 +1,7 @@
-"""The keyed MAC of a stored shard, and the file of keys: without a key one can cause misses, and nothing else.
+"""The keyed MAC of a stored shard, and the key file. Somebody without a key can cause misses, and nothing else.
 
-The MAC lies in the header page. It covers that page and all blocks that the shard holds, so nothing of one shard can
-stand in another's place. docs/format.md has the bytes, docs/decisions/0031-authentication.md the reasons.
+The MAC lies in the header page. It covers that page and all blocks of the shard, so no part of one shard can replace
+a part of another. docs/format.md has the bytes, docs/decisions/0031-authentication.md the reasons.
 Threading: immutable; safe anywhere. BLAKE3 releases the GIL while it reads blocks. No message repeats a key.
 """
 
@@ -27,7 +27,7 @@ MAC_AT: Final = 152
 KEY_ID_AT: Final = 184
 KEY_ID_BYTES: Final = 8
 SCHEME: Final = "blake3 1"
-"""What the namespace says of chunks that have a MAC."""
+"""The value in the namespace if its chunks have MACs."""
 _ID_CONTEXT: Final = "nixl-offload 2026-11 key id 1"
 _ZERO_MAC: Final = bytes(KEY_ID_AT - MAC_AT)
 _ZERO_END: Final = bytes(HEADER_BYTES - OWN_CHECKSUM_AT)
@@ -36,12 +36,12 @@ _FILE_HOW: Final = f"one key a line, {2 * KEY_BYTES} hex digits, as by: openssl 
 
 
 class ChunkKeys:
-    """Secret keys: the first makes MACs, all verify. Shown by their ids, which tell nothing of the keys."""
+    """Secret keys: the first makes MACs, all verify. ``repr`` shows only their ids, which reveal nothing of a key."""
 
     __slots__ = ("_keys", "first_id")
 
     def __init__(self, keys: Sequence[bytes]) -> None:
-        """``keys``: of 32 bytes, one at least. Raises ValueError, which repeats none of them."""
+        """``keys``: at least one, of 32 bytes each. Raises ValueError, whose message contains no key."""
         if not keys or any(len(key) != KEY_BYTES for key in keys):
             raise ValueError(f"one key or more, of {KEY_BYTES} bytes each, are needed")
         self._keys = {key_id(key): bytes(key) for key in keys}
@@ -55,13 +55,13 @@ class ChunkKeys:
         raise TypeError("keys are read from their file by each process, and sent nowhere")
 
     def knows(self, page: Buffer) -> bool:
-        """Whether a header page names one of the keys. Says nothing of its MAC."""
+        """Whether a header page names one of the keys. Does not check its MAC."""
         return stated_key_id(page) in self._keys
 
     def signed(self, page: Buffer, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """Return a header page with a MAC by the first key; it replaces the MAC of ``page``.
+        """Return a copy of a header page with a MAC by the first key, in place of any MAC that ``page`` has.
 
-        ``blocks``: uint8 of shape (n, block_bytes), contiguous: those from the first valid one to the last.
+        ``blocks``: the blocks from the first valid one to the last; uint8 of shape (n, block_bytes), contiguous.
         """
         made = bytearray(bytes_of(page))
         made[KEY_ID_AT : KEY_ID_AT + KEY_ID_BYTES] = self.first_id
@@ -72,16 +72,16 @@ class ChunkKeys:
         return np.frombuffer(made, dtype=np.uint8)
 
     def verify(self, page: Buffer, blocks: npt.NDArray[np.uint8]) -> None:
-        """Raise FormatError, with reason ``authentication``, unless the MAC in ``page`` matches it and ``blocks``.
+        """Raise FormatError, with reason ``authentication``, unless the MAC in ``page`` fits ``page`` and ``blocks``.
 
-        ``page`` was checked by ``check_headers``; ``blocks`` as for ``signed``.
+        ``page`` must have passed ``check_headers``; ``blocks`` as for ``signed``.
         """
         check = self.begin(page)
         check.update(blocks.reshape(-1).data)
         check.finish()
 
     def begin(self, page: Buffer) -> MacCheck:
-        """As ``verify``, for blocks that come in pieces."""
+        """Begin a ``verify`` of blocks that come in pieces."""
         view = bytes_of(page)
         stated = stated_key_id(view)
         key = self._keys.get(stated)
@@ -112,31 +112,31 @@ class MacCheck:
 
 
 def key_id(key: bytes) -> bytes:
-    """Return by what name headers call a key."""
+    """Return the id by which headers name a key."""
     return blake3(key, derive_key_context=_ID_CONTEXT).digest(length=KEY_ID_BYTES)
 
 
 def stated_key_id(page: Buffer) -> bytes:
-    """Return which key a header page says its MAC is by; zeros: there is none."""
+    """Return the key id in a header page; all zeros if the page has no MAC."""
     return bytes(bytes_of(page)[KEY_ID_AT : KEY_ID_AT + KEY_ID_BYTES])
 
 
 def _begin(page: memoryview | bytearray, key: bytes) -> blake3:
-    """Begin with the page, zeros in place of the MAC and of the page's own checksum."""
+    """Hash the page first, with zeros in place of the MAC and of the page's own checksum."""
     mac = blake3(key=key)
     mac.update(bytes(page[:MAC_AT]) + _ZERO_MAC + bytes(page[KEY_ID_AT:OWN_CHECKSUM_AT]) + _ZERO_END)
     return mac
 
 
 def read_key_file(path: str) -> ChunkKeys:
-    """Read the keys of ``authenticate.key_file``. Links are followed, because Kubernetes mounts secrets by them.
+    """Read the keys of ``authenticate.key_file``. Links are followed, because Kubernetes mounts secrets as links.
 
-    Raises ConfigError: the file cannot be read, is no regular file, is another user's, can be read or written by
-    others, or does not have keys.
+    Raises ConfigError: the file cannot be read, is not a regular file, belongs to another user, can be read or written
+    by other users, or has no keys.
     """
     where = f"authenticate.key_file: {path}"
     try:
-        # Not blocking: somebody may have put a FIFO there.
+        # O_NONBLOCK: the open must not hang if the path is a FIFO.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         try:
             _refuse_exposed(where, os.fstat(fd))
@@ -150,7 +150,7 @@ def read_key_file(path: str) -> ChunkKeys:
     keys = []
     for number, line in enumerate(content.splitlines(), start=1):
         if digits := line.strip():
-            # A text of one digit again and again is what somebody wrote to try it out.
+            # A key of one repeated byte is a placeholder that somebody forgot to replace.
             if not re.fullmatch(rb"[0-9A-Fa-f]{64}", digits) or len({*bytes.fromhex(digits.decode())}) == 1:
                 raise ConfigError(f"{where}: line {number} is no key; allowed: {_FILE_HOW}")
             keys.append(bytes.fromhex(digits.decode()))
@@ -160,12 +160,12 @@ def read_key_file(path: str) -> ChunkKeys:
 
 
 def _refuse_exposed(where: str, status: os.stat_result) -> None:
-    """Raise ConfigError for a file that others than us, and root, can read or write."""
+    """Raise ConfigError for a file that a user other than this one and root can read or write."""
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{where}: is not a regular file")
     if status.st_uid not in (os.geteuid(), 0):
         raise ConfigError(f"{where}: belongs to user {status.st_uid}; allowed: this user ({os.geteuid()}), or root")
-    # Kubernetes gives a secret to a user by a group (fsGroup), in a file that stays root's.
+    # Kubernetes mounts a secret as a file of root's that the pod's group (fsGroup) can read.
     shared = stat.S_IRGRP if status.st_uid == 0 else 0
     exposed = stat.S_IMODE(status.st_mode) & 0o077 & ~shared
     if exposed:

@@ -1,8 +1,8 @@
-"""The checksum of stored blocks, on the CPU: one XXH3-64 (seed 0) per block, over the block's bytes as they lie in
-the payload. On a GPU ``engine.kernels`` computes the same value. Why this one: docs/decisions/0002-checksum.md.
+"""The checksum of stored blocks, on the CPU: one XXH3-64 (seed 0) per block, over its bytes in payload order.
 
-Threading: pure functions, safe anywhere. The library holds the GIL for blocks under 64 KiB; the
-caller keeps the buffer alive and unchanged until the call returns.
+On a GPU ``engine.kernels`` computes the same value. docs/decisions/0002-checksum.md gives the reasons.
+Threading: pure functions, safe anywhere. The library holds the GIL for blocks under 64 KiB. The caller keeps the buffer
+alive and unchanged until the call returns.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy.typing as npt
 import xxhash
 
 ALGORITHM_XXH3_64 = 1
-"""What a header's ``algorithm`` field says when its checksums are those of this module."""
+"""A header's ``algorithm`` field if its checksums are those of this module."""
 ALGORITHM_NONE = 0
-"""What it says of an image in memory while the blocks have no checksums. Readers of storage refuse such an image."""
+"""The field in an image in memory whose blocks have no checksums yet. Readers of storage refuse such an image."""
 
 
 def block_checksum(data: memoryview | npt.NDArray[np.uint8]) -> int:
@@ -28,9 +28,9 @@ def block_checksum(data: memoryview | npt.NDArray[np.uint8]) -> int:
 
 
 def block_checksums(payload: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
-    """Return the checksum of every row of ``payload``, shape ``(blocks, block_bytes)``, as shape ``(blocks,)``.
+    """Return the checksum of each row of ``payload``. Shapes: ``(blocks, block_bytes)`` to ``(blocks,)``.
 
-    Rows must be contiguous; the distance between them is free. Raises ValueError otherwise.
+    Each row must be contiguous, else ValueError; rows may be any distance apart.
     """
     return np.array([xxhash.xxh3_64_intdigest(row) for row in payload], dtype=np.uint64)
 
@@ -38,8 +38,8 @@ def block_checksums(payload: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
 def payload_checksums(
     payloads: Sequence[npt.NDArray[np.uint8]], between: Callable[[], object] | None = None
 ) -> list[npt.NDArray[np.uint64]]:
-    """Return ``block_checksums`` of many payloads. ``between``: called after each, which holds the interpreter for some
-    100 µs per MiB where rows are small.
+    """Return ``block_checksums`` of many payloads. ``between`` is called after each payload, because small rows hold
+    the GIL for some 100 µs per MiB.
     """
     sums = []
     for payload in payloads:

@@ -1,7 +1,7 @@
-"""The bytes of a stored shard: a header page that says whose bytes follow, and a checksum for each block of them.
+"""The header page of a stored shard. It identifies the blocks that follow and has a checksum for each.
 
-docs/format.md describes the same bytes for readers outside this package; a change here is a change there and, where
-old readers would misread it, a new ``FORMAT_VERSION``.
+docs/format.md describes the same bytes for readers outside this package; change both together. If old readers would
+misread the change, raise ``FORMAT_VERSION``.
 Threading: pure functions over buffers that the caller owns and keeps unchanged during the call; safe anywhere.
 """
 
@@ -35,11 +35,11 @@ OWN_CHECKSUM = struct.Struct("<Q")
 _ALGORITHM_AT, _BLOCKS_AT, _FIRST_AT, _SIZES_AT, _CREATED_AT, _KEY_AT = 12, 52, 54, 56, 72, 80
 _U16, _U64 = struct.Struct("<H"), struct.Struct("<Q")
 _KEY = struct.Struct(f"<H6x{MAX_KEY_BYTES}s")
-"""Length of the key, and the key. Behind it lies what ``authentication`` knows of, or zeros, up to the checksums."""
+"""Length of the key, and the key. Between it and the checksums lie the fields of ``authentication``, or zeros."""
 _KEY_END = _KEY_AT + _KEY.size
 
 MAX_BLOCKS_PER_CHUNK = (OWN_CHECKSUM_AT - CHECKSUMS_AT) // 8
-"""As many block checksums as one header page holds: 487."""
+"""A header page has room for 487 block checksums."""
 
 Pages = npt.NDArray[np.uint8]
 """Header pages as rows: shape ``(n, HEADER_BYTES)``, contiguous."""
@@ -50,10 +50,10 @@ Buffer = memoryview | npt.NDArray[np.uint8] | bytes | bytearray
 
 @dataclass(frozen=True, slots=True)
 class ExpectedRows:
-    """What a reader knows of many shards of one group before it has seen any of their bytes."""
+    """The header fields that a reader expects of many shards of one group."""
 
     namespace: bytes
-    """Digest of the namespace with the rank in it: 32 bytes."""
+    """Digest of the namespace and the rank: 32 bytes."""
     keys: Sequence[bytes]
     group: int
     """The KV-cache group index of the keys."""
@@ -64,35 +64,35 @@ class ExpectedRows:
 
 @dataclass(frozen=True, slots=True)
 class ShardHeader:
-    """What the header page of one shard says."""
+    """The fields of one shard's header page."""
 
     namespace: bytes
     key: bytes
     group: int
     blocks_per_chunk: int
     first_valid_block: int
-    """Blocks before this one were not there to be stored: the sliding window had left them behind."""
+    """Blocks before this one were not stored: the sliding window had passed them already."""
     block_bytes: int
     created_s: int
-    """Seconds since 1970; for people, nothing is decided by it."""
+    """Seconds since 1970, for people; no decision depends on it."""
     checksums: tuple[int, ...]
-    """One per block of the chunk, 0 for the blocks before ``first_valid_block``; all 0 while there are none."""
+    """One per block of the chunk; 0 for blocks before ``first_valid_block``. All 0 if the page lacks checksums."""
 
     @property
     def payload_bytes(self) -> int:
-        """Length of the payload, the padding to a whole page not counted."""
+        """Length of the payload, without padding."""
         return self.blocks_per_chunk * self.block_bytes
 
 
 def slot_bytes(blocks_per_chunk: int, block_bytes: int) -> int:
-    """Return what one shard takes on the medium: header page, payload, and padding to a whole page."""
+    """Return the bytes that one shard takes on the medium: header page, payload, padding to a whole page."""
     return HEADER_BYTES + align_up(blocks_per_chunk * block_bytes)
 
 
 def decode_header(page: Buffer, *, may_lack_checksums: bool = False) -> ShardHeader:
-    """Read a header page. Says only that the page is whole, not that it is the wanted one: that is ``check_headers``.
+    """Read a header page. Checks that the page is whole; ``check_headers`` checks that it is the expected one.
 
-    ``may_lack_checksums``: of an image in memory, whose blocks may not have been summed yet.
+    ``may_lack_checksums``: accept the page of an image in memory whose blocks have no checksums yet.
     Raises FormatError with reason ``length`` (not 4096 bytes, or sizes that contradict each other), ``magic``,
     ``version`` (or an unknown algorithm or flag), ``header_checksum``, ``key`` or ``blocks``.
     """
@@ -125,14 +125,14 @@ def _require(holds: bool, reason: str, words: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HeaderRows:
-    """What header pages say, column by column. The other columns of a row with an error mean nothing."""
+    """The fields of header pages, column by column. If a row has an error, ignore its other columns."""
 
     expect: ExpectedRows
     errors: dict[int, FormatError]
-    """By row: why its shard is not the one that was expected."""
+    """By row: why its shard is not the expected one."""
     first_valid_block: list[int]
     checksums: list[npt.NDArray[np.uint64]]
-    """Of each row: views of its page, shape ``(blocks,)``."""
+    """By row: a view of its page, shape ``(blocks,)``."""
 
 
 def encode_headers(
@@ -144,7 +144,7 @@ def encode_headers(
 ) -> Pages:
     """Return the header pages of many shards of one group.
 
-    ``checksums``: shape ``(n, blocks)``, zeros before each row's first valid block; None: of images that stay in memory
+    ``checksums``: shape ``(n, blocks)``, zeros before each row's first valid block. None: the images stay in memory
     until ``add_checksums``. Raises LayoutError when a field does not fit the page.
     """
     count = len(expect.keys)
@@ -173,16 +173,16 @@ def encode_headers(
 
 
 def lacks_checksums(page: npt.NDArray[np.uint8]) -> bool:
-    """Whether a page that was checked is of an image in memory whose blocks were not summed yet."""
+    """Whether a checked page belongs to an image in memory whose blocks have no checksums yet."""
     (algorithm,) = _U16.unpack_from(page.data, _ALGORITHM_AT)
     return bool(algorithm == ALGORITHM_NONE)
 
 
 def add_checksums(page: npt.NDArray[np.uint8], sums: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
-    """Return what ``encode_headers`` had written with checksums instead of a page that lacks them.
+    """Return a copy of a page that lacks checksums, with ``sums`` filled in as ``encode_headers`` does.
 
-    ``sums``: of the first valid block and all behind it. Raises LayoutError when these are fewer or more, or the page
-    has checksums.
+    ``sums``: one for each block from the first valid one on. Raises LayoutError if their number is wrong, or the page
+    has checksums already.
     """
     whole = bytearray(page.tobytes())
     (blocks,), (first,) = _U16.unpack_from(whole, _BLOCKS_AT), _U16.unpack_from(whole, _FIRST_AT)
@@ -198,11 +198,10 @@ def add_checksums(page: npt.NDArray[np.uint8], sums: npt.NDArray[np.uint64]) -> 
 def check_headers(
     pages: Iterable[npt.NDArray[np.uint8]], expect: ExpectedRows, *, may_lack_checksums: bool = False
 ) -> HeaderRows:
-    """Check header pages, contiguous bytes of shape ``(HEADER_BYTES,)``. What is wrong with a page becomes its row's
-    error.
+    """Check header pages, contiguous bytes of shape ``(HEADER_BYTES,)``. A bad page gives its row an error.
 
-    Reasons are those of ``decode_header``, and ``namespace``, ``key``, ``blocks`` or ``length`` where a page is whole
-    but another shard's.
+    Reasons are those of ``decode_header``, and ``namespace``, ``key``, ``blocks`` or ``length`` if a page is whole but
+    belongs to another shard.
     """
     with_sums, without, sizes = _common(expect.namespace, expect.group, expect.blocks, expect.block_bytes)
     befores = (with_sums, without) if may_lack_checksums else (with_sums,)
@@ -244,11 +243,11 @@ def _require_match(header: ShardHeader, expect: ExpectedRows, key: bytes) -> Non
 def verify_rows(
     headers: HeaderRows, rows: Sequence[int], first_blocks: Sequence[int], found: Sequence[npt.NDArray[np.uint64]]
 ) -> None:
-    """Compare the checksums that were ``found`` with those of the headers.
+    """Compare the ``found`` checksums with those in the headers.
 
-    ``rows``: which headers; ``first_blocks`` and ``found`` are aligned with them: the first block of each that was
-    summed, and the sums from it on. A row that does not agree gets an error: ``checksum``, naming the first bad block,
-    or ``blocks`` where one was never stored.
+    ``rows``: the rows of ``headers`` to compare. For each of them, ``first_blocks`` has the first block that was summed
+    and ``found`` the sums from that block on. A row that differs gets an error: ``checksum``, which names the first bad
+    block, or ``blocks`` if a summed block was never stored.
     """
     expect = headers.expect
     for row, begin, sums in zip(rows, first_blocks, found, strict=True):
@@ -266,8 +265,8 @@ def verify_rows(
 
 @lru_cache(maxsize=64)
 def _common(namespace: bytes, group: int, blocks: int, block_bytes: int) -> tuple[bytes, bytes, bytes]:
-    """Return what all pages of a group have before the first valid block, with checksums and without, and between that
-    and the time.
+    """Return the bytes that all pages of a group share: those before the ``first valid block`` field, with checksums
+    and without, and those between that field and the time.
 
     Raises LayoutError for fields that do not fit the page.
     """

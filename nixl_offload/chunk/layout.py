@@ -1,10 +1,10 @@
-"""Where the blocks of a job lie: pure arithmetic from vLLM's KV tensors and block lists to extents of memory and
-payload; and which bytes of a layer's pages belong to a range of KV heads.
+"""Where the blocks of a job lie: arithmetic from vLLM's KV tensors and block lists to extents of memory and payload,
+and from a range of KV heads to bytes of a layer's pages.
 
-The payload of a shard is block-major: block 0 with the runs of its group, a run being consecutive bytes of a page, then
-block 1, and so on, without gaps. Where shards are by heads, a block is layer after layer, and a layer head after head:
-that order depends neither on tensor parallelism nor on whether layers lie side by side in a block. A job whose numbers
-do not fit is refused, never guessed at.
+The payload of a shard is block-major, without gaps: all runs of block 0, then those of block 1, and so on. A run is
+consecutive bytes of a page. In shards cut by heads, a block is ordered by layer, then by head. That order depends
+neither on tensor parallelism nor on whether layers lie side by side in a block. A job whose numbers do not fit is
+refused.
 Threading: immutable descriptions and pure functions; safe anywhere. The arrays handed out belong to the caller.
 """
 
@@ -35,11 +35,11 @@ class RegionSpec:
     num_blocks: int
     stride_bytes: int
     page_bytes: int
-    """The page with its padding; what a group stores of it is in its ``GroupLayout``."""
+    """The page with its padding; ``GroupLayout`` says which bytes of it a group stores."""
 
     @property
     def span_bytes(self) -> int:
-        """Bytes from the first of block 0 to the last of the last block."""
+        """Bytes from the start of block 0 to the end of the last block."""
         return (self.num_blocks - 1) * self.stride_bytes + self.page_bytes
 
 
@@ -48,18 +48,18 @@ class PageRun(NamedTuple):
 
     tensor_index: int
     page_offset: int
-    """Bytes from the begin of the page."""
+    """Bytes from the start of the page."""
     length: int
     """Bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """What one block of a KV-cache group consists of: runs of the pages of its layers, without padding."""
+    """The parts of one block of a KV-cache group: runs of its layers' pages, without padding."""
 
     refs: tuple[PageRun, ...]
-    """In payload order; runs that touch are joined. None: the worker has no layer of the group and stores nothing of
-    its chunks, as a pipeline stage may."""
+    """In payload order; runs that touch are joined. Empty if the worker (a pipeline stage) has no layer of the group;
+    it then stores no part of the group's chunks."""
     block_bytes: int = field(init=False, compare=False)
     """Bytes of one block in the payload."""
 
@@ -82,22 +82,22 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class HeadPages:
-    """One layer's pages on one rank: in each, head after head without gaps."""
+    """One layer's pages on one rank. Within each page its heads follow each other without gaps."""
 
     tensor_index: int
     page_offset: int
-    """Bytes from the begin of the tensor's page."""
+    """Bytes from the start of the tensor's page."""
     heads: int
-    """That this rank has; 1 where KV is not divided (MLA)."""
+    """KV heads on this rank; 1 if KV is not divided (MLA)."""
     head_bytes: int
-    """Of one head in one block."""
+    """Bytes of one head in one block."""
 
 
 def shard_groups(layers: Sequence[HeadPages], shards: int) -> tuple[GroupLayout, ...]:
-    """Return what a rank stores of a group: a layout for each of its ``shards``, in the order of their heads.
+    """Return the layout of each of a rank's ``shards`` of a group, in the order of their heads.
 
-    ``layers``: those that the rank has of the group, in the model's order. Raises LayoutError when a layer's heads
-    cannot be dealt out evenly.
+    ``layers``: the rank's layers of the group, in the model's order. Raises LayoutError when a layer's heads cannot be
+    divided evenly.
     """
     for layer in layers:
         if layer.heads % shards:
@@ -120,7 +120,7 @@ class ChunkBlocks(NamedTuple):
     key_index: int
     """Position of the key in the job."""
     group: int
-    """Position in ``KVLayout.groups``; not the group id that the key carries, where some groups are not offloaded."""
+    """Position in ``KVLayout.groups``. It differs from the group id in the key if some groups are not offloaded."""
     block_ids: Int32Array
     """Shape ``(n,)``: consecutive blocks of the chunk."""
     first_block: int
@@ -142,8 +142,8 @@ class ChunkExtents(NamedTuple):
 class KVLayout:
     """All KV memory of one worker and how its groups are stored.
 
-    Raises LayoutError when a group refers to a tensor that is not there or to more of a page than there is, or when a
-    chunk has more blocks than a header page has checksums for.
+    Raises LayoutError if a group refers to a missing tensor or past the end of a page, or if a chunk has more blocks
+    than a header page has checksums.
     """
 
     tensors: tuple[RegionSpec, ...]
@@ -178,16 +178,16 @@ class KVLayout:
 
     @property
     def empty_groups(self) -> frozenset[int]:
-        """Positions of the groups of which this worker has no layer."""
+        """Positions of the groups without a layer on this worker."""
         return frozenset(position for position, group in enumerate(self.groups) if not group.refs)
 
     def slot_bytes(self, position: int) -> int:
-        """Return what one shard of the group takes on the medium: header page, payload, padding; 0 if it has none."""
+        """Return the bytes of one shard of the group on the medium, header and padding included; 0 if it has none."""
         block_bytes = self.group(position).block_bytes
         return format_slot_bytes(self.blocks_per_chunk, block_bytes) if block_bytes else 0
 
     def is_group_direct_capable(self, position: int, alignment_bytes: int) -> bool:
-        """Say whether every extent that this group can ever have is aligned, wherever its blocks lie."""
+        """Whether every possible extent of this group is aligned to ``alignment_bytes``."""
         return all(
             (self.tensors[tensor].base_address | self.tensors[tensor].stride_bytes | page_offset | length)
             % alignment_bytes
@@ -206,19 +206,19 @@ def split_job(
     blocks_per_chunk: int,
     require_full_tail: bool = False,
 ) -> list[ChunkBlocks]:
-    """Deal the blocks of a job out to its keys, by the arithmetic of vLLM's ``GPULoadStoreSpec``: one entry per key, in
-    the job's order.
+    """Assign the blocks of a job to its keys, as vLLM's ``GPULoadStoreSpec`` orders them: one entry per key, in the
+    job's order.
 
-    Within a group the blocks fill the chunks one after the other; the first lies at ``block_indices %
-    blocks_per_chunk`` of the first.
+    Within a group the blocks fill the chunks in order. The first block lies at position ``block_indices %
+    blocks_per_chunk`` of the first chunk.
 
     ``key_groups``: the group id of each key, in the job's order. ``block_ids``: shape ``(n,)``, group after group;
-    ``group_sizes``: how many belong to each group, zeros included. By group, ``block_indices``: the request's number of
-    its first block; ``group_ids``: the group id that its keys carry. ``require_full_tail``: of a store, where the last
-    chunk of each group must be filled to its end; a load may stop inside it.
+    ``group_sizes``: how many of them belong to each group, zeros included. ``block_indices``: by group, the position of
+    its first block in the request. ``group_ids``: by group, the id in its keys. ``require_full_tail``: the last chunk
+    of each group must be full, as in a store; a load may end inside it.
 
-    Raises LayoutError: the numbers do not fit each other. A store from a sliding window with holes among its blocks is
-    refused whole, because nobody knows where the holes are.
+    Raises LayoutError if the numbers do not fit each other. A store from a sliding window with holes among its blocks
+    is refused whole, because the positions of the holes are unknown.
     """
     if not len(group_sizes) == len(block_indices) == len(group_ids):
         raise LayoutError(
@@ -259,9 +259,9 @@ def split_job(
 
 
 def job_extents(layout: KVLayout, chunks: Sequence[ChunkBlocks]) -> tuple[Int64Array, ChunkExtents]:
-    """Return the extents of the blocks of ``chunks``, which are of one group: in payload order, chunk by chunk.
+    """Return ``starts`` and the extents of the blocks of ``chunks``, which belong to one group.
 
-    Before them is an array of ``starts``: the extents of chunk ``i`` are rows ``starts[i]`` to ``starts[i + 1]``.
+    Extents are in payload order, chunk by chunk: those of chunk ``i`` are rows ``starts[i]`` to ``starts[i + 1]``.
 
     Neighbours in one chunk that touch both in memory and in the payload are joined. Raises LayoutError for ids outside
     the tensors or blocks outside the chunk.
@@ -279,9 +279,9 @@ def job_extents(layout: KVLayout, chunks: Sequence[ChunkBlocks]) -> tuple[Int64A
     if ids.min() < 0 or ids.max() >= num_blocks:
         raise LayoutError(f"block ids {ids.min()} to {ids.max()} of a KV cache of {num_blocks} blocks")
 
-    # One row for each block, one column for each run; then all in payload order.
+    # One row for each block, one column for each run; flattened, they are in payload order.
     lengths = np.array([run.length for run in group.refs], dtype=np.int64)
-    # Position in the chunk: the running number of the block, less where its chunk began.
+    # Position in its chunk: the block's index, minus the index at which its chunk would begin with block 0.
     positions = np.arange(len(ids)) - np.repeat(np.cumsum(sizes) - sizes - firsts, sizes)
     strides = np.array([tensor.stride_bytes for tensor in tensors], dtype=np.int64)
     page_offsets = np.array([run.page_offset for run in group.refs], dtype=np.int64)

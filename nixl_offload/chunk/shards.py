@@ -1,9 +1,9 @@
-"""How a chunk is cut into shards, each a range of KV heads in a range of layers, and which rank holds which of them.
+"""How a chunk is cut into shards, each a range of KV heads in a range of layers, and which rank holds which shards.
 
 The cut depends on the model, the chunk and the config alone, so engines of different sizes store the same shards. A
-rank holds whole shards: those of its own heads in its own pipeline stage. Where there are more ranks than KV heads, or
-where KV is not divided (MLA), several ranks of a stage hold the same: they are replicas, and one writes for all.
-"Shards" are those of a whole chunk; within a range of layers they are its "head ranges".
+rank holds whole shards: those of its own heads in its own pipeline stage. If there are more ranks than KV heads, or KV
+is not divided (MLA), several ranks of a stage hold the same shards. They are replicas, and one writes for all. "Shards"
+counts those of a whole chunk, "head ranges" those within one range of layers.
 
 Threading: immutable values and pure functions.
 """
@@ -20,58 +20,59 @@ from typing import Final, Literal, NamedTuple
 from nixl_offload.types import Key
 
 HeadCut = Literal["distinct"] | int
-"""What the config says of heads, where chunks are to be cut: ``ShardCut.heads``."""
+"""How many head ranges the config asks for: ``ShardCut.heads``."""
 
 
 class Shard(NamedTuple):
-    """What tells a shard from the others of its chunk."""
+    """Identifies a shard within its chunk."""
 
     number: int
-    """In its name."""
+    """Part of its name."""
     digest: bytes
-    """In its header: 32 bytes, of the namespace and the number."""
+    """Part of its header: 32 bytes, a digest of the namespace and the number."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupShards:
-    """How the chunks of one KV-cache group are cut, and held by the ranks of each stage."""
+    """How the chunks of one KV-cache group are cut, and which ranks of a stage hold them."""
 
     head_ranges: int
-    """In each range of layers."""
+    """Head ranges in each range of layers."""
     per_rank: int
-    """How many of them each rank holds, in each range of layers of its stage."""
+    """Head ranges that each rank holds, in each range of layers of its stage."""
     replicas: int
-    """How many ranks of a stage hold the same shards; above 1 each holds one in a range of layers."""
+    """How many ranks of a stage hold the same shards. If above 1, ``per_rank`` is 1."""
     ranges: tuple[int, ...] = (0,)
     """The ranges of layers in which the group has layers."""
 
     @property
     def ranks(self) -> int:
-        """Ranks of a stage."""
+        """Number of ranks in a stage."""
         return self.head_ranges // self.per_rank * self.replicas
 
     def held_by(self, rank: int) -> range:
-        """Return the ranges of heads that a rank holds. ``rank``: within its stage."""
+        """Return the head ranges that a rank holds. ``rank``: within its stage."""
         first = rank // self.replicas * self.per_rank
         return range(first, first + self.per_rank)
 
     def writes(self, rank: int, key: Key) -> bool:
-        """Whether a rank writes its shards of a key where its replicas would write the same: every key has one writer
-        among them, evenly spread. ``rank``: of the engine, or within its stage.
+        """True if this rank writes the key for its replicas. Each key has one writer; keys are spread evenly.
+
+        ``rank``: within the engine or within its stage.
         """
         return int.from_bytes(key[:4], "big") % self.replicas == rank % self.replicas
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """How the layers of a model are cut into ranges, and held by the pipeline stages of an engine. The default: one
-    range, one stage.
+    """How the layers of a model are cut into ranges, and which ranges each pipeline stage of an engine holds. The
+    default is one range and one stage.
     """
 
     begins: tuple[int, ...] = (0,)
-    """The number of the first layer of each range."""
+    """The first layer of each range."""
     stages: tuple[range, ...] = (range(1),)
-    """By stage: the ranges that it holds."""
+    """The ranges that each stage holds."""
 
 
 ONE_RANGE: Final = LayerCut()
@@ -80,9 +81,9 @@ _NOT_DISTINCT: Final = "with tensor parallelism {tp} ranks do not have one KV he
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """What all ranks of an engine hold, group by group, in the order of the groups that are offloaded.
+    """Which shards all ranks of an engine hold, by offloaded group.
 
-    Shards are numbered range of layers by range of layers, with room in each for as many as any group has there.
+    A shard's number is its range of layers times ``per_range``, plus its head range.
     """
 
     groups: tuple[GroupShards, ...]
@@ -90,12 +91,12 @@ class ShardPlan:
 
     @property
     def ranks(self) -> int:
-        """Of the engine."""
+        """Number of ranks in the engine."""
         return len(self.layers.stages) * self.groups[0].ranks
 
     @property
     def shards(self) -> int:
-        """How many numbers there are."""
+        """How many shard numbers there are."""
         return len(self.layers.begins) * self.per_range
 
     def ranges(self, rank: int, group: int) -> tuple[int, ...]:
@@ -109,8 +110,8 @@ class ShardPlan:
         return tuple(number * self.per_range + each for number in self.ranges(rank, group) for each in heads)
 
     def layout_groups(self, rank: int, group: int) -> range:
-        """Return the positions in a rank's ``KVLayout.groups`` of its shards of a group: those of the groups before it
-        come first.
+        """Return the positions of a rank's shards of a group in its ``KVLayout.groups``, where shards are in the order
+        of their groups.
         """
         first = sum(len(self.held(rank, each)) for each in range(group))
         return range(first, first + len(self.held(rank, group)))
@@ -121,13 +122,13 @@ class ShardPlan:
 
     @property
     def per_range(self) -> int:
-        """How many numbers a range of layers has."""
+        """How many shard numbers each range of layers has: the most head ranges of any group."""
         return max(group.head_ranges for group in self.groups)
 
 
 def cut_layers(wanted: Sequence[tuple[int, int]], stages: Sequence[tuple[int, int]]) -> LayerCut | None:
-    """Return how layers are cut as for the stages ``wanted``, and held by ``stages``; None: a stage of these would hold
-    a part of a range. Both: the first layer of each stage and the one behind its last; all layers, in order.
+    """Cut layers at the starts of the stages ``wanted``; None if one of ``stages`` starts inside a range. Both list
+    each stage's first layer and the one after its last, in order.
     """
     begins = sorted({begin for begin, end in wanted if begin < end})
     held = []
@@ -145,12 +146,11 @@ def make_plan(
     tp: int,
     layers: LayerCut = ONE_RANGE,
 ) -> ShardPlan | str:
-    """Return the plan of an engine with ``tp`` ranks in each stage, or why there is none, as a clause: some rank would
-    hold a part of a shard.
+    """Return the plan of an engine with ``tp`` ranks in each stage. If a rank would hold a part of a shard there is no
+    plan; then return the reason, as a clause.
 
-    ``heads``: by group, the KV heads that its layers have on all ranks together; 1 where KV is not divided (MLA). A
-    number of ranges that does not divide them is reduced to what it has in common with them. ``has_layers``: by group
-    and range of layers.
+    ``heads``: by group, the KV heads of its layers on all ranks together; 1 if KV is not divided (MLA). The number of
+    head ranges is reduced to its gcd with them. ``has_layers``: by group and range of layers.
     """
     groups = []
     for number, (of_layers, has) in enumerate(zip(heads, has_layers, strict=True)):
