@@ -1,7 +1,7 @@
 """LoRA adapters by their content: which bytes each rank has loaded under a name, and whose KV a request may share.
 
-vLLM's block hashes hold the name and the path of an adapter. Behind both may lie other bytes, on another server or a
-minute later. So each rank digests what it loads, when it loads it, and the keys of a request with an adapter hold the
+vLLM's block hashes hold the name and the path of an adapter. On another server, or a minute later, both may stand for
+other bytes. So each rank digests an adapter when it loads it, and the keys of a request with an adapter hold the
 digests of all ranks.
 
 Threading: ``LoadedAdapters`` on a rank's main thread, ``AdapterTable`` on the scheduler's.
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterName(NamedTuple):
-    """What vLLM's block hashes hold of an adapter."""
+    """The part of an adapter that vLLM's block hashes hold."""
 
     name: str
     path: str
 
 
 def adapter_of(request: LoRARequest) -> AdapterName:
-    """Return what vLLM's block hashes hold of the adapter that a request names."""
+    """Return name and path of the adapter that a request names."""
     return AdapterName(str(request.lora_name), str(request.lora_path))
 
 
@@ -42,30 +42,30 @@ class AdapterUse(NamedTuple):
     digests: tuple[str, ...]
     """By rank."""
     of_any_size: bool = False
-    """Engines with other numbers of ranks share the chunks: what ranks agree on counts once."""
+    """Whether engines with other numbers of ranks share the chunks. Then equal digests count once."""
 
     def tag(self, block_hash: bytes) -> bytes:
-        """Return what takes the place of a block hash of vLLM's; as long as that."""
+        """Return the hash that replaces vLLM's ``block_hash``; it has the same length."""
         digests = dict.fromkeys(self.digests) if self.of_any_size else self.digests
         content = hashlib.sha256("".join(digests).encode("ascii")).digest()
         return hashlib.blake2b(block_hash, digest_size=len(block_hash), key=content).digest()
 
 
 class LoadedAdapters:
-    """What one rank has loaded."""
+    """The adapters that one rank has loaded."""
 
     def __init__(self) -> None:
         self._digests: dict[AdapterName, str | None] = {}
         self._untold: dict[AdapterName, tuple[str | None, ...]] = {}
 
     def loaded(self, request: LoRARequest, adapter: object) -> None:
-        """Take down what was loaded for ``request``, before anything changes it. Costs a few ms per 100 MB; never
-        raises.
+        """Record the adapter that was loaded for ``request``, before anything changes it. Takes a few ms per 100 MB;
+        never raises.
         """
         name, digest = adapter_of(request), None
         try:
             digest = adapter_digest(adapter)
-        except Exception as error:  # noqa: BLE001 - without a digest its requests are neither stored nor loaded
+        except Exception as error:  # noqa: BLE001 - without a digest, its requests are neither stored nor loaded
             logger.warning(
                 "Requests with the LoRA adapter %s are neither stored nor loaded: its content cannot be told (%s)",
                 name.name,
@@ -75,27 +75,27 @@ class LoadedAdapters:
         self._untold[name] = (*self._untold.get(name, ()), digest)
 
     def take(self) -> dict[AdapterName, tuple[str | None, ...]]:
-        """Return what was loaded since the last call, one after the other; None: its content is not known."""
+        """Return the digests of adapters loaded since the last call, in order; None for a digest that failed."""
         untold, self._untold = self._untold, {}
         return untold
 
     def agrees(self, use: AdapterUse | None, rank: int) -> bool:
-        """Whether a job's keys stand for what this rank has loaded now. ``use``: None for a job without an adapter."""
+        """Whether a job's keys stand for the adapter now loaded here. ``use``: None for a job without an adapter."""
         return use is None or self._digests.get(use.adapter) == use.digests[rank]
 
 
 @dataclass(slots=True)
 class _Known:
-    """What the ranks have reported of an adapter."""
+    """What the ranks have reported about an adapter."""
 
     digests: dict[int, str | None] = field(default_factory=dict)
     changed_under: object = field(default_factory=object)
-    """vLLM's prefix cache as it was when the content changed last: it still holds blocks of the old one."""
+    """vLLM's prefix cache when the content last changed. It still holds blocks of the old content."""
     asked_step: int = 0
 
 
 class AdapterTable:
-    """What all ranks have loaded, as the scheduler's half has heard."""
+    """The adapters that all ranks have loaded, by their reports."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -106,7 +106,7 @@ class AdapterTable:
     def hear(
         self, told: Mapping[int, Mapping[AdapterName, tuple[str | None, ...]]], prefix_cache: object
     ) -> set[AdapterName]:
-        """Take the reports of ranks. ``prefix_cache``: the current one. Returns the adapters whose content changed."""
+        """Take the ranks' reports; return the adapters whose content changed. ``prefix_cache``: the current one."""
         changed: set[AdapterName] = set()
         for rank, adapters in told.items():
             for name, digests in adapters.items():
@@ -125,7 +125,7 @@ class AdapterTable:
         return changed
 
     def find(self, name: AdapterName, prefix_cache: object) -> AdapterUse | None:
-        """Return what keys of this adapter's requests stand for; None: nothing that may be stored or loaded."""
+        """Return the adapter for keys of its requests; None if they may be neither stored nor loaded."""
         known = self._known.get(name)
         if known is None or known.changed_under is prefix_cache:
             return None
@@ -134,9 +134,9 @@ class AdapterTable:
         return AdapterUse(name, digests, self.of_any_size) if len(digests) == self._world_size else None
 
     def may_come(self, name: AdapterName, step: int, heard_steps: int) -> bool:
-        """Whether ranks may have loaded this adapter and not reported it yet: they do in their next report.
+        """Whether the ranks may have loaded this adapter and will report it within a step.
 
-        ``step``: the one that is being scheduled; ``heard_steps``: of how many the reports are here.
+        ``step``: the step that is being scheduled; ``heard_steps``: how many steps the ranks have reported.
         """
         known = self._known.setdefault(name, _Known())
         if known.digests:

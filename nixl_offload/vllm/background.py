@@ -1,7 +1,7 @@
-"""Opens something on a thread of its own, and tries again until it is open, so that no step waits for it.
+"""Opens something on a thread of its own, and retries until it is open, so that no step waits for it.
 
-Threading: one daemon thread for each ``BackgroundOpening``, whose methods may be called from any other.
-Ownership: the caller of ``take`` owns the result. What nobody takes is closed.
+Threading: one daemon thread for each ``BackgroundOpening``, whose methods may be called from any other thread.
+Ownership: the caller of ``take`` owns the result. A result that nobody takes is closed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ FIRST_PAUSE_S = 10.0
 LONGEST_PAUSE_S = 300.0
 """Pauses between two trials double from the first to the longest."""
 CLOSE_S = 2.0
-"""How long sleep and a shutdown wait for storage that is just being opened."""
+"""How long sleep and shutdown wait for storage that is just being opened."""
 
 
 class BackgroundOpening(Generic[T]):
     """Begins at once. ``make`` opens the thing and is called again, after a pause, when it raises. ``discard`` closes
     the thing if nobody has taken it.
 
-    Logs a warning for the first failure of each cause, beginning with ``what``, and a line when it is over. That of an
-    error that is not ours has a trace. Failures keep nothing alive.
+    Logs a warning for the first failure of each cause, beginning with ``what``, and a line when it is over. Only
+    unexpected errors are logged with a traceback. Failures keep no object alive.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class BackgroundOpening(Generic[T]):
         thread_name: str,
         after: Iterable[threading.Thread] = (),
     ) -> None:
-        """``after``: what must have ended before the first trial, for it has the same storage."""
+        """``after``: threads that must end before the first trial, because they use the same storage."""
         self._after = after
         self._make = make
         self._discard = discard
@@ -55,11 +55,11 @@ class BackgroundOpening(Generic[T]):
         self._breaker = Breaker(
             what, threshold=1, first_pause_s=FIRST_PAUSE_S, longest_pause_s=LONGEST_PAUSE_S, effect="not open"
         )
-        """Of the thread, once there is one."""
+        """Used by the thread alone once it runs."""
         self._lock = threading.Lock()
-        """Guards what follows."""
+        """Guards the fields below."""
         self._opened: list[T] = []
-        """What was opened and not taken yet: one thing, or nothing."""
+        """The opened thing until it is taken; else empty."""
         self._error: NixlOffloadError | None = None
         self._thread: threading.Thread | None = None
         with self._lock:
@@ -67,23 +67,23 @@ class BackgroundOpening(Generic[T]):
 
     @property
     def error(self) -> NixlOffloadError | None:
-        """Why the last trial failed. None: the thing is open, or the first trial has not ended."""
+        """Why the last trial failed; None if the thing is open or the first trial has not ended."""
         with self._lock:
             return self._error
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the first trial has ended, well or not. False: it has not within ``timeout_s``."""
+        """Wait for the first trial, successful or not. Returns False if it has not ended within ``timeout_s``."""
         return self._tried.wait(timeout_s)
 
     def take(self) -> T | None:
-        """Return what was opened, once; None: it is not open, or was taken. Starts the thread if that failed before."""
+        """Return the opened thing once; None if it is not open or was taken. Retries a failed start of the thread."""
         with self._lock:
             if self._thread is None and not self._closing.is_set() and self._breaker.allows(time.monotonic()):
                 self._start_thread()
             return self._opened.pop() if self._opened else None
 
     def close(self) -> list[threading.Thread]:
-        """Give up, and close what nobody took. Waits for nothing: the thread, which is returned, ends by itself."""
+        """Stop trying, and close a thing that nobody took. Returns the thread, without waiting for it to end."""
         with self._lock:
             self._closing.set()
             left, self._opened = self._opened, []
@@ -93,7 +93,7 @@ class BackgroundOpening(Generic[T]):
         return [] if thread is None else [thread]
 
     def _start_thread(self) -> None:
-        """Holds the lock. Records an error where the machine has no thread to spare."""
+        """Call with the lock held. Records an error if the machine has no thread to spare."""
         thread = threading.Thread(target=self._run, name=self._thread_name, daemon=True)
         try:
             with unbound():
@@ -118,7 +118,7 @@ class BackgroundOpening(Generic[T]):
             opened = self._make()
         except BaseException as error:  # noqa: BLE001 - also a panic in a library
             cause, text = getattr(error, "cause", "") or type(error).__name__, str(error).rstrip(".") or repr(error)
-            with self._lock:  # a new error: the frames of the one that was raised hold what was being opened
+            with self._lock:  # a new error: the raised one's frames would keep alive what was being opened
                 self._error = ConfigError(text) if isinstance(error, ConfigError) else TierError(text, cause=cause)
             trace = None if isinstance(error, NixlOffloadError) else error
             self._breaker.failed(cause, text, time.monotonic(), trace)
@@ -137,12 +137,12 @@ class BackgroundOpening(Generic[T]):
 
 
 def in_background(close: Callable[[], object]) -> list[threading.Thread]:
-    """Close something on a thread of its own, which is returned. Without a thread to spare that is done at once."""
+    """Close something on a new thread, and return the thread. If none can be started, close it in this one."""
 
     def run() -> None:
         try:
             close()
-        except Exception:  # the step goes on, and so does what waits for the thread
+        except Exception:  # the step must go on
             logger.exception("A tier was not closed in order")
 
     thread = threading.Thread(target=run, name="nixl-offload-close", daemon=True)
@@ -155,7 +155,7 @@ def in_background(close: Callable[[], object]) -> list[threading.Thread]:
 
 
 def join_all(threads: list[threading.Thread], timeout_s: float) -> list[threading.Thread]:
-    """Wait for threads, ``timeout_s`` altogether; return those that have not ended."""
+    """Wait for all threads, at most ``timeout_s`` in total; return those that have not ended."""
     until_s = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(max(0.0, until_s - time.monotonic()))
@@ -163,5 +163,5 @@ def join_all(threads: list[threading.Thread], timeout_s: float) -> list[threadin
 
 
 def name_of(tier: TierConfig) -> str:
-    """Return what messages call a tier: its kind, and where it is."""
+    """Return a tier's name for messages: its kind and where it is."""
     return f"{tier.kind} tier {tier.where}"

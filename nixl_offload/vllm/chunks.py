@@ -1,7 +1,7 @@
-"""What a ticket means on one rank: its chunks, and of each the shards that the rank holds.
+"""Turns a ticket into one rank's chunks: for each chunk, the shards that the rank holds.
 
-Without a ``ShardPlan`` a rank has one shard of each chunk. With one, each shard is a group of its own in the rank's
-layout, with a header, an outcome and a transfer. In slots, shards lie one after the other; in shared tiers each has a
+Without a ``ShardPlan`` a rank has one shard of each chunk. With a plan, each shard is a group of its own in the rank's
+layout, with a header, an outcome and a transfer. In slots, shards lie one after the other. In shared tiers each has a
 name, and one of the ranks that hold it writes it.
 
 Threading: called by the worker's main thread.
@@ -31,9 +31,9 @@ class _Part(NamedTuple):
     group: int
     """Position in ``KVLayout.groups``."""
     offset: int = 0
-    """Bytes from the begin of the chunk's slot."""
+    """Bytes from the start of the chunk's slot."""
     slot_bytes: int | None = None
-    """None: all of the slot."""
+    """None: the whole slot."""
 
     def of(self, location: Location) -> Location:
         if self.slot_bytes is None:
@@ -42,7 +42,7 @@ class _Part(NamedTuple):
 
 
 class RankChunks:
-    """Cuts tickets into chunks of this rank. A chunk of which it holds, or writes, nothing yields none."""
+    """Cuts tickets into this rank's chunks. Leaves out chunks of which it holds, or writes, nothing."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class RankChunks:
         plan: ShardPlan | None = None,
         shared: Collection[int] = (),
     ) -> None:
-        """``group_ids``: of vLLM's groups, by position. ``memory``: the position of the memory tier. ``shared``:
+        """``group_ids``: ids of vLLM's groups, by position. ``memory``: the position of the memory tier. ``shared``:
         positions of the tiers that all ranks reach.
         """
         self._blocks_per_chunk = layout.blocks_per_chunk
@@ -65,7 +65,7 @@ class RankChunks:
         self._plan = plan
         self._shared = frozenset(shared)
         self._places: dict[int, SlotPlaces] = {}
-        """By tier, where this rank reads slots of others."""
+        """By tier: where this rank finds slots that lie in slabs of other ranks."""
         if plan is None:
             groups = range(len(layout.groups))
             self._parts = [[] if group in layout.empty_groups else [_Part(group)] for group in groups]
@@ -75,13 +75,13 @@ class RankChunks:
             self._parts = [[_Part(at, sum(sizes[each.start : at]), sizes[at]) for at in each] for each in held]
 
     def take_places(self, tier: int, places: SlotPlaces | None) -> None:
-        """From now on read the locations of a tier by ``places``; None: as they are."""
+        """Translate a tier's locations by ``places`` from now on; None: use them unchanged."""
         self._places.pop(tier, None)
         if places is not None and places.together > 1:
             self._places[tier] = places
 
     def of_job(self, ticket: StoreTicket | LoadTicket, blocks: GPULoadStoreSpec) -> list[Chunk]:
-        """Deal the blocks of a job out to its chunks. Raises LayoutError where the numbers do not fit."""
+        """Return the chunks of a job, each with its blocks. Raises LayoutError if the numbers do not fit."""
         is_store = isinstance(ticket, StoreTicket)
         slots = ticket.promotion_slots if isinstance(ticket, LoadTicket) else ()
         found = split_job(
@@ -121,8 +121,8 @@ class RankChunks:
         return chunks
 
     def writes(self, key: Key, group: int, target: Location) -> bool:
-        """Whether this rank writes a chunk to ``target``. Of ranks that hold the same one does: in a shared tier by the
-        key; of slots with one copy for several ranks, the one in whose slab it lies.
+        """Whether this rank writes a chunk to ``target``. One of the ranks that hold the same shards does. In a shared
+        tier the key decides which; if ranks share one copy in a slab, it is the rank in whose slab the slot lies.
         """
         places = self._places.get(target.tier)
         if places is not None:
@@ -132,7 +132,7 @@ class RankChunks:
         return self._plan.groups[group].writes(self._rank, key)
 
     def _here(self, location: Location) -> Location:
-        """Return where this rank finds a slot."""
+        """Return a location as this rank finds it."""
         places = self._places.get(location.tier)
         if places is None:
             return location
@@ -141,7 +141,7 @@ class RankChunks:
 
 
 def of_no_blocks(ticket: StoreTicket | LoadTicket, block_ids: Iterable[int]) -> list[Chunk]:
-    """Return the chunks of a job whose numbers do not fit: no block can be said to belong to one, so each has all."""
+    """Return the chunks of a job whose numbers do not fit. Each has all blocks, for none can be assigned."""
     ids = np.asarray(block_ids, dtype=np.int32)
     places = zip(ticket.keys, ticket.locations, strict=True)
     return [Chunk(key, location, 0, ids, position=at) for at, (key, location) in enumerate(places)]

@@ -1,5 +1,5 @@
-"""vLLM's scheduler half, changed where it is slow or wrong for us; what else we read of its private state; and what we
-note in its record of a request.
+"""vLLM's scheduler half, changed where it is slow or wrong for us. Also reads vLLM's private state, and keeps our notes
+in vLLM's record of a request.
 
 This file and ``vllm_internals`` alone touch private names of vLLM: look here first when vLLM moves on.
 Threading: the scheduler's thread.
@@ -46,17 +46,17 @@ class RequestNotes:
     stores: bool = True
     """Whether its chunks may be stored."""
     loads: bool = True
-    """Whether chunks may be loaded for it. Where its keys do not name content, neither is done."""
+    """Whether chunks may be loaded for it. Both are False if its keys do not name content."""
     has_adapter: bool = False
     adapter: AdapterUse | None = None
-    """The LoRA adapter that its keys stand for. None for a request with one: its content is not known yet, and the
+    """The LoRA adapter that its keys stand for. If ``has_adapter``, None means that the content is not known yet: the
     request is neither stored nor loaded."""
     allowed_tiers: frozenset[int] | None = None
-    """By position, where ``kv_load_tiers`` restricts them; None: not worked out yet."""
+    """Positions of the tiers that ``kv_load_tiers`` allows. None: no restriction, or not computed yet."""
     load: LoadNotes = field(default_factory=LoadNotes)
     looked_up: tuple[int, Sequence[Part], int] | None = None
-    """Of the latest lookup that was not counted yet: tokens that were asked about, parts that were found, tokens that
-    are loaded. It is counted once the request is scheduled."""
+    """The latest uncounted lookup: tokens asked for, parts found, tokens to load. It is counted once the request is
+    scheduled."""
 
     def refuse(self) -> None:
         """Neither store nor load this request from now on."""
@@ -78,12 +78,10 @@ def notes_of(req_context: ReqContext) -> RequestNotes:
 
 
 class AdaptedRequestState(RequestOffloadState):
-    """vLLM's state of a request with a LoRA adapter, whose keys hold the adapter's content once that is known."""
+    """vLLM's state of a request with a LoRA adapter. Its keys hold the adapter's content once that is known."""
 
     def adapt(self, use: AdapterUse | None) -> None:
-        """Have keys stand for ``use``, and the request offer all its chunks to the store anew. Nothing of it may be
-        under way.
-        """
+        """Make the keys stand for ``use``, and offer all chunks to the store again. No job may be under way."""
         notes = notes_of(self.req_context)
         if notes.has_adapter and use == notes.adapter:
             return
@@ -100,7 +98,7 @@ class AdaptedRequestState(RequestOffloadState):
             group.offload_keys[first:] = [self.key(key) for key in group.offload_keys[first:]]
 
     def key(self, key: OffloadKey) -> OffloadKey:
-        """Return what stands for a key of vLLM's."""
+        """Return vLLM's ``key`` with the adapter's content in it; unchanged if that is not known."""
         use = notes_of(self.req_context).adapter
         if use is None:
             return key
@@ -114,7 +112,7 @@ class AdaptedRequestState(RequestOffloadState):
 class MendedScheduler(OffloadingConnectorScheduler):
     """vLLM's scheduler half. When it stores, it looks only at requests that have completed a chunk, or ended.
 
-    vLLM looks at every running request in every step: with hundreds of them that is a good part of a decoding step.
+    vLLM looks at every running request in every step. With hundreds of them, this takes a good part of a decoding step.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -124,18 +122,18 @@ class MendedScheduler(OffloadingConnectorScheduler):
         self.ever_stores = True
         """Whether anything is stored in any step."""
         self.held: dict[str, int] = {}
-        """Requests that offer nothing to the store yet -> the last step whose outcome they wait for."""
+        """Requests that may not store yet -> the step whose outcome they wait for."""
         self._renamed: set[str] = set()
-        """Other names of requests that have ended, which vLLM has not signalled yet."""
+        """New names of ended requests whose id was reused before vLLM signalled their end."""
 
     # What vLLM's half knows.
 
     def state_of(self, request_id: str) -> RequestOffloadState | None:
-        """Return what vLLM's half knows of a request; None: nothing."""
+        """Return vLLM's state of a request; None: there is none."""
         return self._req_status.get(request_id)
 
     def states(self) -> list[RequestOffloadState]:
-        """Return what vLLM's half knows of all requests."""
+        """Return vLLM's states of all requests."""
         return list(self._req_status.values())
 
     def states_on(self, block_ids: Set[int]) -> list[RequestOffloadState]:
@@ -152,8 +150,8 @@ class MendedScheduler(OffloadingConnectorScheduler):
         return self.config.kv_group_configs[self._lookup_groups[0]].tokens_per_chunk
 
     def hit_keys(self, state: RequestOffloadState, end: int) -> list[OffloadKey]:
-        """Return the chunks of a request, in the group that is looked up first, before token ``end``, where the hit
-        just found ends: maybe within a block, at a boundary with a key of its own.
+        """Return the request's keys before token ``end``, where the hit just found ends, in the group that is looked up
+        first. If the hit ends within a block, the last key is that of the boundary.
         """
         config = self.config.kv_group_configs[self._lookup_groups[0]]
         keys = state.group_states[self._lookup_groups[0]].offload_keys
@@ -164,12 +162,12 @@ class MendedScheduler(OffloadingConnectorScheduler):
         return [*keys[: end // config.tokens_per_chunk], tail]
 
     def is_being_loaded(self, key: OffloadKey) -> bool:
-        """Whether some request loads a chunk."""
+        """Whether some request is loading the chunk."""
         return key in (self._chunks_being_loaded or ())
 
     def chunk_being_loaded(self, state: RequestOffloadState, computed_tokens: int) -> tuple[OffloadKey | None, int]:
-        """Return the first chunk of a request behind ``computed_tokens`` that some other request loads, and how many
-        tokens lie between; None and 0: there is none.
+        """Return the first chunk after ``computed_tokens`` that another request is loading, and the number of tokens
+        in between; (None, 0) if there is none.
         """
         begins: dict[int, OffloadKey] = {}
         for config, group in zip(self.config.kv_group_configs, state.group_states, strict=True):
@@ -180,22 +178,22 @@ class MendedScheduler(OffloadingConnectorScheduler):
                     break
         return (begins[min(begins)], min(begins)) if begins else (None, 0)
 
-    # What we have it do otherwise, request by request.
+    # Our changes to single requests.
 
     def begin_without_hit(self, state: RequestOffloadState, computed_tokens: int) -> None:
-        """Have a request whose stores are still out be computed behind ``computed_tokens``. vLLM has it wait for them,
-        for it loads nothing beside them.
+        """Start computing after ``computed_tokens``, although stores of the request are pending. vLLM would wait for
+        them.
         """
         state.update_offload_keys()
         state.num_locally_computed_tokens = computed_tokens
         state.update_num_hit_chunks(computed_tokens)
 
     def keep_where_prompts_part(self, state: RequestOffloadState, hit_tokens: int) -> None:
-        """Have vLLM keep a state, and windows, where the attention that tiers hold of a request ends, if they are
-        missing.
+        """Keep recurrent state and windows at the end of the full-attention prefix that tiers hold, if they are missing
+        there.
 
-        Of a prompt vLLM keeps those of its end, and those of the place where its own cache shows that two prompts part.
-        It does not see that tiers have another prompt that begins alike.
+        vLLM keeps them at the end of a prompt, and where its own cache shows that two prompts part. It does not know
+        the prompts that only tiers have.
         """
         ends = [
             (group.lookup_hit_end_chunk_idx - config.is_eagle_group) * config.tokens_per_chunk
@@ -207,14 +205,14 @@ class MendedScheduler(OffloadingConnectorScheduler):
             state.req.shared_prefix_boundary = max(state.req.shared_prefix_boundary, end)
 
     def forget_keys_behind(self, state: RequestOffloadState, computed_tokens: int) -> None:
-        """Have keys behind these tokens made anew: of a session that goes on, vLLM discards the last token."""
+        """Drop the keys after these tokens. When a session continues, vLLM discards its last token."""
         for config, group in zip(self.config.kv_group_configs, state.group_states, strict=True):
             del group.offload_keys[computed_tokens // config.tokens_per_chunk :]
 
     def offer_again(self, job_ids: Iterable[int], lost: Set[OffloadKey]) -> None:
-        """Have requests store anew, as they recompute them, the chunks that a load did not bring.
+        """Let requests store the chunks that a load did not bring, once they have recomputed them.
 
-        vLLM passes over the chunks of a load when it stores; it does not know that loads fail.
+        When vLLM stores, it skips all chunks that were to be loaded: it does not expect loads to fail.
         """
         for job_id in job_ids:
             job = self._jobs.get(job_id)
@@ -227,10 +225,10 @@ class MendedScheduler(OffloadingConnectorScheduler):
                     group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, first)
 
     def forget_descriptions(self, keys: Iterable[OffloadKey], is_known: Callable[[OffloadKey], bool]) -> None:
-        """Forget what chunks were made of that no tier has any more.
+        """Forget vLLM's descriptions of chunks that no tier has any more.
 
-        vLLM assumes that stored chunks also rest in host memory until an event removes them from there, which without
-        a memory tier it never is.
+        vLLM keeps a description until an event says that its chunk has left host memory. Without a memory tier no such
+        event comes.
         """
         described = self._events_tracker._pending_event_metadata
         for key in keys:
@@ -238,11 +236,11 @@ class MendedScheduler(OffloadingConnectorScheduler):
                 del described[key]
 
     def check_blocks(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
-        """Offer no chunk of a request from a block that it does not have any more. ``block_ids``: vLLM's own table, by
-        KV cache group.
+        """Zero the ids of blocks that the request no longer owns, so nothing is stored from them. ``block_ids``: vLLM's
+        own table, by KV cache group.
 
-        The table that we inherit is appended to; vLLM's own forgets blocks that slid out of a window, and a reset has
-        all chunks offered anew.
+        The table that we inherit only grows. vLLM's own drops blocks that slid out of a window. After a reset all
+        chunks are offered again.
         """
         state = self._req_status.get(request_id)
         if state is None:
@@ -259,10 +257,10 @@ class MendedScheduler(OffloadingConnectorScheduler):
     # vLLM's own methods.
 
     def on_new_request(self, request: Request) -> None:
-        """As vLLM's. A request of that id that has ended is kept under another name, as long as it stores.
+        """As vLLM's. An earlier request of the same id is kept under another name while it stores.
 
-        vLLM keeps requests by id, so the new one would take the place of the old, and the report of the old one's
-        stores would end the engine. The keys of a request with an adapter hold its content, which is not known yet.
+        In vLLM the new request would replace the old one, and the report of the old one's stores would end the engine.
+        A request with an adapter gets keys with the adapter's content, which is not known yet.
         """
         before = self._req_status.pop(request.request_id, None)
         if before is not None:
@@ -282,7 +280,7 @@ class MendedScheduler(OffloadingConnectorScheduler):
             adapted.adapt(None)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """As vLLM's. Of an id that has come again, the end is that of the request before."""
+        """As vLLM's. If an id was reused, its finish signal is for the older request."""
         ended = scheduler_output.finished_req_ids
         come_again = {name for name in ended if (state := self._req_status.get(name)) and not state.req.is_finished()}
         if come_again or self._renamed:
@@ -292,13 +290,13 @@ class MendedScheduler(OffloadingConnectorScheduler):
         return super().build_connector_meta(scheduler_output)
 
     def reset_cache(self) -> None:
-        """As vLLM's, which fails if no step has come since the last reset. What that one flushes is still flushed."""
+        """As vLLM's, which fails at a second reset without a step in between. Jobs that the first flushes still are."""
         flushed, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
         super().reset_cache()
         self._current_batch_jobs_to_flush |= flushed
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """As vLLM's, which takes the chunk that a loaded tail ends in for stored. It is stored once it is whole."""
+        """As vLLM's, which marks the chunk in which a loaded tail ends as stored. We store it once it is full."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         state = self._req_status.get(request.request_id)
         if state is not None and num_external_tokens:
@@ -315,8 +313,8 @@ class MendedScheduler(OffloadingConnectorScheduler):
         return state.key(key) if isinstance(state, AdaptedRequestState) else key
 
     def _build_partial_tail_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
-        """As vLLM's, without requests that are held, and within a request's ``max_offload_tokens``: vLLM asserts that
-        its tail ends there.
+        """As vLLM's, but skips held requests, and tails beyond a request's ``max_offload_tokens``: vLLM asserts that
+        there are none.
         """
         if not self.stores:
             return {}
@@ -333,8 +331,8 @@ class MendedScheduler(OffloadingConnectorScheduler):
         return super()._build_partial_tail_store_jobs(scheduler_output)
 
     def _reachable_store_block_mask(self, group_config: GroupOffloadConfig, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's, and where a prompt ends also what a hit that is shorter by a chunk needs of a draft's window: the
-        chunk behind a hit has to be there, and a prompt seldom fills it.
+        """As vLLM's. For a draft model's group, also keep the window that a hit one chunk shorter needs: a hit needs
+        the chunk after it, and a prompt seldom fills that chunk.
         """
         if group_config.is_eagle_group:
             ends, chunk_tokens = kwargs["reachable_boundaries"], group_config.tokens_per_chunk
@@ -342,9 +340,9 @@ class MendedScheduler(OffloadingConnectorScheduler):
         return super()._reachable_store_block_mask(group_config, *args, **kwargs)
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
-        """As vLLM's, which calls ``prepare_store``; for requests that may have a new chunk."""
+        """As vLLM's, which calls ``prepare_store``, but only for requests that may have a new chunk."""
         if not self.ever_stores:
-            # vLLM would look in each step through all blocks of windows that are still to be stored: none will be.
+            # Mark all as stored. Else vLLM would look through all window blocks in each step.
             for request_id in scheduler_output.num_scheduled_tokens:
                 state = self._req_status.get(request_id)
                 for group in state.group_states if state is not None else ():
@@ -367,7 +365,7 @@ class MendedScheduler(OffloadingConnectorScheduler):
         output.num_scheduled_tokens = worthwhile
         output.finished_req_ids = output.finished_req_ids.difference(self.held)
         jobs = super()._build_store_jobs(output)
-        # A request that has ended may offer blocks that others get in this step. vLLM flushes those of full attention.
+        # A finished request may store from blocks reallocated in this step. vLLM flushes only full attention.
         for job_id, job in jobs.items():
             reused = self._current_batch_allocated_block_ids.intersection(self._jobs[job_id].fenced_block_ids or ())
             if reused and self._req_status[job.req_id].req.is_finished():
@@ -382,7 +380,7 @@ class MendedScheduler(OffloadingConnectorScheduler):
         storable = self._calc_num_offloadable_tokens(state, state.req.num_computed_tokens + tokens)
         for config, group in zip(self.config.kv_group_configs, state.group_states, strict=True):
             stored = group.next_stored_chunk_idx
-            # The first question is quick; the second knows that a draft's last chunk may still change.
+            # The first test is quick. The second leaves out a draft's last chunk, which may still change.
             has_chunk = storable // config.tokens_per_chunk > stored
             if state.req.is_finished() or (has_chunk and state.storable_chunks(config, group, storable) > stored):
                 return True
@@ -390,8 +388,8 @@ class MendedScheduler(OffloadingConnectorScheduler):
 
 
 def state_like(carrier: RequestOffloadState) -> RequestOffloadState:
-    """Return the state of a request that vLLM never sees, with the salt and the adapter of ``carrier``. Tokens that are
-    appended to it give the keys of a prompt that begins with them.
+    """Return the state of a made-up request with the salt and the adapter of ``carrier``. vLLM never sees it. Append a
+    prompt's tokens to it to get the prompt's keys.
     """
     request = Request(
         f"hint-of-{carrier.req.request_id}",

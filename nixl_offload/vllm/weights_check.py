@@ -1,8 +1,8 @@
 """Whether the ranks still have the weights that the namespace stands for.
 
-vLLM tells a connector nothing of new weights. It resets caches: the connector's when it sleeps, pauses or is asked to,
-its own when the loader of new weights asks for it. After each reset the ranks are asked for a digest of what they have
-in memory, and nothing is stored or loaded until they have answered.
+vLLM does not tell a connector of new weights. It resets the connector's cache when it sleeps, pauses or is asked to,
+and its own prefix cache when a weight loader asks for it. After each reset the ranks are asked for a digest of their
+weights in memory. Nothing is stored or loaded until all have answered.
 
 Threading: the scheduler's thread. Reads no clock: time is passed in.
 """
@@ -19,42 +19,41 @@ from nixl_offload.vllm.messages import WeightsAnswer
 logger = logging.getLogger(__name__)
 
 ANSWER_WAIT_S = 30.0
-"""How long a request waits for the ranks' answers. They take some 40 ms for 10 GB on a GPU, 0.4 s on a processor."""
+"""How long a request waits for the ranks' answers. A digest of 10 GB takes some 40 ms on a GPU, 0.4 s on a CPU."""
 
 
 class Trust(Enum):
-    """What is known of the weights in memory."""
+    """What is known about the weights in memory."""
 
     SETTLED = "settled"
-    """They are those that the namespace stands for."""
+    """They are the weights of the namespace."""
     ASKED = "asked"
-    """They may be others; the ranks are asked before the next request is served."""
+    """They may have changed; the ranks are asked before the next request is served."""
     BLOCKED = "blocked"
-    """They are others, and vLLM's prefix cache still holds blocks of the old ones."""
+    """They have changed, or may have, and vLLM's prefix cache may still hold blocks of the old weights."""
 
 
 class WeightsCheck:
-    """Asks, and decides. ``trust`` says what may be done meanwhile."""
+    """Asks the ranks and decides. ``trust`` is the current result."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self.trust = Trust.SETTLED
         self.generation: str | None = None
-        """What tells the weights from those of the start; None: they are those."""
+        """Identifies the current weights; None: those of the start."""
         self._first: tuple[str | None, ...] = ()
         self._answers: dict[int, str | None] = {}
         self._question = 0
         self._wanted_s: float | None = None
-        """Since when the answers are wanted; None: there were no weights to ask for yet."""
+        """When the wait for answers began; None: no weights were in memory yet."""
         self._is_sent = False
         self._seen_cache: object = self
-        """vLLM's prefix cache, as it was when it was looked at last; at first something else."""
+        """vLLM's prefix cache at the last look; ``self`` before the first."""
         self._clean_cache: object = None
-        """The one in which every block is of the weights that ``generation`` stands for, or was when they were asked
-        for last."""
+        """The prefix cache whose blocks all came from ``generation``, as of the last answers."""
 
     def start(self, digests: Sequence[str | None]) -> None:
-        """Take what each rank has at start, in order."""
+        """Take the ranks' digests at start, in order."""
         self._first = tuple(digests)
 
     def look(self, prefix_cache: object) -> None:
@@ -66,32 +65,32 @@ class WeightsCheck:
         self._seen_cache = prefix_cache
 
     def suspect(self) -> None:
-        """There may be other weights from now on."""
+        """Ask the ranks again: the weights may have changed."""
         self.trust, self._answers = Trust.ASKED, {}
         self._question += 1
         self._wanted_s, self._is_sent = None, False
 
     def want(self, now_s: float) -> None:
-        """The engine is about to compute, or a request is to be looked up: weights are in memory, and are asked for."""
+        """Ask, if that is due. Call it before computing and before a lookup, when the weights are in memory."""
         if self.trust is Trust.ASKED:
             self._wanted_s = now_s if self._wanted_s is None else self._wanted_s
             if now_s - self._wanted_s > ANSWER_WAIT_S:
                 self._block("the ranks do not say which weights they have")
 
     def take_question(self) -> int:
-        """Return the number of the question to send to all ranks with this step, once; 0: none."""
+        """Return, once, the number of the question to send to all ranks with this step; 0: none."""
         if self._wanted_s is None or self._is_sent:
             return 0
         self._is_sent = True
         return self._question
 
     def hear(self, answers: Mapping[int, WeightsAnswer]) -> bool:
-        """Take answers of ranks. Returns whether ``generation`` is another one now."""
+        """Take answers of ranks. Returns whether ``generation`` has changed."""
         self._answers.update({rank: said.digest for rank, said in answers.items() if said.question == self._question})
         if self.trust is not Trust.ASKED or len(self._answers) < self._world_size:
             return False
         if not self._first:
-            self.suspect()  # it is not known yet what there was at start
+            self.suspect()  # the digests of the start have not arrived yet
             return False
         generation = self._generation_of(tuple(self._answers[rank] for rank in range(self._world_size)))
         if generation == self.generation:
@@ -117,5 +116,5 @@ class WeightsCheck:
         )
 
     def _generation_of(self, digests: tuple[str | None, ...]) -> str | None:
-        """None: as at start. Where some rank cannot tell, nobody shares: the next question makes another one."""
+        """None: as at start. If any rank has no digest, returns a random name, so nothing is shared."""
         return None if digests == self._first and None not in digests else digest_of_ranks(digests)
