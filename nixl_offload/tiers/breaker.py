@@ -1,6 +1,6 @@
-"""A circuit breaker: after failures in a row a tier is disabled, tried again by itself, used again when it answers.
+"""A circuit breaker: failures in a row disable a tier; after a pause one trial decides whether it is used again.
 
-Threading: no lock, no clock, no I/O; one owner, who passes the time in (monotonic seconds).
+Threading: no lock, no clock, no I/O; one owner, which passes the time in (monotonic seconds).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class BreakerState(Enum):
-    """CLOSED is the good state: everything passes."""
+    """The state of a breaker. CLOSED is the good one: everything passes."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -25,10 +25,10 @@ class BreakerState(Enum):
 class Breaker:
     """Opens after ``threshold`` failures in a row; pauses double from ``first_pause_s`` to ``longest_pause_s``.
 
-    A caller that is let through reports its outcome by ``succeeded`` or ``failed``. A trial without one within
-    ``trial_limit_s`` is lost; the next caller is the trial. Trouble that returns within ``flap_window_s`` of a recovery
-    doubles the pause and is not logged, so that a disk that comes and goes does not flood the log. Else each cause of
-    an outage is logged once, and its end.
+    A caller that was let through reports its outcome by ``succeeded`` or ``failed``. If a trial reports nothing within
+    ``trial_limit_s``, the next caller is the trial. Each cause of an outage is logged once, and its end. Failures that
+    return within ``flap_window_s`` of a recovery double the pause and are not logged again: an unstable disk must not
+    flood the log.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class Breaker:
         flap_window_s: float = 0.0,
         effect: str = "disabled",
     ) -> None:
-        """Start closed. ``name`` opens each message, such as "S3 tier s3://bucket/prefix"; ``effect`` says what being
-        open means.
+        """Start closed. ``name`` begins each message, such as "S3 tier s3://bucket/prefix"; ``effect`` is what the
+        message calls the open state.
         """
         self._name = name
         self._threshold = threshold
@@ -55,17 +55,17 @@ class Breaker:
         self._logged: set[str] = set()
         """Causes that were logged in this outage."""
         self._is_silent = False
-        """Whether nothing was logged since it was closed last."""
+        """Whether nothing was logged since it last closed."""
         self._pause_s = first_pause_s
         self._failures = 0
         self._opened_s = 0.0
         self.until_s = 0.0
-        """While it is OPEN: when the next trial may begin."""
+        """When the next trial may begin, unless CLOSED."""
         self.state = BreakerState.CLOSED
         self.cause = ""
         """Why it is open, in a word; empty while closed."""
         self.closed_s = -math.inf
-        """Since when it is closed, while it is: what was asked earlier says nothing of how things are now."""
+        """When it last closed. Questions asked before that time say nothing about the storage now."""
         self.openings = 0
         """How often it has opened; for metrics."""
 
@@ -75,7 +75,7 @@ class Breaker:
         return self.state is BreakerState.CLOSED
 
     def allows(self, now_s: float) -> bool:
-        """Say whether one may go now. When a pause is over the first to ask is the trial: True for it alone."""
+        """Return whether a caller may pass now. After a pause, the first caller is the trial: True for it alone."""
         if self.state is BreakerState.CLOSED:
             return True
         if now_s < self.until_s:
@@ -85,7 +85,7 @@ class Breaker:
         return True
 
     def succeeded(self, now_s: float) -> None:
-        """Take note of a success. Closes the breaker if a trial was out; a straggler's success does not."""
+        """Record a success. Closes the breaker if a trial is out; a late success from before the outage does not."""
         self._failures = 0
         if self.state is not BreakerState.HALF_OPEN:
             return
@@ -96,7 +96,7 @@ class Breaker:
         self._is_silent = True
 
     def failed(self, cause: str, message: str, now_s: float, trace: BaseException | None = None) -> None:
-        """Take note of a failure: opens after ``threshold`` in a row, and again, for twice as long, after a trial's.
+        """Record a failure. Opens after ``threshold`` in a row; after a failed trial it opens again, for twice as long.
 
         ``trace``: logged with the warning.
         """

@@ -1,7 +1,7 @@
-"""Calls that storage may never answer, on threads of their own, so that one that hangs holds up nobody but them.
+"""Threads for calls that storage may never answer. A call that hangs blocks only these threads.
 
-Threading: any thread may use a ``CallThreads``. Work runs on daemon threads, which never keep the process from ending
-(those of a ThreadPoolExecutor are joined when the interpreter exits).
+Threading: any thread may use a ``CallThreads``. Work runs on daemon threads, which do not keep the process from ending
+(the interpreter joins those of a ThreadPoolExecutor at exit).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ T = TypeVar("T")
 
 
 class Call(Future[T]):
-    """One call on its way."""
+    """One call, queued or running, as a future."""
 
     def __init__(self, work: Callable[[], T], discard: Callable[[T], None] | None) -> None:
         super().__init__()
         self.begun_s: float | None = None
-        """When a thread took it up."""
+        """When a thread began it; None while it is queued."""
         self._work = work
         self._discard = discard
 
     def abandon(self) -> None:
-        """Give the result up: ``discard`` gets it, now or when it comes."""
+        """Give the result up: ``discard`` gets it, now or when the call ends."""
         self.add_done_callback(lambda _: self._discard_result())
 
     def run(self, now_s: float) -> None:
-        """Do the work; on a thread of ``CallThreads``."""
+        """Do the work, on a thread of ``CallThreads``."""
         self.begun_s = now_s
         try:
             value = self._work()
@@ -48,13 +48,13 @@ class Call(Future[T]):
 
 
 class CallThreads:
-    """At most ``threads`` of them, started as they are needed. Calls begin in the order in which they were started."""
+    """Up to ``threads`` daemon threads, started as needed. Calls begin in the order of ``start``."""
 
     def __init__(self, name: str, threads: int = 8, clock: Callable[[], float] = time.monotonic) -> None:
         self.pending = 0
         """How many calls have not ended, abandoned ones included."""
         self.ended_s = clock()
-        """When a call ended last. While calls end, one that waits for a thread does not wait for the storage."""
+        """When a call last ended. If calls keep ending, a queued call waits for a thread, not for storage."""
         self._name = name
         self._clock = clock
         self._limit = threads
@@ -64,7 +64,7 @@ class CallThreads:
         self._threads: list[threading.Thread] = []
 
     def start(self, work: Callable[[], T], discard: Callable[[T], None] | None = None) -> Call[T]:
-        """Queue a call. ``discard`` gets the result of one that is abandoned, on whichever thread is at hand."""
+        """Queue a call. ``discard`` gets the result of an abandoned call, on any thread."""
         call = Call(work, discard)
         with self._lock:
             if self.pending >= len(self._threads) < self._limit:
@@ -74,13 +74,13 @@ class CallThreads:
         return call
 
     def keep_up(self) -> None:
-        """Start a thread where calls wait and there is none, because the machine had none to spare when they came."""
+        """Retry starting a thread if calls wait and earlier starts failed."""
         if self.pending and not self._threads:
             with self._lock:
                 self._add_thread()
 
     def close(self, patience_s: float = 0.5) -> None:
-        """Let what is queued end; after ``patience_s`` the threads that hang are left behind."""
+        """Let queued calls end; after ``patience_s``, abandon the threads that hang."""
         with self._lock:
             threads, self._threads = self._threads, []
         for _ in threads:
@@ -91,7 +91,7 @@ class CallThreads:
 
     def _add_thread(self) -> None:
         thread = threading.Thread(target=self._main, name=self._name, daemon=True)
-        with contextlib.suppress(RuntimeError):  # none to be had now: the next call, or keep_up, tries again
+        with contextlib.suppress(RuntimeError):  # no thread can start now; the next call or ``keep_up`` tries again
             thread.start()
             self._threads.append(thread)
 

@@ -1,4 +1,4 @@
-"""The inspection contract: what a tier holds, asked by commands from outside any server.
+"""The inspection contract: commands list and read a tier's contents from outside any server.
 
 Threading: one thread lists; ``read_into`` and ``look_again`` may be called by several threads at once.
 Inspection locks, creates and changes nothing. Memory does not grow with the number of chunks: listings are yielded.
@@ -24,35 +24,35 @@ from nixl_offload.stores.base import Store
 from nixl_offload.types import Key, key_group
 
 _MAX_BYTES: Final = 1 << 52
-"""A manifest with larger shards is not believed: no file is as large, and sums of sizes are offsets."""
+"""A manifest with larger shards is not believed. No file is that large, and sums of sizes must stay valid offsets."""
 _PRINTABLE_CHARS: Final = 60
 
 
 class ShardInfo(NamedTuple):
-    """What one rank holds of a chunk, as an index or a listing says."""
+    """One shard of a chunk, according to an index or a listing."""
 
     rank: int
-    """Or the number of the shard, where chunks are cut by their KV heads (``NamespaceInfo.is_cut``)."""
+    """The rank, or the number of the shard if chunks are cut by KV heads (``NamespaceInfo.is_cut``)."""
     place: str
-    """The object's name, or ``PATH.slab@OFFSET``; ``nixl-offload stat`` takes it."""
+    """The object's name, or ``PATH.slab@OFFSET``; an argument for ``nixl-offload stat``."""
     size_bytes: int
     offset: int
-    """Of its first byte at that place: 0 except in a slab."""
+    """Byte offset of the shard in its file: 0 except in a slab."""
     modified_s: float | None
-    """By the store's clock; None in a slab, where only the header knows."""
+    """By the store's clock; None in a slab, where only the header has a time."""
 
 
 class ChunkInfo(NamedTuple):
-    """A chunk, as an index or a listing says."""
+    """A chunk, according to an index or a listing."""
 
     key: Key
     shards: tuple[ShardInfo, ...]
     version: int = 0
-    """In a slab it changes whenever the chunk is put again."""
+    """In a slab, changes whenever the chunk is put again."""
 
     @property
     def size_bytes(self) -> int:
-        """The size of all its shards."""
+        """The total size of its shards."""
         return sum(shard.size_bytes for shard in self.shards)
 
     @property
@@ -68,12 +68,12 @@ class NamespaceSize(NamedTuple):
     shards: int
     size_bytes: int
     oldest_s: float | None
-    """When the oldest chunk was written; None where that is unknown."""
+    """When the oldest chunk was written; None if unknown."""
     newest_s: float | None
 
 
 class NamespaceInfo:
-    """A namespace that a tier holds. What its manifest says is None where there is none, or it cannot be true."""
+    """A namespace that a tier holds. Fields from its manifest are None if it has none, or a false one."""
 
     def __init__(
         self,
@@ -84,53 +84,53 @@ class NamespaceInfo:
         used_s: float | None = None,
         in_use: str | None = None,
     ) -> None:
-        """``manifest``: one that fits the name; anybody may have written it, so fields may be of any kind."""
+        """``manifest``: one that fits the name. Anybody may have written it, so its fields may have any type."""
         self.name = name
         """32 hex digits."""
         self.part = part
-        """``dp-0`` and so on, where data-parallel engines share a directory."""
+        """``dp-0`` and so on if data-parallel engines share a directory, else empty."""
         self.path = f"{part}/{name}" if part else name
         self.used_s = used_s
-        """When an engine last opened it, where that is known."""
+        """When an engine last opened it; None if unknown."""
         self.in_use = in_use
-        """Which engine has it open now, in words; None: none, or unknown (``Inspector.exclusive``)."""
+        """The engine that has it open now, in words; None: none, or unknown (``Inspector.exclusive``)."""
         self.trouble: str | None = None
-        """Why its chunks cannot be listed, if so."""
+        """Why its chunks cannot be listed; None if they can."""
         self.manifest = manifest
         said = manifest["fields"] if manifest else {}
         self.tenant = printable(said.get("tenant"))
         model, weights = printable(said.get("model")), printable(said.get("weights"), 8)
         self.model = f"{model} (local weights {weights})" if model and weights else model
         self.owner = f"tenant {self.tenant or '?'}, model {self.model or '?'}"
-        """For people."""
+        """Tenant and model, for people."""
         self._known = known = _namespace_of(manifest)
         fields = known.fields if known else None
         self._sizes = {group.group_id: group.slot_bytes for group in fields.groups} if fields else {}
-        """By KV group: bytes of a shard by rank."""
+        """By KV group: the bytes of each rank's shard."""
         self.groups: Sequence[int] = sorted(self._sizes)
         """The KV groups, in the order of their numbers."""
         self.ranks = fields.holders if fields else None
-        """The most shards that a chunk can consist of."""
+        """The largest number of shards of a chunk."""
         self.is_cut = isinstance(fields, ShardedFields)
-        """Whether chunks are cut into shards: then servers of other parallel sizes share them, and "rank" is the number
+        """Whether chunks are cut into shards that servers of other parallel sizes share. Then "rank" means the number
         of a shard."""
         self.blocks_per_chunk = fields.blocks_per_chunk if fields else None
-        """In every group."""
+        """The same in every group."""
         self.chunk_tokens = fields.tokens_per_block * fields.blocks_per_chunk if fields else None
         self.is_authenticated = "authenticate" in fields.settings if fields else None
         """Whether its chunks must have a MAC."""
 
     def shard_bytes(self, group: int, rank: int) -> int | None:
-        """Return the size of the shard of ``rank``, header and padding included; None where that is unknown."""
+        """Return the size of the shard of ``rank``, header and padding included; None if unknown."""
         sizes = self._sizes.get(group, ())
         return sizes[rank] if 0 <= rank < len(sizes) else None
 
     def holders(self, group: int) -> Sequence[int]:
-        """Return the ranks that hold a shard of the group's chunks; none where that is unknown."""
+        """Return the ranks that hold a shard of the group's chunks; empty if unknown."""
         return [rank for rank, size in enumerate(self._sizes.get(group, ())) if size]
 
     def why_no_shard(self, key: Key, rank: int) -> str | None:
-        """Say why a chunk can have no shard of ``rank``; None where it has one, or where that is unknown."""
+        """Return why a chunk can have no shard of ``rank``; None if it has one, or if that is unknown."""
         if self.ranks is None or rank in self.holders(key_group(key)):
             return None
         if self.is_cut:
@@ -140,11 +140,11 @@ class NamespaceInfo:
         return f"rank {rank} has no layer of KV group {key_group(key)}"
 
     def rank_digest(self, rank: int) -> bytes | None:
-        """Return the digest that the headers of ``rank`` must carry; None where no manifest fits."""
+        """Return the namespace digest that headers of ``rank`` must contain; None without a valid manifest."""
         return rank_digest(self._known.digest, rank) if self._known and 0 <= rank < 1 << 32 else None
 
     def details(self) -> dict[str, str | int]:
-        """Return the fields in which namespaces of one model differ, safe to print."""
+        """Return the manifest fields in which namespaces of one model can differ, safe to print."""
         fields = self._known.fields if self._known else None
         names = ("engine", "platform", "revision", "dtype", "kv_layout", "attention_backend", "tp", "pp", "pcp", "dcp",
                  "world_size", "shards", "blocks_per_chunk", "tokens_per_block")  # fmt: skip
@@ -155,7 +155,7 @@ class NamespaceInfo:
 
 
 def _namespace_of(manifest: Mapping[str, Any] | None) -> Namespace | None:
-    """Return the namespace that a manifest describes; None where it cannot be true."""
+    """Return the namespace that a manifest describes; None if the manifest is false."""
     try:
         plain = dict(manifest["fields"]) if manifest else {}
         for group in plain["groups"]:
@@ -180,53 +180,53 @@ class Inspector(ABC):
     """The directory, or the bucket and prefix, for people."""
     capacity_bytes: int | None
     exclusive: ClassVar[bool] = False
-    """One engine at a time has the tier: it locks the directory, reuses slots, and keeps within the capacity itself."""
+    """True if one engine at a time uses the tier: it locks the directory, reuses slots and enforces the capacity."""
     store: Store | None = None
-    """The store of a tier that servers share; None where chunks lie in slots."""
+    """The store of a tier that servers share; None if chunks lie in slots."""
     other_objects: int = 0
-    """Objects that are not ours, counted while ``namespaces`` and ``chunks`` run. No command touches them."""
+    """Foreign objects, counted while ``namespaces`` and ``chunks`` run. No command touches them."""
 
     @abstractmethod
     def namespaces(self) -> Iterator[NamespaceInfo]:
-        """Yield what is there, in the order of ``NamespaceInfo.path``."""
+        """Yield the namespaces, in the order of ``NamespaceInfo.path``."""
 
     @abstractmethod
     def chunks(self, namespace: NamespaceInfo) -> Iterator[ChunkInfo]:
-        """Yield the chunks of a namespace; those of a slab in the order in which they were put."""
+        """Yield the chunks of a namespace. In a slab, the oldest come first."""
 
     @abstractmethod
     def find(self, namespace: NamespaceInfo, digits: str, limit: int) -> Sequence[ChunkInfo]:
-        """Return the first ``limit`` chunks, by key, whose keys begin with these hex digits (two at least)."""
+        """Return the first ``limit`` chunks, by key, whose keys begin with the hex ``digits`` (at least two)."""
 
     @abstractmethod
     def read_into(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
-        """Fill ``memory`` from ``offset`` of the shard. ``memory``: page-aligned, whole pages where possible.
+        """Fill ``memory`` from ``offset`` of the shard. ``memory``: page-aligned, whole pages if possible.
 
-        Raises StoreError: ``missing``, ``short`` (the shard ends earlier), others where the storage fails.
+        Raises StoreError: ``missing``, ``short`` (the shard ends earlier), or another cause if the storage fails.
         """
 
     @abstractmethod
     def created_s(self, chunk: ChunkInfo) -> float | None:
-        """Return when the chunk was written, None where that is unknown."""
+        """Return when the chunk was written, None if unknown."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what was opened. Idempotent."""
+        """Release the tier. Idempotent."""
 
     def in_use(self, namespace: NamespaceInfo) -> str | None:
-        """Say which engine has the namespace open at this moment; None: none, or unknown."""
+        """Return which engine has the namespace open now, in words; None: none, or unknown."""
         return None
 
     def used_bytes(self) -> int | None:
-        """Return what the tier takes on the disk; None where only chunks count."""
+        """Return the bytes that the tier takes on the disk; None if only chunks count."""
         return None
 
     def look_again(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> ChunkInfo | None:
-        """Return the chunk as it is now, None where it is gone."""
+        """Return the chunk's current state, None if it is gone."""
         return next((now for now in self.find(namespace, chunk.key.hex(), 1) if now.key == chunk.key), None)
 
     def measure(self, namespace: NamespaceInfo) -> NamespaceSize:
-        """List a namespace and count."""
+        """List a namespace and return its totals."""
         chunks = shards = size_bytes = 0
         oldest: ChunkInfo | None = None
         newest: ChunkInfo | None = None
@@ -239,7 +239,7 @@ class Inspector(ABC):
 
 
 def printable(value: object, limit: int = _PRINTABLE_CHARS) -> str | None:
-    """Return text that is safe for a terminal, None for what is no text."""
+    """Return a string made safe for a terminal, cut to ``limit`` characters; None if ``value`` is not a string."""
     if not isinstance(value, str):
         return None
     return "".join(char if char.isprintable() else "?" for char in value[:limit])

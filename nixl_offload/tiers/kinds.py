@@ -1,5 +1,5 @@
-"""The kinds of tiers, by what the config calls them: how the scheduler opens each, how a rank opens its link to it, and
-how commands look into it.
+"""The table of tier kinds, by their names in the config: how the scheduler opens each kind, how a rank opens its link,
+and how commands inspect it.
 
 A new kind is a module beside this one, a model in ``config.schema``, and a row here (the rest: CONTRIBUTING.md).
 
@@ -37,17 +37,17 @@ AnyPlace = MemoryPlace | SlabPlace | SharedPlace
 
 
 class TierKind(NamedTuple):
-    """How one kind is opened. Each function takes its own kind's config and place."""
+    """How one kind is opened. Each function takes the config (and place) of that kind."""
 
     open_tier: Callable[[Any, TierContext], AnyTier]
     open_link: Callable[[Any, Any, int, Mover], Link] | None
-    """None: ranks reach it without a link."""
+    """None: ranks reach the tier without a link."""
     open_inspector: Callable[[Any], Inspector] | None
-    """None: it cannot be looked into from outside the server."""
+    """None: commands cannot inspect the tier."""
 
 
 def _open_shared_dir(config: SharedDirConfig, context: TierContext) -> SharedTier:
-    """Raises ConfigError, too, when what engines would keep there is less than two chunks."""
+    """Also raises ConfigError if engines evict there and the capacity is less than two chunks."""
     keeps, least_bytes = is_kept(config), 2 * context.chunk_bytes
     if keeps and config.capacity_bytes < least_bytes:
         raise ConfigError(
@@ -112,21 +112,21 @@ KINDS: Final = {
 def open_tier(config: TierConfig, context: TierContext) -> AnyTier:
     """Open the scheduler's half of a tier. The caller closes it.
 
-    Raises TierError or ConfigError, for the operator, when it cannot be used. A shared tier that does not answer is no
-    error: it is used once it does.
+    Raises TierError or ConfigError, with a message for the operator, if the tier cannot be used. A shared tier that
+    does not answer is not an error: it is used once it answers.
     """
     return KINDS[config.kind].open_tier(config, context)
 
 
 def open_link(config: TierConfig, place: AnyPlace, rank: int, mover: Mover) -> Link:
-    """Open what ``rank`` reaches a stored tier by. ``mover`` stays the caller's. Raises TierError."""
+    """Open the link of ``rank`` to a stored tier. The caller keeps ``mover``. Raises TierError."""
     opened = KINDS[config.kind].open_link
     assert opened is not None, "memory has no link"
     return opened(config, place, rank, mover)
 
 
 def open_inspector(config: StoredConfig) -> Inspector:
-    """Return what looks into the tier from outside any server; the caller closes it. Makes no directory.
+    """Return the tier's inspector; the caller closes it. Makes no directory.
 
     Raises StoreError, NotSupportedError.
     """

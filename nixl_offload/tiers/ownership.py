@@ -1,14 +1,14 @@
-"""Whose a tier's directory is: private, apart from other tiers, locked by one engine; and how much of its drive it may
-take.
+"""Ownership of a tier's directory: private, apart from other tiers, locked by one engine. Also the share of its drive
+that stays free.
 
-The lock is an open file description lock (``F_OFD_SETLK``), which the kernel drops when its holder dies, however it
-dies. Unlike other record locks it stays when another descriptor of the file is closed, and unlike ``flock`` it can be
-looked at without being taken. The file stays behind when the lock is released: removing it would race with others.
+The lock is an open file description lock (``F_OFD_SETLK``). The kernel drops it when its holder dies. Unlike other
+record locks it survives closing another descriptor of the file; unlike ``flock`` it can be examined without being
+taken. The lock file is not removed on release: that would race with other engines.
 
-A tier that fills a drive stops others that use it. On a Kubernetes node it is the pod that ends: the kubelet evicts
-pods where less than 10 % of the node's filesystem is free, 15 % of the one with the images, or 5 % of the inodes.
+A tier that fills a drive stops other programs on it. On a Kubernetes node it ends the pod: the kubelet evicts pods if
+less than 10 % of the node's filesystem is free, 15 % of the image filesystem, or 5 % of the inodes.
 
-Threading: any thread; a ``DirectoryLock`` has one owner. Calls take as long as the storage takes to answer.
+Threading: any thread; a ``DirectoryLock`` has one owner. Calls last until the storage answers.
 Ownership: a lock belongs to the process that took it, and a forked child does not keep it alive.
 """
 
@@ -38,11 +38,11 @@ from nixl_offload.stores.filesystem import REAL, Filesystem, tier_error
 logger = logging.getLogger(__name__)
 
 SHARED_DRIVE: Final = 0.10
-"""The share that stays free where others use the drive, if the config says nothing."""
+"""Default share of the filesystem that stays free if other programs use the drive."""
 EMPTY_DIR: Final = 0.20
-"""And in an emptyDir, which lies on the filesystem that the kubelet watches."""
+"""The same for an emptyDir, which lies on the filesystem that the kubelet watches."""
 _GET_LOCK, _SET_LOCK = 36, 37
-"""``F_OFD_GETLK`` and ``F_OFD_SETLK`` of Linux: a Python that was built with an old glibc has no names for them."""
+"""``F_OFD_GETLK`` and ``F_OFD_SETLK`` of Linux. A Python built with an old glibc has no names for them."""
 _HINT_MAX_BYTES = 4096
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
@@ -59,7 +59,7 @@ def make_private_directory(directory: Path) -> None:
 
 
 def warn_of_others(directory: str) -> None:
-    """Log a warning where others than this user may make, rename and remove files. Says nothing of one that is away."""
+    """Log a warning if other users may write to ``directory``. Does nothing if it is missing."""
     with contextlib.suppress(OSError):
         status = os.stat(directory)
         mode = stat.S_IMODE(status.st_mode)
@@ -73,12 +73,12 @@ def warn_of_others(directory: str) -> None:
 
 
 def may_chmod(status: os.stat_result) -> bool:
-    """Whether this user may. A volume of Kubernetes with an fsGroup is root's, and its pod's user is not."""
+    """Whether this user may change the mode. A Kubernetes volume with an fsGroup belongs to root, not to the pod."""
     return os.geteuid() in (0, status.st_uid)
 
 
 def require_directory(path: Path) -> None:
-    """Raise StoreError where there is no directory, nothing can be in it, or where that cannot be found out."""
+    """Raise StoreError unless ``path`` is a directory. Also raises it if the path cannot be examined."""
     try:
         if path.is_dir():
             return
@@ -94,10 +94,10 @@ def require_directory(path: Path) -> None:
 
 
 def require_apart(config: TierConfig | DirectoryConfig, nearer: Iterable[TierConfig | DirectoryConfig]) -> None:
-    """Raise TierError where the directory of a tier is that of a nearer one, or one lies in the other, by symbolic
-    links: the config's text does not tell. A slab counts all that lies under its directory as its own.
+    """Raise TierError if the tier's directory is that of a nearer tier, or one lies in the other, after following
+    symbolic links. A slab counts everything under its directory as its own.
 
-    Takes as long as both directories' storage takes to answer.
+    Blocks until the storage of both directories answers.
     """
     if not isinstance(config, DirectoryConfig):
         return
@@ -115,8 +115,8 @@ def require_apart(config: TierConfig | DirectoryConfig, nearer: Iterable[TierCon
 def kept_free(config: DirectoryConfig, root: str = "/") -> float:
     """Return the share of its filesystem that a tier leaves free. ``root`` stands for ``/`` in tests.
 
-    A network filesystem is not watched. A drive is the tier's alone where nothing else lies in its root; what
-    a container sees of a larger filesystem (an emptyDir, a hostPath) is not.
+    The default is 0 on a network filesystem, and on a drive whose root directory holds nothing else. A mount that shows
+    only a part of a filesystem (an emptyDir, a hostPath) counts as shared.
     """
     if config.keep_free_percent is not None:
         return config.keep_free_percent / 100
@@ -128,39 +128,39 @@ def kept_free(config: DirectoryConfig, root: str = "/") -> float:
     inside = os.path.relpath(os.path.realpath(config.path), mount.point).split("/")[0]
     try:
         others = set(os.listdir(mount.point)) - {inside, "lost+found"}
-    except OSError:  # not for this user to see
+    except OSError:  # this user may not list it
         return SHARED_DRIVE
     return SHARED_DRIVE if others and inside != "." else 0.0
 
 
 def is_local(path: str, root: str = "/") -> bool:
-    """Whether no other machine has a directory, by its filesystem. Takes as long as its storage takes to answer."""
+    """True if only this machine can use the filesystem of ``path``. Blocks until its storage answers."""
     mount = find_mount(path, root)
     return mount is not None and mount.kind in LOCAL
 
 
 def is_kept(config: SharedDirConfig, root: str = "/") -> bool:
-    """Whether engines keep a shared directory to its capacity: as the config says, or because no other machine has it.
+    """Whether engines evict from a shared directory to enforce its capacity. The default: if it is local.
 
-    Elsewhere ``nixl-offload gc`` does.
+    If they do not, ``nixl-offload gc`` enforces it.
     """
     return is_local(config.path, root) if config.evict is None else config.evict
 
 
 class DirectoryLock:
-    """A lock on a file. The file's content says who holds it: for people, and for ``is_held_by`` while it is held."""
+    """A lock on a file. The file names its holder, for people and for ``is_held_by``."""
 
     def __init__(self, path: Path, filesystem: Filesystem = REAL) -> None:
         """Name the lock file; ``acquire`` takes it."""
         self.path = path
         self._filesystem = filesystem
         self.owner = secrets.token_hex(16)
-        """What the file says while this object holds it, each time the same."""
+        """The name in the file while this object holds the lock; constant for this object."""
         self._fd = -1
         self._identity = (0, 0)
 
     def acquire(self, *, shared: bool = False) -> None:
-        """Take the lock at once. Raises TierError: ``locked`` (says by whom), or why the file cannot be opened."""
+        """Take the lock without waiting. Raises TierError: ``locked`` (names the holder), or why the open failed."""
         while not self.is_held():  # the file may be replaced before it is locked
             self.release()
             try:
@@ -178,7 +178,7 @@ class DirectoryLock:
             except OSError as error:
                 self.release()
                 raise tier_error(error, f"cannot lock {self.path}") from error
-            except ValueError as error:  # another thread has let go meanwhile, so there is no descriptor
+            except ValueError as error:  # another thread has released it meanwhile, so the descriptor is -1
                 raise TierError(f"cannot lock {self.path}: {error}", cause="io") from error
             self._identity = (status.st_dev, status.st_ino)
         _held.add(self)
@@ -189,17 +189,17 @@ class DirectoryLock:
             "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         }
         line = f"{json.dumps(hint)}\n".encode()
-        try:  # over what was there, then cut off the rest: readers take the first line
+        try:  # overwrite, then truncate: readers take the first line
             self._filesystem.write(self._fd, memoryview(line), 0)
             self._filesystem.truncate(self._fd, len(line))
-        except OSError:  # a full disk must not keep an engine from serving what it has
-            with contextlib.suppress(OSError):  # rather nothing than what the last holder wrote
+        except OSError:  # a full disk must not keep an engine from serving its chunks
+            with contextlib.suppress(OSError):  # no name is better than the last holder's
                 self._filesystem.truncate(self._fd, 0)
 
     def is_held(self) -> bool:
-        """Say whether this object holds the lock *on the file that bears the name now*.
+        """Return whether this object holds the lock of the file that has this path *now*.
 
-        Where storage does not say which file that is, it is taken to be the same: what is held must not be let go.
+        If the storage cannot tell, the file is assumed to be the same: a held lock must not be released.
         """
         if self._fd < 0:
             return False
@@ -212,24 +212,24 @@ class DirectoryLock:
         return (status.st_dev, status.st_ino) == self._identity
 
     def release(self) -> None:
-        """Let go. Idempotent, also for two threads at once."""
+        """Release the lock. Idempotent, even for two threads at once."""
         _held.discard(self)
-        fd, self._fd = self._fd, -1  # first: a second ``close`` of the number could be of another file
+        fd, self._fd = self._fd, -1  # before the close: a second close of this number could hit another file
         if fd >= 0:
             os.close(fd)
 
 
 def holder_of(path: Path) -> str | None:
-    """Say who holds the lock ``path`` alone, None when nobody does. Changes nothing; raises TierError."""
+    """Return who holds the lock ``path`` exclusively, in words; None: nobody. Changes nothing; raises TierError."""
     hint = _holders_hint(path)
     return None if hint is None else _words(hint)
 
 
 def is_held_by(path: Path, owner: str) -> bool:
-    """Say whether ``owner`` holds the lock ``path`` alone, or somebody who could not write its name.
+    """Return whether ``owner`` holds the lock ``path`` exclusively. A holder that could not write its name counts too.
 
-    False where nobody does, as on a machine without the engine's scheduler, and with ``owner`` "". Raises TierError
-    while another holds it (``locked``), or if it cannot be read.
+    False if nobody holds it, as on a machine without the engine's scheduler, and for ``owner`` "". Raises TierError if
+    another engine holds it (``locked``), or if it cannot be read.
     """
     hint = _holders_hint(path) if owner else None
     if hint is not None and hint.get("owner", owner) != owner:
@@ -238,10 +238,10 @@ def is_held_by(path: Path, owner: str) -> bool:
 
 
 def require_lock(directory: Path, owner: str) -> None:
-    """Raise TierError where ``owner`` has not locked the directory above ``directory``; ``locked``: another has.
+    """Raise TierError unless ``owner`` has locked the parent of ``directory``; ``locked``: another engine has.
 
-    For processes on the machine of the engine's scheduler: without its lock the path leads elsewhere than the scheduler
-    went, as to an empty mount point, or somebody has removed what was there.
+    For processes on the machine of the engine's scheduler. If its lock is missing there, the path now leads to another
+    directory (such as an empty mount point), or somebody has removed the files.
     """
     lock = directory.parent / "lock"
     if not is_held_by(lock, owner):
@@ -249,7 +249,7 @@ def require_lock(directory: Path, owner: str) -> None:
 
 
 def _holders_hint(path: Path) -> dict[str, Any] | None:
-    """Return what the holder of the lock ``path`` wrote there, None when nobody holds it alone. Raises TierError."""
+    """Return what the exclusive holder of the lock ``path`` wrote there; None without one. Raises TierError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -293,7 +293,7 @@ def _words(hint: dict[str, Any]) -> str:
 
 
 def _forget_after_fork() -> None:
-    """Close a child's copies: closing one descriptor of several drops no lock, keeping it open would prolong it."""
+    """Close the child's descriptors. The parent keeps the lock; an open copy would keep it after the parent's end."""
     for lock in list(_held):
         lock.release()
 
