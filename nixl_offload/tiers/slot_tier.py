@@ -1,9 +1,9 @@
-"""Chunks in slots that one engine alone fills: which chunk rests in which slot, and what goes when room is needed.
-``MemoryTier`` is such a tier in host memory, which nothing outlives; ``slab.tier`` has the one on a drive.
+"""Tiers whose slots one engine fills: which chunk rests in which slot, and which chunks are evicted to make room.
+``MemoryTier`` keeps its slots in host memory, until the engine ends; ``slab.tier`` keeps them on a drive.
 
 Threading: called by the scheduler's thread alone. No I/O, no clock.
-Ownership: the index and the slot allocator. The bytes belong to the ranks, whose slots all have this one geometry. Each
-rank takes those of a memory tier whole at start.
+Ownership: the index and the slot allocator. The bytes belong to the ranks, whose slots all have the same geometry. Each
+rank allocates its part of a memory tier at start.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 
 
 class SlotTier(Tier):
-    """A tier over an index and slots of this machine's memory or drive.
+    """A tier made of an index and slots in this machine's memory or on its drive.
 
-    A call that the index's table does not have, such as ``commit`` of a chunk that is not being written, raises
+    A call that does not fit the chunk's state, such as ``commit`` of a chunk that is not being written, raises
     IndexStateError and changes nothing.
     """
 
     is_local = True
 
     def __init__(self, position: int, allocator: SlotAllocator, journal: DurableIndex | None = None) -> None:
-        """Begin with no chunk. ``journal`` learns of every one that comes and goes."""
+        """Start empty. ``journal`` records each chunk that is committed or dropped."""
         self._position = position
         self._index = Index(position)
         self._allocator = allocator
@@ -46,7 +46,7 @@ class SlotTier(Tier):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes per rank that slots can take, retired ones included."""
+        """Bytes of all slots per rank, retired ones included."""
         return self._allocator.rank_bytes
 
     def statistics(self) -> SlotStatistics:
@@ -55,24 +55,24 @@ class SlotTier(Tier):
 
     @property
     def in_use(self) -> bool:
-        """Always: nothing here learns that storage is gone but by a load that fails."""
+        """Always true: only a failing load shows that storage is gone."""
         return True
 
     def state(self, key: Key) -> State | None:
         return self._index.state(key)
 
     def lookup(self, key: Key, context: LookupContext, now_s: float) -> Lookup:
-        """Say whether ``key`` can be loaded: nobody else writes here, so the index knows."""
+        """Return whether ``key`` can be loaded. Nobody else writes here, so the index knows."""
         state = self._index.state(key)
         if state is State.READY:
             return Lookup.HIT
         return Lookup.PENDING if state is State.WRITING else Lookup.MISS
 
     def adopt(self, pieces: Iterable[Sequence[Row]]) -> list[Key]:
-        """Make READY what the journal remembers. Of rows that conflict the first wins.
+        """Make the chunks in the journal's rows READY. If rows conflict, the first wins.
 
-        A row is a hint: none is believed before the header in its slot agrees. Returns the keys of the rows that do not
-        fit, and were left out.
+        A row is a hint: a load still checks the header in the slot. Returns the keys of rows that do not fit; they were
+        left out.
         """
         stale: list[Key] = []
         for rows in pieces:
@@ -112,9 +112,9 @@ class SlotTier(Tier):
         self._free(self._index.abort(key))
 
     def retire(self, key: Key) -> None:
-        """Forget a WRITING chunk, and never give its slot away again, for something may still write there.
+        """Forget a WRITING chunk, and never use its slot again: late I/O may still write there.
 
-        The slot stays lost until the engine restarts, resets included; the chunk may be stored anew, in another.
+        The slot is lost until the engine restarts; a reset does not free it. The chunk may be stored in another slot.
         """
         location = self._index.abort(key)
         self._allocator.retire(location.offset, location.slot_bytes)
@@ -123,7 +123,7 @@ class SlotTier(Tier):
         return self._index.pin(key)
 
     def unpin(self, key: Key) -> None:
-        """Take one pin back; frees the slot of a chunk that was dropped meanwhile."""
+        """Take one pin back. Frees the slot if the chunk was dropped meanwhile."""
         self._free(self._index.unpin(key))
 
     def touch(self, key: Key) -> None:
@@ -138,28 +138,28 @@ class SlotTier(Tier):
         return was_ready
 
     def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
-        """A load is over: drop what did not arrive, or not as it was stored. Returns what was dropped."""
+        """Drop the chunks of a load that did not arrive or are damaged. Returns the dropped ones."""
         dropped = [key for key in not_arrived(keys, failed) if self.state(key) is State.READY]
         for key in dropped:
             self.drop(key)
         return dropped
 
     def clear(self) -> None:
-        """Drop everything, in the journal too. Costs per chunk in use, not per chunk."""
+        """Drop everything, in the journal too. The cost grows with the chunks in use, not with all chunks."""
         if self._journal is not None:
             self._journal.clear()
         self._index.clear()
         self._allocator.clear((key, self._index.location(key)) for key in self._index)
 
     def check(self) -> None:
-        """Assert every invariant: each chunk has its slot, and nobody else has one. For tests."""
+        """Assert every invariant: each chunk has one slot, and each taken slot one chunk. For tests."""
         self._index.check()
         held = [(key, *self._index.location(key)[1:]) for key in self._index]
         assert sorted(self._allocator) == sorted(held), "index and slots disagree"
         assert self._allocator.used_bytes + self._allocator.retired_bytes <= self.capacity_bytes
 
     def _gives_way(self, key: Key) -> bool:
-        """Whether ``key`` may be dropped so that its extent can go to slots of another size."""
+        """Whether ``key`` may be dropped to empty its extent for slots of another size."""
         return self._index.state(key) is State.READY
 
     def _make_room(self, key: Key, slot_bytes: int, evicted: list[Key]) -> int | None:
@@ -183,19 +183,19 @@ class SlotTier(Tier):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlace:
-    """What the ranks need to know of the tier; sent to them once, when the tier opens."""
+    """The tier's data for the ranks; sent to them once, when the tier opens."""
 
     rank_namespaces: tuple[bytes, ...]
-    """By rank or by shard, the 32 bytes that shard headers carry."""
+    """By rank or by shard, the 32-byte namespace digest in shard headers."""
     rank_bytes: int
-    """Every slot lies within ``[0, rank_bytes)`` of a rank's memory; at most what ``rank_memory_bytes`` says."""
+    """Every slot lies within ``[0, rank_bytes)`` of a rank's memory; at most ``rank_memory_bytes``."""
 
 
 def rank_memory_bytes(capacity_bytes: int, world_size: int, dp_size: int) -> int:
-    """Return what each rank takes of a memory tier's capacity, in whole pages.
+    """Return each rank's share of a memory tier's capacity, in bytes, rounded down to whole pages.
 
-    ``capacity_bytes`` is shared by ``world_size`` ranks of each of ``dp_size`` data-parallel engines. Both halves ask
-    here, so that no slot lies outside of what a rank has.
+    ``capacity_bytes`` is shared by ``world_size`` ranks of each of ``dp_size`` data-parallel engines. The scheduler and
+    the ranks both call this, so no slot can lie outside a rank's memory.
     """
     return capacity_bytes // (world_size * dp_size) // PAGE_BYTES * PAGE_BYTES
 
@@ -204,15 +204,15 @@ class MemoryTier(SlotTier):
     """Slots of host memory, one index for all ranks. A pinned chunk keeps its slot."""
 
     def __init__(self, position: int, place: MemoryPlace, allocator: SlotAllocator) -> None:
-        """Put the parts together; ``open`` is the usual way."""
+        """Assemble the parts; ``open`` is the usual way."""
         super().__init__(position, allocator)
         self.place: MemoryPlace = place
 
     @classmethod
     def open(cls, config: MemoryConfig, context: TierContext) -> MemoryTier:
-        """Deal the capacity out to ranks and return the tier, empty.
+        """Divide the capacity among ranks and return the empty tier.
 
-        Raises ConfigError when the capacity is too small for this model; it names the least that would do.
+        Raises ConfigError if the capacity is too small for this model; the message names the minimum.
         """
         classes, world_size, dp_size = context.slot_classes, context.world_size, len(context.dp_engines)
         available_bytes = rank_memory_bytes(config.capacity_bytes, world_size, dp_size)
@@ -239,5 +239,5 @@ class MemoryTier(SlotTier):
         return cls(context.position, place, allocator)
 
     def _gives_way(self, key: Key) -> bool:
-        # A pin may be for a chunk that exists nowhere else yet, which a farther tier is still to have.
+        # A pinned chunk may be on its way to a farther tier, and exist nowhere else yet.
         return self._index.state(key) is State.READY and not self._index.pins(key)

@@ -1,14 +1,14 @@
-"""Slots of a few sizes in a tier: extents, each lent to one size at a time, with slots inside; where each slot lies, on
-which rank, and which chunk has it.
+"""Slots of a few sizes in a tier: where each slot lies, on which rank, and which chunk has it. Slots lie in extents;
+each extent is lent to one slot size at a time.
 
-Replicas on one machine have one copy of a chunk. The slots of an extent are dealt out to them in turn: slot ``s`` lies
-on the replica ``s % replicas``, in the place that ``s // replicas`` would have on a rank by itself. Every rank has this
+Replicas on one machine share one copy of a chunk, and so the slots of an extent: slot ``s`` lies on the replica
+``s % replicas``, at the position that slot ``s // replicas`` has on a rank without replicas. All ranks have the same
 geometry.
 
 Threading: no I/O, no lock, no clock. ``SlotPlaces`` is an immutable value; a ``SlotAllocator`` is the scheduler
 thread's alone.
-Ownership: a slot belongs to its chunk from ``allocate`` or ``adopt`` until ``free``; nobody else gets it meanwhile.
-One that was retired is nobody's for good.
+Ownership: a slot belongs to its chunk from ``allocate`` or ``adopt`` until ``free``; no other chunk gets it meanwhile.
+A retired slot is never used again.
 """
 
 from __future__ import annotations
@@ -22,63 +22,62 @@ from nixl_offload.errors import IndexStateError
 from nixl_offload.types import Key, Location, align_up
 
 EXTENTS_WANTED = 256
-"""A slab is cut into about this many: fine enough to share among sizes, coarse enough to preallocate quickly."""
+"""A slab has about this many extents: enough to share among slot sizes, few enough to preallocate quickly."""
 SLOTS_PER_EXTENT_MIN = 4
 EXTENT_MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class SlotPlaces:
-    """How the offsets that a ``SlotAllocator`` hands out are to be read on a rank."""
+    """Translates the offsets of a ``SlotAllocator`` to offsets on a rank."""
 
     rank_bytes: int
-    """What each rank has, in whole extents."""
+    """Bytes of each rank, in whole extents."""
     extent_bytes: int
-    """Of one rank."""
+    """An extent's bytes on one rank."""
     replicas: Mapping[int, int] = field(default_factory=dict)
-    """By slot size: how many ranks in a row have one copy together. None named: every rank has its own. Each number
-    divides the largest.
+    """By slot size: how many consecutive ranks share one copy; 1 if the size is not listed. Each number divides the
+    largest.
     """
 
     @property
     def together(self) -> int:
-        """How many ranks in a row read each other's slots, at most."""
+        """The largest number of consecutive ranks that read each other's slots."""
         return max(self.replicas.values(), default=1)
 
     @property
     def stride_bytes(self) -> int:
-        """How far the offsets of an extent are from those of the next."""
+        """The distance between the offsets of two neighbouring extents."""
         return self.extent_bytes * self.together
 
     def slots_per_extent(self, slot_bytes: int) -> int:
-        """Return how many slots of a size an extent has, on all ranks that read each other's."""
+        """Return how many slots of a size an extent has, on all replicas together."""
         return self.extent_bytes // slot_bytes * self.replicas.get(slot_bytes, 1)
 
     def find(self, rank: int, offset: int, slot_bytes: int) -> tuple[int, int]:
-        """Return which rank has the slot at ``offset`` for ``rank``, and the byte offset there."""
+        """Return the rank that has the slot at ``offset`` for ``rank``, and the byte offset on it."""
         copies = self.replicas.get(slot_bytes, 1)
         extent, inside = divmod(offset, self.stride_bytes)
         row, replica = divmod(inside // slot_bytes, copies)
         return rank // copies * copies + replica, extent * self.extent_bytes + row * slot_bytes
 
     def seen_from(self, rank: int, offset: int, slot_bytes: int) -> int:
-        """Return where ``rank`` finds the slot: an offset below ``rank_bytes`` is its own, and those of ``neighbours``
+        """Return where ``rank`` finds the slot. Offsets below ``rank_bytes`` are its own; those of its ``neighbours``
         follow, ``rank_bytes`` each.
         """
         holder, inside = self.find(rank, offset, slot_bytes)
         return (holder - rank) % self.together * self.rank_bytes + inside
 
     def neighbours(self, rank: int) -> list[int]:
-        """Return the other ranks that may have slots of this one's chunks, in the order of ``seen_from``."""
+        """Return the other ranks that may have slots of this rank's chunks, in the order of ``seen_from``."""
         together = self.together
         first = rank // together * together
         return [first + (rank - first + step) % together for step in range(1, together)]
 
 
 def ranks_together(machines: Sequence[str], replicas: int) -> int:
-    """Return how many ranks in a row can have one copy: the largest part of ``replicas`` that never crosses a machine.
-
-    ``machines``: by rank, what is equal for ranks that open the same files by the same paths; "": not known.
+    """Return how many consecutive ranks can share one copy: the largest divisor of ``replicas`` that keeps them on one
+    machine. ``machines``: a name by rank, equal for ranks that open the same files by the same paths; "": unknown.
     """
     for size in range(replicas, 1, -1):
         if replicas % size or len(machines) % size:
@@ -90,10 +89,10 @@ def ranks_together(machines: Sequence[str], replicas: int) -> int:
 
 
 def replicas_of_slots(groups: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Return ``SlotPlaces.replicas`` of groups, each its slot size and how many ranks in a row have one copy.
+    """Return ``SlotPlaces.replicas``. Each group is its slot size and how many consecutive ranks share one copy.
 
-    Groups with slots of one size share them, so they have what they have in common; and where two sizes do not fit each
-    other, the smaller number gives way.
+    Groups of one slot size share slots, so they get the gcd of their numbers. Each size then gets the gcd of its number
+    and the largest.
     """
     found: dict[int, int] = {}
     for slot_bytes, replicas in groups:
@@ -103,10 +102,10 @@ def replicas_of_slots(groups: Iterable[tuple[int, int]]) -> dict[int, int]:
 
 
 def choose_extent_bytes(rank_bytes: int, slot_classes: Sequence[int]) -> int:
-    """Return the extent size for a fresh slab: a multiple of the largest class, so that that class wastes nothing.
+    """Return the extent size for a new slab: a multiple of the largest class, which therefore wastes no space.
 
-    About ``rank_bytes / EXTENTS_WANTED``, at least four slots of the largest class, at most 1 GiB (four slots win).
-    A slab so small that not every class could have an extent gets smaller extents, down to one slot.
+    It is about ``rank_bytes / EXTENTS_WANTED``, at most 1 GiB, but at least four slots of the largest class. If the
+    slab is too small for one extent per class, extents are smaller, down to one slot.
     """
     largest = max(slot_classes)
     smallest_extent = SLOTS_PER_EXTENT_MIN * largest
@@ -119,19 +118,19 @@ def choose_extent_bytes(rank_bytes: int, slot_classes: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class _Extent:
-    """The slots of an extent that is lent to a size."""
+    """The slots of an extent that is lent to a slot size."""
 
     keys: list[Key | None] = field(default_factory=list)
-    """By slot, as far as slots were ever taken; None: it is free, or retired."""
+    """By slot, up to the highest one ever taken; None: free or retired."""
     free: set[int] = field(default_factory=set)
-    """Those free among ``keys``."""
+    """The free slots within ``keys``."""
 
     @property
     def taken(self) -> int:
         return len(self.keys) - len(self.free)
 
     def take(self, slot: int, key: Key) -> bool:
-        """Take this slot. False: it is taken."""
+        """Take this slot. False: it is taken already."""
         missing = slot - len(self.keys)
         if missing >= 0:
             self.free.update(range(len(self.keys), slot))
@@ -150,20 +149,20 @@ class _SizeClass:
     """The slots of one size."""
 
     slots: int
-    """Of an extent."""
+    """Slots in each extent."""
     extents: dict[int, _Extent] = field(default_factory=dict)
-    """Those that it has, by number."""
+    """The extents lent to this size, by number."""
     roomy: list[int] = field(default_factory=list)
-    """The extents among them with a free slot, sorted."""
+    """Numbers of the extents with a free slot, sorted."""
     chunks: int = 0
-    """How many have a slot."""
+    """Chunks in slots of this size."""
 
 
 class SlotAllocator:
     """Gives slots of a few sizes in ``[0, rank_bytes)`` to chunks, and takes them back.
 
     An extent is lent to a size that needs it and returns to the pool as soon as its last slot is free. The lowest
-    extent with room goes first, so what is in use stays together at the front of the file.
+    extent with room is used first, so used slots stay together at the front of the file.
     """
 
     def __init__(
@@ -176,8 +175,8 @@ class SlotAllocator:
         """Start empty. ``rank_bytes`` is rounded down to whole extents (attribute ``rank_bytes``).
 
         ``slot_classes`` are slot sizes in bytes, each a positive multiple of ``PAGE_BYTES``; duplicates count once.
-        ``extent_bytes``: a multiple of it, which holds a slot of the largest size; None: ``choose_extent_bytes``.
-        ``replicas``: as ``SlotPlaces.replicas``; offsets are those of ``SlotPlaces`` (attribute ``places``).
+        ``extent_bytes``: a multiple of ``PAGE_BYTES``, at least the largest size; None: ``choose_extent_bytes``.
+        ``replicas``: as ``SlotPlaces.replicas``. Offsets are those of the attribute ``places``.
         """
         self.slot_classes = tuple(sorted(set(slot_classes)))
         extent = choose_extent_bytes(rank_bytes, self.slot_classes) if extent_bytes is None else extent_bytes
@@ -185,29 +184,29 @@ class SlotAllocator:
         self.extent_count = max(0, rank_bytes) // extent
         self.rank_bytes = self.extent_count * extent
         self.limit = self.extent_count
-        """No extent from this one on is lent: the drive may have no room for it now."""
+        """Extents from this number on are not lent, because the drive may have no room for them now."""
         self.places = SlotPlaces(self.rank_bytes, extent, dict(replicas or {}))
         self._stride = self.places.stride_bytes
         self._retired: dict[int, int] = {}
-        """Offset -> size of what is never given away again."""
+        """Offset -> size of retired slots."""
         self._start_empty()
 
     def _start_empty(self) -> None:
         self._classes = {size: _SizeClass(self.places.slots_per_extent(size)) for size in self.slot_classes}
         self._pool = list(range(self.extent_count))
-        """Extents that no size has, sorted."""
+        """Numbers of the extents that are not lent, sorted."""
         self._draining: int | None = None
-        """An extent that is being emptied for a size that has too few."""
+        """The extent that is being emptied for a size that has too few."""
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the slots that chunks have, per rank."""
+        """Bytes of taken slots, per rank."""
         replicas = self.places.replicas
         return sum(each.chunks * size // replicas.get(size, 1) for size, each in self._classes.items())
 
     @property
     def retired_bytes(self) -> int:
-        """Bytes of the slots that were retired, per rank."""
+        """Bytes of retired slots, per rank."""
         return sum(-(-size // self.places.replicas.get(size, 1)) for size in self._retired.values())
 
     def __iter__(self) -> Iterator[tuple[Key, int, int]]:
@@ -227,7 +226,7 @@ class SlotAllocator:
         number = self._extent_with_room(wanted)
         if number is None:
             return None
-        if number == self._draining:  # its size has no other
+        if number == self._draining:  # the size has no other extent with room, so stop draining
             self._draining = None
         extent = wanted.extents.get(number) or self._lend(number, wanted)
         assert extent is not None, "it is in the pool"
@@ -242,8 +241,8 @@ class SlotAllocator:
     def adopt(self, key: Key, offset: int, slot_bytes: int) -> bool:
         """Give ``key`` the slot that an earlier run filled.
 
-        False, changing nothing, when it does not fit: unknown size, misaligned, beyond ``rank_bytes``, in an extent of
-        another size, or taken already.
+        Returns False and changes nothing if the slot does not fit: unknown size, misaligned, beyond ``rank_bytes``, in
+        an extent of another size, or taken already.
         """
         wanted = self._classes.get(slot_bytes)
         if wanted is None:
@@ -258,7 +257,7 @@ class SlotAllocator:
         return True
 
     def free(self, offset: int, slot_bytes: int) -> None:
-        """Take a slot back. Raises IndexStateError, changing nothing, when it is no chunk's, or of another size."""
+        """Take a slot back. Raises IndexStateError, changing nothing, if it is not taken or has another size."""
         owner, number, slot = self._find(offset, slot_bytes, "freed")
         extent = owner.extents[number]
         if extent.taken == owner.slots:
@@ -274,19 +273,19 @@ class SlotAllocator:
                 self._draining = None
 
     def retire(self, offset: int, slot_bytes: int) -> None:
-        """Never give a taken slot away again, not even after ``clear``: something may still write to it.
+        """Never use a taken slot again, not even after ``clear``: late I/O may still write to it.
 
-        Raises IndexStateError, changing nothing, when it is no chunk's, or of another size.
+        Raises IndexStateError, changing nothing, if it is not taken or has another size.
         """
         owner, number, slot = self._find(offset, slot_bytes, "retired")
         owner.extents[number].keys[slot] = None
         owner.chunks -= 1
         self._retired[offset] = slot_bytes
-        if number == self._draining:  # it will never be empty
+        if number == self._draining:  # it can never be empty now
             self._draining = None
 
     def clear(self, held: Iterable[tuple[Key, Location]]) -> None:
-        """Take back every slot but those of ``held``, and what was retired. Costs per extent and slot kept."""
+        """Take back all slots except those of ``held`` and retired ones. Costs per extent and per slot kept."""
         self._start_empty()
         retired, self._retired = self._retired, {}
         for offset, slot_bytes in retired.items():
@@ -296,11 +295,11 @@ class SlotAllocator:
             self.adopt(key, offset, slot_bytes)
 
     def to_give_up(self, slot_bytes: int) -> list[Key]:
-        """Return the chunks of an extent that is to be emptied for a size that ``allocate`` has found no room for.
+        """Return the chunks of an extent that is to be emptied for a size for which ``allocate`` has found no room.
 
-        None are named unless the size has less than 1 / (2 * sizes) of the extents. The extent is the least used one of
-        the size that has most, of those without a retired slot. Until it is empty no new slot is taken from it, unless
-        its own size has no other.
+        Returns nothing unless the size has less than 1 / (2 * sizes) of the extents. The extent is the least used one,
+        without a retired slot, of the size that has most. Until it is empty, no new slot is taken from it unless its
+        own size has no other extent with room.
         """
         starved = self._classes[slot_bytes]
         if 2 * len(starved.extents) * len(self._classes) >= self.extent_count:
@@ -318,7 +317,7 @@ class SlotAllocator:
         return []
 
     def _find(self, offset: int, slot_bytes: int, to_be: str) -> tuple[_SizeClass, int, int]:
-        """Return size class, extent and slot of a slot that a chunk has; else raise IndexStateError."""
+        """Return size class, extent number and slot number of a taken slot; raise IndexStateError if it is free."""
         owner = self._classes.get(slot_bytes)
         if owner is not None:
             number, slot = self._locate(offset, slot_bytes)
@@ -328,13 +327,13 @@ class SlotAllocator:
         raise IndexStateError(f"slot of {slot_bytes} bytes at {offset} is not taken, so it cannot be {to_be}")
 
     def _locate(self, offset: int, slot_bytes: int) -> tuple[int, int]:
-        """Return extent and slot; slot is -1 when ``offset`` is not where a slot begins."""
+        """Return extent and slot number; the slot is -1 if no slot begins at ``offset``."""
         number, inside = divmod(offset, self._stride)
         slot, rest = divmod(inside, slot_bytes)
         return number, -1 if rest else slot
 
     def _extent_with_room(self, wanted: _SizeClass) -> int | None:
-        """Return an extent of this size with a free slot, else one of the pool, else the one that is being emptied."""
+        """Return an extent of this size with a free slot, else one from the pool, else the one being emptied."""
         for number in wanted.roomy[:2]:
             if number != self._draining:
                 return number
@@ -343,7 +342,7 @@ class SlotAllocator:
         return wanted.roomy[0] if wanted.roomy else None
 
     def _lend(self, number: int, wanted: _SizeClass) -> _Extent | None:
-        """Take an extent from the pool. None: it is not there."""
+        """Take an extent from the pool. None: it is not in the pool."""
         if not _remove(self._pool, number):
             return None
         insort(wanted.roomy, number)
@@ -357,7 +356,7 @@ class SlotAllocator:
 
 
 def _remove(numbers: list[int], number: int) -> bool:
-    """Remove a number from a sorted list. False: it is not there."""
+    """Remove a number from a sorted list. False: it is not in the list."""
     at = bisect_left(numbers, number)
     is_there = at < len(numbers) and numbers[at] == number
     if is_there:

@@ -1,11 +1,11 @@
-"""Keeps a shared directory to its capacity while engines write there, for a drive that those of one machine share.
+"""Enforces the capacity of a shared directory while engines write there. For drives that engines of one machine share.
 
-Threading: a daemon thread for each tier. Of the engines that share a directory one has the lock and works; the others
-try for it again and again, so that another takes over where that one ends, however it ends.
-After a failure still holds: what is deleted costs a recompute, and what is left the next pass counts anew. Two engines
-that work at once, where a filesystem's locks do not work, choose the same chunks.
+Threading: a daemon thread for each tier. One engine holds the directory's lock and evicts. The others keep trying to
+lock it, so that one of them takes over when the holder ends, even by a crash.
+After a failure: a deleted chunk costs a recompute, and the next pass counts the rest again. If the filesystem's locks
+do not work, several engines evict at once; they choose the same chunks.
 
-A pass lists all there is, twice if some of it must go: as ``nixl-offload gc`` does, and by the same plan.
+A pass lists the directory, twice if chunks must go. ``nixl-offload gc`` does the same, with the same plan.
 """
 
 from __future__ import annotations
@@ -32,56 +32,56 @@ from nixl_offload.tiers.shared.sweep import Ages, Sweep, make_plan
 logger = logging.getLogger(__name__)
 
 LOCK_NAME: Final = ".evict.lock"
-"""Listings leave out what begins with a dot."""
+"""Listings omit names that begin with a dot."""
 STEPS: Final = 64
-"""A pass begins when the filesystem has lost a 64th of what the directory may hold since the last one, or has nothing
-left to spare. Where less than a 64th is left, as much is deleted that two are."""
+"""A pass begins when the filesystem has lost 1/64 of the directory's limit since the last pass, or has no room to
+spare. If the pass finds less than 1/64 of the limit free, it deletes until 2/64 are."""
 LOOK_S: Final = 1.0
-"""How often the free space is looked at, and the lock tried for."""
+"""How often the free space is checked and the lock is tried."""
 PASS_S: Final = 60.0
-"""A pass begins at least this often: a filesystem may tell of its free space late."""
+"""A pass begins at least this often, because a filesystem may report its free space late."""
 REST: Final = 20
-"""But where passes are long, only once so many times as long as the last one took have passed."""
+"""Without such a loss, a pass begins no sooner than after this many times the duration of the last one."""
 STALE_DRAFT_S: Final = 3600.0
-"""Drafts that are older belong to writers that died; they are looked for this often."""
+"""Older drafts belong to writers that died. They are searched for this often."""
 CLOCK_S: Final = 3600.0
-"""What was used so much later than now was used before a clock was set back, nobody knows when: it goes first. Else it
-would stay until that time has come, and what is used now would go in its place."""
+"""Chunks dated further than this in the future were used before a clock was set back. They go first; else they would
+stay until that date, and chunks in use would go instead."""
 _PAUSE_CHUNKS: Final = 16
 _PAUSE_S: Final = 200e-6
-"""So many chunks are a fifth of a millisecond's work; then the scheduler may have the interpreter."""
+"""Every 16 chunks (some 0.2 ms of work), the thread pauses so that the scheduler gets the GIL."""
 
 
 class Eviction:
-    """Begins at once. ``close`` ends it."""
+    """Evicts on a thread from construction until ``close``."""
 
     def __init__(self, store: TreeStore, capacity_bytes: int, *, name: str, kept_free: float = 0.0) -> None:
-        """``store`` stays the caller's. ``name`` opens each message. ``kept_free``: the share of the filesystem that
+        """The caller keeps ``store``. ``name`` begins each message. ``kept_free``: the share of the filesystem that
         stays free.
         """
         self.evicted = 0
-        """Chunks deleted, ever; written by the thread."""
+        """Chunks deleted since the start; written by the thread."""
         self._store = store
         self._capacity_bytes = capacity_bytes
         self._kept_free = kept_free
         self._limit_bytes = capacity_bytes
-        """What the directory may hold, by the last pass."""
+        """Bytes that the directory may hold, as of the last pass."""
         self._name = name
         self._lock = DirectoryLock(Path(store.where, LOCK_NAME))
         self._free_bytes = self._lost_bytes = 0
-        """At the last look, and what was lost between looks since the last pass began."""
+        """Free space at the last look, and the sum of its decreases since the last pass began."""
         self._pass_s = self._drafts_s = float("-inf")
-        """When the last pass began, and when drafts were looked for."""
+        """When the last pass began, and when drafts were last searched for."""
         self._took_s = 0.0
-        """The last pass."""
+        """Duration of the last pass."""
         self._has_warned = False
-        """That nothing is evicted, in this trouble."""
+        """Whether this outage was logged."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nixl-offload-evict", daemon=True)
         self._thread.start()
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """End the thread, waiting ``timeout_s`` at most. Idempotent."""
+        """Stop the thread, waiting ``timeout_s`` at most. Idempotent."""
         self._stop.set()
         self._thread.join(timeout_s)
 
@@ -104,7 +104,7 @@ class Eviction:
             self._lock.release()
 
     def _holds(self) -> bool:
-        """Whether this engine is the one that deletes. Raises StoreError, TierError."""
+        """Whether this engine is the one that evicts. Raises StoreError, TierError."""
         self._store.require_mounted("evict")
         if not self._lock.is_held():
             try:
@@ -112,7 +112,7 @@ class Eviction:
             except TierError as error:
                 if error.cause == "locked":
                     return False
-                if error.cause != "full":  # no inode is left for the lock: one pass without it makes room
+                if error.cause != "full":  # no inode is free for the lock file: a pass without the lock makes room
                     raise
             self._pass_s = self._drafts_s = float("-inf")
         return True
@@ -121,7 +121,7 @@ class Eviction:
         """Begin a pass if it is time. Raises StoreError, OSError."""
         space, now_s = self._store.filesystem.space(self._store.where), time.monotonic()
         free_bytes = space.f_bavail * space.f_frsize
-        self._lost_bytes += max(0, self._free_bytes - free_bytes)  # others may free as much meanwhile
+        self._lost_bytes += max(0, self._free_bytes - free_bytes)  # space that others free does not count against it
         self._free_bytes = free_bytes
         is_short = spare_bytes(space, self._kept_free) <= 0 or spare_files(space, self._kept_free) <= 0
         is_early = now_s - self._pass_s < max(0.0 if is_short else PASS_S, REST * self._took_s)
@@ -147,12 +147,12 @@ def shrink(
     kept_free: float = 0.0,
     stopped: Callable[[], bool] = bool,
 ) -> tuple[int, int]:
-    """Delete what was not used for longest, where there is more than 63/64 of ``capacity_bytes``, down to 62/64.
+    """If chunks take more than 63/64 of the limit, delete the least recently used ones down to 62/64.
 
-    Where the filesystem has less room than that, by its ``space`` and the share ``kept_free`` of it, its room counts:
-    in bytes, and in files of the size that files have there. Ends early when ``stopped``.
-    Returns how many chunks were deleted, and what the directory may hold: the capacity, or less where the filesystem
-    has less room. Raises OSError; StoreError, of a file that cannot be deleted after all others were.
+    The limit is ``capacity_bytes``, or less if the filesystem has less room by its ``space`` without the share
+    ``kept_free``. Room is counted in bytes, and in files of the average size here. Ends early when ``stopped``.
+    Returns how many chunks were deleted, and the limit in bytes. Raises OSError. Raises StoreError if a file cannot be
+    deleted, after deleting the other files.
     """
     ages = Ages(time.time())
     latest_s = ages.now_s + CLOCK_S
@@ -184,10 +184,10 @@ def shrink(
 
 
 def _chunks(store: TreeStore, stopped: Callable[[], bool], latest_s: float) -> Iterator[ChunkInfo]:
-    """Yield what is there, until ``stopped``. Raises StoreError, OSError.
+    """Yield all chunks, until ``stopped``. Raises StoreError, OSError.
 
-    What is younger than ``latest_s`` counts as very old.
-    Only namespaces are looked into: beside them may lie much that is not ours, or that we may not list (lost+found).
+    A chunk dated after ``latest_s`` counts as very old.
+    Only namespaces are listed: other directories may hold many foreign files, or be unreadable (lost+found).
     """
     names = sorted(name for name, _ in store.filesystem.list(store.where))
     names = [name for name in names if parse_manifest_name(manifest_name(name))]

@@ -1,4 +1,4 @@
-"""What a shared directory or a bucket holds, found by listing it through its store. Servers go on meanwhile.
+"""Inspects a shared directory or a bucket by listing it through its store. Servers may use it at the same time.
 
 Threading: as ``tiers.inspect``. Ownership: the inspector closes its store.
 """
@@ -20,7 +20,7 @@ _MANIFEST_MAX_BYTES: Final = 1 << 20
 
 
 class SharedInspector(Inspector):
-    """Looks into a shared directory or a bucket."""
+    """The inspector of shared directories and buckets."""
 
     store: Store
 
@@ -65,9 +65,9 @@ class SharedInspector(Inspector):
 def group_chunks(
     listing: Iterable[ObjectInfo], others: Callable[[ObjectInfo], None] | None = None
 ) -> Iterator[ChunkInfo]:
-    """Group a listing in name order into chunks; what is not named like a shard goes to ``others``.
+    """Group a listing in name order into chunks; objects not named like a shard go to ``others``.
 
-    All ranks of a key stand side by side in a listing, so one chunk is held at a time.
+    The shards of a key are consecutive in a listing, so only one chunk is held at a time.
     """
     current: tuple[str, Key] | None = None
     shards: list[ShardInfo] = []
@@ -87,7 +87,7 @@ def group_chunks(
 
 
 def list_namespaces(store: Store, others: Callable[[ObjectInfo], None]) -> Iterator[str]:
-    """Yield each namespace once, listing at most a page of it; objects outside namespaces go to ``others``."""
+    """Yield each namespace once, listing at most one page of each; objects outside namespaces go to ``others``."""
     after = ""
     while True:
         found = None
@@ -100,13 +100,12 @@ def list_namespaces(store: Store, others: Callable[[ObjectInfo], None]) -> Itera
         if not found:
             return
         yield found
-        after = f"{found}0"  # "0" follows "/": all of the namespace sorts before it, and no other namespace does
+        after = f"{found}0"  # "0" follows "/", so this sorts right after all objects of the namespace
 
 
 def read_manifest(store: Store, namespace: str) -> dict[str, Any] | None:
-    """Return the manifest, None where there is none that fits the namespace. Anybody may have written it.
-
-    Raises StoreError.
+    """Return the namespace's manifest, None if it is missing or does not fit the namespace. Anybody may have written
+    it. Raises StoreError.
     """
     name = manifest_name(namespace)
     info = store.head(name)
@@ -117,7 +116,7 @@ def read_manifest(store: Store, namespace: str) -> dict[str, Any] | None:
         store.read_into(name, 0, memoryview(content))
         manifest: Any = json.loads(content)
     except StoreError as exc:
-        if exc.cause in ("missing", "short"):  # deleted or replaced this moment
+        if exc.cause in ("missing", "short"):  # deleted or replaced since the ``head``
             return None
         raise
     except (ValueError, RecursionError):

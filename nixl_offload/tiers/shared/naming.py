@@ -1,13 +1,13 @@
-"""What shards are called in a bucket or a shared directory, and back.
+"""The names of shards in a bucket or a shared directory, and how to parse them.
 
-Threading: pure functions. Names are made of digests in hex and numbers alone: nothing that a user typed gets in.
+Threading: pure functions. Names consist of hex digests and numbers alone, never of text from a user.
 
-    <namespace>/manifest.json        what the namespace is, for people
-    <namespace>/<xx>/<key>.<rank>    one shard; xx are the first two digits of the key, 256 ways of spreading
+    <namespace>/manifest.json        describes the namespace, for people
+    <namespace>/<xx>/<key>.<rank>    one shard; xx are the first two digits of the key (256 directories)
 
-``namespace`` is ``Namespace.name``, ``key`` the hex of vLLM's key (a block hash and the group), ``rank`` four hex
-digits: the rank, or the number of the shard where chunks are cut by their heads (``chunk.shards``); "rank" stands for
-either here. So a plain listing gives the keys back, in order, with all ranks of a key side by side.
+``namespace`` is ``Namespace.name``. ``key`` is vLLM's key (a block hash and the group) in hex. ``rank`` is four hex
+digits: the rank, or the number of the shard if chunks are cut by heads (``chunk.shards``). Here "rank" means either.
+A plain listing thus gives the keys in order, with all shards of a key side by side.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHARD: Final = re.compile(rf"({_NAMESPACE})/([0-9a-f]{{2}})/((?:[0-9a-f]{{2}})+
 
 
 class ShardName(NamedTuple):
-    """A shard's name, taken apart."""
+    """A parsed shard name."""
 
     namespace: str
     key: Key
@@ -33,7 +33,7 @@ class ShardName(NamedTuple):
 
 
 class StoredShard(NamedTuple):
-    """A shard as it lies in a bucket or a shared directory; one of another size is damaged."""
+    """The name and size of a shard in a bucket or a shared directory. A shard of another size is damaged."""
 
     name: str
     size_bytes: int
@@ -46,7 +46,7 @@ def shard_name(namespace: str, key: Key, rank: int) -> str:
 
 
 def parse_shard_name(name: str) -> ShardName | None:
-    """Take a name apart; None when it is not one that ``shard_name`` makes."""
+    """Parse a shard's name; None if ``shard_name`` does not make such names."""
     match = _SHARD.fullmatch(name)
     if match is None or not match[3].startswith(match[2]):
         return None
@@ -59,27 +59,27 @@ def manifest_name(namespace: str) -> str:
 
 
 def parse_manifest_name(name: str) -> str | None:
-    """Return the namespace whose manifest ``name`` is, else None."""
+    """Return the namespace if ``name`` is that of a manifest, else None."""
     namespace, _, rest = name.partition("/")
     return namespace if rest == MANIFEST and re.fullmatch(_NAMESPACE, namespace) else None
 
 
 def is_ours(name: str) -> bool:
-    """Whether ``name`` is one of a shard or a manifest."""
+    """Whether ``name`` is that of a shard or a manifest."""
     return parse_shard_name(name) is not None or parse_manifest_name(name) is not None
 
 
 def witness_rank(key: Key, holders: Sequence[int]) -> int:
-    """Return the rank whose shard stands for the whole chunk when somebody asks whether the chunk exists.
+    """Return the rank whose shard is looked for to learn whether the chunk exists: one question, not one per rank.
 
-    ``holders``: the ranks that hold a shard (``Namespace.holders``). One question instead of one per rank. Where
-    another rank's shard is missing the load fails, and the chunk is computed and stored anew.
+    ``holders``: the ranks that hold a shard (``Namespace.holders``). If another shard is missing, the load fails,
+    and the chunk is computed and stored again.
     """
     return holders[int.from_bytes(key[:4], "big") % len(holders)]
 
 
 def shards_of(namespace: Namespace, key: Key) -> tuple[StoredShard, ...]:
-    """Return all shards of a whole chunk, the one that stands for it first; none for a KV group that there is not."""
+    """Return all shards of a whole chunk, that of ``witness_rank`` first; none if there is no such KV group."""
     group = key_group(key)
     try:
         holders = namespace.holders(group)

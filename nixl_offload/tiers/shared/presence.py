@@ -1,7 +1,7 @@
-"""What the scheduler believes a shared store to hold: seen, stored, being written, known to be absent; for how long.
+"""The scheduler's beliefs about a shared store: which chunks are present, being written or absent, and for how long.
 
-Threading: none; the scheduler's thread alone. No I/O, no clock: time is passed in (monotonic seconds).
-States, pins and the choice of what to forget are ``index.Index``'s, whose locations serve here as numbers of rows.
+Threading: the scheduler's thread alone. No I/O, no clock: time is passed in (monotonic seconds).
+States, pins and eviction come from ``index.Index``; a location's offset is a row number here.
 Memory: some 350 bytes per chunk remembered as present, 150 per absent one.
 """
 
@@ -19,14 +19,14 @@ MAX_KEYS = 1_000_000
 MAX_ABSENT = 100_000
 _READY = State.READY
 _ROW_BYTES = 1
-"""All rows are of one size class, so that one queue says what to forget first."""
+"""All rows have one size class, so one queue orders what to forget first."""
 
 
 class Presence:
-    """At most ``max_keys`` chunks believed present; the least recently used unpinned one is forgotten for a new one.
+    """At most ``max_keys`` chunks believed present. A new one replaces the least recently used unpinned one.
 
-    A belief is *fresh* for ``present_for_s`` after the chunk was seen, or until it expires. READY stays READY when it
-    is stale: it can still be pinned, and its holder learns from a look at the store whether it is dropped.
+    A belief is *fresh* for ``present_for_s`` after the chunk was seen, or until the chunk expires. A stale READY key
+    can still be pinned; the holder must then check the store.
     """
 
     def __init__(self, *, present_for_s: float, absent_for_s: float, max_keys: int) -> None:
@@ -34,13 +34,13 @@ class Presence:
         self._absent_for_s = absent_for_s
         self._max_keys = max_keys
         self._absent: dict[Key, float] = {}
-        """Key -> when it was missed. In order of time."""
+        """Key -> when it was found to be absent; in order of time."""
         self._index = Index()
         self._free = array("q")
         # By row.
         self._seen_s = array("d")
         self._until_s = array("d")
-        """How long the belief is fresh."""
+        """When the belief ceases to be fresh."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -48,11 +48,11 @@ class Presence:
     # Questions
 
     def state(self, key: Key) -> State | None:
-        """Return what is believed of ``key``; None: nothing, or that it is absent."""
+        """Return the believed state of ``key``; None: unknown or absent."""
         return self._index.state(key)
 
     def look(self, key: Key, now_s: float) -> tuple[State | None, bool]:
-        """Return ``state`` and, of a READY key, whether the belief is fresh."""
+        """Return ``state`` and whether the key is READY and fresh."""
         found = self._index.find(key)
         if found is None:
             return None, False
@@ -60,22 +60,22 @@ class Presence:
         return state, state is _READY and now_s < self._until_s[row]
 
     def seen_since(self, key: Key, then_s: float) -> bool:
-        """Whether ``key`` is here and was seen or stored at ``then_s`` or later, or is being stored."""
+        """Whether ``key`` was seen or stored at ``then_s`` or later, or is WRITING or EVICTING."""
         found = self._index.find(key)
         return found is not None and (found[0] is not _READY or self._seen_s[found[1]] >= then_s)
 
     def is_absent(self, key: Key, now_s: float) -> bool:
-        """Whether ``key`` was looked for in vain not long ago."""
+        """Whether ``key`` was found to be absent within the last ``absent_for_s``."""
         return now_s < self._absent.get(key, -math.inf) + self._absent_for_s
 
     def missed_since(self, key: Key, then_s: float) -> bool:
-        """Whether ``key`` was found to be absent, or to be of no use, at ``then_s`` or later."""
+        """Whether ``key`` was found to be absent or unusable at ``then_s`` or later."""
         return self._absent.get(key, -math.inf) >= then_s
 
     # What became known
 
     def seen(self, key: Key, now_s: float, expires_s: float = math.inf) -> None:
-        """It is there: READY from now on, unless somebody still holds it as EVICTING."""
+        """Mark an existing ``key`` READY. Keys that are WRITING or EVICTING keep their state."""
         self._absent.pop(key, None)
         found = self._index.find(key)
         if found is None:
@@ -90,7 +90,7 @@ class Presence:
         self._believe(row, now_s, expires_s)
 
     def missed(self, key: Key, now_s: float) -> bool:
-        """It is not there: not looked for again for ``absent_for_s``. True: it was READY, and is dropped."""
+        """Mark ``key`` absent for ``absent_for_s``. True: it was READY, and is dropped."""
         self._absent.pop(key, None)
         self._absent[key] = now_s
         if len(self._absent) > MAX_ABSENT:
@@ -107,7 +107,7 @@ class Presence:
     # Storing and loading, as ``Index``
 
     def reserve(self, key: Key) -> bool:
-        """Absent -> WRITING. False: all the room is taken by chunks in use."""
+        """Absent -> WRITING. False: there is no room, because all chunks are in use."""
         row = self._room()
         if row is None:
             return False
@@ -116,7 +116,7 @@ class Presence:
         return True
 
     def commit(self, key: Key, now_s: float, expires_s: float = math.inf) -> bool:
-        """WRITING -> READY, seen now. False: it was dropped meanwhile and is gone."""
+        """WRITING -> READY, seen now. False: it was dropped meanwhile, and is forgotten."""
         row = self._index.location(key).offset
         freed = self._index.commit(key)
         if freed is not None:
@@ -142,7 +142,7 @@ class Presence:
         self._index.touch(key)
 
     def clear(self) -> None:
-        """Forget everything. Keys in use stay EVICTING until their holders let go."""
+        """Forget everything. Keys in use are EVICTING until their holders release them."""
         held = np.array([location.offset for location in self._index.clear()], dtype=np.int64)
         self._absent.clear()
         rows = np.arange(len(self._seen_s), dtype=np.int64)
@@ -179,7 +179,7 @@ class Presence:
 
     @property
     def held(self) -> int:
-        """How many keys somebody holds: being written, pinned, or given up and not let go yet."""
+        """How many keys are in use: being written, pinned, or EVICTING."""
         return self._index.held
 
 
