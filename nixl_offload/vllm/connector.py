@@ -1,9 +1,9 @@
-"""``NixlOffloadConnector``: vLLM's offloading connector with a failure channel and our two halves in it, which
-``NixlOffloadSpec`` makes. Methods that are not here are vLLM's. ``OffConnector`` takes its place where nothing may be
+"""``NixlOffloadConnector``: vLLM's offloading connector with a failure channel and our two halves, which
+``NixlOffloadSpec`` makes. Methods not defined here are vLLM's. ``OffConnector`` takes its place if nothing may be
 stored or loaded.
 
-Threading: one instance per role; vLLM calls each from one thread. The rule that holds throughout: nothing that storage
-does or fails to do raises into vLLM. Loads that fail are reported as such and recomputed.
+Threading: one instance per role; vLLM calls each from one thread.
+Failure: storage never raises into vLLM. Failed loads are reported and recomputed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ logger = logging.getLogger(__name__)
 def sentence_about_stopping(vllm_config: VllmConfig, config: Config) -> str | None:
     """Return a warning for the operator if vLLM will kill the ranks before ``drain_timeout`` is over, else None.
 
-    It will by default. It does not matter where memory is the only tier.
+    By default it will. That does no harm if memory is the only tier.
     """
     patience_s, drain_s = vllm_config.shutdown_timeout, config.drain_timeout_s
     if patience_s > drain_s or not config.stored:
@@ -90,7 +90,7 @@ class NixlOffloadSpec(OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        """Return the metrics of our scheduler's half; vLLM asks the class, where no engine runs."""
+        """Return the metrics of our scheduler's half. vLLM calls this in a process without an engine."""
         return dict(DEFINITIONS)
 
     def __init__(
@@ -103,7 +103,7 @@ class NixlOffloadSpec(OffloadingSpec):
     ) -> None:
         """Take vLLM's normalised config and ours, and read the keys that ours names.
 
-        Raises NotSupportedError when built without our connector, and ConfigError for a file of keys that is not right.
+        Raises NotSupportedError when built without our connector, and ConfigError for a key file that is not valid.
         """
         super().__init__(config)
         if config_file is None or vllm_config is None or kv_cache_config is None:
@@ -117,7 +117,7 @@ class NixlOffloadSpec(OffloadingSpec):
         authenticate = config_file.authenticate
         self._keys = None if authenticate is None else read_key_file(authenticate.key_file)
         self.kv_caches: Mapping[str, torch.Tensor] = {}
-        """This rank's, by layer, as vLLM has made them: set before ``get_worker`` is called."""
+        """This rank's caches by layer, as vLLM made them. Set before ``get_worker`` is called."""
 
     def get_manager(self) -> OffloadingManager:
         """Return the scheduler's half; its tiers open when the ranks have sent their geometry."""
@@ -136,8 +136,8 @@ class NixlOffloadSpec(OffloadingSpec):
         )
 
     def _cut(self, kv_caches: CanonicalKVCaches) -> RankShards | None:
-        """Cut chunks into shards, as the config asks for; None where that cannot be, with a line in the log. By default
-        none where ranks have nothing alike.
+        """Cut chunks into shards as the config asks; None if they cannot be cut. Logs why, but not for the default
+        config on ranks without replicas.
         """
         wanted, blocks = self.config_file.shards, self.config.cache.blocks_per_chunk
         if wanted is None:
@@ -203,7 +203,7 @@ class NixlOffloadConnector(LeanConnector):
         try:
             if off is None:
                 return cls._apply_config(config, vllm_config, role, kv_cache_config)
-        except (AssertionError, ValueError) as error:  # vLLM's, where its own offloading does not know a model
+        except (AssertionError, ValueError) as error:  # vLLM's own offloading does not know the model
             sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
             off = f"vLLM cannot offload this model's KV cache groups, with blocks of {sizes} tokens: {error!r}"
         if role == KVConnectorRole.SCHEDULER:
@@ -215,7 +215,7 @@ class NixlOffloadConnector(LeanConnector):
 
         Raises ConfigError or TierError in words meant for the operator: at start, and only there.
         """
-        # Past OffloadingConnector.__init__, which would build vLLM's own halves.
+        # Skips OffloadingConnector.__init__, which would build vLLM's own halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         spec, config, transfer = self.spec, self.spec.config_file, vllm_config.kv_transfer_config
         assert transfer is not None
@@ -242,7 +242,7 @@ class NixlOffloadConnector(LeanConnector):
         if extra.get("spec_name") != SPEC_NAME:  # in one process both roles share this mapping
             extra.update(merge_extra_config(extra, config))
         extra["spec_name"] = SPEC_NAME
-        # Of state vLLM keeps what a prompt's last whole block ends with, which is where a chunk of several rarely ends.
+        # vLLM keeps state at the end of a prompt's last whole block, where a chunk of several blocks rarely ends.
         has_state = keeps_state(kv_cache_config)
         wanted = 1 if has_state else -(-config.chunk_tokens // max(tokens))
         extra["blocks_per_chunk"] = blocks = retained_blocks(
@@ -277,22 +277,22 @@ class NixlOffloadConnector(LeanConnector):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Ask for blocks in one piece, where a GPU reads them and the config does not forbid it; else as vLLM's own.
+        """Ask for blocks in one piece on a GPU, unless the config forbids it; else return vLLM's own wish.
 
-        It is a wish: vLLM drops it where an attention backend does not take it. Not for models with recurrent state,
-        whose blocks would be padded to the size of that state.
+        vLLM ignores the wish if an attention backend does not support it. Models with recurrent state are excluded:
+        their blocks would be padded to the size of that state.
         """
         transfer = vllm_config.kv_transfer_config
         if transfer is None or not current_platform.is_cuda_alike() or vllm_config.model_config.is_hybrid:
             return super().get_required_kvcache_layout(vllm_config)
         extra = transfer.kv_connector_extra_config
-        # Beside another connector, which wants another layout, the extra config forbids it: ``show --with``.
+        # Beside a connector that wants another layout, the extra config forbids it (``show --with``).
         if not extra.get("block_outermost", True) or not from_extra_config(extra).block_outermost:
             return super().get_required_kvcache_layout(vllm_config)
         return "BLHNC"
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """As vLLM's; and say so where vLLM would fail the requests whose load fails."""
+        """As vLLM's. Warns if vLLM would fail the requests whose load fails."""
         super().register_kv_caches(kv_caches)
         outermost = outermost_connector()
         if outermost is not self and load_failure_policy(outermost) == "fail":
@@ -303,10 +303,10 @@ class NixlOffloadConnector(LeanConnector):
             )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Send the scheduler's half what a chunk needs on this rank, before vLLM says that it is ready.
+        """Return this rank's geometry for the scheduler's half, before vLLM says that it is ready.
 
-        Not inside another connector: ``MultiConnector`` passes on one handshake, to all that are in it, and
-        ``NixlConnector`` takes none but its own. There the rank's first report has it.
+        Inside another connector return None: ``MultiConnector`` passes one handshake to all of its connectors, and
+        ``NixlConnector`` accepts only its own. The rank's first report has the geometry then.
         """
         if self.connector_worker is None or outermost_connector() not in (None, self):
             return None
@@ -321,15 +321,15 @@ class NixlOffloadConnector(LeanConnector):
             self.connector_scheduler.take_geometries(ranks, is_start=True)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """As vLLM's; and look from now on whether its prefix cache is reset."""
+        """As vLLM's. From now on resets of its prefix cache are noticed."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self.connector_scheduler is not None:
             self.connector_scheduler.watch_prefix_cache(partial(prefix_cache, self))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """As vLLM's; and what a load has not filled goes out of vLLM's prefix cache, with what was computed behind it.
+        """As vLLM's. Also evicts from vLLM's prefix cache the blocks that a load did not fill, and those after them.
 
-        vLLM leaves it there where it recomputes, and a request that came before the recomputation took it for a hit.
+        vLLM leaves them there until it recomputes them, so another request could take them for a hit.
         """
         scheduler = self.connector_scheduler
         assert scheduler is not None
@@ -340,7 +340,7 @@ class NixlOffloadConnector(LeanConnector):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As vLLM's; what is stored of a request that has ended comes from the blocks that it had at its end."""
+        """As vLLM's. A request that has ended is stored only from the blocks that it had at its end."""
         assert self.connector_scheduler is not None
         self.connector_scheduler.check_blocks(request.request_id, block_ids)
         return super().request_finished_all_groups(request, block_ids)
@@ -351,25 +351,25 @@ class NixlOffloadConnector(LeanConnector):
         return self.connector_worker.take_results()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that no load filled, where vLLM can keep the prefix before them: see ``keeps_prefix``."""
+        """Return the blocks that no load filled, if vLLM can keep the prefix before them (``keeps_prefix``)."""
         worker = self.connector_worker
         return worker.take_failed_blocks() if worker is not None and worker.failed_blocks else set()
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Whether registrations follow the KV cache when its memory goes away and comes back."""
+        """Return True: registrations follow the KV cache when its memory goes away and comes back."""
         return True
 
     def unregister_kv_caches(self) -> None:
-        """Let go of KV memory before vLLM takes it away. Idempotent.
+        """Release KV memory before vLLM takes it away. Idempotent.
 
-        Raises TierError where a transfer that does not end may still write there.
+        Raises TierError if a transfer that does not end may still write there.
         """
         if self.connector_worker is not None:
             self.connector_worker.sleep()
 
     def restore_kv_caches(self) -> None:
-        """Take KV memory again, which is back at the same addresses. Idempotent."""
+        """Use KV memory again. It is back at the same addresses. Idempotent."""
         if self.connector_worker is not None:
             self.connector_worker.wake_up()
 
@@ -392,9 +392,9 @@ class NixlOffloadConnector(LeanConnector):
 
 
 class _LateMetrics(KVConnectorPromMetrics):
-    """vLLM's metrics of our connector, made when the first arrive.
+    """vLLM's metrics of our connector, made when the first values arrive.
 
-    A connector of vLLM's own beside ours has then registered those that have the same names, which count that alone.
+    By then a vLLM connector beside ours has registered its metrics. Those of the same name count that connector alone.
     """
 
     def __init__(self, make: Callable[[], KVConnectorPromMetrics]) -> None:
@@ -405,7 +405,7 @@ class _LateMetrics(KVConnectorPromMetrics):
 
 
 def _made(metric: Any, **arguments: Any) -> Any:
-    """Make a metric; one that nobody sees where its name is taken."""
+    """Make a metric. If its name is taken, make one that is not exported."""
     try:
         return metric(**arguments)
     except ValueError:

@@ -1,7 +1,7 @@
-"""The scheduler's half behind vLLM's connector: sends our messages, hears the ranks' reports. Its base, vLLM's half,
-makes the jobs and asks our manager.
+"""The scheduler's half of our connector: sends our messages, and takes the ranks' reports. Its base, vLLM's half, makes
+the jobs and asks our manager.
 
-Threading: the scheduler's thread. Nothing raises for reasons of storage.
+Threading: the scheduler's thread. Storage errors never raise.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ if TYPE_CHECKING:
     from nixl_offload.vllm.adapters import AdapterName
 
 ANSWER_S: Final = 0.1
-"""A request that waits gets the same answer for this long, without another lookup. Tiers that other servers write to
-change by themselves."""
+"""How long a waiting request gets the same answer, without another lookup. Other servers change shared tiers at any
+time."""
 WAIT_ANSWER_S: Final = 0.01
 """The same, for the answer "not yet"."""
 IDLE_STEP_S: Final = 0.0005
-"""The least time of a step that schedules nothing while storage is at work. vLLM steps on without a pause when all
-requests wait for loads. Where a rank shares the scheduler's process its pump then waits 5 ms each time it needs the
-interpreter (decision 0011)."""
+"""The least time of a step that schedules nothing while storage is at work. When all requests wait for loads, vLLM
+steps without a pause. A pump in the scheduler's process then waits 5 ms each time it needs the interpreter (decision
+0011)."""
 STUCK_STEP_S: Final = 0.005
 """The same after ``STUCK_AFTER_S`` without progress: a tier that hangs must not cost a core."""
 STUCK_AFTER_S: Final = 0.25
 PATIENCE_S: Final = 3.0
-"""An engine without requests steps on for background work as long as that makes progress within this time. What is left
-goes on with the next request: vLLM does not shut down before it has stopped stepping, and kills an engine that takes
-longer than some seconds."""
+"""An engine without requests steps for background work until that makes no progress for this long. The rest goes on
+with the next request. vLLM shuts down only once it has stopped stepping, and kills an engine that takes longer than
+some seconds."""
 
 
 class _Question(NamedTuple):
     """What vLLM asks about a request."""
 
     computed_tokens: int
-    """Those that the GPU's cache has."""
+    """Tokens that the GPU's cache has."""
     most: int | None
-    """The most that may be loaded; None: no limit."""
+    """The most tokens that may be loaded; None: no limit."""
 
 
 class _Answer(NamedTuple):
@@ -71,25 +71,25 @@ class _Answer(NamedTuple):
 
     question: _Question
     found: int | None
-    """None: not yet."""
+    """Tokens to load; None: not known yet."""
     until_s: float
     version: int
     """``NixlOffloadManager.version`` at that time."""
     is_looking: bool = False
-    """Whether some tier was looking; when it no longer is, it has found out."""
+    """Whether some tier was looking. Once none is, the answer no longer holds."""
     awaited: OffloadKey | None = None
-    """The chunk that another request loads; the answer holds until that load ends."""
+    """The chunk that another request is loading. The answer holds until that load ends."""
 
 
 class NixlOffloadScheduler(MendedScheduler):
-    """vLLM's scheduler half; hears of failures before it hears of completions."""
+    """vLLM's scheduler half, which handles failures before completions."""
 
     def __init__(self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self._progress_s = time.monotonic()
-        """When storage last made progress: ranks were given something to do, or a request or a rank was heard."""
+        """When storage last made progress: ranks were given work or reported some, or a request asked."""
         self._waiting: set[str] = set()
-        """Requests that were neither given blocks nor have ended."""
+        """Requests that have no blocks yet and have not ended."""
         self._running = 0
         """How many requests the last step runs."""
         self._hints = Hints(self.offload_manager, self.config)
@@ -97,9 +97,9 @@ class NixlOffloadScheduler(MendedScheduler):
         self._geometries: dict[int, RankGeometry] = {}
         """By rank, until all ranks have sent theirs."""
         self._is_alone = False
-        """No other connector loads beside ours."""
+        """Whether no other connector loads beside ours."""
         self._loads = True
-        """Whether ``kv_role`` has us load."""
+        """Whether ``kv_role`` lets us load."""
         self._answers: dict[str, _Answer] = {}
         """By request, until it is given blocks."""
         self._asked_about: set[str] = set()
@@ -107,40 +107,40 @@ class NixlOffloadScheduler(MendedScheduler):
         self._steps = 0
         """How many steps were scheduled."""
         self._heard_steps = 0
-        """Of how many the ranks have reported the outcome."""
+        """How many steps the ranks have reported."""
         self._allocated: dict[str, tuple[RequestOffloadState, bool]] = {}
-        """Requests that were given blocks in this step, and whether we load some of these: if not, another may."""
+        """Requests that were given blocks in this step, and whether we load for them. If not, another connector may."""
         self._doubtful_step = 0
         """The last step in which another connector loads."""
         self._adapters = AdapterTable(self._world_size)
         self._weights = WeightsCheck(self._world_size)
         self._prefix_cache: Callable[[], object] = lambda: None
-        """Returns vLLM's prefix cache: another one after each reset."""
+        """Returns vLLM's prefix cache, which each reset replaces."""
         self._windows = {
             group.group_idx: group.sliding_window_size_in_chunks * group.tokens_per_chunk
             for group in self.config.kv_group_configs
             if group.sliding_window_size_in_chunks is not None
         }
-        """By KV cache group that looks back no farther: how many tokens of it a hit loads."""
+        """By KV cache group with a window: how many of its tokens a hit loads."""
 
     @cached_property
     def offload_manager(self) -> NixlOffloadManager:
-        """The manager, as what it is."""
+        """The manager, with its own type."""
         assert isinstance(self.manager, NixlOffloadManager)
         return self.manager
 
     def watch_prefix_cache(self, prefix_cache: Callable[[], object]) -> None:
-        """Take what returns vLLM's prefix cache. Called before anything is computed."""
+        """Set the function that returns vLLM's prefix cache. Called before anything is computed."""
         self._prefix_cache = prefix_cache
         self._weights.look(prefix_cache())
 
     def set_role(self, *, loads: bool, stores: bool) -> None:
-        """Say what ``kv_role`` has us do: a producer stores only, a consumer loads only."""
+        """Set what ``kv_role`` allows: a producer stores only, a consumer loads only."""
         self._loads, self.ever_stores = loads, stores
 
     def take_geometries(self, sent: Mapping[int, RankGeometry], *, is_start: bool) -> None:
-        """Open the tiers once every rank has sent its geometry. ``is_start``: before the first step, which waits; so
-        ranks send it only where no other connector is beside ours.
+        """Open the tiers once every rank has sent its geometry. ``is_start``: sent before the first step, which waits
+        for the tiers. Ranks do that only if no other connector is beside ours.
         """
         self._is_alone |= is_start and bool(sent)
         self._geometries.update(sent)
@@ -150,7 +150,7 @@ class NixlOffloadScheduler(MendedScheduler):
         self._weights.start([rank.weights for rank in ranks])
         self._adapters.of_any_size = ranks[0].shards is not None
         self.offload_manager.open(ranks, waits=is_start)
-        self._record_progress()  # an engine without requests steps while the ranks open theirs
+        self._record_progress()  # keeps an engine without requests stepping while the ranks open theirs
 
     def _record_progress(self) -> None:
         self._progress_s = time.monotonic()
@@ -158,10 +158,10 @@ class NixlOffloadScheduler(MendedScheduler):
     # A request arrives, and is looked up.
 
     def on_new_request(self, request: Request) -> None:
-        """As vLLM's; a request whose keys name no content is neither stored nor loaded.
+        """As vLLM's. A request whose keys name no content is neither stored nor loaded.
 
-        Nor is one whose id comes again within a step: vLLM takes tokens of the request before, which are on their way,
-        for tokens of this one, and one of them may end it while its blocks are filled.
+        Nor is a request whose id is reused within a step. vLLM takes tokens of the older request, still on their way,
+        for tokens of this one; such a token may end it while its blocks are filled.
         """
         before = self.state_of(request.request_id)
         super().on_new_request(request)
@@ -182,9 +182,9 @@ class NixlOffloadScheduler(MendedScheduler):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
-        """As vLLM's, less what would take longer to load than to compute.
+        """As vLLM's, without tokens that are cheaper to compute than to load.
 
-        vLLM asks in every step as long as there is no room for the request. The answer is kept while nothing changes.
+        vLLM asks in every step until there is room for the request. The answer is kept while nothing changes.
         """
         self._record_progress()
         self._asked_about.add(request.request_id)
@@ -203,13 +203,13 @@ class NixlOffloadScheduler(MendedScheduler):
         return found, bool(found)
 
     def _awaits_weights(self) -> bool:
-        """Whether the ranks are still to say which weights they have: they do within a step."""
+        """Whether the ranks still have to report their weights, which takes a step."""
         self._weights.look(self._prefix_cache())
         self._weights.want(time.monotonic())
         return self._weights.trust is Trust.ASKED
 
     def _awaits_ranks(self, state: RequestOffloadState) -> bool:
-        """Whether the ranks are still to open a tier that may have a chunk which those that serve lack."""
+        """Whether the ranks still have to open a tier that may have chunks which no serving tier has."""
         manager = self.offload_manager
         if not self._loads or manager.serving.is_whole:
             return False
@@ -218,7 +218,7 @@ class NixlOffloadScheduler(MendedScheduler):
         return manager.serving.awaits_ranks(key for key in keys if manager.catalog.where(key) is None)
 
     def _holds(self, known: _Answer) -> bool:
-        """Whether a lookup would give this answer again, for all that is known without one."""
+        """Whether a kept answer still holds, as far as is known without a lookup."""
         if time.monotonic() >= known.until_s or self._weights.trust is not Trust.SETTLED:
             return False
         if known.awaited is not None:
@@ -246,13 +246,13 @@ class NixlOffloadScheduler(MendedScheduler):
         if request.lora_request is not None and self._awaits_adapter(state):
             return None
         if request.streaming_queue is not None:
-            self.forget_keys_behind(state, computed_tokens)  # of a session, which has lost its last token
+            self.forget_keys_behind(state, computed_tokens)  # a session has lost its last token
         # Another connector may bring the whole prompt, which our lookup would only delay.
         params = request.kv_transfer_params
         comes_from_elsewhere = params and params.get("do_remote_prefill") and not self._is_alone
         if not self._loads or self._weights.trust is Trust.BLOCKED or comes_from_elsewhere:
             if self._ask_vllm(state, computed_tokens, 0) is None:
-                self.begin_without_hit(state, computed_tokens)  # its stores are out, and there is nothing to wait for
+                self.begin_without_hit(state, computed_tokens)  # its stores are pending, but nothing is to be loaded
             return 0
         found = self._ask(state, question, question.most)
         if found is None:
@@ -272,19 +272,19 @@ class NixlOffloadScheduler(MendedScheduler):
                 self._answer(state, question, None, WAIT_ANSWER_S)
                 return None
             wanted = decided
-        if not request.skip_reading_prefix_cache:  # as for ``prompt_logprobs``: no lookup
+        if not request.skip_reading_prefix_cache:  # set for ``prompt_logprobs``: no lookup then
             whole_tokens = request.num_tokens // self.chunk_tokens * self.chunk_tokens
             is_decided = bool(found) and notes.load.found == hit
             parts, loaded_tokens = (notes.load.parts, wanted) if is_decided else ((), 0)
             notes.looked_up = (max(found, whole_tokens - computed_tokens), parts, loaded_tokens)
-        # Asked again with a limit, for vLLM remembers what it has answered.
+        # Ask again with the limit: vLLM remembers its last answer.
         return found if wanted >= found else self._ask(state, question, self._limit(wanted))
 
     def _ask_vllm(self, state: RequestOffloadState, computed_tokens: int, most: int | None) -> int | None:
         return super().get_num_new_matched_tokens(state.req, computed_tokens, most)[0]
 
     def _ask(self, state: RequestOffloadState, question: _Question, limit: int | None) -> int | None:
-        """Ask vLLM. A request that has waited long enough takes what there is without the wait, or nothing."""
+        """Ask vLLM. A request that has waited long enough takes the hit that needs no wait, or none."""
         found = self._ask_vllm(state, question.computed_tokens, limit)
         if found is not None:
             return found
@@ -301,20 +301,20 @@ class NixlOffloadScheduler(MendedScheduler):
     def _limit(self, tokens: int) -> int:
         """Return the limit with which vLLM finds ``tokens``.
 
-        Where there are windows it takes one token off, as off the end of a prompt. With recurrent state that would cost
-        a whole chunk.
+        With windows vLLM subtracts one token, as at the end of a prompt. With recurrent state that would cost a
+        whole chunk.
         """
         return tokens + 1 if self._windows else tokens
 
     def _limit_after_wait(self, state: RequestOffloadState, question: _Question) -> int | None:
-        """Return the most that a request may load which has waited, for loads of others or for its own stores, as long
-        as computing takes. None: it waits on.
+        """Return how much a request may load once it has waited as long as computing takes. None: it waits on. It waits
+        for loads of other requests, or for its own stores.
 
         Storage may hang, and with a common system prompt all requests wait for the same load.
         """
         awaited, before_tokens = self.chunk_being_loaded(state, question.computed_tokens)
         if awaited is None and not state.transfer_jobs:
-            # It waits for a tier that looks, or for a store of others, which have limits of their own.
+            # It waits for a tier's lookup, or for another request's store. Both have limits of their own.
             self._answer(state, question, None, WAIT_ANSWER_S)
             return None
         manager, first_token = self.offload_manager, question.computed_tokens + before_tokens
@@ -332,7 +332,7 @@ class NixlOffloadScheduler(MendedScheduler):
         return limit if question.most is None else min(limit, question.most)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """As vLLM's; what was found of a request is counted now that it is scheduled, however often it had to ask."""
+        """As vLLM's. The request's lookup is counted now that it is scheduled: once, however often it asked."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._waiting.discard(request.request_id)
         state = self._state(request)
@@ -341,16 +341,16 @@ class NixlOffloadScheduler(MendedScheduler):
             if not self._is_alone:
                 self._allocated[request.request_id] = state, num_external_tokens > 0
         notes = notes_of(state.req_context)
-        looked_up, notes.looked_up, notes.load.waits_since_s = notes.looked_up, None, None  # it may wait anew
+        looked_up, notes.looked_up, notes.load.waits_since_s = notes.looked_up, None, None  # it may wait again
         if looked_up is not None and looked_up[0]:
             self.offload_manager.metrics.looked_up(*looked_up)
 
     # A step is scheduled, and its outcome is heard.
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """As vLLM's, with our moves, and once with where each tier is to be opened.
+        """As vLLM's, with our moves, and once for each tier with its place.
 
-        In a step without work leave the processor to those who are waited for.
+        A step without work sleeps, to leave the CPU to the threads that are waited for.
         """
         manager, tokens = self.offload_manager, scheduler_output.total_num_scheduled_tokens
         if not tokens and (manager.has_pending_work() or manager.is_looking):
@@ -369,7 +369,7 @@ class NixlOffloadScheduler(MendedScheduler):
         self._asked_about.clear()
         for new in scheduler_output.scheduled_new_reqs:
             state = self.state_of(new.req_id) if new.num_computed_tokens else None
-            if state is not None:  # maybe a session that goes on, which vLLM does not look up
+            if state is not None:  # perhaps a session that continues, which vLLM does not look up
                 self._refuse_worthless_keys(state)
                 self.forget_keys_behind(state, new.num_computed_tokens)
         manager.decider.prefill.scheduled(scheduler_output, time.monotonic())
@@ -396,9 +396,9 @@ class NixlOffloadScheduler(MendedScheduler):
     def _hold_stores(self, computing: Collection[str]) -> None:
         """Hold back the stores of requests whose blocks another connector may have filled wrongly (decision 0023).
 
-        Beside other connectors (MultiConnector) one of these may load within a step. Whether that went well is known
-        when the step is over, and what was computed from it meanwhile is worth as much. So requests are held that were
-        given blocks in a step in which another connector loads and whose outcome is not known, or later.
+        Another connector in a MultiConnector may load within a step. Whether it failed is known only after the step,
+        and then the KV computed from it is wrong, too. So all requests that were given blocks in such a step or later
+        are held until its outcome is known.
         """
         if not self._allocated and not self.held:
             return
@@ -440,7 +440,7 @@ class NixlOffloadScheduler(MendedScheduler):
         super().update_connector_output(connector_output)
 
     def spoiled_blocks(self, invalid_blocks: Set[int]) -> set[int]:
-        """Return ``invalid_blocks``, and of each request that runs on one all that come behind its first."""
+        """Return ``invalid_blocks``, and all later blocks of the requests that run on one of them."""
         spoiled = set(invalid_blocks)
         for state in self.states_on(invalid_blocks):
             for group in state.group_states:
@@ -457,13 +457,13 @@ class NixlOffloadScheduler(MendedScheduler):
         return super().request_finished(request)
 
     def has_pending_push_work(self) -> bool:
-        """As vLLM's, as long as storage makes progress. Requests keep the engine stepping by themselves."""
+        """Whether an engine without requests must keep stepping. False once storage makes no progress."""
         awaits = self._hints.has_pending or not self.offload_manager.serving.is_begun
         is_patient = time.monotonic() - self._progress_s < PATIENCE_S
         return is_patient and (awaits or super().has_pending_push_work())
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """As vLLM's, with a name for each medium; what chunks were made of is forgotten with them."""
+        """As vLLM's, with a name for each medium. Forgets the descriptions of removed chunks."""
         return self._named_events() if self.offload_manager.catalog.changes else ()
 
     def _named_events(self) -> Iterable[KVCacheEvent]:
@@ -474,12 +474,12 @@ class NixlOffloadScheduler(MendedScheduler):
         removed, self.offload_manager.removed = self.offload_manager.removed, []
         self.forget_descriptions(removed, self.offload_manager.is_known)
 
-    # Weights that may be others since a cache was reset.
+    # Weights that may have changed since a cache was reset.
 
     def reset_cache(self) -> None:
-        """As vLLM's; and have the ranks say which weights they have before anything is stored or loaded again.
+        """As vLLM's. The ranks must report their weights before anything is stored or loaded again.
 
-        Where vLLM pauses or sleeps, what is stored stays: its namespace tells which weights it belongs to.
+        If vLLM pauses or sleeps, stored chunks stay: their namespace says which weights they belong to.
         """
         if resets_for_pause():
             self.offload_manager.is_paused = True
@@ -489,7 +489,7 @@ class NixlOffloadScheduler(MendedScheduler):
         self._weights.suspect()
 
     def _serve_other_weights(self) -> None:
-        """What runs was begun with the weights before, and goes on with those that are there now: store none of it."""
+        """Reopen the tiers for the new weights. Running requests mix old and new weights: they store nothing more."""
         for state in self.states():
             if any(group.block_ids for group in state.group_states):
                 notes_of(state.req_context).refuse()
@@ -504,7 +504,7 @@ class NixlOffloadScheduler(MendedScheduler):
         return state
 
     def _awaits_adapter(self, state: RequestOffloadState) -> bool:
-        """Have a request's keys hold its adapter's content; True: the ranks are still to report it, within a step."""
+        """Put the adapter's content into a request's keys. True: the ranks still have to report it, within a step."""
         if not isinstance(state, AdaptedRequestState) or state.transfer_jobs:
             return False
         assert state.req.lora_request is not None
@@ -513,8 +513,8 @@ class NixlOffloadScheduler(MendedScheduler):
         return self._adapters.may_come(name, self._steps + 1, self._heard_steps)
 
     def _take_adapters(self, sent: Mapping[int, Mapping[AdapterName, tuple[str | None, ...]]]) -> None:
-        """Take the reports of ranks that have loaded adapters. What runs with one that was replaced is refused, for it
-        mixes both; what has run without its content being known is stored from now on.
+        """Take the ranks' reports of loaded adapters. Requests that run with a replaced adapter mix both contents, and
+        are refused. Requests whose adapter's content was not known are stored from now on.
         """
         cache = self._prefix_cache()
         changed = self._adapters.hear(sent, cache)
@@ -530,8 +530,8 @@ class NixlOffloadScheduler(MendedScheduler):
     def _refuse_unloaded(self, invalid_blocks: Set[int]) -> None:
         """Store nothing more of requests that run on blocks which a load has not filled.
 
-        They were given them since that load began. What other requests have by these numbers was theirs once. Requests
-        that we load for have no blocks here until their load has ended.
+        Only held requests were given their blocks since that load began; other requests had those block ids before.
+        Requests that we load for have no blocks here until their load has ended.
         """
         for state in self.states_on(invalid_blocks):
             if state.req.request_id in self.held:

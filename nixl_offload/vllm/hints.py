@@ -1,9 +1,9 @@
-"""What a router may ask for with a request, in ``kv_transfer_params``, and how it is carried out. docs/hints.md is for
+"""Hints: a router's wishes in a request's ``kv_transfer_params``, and how they are carried out. docs/hints.md is for
 users.
 
-Threading: the scheduler's thread. Prompts that come as token ids are hashed, and chunks retained and dropped, a piece
-at a step, so that no step waits.
-Failure: nothing raises because of a hint. A bad one is counted, and the first of its kind is logged.
+Threading: the scheduler's thread. Each step hashes, retains and drops a limited number of blocks and chunks, so that no
+step waits.
+Failure: a hint never raises. A bad one is counted, and the first of its kind is logged.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIELD: Final = "nixl_offload"
-"""Where a hint is in ``kv_transfer_params``."""
+"""The field of ``kv_transfer_params`` that holds a hint."""
 MAX_TOKENS: Final = 1 << 20
 MAX_RETAIN_S: Final = 86_400.0
 MAX_PROMPTS: Final = 256
 """Prompts of hints that wait to be hashed."""
 MAX_WAITING_TOKENS: Final = 4 << 20
-"""Tokens of them: some 150 MB."""
+"""Tokens of these prompts: some 150 MB."""
 HASHES_PER_STEP: Final = 128
-"""Blocks of them that are hashed in one step: about half a millisecond of it."""
+"""Blocks that are hashed in one step: about half a millisecond."""
 CHUNKS_PER_STEP: Final = 256
-"""Chunks that are retained or dropped in one step: two milliseconds of it."""
+"""Chunks that are retained or dropped in one step: two milliseconds."""
 MAX_WAITING_CHUNKS: Final = 1 << 18
-"""Chunks that wait for that: 1,024 steps of them."""
+"""Chunks that wait to be retained or dropped: 1,024 steps."""
 
 
 class BadHintError(Exception):
-    """A hint is not what it should be. ``path`` names the place, and the text says what would be right."""
+    """A hint is not valid. ``path`` names the field, and the text says what is expected."""
 
     def __init__(self, path: str, expected: str) -> None:
         super().__init__(f"{path}: {expected}")
@@ -59,24 +59,24 @@ class BadHintError(Exception):
 
 
 class Hint(BaseModel):
-    """What is to be done with the chunks of some tokens."""
+    """What to do with the chunks of some tokens."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     token_ids: Annotated[InstanceOf[list[Any]], Field(min_length=1, max_length=MAX_TOKENS)] | None = None
-    """Of the beginning of a prompt; None: the request's own tokens. What they are is checked when they are hashed."""
+    """The beginning of a prompt; None: the request's own tokens. The ids are checked when they are hashed."""
     prefetch: bool = False
-    """Read into memory what a farther tier has."""
+    """Read chunks of farther tiers into memory."""
     retain_s: float | None = Field(None, ge=0, le=MAX_RETAIN_S)
-    """Do not evict for so long; 0 ends that."""
+    """Do not evict the chunks for this time; 0 ends retention."""
     store: bool = True
     """Whether to store what the request itself computes."""
     drop_from: int | None = Field(None, ge=0)
-    """Give up the chunks that reach beyond this token."""
+    """Drop the chunks that reach beyond this token."""
 
     @property
     def names(self) -> list[str]:
-        """What it asks for, in metrics."""
+        """The wishes in it, by their names in metrics."""
         asked = {
             "prefetch": self.prefetch,
             "retain": self.retain_s is not None,
@@ -87,7 +87,7 @@ class Hint(BaseModel):
 
 
 def hint_of(params: Any) -> Hint | None:
-    """Return the hint in a request's ``kv_transfer_params``; None: there is none. What is for others is passed over.
+    """Return the hint in a request's ``kv_transfer_params``; None: there is none. Ignores fields of other connectors.
 
     Raises BadHintError, which shows no values: they are a user's prompt.
     """
@@ -114,13 +114,13 @@ class _Prompt(NamedTuple):
     hint: Hint
     token_ids: list[int]
     state: RequestOffloadState
-    """With the tokens that were hashed so far."""
+    """Its request has the tokens that were hashed so far."""
     allowed: frozenset[int] | None
     """The tiers that it may be loaded from."""
 
 
 class Hints:
-    """The hints that were not carried out yet."""
+    """Keeps hints and carries them out."""
 
     def __init__(self, manager: NixlOffloadManager, config: SchedulerOffloadConfig) -> None:
         """``config``: vLLM's, with the KV cache groups."""
@@ -128,9 +128,9 @@ class Hints:
         self._config = config
         self._prompts: deque[_Prompt] = deque()
         self._tasks: deque[tuple[Callable[[list[OffloadKey]], None], OffloadKey]] = deque()
-        """What is to be done with chunks, in this order."""
+        """What to do with which chunk, in this order."""
         self._at_end: dict[str, Hint] = {}
-        """By request: what is to be done with its chunks when it has ended."""
+        """By request: what to do with its chunks when it has ended."""
         self._complained: set[str] = set()
 
     @property
@@ -160,7 +160,7 @@ class Hints:
         allowed = self._manager.allowed_tiers(state.req_context)
         if hint.token_ids is not None:
             self._prompts.append(_Prompt(hint, hint.token_ids, state_like(state), allowed))
-        elif notes.loads:  # else its keys are worth nothing
+        elif notes.loads:  # else its keys are worthless
             if hint.prefetch:
                 self._prefetch(self._keys(state), allowed)
             if hint.retain_s is not None or hint.drop_from is not None:
@@ -175,13 +175,13 @@ class Hints:
             act([key for _, key in alike])
 
     def finished(self, request_id: str, state: RequestOffloadState | None) -> None:
-        """A request has ended: begin with what was to be done then. ``state``: with all of its chunks."""
+        """Begin what a hint wants at the end of this request. ``state``: its state, with all of its chunks."""
         hint = self._at_end.pop(request_id, None)
         if hint is not None and state is not None:
             self._retain_or_drop(hint, self._keys(state))
 
     def clear(self) -> None:
-        """Carry out nothing of what has come so far."""
+        """Forget all hints that were not carried out yet."""
         self._prompts.clear()
         self._tasks.clear()
         self._at_end.clear()
@@ -223,12 +223,12 @@ class Hints:
             self._tasks += [(act, key) for key in keys]
 
     def _prefetch(self, keys: list[list[OffloadKey]], allowed: frozenset[int] | None) -> None:
-        """Read into memory what the tiers ``allowed`` have."""
+        """Read chunks of the tiers ``allowed`` into memory."""
         moves, now_s = self._manager.catalog.moves, time.monotonic()
         for config, of_group in zip(self._config.kv_group_configs, keys, strict=True):
             window, tokens = config.sliding_window_size_in_chunks, config.tokens_per_chunk
             end_tokens = range(tokens, (len(of_group) + 1) * tokens, tokens)
-            # Looked up as vLLM does, windows back to front. One more: a prompt's last token is always computed.
+            # As vLLM looks up: windows back to front. One chunk more, for a prompt's last token is always computed.
             looked_up = slice(None) if window is None else slice(None, -(window + 2), -1)
             chunks = cast("list[Key]", of_group[looked_up])
             moves.prefetch(chunks, end_tokens[looked_up], now_s, allowed, is_prefix=window is None, groups=len(keys))

@@ -1,8 +1,8 @@
-"""What makes this engine's bytes interchangeable with another's: the namespace, read from vLLM's final configuration
-and from what the ranks have sent, and when vLLM's own keys are worth nothing.
+"""Makes the namespace from vLLM's final configuration and the ranks' geometries; and says when vLLM's keys are
+worthless.
 
-Threading: pure functions. A thread of its own makes the namespace at start (``ServingTiers``), and reads the files that
-settings name; the scheduler's asks what needs no files.
+Threading: pure functions. ``ServingTiers`` makes the namespace on a thread of its own, which reads models' and
+settings' files. Functions that read no files run on the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _READS_FILES: Final = {
     *("auto", "dummy", "fastsafetensors", "hf", "instanttensor", "mistral", "npcache", "pt", "runai_streamer"),
     *("runai_streamer_sharded", "safetensors", "sharded_state"),
 }
-"""Formats of vLLM that load what a model's own files hold."""
+"""vLLM's load formats that read a model's own files."""
 
 
 class ReadFiles(Protocol):
@@ -72,14 +72,14 @@ class ReadFiles(Protocol):
 
 
 class ModelName(NamedTuple):
-    """A model, as far as its name identifies it."""
+    """What identifies a model."""
 
     name: str
-    """Of a local model the last part of its path: the same files may lie elsewhere on another server."""
+    """For a local model, the last part of its path: another server may have the same files elsewhere."""
     revision: str | None
-    """The commit, where it is known."""
+    """The commit, if it is known."""
     files: str | None
-    """The file or directory whose content says which model it is; None: the name and the revision do."""
+    """The file or directory whose content identifies the model; None: name and revision identify it."""
 
 
 def group_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
@@ -121,9 +121,9 @@ def name_model(model_config: ModelConfig) -> ModelName:
 
 
 def _name(path: str, asked: str | None, commit: str | None = None) -> ModelName:
-    """Name what lies at ``path``, which may be an id of the Hub; ``asked``: the revision that was asked for."""
+    """Identify the model at ``path``, which may be a Hub id. ``asked``: the revision that was asked for."""
     snapshot = _SNAPSHOT.search(path)
-    # What vLLM makes of a Hub id when it is offline.
+    # When it is offline, vLLM makes such a path of a Hub id.
     if snapshot is not None and os.path.isdir(path) and _is_untouched(path):
         return ModelName(snapshot["repository"].replace("--", "/"), snapshot["commit"], None)
     if is_local(path):
@@ -140,10 +140,10 @@ def _is_untouched(snapshot: str) -> bool:
 
 
 def models_of(vllm_config: VllmConfig, sources: Collection[str] = ()) -> dict[str, ModelName]:
-    """Return the models whose KV is stored, by their path in the configuration: the draft's, too.
+    """Return all models that the stored KV depends on, by their path in the configuration.
 
-    A tokenizer of its own, or of another revision, is among them: some models compute with it. So are ``sources`` that
-    ranks have named.
+    A draft model is among them, and so are ``sources`` that ranks have named. So is a tokenizer from elsewhere, or of
+    another revision: some models compute with it.
     """
     model = vllm_config.model_config
     models = {"model_config": name_model(model)}
@@ -185,7 +185,7 @@ def build_namespace(
         settings[f"{path}.name"], settings[f"{path}.revision"] = other.name, other.revision
         settings[f"{path}.weights"] = weights.get(path)
     if config.authenticate is not None:
-        settings["authenticate"] = SCHEME  # what has no MAC is not looked for, and not said to be there
+        settings["authenticate"] = SCHEME  # so that chunks without a MAC are never looked up or reported
     seed = os.environ.get("PYTHONHASHSEED")
     parallel = vllm_config.parallel_config
     backends = sorted({name for rank in ranks for name in rank.attention_backends})
@@ -229,8 +229,8 @@ def build_namespace(
 
 
 def _weights_depend_on_sizes(vllm_config: VllmConfig) -> bool:
-    """Whether engines of other sizes compute with other weights: random ones are drawn, and what is quantized only when
-    it is loaded is scaled, for each rank's part.
+    """Whether engines of other sizes compute with other weights. Each rank draws dummy weights for its own part; and
+    scales its own part if weights are quantized only when they are loaded.
     """
     speculative = vllm_config.speculative_config
     models = [vllm_config.model_config, getattr(speculative, "draft_model_config", None)]
@@ -243,9 +243,9 @@ def _weights_depend_on_sizes(vllm_config: VllmConfig) -> bool:
 
 
 def _by_shard(by_rank: NamespaceFields, ranks: Sequence[RankGeometry], *, counts_sizes: bool) -> Namespace:
-    """Return the namespace of chunks that are cut into shards: what differs between parallel sizes is left out.
+    """Return the namespace of chunks that are cut into shards, without the fields that differ between parallel sizes.
 
-    Raises NamespaceError where ranks do not agree on the cut: no rank would find what another has stored.
+    Raises NamespaceError if the ranks do not agree on the cut: no rank would find another rank's shards.
     """
     plan = ranks[0].shards
     if plan is None or any(rank.shards != plan for rank in ranks):
@@ -268,7 +268,7 @@ def _by_shard(by_rank: NamespaceFields, ranks: Sequence[RankGeometry], *, counts
     common["settings"] = {name: value for name, value in by_rank.settings.items() if name not in EXCUSED_WITH_SHARDS}
     if counts_sizes:
         common["settings"] |= {"tp": by_rank.tp} | ({"pp": by_rank.pp} if by_rank.pp > 1 else {})
-    # Where ranks differ, as by scales of their own, engines of other sizes share nothing.
+    # If ranks differ, for example by their scales, engines of other sizes share nothing.
     digests = by_rank.ranks[:1] if len(set(by_rank.ranks)) == 1 else by_rank.ranks
     namespace = make_namespace(
         ShardedFields(**common, ranks=digests, shards=plan.shards, layers=plan.layers.begins), plan
@@ -287,10 +287,10 @@ def _loaded_weights(
     contents: Mapping[str, FilesDigest],
     ranks: Sequence[RankGeometry],
 ) -> str | None:
-    """Return a digest of the weights that ranks have in memory; None: the files of ``models`` say which they are.
+    """Return a digest of the weights that ranks have in memory; None if the files of ``models`` identify them.
 
-    The files are preferred: engines of other sizes share them, and memory that no file fills differs in each process.
-    ``contents``: of those models that have files.
+    Files are preferred: engines of other sizes share them, and memory that no file fills differs in each process.
+    ``contents``: digests of the models that have files.
     """
     load = vllm_config.load_config
     draft_load = getattr(vllm_config.speculative_config, "draft_load_config", None) or load
@@ -306,15 +306,15 @@ def _loaded_weights(
 
 
 def digest_of_ranks(digests: Sequence[str | None]) -> str:
-    """Return one digest of what each rank has loaded. Where some rank does not know, nobody shares it."""
+    """Return one digest of all ranks' digests. If any rank has none, return a random name, so nothing is shared."""
     if None in digests:
         return f"unknown-{secrets.token_hex(16)}"
     return hashlib.sha256("".join(str(digest) for digest in digests).encode("ascii")).hexdigest()
 
 
 def with_loaded_weights(first: Namespace, loaded: str | None) -> Namespace:
-    """Return ``first`` for ranks that have the weights ``loaded`` in memory; None: those of ``first``. Files and
-    settings count as they were at the start: they say nothing of what was loaded since.
+    """Return ``first`` changed for the weights ``loaded``; unchanged for None. Files and settings count as they were at
+    the start: they say nothing about weights loaded since.
     """
     if loaded is None:
         return first
@@ -324,7 +324,7 @@ def with_loaded_weights(first: Namespace, loaded: str | None) -> Namespace:
 
 
 def _settings_of(vllm_config: VllmConfig, digest_file: DigestFile) -> dict[str, Setting]:
-    """Return all of vLLM's configuration that is not excused. Says so when some of it differs in every process."""
+    """Return all of vLLM's settings that are not excused. Warns if some differ in every process."""
     found = collect(vllm_config, EXCUSED, digest_file)
     if found.incomparable:
         logger.warning(
@@ -336,14 +336,14 @@ def _settings_of(vllm_config: VllmConfig, digest_file: DigestFile) -> dict[str, 
 
 
 def _environment(digest_file: DigestFile) -> dict[str, Setting]:
-    """Variables that are set: what they choose may be kernels, layouts, or scales."""
+    """Return the variables that are set and not excused: they may choose kernels, layouts, or scales."""
     names = [*(name for name in vllm.envs.environment_variables if name not in EXCUSED_ENVIRONMENT), *ALSO_COUNTED]
     found = {name: os.environ[name] for name in sorted(names) if name in os.environ}
     return {f"environment.{name}": text_setting(name, text, digest_file) for name, text in found.items()}
 
 
 def _libraries() -> dict[str, Setting]:
-    """Code beside vLLM's own that decides what is computed: transformers, and plugins that bring models."""
+    """Return versions of other code that decides what is computed: transformers, and plugins that bring models."""
     found: dict[str, Setting] = {"library.transformers": importlib.metadata.version("transformers")}
     for group in _PLUGIN_GROUPS:
         for entry in importlib.metadata.entry_points(group=group):
@@ -356,7 +356,7 @@ def _libraries() -> dict[str, Setting]:
 
 
 def _platform() -> str:
-    """Name what decides how an attention kernel lays values out inside a page."""
+    """Return the kind of device: it decides how an attention kernel lays values out inside a page."""
     kind = str(current_platform.device_type)
     if kind != "cpu":
         return f"{kind}:{current_platform.get_device_capability()}"
@@ -367,9 +367,9 @@ def _platform() -> str:
 def has_lasting_keys(request: Request) -> bool:
     """Whether equal keys mean equal inputs in every process.
 
-    vLLM names an image by a digest of its content, or by the ``uuid`` that the user gave; the name, behind that of a
-    LoRA adapter, is in the block hashes. A uuid that looks like such a digest passes for one: one of 64 hex digits, or
-    one that vLLM digests because the request brings ``mm_processor_kwargs`` or ``media_io_kwargs``.
+    vLLM names an image by a digest of its content, or by the user's ``uuid``. Block hashes hold that name, prefixed by
+    a LoRA adapter's. A uuid passes for a digest if it has 64 or 128 hex digits, or if vLLM digests it because the
+    request has ``mm_processor_kwargs`` or ``media_io_kwargs``.
     """
     adapter = f"{request.lora_request.lora_name}:" if request.lora_request is not None else ""
     return all(

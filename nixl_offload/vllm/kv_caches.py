@@ -1,7 +1,7 @@
 """Describes vLLM's KV caches in plain numbers: layers, groups, pages, and the KV heads in a page.
 
-Heads are found where they lie one after the other in a page, each whole, and where it is certain which of the model's
-heads a rank has. Chunks of all other pages are stored rank by rank.
+Heads are found if they lie one after the other in a page, each whole, and if it is certain which of the model's heads a
+rank has. Otherwise chunks are stored rank by rank.
 
 Threading: pure functions.
 """
@@ -36,17 +36,16 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 _DIVIDED: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-"""Divided by heads among ranks. These very classes: what derives from them may lie otherwise."""
+"""KV of these is divided by heads among ranks. Subclasses are not meant: their layout may differ."""
 _KV_HEADS: Final = re.compile("kv_heads|key_value_heads|n_heads?_kv|multi_query_group_num|attention_groups|in_group")
-"""How models' configs call their number of KV heads, or that of some layers."""
+"""Names in models' configs for a number of KV heads, of all layers or of some."""
 
 
 def keeps_prefix(kv_cache_config: KVCacheConfig, groups: int) -> bool:
-    """Say whether a request whose load has failed in part may go on from what lies before its first missing block.
+    """Whether a request whose load has failed in part may keep the prefix before its first missing block.
 
-    Only where there is one group, block ids being unique within a group, and each of its layers needs all tokens: of a
-    window or a state a load brings the end alone, and what lies before that was never there. ``groups``: how many are
-    offloaded.
+    True only for one group of full attention. Block ids are unique only within a group. A load of a window or a state
+    brings the end alone: nothing before it was ever loaded. ``groups``: how many are offloaded.
     """
     if groups != 1 or len(kv_cache_config.kv_cache_groups) != 1:
         return False
@@ -54,16 +53,16 @@ def keeps_prefix(kv_cache_config: KVCacheConfig, groups: int) -> bool:
 
 
 def keeps_state(kv_cache_config: KVCacheConfig) -> bool:
-    """Say whether some layers keep a state (Mamba, GDN, short convolutions) and not what tokens had to say."""
+    """Whether some layers keep a recurrent state (Mamba, GDN, short convolutions) instead of KV per token."""
     groups = kv_cache_config.kv_cache_groups
     return any(isinstance(spec, MambaSpec) for group in groups for spec in _layer_specs(group))
 
 
 def retained_blocks(blocks: int, tokens: Sequence[int], kv_cache_config: KVCacheConfig, interval: int) -> int:
-    """Return how many blocks a chunk may have, ``blocks`` at most. ``tokens``: of a block, by offloaded group.
+    """Return how many blocks a chunk may have, at most ``blocks``. ``tokens``: per block, by offloaded group.
 
-    Of windows and state vLLM keeps what lies before multiples of ``interval`` (``prefix_cache_retention_interval``), so
-    a chunk must divide it. Raises ValueError where no block does.
+    vLLM keeps windows and states only at multiples of ``interval`` (``prefix_cache_retention_interval``), so a chunk
+    must divide it. Raises ValueError if a single block does not.
     """
     groups = offloaded_groups(kv_cache_config)
     for fewer in range(blocks, 0, -1):
@@ -82,7 +81,7 @@ def _layer_specs(group: KVCacheGroupSpec) -> list[KVCacheSpec]:
 
 
 def offloaded_groups(kv_cache_config: KVCacheConfig) -> list[KVCacheGroupSpec]:
-    """Return the groups of which chunks are stored."""
+    """Return the KV cache groups whose chunks are stored."""
     return [kv_cache_config.kv_cache_groups[number] for number in get_offloading_group_ids(kv_cache_config)]
 
 
@@ -117,18 +116,18 @@ def regions_of(kv_caches: CanonicalKVCaches) -> tuple[RegionSpec, ...]:
 
 
 def without_padding(kv_caches: CanonicalKVCaches, groups: Sequence[KVCacheGroupSpec]) -> CanonicalKVCaches:
-    """Have each group of a block-outermost KV cache store its own pages only. ``groups``: those that are offloaded.
+    """Cut each group of a block-outermost KV cache down to its own pages. ``groups``: those that are offloaded.
 
-    vLLM hands out the whole block for every group; one with fewer or smaller pages than another leaves the end of its
-    blocks unused, and what lies there belonged to somebody else's request. Pages begin at the first byte of a block.
-    A group without any layer on this rank has none.
+    vLLM hands out the whole block for every group. A group with fewer or smaller pages leaves the end of its blocks
+    unused, and another request's bytes may lie there. Pages begin at the first byte of a block. A group without layers
+    on this rank gets no pages.
     """
     if len(kv_caches.tensors) != 1 or any(len(refs) != 1 for refs in kv_caches.group_data_refs):
         return kv_caches
     refs: list[list[CanonicalKVCacheRef]] = []
     for group, (ref,) in zip(groups, kv_caches.group_data_refs, strict=True):
         if not group.layer_names:
-            refs.append([])  # its spec may still be that of other ranks' layers
+            refs.append([])  # its spec may describe layers of other ranks
             continue
         spec = group.kv_cache_spec
         layers = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(group.layer_names)
@@ -140,7 +139,7 @@ def without_padding(kv_caches: CanonicalKVCaches, groups: Sequence[KVCacheGroupS
 def understood_pages(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> str | None:
-    """Say, as a clause, why the pages of this rank cannot be divided by KV heads; None: they can.
+    """Return, as a clause, why the pages of this rank cannot be divided by KV heads; None: they can.
 
     ``kv_caches``: by layer, as vLLM registers them.
     """
@@ -153,7 +152,7 @@ def understood_pages(
                 return f"{name}: {why}"
             is_divided |= not isinstance(spec, MLAAttentionSpec)
     if is_divided and tp > total and not _all_layers_have(vllm_config, total):
-        # A layer with more heads than others would be divided where they are replicated.
+        # A layer with more heads would be divided among ranks that hold replicas of the other layers.
         return f"it is not certain that all layers have {total} KV heads, which {tp} ranks hold as replicas"
     return None
 
@@ -163,8 +162,8 @@ def layer_pages(
 ) -> list[dict[str, tuple[KVCacheSpec, HeadPages]]]:
     """Return this rank's layers and where their heads lie, by offloaded group and by name, in the model's order.
 
-    ``kv_caches``: by layer, for which ``understood_pages`` has no reason; ``canonical``: vLLM's view of the same
-    memory, to whose tensors the pages refer. Raises LayoutError when they do not fit each other.
+    ``kv_caches``: by layer; ``understood_pages`` returned None for them. ``canonical``: vLLM's view of the same memory,
+    to whose tensors the pages refer. Raises LayoutError if the two do not fit each other.
     """
     regions = regions_of(canonical)
     return [
@@ -174,7 +173,7 @@ def layer_pages(
 
 
 def _why_not(spec: KVCacheSpec, pages: object, num_blocks: int, heads: int) -> str | None:
-    """Say why a layer is not understood. ``heads``: how many a rank must have where they are divided."""
+    """Return why a layer is not understood, or None. ``heads``: how many a rank must have if they are divided."""
     if type(spec) is not MLAAttentionSpec and type(spec) not in _DIVIDED:
         return f"what a {type(spec).__name__} describes has no KV heads, or lies in an order of its own"
     assert isinstance(spec, AttentionSpec)
@@ -204,7 +203,7 @@ def _why_not(spec: KVCacheSpec, pages: object, num_blocks: int, heads: int) -> s
 
 
 def _is_dense(pages: torch.Tensor, spec: AttentionSpec, num_blocks: int) -> bool:
-    """Whether a page is head after head, in each token after token, without gaps."""
+    """Whether a page has head after head, and in each head token after token, without gaps."""
     page = group_kernel_blocks(pages, num_blocks)[0]
     return page.is_contiguous() and page.numel() * page.element_size() == spec.unpadded_page_size_bytes
 
@@ -221,7 +220,7 @@ def _all_layers_have(vllm_config: VllmConfig, heads: int) -> bool:
 
 
 def _named(config: Any, inside: str = "") -> Iterator[object]:
-    """Return what a config says of KV heads, at any depth."""
+    """Yield all numbers of KV heads that a config names, at any depth."""
     if isinstance(config, Mapping):
         for key, value in config.items():
             yield from _named(value, str(key))
@@ -233,7 +232,7 @@ def _named(config: Any, inside: str = "") -> Iterator[object]:
 
 
 def _head_pages(spec: KVCacheSpec, pages: torch.Tensor, regions: Sequence[RegionSpec]) -> HeadPages:
-    """Find a layer's pages in the regions. Raises LayoutError when they are in none."""
+    """Find a layer's pages in the regions. Raises LayoutError if they are in none."""
     assert isinstance(spec, AttentionSpec)
     heads = 1 if isinstance(spec, MLAAttentionSpec) else spec.num_kv_heads
     length = spec.unpadded_page_size_bytes

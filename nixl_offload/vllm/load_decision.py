@@ -1,4 +1,4 @@
-"""Load or recompute: how much of a request's hit to load, so that the server as a whole gets on fastest.
+"""Load or recompute: how much of a request's hit to load, so that the server as a whole is fastest.
 
 The GPU and each tier are queues. A load waits for the loads that are out; it does not use the GPU. A prefill uses the
 GPU, and delays the requests that wait for it and those that decode. So a load costs the time until it is done, queue
@@ -44,19 +44,19 @@ _MOST_RUNNING: Final = 2.0
 together as at most ``_MOST_RUNNING``: the full weight would accept a long TTFT for a few more requests per second
 (decision 0018)."""
 _FEWEST: Final = 3
-"""Observations without which nothing is said."""
+"""Observations that an estimate needs."""
 _OUTLIER: Final = 16.0
-"""An observation counts as at most so many times what was expected, so that one stall does not decide."""
+"""An observation counts as at most this many times its estimate, so that one stall does not decide."""
 _SPREAD: Final = 0.2
 """If the standard deviation of the sizes is below this part of their mean, they count as one size, without a slope."""
 _TIER_KEEP: Final = 0.9
 """What older loads keep of their weight at each new one: the last ten or so count."""
 _TIER_HALF_LIFE_S: Final = 6.0
-"""Short against the interval of trials, so that a trial speaks louder than what was seen before it."""
+"""Short against the interval of trials, so that a trial outweighs older observations."""
 _PREFILL_HALF_LIFE_TOKENS: Final = 32768.0
 _MIN_SHARE: Final = 0.1
-"""Prompt tokens count at least as this part of their step. An estimate that is too low is corrected by the next long
-prompt, for that is computed; one that is too high would not be, for every hit would be loaded."""
+"""The least part of a step's time that its prompt tokens count for. If an estimate is too low, the next long prompt is
+computed and corrects it. If it is too high, every hit is loaded and nothing corrects it."""
 _STEP_KEEP: Final = 0.9
 """What the price of a step keeps of its old value at each step that only decodes."""
 _MOST_OPEN_STEPS: Final = 16
@@ -86,7 +86,7 @@ class _Line:
         return self._count >= _FEWEST
 
     def add(self, x: float, y: float, *, weight: float, keep: float, count: float = 1.0) -> None:
-        """Add a point; all before keep the part ``keep`` of their weight."""
+        """Add a point; earlier points keep the part ``keep`` of their weight."""
         expected = self.at(x)
         if expected is not None:
             y = min(y, _OUTLIER * max(expected, 1e-9))
@@ -115,7 +115,7 @@ class _OpenLoad(NamedTuple):
 
     size_bytes: int
     queued_bytes: int
-    """Of the loads that were out when it began."""
+    """Bytes of the loads that were out when it began."""
     began_s: float
     """inf: another tier decides how long this load is out."""
 
@@ -184,9 +184,9 @@ class TierSpeed:
         return max([0.0, *(now_s - load.began_s for load in self._open.values())])
 
     def seconds(self, size_bytes: int, now_s: float) -> float:
-        """Return how long a load would take, behind those that are out: at least as long as the oldest has taken.
+        """Return how long a load would take after those that are out; at least the age of the oldest.
 
-        0 while nothing is known: a first load finds out.
+        0 while nothing is known, so that a first load finds out.
         """
         return max(self._line.at(self._queued_bytes + size_bytes) or 0.0, self.oldest_s(now_s))
 
@@ -195,7 +195,7 @@ class TierSpeed:
         return not self._open and now_s - max(self._observed_s, self._tried_s) >= self._pause_s
 
     def judged_fast(self) -> None:
-        """A load was chosen on its merits: the next trial, if there is one, comes soon again."""
+        """Record that a load was chosen without a trial: the next trial comes after the shortest pause again."""
         self._pause_s = TRIAL_INTERVAL_S
 
 
@@ -210,7 +210,7 @@ class PrefillSpeed:
     def __init__(self) -> None:
         self._line = _Line(is_level=True)
         self._open_steps: deque[tuple[float, int, int]] = deque()
-        """When a step was scheduled, its tokens, and how many precede one of them on average."""
+        """When a step was scheduled, its tokens, and the mean number of tokens before one of them."""
         self._ended_s = 0.0
         self._step_s = 0.0
 
@@ -247,9 +247,9 @@ class PrefillSpeed:
             self.observe(tokens, max(seconds - self._step_s, _MIN_SHARE * seconds), context_tokens)
 
     def observe(self, tokens: int, seconds: float, context_tokens: int = 0) -> None:
-        """Learn from a step that has computed ``tokens`` prompt tokens, behind ``context_tokens`` others.
+        """Learn from a step that has computed ``tokens`` prompt tokens after ``context_tokens`` earlier tokens.
 
-        Steps of several requests: the sum of their tokens, and the mean of their contexts by tokens.
+        For a step of several requests: the sum of their tokens, and the mean of their contexts, weighted by tokens.
         """
         if tokens <= 0 or context_tokens < 0 or not 0.0 < seconds < math.inf:
             return
@@ -257,7 +257,7 @@ class PrefillSpeed:
         self._line.add(context_tokens + tokens / 2, seconds / tokens, weight=tokens, keep=keep)
 
     def seconds(self, tokens: int, context_tokens: int) -> float | None:
-        """Return how long computing ``tokens`` behind ``context_tokens`` takes. None: too little is known."""
+        """Return how long computing ``tokens`` after ``context_tokens`` takes. None: too little is known."""
         if tokens <= 0:
             return 0.0
         token_s = self._line.at(context_tokens + tokens / 2)
@@ -270,29 +270,29 @@ class Part(NamedTuple):
     tier: int
     tokens: int
     size_bytes: int
-    """Of one rank: ranks load side by side."""
+    """Bytes on one rank. Ranks load in parallel."""
 
 
 class Choice(NamedTuple):
-    """How much of a hit to take."""
+    """How much of a hit to load."""
 
     tokens: int
-    """From its beginning on; the rest is to be computed."""
+    """Tokens to load, from the hit's beginning. The rest is computed."""
     trial: int | None
     """The tier that is tried. Its trial begins with the load."""
 
 
 class Hit(NamedTuple):
-    """What was found of a request: ``tokens`` from ``first_token`` on."""
+    """What a lookup found for a request: ``tokens`` from ``first_token`` on."""
 
     tiers: Iterable[int | None]
-    """Which tier would serve each chunk of ``chunk_tokens`` that covers them, in order; None: it is gone. The first
-    chunk may begin before that token; what lies behind the last is taken with it, or not at all."""
+    """The tier that would serve each chunk, in order; None: the chunk is gone. The first chunk may begin before
+    ``first_token``. Tokens after the last chunk are taken with it, or not at all."""
     first_token: int
     tokens: int
     chunk_tokens: int
     windows: Mapping[int, int]
-    """By KV cache group that looks no farther back: how many tokens are loaded at most."""
+    """By KV cache group with a window: how many tokens are loaded at most."""
 
 
 @dataclass(slots=True)
@@ -302,38 +302,38 @@ class LoadNotes:
     waits_since_s: float | None = None
     """When it began to wait for storage, so that it waits once; None: it does not wait."""
     found: tuple[int, int] | None = None
-    """The first token and the tokens of the hit that was decided last, so that each is decided once."""
+    """First token and length of the hit that was decided last, so that each hit is decided once."""
     loaded_tokens: int = 0
     parts: Sequence[Part] = ()
     trial: int | None = None
-    """The tier that this load tries, though it was judged too slow."""
+    """The tier that this load tries although it was judged too slow."""
 
 
 class LoadDecider:
-    """Decides how much of a hit is loaded. What is not known is loaded, a few at a time: so it becomes known."""
+    """Decides how much of a hit is loaded. While a tier's speed is unknown, a few loads at a time measure it."""
 
     def __init__(
         self, tiers: int, *, ranks: int = 1, token_bytes: Mapping[int, float] | None = None, skips_slow: bool = True
     ) -> None:
-        """``ranks``: how many observe each load. ``token_bytes``: by KV cache group, on each rank. ``skips_slow``:
-        false: all that is found is loaded.
+        """``ranks``: how many observe each load. ``token_bytes``: bytes of a token on each rank, by KV cache group.
+        ``skips_slow``: if False, every hit is loaded.
         """
         self.tiers: Final = tuple(TierSpeed(ranks) for _ in range(tiers))
         """By position."""
         self.prefill: Final = PrefillSpeed()
-        self._token_bytes = {} if token_bytes is None else token_bytes  # which the caller fills later
+        self._token_bytes = {} if token_bytes is None else token_bytes  # the caller fills it later
         self._skips_slow = skips_slow
         self.counts: Counter[tuple[str | int, ...]] = Counter()
-        """Decisions, in requests, since the beginning."""
+        """Decisions since the start, counted in requests."""
 
     def tokens_to_load(
         self, hit: Hit, notes: LoadNotes, now_s: float, *, waiting: int = 0, running: int = 0
     ) -> int | None:
-        """Return how many of a hit's tokens are better loaded than computed. None: ask again in a later step, for loads
-        that are out will show how fast a tier is. The same question gets the same answer.
+        """Return how many of a hit's tokens to load. None: ask again in a later step, when loads that are out have
+        shown how fast a tier is. The same hit gets the same answer.
 
-        ``waiting``, ``running``: other requests, which a prefill would delay: those that wait for the GPU, not for a
-        load, and those that decode.
+        ``waiting``: how many other requests wait for the GPU, not for a load. ``running``: how many decode. A prefill
+        delays both.
         """
         if notes.found == (hit.first_token, hit.tokens):
             return notes.loaded_tokens
@@ -387,22 +387,22 @@ class LoadDecider:
         return self._wait_left_s(parts[allowed].tier, tokens, context_tokens, now_s, since_s) > 0
 
     def wait_left_s(self, tier: int | None, tokens: int, context_tokens: int, notes: LoadNotes, now_s: float) -> float:
-        """Return how long a request may still wait, for a load of ``tier`` or for its own stores, rather than be
-        computed: altogether as long as computing ``tokens`` behind ``context_tokens`` takes.
+        """Return how long a request may still wait for a load of ``tier``, or for its own stores. The limit in total is
+        how long computing ``tokens`` after ``context_tokens`` takes.
         """
         if notes.waits_since_s is None:
             notes.waits_since_s = now_s
         return self._wait_left_s(tier, tokens, context_tokens, now_s, notes.waits_since_s)
 
     def begin_load(self, ticket: LoadTicket, notes: LoadNotes, now_s: float) -> None:
-        """Record that a load goes out, for a request that was asked about before or not."""
+        """Record that a load goes out."""
         trial, notes.trial = notes.trial, None  # no second trial, if a preempted request loads again
         size_bytes: Counter[int] = Counter()
         for location in ticket.locations:
             if location.tier >= 0:
                 size_bytes[location.tier] += location.slot_bytes
         for tier, size in size_bytes.items():
-            # A load ends with its last part: how long it is out says something of its farthest tier alone.
+            # A load ends with its last part, so its age counts for its farthest tier alone.
             is_slowest = tier == max(size_bytes)
             self.tiers[tier].begin(ticket.ticket, size, now_s, is_slowest=is_slowest, on_trial=tier == trial)
 
@@ -421,9 +421,9 @@ class LoadDecider:
     # Inside
 
     def _parts(self, hit: Hit) -> tuple[Part, ...]:
-        """Return which tier would serve what, from the beginning on. Empty when some chunk is gone: loading finds out.
+        """Return the parts of a hit, from its beginning on. Empty if some chunk is gone: the load will find out.
 
-        The last part has what lies behind the last chunk, and the windows.
+        The last part includes the tokens after the last chunk, and the windows.
         """
         sizes, end, at = self._token_bytes, hit.first_token + hit.tokens, hit.first_token
         chunk_bytes = round(hit.chunk_tokens * sum(size for group, size in sizes.items() if group not in hit.windows))
@@ -450,7 +450,7 @@ class LoadDecider:
         return (WAIT_S if limit_s is None else limit_s) - max(oldest_s, now_s - since_s)
 
     def _allowed(self, parts: Sequence[Part]) -> int:
-        """Return how many parts lie before the first whose tier has as many loads out as it may."""
+        """Return how many parts come before the first one whose tier may not have another load out."""
         for at, part in enumerate(parts):
             speed = self.tiers[part.tier]
             if speed.loads >= LOADS_AT_ONCE and not (speed.is_known and self.prefill.is_known):
@@ -460,7 +460,7 @@ class LoadDecider:
     def _cheapest(
         self, parts: Sequence[Part], others: Sequence[Part], computed_tokens: int, now_s: float, weight: float
     ) -> int:
-        """Return how many of ``parts`` to take at the least cost; the most among equals. ``others`` are computed."""
+        """Return how many of ``parts`` to load at the least cost; among equals, the most. ``others`` are computed."""
         rest_tokens = sum(part.tokens for part in (*parts, *others))
         context_tokens, load_s = computed_tokens, 0.0
         size_bytes: Counter[int] = Counter()
@@ -471,7 +471,7 @@ class LoadDecider:
                 rest_tokens -= part.tokens
                 context_tokens += part.tokens
                 size_bytes[part.tier] += part.size_bytes
-                # Tiers load side by side: what the slowest takes is what the load takes.
+                # Tiers load in parallel: a load takes as long as its slowest tier.
                 load_s = max(load_s, self.tiers[part.tier].seconds(size_bytes[part.tier], now_s))
             prefill_s = self.prefill.seconds(rest_tokens, context_tokens)
             if prefill_s is not None and load_s / _TOLERANCE + weight * prefill_s <= best_s:
