@@ -120,27 +120,31 @@ def choose_extent_bytes(rank_bytes: int, slot_classes: Sequence[int]) -> int:
 class _Extent:
     """The slots of an extent that is lent to a slot size."""
 
-    keys: list[Key | None] = field(default_factory=list)
-    """By slot, up to the highest one ever taken; None: free or retired."""
-    free: set[int] = field(default_factory=set)
-    """The free slots within ``keys``."""
+    # Dicts, not a list and a set: Python's garbage collector visits each entry of those, but skips a dict that holds
+    # only bytes, ints and None. Each of its full collections stops vLLM's scheduler.
+    keys: dict[int, Key] = field(default_factory=dict)
+    """By slot; free and retired slots have no key."""
+    free: dict[int, None] = field(default_factory=dict)
+    """The free slots below ``end``, as keys."""
+    end: int = 0
+    """No slot from this one on was ever taken."""
 
     @property
     def taken(self) -> int:
-        return len(self.keys) - len(self.free)
+        """How many slots have a chunk or are retired."""
+        return self.end - len(self.free)
 
     def take(self, slot: int, key: Key) -> bool:
         """Take this slot. False: it is taken already."""
-        missing = slot - len(self.keys)
-        if missing >= 0:
-            self.free.update(range(len(self.keys), slot))
-            self.keys += [None] * missing
-            self.keys.append(key)
+        if slot >= self.end:
+            for missing in range(self.end, slot):
+                self.free[missing] = None
+            self.end = slot + 1
         elif slot in self.free:
-            self.free.remove(slot)
-            self.keys[slot] = key
+            del self.free[slot]
         else:
             return False
+        self.keys[slot] = key
         return True
 
 
@@ -213,9 +217,8 @@ class SlotAllocator:
         """Yield the chunks that have slots, each with offset and slot size. For checks."""
         for size, each in self._classes.items():
             for number, extent in each.extents.items():
-                for slot, key in enumerate(extent.keys):
-                    if key is not None:
-                        yield key, number * self._stride + slot * size, size
+                for slot, key in extent.keys.items():
+                    yield key, number * self._stride + slot * size, size
 
     def allocate(self, key: Key, slot_bytes: int) -> int | None:
         """Give a free slot to ``key`` and return its byte offset; None when the size has no room and the pool is empty.
@@ -230,11 +233,12 @@ class SlotAllocator:
             self._draining = None
         extent = wanted.extents.get(number) or self._lend(number, wanted)
         assert extent is not None, "it is in the pool"
-        slot = extent.free.pop() if extent.free else len(extent.keys)
-        if slot == len(extent.keys):
-            extent.keys.append(key)
+        if extent.free:
+            slot, _ = extent.free.popitem()
         else:
-            extent.keys[slot] = key
+            slot = extent.end
+            extent.end += 1
+        extent.keys[slot] = key
         self._took(wanted, number, extent)
         return number * self._stride + slot * slot_bytes
 
@@ -262,8 +266,8 @@ class SlotAllocator:
         extent = owner.extents[number]
         if extent.taken == owner.slots:
             insort(owner.roomy, number)
-        extent.keys[slot] = None
-        extent.free.add(slot)
+        del extent.keys[slot]
+        extent.free[slot] = None
         owner.chunks -= 1
         if not extent.taken:
             del owner.extents[number]
@@ -278,7 +282,7 @@ class SlotAllocator:
         Raises IndexStateError, changing nothing, if it is not taken or has another size.
         """
         owner, number, slot = self._find(offset, slot_bytes, "retired")
-        owner.extents[number].keys[slot] = None
+        del owner.extents[number].keys[slot]
         owner.chunks -= 1
         self._retired[offset] = slot_bytes
         if number == self._draining:  # it can never be empty now
@@ -313,7 +317,7 @@ class SlotAllocator:
             self._draining = min(candidates, key=lambda number: richest.extents[number].taken)
         for owner in self._classes.values():
             if owner is not starved and self._draining in owner.extents:
-                return [key for key in owner.extents[self._draining].keys if key is not None]
+                return list(owner.extents[self._draining].keys.values())
         return []
 
     def _find(self, offset: int, slot_bytes: int, to_be: str) -> tuple[_SizeClass, int, int]:
@@ -322,7 +326,7 @@ class SlotAllocator:
         if owner is not None:
             number, slot = self._locate(offset, slot_bytes)
             extent = owner.extents.get(number)
-            if extent is not None and 0 <= slot < len(extent.keys) and extent.keys[slot] is not None:
+            if extent is not None and slot in extent.keys:
                 return owner, number, slot
         raise IndexStateError(f"slot of {slot_bytes} bytes at {offset} is not taken, so it cannot be {to_be}")
 

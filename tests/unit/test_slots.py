@@ -4,6 +4,7 @@ are left out, no two chunks lie in one place. ``tests/model/test_chain_model`` h
 
 from __future__ import annotations
 
+import gc
 import random
 from itertools import count
 from typing import Any
@@ -101,6 +102,22 @@ def test_a_draining_extent_takes_no_new_slots_unless_its_size_has_no_other() -> 
     assert take(slots, SMALL) == outside[-1]
     assert take(slots, SMALL) == min(inside)
     assert take(slots, SMALL) is None
+
+
+def test_the_garbage_collector_visits_no_slot() -> None:
+    """Each of its full collections would stop vLLM's scheduler for longer, the more chunks there are."""
+
+    def visits() -> int:
+        return sum(len(gc.get_referents(each)) for each in gc.get_objects())
+
+    slots = SlotAllocator(10_000 * SMALL, [SMALL])
+    before = visits()
+    for number in range(5_000, 10_000):
+        assert slots.adopt(Key(b"%d" % number), number * SMALL, SMALL)
+    for number in range(6_000, 9_000):
+        slots.free(number * SMALL, SMALL)
+    assert take(slots, SMALL) is not None
+    assert visits() - before < 1_000
 
 
 @pytest.mark.parametrize("rank_bytes", [300 * KIB, 10 * MIB, GIB, 100 * GIB, 4000 * GIB])
