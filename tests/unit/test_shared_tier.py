@@ -504,7 +504,7 @@ def test_the_witnesses_are_spread_over_the_ranks_that_hold_a_shard_and_as_ever_w
         assert set(shares) == set(holders)
         assert min(shares.values()) > 3000 / len(holders) * 0.9
         for key in keys[:50]:
-            witness, rank = shards_of(SPACE, key)[0], witness_rank(key, holders)
+            witness, rank = next(shards_of(SPACE, key)), witness_rank(key, holders)
             assert witness == (shard_name(SPACE.name, key, rank), SIZES[group][rank])
             assert sorted(shards_of(SPACE, key)) == [(shard_name(SPACE.name, key, r), SIZES[group][r]) for r in holders]
     for key in keys_of(50):

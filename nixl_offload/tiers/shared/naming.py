@@ -13,7 +13,7 @@ A plain listing thus gives the keys in order, with all shards of a key side by s
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from nixl_offload.identity.namespace import Namespace
@@ -78,15 +78,16 @@ def witness_rank(key: Key, holders: Sequence[int]) -> int:
     return holders[int.from_bytes(key[:4], "big") % len(holders)]
 
 
-def shards_of(namespace: Namespace, key: Key) -> tuple[StoredShard, ...]:
-    """Return all shards of a whole chunk, that of ``witness_rank`` first; none if there is no such KV group."""
+def shards_of(namespace: Namespace, key: Key) -> Iterator[StoredShard]:
+    """Yield all shards of a whole chunk, that of ``witness_rank`` first; none if there is no such KV group.
+
+    Each name costs some microseconds, and a question needs the first shard only.
+    """
     group = key_group(key)
     try:
         holders = namespace.holders(group)
     except LookupError:
-        return ()
+        return
     witness = holders and witness_rank(key, holders)
-    return tuple(
-        StoredShard(shard_name(namespace.name, key, rank), namespace.shard_bytes(group, rank))
-        for rank in sorted(holders, key=lambda rank: rank != witness)
-    )
+    for rank in sorted(holders, key=lambda rank: rank != witness):
+        yield StoredShard(shard_name(namespace.name, key, rank), namespace.shard_bytes(group, rank))

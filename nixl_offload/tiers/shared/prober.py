@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -71,7 +71,7 @@ class Prober:
         self,
         store: Store,
         *,
-        shards_of: Callable[[Key], Sequence[StoredShard]],
+        shards_of: Callable[[Key], Iterable[StoredShard]],
         on_answer: Callable[[Question], None],
         on_end: Callable[[Search], None],
         ttl_s: float | None = None,

@@ -309,7 +309,8 @@ class SharedTier(Tier):
         """
         self._now_s = now_s
         self._health.stored(keys, failed, now_s)
-        self._discard([key for key in failed if self.state(key) is None and len(shards_of(self._namespace, key)) > 1])
+        gone = [key for key in failed if self.state(key) is None]
+        self._discard([key for key in gone if len(tuple(shards_of(self._namespace, key))) > 1])
 
     # Loading
 
@@ -334,7 +335,7 @@ class SharedTier(Tier):
         doubtful = self._health.loaded(keys, failed, now_s)
         if doubtful is not None and self._health.reach.closed:
             self._prober.do(
-                partial(is_whole, shards_of(self._namespace, doubtful)),
+                partial(is_whole, tuple(shards_of(self._namespace, doubtful))),
                 lambda found, error: self._health.rechecked(bool(found), error, self._now_s),
             )
         dropped = [key for key in bad if self._presence.missed(key, now_s)]
@@ -447,7 +448,7 @@ class SharedTier(Tier):
         def ended(_: None, error: StoreError | None) -> None:
             self._discarding.difference_update(keys)
 
-        chunks = [shards_of(self._namespace, key) for key in keys]
+        chunks = [tuple(shards_of(self._namespace, key)) for key in keys]
         if self._prober.do(partial(delete, chunks, even_whole), ended):
             self._discarding.update(keys)
 
