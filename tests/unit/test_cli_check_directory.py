@@ -151,6 +151,17 @@ def test_a_capacity_beyond_the_disk_is_warned_of_with_one_that_fits(mounted: Cal
     assert (full.state, "disk is full" in full.words) == ("wrong", True)
 
 
+def test_what_a_directory_holds_is_counted_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Millions of files would take so long that the filesystem seems to hang."""
+    (tmp_path / "below").mkdir()
+    for number in range(3):
+        (tmp_path / "below" / f"{number}").touch()
+    for limit, is_counted in ((4, True), (3, False)):
+        monkeypatch.setattr(directory, "_FILES_MAX", limit)
+        line = look("space", tier_of(tmp_path))
+        assert (line.state, "in use by what the directory holds" in line.words) == ("ok", is_counted)
+
+
 def test_a_shared_directory_is_synced_renamed_and_its_clock_compared(tmp_path: Path) -> None:
     """A clock that is off by more than gc's grace is wrong: it would delete what was written just now."""
     shared = tier_of(tmp_path, kind="shared_dir")

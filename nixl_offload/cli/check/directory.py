@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Final
 
 from nixl_offload.cli.check.child import ChildProcess, try_file_movers
@@ -32,7 +31,6 @@ from nixl_offload.stores.filesystem import spare_bytes
 from nixl_offload.tiers.calls import CallThreads
 from nixl_offload.tiers.ownership import is_kept, kept_free, may_chmod, require_apart
 from nixl_offload.tiers.shared.sweep import GRACE_S
-from nixl_offload.tiers.slab.directory import tree_bytes
 from nixl_offload.types import PAGE_BYTES
 from nixl_offload.units import format_size
 
@@ -44,6 +42,8 @@ _CLOCK_S: Final = 5.0
 """A loaded file server dates a file late."""
 _FILL_SHARE: Final = 0.9
 """Of what fits: a suggested capacity leaves the filesystem some room."""
+_FILES_MAX: Final = 100_000
+"""A slab has a few files. In a directory with millions of others counting them would take longer than ``HANG_S``."""
 
 
 def look_at_directory(
@@ -188,11 +188,10 @@ def _space(tier: DirectoryConfig, at: str, root: str) -> Finding:
     free, whole = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
     fits, share = whole, kept_free(tier, root)
     words = f"capacity {format_size(tier.capacity_bytes)}; {about_size(free)} free of {about_size(whole)}"
-    if not tier.is_shared:  # a shared directory may hold more files than can be counted here
-        with contextlib.suppress(OSError):
-            held = tree_bytes(Path(tier.path))
-            fits = int(max(0, spare_bytes(space, share))) + held
-            words += f", {about_size(held)} in use by what the directory holds"
+    held = None if tier.is_shared else _held_bytes(tier.path)
+    if held is not None:
+        fits = int(max(0, spare_bytes(space, share))) + held
+        words += f", {about_size(held)} in use by what the directory holds"
     words += f"; {share:.0%} of it stay free (keep_free)" if share else ""
     if tier.capacity_bytes <= fits:
         return Finding(name, "ok", words)
@@ -204,6 +203,21 @@ def _space(tier: DirectoryConfig, at: str, root: str) -> Finding:
         return Finding(name, "wrong", f"{words}: the disk is full", f"free some of it: du -xsh {quoted}/*")
     does = "storing stops when the disk is full" if tier.is_shared else "a server uses what fits"
     return Finding(name, "warning", f"{words}: {does}", f"capacity: {format_size(fits // unit * unit)}")
+
+
+def _held_bytes(path: str) -> int | None:
+    """Return the disk space of the files below ``path``; None when there are too many to count."""
+    total_bytes, seen, folders = 0, 0, [path]
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                seen += 1
+                if seen > _FILES_MAX:
+                    return None
+                total_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+    return total_bytes
 
 
 def _clock(at: str, clock: Callable[[], float]) -> Finding:
