@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -75,6 +76,16 @@ def test_what_is_wrong_is_one_line(command: str, tiers: str, code: int, words: s
     assert cli(name, str(file), *options) == code
     assert words.replace("FILE", str(file)) in cli.err
     assert not (tmp_path / "typo").exists()
+
+
+@pytest.mark.parametrize("odd", ["a\0b", "\udcff", "\ud800x"])
+def test_odd_bytes_in_an_argument_are_one_line(odd: str, file: Path, cli: Cli) -> None:
+    """A NUL, a byte that is not UTF-8, half a surrogate pair: as a path, a namespace, a key, a sample's name."""
+    lines = [[*command.split(), odd] for command in ("show", "check", "ls", "verify", "gc", "bucket init", "configs")]
+    lines += [[command, "kv.yaml", "--namespace", odd] for command in ("ls", "verify")]
+    for arguments in (*lines, ["stat", odd, "5f3a"], ["stat", "kv.yaml", odd]):
+        assert cli(*arguments) == 2, arguments
+        assert re.fullmatch("nixl-offload: .+\n", cli.err), arguments
 
 
 @pytest.mark.parametrize(
