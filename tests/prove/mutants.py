@@ -33,7 +33,7 @@ ROOMS = {
     "index": (*_unit("catalog", "durable", "slots"), "model/test_index_model.py"),
     "chunk": _unit("authentication", "head*", "late_checksums", "layout", "shards"),
     "identity": _unit("namespace", "settings", "weights"),
-    "engine": _unit("*batch*", "*chain*", "*engine*", "grace", "job_table", "late_checksums", "pump", "slot_headers")
+    "engine": _unit("*batch*", "*chain*", "*engine*", "grace", "job_table", "late_checksums", "slot_headers")
     + _unit("staging"),
 }
 """Each with the tests that are to notice, below ``tests``."""
