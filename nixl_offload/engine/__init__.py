@@ -1,5 +1,5 @@
-"""The worker's half: ``RankEngine`` puts jobs of chunks into one table; a pump per tier takes its own from there and
-moves them batch by batch. Completions tell how each ended: ``finished`` of jobs, ``finished_tickets`` of tickets.
+"""The worker's half. ``RankEngine`` keeps jobs in one table; each tier's pump takes its chunks from there and moves
+them in batches. ``finished`` returns the completions of jobs, ``finished_tickets`` those of tickets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A chunk in a staging slot lies exactly as it lies in its file: header page, blocks, padding. Where each part begins.
+"""Where header page, blocks and padding of a chunk lie. A staging slot and a file have the same layout.
 
 Threading: pure functions over slots that the caller owns; ``GroupPlan`` is written by the pump alone.
 """
@@ -21,57 +21,56 @@ from nixl_offload.engine.staging import DeviceSlot, Slot
 from nixl_offload.types import PAGE_BYTES, align_up, key_group
 
 Spans = Sequence[tuple[int, int]]
-"""(offset, length) pairs in bytes, the same in a slot and in what it is copied from or to."""
+"""(offset, length) pairs in bytes, relative to the begin of a slot and of its location in the tier."""
 
 MAX_CUTS = 1024
-"""Of one group that are remembered."""
+"""Most cuts that a group's plan caches."""
 
 TransferPath = Literal["direct", "device", "host"]
-"""Between KV blocks and a tier: the mover at the blocks themselves, or a chunk packed in device or in host memory."""
+"""How KV blocks reach a tier: the mover touches the blocks, or chunks are packed in device or host memory."""
 
 
 @dataclass(slots=True)
 class GroupPlan:
-    """The sizes of a group's chunks and how they travel by one link."""
+    """The sizes of a group's chunks, and their transfer path over one link."""
 
     blocks: int
     block_bytes: int
     slot_bytes: int
     num_blocks: int
-    """Of the KV cache; block ids lie below."""
+    """Blocks of the KV cache; all block ids are below this."""
     path: TransferPath
     packed: TransferPath
-    """Where the group's chunks are packed: ``path``, unless that is direct. ``path`` becomes this when a load that went
-    direct is quarantined, for good, or late, until it has ended."""
+    """Where chunks are packed when they do not go direct. A quarantined direct load sets ``path`` to this for good; a
+    late one does so until it has ended."""
     whole_writes: bool
-    """What is stored is written in one extent, padding and all."""
+    """Stores write a whole slot, with padding, in one extent."""
     tells_short_reads: bool
     """The mover's limit of that name."""
     late_loads: set[object] = field(default_factory=set)
-    """Chunks that keep ``path`` from being direct."""
+    """Late or quarantined chunks; while there are any, ``path`` is not direct."""
     reads_whole: bool = False
-    """What is loaded is read whole, for its MAC covers it whole."""
+    """Loads read whole images, because the MAC covers the image."""
     shard: int | None = None
-    """The number of the shard that the group's chunks are on this rank; None: it is the rank's own."""
+    """This rank's shard of the group's chunks; None: the rank's own."""
     goes_singly: bool = False
-    """Becomes True, for good, when a batch is quarantined: the next failure shall not cost the slots of so many."""
+    """Batches have one chunk. Set for good after a quarantine, so that the next one costs only one chunk's slot."""
     cuts: dict[tuple[int, int], Cut] = field(default_factory=dict)
     """By first block and number of blocks: see ``cut``."""
 
 
 class Cut(NamedTuple):
-    """Where blocks of a chunk lie in its image, and what is moved for their sake."""
+    """Where wanted blocks lie in a chunk's image, and which spans are moved for them."""
 
     begin: int
-    """Of the first block, in bytes from the begin of the image."""
+    """Byte offset of the first block in the image."""
     end: int
     spans: Spans
-    """What is read into a slot: header page and the pages that cover the blocks; one span if they touch."""
+    """Spans that a load reads: the header page and the pages that cover the blocks; one span if they touch."""
     store_spans: Spans
-    """What is written of a slot: as much, or the slot as a whole where there are no parts."""
+    """Spans that a store writes: the same, or the whole slot with ``whole_writes``."""
     padding: tuple[slice, ...]
-    """What of ``store_spans`` lies around the blocks: to be zeroed, so that nothing stored holds what an earlier chunk
-    left there."""
+    """Parts of ``store_spans`` around the blocks. They are zeroed, so that bytes of an earlier chunk are not stored."""
 
 
 def make_plan(
@@ -84,9 +83,9 @@ def make_plan(
     tells_short_reads: bool = True,
     reads_whole: bool = False,
 ) -> GroupPlan:
-    """Return the plan of a group; as it stands for a tier that holds whole images in memory.
+    """Return the plan of a group. The defaults fit a tier that holds whole images in memory.
 
-    Of a group without layers it has no bytes, and ``faults`` lets no chunk of it pass.
+    The plan of a group without layers has no bytes; ``faults`` rejects its chunks.
     """
     refs, block_bytes = layout.groups[group].refs, layout.groups[group].block_bytes
     return GroupPlan(
@@ -103,16 +102,16 @@ def make_plan(
 
 
 def faults(plan: GroupPlan, chunks: Sequence[Chunk]) -> list[str | None]:
-    """Say of each chunk why it cannot be moved, or None: blocks outside the KV cache or the chunk, no blocks where no
-    host slot takes part either, a location that is too small, a group of which the rank has no layer, a store that does
-    not reach the chunk's end or is to take a host slot.
+    """Return for each chunk why it cannot be moved, or None. Reasons: blocks outside the KV cache or the chunk; neither
+    blocks nor a host slot; a location that is too small; a group without layers on this rank; a store that does not
+    reach the chunk's end or names a host slot.
     """
     found = [_fault(plan, chunk) for chunk in chunks]
     ids = [
         chunk.block_ids for chunk, words in zip(chunks, found, strict=True) if words is None and len(chunk.block_ids)
     ]
     if ids:
-        every = np.concatenate(ids).view(np.uint32)  # of which a negative one is the largest
+        every = np.concatenate(ids).view(np.uint32)  # negative ids become the largest
         if np.maximum.reduce(every) >= plan.num_blocks:
             return [words or _fault_of_ids(plan, chunk) for chunk, words in zip(chunks, found, strict=True)]
     return found
@@ -143,7 +142,7 @@ def _fault_of_ids(plan: GroupPlan, chunk: Chunk) -> str | None:
 
 
 def expected(namespace: bytes, plan: GroupPlan, chunks: Sequence[Chunk]) -> ExpectedRows:
-    """Return what the headers of chunks must say. Their keys all name one group."""
+    """Return the expected header fields of chunks, whose keys all name one group."""
     keys = [chunk.key for chunk in chunks]
     return ExpectedRows(namespace, keys, key_group(keys[0]), plan.blocks, plan.block_bytes)
 
@@ -151,8 +150,8 @@ def expected(namespace: bytes, plan: GroupPlan, chunks: Sequence[Chunk]) -> Expe
 def encode(
     namespace: bytes, plan: GroupPlan, chunks: Sequence[Chunk], sums: Sequence[npt.NDArray[np.uint64]] | None
 ) -> Pages:
-    """Return the header pages of chunks about to be stored, whose blocks reach their ends. ``sums``: of each chunk's
-    blocks; None: these have none, and stay in memory.
+    """Return the header pages of chunks about to be stored; their blocks reach to the chunks' ends. ``sums``: each
+    chunk's block checksums; None: headers without checksums, for chunks that stay in memory.
     """
     firsts, table = [chunk.first_block for chunk in chunks], None
     if sums is not None and not any(firsts):
@@ -165,12 +164,12 @@ def encode(
 
 
 def header_page(slot: Slot) -> npt.NDArray[np.uint8]:
-    """Return the header page of an image: a view."""
+    """Return a view of an image's header page."""
     return slot.memory[:HEADER_BYTES]
 
 
 def invalidate(slot: Slot) -> None:
-    """Make the header invalid before the blocks behind it change: a load of the chunk that lay here is refused."""
+    """Make the header invalid before its blocks change, so that loads of the earlier chunk are refused."""
     slot.memory[: len(MAGIC)] = 0
 
 
@@ -182,14 +181,14 @@ def any_slot(chunk: Chunk) -> Slot | DeviceSlot:
 
 
 def host_slot(chunk: Chunk) -> Slot:
-    """As ``any_slot``, in host memory: of either kind."""
+    """As ``any_slot``, for a slot in host memory."""
     slot = any_slot(chunk)
     assert isinstance(slot, Slot)
     return slot
 
 
 def device_slot(chunk: Chunk) -> DeviceSlot:
-    """As ``any_slot``, where it is in device memory."""
+    """As ``any_slot``, for a slot in device memory."""
     slot = any_slot(chunk)
     assert isinstance(slot, DeviceSlot)
     return slot
@@ -202,7 +201,7 @@ def rows(slot: DeviceSlot, plan: GroupPlan, chunk: Chunk) -> torch.Tensor: ...
 @overload
 def rows(slot: Slot | DeviceSlot, plan: GroupPlan, chunk: Chunk) -> npt.NDArray[np.uint8] | torch.Tensor: ...
 def rows(slot: Slot | DeviceSlot, plan: GroupPlan, chunk: Chunk) -> npt.NDArray[np.uint8] | torch.Tensor:
-    """Return the blocks in a slot that ``chunk`` is about: a view of shape (blocks, block_bytes)."""
+    """Return a view of the chunk's wanted blocks in a slot, of shape (blocks, block_bytes)."""
     at = cut(plan, chunk)
     return slot.memory[at.begin : at.end].reshape(-1, plan.block_bytes)
 
@@ -214,7 +213,7 @@ def valid_rows(slot: Slot, plan: GroupPlan, first_block: int) -> npt.NDArray[np.
 
 
 def cut(plan: GroupPlan, chunk: Chunk) -> Cut:
-    """Return where the blocks lie that ``chunk`` is about. Nearly all chunks are whole, so it is worked out once."""
+    """Return where the chunk's wanted blocks lie. Cached, since nearly all chunks are whole."""
     first, count = chunk.first_block, len(chunk.block_ids)
     known = plan.cuts.get((first, count))
     if known is not None:
@@ -235,12 +234,12 @@ def cut(plan: GroupPlan, chunk: Chunk) -> Cut:
 
 
 def whole(plan: GroupPlan) -> Spans:
-    """Return an image as one span, padding and all."""
+    """Return the whole image as one span, with padding."""
     return ((0, plan.slot_bytes),)
 
 
 def clear_around(slot: Slot, plan: GroupPlan, first_block: int) -> None:
-    """Zero what of an image is neither header nor a block from ``first_block`` on: it goes wherever the image goes."""
+    """Zero the parts of an image that are not header or blocks from ``first_block`` on: they are stored with it."""
     if first_block:
         slot.memory[HEADER_BYTES : HEADER_BYTES + first_block * plan.block_bytes] = 0
     end = HEADER_BYTES + plan.blocks * plan.block_bytes

@@ -1,7 +1,7 @@
-"""The one table of a rank: its live jobs, what waits for each tier, and the completions. It does no I/O.
+"""The table of a rank: its live jobs, the queue of each tier, and the completions. It does no I/O.
 
 Threading: ``JobTable`` is shared by the rank's caller and the pumps of all its tiers. Its one lock guards jobs, chunks
-and queues; all of them decide by the methods here, which hold that lock for microseconds, and act outside it.
+and queues. Methods hold it for microseconds, to decide; callers act outside it.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ logger = logging.getLogger(__name__)
 
 EXPIRE_EVERY_S = 0.05
 FENCE_POLL_S = 0.0005
-"""Between two looks at a step that stores wait for. CUDA has no call that waits with a limit."""
+"""Poll interval while stores wait for their step. CUDA has no wait with a timeout."""
 MOVE_QUEUE_LIMIT_S = 30.0
-"""Background work that has not begun by then is DROPPED: it keeps a host slot from being used for something better."""
+"""Background work that has not begun after this time is DROPPED, to free its host slot."""
 RELAY_POLL_S = 0.001
 STORE_GRACE_S = 0.005
-"""How long, once their step has ended, stores are given to find a slot: time for the pump to wake up and to begin. A
-store that finds none waits for storage, and a step must not."""
+"""How long after their step's end stores may wait for a slot: enough for the pump to wake up and begin. Then they are
+DROPPED, since vLLM's next step must not wait for storage."""
 WAIT_LIMIT_S = 2.0
-"""How long ``wait`` lets tiers read source blocks, or finish loads. Only hung storage takes longer: that shall not hang
-the engine."""
+"""How long ``wait`` waits for reads of source blocks and for loads. Only hung storage takes longer, and must not hang
+vLLM."""
 
 
 class JobTable:
     """The live jobs of all tiers, and their completions.
 
-    After any failure still holds: each accepted job and each ticket is reported exactly once; a chunk that is DONE
-    stays so; a relay slot is of one chunk until nothing reads or writes it, or never used again.
+    After any failure, each accepted job and each ticket is reported exactly once, and a DONE chunk stays DONE. A relay
+    slot belongs to one chunk until nothing reads or writes it; else it is never used again.
     """
 
     def __init__(
@@ -61,27 +61,27 @@ class JobTable:
         load_timeout_s: float = 30.0,
         relay_offsets: Sequence[int] = (),
     ) -> None:
-        """``load_timeout_s``: after that a load has failed. ``relay_offsets``: of the slots in the host slab for moves
-        between farther tiers.
+        """``load_timeout_s``: a load that takes longer has failed. ``relay_offsets``: the slots in the host slab for
+        moves between farther tiers.
         """
         self.clock = clock
         self.queues: dict[int, TierQueue] = {}
-        """Of the tiers that can be used, by position."""
+        """Queues of the usable tiers, by position."""
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
         self._load_timeout_s = load_timeout_s
         self._jobs: dict[int, Job] = {}
-        """Of vLLM: those that have not ended."""
+        """vLLM's jobs that have not ended, by id."""
         self._slot_tickets: dict[int, Job] = {}
-        """By ticket: those that have not ended. Their job may have ended long ago."""
+        """Jobs whose ticket has not ended, by ticket. The job itself may have ended."""
         self._finished: list[Completion] = []
         self._finished_tickets: list[Completion] = []
         self._work = Work()
         self._expire_s = clock()
         self._relay_offsets = list(relay_offsets)
-        """Of the relay slots that are free."""
+        """Offsets of free relay slots."""
         self._relay_slots = len(relay_offsets)
-        """That are, or will be, free."""
+        """Number of relay slots that are, or will be, free."""
         self._relaying: set[Chunk] = set()
         """Chunks that have a relay slot. They may have ended long ago, if something may still touch it."""
         self._waiting_relays: deque[Chunk] = deque()
@@ -89,16 +89,16 @@ class JobTable:
     # -- the caller's side ------------------------------------------------------------------------------------------
 
     def use(self, queues: Iterable[TierQueue]) -> None:
-        """From now on have these tiers and no others."""
+        """Replace the tiers by these."""
         with self._lock:
             self.queues = {queue.tier: queue for queue in queues}
 
     def submit(self, job: Job) -> None:
-        """Accept ``job``, each of its chunks queued at the tier of its location; moves go behind everything else.
+        """Accept ``job`` and queue each chunk at its location's tier; moves are served last.
 
-        Chunks of no tier are FAILED at once, and stores DROPPED where those of their tier reach the queue's limit. The
-        blocks that a chunk stores must reach to its end. The caller keeps the slots that moves read or fill, and bounds
-        how many there are.
+        A chunk of a missing tier is FAILED at once; a store beyond its tier's queue limit is DROPPED. The blocks of a
+        store must reach to the end of its chunk. The caller keeps the slots that moves read or fill, and bounds the
+        number of moves.
         """
         with self._lock:
             if job.job_id is not None:
@@ -126,13 +126,13 @@ class JobTable:
         """Return vLLM's jobs that have ended since the last call, each exactly once over all calls."""
         self.expire()
         if not self._finished:
-            return []  # asked in every step: what comes this moment is seen in the next
+            return []  # called in every step: a new completion can wait for the next
         with self._lock:
             finished, self._finished = self._finished, []
             return finished
 
     def finished_tickets(self) -> list[Completion]:
-        """As ``finished``, of the tickets of promotions and moves. The ticket of a store or load ends with its job."""
+        """As ``finished``, for the tickets of promotions and moves. The ticket of a store or load ends with its job."""
         self.expire()
         if not self._finished_tickets:
             return []
@@ -141,7 +141,7 @@ class JobTable:
             return finished
 
     def take_work(self) -> Work | None:
-        """Return what tiers have done of jobs since the last call, added up; None: nothing."""
+        """Return the sum of the tiers' work since the last call; None if there was none."""
         with self._lock:
             work, self._work = self._work, Work()
         return work or None
@@ -154,9 +154,9 @@ class JobTable:
     def wait(self, job_ids: Collection[int], limit_s: float | None = None) -> None:
         """Block until no store among the jobs needs its KV blocks any more and all loads are finished.
 
-        The jobs go before all others. It waits for steps that still run, ``limit_s`` (``WAIT_LIMIT_S``) at most; stores
-        without a slot ``STORE_GRACE_S`` later are DROPPED; what touches its blocks ``limit_s`` after that is given up,
-        but for a load that writes to them. Unknown ids are done.
+        These jobs go first. Wait up to ``limit_s`` (``WAIT_LIMIT_S``) for running steps; drop stores that are queued
+        ``STORE_GRACE_S`` later; after another ``limit_s`` give up the rest. Loads that write to their blocks are
+        awaited without a limit. Unknown ids are done.
         """
         limit_s = WAIT_LIMIT_S if limit_s is None else limit_s
         with self._lock:
@@ -187,8 +187,8 @@ class JobTable:
             self._progress.wait_for(lambda: not any(map(_needs_blocks, jobs)))
 
     def end_relays(self, end_s: float) -> None:
-        """Wait until nothing is on its way between two farther tiers. From ``end_s`` on, what waits for a relay slot is
-        given up.
+        """Wait until no move between two farther tiers is under way, at most until ``end_s``. Then drop those that wait
+        for a relay slot.
         """
         while self._relaying and self.clock() < end_s:
             self.expire()
@@ -197,13 +197,13 @@ class JobTable:
             for chunk in self._waiting_relays:
                 self._finish(chunk, Outcome.DROPPED, "the engine is closed", "closed")
 
-    # -- both sides' ------------------------------------------------------------------------------------------------
+    # -- both sides -------------------------------------------------------------------------------------------------
 
     def expire(self) -> None:
-        """Fail loads that have taken too long, except where their KV blocks are being touched; drop background work
-        that has waited for ``MOVE_QUEUE_LIMIT_S``.
+        """Fail loads that take too long unless their KV blocks are being written; drop background work that has waited
+        for ``MOVE_QUEUE_LIMIT_S``.
 
-        For both sides: a pump that hangs in a system call cannot do it. Looks at most every ``EXPIRE_EVERY_S``.
+        Both sides call it, since a pump may hang in a system call. Checks at most every ``EXPIRE_EVERY_S``.
         """
         now_s = self.clock()
         if now_s < self._expire_s:
@@ -226,8 +226,8 @@ class JobTable:
     # -- the pumps' side --------------------------------------------------------------------------------------------
 
     def advance(self, chunks: Sequence[Chunk], state: ChunkState) -> list[bool]:
-        """Move chunks on; waiters learn it. False for a chunk that was given up meanwhile, or is DISOWNED: nothing
-        changed then. A chunk that is in ``state`` already stays there.
+        """Move chunks to ``state`` and wake waiters. Returns False for a chunk that was given up or is DISOWNED; its
+        state does not change. A chunk that is already in ``state`` stays there.
         """
         done, disowned = ChunkState.DONE, ChunkState.DISOWNED
         with self._lock:
@@ -239,8 +239,8 @@ class JobTable:
             return goes
 
     def complete(self, chunks: Iterable[Chunk], *, tainted: bool = False) -> None:
-        """A batch is over: give its chunks the outcomes of their ``result``, and report the host slots that they
-        filled. Of each the first word counts. ``tainted``: something may still touch their slots.
+        """End a batch: each chunk's ``result`` becomes its outcome, and the host slots that chunks filled are reported.
+        An earlier outcome or report stands. ``tainted``: something may still touch their slots.
         """
         with self._lock:
             for chunk in chunks:
@@ -264,7 +264,7 @@ class JobTable:
         return list(dict.fromkeys((*self._jobs.values(), *self._slot_tickets.values())))
 
     def _queue(self, chunks: Sequence[Chunk], lane: Lane) -> None:
-        """Queue chunks at their tiers; end those that cannot be."""
+        """Queue chunks at their tiers; end those that cannot be queued."""
         queued = []
         for chunk in chunks:
             queue, sort = self.queues.get(chunk.location.tier), chunk.kind.waits_as
@@ -294,7 +294,7 @@ class JobTable:
         self._line_up(queued, lane)
 
     def _line_up(self, chunks: list[Chunk], lane: Lane) -> None:
-        """Put chunks in a lane of their queues, side by side by group, so that those travel in one batch."""
+        """Append chunks to a lane of their queues, sorted by group, so that a group's chunks travel in one batch."""
         chunks.sort(key=lambda chunk: chunk.group)
         for queue in dict.fromkeys([chunk.queue for chunk in chunks]):
             assert queue is not None
@@ -316,7 +316,7 @@ class JobTable:
             self._move(chunk, end)
 
     def _sweep(self) -> None:
-        """Forget what was given up while queued: behind a head that has to wait, nobody else would take it away."""
+        """Remove given-up chunks from the queues: ``take`` does not reach them while the first chunk waits."""
         for queue in self.queues.values():
             for lane, chunks in queue.lanes.items():
                 if any(chunk.state is not ChunkState.QUEUED for chunk in chunks):
@@ -345,16 +345,16 @@ class JobTable:
             self._return_relay(chunk, tainted=outcome is Outcome.TAINTED)
             self._report_slot(chunk, outcome)
         elif chunk.onward is not None:
-            # Reported before the slot is free: storage may answer much later, and that changes nothing. The target was
-            # never touched, and is not to blame.
+            # Report before the slot is free: a later answer of storage changes nothing. The target was never touched
+            # and is not to blame.
             is_told = outcome is Outcome.CORRUPT or chunk.queue is None
             self._report_slot(chunk, outcome if is_told else Outcome.DROPPED)
 
     def _count(self, chunk: Chunk, outcome: Outcome, cause: str = "") -> None:
-        """Count what a tier has made of a chunk."""
+        """Count a chunk's outcome in its tier's share of the job."""
         share = chunk.job.shares.get((chunk.kind.operation, chunk.location.tier))
         if share is None:
-            return  # no tier has heard of it
+            return  # it was never queued
         if outcome is Outcome.OK:
             share.bytes_moved += chunk.size_bytes
         else:
@@ -365,13 +365,13 @@ class JobTable:
             self._work.add(share)
 
     def _report_job(self, job: Job) -> None:
-        """All chunks of a job are DONE."""
+        """Report a job whose chunks are all DONE."""
         if job.job_id is not None:
             self._finished.append(job.completion())
-            del self._jobs[job.job_id]  # after that: ``has_jobs`` looks without the lock
+            del self._jobs[job.job_id]  # last: ``has_jobs`` reads without the lock
 
     def _report_slot(self, chunk: Chunk, outcome: Outcome) -> None:
-        """Nothing touches the place of a chunk any more, or (TAINTED) something may for ever; the first counts."""
+        """Report the end of I/O on a chunk's slot or location (TAINTED: it may go on). The first report counts."""
         job = chunk.job
         if chunk.slot_outcome is None and job.unreported:
             chunk.slot_outcome = outcome
@@ -383,8 +383,8 @@ class JobTable:
         self._finished_tickets.append(job.ticket_completion())
         del self._slot_tickets[job.ticket]
 
-    # Between two farther tiers: a chunk waits for a relay slot, one tier's pump reads it into that, and the other's
-    # writes it from there.
+    # A move between two farther tiers waits for a relay slot. One tier's pump reads into the slot, the other's writes
+    # from it.
 
     def _grant_relays(self) -> None:
         """Give free relay slots to the moves that wait, oldest first."""
@@ -401,8 +401,8 @@ class JobTable:
             self._queue([chunk], Lane.BACKGROUND)
 
     def _hand_on(self, chunk: Chunk, target: Location) -> None:
-        """A chunk was read into its relay slot: have the other tier write it. It is another chunk from now on, so that
-        nothing that comes late of the first one changes anything.
+        """Queue a chunk that was read into its relay slot at the other tier. The write is a new ``Chunk``, so late
+        events of the read cannot change it.
         """
         job = chunk.job
         write = replace(chunk, location=target, onward=None)
@@ -415,7 +415,7 @@ class JobTable:
         self._queue([write], Lane.BACKGROUND)
 
     def _return_relay(self, chunk: Chunk, *, tainted: bool = False) -> None:
-        """Nothing touches a chunk's relay slot any more, or something may for ever."""
+        """Free a chunk's relay slot; if ``tainted``, something may still touch it, so retire it."""
         if chunk not in self._relaying:
             return
         self._relaying.remove(chunk)
@@ -427,37 +427,37 @@ class JobTable:
 
 
 class TierQueue:
-    """What waits for one tier, and its pump's side of the table."""
+    """The chunks that wait for one tier, and its pump's side of the table."""
 
     def __init__(self, table: JobTable, tier: int, layout: KVLayout, *, store_limit_bytes: int) -> None:
         self.table = table
         self.tier = tier
         self.store_limit_bytes = store_limit_bytes
-        """Of stores that wait; what comes on top is DROPPED at once."""
+        """Limit of waiting stores; a store beyond it is DROPPED at once."""
         self.lanes: dict[Lane, deque[Chunk]] = {lane: deque() for lane in Lane}
-        """Looked at without the lock, too: who adds to a lane wakes the pump afterwards."""
+        """Also read without the lock: add to a lane first, then wake the pump."""
         self.waiting_bytes = {"load": 0, "store": 0, "background": 0}
-        """Of chunks that are QUEUED."""
+        """Payload bytes of QUEUED chunks."""
         self.refusal: str | None = None
         """Why every new chunk fails; None while the pump lives."""
         self._lock = table._lock
         self.block_bytes = [group.block_bytes for group in layout.groups]
         self.blocks_per_chunk = layout.blocks_per_chunk
         self._bell = threading.Lock()
-        """Wakes the pump: held while nobody has rung. A Condition would cost each job some 20 µs more."""
+        """Wakes the pump, which sleeps by acquiring it: locked until ``ring``. A Condition costs 20 µs more per job."""
         self._bell.acquire()
         self._rung = False
 
     def waiting(self) -> Waiting:
-        """Return the payload bytes that wait for their turn: of loads, of stores, and of background work."""
+        """Return the queued payload bytes of loads, stores and background work."""
         with self._lock:
             return Waiting(*self.waiting_bytes.values())
 
     def take(self, lane: Lane, room: Callable[[Chunk], int | str]) -> list[Chunk]:
-        """Claim the first queued chunks of ``lane``: those of one job, group and kind, at most ``room`` of them.
+        """Claim up to ``room`` chunks from the front of ``lane``, all of one job, group and kind.
 
-        ``room``: for how many chunks like this one there is room; or in words why it shall not wait for room: it is
-        FAILED then. Called under the lock: pure and quick.
+        ``room``: as ``TierPaths.room``; a chunk for which it returns text is FAILED. Called under the lock: pure and
+        quick.
         """
         with self._lock:
             lane_queue, taken, queued = self.lanes[lane], list[Chunk](), ChunkState.QUEUED
@@ -469,7 +469,7 @@ class TierQueue:
                         break
                     self.table._finish(lane_queue[0], Outcome.FAILED, limit, "disabled")
                     self.table._progress.notify_all()
-                lane_queue.popleft()  # refused; or before that dropped, failed, or claimed through another lane
+                lane_queue.popleft()  # refused, or ended or claimed through another lane before
             if not lane_queue or isinstance(limit, str) or limit < 1:
                 return taken
             first, size_bytes = lane_queue[0], 0
@@ -479,7 +479,7 @@ class TierQueue:
                 if chunk.state is queued:
                     if not first.travels_with(chunk):
                         break
-                    chunk.state = state  # at once: a load that is waited for may stand here a second time
+                    chunk.state = state  # at once: ``wait`` may have queued a load here twice
                     size_bytes += chunk.size_bytes
                     taken.append(chunk)
                 lane_queue.popleft()
@@ -493,8 +493,8 @@ class TierQueue:
             return not any(chunk.state is ChunkState.QUEUED for lane in self.lanes.values() for chunk in lane)
 
     def give_up(self, why: str) -> None:
-        """Refuse what comes and end what is there: queued writes and background work are DROPPED, all else is FAILED;
-        host slots that are being filled or written out are TAINTED, for nobody will see the end of that.
+        """Refuse new chunks and end the present ones: queued writes and background work are DROPPED, all else is
+        FAILED. Host slots being filled or written out are TAINTED, since nobody will see that I/O end.
         """
         table = self.table
         with self._lock:
@@ -505,7 +505,7 @@ class TierQueue:
                     table._return_relay(chunk, tainted=True)
                     if chunk.onward is None:
                         table._report_slot(chunk, Outcome.TAINTED)
-                is_written = chunk.kind.writes and chunk.host is not None  # of memory, a store fills its slot
+                is_written = chunk.kind.writes and chunk.host is not None  # in memory a store fills its slot
                 outcome = Outcome.TAINTED if is_written else when_closed(chunk.kind, chunk.state)
                 table._finish(chunk, outcome, why, "closed")
             table._grant_relays()
@@ -523,14 +523,14 @@ class TierQueue:
             self.ring()
 
     def ring(self) -> None:
-        """As ``wake``, under the lock."""
+        """As ``wake``; the caller holds the lock."""
         if not self._rung:
             self._rung = True
             self._bell.release()
 
 
 def _slot_outcome(chunk: Chunk, outcome: Outcome, *, tainted: bool) -> Outcome:
-    """Return what became of the host slot that a chunk was to fill. ``tainted``: something may still touch that."""
+    """Return the outcome of the host slot that a chunk was to fill. ``tainted``: something may still touch the slot."""
     if tainted and chunk.host is not None:
         return Outcome.TAINTED
     if chunk.is_kept:
@@ -541,8 +541,8 @@ def _slot_outcome(chunk: Chunk, outcome: Outcome, *, tainted: bool) -> Outcome:
 
 
 def _is_behind(job: Job) -> bool:
-    """Whether the job's step still runs. A device that is out of order is the pump's to find out: here is nobody who
-    could make a recompute of it.
+    """Whether the job's step still runs. If the device has failed, returns False: the pump meets the error too, and can
+    fail the chunks.
     """
     try:
         return not job.fence.done()
@@ -551,7 +551,7 @@ def _is_behind(job: Job) -> bool:
 
 
 def _needs_blocks(job: Job) -> bool:
-    """Whether a store reads its KV blocks, or may yet; whether a load is unfinished."""
+    """For a store, whether it still needs its KV blocks; for a load, whether it is unfinished."""
     if not job.kind.writes:
         return job.unfinished > 0
     return any(chunk.state in READS_BLOCKS for chunk in job.chunks)

@@ -38,44 +38,44 @@ from nixl_offload.types import Outcome, Verify
 logger = logging.getLogger(__name__)
 
 DIRECT_MIN_EXTENT_BYTES = 1 << 20
-"""Smallest piece that a direct group may consist of. Below it a copy through staging into one large extent is cheaper
-than the descriptors (64 KiB pieces: 2.2 GB/s against 2.7 at 2 MiB); to be measured again on real GDS."""
+"""Smallest contiguous piece of a direct group. Smaller pieces are cheaper to copy through staging into one large extent
+than to describe one by one (64 KiB: 2.2 GB/s, 2 MiB: 2.7 GB/s). Not yet measured on real GDS."""
 STORE_QUEUE_FACTOR = 4
-"""Stores may wait for this many times the staging memory; what comes on top is dropped at once."""
+"""Waiting stores may add up to this many times the staging memory; further ones are dropped at once."""
 POLL_S = 0.0005
 PAUSES = Pauses(poll_s=POLL_S, slow_poll_s=0.005, slow_after_s=0.25)
-"""NIXL's POSIX I/O moves only when polled: at 1 ms small extents run at full speed, at 5 ms at a third of it; without a
-pause polling burns half a CPU second per GB."""
+"""NIXL's POSIX plugin moves bytes only when polled. Polled every 1 ms, small extents run at full speed; every 5 ms, at
+a third. Polling without a pause takes half a CPU second per GB."""
 
 LOAD_RESERVE = 0.25
 """Share of the staging slots that stores leave to loads."""
 MAX_CHUNKS = HEADER_PAGES
-"""In flight, however small. Bounds descriptors in the mover."""
+"""Most chunks in flight in one file, however small. Bounds descriptors in the mover."""
 MIN_CHUNKS = 32
-"""In flight, however large: they keep any NVMe busy."""
+"""Chunks that may be in flight however large they are: enough to keep any NVMe busy."""
 IN_FLIGHT_BYTES = 64 << 20
-"""Between the two: what is in flight at once."""
+"""Between these two limits, most bytes in flight."""
 OWN_CHUNKS = 64
-"""In flight, where each has a file or object of its own, and so requests of its own."""
+"""Most chunks in flight if each has its own file or object, and so its own requests."""
 FILES_PER_CHUNK = 4
-"""Descriptors that such a chunk may take: the file's, one to sync it by, and two of KvikIO's. Or sockets."""
+"""File descriptors or sockets that such a chunk may take: the file, one to sync it, two of KvikIO."""
 FILES_SHARE = 2
-"""One in so many descriptors that the process has left is for the tier: the engine ends where it gets none."""
+"""The tier uses one in this many of the process's free descriptors: vLLM ends if it gets none."""
 FILES_LOOK_S = 1.0
 OWN_BATCH_CHUNKS = 16
-"""Of those, a batch takes at most so many: it waits for the last of them."""
+"""Most of these chunks in one batch, which waits for the last of them."""
 STORE_SHARE = 3 / 4
-"""Of those, stores and background work; the rest is left for loads, so that no load waits behind a wall of writes."""
+"""Share of the chunks in flight that stores and background work may take; the rest is for loads."""
 MAX_BACKGROUND = 8
-"""Of those, background work, which holds no staging: what hangs leaves room for stores."""
+"""Most background chunks in flight. They hold no staging; if they hang, stores still have room."""
 MAX_BATCH_CHUNKS = 32
 MAX_BATCH_BYTES = 16 << 20
-"""A batch is gathered or scattered in one go: a load that comes meanwhile waits for no more than that."""
+"""A batch is gathered or scattered in one go, so a new load waits for at most this many bytes."""
 BATCH_SHARE = 4
-"""A batch takes at most one in so many staging slots, so that one is gathered while another is written."""
+"""A batch takes at most one in this many staging slots: one batch is gathered while another is written."""
 PART_AFTER_S = 0.1
-"""Chunks with transfers of their own wait for the last of their batch: this long, or as long as the first of them took
-if that is longer. Then those that have arrived go on without the others."""
+"""Chunks with their own transfers wait this long for the rest of their batch, or as long as the first of them took if
+that is longer. Then the arrived ones go on alone."""
 
 T = TypeVar("T")
 
@@ -109,18 +109,17 @@ class LinkEngine(TierEngine):
     ) -> None:
         """Register memory, connect the link, and start the pump.
 
-        ``table``: of the rank. ``tensors``: in the order of ``layout.tensors``, int8 or uint8 of shape (num_blocks,
-        page_bytes), all on one device. ``shards``: by group of ``layout``, which shard of a chunk it is on this rank;
-        none: it is the rank's own, whose headers carry ``rank_namespace``. ``tier``: its position; one that cannot be
-        used yet is no error: storing begins when it can. ``verify="header"`` skips payload checksums, except where a
-        read may have been cut short unnoticed. ``host``: the slots that ``Chunk.host_offset`` names; the caller's, who
-        closes it after the engine. ``device``: None takes that of the tensors. ``staging="device"``: what does not go
-        direct is packed in device memory where the mover takes that, else in host memory; ``staging_bytes`` holds for
-        either. ``direct_min_extent_bytes``: 0 lets every group go direct whose pages are aligned, a huge number none.
-        ``keys``: what is stored gets a MAC, and nothing is loaded without; then chunks are packed in host memory and
-        read whole, and ``verify`` does not matter.
-        Raises LayoutError (tensors and layout disagree) and MoverError (staging cannot be registered); link and mover
-        are the caller's to close then.
+        ``table``: the rank's. ``tensors``: in the order of ``layout.tensors``, int8 or uint8 of shape (num_blocks,
+        page_bytes), all on one device. ``shards``: this rank's shard of each group of ``layout``; empty: the rank's
+        own, with ``rank_namespace`` in headers. ``tier``: its position. The tier need not be usable yet; storing begins
+        when it is. ``verify="header"`` skips payload checksums, except where a read may have been cut short unnoticed.
+        ``host``: has the slots that ``Chunk.host_offset`` names; the caller closes it after the engine. ``device``: by
+        default that of the tensors. ``staging="device"``: groups that are not direct are packed in device memory if the
+        mover takes it, else in host memory; ``staging_bytes`` is the size of either. ``direct_min_extent_bytes``: 0:
+        all groups with aligned pages are direct; a huge number: none. ``keys``: stored chunks get a MAC, and loads
+        require one; chunks are packed in host memory and read whole, and ``verify`` is ignored. Raises LayoutError
+        (tensors and layout disagree) and MoverError (staging cannot be registered); the caller then closes link and
+        mover.
         """
         require_agreement(tensors, layout)
         device = device or device_of(tensors[0])
@@ -166,14 +165,14 @@ class LinkEngine(TierEngine):
 
 
 class LinkPaths(TierPaths):
-    """Of chunks that go by a link's mover. Owns link and mover, and closes them.
+    """The paths of chunks that a link's mover moves. Owns link and mover, and closes them.
 
-    Where files are shared a batch has one transfer. Else each chunk has transfers of its own, and those that failed or
-    are late part from the others.
+    If chunks share a file, a batch has common transfers. Else each chunk has its own, and failed or late chunks leave
+    the batch.
     """
 
     def __init__(self, link: Link, memory: LinkMemory, *arguments: Any, **options: Any) -> None:
-        """``memory``: what the link's mover was given. ``arguments``, ``options``: as for ``TierPaths``."""
+        """``memory``: registered with the link's mover. ``arguments``, ``options``: as for ``TierPaths``."""
         super().__init__(*arguments, **options)
         self.link = link
         self.mover = link.mover
@@ -191,9 +190,7 @@ class LinkPaths(TierPaths):
         return packed.STORE if chunk.kind.writes else packed.LOAD
 
     def _by_host_slot(self, chunk: Chunk) -> bool:
-        """Whether a chunk goes by its host slot. A promotion whose tier cannot touch that serves its KV blocks all the
-        same.
-        """
+        """Whether a chunk goes through its host slot. If the mover cannot touch it, a promotion is a plain load."""
         if chunk.kind is WorkKind.PROMOTION:
             return self.link_memory.host is not None or not len(chunk.block_ids)
         return chunk.kind in {WorkKind.WRITE_THROUGH, WorkKind.FETCH}
@@ -219,9 +216,7 @@ class LinkPaths(TierPaths):
     # -- room -------------------------------------------------------------------------------------------------------
 
     def room(self, chunk: Chunk, in_flight: InFlight) -> int | str:
-        """Return how many chunks like ``chunk`` there are slots and I/O for: one batch at most. A load of a suspect
-        tier shall not wait: nobody knows when it answers what takes up its room.
-        """
+        """See ``TierPaths``. Without room, a load from a suspect tier fails: nobody knows when that tier answers."""
         room = self._room(chunk, in_flight)
         if room < 1 and not chunk.kind.writes and not chunk.kind.in_background and self.link.suspect:
             return self._out_of_use()
@@ -255,7 +250,7 @@ class LinkPaths(TierPaths):
         return limit
 
     def _look_at_descriptors(self) -> int:
-        """Return how many chunks with a file or object of their own may be in flight, now that none is."""
+        """Return how many chunks with their own file or object may be in flight. Called while none is."""
         now_s = self.table.clock()
         if now_s < self._look_s:
             return self._own_chunks
@@ -263,7 +258,7 @@ class LinkPaths(TierPaths):
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
             left = limit - len(os.listdir("/proc/self/fd"))
-        except OSError:  # not even one
+        except OSError:  # not one is left
             left = 0
         self._own_chunks = max(1, min(OWN_CHUNKS, left // FILES_SHARE // FILES_PER_CHUNK))
         if self._own_chunks < OWN_CHUNKS:
@@ -282,8 +277,8 @@ class LinkPaths(TierPaths):
     # -- slots and the link -----------------------------------------------------------------------------------------
 
     def take_slots(self, batch: Batch, path: TransferPath) -> bool:
-        """Take a slot for each chunk that has none, if ``may_go``. When a phase begins again with single chunks, they
-        have theirs. A chunk for which none is left is FAILED. Whether any chunk is left.
+        """Take a slot for each chunk that has none, then apply ``may_go``; chunks that repeat a phase have a slot. A
+        chunk for which none is left is FAILED. Returns whether any chunk is left.
         """
         pool = self.link_memory.pools.get(path)
         for chunk in [chunk for chunk in batch.alive if chunk.slot is None]:
@@ -298,9 +293,9 @@ class LinkPaths(TierPaths):
         return self.may_go(batch)
 
     def may_go(self, batch: Batch) -> bool:
-        """Whether the link takes something of this batch now; what it does not take is FAILED.
+        """End chunks that the link does not take now as FAILED. Returns whether any chunk is left.
 
-        Asked for each thing that is opened: the answer may be yes for a single trial.
+        Asks once per file or object, since the link may allow a single trial.
         """
         goes = False
         may_go = self.link.may_store if batch.kind.writes else self.link.may_load
@@ -345,7 +340,7 @@ class LinkPaths(TierPaths):
         calls: Sequence[Generator[None, None, T]],
         answered: Callable[[Chunk, T], None],
     ) -> Steps:
-        """Make a call of the link for each chunk, all side by side. A chunk of which the call raises is FAILED."""
+        """Run one link call per chunk, concurrently. A chunk whose call raises is FAILED."""
         running = list(zip(chunks, calls, strict=True))
         while running:
             unanswered = []
@@ -370,7 +365,7 @@ class LinkPaths(TierPaths):
             if running:
                 yield
 
-    # -- transfers: a phase that moves a batch. A part of one has begun it already, and goes on with the waiting ----
+    # -- transfers. A batch that was split off in such a phase has submitted them already, and only waits -----------
 
     def write(self, batch: Batch, spans_of: Callable[[Chunk], Spans]) -> Steps:
         """Write slots, and end their chunks."""
@@ -380,7 +375,7 @@ class LinkPaths(TierPaths):
         yield from self.finish_writes(batch)
 
     def read(self, batch: Batch, spans_of: Callable[[Chunk], Spans]) -> Steps:
-        """Read into slots. The chunks that have not arrived are ended, or have parted."""
+        """Read into slots. Chunks that have not arrived are ended, or go on in another batch."""
         if batch.submitted_s is None:
             yield from self.open_targets(batch)
             self.start_transfers(batch, lambda chunks: self.submit(Op.READ, chunks, spans_of))
@@ -388,8 +383,8 @@ class LinkPaths(TierPaths):
         self.finish_reads(batch)
 
     def start_transfers(self, batch: Batch, start: Callable[[Sequence[Chunk]], Iterator[Transfer]]) -> None:
-        """Move all chunks at once where they lie in one file. Else each has transfers of its own; one that the mover
-        refuses is FAILED.
+        """Start common transfers if the chunks share a file. Else each chunk has its own; one that the mover refuses is
+        FAILED.
         """
         batch.submitted_s = self.table.clock()
         if self.link.shares_file:
@@ -411,9 +406,9 @@ class LinkPaths(TierPaths):
             self.stretch.pause()
 
     def submit(self, op: Op, chunks: Sequence[Chunk], spans_of: Callable[[Chunk], Spans]) -> Iterator[Transfer]:
-        """Move ``spans_of`` chunks between their slots, which all lie in one memory, and their targets. Yields each
-        transfer as soon as it is started. Raises MoverError, also where the mover was not given that memory; what was
-        started before is in flight then.
+        """Move ``spans_of`` each chunk between slot and target. All slots lie in one memory. Yields each transfer as
+        soon as it is started. Raises MoverError, also if the mover does not have that memory; earlier transfers are
+        then in flight.
         """
         mover = self.link.mover
         by_file: dict[FileId, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
@@ -436,14 +431,14 @@ class LinkPaths(TierPaths):
                 yield mover.submit(op, memory, _extents(in_memory[rows]), file, _extents(in_file[rows]))
 
     def arrive(self, batch: Batch, waiting: Steps) -> Steps:
-        """Wait for the transfers of a batch by ``waiting``. Where each chunk has its own, those that failed go on
-        without the others, and so do those that are late: then no chunk of this batch is alive, and its parts wait.
+        """Run ``waiting`` until a batch's transfers have ended. If each chunk has its own, and some fail or are late,
+        the batch is split: then none of its chunks is alive, and its parts go on.
         """
         chunks = batch.alive
         batch.may_part = len(batch.chunks) > 1 and not self.link.shares_file
         if batch.may_part and 0 < len(chunks) < len(batch.chunks):
             waiting.close()
-            batch.split([chunks], self.run)  # what was refused ends now, and gives its slots back
+            batch.split([chunks], self.run)  # refused chunks end now and return their slots
             return
         began_s = self.table.clock()
         for _ in waiting:
@@ -460,7 +455,7 @@ class LinkPaths(TierPaths):
             batch.split(groups, self.run)
 
     def _await_load(self, batch: Batch) -> Steps:
-        """As ``Batch.ends``; the link hears of each chunk that is given up meanwhile, once."""
+        """As ``Batch.ends``, but tell the link once of each chunk that is given up meanwhile."""
         waited_for = [chunk for chunk in batch.alive if not chunk.is_overdue]
         while batch.poll():
             if waited_for and waited_for[0].state is ChunkState.DONE:
@@ -480,13 +475,13 @@ class LinkPaths(TierPaths):
                 return
             words = failure.error or "write failed"
             self.abandon(batch, words)
-            # Late reads of the KV blocks spoil nothing but this location.
+            # Late reads of the KV blocks can spoil only this location.
             self.table.advance(batch.alive, ChunkState.TRANSFER)
             yield from self.wait_out_quarantine(batch)
             for chunk in batch.alive:
                 chunk.end(Outcome.FAILED, words, "io")
             return
-        # All is read: what makes a chunk visible needs no KV blocks.
+        # The KV blocks are read; making chunks visible does not need them.
         self.advance_or_end(batch, ChunkState.TRANSFER)
         chunks, calls = batch.alive, []
         for chunk in chunks:
@@ -496,7 +491,7 @@ class LinkPaths(TierPaths):
         yield from self._call_link(chunks, calls, lambda chunk, _: chunk.end(Outcome.OK))
 
     def finish_reads(self, batch: Batch) -> None:
-        """All transfers are final: tell the link how its part ended. What has not arrived is FAILED."""
+        """Called when all transfers are final: end the reads at the link. Chunks that have not arrived are FAILED."""
         failure = batch.failure
         if failure is not None and self.tries_singly(batch):
             return
@@ -513,7 +508,7 @@ class LinkPaths(TierPaths):
 
 
 def _by_transfer(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Part chunks by their own transfers: those that have arrived, those that are under way, and each that failed."""
+    """Group chunks by their own transfers: all arrived ones, all pending ones, and each failed one alone."""
     by_state: dict[TransferState, list[Chunk]] = {state: [] for state in TransferState}
     for chunk in chunks:
         by_state[chunk.transfer_state].append(chunk)

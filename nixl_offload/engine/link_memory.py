@@ -1,4 +1,4 @@
-"""What the mover of a link is given of the engine's memory, and how each KV group travels by that link.
+"""The memory that is registered with a link's mover, and the transfer path of each KV group over that link.
 
 Threading: made at start; afterwards the pump's. Ownership: the pools are the engine's; the host slab and the KV tensors
 are its caller's.
@@ -30,19 +30,19 @@ logger = logging.getLogger(__name__)
 HEADER_PAGES = 256
 """One for each chunk that may be in flight: see ``link_engine``."""
 SPARED_SHARE = 0.25
-"""Of a device's memory that is free, and that the model has not claimed, staging takes so much. The rest is for CUDA
+"""Staging may take this share of the device memory that is free and not claimed by the model. The rest is for CUDA
 graphs, libraries and neighbours."""
 
 
 class TensorMemory(NamedTuple):
-    """Where a KV tensor begins: in which registered region, and how far from its begin."""
+    """Where a KV tensor begins: the registered region, and the offset in it."""
 
     memory: MemoryId
     offset_bytes: int
 
 
 class LinkMemory:
-    """The memory that the mover of a link was given, each piece once."""
+    """The memory that is registered with a link's mover, each region once."""
 
     def __init__(
         self,
@@ -58,24 +58,24 @@ class LinkMemory:
     ) -> None:
         """Allocate staging, register memory, and choose how each group travels.
 
-        ``staging_bytes`` holds for the host and for the device. ``packs_on_device``: what does not go direct is packed
-        there, if the mover takes that. ``is_authenticated``: chunks go through host memory, where MACs are made, and
-        whole.
-        Raises MoverError when chunks are too large for the mover, or must be packed in host memory and that cannot be
-        registered. A KV tensor that cannot is packed, staging on the device that cannot is done without, and host
-        memory that cannot is not used with this tier.
+        ``staging_bytes``: size of host staging, and of device staging. ``packs_on_device``: pack groups that are not
+        direct in device memory, if the mover takes it. ``is_authenticated``: chunks go whole through host memory, where
+        MACs are made.
+        Raises MoverError if chunks are too large for the mover, or if it refuses host staging that is needed. After
+        other refusals we do without: a KV tensor's group is packed, staging moves to the host, and the tier does not
+        use the host slab.
         """
         self.pools: dict[TransferPath, SlotPool[Any]] = {}
-        """The slots that chunks take: to be packed in, or, of direct groups, header pages."""
+        """Slots by path: staging, and header pages for ``direct``."""
         self.tensors: dict[int, TensorMemory] = {}
-        """KV tensors by number; those of direct groups, at least."""
+        """Registered KV tensors, by number: at least those of direct groups."""
         self.host: MemoryId | None = None
-        """The host slab; None: there is none, or the mover cannot use it."""
+        """The host slab; None if there is none or the mover cannot use it."""
         self._mover, self._layout, self._device = link.mover, layout, device
         self._slot_bytes = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
         self._staging_bytes = staging_bytes
         self._refusals: dict[str, str] = {}
-        """Of what was tried: why the mover cannot have it, or nothing."""
+        """By region that was tried: why the mover refused it, or an empty string."""
         limits = link.mover.limits
         self.plans: list[GroupPlan] = []
         """By group."""
@@ -120,7 +120,7 @@ class LinkMemory:
                 )
 
     def _why_not_direct(self, group: int, min_extent_bytes: int) -> str:
-        """Register header pages and a group's tensors; or say why that cannot be."""
+        """Register header pages and a group's tensors. Returns why that failed, or an empty string."""
         limits, mover = self._mover.limits, self._mover
         smallest = min(run.length for run in self._layout.groups[group].refs)
         if self._device.kind not in mover.memory_kinds:
@@ -139,13 +139,13 @@ class LinkMemory:
         return why or self._refusal(f"group {group}", lambda: self._register_tensors(group))
 
     def _why_not_device(self) -> str:
-        """Allocate staging on the device and register it; or say why that cannot be."""
+        """Allocate staging on the device and register it. Returns why that failed, or an empty string."""
         if self._device.kind not in self._mover.memory_kinds:
             return f"{self._mover.name} cannot touch {self._device.kind.value}"
         return self._refusal("staging on the device", self._open_device)
 
     def _refusal(self, what: str, register: Callable[[], None]) -> str:
-        """Register ``what``, or say why that cannot be. It is tried once."""
+        """Register ``what``, trying only once. Returns why that failed, or an empty string."""
         if what not in self._refusals:
             try:
                 register()
@@ -171,7 +171,7 @@ class LinkMemory:
         self.pools["device"] = pool
 
     def _register_tensors(self, group: int) -> None:
-        """Register what is not yet of a group's tensors, with all that lies in the same memory."""
+        """Register the group's tensors that are not registered yet, with all tensors in the same memory."""
         for index, _, _ in self._layout.groups[group].refs:
             if index in self.tensors:
                 continue
@@ -191,8 +191,8 @@ class _Span(NamedTuple):
 
 
 def _spans(layout: KVLayout) -> list[_Span]:
-    """Join tensors that overlap: layers that lie side by side in each block of one allocation are one piece of memory,
-    and registered one by one they would count against the device's limits once for each layer.
+    """Join overlapping tensors: layers that are interleaved in the blocks of one allocation. Registered one by one,
+    each of them would count against the device's limits.
     """
     spans: list[_Span] = []
     for index in sorted(range(len(layout.tensors)), key=lambda tensor: layout.tensors[tensor].base_address):
@@ -226,14 +226,14 @@ def share_staging(
     """Return where an engine packs chunks, and its share of the staging memory that ``sharers`` engines divide.
 
     ``claimed_share``: the part of the device's memory that the model has claimed (vLLM's ``gpu_memory_utilization``).
-    ``packers``: engines that have scratch there. Where the device can spare less than two chunks for each sharer,
-    chunks go through host memory.
+    ``packers``: engines with scratch memory there. If the device can spare less than two chunks for each sharer, chunks
+    go through host memory.
     """
     share_bytes = wanted_bytes // sharers
     if side == "host" or device.torch_device.type != "cuda":
         return side, share_bytes
     free_bytes, total_bytes = torch.cuda.mem_get_info(device.torch_device)
-    # Much of what is free when a tier opens is for activations: only what was not claimed is to be had.
+    # Much of the memory that is free when a tier opens is for activations: count only unclaimed memory.
     unclaimed_bytes = min(free_bytes, int(total_bytes * max(0.0, 1.0 - claimed_share)))
     spared_bytes = max(0, int(unclaimed_bytes * SPARED_SHARE) - packers * DEVICE_BYTES) // sharers
     least_bytes = MIN_SLOTS * max(layout.slot_bytes(group) for group in range(len(layout.groups)))

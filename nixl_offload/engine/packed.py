@@ -1,4 +1,4 @@
-"""The ways of chunks that are packed in slots, each from top to bottom: generators, which yield while they wait.
+"""The paths of chunks that are packed in slots. Phases are generators, which yield while they wait.
 
 | order | source | slot | target |
 |---|---|---|---|
@@ -9,7 +9,7 @@
 | write-through | | the catalog's | another tier |
 | promotion, fetch | a farther tier | the catalog's, which keeps the image | KV blocks of a promotion |
 
-Threading and ownership: see ``paths``. Slots of the catalog lie in the host slab; completions say what became of them.
+Threading and ownership: see ``paths``. The catalog's slots lie in the host slab; completions report their outcome.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 
 
 def _gather(paths: LinkPaths, batch: Batch) -> Steps:
-    """Copy KV blocks to staging. They are free then."""
-    # CLAIMED since ``TierQueue.take``; what was given up meanwhile ends here.
+    """Copy KV blocks to staging. Then vLLM may reuse the blocks."""
+    # ``TierQueue.take`` has set CLAIMED already; this ends chunks that were given up meanwhile.
     if paths.advance_or_end(batch, ChunkState.CLAIMED) and paths.take_slots(batch, batch.plan.packed):
         yield from _copy_from_blocks(paths, batch)
 
 
 def _copy_from_blocks(paths: TierPaths, batch: Batch) -> Steps:
-    """Copy KV blocks to slots, with checksums where a device makes them on the way."""
+    """Copy KV blocks to slots. A device also computes the checksums."""
     chunks = batch.alive
     parts = [(chunk.block_ids, image.rows(any_slot(chunk), batch.plan, chunk)) for chunk in chunks]
     paths.stretch.pause()
     gathered = paths.packer.gather_many(chunks[0].group, parts, chunks[0].job.fence)
-    paths.stretch.begin()  # on the host it has been copied by now, without the interpreter
+    paths.stretch.begin()  # a host packer has copied by now, with the GIL released
     yield from batch.passes([gathered])
     if gathered.by_device:
         for chunk, sums in zip(chunks, gathered.values(), strict=True):
@@ -55,7 +55,7 @@ def _copy_from_blocks(paths: TierPaths, batch: Batch) -> Steps:
 
 
 def _sums_of(paths: TierPaths, chunks: Sequence[Chunk], plan: GroupPlan) -> list[Checksums]:
-    """The checksums of gathered chunks: the device's, or else made now."""
+    """Return the checksums of gathered chunks: the device's, else computed here."""
     sums = [chunk.sums for chunk in chunks if chunk.sums is not None]
     if sums:
         return sums
@@ -64,7 +64,7 @@ def _sums_of(paths: TierPaths, chunks: Sequence[Chunk], plan: GroupPlan) -> list
 
 
 def _seal(paths: TierPaths, batch: Batch) -> Steps:
-    """Add headers and zeros. From here on the KV blocks may change: only the slots are read."""
+    """Add headers and zero padding. From here on only slots are read, so the KV blocks may change."""
     if not paths.advance_or_end(batch, ChunkState.TRANSFER):
         return
     chunks, plan = batch.alive, batch.plan
@@ -88,14 +88,14 @@ def _seal(paths: TierPaths, batch: Batch) -> Steps:
 
 
 def _may_go(paths: LinkPaths, batch: Batch) -> Steps:
-    """End what the link does not take now; the slots are the catalog's."""
+    """End chunks that the link does not take now. They have their slots already."""
     paths.may_go(batch)
     yield from ()
 
 
 def _complete(paths: TierPaths, batch: Batch) -> Steps:
-    """Check the headers of images in slots of the catalog, and add the checksums of those that were stored into memory
-    and went nowhere yet; where chunks of some tier are authenticated, the MAC as well.
+    """Check the headers of images in catalog slots. Add the checksums that a store into memory left out, and the MAC if
+    any tier's chunks are authenticated.
     """
     if not paths.advance_or_end(batch, ChunkState.TRANSFER):
         return
@@ -114,7 +114,7 @@ def _complete(paths: TierPaths, batch: Batch) -> Steps:
 
 
 def _write(paths: LinkPaths, batch: Batch) -> Steps:
-    """Write slots: those of the catalog whole."""
+    """Write slots; catalog slots whole."""
 
     def spans(chunk: Chunk) -> Spans:
         return image.whole(batch.plan) if chunk.host is not None else image.cut(batch.plan, chunk).store_spans
@@ -147,10 +147,10 @@ def _verify(paths: TierPaths, batch: Batch) -> Steps:
 
 
 def _compares_sums(paths: TierPaths, plan: GroupPlan) -> bool:
-    """Whether the checksums of what was read are compared. A MAC says more than they do.
+    """Whether checksums are compared. A MAC replaces them.
 
-    A read that was cut short leaves in the slot what an earlier chunk left there: where the mover would not tell, the
-    checksums do, with any ``verify``.
+    A short read leaves bytes of an earlier chunk in the slot. If the mover does not report short reads, checksums are
+    compared with any ``verify``.
     """
     return paths.keys is None and (paths.verify_checksum or not plan.tells_short_reads)
 
@@ -170,7 +170,7 @@ def _verify_on_device(paths: TierPaths, batch: Batch) -> Steps:
 
 
 def _scatter(paths: TierPaths, batch: Batch) -> Steps:
-    """Copy verified chunks to their KV blocks: only now, and only those that nobody has given up."""
+    """Copy verified chunks to their KV blocks, except those that were given up."""
     if paths.advance_or_end(batch, ChunkState.SCATTER):
         yield from _copy_to_blocks(paths, batch, batch.alive)
         for chunk in batch.alive:
@@ -178,7 +178,7 @@ def _scatter(paths: TierPaths, batch: Batch) -> Steps:
 
 
 def _copy_to_blocks(paths: TierPaths, batch: Batch, chunks: Sequence[Chunk]) -> Steps:
-    """The blocks that loads want: of their slots, or where the device has summed them."""
+    """Copy wanted blocks to KV blocks, from the slots or from where the device summed them."""
     copies = []
     for chunk in chunks:
         rows, begin = chunk.summed_rows, chunk.first_block - chunk.summed_from
@@ -187,7 +187,7 @@ def _copy_to_blocks(paths: TierPaths, batch: Batch, chunks: Sequence[Chunk]) -> 
             (chunk.block_ids, image.rows(any_slot(chunk), batch.plan, chunk) if rows is None else rows[wanted])
         )
     scattered = paths.packer.scatter_many(chunks[0].group, copies, chunks[0].job.fence)
-    paths.stretch.begin()  # on the host it has been copied by now, without the interpreter
+    paths.stretch.begin()  # a host packer has copied by now, with the GIL released
     yield from batch.passes([scattered])
 
 
@@ -195,14 +195,12 @@ def _read_whole(paths: LinkPaths, batch: Batch) -> Steps:
     """Read images into slots of the catalog."""
     if batch.submitted_s is None:
         for chunk in batch.alive:
-            image.invalidate(host_slot(chunk))  # what lay here before must not be found in front of what is read
+            image.invalidate(host_slot(chunk))  # no old header may precede the bytes that are read
     yield from paths.read(batch, lambda _: image.whole(batch.plan))
 
 
 def _verify_whole(paths: TierPaths, batch: Batch) -> Steps:
-    """Verify all of the images. Loads that were given up meanwhile have a host slot all the same: what has come is
-    kept.
-    """
+    """Verify whole images. If a load was given up meanwhile, its image is still verified and kept in the host slot."""
     arrived, plan = batch.alive, batch.plan
     headers = paths.check(batch)
     yield from paths.authenticate(batch, headers)
@@ -216,7 +214,7 @@ def _verify_whole(paths: TierPaths, batch: Batch) -> Steps:
 
 
 def _serve(paths: TierPaths, batch: Batch) -> Steps:
-    """Copy to KV blocks what a load wants of the images; all of them are kept."""
+    """Copy the blocks that loads want to KV blocks. All images are kept."""
     wanted = [chunk for chunk in batch.alive if len(chunk.block_ids)]
     going = paths.table.advance(wanted, ChunkState.SCATTER)
     served = [chunk for chunk, goes in zip(wanted, going, strict=True) if goes]
@@ -231,8 +229,8 @@ def _serve(paths: TierPaths, batch: Batch) -> Steps:
 
 
 def _gather_in_memory(paths: TierPaths, batch: Batch) -> Steps:
-    """Copy to slots of the catalog. Given up from now on, a chunk is FAILED when the copy is over: not before may
-    others have the slot.
+    """Copy to catalog slots. A chunk that is given up from now on is FAILED only when the copy is over: until then its
+    slot must not be reused.
     """
     if paths.advance_or_end(batch, ChunkState.BORROWED):
         for chunk in batch.alive:
@@ -256,7 +254,7 @@ def _seal_in_memory(paths: TierPaths, batch: Batch) -> Steps:
 
 
 def _check_in_memory(paths: TierPaths, batch: Batch) -> Steps:
-    """Compare headers, and verify blocks where that is asked for."""
+    """Check headers, and blocks if ``verify_checksum``."""
     assert paths.host is not None, "the slots lie there"
     headers = paths.check(batch, check=check_headers if paths.verify_checksum else paths.host.headers.check)
     if paths.verify_checksum:

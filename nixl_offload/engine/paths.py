@@ -1,11 +1,11 @@
-"""How the chunks of a tier travel: in batches, phase by phase. What all tiers share is here; transfers are in
-``link_engine``, and the phases themselves in ``packed`` and ``direct``.
+"""Moves the chunks of a tier in batches, phase by phase. Steps that all tiers share are here, transfers in
+``link_engine``, and the phases in ``packed`` and ``direct``.
 
-A phase works on the whole batch and ends the chunks that it finds at fault. A failure that cannot be pinned on a chunk
-is raised, or reported by a transfer of several; then the chunks begin the phase again, each in a batch of its own.
+A phase works on a whole batch and ends the faulty chunks. If a failure may be any chunk's (an exception, a failed
+transfer of several), each chunk begins the phase again in a batch of its own.
 
-Threading: the pump's thread; ``TierPaths.room`` also under the job table's lock. Ownership: a chunk's staging slots,
-and its share of the KV blocks, belong to its batch until nothing of the batch is in flight any more.
+Threading: the pump's thread; ``TierPaths.room`` also under the job table's lock. Ownership: a batch owns its chunks'
+staging slots and KV blocks until none of its I/O is in flight.
 """
 
 from __future__ import annotations
@@ -39,51 +39,50 @@ from nixl_offload.types import Outcome
 logger = logging.getLogger(__name__)
 
 HOLD_S = 100e-6
-"""The pump releases the interpreter after the first piece of work that ends later than this. Pieces take some 100 µs at
-most."""
+"""The pump releases the GIL after the first piece of work that ends later than this. A piece takes up to 100 µs."""
 LOG_EVERY_S = 30.0
-"""Lines of one cause come no more often."""
+"""Least time between two log lines of one cause."""
 QUARANTINE_S = 30.0
-"""A transfer that failed with late I/O still possible keeps what it writes to this long before others may have it: a
-direct load its KV blocks, a store its location. Siblings of a failed transfer were seen to go on for two seconds;
-staging slots can be retired for good, these cannot."""
+"""If a transfer fails and late I/O is possible, its target is kept this long: the KV blocks of a direct load, the
+location of a store. Siblings of a failed transfer were seen to go on for two seconds. Staging slots are retired
+instead."""
 STEP_BYTES = 4 << 20
-"""Summed or signed by one core, about a millisecond. Then the pump looks at its other batches."""
+"""Bytes that one core sums or signs, in about a millisecond, before the pump looks at its other batches."""
 
 Steps = Generator[None, None, None]
 """Yields whenever it waits for a transfer or a fence."""
 Phase = Callable[[Any, "Batch"], Steps]
-"""A piece of the way of a batch. Takes the ``TierPaths`` and the batch."""
+"""One phase of a batch. Takes the ``TierPaths`` and the batch."""
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Chunks of one job, group and kind, and their way: ``phases``, one after the other."""
+    """Chunks of one job, group and kind that go through ``phases`` together."""
 
     chunks: list[Chunk]
     kind: WorkKind
     plan: GroupPlan
     phases: Sequence[Phase]
     mover: Mover | None = None
-    """Of every transfer."""
+    """Makes every transfer."""
     phase: int = 0
-    """The phase that is under way. A batch that fails begins it again, chunk by chunk."""
+    """Index of the current phase. After a failure each chunk begins it again."""
     steps: Steps = field(init=False)
     transfers: list[Transfer] = field(default_factory=list)
     fences: list[Fence] = field(default_factory=list)
-    """Work of the device on slots or KV blocks of this batch that is not known to be over."""
+    """Device work on slots or KV blocks of this batch that may still run."""
     touches_blocks: bool = False
-    """A mover reads or writes the KV blocks directly, or did."""
+    """A mover reads or writes the KV blocks directly, or has done so."""
     parts: list[Batch] = field(default_factory=list)
     """The batches that take over its live chunks when it ends."""
     chunks_begun: int = 0
     """Number of chunks that the pump added to its count of chunks in flight."""
     submitted_s: float | None = None
-    """When the transfers of this phase were started; None: they were not."""
+    """When this phase's transfers were started; None before."""
     may_part: bool = False
-    """Chunks have transfers of their own, and those that have arrived may go on without the others."""
+    """Each chunk has its own transfers, so those that have arrived may go on first."""
     parts_s: float | None = None
-    """From this time on they do; None: none has arrived."""
+    """When they go on; None until the first transfer has ended."""
 
     @property
     def alive(self) -> list[Chunk]:
@@ -139,12 +138,11 @@ class Batch:
             yield
 
     def split(self, groups: Iterable[list[Chunk]], run: Callable[[Batch], Steps], *, again: bool = False) -> None:
-        """Move the live chunks into new batches in this phase, one for each of ``groups``, which hold all of them.
+        """Move the live chunks into new batches in this phase, one for each of ``groups``, which contain all of them.
         ``run`` returns a batch's steps. Each chunk keeps its own transfers; nothing else may be in flight.
 
-        ``again``: they begin the phase again, with no transfers.
-        ``summed_rows`` are given up, so that no chunk holds such memory while it waits for more. The slots have the
-        bytes.
+        ``again``: the new batches begin the phase again, without transfers.
+        Releases ``summed_rows``, so that no chunk holds that memory while it waits for more. The slots have the bytes.
         """
         for group in groups:
             for chunk in group:
@@ -169,7 +167,7 @@ class InFlight:
     stores: int = 0
     """Chunks of stores; background work is counted apart."""
     background: int = 0
-    """Chunks."""
+    """Chunks of background work."""
 
     def add(self, kind: WorkKind, chunks: int, sign: int) -> None:
         """Count a batch in (1) or out (-1)."""
@@ -184,39 +182,38 @@ class InFlight:
 
 
 class Stretch:
-    """A pump's time without a wait, after which it lets others have the interpreter.
+    """Releases the GIL between pieces of the pump's work.
 
-    vLLM's scheduler shares it, and shall not wait for a batch. A thread that wants the interpreter gets it when the one
-    that has it waits for something, and otherwise only after the switch interval, 5 ms. The pump's work on a batch is
-    many small pieces; between them it asks ``pause``.
+    vLLM's scheduler needs the same GIL and must not wait for a whole batch. Python takes the GIL from a running thread
+    only after the switch interval, 5 ms. So the pump calls ``pause`` between its small pieces of work.
     """
 
     def __init__(self) -> None:
         self._began_s = time.perf_counter()
 
     def begin(self) -> None:
-        """The thread has waited: another stretch begins."""
+        """Restart the clock: the thread has just waited."""
         self._began_s = time.perf_counter()
 
     def pause(self) -> None:
-        """Between two pieces of work: let go of the interpreter if this stretch has lasted for ``HOLD_S``."""
+        """Release the GIL if ``HOLD_S`` has passed since the last wait or release."""
         if time.perf_counter() - self._began_s >= HOLD_S:
             self._let_go()
             self.begin()
 
     def _let_go(self) -> None:
-        # The kernel makes some 80 us of it, long enough for a thread that waits to wake up. ``sched_yield`` takes half
-        # a microsecond: its caller has the interpreter back before anybody else could take it.
+        # Takes about 80 us in the kernel, enough for a waiting thread to wake up. ``sched_yield`` takes half a
+        # microsecond: its caller would have the GIL back before any other thread.
         time.sleep(0)
 
 
 class RateLog:
-    """Lines of one cause come once in ``LOG_EVERY_S``; the next one counts those that were held back."""
+    """Logs one line per cause and ``LOG_EVERY_S``; the next line counts the suppressed ones."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._causes: dict[str, tuple[float, int]] = {}
-        """When the next line may come, and how many were held back."""
+        """When the next line may be logged, and how many were suppressed."""
 
     def warning(self, cause: str, message: str, *args: object) -> None:
         """``cause``: a short word that groups lines."""
@@ -227,7 +224,7 @@ class RateLog:
         self._log(logging.ERROR, cause, message, args, exc_info)
 
     def crashed(self, error: Exception, cause: str = "") -> None:
-        """A bug, ours or a mover's, has cost a chunk. ``cause``: empty groups lines by the kind of error."""
+        """Log a bug, ours or a mover's, that cost a chunk. An empty ``cause`` groups lines by the error's type."""
         cause = cause or f"crash:{type(error).__name__}"
         self.error(cause, "A chunk failed unexpectedly: %r", error, exc_info=error)
 
@@ -247,13 +244,13 @@ class RateLog:
 
 
 class TierPaths:
-    """What the batches of one tier share, and what is done with every batch.
+    """State and steps that the batches of one tier share.
 
-    A chunk's failure is its own outcome; nothing raises for reasons of storage.
+    A storage failure becomes the chunk's outcome; ``run`` does not raise it.
     """
 
     mover: Mover | None = None
-    """Of every transfer; memory has none."""
+    """Makes every transfer; None for memory."""
 
     def __init__(
         self,
@@ -270,14 +267,14 @@ class TierPaths:
         packer: Packer | None = None,
         device: Device | None = None,
     ) -> None:
-        """As for the engines. ``plans``: by group. ``host``: the slots that chunks name; None: there are none."""
+        """Parameters as for ``LinkEngine``. ``plans``: by group. ``host``: the slots that chunks name, or None."""
         self.table = table
         self.layout = layout
         self.plans = plans
         self.packer = packer or make_packer(tensors, pages_of(layout), device)
         self.host = host
         self.namespaces = [shard.digest for shard in shards] or [rank_namespace] * len(layout.groups)
-        """By group, what headers carry."""
+        """The namespace in headers, by group."""
         self.verify_checksum = verify_checksum
         self.keys = keys
         """None: chunks are not authenticated."""
@@ -288,34 +285,34 @@ class TierPaths:
     # -- what differs by tier ---------------------------------------------------------------------------------------
 
     def room(self, chunk: Chunk, in_flight: InFlight) -> int | str:
-        """Return how many chunks like ``chunk`` may start now, as one batch; or in words why it shall not wait for
-        room. Pure and quick: called under the table's lock. A chunk that will be rejected is always admitted.
+        """Return how many chunks like ``chunk`` may start now as one batch, or, as text, why it fails instead of
+        waiting. Called under the table's lock: pure and quick. A chunk that will be rejected is always admitted.
         """
         raise NotImplementedError
 
     def find_slot(self, chunk: Chunk) -> None:
-        """Look up the host slot of a chunk that takes one. Raises LayoutError where there is none."""
+        """Set ``chunk.host`` if the chunk uses a host slot. Raises LayoutError if that slot does not exist."""
         raise NotImplementedError
 
     def phases(self, chunk: Chunk) -> Sequence[Phase]:
-        """Return how chunks like this one travel."""
+        """Return the phases of chunks like this one."""
         raise NotImplementedError
 
     def status(self, waiting: Waiting) -> TierStatus:
-        """Return how the tier stands. Safe on any thread; it may be a moment old."""
+        """Return the tier's status, possibly slightly stale. Safe on any thread."""
         raise NotImplementedError
 
     def let_go(self, chunk: Chunk, error: str | None) -> None:
-        """Undo what was begun of a chunk and not ended. ``error``: None says that storage is not to blame."""
+        """Cancel a chunk's open read or write. ``error``: None if storage is not to blame."""
 
     def close(self) -> None:
-        """Nothing is in flight: close what is open."""
+        """Close what is open; nothing may be in flight."""
 
     # -- a batch as a whole -----------------------------------------------------------------------------------------
 
     def begin(self, chunks: list[Chunk]) -> Batch:
-        """Start chunks of one job, group and kind. Does no I/O before the first step; no step raises for a chunk that
-        cannot be moved.
+        """Return a batch of chunks of one job, group and kind. Its first step starts the I/O. No step raises for a
+        chunk that cannot be moved.
         """
         first = chunks[0]
         batch = Batch(chunks, first.kind, self.plans[first.group], (_admit, *self.phases(first)), self.mover)
@@ -323,8 +320,8 @@ class TierPaths:
         return batch
 
     def run(self, batch: Batch) -> Steps:
-        """Do the phases of a batch from ``batch.phase`` on. What one raises becomes outcomes, when nothing of the batch
-        is under way any more.
+        """Run a batch's phases from ``batch.phase`` on. An exception becomes the chunks' outcome once none of the
+        batch's work is under way.
         """
         while batch.alive and batch.phase < len(batch.phases):
             fault: str | None = None
@@ -353,11 +350,11 @@ class TierPaths:
             yield from self._clear_refused(batch)
 
     def _clear_refused(self, batch: Batch) -> Steps:
-        """Zero the KV blocks into which a mover may have put what was not verified. vLLM computes them anew a few
-        tokens at a time, and attention may multiply what lies behind those by zero: a NaN there would spread.
+        """Zero KV blocks that a mover may have filled with unverified bytes. vLLM recomputes a block a few tokens at a
+        time, and attention may multiply the rest of the block by zero: a NaN there would spread.
         """
         refused = [chunk for chunk in batch.chunks if chunk.result is not None and chunk.result[0] is not Outcome.OK]
-        refused = [chunk for chunk in refused if chunk.state is ChunkState.SCATTER]  # others' are vLLM's again
+        refused = [chunk for chunk in refused if chunk.state is ChunkState.SCATTER]  # vLLM owns the others
         if not refused:
             return
         ids = np.concatenate([chunk.block_ids for chunk in refused])
@@ -367,8 +364,8 @@ class TierPaths:
             self.complaints.crashed(error, "clear")
 
     def tries_singly(self, batch: Batch) -> bool:
-        """After a failure: begin the phase again with each chunk alone, if there are several and nothing stands
-        against it. Late I/O does: it may touch any slot of the batch.
+        """After a failure, begin the phase again with each chunk alone. Returns False if there is only one, or if late
+        I/O may still touch any slot of the batch.
         """
         chunks = batch.alive
         if len(chunks) < 2:
@@ -381,12 +378,12 @@ class TierPaths:
         return True
 
     def abandon(self, batch: Batch, error: str | None) -> None:
-        """``let_go`` of all chunks of a batch."""
+        """Call ``let_go`` for all chunks of a batch."""
         for chunk in batch.chunks:
             self.let_go(chunk, error)
 
     def advance_or_end(self, batch: Batch, state: ChunkState) -> bool:
-        """Move the chunks of a batch on; end those that were given up. Whether any is left."""
+        """Move a batch's chunks to ``state``; end those that were given up. Returns whether any is left."""
         chunks = batch.alive
         going = self.table.advance(chunks, state)
         for chunk, goes in zip(chunks, going, strict=True):
@@ -396,13 +393,13 @@ class TierPaths:
         return any(going)
 
     def wait_out_quarantine(self, batch: Batch) -> Iterator[None]:
-        """Wait until no I/O of a quarantined transfer can touch memory or location any more."""
+        """If late I/O of a failed transfer is possible, wait ``QUARANTINE_S``."""
         if batch.is_quarantined:
             release_s = self.table.clock() + QUARANTINE_S
             while self.table.clock() < release_s:
                 yield
 
-    # -- headers, checksums and MACs: a chunk whose are not right is CORRUPT -----------------------------------------
+    # -- headers, checksums and MACs: a chunk that fails a check is CORRUPT ------------------------------------------
 
     def encode(self, batch: Batch, sums: Sequence[npt.NDArray[np.uint64]] | None) -> Pages:
         """Return the header pages of chunks about to be stored. ``sums``: as for ``image.encode``."""
@@ -415,10 +412,10 @@ class TierPaths:
         pages: Sequence[npt.NDArray[np.uint8]] | None = None,
         check: Callable[[Sequence[npt.NDArray[np.uint8]], ExpectedRows], HeaderRows] = check_headers,
     ) -> HeaderRows:
-        """Check identity and lengths, with any ``verify``, and that each wanted block was stored.
+        """Check identity, lengths and that each wanted block was stored, with any ``verify``.
 
-        ``pages``: the headers of the live chunks; None: they are in host memory, in front of the chunks. ``check``:
-        another one for pages in the host slab, which other engines share.
+        ``pages``: the headers of the live chunks; None: those in their host slots. ``check``: the function for it;
+        pages in the host slab, which several engines share, need their own.
         """
         chunks = batch.alive
         if pages is None:
@@ -433,8 +430,8 @@ class TierPaths:
         return headers
 
     def verify(self, batch: Batch, headers: HeaderRows, *, whole: bool = False) -> Steps:
-        """Compare the checksums of the live chunks in host memory, by the device where there is one: blocks that it
-        has summed are scattered from there (``Chunk.summed_rows``). ``whole``: of all blocks, not of wanted ones only.
+        """Compare the checksums of live chunks in host memory. A device, if there is one, sums them and keeps the
+        blocks for the scatter (``Chunk.summed_rows``). ``whole``: all stored blocks, not only the wanted ones.
         """
         chunks, plan = batch.alive, batch.plan
         if not chunks:
@@ -454,16 +451,14 @@ class TierPaths:
     def compare(
         self, batch: Batch, headers: HeaderRows, first_blocks: Sequence[int], sums: Sequence[npt.NDArray[np.uint64]]
     ) -> None:
-        """Compare checksums of the live chunks with their headers. ``first_blocks``: that of each one's sums."""
+        """Compare ``sums`` of the live chunks with their headers. ``first_blocks``: where each chunk's sums begin."""
         chunks = batch.alive
         if chunks:
             verify_rows(headers, [chunk.row for chunk in chunks], first_blocks, sums)
             self._refuse(batch, headers)
 
     def authenticate(self, batch: Batch, headers: HeaderRows) -> Steps:
-        """Where chunks are authenticated: compare the MACs of images that were read whole, before anything else
-        believes in them.
-        """
+        """If chunks are authenticated, verify the MACs of images that were read whole, before any use."""
         if self.keys is None:
             return
         read_bytes = 0
@@ -490,7 +485,7 @@ class TierPaths:
 
 
 def _admit(paths: TierPaths, batch: Batch) -> Steps:
-    """End the chunks whose numbers do not fit, for memory is touched unchecked later."""
+    """End chunks whose block ids or offsets are out of range; later phases touch memory unchecked."""
     for chunk, fault in zip(batch.chunks, image.faults(batch.plan, batch.chunks), strict=True):
         try:
             if fault is not None:

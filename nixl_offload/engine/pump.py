@@ -1,11 +1,10 @@
-"""The engine of one tier: its queue, and the pump, the one thread that takes every chunk from the queue to its outcome,
-batch by batch. And the engine of a rank: the job table and its tiers' engines.
+"""``TierEngine``: the queue of one tier and its pump, the thread that takes each chunk from the queue to its outcome,
+in batches. ``RankEngine``: a rank's job table and the engines of its tiers.
 
-Threading: ``close`` and ``status`` are called by the rank's caller, everything else of a ``TierEngine`` runs on the
-pump's own thread. A ``RankEngine`` has one caller thread (vLLM's worker).
-Ownership: KV tensors and host slab belong to the caller, who closes them after the engines, and keeps the blocks of a
-job untouched until it is reported. If a pump must end while something is in flight, the memory of that is kept for the
-life of the process instead of being freed under the kernel.
+Threading: ``close`` and ``status`` are called by the rank's caller; all else of a ``TierEngine`` runs on the pump's
+thread. A ``RankEngine`` has one caller thread (vLLM's worker).
+Ownership: the caller owns KV tensors and host slab, closes them after the engines, and leaves a job's blocks untouched
+until the job is reported. If a pump ends while I/O is in flight, the memory of that I/O is never freed.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from nixl_offload.types import Outcome
 logger = logging.getLogger(__name__)
 
 STEP_ALL_S = 0.25
-"""So often a batch is moved on even while its mover has nothing new: it may have been given up meanwhile."""
+"""Interval at which batches are stepped although their mover has no news: chunks may have been given up."""
 MAX_FAILED_PASSES = 100
-"""In a row; then the pump gives up and every job fails, rather than have callers wait for a loop that does nothing."""
+"""After this many failed passes in a row the pump ends and every job fails, so that no caller waits for it."""
 STUMBLE_S = 0.005
 """The pause after a failed pass."""
 CROWD = 8
-"""With more batches in flight the pump sleeps twice as long between polls: a poll costs some 5 µs of Python per batch,
-and none of so many is waited for by the half millisecond."""
+"""With more batches in flight the pump sleeps twice as long between polls: a poll costs about 5 µs per batch, and half
+a millisecond matters less then."""
 CLOSE_PATIENCE_S = 2.0
-"""How long engines may take to say that the deadline is over."""
+"""How long ``close`` waits for the engines after its deadline."""
 
 LEAKED: list[object] = []
-"""What I/O may still touch although its engine has ended: see ``leak``."""
+"""Memory that I/O may still touch although its engine has ended."""
 
 
 def leak(what: object) -> None:
-    """Have ``what`` in ``LEAKED``, and never free it."""
+    """Add ``what`` to ``LEAKED``, so that it is never freed."""
     keep_forever(what)
     LEAKED.append(what)
 
@@ -53,18 +52,17 @@ class Pauses:
 
     poll_s: float
     slow_poll_s: float
-    """Once nothing has moved for ``slow_after_s``: a hung disk shall not cost a core."""
+    """Used when nothing has moved for ``slow_after_s``, so that a hung disk does not cost a core."""
     slow_after_s: float
 
 
 class TierEngine:
-    """One tier on a rank. Everything slow happens on its pump. No exception of a chunk ends that; if it ends
-    nonetheless, every job is FAILED. After any failure each chunk has an outcome, and so has the host slot that it
-    fills.
+    """One tier on a rank. Slow work happens on its pump, which no chunk's exception ends. If the pump ends nonetheless,
+    every job is FAILED. After any failure each chunk has an outcome, and so has the host slot that it fills.
 
-    Loads overtake stores. A store is FAILED when nothing can write to its location any more, or when a transfer has not
-    ended within its quarantine, or with the pump: then only header and checksums tell late bytes from the next chunk's
-    own. A load that storage does not answer in time is FAILED unless something may still write to its blocks.
+    Loads overtake stores. A store is FAILED when nothing can write to its location any more, at the end of its
+    quarantine, or with the pump; in the last two cases header and checksums detect late bytes in the next chunk. A load
+    that storage does not answer in time is FAILED unless something may still write to its blocks.
     """
 
     def __init__(self, queue: TierQueue, paths: TierPaths, *, name: str, pauses: Pauses) -> None:
@@ -82,22 +80,22 @@ class TierEngine:
         self._all_wait = False
         """No batch can go on before the mover has news."""
         self._step_all_s = 0.0
-        """When the next pass moves all batches on."""
+        """When a pass steps all batches again."""
         self._moved_s = clock()
         self._stop_by_s: float | None = None
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
     def status(self) -> TierStatus:
-        """Return what waits here and how the tier stands, for metrics. Quick; it may be a moment old."""
+        """Return the tier's status and queued bytes, for metrics. Quick; possibly slightly stale."""
         return self.paths.status(self.queue.waiting())
 
     def close(self, deadline_s: float = 5.0, patience_s: float = 1.0) -> None:
-        """Finish what ``deadline_s`` allows; queued stores and moves become DROPPED then, all else FAILED. Idempotent.
+        """Finish work for up to ``deadline_s``; then queued stores and moves are DROPPED, all else is FAILED.
+        Idempotent.
 
-        Afterwards the pump is gone, and new chunks fail at once. Memory that a hung transfer may still touch is kept
-        for the life of the process; host slots that one may still touch are TAINTED. A pump that is caught in a system
-        call is left behind, and its memory with it; it is a daemon thread.
+        Afterwards the pump has ended and new chunks fail at once. Memory that a hung transfer may still touch is never
+        freed; such host slots are TAINTED. A pump that hangs in a system call is left behind with its memory.
         """
         if self._stop_by_s is not None:
             return
@@ -137,7 +135,7 @@ class TierEngine:
         moved = self._start_queued()
         moved |= self._push()
         now_s = self._clock()
-        # Before the shortcut below: deadlines hold also while something moves without a pause.
+        # Before the returns below, so that deadlines hold while every pass moves something.
         self._table.expire()
         if self._stop_by_s is not None and now_s >= self._stop_by_s:
             return True
@@ -186,11 +184,11 @@ class TierEngine:
                     self._table.complete(chunks)
                     continue
                 if self._adopt(batch):
-                    return True  # it copied within its first step: look at the first lane again
+                    return True  # its first step did all the work: start over at the first lane
         return started
 
     def _adopt(self, batch: Batch) -> bool:
-        """Begin a batch; True if it has ended already."""
+        """Add a batch and take its first step; True if it has ended."""
         self._batches.append(batch)
         self._all_wait = False
         batch.chunks_begun = len(batch.chunks)
@@ -198,7 +196,7 @@ class TierEngine:
         return self._step(batch)
 
     def _push(self) -> bool:
-        """Move every batch on that can go on; True if any of them ended."""
+        """Step every batch that can go on; True if any of them ended."""
         ended, now_s = False, self._clock()
         mover = self.paths.mover
         self._quiet_s = None if mover is None else mover.look()
@@ -222,7 +220,7 @@ class TierEngine:
         except StopIteration:
             pass
         except Exception as error:  # noqa: BLE001 - a dead pump would be a dead engine
-            # What is in flight cannot even be polled. Where it may still touch a host slot, that slot is TAINTED.
+            # Transfers in flight cannot be polled any more. A host slot that they may touch is TAINTED.
             self.paths.complaints.crashed(error)
             for chunk in batch.alive:
                 tainted = batch.is_pending and chunk.kind.writes and chunk.host is not None
@@ -232,7 +230,7 @@ class TierEngine:
         return True
 
     def _end(self, batch: Batch) -> None:
-        """Report the chunks that have ended and give their slots back; the others go on as parts."""
+        """Report the chunks that have ended and return their slots; the other chunks go on in ``parts``."""
         self._stretch.pause()
         self._batches.remove(batch)
         self.in_flight.add(batch.kind, batch.chunks_begun, -1)
@@ -265,14 +263,12 @@ class TierEngine:
 class RankEngine(JobTable):
     """All tiers of one rank. Each submitted job and each ticket yields exactly one ``Completion``.
 
-    No method but ``wait``, ``close`` and ``release`` waits, and those have limits. After any failure still holds: tiers
-    that work go on, and chunks of a tier that is not there, or hangs, are FAILED.
+    Only ``wait``, ``close`` and ``release`` block, each with a limit. After any failure, working tiers go on, and
+    chunks of a missing or hung tier are FAILED.
     """
 
     def __init__(self, tiers: int, **options: Any) -> None:
-        """No tier is open yet. ``tiers``: how many positions there are for ``Location.tier``. ``options``: as for
-        ``JobTable``.
-        """
+        """No tier is open yet. ``tiers``: number of values of ``Location.tier``. ``options``: as for ``JobTable``."""
         super().__init__(**options)
         self._tiers = tiers
         self._engines: dict[int, TierEngine] = {}
@@ -284,7 +280,7 @@ class RankEngine(JobTable):
         return frozenset(self._engines)
 
     def join(self, tier: int, engine: TierEngine) -> None:
-        """From now on use ``engine`` for ``tier``, which had none; it is closed with the others."""
+        """Use ``engine`` for ``tier``, which had none. ``close`` closes it."""
         assert tier not in self._engines, "a tier is open once"
         self._engines[tier] = engine
         self.use(each.queue for each in self._engines.values())
@@ -302,26 +298,26 @@ class RankEngine(JobTable):
         return None
 
     def statuses(self) -> tuple[TierStatus, ...]:
-        """Return how each tier stands on this rank, by position."""
+        """Return the status of each tier on this rank, by position."""
         missing = TierStatus(trouble="unavailable")
         engines = [self._engines.get(tier) for tier in range(self._tiers)]
         return tuple(missing if engine is None else engine.status() for engine in engines)
 
     def close(self, deadline_s: float = 5.0) -> None:
-        """Finish what ``deadline_s`` allows, stores and moves included, in all tiers at the same time. Idempotent.
+        """Finish work in all tiers at once, stores and moves included, for up to ``deadline_s``. Idempotent.
 
-        Afterwards every job and ticket has ended, and can still be asked for. Returns within ``CLOSE_PATIENCE_S`` of
-        the deadline.
+        Afterwards every job and ticket has ended; their completions can still be taken. Returns within
+        ``CLOSE_PATIENCE_S`` of the deadline.
         """
         if not self._closed:
             self._closed = True
             self._end(deadline_s)
 
     def release(self, deadline_s: float = 5.0) -> bool:
-        """As ``close``, and have no tier afterwards: any of them may ``join`` again.
+        """As ``close``, then detach all tiers, which may ``join`` again.
 
-        Returns whether KV memory may go away: False where a transfer that did not end, now or earlier, may still touch
-        it. Only those of the direct path do.
+        Returns whether KV memory may be freed: False if a direct transfer that did not end, now or earlier, may still
+        touch it.
         """
         is_direct = any(status.access is not None and "direct" in status.access.paths for status in self.statuses())
         ended = self._end(deadline_s) and not LEAKED
@@ -337,7 +333,7 @@ class RankEngine(JobTable):
             try:
                 closer.start()
                 closers.append(closer)
-            except RuntimeError:  # no thread to be had now: one after the other
+            except RuntimeError:  # no thread can be started now: close here
                 _close_one(engine, end_s)
         for closer in closers:
             closer.join(max(0.0, end_s + CLOSE_PATIENCE_S - self.clock()))

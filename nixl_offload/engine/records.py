@@ -1,8 +1,8 @@
-"""What a rank knows of its work: the kinds of work, the states of a chunk with every transition between them, the
-records of chunks and jobs, and what tiers have done, added up.
+"""A rank's work: kinds of work, the states of a chunk with every transition between them, records of chunks and jobs,
+and sums of what the tiers did.
 
 Threading: ``jobs.JobTable`` has one lock for all records. The fields of a chunk from ``result`` on belong to the pump
-while it has the chunk in a batch. Completions and reports are values, which travel to the scheduler's half.
+while it has the chunk in a batch. Completions and reports are values that are sent to the scheduler's half.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from nixl_offload.engine.jobs import TierQueue
 
 Operation = Literal["store", "load", "write_through", "fetch"]
-"""What metrics tell apart. store: from KV blocks to the tier. load: from the tier to KV blocks. write_through: from
-another tier. fetch: for a farther one."""
+"""Operations in metrics. store: KV blocks to the tier. load: the tier to KV blocks. write_through: another tier to this
+one. fetch: this tier to a host slot, for another tier."""
 
 
 class WorkKind(Enum):
-    """What is done with a chunk. Columns: for metrics; does it write to the tier, fill a host slot, can it wait."""
+    """What is done with a chunk. Columns: operation in metrics, writes to the tier, fills a host slot, background."""
 
-    __hash__ = object.__hash__  # Enum's own is Python code, run each time that a set or dict is asked
+    __hash__ = object.__hash__  # Enum's own is Python code, run at each lookup in a set or dict
 
     STORE = ("store", True, False, False)
     """KV blocks to the tier."""
@@ -52,15 +52,15 @@ class WorkKind(Enum):
         self.writes = writes
         self.fills_slot = fills_slot
         self.in_background = in_background
-        """Nobody waits for it: it comes behind everything else, and is dropped rather than failed while it waits."""
+        """Nobody waits for it: it is served last, and if it ends while queued it is DROPPED, not FAILED."""
         self.has_ticket = fills_slot or in_background
-        """What becomes of a host slot, or of a place in another tier, is reported under a ticket."""
+        """The outcome of its host slot, or of its location in another tier, is reported under a ticket."""
         self.waits_as = "background" if in_background else "store" if writes else "load"
-        """Where its bytes are counted while they wait."""
+        """The key of ``TierQueue.waiting_bytes`` that counts its queued bytes."""
 
 
 class Lane(Enum):
-    """Queues, served in this order: loads overtake stores, and what a caller is blocked on comes first."""
+    """Queues, served in this order: jobs that a caller blocks on, then loads, then stores."""
 
     __hash__ = object.__hash__
 
@@ -75,7 +75,7 @@ LANES = tuple(Lane)
 
 
 class ChunkState(Enum):
-    """Where a chunk stands."""
+    """The state of a chunk."""
 
     __hash__ = object.__hash__
 
@@ -111,7 +111,7 @@ def when_given_up(kind: WorkKind, state: ChunkState) -> ChunkState | Outcome | N
     """Return what becomes of a chunk that nobody waits for any more: its outcome, another state, or None (it goes on).
 
     A write that has written nothing is dropped. A store whose blocks are being read keeps its location until the
-    reader has let go. A load is failed unless its KV blocks are being written.
+    reading ends. A load is failed unless its KV blocks are being written.
     """
     if kind.writes:
         if state is ChunkState.BORROWED:
@@ -123,7 +123,7 @@ def when_given_up(kind: WorkKind, state: ChunkState) -> ChunkState | Outcome | N
 
 
 def when_closed(kind: WorkKind, state: ChunkState) -> Outcome:
-    """Return the outcome of a chunk whose end nobody will see."""
+    """Return the outcome of a chunk whose pump ends first."""
     if state is ChunkState.QUEUED and (kind.writes or kind.in_background):
         return Outcome.DROPPED
     if kind is WorkKind.WRITE_THROUGH:
@@ -138,7 +138,7 @@ NO_BLOCKS = np.empty(0, dtype=np.int32)
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """A chunk, or a shard of one, on its way on this rank: the only record of it. It is of one job."""
+    """A chunk, or a shard of one, that this rank moves for one job: the only record of it."""
 
     key: Key
     location: Location
@@ -146,17 +146,17 @@ class Chunk:
     group: int
     """Position in ``KVLayout.groups``."""
     block_ids: npt.NDArray[np.int32]
-    """GPU blocks that hold consecutive blocks of the chunk; shape (n,). Empty only where ``host_offset`` is given: then
-    no KV block takes part."""
+    """Ids of the GPU blocks that hold consecutive blocks of the chunk; shape (n,). It may be empty if ``host_offset``
+    is given: then no KV block takes part."""
     first_block: int = 0
     """Position in the chunk of ``block_ids[0]``; 0 unless only a tail of the chunk is wanted."""
     host_offset: int | None = None
     """Byte offset of a slot in the host slab. A write-through takes the whole image from there. A promotion or fetch
-    reads the whole image to there, verifies it, and serves its KV blocks, if any, from it."""
+    reads the whole image into it, verifies the image, and fills its KV blocks, if any, from there."""
     onward: Location | None = None
-    """Of a fetch between two farther tiers: where the other tier's pump writes it to. Its host slot is a relay slot."""
+    """For a fetch between two farther tiers: where the other tier's pump writes it. The host slot is a relay slot."""
     position: int = 0
-    """In its job; shards of one chunk have the same."""
+    """Index of the caller's chunk in the job; shards of one chunk share it."""
 
     kind: WorkKind = field(init=False)
     """Set by ``make_move``, or by the chunk's ``Job``."""
@@ -176,33 +176,33 @@ class Chunk:
     """As its ticket's completion reports it; None if it has no ticket."""
 
     result: tuple[Outcome, str | None, str] | None = field(default=None, init=False)
-    """What its batch has made of it, with ``error`` and ``cause``; None while it is alive there. It becomes the outcome
+    """The outcome in its batch, with ``error`` and ``cause``; None while the batch goes on. It becomes ``outcome``
     unless the chunk was given up before."""
     pool: SlotPool[Any] | None = field(default=None, init=False, repr=False)
-    """Takes ``slot`` back."""
+    """The pool of ``slot``."""
     slot: Slot | DeviceSlot | None = field(default=None, init=False)
-    """The staging slot in which it is packed; of a direct chunk its header page."""
+    """The staging slot in which it is packed; for a direct chunk, its header page."""
     host: Slot | None = field(default=None, init=False)
-    """A slot of the host slab that holds its image, or is to."""
+    """The slot of the host slab that holds its image, or will hold it."""
     is_kept: bool = field(default=False, init=False)
     """The image in ``host`` is whole and verified."""
     summed_rows: Source | None = field(default=None, init=False, repr=False)
-    """Its blocks from ``summed_from`` on, verified, where ``Packer.bring`` has them; given up with the chunk."""
+    """Its verified blocks from ``summed_from`` on, where ``Packer.bring`` put them; released when the chunk ends."""
     summed_from: int = field(default=0, init=False)
     sums: npt.NDArray[np.uint64] | None = field(default=None, init=False, repr=False)
-    """Checksums of its blocks, where a device computed them."""
+    """Checksums of its blocks, if a device computed them."""
     row: int = field(default=0, init=False)
     """Its row among the headers that were read together."""
     target: Target | None = field(default=None, init=False)
     """Its place in the tier, from the begin of a read or write to its end."""
     transfers: tuple[Transfer, ...] = field(default=(), init=False, repr=False)
-    """Its own, where no other chunk takes part in them; they are among the batch's too."""
+    """Transfers of this chunk alone; the batch lists them too."""
     is_overdue: bool = field(default=False, init=False)
-    """It was given up while it was read, and the link has heard of it."""
+    """It was given up while it was read, and the link was told."""
 
     @property
     def transfer_state(self) -> TransferState:
-        """Where its own transfers stand: PENDING as long as any is, FAILED if one failed."""
+        """The state of its own transfers: PENDING if any is, else FAILED if any is, else DONE."""
         states = [transfer.state for transfer in self.transfers]
         for state in (TransferState.PENDING, TransferState.FAILED):
             if state in states:
@@ -210,18 +210,18 @@ class Chunk:
         return TransferState.DONE
 
     def end(self, outcome: Outcome, error: str | None = None, cause: str = "") -> None:
-        """Decide its result; the first one counts. It is reported when the batch ends."""
+        """Set ``result``; the first call counts. It is reported when the batch ends."""
         if self.result is None:
             self.result, self.summed_rows = (outcome, error, cause), None
 
     def travels_with(self, other: Chunk) -> bool:
-        """Whether both may be of one batch: one job, group and kind, and keys that name one group in the header."""
+        """Whether both may share a batch: the same job, group and kind, and the same group index in their keys."""
         alike = self.job is other.job and self.group == other.group and self.kind is other.kind
         return alike and self.key[-4:] == other.key[-4:]
 
 
 def make_move(key: Key, group: int, source: Location, target: Location, *, memory: int | None) -> Chunk:
-    """Return a chunk that goes from tier to tier. A location of the memory tier is a byte offset in the host slab."""
+    """Return a chunk that moves between tiers. A location of the memory tier is a byte offset in the host slab."""
     if source.tier == memory:
         chunk = Chunk(key, target, group, NO_BLOCKS, host_offset=source.offset)
     else:
@@ -239,26 +239,26 @@ class Share:
     tier: int
     wanted_bytes: int = 0
     bytes_moved: int = 0
-    """Of chunks that are OK."""
+    """Payload bytes of OK chunks."""
     seconds: float = 0.0
     """From submit to its last chunk."""
     unfinished: int = 0
     failures: Counter[tuple[Outcome, str]] = field(default_factory=Counter)
-    """Chunks that are not OK: by outcome, and why in one word."""
+    """Numbers of chunks that are not OK, by outcome and cause."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
     """Chunks that are reported together: a job of vLLM, a ticket of moves, or a load with the ticket of its promotions.
 
-    The only record of it; its chunks may lie in several tiers, and belong to it.
+    It is the only record and owns its chunks, which may lie in several tiers.
     """
 
     kind: WorkKind
     """STORE, LOAD, or WRITE_THROUGH for moves of any kind."""
     chunks: list[Chunk]
     count: int
-    """Of the caller's chunks, each of which may be none, one or several of these."""
+    """Number of the caller's chunks. Each has no, one or several entries in ``chunks``."""
     fence: Fence
     """Done when the compute stream is past the submit: only then may KV blocks be touched."""
     job_id: int | None = None
@@ -266,17 +266,17 @@ class Job:
     ticket: int = 0
     """0: none of its chunks has one."""
     promoted: Sequence[int] = ()
-    """Of a load: the positions of the caller's chunks that its ticket reports."""
+    """For a load: the positions of the caller's chunks that its ticket reports."""
     is_expedited: bool = False
-    """It goes before the loads that wait already."""
+    """It goes before loads that already wait."""
     refused: tuple[Outcome, str] | None = None
-    """Why nothing of it is done: the outcome of its chunks, and the words."""
+    """If the job is not done at all: the outcome and error of its chunks."""
 
     submitted_s: float = field(default=0.0, init=False)
     unfinished: int = field(default=0, init=False)
     """Chunks that have no outcome."""
     unreported: int = field(default=0, init=False)
-    """Chunks whose host slots are not reported."""
+    """Chunks whose host slot or location is not reported yet."""
     shares: dict[tuple[Operation, int], Share] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -287,7 +287,7 @@ class Job:
                 chunk.kind = WorkKind.PROMOTION if is_promoted else self.kind
 
     def completion(self) -> Completion:
-        """Return what became of it, now that all of its chunks are DONE."""
+        """Return its completion. All of its chunks must be DONE."""
         assert self.job_id is not None
         failed = [chunk for chunk in self.chunks if chunk.outcome is not Outcome.OK]
         shares = sorted(self.shares.values(), key=lambda share: share.tier)
@@ -302,7 +302,7 @@ class Job:
         )
 
     def ticket_completion(self) -> Completion:
-        """Return what became of its ticket, now that the host slots of all of its chunks are reported."""
+        """Return its ticket's completion. No chunk may be unreported."""
         reported = [chunk for chunk in self.chunks if chunk.slot_outcome is not None]
         outcomes = _folded(self.count, ((chunk.position, chunk.slot_outcome) for chunk in reported))
         return Completion(
@@ -312,17 +312,17 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What became of a job, or of a ticket. Success and failure come by this one record.
+    """The outcome of a job or of a ticket, success or failure.
 
-    A load with promotions has two: of the job as soon as nobody needs its blocks, of the ticket as soon as nothing
-    touches its host slots any more.
+    A load with promotions has two: the job's when nobody needs its blocks any more, the ticket's when nothing touches
+    its host slots any more.
     """
 
     job_id: int
-    """Of a ticket: its number."""
+    """Or the ticket's number."""
     outcomes: tuple[Outcome, ...]
-    """One per chunk, in the order they were submitted: the gravest of its shards. In a ticket TAINTED says that a place
-    must never be used again."""
+    """One per chunk, in order of submission: the gravest of its shards. TAINTED in a ticket: the slot or location must
+    never be used again."""
     bytes_moved: int = 0
     """Payload bytes of the chunks that are OK."""
     seconds: float = 0.0
@@ -330,12 +330,12 @@ class Completion:
     errors: tuple[str, ...] = ()
     """Short distinct phrases for a log line; empty if all is well."""
     shares: tuple[Share, ...] = ()
-    """What each tier did of it."""
+    """Each tier's part in it."""
     chunks: Sequence[Chunk] = ()
 
 
 def _folded(count: int, ended: Iterable[tuple[int, Outcome | None]]) -> tuple[Outcome, ...]:
-    """Return the gravest outcome of each position. One of which this rank has nothing is OK."""
+    """Return the gravest outcome of each position; OK if this rank has no part of that chunk."""
     outcomes = [Outcome.OK] * count
     for position, outcome in ended:
         outcomes[position] = worst(outcomes[position], outcome or Outcome.FAILED)
@@ -345,7 +345,7 @@ def _folded(count: int, ended: Iterable[tuple[int, Outcome | None]]) -> tuple[Ou
 # -- what tiers have done ----------------------------------------------------------------------------------------------
 
 MAX_SAMPLES = 256
-"""Durations per tier and operation between two reports; more are not reported."""
+"""Most durations per tier and operation between two reports; further ones are discarded."""
 
 
 class Act(NamedTuple):
@@ -356,7 +356,7 @@ class Act(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What did not end well: of which operation, as what ``types.Outcome``, and why in one word."""
+    """A kind of failure: operation, tier, value of ``types.Outcome``, and cause in one word."""
 
     operation: Operation
     tier: int
@@ -369,11 +369,11 @@ class Work:
     """What was done since the last report, on one rank or several."""
 
     payload_bytes: Counter[Act] = field(default_factory=Counter)
-    """Of shards that are OK; without headers and padding."""
+    """Bytes of OK shards, without headers and padding."""
     seconds: dict[Act, list[float]] = field(default_factory=dict)
-    """From submit to the last shard, waiting included: one number for each job of which something is OK."""
+    """From submit to the last shard, waiting included: one number for each job with an OK shard."""
     failures: Counter[Failure] = field(default_factory=Counter)
-    """Shards."""
+    """Numbers of shards."""
 
     def __bool__(self) -> bool:
         return bool(self.payload_bytes or self.failures)
@@ -390,7 +390,7 @@ class Work:
             self.failures[Failure(share.operation, share.tier, outcome.value, cause)] += shards
 
     def merge(self, other: Work) -> Work:
-        """Add two reports up, into a new one."""
+        """Return the sum of two reports."""
         seconds = {act: list(samples) for act, samples in self.seconds.items()}
         for act, samples in other.seconds.items():
             seconds.setdefault(act, []).extend(samples)
@@ -398,7 +398,7 @@ class Work:
 
 
 class Waiting(NamedTuple):
-    """Payload bytes that wait for their turn in one tier on one rank; what is under way is no part of it."""
+    """Payload bytes that are queued for one tier on one rank, without those in flight."""
 
     load_bytes: int = 0
     store_bytes: int = 0
@@ -406,18 +406,18 @@ class Waiting(NamedTuple):
 
 
 class TierAccess(NamedTuple):
-    """What one tier runs on, on one rank."""
+    """How one rank reaches one tier."""
 
     mover: str
     paths: tuple[str, ...]
-    """Between KV blocks and the tier, of all KV groups: ``direct``, ``device``, ``host``."""
+    """Transfer paths of its KV groups: ``direct``, ``device``, ``host``."""
 
 
 class TierStatus(NamedTuple):
-    """How one tier stands on one rank."""
+    """The status of one tier on one rank."""
 
     waiting: Waiting = Waiting()
     trouble: str = ""
-    """Why it is left alone now, in a word; empty while all is well."""
+    """Why the tier is not used now, in a word; empty if it is."""
     access: TierAccess | None = None
     """None: the tier cannot be used on this rank."""

@@ -2,9 +2,9 @@
 
 A store into memory leaves the checksums out. The first write-through adds them in place, because movers take an image
 as one extent; and the MAC, if chunks of any tier are authenticated. Meanwhile other threads read the page: loads from
-memory, and write-throughs of the same chunk to other tiers. None of them may take a half-written page for damage, or
-send it to storage. So a page is written once, under a lock; ``lacks_something`` looks under that lock, and ``check``
-looks again under it at a page that seems damaged. Namespace, key, group and lengths are the same before and after.
+memory, and write-throughs of the same chunk to other tiers. They must not take a half-written page for damage, or send
+it to storage. So a page is written once, under a lock; ``lacks_something`` looks under that lock, and ``check`` looks
+again under it at a page that seems damaged. Namespace, key, group and lengths are the same before and after.
 
 Threading: safe anywhere. Nothing is summed under the lock.
 """
@@ -29,12 +29,12 @@ class SlotHeaders:
     """One for each host slab."""
 
     def __init__(self, keys: ChunkKeys | None = None) -> None:
-        """``keys``: of the tiers whose chunks are authenticated; None: there is no such tier."""
+        """``keys``: of the tiers whose chunks are authenticated, or None."""
         self._keys = keys
         self._lock = threading.Lock()
 
     def check(self, pages: Sequence[Page], expect: ExpectedRows) -> HeaderRows:
-        """As ``check_headers``, of pages with and without checksums."""
+        """As ``check_headers``, for pages with and without checksums."""
         headers = check_headers(pages, expect, may_lack_checksums=True)
         if headers.errors:
             with self._lock:
@@ -42,7 +42,7 @@ class SlotHeaders:
         return headers
 
     def lacks_something(self, page: Page) -> bool:
-        """Whether a page that was checked must be completed before a tier gets it."""
+        """Whether a checked page must be completed before a tier gets it."""
         with self._lock:
             return self._lacks_something(page)
 
@@ -57,7 +57,7 @@ class SlotHeaders:
         if self._keys is not None:
             whole = self._keys.signed(whole, rows)
         with self._lock:
-            if self._lacks_something(page):  # else a tier may be sending it already
+            if self._lacks_something(page):  # else a tier may already be sending it
                 page[:] = whole
 
     def _lacks_something(self, page: Page) -> bool:

@@ -1,7 +1,7 @@
-"""Where KV tensors lie, and in what order work on them is done: streams and fences of a device.
+"""The device of the KV tensors, and its streams and fences, which order work on them.
 
-A stream does its work in order, on its own time; a fence is a point in it that can be asked about, and that other
-streams can be made to wait for. Nothing in the engine waits for a device: fences are polled.
+A stream does its queued work in order, asynchronously. A fence is a point in a stream; it can be polled, and other
+streams can wait for it. The engine polls fences and never blocks on a device.
 Threading: ``Streams.compute_fence`` on the thread that submits to the model's stream; a stream is driven by one thread.
 """
 
@@ -27,7 +27,7 @@ class Fence(Protocol):
     """A point in a device's work."""
 
     def done(self) -> bool:
-        """Return True once the device is past it; never blocks. Raises when the device is out of order."""
+        """Return True once the device is past it; never blocks. Raises if the device has failed."""
 
 
 class ReadyFence:
@@ -42,34 +42,34 @@ READY = ReadyFence()
 
 
 class Stream(Protocol):
-    """Work in order. What ``run`` was given may be done long after it returned."""
+    """Work in order. ``run`` returns before its work is done."""
 
     def run(self, work: Callable[[], None]) -> None:
         """Queue ``work``, which calls torch or launches kernels and neither waits nor looks at values on the device.
 
-        It runs in torch's inference mode: vLLM makes its KV cache in that, and what was made there can be written
-        nowhere else.
-        What it raises may come out here, or of the next ``synchronize``.
+        It runs in torch's inference mode: vLLM creates its KV cache in that mode, and such tensors can be written only
+        there.
+        Errors of ``work`` may be raised here or by the next ``synchronize``.
         """
 
     def wait(self, fence: Fence) -> None:
-        """Have all later work wait for ``fence``, which is of the same device. Returns at once."""
+        """Make all later work wait for ``fence``, of the same device. Returns at once."""
 
     def record(self) -> Fence:
         """Mark the end of what is queued so far."""
 
     def synchronize(self) -> None:
-        """Wait until all that is queued is done. For the way out of errors only."""
+        """Wait until all that is queued is done. Only for cleanup after errors."""
 
 
 class Streams(Protocol):
     """The streams of one device."""
 
     def compute_fence(self) -> Fence:
-        """Mark this point of the caller's own stream, that of the model."""
+        """Mark this point of the caller's current stream, on which the model runs."""
 
     def new(self) -> Stream:
-        """Return a stream of our own, beside that of the model. It is given back when the last reference goes."""
+        """Return a stream that is not the model's. It is returned when its last reference goes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,12 @@ class Device:
 
     @property
     def page_locks(self) -> bool:
-        """Whether host memory must be page-locked for copies to be asynchronous: not where a host plays the device."""
+        """Whether asynchronous copies need page-locked host memory: False if a host plays the device."""
         return self.torch_device.type != "cpu"
 
 
 class HostStreams:
-    """The host's, all of them one: work is done when ``run`` returns, the model's writes when its call returns."""
+    """Streams of the host: work is done when ``run`` returns, the model's writes when its call returns."""
 
     def compute_fence(self) -> Fence:
         return READY
@@ -121,7 +121,7 @@ class HostStreams:
 
 
 class CudaStreams:
-    """Those of a CUDA device."""
+    """Streams of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -147,12 +147,12 @@ class _CudaFence:
 
 
 class _CudaStream:
-    """The thread that drives it works on its device from then on.
+    """A CUDA stream. Its device becomes the current device of the thread that drives it.
 
-    Torch deals its own streams out of a pool of 32 for each GPU, in turn: a copy on one of them could wait for what
-    vLLM or a library has queued there. So these are made here, and lent for the life of this object. They are never
-    destroyed: torch records events on every stream that touched page-locked memory when that memory is freed, which may
-    be long after an engine was closed. What is still queued on one is done before what its next owner queues.
+    Torch hands out streams from a pool of 32 per GPU, in turn: a copy on one could wait for work that vLLM or a library
+    queued there. So we create our own, and lend them for the life of this object. They are never destroyed: when
+    page-locked memory is freed, perhaps long after an engine was closed, torch records events on every stream that
+    touched it. A stream's next owner works after all that the last one queued.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -191,15 +191,15 @@ class _CudaStream:
 
 
 _FREE: dict[int, deque[int]] = {}
-"""Handles of streams that may be lent again, by the number of their GPU. A garbage collection may give one back on any
-thread: each operation on it is one of the interpreter's.
+"""Handles of free streams, by GPU number. Garbage collection may return one on any thread, so only atomic operations
+are used.
 """
 _NON_BLOCKING = 1
-"""Neither waits for CUDA's default stream, nor that for it."""
+"""The stream and CUDA's default stream do not wait for each other."""
 
 
 def _new_handle() -> int:
-    """Return a new stream of the calling thread's current GPU; 0 where CUDA gives none."""
+    """Return a new stream of the calling thread's current GPU; 0 if CUDA refuses."""
     handle = ctypes.c_void_p()
     try:
         error = cuda_runtime().cudaStreamCreateWithFlags(ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING))
@@ -229,8 +229,8 @@ def cuda_runtime() -> Any:
 def _take_thread_to(device: torch.device) -> None:
     """Make ``device`` the calling thread's current one, for good.
 
-    A new thread's is the first GPU. Torch goes back there after each event that it records, waits for or lets go of,
-    and CUDA makes a context then: some hundred MiB of the first GPU's memory for each rank that works on another.
+    A new thread's current device is the first GPU. Torch returns to it after each call on an event, and CUDA then
+    creates a context there: some hundred MiB of the first GPU's memory for each rank that works on another.
     """
     if torch.cuda.current_device() != device.index:
         torch.cuda.set_device(device)
@@ -246,6 +246,6 @@ def device_of(tensor: torch.Tensor) -> Device:
 def model_on_default_stream(tensor: torch.Tensor) -> bool:
     """Whether the caller's current stream, on which the model runs, is CUDA's default one.
 
-    Streams of the common kind, as libraries make them, wait for what is queued there, and it for them.
+    Ordinary streams, which libraries create, and the default stream wait for each other's queued work.
     """
     return tensor.is_cuda and torch.cuda.current_stream(tensor.device).cuda_stream == 0
