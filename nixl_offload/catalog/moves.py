@@ -107,6 +107,8 @@ class Moves:
         self._memory = -1 if self._options.memory is None else self._options.memory
         self._pending: tuple[OrderedDict[Key, _Pending], ...] = tuple(OrderedDict() for _ in self._tiers)
         """By target, oldest first."""
+        self._under_way: tuple[set[Key], ...] = tuple(set() for _ in self._tiers)
+        """By target."""
         self.bytes_under_way: Final = [0] * len(self._tiers)
         """Bytes per rank that are on their way, by target."""
         self._moved_s = [float("-inf")] * len(self._tiers)
@@ -182,6 +184,7 @@ class Moves:
         """Its target is committed or given back, its source unpinned. ``how``: ``ok``, ``gone``, or what failed."""
         target = move.target.tier
         self.bytes_under_way[target] -= move.target.slot_bytes
+        self._under_way[target].remove(move.key)
         if how == "ok":
             self._moved_s[target] = now_s
             self._unpin(move.key)
@@ -308,6 +311,7 @@ class Moves:
                     break  # what is stored behind a gap is of no use
                 continue
             self.bytes_under_way[target] += slot_bytes
+            self._under_way[target].add(key)
             begun.append(Move(key, self._tiers[source].pin(key), location, prefetch))
             if len(begun) >= MAX_BEGUN:
                 break
@@ -355,7 +359,5 @@ class Moves:
 
     def _unpin_if_done(self, key: Key) -> None:
         """Unpin a chunk that no farther tier is to get any more."""
-        if key in self._unsaved and not any(key in pending for pending in self._pending):
-            farther = self._tiers[self._memory + 1 :]
-            if all(tier.state(key) is not State.WRITING for tier in farther):
-                self._unpin(key)
+        if key in self._unsaved and not any(key in keys for keys in (*self._pending, *self._under_way)):
+            self._unpin(key)

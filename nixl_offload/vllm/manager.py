@@ -190,7 +190,9 @@ class NixlOffloadManager(OffloadingManager):
 
     def _take_namespace(self, namespace: Namespace) -> None:
         if self._first is not None:
+            counts = self.catalog.counts  # metrics go on
             self._make_catalog()  # the tiers of the one before are closed
+            self.catalog.counts.update(counts)
         self._first = self._first or namespace
         blocks = self._offloading.cache.blocks_per_chunk
         for group in self._offloading.groups:

@@ -593,6 +593,23 @@ def test_a_write_that_failed_saves_nothing(make: MakeChain) -> None:
     assert [chain.tiers[MEMORY]._index.pins(key(number)) for number in (1, 2)] == [2, 0], "one for what is under way"
 
 
+def test_a_chunk_that_is_stored_in_a_farther_tier_too_is_unpinned_when_its_move_fails(make: MakeChain) -> None:
+    chain = make(memory_slots=1, bucket=True)
+    fills, store = chain.reserve(9), chain.reserve(1)
+    assert fills is not None
+    assert store is not None
+    assert store.locations[0].tier == FILE
+    chain.report(fills.ticket)
+    chain.write_through()
+    assert chain.tiers[MEMORY].reserve(key(1), SLOT, []) is not None, "another engine's chunk is promoted"
+    assert chain.tiers[MEMORY].commit(key(1))
+    assert chain.reserve(1) is None, "it goes on to the bucket, where it is gone by now"
+    assert chain.pinned(MEMORY) == 1
+    chain.write_through(Outcome.FAILED)
+    assert chain.pinned(MEMORY) == 0
+    chain.report(store.ticket, {0: Outcome.FAILED})
+
+
 def test_a_chunk_that_is_gone_is_held_by_nobody(make: MakeChain) -> None:
     """Whatever was done with it: a server meets new keys for months."""
     chain, mine, request = make(file_slots=0, memory_slots=2), key(1), LookupContext("a", 16)

@@ -95,9 +95,12 @@ def test_steps_that_all_begin_a_load_of_another_connector_keep_no_store_waiting_
 def test_stores_wait_for_tiers_that_are_opened_for_other_weights(steps: Steps) -> None:
     """A request that is computed meanwhile is stored from its first chunk on, as soon as the tiers serve."""
     steps.begin("first")
+    counts = steps.manager.catalog.counts
+    counts["unstored_chunks", "no_room"] = 2
     steps.manager.reopen("other weights")
     assert steps.storing("first") == set()
     manager_rig.wait_for_tiers(steps.manager)
+    assert steps.manager.catalog.counts == counts, "counters go on"
     assert steps.storing("first") == set(), "the ranks have not opened theirs"
     steps.manager.take_ranks({0: RankStatus(frozenset({0}), opening=steps.manager.serving.number)})
     assert steps.storing("first") == {"first"}
