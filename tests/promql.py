@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import promql_parser
 import yaml
@@ -20,35 +20,28 @@ ALERTS = ROOT / "examples/monitoring/alerts.yml"
 PAGE = ROOT / "docs/metrics.md"
 
 
-class Asked(NamedTuple):
-    """The series of one expression."""
+def asked(expression: str) -> dict[str, set[str]]:
+    """Return the metrics that ``expression`` asks for, and the labels by which it matches or groups each. Raises
+    ValueError when it is not PromQL.
+    """
+    found: dict[str, set[str]] = {}
 
-    metrics: frozenset[str]
-    labels: frozenset[str]
-    """Those that are matched, and those that are grouped by."""
-
-
-def asked(expression: str) -> Asked:
-    """Return what ``expression`` asks for. Raises ValueError when it is not PromQL."""
-    metrics: set[str] = set()
-    labels: set[str] = set()
-
-    def look(node: Any) -> None:
+    def look(node: Any, grouped: frozenset[str] = frozenset()) -> None:
+        if isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None:
+            grouped = grouped.union(node.modifier.labels)
         for name in ("lhs", "rhs", "expr", "vector_selector", "vs"):
             child = getattr(node, name, None)
             if child is not None and not isinstance(child, str):
-                look(child)
+                look(child, grouped)
         for child in getattr(node, "args", None) or ():
-            look(child)
-        if isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None:
-            labels.update(node.modifier.labels)
+            look(child, grouped)
         if isinstance(node, promql_parser.VectorSelector):
-            metrics.add(node.name)
-            labels.update(matcher.name for matcher in node.matchers.matchers)
+            matched = {matcher.name for matcher in node.matchers.matchers}
+            found.setdefault(node.name, set()).update(grouped | matched)
 
     look(promql_parser.parse(expression))
-    assert metrics, f"nothing is asked for: {expression}"
-    return Asked(frozenset(metrics), frozenset(labels))
+    assert found, f"nothing is asked for: {expression}"
+    return found
 
 
 def without_variables(expression: str) -> str:

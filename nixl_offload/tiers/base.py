@@ -73,8 +73,10 @@ class SlotStatistics:
 class SharedStatistics:
     """Statistics of a tier that other servers write to as well; counters since the start."""
 
+    probes: int
+    """Questions whether a shard exists."""
     probe_errors: int
-    """Questions whether a shard exists that the storage failed to answer."""
+    """Those that the storage failed to answer."""
     probe_seconds: list[float]
     """Durations of such questions since the last call; only the latest if there are very many."""
     late: int

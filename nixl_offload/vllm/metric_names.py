@@ -86,12 +86,13 @@ hints | counter | hint result | hints |
 retained_bytes | gauge | tier | bytes per rank |
     Bytes in memory and slabs that a hint keeps from eviction; half of capacity_bytes at most. | At half of
     capacity_bytes: more is not retained
+probes | counter | tier | questions |
+    Lookups of single chunks in a bucket or shared directory. | What a bucket bills as HEAD requests
 probe_errors | counter | tier | questions |
-    Lookups that were not answered. | More than a few percent of probe_seconds_count: store or network fails
+    Lookups that were not answered. | More than a few percent of probes: store or network fails
 probe_seconds | histogram | tier | seconds |
-    How long lookups of single chunks in a bucket or shared directory took, failed ones included; at most the latest
-    1024 of a step. | Near lookup.timeout: requests are computed instead. The count is what a bucket bills as HEAD
-    requests
+    How long lookups took, failed ones included; at most the latest 1024 of a step. | Near lookup.timeout: requests are
+    computed instead
 late_lookups | counter | tier | requests |
     Requests computed because a bucket or shared directory did not answer within lookup.timeout. | Rises: raise
     lookup.timeout, or look at the store

@@ -183,6 +183,7 @@ class MetricsReporter:
                 self._show("retired_bytes", statistics.retired_bytes, kind)
                 self._show("retained_bytes", catalog.retention.bytes_by_tier[position], kind)
             elif statistics is not None:
+                self._count("probes", statistics.probes, kind)
                 self._count("probe_errors", statistics.probe_errors, kind)
                 self._observe("probe_seconds", statistics.probe_seconds, kind)
                 self._count("late_lookups", statistics.late, kind)

@@ -371,6 +371,7 @@ class SharedTier(Tier):
 
     def statistics(self) -> SharedStatistics:
         return SharedStatistics(
+            probes=self._prober.questions,
             probe_errors=self._prober.errors,
             probe_seconds=self._prober.take_seconds(),
             late=self._lookups.late,
