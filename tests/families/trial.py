@@ -98,8 +98,10 @@ class Trial:
                 assert engine.reset_prefix_cache()
                 [self._right[tuple(prompt)]] = engine.generate([prompt])
 
-    def run(self, kind: str, *, control: bool = True) -> Iterator[Cell]:
-        """Yield a cell for each case on a kind of tier. ``damaged`` is everything, then each group alone."""
+    def run(self, kind: str, *, control: bool = True, together: bool = False) -> Iterator[Cell]:
+        """Yield a cell for each case on a kind of tier. ``damaged`` is everything, then each group alone. ``together``:
+        ask for all prompts at once when everything is damaged.
+        """
         medium = self._medium(kind)
         with self._start(medium) as engine:
             yield self._compare("cold", self._ask(engine, self.prompts), self.prompts)
@@ -111,7 +113,7 @@ class Trial:
                 return
             begins = self._ask(engine, self._begins)
             yield self._compare("partial", begins + self._ask(engine, self._partial), self._begins + self._partial)
-            yield from self._damaged(engine, medium)
+            yield from self._damaged(engine, medium, together=together)
             self._until_found(engine, self.prompts)
             if kind not in ("memory", "slab"):
                 yield from self._beside(engine, medium)
@@ -131,7 +133,7 @@ class Trial:
             return bucket(self._server, kind, prefix=f"{self._name}-{kind}")
         return {"slab": slab, "tree": tree}[kind](self._workshop.scratch / f"{self._name}-{kind}")
 
-    def _damaged(self, engine: Engine, medium: Medium) -> Iterator[Cell]:
+    def _damaged(self, engine: Engine, medium: Medium, *, together: bool) -> Iterator[Cell]:
         """Damage everything, then each group alone, on each rank alone; what was damaged is stored anew in between."""
         each: list[tuple[list[int] | None, int | None]] = [(None, None)]
         ranks = range(self._family.ranks) if self._family.ranks > 1 else [None]
@@ -150,7 +152,7 @@ class Trial:
                 for shard in shards:
                     DAMAGES["flipped"](shard, shard, 1.0)
                 medium.forget()
-            answers = self._ask(engine, self.prompts)
+            answers = self._ask(engine, self.prompts, together=together and groups is None)
             is_refused = loads_refused(engine) > refused
             note = "nothing to damage" if not count else "" if is_refused else "NOT REFUSED"
             yield self._compare(case, answers, self.prompts, note)
@@ -181,10 +183,10 @@ class Trial:
             verdict = "shows" if cell.verdict == "WRONG" else "VACUOUS" if shards else "nothing stored"
             yield Cell(f"control-{group}", verdict, cell.hit_tokens, cell.delta)
 
-    def _ask(self, engine: Engine, prompts: list[Prompt]) -> list[Answer]:
+    def _ask(self, engine: Engine, prompts: list[Prompt], *, together: bool = False) -> list[Answer]:
         """Return answers to prompts of which the engine's device has nothing; what is to be stored is stored then."""
         assert engine.reset_prefix_cache()
-        answers = engine.generate(prompts)
+        answers = engine.generate(prompts, together=together)
         assert engine.settle()
         return answers
 

@@ -30,14 +30,19 @@ from tests.vllm.media import MOVERS, bucket, tree
         ("llama", "obstore", {"FullAttentionSpec"}),
         ("llama-windows", "tree", {"SlidingWindowSpec", "FullAttentionSpec"}),
         ("llama-windows", "obj", {"SlidingWindowSpec", "FullAttentionSpec"}),
+        ("llama-windows", "slab", {"SlidingWindowSpec", "FullAttentionSpec"}),
     ],
 )
 def test_whole_or_not_at_all(workshop: Workshop, server: RcloneServer, family: str, tier: str, kinds: set[str]) -> None:
-    """``kinds`` of KV cache groups: GDN and Mamba 2 are of one kind."""
-    trial = Trial(workshop, FAMILIES[family], server, prompts=1)
+    """``kinds`` of KV cache groups: GDN and Mamba 2 are of one kind. With windows on a slab, loads of three requests
+    fail at once; what these recompute in one batch has other shapes, so that logprobs are only close from then on.
+    """
+    together = (family, tier) == ("llama-windows", "slab")
+    trial = Trial(workshop, FAMILIES[family], server, prompts=3 if together else 1)
     assert set(trial.groups) == kinds
-    cells = {cell.case: cell for cell in trial.run(tier, control=False)}
-    assert {case: (cell.verdict, cell.note) for case, cell in cells.items()} == dict.fromkeys(cells, ("same", ""))
+    cells = {cell.case: cell for cell in trial.run(tier, control=False, together=together)}
+    allowed = {("same", ""), ("close", "")} if together else {("same", "")}
+    assert {(cell.verdict, cell.note) for cell in cells.values()} <= allowed, list(map(str, cells.values()))
     alone = [f"damaged-{group}" for group in range(len(trial.groups))] if len(trial.groups) > 1 else []
     beside = [] if tier == "slab" else ["other", "back"]
     assert list(cells) == ["cold", "hit", "partial", "damaged", *alone, *beside, "restart"]

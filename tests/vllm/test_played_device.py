@@ -1,5 +1,5 @@
 """Proves on vLLM's CUDA platform, both its model runners and asynchronous scheduling, played by host memory, that
-answers with our connector are those of a vLLM without a cache, to the last bit, whatever happens to requests.
+answers with our connector are those of a vLLM without a cache, to the last bit, whatever happens to requests and files.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 
 from examples.demo.model import random_prompts
+from tests.prove.happenings import DAMAGES
 from tests.s3.servers import RcloneServer
 from tests.thinned import thinned
+from tests.vllm import media
+from tests.vllm.damage import loads_refused
 from tests.vllm.harness import Answer, Engine, chain_config
 from tests.vllm.played.engine import CHUNK_TOKENS, SHAPE, STEP_TOKENS, PlayedEngine, PlayedWorkshop
 
@@ -140,6 +143,28 @@ def test_answers_are_those_without_a_cache(
         return played.start_played(config, runner=runner, environment=server.environment, **options)
 
     event(Trial(start, right(runner), medium != "memory"))
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_what_cannot_be_loaded_is_computed_and_stored_again(
+    played: PlayedWorkshop, right: Callable[[str], list[Answer]], tmp_path: Path, runner: str
+) -> None:
+    """Steps that are scheduled before vLLM hears of the refused loads use nothing of them."""
+    slab = media.slab(tmp_path / "kv", "64MiB")
+    config = chain_config(slab.tier, chunk_tokens=CHUNK_TOKENS)
+    trial = Trial(functools.partial(played.start_played, config, runner=runner), right(runner), survives=True)
+    with trial.start() as engine:
+        trial.check(engine)
+        for together in (False, True):
+            trial.check_loaded(engine)
+            refused = loads_refused(engine)
+            for shard in slab.stored():
+                DAMAGES["flipped"](shard, shard, 0.5)
+            assert engine.reset_prefix_cache()
+            trial.check(engine, together=together)
+            assert loads_refused(engine) > refused
+        trial.check_loaded(engine)
+        engine.stop()
 
 
 def fuzz(
