@@ -1,8 +1,8 @@
-"""The links to a bucket and to a shared directory: a shard is an object, or a file that shows when it is whole.
+"""The links to a bucket and to a shared directory. A shard is an object, or a file that becomes visible when whole.
 
-Threading: the pump's thread. Objects are moved by the mover alone. Every call to a directory that could hang runs on
-the link's own daemon threads, and is given up after a while.
-Ownership: a descriptor belongs to the mover from ``adopt_file`` on.
+Threading: the pump's thread. The mover alone moves objects. Directory calls that could hang run on the link's own
+daemon threads, with a time limit.
+Ownership: from ``adopt_file`` on, a descriptor belongs to the mover.
 """
 
 from __future__ import annotations
@@ -26,26 +26,25 @@ T = TypeVar("T")
 O = TypeVar("O", bound=OpenFile)  # noqa: E741
 
 FAILURES: Final = 8
-"""In a row, of loads, or of stores to a bucket; then no more of them are tried until a trial succeeds."""
+"""After this many failed loads, or failed stores to a bucket, in a row, only trials are made until one succeeds."""
 TRIAL_LIMIT_S: Final = 10.0
-"""A trial without an outcome for this time is lost, and another may go."""
+"""A trial without an outcome after this time is lost, and another may go."""
 STORE_PAUSE_S: Final = 60.0
 """A directory that cannot be written to is tried again at least this often."""
 BEGIN_LIMIT_S: Final = 5.0
-"""How long creating or opening a file may take. Only a filesystem that hangs takes longer."""
+"""Time limit for creating or opening a file. Only a filesystem that hangs takes longer."""
 END_LIMIT_S: Final = 30.0
-"""How long syncing a file and renaming it may take: a busy server has to write it all down."""
+"""Time limit for syncing and renaming a file; a busy server needs time to write all its data."""
 MAX_PENDING: Final = 128
-"""Calls that have not returned, those given up included. With so many of them nothing more is asked."""
+"""With this many unfinished calls, abandoned ones included, the link makes no new ones."""
 TOUCH_AFTER_S: Final = 3600.0
-"""A file that is read gets a new modification time when the old one is older: what goes first when space is made is
-what was not used for longest."""
+"""A read renews a file's modification time if it is older than this. Eviction deletes files in order of that time."""
 KEPT_TOUCH_S: Final = 30.0
-"""The same on a local drive: it may be full, and evict, within minutes, and a new time costs it microseconds."""
+"""The same for directories from which engines evict. They may fill within minutes; a new time costs microseconds."""
 
 
 class SharedLink(Link):
-    """One rank's shards. Loads and stores are watched apart: storage that refuses writers can be read."""
+    """One rank's shards. Loads and stores have a breaker each: storage that refuses writes may still be readable."""
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class SharedLink(Link):
         stores: Breaker,
         loads: Breaker,
     ) -> None:
-        """``clock`` is that of the breakers."""
+        """``clock``: the time for the breakers, monotonic seconds."""
         self.name = name
         self.mover = mover
         self._namespace = namespace_name
@@ -67,7 +66,7 @@ class SharedLink(Link):
         self._stores = stores
         self._loads = loads
         self._stale: list[FileId] = []
-        """Files that nobody uses any more. One that late I/O may still touch stays open until the mover closes."""
+        """Files that are no longer used. One that late I/O may still touch stays open until the mover closes."""
 
     @property
     def trouble(self) -> str:
@@ -112,9 +111,9 @@ class SharedLink(Link):
 
 
 class ObjectLink(SharedLink):
-    """One rank's shards in a bucket. The mover's failures tell how the bucket is.
+    """One rank's shards in a bucket. Transfers that fail show that the bucket has trouble.
 
-    After a failure still holds: an object is whole or absent, for a PUT is one request.
+    After a failure, an object is whole or absent, because a PUT is one request.
     """
 
     def __init__(self, where: str, namespace_name: str, rank: int, mover: Mover, clock: Callable[[], float]) -> None:
@@ -125,7 +124,7 @@ class ObjectLink(SharedLink):
         super().__init__(name, namespace_name, rank, mover, clock, stores=stores, loads=loads)
 
     def connect(self) -> None:
-        """The first transfer tells."""
+        """Do nothing: the first transfer shows whether the bucket works."""
 
     def begin_write(
         self, key: Key, location: Location, length_bytes: int, shard: int | None = None
@@ -133,13 +132,13 @@ class ObjectLink(SharedLink):
         return (yield from at_once(self._open(key, shard, length_bytes, self._stores)))
 
     def end_write(self, target: Target) -> Generator[None, None, None]:
-        """The object is there since its PUT was answered."""
+        """The object has been visible since its PUT was answered."""
         self._close_file(target.file)
         self._stores.succeeded(self._clock())
         yield from at_once(None)
 
     def fail_write(self, target: Target, error: str | None) -> None:
-        """What a PUT given up may still write is a whole object."""
+        """An abandoned PUT may still write its object, but only a whole one."""
         self._close_file(target.file)
         if error is not None:
             self._stores.failed("io", error, self._clock())
@@ -147,7 +146,7 @@ class ObjectLink(SharedLink):
     def begin_read(
         self, key: Key, location: Location, length_bytes: int, shard: int | None = None
     ) -> Generator[None, None, Target]:
-        """Whether the object is there shows when it is read."""
+        """Open the object; the read shows whether it exists."""
         return (yield from at_once(self._open(key, shard, length_bytes, self._loads)))
 
     def _open(self, key: Key, shard: int | None, length_bytes: int, breaker: Breaker) -> Target:
@@ -167,7 +166,7 @@ class _WriteTarget(Target):
 class TreeLink(SharedLink):
     """One rank's shards in a shared directory.
 
-    After a failure still holds: a name leads to a whole file or to none; what readers have open stays as it was.
+    After a failure, a name leads to a whole file or to none. Files that readers have open do not change.
     """
 
     def __init__(
@@ -183,8 +182,8 @@ class TreeLink(SharedLink):
         kept_free: float = 0.0,
         filesystem: Filesystem = REAL,
     ) -> None:
-        """``is_kept``: engines evict from the directory, so it must show soon what is in use. ``kept_free``: as for
-        ``TreeFiles``.
+        """``is_kept``: engines evict from the directory, so reads update modification times often. ``kept_free``: as
+        for ``TreeFiles``.
         """
         name = f"Shared directory tier {root}"
         stores = Breaker(
@@ -203,16 +202,16 @@ class TreeLink(SharedLink):
         )
         self._calls = CallThreads("nixl-offload-tree", clock=clock)
         self._syncs = CallThreads("nixl-offload-tree-sync", clock=clock)
-        """For what takes long: nothing that is opened or created waits behind the syncing of files."""
+        """Threads for slow syncs, so that opening and creating files never waits for them."""
         self._in_use: list[tuple[Call[None], FileId]] = []
-        """Files that a call still works with."""
+        """Files that a call still uses."""
 
     @property
     def trouble(self) -> str:
         return "io" if self._pending >= MAX_PENDING else super().trouble
 
     def connect(self) -> None:
-        """Waits for ``BEGIN_LIMIT_S`` at most."""
+        """Make the namespace's directory. Waits for ``BEGIN_LIMIT_S`` at most."""
         call = self._calls.start(partial(self._files.make_directory, f"{self._files.root}/{self._namespace}"))
         try:
             call.result(BEGIN_LIMIT_S)
@@ -254,7 +253,7 @@ class TreeLink(SharedLink):
 
     def fail_write(self, target: Target, error: str | None) -> None:
         assert isinstance(target, _WriteTarget)
-        # Of two descriptors the first to be closed is the one that may wait for what was written to reach a server.
+        # Of the two descriptors, the first to close may block until a server has the data: a thread closes it.
         self._in_use.append((self._calls.start(partial(self._files.discard, target.draft)), target.file))
         if error is not None:
             self._stores.failed("io", error, self._clock())
@@ -262,7 +261,7 @@ class TreeLink(SharedLink):
     def begin_read(
         self, key: Key, location: Location, length_bytes: int, shard: int | None = None
     ) -> Generator[None, None, Target]:
-        """That a file is gone is an answer: the filesystem works."""
+        """Open the file. If it is missing, that counts as a success: the filesystem has answered."""
         try:
             file, _ = yield from self._open(partial(self._files.open, self._name_of(key, shard), length_bytes))
         except TierError as error:
@@ -274,7 +273,7 @@ class TreeLink(SharedLink):
         return Target(file, 0)
 
     def close(self) -> None:
-        """A thread that hangs is left behind."""
+        """Close the files and end the threads; a thread that hangs is abandoned."""
         self._calls.close()
         self._syncs.close()
         super().close()
@@ -295,9 +294,9 @@ class TreeLink(SharedLink):
             raise TierError(str(error), cause="io") from error
 
     def _answer(self, threads: CallThreads, call: Call[T], limit_s: float) -> Generator[None, None, T]:
-        """Wait for a call; one that does not return is given up. Raises TierError.
+        """Wait for a call and return its result; abandon it after ``limit_s``. Raises TierError.
 
-        What counts is the time since it was taken up, or, while it waits for a thread, since a call has ended.
+        Time counts from when a thread began the call. While it is queued, time counts from when a call last ended.
         """
         asked_s = self._clock()
         try:
@@ -306,7 +305,7 @@ class TreeLink(SharedLink):
                 if self._clock() >= since_s + limit_s:
                     raise self._hung(limit_s)
                 yield
-        except BaseException:  # it takes too long, or nobody waits any more: the engine ends
+        except BaseException:  # the limit has passed, or the generator was closed because the engine ends
             call.abandon()
             raise
         try:

@@ -1,9 +1,9 @@
-"""Looks into a shared store on threads of its own: what is there, and small tasks beside.
+"""Asks a shared store which chunks exist, and does small tasks in it, on threads of its own.
 
-Threading: every public method returns at once and may be called by the scheduler's thread alone, except ``expired``.
-Questions, tasks and the trial have threads apart, so none waits for another; one that hangs in the store is never
-waited for. Decisions are taken under one lock, storage is asked outside it; results cross over in a queue, and
-``take_in`` calls back with them on the scheduler's thread.
+Threading: every public method returns at once, and only the scheduler's thread may call it, except ``expired``.
+Questions, tasks and the trial have separate threads, so none waits for another, and nobody waits for a thread that
+hangs in the store. Decisions are taken under one lock, storage is asked outside it. Results pass through a queue, and
+``take_in`` makes the callbacks on the scheduler's thread.
 Ownership: the store belongs to the prober's owner.
 """
 
@@ -30,42 +30,42 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_TASKS: Final = 1024
-"""Tasks that may wait. More are refused; the next lookup of the chunk asks for them again."""
+"""Limit of pending tasks. More are refused; the next lookup of the chunk asks for them again."""
 MAX_SAMPLES: Final = 1024
-"""Durations of questions that are kept until somebody takes them."""
+"""Limit of the durations that are kept until ``take_seconds``."""
 TASK_THREADS: Final = 2
 
 
 class Sight(Enum):
-    """What a look at one object gave."""
+    """The result of looking for one object."""
 
     PRESENT = "present"
     ABSENT = "absent"
     """Not there, or too old to count."""
     DAMAGED = "damaged"
-    """There, with a size that no good shard has."""
+    """Present, but with the wrong size."""
 
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """Whether a key is there, and the answer. What happened to the key since it was asked is not in the answer."""
+    """The question whether a key exists, and its answer. The answer ignores later changes to the key."""
 
     key: Key
     waiters: list[tuple[Search, int]] = field(default_factory=list)
     """Searches, and the key's position in each."""
     asked_s: float = 0.0
-    """When it went out, on the prober's clock."""
+    """When it was sent, on the prober's clock."""
     is_overdue: bool = False
-    """It was out for too long, and was returned as such. Its error would be no news."""
+    """Whether ``overdue`` has returned it. Its error is then not reported again."""
     sight: Sight | None = None
-    """None: the store did not say."""
+    """None: the store has not answered."""
     modified_s: float = 0.0
-    """By the store's clock, of what is there."""
+    """The object's modification time, by the store's clock; 0 if absent."""
     error: StoreError | None = None
 
 
 class Prober:
-    """Searches ask about keys, each key once at a time however many searches wait for it."""
+    """Asks the questions of searches. A key is asked about once at a time, even if several searches wait for it."""
 
     def __init__(
         self,
@@ -79,13 +79,13 @@ class Prober:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """``shards_of``: the first is looked at for a key; none: there can be none. ``on_answer`` is called for every
-        question, ``on_end`` for every search that was not cancelled. ``threads``: for questions.
+        """``shards_of``: the first shard it returns is looked for; if it returns none, the key is absent. ``on_answer``
+        is called for every question, ``on_end`` for every search that was not cancelled. ``threads``: for questions.
         """
         self.since_s = 0.0
         """Objects modified earlier, by the store's clock, count as absent. Set by the scheduler's thread."""
         self.questions = 0
-        """Questions that were answered or failed, ever."""
+        """Questions that were answered or failed, since the start."""
         self.errors = 0
         self._store = store
         self._shards_of = shards_of
@@ -98,13 +98,13 @@ class Prober:
         self._tasks = CallThreads("nixl-offload-probe-task", TASK_THREADS)
         self._trial = CallThreads("nixl-offload-probe-trial", 1)
         self._events: deque[Callable[[], None]] = deque()
-        """What to call on the scheduler's thread."""
+        """Callbacks for the scheduler's thread."""
         self._seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._lock = threading.Lock()
-        """Guards all that follows."""
+        """Guards the fields below."""
         self._searches: set[Search] = set()
         self._questions: dict[Key, Question] = {}
-        """Out, or queued."""
+        """Questions sent or queued."""
         self._out: set[Question] = set()
         self._is_closed = False
 
@@ -115,23 +115,23 @@ class Prober:
             self._advance(search)
 
     def cancel(self, search: Search) -> int:
-        """Give a search up. One that has ended may still be taken in.
+        """Cancel a search. If it has ended already, ``on_end`` may still be called.
 
-        Returns how many leading keys it has found to be there so far.
+        Returns how many leading keys it has found so far.
         """
         with self._lock:
             self._searches.discard(search)
             return search.known
 
     def cancel_all(self) -> None:
-        """Give up every search. Questions that are not out yet are not asked."""
+        """Cancel every search. Questions that were not sent yet are not asked."""
         with self._lock:
             self._searches.clear()
 
     def do(self, work: Callable[[Store], T], then: Callable[[T | None, StoreError | None], None]) -> bool:
-        """Do ``work`` on a thread, and call back ``then`` with its result or error.
+        """Do ``work`` on a thread, then call ``then`` with its result or error.
 
-        False: too many tasks wait already.
+        False: too many tasks are pending.
         """
         if self._tasks.pending >= MAX_TASKS:
             return False
@@ -139,14 +139,12 @@ class Prober:
         return True
 
     def try_store(self, work: Callable[[Store], T], then: Callable[[T | None, StoreError | None], None]) -> None:
-        """The same on another thread, to see whether the store answers. One at a time; others are left out."""
+        """The same on the trial's thread, to test whether the store answers. Does nothing while a trial is pending."""
         if not self._trial.pending:
             self._trial.start(partial(self._do, work, then))
 
     def take_in(self, limit: int) -> None:
-        """Call back for what has happened since the last call, ``limit`` times at most. Starts threads that were
-        missing.
-        """
+        """Make the callbacks that are due, ``limit`` at most. Retries starting threads if earlier starts failed."""
         if not self._is_closed:
             for threads in (self._asking, self._tasks, self._trial):
                 threads.keep_up()
@@ -154,8 +152,8 @@ class Prober:
             self._events.popleft()()
 
     def overdue(self, now_s: float, limit_s: float) -> tuple[set[Key], list[Question]]:
-        """Return the keys whose questions have been out for longer than ``limit_s``, and the questions that were not
-        returned before.
+        """Return the keys whose questions were sent more than ``limit_s`` ago, and those questions among them that were
+        not returned before.
         """
         with self._lock:
             late = [question for question in self._out if now_s - question.asked_s > limit_s]
@@ -165,21 +163,21 @@ class Prober:
             return {question.key for question in late}, new
 
     def expired(self, modified_s: float) -> bool:
-        """Whether an object of that date no longer counts. Any thread may ask."""
+        """Whether an object modified at that time counts as absent. Any thread may ask."""
         return modified_s < self.since_s or (self._ttl_s is not None and self._wall() - modified_s > self._ttl_s)
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being done or waits to be. What is to be taken in does not count."""
+        """Whether anything is queued or running. Callbacks that are due do not count."""
         return bool(self._asking.pending or self._tasks.pending or self._trial.pending)
 
     def take_seconds(self) -> list[float]:
-        """Return how long questions took since the last call; the latest ``MAX_SAMPLES`` of them."""
+        """Return the durations of questions since the last call; the latest ``MAX_SAMPLES`` at most."""
         seconds, self._seconds = self._seconds, deque(maxlen=MAX_SAMPLES)
         return list(seconds)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Begin nothing more, and wait ``timeout_s`` at most for what is under way. Idempotent."""
+        """Start nothing more, and wait ``timeout_s`` at most for running work. Idempotent."""
         self._is_closed = True
         self.cancel_all()
         give_up_s = time.monotonic() + timeout_s
@@ -187,7 +185,7 @@ class Prober:
             threads.close(max(0.0, give_up_s - time.monotonic()))
 
     def _advance(self, search: Search) -> None:
-        """Ask what the search wants to know next; the lock is held."""
+        """Ask the search's next questions. The caller holds the lock."""
         for position in search.next_round():
             key = search.keys[position]
             question = self._questions.get(key)

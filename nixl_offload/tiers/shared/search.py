@@ -3,14 +3,13 @@
 Threading: ``Lookups`` is used by the scheduler's thread alone. A ``Search`` belongs to the prober until it has ended.
 No I/O, no clock: time is passed in (monotonic seconds).
 
-vLLM asks key by key. What one request asks in a step about one KV-cache group is a *batch*. Its keys come front to
-back, and a search finds where the prefix ends; or back to front, and only the last few matter (a window). Until the
-search of a batch has ended the answer is RETRY. A request whose first unknown key is already covered by
-another's search waits for that one.
+vLLM asks key by key. The keys of one KV-cache group that one request asks about in one step are a *batch*. If they come
+front to back (a chain), a search finds where the prefix ends. If they come back to front (a window), only the last few
+matter. The answer is RETRY until the search of the batch has ended. A request whose first unknown key is already
+covered by another request's search waits for that search.
 
-Prefixes are stored front to back, so "the chunk is there" is nearly always true up to some point and false from there
-on. A search asks about 16 positions at once and cuts the range by 17 with each round: three rounds settle any chain of
-up to 4,300 chunks.
+Prefixes are stored front to back, so chunks are nearly always present up to some point and absent after it. Each round
+of a search asks about 16 positions and cuts the range by 17: three rounds settle a chain of up to 4,300 chunks.
 """
 
 from __future__ import annotations
@@ -23,69 +22,69 @@ from nixl_offload.types import Key, Lookup, LookupContext, key_group
 
 FAN_OUT: Final = 16
 WINDOW_KEYS: Final = 32
-"""So many of the last keys are asked about one by one while a window is looked for."""
+"""The search for a window asks about this many of the last keys one by one."""
 
 
 class SearchKind(Enum):
-    """What a search is to find out."""
+    """What a search looks for."""
 
     CHAIN = "chain"
-    """Where a prefix ends; what lies before is there."""
+    """The end of a prefix; all chunks before it count as present."""
     WINDOW = "window"
-    """The last few keys that are there: at the end, or, where nothing is, before the point where a prefix ends."""
+    """The last few keys that are present: at the end, or, if none is there, before the end of a prefix."""
 
 
 @dataclass(slots=True, eq=False)
 class Search:
     """One search. Ask ``next_round``, pass each result to ``answer``, until ``done``; then ``boundary`` is the result.
 
-    The first round asks about the first and the last key too: "nothing" and "everything" are the commonest answers.
-    Where there is a hole, no key is claimed behind one that is known to be absent. What was not asked about may be
-    wrong; then a load fails, and the chunk is computed.
+    The first round includes the first and the last key, because "nothing" and "everything" are the commonest results.
+    No key after one that is known to be absent counts as present. A key that was not asked about may be absent; then a
+    load fails, and the chunk is computed.
     """
 
     kind: SearchKind
     keys: list[Key]
     certain: int = 0
-    """Of the last keys before the boundary so many are asked about one by one; others may be taken for present because
-    a later one is."""
+    """This many keys before the boundary are asked about one by one. Earlier keys may count as present because a later
+    one is."""
     failed: bool = False
-    """A question was not answered, and counted as absent."""
+    """Whether a question failed, and its key counted as absent."""
     waiting: list[tuple[_Request, int]] = field(default_factory=list)
-    """Requests and their groups."""
+    """The requests that wait for this search, and the group each asks about."""
     boundary: int = 0
-    """How many leading keys are there, as far as is known. Never more than the first known to be absent."""
+    """How many leading keys count as present so far. Never beyond the first key known to be absent."""
     _high: int = field(init=False)
-    """The first key known to be absent."""
+    """Position of the first key known to be absent."""
     _answers: dict[int, bool | None] = field(default_factory=dict)
-    """Of each position that was asked about; None while the answer is out."""
+    """By position asked about: whether the key is present; None until the answer comes."""
 
     def __post_init__(self) -> None:
         self._high = len(self.keys)
 
     @property
     def known(self) -> int:
-        """``boundary`` for those who cannot wait until it is ``done``: up to the first question that is still out."""
+        """``boundary`` before the search is ``done``: it stops at the first question without an answer."""
         return min([self.boundary, *(position for position, answer in self._answers.items() if answer is None)])
 
     @property
     def found_at_end(self) -> bool:
-        """Whether any of the last keys is there, those that a window is looked for among."""
+        """Whether any of the last ``WINDOW_KEYS`` keys is known to be present."""
         return any(self._answers.get(position) for position in self._end())
 
     @property
     def done(self) -> bool:
-        """Whether no answer that is still out could change the result."""
+        """Whether no further answer could change the result."""
         return not self._open() and not self._is_waiting()
 
     def next_round(self) -> list[int]:
-        """Return the positions to ask about now; empty while answers that matter are still out, and when done."""
+        """Return the positions to ask about now; empty while relevant answers are missing, and when done."""
         positions = [] if self._is_waiting() else self._open()
         self._answers.update(dict.fromkeys(positions))
         return positions
 
     def answer(self, position: int, is_there: bool) -> None:
-        """Take the answer to a question that is out. If there was none to be had, say absent."""
+        """Take the answer to a question. A question that failed counts as absent."""
         assert self._answers[position] is None, "nobody has asked, or it is answered"
         self._answers[position] = is_there
         if position >= self._high:
@@ -94,7 +93,7 @@ class Search:
             self.boundary = max(self.boundary, position + 1)
             return
         self._high = position
-        if self.boundary > position:  # a hole: what lies behind it is of no use
+        if self.boundary > position:  # a hole: keys after it are of no use
             before = (each for each, answer in self._answers.items() if answer and each < position)
             self.boundary = max(before, default=-1) + 1
 
@@ -134,50 +133,50 @@ class _Request:
     first_s: float
     """When its wait began."""
     step: int
-    """In which it asked last."""
+    """The step in which it last asked."""
     is_answered: bool = False
-    """The last of its searches has ended, and was not given up."""
+    """Whether all its searches have ended, none of them given up."""
     is_late: bool = False
-    """Waited long enough: what is not known is absent for it."""
+    """Whether it has waited ``timeout_s``. Unknown keys then count as absent for it."""
     batches: dict[int, _Batch] = field(default_factory=dict)
     searches: dict[int, Search] = field(default_factory=dict)
     """By group, as ``batches``."""
     held_at: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By group: the step in which it last had to wait for a search, and the end of the key it asked about."""
+    """By group: the step in which it last had to wait for a search, and the end token of the key it asked about."""
     ruled_out: set[Key] = field(default_factory=set)
-    """Behind the end of what is there of a group that has windows."""
+    """Keys of window groups after the last present key of a finished search."""
 
 
 class Lookups:
-    """Each request is held back ``timeout_s`` at most, counted from its first RETRY.
+    """Collects lookups into searches. Each request waits ``timeout_s`` at most, counted from its first RETRY.
 
-    Once answered it may go on for a while and then ask about what has been forgotten meanwhile: that is another wait.
+    If an answered request later asks about keys that were forgotten meanwhile, a new wait begins.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.infer = True
-        """Whether chunks of a chain may be taken for present without asking about each."""
+        """Whether chunks of a chain may count as present without a question about each."""
         self.late = 0
-        """Requests that were not answered in time, ever; for metrics."""
+        """Requests that were not answered in time, since the start; for metrics."""
         self._timeout_s = timeout_s
         self._requests: dict[str, _Request] = {}
         self._batching: dict[str, _Request] = {}
         self._searches: dict[Search, None] = {}
         self._covered: dict[Key, Search] = {}
-        """Keys of chain searches -> the search."""
+        """Key -> the chain search that covers it."""
         self._step = 0
 
     def __len__(self) -> int:
-        """Searches that are under way."""
+        """Number of searches under way."""
         return len(self._searches)
 
     def ask(self, key: Key, context: LookupContext, now_s: float) -> Lookup:
-        """A request asks about a key of which nothing is known: RETRY, or MISS once it has waited long enough."""
+        """Look up a key of which nothing is known. Returns RETRY, or MISS once the request has waited ``timeout_s``."""
         request = self._requests.get(context.request_id)
         if request is None:
             request = self._requests[context.request_id] = _Request(now_s, self._step)
         elif request.is_answered and self._step > request.step + 1:
-            request.first_s = now_s  # it has not asked for a step at least, so this is another wait
+            request.first_s = now_s  # it did not ask in the last step, so this is a new wait
         request.step = self._step
         if not request.is_late and now_s - request.first_s >= self._timeout_s:
             request.is_late = True
@@ -187,9 +186,9 @@ class Lookups:
         group, end = key_group(key), context.end_token or 0
         search = request.searches.get(group)
         if search is not None:
-            # A request whose chain is being looked at gets RETRY once a step, then MISS for what lies behind. vLLM
-            # stops at the MISS and still asks again in the next step. Going on through thousands of keys, as it does
-            # after RETRY, would take from the step the time that the search is meant to save.
+            # While its chain is searched, a request gets one RETRY per step, then MISS for the keys after it. vLLM
+            # stops at a MISS and still asks again in the next step. After a RETRY it would go on through thousands of
+            # keys, which would cost the step the time that the search saves.
             step, held_end = request.held_at.get(group, (-1, 0))
             if step == self._step and end > held_end and search.kind is SearchKind.CHAIN:
                 return Lookup.MISS
@@ -202,21 +201,21 @@ class Lookups:
         return Lookup.RETRY
 
     def is_late(self, request_id: str) -> bool:
-        """Whether this request has waited long enough, and something was not known."""
+        """Whether this request has waited ``timeout_s`` and a key was still unknown."""
         request = self._requests.get(request_id)
         return request is not None and request.is_late
 
     def begin_searches(self) -> list[Search]:
-        """The step is over: return the searches that begin now."""
+        """Called at the end of each step. Returns the searches to begin now."""
         self._step += 1
         before, batching, self._batching = len(self._searches), self._batching, {}
         for request in batching.values():
             batches, request.batches = request.batches, {}
-            # Asked twice in a step: the second time repeats the first.
+            # If a request asked twice in a step, the second batch repeats the first.
             chains = {group: batch for group, batch in batches.items() if batch.last_end >= batch.first_end}
             for group, batch in chains.items():
                 self._begin_chain(request, group, list(dict.fromkeys(batch.keys)))
-            # How far a window's scan must look back depends on how long the prefix of the other groups is.
+            # How far a window's search must look back depends on the prefix of the other groups, so it begins last.
             if not any(search.kind is SearchKind.CHAIN for search in request.searches.values()):
                 for group in batches.keys() - chains.keys():
                     keys = list(dict.fromkeys(batches[group].keys))[::-1]
@@ -224,7 +223,7 @@ class Lookups:
         return list(self._searches)[before:]
 
     def finish(self, search: Search) -> bool:
-        """A search has ended: its requests may ask again. False: it had been given up."""
+        """Take in a search that has ended; its requests may ask again. False: it had been given up."""
         if search not in self._searches:
             return False
         self._drop(search)
@@ -235,18 +234,18 @@ class Lookups:
         return True
 
     def forget(self, request_id: str) -> list[Search]:
-        """No more questions from this request. Returns the searches that nobody waits for any more."""
+        """Forget a request that asks no more. Returns the searches for which no request waits any more."""
         request = self._requests.pop(request_id, None)
         self._batching.pop(request_id, None)
         return self._abandon([request]) if request is not None else []
 
     def give_up(self, now_s: float) -> list[Search]:
-        """Return the searches for which nobody waits any more because all have waited long enough."""
+        """Give up the searches whose requests have all waited ``timeout_s``, and return them."""
         waiting = [request for search in self._searches for request, _ in search.waiting]
         return self._abandon([each for each in waiting if each.is_late or now_s - each.first_s >= self._timeout_s])
 
     def drop_all(self) -> None:
-        """Give up every search and every batch. Waiting requests may ask again; their time goes on."""
+        """Give up every search and every batch. Waiting requests may ask again; their wait does not restart."""
         self._batching, self._searches, self._covered = {}, {}, {}
         for request in self._requests.values():
             request.batches, request.searches, request.is_answered = {}, {}, False

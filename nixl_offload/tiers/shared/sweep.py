@@ -1,11 +1,11 @@
-"""Decides from listings what to delete from a shared tier so that it keeps to a size and an age.
+"""Decides from listings which chunks of a shared tier to delete to enforce a size and an age.
 
 Threading: pure, one owner; nothing here does I/O or reads a clock.
 
-A tier may hold many millions of shards, so no name is kept. A first pass over the listing counts bytes by age
-(``Ages``: at most some ten thousand numbers per namespace), ``make_plan`` turns the counts into a
-point in time, and a second pass over a fresh listing asks a ``Sweep`` about every chunk. What was written
-between the passes is younger than that point and stays.
+A tier may hold many millions of shards, so no names are kept. A first pass over the listing counts bytes by age
+(``Ages``: at most some ten thousand numbers per namespace). ``make_plan`` turns the counts into a point in time. A
+second pass, over a new listing, asks a ``Sweep`` about every chunk. Chunks written between the passes are younger than
+that point, and stay.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Final, NamedTuple
 from nixl_offload.tiers.inspect import ChunkInfo
 
 GRACE_S: Final = 600.0
-"""Nothing younger is ever deleted: it may be part of a chunk of which other ranks are still writing theirs."""
+"""Nothing younger is deleted, because other ranks may still be writing their shards of the chunk."""
 MANIFEST_MIN_AGE_S: Final = 86_400.0
-"""A namespace without shards keeps its manifest for this time: its servers may not have stored anything yet."""
+"""A namespace without shards keeps its manifest for this time, because its servers may not have stored anything yet."""
 _BUCKETS_PER_DOUBLING: Final = 1024
 
 
 class Totals(NamedTuple):
-    """How many chunks, and what they consist of."""
+    """The number of chunks, objects and bytes."""
 
     chunks: int = 0
     objects: int = 0
@@ -42,12 +42,12 @@ NOTHING: Final = Totals()
 class Ages:
     """Chunks counted by how long ago they were modified, in bounded memory.
 
-    A bucket is 0.07 % as wide as its chunks are old: a minute for those of a day, six hours for those of a year. Chunks
-    younger than a second share one.
+    A bucket's width is 0.07 % of its chunks' age: a minute at a day, six hours at a year. All chunks younger than a
+    second share one bucket.
     """
 
     def __init__(self, now_s: float) -> None:
-        """``now_s``: that by which ages count, in seconds since the epoch."""
+        """``now_s``: the time from which ages count, in seconds since the epoch."""
         self.now_s = now_s
         self.total = NOTHING
         self.oldest_s = math.inf
@@ -64,7 +64,7 @@ class Ages:
         self.newest_s = max(self.newest_s, chunk.modified_s)
 
     def merge(self, other: Ages) -> None:
-        """Count all that ``other`` has counted, by the same ``now_s``."""
+        """Add the counts of ``other``, which must have the same ``now_s``."""
         for number, totals in other._buckets.items():
             self._buckets[number] = self._buckets.get(number, NOTHING).plus(*totals)
         self.total = self.total.plus(*other.total)
@@ -72,7 +72,7 @@ class Ages:
         self.newest_s = max(self.newest_s, other.newest_s)
 
     def oldest_first(self) -> Iterator[tuple[float, float, Totals]]:
-        """Yield for each bucket the times at which it begins and ends (its chunks are older) and what it holds."""
+        """Yield each bucket's begin, its end (all its chunks are older) and its totals, oldest first."""
         for number in sorted(self._buckets, reverse=True):
             begin_s, end_s = (self.now_s - 2.0 ** (each / _BUCKETS_PER_DOUBLING) for each in (number + 1, number))
             yield begin_s, end_s if number else math.inf, self._buckets[number]
@@ -80,26 +80,26 @@ class Ages:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which chunks go. Make one with ``make_plan``."""
+    """Which chunks are deleted. Made by ``make_plan``."""
 
     before_s: float
-    """Chunks modified earlier go."""
+    """Chunks modified before this time are deleted."""
     partly_before_s: float
-    """Of those modified later than ``before_s`` but earlier than this, which count as equally old ..."""
+    """Chunks modified between ``before_s`` and this time count as equally old. They are deleted ..."""
     partly_bytes: int
-    """... so many go that this is reached."""
+    """... until this many of their bytes are."""
     estimate: Totals
-    """What will go, to within one bucket of ``Ages`` and one chunk."""
+    """The chunks that will be deleted, to within one bucket of ``Ages`` and one chunk."""
     kept_bytes: int
-    """What will be left, as exactly."""
+    """The bytes that will be left, with the same precision."""
     over_bytes: int
-    """By how much that is more than was asked for, because all the rest is too young."""
+    """Bytes above ``max_bytes`` that stay because they are too young."""
 
 
 def make_plan(ages: Ages, *, max_bytes: int | None, older_than_s: float | None, grace_s: float = GRACE_S) -> Plan:
-    """Decide which chunks go so that none is older than ``older_than_s`` and ``max_bytes`` are left at most.
+    """Plan to delete all chunks older than ``older_than_s``, and more until at most ``max_bytes`` are left.
 
-    The oldest go first, never one younger than ``grace_s``; None means no such limit.
+    The oldest are deleted first, and none younger than ``grace_s``. None means no limit.
     """
     untouchable_s = ages.now_s - grace_s
     before_s = -math.inf if older_than_s is None else min(ages.now_s - older_than_s, untouchable_s)
@@ -111,7 +111,7 @@ def make_plan(ages: Ages, *, max_bytes: int | None, older_than_s: float | None, 
             going = going.plus(*bucket)
         elif begin_s >= untouchable_s or going.size_bytes >= excess_bytes:
             if begin_s < before_s:
-                going = going.plus(*bucket)  # lies across the age limit; counted whole
+                going = going.plus(*bucket)  # the age limit lies inside this bucket; count all of it
             break
         elif going.size_bytes + bucket.size_bytes <= excess_bytes:
             going = going.plus(*bucket)
@@ -127,19 +127,19 @@ def make_plan(ages: Ages, *, max_bytes: int | None, older_than_s: float | None, 
 
 
 def manifest_goes(ages: Ages, modified_s: float) -> bool:
-    """Whether the manifest of a namespace goes: nothing is left to describe, and nobody has just begun."""
+    """Whether to delete a namespace's manifest: it has no shards, and is older than ``MANIFEST_MIN_AGE_S``."""
     return not ages.total.objects and modified_s < ages.now_s - MANIFEST_MIN_AGE_S
 
 
 class Sweep:
-    """Answers, chunk by chunk of a second listing, whether it goes by the plan."""
+    """Carries out a plan: says for each chunk of a second listing whether to delete it."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._partly_left_bytes = plan.partly_bytes
 
     def takes(self, chunk: ChunkInfo) -> bool:
-        """Whether ``chunk`` goes; to be asked once per chunk."""
+        """Whether to delete ``chunk``; call once per chunk."""
         if chunk.modified_s < self._plan.before_s:
             return True
         if chunk.modified_s < self._plan.partly_before_s and self._partly_left_bytes > 0:

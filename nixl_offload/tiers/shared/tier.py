@@ -1,10 +1,9 @@
-"""The scheduler's half of a tier that other servers write to as well: a bucket, or a shared directory.
+"""The scheduler's half of a tier that other servers write to as well: a bucket or a shared directory.
 
-Threading: called by the scheduler's thread alone, except that the prober has threads of its own. No
-method waits for storage or raises for reasons of storage.
-Ownership: the store (closed with the tier), the prober, the eviction, and what is believed of the store.
-The chunks belong to nobody: any server may delete any of them at any time, and the worst that comes of it is a
-recompute.
+Threading: called by the scheduler's thread alone; the prober and the eviction have threads of their own. No method
+waits for storage or raises for reasons of storage.
+Ownership: the store (closed with the tier), the prober, the eviction, and the beliefs about the store. The chunks
+belong to nobody: any server may delete any of them at any time, at the cost of a recompute.
 """
 
 from __future__ import annotations
@@ -32,43 +31,43 @@ from nixl_offload.tiers.shared.search import Lookups, Search, SearchKind
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, key_group
 
 EVENTS_PER_FLUSH = 8192
-"""A few milliseconds of the scheduler's step."""
+"""This many callbacks take a few milliseconds of the scheduler's step."""
 MANIFEST_RETRY_S = 60.0
 RESET_MARGIN_S = 300.0
-"""What others store within this time after a reset does not count either: clocks differ, and a fleet is not reset in
-one instant."""
+"""Chunks stored within this time after a reset do not count either: clocks differ, and a fleet is not reset at one
+instant."""
 STORAGE_FAILED: Final = frozenset({Outcome.FAILED, Outcome.TAINTED})
 FLAP_WINDOW_S: Final = 30.0
-"""A bucket that asks to slow down answers the next trial: trouble that comes back so soon doubles the pause."""
+"""A throttling bucket may still answer the next trial. Failures that return within this time double the pause."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPlace:
-    """Where the ranks find their shards; sent to them once, when the tier opens."""
+    """The tier's data for the ranks; sent to them once, when the tier opens."""
 
     namespace: str
     """First part of every name: see ``tiers.shared.naming``."""
     rank_namespaces: tuple[bytes, ...]
-    """By rank or by shard, the 32 bytes that shard headers carry."""
+    """By rank or by shard, the 32-byte namespace digest in shard headers."""
 
 
 class StorageHealth:
-    """Three breakers, for the tier may fail in three ways: the storage does not answer questions; it answers, but loads
-    fail; it answers, but stores fail. The first disables everything, the others loads and stores alone.
+    """Three breakers for three kinds of failure: the storage does not answer questions; it answers, but loads fail; it
+    answers, but stores fail. The first disables everything, the others only loads or only stores.
     """
 
     def __init__(self, name: str) -> None:
-        """``name`` opens each log line, such as "S3 tier s3://bucket/prefix"."""
+        """``name`` begins each log line, such as "S3 tier s3://bucket/prefix"."""
         self.reach = Breaker(name, flap_window_s=FLAP_WINDOW_S)
-        """While it is not closed one question at a time may go out, as a trial."""
+        """While it is not closed, one question at a time is sent, as a trial."""
         self.loads = Breaker(f"{name}, loading")
         self.stores = Breaker(f"{name}, storing")
         self._load_trial: str | None = None
-        """The request that tries whether loads work again."""
+        """The request whose load is the trial."""
 
     @property
     def in_use(self) -> bool:
-        """Whether the storage answers and loads work, by all that is known."""
+        """Whether the storage answers and loads work, as far as is known."""
         return self.reach.closed and self.loads.closed
 
     @property
@@ -77,11 +76,11 @@ class StorageHealth:
         return self.reach.cause or self.loads.cause or self.stores.cause or "none"
 
     def breakers(self) -> dict[str, BreakerState]:
-        """Return the state of each breaker by what it watches: ``reach``, ``load`` or ``store``."""
+        """Return the state of each breaker: ``reach``, ``load`` and ``store``."""
         return {"reach": self.reach.state, "load": self.loads.state, "store": self.stores.state}
 
     def may_load(self, context: LookupContext, now_s: float) -> bool:
-        """Whether this request may load. While loads fail, one request at a time may, as a trial."""
+        """Whether this request may load. While loads fail, only one request at a time may, as a trial."""
         if self.loads.closed:
             return True
         was_freed = self._load_trial is None and self.loads.state is BreakerState.HALF_OPEN
@@ -90,19 +89,19 @@ class StorageHealth:
         return self._load_trial == context.request_id
 
     def may_store(self, now_s: float) -> bool:
-        """Whether to store now. While stores fail, one at a time may, as a trial."""
+        """Whether to store now. While stores fail, only one store at a time is allowed, as a trial."""
         return self.reach.closed and (self.stores.closed or self.stores.allows(now_s))
 
     def forget_request(self, request_id: str) -> None:
-        """It loads nothing any more: if it was the trial and has found nothing to load, the next may try at once."""
+        """The request loads nothing any more. If it was the trial, another request may be the trial at once."""
         if self._load_trial == request_id:
             self._load_trial = None
 
     def answered(self, error: StoreError | None, now_s: float, asked_s: float | None = None) -> None:
-        """A question is back. ``asked_s``: when it went out; None: it was the trial.
+        """Record the outcome of a question. ``asked_s``: when it was sent; None: it was the trial.
 
-        The failure of a question from before the storage last recovered says nothing, nor does anything but the trial
-        while the storage does not answer.
+        Ignored: failures of questions sent before the storage last recovered, and, while the storage does not answer,
+        all questions but the trial.
         """
         is_trial = asked_s is None
         if is_trial is self.reach.closed or (
@@ -115,14 +114,14 @@ class StorageHealth:
             self.reach.failed(error.cause, str(error), now_s)
 
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
-        """A store is over."""
+        """Record the outcome of a store."""
         if len(failed) < len(keys):
             self.stores.succeeded(now_s)
         elif not STORAGE_FAILED.isdisjoint(failed.values()):
             self.stores.failed("stores", f"none of {len(keys)} chunks could be stored", now_s)
 
     def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> Key | None:
-        """A load is over. Where nothing came, returns a chunk to look for, whose answer goes to ``rechecked``."""
+        """Record the outcome of a load. If no chunk came, returns one to look for; pass the result to ``rechecked``."""
         if len(failed) < len(keys) or Outcome.CORRUPT in failed.values():
             self.loads.succeeded(now_s)
             self._load_trial = None
@@ -131,22 +130,22 @@ class StorageHealth:
         return None
 
     def rechecked(self, is_whole: bool, error: StoreError | None, now_s: float) -> None:
-        """Somebody looked whether a chunk that could not be loaded is there."""
+        """Record whether a chunk that could not be loaded is in the store, whole."""
         if error is not None:
             self.answered(error, now_s, now_s)
         elif is_whole:
             self.loads.failed("loads", "chunks that are there could not be read", now_s)
         else:
-            # Deleted by somebody: nothing is wrong with the storage, and a trial has not failed.
+            # The chunk was deleted. Nothing is wrong with the storage, so a trial has not failed.
             self.loads.succeeded(now_s)
         self._load_trial = None
 
 
 class SharedTier(Tier):
-    """What it says of a chunk is a belief: a load verifies, and corrects it.
+    """A tier whose answers are beliefs; a load verifies and corrects them.
 
-    A lookup of a chunk of which nothing is believed goes through ``lookups`` (who waits for which search) and
-    ``prober`` (which asks the store). ``health`` says when the tier is disabled.
+    The lookup of an unknown chunk goes through ``_lookups`` (which request waits for which search) and ``_prober``
+    (which asks the store). ``_health`` decides when the tier is disabled.
     """
 
     def __init__(
@@ -165,12 +164,11 @@ class SharedTier(Tier):
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Begin with nothing known. Does not reach the store on this thread.
+        """Start with nothing known. Does not access the store on this thread.
 
-        ``namespace`` says which shards a chunk consists of, and how large each is. ``clock`` must be the one that
-        callers take ``now_s`` from. ``eviction`` keeps the store to its capacity, and is closed with the tier; None:
-        somebody else does.
-        ``is_local``: only servers on this machine reach the store.
+        ``namespace`` gives the shards of a chunk and their sizes. Callers' ``now_s`` must come from ``clock``.
+        ``eviction`` enforces the store's capacity and is closed with the tier; None: somebody else enforces it.
+        ``is_local``: only servers on this machine can access the store.
         """
         self.is_local = is_local
         self.place: SharedPlace = SharedPlace(namespace.name, namespace.rank_digests)
@@ -183,16 +181,16 @@ class SharedTier(Tier):
         self._wall = wall
         self._now_s = clock()
         self._taken_in = False
-        """Whether what has been found was taken in since the last step."""
+        """Whether results were taken in since the last step."""
         self._presence = Presence(
             present_for_s=lookup.present_for_s, absent_for_s=lookup.absent_for_s, max_keys=max_keys
         )
         self._lookups = Lookups(lookup.timeout_s)
         self._health = StorageHealth(name)
         self._unanswered: set[Key] = set()
-        """Asked about, and no answer for longer than a request may wait: nobody else waits for it."""
+        """Keys whose question has no answer for longer than a request may wait. New lookups do not wait for them."""
         self._doubted: set[str] = set()
-        """Requests for which a lookup was a MISS although nothing was known."""
+        """Requests that got a MISS for a key of which nothing was known."""
         self._prober = Prober(
             store,
             shards_of=partial(shards_of, namespace),
@@ -205,14 +203,14 @@ class SharedTier(Tier):
         )
         self._eviction = eviction
         self._discarding: set[Key] = set()
-        """Being deleted: stored anew only afterwards, else the deletion might hit the new one."""
+        """Keys being deleted. They are not stored until that is done, else the new shards could be deleted."""
         self._manifest_due_s = -math.inf
-        """When to write the manifest; infinite once it is there, or being written."""
+        """When to write the manifest; infinite once it exists or is being written."""
 
     def __len__(self) -> int:
         return len(self._presence)
 
-    # What the catalog asks
+    # Questions of the catalog
 
     def state(self, key: Key) -> State | None:
         if key in self._discarding:
@@ -220,10 +218,10 @@ class SharedTier(Tier):
         return self._presence.state(key)
 
     def lookup(self, key: Key, context: LookupContext, now_s: float) -> Lookup:
-        """Say whether ``key`` can be loaded; MISS for everything while the tier is disabled."""
+        """Return whether ``key`` can be loaded; MISS for everything while the tier is disabled."""
         self._now_s = now_s
         if not self._taken_in:
-            self._take_in()  # a step may be long, and an answer that is there must not come too late
+            self._take_in()  # a step may be long; results that have come must not count as late
         if not self._health.reach.closed:
             return self._unknown(context)
         state, fresh = self._presence.look(key, now_s)
@@ -236,11 +234,11 @@ class SharedTier(Tier):
         if key in self._unanswered:
             return self._unknown(context)
         if not self._health.may_load(context, now_s):
-            return Lookup.MISS  # not worth a question, though it would be answered: what is computed can be stored
+            return Lookup.MISS  # a question would be wasted; the key is not doubted, so it may be stored
         return self._lookups.ask(key, context, now_s)
 
     def flush(self, now_s: float) -> None:
-        """Take in what was found, and begin what this step's lookups have asked for. Costs no I/O."""
+        """Take in results, and begin the searches of this step's lookups. Does no I/O."""
         self._now_s = now_s
         self._take_in()
         self._taken_in = False
@@ -270,24 +268,24 @@ class SharedTier(Tier):
         self._doubted.discard(request_id)
 
     def doubts(self, request_id: str) -> bool:
-        """Whether a lookup of this request was a MISS because the storage did not answer, not in time, or not now."""
+        """Whether a lookup of this request was a MISS because the storage did not answer, or not in time."""
         return request_id in self._doubted or self._lookups.is_late(request_id)
 
     @property
     def in_use(self) -> bool:
-        """Whether the storage answers and loads work, by all that is known."""
+        """Whether the storage answers and loads work, as far as is known."""
         return self._health.in_use
 
     # Storing
 
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
-        """Make ``key`` WRITING. None while the tier is disabled. ``Eviction`` or ``nixl-offload gc`` make room."""
+        """Make ``key`` WRITING. None while the tier is disabled. Evicts nothing: ``Eviction`` or gc does."""
         if not self._health.may_store(self._now_s) or not self._presence.reserve(key):
             return None
         return Location(self._position, 0, slot_bytes)
 
     def commit(self, key: Key) -> bool:
-        """WRITING to READY. False when everything was forgotten meanwhile."""
+        """Make a WRITING chunk READY. False: everything was forgotten meanwhile."""
         now_s = self._clock()
         return self._presence.commit(key, now_s, now_s + (self._ttl_s or math.inf))
 
@@ -295,17 +293,17 @@ class SharedTier(Tier):
         self._presence.abort(key)
 
     def retire(self, key: Key) -> None:
-        """Forget a WRITING chunk of which something may still be written, and delete what is there of it, unless it is
-        whole: then another server has stored it.
+        """Forget a WRITING chunk that late I/O may still write, and delete its shards. A chunk that is whole stays:
+        another server has stored it.
 
-        What arrives even later is an object like any other: a load verifies it.
+        A shard that arrives even later is an object like any other: a load verifies it.
         """
         self._presence.abort(key)
         self._discard([key])
 
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
-        """A store is over. Of a chunk that a rank could not store the other ranks' shards are deleted, unless it is
-        whole all the same: then another server has stored it.
+        """Record the outcome of a store. If a rank could not store a chunk, delete the other ranks' shards. A whole
+        chunk stays: another server has stored it.
         """
         self._now_s = now_s
         self._health.stored(keys, failed, now_s)
@@ -315,7 +313,7 @@ class SharedTier(Tier):
     # Loading
 
     def pin(self, key: Key) -> Location:
-        """Do not forget a READY chunk while it is loaded, and return where it is."""
+        """Keep a READY chunk while it is loaded, and return its location."""
         self._presence.pin(key)
         return Location(self._position, 0, self._namespace.slot_bytes(key_group(key)))
 
@@ -326,9 +324,9 @@ class SharedTier(Tier):
         self._presence.touch(key)
 
     def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
-        """A load is over: what did not arrive counts as absent, so that it is computed and stored anew.
+        """Record the outcome of a load. Chunks that did not arrive count as absent, so they are computed and stored.
 
-        What arrived damaged is deleted. Returns what was dropped.
+        Damaged chunks are deleted. Returns the dropped chunks.
         """
         self._now_s = now_s
         bad = not_arrived(keys, failed)
@@ -344,10 +342,10 @@ class SharedTier(Tier):
         return dropped
 
     def clear(self) -> None:
-        """Forget everything, and never again believe in what was stored before now; see decision 0010.
+        """Forget everything, and never again use chunks that were stored before now; see decision 0010.
 
-        Nothing is deleted: a reset of one server must not empty the cache of all. From now on a chunk counts only when
-        this server stored it, or when it was modified ``RESET_MARGIN_S`` from now or later, each looked at itself.
+        Nothing is deleted: a reset of one server must not empty the cache of all. From now on a chunk counts only if
+        this server stored it, or if a question finds that it was modified ``RESET_MARGIN_S`` from now or later.
         """
         self._presence.clear()
         self._lookups.drop_all()
@@ -356,9 +354,9 @@ class SharedTier(Tier):
         self._prober.since_s = self._wall() + RESET_MARGIN_S
 
     def close(self, in_flight: Iterable[Key] = (), *, timeout_s: float = 1.0) -> None:
-        """End what runs in the background, waiting ``timeout_s`` at most for each part, and close the store.
+        """Stop the background threads, waiting ``timeout_s`` at most for each part, and close the store.
 
-        ``in_flight`` needs nothing: what is whole in the store is found there.
+        ``in_flight`` is not needed: chunks that are whole in the store will be found there.
         """
         if self._eviction is not None:
             self._eviction.close(timeout_s)
@@ -384,14 +382,14 @@ class SharedTier(Tier):
         """Why the tier is disabled, in a word; ``none`` while all is well."""
         return self._health.trouble
 
-    # What comes back from the prober
+    # Results of the prober
 
     def _take_in(self) -> None:
         self._taken_in = True
         self._prober.take_in(EVENTS_PER_FLUSH)
         for search in self._lookups.give_up(self._now_s):
             known = self._prober.cancel(search)
-            if search.kind is SearchKind.CHAIN:  # better than nothing, for those that can wait no longer
+            if search.kind is SearchKind.CHAIN:  # use the part that is known: its requests can wait no longer
                 self._take_chain(search.keys[:known], known)
 
     def _on_answer(self, question: Question) -> None:
@@ -401,7 +399,7 @@ class SharedTier(Tier):
             if not self._presence.missed_since(key, question.asked_s) and key not in self._discarding:
                 self._presence.seen(key, self._now_s, self._expires_s(question.modified_s))
         elif question.sight is not None and not self._presence.seen_since(key, question.asked_s):
-            # Else it was stored after the question went out.
+            # Otherwise it was stored after the question was sent.
             self._presence.missed(key, self._now_s)
             if question.sight is Sight.DAMAGED:
                 self._discard([key])
@@ -411,9 +409,9 @@ class SharedTier(Tier):
             self._take_chain(search.keys, search.boundary)
 
     def _take_chain(self, keys: Sequence[Key], boundary: int) -> None:
-        """Believe in what lies before the boundary, and no longer in what lies behind it and was not seen lately."""
+        """Mark the keys before the boundary present, and forget stale keys after it."""
         presence, now_s = self._presence, self._now_s
-        # From the end: what is believed last is forgotten last, and a prefix's beginning is worth most.
+        # Last key first: keys marked last are forgotten last, and the start of a prefix is worth most.
         for key in reversed(keys[:boundary]):
             is_known = presence.look(key, now_s)[1] or presence.is_absent(key, now_s)
             if self._lookups.infer and not is_known and key not in self._discarding:
@@ -421,7 +419,7 @@ class SharedTier(Tier):
         for key in keys[boundary:]:
             state, is_fresh = presence.look(key, now_s)
             if state is State.READY and not is_fresh:
-                presence.drop(key)  # so that it is stored anew when it is computed
+                presence.drop(key)  # so that it is stored again when it is computed
 
     def _on_manifest_end(self, _: object, error: StoreError | None) -> None:
         if error is not None:
@@ -435,13 +433,13 @@ class SharedTier(Tier):
         return Lookup.MISS
 
     def _expires_s(self, modified_s: float) -> float:
-        """When what was modified then, by the store's clock, ceases to count, on the scheduler's clock."""
+        """Return when an object expires, on the scheduler's clock. ``modified_s``: by the store's clock."""
         if self._ttl_s is None:
             return math.inf
         return self._now_s + self._ttl_s - max(0.0, self._wall() - modified_s)
 
     def _discard(self, keys: Sequence[Key], *, even_whole: bool = False) -> None:
-        """Delete chunks; those that are whole only with ``even_whole``, for another server has stored them."""
+        """Delete chunks. Whole ones, which another server has stored, are deleted only with ``even_whole``."""
         keys = [key for key in keys if key not in self._discarding]
         if not keys or not self._health.reach.closed:
             return
@@ -458,7 +456,7 @@ class SharedTier(Tier):
 
 
 def delete(chunks: Sequence[Sequence[StoredShard]], even_whole: bool, store: Store) -> None:
-    """Delete all shards of chunks; what is absent already is fine. A chunk whose shards all have their size stays,
+    """Delete all shards of chunks; missing shards are fine. A chunk with all its shards, in the right sizes, stays
     unless ``even_whole``.
     """
     going = [chunk for chunk in chunks if even_whole or not is_whole(chunk, store)]
@@ -466,15 +464,13 @@ def delete(chunks: Sequence[Sequence[StoredShard]], even_whole: bool, store: Sto
 
 
 def is_whole(shards: Sequence[StoredShard], store: Store) -> bool:
-    """Whether every shard is there with its size; what is in them only a load can tell."""
+    """Whether every shard exists with the right size. Only a load checks the contents."""
     found = ((store.head(shard.name), shard.size_bytes) for shard in shards)
     return all(info is not None and info.size_bytes == size_bytes for info, size_bytes in found)
 
 
 def write_manifest(namespace: Namespace, wall: Callable[[], float], store: Store) -> None:
-    """Tell people what a namespace is, unless somebody has already. Two servers that write at once write the same but
-    for the time.
-    """
+    """Write the namespace's manifest, unless it exists. Two servers that write it at once differ only in the time."""
     name = manifest_name(namespace.name)
     if store.head(name) is None:
         content: dict[str, Any] = {**namespace.manifest(), "created_s": round(wall(), 3)}

@@ -1,16 +1,16 @@
-"""The scheduler's hold on a slab tier's directory: the lock, the namespace's place in it, and how large slabs may be.
+"""A slab tier's directory, as the scheduler owns it: the lock, the namespace's files, and the sizes of slabs.
 
 Threading: one owner, at start and end. While requests are served a thread may call ``is_held`` and ``extents_now``.
 Ownership: the process that has a ``TierDirectory`` is the only engine on that directory.
 
-    <path>/lock                        held as long as the engine lives
-    <path>/dp-<i>/…                    one such root per data-parallel engine, where there are several
-    <path>/<namespace>/manifest.json   for people, and for recognising the directory; its mtime is the last use
+    <path>/lock                        held while the engine runs
+    <path>/dp-<i>/…                    one such root per data-parallel engine, if there are several
+    <path>/<namespace>/manifest.json   for people, and to recognise the directory; its mtime is the last use
     <path>/<namespace>/index.sqlite    the durable index
     <path>/<namespace>/rank-00000.slab one slab per rank
 
 Other namespaces under the path count against the capacity and may be removed; nothing else is. A namespace is a
-directory named like one whose manifest names it. No symbolic link is followed.
+directory with such a name and a manifest that confirms it. No symbolic link is followed.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ INDEX_NAME: Final = "index.sqlite"
 NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
 DP_NAME: Final = re.compile(r"dp-[0-9]+")
 METADATA_SHARE: Final = 256
-"""One byte in so many is left for the filesystem's own bookkeeping of a slab: at worst a 16-byte record per 4 KiB."""
+"""One byte in 256 is left for the filesystem's metadata of a slab: at worst a 16-byte record per 4 KiB."""
 _SMALL_FILES_BYTES: Final = 256 << 10
 _SMALL_FILES_PER_RANK_BYTES: Final = 2 * PAGE_BYTES
 _MANIFEST_MAX_BYTES: Final = 1 << 20
 _RANK_NAME: Final = re.compile(r"rank-([0-9]{5,})\.slab")
 _DRAFT_NAME: Final = "manifest.tmp"
 _LEFTOVER: Final = re.compile(r"\.mover-probe-[a-z0-9_]{8}|manifest\.tmp")
-"""What an engine that was killed while it started has left: a rank's look at a mover, and a manifest on its way."""
+"""Files left by an engine that was killed while it started: a rank's probe of a mover, or a draft of the manifest."""
 
 
 class TierDirectory:
-    """A locked directory with room for this namespace. Made by ``open``; give it back with ``close``."""
+    """A locked directory with room for this namespace. Made by ``open``; release it with ``close``."""
 
     def __init__(self, base: Path, root: Path, context: TierContext, filesystem: Filesystem) -> None:
         """Use ``open``."""
@@ -64,9 +64,9 @@ class TierDirectory:
         self.namespace_path = root / context.namespace.name
         self.index_path = self.namespace_path / INDEX_NAME
         self.rank_bytes = 0
-        """What each rank's slab may hold, in whole extents. The same for all ranks."""
+        """Size of each rank's slab, in whole extents. The same for all ranks."""
         self.extent_bytes = 0
-        """Size of the slab's extents; stays the same over restarts as long as it suits the capacity."""
+        """Size of the slab's extents. Restarts keep it while it suits the capacity."""
         self._base = base
         self._context = context
         self._filesystem = filesystem
@@ -83,16 +83,16 @@ class TierDirectory:
         index_bytes: Callable[[int], int] = max_bytes,
         filesystem: Filesystem = REAL,
     ) -> TierDirectory:
-        """Lock the directory, make room in it, and work out the slabs' size.
+        """Lock the directory, make room in it, and compute the slabs' size.
 
-        The capacity holds for all that lies under the path: slabs of all ranks and data-parallel engines, indexes,
-        other namespaces. The latter are removed whole, least recently used first, while this namespace cannot have
-        half, or the least it needs. Where the drive cannot hold the capacity and leave ``keep_free`` free, it is
-        lowered to what it can, so that chunks are evicted before the drive is full. ``index_bytes`` bounds the durable
-        index by its number of keys.
+        The capacity covers everything under the path: slabs of all ranks and data-parallel engines, indexes, other
+        namespaces. While this namespace cannot have half of its share, or its minimum, other namespaces are removed,
+        least recently used first. If the drive cannot hold the capacity and leave ``keep_free`` free, the capacity is
+        lowered, so that chunks are evicted before the drive is full. ``index_bytes`` returns the largest size of the
+        durable index for a number of keys.
 
-        Raises TierError (``locked`` by another engine; ``full`` when others' files take the capacity; causes of the
-        operating system) and ConfigError (capacity too small for this model; names the least that would do).
+        Raises TierError (``locked`` by another engine; ``full`` when foreign files take the capacity; causes of the
+        operating system) and ConfigError (capacity too small for this model; names the minimum).
         """
         base = Path(os.path.abspath(config.path))
         root = base / f"dp-{context.dp_index}" if len(context.dp_engines) > 1 else base
@@ -111,17 +111,17 @@ class TierDirectory:
 
     @property
     def owner(self) -> str:
-        """What the lock of ``root`` says while this engine holds it."""
+        """The owner's name in the lock of ``root`` while this engine holds it."""
         return self._locks[-1].owner
 
     def rank_path(self, rank: int) -> Path:
-        """Return where the slab of ``rank`` lies."""
+        """Return the path of the slab of ``rank``."""
         return self.namespace_path / rank_file_name(rank)
 
     def is_held(self) -> bool:
-        """Say whether the locks are on the directories that have these names now, and the namespace is there.
+        """Return whether the directories with these paths are still locked by this engine, and the namespace exists.
 
-        Raises OSError where storage does not say.
+        Raises OSError if the storage cannot tell.
         """
         try:
             mode = self._filesystem.stat(str(self.namespace_path)).st_mode
@@ -130,19 +130,19 @@ class TierDirectory:
         return stat.S_ISDIR(mode) and all(lock.is_held() for lock in self._locks)
 
     def extents_now(self) -> int:
-        """Return how many extents each slab may have: those that it has, where not all can grow. Raises OSError."""
+        """Return the extents each slab may have: those it has, if the drive has no room to grow. Raises OSError."""
         sizes = [path.stat().st_size for path in self.namespace_path.iterdir() if _RANK_NAME.fullmatch(path.name)]
         spare = spare_bytes(os.statvfs(self.namespace_path), self._kept_free)
         grows = not sizes or spare >= len(sizes) * self.extent_bytes
         return (self.rank_bytes if grows else min(sizes)) // self.extent_bytes
 
     def close(self) -> None:
-        """Release the locks. Idempotent. The bytes stay for the next engine."""
+        """Release the locks. Idempotent. The files stay for the next engine."""
         for lock in reversed(self._locks):
             lock.release()
 
     def _make_ready(self, config: SlabConfig, index_bytes: Callable[[int], int]) -> None:
-        """Do all that follows the lock. Raises OSError, TierError, ConfigError."""
+        """Do the work of ``open`` after locking. Raises OSError, TierError, ConfigError."""
         base, context, engines = self._base, self._context, len(self._context.dp_engines)
         slot_classes, share_bytes = context.slot_classes, config.capacity_bytes // engines
         self._kept_free = kept_free(config)
@@ -190,8 +190,8 @@ class TierDirectory:
         self._write_manifest({**context.namespace.manifest(), "slab": slab})
 
     def _remove_leftovers(self) -> None:
-        """Remove them before they are counted, as far as that can be. Nobody else starts here: the lock is held, and
-        ranks come later.
+        """Remove leftovers, so that they do not count against the capacity. They are nobody's: the lock is held, and
+        this engine's ranks start later.
         """
         with contextlib.suppress(OSError):
             for path in self.namespace_path.iterdir():
@@ -199,7 +199,7 @@ class TierDirectory:
                     path.unlink(missing_ok=True)
 
     def _make_room(self, share_bytes: int, wanted_bytes: int) -> int:
-        """Remove other namespaces while this one cannot have ``wanted_bytes``; return what it can have."""
+        """Remove other namespaces until this one can have ``wanted_bytes``; return the bytes that it can have."""
         base, engines, locks = self._base, self._context.dp_engines, {lock.path for lock in self._locks}
         ours = {self.namespace_path, *locks}
         others = [(*each, 1) for each in _others(self.root, ours)]
@@ -231,7 +231,7 @@ class TierDirectory:
         return available_bytes
 
     def _extent_bytes(self, rank_bytes: int) -> int:
-        """Keep the extents of the last run where they still suit, for a chunk's offset is valid only under them."""
+        """Keep the extent size of the last run if it still suits, because the offsets of chunks depend on it."""
         slot_classes = self._context.slot_classes
         fresh = choose_extent_bytes(rank_bytes, slot_classes)
         slab: Any = (read_manifest(self.namespace_path) or {}).get("slab")
@@ -244,21 +244,21 @@ class TierDirectory:
         return kept if rank_bytes // kept >= enough else fresh
 
     def _trim(self) -> None:
-        """Cut slabs to a capacity that shrank; remove slabs of ranks that do not exist."""
+        """Cut slabs to a capacity that shrank; remove slabs of ranks that no longer exist."""
         for path in self.namespace_path.iterdir():
             named = _RANK_NAME.fullmatch(path.name)
             if named is None:
                 continue
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or int(named[1]) >= self._context.world_size:
-                path.unlink()  # of a hard link the other name stays
+                path.unlink()  # if it is a hard link, its other name stays
             elif status.st_size > self.rank_bytes:
                 os.truncate(path, self.rank_bytes)
 
     def _write_manifest(self, manifest: dict[str, Any]) -> None:
-        """Put the manifest in place whole, or only touch it when it says the same: that works on a full disk too.
+        """Write the manifest atomically. If it is unchanged, only touch it, which works on a full disk too.
 
-        It outlives a power cut sooner than the slabs do: without it nobody would know that their space may be taken.
+        It is synced before slabs are made: after a power cut, slabs without a manifest could never be removed.
         """
         path = self.namespace_path / MANIFEST_NAME
         text = json.dumps(manifest, indent=2, sort_keys=True) + "\n"
@@ -277,7 +277,7 @@ class TierDirectory:
 
 
 def least_bytes(context: TierContext, index_bytes: Callable[[int], int] = max_bytes) -> int:
-    """Return the capacity, to the MiB, that lets every slot class have an extent of four slots on each rank."""
+    """Return the least capacity, to the MiB, with which every slot class has an extent of four slots on each rank."""
     classes = context.slot_classes
     least_rank_bytes = len(classes) * SLOTS_PER_EXTENT_MIN * classes[-1]
     available_bytes = align_up(context.world_size * least_rank_bytes, 1 << 20)
@@ -287,7 +287,7 @@ def least_bytes(context: TierContext, index_bytes: Callable[[int], int] = max_by
 
 
 def _rank_bytes(context: TierContext, available_bytes: int, index_bytes: Callable[[int], int]) -> int:
-    """Return the share of one rank: what index, small files and the filesystem's bookkeeping leave."""
+    """Return the share of one rank, after the index, small files and the filesystem's metadata."""
     ranks, together = context.world_size, max(context.replicas.values(), default=1)
     keys = max(0, available_bytes) * together // ranks // context.slot_classes[0]
     small_files_bytes = _SMALL_FILES_BYTES + ranks * _SMALL_FILES_PER_RANK_BYTES
@@ -298,14 +298,14 @@ def _rank_bytes(context: TierContext, available_bytes: int, index_bytes: Callabl
 def _sync_directory(directory: Path) -> None:
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):  # some filesystems cannot
+        with contextlib.suppress(OSError):  # some filesystems cannot sync directories
             os.fsync(fd)
     finally:
         os.close(fd)
 
 
 def _unused(root: Path, own_locks: set[Path]) -> bool:
-    """Say whether no other engine holds ``root``, the directory of another namespace."""
+    """Whether no other engine holds ``root``, the parent of another namespace."""
     try:
         return root / "lock" in own_locks or holder_of(root / "lock") is None
     except TierError:
@@ -313,8 +313,8 @@ def _unused(root: Path, own_locks: set[Path]) -> bool:
 
 
 def _others(directory: Path, skip: Collection[Path]) -> Iterator[tuple[Path, int, float | None]]:
-    """Yield all that lies in ``directory`` and its ``dp-N`` parts but for ``skip``, with its real bytes, and when an
-    engine last opened it (seconds since the epoch); None: it is no namespace. Raises OSError.
+    """Yield each child of ``directory`` and its ``dp-N`` parts, except ``skip``: path, real bytes, and when an engine
+    last opened it (seconds since the epoch; None if it is not a namespace). Raises OSError.
     """
     for path in _children(directory):
         if path in skip:
@@ -327,7 +327,7 @@ def _others(directory: Path, skip: Collection[Path]) -> Iterator[tuple[Path, int
 
 
 def read_manifest(namespace_path: Path) -> dict[str, Any] | None:
-    """Return the manifest in ``namespace_path``, None when there is none that can be read."""
+    """Return the manifest in ``namespace_path``, None if it is missing or cannot be read."""
     try:
         fd = os.open(namespace_path / MANIFEST_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
@@ -340,14 +340,14 @@ def read_manifest(namespace_path: Path) -> dict[str, Any] | None:
 
 
 def last_use_s(path: Path) -> float | None:
-    """Return when the namespace in ``path`` was last opened; None when it is none that we wrote, or cannot be seen."""
+    """Return when the namespace in ``path`` was last opened; None if it is not a slab's namespace or is unreadable."""
     try:
         if not NAMESPACE_NAME.fullmatch(path.name) or not _is_directory(path):
             return None
         manifest = read_manifest(path)
         if manifest is None or not str(manifest.get("namespace", "")).startswith(path.name):
             return None
-        if not isinstance(manifest.get("slab"), dict):  # a shared directory's, and other servers' as well
+        if not isinstance(manifest.get("slab"), dict):  # it belongs to a shared directory, which other servers use
             return None
         return (path / MANIFEST_NAME).stat(follow_symlinks=False).st_mtime
     except OSError:
@@ -355,8 +355,8 @@ def last_use_s(path: Path) -> float | None:
 
 
 def remove_namespace(namespace_path: Path) -> None:
-    """Remove a namespace; its manifest goes last, so that remains are still recognised. Raises OSError, but not where
-    another engine removes it at the same time and is quicker.
+    """Remove a namespace, its manifest last, so that a partly removed one is still recognised. Another engine may
+    remove it at the same time. Raises OSError.
     """
     manifest = namespace_path / MANIFEST_NAME
     for path in _children(namespace_path):
@@ -372,7 +372,7 @@ def remove_namespace(namespace_path: Path) -> None:
 
 
 def tree_bytes(path: Path) -> int:
-    """Return the real bytes (allocated blocks) of a file or of a whole directory, links not followed."""
+    """Return the allocated bytes of a file or a whole directory. Links are not followed."""
     try:
         status = path.stat(follow_symlinks=False)
     except FileNotFoundError:

@@ -1,10 +1,10 @@
-"""One rank's slab: its file on disk, with real space under every slot before it is written, and the link to it.
+"""One rank's slab: its file on disk, with real space under each slot before it is written, and the link to it.
 
 Threading: the pump's thread, after ``connect`` at start. Calls do metadata I/O of a local disk (milliseconds; see
 ``SlabFile.ensure``), never payload.
-Ownership: a ``SlabFile`` owns its descriptor; the link owns its files, and closes them. The directory's lock is the
-scheduler's (``directory.py``): here it is looked at, so that a directory which another engine has taken is left alone.
-The mover opens the same path by itself. A file that is deleted stays readable; nothing more is stored in it.
+Ownership: a ``SlabFile`` owns its descriptor; the link owns its files, and closes them. The scheduler holds the
+directory's lock (``directory.py``). Ranks only check it, to leave a directory alone that another engine has taken.
+The mover opens the same path by itself. A deleted file stays readable, but nothing more is stored in it.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ logger = logging.getLogger(__name__)
 
 _ZEROS: Final = bytes(1 << 20)
 ZEROS_STEP_BYTES: Final = 64 << 20
-"""What is written at a time while the file grows by zeros; loads of the tier go on between."""
+"""Bytes written at a time while the file grows by zeros; loads of the tier go on between these writes."""
 PAUSE_S = 60.0
 """A slab that cannot be written to is tried again at least this often."""
 CHECK_EVERY_S = 1.0
-"""How often a slab that works is looked at before a store: a deleted file still takes writes, and nobody would know."""
+"""How often a store first checks a working slab. Without the check, stores into a deleted file would go unnoticed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlabPlace:
-    """Where the ranks find their slabs; sent to them once, when the tier opens. Equal geometry on every rank."""
+    """The tier's data for the ranks; sent to them once, when the tier opens. All ranks have the same geometry."""
 
     directory: str
     rank_namespaces: tuple[bytes, ...]
-    """By rank or by shard, the 32 bytes that shard headers carry."""
+    """By rank or by shard, the 32-byte namespace digest in shard headers."""
     rank_bytes: int
     extent_bytes: int
     replicas: Mapping[int, int] = field(default_factory=dict)
     """As ``SlotPlaces.replicas``."""
     owner: str = ""
-    """Who holds the directory's lock: a rank stores nothing while somebody else does. "": it does not look."""
+    """The holder of the directory's lock. A rank stores nothing while another owner holds it. "": no check."""
     machine: str = ""
-    """Where the owner runs (``hardware.machine``); "": not known."""
+    """The owner's machine (``hardware.machine``); "": unknown."""
 
     @property
     def slots(self) -> SlotPlaces:
-        """Where slots lie."""
+        """The places of slots."""
         return SlotPlaces(self.rank_bytes, self.extent_bytes, self.replicas)
 
     def is_locked_here(self) -> bool:
-        """Whether the owner's lock can be seen from this process, so that without it nothing may be made there.
+        """Whether this process runs on the owner's machine. If so, nothing may be made without the owner's lock.
 
         Threading: any. Reads from /proc.
         """
@@ -78,9 +78,9 @@ def rank_file_name(rank: int) -> str:
 
 
 class SlabFile:
-    """The file behind ``[0, rank_bytes)`` of one rank. Make, then ``open``.
+    """The file that holds ``[0, rank_bytes)`` of one rank. Construct it, then call ``open``.
 
-    ``direct_io`` asks for O_DIRECT; after ``open`` the attribute ``direct_io`` says whether the filesystem does it.
+    ``direct_io`` asks for O_DIRECT. After ``open``, the attribute ``direct_io`` says whether the file supports it.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class SlabFile:
         kept_free: float = 0.0,
         filesystem: Filesystem = REAL,
     ) -> None:
-        """Remember the geometry, which is that of the allocator. Nothing is touched before ``open``.
+        """Take the allocator's geometry. No file is touched before ``open``.
 
-        ``owner``: who may hold the lock of the directory above that of the file (``SlabPlace.owner``); "": anybody.
-        ``is_locked_here``: nothing is made before it does (``SlabPlace.is_locked_here``). ``kept_free``: the file does
-        not grow where less than this share of the filesystem would be left free.
+        ``owner``: who may hold the lock in the parent of the file's directory (``SlabPlace.owner``); "": anybody.
+        ``is_locked_here``: ``open`` fails unless the owner holds it (``SlabPlace.is_locked_here``). ``kept_free``: the
+        file does not grow if less than this share of the filesystem would stay free.
         """
         self.path = Path(path)
         self.rank_bytes = rank_bytes
@@ -110,20 +110,20 @@ class SlabFile:
         self._owner = owner
         self._wants_direct_io = direct_io
         self._is_known_buffered = self._is_known_slow = False
-        """Whether the log says that the filesystem cannot do direct I/O, and that it cannot preallocate."""
+        """Whether it was logged that the filesystem cannot do direct I/O, and that it cannot preallocate."""
         self._fd = -1
         self._identity = (0, 0)
         self._is_locked_here = is_locked_here
         self._backed = bytearray(-(-rank_bytes // extent_bytes))
-        """By extent: 1 where it is known to have real space."""
+        """By extent: 1 if it is known to have real space."""
         self._is_growing = False
 
     def open(self) -> None:
-        """Open or create the file (0600, directories 0700). What is there stays, except beyond ``rank_bytes``.
+        """Open or create the file (0600, directories 0700). Existing bytes stay, except beyond ``rank_bytes``.
 
-        Raises TierError; ``locked``: the directory is another engine's, whose files are left as they are; ``missing``:
-        the engine's lock must be there and is not, so nothing is made. After a failure the file is closed and ``open``
-        may be tried again.
+        Raises TierError. ``locked``: the directory belongs to another engine, and no file is changed. ``missing``: the
+        engine's lock is required but gone, and no file is made. After a failure the file is closed; ``open`` may be
+        tried again.
         """
         self.close()
         try:
@@ -136,7 +136,7 @@ class SlabFile:
             status = self._filesystem.stat(self._fd)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
                 raise TierError(f"{self.path} is no file, or has another name (a hard link); remove it", cause="io")
-            self._check_lock()  # it may be in a directory that another engine has made meanwhile
+            self._check_lock()  # again: another engine may have replaced the directory meanwhile
             if stat.S_IMODE(status.st_mode) != 0o600:
                 os.fchmod(self._fd, 0o600)
             if status.st_size > self.rank_bytes:
@@ -158,19 +158,19 @@ class SlabFile:
             self._fd = -1
 
     def ensure(self, offset: int, length_bytes: int) -> Generator[None, None, None]:
-        """Put real space under ``[offset, offset + length_bytes)``, whole extents at a time, before it is written.
+        """Allocate disk space for ``[offset, offset + length_bytes)`` before it is written, whole extents at a time.
 
-        Afterwards the file's size covers the range and a write into it cannot meet a full disk, except on filesystems
-        that copy on write. Costs nothing for extents known to be backed, else one fallocate. Where the filesystem has
-        none, the file grows by zeros to the end of the extent, ``ZEROS_STEP_BYTES`` between two yields.
-        Raises LayoutError (outside the slab) and TierError; then the file is no longer than before.
+        Afterwards the file's size covers the range, and a write into it cannot meet a full disk, except on filesystems
+        that copy on write. Costs one fallocate, or nothing if the extents are known to have space. If the filesystem
+        has no fallocate, the file grows by zeros to the end of the extent, ``ZEROS_STEP_BYTES`` between two yields.
+        Raises LayoutError (outside the slab) and TierError. After a TierError the file has its old size.
         """
         end = offset + length_bytes
         if offset < 0 or length_bytes <= 0 or end > self.rank_bytes:
             raise LayoutError(f"[{offset}, {end}) is outside the slab's {self.rank_bytes} bytes")
         first, last = offset // self.extent_bytes, (end - 1) // self.extent_bytes
         while (extent := self._backed.find(0, first, last + 1)) >= 0:
-            if self._is_growing:  # for another chunk; were this one to fail, it would cut off what that one has written
+            if self._is_growing:  # for another chunk: if this one failed, its truncate would cut off that one's zeros
                 yield
                 continue
             self._is_growing = True
@@ -181,10 +181,10 @@ class SlabFile:
                 self._is_growing = False
 
     def check(self) -> None:
-        """Raise TierError where storing cannot work now. A full drive is no reason: what has space can be written.
+        """Raise TierError if storing cannot work now. A full drive is no reason: allocated extents can be written.
 
-        ``missing``: the path is gone, or leads to another file than the one opened. ``locked``: the directory is
-        another engine's.
+        ``missing``: the path is gone, or leads to another file than the opened one. ``locked``: another engine has the
+        directory.
         """
         self._check_lock()
         try:
@@ -199,7 +199,7 @@ class SlabFile:
             raise TierError(f"{self.path} is another file than the one that was opened", cause="missing")
 
     def _back(self, extent: int) -> Generator[None, None, None]:
-        """Preallocate one extent. Raises TierError, and leaves the file as long as it was."""
+        """Preallocate one extent. Raises TierError; then the file has its old size."""
         start = extent * self.extent_bytes
         end = min(start + self.extent_bytes, self.rank_bytes)
         self.check()
@@ -207,7 +207,7 @@ class SlabFile:
         needed_bytes = end - max(start, size)
         try:
             if needed_bytes > 0 and spare_bytes(self._filesystem.space(self._fd), self._kept_free) < needed_bytes:
-                raise OSError(errno.ENOSPC, "")  # rather than take a drive's last blocks from others
+                raise OSError(errno.ENOSPC, "")  # leave the drive's last blocks to others
             try:
                 self._filesystem.allocate(self._fd, end - start, start)
             except OSError as error:
@@ -215,13 +215,13 @@ class SlabFile:
                     raise
                 yield from self._write_zeros(size, end)
         except OSError as error:
-            with contextlib.suppress(OSError):  # where nothing may be changed, nothing was taken
+            with contextlib.suppress(OSError):  # if the file cannot be changed, no space was taken either
                 self._filesystem.truncate(self._fd, size)
             kept = f" and leave {self._kept_free:.0%} of the drive free" if self._kept_free else ""
             raise tier_error(error, f"cannot reserve {needed_bytes} bytes in {self.path}{kept}") from error
 
     def _write_zeros(self, size: int, end: int) -> Generator[None, None, None]:
-        """Grow the file to ``end``. What lies below its ``size`` was written once. Raises OSError."""
+        """Grow the file from ``size`` to ``end``. Raises OSError."""
         if not self._is_known_slow:
             self._is_known_slow = True
             logger.warning(
@@ -234,11 +234,11 @@ class SlabFile:
             yield
 
     def _check_lock(self) -> None:
-        """Raise TierError where another engine has locked the directory."""
+        """Raise TierError if another engine has locked the directory."""
         is_held_by(self.path.parent.parent / "lock", self._owner)
 
     def _direct_io_works(self, size: int) -> bool:
-        """Read one page with O_DIRECT, for an open alone proves nothing. A fresh file gets it written so before."""
+        """Test O_DIRECT by reading a page, as an open alone proves nothing. In a new file, write the page first."""
         fd = -1
         try:
             fd = self._filesystem.open(str(self.path), os.O_RDWR | os.O_DIRECT)
@@ -249,7 +249,7 @@ class SlabFile:
                     except OSError as error:
                         if error.errno == errno.EINVAL:
                             raise
-                        # Else the disk is full, say: then the read has to do.
+                        # Other errors, such as a full disk, say nothing about O_DIRECT; the read decides.
                 self._filesystem.read(fd, page, 0)
         except OSError as error:
             if not self._is_known_buffered:
@@ -266,7 +266,7 @@ class SlabFile:
 
 
 def open_link(config: SlabConfig, place: SlabPlace, rank: int, mover: Mover) -> SlabLink:
-    """Open a rank's slab, and those of the ranks that have copies for it; the link closes them. Raises TierError."""
+    """Open a rank's slab and those of its ``neighbours``; the link closes them. Raises TierError."""
     with contextlib.ExitStack() as undo:
         slabs = []
         for each in [rank, *place.slots.neighbours(rank)]:
@@ -279,7 +279,7 @@ def open_link(config: SlabConfig, place: SlabPlace, rank: int, mover: Mover) -> 
                 is_locked_here=place.is_locked_here(),
                 kept_free=kept_free(config),
             )
-            slab.open()  # the first rank to come makes it
+            slab.open()  # the first rank to open it creates it
             undo.callback(slab.close)
             slabs.append(slab)
         undo.pop_all()
@@ -287,9 +287,9 @@ def open_link(config: SlabConfig, place: SlabPlace, rank: int, mover: Mover) -> 
 
 
 class SlabLink(Link):
-    """One slab, its file in the mover, and its health. A chunk's place is the offset of its location.
+    """A rank's slab, its file in the mover, and its health. A chunk lies at the offset of its location.
 
-    After a failure still holds: an open file stays readable, so loads go on while storing is paused.
+    After a failure, an open file stays readable, so loads go on while storing is paused.
     """
 
     shares_file = True
@@ -297,7 +297,7 @@ class SlabLink(Link):
     def __init__(
         self, slab: SlabFile, mover: Mover, clock: Callable[[], float], *, neighbours: Sequence[SlabFile] = ()
     ) -> None:
-        """Take over open slabs. ``neighbours``: those of other ranks, only read (``SlotPlaces.seen_from``)."""
+        """Take over open slabs. ``neighbours``: slabs of other ranks, only to read (``SlotPlaces.seen_from``)."""
         self.name = f"slab tier {slab.path}"
         self.mover = mover
         self._slab = slab
@@ -307,7 +307,7 @@ class SlabLink(Link):
             f"Slab tier {slab.path}", threshold=1, longest_pause_s=PAUSE_S, flap_window_s=PAUSE_S, effect=NOTHING_STORED
         )
         self._files: list[FileId] = []
-        """In the mover, of each slab; shorter until all are open."""
+        """The mover's file of each slab; shorter until all are open."""
         self._check_s = clock()
 
     @property
@@ -319,7 +319,7 @@ class SlabLink(Link):
         self._probe(self._clock())
 
     def may_store(self) -> bool:
-        """Looks at a working slab once per ``CHECK_EVERY_S`` and probes a failed one when due."""
+        """Whether to store now. Checks a working slab every ``CHECK_EVERY_S``, and a failed one when a trial is due."""
         now_s = self._clock()
         if not self._stores.allows(now_s):
             return False
@@ -334,7 +334,7 @@ class SlabLink(Link):
     def begin_write(
         self, key: Key, location: Location, length_bytes: int, shard: int | None = None
     ) -> Generator[None, None, Target]:
-        """Puts real space under the slot."""
+        """Allocate disk space for the slot, and return its target."""
         try:
             yield from self._slab.ensure(location.offset, length_bytes)
             return Target(self._opened(0), location.offset)
@@ -345,11 +345,11 @@ class SlabLink(Link):
             raise found from error
 
     def end_write(self, target: Target) -> Generator[None, None, None]:
-        """A slot becomes visible by the index, when all ranks have reported."""
+        """Do nothing: the index makes a slot visible when all ranks have reported."""
         yield from ()
 
     def fail_write(self, target: Target, error: str | None) -> None:
-        """Looks whether the slab knows why."""
+        """Record the failure, with the cause from a check of the slab."""
         if error is None:
             return
         cause = "io"
@@ -367,14 +367,14 @@ class SlabLink(Link):
         return Target(self._opened(which), offset)
 
     def end_read(self, target: Target) -> None:
-        """Nothing is to be done: the file stays open for the next read."""
+        """Do nothing: the file stays open for the next read."""
 
     def fail_read(self, target: Target, error: str | None) -> None:
-        """A slab that cannot be read in one place may be sound in all others."""
+        """Do nothing: a slab that cannot be read in one place may be sound in all others."""
 
     def close(self) -> None:
         for file in self._files:
-            close_if_idle(self.mover, file)  # one that late I/O may still touch stays until the mover closes
+            close_if_idle(self.mover, file)  # a file that late I/O may still touch stays open until the mover closes
         self._files = []
         for slab in self._slabs:
             slab.close()
@@ -394,7 +394,7 @@ class SlabLink(Link):
         except (TierError, MoverError, OSError) as error:
             cause = error.cause if isinstance(error, TierError) else "io"
             if cause == "files" and self._stores.closed:
-                return True  # it cannot be looked at now, and was well a second ago
+                return True  # out of descriptors, so it cannot be checked now; it worked at the last check
             self._stores.failed(cause, str(error), now_s)
             return False
         self._stores.succeeded(now_s)

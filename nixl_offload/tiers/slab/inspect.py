@@ -1,7 +1,7 @@
-"""What a slab's directory holds: every namespace in it, those of data-parallel engines too, by their durable indexes.
+"""Inspects a slab's directory: every namespace in it, also of data-parallel engines, by their durable indexes.
 
 Threading: as ``tiers.inspect``. An inspector works beside a running engine (``index.journal``). An index lags behind
-the engine by a moment, and a row is believed only as far as the header in the slot agrees.
+the engine by a moment, and a row is a hint until the header in the slot confirms it.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class SlabInspector(Inspector):
-    """Looks into a slab's directory. Nothing stays open."""
+    """The inspector of a slab's directory. Nothing stays open between calls."""
 
     kind = "slab"
     exclusive: ClassVar[bool] = True
 
     def __init__(self, config: SlabConfig) -> None:
-        """Raises StoreError where there is no such directory: nothing can be in it."""
+        """Raises StoreError if there is no such directory."""
         self.base = Path(config.path)
         self.where = str(self.base)
         self.capacity_bytes = config.capacity_bytes
         require_directory(self.base)
 
     def namespaces(self) -> Iterator[NamespaceInfo]:
-        """Yield what is there. Raises TierError where the directory cannot be read."""
+        """Yield the namespaces. Raises TierError if the directory cannot be read."""
         self.other_objects = 0
         parts = [
             path.name for path in _children(self.base) if DP_NAME.fullmatch(path.name) and not os.path.islink(path)
@@ -87,7 +87,7 @@ class SlabInspector(Inspector):
         return self._holder(namespace.part)
 
     def read_into(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
-        """Read past the page cache where the filesystem allows it."""
+        """Read the shard, with O_DIRECT if the filesystem supports it."""
         path, begin, done = shard.place.rpartition("@")[0], shard.offset + offset, 0
         is_aligned = not (memory.nbytes | begin) % PAGE_BYTES
         for direct in (os.O_DIRECT, 0) if is_aligned else (0,):
@@ -107,7 +107,7 @@ class SlabInspector(Inspector):
             raise StoreError(text, cause="short")
 
     def created_s(self, chunk: ChunkInfo) -> float | None:
-        """Return what the header of the first rank's shard says, if it is that of this chunk."""
+        """Return the time in the header of the first rank's shard; None if the header is not this chunk's."""
         if not chunk.shards:
             return None
         shard = chunk.shards[0]
@@ -119,9 +119,9 @@ class SlabInspector(Inspector):
         return float(header.created_s) if header.key == chunk.key else None
 
     def used_bytes(self) -> int | None:
-        """Return what lies under the directory, ours or not, for that is what the capacity bounds. Raises TierError."""
+        """Return the bytes of all files in the directory; the capacity covers foreign ones too. Raises TierError."""
         try:
-            # The directory itself may be a link; inside it none is followed.
+            # The directory itself may be a link; links inside it are not followed.
             return tree_bytes(self.base.resolve())
         except OSError as error:
             raise TierError(f"{self.where}: cannot be measured: {os.strerror(error.errno or 0)}", cause="io") from error
@@ -140,7 +140,7 @@ class SlabInspector(Inspector):
         return None if namespace.ranks else "no manifest that fits: nobody knows where its shards lie"
 
     def _holder(self, part: str) -> str | None:
-        """Say which engine has the whole directory, or this part of it; safe to print."""
+        """Return which engine has locked the whole directory or this part of it; safe to print."""
         holder = holder_of(self.base / "lock") or (holder_of(self.base / part / "lock") if part else None)
         return printable(holder, limit=200)
 
@@ -150,14 +150,14 @@ class _Piece(NamedTuple):
 
     rank: int
     offset: int
-    """From the begin of the slot."""
+    """Bytes from the start of the slot."""
     shard: int
     size_bytes: int | None
-    """None: all of the slot."""
+    """None: the whole slot."""
 
 
 class _Slots:
-    """Where the shards of a namespace lie in the ranks' slabs, by its manifest. Anybody may have written that."""
+    """Where the shards of a namespace lie in slabs, by its manifest. Anybody may have written the manifest."""
 
     def __init__(self, base: Path, namespace: NamespaceInfo) -> None:
         self._directory = base / namespace.path
@@ -169,7 +169,7 @@ class _Slots:
 
     def chunk(self, row: Row) -> ChunkInfo:
         """Return the chunk that a row of the index names."""
-        shards: dict[str, ShardInfo] = {}  # what replicas have one copy of is one shard
+        shards: dict[str, ShardInfo] = {}  # replicas that share a copy give the same place, which is listed once
         for piece in self._pieces(key_group(row.key)):
             rank, begin = piece.rank, row.offset
             if self._places is not None:
@@ -181,7 +181,7 @@ class _Slots:
         return ChunkInfo(row.key, tuple(shards.values()), row.seq)
 
     def _pieces_of(self, group: int) -> list[_Piece]:
-        """Return what each rank holds of a chunk of the group."""
+        """Return the shards that each rank holds of a chunk of the group."""
         namespace = self._namespace
         if not namespace.is_cut or group not in namespace.groups:
             return [_Piece(rank, 0, rank, None) for rank in namespace.holders(group)]
@@ -196,7 +196,7 @@ class _Slots:
 
 
 def _held(slab: dict[str, Any], group: int, shards: int) -> list[list[int]]:
-    """Return by rank the numbers of the shards it holds of a group; nothing where the manifest cannot be true."""
+    """Return by rank the numbers of its shards of a group; empty if the manifest cannot be true."""
     try:
         held = [list(numbers) for numbers in slab["held"][group]]
     except (KeyError, IndexError, TypeError):
@@ -205,7 +205,7 @@ def _held(slab: dict[str, Any], group: int, shards: int) -> list[list[int]]:
 
 
 def _places(slab: dict[str, Any]) -> SlotPlaces | None:
-    """Return where slots lie that replicas have one copy of; None where each rank has its own."""
+    """Return the places of slots if replicas share copies; None if each rank has its own."""
     try:
         replicas = {int(size): int(number) for size, number in slab.get("replicas", [])}
         extent_bytes = int(slab["extent_bytes"])

@@ -1,7 +1,7 @@
-"""The scheduler's half of a slab tier: slots in a directory that one engine owns, and what of them survives.
+"""The scheduler's half of a slab tier: slots in a directory that one engine owns, and a journal to find them again.
 
-Threading: called by the scheduler's thread alone. The journal writes behind on a thread of its own.
-Ownership: the tier's directory (and its lock) and the journal, besides what a ``SlotTier`` owns.
+Threading: called by the scheduler's thread alone. The journal writes on a thread of its own.
+Ownership: the tier's directory (and its lock) and the journal, besides the index and slots of a ``SlotTier``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nixl_offload.types import Key, Location, Outcome
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 60.0
-"""How often the directory is looked at; and at once where a store failed, or the drive had no room, ..."""
+"""How often the directory is checked. If a store failed or the drive had no room, it is checked at once, ..."""
 LOOK_PAUSE_S = 5.0
 """... but not more often than this."""
 
@@ -46,7 +46,7 @@ class SlabTier(SlotTier):
         durable: DurableIndex,
         directory: TierDirectory | None = None,
     ) -> None:
-        """Put the parts together; ``open`` is the usual way. ``directory`` is closed with the tier."""
+        """Assemble the parts; ``open`` is the usual way. ``directory`` is closed with the tier."""
         super().__init__(position, allocator, durable)
         self.place: SlabPlace = place
         self._directory = directory
@@ -54,13 +54,13 @@ class SlabTier(SlotTier):
         self._next_look_s = self._next_due_s = 0.0
         self._looker: threading.Thread | None = None
         self._extents = allocator.extent_count
-        """Those that the drive has room for, by the last look."""
+        """Extents that the drive had room for at the last look."""
         self._lost = threading.Event()
-        """The directory, or its lock, is gone, or another engine's."""
+        """Set when the directory or its lock is gone, or belongs to another engine."""
 
     @classmethod
     def open(cls, config: SlabConfig, context: TierContext) -> SlabTier:
-        """Lock the directory, reopen what an earlier engine left there, and return the tier.
+        """Lock the directory, adopt the chunks that an earlier engine left there, and return the tier.
 
         Raises TierError (locked by another engine, no permission) and ConfigError (too little capacity).
         """
@@ -73,7 +73,7 @@ class SlabTier(SlotTier):
             geometry = {"extent_bytes": str(allocator.extent_bytes), "world_size": str(context.world_size)}
             if replicas:
                 geometry["replicas"] = json.dumps(sorted(replicas.items()))
-            if stages := namespace.stages:  # others hold other shards
+            if stages := namespace.stages:  # engines with other stages hold other shards per rank
                 geometry["stages"] = " ".join(map(str, stages))
             durable, rows = DurableIndex.open(str(directory.index_path), geometry)
             undo.callback(durable.close, CLOSE_S)
@@ -90,7 +90,7 @@ class SlabTier(SlotTier):
             stale = tier.adopt(rows)
             for number, key in enumerate(stale, 1):
                 durable.delete(key)
-                if number % STALE_PER_FLUSH == 0:  # more than the journal can queue would make it forget all it has
+                if number % STALE_PER_FLUSH == 0:  # if its queue overflowed, the journal would forget all chunks
                     durable.flush(STALE_FLUSH_S)
             undo.pop_all()
         logger.info(
@@ -119,40 +119,40 @@ class SlabTier(SlotTier):
         return super().reserve(key, slot_bytes, evicted)
 
     def flush(self, now_s: float) -> None:
-        """Look again where the drive had no room."""
+        """If the drive had no room at the last look, look again."""
         if self._extents < self._allocator.extent_count:
             self.look(now_s)
 
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
-        """A store is over: where storage failed it, and now and then, look after the directory."""
+        """Check the directory if storage failed this store, and every ``LOOK_EVERY_S``."""
         if now_s >= self._next_due_s or not {Outcome.FAILED, Outcome.TAINTED}.isdisjoint(failed.values()):
             self._next_due_s = now_s + LOOK_EVERY_S
             self.look(now_s)
 
     def look(self, now_s: float) -> None:
-        """Look on a thread whether the directory is still ours, and how much room the drive has: where it has none,
-        chunks are evicted within what slabs have.
+        """Check on a thread whether the directory is still ours and how much room the drive has. If it has none, slabs
+        do not grow, and chunks are evicted instead.
 
-        At most one such thread, at most every ``LOOK_PAUSE_S`` (``now_s``: monotonic). Never raises. A directory that
-        was lost is not made anew: nothing is stored any more, and what can still be read is served.
+        At most one such thread runs, every ``LOOK_PAUSE_S`` at most (``now_s``: monotonic). Never raises. A lost
+        directory is not made again: nothing is stored any more, and chunks that are still readable are served.
         """
         if self._directory is None or self._lost.is_set() or now_s < self._next_look_s:
             return
         if self._looker is not None and self._looker.is_alive():
-            return  # storage hangs: one thread that waits for it is enough
+            return  # storage hangs; one waiting thread is enough
         self._next_look_s = now_s + LOOK_PAUSE_S
-        # A daemon, for a hanging filesystem must not keep the process from ending.
+        # A daemon, because a hanging filesystem must not keep the process from ending.
         looker = threading.Thread(target=self._look, args=(self._directory,), name="nixl-offload-look", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no thread to be had now
+        with contextlib.suppress(RuntimeError):  # no thread can start now
             looker.start()
             self._looker = looker
 
     def close(self, in_flight: Iterable[Key] = (), *, timeout_s: float = CLOSE_S) -> None:
         """Write the journal out and release the lock. Idempotent.
 
-        ``in_flight``: chunks that were being written when the engine shut down, and whose bytes the ranks may have
-        finished after their last report. The next engine takes them for stored, and finds out when it loads one: what
-        was not written whole fails its header or checksums, as after a crash.
+        ``in_flight``: chunks that were being written when the engine shut down. Ranks may have finished them after
+        their last report, so the journal records them as stored. If one is not whole, its header or checksums fail when
+        the next engine loads it, as after a crash.
         """
         for key in in_flight:
             if self.state(key) is State.WRITING:
