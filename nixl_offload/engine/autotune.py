@@ -1,12 +1,12 @@
-"""Which mover carries chunks between a device and the files of a directory, and where chunks are packed for it.
+"""Chooses the mover between a device and the files of a directory, and where chunks are packed for it.
 
-No rule knows the fastest: GPUDirect Storage is the shortest path where it is real, and slower than page-locked host
-memory where cuFile copies through buffers of its own. So at start each mover that can run moves some slots to a scratch
-file and back. Copies over the bus, which movers of host memory need as well, are several times as fast as files.
+No rule predicts the fastest. GPUDirect Storage is the shortest path if it is real, and slower than page-locked host
+memory if cuFile copies through its own buffers. So at start each usable mover writes some slots to a scratch file and
+reads them. Copies over the bus, which movers of host memory need as well, are several times as fast as files.
 
 Threading: on the thread that opens the tier. Ranks that start together measure together.
-Ownership: movers, memory and file are given up in the end. If a transfer does not end, its mover and memory are kept
-for the life of the process.
+Ownership: movers, memory and file are closed at the end. If a transfer does not end, its mover and memory are never
+freed.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from nixl_offload.types import PAGE_BYTES, align_up
 logger = logging.getLogger(__name__)
 
 BUDGET_S: Final = 0.7
-"""For measuring one mover. Opening it takes more on top, mostly for the first use of CUDA's libraries."""
+"""Time to measure one mover. Opening it comes on top: mostly the first use of CUDA's libraries."""
 TRANSFER_LIMIT_S: Final = 30.0
-"""Storage that has not answered by then hangs."""
+"""Storage that has not answered after this time counts as hung."""
 MARGIN: Final = 0.1
 """Movers this close to the fastest count as equal: a second of measuring cannot tell them apart."""
 FREE_SHARE: Final = 16
-"""The scratch file takes at most a sixteenth of what the filesystem has left."""
+"""The scratch file takes at most a sixteenth of the filesystem's free space."""
 TRIAL_BYTES: Final = 128 << 20
-"""What the slots of a trial take together, at most."""
+"""Most bytes of a trial's slots."""
 
 
 class TransferPlan(NamedTuple):
-    """The mover to open, and where its slots lie."""
+    """The mover to open, and where chunks are packed for it."""
 
     mover: str
     side: Staging
 
 
 class Speed(NamedTuple):
-    """In bytes per second."""
+    """Measured speed of a mover."""
 
     read_bytes_s: float
     write_bytes_s: float
@@ -65,7 +65,7 @@ class Speed(NamedTuple):
 
 
 CANDIDATES: Final = (TransferPlan("gds_mt", "device"), TransferPlan("kvikio", "device"), TransferPlan("posix", "host"))
-"""The first that is fast enough is taken."""
+"""In order of preference: the first that is fast enough is used."""
 
 
 @unbound()
@@ -89,7 +89,7 @@ def plan_tier(
         try:
             mover = open_file_mover(plan.mover, tier, tier.path, device)
             speed = measure(mover, plan.side, tier.path, device, slot_bytes, direct_io=tier.direct_io)
-        except Exception as error:  # noqa: BLE001 - a library raises what it likes, and another mover may do
+        except Exception as error:  # noqa: BLE001 - libraries raise anything, and another mover may work
             text = str(error) if isinstance(error, NixlOffloadError | OSError) else repr(error)
             figures.append(f"{plan.mover}: {text.removeprefix(f'{plan.mover}: ')}")
         else:
@@ -104,7 +104,7 @@ def plan_tier(
 
 
 def best_of(speeds: dict[TransferPlan, Speed]) -> TransferPlan | None:
-    """Return the first that is within ``MARGIN`` of the cheapest; None: there is none."""
+    """Return the first plan within ``MARGIN`` of the cheapest; None without plans."""
     limit = (1 + MARGIN) * min((speed.cost_s_byte for speed in speeds.values()), default=0.0)
     return next((plan for plan, speed in speeds.items() if speed.cost_s_byte <= limit), None)
 
@@ -115,9 +115,9 @@ def best_of(speeds: dict[TransferPlan, Speed]) -> TransferPlan | None:
 def open_planned(
     tier: DirectoryConfig, directory: str, device: Device, plan: TransferPlan | None
 ) -> tuple[Mover, Staging]:
-    """Open the mover of ``plan``, or the tier's own where there is no plan or its mover opens no more.
+    """Open the mover of ``plan``. Without a plan, or if its mover no longer opens, open the tier's own.
 
-    Returns where chunks are packed for it, too. Raises MoverUnavailableError.
+    Also returns where chunks are packed for it. Raises MoverUnavailableError.
     """
     if plan is not None:
         try:
@@ -134,8 +134,8 @@ def staging_for(mover: Mover, device: Device) -> Staging:
 
 
 def open_file_mover(name: str, tier: DirectoryConfig, directory: str, device: Device) -> Mover:
-    """Open a mover between ``device`` and files in ``directory`` with the tier's settings. ``name``: a plan's, or what
-    the tier says. Raises MoverUnavailableError, and what third parties raise.
+    """Open a mover between ``device`` and files in ``directory`` with the tier's settings. ``name``: of a plan or of
+    the tier. Raises MoverUnavailableError, and exceptions of third parties.
     """
     pool = scratch = None
     if device.is_accelerator and name not in ("posix", "copy"):
@@ -147,7 +147,7 @@ def open_file_mover(name: str, tier: DirectoryConfig, directory: str, device: De
         all_well = all(probe.ok for probe in opened.report)
     finally:
         if not all_well:
-            keep_forever(pool)  # late I/O of a mover that was passed over must not find its memory in other hands
+            keep_forever(pool)  # a mover that failed its probe may still write there
     return opened.mover
 
 
@@ -165,10 +165,10 @@ def measure(
     budget_s: float = BUDGET_S,
     limit_s: float = TRANSFER_LIMIT_S,
 ) -> Speed:
-    """Write slots to a scratch file without a name, read them back, and return how fast that was.
+    """Write slots to an unnamed scratch file, read them back, and return the speed.
 
-    Closes the mover, unless it hangs. ``budget_s`` bounds the measuring; a transfer that was begun is waited for, up
-    to ``limit_s``. Raises MoverError, OSError (no file can be made), and what a library raises.
+    Closes the mover, unless it hangs. ``budget_s`` bounds the measuring, ``limit_s`` the wait for one transfer. Raises
+    MoverError, OSError (no file can be created), and exceptions of libraries.
     """
     pool: SlotPool[Any] | None = None
     is_late = False
@@ -192,7 +192,7 @@ def measure(
                 read_s = move(mover, lambda: mover.submit(Op.READ, region, extents, file, extents), limit_s)
                 return Speed(count * slot_bytes / read_s, count * slot_bytes / write_s)
 
-            first = moved(1)  # for buffers and threads that are made on first use
+            first = moved(1)  # warms up: buffers and threads are created on first use
             first_s = slot_bytes / first.read_bytes_s + slot_bytes / first.write_bytes_s
             return moved(max(1, min(slots, int(budget_s / first_s))))
     except Exception as error:
@@ -202,7 +202,7 @@ def measure(
         try:
             if not is_late:
                 mover.close()
-        except Exception as error:  # noqa: BLE001 - nobody needs it any more
+        except Exception as error:  # noqa: BLE001 - the mover is not needed any more
             is_late = True
             logger.debug("%s does not close: %s", mover.name, error)
         if is_late:
@@ -211,7 +211,7 @@ def measure(
 
 
 def _trial_size(directory: str, slot_bytes: int) -> tuple[int, int]:
-    """Return how many slots to move, and their size. Raises MoverError where the disk has no room for one."""
+    """Return how many slots to move, and their size. Raises MoverError if the disk has no room for one."""
     slot_bytes = align_up(min(slot_bytes, TRIAL_BYTES))
     space = os.statvfs(directory)
     free_bytes = space.f_bavail * space.f_frsize if space.f_blocks else TRIAL_BYTES * FREE_SHARE
@@ -222,7 +222,7 @@ def _trial_size(directory: str, slot_bytes: int) -> tuple[int, int]:
 
 
 def _noise(slots: int, slot_bytes: int, device: Device, side: Staging) -> SlotPool[Any]:
-    """Return slots on one side, full of noise: some filesystems compress. Raises MoverError."""
+    """Return slots full of noise, since some filesystems compress. Raises MoverError."""
     budget_bytes = max(slots, MIN_SLOTS) * slot_bytes
     pool: SlotPool[Any]
     if side == "device":

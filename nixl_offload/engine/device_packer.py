@@ -1,9 +1,9 @@
 """Copies between KV blocks in device memory and slots: in page-locked memory of the host, or on the device itself.
 
-Threading: ``fence`` is called by the submitting thread, everything else by the pump. All is queued on our own
-streams: a load waits for no store, and headers and checksums of what was read for no step of the model.
-Ownership: slots are the device's from the call until its fence is done. What work allocates while it runs belongs to
-its stream; page-locked memory is torch's, which keeps it until the copies are done.
+Threading: ``fence`` is called by the submitting thread, everything else by the pump. All work is queued on our own
+streams: loads do not wait for stores, and checks of loads do not wait for the model's steps.
+Ownership: from a call until its fence is done, the device owns the slots. Memory allocated within work belongs to the
+work's stream. Torch keeps page-locked memory until its copies are done.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from nixl_offload.engine.streams import READY, Device, Fence, Stream, device_of
 from nixl_offload.errors import LayoutError
 
 BROUGHT_BYTES = 64 << 20
-"""Device memory for what is brought there to be summed and has not been scattered yet, or one batch."""
+"""Device memory for blocks between ``bring`` and their scatter; one batch may exceed it."""
 DEVICE_BYTES: Final = 144 << 20
-"""What a packer takes of the device at most, unless a chunk is larger: that, and a batch to gather (64 MiB into memory)
-and one to scatter (16 MiB).
+"""Most device memory of a packer, unless a chunk is larger: ``BROUGHT_BYTES``, a batch to gather (64 MiB into memory)
+and a batch to scatter (16 MiB).
 """
 
 
 class SummedOnDevice:
-    """Implements ``Summed``. Its maker queues the work that fills ``host`` with the sums, then sets ``fence``."""
+    """Implements ``Summed``. Its creator queues the work that fills ``host`` with the sums, then sets ``fence``."""
 
     by_device = True
 
     def __init__(self, counts: Sequence[int], device: Device, payloads: Sequence[Payload] = ()) -> None:
-        """``counts``: blocks of each chunk. ``payloads``: where they lie in host memory."""
+        """``counts``: number of blocks of each chunk. ``payloads``: their rows in host memory."""
         self.bytes = sum(payload.nbytes for payload in payloads)
         self.host = page_locked(sum(counts), torch.int64, device)
         """int64, one for each block."""
         self.scratch: torch.Tensor | None = None
-        """The rows, shape (blocks, block_bytes), where they are kept on the device."""
+        """The rows on the device, shape (blocks, block_bytes), if they are kept there."""
         self.fence: Fence | None = None
         self._ends = np.cumsum(counts)
         self._payloads = payloads
@@ -76,36 +76,36 @@ class SummedOnDevice:
 
 
 class DevicePacker:
-    """Implements ``Packer``. A batch takes one kernel, on rows that lie side by side: those of the slot, where a single
-    chunk is on the device, else rows of scratch, with one copy for each chunk between them and its slot.
+    """Implements ``Packer``. A batch takes one kernel, on contiguous rows: the slot itself if the batch is a single
+    chunk on the device, else scratch, with one copy between scratch and slot for each chunk.
 
-    Scratch belongs to its stream, so the caching allocator hands the same memory to one batch after the other.
+    Scratch belongs to its stream, so the caching allocator reuses the same memory for batch after batch.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], pages: Sequence[Sequence[Page]], device: Device) -> None:
         """``tensors``: uint8 or int8 of shape (num_blocks, page_bytes); ``pages``: by group, then by layer."""
         bytes_of = [tensor.view(torch.uint8) for tensor in tensors]
         self._kernels = {number: open_kernels(bytes_of, group) for number, group in enumerate(pages) if group}
-        """By group; one without pages has none."""
+        """By group; none for a group without pages."""
         self._block_bytes = [sum(page.bytes for page in group) for group in pages]
         self._num_blocks = [min((len(tensors[page.tensor]) for page in group), default=0) for group in pages]
         self._device = device
-        # For gathers; for scatters; for headers and checksums of slots.
+        # Streams for gathers, for scatters, and for headers and checksums of slots.
         self._out, self._in, self._beside = (device.streams.new() for _ in range(3))
         self._brought: WeakSet[SummedOnDevice] = WeakSet()
         self._waiting: list[object] = []
-        """For scratch, in order."""
+        """Calls that wait for scratch, in order."""
 
     @property
     def sums_slowly(self) -> bool:
-        """Whether a real device has no kernels for checksums, so that the host sums."""
+        """Whether this is a real device without kernels for checksums, so that the host sums."""
         return self._device.page_locks and any(kernels.name == "torch" for kernels in self._kernels.values())
 
     def fence(self) -> Fence:
         return self._device.streams.compute_fence()
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
-        """The device sums as well. If it has no quick kernels for that, the host sums what lies there."""
+        """The device also sums. If it has no fast kernels for that, the host sums payloads in host memory."""
         kernels, ids = self._kernels[group], self._checked(group, parts)
         payloads = [rows for _, rows in parts if isinstance(rows, np.ndarray)]
         host_sums = self.sums_slowly and len(payloads) == len(parts)
@@ -135,8 +135,8 @@ class DevicePacker:
         return _queued(self._in, scatter, fence)
 
     def bring(self, group: int, payloads: Sequence[Payload]) -> Generator[None, None, Summed]:
-        """The host sums where the device has no quick kernels, or no memory left. Scratch is given in the order of the
-        calls: small batches that come all the time would leave no room for a large one.
+        """The host sums if the device has no fast kernels, or no memory left. Scratch is given in the order of the
+        calls, so that small batches do not starve a large one.
         """
         self._check_width(group, payloads)
         if self.sums_slowly:
@@ -165,7 +165,7 @@ class DevicePacker:
         return summed
 
     def sums(self, group: int, block_ids: Sequence[BlockIds], fence: Fence) -> Summed:
-        """Where nothing is to be waited for, these wait for no gather either, which may wait for a step."""
+        """If ``fence`` is done, a stream is used on which no gather waits for a step."""
         stream = self._beside if fence.done() else self._out
         kernels, ids = self._kernels[group], self._ids(group, block_ids)
         summed = SummedOnDevice([len(some) for some in block_ids], self._device)
@@ -188,10 +188,10 @@ class DevicePacker:
     # -- slots on the device ----------------------------------------------------------------------------------------
 
     def finish_images(self, headers: Pages, slots: Sequence[torch.Tensor], clear: Sequence[Sequence[slice]]) -> Fence:
-        """Put a row of ``headers`` at the begin of each slot on the device, and zero the slot's byte ranges ``clear``,
-        which lie behind its header.
+        """Write a row of ``headers`` to the begin of each slot on the device, and zero the slot's byte ranges
+        ``clear``.
 
-        The gathers into the slots are done: their sums are in the headers. With this fence the images are complete.
+        The gathers into the slots must be done. When the fence is done, the images are complete.
         """
         cleared = [slot[part] for slot, parts in zip(slots, clear, strict=True) for part in parts]
         pages = page_locked(headers.size, torch.uint8, self._device).view(headers.shape)
@@ -209,9 +209,9 @@ class DevicePacker:
     def inspect(
         self, group: int, slots: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]
     ) -> tuple[Pages, SummedOnDevice]:
-        """Bring the header pages of slots on the device that were read, and the checksums of ``rows``, if any.
+        """Copy the header pages of slots on the device to the host, and the checksums of ``rows``, if any.
 
-        The mover is done with the slots. The pages have come when the sums are done.
+        The mover must be done with the slots. The pages are valid when the sums are done.
         """
         self._check_width(group, rows)
         pages = page_locked(len(slots) * HEADER_BYTES, torch.uint8, self._device).view(-1, HEADER_BYTES)
@@ -230,10 +230,10 @@ class DevicePacker:
         summed.fence = _queued(self._beside, inspected, READY)
         return pages.numpy(), summed
 
-    # -- checks: kernels reckon with addresses ----------------------------------------------------------------------
+    # -- checks: kernels compute addresses --------------------------------------------------------------------------
 
     def _checked(self, group: int, parts: Sources) -> torch.Tensor:
-        """Return the block ids of all parts, as ``_ids``. Raises LayoutError for rows that do not fit as well."""
+        """Return the block ids of all parts, as ``_ids``. Raises LayoutError also for rows of a wrong shape."""
         self._check_width(group, [rows.tensor if isinstance(rows, Brought) else rows for _, rows in parts])
         for block_ids, rows in parts:
             if len(rows) != len(block_ids):
@@ -255,7 +255,7 @@ class DevicePacker:
         return ids
 
     def _upload(self, ids: torch.Tensor) -> torch.Tensor:
-        """Within work on a stream: return ``ids`` on the device. Their page-locked memory may be let go at once."""
+        """Within work on a stream: return ``ids`` on the device. The page-locked ``ids`` may be released at once."""
         return ids.to(self._device.torch_device, non_blocking=True)
 
     def _has_room(self, wanted_bytes: int) -> bool:
@@ -266,9 +266,9 @@ class DevicePacker:
 def make_packer(
     tensors: Sequence[torch.Tensor], pages: Sequence[Sequence[Page]], device: Device | None = None
 ) -> Packer:
-    """Return the packer for where ``tensors`` lie; each uint8 or int8 of shape (num_blocks, page_bytes).
+    """Return a packer for ``tensors``, each uint8 or int8 of shape (num_blocks, page_bytes).
 
-    ``device``: None asks the tensors.
+    ``device``: by default that of the tensors.
     """
     if device is None and tensors:
         device = device_of(tensors[0])
@@ -278,13 +278,13 @@ def make_packer(
 
 
 def page_locked(count: int, dtype: torch.dtype, device: Device) -> torch.Tensor:
-    """Return host memory for copies to and from ``device``: from other memory, or to it, they would make us wait."""
+    """Return host memory that allows asynchronous copies to and from ``device``."""
     return torch.empty(count, dtype=dtype, pin_memory=device.page_locks)
 
 
 def _queued(stream: Stream, work: Callable[[], None], fence: Fence) -> Fence:
-    """Do ``work`` behind ``fence``. What comes out of this has taken all back: nothing that was queued lands in slots
-    or blocks that are given up.
+    """Queue ``work`` after ``fence``. If this raises, all queued work is over: nothing lands later in slots or blocks
+    that were given up.
     """
     try:
         stream.wait(fence)
@@ -299,7 +299,7 @@ def _queued(stream: Stream, work: Callable[[], None], fence: Fence) -> Fence:
 
 
 def keep(memory: torch.Tensor) -> None:
-    """``memory`` goes back to the allocator only after the stream's work, though it is let go now."""
+    """Keep ``memory`` from the allocator until the stream's work is done, even if it is released now."""
     if memory.is_cuda:
         memory.record_stream(torch.cuda.current_stream(memory.device))
 
@@ -307,8 +307,8 @@ def keep(memory: torch.Tensor) -> None:
 def _side_by_side(
     sources: Sequence[Source], device: torch.device
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return rows on the device for all chunks, and the copies that fill them: (rows, slot). Those of a single chunk on
-    the device need none.
+    """Return contiguous rows on the device for all chunks, and the copies (rows, slot) that fill them. A single chunk
+    on the device needs no copy.
     """
     places = [source.tensor if isinstance(source, Brought) else source for source in sources]
     for place in places:
@@ -327,8 +327,8 @@ def _side_by_side(
 
 
 def _over_the_bus(rows: torch.Tensor, payload: Payload) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The copies between rows and a payload, as bytes: one, unless the payload crosses from one page-locked piece into
-    the next: nothing promises that CUDA takes a copy over two registrations.
+    """Return the copies between rows and a payload, as bytes. A payload that crosses page-locked pieces is split there:
+    CUDA does not promise to copy over two registrations.
     """
     flat, host = rows.view(-1), torch.from_numpy(payload.reshape(-1))
     copies, begin = [], 0
@@ -340,7 +340,7 @@ def _over_the_bus(rows: torch.Tensor, payload: Payload) -> list[tuple[torch.Tens
 
 
 def _copy(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy (target, source) pairs: those within the device by one call."""
+    """Copy (target, source) pairs; one call copies all pairs within the device."""
     within = [(target, source) for target, source in copies if target.device == source.device]
     if within:
         targets, sources = (list(column) for column in zip(*within, strict=True))

@@ -1,4 +1,4 @@
-"""Direct: the mover reads and writes the KV blocks themselves; only header pages have memory of their own.
+"""The direct path: the mover reads and writes the KV blocks themselves; only header pages have their own memory.
 
 Threading and ownership: see ``paths``.
 """
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LATE_S = 30.0
-"""After this a load counts as late: what the next ones would wait for as well, each with its request."""
+"""A load that takes longer is late. The next direct loads would wait too, each with its request."""
 
 
 def _sum(paths: LinkPaths, batch: Batch) -> Steps:
-    """Sum the blocks where they lie: after the job's fence, for which no mover would wait."""
+    """Sum the blocks in place, after the job's fence; a mover would not wait for the fence."""
     if not paths.take_slots(batch, "direct"):
         return
     sums = _sums(paths, batch)
@@ -40,10 +40,10 @@ def _sum(paths: LinkPaths, batch: Batch) -> Steps:
 
 
 def _write(paths: LinkPaths, batch: Batch) -> Steps:
-    """Write header pages and blocks. The blocks are free once the mover has read them."""
+    """Write header pages and blocks. vLLM may reuse the blocks once the mover has read them."""
     if batch.submitted_s is None:
         yield from paths.open_targets(batch)
-        # The blocks were still ours when they were summed: if they are given away later, the sums tell.
+        # The blocks were ours when they were summed. If vLLM reuses them later, the sums do not match.
         if not paths.advance_or_end(batch, ChunkState.BORROWED):
             return
         _submit(paths, batch, Op.WRITE)
@@ -59,7 +59,7 @@ def _read(paths: LinkPaths, batch: Batch) -> Steps:
     """Read into the blocks."""
     if batch.submitted_s is None:
         yield from paths.open_targets(batch)
-        # Pending writes to the blocks, zeroing for one, must not come after the load.
+        # Pending writes to the blocks, such as zeroing, must not come after the load.
         while not batch.chunks[0].job.fence.done():
             yield
         if not paths.advance_or_end(batch, ChunkState.SCATTER):
@@ -78,7 +78,7 @@ def _read(paths: LinkPaths, batch: Batch) -> Steps:
 
 
 def _verify(paths: LinkPaths, batch: Batch) -> Steps:
-    """Verify the blocks where they lie. A chunk that fails is zeroed afterwards."""
+    """Verify the blocks in place. The blocks of a chunk that fails are zeroed afterwards."""
     headers = paths.check(batch)
     chunks = batch.alive
     if paths.verify_checksum and chunks:
@@ -90,8 +90,8 @@ def _verify(paths: LinkPaths, batch: Batch) -> Steps:
 
 
 def _await_load(paths: LinkPaths, batch: Batch) -> Steps:
-    """As ``Batch.ends``. While storage is late, later loads go through staging, where they can be given up.
-    This one cannot: its blocks may still be written. Late is counted from its submit, parted from others or not.
+    """As ``Batch.ends``. While storage is late, new loads go through staging, where they can be given up. This load
+    cannot: its blocks may still be written. Time counts from its submit, also in a split batch.
     """
     plan, late_s = batch.plan, (batch.submitted_s or 0.0) + LATE_S
     try:
@@ -107,7 +107,7 @@ def _await_load(paths: LinkPaths, batch: Batch) -> Steps:
                 )
             yield
     finally:
-        # What is still under way goes on in a part, and is late there too.
+        # Transfers still under way go on in a part of this batch, and are late there too.
         if plan.late_loads and not batch.is_pending:
             plan.late_loads.difference_update(batch.chunks)
             if not plan.late_loads:
@@ -120,9 +120,7 @@ def _submit(paths: LinkPaths, batch: Batch, op: Op) -> None:
 
 
 def _transfers(paths: LinkPaths, op: Op, chunks: Sequence[Chunk]) -> Iterator[Transfer]:
-    """Move header pages, then the KV blocks themselves: a transfer for each piece of registered memory and file. As
-    ``LinkPaths.submit``.
-    """
+    """As ``LinkPaths.submit``: move header pages, then KV blocks, by a transfer for each registered region and file."""
     yield from paths.submit(op, chunks, lambda _: ((0, HEADER_BYTES),))
     blocks = [
         ChunkBlocks(number, chunk.group, chunk.block_ids, chunk.first_block) for number, chunk in enumerate(chunks)

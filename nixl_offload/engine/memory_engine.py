@@ -1,8 +1,8 @@
-"""The engine of the memory tier: chunks between KV blocks and slots of the host slab, copied batch by batch.
+"""The engine of the memory tier: copies chunks between KV blocks and slots of the host slab, in batches.
 
 Threading: see ``pump.TierEngine``; the pump alone drives the packer and touches slots. Nothing waits for a device:
-fences are polled. Ownership: slots belong to the catalog, which gives none away before its chunk's outcome is reported.
-KV tensors and slab belong to the caller, who closes them after the engine.
+fences are polled. Ownership: the catalog owns the slots and reuses none before its chunk's outcome is reported. The
+caller owns KV tensors and slab, and closes them after the engine.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from nixl_offload.errors import LayoutError
 from nixl_offload.types import Verify
 
 STORE_BATCH_BYTES = 64 << 20
-"""Copied by one call: a load that comes meanwhile waits for no more than that."""
+"""Most bytes that one call copies for a store; a new load waits at most for these."""
 LOAD_BATCH_BYTES = 16 << 20
-"""Smaller, so that the next batch is verified while a device fetches this one."""
+"""Smaller, so that the next batch is verified while a device copies this one."""
 MAX_BATCH_CHUNKS = 16
-"""So that no step of a batch holds the interpreter for long: see ``paths.Stretch``."""
+"""Small, so that no step of a batch holds the GIL for long: see ``paths.Stretch``."""
 MAX_BATCHES = 8
-"""In flight on a device."""
+"""Most batches in flight on a device."""
 MAX_STORE_BATCHES = 4
-"""Of those, stores."""
+"""Most of these that are stores."""
 STORE_QUEUE_BYTES = 1 << 30
-"""Stores that may wait; what comes on top is dropped at once."""
+"""Limit of waiting stores; a store beyond it is dropped at once."""
 PAUSES = Pauses(poll_s=0.0002, slow_poll_s=0.002, slow_after_s=0.05)
-"""Between looks at fences. A batch takes a device one to three milliseconds; once nothing has ended for longer, the
-compute stream is busy with a step, and its fence comes with it."""
+"""Between polls of fences. A batch takes a device one to three milliseconds. If nothing ends for longer, the batches
+wait for the fence of a running step."""
 
 
 class MemoryEngine(TierEngine):
     """A load becomes OK only after identity and lengths were compared with the header in the slot; on CORRUPT or FAILED
-    its KV blocks are untouched. FAILED and DROPPED stores have let go of their slots.
+    its KV blocks are untouched. Nothing touches the slot of a FAILED or DROPPED store.
 
-    Blocks are as trustworthy here as in vLLM's own KV cache, so neither a store nor a load sums them; the first
-    write-through does (``packed``). With ``verify="always"`` a store does, and a load verifies.
+    Memory is as trustworthy as vLLM's own KV cache, so stores and loads compute no checksums; the first write-through
+    does (``packed``). With ``verify="always"`` stores compute them and loads verify them.
 
-    Write-throughs and fetches are made by the engines of farther tiers, to or from the slots here: submitted here,
-    each of their chunks is FAILED.
+    Engines of farther tiers do write-throughs and fetches, from and to these slots. Submitted here, such chunks are
+    FAILED.
     """
 
     def __init__(
@@ -68,9 +68,8 @@ class MemoryEngine(TierEngine):
     ) -> None:
         """Start the pump.
 
-        ``table``, ``tensors`` and ``shards`` as for ``link_engine.LinkEngine``; ``tier``: its position; ``packer``:
-        None takes the one for ``device``, and that None asks the tensors. Raises LayoutError when tensors and layout
-        disagree.
+        ``table``, ``tensors`` and ``shards`` as for ``link_engine.LinkEngine``; ``tier``: its position; ``packer``: by
+        default one for ``device``, which by default is the tensors'. Raises LayoutError if tensors and layout disagree.
         """
         require_agreement(tensors, layout)
         paths = _MemoryPaths(
@@ -91,11 +90,11 @@ class MemoryEngine(TierEngine):
 
 class _MemoryPaths(TierPaths):
     def room(self, chunk: Chunk, in_flight: InFlight) -> int:
-        """Return how many chunks like ``chunk`` make a batch; 0 while as many batches as allowed are in flight."""
+        """Return how many chunks like ``chunk`` make a batch; 0 at the limit of batches in flight."""
         if in_flight.batches >= MAX_BATCHES or (chunk.kind.writes and in_flight.store_batches >= MAX_STORE_BATCHES):
             return 0
         batch_bytes = STORE_BATCH_BYTES if chunk.kind.writes else LOAD_BATCH_BYTES
-        # By whole chunks: the first of a job may be a short tail.
+        # Count in whole chunks: the first of a job may be a short tail.
         plan = self.plans[chunk.group]
         return min(MAX_BATCH_CHUNKS, max(1, batch_bytes // max(1, plan.blocks * plan.block_bytes)))
 
@@ -114,5 +113,5 @@ class _MemoryPaths(TierPaths):
         return packed.MEMORY_STORE if chunk.kind.writes else packed.MEMORY_LOAD
 
     def status(self, waiting: Waiting) -> TierStatus:
-        """Memory has no trouble."""
+        """Memory is never unavailable."""
         return TierStatus(waiting, "", TierAccess("copy", ("host",)))

@@ -1,13 +1,12 @@
-"""Copies between KV blocks and chunks' slots: the contract, and how the host does it. ``device_packer`` does it on a
-device. In a slot each block is one row: its pages side by side, layer by layer.
+"""Copies between KV blocks and slots of chunks: the contract, and its implementation on the host (on a device:
+``device_packer``). A block is one row of a slot: its pages side by side, layer by layer.
 
-The host copies pages of many layers by one call of numpy, which reaches equally spaced layers by one array. A Python
-loop over layers would ask for the interpreter after each layer, every hundred microseconds, while the model's thread
-wants it too; and each time one of the two waits for the other to wake up.
+One numpy call copies the pages of many layers, if the layers are equally spaced in memory. A Python loop over layers
+would take the GIL after each layer, every hundred microseconds, and compete for it with the model's thread.
 
 Threading: ``Packer.fence`` is called by the submitting thread, everything else by the pump. Nothing waits for a device:
-what a call has queued is answered by the fence that it returns. Each call of ``HostPacker`` is done when it returns,
-and copies without the interpreter's lock, on the calling thread alone.
+a call queues work and returns its fence. A call of ``HostPacker`` is done when it returns; it copies on the calling
+thread, with the GIL released.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ Checksums = npt.NDArray[np.uint64]
 Payload = npt.NDArray[np.uint8]
 """The blocks of a chunk in a slot of host memory: shape (blocks, block_bytes), contiguous."""
 SlotRows = Payload | torch.Tensor
-"""As ``Payload``; of a slot in device memory a tensor."""
+"""As ``Payload``; a tensor for a slot in device memory."""
 Parts = Sequence[tuple[BlockIds, SlotRows]]
-"""The chunks of one call: which KV blocks, and where their bytes lie."""
+"""The chunks of one call: the KV blocks, and the slot rows of their bytes."""
 Run = tuple[int, int, int, int]
 """Number of the payload, row in it, block id, count."""
 LayerPages = tuple[npt.NDArray[np.uint8], int, int]
@@ -48,14 +47,14 @@ class Brought:
     """Rows in scratch memory of a device. Slices like an array of rows."""
 
     owner: object
-    """As long as anybody refers to it, the scratch is taken."""
+    """The scratch is in use while this object is referenced."""
     tensor: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.tensor)
 
     def __getitem__(self, rows: slice) -> Brought:
-        """Return some of the rows, one after the other."""
+        """Return consecutive rows."""
         return Brought(self.owner, self.tensor[rows])
 
 
@@ -65,13 +64,13 @@ Sources = Sequence[tuple[BlockIds, Source]]
 
 
 class Summed(Fence, Protocol):
-    """Checksums of chunks' blocks, made now or by a device. Until it is ``done`` nothing may change the blocks."""
+    """Checksums of chunks' blocks, computed by the host or a device. Until ``done`` nothing may change the blocks."""
 
     by_device: bool
-    """The checksums are made by the time that it is ``done``, whether they are asked for or not."""
+    """True: a device computes the checksums, and has them when ``done``. False: ``values`` computes them."""
 
     def values(self) -> list[Checksums]:
-        """Return the checksums of each chunk's blocks. Where the host sums, it does so now.
+        """Return the checksums of each chunk's blocks. If the host sums, it does so in this call.
 
         Raises RuntimeError before ``done``.
         """
@@ -81,7 +80,7 @@ class Summed(Fence, Protocol):
 
 
 class SummedByHost:
-    """Implements ``Summed``: the host sums when asked, once ``fence`` is passed, unless it has ``sums`` already."""
+    """Implements ``Summed``: once ``fence`` is done, ``values`` computes the sums unless ``sums`` were given."""
 
     by_device = False
 
@@ -103,42 +102,42 @@ class SummedByHost:
 
 
 class Packer(Protocol):
-    """Copies for the KV groups of one layout, all by number. A group without pages has no blocks.
+    """Copies for the KV groups of one layout. Groups and blocks are given by number.
 
-    Numbers that do not fit raise LayoutError before anything is copied. When a call raises, nothing that it queued
-    touches slots or blocks any more.
+    Numbers out of range raise LayoutError before anything is copied. After an exception, nothing that the call queued
+    touches slots or blocks.
     """
 
     def fence(self) -> Fence:
         """Mark this point of the compute stream. KV blocks may be touched once it is done."""
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
-        """KV blocks to slots, summed, once ``fence`` is done. Done when rows are whole and blocks may change."""
+        """Copy KV blocks to slots and sum them, once ``fence`` is done. ``done``: rows are whole, blocks may change."""
 
     def scatter_many(self, group: int, parts: Sources, fence: Fence) -> Fence:
-        """Slots to KV blocks, once ``fence`` is done: pending writes to the blocks must not come after the load. Done
-        when the blocks are complete and the rows may change.
+        """Copy slots to KV blocks once ``fence`` is done, so that earlier writes to the blocks do not come after the
+        load. The returned fence is done when the blocks are complete and the rows may change.
         """
 
     def bring(self, group: int, payloads: Sequence[Payload]) -> Generator[None, None, Summed]:
-        """Sum blocks in host memory. A device copies them to its scratch and sums the copy, which the result's ``rows``
-        return for the scatter: blocks cross the bus once. Yields as long as there is no scratch.
+        """Sum blocks in host memory. A device copies them to scratch and sums the copy there; ``rows`` returns it for
+        the scatter, so blocks cross the bus once. Yields while there is no scratch.
         """
 
     def sums(self, group: int, block_ids: Sequence[BlockIds], fence: Fence) -> Summed:
-        """The checksums of each chunk's blocks where they lie, read once ``fence`` is done."""
+        """Sum each chunk's KV blocks in place, once ``fence`` is done."""
 
     def clear(self, group: int, block_ids: BlockIds, fence: Fence) -> Fence:
         """Zero the group's pages of KV blocks once ``fence`` is done. The returned fence is done when they are zero."""
 
 
 class HostCopy:
-    """Copies pages of equal length, of layers whose memory is equally spaced, side by side in a payload row. It keeps
-    their arrays alive.
+    """Copies equally long pages of equally spaced layers, which lie side by side in a payload row. Keeps the layers'
+    arrays alive.
     """
 
     def __init__(self, pages: Sequence[LayerPages]) -> None:
-        """``pages``: one layer or more, as ``host_copies_of`` puts them together."""
+        """``pages``: one or more layers, as grouped by ``host_copies_of``."""
         first, column, page_bytes = pages[0]
         addresses = [layer.ctypes.data for layer, _, _ in pages]
         self._keep_alive = [layer for layer, _, _ in pages]
@@ -158,12 +157,12 @@ class HostCopy:
             rows[number][row : row + count] = self._blocks[block : block + count]
 
     def scatter(self, parts: Sequence[tuple[BlockIds, Payload]]) -> None:
-        """Copy rows to pages: by an index, for blocks of whole runs cost a call each and gain nothing."""
+        """Copy rows to pages, by an index array: one call per run would be no faster."""
         for block_ids, payload in parts:
             self._blocks[block_ids] = self._rows(payload)
 
     def _rows(self, payload: Payload) -> npt.NDArray[np.uint8]:
-        """A view of shape (blocks, layers, page bytes)."""
+        """Return a view of shape (blocks, layers, page bytes)."""
         return payload[:, self._columns].reshape(-1, *self._page_shape)
 
 
@@ -178,9 +177,7 @@ def host_copies_of(pages: Sequence[LayerPages]) -> list[HostCopy]:
 
 
 def _continues(before: Sequence[LayerPages], page: LayerPages) -> bool:
-    """Whether a layer's pages are like those before it, and its memory as far from the last as that from the one
-    before.
-    """
+    """Whether a layer's pages have the shape of the layers before it, and its memory continues their spacing."""
     (layer, _, page_bytes), (last, _, last_bytes) = page, before[-1]
     if (page_bytes, layer.shape[0], layer.strides[0]) != (last_bytes, last.shape[0], last.strides[0]):
         return False
@@ -190,7 +187,7 @@ def _continues(before: Sequence[LayerPages], page: LayerPages) -> bool:
 
 
 def runs_of(block_ids: BlockIds, counts: Sequence[int]) -> list[Run]:
-    """Split into runs of consecutive ids, none of which goes from one payload into the next; ``counts``: their rows."""
+    """Split ids into runs of consecutive ids within one payload. ``counts``: rows of each payload."""
     starts = np.cumsum([0, *counts[:-1]])
     breaks = np.diff(block_ids, prepend=-2) != 1
     breaks[starts[starts < len(block_ids)]] = True
@@ -202,7 +199,7 @@ def runs_of(block_ids: BlockIds, counts: Sequence[int]) -> list[Run]:
 
 
 class HostPacker:
-    """KV blocks in host memory, as uint8 arrays of shape (num_blocks, page_bytes); rows contiguous, any stride."""
+    """Implements ``Packer`` for host memory: uint8 of shape (num_blocks, page_bytes), rows contiguous, any stride."""
 
     def __init__(self, tensors: Sequence[npt.NDArray[np.uint8]], pages: Sequence[Sequence[Page]]) -> None:
         self._views = [[page.of(tensors) for page in group] for group in pages]
@@ -212,7 +209,7 @@ class HostPacker:
         ]
 
     def fence(self) -> Fence:
-        """Return a fence that is done: on the host the model's writes are over when its call returns."""
+        """Return a fence that is done: the model's writes are over when its call returns."""
         return READY
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
@@ -232,12 +229,12 @@ class HostPacker:
         return READY
 
     def bring(self, group: int, payloads: Sequence[Payload]) -> Generator[None, None, Summed]:
-        """Nothing is copied; they are summed when asked for."""
+        """Copies nothing; ``values`` sums."""
         yield from ()
         return SummedByHost(READY, payloads)
 
     def sums(self, group: int, block_ids: Sequence[BlockIds], fence: Fence) -> Summed:
-        """Summed when this returns."""
+        """The sums are complete when this returns."""
         found = []
         for chunk in block_ids:
             sums = np.empty(len(chunk), dtype=np.uint64)
@@ -250,13 +247,13 @@ class HostPacker:
         return SummedByHost(READY, (), found)
 
     def clear(self, group: int, block_ids: BlockIds, fence: Fence) -> Fence:
-        """Zeroed when this returns."""
+        """The blocks are zero when this returns."""
         for view in self._views[group]:
             view[block_ids] = 0
         return READY
 
     def _checked(self, group: int, parts: Sources) -> tuple[BlockIds, list[Payload]]:
-        """The ids and payloads of all parts. Host copies reckon with addresses: nothing else would stop a wrong id."""
+        """Return all ids and payloads. Copies compute addresses from ids, so wrong ids must be stopped here."""
         block_ids = np.concatenate([block_ids for block_ids, _ in parts])
         if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self._num_blocks[group]:
             raise LayoutError(f"block ids outside a KV cache of {self._num_blocks[group]} blocks")
@@ -264,7 +261,7 @@ class HostPacker:
 
 
 def pages_of(layout: KVLayout) -> list[list[Page]]:
-    """Return what each group stores of its pages, side by side in the order of its refs."""
+    """Return the pages that each group stores, side by side in a row in the order of its refs."""
     groups = []
     for group in layout.groups:
         pages, column = [], 0

@@ -1,5 +1,5 @@
-"""Staging slots: page-aligned memory of the host or of a device, allocated and registered once, in which a chunk lies
-as it lies in its file.
+"""Staging slots: page-aligned memory of the host or of a device, allocated and registered once. A slot holds a chunk in
+the layout of its file.
 
 Threading: a pool is used by the pump alone after construction. Ownership: a slot belongs to its acquirer until it is
 released; a slot whose memory a mover may still touch is retired instead and never handed out again.
@@ -25,10 +25,10 @@ from nixl_offload.units import format_size
 logger = logging.getLogger(__name__)
 
 Staging = Literal["host", "device"]
-"""Where chunks are packed that do not go direct."""
+"""Where chunks that do not go direct are packed."""
 
 MIN_SLOTS: Final = 2
-"""One that stores may hold while another is left for a load."""
+"""One for a store and one for a load."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,10 +56,10 @@ class SlotPool(Generic[SlotT]):
     """Equal slots over one region. The memory lives as long as any reference to the pool or a slot does."""
 
     memory: MemoryId | None = None
-    """What the mover that was given the region calls it."""
+    """The mover's id of the region."""
 
     def __init__(self, region: MemoryRegion, slots: list[SlotT]) -> None:
-        """``slots``: all of ``region``, one behind the other."""
+        """``slots``: adjacent, covering all of ``region``."""
         self.region = region
         self.slots_total = len(slots)
         self.slot_bytes = region.length_bytes // len(slots)
@@ -77,11 +77,11 @@ class SlotPool(Generic[SlotT]):
         return self.slots_total - self._retired
 
     def acquire(self) -> SlotT | None:
-        """Take a slot, or None if all are in use. Its bytes are those of an earlier chunk."""
+        """Take a slot; None if all are in use. It still holds bytes of an earlier chunk."""
         return self._free.popitem()[1] if self._free else None
 
     def release(self, slot: SlotT) -> None:
-        """Give a slot back. Nothing may touch its memory any more. Raises RuntimeError if it is not out."""
+        """Give a slot back. Nothing may touch its memory any more. Raises RuntimeError if it is free already."""
         if slot.index in self._free:
             raise RuntimeError(f"staging slot {slot.index} was released twice")
         self._free[slot.index] = slot
@@ -100,14 +100,14 @@ class SlotPool(Generic[SlotT]):
 def host_pool(*, slot_bytes: int, budget_bytes: int, page_locked: bool = False) -> SlotPool[Slot]:
     """Return slots in host memory: as many as ``budget_bytes`` holds, and at least ``MIN_SLOTS``.
 
-    ``page_locked``: copies to and from a device need that to be asynchronous (``Device.page_locks``). Raises MoverError
-    when the host does not have so much.
+    ``page_locked``: needed for asynchronous copies to and from a device (``Device.page_locks``). Raises MoverError if
+    the host does not have that much memory.
     """
     slot_bytes = align_up(slot_bytes)
     length_bytes = slot_bytes * _slots_total(budget_bytes, slot_bytes)
     memory: npt.NDArray[np.uint8]
     if page_locked:
-        # torch rounds page-locked memory up to a power of two: a page more than one could take twice the staging.
+        # torch rounds page-locked memory up to a power of two: one page more than that would double it.
         tensor = torch.empty(length_bytes, dtype=torch.uint8, pin_memory=True)
         if tensor.data_ptr() % PAGE_BYTES:
             tensor = torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -128,8 +128,8 @@ def host_pool(*, slot_bytes: int, budget_bytes: int, page_locked: bool = False) 
 def device_pool(*, slot_bytes: int, budget_bytes: int, device: Device) -> SlotPool[DeviceSlot]:
     """Return slots in the memory of ``device``, counted as for ``host_pool``.
 
-    Waits until the device has done what the caller queued, for movers follow no stream. Raises MoverError when the
-    device has no room.
+    Waits until the device has done the work that the caller queued, since movers do not wait for streams. Raises
+    MoverError if the device has no room.
     """
     slot_bytes = align_up(slot_bytes)
     slots_total = _slots_total(budget_bytes, slot_bytes)
@@ -142,7 +142,7 @@ def device_pool(*, slot_bytes: int, budget_bytes: int, device: Device) -> SlotPo
             "gpu_memory_utilization or blocks_per_chunk, or let the tier stage in host memory"
         ) from None
     stream = device.streams.new()
-    stream.wait(device.streams.compute_fence())  # what had this memory before may still be on its way there
+    stream.wait(device.streams.compute_fence())  # queued work may still touch this memory
     stream.synchronize()
     memory = memory[-memory.data_ptr() % PAGE_BYTES :][:length_bytes]
     begins = enumerate(range(0, length_bytes, slot_bytes))

@@ -1,1 +1,1 @@
-"""Work on KV blocks where they lie: gather, scatter and checksums, by Triton or by torch."""
+"""Gather, scatter and checksums of KV blocks on a device, by Triton or by torch."""

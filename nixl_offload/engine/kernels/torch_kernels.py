@@ -1,11 +1,11 @@
-"""Which kernels a group gets: Triton's where it runs and blocks fit it, else torch's own operations, which are here.
+"""Chooses a group's kernels: Triton's if they work and fit the blocks, else torch's operations, which are here.
 
-A *row* is a block as it lies in a payload: the pages of its layers side by side. All calls queue work on the caller's
-current stream and return at once; checksums by torch alone wait, because the host computes them.
-Triton's kernels are compiled on the machine where they run, so they are tried before they are trusted: one call of each
-on scratch memory, against the checksum of the host. What fails, or gives another byte, is not used.
-Threading: ``open_kernels`` once per group and tier at start, its first trial of a kind waits for the device; one thread
-at a time per object. Ownership: what a call allocates belongs to the caller's current stream.
+A *row* is a block as it lies in a payload: the pages of its layers side by side. Calls queue work on the caller's
+current stream and return at once. Only torch's checksums wait, because the host computes them.
+Triton compiles kernels on the machine where they run, so each is tested first: one call on scratch memory, compared
+with the host. Kernels that fail or differ in a byte are not used.
+Threading: ``open_kernels`` runs once per group and tier at start; its first test of a kind waits for the device. One
+thread at a time per object. Ownership: memory that a call allocates belongs to the caller's current stream.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from nixl_offload.chunk.checksum import block_checksums
 logger = logging.getLogger(__name__)
 
 SCRATCH_BYTES = 32 << 20
-"""Blocks copied together to be summed; a block that is larger, alone."""
+"""Blocks that are copied together to be summed; a larger block is copied alone."""
 _BLOCKS = 5
 _SHIFT_BYTES = 16
-"""Loads are so wide: how far a page is from their multiples decides which kernels there are."""
+"""Width of a load. A page's offset from a multiple of it decides which kernel Triton compiles."""
 _tried: dict[tuple[object, ...], str | None] = {}
-"""What went wrong with kernels of a kind, None: nothing. Each tier asks, and a trial waits for the device."""
+"""The fault of kernels of a kind, None if they work. Cached because each tier asks, and a test waits for the device."""
 
 _Rows = TypeVar("_Rows", torch.Tensor, npt.NDArray[np.uint8])
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One layer's share of a block: ``bytes`` from ``offset`` of a row of ``tensor`` on go to ``column`` of the payload
-    row.
+    """One layer's share of a block: ``bytes`` bytes at ``offset`` in a row of ``tensor``, and at ``column`` in the
+    payload row.
     """
 
     tensor: int
@@ -52,11 +52,10 @@ class Page:
 
 
 class TorchKernels:
-    """``ids``: block ids, int64 of shape (n,) on the device, checked by the caller: addresses follow from them.
+    """``ids``: block ids, int64 of shape (n,) on the device. The caller checks them: they give addresses.
 
-    ``rows``: uint8 of shape (n, block_bytes) on the device; rows contiguous, any distance between them. Checksums are
-    those of ``checksum.block_checksums``: int64 of shape (n,) on the device with the same 64 bits. Numbers that do not
-    fit raise ValueError.
+    ``rows``: uint8 of shape (n, block_bytes) on the device; rows contiguous, any stride. Checksums are int64 of shape
+    (n,) on the device, with the bits of ``checksum.block_checksums``. Wrong shapes or types raise ValueError.
     """
 
     name = "torch"
@@ -88,7 +87,7 @@ class TorchKernels:
         return torch.from_numpy(digests.view(np.int64)).to(rows.device)
 
     def sums(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the checksums of blocks, some of which are copied side by side at a time."""
+        """Return the checksums of blocks, which are copied to scratch a few at a time."""
         step = max(1, SCRATCH_BYTES // self.block_bytes)
         sums = torch.empty(len(ids), dtype=torch.int64, device=ids.device)
         scratch = torch.empty((min(step, len(ids)), self.block_bytes), dtype=torch.uint8, device=ids.device)
@@ -141,15 +140,15 @@ def _chosen(tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> tuple[Tor
 
 @cache
 def _warn(cause: str) -> None:
-    """Say it once, however many groups it concerns."""
+    """Warn once for all groups."""
     logger.warning("%s: torch copies KV blocks and the host sums them, which is right, but slower", cause)
 
 
 def sample(
     tensors: Sequence[torch.Tensor], pages: Sequence[Page], span_bytes: int
 ) -> tuple[list[torch.Tensor], list[Page]]:
-    """Return a group of few blocks for which Triton compiles the very same kernels: as many pages, aligned as those of
-    ``tensors`` and shortened by whole spans (``span_bytes``), because the KV cache has the device's memory already.
+    """Return a group of few blocks for which Triton compiles the same kernels: as many pages, aligned as those of
+    ``tensors``. Pages are shortened by whole spans (``span_bytes``), because the KV cache fills the device's memory.
     """
     random = torch.Generator().manual_seed(1)
     found: list[torch.Tensor] = []
@@ -170,13 +169,11 @@ def fault_of(
     make: Callable[[Sequence[torch.Tensor], Sequence[Page]], TorchKernels],
     group: Callable[[], tuple[Sequence[torch.Tensor], Sequence[Page]]],
 ) -> str | None:
-    """Try everything that kernels do on ``group``, some blocks of which are overwritten. Return what went wrong; None:
-    nothing.
-    """
+    """Test all operations of kernels on ``group``, overwriting some of its blocks. Return the fault, or None."""
     try:
         tensors, pages = group()
         return _fault_of(make(tensors, pages), tensors, pages)
-    except Exception as error:  # noqa: BLE001 - compilers, linkers and drivers raise what they like; torch works still
+    except Exception as error:  # noqa: BLE001 - compilers, linkers and drivers raise anything; torch still works
         return f"{type(error).__name__}: {error}"
 
 

@@ -1,16 +1,17 @@
-"""Device code: blocks copied, and XXH3-64 of rows.
+"""Device code: copies of blocks, and XXH3-64 of rows.
 
 For rows above 240 bytes XXH3 works in *rounds* of a kilobyte: it adds sixteen products to each of eight lanes, then
-scrambles the lanes. What a round adds does not depend on the lanes. So ``sum_rounds`` computes the additions of all
-rounds of all rows at once, in scratch memory. ``fold_rounds`` then adds and scrambles in order, many rows side by side.
+scrambles the lanes. The additions of a round do not depend on the lanes. So ``sum_rounds`` computes the additions of
+all rounds of all rows at once, in scratch memory. ``fold_rounds`` then adds and scrambles in order, many rows side by
+side.
 
 One warp per program: it reads 8 KiB as sixteen loads of 16 bytes a thread, and sums a round without shared memory.
 Addresses are int64 throughout: KV caches are larger than 2 GiB. Counts are never specialised on: one compilation
 serves any number of blocks.
-Threading: no state. ``triton_kernels`` launches it, and is where arguments are checked: nothing is checked here.
+Threading: no state. ``triton_kernels`` launches the kernels and checks all arguments.
 """
 
-# What Triton compiles is not what a type checker sees: arguments are traced, and the decorator is untyped.
+# Type checkers do not understand Triton: arguments are traced, and the decorator is untyped.
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
 
@@ -21,19 +22,19 @@ import triton.language as tl
 
 LANES = tl.constexpr(8)
 STRIPES = tl.constexpr(16)
-"""Of a round; a stripe is a word for each lane. The key of stripe s is the eight words of the secret from s on."""
+"""Stripes of a round: one word per lane each. The key of stripe s is eight words of the secret, from word s on."""
 ROUND_WORDS = tl.constexpr(128)
 SCRAMBLE_KEY, LAST_KEY, MERGE_KEY, START = (tl.constexpr(at) for at in (16, 24, 32, 40))
-"""Where the table of constants has the words of a scramble, of the last stripe, of the merge, and the lanes' first
-values. The secret is at its begin.
+"""Where the table of constants has the keys of a scramble, of the last stripe and of the merge, and the lanes' first
+values. The table begins with the secret.
 """
 PRIME32_1 = tl.constexpr(0x9E3779B1)
 PRIME_AVALANCHE = tl.constexpr(0x165667919E3779F9)
 
 AHEAD = tl.constexpr(16)
-"""Rounds whose sums are read before they are needed: some 20 cycles each, as many as the L2 cache takes together."""
+"""Rounds whose sums are read ahead: about 20 cycles each, together as long as a read from the L2 cache."""
 ROWS = tl.constexpr(4)
-"""Rows of one program of ``fold_rounds``: a thread for each lane."""
+"""Rows of one program of ``fold_rounds``: one thread per lane."""
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def _unsigned(words):
 
 @triton.jit
 def _added(words, keys, ROWS: tl.constexpr, WORDS: tl.constexpr):  # noqa: N803
-    """What each word adds to the lanes: the product of its keyed halves to its own, itself to its neighbour's."""
+    """Return what words add to the lanes: each the product of its keyed halves, and itself to its neighbour's lane."""
     keyed = words ^ keys
     even, odd = tl.split(words.reshape(ROWS, WORDS // 2, 2))
     return (keyed & 0xFFFFFFFF) * (keyed >> 32) + tl.join(odd, even).reshape(ROWS, WORDS)
@@ -51,7 +52,7 @@ def _added(words, keys, ROWS: tl.constexpr, WORDS: tl.constexpr):  # noqa: N803
 
 @triton.jit
 def _at(address, words):
-    """Pointers to consecutive words, from each of some addresses on, which are multiples of 16."""
+    """Return pointers to consecutive words from each address on. Addresses are multiples of 16."""
     pointers = address.to(tl.pointer_type(tl.int64))[:, None] + words[None, :]
     return tl.max_contiguous(tl.multiple_of(pointers, (16, 16)), (1, words.shape[0]))
 
@@ -68,9 +69,9 @@ def copy_tiles(
     TILES: tl.constexpr,  # noqa: N803
     TILE_WORDS: tl.constexpr,  # noqa: N803
 ):
-    """Copy ``TILES`` of the ``tiles`` of one block, a span: from pages to rows (``GATHER``), or back.
+    """Copy a span, ``TILES`` of a block's ``tiles``, from pages to rows (``GATHER``) or back.
 
-    ``table``: see ``triton_kernels.Tiles``. ``spans``: of a block; the grid is blocks × spans.
+    ``table``: see ``triton_kernels.Tiles``. ``spans``: number per block; the grid is blocks × spans.
     """
     program = tl.program_id(0)
     row = (program // spans).to(tl.int64)
@@ -96,8 +97,8 @@ def sum_rounds(
     stripes,
     ROUNDS: tl.constexpr,  # noqa: N803
 ):
-    """Write what ``ROUNDS`` of the ``rounds`` of one row add to the lanes: the first ``stripes`` stripes of a row
-    count. The grid is rows × ``spans``.
+    """Write what ``ROUNDS`` of a row's ``rounds`` add to the lanes. Only the row's first ``stripes`` stripes count. The
+    grid is rows × ``spans``.
     """
     program = tl.program_id(0)
     row = (program // spans).to(tl.int64)
@@ -123,7 +124,7 @@ def _scramble(lanes, key):
 
 @triton.jit
 def _read_ahead(place, left):
-    """The sums of ``AHEAD`` rounds from ``place`` on, zeros where fewer are ``left``."""
+    """Return the sums of ``AHEAD`` rounds from ``place`` on; zeros beyond the ``left`` ones."""
     found = ()
     for number in tl.static_range(AHEAD):
         found = found + (_unsigned(tl.load(place + number * LANES, mask=number < left, other=0)),)  # noqa: RUF005
@@ -141,8 +142,8 @@ def fold_rounds(
     count,
     rounds,
 ):
-    """Write the checksums of ``ROWS`` of the ``count`` rows whose rounds are summed. ``last_at``: of row 0's last 64
-    bytes, which have a key of their own.
+    """Write the checksums of ``ROWS`` of the ``count`` rows, from the sums of their rounds. ``last_at``: address of row
+    0's last 64 bytes, which have their own key.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     wanted = row < count

@@ -19,15 +19,15 @@ from nixl_offload.engine.kernels import triton_code
 from nixl_offload.engine.kernels.torch_kernels import Page, TorchKernels
 
 SHORT_BYTES = 240
-"""Up to this length XXH3 is another function. No KV block is so short."""
+"""Up to this length XXH3 uses another algorithm. No KV block is so short."""
 ALIGNMENT = 16
 """Bytes that a thread loads at once."""
 MIN_TILE_BYTES, SPAN_BYTES = 1024, 8192
-"""The least that a page must be a multiple of, and what one program of a kernel takes."""
+"""Pages must be multiples of the first. One program of a kernel handles the second."""
 
 _ROUND_BYTES, _STRIPE_BYTES, _LANES = 1024, 64, 8
 _OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
-"""Nothing here is a floating-point number; unset, newer versions of Triton warn about its default."""
+"""No floats here; newer versions of Triton warn if ``enable_fp_fusion`` is unset."""
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
     "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
@@ -41,8 +41,8 @@ _START = _PRIME32[2], *_PRIME64[:4], _PRIME32[1], _PRIME64[4], _PRIME32[0]
 
 
 class Tiles(NamedTuple):
-    """The pages of a group as tiles of one size. Tile t of a block lies at ``base + block * stride`` of row t of
-    ``table``, and at ``t * tile_bytes`` of the payload row.
+    """The pages of a group as tiles of one size. Tile t of a block lies at ``base + block * stride`` (row t of
+    ``table``), and at ``t * tile_bytes`` of the payload row.
     """
 
     table: torch.Tensor
@@ -52,8 +52,8 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> Tiles | None:
-    """Return the largest tiles of which all pages of a group are made. None: they are no multiples of
-    ``MIN_TILE_BYTES``, or do not begin at multiples of ``ALIGNMENT``.
+    """Return the largest tiles that divide all pages of a group. None if pages are not multiples of ``MIN_TILE_BYTES``,
+    or do not begin at multiples of ``ALIGNMENT``.
     """
     views = [page.of(tensors) for page in pages]
     tile_bytes = math.gcd(SPAN_BYTES, *(page.bytes for page in pages))
@@ -69,17 +69,17 @@ def tiles_of(tensors: Sequence[torch.Tensor], pages: Sequence[Page]) -> Tiles | 
 
 
 def fits_rows(block_bytes: int) -> bool:
-    """Return whether rows of that length can be summed."""
+    """Return whether rows of this length can be summed."""
     return SHORT_BYTES < block_bytes < 1 << 31 and block_bytes % ALIGNMENT == 0
 
 
 class TritonKernels(TorchKernels):
-    """Blocks whose pages are no tiles are copied by torch, and summed as rows."""
+    """Torch copies blocks whose pages cannot be tiled."""
 
     name = "triton"
 
     def __init__(self, tensors: Sequence[torch.Tensor], pages: Sequence[Page], code: ModuleType = triton_code) -> None:
-        """``pages``: ``fits_rows`` their sum. ``code``: ``triton_code``, or another instance of it."""
+        """``pages``: their total bytes must pass ``fits_rows``. ``code``: ``triton_code`` or another instance of it."""
         super().__init__(tensors, pages)
         self.tiles = tiles_of(tensors, pages)
         self._code = code
@@ -151,7 +151,7 @@ class TritonKernels(TorchKernels):
                 )
 
     def _check(self, rows: torch.Tensor, ids: torch.Tensor | None = None) -> None:
-        """Also for alignment: a device stops for good at a load that is not aligned."""
+        """Also check alignment: an unaligned load stops a device for good."""
         super()._check(rows, ids)
         if rows.data_ptr() % ALIGNMENT or (len(rows) > 1 and rows.stride(0) % ALIGNMENT):
             raise ValueError(f"rows must begin at multiples of {ALIGNMENT} bytes")
@@ -166,10 +166,10 @@ def constants_on(device: torch.device) -> torch.Tensor:
 
 
 def _signed(value: int) -> int:
-    """The int64 that has the low 64 bits of ``value``."""
+    """Return the int64 with the low 64 bits of ``value``."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, not on that of the tensors."""
+    """Return a context for launches: Triton uses the current device, not the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
