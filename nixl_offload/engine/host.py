@@ -54,8 +54,8 @@ STEP_BYTES = 64 << 20
 MAX_THREADS = 8
 """Of one rank: some 20 GB/s and more of clearing, which ranks of one machine divide."""
 CRAWL_BYTES_PER_S = 256 << 20
-"""Huge pages that come slower than that, for one thread, are given up: where free memory is in small pieces, the kernel
-moves what others use about to make them, which may take many times as long as small pages do."""
+"""Huge pages that come slower than that, for one thread, are given up while somebody waits for the kernel to compact
+memory: it makes huge pages of small free pieces, which may take many times as long as small pages do."""
 CRAWL_STEPS = 3
 """Judged by the median of so many."""
 
@@ -213,6 +213,7 @@ def populate(memory: npt.NDArray[np.uint8], threads: int, before: Callable[[int]
     TierError with cause ``full`` when the kernel refuses. Close the iterator: it returns when no helper is at work.
     """
     total_bytes, rates, are_huge = len(memory), deque[float](maxlen=CRAWL_STEPS), True
+    stalls = machine.compaction_stalls()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="nixl-offload-populate")
     steps: deque[tuple[int, Future[float]]] = deque()
     try:
@@ -220,16 +221,19 @@ def populate(memory: npt.NDArray[np.uint8], threads: int, before: Callable[[int]
             before(total_bytes - begin)
             end = min(total_bytes, begin + STEP_BYTES)
             if are_huge and len(rates) == CRAWL_STEPS and statistics.median(rates) < CRAWL_BYTES_PER_S:
-                are_huge = False
-                logger.warning(
-                    "Host memory: huge pages come at %.2f GiB/s a thread, most likely because free memory is in "
-                    "pieces. What is left, %.1f GiB, is taken in small pages: copies to and from it may be slower. "
-                    "Start before other programs fill the page cache, or write 1 to /proc/sys/vm/compact_memory first.",
-                    statistics.median(rates) / 2**30,
-                    (total_bytes - begin) / 2**30,
-                )
-                # A kernel that has no huge pages refuses, and that is well.
-                _LIBC.madvise(memory[begin:].ctypes.data, align_up(total_bytes - begin), _MADV_NOHUGEPAGE)
+                before_stalls, stalls = stalls, machine.compaction_stalls()
+                are_huge = before_stalls is not None and stalls is not None and stalls <= before_stalls
+                if not are_huge:
+                    logger.warning(
+                        "Host memory: huge pages come at %.2f GiB/s a thread, most likely because free memory is in "
+                        "pieces. What is left, %.1f GiB, is taken in small pages: copies to and from it may be "
+                        "slower. Start before other programs fill the page cache, or write 1 to "
+                        "/proc/sys/vm/compact_memory first.",
+                        statistics.median(rates) / 2**30,
+                        (total_bytes - begin) / 2**30,
+                    )
+                    # A kernel that has no huge pages refuses, and that is well.
+                    _LIBC.madvise(memory[begin:].ctypes.data, align_up(total_bytes - begin), _MADV_NOHUGEPAGE)
             try:
                 step = pool.submit(_bring_in, memory[begin:end])
             except RuntimeError:  # no thread can be started: this one does it

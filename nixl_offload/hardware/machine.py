@@ -42,6 +42,11 @@ def room(root: Path = ROOT) -> Room:
     return min(found, key=lambda each: each.available_bytes)
 
 
+def compaction_stalls() -> int | None:
+    """Return how often somebody on this machine has waited for the kernel to compact memory; None: it does not say."""
+    return _fields(ROOT / "proc/vmstat").get("compact_stall")
+
+
 def _left(mount: Path, path: str, limit: str, usage: str, total: str) -> Iterator[Room]:
     """Yield what the group ``path`` leaves, and each above it; in a container the mount itself may be the group."""
     inner = mount / path.strip("/")
