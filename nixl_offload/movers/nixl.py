@@ -38,7 +38,10 @@ from nixl_offload.movers.base import (
     MemoryRegion,
     Mover,
     MoverLimits,
+    Op,
     TrackedTransfer,
+    Transfer,
+    TransferState,
 )
 from nixl_offload.movers.pinning import add_holder, check_pinning, remove_holder
 from nixl_offload.stores.s3 import ATTEMPTS, S3Address, ca_bundle_of
@@ -109,46 +112,41 @@ def object_plugin(tier: S3Config) -> NixlPlugin:
 
 
 class NixlAgent:
-    """An agent with one plugin or more, made when it is first needed. What NIXL raises becomes a MoverError.
+    """An agent with one plugin, made when it is first needed. What NIXL raises becomes a MoverError.
 
     ``register`` and ``deregister`` are for the thread that drives the mover, all else for any.
     """
 
-    def __init__(self, *plugins: NixlPlugin) -> None:
-        """``plugins``: each kind of memory goes by the last one that takes it."""
+    def __init__(self, plugin: NixlPlugin) -> None:
         self.name = f"nixl-offload-{os.getpid()}-{next(_agent_numbers)}"
-        self.memory_kinds = frozenset[MemoryKind]().union(*(plugin.memory_kinds for plugin in plugins))
-        """Narrowed to what the plugins take on this machine, once they have been started."""
-        self._plugins = plugins
-        self._plugin_of: dict[MemoryKind, str] = {}
+        self.memory_kinds = plugin.memory_kinds
+        """Narrowed to what the plugin takes on this machine, once it has been started."""
+        self._plugin = plugin
+        self._backends = [plugin.plugin]
         self._errors: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError)
         self._agent: Any = None
 
     def start(self) -> None:
-        """Start NIXL and its plugins. Raises MoverUnavailableError when one cannot run here."""
+        """Start NIXL and its plugin. Raises MoverUnavailableError when one cannot run here."""
         if self._agent is None:
             with LIBRARIES:
                 self._agent = self._make()
 
     def register_memory(self, region: MemoryRegion) -> Any:
-        """Register host or device memory with its plugin. Returns what ``deregister`` takes."""
-        descriptor = region.address, region.length_bytes, region.device_id, ""
-        return self._register("memory", region.kind.name, descriptor, [self._plugin_of[region.kind]])
+        """Register host or device memory. Returns what ``deregister`` takes."""
+        return self.register("memory", region.kind.name, (region.address, region.length_bytes, region.device_id, ""))
 
     def register(self, what: str, kind: str, descriptor: tuple[int, int, int, str]) -> Any:
-        """Register a file or an object (``what``, for messages) with all plugins. Returns what ``deregister`` takes."""
-        return self._register(what, kind, descriptor, [plugin.plugin for plugin in self._plugins])
-
-    def _register(self, what: str, kind: str, descriptor: tuple[int, int, int, str], plugins: list[str]) -> Any:
+        """Register a file or an object (``what``, for messages). Returns what ``deregister`` takes."""
         try:
-            return self._agent.register_memory([descriptor], kind, plugins), plugins
+            return self._agent.register_memory([descriptor], kind, self._backends)
         except self._errors as error:
             raise self._failure(f"register {what}", error) from error
 
     def deregister(self, what: str, registered: Any) -> None:
         """Undo ``register`` and ``register_memory``."""
         try:
-            self._agent.deregister_memory(*registered)
+            self._agent.deregister_memory(registered, self._backends)
         except self._errors as error:
             raise self._failure(f"deregister {what}", error) from error
 
@@ -164,7 +162,7 @@ class NixlAgent:
                 agent.get_xfer_descs(_descriptors(fil, 0, target_id), target_kind),
                 self.name,
                 b"",
-                [self._plugin_of[region.kind]],
+                self._backends,
             )
         except self._errors as error:
             raise self._failure("initialize transfer", error) from error
@@ -193,7 +191,7 @@ class NixlAgent:
         try:
             self._agent.release_xfer_handle(handle)
         except self._errors as error:
-            logger.warning("%s: could not release a finished handle: %s", self._plugins[0].name, _words(error))
+            logger.warning("%s: could not release a finished handle: %s", self._plugin.name, _words(error))
 
     def forget(self) -> None:
         """Let the agent be collected, which ends it. Nothing of it may be in use."""
@@ -201,30 +199,27 @@ class NixlAgent:
             self._agent = None
 
     def _failure(self, doing: str, error: Exception) -> MoverError:
-        return MoverError(f"{self._plugins[0].name}: {doing}: {_words(error)}")
+        return MoverError(f"{self._plugin.name}: {doing}: {_words(error)}")
 
     def _make(self) -> Any:
         api = _import_nixl()
         # A class per status, derived from nothing in common; here all of them mean the same.
         own = (value for value in vars(api.nixlBind).values() if isinstance(value, type))
         self._errors += tuple(value for value in own if issubclass(value, Exception))
-        plugin = self._plugins[0]
+        plugin = self._plugin
         try:
             config = api.nixl_agent_config(
                 enable_prog_thread=False, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
             )
             with _defaults(plugin.environment):
                 agent = api.nixl_agent(self.name, config)
-                for plugin in self._plugins:
-                    agent.create_backend(plugin.plugin, dict(plugin.params))
-                    taken = agent.get_backend_mem_types(plugin.plugin)
-                    kinds = [kind for kind in plugin.memory_kinds if {kind.name, f"{kind.name}_SEG"} & {*taken}]
-                    self._plugin_of |= dict.fromkeys(kinds, plugin.plugin)
+                agent.create_backend(plugin.plugin, dict(plugin.params))
+            taken = {kind.removesuffix("_SEG") for kind in agent.get_backend_mem_types(plugin.plugin)}
         except self._errors as error:
             raise MoverUnavailableError(
-                f"{self._plugins[0].name}: NIXL's {plugin.plugin} plugin does not start here: {_words(error)}"
+                f"{plugin.name}: NIXL's {plugin.plugin} plugin does not start here: {_words(error)}"
             ) from error
-        self.memory_kinds = frozenset(self._plugin_of)
+        self.memory_kinds = frozenset(kind for kind in plugin.memory_kinds if kind.name in taken)
         return agent
 
 
@@ -282,18 +277,18 @@ class NixlTransfer(TrackedTransfer):
 
 
 class AgentMover(Mover):
-    """What movers over an agent share. The first use raises MoverUnavailableError where a plugin cannot run."""
+    """What movers over an agent share. The first use raises MoverUnavailableError where the plugin cannot run."""
 
     transfer_type = NixlTransfer
 
-    def __init__(self, *plugins: NixlPlugin, limits: MoverLimits, close_timeout_s: float) -> None:
-        self._nixl = NixlAgent(*plugins)
-        super().__init__(plugins[0].name, self._nixl.memory_kinds, limits, close_timeout_s)
+    def __init__(self, plugin: NixlPlugin, *, limits: MoverLimits, close_timeout_s: float) -> None:
+        self._nixl = NixlAgent(plugin)
+        super().__init__(plugin.name, plugin.memory_kinds, limits, close_timeout_s)
         self._registered: dict[MemoryId | FileId, Any] = {}
         keep_in_children(self)  # agents do not survive a fork, and handles that are collected release themselves
 
     def connect(self) -> None:
-        """Start NIXL and its plugins now, which reaches no storage yet. Raises MoverUnavailableError."""
+        """Start NIXL and its plugin now, which reaches no storage yet. Raises MoverUnavailableError."""
         self._check_usable()
 
     def _check_usable(self) -> None:
@@ -341,14 +336,8 @@ class NixlMover(AgentMover):
     what ``close`` cannot drain within ``close_timeout_s``.
     """
 
-    def __init__(
-        self, plugin: NixlPlugin, host_plugin: NixlPlugin | None = None, *, close_timeout_s: float = 30.0
-    ) -> None:
-        """``host_plugin`` moves host memory. GDS_MT would register that with cuFile as well, which takes long and may
-        fail for a memory tier of a hundred GB.
-        """
-        plugins = (plugin,) if host_plugin is None else (plugin, host_plugin)
-        super().__init__(*plugins, limits=MoverLimits(alignment_bytes=PAGE_BYTES), close_timeout_s=close_timeout_s)
+    def __init__(self, plugin: NixlPlugin, *, close_timeout_s: float = 30.0) -> None:
+        super().__init__(plugin, limits=MoverLimits(alignment_bytes=PAGE_BYTES), close_timeout_s=close_timeout_s)
         self._is_cufile = plugin.plugin == "GDS_MT"
 
     def _register(self, memory: MemoryId, region: MemoryRegion) -> None:
@@ -415,3 +404,68 @@ class NixlMover(AgentMover):
         self._closed = True
         self._release_all()
         self._forget_if_unused()
+
+
+class PairedMover(Mover):
+    """Moves device memory by one mover and host memory by another, to and from the same files. Closes both.
+
+    For GDS_MT, which would register host memory with cuFile as well: that takes long and may fail for a memory tier of
+    a hundred GB. A memory's id is twice that of its mover, plus 1 for host memory; a file's is the device's mover's.
+    """
+
+    def __init__(self, device: Mover, host: Mover) -> None:
+        """``device`` takes VRAM and ``host`` DRAM. The limits are those of ``device``."""
+        super().__init__(device.name, frozenset(MemoryKind), device.limits, close_timeout_s=0.0)
+        self._device, self._host = device, host
+        self._host_files: dict[FileId, FileId] = {}
+
+    def register_memory(self, region: MemoryRegion) -> MemoryId:
+        on_host = region.kind is MemoryKind.DRAM
+        return MemoryId(2 * (self._host if on_host else self._device).register_memory(region) + on_host)
+
+    def unregister_memory(self, memory: MemoryId) -> None:
+        inner, on_host = divmod(memory, 2)
+        (self._host if on_host else self._device).unregister_memory(MemoryId(inner))
+
+    def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
+        try:
+            host_fd = os.dup(fd)
+        except OSError as error:
+            os.close(fd)
+            raise MoverError(f"cannot use {path}: {error.strerror}") from error
+        try:
+            file = self._device.adopt_file(fd, path, length_bytes, direct=direct)
+        except BaseException:
+            os.close(host_fd)
+            raise
+        try:
+            self._host_files[file] = self._host.adopt_file(host_fd, path, length_bytes, direct=direct)
+        except BaseException:
+            self._device.close_file(file)
+            raise
+        return file
+
+    def close_file(self, file: FileId) -> None:
+        if file in self._host_files:
+            self._host.close_file(self._host_files[file])
+            del self._host_files[file]
+        self._device.close_file(file)
+
+    def submit(
+        self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
+    ) -> Transfer:
+        if file not in self._host_files:
+            raise MoverError(f"{self.name}: file {file} is not open here")
+        inner, on_host = divmod(memory, 2)
+        mover, opened = (self._host, self._host_files[file]) if on_host else (self._device, file)
+        return mover.submit(op, MemoryId(inner), memory_extents, opened, file_extents)
+
+    def poll(self, transfer: Transfer) -> TransferState:
+        self._device.poll(transfer)  # one of them knows it
+        return self._host.poll(transfer)
+
+    def close(self) -> None:
+        try:
+            self._device.close()
+        finally:
+            self._host.close()

@@ -25,7 +25,7 @@ from nixl_offload.hardware.gds import gds_report
 from nixl_offload.keep import keep_forever
 from nixl_offload.movers.base import Extents, MemoryKind, MemoryRegion, Mover, Op, move, open_file
 from nixl_offload.movers.kvikio import KvikioMover
-from nixl_offload.movers.nixl import PLUGINS, NixlMover, object_plugin
+from nixl_offload.movers.nixl import PLUGINS, NixlMover, PairedMover, object_plugin
 from nixl_offload.movers.nixl_objects import NOT_ANSWERING, NixlObjectMover
 from nixl_offload.movers.threaded import CopyMover, StoreMover
 from nixl_offload.stores.base import Store
@@ -93,15 +93,14 @@ def candidates(kind: MoverChoice, memory_kind: MemoryKind) -> list[str]:
 def make_mover(name: str, *, threads: int = 8) -> Mover:
     """Return a bare mover of files: ``copy``, ``kvikio`` or one of ``PLUGINS``. Starts nothing yet.
 
-    ``threads`` is for gds_mt and kvikio. With gds_mt, host memory goes by POSIX.
+    ``threads`` is for gds_mt and kvikio.
     """
     if name == "copy":
         return CopyMover()
     if name == "kvikio":
         return KvikioMover(threads)
     if name == "gds_mt":
-        device = replace(PLUGINS[name], params={"thread_count": str(threads)})
-        return NixlMover(device, PLUGINS["posix_aio"])
+        return NixlMover(replace(PLUGINS[name], params={"thread_count": str(threads)}))
     return NixlMover(PLUGINS[name])
 
 
@@ -115,9 +114,9 @@ def open_mover(
 ) -> ProbedMover:
     """Open the best mover of ``kind`` that can really move bytes between this memory and a file in ``directory``.
 
-    ``threads`` is as in ``make_mover``. ``scratch`` is at least ``SCRATCH_BYTES`` of the memory
-    to probe VRAM with, page-aligned; None takes it from torch's current CUDA device. Says at INFO what was chosen and
-    what was passed over, and why.
+    With ``gds_mt`` for VRAM, host memory goes by the best mover for it. ``threads`` is as in ``make_mover``.
+    ``scratch`` is at least ``SCRATCH_BYTES`` of the memory to probe VRAM with, page-aligned; None takes it from torch's
+    current CUDA device. Says at INFO what was chosen and what was passed over, and why.
     Raises MoverUnavailableError when nothing of ``kind`` can run, with the reasons and what would help.
     """
 
@@ -127,6 +126,9 @@ def open_mover(
         probed_kind = memory_kind if memory_kind in mover.memory_kinds else MemoryKind.DRAM
         with _closed_on_error(mover):
             note = probe_round_trip(mover, probed_kind, directory, scratch if probed_kind is memory_kind else None)
+            if name == "gds_mt" and probed_kind is MemoryKind.VRAM:
+                host = open_mover("auto", MemoryKind.DRAM, directory).mover
+                mover, note = PairedMover(mover, host), f"{note}; host memory by {host.name}"
         return mover, note + ("" if probed_kind is memory_kind else _PACKS)
 
     report: list[Probe] = []

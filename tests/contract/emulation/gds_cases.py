@@ -26,10 +26,10 @@ from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.records import WorkKind
 from nixl_offload.engine.streams import Device, HostStreams
 from nixl_offload.errors import MoverError
-from nixl_offload.movers import pinning
+from nixl_offload.movers import pinning, select
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState
-from nixl_offload.movers.nixl import PLUGINS, NixlMover
-from nixl_offload.movers.select import make_mover, open_mover
+from nixl_offload.movers.nixl import PLUGINS, NixlMover, PairedMover
+from nixl_offload.movers.select import open_mover, probe_round_trip
 from nixl_offload.types import Outcome
 from tests.contract.suites.mover_rig import KIB, MIB, HostMemory, MoverRigs, Rig, extents
 from tests.contract.suites.mover_suite import MoverSuite
@@ -69,13 +69,18 @@ def lab(control: Control, tmp_path: Path) -> Iterator[Lab]:
         yield lab
 
 
-class GdsRigs(MoverRigs):
+def gds_and_posix() -> Mover:
     """GDS_MT as tiers open it: with POSIX for host memory."""
+    return PairedMover(NixlMover(PLUGINS["gds_mt"]), NixlMover(PLUGINS["posix_aio"]))
+
+
+class GdsRigs(MoverRigs):
+    """GDS_MT with POSIX."""
 
     memory_kind = MemoryKind.VRAM
 
     def make_mover(self) -> Mover:
-        return make_mover("gds_mt")
+        return gds_and_posix()
 
 
 class TestDeviceMemory(GdsRigs, MoverSuite):
@@ -198,7 +203,7 @@ def test_host_memory_is_none_of_cufiles(lab: Lab, control: Control, way: Way) ->
     cuFile, and chunks go between them and the tier all the same.
     """
     host = HostSlab(memory_bytes=64 << 20, relay_slots=1, slot_bytes=1 << 20)
-    rig = lab.make(make_mover("gds_mt"), "blhnc", way, host=host)
+    rig = lab.make(gds_and_posix(), "blhnc", way, host=host)
     assert 0 < control["largest"] < host.length_bytes
     rig.write(range(8))
     wanted = rig.rows([0, 1, 2, 3])
@@ -221,7 +226,7 @@ def test_kv_memory_that_cufile_refuses_is_packed(lab: Lab, control: Control, cap
     """Nothing bounces, the log says why, and what is stored comes back."""
     caplog.set_level("INFO")
     control["max_register"] = 128 << 10
-    rig = lab.make(make_mover("gds_mt"), "blhnc", "direct")
+    rig = lab.make(gds_and_posix(), "blhnc", "direct")
     assert rig.engine.paths.link_memory.plans[0].path != "direct"
     assert "cuFile refuses to register" in caplog.text
     assert_round_trip(rig, lambda: time.sleep(0.005))
@@ -231,15 +236,27 @@ def test_kv_memory_that_cufile_refuses_is_packed(lab: Lab, control: Control, cap
 # The choice
 
 
-def test_auto_takes_it(tmp_path: Path) -> None:
-    """Device memory: auto takes GDS_MT when a round trip through it works."""
+@pytest.mark.parametrize("posix", ["POSIX", "none"])
+def test_auto_takes_it(
+    posix: str, tmp_path: Path, control: Control, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Device memory: auto takes GDS_MT when a round trip through it works. Host memory has been tried as well, and goes
+    by plain copies where POSIX does not start: this machine may have neither io_uring nor aio contexts.
+    """
+    caplog.set_level("INFO")
+    plugins = {name: replace(plugin, plugin=posix) for name, plugin in PLUGINS.items() if name != "gds_mt"}
+    monkeypatch.setattr(select, "PLUGINS", {**PLUGINS, **plugins})
     page = np.zeros(5 * 4096, dtype=np.uint8)
     address = -(-int(page.ctypes.data) // 4096) * 4096
     mover, report = open_mover(
         "auto", MemoryKind.VRAM, str(tmp_path), scratch=MemoryRegion(address, 4 * 4096, MemoryKind.VRAM)
     )
-    mover.close()
     assert [probe.name for probe in report] == ["gds_mt"] == [mover.name]
+    moved = control["reads"]
+    probe_round_trip(mover, MemoryKind.DRAM, str(tmp_path))
+    mover.close()
+    assert moved == control["reads"] > 0
+    assert f"host memory by {'posix' if posix == 'POSIX' else 'copy'}" in caplog.text
     assert not list(tmp_path.iterdir())
 
 

@@ -196,8 +196,8 @@ class Faults:
 
         def begin(agent: Any, handle: Any) -> str:
             """Start nothing: what NIXL says of a read that has failed, which the mover of objects repeats."""
-            armed, plugins = self.armed, {plugin.plugin for plugin in agent._plugins}
-            if armed is not None and armed.transfers and armed.fault == "EIO" and "OBJ" in plugins:
+            armed = self.armed
+            if armed is not None and armed.transfers and armed.fault == "EIO" and agent._plugin.plugin == "OBJ":
                 return "ERR" if armed.strikes() else real_begin(agent, handle)
             return real_begin(agent, handle)
 
