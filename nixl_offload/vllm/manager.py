@@ -1,7 +1,7 @@
-"""The scheduler's half behind vLLM's ``OffloadingManager``: what the tiers hold and will take, in vLLM's words.
+"""Our ``OffloadingManager``: answers vLLM's questions about what the tiers hold and will take.
 
-Threading: called by the scheduler's thread. Nothing here blocks on storage, and nothing raises for reasons of storage
-but at a start where a tier's options do not fit the model.
+Threading: called by the scheduler's thread; never blocks on storage.
+Failure: storage never raises, except at a start with a tier whose options do not fit the model.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ _NO_STORE: Final = StoreTicket(0, (), ())
 
 
 class TierLabel(NamedTuple):
-    """How vLLM, and llm-d's indexer behind it, name a kind of tier."""
+    """What vLLM, and llm-d's indexer, call a kind of tier."""
 
     medium: Medium
     locality: Locality
     source: CacheHitSource
     reports_removals: bool
-    """Whether each removal is reported. vLLM remembers until then what a chunk was made of."""
+    """Whether each removal is reported. vLLM keeps a chunk's description until then."""
     event_medium: str | None = None
-    """What events call the medium, where vLLM has no word for it: as llm-d's router weighs it (decision 0023)."""
+    """The medium's name in events, if vLLM has none: the name that llm-d's router weighs (decision 0023)."""
 
 
 _SHARED: Final = (Medium.STORAGE, Locality.REMOTE, CacheHitSource.EXTERNAL_UNSPECIFIED, False)
@@ -82,14 +82,14 @@ _LABELS: Final = {
 
 
 def label_of(tier: TierConfig, *, is_local: bool) -> TierLabel:
-    """Return what vLLM calls a tier. ``is_local``: no other machine reaches what it holds."""
+    """Return what vLLM calls a tier. ``is_local``: only this machine can read the tier."""
     if tier.kind == "shared_dir" and is_local:
         return _LABELS["slab"]._replace(reports_removals=False)
     return _LABELS[tier.kind]
 
 
 def chain_options(config: Config, parallel: ParallelConfig) -> ChainOptions:
-    """Return what the config says of how chunks travel from tier to tier, in bytes per rank."""
+    """Return the config's options for moves between tiers, in bytes per rank."""
     memory = config.memory
     if memory is None:
         return ChainOptions(write_through_backlog_bytes=config.staging_bytes)
@@ -103,8 +103,8 @@ def chain_options(config: Config, parallel: ParallelConfig) -> ChainOptions:
 
 
 class NixlOffloadManager(OffloadingManager):
-    """Answers vLLM from the catalog. A tier serves from when it is open here and on all ranks; until then nothing is
-    found there and nothing is stored there.
+    """Answers vLLM from the catalog. A tier serves once it is open here and on all ranks. Until then nothing is found
+    or stored there.
     """
 
     def __init__(self, offloading: OffloadingConfig, config: Config, vllm_config: VllmConfig) -> None:
@@ -113,25 +113,25 @@ class NixlOffloadManager(OffloadingManager):
         self._parallel = vllm_config.parallel_config
         self._config = config
         self.version = 0
-        """Counts what may change the answers to lookups, but for what tiers that others write to find by themselves."""
+        """Counts changes that may change answers to lookups. Changes by other servers are not counted."""
         self.serving = ServingTiers(offloading, config, vllm_config, begin=self._take_namespace, join=self._take_tier)
         self._first: Namespace | None = None
         """The namespace of the start; None: not known yet."""
         self._loaded_weights: str | None = None
         self._reopens = False
-        """Tiers are to be opened for other weights, once nothing is under way."""
+        """Whether tiers are to be opened for other weights, once no ticket is open."""
         self.is_paused = False
-        """vLLM has paused, and may sleep, when ranks move nothing: no move begins until it computes again."""
+        """Whether vLLM has paused. It may then sleep, so no move begins until it computes again."""
         self._slot_bytes: dict[int, int] = {}
-        """By KV cache group, once the namespace is known: of a chunk, on each rank."""
+        """Bytes of a chunk on each rank, by KV cache group. Empty until the namespace is known."""
         self._token_bytes: dict[int, float] = {}
-        """The same of a token."""
+        """The same for a token."""
         self._labels = [label_of(tier, is_local=False) for tier in config.tiers]
         """By position; whether a directory is on a drive of this machine is known once it is open."""
         self.moves: list[MoveTicket] = []
-        """What the ranks are to hear of. The caller empties it."""
+        """Moves to send to the ranks. The caller empties it."""
         self.removed: list[OffloadKey] = []
-        """What ``take_events`` has reported as gone from some tier. The caller empties it."""
+        """Chunks that ``take_events`` has reported as gone from some tier. The caller empties it."""
         self.metrics: Final = MetricsReporter([tier.kind for tier in config.tiers])
         self.decider: Final = LoadDecider(
             len(config.tiers),
@@ -139,7 +139,7 @@ class NixlOffloadManager(OffloadingManager):
             token_bytes=self._token_bytes,
             skips_slow=config.slow_hits == "skip",
         )
-        """How much of a hit is loaded."""
+        """Decides how much of a hit is loaded."""
         self._make_catalog()
 
     # Tiers that open, and open again for other weights.
@@ -147,8 +147,8 @@ class NixlOffloadManager(OffloadingManager):
     def open(self, ranks: Sequence[RankGeometry], *, waits: bool = True) -> None:
         """Open the tiers, once. ``ranks``: the geometry of each, in order. ``waits``: before the first step.
 
-        Waits and raises as ``ServingTiers.open``, and only at a start. Called again (vLLM repeats the handshake when it
-        wakes up) it leaves the tiers, and the lock they hold, as they are.
+        Waits and raises as ``ServingTiers.open``, and only at a start. A second call does nothing: vLLM repeats the
+        handshake when it wakes up.
         """
         if self.serving.is_begun:
             return
@@ -159,11 +159,10 @@ class NixlOffloadManager(OffloadingManager):
             raise
 
     def reopen(self, loaded_weights: str | None) -> None:
-        """Serve, from now on, what was computed with other weights: ``loaded_weights`` tells them from those of the
-        start; None: they are those again.
+        """Serve the namespace of other weights from now on. ``loaded_weights`` identifies them; None: those of the
+        start.
 
-        Nothing is found and nothing is stored until the tiers are open in that namespace, which waits until what is
-        under way has ended.
+        The tiers are opened in that namespace once no ticket is open. Until then nothing is found or stored.
         """
         if self.serving.is_begun and not self.serving.is_off:
             self._loaded_weights = loaded_weights
@@ -191,7 +190,7 @@ class NixlOffloadManager(OffloadingManager):
     def _take_namespace(self, namespace: Namespace) -> None:
         if self._first is not None:
             counts = self.catalog.counts  # metrics go on
-            self._make_catalog()  # the tiers of the one before are closed
+            self._make_catalog()  # the tiers of the old namespace are closed
             self.catalog.counts.update(counts)
         self._first = self._first or namespace
         blocks = self._offloading.cache.blocks_per_chunk
@@ -205,7 +204,7 @@ class NixlOffloadManager(OffloadingManager):
         self.catalog.join(position, tier)
 
     def take_ranks(self, ranks: Mapping[int, RankStatus]) -> None:
-        """Take the status of ranks where it has changed. A tier serves when all of them have opened it."""
+        """Take the status of ranks for which it has changed. A tier serves once all ranks have opened it."""
         self.serving.take_ranks(ranks)
         statuses = [status.tiers for status in self.serving.ranks.values()]
         disabled = {position for tiers in statuses for position, tier in enumerate(tiers) if tier.trouble}
@@ -242,7 +241,7 @@ class NixlOffloadManager(OffloadingManager):
         return notes.allowed_tiers
 
     def where(self, key: OffloadKey, req_context: ReqContext | None = None) -> int | None:
-        """Return the tier that would serve a chunk to a request; None: to any request. None: no tier would."""
+        """Return the tier that would serve a chunk, or None. Without a ``req_context`` all tiers are allowed."""
         return self.catalog.where(Key(key), None if req_context is None else self.allowed_tiers(req_context))
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
@@ -263,7 +262,7 @@ class NixlOffloadManager(OffloadingManager):
         return TicketSpec(ticket, notes.adapter)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Reserve room for what is not stored yet; fewer keys, or none, when room is short or storage too slow."""
+        """Reserve room for chunks that no tier has. Takes fewer, or none, if room is short or storage too slow."""
         notes, ticket = notes_of(req_context), None
         if self._slot_bytes and not self._reopens and notes.stores and notes.knows_keys:
             ticket = self.catalog.reserve(cast("Collection[Key]", keys), time.monotonic(), req_context.req_id)
@@ -276,7 +275,7 @@ class NixlOffloadManager(OffloadingManager):
         )
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """A step is scheduled: tiers go and look for what its lookups did not find in memory, and moves begin."""
+        """A step is scheduled: tiers look for chunks that its lookups did not find in memory, and moves begin."""
         if self._reopens:
             self._reopen_when_idle()
         if not self.serving.is_whole:
@@ -289,14 +288,14 @@ class NixlOffloadManager(OffloadingManager):
                 self._changed()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget what is remembered of a request's lookups."""
+        """Forget a request's lookups."""
         self.catalog.forget_request(req_context.req_id)
 
-    # What the ranks report. vLLM's own complete_store and complete_load carry no outcome and survive no reset, so
-    # tickets settle here, from our own message, and those two have nothing left to do.
+    # What the ranks report. vLLM's complete_store and complete_load carry no outcome and survive no reset. They do
+    # nothing here: tickets settle from our own message.
 
     def settle(self, reports: Mapping[int, TicketReport], loads: Sequence[LoadSample] = ()) -> set[OffloadKey]:
-        """Take the reports on tickets: READY, dropped, or gone; and on how long tiers took to serve loads.
+        """Settle the tickets that all ranks have reported, and learn how long tiers took to serve loads.
 
         Returns the chunks that a load did not bring.
         """
@@ -325,15 +324,15 @@ class NixlOffloadManager(OffloadingManager):
     # What vLLM asks between steps.
 
     def has_pending_work(self) -> bool:
-        """Keep an idle engine stepping while ranks open tiers, until they have reported every ticket, and nothing waits
-        to be moved.
+        """Whether an idle engine must keep stepping: while ranks open tiers, a ticket is not reported by all of them,
+        or a move waits.
         """
         is_busy = self.catalog.open_tickets > 0 or (self.catalog.moves.has_pending and not self.is_paused)
         return is_busy or self.serving.is_opening or (self._reopens and not self.serving.is_off)
 
     @property
     def will_store(self) -> bool:
-        """Whether nothing is stored now, and something will be in a moment: what waits till then is not lost."""
+        """Whether nothing can be stored now but soon will be. Chunks are then offered later."""
         return self._reopens or self.serving.is_about_to_serve
 
     @property
@@ -381,12 +380,12 @@ class NixlOffloadManager(OffloadingManager):
     def shutdown(self) -> None:
         """Close the tiers: indexes are written out, locks released, background work ends.
 
-        vLLM has ended the ranks before: they drained what was on its way, and could not tell. What they may have
-        finished is written down as a hint; its checksums tell, when it is loaded, whether they had.
+        vLLM has ended the ranks before. They drained their stores, but could not report them. Such chunks go into the
+        index as hints; checksums tell, when they are loaded, whether they were finished.
         """
         self.serving.close(self.catalog.in_flight_stores() if self._config.verify != "header" else ())
 
     def _changed(self) -> None:
-        """Take note that chunks came or went, or are about to."""
+        """Note that chunks came or went, or are about to."""
         self.version += 1
         self.metrics.look_soon()

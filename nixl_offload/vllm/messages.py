@@ -25,26 +25,26 @@ from nixl_offload.vllm.adapters import AdapterName, AdapterUse
 
 @dataclass
 class RankGeometry(KVConnectorHandshakeMetadata):
-    """What one rank has allocated; sent once: in vLLM's handshake, or with its first report."""
+    """What one rank has allocated and loaded. Sent once: in vLLM's handshake, or with its first report."""
 
     rank: int
     slot_bytes: tuple[int, ...]
-    """Bytes of its shard of a chunk (header page, payload, padding) per KV cache group; 0: it has no layer of it. Where
-    chunks are cut: of each shard that it holds, in the order of ``ShardPlan.numbers``.
+    """Bytes of its shard of a chunk (header page, payload, padding) per KV cache group; 0: it has no layer of the
+    group. If chunks are cut: bytes of each shard that it holds, in the order of ``ShardPlan.numbers``.
     """
     digest: str
-    """Of what lies where in its KV caches (``rank_identity``)."""
+    """Digest of the layout of its KV caches (``rank_identity``)."""
     attention_backends: tuple[str, ...] = ()
-    """Names of the backends that its layers really use, sorted: they decide what lies where inside a block."""
+    """Names of the backends that its layers really use, sorted. They decide the layout inside a block."""
     machine: str = ""
     """Equal for ranks that open the same files by the same paths (``hardware.machine``); "": not known."""
     weights: str | None = None
     """Digest of the weights that it has loaded; None: not known."""
     sources: tuple[str, ...] = ()
-    """What its models came from beside their own files (``rank_identity.sources_of``)."""
+    """Sources of its models' weights beside their own files (``rank_identity.sources_of``)."""
     shards: ShardPlan | None = None
-    """How chunks are cut into shards; ``digest`` is of the layers of the whole model then. None: each rank stores what
-    it has."""
+    """How chunks are cut into shards; ``digest`` then covers the layers of the whole model. None: they are not cut, and
+    each rank stores its own part."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class TicketSpec(LoadStoreSpec):
 
     ticket: StoreTicket | LoadTicket
     adapter: AdapterUse | None = None
-    """What its keys stand for, if it is of a request with a LoRA adapter."""
+    """The LoRA adapter that its keys stand for, if the request has one."""
 
 
 @dataclass
@@ -64,32 +64,32 @@ class StepMetadata(OffloadingConnectorMetadata):
     places: dict[int, AnyPlace] = field(default_factory=dict)
     """Tiers to open, by position in the config, and where they are. Each is sent once, before any job that needs it."""
     opening: int = 0
-    """Which opening of the tiers ``places`` belongs to: what an earlier one has opened is closed first."""
+    """Number of the opening that ``places`` belongs to. Tiers of an earlier opening are closed first."""
     weights_question: int = 0
-    """Which question for the weights that a rank has loaded this is; 0: none."""
+    """Number of a question to each rank: which weights has it loaded? 0: no question."""
 
 
 class LoadSample(NamedTuple):
-    """How long a tier took over its part in a load."""
+    """How long a tier took for its part of a load."""
 
     tier: int
     size_bytes: int
-    """Of what was asked for."""
+    """Bytes that were asked for."""
     seconds: float
     failed: bool
-    """Some of it did not come."""
+    """Whether some of them did not come."""
     ticket: int = 0
 
 
 @dataclass
 class TicketReport:
-    """What ranks say of one ticket: how many have finished, and which positions failed on any of them."""
+    """The reports of ranks on one ticket: how many have finished, and which positions failed on any of them."""
 
     ranks: int = 1
     failures: dict[int, Outcome] = field(default_factory=dict)
 
     def merge(self, other: TicketReport) -> TicketReport:
-        """Combine two ranks' words: of each chunk the worst."""
+        """Combine two reports: the worst outcome of each chunk counts."""
         failures = dict(self.failures)
         for position, outcome in other.failures.items():
             failures[position] = worst(outcome, failures.get(position, Outcome.OK))
@@ -97,24 +97,24 @@ class TicketReport:
 
 
 class WeightsAnswer(NamedTuple):
-    """What a rank has in memory."""
+    """A rank's answer to a question for its weights."""
 
     question: int
     digest: str | None
-    """None: it cannot tell."""
+    """None: the rank could not make one."""
 
 
 class RankStatus(NamedTuple):
-    """What one rank has open, by position in the config. It sends none before it has opened a tier or failed to."""
+    """The tiers that a rank has open, by position in the config. First sent when it has opened a tier or failed to."""
 
     open: frozenset[int]
-    """Every job for another tier fails."""
+    """Jobs for all other tiers fail."""
     failed: frozenset[int] = frozenset()
     """Tiers that it could not open. It tries again."""
     tiers: tuple[TierStatus, ...] = ()
     """By position; empty where the rank has no layer to store."""
     opening: int = 0
-    """Of which opening of the tiers this is said."""
+    """Number of the opening of the tiers that this status is about."""
 
 
 @dataclass
@@ -123,17 +123,17 @@ class WorkerReport(OffloadingWorkerMetadata):
 
     tickets: dict[int, TicketReport] = field(default_factory=dict)
     loads: list[LoadSample] = field(default_factory=list)
-    """What the estimate of the tiers' speed lives on."""
+    """For the estimates of the tiers' speed."""
     work: Work | None = None
     """What was moved and what failed, added up over the ranks; for metrics. None: nothing."""
     ranks: dict[int, RankStatus] = field(default_factory=dict)
-    """Of the ranks whose status has changed."""
+    """By rank: its status, if that has changed."""
     geometries: dict[int, RankGeometry] = field(default_factory=dict)
-    """By rank: what no handshake has taken."""
+    """By rank: its geometry, if no handshake has sent it."""
     adapters: dict[int, dict[AdapterName, tuple[str | None, ...]]] = field(default_factory=dict)
-    """By rank: the LoRA adapters that it has loaded, each as often as it has, and their digests."""
+    """By rank: the LoRA adapters that it has loaded, with a digest for each time it did."""
     weights: dict[int, WeightsAnswer] = field(default_factory=dict)
-    """By rank: what it has answered to a question for its weights."""
+    """By rank: its answer to a question for its weights."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Merge another rank's report of the same step into a new one."""

@@ -3,7 +3,7 @@
 Threading: the scheduler's thread; ``DEFINITIONS`` is a constant that the process with the exporter reads as well.
 Gauges are snapshots; counters and histograms have what was added since the last report. Counters of trouble begin as 0:
 a counter that appears with its first event hides that event from ``rate()``.
-Failure: metrics are not worth an engine. The first of their errors is logged.
+Failure: errors in metrics do not raise. The first one is logged.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _definition(metric: Metric) -> OffloadingMetricMetadata:
 
 
 DEFINITIONS: Final[Mapping[str, OffloadingMetricMetadata]] = {metric.name: _definition(metric) for metric in METRICS}
-"""By name, as ``/metrics`` shows them (counters with ``_total`` behind)."""
+"""By name, as ``/metrics`` shows them (which appends ``_total`` to counters)."""
 
 _STATES: Final = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 _TROUBLE: Final = (
@@ -91,7 +91,7 @@ class MetricsReporter:
         self._look_s = 0.0
 
     def look_soon(self) -> None:
-        """Something has changed: the next ``take`` is to look."""
+        """Something has changed: let the next ``take`` look."""
         self._look_s = 0.0
 
     def add(self, name: str, value: float, *labels: str) -> None:
@@ -112,7 +112,7 @@ class MetricsReporter:
 
     @_harmless
     def looked_up(self, asked_tokens: int, parts: Sequence[Part], loaded_tokens: int) -> None:
-        """Count what a request has found: ``parts`` from the beginning on, of which ``loaded_tokens`` are loaded."""
+        """Count a request's lookup: the hit's ``parts`` in order; their first ``loaded_tokens`` are loaded."""
         left = asked_tokens
         for position, kind in enumerate(self._kinds):
             hit = skipped = begin = 0
@@ -197,7 +197,7 @@ class MetricsReporter:
         return stats
 
     def _begin(self) -> None:
-        """Report counters of trouble as 0 before anything has happened. ``_count`` sees to the others."""
+        """Report counters of trouble as 0 before anything has happened. ``_count`` does so for the other counters."""
         self._began = True
         begins: list[_Labelled] = [
             ("chunks", operation, how.value, kind) for kind in self._kinds for operation, how in _TROUBLE
@@ -211,8 +211,8 @@ class MetricsReporter:
             self._stats.observe_histogram(PREFIX + name, value, labels)
 
     def _count(self, name: str, total: float, *labels: str) -> None:
-        """Report what was added since the last call; at the first one also that it is 0. A smaller total is that of
-        tiers that were opened anew, and count from 0 again.
+        """Report what was added since the last call; the first call reports 0, too. If the total is smaller than
+        before, tiers were reopened and count from 0 again.
         """
         before = self._reported.get((name, *labels))
         if total != before:

@@ -1,8 +1,8 @@
-"""The entry point vLLM calls in every process (group ``vllm.general_plugins``), and where its factory finds us: makes
-our names known, and our log lines to vLLM's handlers, and refuses a vLLM that is not supported.
+"""The entry point that vLLM calls in every process (group ``vllm.general_plugins``). Registers our names, sends our log
+lines to vLLM's handlers, and refuses a vLLM that is not supported. vLLM's factory finds our connector here.
 
-Threading: called at start, by whichever thread vLLM loads plugins or builds connectors on. Imports nothing heavy and no
-vLLM, so that commands can ask which versions there are.
+Threading: called at start, by the thread on which vLLM loads plugins or builds connectors. Imports nothing heavy and no
+vLLM, so that commands can ask for versions.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 SPEC_NAME: Final = "NixlOffloadSpec"
 SUPPORTED: Final = "0.33"
-"""The minor version of vLLM that is accepted: one alone, for our half depends on vLLM's internals.
+"""The only minor version of vLLM that is accepted, because we depend on vLLM's internals.
 ``docs/decisions/0007-vllm-versions.md`` says how to move to the next."""
 PIP_REQUIREMENT: Final = "vllm>=0.33,<0.34"
-"""What pip installs it by."""
+"""The same for pip."""
 
 
 def register() -> None:
@@ -53,9 +53,9 @@ def is_supported(version: str) -> bool:
 
 
 def check_version(version: str | None = None) -> None:
-    """Raise NotSupportedError, naming the supported version, when ``version`` (the running vLLM's) is another one.
+    """Raise NotSupportedError if ``version`` (default: the running vLLM's) is not the supported one.
 
-    vLLM's internals decide whether a failed load ends as a recompute or as a dead engine, so guessing is no option.
+    vLLM's internals decide whether a failed load is recomputed or ends the engine, so no other version is tried.
     """
     if version is None:
         import vllm
@@ -69,7 +69,7 @@ def check_version(version: str | None = None) -> None:
 
 
 def __getattr__(name: str) -> object:
-    """Give vLLM's factory the connector, after a look at the version: importing it needs names private to vLLM."""
+    """Return the connector to vLLM's factory. Checks the version first, as the import needs vLLM's private names."""
     if name != CONNECTOR_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     check_version()

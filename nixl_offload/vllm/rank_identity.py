@@ -1,8 +1,8 @@
-"""What a rank has: digests of what it has allocated, and of weights and adapters in its memory; and where its weights
-came from beside a model's own files.
+"""Digests of a rank's KV caches, weights and adapters in memory; and the sources of its weights beside a model's own
+files.
 
-The namespace holds this of all ranks, so that ranks that differ in any of it share nothing. Nothing is sampled: any
-byte that changes makes another digest.
+The namespace holds this for all ranks, so engines that differ in any of it share nothing. Nothing is sampled: any byte
+that changes makes another digest.
 
 Threading: pure functions, called by the worker's main thread. ``weights_digest`` queues work on the current stream of
 each device and waits for it.
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 _REMOTE_CODE: Final = "transformers_modules."
 """Modules of a model's own code; transformers puts the commit or a digest of the sources into the name."""
 _KNOWN_CODE: Final = ("torch", "transformers", "vllm")
-"""Packages whose models read weights from ``secondary_weights`` and from their own files alone."""
+"""Packages whose models read weights only from ``secondary_weights`` and their own files."""
 PIECE_WORDS: Final = 2 << 20
-"""What is summed at a time, in words of four bytes: 8 MiB, with 32 MiB of scratch, for a device has little left."""
+"""Words of four bytes that are summed at a time: 8 MiB, with 32 MiB of scratch. A device has little memory left."""
 _WEIGHTS_DOMAIN: Final = b"nixl-offload loaded weights 1\0"
 _ADAPTER_DOMAIN: Final = b"nixl-offload loaded adapter 1\0"
 
 
 def sources_of(models: Iterable[torch.nn.Module]) -> tuple[str, ...]:
-    """Return where the weights of ``models`` come from beside their own files, sorted: directories, ids of the Hub, and
-    modules of code that may load anything.
+    """Return the sources of the weights of ``models`` beside their own files, sorted: directories, Hub ids, and modules
+    whose code may load anything.
     """
     found = set()
     for model in models:
@@ -57,7 +57,7 @@ def sources_of(models: Iterable[torch.nn.Module]) -> tuple[str, ...]:
 def allocation_digest(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> str:
-    """Return a hex digest of this rank's offloaded KV caches. How many blocks there are, and where, is not in it."""
+    """Return a hex digest of this rank's offloaded KV caches. The number and place of blocks do not count."""
     layers = vllm_config.compilation_config.static_forward_context
     facts: list[object] = [sorted(name for name in sys.modules if name.startswith(_REMOTE_CODE))]
     for number in get_offloading_group_ids(kv_cache_config):
@@ -78,7 +78,7 @@ def allocation_digest(
 
 
 def _page_facts(blocks: torch.Tensor, page_bytes: int) -> list[object]:
-    """``blocks``: shape (blocks, ...), one page each. The stride from block to block depends on what lies between."""
+    """``blocks``: shape (blocks, ...), one page each. The stride between blocks does not count."""
     item_bytes = blocks.element_size()
     stride_bytes = blocks.stride(0) * item_bytes
     offset_bytes = blocks.storage_offset() * item_bytes
@@ -86,13 +86,13 @@ def _page_facts(blocks: torch.Tensor, page_bytes: int) -> list[object]:
         str(blocks.dtype),
         list(blocks.shape[1:]),
         [stride * item_bytes for stride in blocks.stride()[1:]],
-        # Where layers lie side by side within a block, a layer's place in it counts.
+        # If layers lie side by side within a block, a layer's place in it counts.
         offset_bytes % stride_bytes if stride_bytes > page_bytes else None,
     ]
 
 
 def layer_facts(layer: Any) -> list[object]:
-    """Backend and scales: with a quantized cache the same bytes mean other values under another scale."""
+    """Return a layer's backend and scales. In a quantized cache bytes mean other values under another scale."""
     if layer is None:
         return []
     backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
@@ -100,10 +100,10 @@ def layer_facts(layer: Any) -> list[object]:
 
 
 def adapter_digest(adapter: object) -> str:
-    """Return a hex digest of plain values and tensors in an adapter, however deep, without the ``id`` that vLLM gives
-    it. Tensors rest in host memory.
+    """Return a hex digest of an adapter's plain values and tensors, at any depth, without vLLM's ``id``. The tensors
+    are in host memory.
 
-    Raises NamespaceError for a value of a kind that is not known.
+    Raises NamespaceError for a value of an unknown type.
     """
     facts = {name: value for name, value in vars(adapter).items() if name != "id"}
     try:
@@ -114,12 +114,12 @@ def adapter_digest(adapter: object) -> str:
 
 
 def weights_digest(models: Iterable[torch.nn.Module]) -> str:
-    """Return a hex digest of the parameters and persistent buffers of ``models``, where they are.
+    """Return a hex digest of the parameters and persistent buffers of ``models``, made where they are.
 
-    In host memory each is summed with XXH3-128. On a device two sums of every 8 MiB are kept, one of the words, and one
-    of the words times fixed numbers that look random, modulo 2**64: an update of weights changes both, at the speed of
-    memory. Somebody who makes two models with one digest on purpose is not stopped; ``identity.weights`` says why that
-    is enough.
+    In host memory each is summed with XXH3-128. On a device two sums of every 8 MiB are kept, modulo 2**64: of the
+    words, and of the words times fixed pseudo-random numbers. An update of weights changes both. The sums are made at
+    the speed of memory. They do not stop a person who makes two models with one digest on purpose; ``identity.weights``
+    says why that is enough.
     """
     tensors = [
         (f"{number}.{name}", tensor) for number, model in enumerate(models) for name, tensor in _tensors_of(model)
@@ -142,13 +142,13 @@ def weights_digest(models: Iterable[torch.nn.Module]) -> str:
 
 
 def piece_sums(tensor: torch.Tensor, factors: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield sums of a tensor, piece by piece, each a number where the tensor is. ``factors``: from ``make_factors``, as
-    many as a piece has words.
+    """Yield sums of a tensor piece by piece, each as a number on the tensor's device. ``factors``: from
+    ``make_factors``, one for each word of a piece.
     """
     for part in torch.split(_content(tensor), len(factors) * 4):
         piece = part.clone() if part.data_ptr() % 4 or part.storage_offset() % 4 else part
         whole = piece.numel() // 4
-        # Words of half the size of a product: else two signs that change at the top of words would cancel out.
+        # 32-bit words and 64-bit products: with words of 64 bits, two changes of top bits would cancel out.
         words = piece[: whole * 4].view(torch.int32)
         yield words.sum(dtype=torch.int64)
         yield (words * factors[:whole]).sum()
@@ -156,7 +156,7 @@ def piece_sums(tensor: torch.Tensor, factors: torch.Tensor) -> Iterator[torch.Te
 
 
 def make_factors(count: int) -> torch.Tensor:
-    """Return odd numbers without a pattern, the same at each call: SplitMix64 of the position."""
+    """Return odd pseudo-random numbers, the same at each call: SplitMix64 of the position."""
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -164,7 +164,7 @@ def make_factors(count: int) -> torch.Tensor:
 
 
 def _fact(value: object) -> object:
-    """Return for ``json`` what stands for a value that it does not know."""
+    """Return a replacement for a value that ``json`` does not know."""
     if isinstance(value, torch.Tensor):
         content = _content(value.detach().cpu().contiguous()).numpy()
         return ["tensor", str(value.dtype), list(value.shape), xxhash.xxh3_128_hexdigest(content.data)]
@@ -183,7 +183,7 @@ def _tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _plain(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Some keep their bytes in other tensors: vLLM's shared weights, and those of quantization libraries."""
+    """Yield the tensors that hold a tensor's bytes: vLLM's shared weights and quantized ones keep them in others."""
     partitions = getattr(tensor, "partitions", None)
     if isinstance(partitions, Mapping):
         for part, inner in partitions.items():
@@ -196,7 +196,7 @@ def _plain(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _content(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, in the order of its memory where it has no holes: without a copy then."""
+    """Return the bytes of a tensor. If it has no holes, they are in the order of its memory, and not copied."""
     if not tensor.numel():
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)
     flat = tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor.contiguous().view(-1)
