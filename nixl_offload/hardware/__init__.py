@@ -1,1 +1,1 @@
-"""What this machine can do: GPUDirect, mounts, drivers, libraries, memory, cores."""
+"""Facts about this machine: GPUDirect Storage, mounts, drivers, libraries, memory, cores."""

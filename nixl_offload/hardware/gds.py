@@ -1,8 +1,8 @@
-"""Whether GPUDirect Storage is real for a directory, or cuFile copies through host memory, and why.
+"""Finds out whether GPUDirect Storage is real for a directory, or cuFile copies through host memory, and why.
 
-Threading: pure functions that read ``/proc``, ``/sys``, ``/dev`` and cufile.json, but for a scratch page that
-``gds_report`` writes and removes; safe anywhere. Nothing of NVIDIA's is loaded, no process is started, nothing is
-raised. ``root`` stands for ``/`` in tests. Where each condition is documented: docs/gds.md.
+Threading: safe anywhere. Functions read ``/proc``, ``/sys``, ``/dev`` and cufile.json; only ``gds_report`` writes, a
+scratch page that it removes. They load no NVIDIA library, start no process and raise nothing. ``root`` replaces ``/``
+in tests. Sources of each condition: docs/gds.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "properties.max_device_cache_size_kb": 131_072,
     "properties.max_device_pinned_mem_size_kb": 33_554_432,
 }
-"""What cuFile does where cufile.json says nothing, of the settings that we look at; all others are off."""
+"""cuFile's defaults of the settings that we read; all other settings default to off."""
 VARIABLES: Final[Mapping[str, str]] = {
     "CUFILE_ALLOW_COMPAT_MODE": "properties.allow_compat_mode",
     "CUFILE_FORCE_COMPAT_MODE": "properties.force_compat_mode",
@@ -44,7 +44,7 @@ _NETWORK: Final = {
     "gpfs": "mmfslinux",
     "wekafs": "wekafsio",
 }
-"""Filesystems that nvidia-fs serves, and the driver that must know it."""
+"""Network filesystems that nvidia-fs serves, and the driver that must be registered with it."""
 _DRIVERS: Final = {"nvme": "nvme", "raid0": "nvme", "nvmeof": "nvme_rdma"} | _NETWORK
 _BLOCK_SECTIONS: Final = {"nvme": "nvme", "nvmeof": "nvmeof", "raid0": "raid"}
 """Kind of drive → its section of cufile.json under ``block``."""
@@ -57,32 +57,32 @@ class CufileSettings(NamedTuple):
     where: str
     """The file that cuFile reads, whether it exists or not."""
     error: str | None
-    """Why the file cannot be read or understood; then ``said`` has only what the environment says."""
+    """Why the file cannot be read or parsed; then ``said`` has only the environment's settings."""
     said: Mapping[str, Any]
-    """What the file or the environment says."""
+    """Settings from the file, overridden by the environment."""
     variables: tuple[str, ...]
     """Environment variables in force."""
 
     def flag(self, name: str) -> bool:
-        """Return a setting that is yes or no. What is no boolean counts as the default."""
+        """Return a boolean setting; the default if the value is not a boolean."""
         value = self.said.get(name)
         return value if isinstance(value, bool) else bool(DEFAULTS.get(name))
 
     def number(self, name: str) -> int:
-        """Return a setting that is a number. What is no whole number above zero counts as the default."""
+        """Return a number setting; the default if the value is not a positive integer."""
         value = self.said.get(name)
         return value if type(value) is int and value > 0 else int(DEFAULTS[name])
 
 
 def read_settings(root: str = "/") -> CufileSettings:
-    """Return what cuFile would read in this process."""
+    """Return the settings that cuFile would read in this process."""
     named = os.environ.get(_PATH_VARIABLE)
     path = named or "/etc/cufile.json"
     said: dict[str, Any] = {}
     error = None
     try:
         with open(beneath(root, path), "rb") as file:
-            # JSON with comments: a string stays, a comment becomes a blank.
+            # JSON with comments: keep strings, replace comments by a blank.
             text = _TOKEN.sub(lambda at: at[0] if at[0][0] == '"' else " ", file.read(_MAX_BYTES).decode())
         said = _flat(dict(json.loads(text)))
     except FileNotFoundError:
@@ -105,31 +105,31 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class Fact(NamedTuple):
-    """One thing that decides whether GPUDirect Storage is real."""
+    """One condition of real GPUDirect Storage."""
 
     name: str
     ok: bool | None
-    """None: not known."""
+    """Whether it holds; None if unknown."""
     words: str
     fix: str | None = None
-    """A command or a setting that helps; None where nothing helps."""
+    """A command or setting that helps, if there is one."""
 
 
 class GdsReport(NamedTuple):
-    """What was found."""
+    """The verdict on a directory."""
 
     real: bool
-    """GPUDirect Storage goes past the host, as far as can be told from here. False also where that is not certain."""
+    """True if GPUDirect Storage bypasses host memory; False also if that is uncertain."""
     verdict: str
     """One plain sentence."""
     facts: tuple[Fact, ...]
-    """All that was looked at. Of nvidia-fs and PCI P2PDMA one is enough."""
+    """All facts. One of nvidia-fs and PCI P2PDMA is enough."""
 
 
 def gds_report(directory: str, *, root: str = "/") -> GdsReport:
-    """Look at everything that decides how cuFile moves files of ``directory``.
+    """Return a report on how cuFile moves files of ``directory``.
 
-    Writes one page to a scratch file there (mode 0600, removed) to see whether O_DIRECT works. Takes a few ms.
+    Tests O_DIRECT with one page in a scratch file there (mode 0600, removed). Takes a few ms.
     """
     settings, mount = read_settings(root), find_mount(directory, root) if os.path.isdir(directory) else None
     device = find_device(mount, root) if mount and mount.kind in _LOCAL else None
@@ -137,7 +137,7 @@ def gds_report(directory: str, *, root: str = "/") -> GdsReport:
     driver, conditions = find_driver(root), list(_conditions(directory, mount, device, settings, root))
     routes = [_nvidia_fs(root, _DRIVERS.get(kind)), _p2pdma(root, kind, settings)]
     deciding, route = [driver, *conditions], next((each for each in routes if each.ok), None)
-    if route is None and kind:  # of a filesystem that no route serves the routes say nothing
+    if route is None and kind:  # routes say nothing about filesystems that none of them serves
         deciding += [each for each in routes if each.ok is None] or routes
     against, doubtful = ([fact for fact in deciding if fact.ok is ok] for ok in (False, None))
     if not driver.ok:
@@ -155,7 +155,7 @@ def gds_report(directory: str, *, root: str = "/") -> GdsReport:
 
 
 def find_driver(root: str = "/") -> Fact:
-    """Say whether NVIDIA's kernel driver is loaded."""
+    """Return whether NVIDIA's kernel driver is loaded."""
     text = read(root, "/proc/driver/nvidia/version") or ""
     if not text:
         help_text = "install NVIDIA's driver, or start the container with --gpus all"
@@ -166,9 +166,9 @@ def find_driver(root: str = "/") -> Fact:
 
 
 def pinning_route(root: str, settings: CufileSettings) -> str | None:
-    """Return what pins registered device memory on this machine: ``nvidia-fs`` or ``PCI P2PDMA``; None: nothing does.
+    """Return what pins registered device memory here: ``nvidia-fs``, ``PCI P2PDMA``, or None.
 
-    This says nothing about files. Without a route cuFile copies through its own buffers, and nothing is pinned.
+    Says nothing about files. Without a route cuFile copies through its own buffers, and pins nothing.
     """
     if settings.flag("properties.force_compat_mode") or not find_driver(root).ok:
         return None
@@ -187,7 +187,7 @@ def _fact(name: str, ok: bool, words: str, fix: str) -> Fact:
 def _conditions(
     directory: str, mount: Mount | None, device: BlockDevice | None, settings: CufileSettings, root: str
 ) -> Iterator[Fact]:
-    """Look at all but the driver and the routes."""
+    """Yield all facts except the driver's and the routes'."""
     over = ", over it ".join([settings.where, *settings.variables])
     fix = f"correct {settings.where}, or unset {_PATH_VARIABLE}"
     yield _fact("cufile.json", not settings.error, settings.error or f"read from {over}", fix)
@@ -244,7 +244,7 @@ def _direct_io(directory: str) -> Fact:
 
 
 def _nvidia_fs(root: str, wanted: str | None, *, is_any: bool = False) -> Fact:
-    """Say whether nvidia-fs does it. ``wanted``: the storage driver that must know it, unless ``is_any``."""
+    """Return whether nvidia-fs works. ``wanted``: the storage driver that it must know, unless ``is_any``."""
     name = "nvidia-fs"
     version = (read(root, "/proc/driver/nvidia-fs/version") or "").partition(":")[2].strip()
     registered = re.findall(r"^(\w+):", read(root, "/proc/driver/nvidia-fs/modules") or "", re.MULTILINE)
@@ -261,7 +261,7 @@ def _nvidia_fs(root: str, wanted: str | None, *, is_any: bool = False) -> Fact:
 
 
 def _p2pdma(root: str, kind: str, settings: CufileSettings) -> Fact:
-    """Say whether the kernel may do it, as far as can be seen from here. ``kind``: see ``BlockDevice``."""
+    """Return whether the kernel's PCI P2PDMA may work. ``kind``: see ``BlockDevice``."""
     name, section = "PCI P2PDMA", _BLOCK_SECTIONS.get(kind)
     if section is None:
         return Fact(name, False, "PCI P2PDMA reaches NVMe drives only")

@@ -1,6 +1,6 @@
-"""This machine: how much memory it can still give, which cores helpers may use, whether another process is on it too.
+"""This machine's free memory, the cores that helper threads may use, and a token that identifies the machine.
 
-Threading: questions that read ``/proc`` and ``/sys``, safe anywhere; ``unbound`` is for the thread that starts others.
+Threading: functions read ``/proc`` and ``/sys`` and are safe anywhere; ``unbound`` is for a thread that starts threads.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import NamedTuple
 
 ROOT = Path("/")
 _NO_LIMIT_BYTES = 1 << 60
-"""Version 1 says "no limit" by a number about as large as an address space."""
+"""Control groups version 1 express "no limit" by a number of about the size of an address space."""
 
 
 class Room(NamedTuple):
-    """``available_bytes`` may be allocated before something is killed; ``limited_by`` says in words by what."""
+    """``available_bytes`` may be allocated before the kernel kills something; ``limited_by`` names the limit."""
 
     available_bytes: int
     limited_by: str
 
 
 def room(root: Path = ROOT) -> Room:
-    """Return the tightest limit. ``root`` stands for ``/`` in tests.
+    """Return the tightest limit. ``root`` replaces ``/`` in tests.
 
-    Page cache counts as available, in a control group as in ``MemAvailable``: the kernel gives it up first.
+    Page cache counts as available, as in ``MemAvailable``: the kernel reclaims it first.
     """
     fields, groups = _fields(root / "proc/meminfo"), root / "sys/fs/cgroup"
     kib = fields.get("MemAvailable:", fields.get("MemFree:", _NO_LIMIT_BYTES >> 10))
@@ -48,7 +48,7 @@ def compaction_stalls() -> int | None:
 
 
 def _left(mount: Path, path: str, limit: str, usage: str, total: str) -> Iterator[Room]:
-    """Yield what the group ``path`` leaves, and each above it; in a container the mount itself may be the group."""
+    """Yield the room of the group ``path`` and of each group above it. In a container the mount may be the group."""
     inner = mount / path.strip("/")
     for group in (each for each in (inner, *inner.parents) if each.is_relative_to(mount)):
         limit_bytes, used_bytes = _number(group / limit), _number(group / usage)
@@ -61,12 +61,12 @@ def _left(mount: Path, path: str, limit: str, usage: str, total: str) -> Iterato
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # not there, not ours to read, or "max"
+    except (OSError, ValueError):  # missing, not readable, or "max"
         return None
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Return the first two words of each line, where the second is a number."""
+    """Return the first two words of each line whose second word is a number."""
     words = [line.split() for line in _lines(path)]
     return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}
 
@@ -79,15 +79,15 @@ def _lines(path: Path) -> list[str]:
 
 
 BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND")
-"""What vLLM's CPU backend sets for its workers, so that their main thread is bound to the first core of the model."""
+"""Variables that vLLM's CPU backend sets for workers. They bind the main thread to the model's first core."""
 
 
 @contextmanager
 def unbound() -> Iterator[None]:
-    """Threads started inside may run where the parent process may, if OpenMP has bound the caller to one core.
+    """If OpenMP has bound the caller to one core, let threads started inside use all cores of the parent process.
 
-    Else they would share it with the model's first thread, for which all its others wait. Never raises of itself; an
-    affinity that an operator gave (``taskset``, a control group) holds, for the parent has it too.
+    Else they would share that core with the model's first thread, and all others wait for it. Raises nothing itself. An
+    operator's affinity (``taskset``, a control group) still holds, since the parent has it too.
     """
     own, wide = _wider()
     if not wide:
@@ -103,7 +103,7 @@ def unbound() -> Iterator[None]:
 
 
 def _wider() -> tuple[set[int], set[int]]:
-    """Return the caller's cores and the parent's; of the latter none where there is nothing to widen."""
+    """Return the caller's and the parent's cores; the latter empty if there is nothing to widen."""
     if not hasattr(os, "sched_getaffinity") or not any(name in os.environ for name in BINDING):
         return set(), set()
     with suppress(OSError):
@@ -114,9 +114,9 @@ def _wider() -> tuple[set[int], set[int]]:
 
 
 def machine_token() -> str:
-    """Return what is equal in processes of one machine, one mount namespace, one root and one user; "": not known.
+    """Return a token that is equal for processes of one machine, mount namespace, root and user; "" if unknown.
 
-    Equal tokens mean: a path names the same file in both, and a file that one may open the other may open, too.
+    Equal tokens mean that a path names the same file in both processes, and that both may open the same files.
     """
     try:
         root = os.stat("/")
@@ -124,7 +124,7 @@ def machine_token() -> str:
             Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             os.readlink("/proc/self/ns/mnt"),
             os.readlink("/proc/self/ns/user"),
-            os.uname().nodename,  # machines that were restored from one image have the same boot id
+            os.uname().nodename,  # machines restored from one image share a boot id
             f"{root.st_dev}:{root.st_ino}",
             f"{os.geteuid()}:{os.getegid()}",
         ]

@@ -1,7 +1,7 @@
-"""What a directory lies on: its mount, and the block devices below that.
+"""Finds the mount of a directory, and the block devices below it.
 
-Threading: pure functions that read ``/proc`` and ``/sys``; safe anywhere. ``root`` stands for ``/`` in tests; the
-directory itself is always a real one.
+Threading: pure functions that read ``/proc`` and ``/sys``; safe anywhere. ``root`` replaces ``/`` in tests; the
+directory itself is always real.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Mount(NamedTuple):
     """``ext4``, ``nfs4``, ``fuse.sshfs`` ..."""
     source: str
     options: tuple[str, ...]
-    """The mount's and the filesystem's."""
+    """Options of the mount and of the filesystem."""
     device: str
-    """``major:minor``; 0 as major where there is no block device."""
+    """``major:minor``; major is 0 if there is no block device."""
     top: str = "/"
-    """The directory of the filesystem that is seen at ``point``; another than its root in a bind mount."""
+    """The directory of the filesystem that is mounted at ``point``; not its root in a bind mount."""
 
 
 class BlockDevice(NamedTuple):
@@ -40,7 +40,7 @@ class BlockDevice(NamedTuple):
 
 
 def find_mount(directory: str, root: str = "/") -> Mount | None:
-    """Return the mount that ``directory`` lies on; None when the system does not tell."""
+    """Return the mount of ``directory``; None if unknown."""
     real = os.path.realpath(directory)
     found = None
     for line in (read(root, "/proc/self/mountinfo") or "").splitlines():
@@ -51,7 +51,7 @@ def find_mount(directory: str, root: str = "/") -> Mount | None:
         texts = (words[4], tail[1], words[3])
         point, source, top = (re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), text) for text in texts)
         inside = real == point or real.startswith(point.rstrip("/") + "/")
-        # Of mounts on the same point the last one covers the others.
+        # A later mount on the same point covers the earlier ones.
         if inside and (found is None or len(point) >= len(found.point)):
             found = Mount(
                 point, tail[0], source, (*words[5].split(","), *",".join(tail[2:3]).split(",")), words[2], top
@@ -60,7 +60,7 @@ def find_mount(directory: str, root: str = "/") -> Mount | None:
 
 
 def find_device(mount: Mount, root: str = "/") -> BlockDevice | None:
-    """Return the block device under ``mount``; None when it has none or the system does not tell."""
+    """Return the block device under ``mount``; None if it has none or it is unknown."""
     path = beneath(root, f"/sys/dev/block/{mount.device}")
     return _device(os.path.realpath(path)) if not mount.device.startswith("0:") and os.path.exists(path) else None
 
@@ -83,12 +83,12 @@ def _device(path: str) -> BlockDevice:
 
 
 def beneath(root: str, path: str) -> str:
-    """Return where an absolute ``path`` lies when ``root`` stands for ``/``."""
+    """Return an absolute ``path`` with ``root`` in place of ``/``."""
     return path if root == "/" else os.path.join(root, path.lstrip("/"))
 
 
 def read(root: str, path: str) -> str | None:
-    """Return what a file says; "" when there is no such file; None when it is there but cannot be read."""
+    """Return a file's text; "" if there is no such file; None if it cannot be read."""
     try:
         return Path(beneath(root, path)).read_text("utf-8", "replace")
     except (FileNotFoundError, NotADirectoryError):
@@ -98,7 +98,7 @@ def read(root: str, path: str) -> str | None:
 
 
 def names(root: str, path: str) -> list[str]:
-    """Return what is in a directory, sorted; nothing when it cannot be read."""
+    """Return the sorted names in a directory; none if it cannot be read."""
     try:
         return sorted(os.listdir(beneath(root, path)))
     except OSError:

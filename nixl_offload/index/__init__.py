@@ -1,4 +1,4 @@
-"""Key -> location: what a tier holds, in which state, and its journal. See the modules for threading."""
+"""A tier's index (key -> location and state) and its journal. See the modules for threading."""
 
 from __future__ import annotations
 

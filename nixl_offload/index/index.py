@@ -1,19 +1,19 @@
 """The index of one tier in memory: key -> location, state and pins. The least recently used key is evicted first.
 
-Threading: none; every method is called by one thread at a time: the one that reopens a tier, then the scheduler's. No
+Threading: none. One thread at a time calls the methods: first the one that reopens a tier, then the scheduler's. No
 I/O, no clock, no logging.
-Memory: some 170 bytes per key, its slot included; a node of 30 TB has one or two million. The figures are in
-docs/decisions/0003-index.md.
+Memory: about 170 bytes per key, with its slot; a node of 30 TB has one or two million keys
+(docs/decisions/0003-index.md).
 Failure: a method that raises has changed nothing.
 
-A key that is READY and pinned has readers, one that is WRITING has a writer. What is dropped while it is held is
-EVICTING until its last holder lets go::
+A READY and pinned key has readers; a WRITING key has a writer. A key that is dropped while they hold it is EVICTING
+until the last of them is done::
 
-    absent         insert_writing -> WRITING   insert_ready -> READY
-    WRITING        commit -> READY             abort -> absent          drop -> EVICTING
-    READY          pin -> READY, pinned        drop, evict -> absent
-    READY, pinned  last unpin -> READY         drop -> EVICTING
-    EVICTING       commit or abort by its writer, the last unpin by its readers -> absent
+    absent insert_writing -> WRITING insert_ready -> READY
+    WRITING commit -> READY abort -> absent drop -> EVICTING
+    READY pin -> READY, pinned drop, evict -> absent
+    READY, pinned last unpin -> READY drop -> EVICTING
+    EVICTING commit or abort by its writer, the last unpin by its readers -> absent
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from nixl_offload.errors import IndexStateError
 from nixl_offload.types import Key, Location
 
 _SHARDS: Final = 128
-"""Dictionaries of a slot size, by the highest bits of a key's hash, so that each is small: one that grows is copied at
-once, and ``next(iter(...))`` passes over what was removed since."""
+"""Dictionaries per slot size, chosen by the highest bits of a key's hash. Small ones are faster: a growing dictionary
+is copied at once, and ``next(iter(...))`` steps over every removed entry."""
 _SHARD_SHIFT: Final = 57
-"""``hash(key) >> _SHARD_SHIFT`` is -64 to 63. Not the lowest bits, by which a dictionary places its keys."""
+"""``hash(key) >> _SHARD_SHIFT`` is -64 to 63. The lowest bits place keys within a dictionary, so they would not do."""
 _OFFSET_BITS: Final = 56
 _OFFSET_MASK: Final = (1 << _OFFSET_BITS) - 1
 
 
 class State(Enum):
-    """What an index says about a key it holds."""
+    """The state of a key in an index."""
 
     WRITING = auto()
-    """Reserved; its bytes are on their way."""
+    """Reserved; its bytes are being written."""
     READY = auto()
     """May be pinned and read."""
     EVICTING = auto()
-    """Given up, but a writer or readers still hold its slot: a miss, and it cannot be stored anew until it is gone."""
+    """Given up, but still held by a writer or readers. A miss; it cannot be stored again until it is gone."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """A key that its writer or its readers hold."""
+    """A key that its writer or readers hold."""
 
     location: Location
     pins: int = 0
-    """0: its writer has it."""
+    """0: its writer holds it."""
     is_dropped: bool = False
 
     @property
@@ -67,8 +67,8 @@ class _Held:
 class _Queue:
     """READY and unpinned keys of one slot size, by their last use.
 
-    Plain dictionaries of bytes and numbers: the garbage collector does not look into these, and would take 0.2 s for
-    half a million keys of an OrderedDict.
+    Plain dictionaries of bytes and numbers, which the garbage collector skips. It would take 0.2 s for half a million
+    keys of an OrderedDict.
     """
 
     __slots__ = ("_has_head", "_heads", "shards", "slot_bytes")
@@ -76,14 +76,14 @@ class _Queue:
     def __init__(self, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
         self.shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(_SHARDS))
-        """Key -> last use and offset, in one number; in each the least recently used first."""
+        """Key -> last use and offset, packed in one number. The least recently used key of each comes first."""
         self._heads: list[tuple[int, int]] = []
-        """A heap of shards, each once at most: the number of its first key, or of one that was first before, and which
-        it is."""
+        """A heap of (packed, shard number), at most one per shard: the number of its first key, or of an earlier first
+        key."""
         self._has_head = bytearray(_SHARDS)
 
     def use(self, key: Key, packed: int) -> None:
-        """Put a key at the young end."""
+        """Make a key the most recently used."""
         number = hash(key) >> _SHARD_SHIFT
         self.shards[number][key] = packed
         if not self._has_head[number]:
@@ -109,30 +109,30 @@ class _Queue:
 class Index:
     """Key -> location for one tier.
 
-    A call that the diagram above does not have raises IndexStateError: it is a bug of the caller. An EVICTING key is a
-    miss for lookups, and ``insert_*`` refuses it: store only what has state None.
+    A transition that is not in the diagram above raises IndexStateError: it is a bug of the caller. An EVICTING key is
+    a miss for lookups, and ``insert_*`` refuses it: store only keys with state None.
 
-    A location that a method returns as *freed* is no longer known here and may be reused at once. That no two
-    locations overlap is the caller's to see to.
+    A location that a method returns as *freed* is forgotten here and may be reused at once. The caller ensures that
+    locations do not overlap.
     """
 
     __slots__ = ("_held", "_queues", "_tier", "_uses")
 
     def __init__(self, tier: int = 0) -> None:
-        """``tier``: that of every location."""
+        """``tier``: the tier of every location."""
         self._tier = tier
         self._queues: dict[int, _Queue] = {}
-        """By slot size."""
+        """By slot size in bytes."""
         self._held: dict[Key, _Held] = {}
-        """All keys but those that are READY and unpinned."""
+        """All keys except READY and unpinned ones."""
         self._uses = count()
 
     def __len__(self) -> int:
-        """Count of keys in any state."""
+        """Number of keys, in any state."""
         return len(self._held) + sum(len(shard) for queue in self._queues.values() for shard in queue.shards)
 
     def __iter__(self) -> Iterator[Key]:
-        """All keys in any state, in no promised order. For checks."""
+        """Yield all keys, in any state and order. For checks."""
         yield from self._held
         for queue in self._queues.values():
             for shard in queue.shards:
@@ -142,18 +142,18 @@ class Index:
 
     @property
     def held(self) -> int:
-        """Count of keys that a writer or readers hold. For checks."""
+        """Number of keys that a writer or readers hold. For checks."""
         return len(self._held)
 
     def state(self, key: Key) -> State | None:
-        """What the index says about ``key``; None if absent. Does not count as a use (see ``touch``)."""
+        """Return the state of ``key``, None if absent. Does not count as a use (see ``touch``)."""
         held = self._held.get(key)
         if held is not None:
             return held.state
         return None if self._ready(key) is None else State.READY
 
     def find(self, key: Key) -> tuple[State, int] | None:
-        """State and offset of ``key``, None if absent: what is asked thousands of times a step, in one call."""
+        """Return state and offset of ``key``, None if absent, in one call: called thousands of times a step."""
         held = self._held.get(key)
         if held is not None:
             return held.state, held.location.offset
@@ -161,12 +161,12 @@ class Index:
         return None if ready is None else (State.READY, ready[1] & _OFFSET_MASK)
 
     def pins(self, key: Key) -> int:
-        """Count of pins of ``key``, in any state."""
+        """Return the number of pins of ``key``, in any state."""
         held = self._held.get(key)
         return 0 if held is None else held.pins
 
     def location(self, key: Key) -> Location:
-        """Where ``key`` rests, in any state. Raises KeyError if absent."""
+        """Return the location of ``key``, in any state. Raises KeyError if absent."""
         held = self._held.get(key)
         if held is not None:
             return held.location
@@ -185,13 +185,13 @@ class Index:
         self._held[key] = _Held(location)
 
     def insert_ready(self, key: Key, location: Location) -> None:
-        """Absent -> READY, as the youngest of its size: for reopening. Raises as ``insert_writing``."""
+        """Absent -> READY, as the most recently used. For reopening. Raises as ``insert_writing``."""
         if self.state(key) is not None:
             raise self._refusal(key, "inserted")
         self._use(key, location)
 
     def commit(self, key: Key) -> Location | None:
-        """WRITING -> READY, returns None; if it was dropped meanwhile it goes, and its freed location is returned."""
+        """WRITING -> READY, returns None. A key that was dropped meanwhile is removed; returns its freed location."""
         held = self._written(key, "committed")
         if held.is_dropped:
             return held.location
@@ -199,13 +199,13 @@ class Index:
         return None
 
     def abort(self, key: Key) -> Location:
-        """WRITING (dropped meanwhile or not) -> absent. Returns the freed location."""
+        """WRITING, or dropped meanwhile -> absent. Returns the freed location."""
         return self._written(key, "aborted").location
 
     # Loading
 
     def pin(self, key: Key) -> Location:
-        """Forbid eviction of a READY key until a matching ``unpin``; pins are counted. Returns where it rests."""
+        """Forbid eviction of a READY key until a matching ``unpin``; pins are counted. Returns its location."""
         if self.state(key) is not State.READY:
             raise self._refusal(key, "pinned")
         held = self._held.get(key)
@@ -215,7 +215,7 @@ class Index:
         return held.location
 
     def unpin(self, key: Key) -> Location | None:
-        """Take back one pin; the last one puts the key at the young end.
+        """Remove one pin. With the last one the key becomes the most recently used.
 
         Returns the freed location if this was the last pin of a dropped key.
         """
@@ -244,17 +244,17 @@ class Index:
     def evict(self, slot_bytes: int) -> tuple[Key, Location] | None:
         """Remove the unpinned READY key of this slot size that was used least recently.
 
-        Returns it with its freed location; None: there is none.
+        Returns the key and its freed location; None if there is no such key.
         """
         queue = self._queues.get(slot_bytes)
         key = None if queue is None else queue.oldest()
         return None if key is None else (key, self._take(key))
 
     def drop(self, key: Key) -> Location | None:
-        """Make a miss of ``key``, in any state.
+        """Make ``key`` a miss, in any state.
 
-        READY and unpinned: removed, the freed location is returned. Pinned or WRITING: becomes EVICTING, and the last
-        ``unpin``, or ``commit`` or ``abort``, returns the location. Absent or EVICTING already: nothing happens.
+        READY and unpinned: removed; returns the freed location. Pinned or WRITING: becomes EVICTING; the last
+        ``unpin``, or ``commit`` or ``abort``, returns the location. Absent or EVICTING: nothing happens.
         """
         held = self._held.get(key)
         if held is not None:
@@ -263,7 +263,7 @@ class Index:
         return None if self._ready(key) is None else self._take(key)
 
     def clear(self) -> list[Location]:
-        """``drop`` every key. Returns the locations that are still held; every other one is free at once.
+        """``drop`` every key. Returns the locations that are still held; all others are free at once.
 
         Costs microseconds per *held* key.
         """
@@ -275,7 +275,7 @@ class Index:
     # Inside
 
     def _ready(self, key: Key) -> tuple[_Queue, int] | None:
-        """Return the queue of a READY and unpinned key, and its number there; None: it is in another state."""
+        """Return the queue of a READY and unpinned key and its packed number there; None in other states."""
         number = hash(key) >> _SHARD_SHIFT
         for queue in self._queues.values():
             packed = queue.shards[number].get(key)
@@ -284,7 +284,7 @@ class Index:
         return None
 
     def _use(self, key: Key, location: Location) -> None:
-        """Make READY what is nowhere now."""
+        """Insert a key, absent or just removed, as READY."""
         queue = self._queues.get(location.slot_bytes)
         if queue is None:
             queue = self._queues[location.slot_bytes] = _Queue(location.slot_bytes)
@@ -297,7 +297,7 @@ class Index:
         return location
 
     def _written(self, key: Key, to_be: str) -> _Held:
-        """Remove a key that its writer holds."""
+        """Remove and return a key that its writer holds."""
         held = self._held.get(key)
         if held is None or held.pins:
             raise self._refusal(key, to_be)

@@ -1,15 +1,15 @@
-"""The journal of an index: what rests where, written behind to SQLite, so that a restart finds it again.
+"""The journal of an index: keys and locations, written to SQLite in the background, for the next start.
 
-``DurableIndex`` is the queue and its writer, ``Database`` the file that it writes: schema, opening, one batch.
-``IndexReader`` reads it, at a start and for commands, also beside an engine that writes. The two share the file by
-SQLite's locks: a commit waits for the read in progress, so many rows are read some at a time.
+``DurableIndex`` is the queue and its writer, ``Database`` the file: schema, opening, one batch. ``IndexReader`` reads
+the file at a start and for commands, also while vLLM writes it. SQLite's locks let a commit wait for a read in
+progress, so the rows are read in pieces.
 
-Threading: ``put`` and ``delete`` are called by one thread (the scheduler's); they append to a queue and return, never
-block on I/O and never raise. One daemon thread does all writing; it has the ``Database``. Any thread may call ``flush``
-and ``close``. An ``IndexReader`` opens a connection for each read.
+Threading: ``put`` and ``delete`` are called by one thread (the scheduler's); they append to a queue, never block on I/O
+and never raise. One daemon thread owns the ``Database`` and does all writing. Any thread may call ``flush`` and
+``close``. An ``IndexReader`` opens a connection for each read.
 Trust: the journal may lag behind or lack rows. A row is a hint; the header in the slot decides.
-Failure: storage trouble costs rows, never an exception: one warning per cause, and writing resumes when it can. Methods
-of ``Database`` raise sqlite3.Error, UnicodeError or OSError as they come; a batch is there whole or not at all.
+Failure: storage trouble costs rows and raises nothing; it is logged once per cause, and writing resumes when it can.
+Methods of ``Database`` raise sqlite3.Error, UnicodeError or OSError; a batch is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ _PAGE_BYTES = 4096
 _PAGES_DIRTIED_PER_OP = 8
 """A put that replaces two rows touches a leaf of each tree for each row, and may split or merge a few."""
 _ROWS_PER_READ = 16_384
-"""Some 10 ms of SQLite, which leaves the interpreter to others, and then some 10 of ours."""
+"""They take SQLite about 10 ms, with the GIL released, and then us about 10 ms."""
 _CHECKED_BYTES = 64 << 20
-"""A file up to this size (some 600,000 keys) is checked whole when it is opened, which takes 0.15 s. SQLite itself
-notices damage only where it stumbles over it, and may until then lose what it is given."""
+"""A file up to this size (some 600,000 keys) is checked when it is opened, in 0.15 s. SQLite itself notices damage only
+when it reads the damaged page, and may lose writes until then."""
 _VERSIONS_AT, _ROLLBACK_JOURNAL = 18, b"\1\1"
-"""Where the file's header says what kind of journal it has."""
+"""Offset and value of the header bytes that mean a rollback journal."""
 _NO_MAPPING = "PRAGMA mmap_size=0"
-"""The default, unless SQLite was built with another."""
+"""SQLite's default, but builds may change it."""
 _ATTEMPTS: Final = 5
 _PAUSE_S: Final = 0.1
 _PATIENCE_S: Final = 10.0
 _POLL_S: Final = 0.002
-"""Of a lock. SQLite itself asks every 100 ms, and beside a busy engine misses the short times between commits."""
+"""Poll interval for a lock. SQLite's own, 100 ms, misses the short gaps between a busy writer's commits."""
 
 _SCHEMA = (
     "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
-    # seq grows with each put: reading in its order gives the oldest first.
+    # seq grows with each put; ordered by seq, the oldest rows come first.
     "CREATE TABLE slot (seq INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, offset INTEGER NOT NULL UNIQUE, "
     "slot_bytes INTEGER NOT NULL)",
 )
@@ -74,8 +74,8 @@ FROM (
         AND typeof(key) = 'blob' AND typeof(offset) = 'integer' AND typeof(slot_bytes) = 'integer'
         AND offset >= 0 AND slot_bytes > 0 AND {{condition}} LIMIT ?
 )"""
-"""Many rows as one, so that Python is asked once, not for each row: beside a busy thread every call waits for its turn.
-SQLite types values, not columns: a damaged page may hold others than were written, and keys of any length."""
+"""Returns many rows as one: next to a busy thread, each call into Python would wait for the GIL. SQLite types values,
+not columns: a damaged page may hold values of other types, and keys of any length."""
 
 Put = tuple[Key, int, int]
 """Key, offset, slot_bytes."""
@@ -83,7 +83,7 @@ Delete = tuple[Key]
 
 
 class Row(NamedTuple):
-    """Where a chunk rests. ``seq`` grows with every put."""
+    """The location of a chunk. ``seq`` grows with every put."""
 
     key: Key
     offset: int
@@ -92,7 +92,7 @@ class Row(NamedTuple):
 
 
 class UnusableError(Exception):
-    """The file is a database, but not one that this build and geometry can use."""
+    """The file cannot be used by this build and geometry."""
 
 
 _STORAGE_ERRORS: Final = (UnusableError, sqlite3.Error, UnicodeError, OSError)
@@ -100,18 +100,18 @@ _STORAGE_ERRORS: Final = (UnusableError, sqlite3.Error, UnicodeError, OSError)
 
 
 class Database:
-    """One connection at most to the file at ``path``, whose directory somebody else makes."""
+    """At most one connection to the file at ``path``, whose directory must exist."""
 
     def __init__(self, path: str, geometry: Mapping[str, str]) -> None:
         self.path = path
         self._geometry = dict(geometry)
         self._connection: sqlite3.Connection | None = None
         self._file_id = (0, 0)
-        keep_in_children(self)  # SQLite's word: a connection must not even be closed there
+        keep_in_children(self)  # SQLite forbids even closing a connection in a child
 
     def connect(self) -> None:
         """Open the file, or create it, mode 0600. Raises UnusableError, sqlite3.Error, OSError; then it is not open."""
-        # Made here rather than by SQLite for its mode, which SQLite gives to its journal too.
+        # Create it here for its mode, which SQLite copies to its journal.
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -137,11 +137,11 @@ class Database:
             raise
 
     def write(self, batch: Sequence[Put | Delete]) -> None:
-        """Connect if need be and apply ``batch`` (at most ``BATCH_OPS``) in its order, as one transaction."""
+        """Connect if needed and apply ``batch`` (at most ``BATCH_OPS``) in order, as one transaction."""
         if self._connection is None:
             self.connect()
         elif _file_id(self.path) != self._file_id:
-            # An open file outlives its name: without this look, writing would go on into nowhere.
+            # An open file outlives its name: without this check we would go on writing to a deleted file.
             raise FileNotFoundError(errno.ENOENT, "the index was removed or replaced", self.path)
         connection = self._connection
         assert connection is not None, "connected above"
@@ -157,25 +157,25 @@ class Database:
         connection, self._connection = self._connection, None
         if connection is None:
             return
-        # Closing rolls back. It may fail on failing storage, and then there is nothing left to give up.
+        # Closing rolls back. On failing storage it may fail; then there is nothing left to do.
         with contextlib.suppress(sqlite3.Error):
             connection.close()
 
     def delete(self) -> None:
         """Disconnect and remove the file and its side files. Raises OSError, also while their directory is away."""
         self.disconnect()
-        # A directory that is away may come back, and what shall be gone with it.
+        # A missing directory may come back, with the file that is to be deleted.
         os.stat(os.path.dirname(os.path.abspath(self.path)))
-        # The database last: what lies beside it must not be applied to the next one of its name.
+        # The database last: its side files must not be applied to a new database of the same name.
         for name in (self.path + "-journal", self.path + "-wal", self.path + "-shm", self.path):
             if os.path.lexists(name):
                 os.unlink(name)
 
     def _settle(self, connection: sqlite3.Connection) -> None:
-        """Apply and remove the journal that a kill has left."""
+        """Apply and remove the journal that a killed process left."""
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        # Leaving PERSIST deletes a journal that is void, which would stay until the next commit: a kill came before its
-        # first sync, or the line above has rolled it back.
+        # Leaving PERSIST deletes a void journal, which would stay until the next commit: the kill came before its first
+        # sync, or the line above rolled it back.
         connection.execute("PRAGMA journal_mode=PERSIST")
         connection.execute("PRAGMA journal_mode=DELETE")
 
@@ -183,10 +183,10 @@ class Database:
         run = connection.execute
         run(f"PRAGMA page_size={_PAGE_BYTES}")
         run("PRAGMA synchronous=FULL")
-        # What is spilled within a transaction takes the lock that keeps readers out, and a sync, in the middle of it.
+        # A spill in the middle of a transaction would sync, and lock readers out.
         run("PRAGMA cache_spill=OFF")
         run(f"PRAGMA cache_size={2 * BATCH_OPS}")
-        # Not by its tables: in a damaged file that seems to have none, new ones would lie beside the old ones' pages.
+        # Do not look for tables: a damaged file may seem to have none, and its old pages would stay.
         (pages,) = run("PRAGMA page_count").fetchone()
         if not pages:
             run("BEGIN IMMEDIATE")
@@ -213,23 +213,23 @@ class Database:
 
 
 class IndexReader:
-    """Reads the index at ``path``: beside the engine that writes it, after it ended, after it was killed.
+    """Reads the index at ``path``, also while vLLM writes it, or after vLLM was killed.
 
-    Nothing is changed, but for a transaction that a kill left half done: SQLite rolls it back, as it does for the next
-    engine. Methods raise TierError: ``missing``, or why it cannot be read.
+    Changes nothing, except that SQLite rolls back a transaction that a kill interrupted, as it does for the next
+    writer. Methods raise TierError: ``missing``, or why it cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
 
     def pieces(self) -> Iterator[list[Row]]:
-        """Yield all rows, thousands at a time, the first put first; what is put meanwhile may be among them or not."""
+        """Yield all rows, thousands at a time, oldest put first. Rows that are put meanwhile may be missing."""
         last = 0
         while True:
             newest, rows = self._ask("seq > ? ORDER BY seq", last, _ROWS_PER_READ)
             if not rows:
                 return
-            if newest <= last:  # they would be read round and round
+            if newest <= last:  # else the loop would not end
                 raise self._damaged(sqlite3.DatabaseError("its rows are out of order"))
             last = newest
             yield rows
@@ -248,7 +248,7 @@ class IndexReader:
         return [row for row in found if row.key.hex().startswith(digits)][:limit]
 
     def _ask(self, condition: str, *values: object) -> tuple[int, list[Row]]:
-        """Return rows and their highest ``seq``. Asks again while an engine commits, or makes the file anew."""
+        """Return rows and their highest ``seq``. Tries again while vLLM commits or recreates the file."""
         failed, give_up_s = 0, time.monotonic() + _PATIENCE_S
         while True:
             try:
@@ -276,14 +276,14 @@ class IndexReader:
 
 
 class DurableIndex:
-    """Rows (key, offset, slot_bytes): a key has one row and an offset has one key; the last put wins, both ways.
+    """Rows (key, offset, slot_bytes): one row per key and one key per offset; the last put wins.
 
-    Calls take effect in their order, in batches; a batch is there whole or not at all, also after kill -9. After a
-    power cut the last batches may be missing.
+    Calls take effect in order, in batches. A batch is written whole or not at all, also after kill -9. After a power
+    cut the last batches may be missing.
 
-    A database is *made anew*, deleted and then filled only with what comes after, when it is damaged, or was written
-    for another geometry, or when more than ``max_queued_ops`` calls wait because storage has been away for long. It is
-    not kept aside: its space is promised to chunks. Rows are lost by that, but none is wrong.
+    A database is *made anew*, deleted and filled with later calls only, if it is damaged, was written for another
+    geometry, or if more than ``max_queued_ops`` calls wait because storage has long been away. The old file is not
+    kept: its space is promised to chunks. Rows are lost, but none is wrong.
     """
 
     def __init__(self, database: Database, batch_delay_s: float, retry_interval_s: float, max_queued_ops: int) -> None:
@@ -292,22 +292,22 @@ class DurableIndex:
         self._retry_interval_s = retry_interval_s
         self._max_queued_ops = max_queued_ops
         self._queue: deque[Put | Delete] = deque()
-        """The caller appends without a lock (a deque's append is atomic); all else is done under ``_changed``."""
+        """The caller appends without a lock (a deque's append is atomic); all else holds ``_changed``."""
         self._work = threading.Event()
         self._hurry = threading.Event()
         self._changed = threading.Condition()
-        """Guards the next four."""
+        """Guards the next four fields."""
         self._make_anew: str | None = None
-        """Why the database has to be made anew, "" if it was cleared: what was queued or written before is void."""
+        """Why the database must be made anew, "" after ``clear``; None otherwise. Earlier calls and rows are void."""
         self._idle = False
         self._stopping = False
         self._abandoned = False
-        # The writer's own, once it runs.
+        # Used only by the writer, once it runs.
         self._database = database
         self._batch: list[Put | Delete] = []
         self._delete_first = False
         self._failing = True
-        """Whether the last attempt failed, or there was none yet."""
+        """Whether the last attempt failed, or none was made yet."""
         self._warned: set[str] = set()
         self._writer = threading.Thread(target=self._run, name="nixl-offload-index", daemon=True)
 
@@ -323,13 +323,13 @@ class DurableIndex:
     ) -> tuple[DurableIndex, Iterator[list[Row]]]:
         """Open or create the database at ``path``, whose directory must exist, and start the writer.
 
-        ``geometry`` is all that gives offsets their meaning. Returns the journal and the rows it held, thousands at a
-        time, the oldest put first, to be read before the first ``put``. Never raises for storage trouble: then
-        rows are missing, and the writer goes on trying.
+        ``geometry``: the facts that give offsets their meaning. Returns the journal and its rows, thousands at a time,
+        oldest put first; read them before the first ``put``. Storage trouble raises nothing: rows are missing then, and
+        the writer keeps trying.
 
-        ``batch_delay_s``: how long a call waits for company, and so what a kill -9 costs.
+        ``batch_delay_s``: how long calls are collected into a batch; a kill -9 loses these.
         ``retry_interval_s``: pause between attempts while storage fails.
-        ``max_queued_ops``: bound of the queue; a queued call takes about 150 bytes.
+        ``max_queued_ops``: limit of the queue; a queued call takes about 150 bytes.
         """
         journal = cls(Database(path, geometry), batch_delay_s, retry_interval_s, max_queued_ops)
         is_readable = journal._drain()
@@ -339,15 +339,15 @@ class DurableIndex:
     # The caller's side
 
     def put(self, key: Key, location: Location) -> None:
-        """``key`` rests at ``location``. O(1), no I/O, never raises; ignored after ``close``."""
+        """Record that ``key`` is at ``location``. O(1), no I/O, never raises; ignored after ``close``."""
         self._enqueue((key, location.offset, location.slot_bytes))
 
     def delete(self, key: Key) -> None:
-        """``key`` is gone. O(1), no I/O, never raises; ignored after ``close``."""
+        """Remove the row of ``key``. O(1), no I/O, never raises; ignored after ``close``."""
         self._enqueue((key,))
 
     def clear(self) -> None:
-        """No key has a row any more. No I/O, never raises, costs nothing per row; ignored after ``close``."""
+        """Remove all rows. O(1), no I/O, never raises; ignored after ``close``."""
         if self._stopping:
             return
         with self._changed:
@@ -357,7 +357,7 @@ class DurableIndex:
         self._work.set()
 
     def abandon(self) -> None:
-        """Write nothing more, not even what waits: the file is somebody else's now. Returns at once."""
+        """Write nothing more, not even queued calls: the file belongs to another process. Returns at once."""
         with self._changed:
             self._abandoned = True
             self._stopping = True
@@ -366,7 +366,7 @@ class DurableIndex:
         self._work.set()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until every call made so far is in the database. False if that did not happen in time."""
+        """Wait until all calls so far are in the database. Returns False on timeout."""
         with self._changed:
             self._idle = False
             self._hurry.set()
@@ -374,9 +374,9 @@ class DurableIndex:
             return self._changed.wait_for(lambda: self._idle, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Write what waits (one attempt), stop the writer, close the database. Idempotent.
+        """Write queued calls (one attempt), stop the writer, close the database. Idempotent.
 
-        Returns False if not all was written in time; a writer that still hangs in the storage is left behind.
+        Returns False if not all was written in time. A writer that hangs in storage is left behind.
         """
         with self._changed:
             self._stopping = True
@@ -431,7 +431,7 @@ class DurableIndex:
         self._database.disconnect()
 
     def _drain(self) -> bool:
-        """Write until nothing waits. False when storage refused; the batch at hand is kept for the next attempt."""
+        """Write all queued calls. Returns False if storage fails; the current batch is kept for the next attempt."""
         made_anew = False
         while True:
             self._take_batch()
@@ -449,7 +449,7 @@ class DurableIndex:
                 self._note_failure(error)
                 if made_anew or undeletable or not self._delete_first:
                     return False
-                continue  # damaged: make it anew at once, for the process may be about to end
+                continue  # damaged: make it anew at once, since the process may end soon
             self._batch.clear()
             self._note_success()
 
@@ -490,7 +490,7 @@ class DurableIndex:
 
 
 def _parse(digits: bytes, *numbers: bytes) -> list[Row]:
-    """Make rows of what ``_READ`` has put in one: fetched singly, each would wait for the interpreter."""
+    """Return the rows that ``_READ`` joined into one."""
     joined = bytes.fromhex(digits.decode())
     lengths, offsets, slot_bytes, seqs = (list(map(int, each.split(b","))) for each in numbers)
     keys = [Key(joined[start:end]) for start, end in pairwise(accumulate(lengths, initial=0))]
@@ -498,10 +498,10 @@ def _parse(digits: bytes, *numbers: bytes) -> list[Row]:
 
 
 def _refuse_write_ahead_log(path: str) -> None:
-    """Raise UnusableError for a file that is not in rollback-journal mode, and OSError where it cannot be read.
+    """Raise UnusableError for a file that is not in rollback-journal mode, OSError if it cannot be read.
 
-    A write-ahead log is indexed in a file that all map into memory, and a write to mapped memory that the medium
-    refuses ends the process.
+    SQLite maps the index of a write-ahead log into memory. If the medium refuses a write to mapped memory, the process
+    dies.
     """
     with open(path, "rb") as file:
         file.seek(_VERSIONS_AT)
@@ -510,10 +510,10 @@ def _refuse_write_ahead_log(path: str) -> None:
 
 
 def max_bytes(n_keys: int, key_bytes: int = MAX_KEY_BYTES) -> int:
-    """Upper bound of what the file and its journal take while there are never more than ``n_keys`` rows.
+    """Return an upper bound of the bytes of file and journal with at most ``n_keys`` rows.
 
-    ``key_bytes`` is the length of the longest key. Several times what is typical: the bound is that of a table that was
-    filled and emptied at random, whose pages SQLite merges only when they are two thirds empty.
+    ``key_bytes``: length of the longest key. The bound is several times the typical size: it is for a table filled and
+    emptied at random, whose pages SQLite merges only when they are two thirds empty.
     """
     rowid_bytes, integer_bytes, cell_bytes = 9, 8, 2 + 3
     row_bytes = cell_bytes + rowid_bytes + 6 + key_bytes + 2 * integer_bytes
@@ -529,18 +529,18 @@ def max_bytes(n_keys: int, key_bytes: int = MAX_KEY_BYTES) -> int:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether ``error`` says that the file itself is beyond use, rather than that storage has trouble."""
+    """Whether ``error`` means that the file itself is damaged, not that storage has trouble."""
     if isinstance(error, (UnusableError, UnicodeError)):
-        return True  # SQLite quotes what it cannot parse, and the module cannot decode the quotation
+        return True  # SQLite quotes damaged text, which Python cannot decode
     if type(error) is sqlite3.OperationalError:
-        # Our statements are right: one that makes no sense met a damaged schema.
+        # Our statements are valid, so a logic error means a damaged schema.
         return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
     # sqlite3 raises subclasses of DatabaseError for everything but SQLITE_CORRUPT and SQLITE_NOTADB.
     return type(error) in (sqlite3.DatabaseError, sqlite3.IntegrityError)
 
 
 def translate(error: Exception, path: str) -> TierError:
-    """Translate: the cause is ``full``, ``readonly``, ``missing``, ``locked``, ``permission`` or ``io``."""
+    """Return a TierError with cause ``full``, ``readonly``, ``missing``, ``locked``, ``permission`` or ``io``."""
     text = str(error)
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.ENOSPC, errno.EDQUOT) or "is full" in text:
@@ -561,12 +561,12 @@ def translate(error: Exception, path: str) -> TierError:
 
 
 def _connect(path: str, timeout_s: float) -> sqlite3.Connection:
-    """Open the file, which must be there, for any one thread at a time; text is read as bytes. Raises sqlite3.Error."""
+    """Open the existing file, for one thread at a time; text is read as bytes. Raises sqlite3.Error."""
     name = os.path.abspath(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
     connection = sqlite3.connect(
         f"file:{name}?mode=rw", uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False
     )
-    connection.text_factory = bytes  # a damaged page may hold text that is none, and then reading would raise
+    connection.text_factory = bytes  # a damaged page may hold invalid text, which would raise
     connection.execute(_NO_MAPPING)
     return connection
 

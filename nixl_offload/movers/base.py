@@ -1,7 +1,7 @@
-"""The contract of a mover: how bytes travel between registered memory and a file or object. Movers know no keys.
+"""The contract of movers, which move bytes between registered memory and a file or object. Movers know no keys.
 
-``Mover`` keeps regions, files and transfers, and checks them before any I/O. A subclass says how a transfer starts
-(``_launch``) and goes on (``_advance``).
+``Mover`` keeps regions, files and transfers, and checks them before any I/O. A subclass starts a transfer (``_launch``)
+and advances it (``_advance``).
 Threading: one thread drives a mover, the engine's pump; the mover may have threads of its own. Neither threads nor NIXL
 survive a fork, so ``close`` does nothing in a forked child.
 Ownership: between ``submit`` and a final ``poll`` the memory of a transfer belongs to the mover. A final state means
@@ -34,14 +34,13 @@ from nixl_offload.types import PAGE_BYTES
 logger = logging.getLogger(__name__)
 
 LIBRARIES: Final = threading.RLock()
-"""Held while a mover starts or ends a third-party library, or registers memory with it: tiers open on a thread each,
-and not every library takes two such calls at once. Never held around I/O: storage that hangs would keep other tiers
-closed."""
+"""Held while a mover starts or ends a third-party library or registers memory with it. Tiers open in parallel, and some
+libraries cannot take two such calls at once. Never held during I/O: hung storage would keep other tiers closed."""
 
 POLL_S: Final = 0.0002
-"""How often a transfer is looked at that somebody waits for."""
+"""Poll interval of blocking waits for a transfer."""
 MAX_IO_BYTES: Final = (2 << 30) - PAGE_BYTES
-"""The kernel moves no more in one read or write."""
+"""The kernel's limit of one read or write."""
 
 MemoryId = NewType("MemoryId", int)
 FileId = NewType("FileId", int)
@@ -62,14 +61,14 @@ class Op(Enum):
 
 
 class MemoryKind(Enum):
-    """What kind of memory a region is."""
+    """The kind of a region's memory."""
 
     DRAM = "dram"
     VRAM = "vram"
 
 
 class TransferState(Enum):
-    """PENDING until the last byte; DONE and FAILED are final."""
+    """PENDING until all I/O has ended; DONE and FAILED are final."""
 
     PENDING = "pending"
     DONE = "done"
@@ -88,51 +87,51 @@ class MemoryRegion:
 
 @dataclass(frozen=True, slots=True)
 class MoverLimits:
-    """What one transfer may look like. Any number of them may be in flight."""
+    """Limits of one transfer. Any number of transfers may be in flight."""
 
     alignment_bytes: int = 1
-    """Offsets, lengths and addresses must be multiples of this when a file is opened with ``direct_io``; 1 = none."""
+    """Offsets, lengths and addresses must be multiples of this if the file has O_DIRECT; 1 = no limit."""
     max_extent_bytes: int = MAX_IO_BYTES
     """Largest single extent."""
     max_extents_per_transfer: int = 65_536
     whole_writes: bool = False
-    """A WRITE is one extent from offset 0 and becomes the whole target: objects have no parts to overwrite."""
+    """A WRITE is one extent from offset 0 and replaces the whole target: parts of objects cannot be overwritten."""
     tells_short_reads: bool = True
-    """Where False, a READ past what the target really holds may be DONE with the end of its memory untouched."""
+    """If False, a READ past the end of the target may be DONE with the end of its memory untouched."""
 
 
 OBJECT_LIMITS: Final = MoverLimits(max_extents_per_transfer=1, whole_writes=True)
-"""Of a mover of objects. NIXL reports no error per object, and the siblings of a failed one would go on writing: so one
-object per transfer."""
+"""Limits of object movers: one object per transfer. NIXL reports no error per object, and the siblings of a failed
+object would go on writing."""
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One operation in flight. Handed out by ``submit``; only the mover writes it."""
+    """One operation in flight. ``submit`` returns it; only the mover changes it."""
 
     op: Op
     bytes_total: int
     state: TransferState = TransferState.PENDING
     error: str | None = None
-    """Why it failed, in words; None unless FAILED."""
+    """Why it failed; None unless FAILED."""
     quarantine: bool = False
-    """FAILED, and late I/O may still touch its memory: never reuse that memory."""
+    """FAILED, and late I/O may still touch its memory, which must never be reused."""
     missing: bool = False
-    """FAILED because the target is not there, where the mover can tell: nothing is wrong with the storage."""
+    """FAILED because the target does not exist, if the mover can tell. Storage is not to blame."""
 
 
 @dataclass(slots=True, eq=False)
 class FileEntry:
-    """An opened file, or an object that was named."""
+    """An opened file or a named object."""
 
     fd: int
     """-1 for an object."""
     path: str
     length_bytes: int
     direct: bool = False
-    """With O_DIRECT."""
+    """The file has O_DIRECT."""
     in_flight: int = 0
-    """Transfers that use it now. A quarantined transfer counts for ever."""
+    """Transfers that use it. A quarantined transfer counts for ever."""
 
 
 @dataclass(slots=True, eq=False)
@@ -145,21 +144,21 @@ class TrackedTransfer(Transfer):
     fil: Extents = field(kw_only=True)
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
-        """Address, length and offset in the file of each row."""
+        """Yield address, length and file offset of each row."""
         for (memory_offset, length), (offset, _) in zip(self.mem.tolist(), self.fil.tolist(), strict=True):
             yield self.region.address + memory_offset, length, offset
 
 
 class Mover:
-    """Moves bytes between registered memory and opened files, or objects; a mover moves one of the two.
+    """Moves bytes between registered memory and either opened files or objects.
 
-    Errors: ``submit`` raises ``MoverError`` when nothing was started (bad ids, extents outside a region, limits).
-    After ``submit`` has returned, only ``Transfer.state`` tells of failure; ``poll`` never raises.
-    Ids count up and never repeat, so a stale id is refused and not mistaken for another.
+    Errors: ``submit`` raises ``MoverError`` if nothing was started (bad ids, extents outside a region, limits). Later
+    failures appear only in ``Transfer.state``; ``poll`` never raises. Ids count up and never repeat, so a stale id is
+    refused.
     """
 
     transfer_type: ClassVar[type[TrackedTransfer]] = TrackedTransfer
-    """What ``_launch`` and ``_advance`` are given."""
+    """The type of transfers that ``_launch`` and ``_advance`` receive."""
 
     def __init__(
         self, name: str, memory_kinds: frozenset[MemoryKind], limits: MoverLimits, close_timeout_s: float
@@ -172,14 +171,14 @@ class Mover:
         self._memories: dict[MemoryId, MemoryRegion] = {}
         self._files: dict[FileId, FileEntry] = {}
         self._in_flight: dict[Transfer, Any] = {}
-        """Every transfer that is not final."""
+        """All transfers that are not final."""
         self._next_id = 1
         self._closed = False
 
     # The contract
 
     def register_memory(self, region: MemoryRegion) -> MemoryId:
-        """Register ``region`` whole, once. Raises MoverError (kind not supported, limits of the device)."""
+        """Register a whole region, once. Raises MoverError (kind not supported, limits of the device)."""
         self._check_usable()
         if region.kind not in self.memory_kinds:
             kinds = " and ".join(sorted(kind.value for kind in self.memory_kinds))
@@ -196,11 +195,11 @@ class Mover:
         self._unregister(memory, region)
 
     def adopt_file(self, fd: int, path: str, length_bytes: int, *, direct: bool) -> FileId:
-        """Register ``[0, length_bytes)`` of a regular file that the caller has opened; no I/O, not even metadata.
+        """Register ``[0, length_bytes)`` of an opened regular file. No I/O, not even metadata.
 
-        ``fd`` is open for reading, and for writing if a WRITE is to come; ``direct`` says whether it has O_DIRECT;
-        ``path`` is for messages. The descriptor belongs to the mover from here on, and is closed when this raises.
-        Raises MoverError; a mover of objects always does.
+        ``fd``: open for reading, and for writing if WRITEs follow. ``direct``: whether it has O_DIRECT. ``path``: for
+        messages. The mover owns the descriptor from here on, and closes it if this raises. Raises MoverError; an object
+        mover always does.
         """
         try:
             if self.limits.whole_writes:
@@ -212,10 +211,9 @@ class Mover:
         return self._add_file(FileEntry(fd, path, length_bytes, direct))
 
     def open_object(self, name: str, length_bytes: int) -> FileId:
-        """Name an object of ``length_bytes`` in the mover's store, to be read or written. No I/O; it need not exist.
+        """Register an object of ``length_bytes`` in the mover's store. No I/O; it need not exist.
 
-        ``name`` is relative to the mover's prefix, as in ``stores.base``. Raises MoverError; a mover of files always
-        does.
+        ``name`` is relative to the mover's prefix, as in ``stores.base``. Raises MoverError; a file mover always does.
         """
         if not self.limits.whole_writes:
             raise MoverError(f"{self.name}: moves no objects")
@@ -223,7 +221,7 @@ class Mover:
         return self._add_file(FileEntry(-1, name, length_bytes))
 
     def close_file(self, file: FileId) -> None:
-        """Deregister and close a file or forget an object. No transfer of it may be in flight."""
+        """Deregister and close a file, or forget an object. No transfer of it may be in flight."""
         entry = self._pop_file(file)
         if entry.fd >= 0:
             os.close(entry.fd)
@@ -233,7 +231,7 @@ class Mover:
     ) -> Transfer:
         """Start one transfer. Row i of both arrays has the same length. Returns at once; does not block on I/O.
 
-        The arrays must not change until the transfer is final. No rows at all is DONE at once. Where rows overlap
+        The arrays must not change until the transfer is final. A transfer without rows is DONE at once. If rows overlap
         (memory of a READ, file of a WRITE), any of them may win.
         """
         self._check_usable()
@@ -252,40 +250,40 @@ class Mover:
         return transfer
 
     def poll(self, transfer: Transfer) -> TransferState:
-        """Push the transfer on and return its state. Must be called until final; idempotent afterwards."""
+        """Advance the transfer and return its state. Call it until the state is final; then it is idempotent."""
         pending = self._in_flight.get(transfer)
         if pending is not None:
             self._advance(pending)
         return transfer.state
 
     def look(self) -> float | None:
-        """Poll all transfers. Returns 0.0 if any has ended since the last look, else the seconds until the next look is
-        worth while. None: this mover has no such call; poll each transfer.
+        """Poll all transfers. Returns 0.0 if any has ended since the last call, else the seconds until the next call
+        makes sense. Returns None if the mover has no such call; then poll each transfer.
         """
         return None
 
     def close(self) -> None:
-        """Wait for what is in flight, for a limited time, then release everything. Idempotent."""
+        """Wait a limited time for transfers in flight, then release everything. Idempotent."""
         raise NotImplementedError
 
     # For subclasses
 
     def _launch(self, transfer: Any) -> None:
-        """Start a transfer of one row at least. Raises MoverError if nothing was started."""
+        """Start a transfer of at least one row. Raises MoverError if nothing was started."""
         raise NotImplementedError
 
     def _advance(self, transfer: Any) -> None:
-        """Push a pending transfer on, and call ``_finish`` once nothing touches its memory any more."""
+        """Advance a pending transfer; call ``_finish`` once nothing touches its memory any more."""
         raise NotImplementedError
 
     def _register(self, memory: MemoryId, region: MemoryRegion) -> None:
-        """Register ``region`` with the library below. Raises MoverError."""
+        """Register ``region`` with the third-party library. Raises MoverError."""
 
     def _unregister(self, memory: MemoryId, region: MemoryRegion) -> None:
         """Undo ``_register``. Raises MoverError."""
 
     def _add_file(self, entry: FileEntry) -> FileId:
-        """Register an open file, which belongs to the mover: close it before raising MoverError. Or an object."""
+        """Register an open file or an object. The mover owns the file and closes it before raising MoverError."""
         file = FileId(self._new_id())
         self._files[file] = entry
         return file
@@ -300,7 +298,7 @@ class Mover:
             raise MoverError(f"{self.name}: this mover is closed")
 
     def _may_close(self) -> bool:
-        """Whether ``close`` has work to do: the first time, and not in a forked child."""
+        """Whether ``close`` has work to do: True the first time, except in a forked child."""
         return not self._closed and os.getpid() == self._pid
 
     def _memory(self, memory: MemoryId) -> MemoryRegion:
@@ -314,14 +312,14 @@ class Mover:
         return self._files[file]
 
     def _pop_file(self, file: FileId) -> FileEntry:
-        """Remove a file without closing it. Raises MoverError while a transfer uses it."""
+        """Remove and return a file without closing it. Raises MoverError while a transfer uses it."""
         entry = self._file(file)
         if entry.in_flight:
             raise MoverError(f"{self.name}: {entry.path} has {entry.in_flight} transfers in flight or quarantine")
         return self._files.pop(file)
 
     def _finish(self, transfer: Any, error: str | None, *, quarantine: bool = False) -> None:
-        """Make a transfer final. A quarantined one holds its file for ever."""
+        """Make a transfer final. A quarantined transfer holds its file for ever."""
         self._in_flight.pop(transfer, None)
         if not quarantine:
             transfer.file.in_flight -= 1
@@ -329,7 +327,7 @@ class Mover:
         transfer.state = TransferState.DONE if error is None else TransferState.FAILED
 
     def _drain(self, timeout_s: float) -> None:
-        """Poll until nothing is in flight, for ``timeout_s`` at most."""
+        """Poll until nothing is in flight, at most for ``timeout_s``."""
         end_s = time.monotonic() + timeout_s
         while self._in_flight and time.monotonic() < end_s:
             for transfer in list(self._in_flight):
@@ -338,7 +336,7 @@ class Mover:
                 time.sleep(POLL_S)
 
     def _release_all(self) -> None:
-        """Close and deregister all at the end. What may still be in use is kept for the life of the process."""
+        """Close and deregister everything. If transfers may still run, keep all of it for the life of the process."""
         stuck = list(self._in_flight.values())
         for transfer in stuck:
             self._finish(transfer, f"{self.name}: still in flight when the mover was closed", quarantine=True)
@@ -356,7 +354,7 @@ class Mover:
                 logger.warning("%s", error)
 
     def _check_extents(self, op: Op, region: MemoryRegion, mem: Extents, file: FileEntry, fil: Extents) -> int:
-        """Return how many rows there are. Raises MoverError for rows that must not be moved."""
+        """Return the number of rows. Raises MoverError for invalid rows."""
         limits = self.limits
         if mem.shape != fil.shape or mem.shape[1:] != (2,) or mem[:, 1].tobytes() != fil[:, 1].tobytes():
             raise MoverError(f"{self.name}: memory and file extents must have the same lengths, row by row")
@@ -373,7 +371,7 @@ class Mover:
                     )
                 if length > limits.max_extent_bytes:
                     raise MoverError(f"{self.name}: {length} bytes in one extent, at most {limits.max_extent_bytes}")
-                # Or-ed together, a number off the grid leaves a bit below the alignment.
+                # An unaligned number leaves a bit below the alignment.
                 bits |= at | length | (region.address + at if rows is mem else 0)
         if file.direct and bits & (limits.alignment_bytes - 1):
             raise MoverError(
@@ -383,12 +381,12 @@ class Mover:
 
 
 class LateError(MoverError):
-    """A transfer that was not waited for to its end: it may still touch its memory."""
+    """A transfer did not end in time: it may still touch its memory."""
 
 
 def move(mover: Mover, submit: Callable[[], Transfer], limit_s: float) -> float:
-    """Return the seconds that a transfer takes, its submission included: some movers do their I/O there. Raises
-    MoverError, a LateError where its memory may still be touched.
+    """Return the seconds that a transfer takes, with its submission: some movers do their I/O there. Raises MoverError;
+    LateError if its memory may still be touched.
     """
     began_s = time.monotonic()
     transfer = submit()
@@ -402,10 +400,10 @@ def move(mover: Mover, submit: Callable[[], Transfer], limit_s: float) -> float:
 
 
 def open_file(mover: Mover, path: str, length_bytes: int, *, direct_io: bool) -> FileId:
-    """Open an existing regular file for reading and writing, and have ``mover`` register ``[0, length_bytes)``.
+    """Open an existing regular file for reading and writing, and register ``[0, length_bytes)`` with ``mover``.
 
-    Never creates, never truncates. A filesystem that refuses O_DIRECT is used buffered, with one line in the log.
-    Raises MoverError.
+    Never creates or truncates. If the filesystem refuses O_DIRECT, I/O is buffered, with one line in the log. Raises
+    MoverError.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
     direct = direct_io
@@ -422,12 +420,12 @@ def open_file(mover: Mover, path: str, length_bytes: int, *, direct_io: bool) ->
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise MoverError(f"cannot use {path}: not a regular file")
-    REAL.clear_flag(fd, os.O_NONBLOCK)  # io_uring answers EAGAIN for such files on some devices
+    REAL.clear_flag(fd, os.O_NONBLOCK)  # io_uring returns EAGAIN for such files on some devices
     return mover.adopt_file(fd, path, length_bytes, direct=direct)
 
 
 def close_if_idle(mover: Mover, file: FileId) -> bool:
-    """Close a file. False while transfers use it: it stays open until the next try, or until the mover closes."""
+    """Close a file. False if transfers use it: it stays open until the next try, or until the mover closes."""
     try:
         mover.close_file(file)
     except MoverError as error:

@@ -1,14 +1,13 @@
-"""KvikIO behind the mover contract: device or host memory and files, by cuFile or by KvikIO's own POSIX path.
+"""A mover by KvikIO: device or host memory and files, by cuFile or by KvikIO's own POSIX path.
 
-If cuFile does not take a file (``path_of`` says which it is), KvikIO reads and writes through page-locked bounce
-buffers: its compatibility mode. cuFile has such a mode of its own, which ``hardware.gds`` reports.
+If cuFile does not take a file (see ``path_of``), KvikIO uses its compatibility mode: page-locked bounce buffers. cuFile
+also has a compatibility mode, which ``hardware.gds`` reports.
 
 Threading: as ``ThreadedMover``. The mover's threads open files and hand pieces to KvikIO, because both may block: with
-cuFile, KvikIO waits for the device's default stream first. KvikIO's pool moves the bytes. One process: its threads do
-not survive a fork, and a forked child must end by ``os._exit``, because KvikIO's destructors wait for them.
-Process-wide in KvikIO, set by the mover that starts last: the number of threads, the size of bounce buffers, O_DIRECT
-where a file takes it, no size below which the calling thread does the I/O. Whether cuFile may be used stays as
-``KVIKIO_COMPAT_MODE`` says (auto, unless set).
+cuFile, KvikIO waits for the device's default stream first. KvikIO's pool moves the bytes. Its threads do not survive a
+fork, and its destructors wait for them: a forked child must end by ``os._exit``. KvikIO's settings are process-wide,
+and the mover that starts last sets them: number of threads, size of bounce buffers, O_DIRECT if a file takes it, all
+I/O in the pool. ``KVIKIO_COMPAT_MODE`` (default auto) decides whether cuFile is used.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ logger = logging.getLogger(__name__)
 IoPath = Literal["cufile", "compat"]
 
 _ERRORS = (RuntimeError, OSError, ValueError, MemoryError)
-"""What KvikIO raises: RuntimeError for nearly everything, the rest where C++ has an exception of that meaning."""
+"""Exceptions of KvikIO: nearly always RuntimeError; the others translate C++ exceptions."""
 _WHERE = re.compile(r"^[A-Za-z/ ]+ at: \S+:\d+: ")
 _ALREADY_REGISTERED = "already registered"
 _DEFAULTS = threading.Lock()
-"""KvikIO opens a file by process-wide defaults. Threads that open files take turns."""
+"""KvikIO opens a file by process-wide defaults, so threads take turns."""
 _DEFAULTS_WAIT_S = 5.0
-"""Then a file is opened in any case: storage hangs under the thread that holds the lock."""
+"""After this wait a file is opened without the lock: storage hangs under its holder."""
 
 
 class _CudaArray:
-    """A piece of memory as KvikIO takes it. KvikIO finds out by itself whether it is a device's."""
+    """A piece of memory for KvikIO, which finds out by itself whether it is device memory."""
 
     __slots__ = ("__cuda_array_interface__",)
 
@@ -59,30 +58,29 @@ class _CudaArray:
 
 
 class KvikioMover(ThreadedMover):
-    """Moves bytes by KvikIO. Raises MoverUnavailableError on the first use where KvikIO or the driver is missing.
+    """Moves bytes by KvikIO. The first use raises MoverUnavailableError if KvikIO or the driver is missing.
 
-    ``threads`` move at once, each at most ``bounce_bytes`` at a time; where KvikIO has to bounce, each holds that much
-    page-locked memory. A transfer turns FAILED only when all that was begun of it has ended: no quarantine. When
-    ``close`` cannot drain within ``close_timeout_s``, memory and files are leaked with one warning, because threads may
-    still write there.
+    ``threads`` pieces of at most ``bounce_bytes`` move at once. In compatibility mode each holds that much page-locked
+    memory. A transfer is FAILED only when all of its I/O has ended: no quarantine. If ``close`` cannot drain within
+    ``close_timeout_s``, it leaks memory and files with one warning, because threads may still write there.
     """
 
     def __init__(self, threads: int = 8, bounce_bytes: int = 16 << 20, *, close_timeout_s: float = 30.0) -> None:
         super().__init__(
             "kvikio",
-            # KvikIO would take bytes off the grid as well, but by the page cache and another copy.
+            # KvikIO also takes unaligned bytes, but by the page cache and another copy.
             MoverLimits(alignment_bytes=PAGE_BYTES),
             threads=threads,
             close_timeout_s=close_timeout_s,
             memory_kinds=frozenset(MemoryKind),
         )
-        self._bounce_bytes = max(bounce_bytes // PAGE_BYTES, 1) * PAGE_BYTES  # pieces keep to the grid
+        self._bounce_bytes = max(bounce_bytes // PAGE_BYTES, 1) * PAGE_BYTES  # keeps pieces aligned
         self._kvikio: Any = None
         self._opened: dict[FileEntry, tuple[Any, IoPath]] = {}
-        """KvikIO's side of a file, and how device memory travels to and from it."""
+        """KvikIO's handle of a file, and the path of device memory to it."""
         self._in_cufile: set[MemoryId] = set()
-        """Regions by which cuFile knows their allocations."""
-        keep_in_children(self)  # handles that are collected deregister their files with cuFile
+        """Regions whose registration with cuFile covers their allocation."""
+        keep_in_children(self)  # a collected handle deregisters its file with cuFile
 
     def connect(self) -> None:
         """Load KvikIO and set its defaults now. Raises MoverUnavailableError."""
@@ -95,7 +93,7 @@ class KvikioMover(ThreadedMover):
                 self._kvikio = _load(self.name, self._threads, self._bounce_bytes)
 
     def _register(self, memory: MemoryId, region: MemoryRegion) -> None:
-        """Device memory is registered with cuFile, with all of the allocation that it is part of."""
+        """Register device memory with cuFile. This covers the whole allocation around it."""
         if region.kind is not MemoryKind.VRAM:
             return
         if not self._kvikio.defaults.is_compat_mode_preferred():
@@ -106,7 +104,7 @@ class KvikioMover(ThreadedMover):
                 self._kvikio.memory_register(_CudaArray(region.address, region.length_bytes))
             self._in_cufile.add(memory)
         except _ERRORS as error:
-            if _ALREADY_REGISTERED in str(error):  # another region of the same allocation
+            if _ALREADY_REGISTERED in str(error):  # by another region of the same allocation
                 return
             raise MoverError(
                 f"{self.name}: cannot register {region.length_bytes} bytes of device memory: {_describe(error)}; "
@@ -124,7 +122,7 @@ class KvikioMover(ThreadedMover):
             raise MoverError(f"{self.name}: cannot unregister device memory: {_describe(error)}") from error
 
     def path_of(self, file: FileId) -> IoPath:
-        """How bytes of device memory and this file travel: by cuFile, or by KvikIO's own bounce buffers.
+        """Return how bytes move between device memory and this file: by cuFile or KvikIO's bounce buffers.
 
         Opens the file if no transfer has. Raises MoverError.
         """
@@ -151,7 +149,7 @@ class KvikioMover(ThreadedMover):
                 moved = future.get()
             except _ERRORS as error:
                 words = _describe(error)
-                # That is what -1 looks like; the errno that went with it is lost.
+                # cuFile's -1 looks like EPERM; its errno is lost.
                 lost = transfer.op is Op.READ and words == os.strerror(errno.EPERM)
                 failure = "an error of cuFile's that KvikIO does not hand on" if lost else words
             else:
@@ -161,7 +159,7 @@ class KvikioMover(ThreadedMover):
             raise MoverError(f"{transfer.op.value} of {transfer.file.path} failed: {failure}")
 
     def _open(self, entry: FileEntry) -> tuple[Any, IoPath]:
-        """Open a file by KvikIO, once; by the path of its descriptor, as KvikIO takes no other. Raises MoverError."""
+        """Open a file by KvikIO, once, by the path of its descriptor: KvikIO takes only paths. Raises MoverError."""
         has_turn = entry not in self._opened and _DEFAULTS.acquire(timeout=_DEFAULTS_WAIT_S)
         try:
             if entry not in self._opened:
@@ -177,7 +175,7 @@ class KvikioMover(ThreadedMover):
         writes = (fcntl.fcntl(entry.fd, fcntl.F_GETFL) & os.O_ACCMODE) == os.O_RDWR
         arguments = f"/proc/self/fd/{entry.fd}", "r+" if writes else "r"
         try:
-            # Without either, KvikIO never opens the file with O_DIRECT.
+            # With both off, KvikIO never opens the file with O_DIRECT.
             with kvikio.defaults.set({"auto_direct_io_read": entry.direct, "auto_direct_io_write": entry.direct}):
                 if not kvikio.defaults.is_compat_mode_preferred():
                     try:
@@ -199,7 +197,7 @@ class KvikioMover(ThreadedMover):
 
 
 def _load(name: str, threads: int, bounce_bytes: int) -> Any:
-    """KvikIO, with its defaults set. Raises MoverUnavailableError."""
+    """Return KvikIO with its defaults set. Raises MoverUnavailableError."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -221,7 +219,7 @@ def _load(name: str, threads: int, bounce_bytes: int) -> Any:
         "auto_direct_io_read": True,
         "auto_direct_io_write": True,
     }
-    if kvikio.defaults.get("num_threads") != threads:  # the same number, too, would wait for the pool to be idle
+    if kvikio.defaults.get("num_threads") != threads:  # setting it, even unchanged, waits for an idle pool
         settings["num_threads"] = threads
     try:
         kvikio.defaults.set(settings)
@@ -231,5 +229,5 @@ def _load(name: str, threads: int, bounce_bytes: int) -> Any:
 
 
 def _describe(error: BaseException) -> str:
-    """What ``error`` says, without the place in KvikIO's source."""
+    """Return the error's text without the position in KvikIO's source."""
     return _WHERE.sub("", " ".join(str(error).split())) or type(error).__name__

@@ -1,12 +1,12 @@
-"""NIXL's OBJ plugin behind the mover contract: objects and the memory of host or device.
+"""A mover by NIXL's OBJ plugin: objects and the memory of host or device.
 
-The plugin takes few transfers at once, cannot tell what is absent, and never repeats a read: it reads straight into the
-caller's memory, and its second answer would land behind the first one (docs/decisions/0008-object-movers.md). So
-transfers above a limit wait here, and a read that failed is repeated, unless a store says that the object is absent, or
-does not answer either. Writes are repeated by the plugin.
+The plugin takes few transfers at once and cannot tell that an object is absent. It repeats writes, but not reads: it
+reads into the caller's memory, and a second answer would land after the first (docs/decisions/0008-object-movers.md).
+So transfers above a limit wait here. A failed read is repeated, unless a store says that the object is absent, or does
+not answer either.
 
-Threading: driven by one thread; the store is asked on a few daemon threads, which end when nothing is left to be asked.
-Ownership: it owns the store. A handle in flight is never released: see ``movers.nixl``.
+Threading: driven by one thread. A few daemon threads ask the store, and end when there is nothing to ask. Ownership: it
+owns the store. A handle in flight is never released: see ``movers.nixl``.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from nixl_offload.stores.base import Store
 logger = logging.getLogger(__name__)
 
 NOT_ANSWERING: Final = frozenset({"unreachable", "timeout", "throttled", "server"})
-"""Causes of a StoreError that say nothing of the client or the object: another time the same call works."""
+"""Causes of a StoreError that is not due to client or object: the same call may work later."""
 ATTEMPTS: Final = 3
 PAUSE_S: Final = 0.1
 """Mean pause before a read is repeated."""
 WITHIN_S: Final = 3.0
-"""No attempt begins later than this after the first."""
+"""No attempt begins later than this after the first one."""
 ASKING_THREADS: Final = 4
 _LOOK_SHARE, _LOOK_MIN_S, _LOOK_MAX_S = 0.125, 0.0005, 0.01
-"""Looks are this share of a transfer's usual time apart: a poll of NIXL costs as much processor time as a request."""
+"""Polls are this share of a transfer's usual time apart: polling NIXL takes as much CPU time as a request."""
 
 _object_numbers = itertools.count(1)
-"""Never one twice: NIXL finds an object by its number, and a second name for it would silently win."""
+"""Never used twice: NIXL finds an object by its number, and a second name of a number would silently win."""
 
 
 @dataclass(slots=True, eq=False)
 class _ObjectTransfer(NixlTransfer):
     attempts: int = 0
-    """Begun so far."""
+    """Attempts so far."""
     first_s: float = 0.0
-    """When the first began."""
+    """When the first attempt began."""
     began_s: float = 0.0
-    """When the latest did."""
+    """When the latest attempt began."""
     failure: str = ""
-    """Of the latest."""
+    """Of the latest attempt."""
     again_s: float = 0.0
-    """When the next may begin."""
+    """When the next attempt may begin."""
     answer: Literal["", "go on", "absent", "silent"] = ""
-    """What the store says of the object: it is there, or nobody knows; it is absent; the store has no answer either.
-    Empty: not known yet."""
+    """The store's answer. go on: the object exists, or nobody knows; absent; silent: the store does not answer either.
+    Empty: not asked or not answered yet."""
 
 
 class NixlObjectMover(AgentMover):
-    """One agent with the OBJ plugin. Of its transfers ``at_once`` run, in their order.
+    """One agent with the OBJ plugin. At most ``at_once`` transfers run; the rest waits in order.
 
-    A transfer that was not started whole, or does not end within ``close_timeout_s``, is quarantined.
+    A transfer is quarantined if its start fails midway, or if it does not end within ``close_timeout_s`` of ``close``.
     """
 
     transfer_type = _ObjectTransfer
@@ -77,19 +77,19 @@ class NixlObjectMover(AgentMover):
         self._waiting: deque[_ObjectTransfer] = deque()
         self._running: set[_ObjectTransfer] = set()
         self._resting: set[_ObjectTransfer] = set()
-        """Between two attempts."""
+        """Transfers between two attempts."""
         self._unasked: deque[_ObjectTransfer] = deque()
-        """Those for which the store has not been asked yet."""
+        """Resting transfers whose object the store has not been asked for."""
         self._asking = 0
-        """Threads that ask."""
+        """Number of threads that ask."""
         self._asking_lock = threading.Lock()
-        """Guards these two."""
+        """Guards these two fields."""
         self._usual_s = 0.0
-        """What a transfer takes."""
+        """The usual duration of a transfer."""
         self._look_s = 0.0
-        """When the next look is due."""
+        """When the next poll is due."""
         self._news = False
-        """Whether a transfer has ended since the last look."""
+        """Whether a transfer has ended since the last ``look``."""
 
     def _add_file(self, entry: FileEntry) -> FileId:
         number = next(_object_numbers)
@@ -141,7 +141,7 @@ class NixlObjectMover(AgentMover):
         return 0.0 if news else max(self._look_s - time.monotonic(), 0.0)
 
     def _pass(self) -> None:
-        """Push all on, if it is time."""
+        """Advance all transfers if a poll is due."""
         now_s = time.monotonic()
         if now_s < self._look_s:
             return
@@ -162,11 +162,11 @@ class NixlObjectMover(AgentMover):
         self._begin_waiting()
 
     def _note(self, transfer: _ObjectTransfer, state: str, now_s: float) -> None:
-        """Go on as ``state`` says: PROC, DONE, or why the attempt failed."""
+        """Handle the state of an attempt: PROC, DONE, or why it failed."""
         if state == "PROC":
             return
         if state == "DONE":
-            # What ends sooner than others counts for more, so that nobody waits for slow times.
+            # Shorter times weigh more, so that polls do not become rare.
             took_s = now_s - transfer.began_s
             self._usual_s += (took_s - self._usual_s) * (0.25 if took_s < self._usual_s else 0.125)
             self._finish(transfer, None)
@@ -188,12 +188,12 @@ class NixlObjectMover(AgentMover):
             try:
                 threading.Thread(target=self._ask, name="nixl-offload-obj-ask", daemon=True).start()
                 self._asking += 1
-            except RuntimeError:  # this machine has no thread to spare now
+            except RuntimeError:  # no thread can be started now
                 if not self._asking:
                     self._unasked.pop().answer = "go on"
 
     def _ask(self) -> None:
-        """Ask the store for the objects of failed reads, on a thread."""
+        """Ask the store about the objects of failed reads, on a thread."""
         while True:
             with self._asking_lock:
                 if not self._unasked:
@@ -213,7 +213,7 @@ class NixlObjectMover(AgentMover):
         super()._finish(transfer, error, quarantine=quarantine)
 
     def close(self) -> None:
-        """What waits is still moved, for ``close_timeout_s`` at most. What failed is not tried again."""
+        """Move waiting transfers too, for at most ``close_timeout_s``. Failed ones are not repeated."""
         if not self._may_close():
             return
         self._closed = True

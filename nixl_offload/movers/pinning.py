@@ -1,9 +1,9 @@
-"""Whether cuFile can register a piece of device memory, asked before NIXL is; and who has it registered.
+"""Checks whether cuFile can register device memory before NIXL tries, and counts the movers that need a registration.
 
-NIXL's GDS plugins only warn when cuFileBufRegister fails, and then bounce every transfer through host memory for good.
-So cuFile is asked here first, and a refusal says what to change; the engine then packs chunks.
+If cuFileBufRegister fails, NIXL's GDS plugins only warn, and bounce all transfers through host memory from then on. So
+we try cuFile first. The error says what to change, and the engine then packs chunks.
 
-Threading: ``pinning_limit`` reads files only, and is safe anywhere. All else: with the library lock.
+Threading: ``pinning_limit`` only reads files and is safe anywhere. All else needs the library lock.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _PACKED: Final = "turn `block_outermost` off, so that chunks are packed and only
 
 
 _HOLDERS: Final = Counter[MemoryRegion]()
-"""Of device memory that is registered with cuFile: how many of NIXL's movers need it."""
+"""Device memory registered with cuFile, and the number of NIXL movers that need it."""
 _ENDS: Final = defaultdict[MemoryRegion, ExitStack](ExitStack)
-"""How those that need it no more let go of it, when the last has."""
+"""Deregistrations of movers that no longer need a region; run with the last one."""
 
 
 class _CufileError(ctypes.Structure):
@@ -41,8 +41,8 @@ class _CufileError(ctypes.Structure):
 def pinning_limit(name: str, size_bytes: int, registered_bytes: int = 0, *, root: str = "/") -> None:
     """Raise MoverError if cuFile's settings forbid ``size_bytes`` more of device memory, saying what to change.
 
-    ``name`` begins the message; ``registered_bytes`` are registered already. In compatibility mode nothing is pinned,
-    and there is no limit.
+    ``name``: begins the message. ``registered_bytes``: already registered. In compatibility mode nothing is pinned, so
+    there is no limit.
     """
     settings = read_settings(root)
     if pinning_route(root, settings) is None:
@@ -60,10 +60,9 @@ def pinning_limit(name: str, size_bytes: int, registered_bytes: int = 0, *, root
 
 
 def check_pinning(name: str, region: MemoryRegion) -> None:
-    """Raise MoverError if cuFile does not register ``region``: it registers it, and lets go again.
+    """Raise MoverError if cuFile cannot register ``region``: register it, then deregister it.
 
-    Where nothing is pinned, cuFile is not asked: it bounces in any case, and without a GPU's driver
-    ``cuFileBufRegister`` may never return.
+    Skipped if cuFile pins nothing: it bounces anyway, and without a GPU driver ``cuFileBufRegister`` may never return.
     """
     if region in _HOLDERS:
         return
@@ -71,7 +70,7 @@ def check_pinning(name: str, region: MemoryRegion) -> None:
     if pinning_route("/", read_settings("/")) is None:
         return
     try:
-        cufile = ctypes.CDLL(CUFILE, mode=os.RTLD_NOW | os.RTLD_NOLOAD)  # the one that NIXL's plugin has loaded
+        cufile = ctypes.CDLL(CUFILE, mode=os.RTLD_NOW | os.RTLD_NOLOAD)  # only if NIXL's plugin has loaded it
         register, deregister = cufile.cuFileBufRegister, cufile.cuFileBufDeregister
     except (OSError, AttributeError):
         return
@@ -95,10 +94,9 @@ def add_holder(region: MemoryRegion) -> None:
 
 
 def remove_holder(region: MemoryRegion, deregister: Callable[[], None]) -> None:
-    """Count a mover less. All are deregistered with the last.
+    """Count one mover less. The last one deregisters for all.
 
-    cuFile does not count registrations: if the mover that made one took it back, the transfers of all others would
-    bounce.
+    cuFile does not count registrations: one mover's deregistration would make all other movers' transfers bounce.
     """
     _ENDS[region].callback(deregister)
     _HOLDERS[region] -= 1
@@ -108,6 +106,6 @@ def remove_holder(region: MemoryRegion, deregister: Callable[[], None]) -> None:
 
 
 def _words(size_bytes: int) -> str:
-    """For people: whole units where that is exact, else MiB rounded up."""
+    """Return a readable size: in whole units if exact, else in MiB, rounded up."""
     exact = format_size(size_bytes)
     return exact if len(exact) <= 8 else f"{-(-size_bytes // (1 << 20))}MiB"

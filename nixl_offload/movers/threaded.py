@@ -1,7 +1,7 @@
-"""Movers that move bytes by blocking calls on a few threads of their own: ``copy`` for files, and one for any store.
+"""Movers that make blocking calls on their own threads: ``copy`` for files, and one for any store.
 
-Threading: driven by one thread. Its own threads are daemons: a call that hangs holds up neither ``close`` for longer
-than its time nor the end of the process. A transfer is final when no thread touches its memory any more.
+Threading: driven by one thread. Its own threads are daemons, so a hung call delays neither ``close`` beyond its limit
+nor the end of the process. A transfer is final when no thread touches its memory any more.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ Row = tuple[int, int, int]
 
 HOST: Final = frozenset({MemoryKind.DRAM})
 _TASK_BYTES: Final = 8 << 20
-"""Rows of about this many bytes are one task: large enough that Python costs nothing, small enough for all threads."""
+"""Rows of about this many bytes make one task: large enough to hide Python's cost, small enough for all threads."""
 _LAST: Final = 2
-"""The priority behind reads (0) and writes (1): the thread ends."""
+"""Priority after reads (0) and writes (1): end the thread."""
 _LOOK_S: Final = 0.001
-"""The end of a transfer is noticed at most this late."""
+"""Most delay until the end of a transfer is noticed."""
 _AFTER_CLOSE_S: Final = 1.0
-"""How long calls get to end after ``_release``."""
+"""How long calls may take to end after ``_release``."""
 
 
 @dataclass(slots=True, eq=False)
 class ThreadedTransfer(TrackedTransfer):
-    """A transfer and the tasks that are left of it."""
+    """A transfer and its remaining tasks."""
 
     tasks_left: int = 0
     failure: Exception | None = None
     stop: bool = False
-    """Set when a task fails, or the mover is closed: what has not begun is left alone."""
+    """Set when a task fails or the mover is closed: tasks that have not begun are skipped."""
 
 
 class ThreadedMover(Mover):
-    """Moves rows by ``_move``. ``threads`` calls run at once; the rest waits, reads before writes.
+    """Moves rows by ``_move``. At most ``threads`` calls run at once; the rest waits, reads before writes.
 
-    After a failure the memory is free. ``quarantine`` is set only by ``close``, for calls that do not end within
+    The memory of a failed transfer is free. Only ``close`` sets ``quarantine``, for calls that do not end within
     ``close_timeout_s``.
     """
 
@@ -75,16 +75,16 @@ class ThreadedMover(Mover):
         """By priority and number."""
         self._numbers = itertools.count()
         self._ended: deque[tuple[ThreadedTransfer, Exception | None]] = deque()
-        """Tasks that threads have ended, with their errors."""
+        """Transfers whose task a thread has ended, with the error."""
         self._tasks_left = 0
         self._workers: list[threading.Thread] = []
 
     @abstractmethod
     def _move(self, transfer: ThreadedTransfer, rows: Sequence[Row]) -> None:
-        """Move rows, on a thread. Raises any exception: the transfer has failed. May stop at ``transfer.stop``."""
+        """Move rows, on a thread. Any exception fails the transfer. May stop at ``transfer.stop``."""
 
     def _release(self) -> None:
-        """Free what the mover holds at the end; this may end calls that hang."""
+        """Free the mover's resources at the end. This may end hung calls."""
 
     def _launch(self, transfer: ThreadedTransfer) -> None:
         tasks: list[list[Row]] = []
@@ -102,7 +102,7 @@ class ThreadedMover(Mover):
             worker = threading.Thread(target=self._work, name=name, daemon=True)
             try:
                 worker.start()
-            except RuntimeError as error:  # this machine has no thread to spare now
+            except RuntimeError as error:  # no thread can be started now
                 if not self._workers:
                     self._tasks_left -= len(tasks)
                     self._finish(transfer, f"{self.name}: {error}")
@@ -119,7 +119,7 @@ class ThreadedMover(Mover):
         return 0.0 if self._collect() else _LOOK_S
 
     def _collect(self) -> bool:
-        """Make transfers final whose last task has ended; return whether there were any."""
+        """Make transfers final whose last task has ended. Returns whether there were any."""
         any_final = False
         while self._ended:
             transfer, error = self._ended.popleft()
@@ -135,7 +135,7 @@ class ThreadedMover(Mover):
         return any_final
 
     def close(self) -> None:
-        """Wait ``close_timeout_s`` at most."""
+        """Wait at most ``close_timeout_s``."""
         if not self._may_close():
             return
         self._closed = True
@@ -152,7 +152,7 @@ class ThreadedMover(Mover):
         self._release_all()
 
     def _work(self) -> None:
-        """Do tasks until the last, on a thread."""
+        """Run tasks until told to end, on a thread."""
         while True:
             _, _, transfer, rows = self._tasks.get()
             if transfer is None:
@@ -176,12 +176,12 @@ class ThreadedMover(Mover):
 
 
 def host_view(address: int, length_bytes: int) -> memoryview:
-    """Return host memory as bytes that can be written."""
+    """Return a writable view of host memory."""
     return memoryview((ctypes.c_char * length_bytes).from_address(address)).cast("B")
 
 
 class CopyMover(ThreadedMover):
-    """Host memory and files by ``preadv`` and ``pwritev``: the contract's reference, used where NIXL cannot run.
+    """Moves host memory and files by ``preadv`` and ``pwritev``. The contract's reference, used if NIXL cannot run.
 
     A short read or write is a failure; the error has the offset.
     """
@@ -202,13 +202,13 @@ class CopyMover(ThreadedMover):
                 else:
                     moved = os.pwritev(file.fd, [memory[done:]], offset + done)
                 done += moved
-                # Under O_DIRECT a piece that ends off the grid is the end of the file; going on would only give EINVAL.
+                # Under O_DIRECT an unaligned piece is the end of the file; going on would only give EINVAL.
                 if moved == 0 or (file.direct and moved % PAGE_BYTES):
                     raise MoverError(f"short {op.value} of {file.path} at {offset}: {done} of {length} bytes")
 
 
 class StoreMover(ThreadedMover):
-    """Host memory and objects by a store's blocking calls, ``threads`` at a time, one for each transfer.
+    """Moves host memory and objects by a store's blocking calls: one per transfer, ``threads`` at a time.
 
     Owns the store and closes it.
     """
