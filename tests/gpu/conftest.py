@@ -1,7 +1,7 @@
-"""Tests on a GPU run as vLLM's model does: on a stream of their own, not on CUDA's default stream.
+"""GPU tests run on their own stream, as vLLM's model does, not on CUDA's default stream.
 
-What other libraries put on streams of the common kind waits for the default stream, and that for them: KvikIO's copies
-would wait for a busy model of themselves, and a gate that is missing would be missed by nobody.
+Ordinary streams of other libraries and the default stream wait for each other. So on the default stream KvikIO's copies
+would wait for a busy model by themselves, and no test would notice a missing fence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def pytest_runtest_logfinish() -> None:
-    """End the process when a test has left the device's context broken: in it nothing works any more."""
+    """End the process if a test has broken the device's context, in which nothing works any more."""
     if not torch.cuda.is_initialized():
         return
     try:

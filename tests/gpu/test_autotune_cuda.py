@@ -1,4 +1,4 @@
-"""Proves on a GPU: movers are compared on its real memory, and what is chosen can be opened."""
+"""Proves on a GPU: movers are compared on its real memory, and the chosen one opens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_a_mover_is_chosen_by_its_speed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Page-locked host memory at least can be measured. Figures are printed: run with -s."""
+    """At least page-locked host memory can be measured. Run with -s to see the figures."""
     tier = SlabConfig.model_validate({"kind": "slab", "path": str(tmp_path), "capacity": "10GiB"})
     device, layout = device_of(torch.empty(1, device="cuda")), layout_of(1 << 20)
     plan_tier(tier, device, layout)  # loads CUDA's libraries

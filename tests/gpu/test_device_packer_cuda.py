@@ -1,6 +1,5 @@
-"""Proves on a GPU: chunks packed on the device lie there as the host would have laid them (the proofs of the emulated
-device, on a real one), wait for no store, and never make their caller wait; what is let go of while it is in use is not
-handed out again.
+"""Proves on a GPU: chunks packed on the device equal the host's (the tests of the emulated device, on a real one).
+Loads wait for no store, no call blocks, and memory that is released while in use is not reused.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from nixl_offload.engine.device_packer import DevicePacker, SummedOnDevice, page
 from nixl_offload.engine.kernels.torch_kernels import Page
 from nixl_offload.engine.streams import READY, Device, device_of
 from tests.unit.device_rig import settled
-from tests.unit.test_device_packer import (  # noqa: F401 - run here with the fixture below
+from tests.unit.test_device_packer import (  # noqa: F401 - run with the fixture below
     test_chunks_lie_in_their_slots_as_on_the_host_and_come_back,
     test_rows_that_do_not_fit_their_blocks_are_refused,
 )
@@ -27,18 +26,18 @@ pytestmark = pytest.mark.gpu
 IDS = np.array([3, 9, 1, 14], dtype=np.int32)
 PAGES = [[Page(0, 0, 4096), Page(1, 4096, 4096)]]
 STEP_CYCLES = 1_000_000_000
-"""About half a second: longer than anything here takes."""
+"""About half a second: longer than anything here."""
 
 
 @pytest.fixture
 def device() -> Iterator[Device]:
-    """The one GPU; what a test left on it is over before the next one."""
+    """The GPU; a test's work on it ends before the next test."""
     yield device_of(torch.empty(0, device="cuda"))
     torch.cuda.synchronize()
 
 
 class Kit:
-    """Two layers of zeros, a slot of ones; everything has been called once, so that nothing is compiled later."""
+    """Two layers of zeros and a slot of ones. Everything has been called, so nothing compiles later."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -58,7 +57,7 @@ class Kit:
         torch.cuda.synchronize()
 
     def everything(self) -> None:
-        """One call of each kind, behind the model's stream. What comes of it is of no interest."""
+        """Make one call of each kind, after the model's stream. The results do not matter."""
         fence = self.device.streams.compute_fence()
         asked = [
             self.packer.gather_many(0, self.parts, fence),
@@ -79,7 +78,7 @@ def kit(device: Device) -> Kit:
 
 
 def test_nothing_makes_the_caller_wait(kit: Kit) -> None:
-    """Neither a call that torch knows to wait, nor one that it does not: the model's stream is busy all the while."""
+    """No call waits for the busy model's stream, whether or not torch knows that such a call blocks."""
     torch.cuda._sleep(STEP_CYCLES)
     busy = kit.device.streams.compute_fence()
     torch.cuda.set_sync_debug_mode("error")
@@ -94,7 +93,7 @@ def test_nothing_makes_the_caller_wait(kit: Kit) -> None:
 
 
 def test_loads_headers_and_inspections_wait_for_no_store(kit: Kit) -> None:
-    """Nor for the step that a store waits for."""
+    """They do not wait either for the step that a store waits for."""
     other = torch.empty_like(kit.rows)
     early = kit.device.streams.compute_fence()
     torch.cuda._sleep(STEP_CYCLES)
@@ -113,7 +112,7 @@ def test_loads_headers_and_inspections_wait_for_no_store(kit: Kit) -> None:
 
 
 def test_a_slot_that_is_let_go_of_while_it_is_filled_is_not_handed_out(kit: Kit) -> None:
-    """Whoever got its memory would find a chunk in it."""
+    """Else the next owner of its memory would find a chunk in it."""
     torch.cuda.empty_cache()
     rows = torch.empty((4, 8192 << 10), dtype=torch.uint8, device="cuda")[:, :8192]
     address, length_bytes = rows.data_ptr(), 4 * (8192 << 10)
@@ -127,7 +126,7 @@ def test_a_slot_that_is_let_go_of_while_it_is_filled_is_not_handed_out(kit: Kit)
 
 
 def test_sums_that_nobody_waits_for_land_in_nobodys_memory(kit: Kit) -> None:
-    """Torch keeps page-locked memory until the copy into it is done: we rely on that for ids and sums alike."""
+    """Torch keeps page-locked memory until the copy into it is done. We rely on that for ids and sums."""
     torch.cuda._sleep(STEP_CYCLES)
     busy = kit.device.streams.compute_fence()
     sums = kit.packer.gather_many(0, kit.parts, busy)

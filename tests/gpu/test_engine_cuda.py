@@ -1,6 +1,6 @@
-"""Proves on a GPU: KV memory in vLLM's shapes travels every way and by every mover that runs there, and comes back bit
-for bit while kernels write to it; no way overtakes the compute stream or is told as finished before it is; what rots in
-the file is refused. Needs neither vLLM nor a registry.
+"""Proves on a GPU: KV memory in vLLM's shapes comes back bit for bit by every path and mover, while kernels write to
+it. No path overtakes the compute stream or reports too early; a damaged file is refused. Needs neither vLLM nor a
+registry.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ pytestmark = pytest.mark.gpu
 
 OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
 ROUTES = [("gds_mt", "direct"), ("gds_mt", "device"), ("kvikio", "direct"), ("kvikio", "device"), ("posix", "host")]
-"""(mover, way): all that there are."""
+"""All pairs of mover and path."""
 BUSY_CYCLES = 20_000_000
-"""Some ten milliseconds."""
+"""About ten milliseconds."""
 LONG_CYCLES = 1_500_000_000
 """Most of a second."""
 SOURCE, TARGET = [0, 1, 2, 3], [4, 5, 6, 7]
@@ -65,7 +65,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def opened_mover(name: str, directory: Path) -> Mover:
-    """A mover that has made a round trip with the memory that it would be used for, or a skip with its reason."""
+    """Return a mover whose probe of device memory succeeded, or skip with the reason."""
     if name == "kvikio":
         pytest.importorskip("kvikio")
     try:
@@ -94,7 +94,7 @@ def flip(path: Path, at: int) -> None:
 @pytest.mark.parametrize(("mover", "way"), ROUTES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_comes_back(make: Make, shape: str, mover: str, way: Way) -> None:
-    """Whole chunks and unaligned heads of every group, while kernels write."""
+    """Whole chunks and unaligned beginnings of every group, while kernels write."""
     rig = make(mover, way, shape)
     expected = "device" if way == "direct" and not SHAPES[shape].aligned else way
     assert way_of(rig) == expected
@@ -110,7 +110,7 @@ def test_large_chunks_come_back(make: Make, mover: str, way: Way) -> None:
 
 @pytest.mark.parametrize(("mover", "way"), ROUTES)
 def test_a_store_waits_for_the_compute_stream_and_a_caller_for_nothing(make: Make, mover: str, way: Way) -> None:
-    """The compute stream is busy and then writes the blocks: what it wrote is stored, and nothing goes out before."""
+    """The busy compute stream writes the blocks late. The late bytes are stored, and no write begins before."""
     rig = make(mover, way)
     rig.write(range(8), value=1)
     written = submitted(rig, Op.WRITE)
@@ -134,7 +134,7 @@ def test_a_store_waits_for_the_compute_stream_and_a_caller_for_nothing(make: Mak
 
 @pytest.mark.parametrize(("mover", "way"), ROUTES)
 def test_a_load_does_not_overtake_the_compute_stream(make: Make, mover: str, way: Way) -> None:
-    """The target blocks are zeroed late: until then the load is not told as finished, and it is not overwritten."""
+    """The target blocks are zeroed late. The load does not finish before, and is not overwritten."""
     rig = make(mover, way)
     rig.write(SOURCE)
     wanted = rig.rows(SOURCE)
@@ -153,24 +153,24 @@ def test_a_load_does_not_overtake_the_compute_stream(make: Make, mover: str, way
 
 @pytest.mark.parametrize(("mover", "way"), ROUTES)
 def test_a_load_ends_while_the_step_runs_that_it_came_with(make: Make, mover: str, way: Way) -> None:
-    """Its fence is from before that step was launched, and behind all earlier ones, which write to its blocks."""
+    """Its fence lies before that step, and after all earlier steps, which write to its blocks."""
     assert load_ended_first(make(mover, way)), "the load waited for the step that it came with"
 
 
 @pytest.mark.parametrize(("mover", "way"), ROUTES)
 def test_a_load_that_came_with_a_step_on_the_default_stream_brings_its_bytes(make: Make, mover: str, way: Way) -> None:
-    """A mover whose own copies wait for that stream, as KvikIO's do, is late, not wrong."""
+    """A mover whose copies wait for that stream, such as KvikIO, is late but right."""
     with torch.cuda.stream(torch.cuda.default_stream()):
         if not load_ended_first(make(mover, way)):
             pytest.xfail(f"{mover}, {way}: loads wait for a model on the default stream")
 
 
 def load_ended_first(rig: DeviceRig) -> bool:
-    """Load beside a long step, check what arrived, and return whether the load ended before the step."""
+    """Load during a long step, check the bytes, and return whether the load ended before the step."""
     rig.write(SOURCE)
     wanted = rig.rows(SOURCE)
     assert rig.store(1, [rig.chunk(0, SOURCE)]) == (OK,)
-    rig.write(range(8, 12))  # uploads once, before the device is busy
+    rig.write(range(8, 12))  # uploads before the device is busy
     torch.cuda.synchronize()
     torch.cuda._sleep(BUSY_CYCLES)
     rig.write(TARGET, value=0)
@@ -186,9 +186,7 @@ def load_ended_first(rig: DeviceRig) -> bool:
 
 @pytest.mark.parametrize(("mover", "way"), ROUTES)
 def test_what_rots_in_the_file_is_refused(make: Make, mover: str, way: Way) -> None:
-    """Header and payload, a chunk in another's place, a file that ends too soon. Blocks of a packed group stay as they
-    were.
-    """
+    """Damaged header or payload, another chunk's location, a short file. Blocks of a packed group stay unchanged."""
     rig = make(mover, way, "mla_36k")
     rig.write(SOURCE)
     assert rig.store(0, [rig.chunk(0, SOURCE), rig.chunk(1, SOURCE)]) == (OK, OK)
@@ -217,7 +215,7 @@ def test_what_rots_in_the_file_is_refused(make: Make, mover: str, way: Way) -> N
 
 
 def test_a_device_without_room_stages_in_host_memory(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As much as the whole device has is not free: it says no, and page-locked memory does instead."""
+    """The test asks for as much memory as the whole device has. That fails, so page-locked memory is used."""
     total_bytes = torch.cuda.mem_get_info()[1]
     real = link_memory.device_pool
     monkeypatch.setattr(

@@ -1,5 +1,5 @@
-"""Proves on a GPU: Triton's kernels and torch's copy exactly what they should, touch nothing beside it and sum as the
-``xxhash`` library does, also beyond 4 GiB; they wait for nothing, and no number of blocks makes them compile again.
+"""Proves on a GPU: Triton's kernels and torch's copy exactly the given bytes and sum as the ``xxhash`` library does,
+also beyond 4 GiB. They wait for nothing, and no number of blocks makes them compile again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MORE_SHAPES = {
     "at odd words": ([2048, 4096], 8, 0, 0, None),
 }
 BEYOND_BYTES = 9 << 29
-"""4.5 GiB: an offset of 32 bits, signed or not, would wrap around."""
+"""4.5 GiB: a 32-bit offset, signed or not, would wrap around."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def triton_of(group: Group) -> TorchKernels:
 
 @pytest.mark.parametrize("shape", [*SHAPES, *MORE_SHAPES])
 def test_triton_and_torch_copy_and_sum_exactly(shape: str) -> None:
-    """As in the interpreter: blocks and rows apart, in the midst of other memory."""
+    """As in Triton's interpreter: blocks and rows are not contiguous, with other memory around them."""
     sizes, gap, shift, offset, _ = (SHAPES | MORE_SHAPES)[shape]
     group = group_of(sizes, gap=gap, shift=shift, offset=offset, device="cuda")
     rows = slot_of(5, group.block_bytes, gap=16, shift=16, device="cuda")
@@ -58,7 +58,7 @@ def test_blocks_that_are_no_words_are_torch_s() -> None:
 
 @pytest.mark.parametrize("beyond", [-16, 0, 16])
 def test_rows_of_every_length(beyond: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Around all ends of stripes, rounds and programs."""
+    """Lengths around every boundary of stripes, rounds and programs."""
     for length in [256, 272, 320, *(1024 * n + beyond for n in (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 2048))]:
         group = group_of([length], blocks=5, gap=16, device="cuda")
         kernels = triton_of(group)
@@ -69,7 +69,7 @@ def test_rows_of_every_length(beyond: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_blocks_beyond_four_gigabytes() -> None:
-    """A block's number times its stride, and a row's, are more than 32 bits."""
+    """Offsets of blocks and rows need more than 32 bits."""
     page_bytes = 1 << 20
     free_bytes, _ = torch.cuda.mem_get_info()
     if free_bytes < 3 * BEYOND_BYTES:
@@ -94,7 +94,7 @@ def test_blocks_beyond_four_gigabytes() -> None:
 
 
 def test_nothing_waits_for_the_device() -> None:
-    """All that kernels do is queued behind a busy stream, which is busy still when the last call returns."""
+    """Kernels are queued on a busy stream, which is still busy when the last call returns."""
     for sizes in ([16384] * 4, [1040]):
         group = group_of(sizes, device="cuda")
         kernels = triton_of(group)
@@ -110,7 +110,7 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 def test_work_goes_to_the_stream_that_is_current() -> None:
-    """A gather on a side stream sees what was written on that stream before it, and does not wait for another."""
+    """A gather on a side stream sees earlier writes of that stream, and does not wait for another stream."""
     group = group_of([8192], device="cuda")
     kernels = triton_of(group)
     rows = slot_of(1, 8192, device="cuda")
@@ -130,7 +130,7 @@ def test_work_goes_to_the_stream_that_is_current() -> None:
 
 
 def test_no_number_of_blocks_compiles_anew() -> None:
-    """Nor an address: Triton has compilations of their own for some numbers, and pointers, unless it is told not to."""
+    """An address does not either: by default Triton compiles specially for some numbers and pointers."""
     from nixl_offload.engine.kernels import triton_code
 
     group = group_of([8192, 4096], blocks=40, device="cuda")

@@ -1,6 +1,6 @@
-"""Proves on a GPU: movers keep their contract with device memory (NIXL's GDS_MT and GDS, KvikIO) and with page-locked
-memory of the host (NIXL's POSIX): the whole shipped suite, the real cuFile beneath. Each is tried in a process of its
-own first, and skipped with the reason where it cannot run.
+"""Proves on a GPU: movers pass the whole contract suite with device memory (NIXL's GDS_MT, KvikIO) on the real cuFile,
+and with page-locked host memory (NIXL's POSIX). Each device mover is first tried in its own process, and skipped with
+the reason if it cannot run.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tests.contract.suites.mover_suite import MoverRigs, MoverSuite
 pytestmark = pytest.mark.gpu
 
 DEVICE_PAGE_BYTES = 64 << 10
-"""What GPUs map at once: cuFile registers whole ones."""
+"""Page size of GPU mappings; cuFile registers whole pages."""
 TRIED = ("gds_mt", "kvikio")
 TRIAL_S = 40.0
-"""Less than what one test may take."""
+"""Less than the time limit of one test."""
 CLOSE_S = 5.0
-"""What hangs shall not keep the machine for the half minute that a mover would wait."""
+"""Short, so that a hung mover does not hold the machine for its default half minute."""
 
 
 class TorchMemory:
-    """Memory that torch allocates: that of a CUDA device, or, without a device, page-locked memory of the host."""
+    """Memory allocated by torch: of a CUDA device, or without ``device`` page-locked host memory."""
 
     def __init__(self, size_bytes: int, device: torch.device | None = None) -> None:
         whole_bytes = size_bytes + DEVICE_PAGE_BYTES
@@ -54,14 +54,14 @@ class TorchMemory:
         if isinstance(values, int):
             self._tensor.fill_(values)
         else:
-            self._tensor.copy_(torch.from_numpy(values.copy()))  # torch warns of arrays that cannot be written
+            self._tensor.copy_(torch.from_numpy(values.copy()))  # torch warns of read-only arrays
         if self._tensor.is_cuda:
-            torch.cuda.synchronize(self._tensor.device)  # movers look at no stream
+            torch.cuda.synchronize(self._tensor.device)  # movers do not wait for streams
 
 
 @pytest.fixture(scope="session")
 def unfit(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Movers that crash, hang, or do not bring back what they stored, with the reason; all tried at once."""
+    """Movers that crash, hang or corrupt data, with the reason. All are tried at once."""
     return unfit_movers(str(tmp_path_factory.mktemp("trials")), TRIAL_S, emulate=False, names=TRIED)
 
 
@@ -92,7 +92,7 @@ class TestGdsThreaded(DeviceRigs, MoverSuite):
 
 
 class TestKvikio(DeviceRigs, MoverSuite):
-    """KvikIO: cuFile, or its bounce buffers where cuFile cannot be had."""
+    """KvikIO: by cuFile, or by its bounce buffers if cuFile does not work."""
 
     name = "kvikio"
 
@@ -101,7 +101,7 @@ class TestKvikio(DeviceRigs, MoverSuite):
 
 
 class TestPosixPageLocked(MoverSuite):
-    """NIXL's POSIX, with whichever of the kernel's interfaces runs, on memory that CUDA has locked."""
+    """NIXL's POSIX plugin, by the first kernel interface that works, on memory that CUDA has page-locked."""
 
     @pytest.fixture(autouse=True)
     def _place(self, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def packer_of(tensors: list[torch.Tensor], pages: list[Page]) -> DevicePacker:
 
 
 class PinnedSlots:
-    """Slots of page-locked memory, a header page before each payload, as they lie in a host slab."""
+    """Slots in page-locked memory, laid out as in a host slab: a header page before each payload."""
 
     def __init__(self, count: int, payload_bytes: int) -> None:
         self.slab = HostSlab(memory_bytes=count * (4096 + payload_bytes), relay_slots=0, slot_bytes=4096, pinned=True)
@@ -39,7 +39,7 @@ class PinnedSlots:
 
 @pytest.mark.parametrize("pages", [[Page(0, 0, 4096), Page(1, 4096, 4096)], [Page(0, 0, 3000), Page(1, 3000, 1001)]])
 def test_batches_equal_the_host(pages: list[Page]) -> None:
-    """Seven chunks a call; pages of 16-byte words and of odd bytes."""
+    """Seven chunks per call; pages of whole 16-byte words, and pages of odd lengths."""
     host = [torch.randint(0, 256, (64, 4096), dtype=torch.uint8) for _ in range(2)]
     device = [tensor.cuda() for tensor in host]
     torch.cuda.synchronize()
@@ -70,7 +70,7 @@ def test_batches_equal_the_host(pages: list[Page]) -> None:
 
 
 def test_what_crosses_the_bus_is_summed_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the gather, and on its way back before it is scattered; the processor sums nothing."""
+    """The device sums at the gather, and again before the scatter; the CPU sums nothing."""
     host = torch.randint(0, 256, (64, 16384), dtype=torch.uint8)
     tensor, pages = host.cuda(), [Page(0, 0, 16384)]
     torch.cuda.synchronize()
@@ -91,7 +91,7 @@ def test_what_crosses_the_bus_is_summed_on_the_device(monkeypatch: pytest.Monkey
     for found in (gathered.values(), summed.values()):
         assert all((one == other).all() for one, other in zip(found, wanted, strict=True))
     for payload in payloads:
-        payload[:] = 0  # what was brought is scattered from where it was summed
+        payload[:] = 0  # the scatter reads the copy on the device
     targets = [np.arange(40 + 4 * n, 44 + 4 * n, dtype=np.int32) for n in range(3)]
     settled(on_device.scatter_many(0, list(zip(targets, summed.rows(), strict=True)), on_device.fence()))
     for sources, target in zip(ids, targets, strict=True):
@@ -100,7 +100,7 @@ def test_what_crosses_the_bus_is_summed_on_the_device(monkeypatch: pytest.Monkey
 
 
 def test_payloads_that_cross_from_one_locked_piece_into_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing promises that CUDA takes a copy over two: pieces of 64 KiB make every payload here such a case."""
+    """CUDA may refuse a copy across two registrations. With 64 KiB pieces every payload crosses one."""
     for module in (device_packer, host_module):
         monkeypatch.setattr(module, "PIN_PIECE_BYTES", 64 << 10)
     tensor = torch.randint(0, 256, (32, 65536), dtype=torch.uint8, device="cuda")
@@ -119,7 +119,7 @@ def test_payloads_that_cross_from_one_locked_piece_into_the_next(monkeypatch: py
 
 
 def test_host_memory_is_page_locked_and_unlocked() -> None:
-    """What torch says of it; afterwards it can be locked anew, at the same address or another."""
+    """Torch reports the memory as pinned, and after ``close`` as not pinned."""
     slab = HostSlab(memory_bytes=3 << 20, relay_slots=1, slot_bytes=4096, pinned=True)
     assert torch.from_numpy(slab.slot(0, 4096).memory).is_pinned()
     assert torch.from_numpy(slab.slot(slab.relay_offsets[0], 4096).memory).is_pinned()

@@ -1,5 +1,5 @@
-"""Proves on a GPU that copy streams are our own, and wait for no default stream; and on a machine with two that a rank
-on the second one takes no memory of the first.
+"""Proves on a GPU: copy streams are our own and do not wait for the default stream. With two GPUs: a rank on the second
+takes no memory of the first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ assert not torch._C._cuda_hasPrimaryContext(0), "a context on the first GPU"
 
 
 def test_a_thread_of_the_second_gpu_makes_no_context_on_the_first() -> None:
-    """Eight ranks would take some gigabytes of it, beside what vLLM has reckoned with."""
+    """Eight ranks would take gigabytes there, which vLLM has not planned for."""
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     done = subprocess.run([sys.executable, "-c", PUMP], capture_output=True, text=True, timeout=120, check=False)
@@ -59,7 +59,7 @@ def handle_of(stream: Any) -> int:
 
 
 def test_streams_are_our_own() -> None:
-    """Torch has 32, which it deals out in turn; ours are none of those, and lent again when they are let go."""
+    """They are not among the 32 that torch hands out in turn, and are reused after their release."""
     streams = device_of(torch.empty(0, device="cuda")).streams
     torchs = {torch.cuda.Stream().cuda_stream for _ in range(64)}
     made = [streams.new() for _ in range(40)]
@@ -73,7 +73,7 @@ def test_streams_are_our_own() -> None:
 
 
 def test_work_on_them_is_done_in_order_and_page_locked_memory_outlives_them() -> None:
-    """When it is freed, torch records an event on each stream that used it: none of them may be gone by then."""
+    """When such memory is freed, torch records an event on each stream that used it: they must still exist."""
     source, target = torch.arange(1 << 20, dtype=torch.int32).pin_memory(), torch.empty(1 << 20, dtype=torch.int32)
     target = target.pin_memory()
     streams = device_of(torch.empty(0, device="cuda")).streams
@@ -93,11 +93,11 @@ def test_work_on_them_is_done_in_order_and_page_locked_memory_outlives_them() ->
 
 
 def test_they_do_not_wait_for_the_default_stream() -> None:
-    """Where a model runs there (eager, on one rank) copies go beside it all the same."""
+    """If a model runs on the default stream (eager, on one rank), copies still run in parallel."""
     device = torch.device("cuda", torch.cuda.current_device())
     stream: Stream = device_of(torch.empty(0, device=device)).streams.new()
     buffer = torch.zeros(8, device=device)
-    stream.run(lambda: buffer.add_(1))  # compiled, or loaded, once
+    stream.run(lambda: buffer.add_(1))  # compiles or loads once
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.default_stream(device)):
         torch.cuda._sleep(LONG_CYCLES)
@@ -112,7 +112,7 @@ def test_they_do_not_wait_for_the_default_stream() -> None:
 
 
 def test_a_model_on_the_default_stream_is_noticed() -> None:
-    """Tests run beside it, as vLLM does with CUDA graphs or several ranks."""
+    """Tests use another stream, as vLLM does with CUDA graphs or several ranks."""
     tensor = torch.empty(1, device="cuda")
     assert not model_on_default_stream(tensor)
     with torch.cuda.stream(torch.cuda.default_stream()):

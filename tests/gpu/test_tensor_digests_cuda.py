@@ -1,4 +1,4 @@
-"""Weights on a GPU are summed as on the host, and every byte of them counts."""
+"""Proves on a GPU: weights are summed as on the host, and every byte counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_sums_on_a_device_are_those_of_the_host() -> None:
-    """Several pieces, the last of them no whole number of words, and a tensor that begins anywhere."""
+    """Several pieces, the last one not a whole number of words, and a tensor at an unaligned address."""
     factors = make_factors(1024)
     values = torch.randn(10_001, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16)
     for tensor in (values, values[1:]):

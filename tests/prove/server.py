@@ -1,7 +1,7 @@
-"""A server without vLLM: the real catalog and tiers, and ranks with their real engines, links and movers, driven as
-vLLM's steps drive them. What a chunk holds follows from its number, so any server knows what it must be.
+"""A server without vLLM: the real catalog, tiers, engines, links and movers, driven as vLLM's steps drive them. A
+chunk's contents follow from its number, so any server can check them.
 
-Threading: one thread drives it; tiers and engines have threads of their own. ``close`` ends them, a kill as well.
+Threading: one thread drives it; tiers and engines have their own threads, which ``close`` or a kill ends.
 """
 
 from __future__ import annotations
@@ -35,53 +35,53 @@ from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Shape, kv_ca
 from tests.unit.rank_rig import TestedRank
 
 REGIONS: Final = NUM_BLOCKS // CHUNK_BLOCKS
-"""Chunks that the KV cache holds."""
+"""Number of chunks that fit into the KV cache."""
 BACKLOG_CHUNKS: Final = 8
 STAGING_BYTES: Final = 5 << 14
 """Four slots of the default shape."""
 EMPTY: Final = 0xEE
-"""What KV blocks are full of before a load."""
+"""Fills KV blocks before a load."""
 COMPUTED: Final = 0x3C
-"""What they are full of when a load has failed and they were computed anew."""
+"""Fills KV blocks that are recomputed after a failed load."""
 GARBAGE: Final = 0xA5
-"""What the model writes once a store has let go of them."""
+"""Fills KV blocks that the model overwrites after a store."""
 HASTE_S: Final = 0.2
 PATIENCE_S: Final = 30.0
 """Real time after which something counts as dead."""
 ANSWERED_S: Final = 20.0
-"""The same, of a lookup."""
+"""The same for a lookup."""
 STUCK_S: Final = 0.4
-"""Real time without progress after which the clock is set ahead, so that time-outs come."""
+"""Real time without progress after which the clock is set ahead, so that time-outs expire."""
 JUMP_S: Final = 31.0
 """More than any time-out and quarantine."""
 
 
 class DeadError(Exception):
-    """What should have ended has not."""
+    """Something did not end in time."""
 
 
 def key_of(number: int, groups: int = 2) -> Key:
-    """Return the key of a chunk; its group goes by its number."""
+    """Return the key of a chunk; the number determines its group."""
     return shared_rig.key_of(number, number % groups)
 
 
 @functools.lru_cache(maxsize=512)
 def payload_of(number: int, rank: int, block_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return what a chunk's blocks hold on a rank, as rows: shape (CHUNK_BLOCKS, ``block_bytes``)."""
+    """Return the contents of a chunk's blocks on a rank: shape (CHUNK_BLOCKS, ``block_bytes``)."""
     made = np.random.default_rng((number, rank)).integers(0, 256, (CHUNK_BLOCKS, block_bytes), dtype=np.uint8)
     made.flags.writeable = False
     return made
 
 
 def config_of(*tiers: dict[str, Any], staging_bytes: int = STAGING_BYTES, **fields: Any) -> Config:
-    """Return a config over ``tiers``. ``staging_bytes``: of each, less than a config may say."""
+    """Return a config of ``tiers``. ``staging_bytes``: per tier; may be less than the schema allows."""
     config = parse_config({"tiers": list(tiers), **fields})
     return config.model_copy(update={"staging_bytes": staging_bytes * len(config.stored)})
 
 
 def tiers_of(letters: str, root: Path, slab: str, tree: str) -> list[dict[str, Any]]:
-    """Return the config of tiers below ``root``: ``m`` memory, ``s`` a slab, ``t`` a shared directory of that capacity.
-    Of a slab's most is promised to its index.
+    """Return the config of tiers below ``root``: ``m`` memory, ``s`` a slab, ``t`` a shared directory. ``slab``,
+    ``tree``: capacities. Most of a small slab's capacity is reserved for its index.
     """
     made: dict[str, dict[str, Any]] = {
         "m": {"kind": "memory", "capacity": "512KiB"},
@@ -108,7 +108,7 @@ class Rank:
         plan = TransferPlan(mover, "host") if mover else None
         memory = RankMemory(self.tensors, self.layout, self.host, claimed_share=0.0)
         self.engines: dict[int, TierEngine] = {}
-        """Those that are open, by position."""
+        """Open engines, by position."""
         self.tiers = RankTiers(
             self.chain,
             open_tier=lambda at, place: open_tier_engine(config, at, place, memory, number, plan, self.chain),
@@ -117,7 +117,7 @@ class Rank:
         )
 
     def fill(self, blocks: range, group: int, rows: npt.NDArray[np.uint8] | int) -> None:
-        """Let KV blocks hold a payload, or a value in every byte."""
+        """Fill KV blocks with a payload, or every byte with one value."""
         at = 0
         for run in self._shape.groups[group].refs:
             part = self.kv[run.tensor_index][blocks.start : blocks.stop, run.page_offset : run.page_offset + run.length]
@@ -125,7 +125,7 @@ class Rank:
             at += run.length
 
     def read(self, blocks: range, group: int) -> npt.NDArray[np.uint8]:
-        """Return what KV blocks hold, a row for each."""
+        """Return the contents of KV blocks, one row each."""
         return np.concatenate(
             [
                 self.kv[run.tensor_index][blocks.start : blocks.stop, run.page_offset : run.page_offset + run.length]
@@ -135,7 +135,7 @@ class Rank:
         )
 
     def close(self, drain_s: float) -> bool:
-        """End threads and movers. False: an opening did not end, and may still use host memory."""
+        """End threads and movers. Returns False if an opening did not end; it may still use host memory."""
         has_ended = self.tiers.close()
         self.chain.close(drain_s)
         if self.host is not None and has_ended:
@@ -145,19 +145,19 @@ class Rank:
 
 @dataclass(slots=True)
 class Job:
-    """A job of vLLM's on all ranks."""
+    """One of vLLM's jobs, on all ranks."""
 
     ticket: StoreTicket | LoadTicket
     numbers: list[int]
     blocks: list[range]
     ranks_left: int
     outcomes: list[tuple[Outcome, ...]] = field(default_factory=list)
-    """Of each rank that has reported, by chunk."""
+    """Outcomes by chunk, of each rank that has reported."""
 
 
 @dataclass(slots=True)
 class Guard:
-    """KV blocks that were computed anew after a load had failed: nothing may write to them any more."""
+    """KV blocks that were recomputed after a failed load: nothing may write to them any more."""
 
     rank: Rank
     blocks: range
@@ -166,9 +166,7 @@ class Guard:
 
 
 class Server:
-    """From its start to its end. Tiers open in the background, as vLLM's half and each rank do it; ``step`` takes them
-    over.
-    """
+    """One run of a server. Tiers open in the background, as in vLLM's two halves; ``step`` takes them over."""
 
     def __init__(
         self,
@@ -179,19 +177,19 @@ class Server:
         mover: str = "",
         is_hasty: bool = False,
     ) -> None:
-        """``mover``: ``copy`` or a POSIX mover by name; "": what the config says. ``is_hasty``: the model wants the
-        blocks of a store back at once; what storage has no time for then is dropped.
+        """``mover``: ``copy`` or a POSIX mover; "": the config's. ``is_hasty``: the model reuses a store's blocks at
+        once, and stores that take longer are dropped.
         """
         self.config = config
         self.shape = SHAPES[shape]
         self.wrong: list[str] = []
-        """What came that is not what was asked for, a sentence each."""
+        """Wrong contents that were found, a sentence each."""
         self.refused: list[str] = []
-        """Causes why tiers could not be opened."""
+        """Causes of failed openings of tiers."""
         self.jobs: dict[int, Job] = {}
         """By ticket."""
         self.open_tickets: dict[int, int] = {}
-        """Of promotions and write-throughs: how many ranks have not reported."""
+        """By ticket of a promotion or write-through: how many ranks have not reported."""
         self.requests = 0
         self._guards: list[Guard] = []
         self._is_hasty = is_hasty
@@ -203,7 +201,7 @@ class Server:
         self.namespace = self._namespace()
         self.opened: dict[int, kinds.AnyTier] = {}
         self.serving: list[Tier] = [Tier() for _ in config.tiers]
-        """The tiers; a plain ``Tier`` for each that is not open on all ranks."""
+        """The tiers, with a plain ``Tier`` for one that is not open on all ranks."""
         self.catalog = self._catalog()
         self._openings = {
             position: BackgroundOpening(
@@ -221,7 +219,7 @@ class Server:
         are_open = not any(type(tier) is Tier for tier in self.serving)
         return are_open and not any(rank.tiers.is_opening for rank in self.ranks)
 
-    # What chunks are.
+    # Contents of chunks.
 
     def key(self, number: int) -> Key:
         """Return the key of a chunk."""
@@ -233,15 +231,15 @@ class Server:
     def _payload(self, number: int, rank: Rank) -> npt.NDArray[np.uint8]:
         return payload_of(number, rank.number, rank.layout.groups[self._group(number)].block_bytes)
 
-    # What vLLM does.
+    # Actions of vLLM.
 
     @property
     def room(self) -> int:
-        """Chunks for which the KV cache has room now."""
+        """Number of chunks for which the KV cache has room now."""
         return len(self._free_regions)
 
     def store(self, numbers: Sequence[int]) -> None:
-        """A prompt was computed. Of its chunks ``room`` are taken at most."""
+        """Store a computed prompt: its first ``room`` chunks at most."""
         self.requests += 1
         wanted = [self.key(number) for number in numbers[: self.room]]
         ticket = self.catalog.reserve(wanted, time.monotonic(), f"r{self.requests}")
@@ -259,11 +257,11 @@ class Server:
         for rank in self.ranks if self._is_hasty else ():
             rank.chain.wait([ticket.ticket], HASTE_S)
             for number, place in zip(taken, blocks, strict=True):
-                # The model writes on: what is read from here after ``wait`` must never be taken for the chunk.
+                # The model overwrites the blocks: bytes read after ``wait`` must not become the chunk.
                 rank.fill(place, self._group(number), GARBAGE)
 
     def load(self, numbers: Sequence[int]) -> Job:
-        """Begin to load what was found."""
+        """Begin to load chunks that a lookup found."""
         keys = [self.key(number) for number in numbers]
         ticket = self.catalog.prepare_load(keys, time.monotonic())
         blocks = self._take(len(keys))
@@ -282,8 +280,8 @@ class Server:
         return job
 
     def look_up(self, *prompts: Sequence[int], patience_s: float = 0.3) -> list[int]:
-        """Look prompts up until it is known how much of each there is; return that. The clock is set ahead once
-        ``patience_s`` have passed. Raises DeadError.
+        """Look prompts up until all are answered; return the numbers of the chunks found. Sets the clock ahead after
+        ``patience_s``. Raises DeadError.
         """
         began_s, waiting, found = real_s(), [], list[int]()
         for prompt in prompts:
@@ -315,7 +313,7 @@ class Server:
             time.sleep(0.0005)
 
     def loaded(self, numbers: Sequence[int]) -> list[tuple[int, bool]]:
-        """Load what was found; return the chunks, and whether all ranks have them; without those evicted before."""
+        """Load chunks that were found. Return those not evicted before, and whether all ranks loaded each."""
         if not numbers:
             return []
         job = self.load(numbers)
@@ -324,7 +322,7 @@ class Server:
         return [(number, set(outcomes) == {Outcome.OK}) for number, place, outcomes in ended if place.tier >= 0]
 
     def serve(self, numbers: Sequence[int]) -> list[int]:
-        """Look a prompt up and load it; return what was loaded, all of it right."""
+        """Look a prompt up and load it; return the loaded chunks. ``wrong`` lists wrong contents."""
         found = self.look_up(numbers)
         served: list[int] = []
         for begin in range(0, len(found), REGIONS // 2):
@@ -335,8 +333,8 @@ class Server:
         return served
 
     def check(self, numbers: Sequence[int]) -> tuple[set[int], set[int]]:
-        """Look chunks up, each alone, load what is found, and compare. Returns what is whole, and what was found but
-        not whole.
+        """Look chunks up, each alone, load and compare those found. Returns the chunks that loaded, and the chunks that
+        were found but did not load.
         """
         whole: set[int] = set()
         bad: set[int] = set()
@@ -349,7 +347,7 @@ class Server:
         return whole, bad
 
     def step(self) -> None:
-        """The end of a step of vLLM's: all that can goes on. Tiers that have trouble on a rank are not used."""
+        """Do the work at the end of a vLLM step. Tiers with trouble on any rank are disabled."""
         self._take_opened()
         now_s = time.monotonic()
         self.catalog.flush(now_s)
@@ -373,7 +371,7 @@ class Server:
         self._take_removed()
 
     def until(self, is_over: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
-        """Step until something is over; time-outs come early where nothing moves. Raises DeadError."""
+        """Step until ``is_over``. If nothing moves, the clock is set ahead. Raises DeadError."""
         began_s = self._moved_s = real_s()
         jumps = 0
         while not is_over():
@@ -400,7 +398,7 @@ class Server:
         )
 
     def state(self) -> str:
-        """Say what is under way."""
+        """Describe what is under way."""
         idle = [not rank.chain.has_jobs for rank in self.ranks]
         jobs = {number: type(job.ticket).__name__ for number, job in self.jobs.items()}
         pending = self.catalog.moves.pending
@@ -414,13 +412,13 @@ class Server:
         return {number for number in numbers if self.serving[position].state(self.key(number)) is State.READY}
 
     def removed(self, position: int) -> set[Key]:
-        """Return what a tier has lost since the last call."""
+        """Return the keys that a tier has lost since the last call."""
         self._take_removed()
         removed, self._removed = self._removed, set()
         return {key for at, key in removed if at == position}
 
     def check_guards(self) -> None:
-        """Nothing has written to blocks after their load had failed. They are free again."""
+        """Check that nothing wrote to blocks after their load had failed, and free them."""
         for guard in self._guards:
             if not (guard.rank.read(guard.blocks, guard.group) == COMPUTED).all():
                 self.wrong.append(
@@ -430,7 +428,7 @@ class Server:
         self._guards.clear()
 
     def close(self, drain_s: float = 5.0) -> bool:
-        """End as a shutdown does. False: an opening did not end."""
+        """Shut down. Returns False if an opening did not end."""
         if self._is_closed:
             return True
         self._is_closed = True
@@ -440,7 +438,7 @@ class Server:
             has_ended &= rank.close(drain_s)
         self._poll()
         has_ended &= not join_all(ending, 2.0)
-        # What ranks have finished and not reported is a hint that tiers take along.
+        # Stores in flight may be finished: tiers keep them as hints.
         in_flight = self.catalog.in_flight_stores()
         for position, tier in self.opened.items():
             tier.close([key for at, key in in_flight if at == position])
@@ -522,7 +520,7 @@ class Server:
         group = self._group(number)
         found, right = rank.read(place, group), self._payload(number, rank)
         if outcome is not Outcome.OK:
-            # Zeros: where what was read and refused had been. What is right may have come before it was cut short.
+            # Zeros: refused blocks were cleared. Correct bytes: they arrived before the read was cut short.
             if not ((found == EMPTY) | (found == 0) | (found == right)).all():
                 self.wrong.append(f"chunk {number}: rank {rank.number} left other bytes where a load {outcome.value}")
             rank.fill(place, group, COMPUTED)
