@@ -1,6 +1,6 @@
-"""``nixl-offload bucket init CONFIG``: makes a bucket ready, after showing what it changes and asking.
+"""``nixl-offload bucket init CONFIG``: shows the changes that a bucket needs, asks, and applies them.
 
-Threading: one thread. ``stores.bucket`` knows what a bucket needs.
+Threading: one thread. ``stores.bucket`` plans the changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ s3:ListBucket.
 
 
 def add_bucket(parser: ArgumentParser) -> None:
-    """Give ``parser`` the command ``init``."""
+    """Add the command ``init`` to ``parser``."""
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     summary = "show what the bucket lacks, ask, apply it"
     init = actions.add_parser("init", help=summary, formatter_class=parser.formatter_class)
@@ -38,7 +38,7 @@ def add_bucket(parser: ArgumentParser) -> None:
 
 
 def run_init(arguments: Namespace) -> int:
-    """Show, ask, apply. Raises ConfigError, StoreError, NotSupportedError."""
+    """Show the plan, ask, apply it. Raises ConfigError, StoreError, NotSupportedError."""
     tier = load_config(arguments.file).s3
     if tier is None:
         raise ConfigError(f"{arguments.file}: tiers: none of them has kind: s3, so there is no bucket")
@@ -78,7 +78,7 @@ def run_init(arguments: Namespace) -> int:
 
 
 def _asked() -> bool:
-    """Ask on a terminal; without one nobody can say yes."""
+    """Ask for a yes on the terminal; False without a terminal."""
     if not sys.stdin.isatty():
         return False
     print("Apply? [y/N] ", end="", flush=True)

@@ -1,6 +1,6 @@
-"""What commands share: common arguments, the way from a config file to its tiers, sizes and times for people.
+"""Shared by commands: common arguments, the tiers of a config file, sizes and times for people.
 
-A command prints to ``sys.stdout``; ``main`` says there, too, why it failed. Threading: one thread.
+Commands print to ``sys.stdout``; ``main`` reports failures. Threading: one thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def set_up(
     config: bool = True,
     json: str = "print JSON",
 ) -> None:
-    """Have ``parser`` call ``run``, and give it CONFIG and ``--json``; ``json=""``: not that."""
+    """Make ``parser`` call ``run``. Adds CONFIG if ``config``, and ``--json`` unless ``json`` is empty."""
     parser.description = description
     parser.set_defaults(run=run)
     if config:
@@ -60,7 +60,7 @@ def selected(inspector: Inspector, arguments: Namespace) -> Iterator[NamespaceIn
 
 
 def report_nothing_found(arguments: Namespace, found: object) -> bool:
-    """Say so on stderr where ``found`` is empty, and a namespace or tenant was asked for: perhaps it is misspelt."""
+    """If ``found`` is empty and a namespace or tenant was named (perhaps misspelt), say so on stderr; return True."""
     asked = [f"{word} {value}" for word in ("namespace", "tenant") if (value := getattr(arguments, word)) is not None]
     if found or not asked:
         return False
@@ -69,7 +69,7 @@ def report_nothing_found(arguments: Namespace, found: object) -> bool:
 
 
 def keys_of(config: Config) -> ChunkKeys | None:
-    """Return the keys that the config names; None: it names none, or, with a line on stderr, they cannot be read."""
+    """Return the config's keys. None: it names no file, or the file cannot be read, which is printed to stderr."""
     if config.authenticate is None:
         return None
     try:
@@ -80,8 +80,8 @@ def keys_of(config: Config) -> ChunkKeys | None:
 
 
 def stored_tiers(config: Config, arguments: Namespace) -> list[StoredConfig]:
-    """Return the tiers that outlive a server, those that ``--tier`` selects. Raises ConfigError: there is none, or
-    ``--namespace`` names none.
+    """Return the selected tiers that outlive a server. Raises ConfigError if there is none, or ``--namespace`` is not
+    32 hex digits.
     """
     if arguments.namespace is not None and not re.fullmatch("[0-9a-f]{32}", arguments.namespace):
         said = f"--namespace: {arguments.namespace!r} is not one; allowed: 32 hex digits, as ls prints them"
@@ -96,7 +96,7 @@ def stored_tiers(config: Config, arguments: Namespace) -> list[StoredConfig]:
 
 
 class TierFailure(NamedTuple):
-    """A tier that could not be looked at; the others go on without it."""
+    """A tier that could not be inspected; commands go on with the other tiers."""
 
     kind: str
     where: str | None
@@ -104,9 +104,9 @@ class TierFailure(NamedTuple):
 
 
 def visit(arguments: Namespace, config: Config, call: Callable[[Inspector], T]) -> Iterator[T | TierFailure]:
-    """Open the tiers that ``--tier`` selects, one after the other, and yield what ``call`` returns of each.
+    """Open the tiers that ``--tier`` selects, one after the other, and yield the result of ``call`` for each.
 
-    A tier that cannot be opened, or fails meanwhile, is a line on stderr and a ``TierFailure``. Raises ConfigError.
+    If a tier cannot be opened or fails, print the error to stderr and yield a ``TierFailure``. Raises ConfigError.
     """
     for tier in stored_tiers(config, arguments):
         where = None
@@ -122,7 +122,7 @@ def visit(arguments: Namespace, config: Config, call: Callable[[Inspector], T]) 
 
 
 def about_size(size_bytes: float) -> str:
-    """Render a size to three digits or so: ``3.14GiB``."""
+    """Render a size with about three digits: ``3.14GiB``."""
     number, unit = float(size_bytes), 0
     while number >= 1023.5 and unit < len(_UNITS) - 1:
         number, unit = number / 1024, unit + 1
@@ -131,7 +131,7 @@ def about_size(size_bytes: float) -> str:
 
 
 def moment(seconds: float | None) -> str:
-    """Render a time since the epoch in UTC: ``2026-11-21 14:03:13Z``; ``-`` for none, and for what no calendar has."""
+    """Render seconds since the epoch in UTC: ``2026-11-21 14:03:13Z``; ``-`` for None and for times out of range."""
     try:
         return "-" if seconds is None else f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}Z"
     except (ValueError, OverflowError, OSError):
@@ -144,7 +144,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def argument(read: Callable[[str], T]) -> Callable[[str], T]:
-    """Return ``read`` as argparse takes it: what its ValueError says follows the text that was given."""
+    """Return ``read`` as a type for argparse. The message of its ValueError is shown after the argument's text."""
 
     def checked(text: str) -> T:
         try:
@@ -156,12 +156,12 @@ def argument(read: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def read_size(text: str) -> int:
-    """Return the bytes that the command line means. Raises ValueError."""
+    """Return a size from the command line in bytes; plain digits are bytes. Raises ValueError."""
     return parse_size(int(text) if text.isascii() and text.isdigit() else text)
 
 
 class Progress:
-    """Progress on stderr: one line that is overwritten on a terminal; a line every ten seconds in a log."""
+    """Progress on stderr. A terminal gets one line that is overwritten, a log a line every ten seconds."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
@@ -169,7 +169,7 @@ class Progress:
         self._next_s = time.monotonic() + self._each_s
 
     def __call__(self, text: str) -> None:
-        """Show ``text``, unless something was shown just now."""
+        """Show ``text``, unless a text was shown very recently."""
         now_s = time.monotonic()
         if now_s >= self._next_s:
             self._next_s = now_s + self._each_s

@@ -1,12 +1,12 @@
 """``nixl-offload gc CONFIG``: brings a bucket or a shared directory down to a size and an age, oldest first.
 
-A run lists everything twice: ``Collection.count``, then, by a plan of ``tiers.shared.sweep``, ``Collection.delete``. A
-large namespace is listed in 256 parts: S3 gives a thousand names per request, and names begin with two digits of a
-hash, so parts are about equally long and lie in other places of the bucket.
+A run lists everything twice: ``Collection.count``, then ``Collection.delete`` with a plan of ``tiers.shared.sweep``. A
+large namespace is listed in 256 parts in parallel, because S3 lists only a thousand names per request. Names begin with
+two digits of a hash, so the parts have about the same size.
 
 Threading: the caller's thread; ``_THREADS`` more for a large namespace, which end with the call. Memory does not grow
-with the number of objects. Nothing is locked and servers go on: one whose chunk goes computes it anew. An interrupted
-run leaves at worst a chunk without some of its shards, which costs one failed load; the next run goes on.
+with the number of objects. Nothing is locked and servers go on; they recompute deleted chunks. An interrupted run may
+leave a chunk without some of its shards, which costs one failed load; the next run deletes the rest.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from nixl_offload.tiers.shared.sweep import GRACE_S, NOTHING, Ages, Plan, Sweep,
 from nixl_offload.units import format_duration, parse_duration
 
 _STALE_DRAFT_S: Final = 3600.0
-"""Drafts in a shared directory that are older belong to writers that died."""
+"""Older drafts in a shared directory belong to writers that died."""
 _SPLIT_OBJECTS: Final = 10_000
-"""A smaller namespace is listed once, front to back: each part costs a request at least."""
+"""A smaller namespace is listed as a whole, because each part costs at least one request."""
 _PARTS: Final = 256
 _THREADS: Final = 16
 _BATCH_NAMES: Final = 1000
-"""What one bulk delete of S3 takes."""
+"""S3's limit for one bulk delete."""
 _FAILURES_IN_A_ROW: Final = 3
-"""After so many the store counts as down."""
+"""After this many, the store counts as down."""
 _FAILURES_SHOWN: Final = 5
 _DESCRIPTION = """\
 Deletes the oldest chunks of the shared tier of CONFIG (a bucket or a shared directory) until at most --max-size is
@@ -72,7 +72,7 @@ directory, as its last use.
 
 
 def add_gc(parser: ArgumentParser) -> None:
-    """Give ``parser`` the arguments of ``gc``."""
+    """Add the arguments of ``gc`` to ``parser``."""
     set_up(parser, run, _DESCRIPTION)
     add_selection(parser, tenant=True)
     size, age = "leave at most so much, such as 20TiB; default: the capacity", "delete what is older, such as 7d"
@@ -84,7 +84,7 @@ def add_gc(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Print the plan and what came of it. Raises ConfigError, StoreError, TierError (nothing was deleted yet)."""
+    """Print the plan and its outcome. Raises ConfigError, StoreError, TierError; then nothing was deleted."""
     tier = _shared_tier(load_config(arguments.file), arguments)
     max_bytes = tier.capacity_bytes if arguments.max_size is None else arguments.max_size
     older_than_s = tier.ttl_s if arguments.older_than is None else arguments.older_than
@@ -132,7 +132,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _shared_tier(config: Config, arguments: Namespace) -> SharedConfig:
-    """Return the tier to look after. Raises ConfigError unless exactly one of those that are selected is shared."""
+    """Return the tier to collect. Raises ConfigError unless exactly one of the selected tiers is shared."""
     selected = stored_tiers(config, arguments)
     shared = [tier for tier in config.shared if tier in selected]
     kinds = [tier.kind for tier in shared]
@@ -191,7 +191,7 @@ def _counted(found: Mapping[str, Any]) -> str:
 
 
 class NamespaceAges(NamedTuple):
-    """What one namespace holds."""
+    """One namespace, and its chunks by age."""
 
     name: str
     manifest: ObjectInfo | None
@@ -206,22 +206,22 @@ class Collection:
         self.selection = {"namespace": namespace, "tenant": tenant}
         self.namespaces: list[NamespaceAges] = []
         self.other_objects = 0
-        """What lies beside the namespaces and is not ours: never touched."""
+        """Foreign objects beside the namespaces; they are never touched."""
         self.deleted = NOTHING
         self.failed_objects = 0
-        """Objects of batches in which something failed; some of them may be deleted all the same."""
+        """Objects of batches that failed; some of them may be deleted nevertheless."""
         self.failures: list[str] = []
-        """The first few, in words."""
+        """The first few failures, in words."""
         self.gave_up = False
         self._store = store
         self._manifests = self._drafts = self._failures_in_a_row = 0
         self._progress = Progress()
         self._lock = threading.Lock()
-        """Guards all counts, while there are threads."""
+        """Guards all counts while threads run."""
 
     @property
     def sweeps_drafts(self) -> bool:
-        """Whether what writers that died have left goes, too."""
+        """Whether drafts of dead writers are deleted too."""
         return isinstance(self._store, TreeStore) and not any(self.selection.values())
 
     def outcome(self) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class Collection:
         }
 
     def count(self) -> Ages:
-        """List what was selected, and return all chunks by age. Raises StoreError."""
+        """List the selected namespaces, and return all their chunks by age. Raises StoreError."""
         wanted, tenant, total = self.selection["namespace"], self.selection["tenant"], Ages(time.time())
         for name in [wanted] if wanted else list_namespaces(self._store, self._count_other):
             if tenant not in (None, NamespaceInfo(name, read_manifest(self._store, name)).tenant):
@@ -262,10 +262,10 @@ class Collection:
         return total
 
     def delete(self, plan: Plan) -> None:
-        """Delete by ``plan`` from a fresh listing. Raises nothing of the store's.
+        """Delete by ``plan`` from a new listing. Does not raise StoreError.
 
-        Single failures are noted and the rest goes on; after three in a row it gives up. After an interruption it waits
-        for the requests that are out.
+        Failures are recorded and the rest goes on; after three in a row it gives up. After an interruption it waits for
+        its unfinished requests.
         """
         sweep = Sweep(plan)
         try:
@@ -281,7 +281,7 @@ class Collection:
             self._progress.clear()
 
     def _sweep(self, found: NamespaceAges, sweep: Sweep) -> None:
-        """Delete what goes of a namespace, whole chunks, about a thousand names at a time."""
+        """Delete a namespace's chunks by the plan: whole chunks, about a thousand names at a time."""
 
         def takes(chunk: ChunkInfo) -> bool:
             with self._lock:
@@ -308,7 +308,7 @@ class Collection:
         if not found.manifest or not manifest_goes(found.ages, found.manifest.modified_s):
             return
         try:
-            if not any(group_chunks(self._store.list(f"{found.name}/"))):  # no server has begun to store there
+            if not any(group_chunks(self._store.list(f"{found.name}/"))):  # no server has stored there meanwhile
                 self._store.delete([manifest_name(found.name)])
                 self._manifests += 1
         except StoreError as error:
@@ -317,7 +317,7 @@ class Collection:
     def _in_parts(self, namespace: str, work: Callable[[Iterator[ChunkInfo]], None]) -> None:
         """Call ``work`` with all chunks of a namespace: once, or once for each part, on threads.
 
-        Raises StoreError of a part that fails; no other part begins then.
+        Raises the StoreError of the first part that fails; then no other part begins.
         """
         first = list(islice(self._store.list(f"{namespace}/"), _SPLIT_OBJECTS + 1))
         if len(first) <= _SPLIT_OBJECTS:

@@ -1,4 +1,4 @@
-"""``nixl-offload ls CONFIG``: what the tiers of a config hold, by namespace or chunk by chunk.
+"""``nixl-offload ls CONFIG``: lists the contents of a config's tiers, by namespace or chunk by chunk.
 
 Threading: one thread. Locks nothing and changes nothing.
 """
@@ -50,7 +50,7 @@ _NOT_OPEN: Final = "no engine has its directory open"
 
 
 def add_ls(parser: ArgumentParser) -> None:
-    """Give ``parser`` the arguments of ``ls``."""
+    """Add the arguments of ``ls`` to ``parser``."""
     set_up(parser, run, _DESCRIPTION, json="print JSON; with --keys a line per chunk")
     add_selection(parser, tenant=True)
     parser.add_argument("--keys", action="store_true", help="list chunks")
@@ -58,7 +58,7 @@ def add_ls(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Print what is there. A tier that fails is reported, and the others go on. Raises ConfigError."""
+    """Print the listing. A tier that fails is reported, and the other tiers are listed. Raises ConfigError."""
     config = load_config(arguments.file)
     if arguments.diff is not None:
         visited = visit(arguments, config, lambda inspector: list(selected(inspector, arguments)))
@@ -94,7 +94,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _listed(inspector: Inspector, selection: Iterable[NamespaceInfo], *, is_whole: bool) -> dict[str, Any]:
-    """Return what a tier holds, by namespace. ``is_whole``: all are selected. Times are seconds since the epoch."""
+    """Return a tier's contents by namespace. ``is_whole``: all are selected. Times are seconds since the epoch."""
     progress, namespaces, shards = Progress(), list[dict[str, Any]](), 0
     try:
         for namespace in selection:
@@ -164,11 +164,11 @@ def _print_tier(tier: Mapping[str, Any]) -> None:
 
 
 def _print_keys(inspector: Inspector, selection: Iterable[NamespaceInfo], *, as_json: bool) -> list[str]:
-    """Print chunks, and return the names of their namespaces."""
+    """Print the chunks of the selected namespaces, and return the namespaces' names."""
     names = list[str]()
     for namespace in selection:
         names.append(namespace.name)
-        if not as_json:  # as comments: a program may read what follows
+        if not as_json:  # as comments, because a program may read the lines below
             print(f"# {inspector.where}, namespace {namespace.path}: {namespace.owner}")
             print("# " + (printable(namespace.trouble, 300) or "key  group  rank  size  age  place"))
         for chunk in inspector.chunks(namespace):
@@ -199,7 +199,7 @@ def _diff(arguments: Namespace, namespaces: list[NamespaceInfo]) -> int:
     chosen = list[NamespaceInfo]()
     fields = list[dict[str, str]]()
     for prefix in arguments.diff:
-        # Several tiers may hold a namespace; one with a manifest is preferred.
+        # Several tiers may hold a namespace; prefer one with a manifest.
         fitting = [each for each in namespaces if each.name.startswith(prefix)]
         fitting.sort(key=lambda each: not each.manifest)
         if not fitting:
@@ -227,7 +227,7 @@ def _diff(arguments: Namespace, namespaces: list[NamespaceInfo]) -> int:
 
 
 def _as_json(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return each field as JSON, in which 1 and true differ. Settings stand by their own names beside the others."""
+    """Return each field as JSON, in which 1 and true differ. Each of the ``settings`` becomes a field."""
     settings = fields.get("settings")
     flat = {**fields, **settings} if isinstance(settings, dict) else fields
     return {name: json.dumps(value, sort_keys=True) for name, value in flat.items() if name != "settings"}

@@ -1,9 +1,8 @@
 """The command ``nixl-offload``: parses arguments, calls one command, turns our errors into exit codes.
 
-Threading: a process of its own, one thread. Exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted, by
-SIGINT or SIGTERM alike: a service manager's stop leaves no more behind than Ctrl-C. A failure is a line on stderr; with
-``--json`` it is ``{"error": ...}`` on stdout too, unless the command printed its own JSON before. Wrong options are
-argparse's to report.
+Threading: a process of its own, one thread. Exit codes: 0 done, 1 failed, 2 wrong usage or config, 130 interrupted by
+SIGINT or SIGTERM; both clean up alike. A failure prints a line on stderr. With ``--json`` it also prints
+``{"error": ...}`` on stdout, unless the command has printed its own JSON. argparse reports wrong options.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ COMMANDS: Final = {
     "gc": ("gc", "delete the oldest chunks of a bucket or shared directory"),
     "schema": ("show", "print the config's JSON Schema, which lets editors complete and check it"),
 }
-"""In the order of ``--help``: the module below ``nixl_offload.cli``, and what ``--help`` says. It is imported only for
-its own command, so that ``--help`` need not wait for numpy. It has a function ``add_<command>``."""
+"""Commands in the order of ``--help``: the module below ``nixl_offload.cli``, and the line in ``--help``. Modules are
+imported only for their own commands, so ``--help`` is quick. Each has a function ``add_<command>``."""
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -72,8 +71,8 @@ not done, or the storage failed, 2 wrong usage or config, 130 interrupted. With 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Usage errors leave by SystemExit(2), as argparse does."""
-    # Python has None for a stream that was closed before it started (`>&-`): nobody wants to read it.
+    """Run one command and return its exit code. For usage errors argparse raises SystemExit(2)."""
+    # A stream that was closed before the start (`>&-`) is None in Python.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 -- for as long as the process lives
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     words = sys.argv[1:] if argv is None else argv
@@ -82,17 +81,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stdout(cast(TextIO, output)):
             return _run(words)
     except OSError as error:
-        # Storage's own errors are translated where they happen; what is left is `| head`, or `> file` on a full disk.
+        # Errors of storage are translated where they happen. The rest is stdout: `| head`, or `> file` on a full disk.
         if error.filename is not None or error.errno not in _OUTPUT_REFUSED:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # else the interpreter complains when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # else the interpreter complains at exit
         message, code, output.begun = f"the output cannot be written: {os.strerror(error.errno)}", EXIT_FAILED, True
-        if isinstance(error, BrokenPipeError):  # its reader has gone
+        if isinstance(error, BrokenPipeError):  # the reader has gone
             return code
     except NixlOffloadError as error:
         message, code = str(error), EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
     except (KeyboardInterrupt, RuntimeError) as error:
-        # A signal that comes while CPython starts a thread may show as "release unlocked lock".
+        # A signal while CPython starts a thread may appear as RuntimeError "release unlocked lock".
         if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
             raise
         message, code = "interrupted", EXIT_INTERRUPTED
@@ -104,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    """Run one command. SIGTERM raises KeyboardInterrupt meanwhile, so that scratch space is removed."""
+    """Run one command. Meanwhile SIGTERM raises KeyboardInterrupt, so that scratch files are removed."""
     arguments = _parser(next((word for word in words if not word.startswith("-")), "")).parse_args(words)
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if is_main else None
@@ -118,7 +117,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 class _Output:
-    """Standard output that knows whether something was printed."""
+    """Standard output that remembers whether anything was printed."""
 
     def __init__(self, stream: TextIO) -> None:
         self.begun = False
@@ -133,7 +132,7 @@ class _Output:
 
 
 def _parser(*asked: str) -> argparse.ArgumentParser:
-    """Return the parser; only the commands ``asked`` for are imported and have their arguments."""
+    """Return the parser. Only the commands in ``asked`` are imported and get their arguments."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="nixl-offload", description=_DESCRIPTION, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"nixl-offload {__version__}")

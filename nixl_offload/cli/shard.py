@@ -1,6 +1,6 @@
-"""Whether a stored chunk is what its name or index row promises: shards, headers, lengths, checksums, MACs.
+"""Checks that a stored chunk is the one that its name or index row claims: shards, headers, lengths, checksums, MACs.
 
-Threading: a ``ChunkChecker`` per thread. Memory: one piece, however large a shard or a block is.
+Threading: a ``ChunkChecker`` per thread. Memory: one piece, regardless of the sizes of shards and blocks.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, Shar
 from nixl_offload.types import PAGE_BYTES, key_group
 
 PIECE_BYTES: Final = 8 << 20
-"""How much is read at once."""
+"""Bytes per read."""
 NO_KEY: Final = "no_key"
-"""As ``ShardFault.reason``: all else is right, but the MAC cannot be checked."""
+"""A ``ShardFault.reason``: the MAC cannot be checked without the key; all else is right."""
 
 Read = Callable[[ShardInfo, int, memoryview], None]
 
 
 class ShardFault(NamedTuple):
-    """What is wrong with a shard."""
+    """A fault of one shard."""
 
     rank: int
     place: str
-    """Empty for a shard that is not there."""
+    """Empty for a missing shard."""
     reason: str
     """As ``FormatError.reason``; or ``missing``, ``rank`` (there is no such rank), ``other`` (a whole shard of another
     chunk), ``unreadable`` (the storage failed; nothing is known of the shard) or ``no_key``."""
     words: str
     created_s: int | None = None
-    """By the header, where it can be read."""
+    """The time in the header; None if the header cannot be read."""
 
 
 class ChunkChecker:
     """Reads and checks the chunks of one tier."""
 
     def __init__(self, inspector: Inspector, keys: ChunkKeys | None, read: Read | None = None) -> None:
-        """``keys``: to check MACs with, in tiers whose chunks have some. ``read``: as the inspector's."""
+        """``keys``: to check MACs in tiers whose chunks have MACs. ``read``: as the inspector's ``read_into``."""
         self._keys = keys
         self._has_macs = not inspector.exclusive
         self._read = read or inspector.read_into
         self._memory = memoryview(mmap.mmap(-1, PIECE_BYTES))
 
     def check(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> tuple[ShardFault, ...]:
-        """Read all shards of a chunk whole, and return what is wrong."""
+        """Read all shards of a chunk completely, and return their faults."""
         faults = []
         for shard in chunk.shards:
             if words := namespace.why_no_shard(chunk.key, shard.rank):
@@ -88,7 +88,7 @@ class ChunkChecker:
         return None
 
     def _pieces(self, shard: ShardInfo, header: ShardHeader, there_bytes: int) -> Iterator[memoryview]:
-        """Yield the valid blocks' bytes, in pieces. ``there_bytes``: of the shard's beginning that were read.
+        """Yield the valid blocks' bytes, in pieces. ``there_bytes``: how many bytes of the shard are in memory already.
 
         Raises StoreError.
         """
@@ -106,7 +106,7 @@ class ChunkChecker:
 
 
 def _check_header(header: ShardHeader, namespace: NamespaceInfo, chunk: ChunkInfo, shard: ShardInfo) -> None:
-    """Raise FormatError if the header is another shard's; reason ``other`` for a whole shard of another chunk."""
+    """Raise FormatError if the header belongs to another shard; reason ``other`` for a shard of another chunk."""
     digest = namespace.rank_digest(shard.rank)
     if digest is not None and header.namespace != digest:
         said = f"the shard belongs to namespace {header.namespace.hex()[:32]}…, rank {shard.rank} here is of "
@@ -123,13 +123,13 @@ def _check_header(header: ShardHeader, namespace: NamespaceInfo, chunk: ChunkInf
     promised_bytes = namespace.shard_bytes(key_group(chunk.key), shard.rank)
     if promised_bytes not in (None, needed_bytes):
         raise FormatError(f"{said}, but shards of rank {shard.rank} have {promised_bytes}", reason="length")
-    # A slot has room for the largest shard of all ranks and of groups that share its class; an object has its own size.
+    # A slot is as large as the largest shard of its size class, but an object is exactly as large as its shard.
     if shard.size_bytes < needed_bytes or (shard.modified_s is not None and shard.size_bytes != needed_bytes):
         raise FormatError(f"{said}, there are {shard.size_bytes}", reason="length")
 
 
 def _begin_mac(page: memoryview, namespace: NamespaceInfo, keys: ChunkKeys | None) -> MacCheck | None:
-    """Return what checks the MAC of a shard; None: it has none, and needs none.
+    """Begin the check of a shard's MAC; None if it has no MAC and needs none.
 
     Raises FormatError: ``authentication``, or ``no_key``.
     """
@@ -146,7 +146,7 @@ def _begin_mac(page: memoryview, namespace: NamespaceInfo, keys: ChunkKeys | Non
 
 
 def _check_blocks(header: ShardHeader, pieces: Iterator[memoryview], mac: MacCheck | None) -> None:
-    """Raise FormatError naming the blocks whose checksums are not the header's, or for a wrong MAC."""
+    """Raise FormatError if checksums differ from the header's (it names the blocks), or if the MAC is wrong."""
     number, left_bytes, digest, bad = header.first_valid_block, header.block_bytes, xxhash.xxh3_64(), list[int]()
     for piece in pieces:
         if mac is not None:

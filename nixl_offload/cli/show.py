@@ -1,6 +1,6 @@
-"""``nixl-offload show CONFIG``, ``configs`` and ``schema``: what is known of config files without touching storage.
+"""``nixl-offload show CONFIG``, ``configs`` and ``schema``: check and print config files without accessing storage.
 
-Threading: one thread; reads the file and prints. Needs neither vLLM nor a GPU.
+Threading: one thread. Needs neither vLLM nor a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nixl_offload.config import Config, beside, kv_transfer_config, load_config
 from nixl_offload.errors import ConfigError
 
 _OTHERS: Final = {"nixl": "NixlConnector"}
-"""What ``--with`` takes, and what vLLM calls it."""
+"""The values of ``--with``, and vLLM's names of these connectors."""
 _SHOW = """\
 Checks CONFIG and prints it as nixl-offload understands it, defaults filled in, followed by the option to give to
 `vllm serve`. The file is named by its absolute path there, so it must be readable under that path by every worker.
@@ -49,7 +49,7 @@ order of tiers, and names the line.
 
 
 def add_show(parser: ArgumentParser) -> None:
-    """Give ``parser`` the arguments of ``show``."""
+    """Add the arguments of ``show`` to ``parser``."""
     set_up(parser, run_show, _SHOW, json="")
     parser.add_argument(
         "--with",
@@ -68,18 +68,18 @@ def add_show(parser: ArgumentParser) -> None:
 
 
 def add_configs(parser: ArgumentParser) -> None:
-    """Give ``parser`` the arguments of ``configs``."""
+    """Add the arguments of ``configs`` to ``parser``."""
     set_up(parser, run_configs, _CONFIGS, config=False, json="")
     parser.add_argument("name", metavar="NAME", nargs="?", help="print this one, as the list names it")
 
 
 def add_schema(parser: ArgumentParser) -> None:
-    """Give ``parser`` the arguments of ``schema``."""
+    """Add the arguments of ``schema`` to ``parser``."""
     set_up(parser, run_schema, _SCHEMA, config=False, json="")
 
 
 def run_show(arguments: Namespace) -> int:
-    """Print the config, defaults filled in. Raises ConfigError when the file is wrong."""
+    """Print the config with defaults filled in. Raises ConfigError if the file is wrong."""
     config = load_config(arguments.file)
     transfer: dict[str, Any] = kv_transfer_config(config, os.path.abspath(arguments.file))
     if arguments.others:
@@ -95,14 +95,14 @@ def run_show(arguments: Namespace) -> int:
 
 
 def run_configs(arguments: Namespace) -> int:
-    """List the samples, or print one. Raises ConfigError: there is none of that name."""
+    """List the samples, or print one. Raises ConfigError if there is no sample of that name."""
     samples = {
         file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8")
         for file in sorted(files("nixl_offload").joinpath("configs").iterdir(), key=lambda file: file.name)
     }
     if arguments.name is None:
         for name, text in samples.items():
-            purpose = re.search(r"(?:#|//) ([^.\n]*)", text)  # as its first comment begins
+            purpose = re.search(r"(?:#|//) ([^.\n]*)", text)  # the start of its first comment
             print(f"{name:<{max(map(len, samples))}}  {purpose and purpose[1]}")
         return 0
     name = arguments.name.removesuffix(".yaml")

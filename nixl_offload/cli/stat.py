@@ -1,4 +1,4 @@
-"""``nixl-offload stat CONFIG KEY``: what the headers of one chunk's shards say, and what is wrong with them.
+"""``nixl-offload stat CONFIG KEY``: prints the headers of one chunk's shards and checks the shards.
 
 docs/format.md explains the fields. Threading: one thread.
 """
@@ -30,7 +30,7 @@ from nixl_offload.errors import ConfigError, FormatError, StoreError
 from nixl_offload.tiers.inspect import Inspector, ShardInfo, printable
 
 _KEYS_SHOWN: Final = 4
-"""Of several that begin alike."""
+"""How many keys are shown if several begin with the given digits."""
 _DESCRIPTION = """\
 Prints the header of every shard of one chunk, field by field. Reads the chunk, checks every block, and says what is
 wrong.
@@ -42,7 +42,7 @@ It works beside running servers, which may give a slot to another chunk meanwhil
 
 
 def add_stat(parser: ArgumentParser) -> None:
-    """Give ``parser`` the arguments of ``stat``."""
+    """Add the arguments of ``stat`` to ``parser``."""
     set_up(parser, run, _DESCRIPTION)
     parser.add_argument("key", metavar="KEY", help="key in hex, or its first digits")
     add_selection(parser, tenant=False)
@@ -57,7 +57,7 @@ def run(arguments: Namespace) -> int:
     found, shards, missing, failures = set[str](), list[dict[str, Any]](), list[dict[str, Any]](), list[str]()
 
     def look(inspector: Inspector) -> None:
-        """Check the chunk that is found. Of several only the keys count."""
+        """Find chunks by their keys' first digits. If there is only one key, check its chunk."""
         checker = ChunkChecker(inspector, keys)
         chunks = [
             (namespace, chunk)
@@ -104,9 +104,9 @@ def run(arguments: Namespace) -> int:
 
 
 def _fields_of(inspector: Inspector, shard: ShardInfo) -> dict[str, str | int]:
-    """Return what a shard's header page says; nothing where that is none, or cannot be read."""
+    """Return the fields of a shard's header page; empty if it is not a header or cannot be read."""
     page = memoryview(mmap.mmap(-1, HEADER_BYTES))
-    with contextlib.suppress(FormatError, StoreError):  # the checker says so
+    with contextlib.suppress(FormatError, StoreError):  # the checker reports these
         inspector.read_into(shard, 0, page)
         header, mac_key = decode_header(page), stated_key_id(page)
         fields: dict[str, str | int] = {

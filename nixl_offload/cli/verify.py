@@ -1,6 +1,6 @@
-"""``nixl-offload verify CONFIG``: reads everything that is stored and checks it, beside servers that write and evict.
+"""``nixl-offload verify CONFIG``: reads and checks everything that is stored, while servers write and evict.
 
-Nothing is called bad at first sight: ``TierRun`` looks again at what a server may have changed meanwhile.
+Before ``TierRun`` calls a chunk bad, it reads the chunk again: a server may have changed it meanwhile.
 
 Threading: the main thread lists, counts and prints; ``THREADS`` others read and judge, each with a checker of its own.
 Memory: a piece per thread and the names of the chunks in flight.
@@ -52,11 +52,12 @@ Servers go on meanwhile: what they change while it is read counts as changed, no
 
 THREADS: Final = 8
 _FAILURES_IN_A_ROW: Final = 3
-"""After so many chunks that cannot be read, the storage counts as down."""
+"""After this many unreadable chunks, the storage counts as down."""
 _PAUSES_BESIDE_AN_ENGINE_S: Final = (0.3, 1.0)
-"""Before a slot is read again: an engine records an eviction in its index within 0.1 s, and writes a slot in less."""
+"""Pauses before a slot is read again. An engine records an eviction in its index within 0.1 s, and writes a slot in
+less."""
 Verdict = Literal["good", "bad", "changed", "stale", "unfinished", "unreadable", "unauthenticated"]
-"""Unfinished: shards of some ranks are missing, and the others are so young that those may still be on their way."""
+"""``unfinished``: shards of some ranks are missing, but the chunk is so young that they may still be written."""
 _VERDICT_WORDS: Final[dict[Verdict, str]] = {
     "good": "good",
     "bad": "bad",
@@ -69,7 +70,7 @@ _VERDICT_WORDS: Final[dict[Verdict, str]] = {
 
 
 def add_verify(parser: ArgumentParser) -> None:
-    """Give ``parser`` the arguments of ``verify``."""
+    """Add the arguments of ``verify`` to ``parser``."""
     set_up(parser, run, _DESCRIPTION, json="print JSON lines")
     add_selection(parser, tenant=False)
     how = "read no faster, such as 200MiB/s"
@@ -88,7 +89,7 @@ def _read_rate(text: str) -> int:
 
 
 def run(arguments: Namespace) -> int:
-    """Print what is not good, and totals. A tier that fails is reported, and the others go on. Raises ConfigError."""
+    """Print chunks that are not good, and totals. A tier that fails is reported, then the next. Raises ConfigError."""
     config = load_config(arguments.file)
     keys, results, runs, failed = keys_of(config), list[dict[str, Any]](), list[TierRun](), False
 
@@ -110,15 +111,15 @@ def run(arguments: Namespace) -> int:
 
 
 class StoppedError(NixlOffloadError):
-    """The run was interrupted: no verdict."""
+    """The run was interrupted, so there is no verdict."""
 
 
 class ChunkVerdict(NamedTuple):
-    """What became of a chunk."""
+    """The result of checking a chunk."""
 
     kind: Verdict
     chunk: ChunkInfo
-    """As it was read last."""
+    """The chunk as it was last read."""
     faults: tuple[ShardFault, ...] = ()
 
 
@@ -127,7 +128,7 @@ class TierRun:
 
     def __init__(self, arguments: Namespace, inspector: Inspector, keys: ChunkKeys | None) -> None:
         self.namespaces: list[NamespaceInfo] = []
-        """Those that were selected."""
+        """The selected namespaces."""
         self._chunks: dict[Verdict, int] = dict.fromkeys(_VERDICT_WORDS, 0)
         self._bytes_checked = self._total_bytes = self._failed_in_a_row = 0
         self._arguments, self._inspector, self._keys = arguments, inspector, keys
@@ -136,13 +137,13 @@ class TierRun:
         self._stop = threading.Event()
         self._own = threading.local()
         self._lock = threading.Lock()
-        """Guards what threads count while they read."""
+        """Guards the counts of the reading threads."""
         self._bytes_read = 0
         self._next_read_s = 0.0
 
     @property
     def is_bad(self) -> bool:
-        """Whether something is wrong, or unknown."""
+        """Whether a chunk is bad or unreadable, or a namespace could not be listed."""
         return bool(self._chunks["bad"] or self._chunks["unreadable"] or self._unlisted)
 
     @property
@@ -186,7 +187,7 @@ class TierRun:
     # On the pool's threads.
 
     def _judge(self, namespace: NamespaceInfo, chunk: ChunkInfo) -> ChunkVerdict:
-        """Raises StoppedError, StoreError, TierError (the index cannot be read)."""
+        """Check a chunk. Raises StoppedError, StoreError, TierError (the index cannot be read)."""
         if not hasattr(self._own, "checker"):
             self._own.checker = ChunkChecker(self._inspector, self._keys, self._read)
         check = self._own.checker.check
@@ -217,7 +218,7 @@ class TierRun:
         return "bad"
 
     def _read(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
-        """Read, all threads together no faster than ``--rate``. Raises StoppedError, StoreError."""
+        """Read, limiting all threads together to ``--rate``. Raises StoppedError, StoreError."""
         if self._arguments.rate is not None:
             with self._lock:
                 now_s = time.monotonic()
@@ -254,7 +255,7 @@ class TierRun:
         )
 
     def _print(self, namespace: NamespaceInfo, verdict: ChunkVerdict) -> None:
-        """Print a bad chunk and what is wrong with it; as JSON any verdict."""
+        """Print a bad or unreadable chunk and its faults; with ``--json``, any verdict."""
         self._bar.clear()
         where, key = self._inspector.where, verdict.chunk.key.hex()
         if self._arguments.json:
@@ -290,5 +291,5 @@ class TierRun:
 
 
 def _without_keys(faults: tuple[ShardFault, ...]) -> tuple[ShardFault, ...]:
-    """Return the faults but those that only say that a key is not here."""
+    """Return the faults except those that only report a missing key."""
     return tuple(fault for fault in faults if fault.reason != NO_KEY)

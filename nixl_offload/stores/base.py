@@ -1,7 +1,7 @@
 """The contract of a store: named blobs in a bucket or a shared directory, read in ranges and written whole.
 
-Threading: every method blocks, and may be called from any thread, several at once.
-Memory: callers bring it, and the sizes that they expect; a size that storage states is never allocated.
+Threading: every method blocks, and may be called from several threads at once.
+Memory: callers pass memory of the size they expect. A size stated by the storage is never allocated.
 Names are relative to the store's prefix or directory; ``tiers.shared.naming`` builds them from digests. Credentials
 never appear in ``where``, a repr, a log line or an error.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class ObjectInfo(NamedTuple):
-    """What a store says of an object without reading it."""
+    """An object's metadata, as a store reports it."""
 
     name: str
     size_bytes: int
@@ -23,26 +23,26 @@ class ObjectInfo(NamedTuple):
 
 
 class Store(ABC):
-    """Raises ``StoreError`` alone, with the foreign error as its ``__cause__``.
+    """A client of a bucket or directory. Raises only ``StoreError``, with the foreign error as its ``__cause__``.
 
     The implementation retries, with jitter. A call to a server ends within a few times the configured request timeout.
     """
 
     name: str
-    """The client, for logs."""
+    """The client's name, for logs."""
     where: str
-    """What it reaches, for people: ``s3://bucket/prefix at https://…``."""
+    """The bucket or directory, for people: ``s3://bucket/prefix at https://…``."""
 
     @abstractmethod
     def head(self, name: str) -> ObjectInfo | None:
-        """Return None when the object is absent."""
+        """Return the object's metadata, None if it is absent."""
 
     @abstractmethod
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
         """Fill ``memory`` with the object's bytes from ``offset`` on.
 
         Raises StoreError: ``missing`` (no such object), ``short`` (the object ends earlier). After a failure
-        ``memory`` has undefined content; nothing touches it any more.
+        the content of ``memory`` is undefined, and nothing writes to it any more.
         """
 
     @abstractmethod
@@ -57,9 +57,10 @@ class Store(ABC):
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
         """Yield the objects whose names begin with ``prefix`` and sort after ``start_after``, in name order (by bytes).
 
-        Fetches page by page as it is consumed, and may raise StoreError at any page; go on with the last name seen.
+        Fetches a page when it is needed. Any page may raise StoreError; to resume, pass the last name as
+        ``start_after``.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Release connections. Idempotent; calls in other threads end with StoreError or normally."""
+        """Release connections. Idempotent. Calls in other threads end normally or with StoreError."""

@@ -1,7 +1,7 @@
 """A bucket's administration over boto3: its region, and the lifecycle rule that expires old objects.
 
-Threading: blocking calls; a plan is frozen. Planning only reads. Other people's rules are kept: ours is known by its
-ID, which has the prefix in it.
+Threading: blocking calls; a plan is immutable. Planning only reads. Other rules of the bucket are kept. Ours is
+recognised by its ID, which contains the prefix.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nixl_offload.stores.s3 import (
 )
 
 Rule = dict[str, Any]
-"""A lifecycle rule as S3's API has it."""
+"""A lifecycle rule in the format of S3's API."""
 
 _DAY_S: Final = 86400.0
 _MAX_ID: Final = 255
@@ -39,17 +39,17 @@ _UNKNOWN_TO_SERVER: Final = {"NotImplemented", "MethodNotAllowed", "NotSupported
 
 @dataclass(frozen=True)
 class LifecyclePlan:
-    """What would be changed, and the rules that are there now, to notice when they change meanwhile."""
+    """The changes to make to a bucket, and its present rules, to notice if they change before the plan is applied."""
 
     tier: S3Config
     where: str
     create_bucket: bool
-    """Private, in the tier's region."""
+    """Whether to make the bucket: private, in the tier's region."""
     before: tuple[Rule, ...]
-    """All rules of the bucket."""
+    """All rules that the bucket has now."""
     after: tuple[Rule, ...]
     changes: tuple[str, ...]
-    """What ``apply_lifecycle`` does, a sentence each, for people. Empty: nothing to do."""
+    """The changes by ``apply_lifecycle``, a sentence each, for people. Empty if there is nothing to do."""
 
 
 class _Bucket:
@@ -63,7 +63,7 @@ class _Bucket:
             connect_timeout=min(CONNECT_TIMEOUT_S, tier.request_timeout_s),
             read_timeout=tier.request_timeout_s,
             retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
-            request_checksum_calculation="when_required",  # else it sends trailers that some servers store as data
+            request_checksum_calculation="when_required",  # else boto3 sends trailers that some servers store as data
             response_checksum_validation="when_required",
             s3={"addressing_style": "path" if self.address.path_style else "virtual"},
         )
@@ -93,7 +93,7 @@ class _Bucket:
                 raise answer_error(doing, self.address, status, code, message) from error
 
     def rules(self) -> dict[str, Any]:
-        """Return S3's answer, in which "Rules" may be empty."""
+        """Return S3's answer; its "Rules" may be empty."""
         doing = "read the lifecycle rules"
         answer = self.ask(doing, "get_bucket_lifecycle_configuration", absent="NoSuchLifecycleConfiguration")
         if answer is not None and "Rules" not in answer:
@@ -101,7 +101,7 @@ class _Bucket:
         return dict(answer or {"Rules": []})
 
     def create(self) -> None:
-        """Make the bucket; one that we have is fine."""
+        """Make the bucket, unless we own it already."""
         region, where = self.client.meta.region_name, {}
         if region not in (None, "us-east-1", "aws-global"):
             where["CreateBucketConfiguration"] = {"LocationConstraint": region}
@@ -113,7 +113,7 @@ class _Bucket:
 
     @contextmanager
     def _translating(self, doing: str) -> Iterator[None]:
-        """The edge of a foreign library. What is no answer of S3 is ``unreachable``."""
+        """Translate boto3's errors; without an answer from S3 the cause is ``unreachable``."""
         try:
             yield
         except NixlOffloadError:
@@ -124,17 +124,17 @@ class _Bucket:
 
 
 def bucket_region(tier: S3Config) -> str:
-    """Return the bucket's region, which may be another one than the tier's: boto3 follows redirects."""
+    """Return the bucket's region. It may differ from the tier's: boto3 follows redirects."""
     with closing(_Bucket(tier)) as bucket:
         found = bucket.ask("ask where the bucket is", "get_bucket_location").get("LocationConstraint")
-    # S3 has no word for its first region, and an old one for its second.
+    # S3 returns no name for us-east-1, and may return "EU" for eu-west-1.
     return "us-east-1" if found is None else "eu-west-1" if found == "EU" else str(found)
 
 
 def plan_lifecycle(tier: S3Config) -> LifecyclePlan:
-    """Read what the bucket has and say what would change. Changes nothing.
+    """Read the bucket's rules and plan the changes. Changes nothing.
 
-    Raises StoreError; NotSupportedError when the server knows no lifecycle rules.
+    Raises StoreError. Raises NotSupportedError if the server has no lifecycle rules.
     """
     with closing(_Bucket(tier)) as bucket:
         address = bucket.address
@@ -143,7 +143,7 @@ def plan_lifecycle(tier: S3Config) -> LifecyclePlan:
     wanted = _wanted_rule(tier, address)
     own = next((rule for rule in before if rule.get("ID") == wanted["ID"]), None)
     if any("Prefix" in rule for rule in before if rule is not own):
-        wanted["Prefix"] = wanted.pop("Filter")["Prefix"]  # S3 refuses a mixture of the old form and the new
+        wanted["Prefix"] = wanted.pop("Filter")["Prefix"]  # S3 refuses to mix the old form with the new
     is_same = own is not None and _essence(own) == _essence(wanted)
     changes = []
     if missing:
@@ -161,9 +161,9 @@ def plan_lifecycle(tier: S3Config) -> LifecyclePlan:
 
 
 def apply_lifecycle(plan: LifecyclePlan) -> None:
-    """Do what the plan says. Raises as ``plan_lifecycle``, and StoreError when the rules have changed since.
+    """Apply the plan. Raises as ``plan_lifecycle``, and StoreError if the rules have changed since.
 
-    S3 takes rules only as a whole, so a change between this look and the write would be lost.
+    S3 accepts only the whole set of rules, so a change between the check here and the write is lost.
     """
     with closing(_Bucket(plan.tier)) as bucket:
         if plan.create_bucket:
@@ -176,7 +176,7 @@ def apply_lifecycle(plan: LifecyclePlan) -> None:
             raise StoreError(text, cause="io")
         document: dict[str, Any] = {"LifecycleConfiguration": {"Rules": list(plan.after)}}
         if _MINIMUM in now:
-            document[_MINIMUM] = now[_MINIMUM]  # not ours, and reset by a write without it
+            document[_MINIMUM] = now[_MINIMUM]  # a setting of others; a write without it would reset it
         bucket.ask("write the lifecycle rules", "put_bucket_lifecycle_configuration", **document)
 
 
@@ -189,17 +189,17 @@ def _wanted_rule(tier: S3Config, address: S3Address) -> Rule:
         "ID": own_id,
         "Status": "Enabled",
         "Filter": {"Prefix": address.prefix},
-        # With Days, S3 also removes delete markers that are left over in a bucket with versions.
+        # With Days, S3 also removes the remaining delete markers in a bucket with versions.
         "Expiration": {"ExpiredObjectDeleteMarker": True} if days is None else {"Days": days},
-        # In a bucket with versions what is deleted, and everywhere what a dead writer left of an upload, is billed
-        # until it is removed.
+        # Deleted versions (in a bucket with versions) and unfinished uploads of dead writers are billed until they are
+        # removed.
         "NoncurrentVersionExpiration": {"NoncurrentDays": 1},
         "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
     }
 
 
 def _essence(rule: Rule) -> Rule:
-    """Return what makes two rules the same: servers add fields, and spell the filter in several ways."""
+    """Return the fields by which two rules are compared. Servers add fields, and spell the filter differently."""
     filters = rule.get("Filter") or {}
     prefix = filters.get("Prefix") or filters.get("And", {}).get("Prefix") or rule.get("Prefix") or ""
     fields = "Status", "Expiration", "NoncurrentVersionExpiration", "AbortIncompleteMultipartUpload"

@@ -1,10 +1,9 @@
-"""A shared directory as a store: a name is a relative path. A file is written as a draft and renamed into place when it
-is whole and synced.
+"""A shared directory as a store. Names are relative paths. A file is written as a draft, synced, and then renamed.
 
-Threading: any thread, several at once. A filesystem that hangs holds the calling thread: the kernel offers no deadline.
-Directories are 0700, files 0600. Files whose names begin with a dot are drafts, never listed and never read. A symlink
-in place of a file or of a listed directory is not followed. A root that vanishes is not made again: an empty mount
-point must not fill the disk below it.
+Threading: several threads at once. A filesystem that hangs blocks the calling thread: the kernel offers no deadline.
+Directories are 0700, files 0600. Files whose names begin with a dot are never listed and never read; drafts have such
+names. Symbolic links in place of files or listed directories are not followed. A root that vanishes is not made again:
+if its filesystem is unmounted, the disk below must not be filled.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from nixl_offload.types import PAGE_BYTES
 logger = logging.getLogger(__name__)
 
 DRAFT: Final = re.compile(r"\.(.+)\.[0-9]+-[0-9a-f]+\.[0-9]+\.tmp")
-"""The name that the file is to get, the writer's mark, a number."""
+"""A draft's name: the file's final name, the writer's mark, a number."""
 _CREATE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL
 _READ: Final = os.O_RDONLY | os.O_NONBLOCK
-"""Not blocking: a FIFO in a file's place would hold the thread for ever."""
+"""O_NONBLOCK: a FIFO in place of a file would block the thread for ever."""
 _ABSENT: Final = (FileNotFoundError, NotADirectoryError)
 _MAKE_DIRECTORY_ATTEMPTS: Final = 8
-"""A directory that was made for a file may be removed, empty, before the file is in it."""
+"""Another server may remove a new directory while it is empty; then it is made again."""
 
 
 @dataclass(slots=True, eq=False)
 class OpenFile:
-    """An open file. Its caller closes ``fd``."""
+    """An open file. The caller closes ``fd``."""
 
     path: str
     fd: int
@@ -54,19 +53,19 @@ class OpenFile:
 
 @dataclass(slots=True, eq=False)
 class Draft(OpenFile):
-    """A new file on the way to its name."""
+    """A new file under a temporary name."""
 
     final: str
     sync_fd: int
-    """The same file, for ``publish``, which closes it, as ``discard`` does."""
+    """A second descriptor, closed by ``publish`` and ``discard``."""
     is_unwanted: bool = False
     """Set by a writer that no longer waits for ``publish``."""
 
 
 class TreeFiles:
-    """Creates, publishes and opens files by name. Raises StoreError alone.
+    """Creates, publishes and opens files by name. Raises only StoreError.
 
-    After a failure still holds: a name leads to a whole file or to none, and no draft is left.
+    After a failure, a name leads to a whole file or to none, and no draft is left.
     """
 
     def __init__(
@@ -78,29 +77,29 @@ class TreeFiles:
         touch_after_s: float = math.inf,
         kept_free: float = 0.0,
     ) -> None:
-        """``touch_after_s``: a file that is opened and older gets a new modification time. ``kept_free``: nothing is
-        created that would leave less than this share of the filesystem free.
+        """``touch_after_s``: opening a file that is older than this renews its modification time. ``kept_free``: the
+        share of the filesystem that ``create`` leaves free.
         """
         self.root = root.rstrip("/") or "/"
         self.filesystem = filesystem
         self._direct: bool | None = None if direct_io else False
-        """Whether O_DIRECT works here; None until it was tried."""
+        """Whether O_DIRECT works here; None until tried."""
         self._touch_after_s = touch_after_s
         self._kept_free = kept_free
         self._device: int | None = None
-        # Machines that share the directory may share the pid.
+        # Processes on different machines may have the same pid.
         self._mark = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._numbers = itertools.count()
 
     def path(self, name: str) -> str:
-        """Return a file's path. Names come from digests; one that could lead elsewhere is a bug in the caller."""
+        """Return a file's path. A name that could lead elsewhere is a bug in the caller, and raises StoreError."""
         if "\0" in name or any(not part or part.startswith(".") for part in name.split("/")):
             text = f"{self.root}: {name!r} is not a name: no empty part, none that begins with a dot"
             raise StoreError(text, cause="io")
         return os.path.join(self.root, name)
 
     def create(self, name: str, length_bytes: int) -> Draft:
-        """Create a draft with space for all its bytes, where the filesystem can reserve it."""
+        """Create a draft, and reserve space for all its bytes if the filesystem can."""
         final = self.path(name)
         directory, base = os.path.split(final)
         path, fd = f"{directory}/.{base}.{self._mark}.{next(self._numbers)}.tmp", -1
@@ -120,7 +119,7 @@ class TreeFiles:
                 raise
 
     def publish(self, draft: Draft) -> None:
-        """Sync a draft and rename it into place, unless it is unwanted by now."""
+        """Sync a draft and rename it into place, unless it has become unwanted."""
         try:
             with self.translating(f"put {draft.final} in place"):
                 self.filesystem.sync(draft.sync_fd)
@@ -133,18 +132,18 @@ class TreeFiles:
         self._close_sync(draft)
 
     def discard(self, draft: Draft) -> None:
-        """Remove a draft, whose ``fd`` stays open. Never raises."""
+        """Remove a draft; its ``fd`` stays open. Never raises."""
         self._close_sync(draft)
         self._unlink(draft.path)
 
     def abandon(self, file: OpenFile) -> None:
-        """Close a file that nobody has taken; remove it if it is a draft."""
+        """Close a file that nobody uses; remove it if it is a draft."""
         self.filesystem.close(file.fd)
         if isinstance(file, Draft):
             self.discard(file)
 
     def open(self, name: str, length_bytes: int | None = None) -> OpenFile:
-        """Open a file. One that is not there, or is no file of ``length_bytes``, is ``missing``."""
+        """Open a file. If it does not exist, or has not ``length_bytes``, the cause is ``missing``."""
         path, fd = self.path(name), -1
         with self.translating(f"open {name}"):
             try:
@@ -153,10 +152,10 @@ class TreeFiles:
                 if not stat.S_ISREG(found.st_mode) or length_bytes not in (None, found.st_size):
                     wanted = "file" if length_bytes is None else f"file of {length_bytes} bytes"
                     raise StoreError(f"{path} is no {wanted}", cause="missing")
-                # io_uring answers EAGAIN for such files where the filesystem cannot do otherwise.
+                # With O_NONBLOCK, io_uring may return EAGAIN if the filesystem has to block.
                 self.filesystem.clear_flag(fd, os.O_NONBLOCK)
                 if time.time() - found.st_mtime > self._touch_after_s:
-                    with suppress(OSError):  # a filesystem may be read-only for us
+                    with suppress(OSError):  # we may have no right to write
                         self.filesystem.touch(fd)
                 return OpenFile(path, fd, found.st_size, direct and self._direct_works(fd))
             except BaseException as error:
@@ -167,7 +166,7 @@ class TreeFiles:
                 raise
 
     def require_root(self, doing: str) -> os.stat_result:
-        """Raise ``unreachable`` where the root is gone: then nothing can be said of what was in it."""
+        """Return the root's status. Raises ``unreachable`` if the root is gone: its files may still exist."""
         try:
             return self.filesystem.stat(self.root, follow=True)
         except OSError as error:
@@ -175,7 +174,7 @@ class TreeFiles:
             raise StoreError(text, cause="unreachable") from error
 
     def require_mounted(self, doing: str) -> None:
-        """As ``require_root``, and where the root is empty and on another filesystem than before: not mounted."""
+        """Raise ``unreachable`` if the root is gone, or is empty and on another filesystem than before (unmounted)."""
         device = self.require_root(doing).st_dev
         with self.translating(doing):
             if self._device not in {None, device} and not self.filesystem.list(self.root):
@@ -184,7 +183,7 @@ class TreeFiles:
         self._device = device
 
     def make_directory(self, directory: str) -> None:
-        """Make what is missing between the root and ``directory``, a path."""
+        """Make ``directory``, a path below the root, and its missing parents."""
         self.require_mounted(f"make {directory}")
         path = self.root
         with self.translating(f"make {directory}"):
@@ -195,7 +194,7 @@ class TreeFiles:
 
     @contextmanager
     def translating(self, doing: str) -> Iterator[None]:
-        """Raise StoreError in place of OSError. A file is ``missing`` only where the root is there."""
+        """Translate OSError to StoreError. The cause is ``missing`` only if the root exists."""
         try:
             yield
         except OSError as error:
@@ -205,7 +204,7 @@ class TreeFiles:
             raise StoreError(f"{self.root}: cannot {doing}: {words_of(error)}", cause=cause) from error
 
     def _open(self, path: str, flags: int, make_directory: str | None) -> tuple[int, bool]:
-        """Open with O_DIRECT unless that does not work here; make the directory where it is missing."""
+        """Open with O_DIRECT if that works here; make the directory if it is missing."""
         attempts = _MAKE_DIRECTORY_ATTEMPTS if make_directory is not None else 0
         while True:
             direct = self._direct is not False
@@ -224,7 +223,7 @@ class TreeFiles:
                     self._unlink(path)  # some filesystems create before they refuse
 
     def _direct_works(self, fd: int) -> bool:
-        """Read one page, once: an open alone proves nothing. If that fails ``fd`` loses its O_DIRECT."""
+        """Test O_DIRECT once by reading a page, because an open alone proves nothing. If it fails, clear the flag."""
         if self._direct is None:
             try:
                 with mmap.mmap(-1, PAGE_BYTES) as page:
@@ -239,7 +238,7 @@ class TreeFiles:
         return bool(self._direct)
 
     def _note_buffered(self, error: OSError) -> None:
-        is_news, self._direct = self._direct is None, False  # before the line is written: other threads come here, too
+        is_news, self._direct = self._direct is None, False  # set before logging, so that other threads do not log
         if is_news:
             logger.warning(
                 "%s: the filesystem cannot do direct I/O (%s); going on through the page cache",
@@ -248,7 +247,7 @@ class TreeFiles:
             )
 
     def _allocate(self, fd: int, length_bytes: int) -> None:
-        """Give a new file its size, and real space where the filesystem can: it says "full" now, not halfway."""
+        """Set a new file's size, and allocate space if the filesystem can, so that a full disk shows before a write."""
         try:
             if length_bytes:
                 self.filesystem.allocate(fd, length_bytes)
@@ -269,12 +268,12 @@ class TreeFiles:
 
 
 class TreeStore(TreeFiles, Store):
-    """Files below one directory, which is made when missing, once: one that vanishes later is ``unreachable``."""
+    """Files below one directory. It is made at the start if missing; if it vanishes later, it is ``unreachable``."""
 
     name = "tree"
 
     def __init__(self, directory: str, filesystem: Filesystem = REAL) -> None:
-        """``directory`` is absolute. Raises StoreError when it is not there and cannot be made."""
+        """``directory``: an absolute path. Raises StoreError if it is missing and cannot be made."""
         super().__init__(directory, filesystem=filesystem)
         self.where = self.root
         with self.translating("make the directory"):
@@ -300,7 +299,7 @@ class TreeStore(TreeFiles, Store):
                 while done < memory.nbytes <= there_bytes:
                     got = self.filesystem.read(opened.fd, memory[done:], offset + done)
                     done += got
-                    if not got:  # it was cut meanwhile
+                    if not got:  # the file was truncated meanwhile
                         there_bytes = done
         finally:
             self.filesystem.close(opened.fd)
@@ -340,10 +339,10 @@ class TreeStore(TreeFiles, Store):
             yield from self._walk("", os.fsencode(prefix), os.fsencode(start_after))
 
     def remove_stale_drafts(self, older_than_s: float, is_ours: Callable[[str], bool] = lambda name: True) -> int:
-        """Remove drafts of dead writers, return how many. Take hours: a slow writer has drafts, too.
+        """Remove drafts of dead writers; return how many. Choose an age of hours, because slow writers have drafts too.
 
-        ``is_ours`` is asked of the name that a draft was to get: other programs make files that look like drafts.
-        Raises the first StoreError after all were tried.
+        ``is_ours`` gets a draft's final name: other programs may make files with such names.
+        Raises the first StoreError, after all were tried.
         """
         self.require_root("remove stale drafts")
         removed, newest_s, first = 0, time.time() - older_than_s, None
@@ -368,18 +367,18 @@ class TreeStore(TreeFiles, Store):
         return removed
 
     def close(self) -> None:
-        """Nothing is held between calls."""
+        """Do nothing: no resource is held between calls."""
 
     def _walk(self, above: str, prefix: bytes, start_after: bytes) -> Iterator[ObjectInfo]:
-        """Yield what is in the directory ``above`` (empty, or ending in a slash), in the order of whole names.
+        """Yield the files in the directory ``above`` (empty, or ending in a slash), in the order of whole names.
 
-        A directory sorts as its name and a slash, as its files' names go on so: "a-b" comes before "a/b".
+        A directory sorts as its name with a slash, because its files' names continue like that: "a-b" < "a/b".
         """
-        hidden = "lost+found" if not above else ""  # of a mount point, and root's alone
+        hidden = "lost+found" if not above else ""  # in the root of a mount; only root may read it
         try:
             entries = self.filesystem.list(os.path.join(self.where, above))
         except _ABSENT:
-            return  # pruned while we walk
+            return  # removed while we list
         shown = (each for each in entries if not each[0].startswith(".") and each[0] != hidden)
         for name in sorted(os.fsencode(above + name + "/" * is_directory) for name, is_directory in shown):
             if name.endswith(b"/"):
@@ -394,7 +393,7 @@ class TreeStore(TreeFiles, Store):
                         yield ObjectInfo(text, found.st_size, found.st_mtime)
 
     def _prune(self, directories: set[str]) -> None:
-        """Remove directories that are empty now, and those above that become so, up to the root."""
+        """Remove directories that are empty now, and parents that become empty, below the root."""
         for lowest in sorted(directories, reverse=True):
             directory = lowest
             with suppress(OSError):

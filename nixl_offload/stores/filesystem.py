@@ -1,7 +1,7 @@
-"""The filesystem under tiers in files: the calls that they make to the operating system, and what each errno means.
+"""The filesystem calls of tiers in files, and the cause that each errno stands for.
 
-Threading: any thread. A call blocks for as long as the storage takes to answer, which may be for ever.
-What makes such calls takes a ``Filesystem``; tests pass one that fails, hangs or lies (``tests/hostile.py``).
+Threading: any thread. A call blocks until the storage answers, which may be for ever.
+Callers take a ``Filesystem`` argument; tests pass one that fails, hangs or lies (``tests/hostile.py``).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _libc.fallocate.restype = ctypes.c_int
 
 
 class Filesystem:
-    """One system call a method. Each raises OSError. Symbolic links are not followed unless it says so."""
+    """One system call per method. Each raises OSError. Symbolic links are followed only with ``follow``."""
 
     def open(self, path: str, flags: int) -> int:
         """Return a descriptor; a new file is 0600."""
@@ -63,40 +63,40 @@ class Filesystem:
         return os.pwrite(fd, memory, offset)
 
     def allocate(self, fd: int, length_bytes: int, offset: int = 0) -> None:
-        """Put real space under a range of a file, and make the file as long. Raises EOPNOTSUPP: it cannot."""
+        """Allocate space for a range of a file, and grow the file to it. EOPNOTSUPP: the filesystem cannot."""
         fallocate(fd, 0, offset, length_bytes)
 
     def truncate(self, fd: int, length_bytes: int) -> None:
-        """Give a file this size."""
+        """Set a file's size."""
         os.ftruncate(fd, length_bytes)
 
     def sync(self, fd: int) -> None:
-        """Return when the storage has all that was written."""
+        """Wait until the storage has all data of a file."""
         os.fsync(fd)
 
     def clear_flag(self, fd: int, flag: int) -> None:
-        """Take a flag such as O_DIRECT from an open file."""
+        """Clear a flag such as O_DIRECT of an open file."""
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~flag)
 
     def stat(self, target: str | int, *, follow: bool = False) -> os.stat_result:
-        """Look at a path or a descriptor. ``follow``: symbolic links."""
+        """Return the status of a path or a descriptor. ``follow``: follow symbolic links."""
         return os.fstat(target) if isinstance(target, int) else os.stat(target, follow_symlinks=follow)
 
     def space(self, target: str | int) -> os.statvfs_result:
-        """Return how much the filesystem of a path or a descriptor has, and what is free of it."""
+        """Return the size and free space of the filesystem of a path or a descriptor."""
         return os.statvfs(target)
 
     def list(self, directory: str) -> list[tuple[str, bool]]:
-        """Return what is in a directory, in any order: names, and which of them are directories."""
+        """Return the entries of a directory, in any order: name, and whether it is a directory."""
         with os.scandir(directory) as entries:
             return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
 
     def touch(self, target: str | int) -> None:
-        """Make a file as young as if it were written now, by the clock of its storage."""
+        """Set a file's modification time to now, by the clock of its storage."""
         os.utime(target) if isinstance(target, int) else os.utime(target, follow_symlinks=False)
 
     def make_directory(self, path: str) -> None:
-        """Make a directory, 0700. Those above it must be there."""
+        """Make a directory, 0700. Its parent must exist."""
         os.mkdir(path, 0o700)
 
     def remove_directory(self, path: str) -> None:
@@ -104,7 +104,7 @@ class Filesystem:
         os.rmdir(path)
 
     def rename(self, source: str, target: str) -> None:
-        """Give a file another name, in place of what had it."""
+        """Rename a file, replacing any file at ``target``."""
         os.rename(source, target)
 
     def unlink(self, path: str) -> None:
@@ -116,7 +116,7 @@ REAL: Final = Filesystem()
 
 
 def fallocate(fd: int, mode: int, offset: int, length_bytes: int) -> None:
-    """Make the system call itself: glibc's posix_fallocate would emulate it by touching every block, over data too."""
+    """Call fallocate itself. glibc's posix_fallocate may emulate it by writing to every block, even over data."""
     while _libc.fallocate(fd, mode, offset, length_bytes) != 0:
         number = ctypes.get_errno()
         if number != errno.EINTR:
@@ -124,12 +124,12 @@ def fallocate(fd: int, mode: int, offset: int, length_bytes: int) -> None:
 
 
 def cause_of(error_number: int | None) -> str:
-    """Return the ``cause`` of errors that an errno stands for; ``io`` for all that has no word of its own."""
+    """Return an error's ``cause`` for an errno; ``io`` if it has no cause of its own."""
     return _CAUSES.get(error_number or 0, "io")
 
 
 def words_of(error: OSError) -> str:
-    """Return what the operating system says, and the limit where a process has reached its own."""
+    """Return the operating system's message, with the limit if the process has too many open files."""
     words = os.strerror(error.errno) if error.errno else str(error)
     if error.errno == errno.EMFILE:
         words += f" (RLIMIT_NOFILE, ulimit -n: {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
@@ -137,15 +137,15 @@ def words_of(error: OSError) -> str:
 
 
 def tier_error(error: OSError, doing: str) -> TierError:
-    """Translate ``error``; ``doing`` says in a few words what failed ("cannot open /x"). Raise it ``from error``."""
+    """Translate ``error``; ``doing`` says what failed ("cannot open /x"). Callers raise the result ``from error``."""
     return TierError(f"{doing}: {words_of(error)}", cause=cause_of(error.errno))
 
 
 def spare_bytes(space: os.statvfs_result, kept_free: float) -> float:
-    """Return the bytes that may be taken so that ``kept_free`` stays free; infinite if the filesystem does not tell."""
+    """Return the free bytes above the share ``kept_free``; infinite if the filesystem does not report its size."""
     return (space.f_bavail - kept_free * space.f_blocks) * space.f_frsize if space.f_blocks else math.inf
 
 
 def spare_files(space: os.statvfs_result, kept_free: float) -> float:
-    """Return the same of files, which end where the inodes do."""
+    """Return the free inodes above the share ``kept_free``; infinite if the filesystem does not report them."""
     return space.f_favail - kept_free * space.f_files if space.f_files else math.inf

@@ -1,8 +1,8 @@
-"""GETs of presigned addresses, straight into the caller's memory, over HTTP/1.1 connections of our own.
+"""GETs of presigned URLs, directly into the caller's memory, over HTTP/1.1 connections of our own.
 
-Clients build bodies in buffers of theirs, which costs more than the network: docs/decisions/0009-s3-clients.md.
-Threading: any thread; a connection serves one call at a time. Ownership: a call holds the caller's memory no longer
-than it lasts. An answer without exactly the bytes asked for is left to the client that signed.
+S3 clients copy bodies through their own buffers, which costs more than the network: docs/decisions/0009-s3-clients.md.
+Threading: any thread; a connection serves one call at a time. Ownership: a call uses the caller's memory only until it
+returns. If an answer is not exactly the requested bytes, the caller reads by its client instead.
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from nixl_offload.stores.s3 import proxy_of
 logger = logging.getLogger(__name__)
 
 PAUSE_S: Final = 5.0
-"""Pause of direct GETs after a request without a whole answer: a server that hangs must not be asked twice each time.
-"""
+"""Pause of direct GETs after a request without a whole answer. Else a hanging server would be asked twice per read."""
 KEEP_S: Final = 20.0
-"""A connection that has rested for longer is not used again: something between us and the server may have dropped it.
-"""
+"""A connection that was idle for longer is not reused: a firewall may have dropped it."""
 CONNECT_S: Final = 1.0
-"""Limit to connect to one address. A host may have dead ones beside others."""
+"""Time limit to connect to one address. Some addresses of a host may be dead."""
 _HEAD_BYTES: Final = 16 << 10
-"""Limit of an answer's status line and headers."""
+"""Size limit of an answer's status line and headers."""
 _END: Final = b"\r\n\r\n"
 
 
@@ -40,32 +38,32 @@ class DirectGets:
     """GETs at one server."""
 
     def __init__(self, *, timeout_s: float, tls: Callable[[], ssl.SSLContext]) -> None:
-        """``timeout_s``: of one request. ``tls`` is called once, when https is needed first."""
+        """``timeout_s``: the limit of one request. ``tls`` is called once, at the first https connection."""
         self._timeout_s = timeout_s
         self._tls = tls
         self._context: ssl.SSLContext | None = None
         self._idle: deque[tuple[float, socket.socket]] = deque()
-        """Connections and when their last answer ended, the latest last."""
+        """Idle connections and when their last answer ended, the latest last."""
         self._refusing = False
         self._not_before_s = 0.0
 
     @property
     def refusing(self) -> bool:
-        """Whether ``read_into`` would try nothing now: after ``refuse``, behind a proxy, or in a pause."""
+        """Whether direct GETs are off now: after ``refuse``, behind a proxy, or during a pause."""
         return self._refusing or time.monotonic() < self._not_before_s
 
     def refuse(self) -> None:
-        """Try nothing any more, and close idle connections."""
+        """Turn direct GETs off for good, and close idle connections."""
         self._refusing = True
         with suppress(IndexError):
             while True:
                 self._idle.pop()[1].close()
 
     def read_into(self, url: str, offset: int, memory: memoryview) -> int | None:
-        """Fill ``memory``, bytes and not empty, from ``offset`` of the object on.
+        """Fill ``memory`` (bytes, not empty) from ``offset`` of the object on.
 
-        Returns None when it is filled. Else its content is undefined, and this is the status of an answer that was left
-        alone, or 0 when there was no whole answer.
+        Returns None on success. Otherwise the content of ``memory`` is undefined. Then returns the HTTP status of an
+        unusable answer, or 0 if there was no whole answer.
         """
         parts = urlsplit(url)
         request = (
@@ -74,7 +72,7 @@ class DirectGets:
         ).encode("ascii")
         try:
             while (kept := self._kept()) is not None:
-                with suppress(BrokenPipeError, ConnectionResetError):  # the server had closed it
+                with suppress(BrokenPipeError, ConnectionResetError):  # the server has closed it; try the next
                     return self._exchange(kept, request, offset, memory)
             return self._exchange(self._connect(parts), request, offset, memory)
         except (OSError, ValueError) as error:
@@ -83,7 +81,7 @@ class DirectGets:
             return 0
 
     def _kept(self) -> socket.socket | None:
-        """Return an idle connection on which nothing, not even an end, came since the last answer."""
+        """Return an idle connection that is still open and has no unread data; None without one."""
         with suppress(IndexError):
             while True:
                 since_s, kept = self._idle.pop()
@@ -100,14 +98,14 @@ class DirectGets:
             raise OSError("behind a proxy")
         host, is_tls = parts.hostname or "", parts.scheme == "https"
         port, limit_s = parts.port or (443 if is_tls else 80), min(CONNECT_S, self._timeout_s)
-        opened = socket.create_connection((host, port), limit_s)  # to the first of its addresses that answers
+        opened = socket.create_connection((host, port), limit_s)  # tries the host's addresses one after the other
         try:
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if is_tls:
                 opened.settimeout(self._timeout_s)
                 self._context = self._context or self._tls()
                 return self._context.wrap_socket(opened, server_hostname=host)
-            # The kernel's own timeouts: Python's cost a poll per call. With TLS only those work.
+            # Kernel timeouts, because Python's cost a poll per call. TLS works only with Python's.
             opened.setblocking(True)
             limit = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -118,7 +116,7 @@ class DirectGets:
         return opened
 
     def _exchange(self, connection: socket.socket, request: bytes, offset: int, memory: memoryview) -> int | None:
-        """One request and its answer, as ``read_into``. The connection is kept if it can serve another."""
+        """Send one request and read its answer; returns as ``read_into``. Keeps the connection if it is reusable."""
         deadline_s, keeps = time.monotonic() + self._timeout_s, False
         buffer = bytearray(_HEAD_BYTES)
         view = memoryview(buffer)
@@ -151,13 +149,13 @@ class DirectGets:
                 self._idle.append((time.monotonic(), connection))
             else:
                 connection.close()
-            if self._refusing:  # since this request began
+            if self._refusing:  # set while this request ran
                 self.refuse()
 
 
 def _parse(head: bytes, offset: int, wanted: int) -> tuple[int, bool, bool]:
     """Return an answer's status, whether its body is the ``wanted`` bytes from ``offset`` on, and whether the
-    connection can be kept. Raises ValueError for what is no such answer.
+    connection can be kept. Raises ValueError if ``head`` is not HTTP/1.
     """
     first, *lines = head.split(b"\r\n")
     version, code, *_ = first.split(b" ", 2)
@@ -172,7 +170,7 @@ def _parse(head: bytes, offset: int, wanted: int) -> tuple[int, bool, bool]:
     status, span = int(code), fields.get(b"content-range")
     if span:
         is_wanted = status in {200, 206} and span.startswith(b"bytes %d-%d/" % (offset, offset + wanted - 1))
-    else:  # some servers answer 200 even to a range, and one that says nothing more may be the whole object
+    else:  # some servers ignore a range and answer 200: without Content-Range that may be the whole object
         is_wanted = status == 200 and not offset
     is_wanted &= fields.get(b"content-length") == b"%d" % wanted and b"transfer-encoding" not in fields
     is_wanted &= fields.get(b"content-encoding", b"identity") == b"identity"

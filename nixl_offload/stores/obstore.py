@@ -1,10 +1,10 @@
-"""A bucket over obstore (Rust's object_store), with reads by ``http_get``. The only file that knows obstore.
+"""A bucket over obstore (Rust's object_store), with reads by ``http_get``. No other module uses obstore.
 
-Threading: as ``base.Store``; the I/O runs on obstore's own runtime, which does not survive a fork: make the store in
-the process that uses it. Ownership: a call holds the caller's memory no longer than it lasts.
+Threading: as ``base.Store``. The I/O runs on obstore's own runtime, which does not survive a fork: make the store in
+the process that uses it. Ownership: a call uses the caller's memory only until it returns.
 
-What obstore raises quotes the server's whole answer, which may hold what was signed. So errors are parsed and rebuilt:
-neither the text nor the cause of a StoreError from here contains an answer's body.
+obstore's errors quote the server's whole answer, which may contain the signed request. So errors are parsed and
+rebuilt: neither the text nor the cause of a StoreError from here contains an answer's body.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 LIST_PAGE: Final = 1000
-"""Objects per page of a listing, and per bulk delete: the most that S3 gives and takes."""
+"""Objects per page of a listing, and per bulk delete: S3's maximum of both."""
 CREDENTIALS_RETRY_S: Final = 5.0
-"""Pause before the AWS chain is asked again after it had no keys, or the denied ones. Asking may take seconds."""
+"""Pause before asking the AWS chain again, if it had no keys or denied ones. Asking may take seconds."""
 _CREDENTIALS_TTL: Final = timedelta(minutes=8)
-"""botocore renews temporary credentials ten minutes before they end, so what it gives is good for longer than this."""
+"""botocore renews temporary credentials ten minutes before they expire, so they are always valid for this long."""
 _SIGNED_FOR: Final = timedelta(minutes=15)
-"""As far as clocks may be apart, and no longer: anybody who has the address can read the object meanwhile."""
+"""Lifetime of presigned URLs: enough for clock skew, but short, because anybody with the URL can read the object."""
 _UNUSABLE_MOST: Final = 3
-"""Answers in a row that only obstore could use; then it reads alone."""
+"""After this many direct GETs in a row with an unusable answer, obstore makes all reads."""
 
 _STATUS: Final = re.compile(r"^ *status: (\d{3}),$", re.MULTILINE)
 _KIND: Final = re.compile(r"^ *kind: (Connect|Timeout|Interrupted|Request|Decode|Unknown),$", re.MULTILINE)
@@ -64,16 +64,16 @@ _OS_MESSAGE: Final = re.compile(r'^ *message: "([^"]{1,200})",$', re.MULTILINE)
 
 
 class BucketStore(Store):
-    """An S3 bucket behind one ``S3Store``, made at the first call, with credentials of boto3's chain.
+    """An S3 bucket, reached by one ``S3Store`` with credentials of boto3's chain. The first call makes the client.
 
-    botocore renews keys that expire, but reads those of the environment and of ``~/.aws/credentials`` once. So the call
-    after one that was denied has other keys, if the chain has.
+    botocore renews keys that expire, but reads those in the environment and ``~/.aws/credentials`` only once. So when a
+    call is denied, the chain is asked again, and later calls use its new keys.
     """
 
     name = "obstore"
 
     def __init__(self, tier: S3Config) -> None:
-        """Reach nothing yet."""
+        """Does not access the network."""
         self._tier = tier
         self._address = S3Address.of(tier)
         self.where = self._address.where
@@ -89,7 +89,7 @@ class BucketStore(Store):
         return f"BucketStore({self.where})"
 
     def head(self, name: str) -> ObjectInfo | None:
-        """Absent, too, where there is no bucket: the answer is the same, and a write tells."""
+        """Return the object's metadata, None if it is absent. A missing bucket gives None too; a write reports it."""
         found = self._call(f"HEAD {name}", _head, self._address.key(name))
         return None if found is None else self._info(found)
 
@@ -108,13 +108,13 @@ class BucketStore(Store):
             try:
                 self._call(f"DELETE {names[start]}{more}", obstore.delete, batch)
             except StoreError as error:
-                if error.cause != "missing":  # some servers answer 404 when they delete one object
+                if error.cause != "missing":  # some servers answer 404 to the delete of a single object
                     first = first or error
         if first is not None:
             raise first
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        # obstore lists whole path segments, so list the directory. It drops a slash at the end of where it begins.
+        # obstore lists whole path segments, so list the directory. It drops a trailing slash of the start.
         directory = prefix[: prefix.rfind("/") + 1]
         after = max(start_after, prefix[:-1] if prefix != directory else "")
         for info in self._list_directory(f"LIST {prefix}".rstrip(), directory, after):
@@ -145,10 +145,10 @@ class BucketStore(Store):
             self._direct.refuse()
 
     def _read_by_obstore(self, store: S3Store, name: str, offset: int, memory: memoryview, *, is_last: bool) -> None:
-        """Copy the body into ``memory``. Where the whole object comes, skip what is before ``offset``.
+        """Copy the body into ``memory``. If the server sends the whole object, skip the bytes before ``offset``.
 
-        A body that breaks off is read once more unless ``is_last``: obstore resumes it by a range, which not every
-        server has.
+        If the body breaks off, read it once more, unless ``is_last``: obstore resumes by a range, which not every
+        server supports.
         """
         end = offset + memory.nbytes
         options: Any = {} if self._ignores_ranges or not memory.nbytes else {"range": (offset, end)}
@@ -157,7 +157,7 @@ class BucketStore(Store):
         except BaseError as error:
             if not options or "source: NotPartial" not in str(error):
                 raise
-            # rclone sends the range, but as 200, and obstore refuses that. Whole objects, from now on.
+            # rclone answers a range with status 200, which obstore refuses. Read whole objects from now on.
             self._ignores_ranges = True
             self._read_by_obstore(store, name, offset, memory, is_last=is_last)
             return
@@ -178,14 +178,14 @@ class BucketStore(Store):
             if is_last or "kind: Timeout" in str(error):
                 raise
             filled = -1
-        # A body that ends here was read to its end: only then is its connection used again.
+        # A body that ends at ``end`` was read to its end, without which its connection could not be reused.
         if filled < memory.nbytes and not is_last:
             self._read_by_obstore(store, name, offset, memory, is_last=True)
         elif filled < memory.nbytes:
             raise StoreError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
 
     def _list_directory(self, doing: str, directory: str, after: str) -> Iterator[ObjectInfo]:
-        """Yield what is in ``directory`` behind ``after``, a page per request."""
+        """Yield the objects in ``directory`` after ``after``, a page per request."""
         where = self._address.key(directory).rstrip("/") or None
         offset, page = self._address.key(after) if after else None, list[Any]()
 
@@ -208,7 +208,7 @@ class BucketStore(Store):
         return ObjectInfo(name, int(found["size"]), found["last_modified"].timestamp())
 
     def _call(self, doing: str, function: Callable[..., _T], *arguments: Any, **options: Any) -> _T:
-        """Call ``function`` with the client as its first argument. Raises StoreError alone."""
+        """Call ``function`` with the client as its first argument. Raises only StoreError."""
         store = self._client()
         try:
             return function(store, *arguments, **options)
@@ -216,14 +216,14 @@ class BucketStore(Store):
             raise
         except (BaseError, OSError, ValueError) as error:
             foreign = error
-        # Out of the handler, so that the original, which quotes the answer, becomes neither cause nor context.
+        # Outside the handler, so that the original error, which quotes the answer, is neither cause nor context.
         failure = self._parsed(doing, str(foreign))
         if failure.cause == "denied":
             self._renew(store)
         raise failure from BaseError(str(failure).partition(": ")[2])
 
     def _parsed(self, doing: str, text: str) -> StoreError:
-        """Translate the text of obstore's error. The result has nothing of the answer but status, code and message."""
+        """Translate the text of obstore's error. Of the answer, keep only status, code and message."""
         begin = f"{self.where}: {doing}: "
         status, code, message, kind, system = (
             found[1] if (found := pattern.search(text)) else ""
@@ -257,13 +257,13 @@ class BucketStore(Store):
         return made[0]
 
     def _renew(self, denied: S3Store) -> None:
-        """Replace ``denied`` if the chain has other keys by now. It stays in use until then, and if the chain fails."""
+        """Replace the client ``denied`` if the chain has other keys now; otherwise keep it."""
         if not self._lock.acquire(blocking=False):
-            return  # another thread does it
+            return  # another thread is doing it
         try:
             made = self._made
             if made is None or made[0] is not denied or hasattr(made[1].credentials, "refresh_needed"):
-                return  # botocore renews what it can by itself
+                return  # botocore renews temporary keys by itself
             with suppress(StoreError):
                 provider = self._ask_chain()
                 self._ask_chain_at_s = time.monotonic() + CREDENTIALS_RETRY_S
@@ -278,7 +278,7 @@ class BucketStore(Store):
         if time.monotonic() >= self._ask_chain_at_s:
             try:
                 return _Provider(ttl=_CREDENTIALS_TTL)
-            except Exception as error:  # noqa: BLE001  whatever the chain raises: no secret of it may get out
+            except Exception as error:  # noqa: BLE001  any error of the chain; its text may contain a secret
                 self._ask_chain_at_s = time.monotonic() + CREDENTIALS_RETRY_S
                 why = "" if isinstance(error, ValueError) else f" ({type(error).__name__})"
         raise StoreError(f"{self.where}: {NO_CREDENTIALS}{why}", cause="denied")
@@ -316,7 +316,7 @@ class BucketStore(Store):
 
 
 class _Provider(Boto3CredentialProvider):
-    """AWS's chain as boto3 has it, and the keys that it had at first. Raises anything, ValueError where it has none."""
+    """boto3's credential chain, and the keys that it had at first. Raises ValueError without keys, or any error."""
 
     def __init__(self, *, ttl: timedelta) -> None:
         super().__init__(ttl=ttl)
@@ -324,7 +324,7 @@ class _Provider(Boto3CredentialProvider):
 
 
 def _head(store: S3Store, key: str) -> Any:
-    """Return None for an absent object: the answer that most probes get is not worth an error of ours."""
+    """Return None for an absent object. Most probes get that answer, so an error would be too slow."""
     try:
         return obstore.head(store, key)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What every S3 client needs: the tier's address, certificates and proxy, and what an HTTP answer means as an error.
+"""Shared by all S3 clients: the tier's address, certificates and proxy, and HTTP answers as errors.
 
 Threading: pure, or reads the environment and AWS's config file. Nothing here reaches a server.
 """
@@ -22,9 +22,9 @@ from nixl_offload.errors import ConfigError, NotSupportedError, StoreError
 from nixl_offload.stores.base import Store
 
 ATTEMPTS: Final = 3
-"""Of one request, by the client library, with jittered pauses between them."""
+"""Attempts per request, by the client library, with jittered pauses between them."""
 CONNECT_TIMEOUT_S: Final = 3.0
-"""A host may have a dead address beside others. obstore divides this by their number."""
+"""Short, because a host may have dead addresses. obstore divides it by the number of addresses."""
 NO_CREDENTIALS: Final = (
     "no AWS credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or run under a role"
 )
@@ -41,13 +41,13 @@ _ANSWERS: Final[Sequence[tuple[str, Container[int], str, str]]] = (
     ("server", range(500, 600), "InternalError", ""),
     ("io", range(300, 400), "PermanentRedirect", "; the bucket may be in another region: set region"),
 )
-"""Rows: a StoreError's cause, its HTTP statuses, its S3 codes, and a hint to add. The first row that fits counts."""
+"""Rows: a StoreError's cause, HTTP statuses, S3 codes, and a hint to add. The first row that matches counts."""
 
 
 def open_store(tier: S3Config) -> Store:
-    """Return the store of a bucket; the caller closes it. Reaches no server.
+    """Return the store of a bucket; the caller closes it. Does not access the network.
 
-    Raises NotSupportedError when the client libraries are not installed, ConfigError for an unusable endpoint.
+    Raises NotSupportedError if the client libraries are not installed, ConfigError for an unusable endpoint.
     """
     try:
         from nixl_offload.stores.obstore import BucketStore
@@ -58,7 +58,7 @@ def open_store(tier: S3Config) -> Store:
 
 @dataclass(frozen=True)
 class S3Address:
-    """Where a tier's objects are, defaults filled in. Holds no credentials."""
+    """Where a tier's objects are, with defaults filled in. Contains no credentials."""
 
     bucket: str
     prefix: str
@@ -69,9 +69,9 @@ class S3Address:
 
     @classmethod
     def of(cls, tier: S3Config) -> S3Address:
-        """Fill in what the tier leaves open: from AWS's environment variables, then from the profile.
+        """Fill in missing values: from AWS's environment variables, then from the profile.
 
-        Raises ConfigError when the endpoint found there is unusable.
+        Raises ConfigError if the endpoint found there is unusable.
         """
         prefix = "".join(f"{part}/" for part in tier.prefix.split("/") if part)
         endpoint, region = tier.endpoint, tier.region or _variable("AWS_REGION", "AWS_DEFAULT_REGION")
@@ -80,7 +80,7 @@ class S3Address:
             found = {name: _variable(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")}
             found["endpoint_url in AWS's config file"] = profile.get("endpoint_url")
             endpoint = next((_checked_endpoint(url, origin) for origin, url in found.items() if url), None)
-        # No certificate covers a host name that begins with a bucket with dots.
+        # If the bucket's name has dots, no wildcard certificate covers it as a host name.
         path_style = endpoint is not None or "." in tier.bucket
         if tier.addressing != "auto":
             path_style = tier.addressing == "path"
@@ -88,7 +88,7 @@ class S3Address:
 
     @property
     def where(self) -> str:
-        """For people, as ``Store.where``."""
+        """The bucket and prefix for people, as ``Store.where``."""
         at = f" at {self.endpoint}" if self.endpoint else ""
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/") + at
 
@@ -102,7 +102,7 @@ class S3Address:
 
     @property
     def plain_http(self) -> bool:
-        """Whether the endpoint is reached without TLS."""
+        """Whether the endpoint is used without TLS."""
         return self.endpoint is not None and urlsplit(self.endpoint).scheme == "http"
 
     def key(self, name: str) -> str:
@@ -111,7 +111,7 @@ class S3Address:
 
 
 def _checked_endpoint(url: str, origin: str) -> str:
-    """Raises ConfigError, which names ``origin`` and does not repeat ``url``: it may hold a password."""
+    """Return a valid ``url``; else raise ConfigError. It names ``origin``, not ``url``, which may hold a password."""
     try:
         assert urlsplit(url).port != 0  # raises where it is above 65535
         return _ENDPOINT.validate_python(url)
@@ -125,7 +125,7 @@ def _variable(*names: str) -> str | None:
 
 
 def _profile() -> Mapping[str, Any]:
-    """Return the profile of AWS's config file, settings for S3 included; empty when botocore cannot read it."""
+    """Return the profile of AWS's config file, with its settings for S3; empty if botocore cannot read it."""
     try:
         from botocore.session import Session
 
@@ -133,17 +133,17 @@ def _profile() -> Mapping[str, Any]:
         profile = session.get_scoped_config()
         services = session.full_config.get("services", {}).get(profile.get("services"), {})
         return {**profile, **services.get("s3", {})}
-    except Exception:  # noqa: BLE001  a foreign library's edge
+    except Exception:  # noqa: BLE001  botocore may raise anything
         return {}
 
 
 def ca_bundle_of(tier: S3Config) -> str | None:
-    """Return the file with the certificates to trust: the config's, that of ``AWS_CA_BUNDLE``, or the profile's."""
+    """Return the file of trusted certificates, from the config, ``AWS_CA_BUNDLE`` or the profile; None if not set."""
     return tier.ca_bundle or _variable("AWS_CA_BUNDLE") or _profile().get("ca_bundle")
 
 
 def readable_ca_bundle(tier: S3Config) -> str | None:
-    """Return the same file. Raises StoreError when it cannot be read: clients report that late and unclearly."""
+    """Return the same file. Raises StoreError if it cannot be read, which clients would report late and unclearly."""
     bundle = ca_bundle_of(tier)
     if bundle is not None and not (os.path.isfile(bundle) and os.access(bundle, os.R_OK)):
         raise StoreError(f"{S3Address.of(tier).where}: cannot read the CA bundle {bundle}", cause="io")
@@ -151,7 +151,7 @@ def readable_ca_bundle(tier: S3Config) -> str | None:
 
 
 def tls_context(tier: S3Config) -> ssl.SSLContext:
-    """Return what verifies a server: the system's authorities and the tier's. Raises StoreError."""
+    """Return a context that trusts the system's authorities and the tier's. Raises StoreError."""
     context, bundle = ssl.create_default_context(), readable_ca_bundle(tier)
     if bundle is not None:
         try:
@@ -162,17 +162,17 @@ def tls_context(tier: S3Config) -> ssl.SSLContext:
 
 
 def proxy_of(url: SplitResult) -> str | None:
-    """Return the environment's proxy for an address; None where ``NO_PROXY`` names the host."""
+    """Return the environment's proxy for a URL; None without one, or if ``NO_PROXY`` names the host."""
     proxies = getproxies()
     proxy = proxies.get(url.scheme) or proxies.get("all")
     return None if proxy is None or proxy_bypass(url.netloc) else proxy
 
 
 def answer_error(doing: str, address: S3Address, status: int, code: str, message: str) -> StoreError:
-    """Translate an HTTP answer that is a failure.
+    """Translate a failed HTTP answer.
 
-    ``doing`` is the request ("HEAD x"). ``code`` and ``message`` are S3's own, empty where the answer has no body. The
-    text has nothing else of the answer: a server that refuses a signature quotes the request, session token and all.
+    ``doing`` is the request ("HEAD x"). ``code`` and ``message`` are S3's, empty if the answer has no body. The text
+    contains nothing else of the answer: a server that refuses a signature quotes the request, with its session token.
     """
     said = ": ".join(part for part in (code, message) if part and part != str(status))
     text = f"{address.where}: {doing}: HTTP {status}{f' ({said})' if said else ''}"
@@ -187,12 +187,12 @@ def answer_error(doing: str, address: S3Address, status: int, code: str, message
 
 
 def printable(text: str) -> str:
-    """Return ``text`` without control characters: servers may send anything to an operator's terminal."""
+    """Return ``text`` with control characters replaced, so that a server cannot control an operator's terminal."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def hush_botocore() -> None:
-    """Keep session tokens out of botocore's DEBUG logs. A level that somebody set on purpose stays."""
+    """Keep session tokens out of botocore's DEBUG logs. Levels that were set explicitly stay."""
     for name in ("auth", "endpoint", "handlers", "parsers", "utils"):
         logger = logging.getLogger(f"botocore.{name}")
         if logger.level == logging.NOTSET:

@@ -1,7 +1,7 @@
 """The child process of ``nixl-offload check``, for libraries that may crash or hang: NIXL's plugins, movers.
 
-Threading: one thread on each side; tasks run one after the other. Ownership: ``ChildProcess`` owns the process and
-what that starts; ``close`` kills them.
+Threading: one thread in each process; tasks run one after the other. Ownership: ``ChildProcess`` owns the process and
+all processes that it starts; ``close`` kills them.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _BUDGET_S: Final = 0.5
 _OBJECTS: Final = 8
 
 Answer = dict[str, Any]
-"""What a task returns. ``failed`` says in words why there is nothing else."""
+"""The result of a task. If the task failed, its only field is ``failed``: the reason, in words."""
 
 
 class ChildProcess:
-    """Runs tasks: functions of this module. The process starts with the first one, and anew after one that crashed."""
+    """Runs tasks, which are functions of this module. The first task starts the process, as does one after a crash."""
 
     def __init__(self) -> None:
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
 
     def run(self, task: Callable[..., Answer], *, limit_s: float = TASK_LIMIT_S, **arguments: Any) -> Answer:
-        """Return the task's answer. Failure is an answer too: ``failed``."""
+        """Run a task and return its answer. Never raises for a task that fails, crashes or takes too long."""
         if self._process is None or self._pipe is None:
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
@@ -65,7 +65,7 @@ class ChildProcess:
         process, self._process = self._process, None
         if process is None or process.pid is None or self._pipe is None:
             return
-        with contextlib.suppress(ProcessLookupError):  # what it started may go on after it has ended
+        with contextlib.suppress(ProcessLookupError):  # its own children may outlive it
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
@@ -73,9 +73,9 @@ class ChildProcess:
 
 
 def _serve(pipe: Connection) -> None:
-    """Execute tasks until the parent has gone."""
+    """Run tasks until the parent has gone."""
     os.setsid()
-    # NIXL and cuFile log to stdout what goes wrong; their exceptions say it as well.
+    # NIXL and cuFile log errors to stdout; their exceptions repeat them.
     sink = 2 if os.environ.get("VLLM_LOGGING_LEVEL") == "DEBUG" else os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
@@ -86,16 +86,16 @@ def _serve(pipe: Connection) -> None:
                 answer = task(**arguments)
             except NixlOffloadError as error:
                 answer = {"failed": str(error)}
-            except Exception as error:  # noqa: BLE001 - the next task may do without this library
+            except Exception as error:  # noqa: BLE001 - the next task may not need this library
                 answer = {"failed": f"{type(error).__name__}: {error}"}
             pipe.send(answer)
-    os._exit(0)  # Destructors of libraries may hang.
+    os._exit(0)  # destructors of libraries may hang
 
 
 def try_file_movers(
     choice: MoverChoice, directory: str, *, gpu: bool, threads: int, direct_io: bool, io: bool
 ) -> Answer:
-    """Open the mover that a server would try first for a directory, and measure it if ``io``."""
+    """Open the mover that a server would use for a directory, and measure it if ``io``."""
     import torch
 
     from nixl_offload.engine.autotune import FREE_SHARE, measure, staging_for
@@ -118,7 +118,7 @@ def try_file_movers(
 
 
 def try_object_movers(tier: S3Config, *, io: bool) -> Answer:
-    """Open the mover that a server would take for a bucket, and measure the bucket with its client if ``io``."""
+    """Open the mover that a server would use for a bucket, and measure the bucket with its client if ``io``."""
     from nixl_offload.movers.base import MemoryKind
     from nixl_offload.movers.select import open_object_mover
     from nixl_offload.stores.s3 import open_store
@@ -145,7 +145,7 @@ def try_object_movers(tier: S3Config, *, io: bool) -> Answer:
 
 
 def memory_room() -> Answer:
-    """Return how much host memory a rank could take, by the engine's own rule."""
+    """Return how much host memory a rank may take, by the engine's rule."""
     from nixl_offload.engine import host
     from nixl_offload.hardware import machine
 

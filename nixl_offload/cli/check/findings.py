@@ -1,6 +1,6 @@
-"""What ``nixl-offload check`` finds, printed as text or JSON.
+"""The findings of ``nixl-offload check``, printed as text or JSON.
 
-Threading: values and printing.
+Threading: immutable values; one thread prints.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ State = Literal["ok", "warning", "wrong", "unknown"]
 _STATES: Final = ("ok", "warning", "wrong", "unknown")
 _NAME_CHARS: Final = 20
 _CHARS: Final = 2000
-"""Of a finding. Paths and servers' answers may hold anything, and move no cursor."""
+"""The longest text of a finding; paths and servers' answers may contain anything."""
 
 
 class Finding(NamedTuple):
     """The result of one probe."""
 
     name: str
-    """The same in every run."""
+    """The name of the probe, the same in every run."""
     state: State
     words: str
-    """What is so, and what follows from it."""
+    """The result and its consequence."""
     fix: str | None = None
-    """A command or a line of the config that changes or shows it."""
+    """A command or a line of the config that fixes it or shows more."""
 
 
 class Section(NamedTuple):
-    """Findings about one thing, made one by one while they are printed."""
+    """Findings about the environment or one tier. Probes run while their findings are printed."""
 
     kind: str
     """``environment``, or the kind of a tier."""
@@ -68,7 +68,7 @@ def report(sections: Iterable[Section], *, as_json: bool) -> bool:
 
 
 def mover_findings(choice: str, answer: Mapping[str, Any]) -> Iterator[Finding]:
-    """Say which mover a server would take, which it passes over, and how fast that was. ``answer``: of the child."""
+    """Yield the mover that a server would use, those that fail, and the speed. ``answer``: the child's."""
     if "failed" in answer:
         fix = "mover: auto" if choice != "auto" else "what it says above; the server's log says more"
         yield Finding("movers", "wrong", f"none works: {answer['failed']}", fix)

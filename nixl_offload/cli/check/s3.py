@@ -1,8 +1,8 @@
-"""What ``nixl-offload check`` finds of a bucket: connection, credentials, rights under the prefix, movers, speed.
+"""Checks a bucket for ``nixl-offload check``: connection, credentials, rights under the prefix, movers, speed.
 
 Threading: one thread, blocking calls with time limits; movers run in the child process. Ownership: probes write objects
-called ``check-<random hex>``, directly under the prefix, and remove them; one that cannot be removed is reported. Where
-every request is refused the section ends: that must be fixed first.
+named ``check-<random hex>`` directly under the prefix, and remove them; one that cannot be removed is reported. If
+every request is refused, the section ends there.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _REFUSALS: Final = {
     "bucket": "there is no bucket",
     "region": "another region|AuthorizationHeaderMalformed|Redirect|IllegalLocationConstraint",
 }
-"""Why every request may be refused: the finding that it is about, and how the error shows it."""
+"""Reasons why every request may be refused: the finding's name, and a pattern of the error."""
 _ACTIONS: Final = {"put": "s3:PutObject", "get": "s3:GetObject", "delete": "s3:DeleteObject"}
 
 
 def look_at_bucket(tier: S3Config, child: ChildProcess, *, config_file: str, io: bool) -> Iterator[Finding]:
-    """Look at a tier. ``config_file`` is named in fixes; ``io``: measure."""
+    """Check a tier. ``config_file``: its name for fixes; ``io``: measure the bucket."""
     tier = tier.model_copy(update={"request_timeout_s": min(REQUEST_LIMIT_S, tier.request_timeout_s)})
     address = S3Address.of(tier)
     endpoint = address.endpoint or "https://s3.amazonaws.com"
@@ -69,9 +69,9 @@ def look_at_bucket(tier: S3Config, child: ChildProcess, *, config_file: str, io:
 
 
 def _refusal(tier: S3Config, endpoint: str, config_file: str) -> Finding | None:
-    """Return why no request is answered, or every one refused, if so. Raises NotSupportedError."""
+    """Return a finding if the server is unreachable or refuses every request, else None. Raises NotSupportedError."""
     try:
-        with closing(open_store(tier)) as store:  # it follows no redirects to other regions
+        with closing(open_store(tier)) as store:  # the store does not follow redirects to other regions
             next(iter(store.list("check/")), None)
     except StoreError as error:
         name = next((each for each, pattern in _REFUSALS.items() if re.search(pattern, str(error))), None)
@@ -105,12 +105,12 @@ def _other_region(tier: S3Config) -> Finding:
 
 
 def _said(error: StoreError) -> str:
-    """Return the error without address and request."""
+    """Return the error's text without address and request."""
     return str(error).partition(": ")[2].partition(": ")[2] or str(error)
 
 
 def try_rights(tier: S3Config, config_file: str) -> Iterator[Finding]:
-    """Do once what servers do."""
+    """Make each kind of request that servers make, once."""
     name, content = f"check-{secrets.token_hex(8)}", memoryview(secrets.token_bytes(PAGE_BYTES))
     memory = memoryview(bytearray(PAGE_BYTES))
 
@@ -146,7 +146,7 @@ def try_rights(tier: S3Config, config_file: str) -> Iterator[Finding]:
 def _failed(tier: S3Config, right: str, consequence: str, error: StoreError, config_file: str) -> Finding:
     said, fix = _said(error), "look at the server's log and load; then run this check again"
     if error.cause == "denied":
-        # Of ListBucket no condition on the prefix: a HEAD has none, and is then answered 403 for what is absent.
+        # No prefix condition on ListBucket: a HEAD has no prefix, so S3 would answer 403 for absent objects.
         action, resource = _ACTIONS.get(right, "s3:ListBucket"), f"arn:aws:s3:::{tier.bucket}"
         resource += f"/{S3Address.of(tier).key('*')}" if right in _ACTIONS else ""
         statement = json.dumps({"Effect": "Allow", "Action": action, "Resource": resource})
@@ -157,7 +157,7 @@ def _failed(tier: S3Config, right: str, consequence: str, error: StoreError, con
 
 
 def find_lifecycle(tier: S3Config, config_file: str) -> Finding:
-    """Say whether the bucket removes what is older than the ttl by itself."""
+    """Check that the bucket has the lifecycle rule that removes objects older than the ttl."""
     name, init = "lifecycle", f"nixl-offload bucket init {config_file}"
     try:
         from nixl_offload.stores.bucket import plan_lifecycle
