@@ -74,9 +74,9 @@ def plan_tier(
 ) -> TransferPlan | None:
     """Compare movers in the tier's directory, which must exist, and log the figures.
 
-    Returns None if nothing was compared; the tier's mover is then opened unmeasured. This happens on the host, if the
-    config names a mover, or if no mover could be measured. ``host_because``: why chunks must go through host memory.
-    If it is given, they do, and nothing is measured.
+    Returns None if nothing was compared: without a device, if the config names a mover, or if no mover could be
+    measured. Then the tier's mover is opened unmeasured. ``host_because``: why chunks must go through host memory; if
+    given, nothing is measured.
     """
     if tier.mover != "auto" or not device.is_accelerator:
         return None

@@ -174,7 +174,7 @@ def invalidate(slot: Slot) -> None:
 
 
 def any_slot(chunk: Chunk) -> Slot | DeviceSlot:
-    """Return the slot in which a chunk lies: ``chunk.host``, of the host slab, else ``chunk.slot``, of staging."""
+    """Return the chunk's slot: ``chunk.host`` (host slab) if set, else ``chunk.slot`` (staging)."""
     slot = chunk.host if chunk.host is not None else chunk.slot
     assert slot is not None
     return slot

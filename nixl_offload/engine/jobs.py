@@ -83,7 +83,7 @@ class JobTable:
         self._relay_slots = len(relay_offsets)
         """Number of relay slots that are, or will be, free."""
         self._relaying: set[Chunk] = set()
-        """Chunks that have a relay slot. They may have ended long ago, if something may still touch it."""
+        """Chunks that have a relay slot. A chunk may have ended while something still touches its slot."""
         self._waiting_relays: deque[Chunk] = deque()
 
     # -- the caller's side ------------------------------------------------------------------------------------------
@@ -439,7 +439,7 @@ class TierQueue:
         self.waiting_bytes = {"load": 0, "store": 0, "background": 0}
         """Payload bytes of QUEUED chunks."""
         self.refusal: str | None = None
-        """Why every new chunk fails; None while the pump lives."""
+        """Why every new chunk fails; None while the pump runs."""
         self._lock = table._lock
         self.block_bytes = [group.block_bytes for group in layout.groups]
         self.blocks_per_chunk = layout.blocks_per_chunk
@@ -535,7 +535,7 @@ def _slot_outcome(chunk: Chunk, outcome: Outcome, *, tainted: bool) -> Outcome:
         return Outcome.TAINTED
     if chunk.is_kept:
         return Outcome.OK
-    # A load that was given up has an outcome already, which says more than the batch's result.
+    # The outcome of a load that was given up says more than the batch's result.
     outcome = chunk.outcome or outcome
     return Outcome.FAILED if outcome is Outcome.OK else outcome
 

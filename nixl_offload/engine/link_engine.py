@@ -317,7 +317,7 @@ class LinkPaths(TierPaths):
         def begun(chunk: Chunk, target: Target) -> None:
             chunk.target = target
             if not writes and chunk.state is ChunkState.DONE:
-                self.let_go(chunk, None)  # nobody waits for it any more, and nothing has been read
+                self.let_go(chunk, None)  # given up; nothing has been read
                 chunk.end(Outcome.FAILED, "given up")
 
         chunks = batch.alive
@@ -331,7 +331,7 @@ class LinkPaths(TierPaths):
         if target is not None:
             try:
                 (self.link.fail_write if chunk.kind.writes else self.link.fail_read)(target, error)
-            except Exception as bug:  # noqa: BLE001 - the link has let go of it all the same
+            except Exception as bug:  # noqa: BLE001 - the link has released the target anyway
                 self.complaints.crashed(bug, "undo")
 
     def _call_link(
@@ -356,7 +356,7 @@ class LinkPaths(TierPaths):
                         self.complaints.warning("files", "A chunk is not moved: %s", error)
                     outcome = Outcome.FAILED if is_blamed else Outcome.DROPPED
                     chunk.end(outcome, f"storage: {error.cause}", error.cause)
-                except Exception as error:  # noqa: BLE001 - the others' calls are under way, and must be seen through
+                except Exception as error:  # noqa: BLE001 - the other chunks' calls must finish
                     self.complaints.crashed(error, "link")
                     chunk.end(Outcome.FAILED, f"unexpected {type(error).__name__}", "unexpected")
                 else:

@@ -36,10 +36,10 @@ SlotRows = Payload | torch.Tensor
 Parts = Sequence[tuple[BlockIds, SlotRows]]
 """The chunks of one call: the KV blocks, and the slot rows of their bytes."""
 Run = tuple[int, int, int, int]
-"""Number of the payload, row in it, block id, count."""
+"""A run of blocks: number of the payload, row in it, first block id, count."""
 LayerPages = tuple[npt.NDArray[np.uint8], int, int]
-"""A layer's pages, of shape (num_blocks, at least the page's bytes), rows contiguous, any stride; the column of a
-payload row at which a page begins; its bytes."""
+"""A layer's pages: an array of shape (num_blocks, at least page bytes), rows contiguous, any stride; the column of a
+page in a payload row; the page's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Brought:
 
 
 Source = SlotRows | Brought
-"""Where blocks can be scattered from."""
+"""Memory from which blocks can be scattered."""
 Sources = Sequence[tuple[BlockIds, Source]]
 
 
@@ -167,7 +167,7 @@ class HostCopy:
 
 
 def host_copies_of(pages: Sequence[LayerPages]) -> list[HostCopy]:
-    """Return the copies of a group, as few as its layers' memory allows. ``pages``: side by side in a row."""
+    """Return as few copies as the group's memory allows. ``pages``: in their order in a row."""
     together: list[list[LayerPages]] = []
     for page in pages:
         if not together or not _continues(together[-1], page):

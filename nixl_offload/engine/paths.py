@@ -76,7 +76,7 @@ class Batch:
     parts: list[Batch] = field(default_factory=list)
     """The batches that take over its live chunks when it ends."""
     chunks_begun: int = 0
-    """Number of chunks that the pump added to its count of chunks in flight."""
+    """Number of chunks that the pump counts as in flight for this batch."""
     submitted_s: float | None = None
     """When this phase's transfers were started; None before."""
     may_part: bool = False
@@ -91,11 +91,11 @@ class Batch:
 
     @property
     def is_pending(self) -> bool:
-        """Whether some transfer is not final, or some fence was not passed when it was last polled."""
+        """Whether any transfer was not final, or any fence not passed, at the last poll."""
         return bool(self.fences) or any(transfer.state is TransferState.PENDING for transfer in self.transfers)
 
     def waits_for_mover(self, now_s: float) -> bool:
-        """Whether the next step can do nothing unless a transfer has ended meanwhile."""
+        """Whether the next step can do nothing until another transfer has ended."""
         if self.fences:
             return False
         pending = sum(transfer.state is TransferState.PENDING for transfer in self.transfers)
@@ -110,13 +110,13 @@ class Batch:
 
     @property
     def failure(self) -> Transfer | None:
-        """A transfer that did not end well, if there is one."""
+        """The first transfer that is not DONE, or None."""
         return next((transfer for transfer in self.transfers if transfer.state is not TransferState.DONE), None)
 
     def poll(self) -> bool:
-        """Advance every transfer that is not final. Return whether anything is still under way.
+        """Advance every transfer that is not final. Return ``is_pending``.
 
-        Raises what a fence raises; the state of the device is then unknown.
+        Raises the exceptions of fences; then the state of the device is unknown.
         """
         if self.mover is not None:
             for transfer in self.transfers:
@@ -132,7 +132,7 @@ class Batch:
             yield
 
     def passes(self, fences: Iterable[Fence]) -> Iterator[None]:
-        """Wait until the device is past ``fences``. Until then no slot is given back."""
+        """Wait until the device is past ``fences``. The batch's slots stay taken until then."""
         self.fences.extend(fences)
         while self.poll() and self.fences:
             yield
@@ -336,7 +336,7 @@ class TierPaths:
                 fault = words if isinstance(error, MoverError) else None
                 cause = "layout" if fault is None else "io"
                 self.complaints.error(type(error).__name__, "A chunk could not be moved: %s", error)
-            except Exception as error:  # noqa: BLE001 - a bug, ours or a mover's, costs no more than its chunk
+            except Exception as error:  # noqa: BLE001 - a bug, ours or a mover's, costs only its chunk
                 words, cause, fault = f"unexpected {type(error).__name__}", "unexpected", "the chunk crashed"
                 self.complaints.crashed(error)
             yield from batch.ends()
@@ -360,7 +360,7 @@ class TierPaths:
         ids = np.concatenate([chunk.block_ids for chunk in refused])
         try:
             yield from batch.passes([self.packer.clear(refused[0].group, ids, refused[0].job.fence)])
-        except Exception as error:  # noqa: BLE001 - a device that is out of order ends the model as well
+        except Exception as error:  # noqa: BLE001 - a failed device ends the model as well
             self.complaints.crashed(error, "clear")
 
     def tries_singly(self, batch: Batch) -> bool:

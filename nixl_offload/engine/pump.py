@@ -177,7 +177,7 @@ class TierEngine:
                 self._stretch.pause()
                 try:
                     batch = self.paths.begin(chunks)
-                except Exception as error:  # noqa: BLE001 - a dead pump would be a dead engine
+                except Exception as error:  # noqa: BLE001 - without its pump the engine is dead
                     self.paths.complaints.crashed(error)
                     for chunk in chunks:
                         chunk.end(Outcome.FAILED, f"unexpected {type(error).__name__}", "unexpected")
@@ -219,7 +219,7 @@ class TierEngine:
             return False
         except StopIteration:
             pass
-        except Exception as error:  # noqa: BLE001 - a dead pump would be a dead engine
+        except Exception as error:  # noqa: BLE001 - without its pump the engine is dead
             # Transfers in flight cannot be polled any more. A host slot that they may touch is TAINTED.
             self.paths.complaints.crashed(error)
             for chunk in batch.alive:

@@ -41,7 +41,7 @@ class WorkKind(Enum):
     LOAD = ("load", False, False, False)
     """The tier to KV blocks."""
     PROMOTION = ("load", False, True, False)
-    """The tier to a slot in host memory, which keeps the chunk, and from there to the KV blocks of a load."""
+    """The tier to a slot in host memory, which keeps the chunk; from the slot to a load's KV blocks."""
     WRITE_THROUGH = ("write_through", True, False, True)
     """A slot in host memory to the tier. No KV block takes part."""
     FETCH = ("fetch", False, True, True)
@@ -85,7 +85,7 @@ class ChunkState(Enum):
     BORROWED = auto()
     """Stores only: a mover or a device reads the KV blocks and cannot be stopped."""
     DISOWNED = auto()
-    """As BORROWED, but the KV blocks were given away meanwhile: what is written is worthless, so it can only fail."""
+    """As BORROWED, but vLLM has reused the KV blocks: the bytes are worthless, so the store can only fail."""
     TRANSFER = auto()
     """On its way between the tier and memory that belongs to the engine. The KV blocks are not touched."""
     SCATTER = auto()
@@ -164,7 +164,7 @@ class Chunk:
     queue: TierQueue | None = field(default=None, init=False, repr=False)
     """None: it was never queued."""
     size_bytes: int = field(default=0, init=False)
-    """Payload bytes of its blocks: what the queue limit and ``bytes_moved`` count."""
+    """Payload bytes of its blocks, which the queue limit and ``bytes_moved`` count."""
     queued_s: float = field(default=0.0, init=False)
     state: ChunkState = field(default=ChunkState.QUEUED, init=False)
     outcome: Outcome | None = field(default=None, init=False)
@@ -192,9 +192,9 @@ class Chunk:
     sums: npt.NDArray[np.uint64] | None = field(default=None, init=False, repr=False)
     """Checksums of its blocks, if a device computed them."""
     row: int = field(default=0, init=False)
-    """Its row among the headers that were read together."""
+    """Its row in the batch's ``HeaderRows``."""
     target: Target | None = field(default=None, init=False)
-    """Its place in the tier, from the begin of a read or write to its end."""
+    """The link's target, from the begin of a read or write to its end."""
     transfers: tuple[Transfer, ...] = field(default=(), init=False, repr=False)
     """Transfers of this chunk alone; the batch lists them too."""
     is_overdue: bool = field(default=False, init=False)
@@ -260,7 +260,7 @@ class Job:
     count: int
     """Number of the caller's chunks. Each has no, one or several entries in ``chunks``."""
     fence: Fence
-    """Done when the compute stream is past the submit: only then may KV blocks be touched."""
+    """Done when the compute stream has passed the submit. KV blocks may be touched only then."""
     job_id: int | None = None
     """None: moves have none."""
     ticket: int = 0
@@ -366,7 +366,7 @@ class Failure(NamedTuple):
 
 @dataclass(slots=True)
 class Work:
-    """What was done since the last report, on one rank or several."""
+    """Work since the last report, on one rank or several."""
 
     payload_bytes: Counter[Act] = field(default_factory=Counter)
     """Bytes of OK shards, without headers and padding."""

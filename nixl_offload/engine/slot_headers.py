@@ -22,7 +22,7 @@ from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.header import ExpectedRows, HeaderRows, add_checksums, check_headers, lacks_checksums
 
 Page = npt.NDArray[np.uint8]
-"""A header page where it lies: shape (HEADER_BYTES,)."""
+"""A view of a header page: shape (HEADER_BYTES,)."""
 
 
 class SlotHeaders:
@@ -47,8 +47,8 @@ class SlotHeaders:
             return self._lacks_something(page)
 
     def complete(self, page: Page, rows: npt.NDArray[np.uint8]) -> None:
-        """Add what a page lacks, unless another thread did so first. ``rows``: uint8 of shape (n, block_bytes),
-        contiguous, the blocks from the first valid one to the last. Raises LayoutError as ``add_checksums``.
+        """Add what a page lacks, unless another thread did so first. ``rows``: the blocks from the first valid one to
+        the last, contiguous uint8 of shape (n, block_bytes). Raises LayoutError as ``add_checksums``.
         """
         with self._lock:
             whole = page.copy()

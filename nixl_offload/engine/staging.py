@@ -33,7 +33,7 @@ MIN_SLOTS: Final = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """``memory`` is the slot's bytes, shape (slot_bytes,); ``offset_bytes`` is its place in the pool's region."""
+    """``memory`` is the slot's bytes, shape (slot_bytes,); ``offset_bytes`` is its offset in the pool's region."""
 
     index: int
     offset_bytes: int
@@ -68,12 +68,12 @@ class SlotPool(Generic[SlotT]):
 
     @property
     def free(self) -> int:
-        """Slots that can be acquired now."""
+        """Number of slots that can be acquired now."""
         return len(self._free)
 
     @property
     def usable(self) -> int:
-        """Slots that are not retired; 0 means that nothing can be staged any more."""
+        """Number of slots that are not retired; 0: nothing can be staged any more."""
         return self.slots_total - self._retired
 
     def acquire(self) -> SlotT | None:

@@ -78,8 +78,8 @@ class _Queue:
         self.shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(_SHARDS))
         """Key -> last use and offset, packed in one number. The least recently used key of each comes first."""
         self._heads: list[tuple[int, int]] = []
-        """A heap of (packed, shard number), at most one per shard: the number of its first key, or of an earlier first
-        key."""
+        """A heap of (packed number, shard), at most one per shard. The number is that of its first key, now or
+        earlier."""
         self._has_head = bytearray(_SHARDS)
 
     def use(self, key: Key, packed: int) -> None:

@@ -96,7 +96,7 @@ class UnusableError(Exception):
 
 
 _STORAGE_ERRORS: Final = (UnusableError, sqlite3.Error, UnicodeError, OSError)
-"""What ``Database`` raises."""
+"""Exceptions of ``Database``."""
 
 
 class Database:
@@ -162,7 +162,7 @@ class Database:
             connection.close()
 
     def delete(self) -> None:
-        """Disconnect and remove the file and its side files. Raises OSError, also while their directory is away."""
+        """Disconnect and remove the file and its side files. Raises OSError, also if their directory is missing."""
         self.disconnect()
         # A missing directory may come back, with the file that is to be deleted.
         os.stat(os.path.dirname(os.path.abspath(self.path)))
@@ -240,7 +240,7 @@ class IndexReader:
             yield from rows
 
     def find(self, digits: str, limit: int) -> list[Row]:
-        """Return the first rows, by key, whose keys begin with these hex digits."""
+        """Return up to ``limit`` rows, in order of keys, whose keys begin with these hex digits."""
         even = bytes.fromhex(digits[: len(digits) // 2 * 2])
         end = even + b"\xff" * (MAX_KEY_BYTES + 1 - len(even))
         most = limit * (16 if len(digits) % 2 else 1)

@@ -47,7 +47,7 @@ GARBAGE: Final = 0xA5
 """Fills KV blocks that the model overwrites after a store."""
 HASTE_S: Final = 0.2
 PATIENCE_S: Final = 30.0
-"""Real time after which something counts as dead."""
+"""Real time after which a wait raises DeadError."""
 ANSWERED_S: Final = 20.0
 """The same for a lookup."""
 STUCK_S: Final = 0.4
@@ -408,7 +408,7 @@ class Server:
         )
 
     def ready(self, position: int, numbers: Sequence[int]) -> set[int]:
-        """Return which of these chunks a tier calls READY."""
+        """Return the given chunks that are READY in a tier."""
         return {number for number in numbers if self.serving[position].state(self.key(number)) is State.READY}
 
     def removed(self, position: int) -> set[Key]:

@@ -99,7 +99,7 @@ class TorchKernels:
         return sums
 
     def _check(self, rows: torch.Tensor, ids: torch.Tensor | None = None) -> None:
-        """Raise ValueError unless these are rows of the group, and a block id for each."""
+        """Raise ValueError unless ``rows`` fit the group and there is one block id per row."""
         if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != self.block_bytes or rows.stride(1) != 1:
             found = f"{rows.dtype} {tuple(rows.shape)}, strides {rows.stride()}"
             raise ValueError(f"rows must be uint8 of shape (n, {self.block_bytes}), each contiguous, not {found}")

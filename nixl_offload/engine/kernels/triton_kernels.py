@@ -114,7 +114,7 @@ class TritonKernels(TorchKernels):
                 constants_on(device),
                 spans,
                 rounds,
-                (length - 1) // _STRIPE_BYTES,  # the last stripe, whole or not, is no part of a round
+                (length - 1) // _STRIPE_BYTES,  # the last stripe, whole or not, belongs to no round
                 ROUNDS=rounds_per_span,
                 **_OPTIONS,
             )
