@@ -1,16 +1,16 @@
-"""Whether an engine's chunks can be cut into shards, how, and where those of this rank lie; else why not.
+"""Decides whether and how an engine's chunks are cut into shards, and where this rank's shards lie.
 
-All ranks of an engine come to the same result: each sends the others what it has, or why it does not understand that.
-The scheduler's half makes sure of it (``identity.build_namespace``).
+All ranks of an engine come to the same result: each sends the others its layers, or why it does not understand them.
+The scheduler's half checks that they agree (``identity.build_namespace``).
 
-With pipeline stages vLLM makes the groups of the whole model, and a stage has of each the layers that it runs, or
-none: in the model's order, by names with the model's own layer numbers. So a range of layers is the same wherever it is
-whole. Layers are cut at the boundaries of the server's own stages; or as vLLM would cut for another number of them, so
-that servers of that many, and of one, share. Those of a draft model belong to the last range: they run on the last
-stage.
+With pipeline stages vLLM makes the groups of the whole model. A stage has the layers of each group that it runs, in the
+model's order and with the model's layer numbers. So a range of layers is the same on all servers that have it whole.
+Layers are cut at the boundaries of the server's own stages, or as vLLM would cut them for another number of stages.
+Then servers with that many stages share, and servers with one. Layers of a draft model run on the last stage and belong
+to the last range.
 
-Threading: called by the worker's main thread when vLLM registers the KV caches, on all ranks, where it waits for the
-others. vLLM's rule of cutting layers looks at VLLM_PP_LAYER_PARTITION.
+Threading: called on all ranks by the worker's main thread when vLLM registers the KV caches. Waits for the other ranks.
+vLLM's rule for cutting layers reads VLLM_PP_LAYER_PARTITION.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 _DRAFT: Final = "draft_model."
-"""How the names of layers of a draft model begin that count from 0; others go on from the model's."""
+"""Prefix of a draft model's layer names that count from 0. Other drafts continue the model's numbers."""
 _OF_THE_RANK: Final = {
     "num_kv_heads": "the heads of all ranks count",
     "num_head_slots": "the heads of all ranks count",
@@ -53,7 +53,7 @@ _OF_THE_RANK: Final = {
     "max_tp_shards": "who holds replicas",
     "page_size_padded": "what lies between pages",
 }
-"""Fields of a layer's spec that say nothing of a shard."""
+"""Fields of a layer's spec that do not describe a shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +62,18 @@ class RankShards:
 
     plan: ShardPlan
     digest: str
-    """Of the layers of the whole model, in hex: engines with other ones share nothing."""
+    """Hex digest of the layers of the whole model. Engines with another digest share nothing."""
     layout: KVLayout
     """With a group for each shard, in the order of ``ShardPlan.numbers``."""
 
 
 class _RankLayers(NamedTuple):
-    """What a rank says of its layers to the other ranks, by range of layers."""
+    """A rank's layers, as it sends them to the other ranks, by range of layers."""
 
     heads: tuple[tuple[tuple[int, ...], ...], ...]
-    """By group, of each layer: the KV heads that all ranks have together; 1 where KV is not divided (MLA)."""
+    """By group, for each layer: the KV heads of all ranks together; 1 if KV is not divided (MLA)."""
     digests: tuple[str, ...]
-    """Of the layers. Ranks of a stage may differ here, by scales of their own, and nowhere else."""
+    """Digests of the layers. Only here may ranks of one stage differ: by their scales."""
 
 
 _Layers = list[dict[str, tuple[KVCacheSpec, HeadPages]]]
@@ -88,10 +88,10 @@ def cut_chunks(
     wanted: ShardCut,
     blocks_per_chunk: int,
 ) -> RankShards | str:
-    """Return how chunks are cut, or why they are not, as a clause; on all ranks the same.
+    """Return how chunks are cut, or why they are not, as a clause. The result is the same on all ranks.
 
-    ``kv_caches``: by layer, as vLLM registers them; ``canonical``: its view of the same memory. Raises what is
-    wrong with the caches of this rank, once the others know: they return a clause then.
+    ``kv_caches``: by layer, as vLLM registers them. ``canonical``: its view of the same memory. An error in this rank's
+    caches is raised after the other ranks were told; they return a clause.
     """
     cut = cut_by_config(vllm_config, wanted)
     if isinstance(cut, str):
@@ -147,7 +147,7 @@ def cut_chunks(
 
 
 def cut_by_config(vllm_config: VllmConfig, wanted: ShardCut) -> LayerCut | str:
-    """Return how layers are cut; or why chunks are not, as a clause, as far as vLLM's configuration says."""
+    """Return how layers are cut; or, as a clause, why vLLM's configuration does not let chunks be cut."""
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism divides the tokens of a block"
@@ -163,7 +163,7 @@ def cut_by_config(vllm_config: VllmConfig, wanted: ShardCut) -> LayerCut | str:
 def _cut_layers(vllm_config: VllmConfig, wanted: int | None) -> LayerCut | str:
     """Return how layers are cut; or why they are not, as a clause.
 
-    ``wanted``: for how many stages; None: for this server's own.
+    ``wanted``: the number of stages to cut for; None: this server's own.
     """
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages == 1 and wanted in (None, 1):
@@ -185,23 +185,23 @@ def _cut_layers(vllm_config: VllmConfig, wanted: int | None) -> LayerCut | str:
 
 
 def kv_heads(vllm_config: VllmConfig) -> int:
-    """Return the KV heads of the model on all ranks together, by its config: 1 where KV is not divided (MLA), 0 where
-    there are none (Mamba).
+    """Return the KV heads of the model on all ranks together, by its config: 1 if KV is not divided (MLA), 0 if there
+    are none (Mamba).
     """
     model = vllm_config.model_config
     return 1 if model.use_mla else model.get_total_num_kv_heads() or 0
 
 
 def has_replicas(vllm_config: VllmConfig) -> bool:
-    """Whether ranks have KV alike, by the configuration."""
+    """Whether some ranks have the same KV, by the configuration."""
     parallel = vllm_config.parallel_config
     return 0 < kv_heads(vllm_config) * parallel.decode_context_parallel_size < parallel.tensor_parallel_size
 
 
 def of_all_ranks(own: _RankLayers | str) -> Sequence[_RankLayers | str]:
-    """Return what the ranks of the engine say, in their order. Each must ask, and waits for the others.
+    """Return what all ranks of this engine pass in, in their order. All must call this; each waits for the others.
 
-    vLLM's group of all ranks may have those of other data-parallel engines in it.
+    Not by vLLM's group of all ranks, which may include ranks of other data-parallel engines.
     """
     stages, ranks = get_pp_group(), get_tp_group()
     column = [own] * stages.world_size
@@ -218,7 +218,7 @@ def _ranges(
     canonical: CanonicalKVCaches,
     cut: LayerCut,
 ) -> dict[int, _Layers]:
-    """Return the layers of this rank by range of layers. Raises LayoutError where one is not of its stage."""
+    """Return the layers of this rank by range of layers. Raises LayoutError if a layer belongs to another stage."""
     parallel = vllm_config.parallel_config
     held = cut.stages[parallel.rank // parallel.tensor_parallel_size]
     groups = layer_pages(kv_cache_config, kv_caches, canonical)
@@ -234,9 +234,9 @@ def _ranges(
 
 
 def _range_of(name: str, cut: LayerCut, layers: int) -> int:
-    """Return the range of layers that a layer belongs to. ``layers``: of the model, without those of a draft model.
+    """Return the range of layers that a layer belongs to. ``layers``: how many the model has, without a draft model's.
 
-    Raises LayoutError where its name does not say.
+    Raises LayoutError if its name has no number.
     """
     last = len(cut.begins) - 1
     if not last or name.startswith(_DRAFT):
@@ -249,8 +249,8 @@ def _range_of(name: str, cut: LayerCut, layers: int) -> int:
 
 
 def _in_order(layers: dict[str, tuple[KVCacheSpec, HeadPages]]) -> dict[str, tuple[KVCacheSpec, HeadPages]]:
-    """Return a group's layers of a range in the order of their bytes: kind after kind, in each in the model's order, as
-    vLLM has them side by side in a block (BLHNC). So a block stays one piece where a rank holds all of it.
+    """Return a group's layers of a range in the order of their bytes: kind after kind, each in the model's order.
+    vLLM's blocks have that order, too (BLHNC), so a block stays one piece if a rank holds all of it.
     """
     kinds: dict[str, dict[str, tuple[KVCacheSpec, HeadPages]]] = {}
     for name, (spec, pages) in layers.items():
@@ -259,7 +259,7 @@ def _in_order(layers: dict[str, tuple[KVCacheSpec, HeadPages]]) -> dict[str, tup
 
 
 def _facts(spec: KVCacheSpec) -> list[Any]:
-    """Return what a layer's spec says of its bytes, the same on all ranks."""
+    """Return the part of a layer's spec that describes its bytes; the same on all ranks."""
     found = {path: value for path, value in collect(spec, {}).values.items() if path not in _OF_THE_RANK}
     return [type(spec).__qualname__, found]
 
@@ -271,17 +271,17 @@ def _heads(spec: KVCacheSpec, total: int) -> int:
 def _digest(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], groups: _Layers
 ) -> str:
-    """Digest what makes the bytes of shards interchangeable, layer by layer of a range."""
+    """Return a digest of what makes shards interchangeable, over the layers of a range."""
     modules = vllm_config.compilation_config.static_forward_context
     total = vllm_config.model_config.get_total_num_kv_heads()
     facts: list[object] = []
     for number, layers in zip(get_offloading_group_ids(kv_cache_config), groups, strict=True):
         group = kv_cache_config.kv_cache_groups[number]
-        # Of a group without layers here a stage knows less than an engine of one stage does.
+        # A stage without layers of a group knows less about it than an engine of one stage.
         facts.append([number, str(group.role), group.is_eagle_group] if layers else [number])
         for name, (spec, _) in layers.items():
             pages = kv_caches[name]
-            # Of MLA a kernel may divide a block, and an indexer's keeps its scales behind the tokens of each part.
+            # With MLA a kernel may divide a block. An indexer's cache has its scales after the tokens of each part.
             parts = pages.shape[0] // kv_cache_config.num_blocks
             of_layer = layer_facts(modules.get(name))
             facts.append([name, *_facts(spec), _heads(spec, total), str(pages.dtype), parts, of_layer])

@@ -1,9 +1,9 @@
-"""A rank's half of the tiers: opens a link, a mover and an engine for each, as the config asks and this machine allows,
-from the message that says where it is, over sleep, to the end.
+"""A rank's half of the tiers: opens a link, a mover and an engine for each tier, as the config asks and this machine
+allows. Closes them for sleep and opens them again.
 
-Threading: the worker's main thread. Each tier opens, and closes, on a thread of its own, and so is each directory
-touched at start: storage that hangs may keep these for ever.
-Ownership: what is open belongs to the ``RankEngine``; what is being opened, to nobody until that has it.
+Threading: the worker's main thread. Each tier opens and closes on a thread of its own. So does the first write to each
+directory at start. Storage that hangs may keep these threads for ever.
+Ownership: a tier's engine belongs to its ``BackgroundOpening`` until the ``RankEngine`` takes it.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ logger = logging.getLogger(__name__)
 WAKE_UP_S = 10.0
 """How long waking up waits for tiers to be open again."""
 TOUCH_LIMIT_S = 5.0
-"""How long a start waits for all directories together. One that is not written to by then may hang, and is not
+"""How long a start waits for the first writes to all directories. A directory that takes longer may hang, and is not
 measured."""
 RELAY_SLOTS = 16
 RELAY_SHARE = 4
-"""Chunks that travel between farther tiers rest in so many slots, at most a quarter of what staging takes."""
+"""Slots for moves between farther tiers: at most this many, and at most a quarter of the staging size."""
 
 
 class RankTiers:
@@ -75,8 +75,8 @@ class RankTiers:
         joined: Callable[[int, AnyPlace, TierEngine], None],
         name_of: Callable[[int], str],
     ) -> None:
-        """``open_tier`` opens one, on any thread, and raises what keeps it from that. ``joined`` is called with each
-        that the engine has. ``name_of``: what messages call one.
+        """``open_tier`` opens a tier, on any thread, and raises what prevents that. ``joined`` is called after the
+        engine has taken a tier. ``name_of`` returns a tier's name for messages.
         """
         self._engine = engine
         self._open_tier = open_tier
@@ -87,25 +87,25 @@ class RankTiers:
         self._places: dict[int, AnyPlace] = {}
         """The tiers that are open, or being opened, or were before the rank slept."""
         self._openings: dict[int, BackgroundOpening[TierEngine]] = {}
-        """Until the engine has them."""
+        """Tiers that are being opened, until the engine has them."""
         self._ending: defaultdict[int, list[threading.Thread]] = defaultdict(list)
-        """These open or close what was given up, and may still touch KV memory."""
+        """By tier: threads that still open or close it after it was given up. They may touch KV memory."""
         self._sleeps = False
         """KV memory has gone away, and nothing is open."""
 
     @property
     def is_opening(self) -> bool:
-        """Whether something is not open yet that was asked for."""
+        """Whether some tier is being opened."""
         return bool(self._openings)
 
     @property
     def failed(self) -> frozenset[int]:
-        """Those that could not be opened so far."""
+        """Tiers that could not be opened so far."""
         return frozenset(position for position, opening in self._openings.items() if opening.error is not None)
 
     def open(self, places: Mapping[int, AnyPlace], number: int) -> None:
-        """Begin to open tiers. A repeated call for a tier does nothing, unless ``number`` is a later one: then all that
-        is open is closed first, and nothing may be under way there.
+        """Begin to open tiers. A repeated call for a tier does nothing. With a new ``number``, all open tiers are
+        closed first; they must have no jobs.
         """
         if number != self.number:
             self._give_up()
@@ -119,7 +119,7 @@ class RankTiers:
                     self._begin(position)
 
     def take_opened(self) -> None:
-        """Give the engine what was opened since the last call. Costs nothing where nothing is being opened."""
+        """Give the engine the tiers opened since the last call. Costs nothing if no tier is being opened."""
         for position, opening in list(self._openings.items()) if self._openings else ():
             engine = opening.take()
             if engine is not None:
@@ -128,10 +128,10 @@ class RankTiers:
                 self._joined(position, self._places[position], engine)
 
     def sleep(self, drain_timeout_s: float) -> None:
-        """Finish what ``drain_timeout_s`` allows, and let go of every registration. Idempotent.
+        """Drain for at most ``drain_timeout_s``, then release every registration. Idempotent.
 
-        Raises TierError where a transfer, or an opening, that does not end may still touch KV memory; then what was
-        closed is opened again.
+        Raises TierError if a transfer, or an opening, does not end and may still touch KV memory. The closed tiers are
+        then opened again.
         """
         if self._sleeps:
             return
@@ -145,7 +145,7 @@ class RankTiers:
         self._sleeps = True
 
     def wake_up(self) -> None:
-        """Open again what ``sleep`` has closed, at the same places. Waits ``WAKE_UP_S`` at most."""
+        """Open again the tiers that ``sleep`` has closed, at the same places. Waits ``WAKE_UP_S`` at most."""
         if not self._sleeps:
             return
         self._sleeps = False
@@ -156,7 +156,7 @@ class RankTiers:
         self.take_opened()
 
     def close(self) -> bool:
-        """Open nothing more. False: something that is being opened or closed did not end within ``CLOSE_S``."""
+        """Stop opening tiers. Returns False if an opening or a closing did not end within ``CLOSE_S``."""
         self._give_up()
         return not join_all(list(chain.from_iterable(self._ending.values())), CLOSE_S)
 
@@ -188,18 +188,18 @@ class RankMemory:
     layout: KVLayout
     host: HostSlab | None
     claimed_share: float
-    """Of the device's memory: what vLLM keeps for itself (``gpu_memory_utilization``)."""
+    """The share of the device's memory that vLLM keeps for itself (``gpu_memory_utilization``)."""
     shards: Sequence[int] = ()
-    """By group of ``layout``: the number of its shard, where chunks are cut into shards; none: it is the rank's."""
+    """By group of ``layout``: the number of its shard. Empty if chunks are not cut: each rank has one shard."""
     keys: ChunkKeys | None = None
-    """Of tiers that others write to; None: chunks are not authenticated."""
+    """Keys for tiers that other servers write to; None: chunks are not authenticated."""
 
 
 @unbound()
 def plan_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout) -> list[TransferPlan | None]:
-    """Compare transfer paths between device memory and files, and have kernels compiled: at start, for it may take
-    seconds. Returns a plan for each tier; None: nothing was compared, and the tier takes the first mover that works.
-    Trouble is logged when the tier is opened.
+    """Compare transfer paths between device memory and files, and compile kernels. Called at start: it may take
+    seconds. Returns a plan for each tier. None: nothing was compared, and the tier takes the first mover that works.
+    Errors are logged when the tier is opened.
     """
     device = device_of(tensors[0])
     plans: list[TransferPlan | None] = [None] * len(config.tiers)
@@ -225,7 +225,7 @@ def plan_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout
 
 
 def _touch(directories: Sequence[str]) -> set[str]:
-    """Make directories and write a page in each. Returns those where that was done within ``TOUCH_LIMIT_S``."""
+    """Make directories and write a page in each. Returns the directories that were done within ``TOUCH_LIMIT_S``."""
     done: set[str] = set()
 
     def touch(directory: str) -> None:
@@ -263,10 +263,10 @@ def open_host(
     engines: int = 1,
     keys: ChunkKeys | None = None,
 ) -> HostSlab | None:
-    """Take this rank's share of the memory tier, and room for what travels between farther tiers; None: not needed.
+    """Allocate this rank's share of the memory tier, and slots for moves between farther tiers; None: not needed.
 
-    ``engines``: data-parallel engines that divide the memory tier. ``keys``: as for ``HostSlab``. Raises TierError when
-    the machine does not have so much.
+    ``engines``: data-parallel engines that divide the memory tier. ``keys``: as for ``HostSlab``. Raises TierError if
+    the machine has too little memory.
     """
     device = device_of(tensors[0])
     farther, memory_bytes = len(config.stored), 0
@@ -289,7 +289,7 @@ def open_host(
 
 
 def _compare_with_kv_cache(memory_bytes: int, tensors: Sequence[torch.Tensor], rank: int) -> None:
-    """Warn, once for all ranks, of a memory tier that can hold little but copies of what the KV cache has."""
+    """Warn, once for all ranks, of a memory tier so small that it holds little but copies of the KV cache."""
     storages = {storage.data_ptr(): storage.nbytes() for storage in (each.untyped_storage() for each in tensors)}
     kv_cache_bytes = sum(storages.values())
     if rank == 0 and memory_bytes < kv_cache_bytes:
@@ -321,8 +321,8 @@ def open_tier_engine(
     shards = [Shard(number, place.rank_namespaces[number]) for number in memory.shards]
     rank_namespace = b"" if shards else place.rank_namespaces[rank]
     if device.torch_device.type == "cuda":
-        torch.cuda.set_device(device.torch_device)  # a new thread's is the first GPU
-    # As vLLM's own calls do: what is made here is written to in inference mode, and the KV caches were made in it.
+        torch.cuda.set_device(device.torch_device)  # a new thread begins on the first GPU
+    # As vLLM's own calls: KV caches were made in inference mode, and tensors made here are written to in it.
     with torch.inference_mode(), contextlib.ExitStack() as undo:
         if not tier.outlives_process:
             assert memory.host is not None
@@ -372,7 +372,7 @@ def open_tier_engine(
 def _open_mover(
     tier: TierConfig, place: AnyPlace, device: Device, plan: TransferPlan | None, *, authenticated: bool
 ) -> tuple[Mover, Staging]:
-    """Return the open mover, and where chunks are packed for it: in host memory, where MACs are made."""
+    """Return the open mover, and where chunks are packed for it: in host memory if chunks are authenticated."""
     if tier.kind in ("slab", "shared_dir"):
         directory = place.directory if isinstance(place, SlabPlace) else tier.path
         if isinstance(place, SlabPlace) and place.is_locked_here():

@@ -1,7 +1,7 @@
-"""The scheduler's half of the tiers: each opens in the background, then on every rank, and serves after that.
+"""The scheduler's half of the tiers: each tier opens in the background, then on every rank, and serves after that.
 
-Threading: the scheduler's thread. One other makes the namespace, and each tier has one that opens it. Only a start
-waits for them, and only a config that does not fit the model raises.
+Threading: the scheduler's thread. Another thread makes the namespace, and each tier has one that opens it. Only a start
+waits for these threads, and only a config that does not fit the model raises.
 Ownership: the tiers, until ``close``.
 """
 
@@ -40,22 +40,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAMING_WAIT_S = 5.0
-"""How long a start waits to learn which weights a local model has. Reading those of a large model goes on behind it."""
+"""How long a start waits to learn which weights a local model has. Reading a large model's files goes on after it."""
 START_WAIT_S = 30.0
 """How long a start then waits for the scheduler's half of the tiers."""
 OPENING_WAIT_S = 5.0
 """How long an engine without requests steps for tiers that are being opened, and how long requests wait for ranks to
-open them. What takes longer hangs, or reads the weights of a large model."""
+open them. An opening that takes longer hangs, or reads the weights of a large model."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    """One tier on its way: ``opening`` until it is open here, then ``tier``; it ``serves`` once all ranks have it."""
+    """A tier: ``opening`` until it is open here, then ``tier``. It ``serves`` once all ranks have opened it."""
 
     opening: BackgroundOpening[AnyTier]
     tier: AnyTier | None = None
     sent_s: float | None = None
-    """Since when the ranks know where it is."""
+    """When its place was sent to the ranks."""
     is_awaited: bool = False
     """It was opened at a start: requests wait shortly for the ranks."""
     must_clear: bool = False
@@ -69,7 +69,7 @@ class _Entry:
 
 
 class ServingTiers:
-    """The tiers by position in the config. One that does not serve is a plain ``Tier``, which has nothing."""
+    """The tiers by position in the config. A plain ``Tier``, which has nothing, stands for one that does not serve."""
 
     def __init__(
         self,
@@ -88,17 +88,17 @@ class ServingTiers:
         self._join = join
         self.tiers: list[Tier] = [Tier() for _ in config.tiers]
         self.number = 0
-        """Counts how often the tiers were opened anew for another namespace: places and the ranks' words carry it."""
+        """Counts how often the tiers were reopened for another namespace. Places and the ranks' status carry it."""
         self.is_off = False
         """Nothing will ever be stored or loaded."""
         self.is_whole = False
         """All tiers serve, and ``update`` and ``take_places`` have nothing left to do."""
         self.ranks: dict[int, RankStatus] = {}
-        """The latest word of each rank, of this ``number``."""
+        """The latest status of each rank, for this ``number``."""
         self._failed: frozenset[int] = frozenset()
-        """The tiers that some rank cannot open at the moment; also some that serve, after the rank has slept."""
+        """Tiers that some rank cannot open at the moment. After the rank has slept, they may include serving ones."""
         self._patient_until_s = 0.0
-        """Until then an engine without requests steps for what was not tried yet, and requests wait for ranks."""
+        """Until then an engine without requests steps for tiers not tried yet, and requests wait for ranks."""
         self._naming: BackgroundOpening[Namespace | Exception] | None = None
         """Makes the namespace. None: ``open`` was not called."""
         self._entries: list[_Entry] = []
@@ -115,17 +115,17 @@ class ServingTiers:
 
     @property
     def is_opening(self) -> bool:
-        """Whether an engine without requests should step on, so that tiers are taken over and ranks hear of them. It
-        does not for a tier that hangs.
+        """Whether an engine without requests should keep stepping, to take over tiers and send their places to ranks.
+        False for a tier that hangs.
         """
         now_s = time.monotonic()
         untried = not self._entries or any(e.tier is None and e.opening.error is None for e in self._entries)
         return (now_s < self._patient_until_s and not self.is_off and untried) or any(self._soon(now_s))
 
     def awaits_ranks(self, keys: Iterable[Key]) -> bool:
-        """Whether a request should wait, shortly, until the ranks have opened what was opened here at a start.
+        """Whether a request should wait, shortly, until the ranks have opened the tiers that were opened at a start.
 
-        Once some tier serves, it waits only for those that have a chunk of ``keys``, or that others write to.
+        Once some tier serves, it waits only for tiers that have a chunk of ``keys``, or that other servers write to.
         """
         awaited = [entry.tier for entry in self._soon(time.monotonic()) if entry.is_awaited]
         if not awaited or not any(entry.serves for entry in self._entries):
@@ -136,14 +136,14 @@ class ServingTiers:
 
     @property
     def is_about_to_serve(self) -> bool:
-        """Whether no tier serves yet, and some will in a moment."""
+        """Whether no tier serves yet, but one soon will."""
         return not self.is_whole and self.is_opening and not any(entry.serves for entry in self._entries)
 
     def open(self, ranks: Sequence[RankGeometry], *, waits: bool) -> None:
-        """Open the tiers for what ``ranks`` have, in order, and, at a start that ``waits``, wait for them.
+        """Open the tiers. ``ranks``: the geometry of each, in order. ``waits``: at a start, which waits for the tiers.
 
-        Then raises ConfigError for a tier whose options do not fit the model. What else fails or takes longer joins in
-        a later ``update``.
+        A start raises ConfigError for a tier whose options do not fit the model. Tiers that fail otherwise, or take
+        longer, join in a later ``update``.
         """
         naming = self._naming = BackgroundOpening(
             partial(self._name, ranks), id, what="Offloading", thread_name="nixl-offload-open"
@@ -171,7 +171,7 @@ class ServingTiers:
                 )
 
     def reopen(self, namespace: Namespace) -> None:
-        """Close what is open, and open it for another namespace, in the background. Nothing is under way."""
+        """Close the tiers and open them for another namespace, in the background. No ticket may be open."""
         for entry in self._entries:
             if entry.tier is None:
                 entry.tier = entry.opening.take()
@@ -187,8 +187,8 @@ class ServingTiers:
         self._open_tiers(namespace, ending)
 
     def update(self) -> None:
-        """Take over what was opened since the last call, and have those serve that all ranks have opened, too. Called
-        in every step: costs nothing where nothing has changed.
+        """Take over the tiers opened since the last call. A tier serves once all ranks have opened it, too. Called in
+        every step; costs nothing if nothing has changed.
         """
         now_s = time.monotonic()
         if self.is_whole or self._naming is None or self.is_off:
@@ -210,7 +210,7 @@ class ServingTiers:
         self.is_whole = bool(self._entries) and all(entry.serves for entry in self._entries)
 
     def take_places(self) -> dict[int, AnyPlace]:
-        """Return where the ranks are to open tiers that were opened here since the last call."""
+        """Return the places of the tiers opened since the last call, for the ranks to open."""
         places: dict[int, AnyPlace] = {}
         for position, entry in enumerate(self._entries):
             if entry.tier is not None and entry.sent_s is None:
@@ -218,13 +218,13 @@ class ServingTiers:
         return places
 
     def take_ranks(self, ranks: Mapping[int, RankStatus]) -> None:
-        """Take the word of ranks whose status has changed."""
+        """Take the status of ranks for which it has changed."""
         self.ranks.update({rank: status for rank, status in ranks.items() if status.opening == self.number})
         self._failed = frozenset(at for status in self.ranks.values() for at in status.failed)
         self.update()
 
     def clear_closed(self) -> None:
-        """Have nothing found in tiers that do not serve yet of what they hold now."""
+        """Forget the chunks of tiers that do not serve yet."""
         self._is_reset = True
         for entry in self._entries:
             if entry.tier is None:
@@ -233,8 +233,8 @@ class ServingTiers:
                 entry.tier.clear()
 
     def close(self, pending: Iterable[tuple[int, Key]]) -> None:
-        """Close what is open, and give up what is not, which is waited for shortly. ``pending``: by position, what was
-        being written.
+        """Close the open tiers. Stop opening the rest, and wait for that shortly. ``pending``: position and key of each
+        chunk that was being written.
         """
         self._stops_reading.set()
         ending = [] if self._naming is None else self._naming.close()
@@ -253,7 +253,7 @@ class ServingTiers:
         return [e for at, e in enumerate(self._entries) if at not in self._failed and e.may_serve_soon(now_s)]
 
     def _name(self, ranks: Sequence[RankGeometry]) -> Namespace | Exception:
-        """Return the namespace, or why there is none; on a thread of its own, for it may read a model's files."""
+        """Return the namespace, or why there is none. Runs on a thread of its own: it may read a model's files."""
         read = cache(partial(digest_files, stop=self._stops_reading))
         try:
             return build_namespace(self._vllm_config, self._offloading, self._config, ranks, read)
@@ -269,7 +269,7 @@ class ServingTiers:
             self._open_tiers(namespace, [[] for _ in self.tiers])
 
     def _open_tiers(self, namespace: Namespace, after: Sequence[Iterable[threading.Thread]]) -> None:
-        """Begin to open the tiers. ``after``: what must have ended before, by position."""
+        """Begin to open the tiers. ``after``: threads that must end before, by position."""
         fields = namespace.fields
         logger.info(
             "%d tokens take %.2f MiB in each tier, in a chunk for each of %d KV groups",
@@ -308,19 +308,19 @@ def open_tier(tier: TierConfig, context: TierContext, nearer: Sequence[TierConfi
 
 
 def sharing_engines(parallel: ParallelConfig) -> range:
-    """Return the engines, by index, that divide this machine's memory and drives: this one is among them.
+    """Return the indexes of the engines that divide this machine's memory and drives, this engine included.
 
-    Where vLLM does not say which of them are here, all of them are returned: then each takes less than it might, and
-    together they never take more than a capacity.
+    If vLLM does not say which engines are here, all are returned. Then each takes less than it might, and together they
+    never take more than a capacity.
     """
     engines = range(parallel.data_parallel_size)
     if parallel.enable_elastic_ep:
         return engines  # they come and go
     if len(engines) == 1:
-        # vLLM says to each engine of a dense model that it is alone. This field keeps the number of all of them. It is
-        # for something else: where it is gone or unset, an engine is taken for alone.
+        # vLLM tells each engine of a dense model that it is alone. This field, meant for something else, keeps the
+        # number of all engines. If it is gone or unset, the engine is taken to be alone.
         return range(getattr(parallel, "elastic_ep_max_dp_size", None) or 1)
     if parallel.data_parallel_backend != "mp" or parallel.data_parallel_external_lb or vllm.envs.VLLM_DP_SIZE > 1:
-        return engines  # each was started by itself, and takes itself for the only one here
+        return engines  # each was started by itself, and believes that it is alone here
     first = parallel.data_parallel_index - (parallel.data_parallel_rank_local or 0)
     return range(first, first + parallel.data_parallel_size_local)

@@ -1,6 +1,6 @@
-"""What we touch of the private attributes of vLLM's connector and of its ranks. ``vllm_scheduler`` has the rest.
+"""All access to private attributes of vLLM's connector and of its ranks. ``vllm_scheduler`` has the rest.
 
-Threading: that of the object of vLLM's. ruff (SLF001) checks that no other file touches them.
+Threading: that of vLLM's object. ruff (SLF001) checks that no other file touches private attributes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class LeanConnector(OffloadingConnector):
-    """vLLM's connector, which calls the rank's half only where a step has something to begin.
+    """vLLM's connector, but it calls the rank's half only if a step has something to begin.
 
     vLLM calls this after every forward pass, with cold CPU caches: an empty call costs 5-10 us (decision 0020).
     """
@@ -45,12 +45,12 @@ class LeanConnector(OffloadingConnector):
 
 
 def turn_off_loads_within_the_step(extra_config: MutableMapping[str, Any]) -> str | None:
-    """Turn off ``sync_load_budget_bytes``. Return a sentence for the log, or None where nothing was to be done.
+    """Turn off ``sync_load_budget_bytes``. Return a sentence for the log, or None if it was off.
 
     Blocks of a load within the step enter vLLM's prefix cache when they are allocated, and the same step offers chunks
     computed from them to the store. When such a load fails, vLLM recomputes the request, but takes back neither the
-    blocks nor the store. Both ended in wrong answers: the blocks when the request is aborted before it is recomputed,
-    the store always.
+    blocks nor the store. The blocks gave wrong answers if the request was aborted before it was recomputed; the store
+    always did.
     """
     if not extra_config.get("sync_load_budget_bytes"):
         return None
@@ -62,22 +62,22 @@ def turn_off_loads_within_the_step(extra_config: MutableMapping[str, Any]) -> st
 
 
 def set_canonical_layout(connector: OffloadingConnector, offloading: OffloadingConfig) -> None:
-    """Set what ``OffloadingConnector.__init__``, past which ours goes, sets besides its halves."""
+    """Set what ``OffloadingConnector.__init__``, which ours skips, sets besides its halves."""
     connector._canonical_layout = offloading.canonical_layout
 
 
 def outermost_connector() -> KVConnectorBase_V1 | None:
-    """Return the connector that this rank's vLLM talks to: ours, or one that ours is in. None: not built yet."""
+    """Return the connector that this rank's vLLM talks to: ours, or one that contains ours. None: not built yet."""
     return get_kv_transfer_group() if has_kv_transfer_group() else None
 
 
 def load_failure_policy(connector: KVConnectorBase_V1 | None) -> str | None:
-    """Return what vLLM does with a request whose load failed: of the outermost connector it is the policy in force."""
+    """Return what vLLM does with a request whose load failed. The outermost connector's policy is in force."""
     return None if connector is None else connector._kv_transfer_config.kv_load_failure_policy
 
 
 def evict_blocks(connector: OffloadingConnector, block_ids: set[int]) -> None:
-    """Have vLLM's prefix cache forget blocks. Requests that run on them keep them."""
+    """Evict blocks from vLLM's prefix cache. Requests that run on them keep them."""
     manager = connector._kv_cache_manager
     if manager is not None:
         manager.evict_blocks(block_ids)
@@ -93,7 +93,7 @@ def prefix_cache(connector: OffloadingConnector) -> object:
 
 
 def store_on_every_rank(worker: OffloadingConnectorWorker) -> None:
-    """Have this rank store also where the KV is replicated (MLA with TP > 1) and vLLM lets rank 0 store for all."""
+    """Let this rank store even if KV is replicated (MLA with TP > 1) and vLLM lets only rank 0 store."""
     worker._is_store_writer = True
 
 
@@ -114,7 +114,7 @@ def pop_loading_request(worker: OffloadingConnectorWorker, job_id: int) -> str |
 def find_worker(vllm_config: VllmConfig) -> WorkerBase | None:
     """Return vLLM's worker in this process, to which a connector has no reference; None: there is none.
 
-    Looks at everything that the garbage collector knows: 0.2 s of a start.
+    Looks at all objects of the garbage collector, which takes 0.2 s of a start.
     """
     for each in gc.get_objects():
         if issubclass(type(each), WorkerBase):
@@ -125,9 +125,9 @@ def find_worker(vllm_config: VllmConfig) -> WorkerBase | None:
 
 
 def resets_for_pause() -> bool:
-    """Whether vLLM resets caches now because it pauses, sleeps or gives KV memory back, and nobody has asked for it.
+    """Whether vLLM resets caches now because it pauses, sleeps or gives KV memory back, not because a user asked.
 
-    It resets the connector's in the same words as for ``reset_external=true``: who has called tells them apart.
+    Its call is the same as for ``reset_external=true``. Only the callers on the stack tell them apart.
     """
     from vllm.v1.engine.core import EngineCore  # not in the ranks' processes
 
@@ -138,16 +138,16 @@ def resets_for_pause() -> bool:
 
 
 def models_of_worker(worker: WorkerBase) -> list[torch.nn.Module]:
-    """Return the models that a worker has loaded: its own, and that of a draft."""
+    """Return the models that a worker has loaded: its own, and a draft model."""
     draft = worker.get_draft_model() if hasattr(worker, "get_draft_model") else None
     return [model for model in (worker.get_model(), draft) if model is not None]
 
 
 def finish_before_blocks_change(worker: WorkerBase) -> None:
-    """Have connectors finish the stores of reused blocks before the second model runner zeroes or copies into them.
+    """Make connectors finish the stores of reused blocks before vLLM's second model runner writes to these blocks.
 
-    The first one calls ``handle_preemptions`` before anything else of a step. The second calls it only after
-    ``update_requests``, which writes to blocks; a store that still waits would read what was written there.
+    The first runner calls ``handle_preemptions`` before anything else in a step. The second calls it only after
+    ``update_requests``, which zeroes blocks or copies into them. A store still waiting would read the new content.
     """
     runner: Any = worker.model_runner
     update = getattr(runner, "update_requests", None)
@@ -164,7 +164,7 @@ def finish_before_blocks_change(worker: WorkerBase) -> None:
 
 
 def watch_adapters(worker: WorkerBase, loaded: Callable[[LoRARequest, object], None]) -> None:
-    """Have ``loaded`` called with each LoRA adapter that a worker reads, before anything changes it."""
+    """Call ``loaded`` with each LoRA adapter that a worker reads, before anything changes it."""
     manager = getattr(worker.model_runner, "lora_manager", None)
     if manager is None:
         return
@@ -179,6 +179,6 @@ def watch_adapters(worker: WorkerBase, loaded: Callable[[LoRARequest, object], N
 
 
 def kv_scales(layer: Any) -> list[str | None]:
-    """Return the scales of an attention layer's quantized KV, exactly; None where it has none."""
+    """Return the exact scales of an attention layer's quantized KV; None for a scale that it does not have."""
     scales = (getattr(layer, name, None) for name in ("_k_scale_float", "_v_scale_float"))
     return [None if scale is None else repr(scale) for scale in scales]

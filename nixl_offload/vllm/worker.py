@@ -1,9 +1,9 @@
-"""A rank's half: ``NixlConnectorWorker`` behind vLLM's connector hears our messages and reports outcomes,
-``NixlOffloadingWorker`` behind it turns tickets into jobs of the engine.
+"""A rank's half of our connector. ``NixlConnectorWorker`` takes our messages and reports outcomes;
+``NixlOffloadingWorker`` turns tickets into jobs of the engine.
 
-Threading: called by the worker's main thread. Tiers open on threads of their own, and the engine's pump threads are
-behind it. Submitting never raises and never blocks on I/O: a job that cannot be done is a job that failed, and a failed
-load is a recompute.
+Threading: called by the worker's main thread. Tiers open on threads of their own, and the engine has pump threads.
+Failure: submitting never raises and never blocks on I/O. A job that cannot be done fails, and a failed load is
+recomputed.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OPENING_EVERY_S = 0.05
-"""How often a rank looks whether the tiers that it opens are open."""
+"""How often a rank checks its tiers while some are being opened."""
 STATUS_EVERY_S = 0.25
-"""How often a rank looks at its tiers while nothing is submitted and nothing ends."""
+"""How often a rank checks its tiers while no job is submitted or ends."""
 
 
 class NixlConnectorWorker(OffloadingConnectorWorker):
@@ -95,13 +95,13 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         super().__init__(spec, vllm_config, kv_cache_config)
         store_on_every_rank(self)  # each has storage of its own
         self._report = NOTHING
-        """What is not reported yet. ``_news`` returns one that may be written to."""
+        """The next report. ``_news`` returns one that may be written to."""
         self.failed_blocks: set[int] = set()
-        """Those that ``take_failed_blocks`` would return."""
+        """The blocks that ``take_failed_blocks`` would return."""
         self._keeps_prefix = keeps_prefix(kv_cache_config, len(spec.config.groups))
         self._adapters = LoadedAdapters()
         self._geometry: RankGeometry | None = None
-        """What was allocated and loaded, once the KV caches are registered."""
+        """Set once the KV caches are registered."""
         self._has_sent_geometry = False
         self._vllm_worker: WorkerBase | None = None
         self._has_warned_of_weights = False
@@ -115,8 +115,8 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
     # Start, sleep
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """As vLLM's; and note what was allocated and loaded. Where the caches are not understood, the scheduler's half
-        stays off.
+        """As vLLM's. Also records this rank's geometry. If the caches are not understood, the scheduler's half stays
+        off.
         """
         digest = ""
         sources: tuple[str, ...] = ("(not known)",)
@@ -135,30 +135,30 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         self.rank_worker.adapters = self._adapters
         backends: set[str] = set()
         if any(group.layer_names for group in self.kv_cache_config.kv_cache_groups):
-            # Of a rank without layers vLLM would name the backend that it prefers.
+            # For a rank without layers vLLM would name the backend that it prefers.
             backends = {backend.get_name() for backend in get_current_attn_backends(self.vllm_config)}
         geometry = self.rank_worker.geometry(digest, backends)
         self._geometry = replace(geometry, weights=self._digest_weights(), sources=sources)
 
     def geometry(self) -> RankGeometry | None:
-        """Return what this rank has, once the KV caches are registered. The caller passes it on."""
+        """Return this rank's geometry; None until the KV caches are registered. The caller must send it."""
         self._has_sent_geometry = self._geometry is not None
         return self._geometry
 
     def sleep(self) -> None:
-        """Finish what is under way and let go of KV memory. As ``NixlOffloadingWorker.sleep``."""
+        """Finish all jobs and release KV memory. Raises as ``NixlOffloadingWorker.sleep``."""
         if self.worker is not None:
-            # What the last step left for the next one: its blocks are gone then.
+            # Stores that the last step left for the next one, when their blocks would be gone.
             submit_deferred_stores(self)
             self.worker.sleep()
 
     def wake_up(self) -> None:
-        """Take KV memory again, which is where it was."""
+        """Use KV memory again. It is where it was."""
         if self.worker is not None:
             self.worker.wake_up()
 
     def _digest_weights(self) -> str | None:
-        """Return a digest of the weights on this rank; None, with one line in the log, where there is none."""
+        """Return a digest of the weights on this rank; None, with one line in the log, if that fails."""
         try:
             if self._vllm_worker is None:
                 raise NotSupportedError("vLLM's worker was not found in this process")
@@ -174,7 +174,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         """Before each forward pass: submit the stores of the step before, as vLLM does, and fence this step's loads.
 
-        vLLM submits loads after it has launched the forward pass. With a fence of that moment they would wait for it.
+        vLLM submits loads after it has launched the forward pass. A fence made then would make them wait for the pass.
         """
         super().handle_preemptions(kv_connector_metadata)
         if kv_connector_metadata.load_jobs:
@@ -198,7 +198,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
     def take_results(self) -> KVConnectorTransferResults:
         """Return the requests whose load has ended since the last call, and note outcomes for the next report.
 
-        Where no prefix of a failed load can be kept, its request is received *and* failed, so that it resumes. Stores
+        If no prefix of a failed load can be kept, its request is received *and* failed, so that it resumes. Stores
         never hold a request's blocks.
         """
         received: set[str] = set()
@@ -253,7 +253,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         return request, is_load and bool(failures)
 
     def take_failed_blocks(self) -> set[int]:
-        """Return blocks that a load did not fill since the last call, where vLLM keeps what lies before them."""
+        """Return the blocks that loads since the last call did not fill, if vLLM can keep the prefix before them."""
         failed, self.failed_blocks = self.failed_blocks, set()
         return failed
 
@@ -277,7 +277,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
 
 @dataclass(frozen=True, slots=True)
 class FinishedJob:
-    """One of vLLM's jobs that has ended on this rank: what it was to do, and what became of it."""
+    """One of vLLM's jobs that has ended on this rank."""
 
     ticket: StoreTicket | LoadTicket
     result: Completion
@@ -286,7 +286,7 @@ class FinishedJob:
 class NixlOffloadingWorker(OffloadingWorker):
     """vLLM's worker contract over our engine. Jobs of a tier that is not open on this rank fail.
 
-    A pipeline stage may have no layer of a KV cache group, or of any: then it is done with its part of a job at once.
+    A pipeline stage may have no layer of a KV cache group, or of any. Its part of a job is then done at once.
     """
 
     def __init__(
@@ -302,12 +302,12 @@ class NixlOffloadingWorker(OffloadingWorker):
     ) -> None:
         """Take the host memory that the config asks for, and compare transfer paths on a device.
 
-        ``claimed_share``: of the device's memory, what vLLM keeps for itself. ``engines``: data-parallel engines that
-        divide the memory tier. ``shards``: how chunks are cut into shards; None: each rank stores what it has as it
-        lies there. ``keys``: of the config's ``authenticate``.
+        ``claimed_share``: the share of the device's memory that vLLM keeps for itself. ``engines``: data-parallel
+        engines that divide the memory tier. ``shards``: how chunks are cut into shards; None: each rank stores its own
+        part. ``keys``: from the config's ``authenticate``.
 
-        This may take seconds, and the start waits for it: CUDA graphs are captured next, and no other thread may
-        allocate device memory during that. Raises TierError when there is not so much host memory: at start, and only
+        This may take seconds. The start waits for it, because CUDA graphs are captured next, and no other thread may
+        allocate device memory during that. Raises TierError if there is too little host memory: at start, and only
         there.
         """
         self._config = config
@@ -317,7 +317,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         self.layout = canonical_layout(kv_caches, blocks_per_chunk) if shards is None else shards.layout
         self._shards = shards
         self._has_layers = len(self.layout.empty_groups) < len(self.layout.groups)
-        """Whether any; else this rank needs no memory, reaches no storage, and is done with its part at once."""
+        """Whether this rank has layers. If not, it needs neither memory nor storage."""
         self._host: HostSlab | None = None
         self._plans: list[TransferPlan | None] = []
         if self._has_layers:
@@ -347,13 +347,13 @@ class NixlOffloadingWorker(OffloadingWorker):
             name_of=lambda position: f"{name_of(config.tiers[position])} on rank {self._rank}",
         )
         self._load_fence: Fence | None = None
-        """Behind which this step's loads may write; None: behind all that the model was given when they are submitted.
+        """This step's loads write after this fence. None: after all work that the model has when they are submitted.
         """
         self._jobs: dict[int, StoreTicket | LoadTicket] = {}
         self._status: RankStatus | None = None
-        """The last one that was reported."""
+        """The last reported status."""
         self._look_s = 0.0
-        """When to look for a new one."""
+        """When to look for a new status."""
         self._is_shut_down = False
         self.adapters = LoadedAdapters()
         """Records the LoRA adapters that are loaded on this rank."""
@@ -371,8 +371,8 @@ class NixlOffloadingWorker(OffloadingWorker):
     def open(self, places: Mapping[int, AnyPlace], opening: int = 0) -> None:
         """Begin to open tiers in the background; those that fail are tried again. ``take_status`` says which are open.
 
-        ``places``: by position in the config. A repeated call for a tier does nothing, unless ``opening`` is a later
-        one: then all that is open is closed first, and nothing may be under way there.
+        ``places``: by position in the config. A repeated call for a tier does nothing. With a new ``opening``, all open
+        tiers are closed first; they must have no jobs.
         """
         if not self._has_layers or self._is_shut_down:
             self._tiers.number = opening
@@ -380,29 +380,29 @@ class NixlOffloadingWorker(OffloadingWorker):
             self._tiers.open(places, opening)
 
     def sleep(self) -> None:
-        """Finish what ``drain_timeout`` allows and let go of every registration, for KV memory goes away. Idempotent.
+        """Drain for at most ``drain_timeout``, then release every registration: KV memory goes away. Idempotent.
 
-        Until ``wake_up`` every job fails. Raises TierError where a transfer that does not end may still write to that
+        Until ``wake_up`` every job fails. Raises TierError if a transfer that does not end may still write to that
         memory: it must stay.
         """
         if self._has_layers and not self._is_shut_down:
             self._tiers.sleep(self._config.drain_timeout_s)
 
     def wake_up(self) -> None:
-        """Open again, at the same places, what ``sleep`` has closed: KV memory is back, at the same addresses.
+        """Open again, at the same places, the tiers that ``sleep`` has closed. KV memory is back at the same addresses.
 
-        Waits some seconds at most; what takes longer goes on in the background, and its jobs fail until then.
+        Waits some seconds at most. Slower tiers open in the background; their jobs fail until then.
         """
         self._tiers.wake_up()
 
     def fence_loads(self) -> None:
-        """Loads submitted before ``end_step`` wait for what the model's stream has now, not for what it is given
-        meanwhile: that must not touch their blocks (decision 0014).
+        """Set the fence for loads submitted before ``end_step``. They wait for the work now on the model's stream, not
+        for later work, which must not touch their blocks (decision 0014).
         """
         self._load_fence = self._engine.compute_fence()
 
     def end_step(self) -> None:
-        """All loads of this step are submitted. A fence of it would be too early for those of the next."""
+        """Remove the fence: it is too early for loads of the next step."""
         self._load_fence = None
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
@@ -420,8 +420,8 @@ class NixlOffloadingWorker(OffloadingWorker):
         return True
 
     def _submit(self, job_id: int, spec: TicketSpec, blocks: GPULoadStoreSpec, *, is_expedited: bool = False) -> None:
-        """Queue vLLM's job, of its KV ``blocks``. ``take_finished`` reports its end, ``take_tickets`` what a load
-        leaves in memory. All is DROPPED where this rank has loaded other content of the adapter since.
+        """Queue vLLM's job for its KV ``blocks``. ``take_finished`` reports its end, ``take_tickets`` that of a load's
+        promotions. All chunks are DROPPED if this rank has since loaded other content for the adapter.
         """
         self._look_s = 0.0
         self._tiers.take_opened()
@@ -445,7 +445,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._engine.submit(job)
 
     def submit_moves(self, ticket: MoveTicket) -> None:
-        """Queue moves behind everything else. They end in ``take_tickets``."""
+        """Queue moves after all other jobs. ``take_tickets`` reports their end."""
         self._look_s = 0.0
         self._tiers.take_opened()
         chunks = self._chunks.of_moves(ticket)
@@ -463,7 +463,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         return self._engine.take_work()
 
     def take_status(self) -> dict[int, RankStatus]:
-        """Return which tiers this rank has open, under its number; empty while that is as it was at the last call.
+        """Return this rank's status, by its number; empty if that has not changed since the last call.
 
         Called in every step: a change that came with no job is reported ``STATUS_EVERY_S`` late.
         """
@@ -510,7 +510,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         if self._host is not None and has_ended and not LEAKED:
             self._host.close()
         elif self._host is not None:
-            leak(self._host)  # a copy that did not end may be at it, and would be waited for
+            leak(self._host)  # a copy that did not end may still use it, and freeing it would wait for that copy
 
     def _joined(self, position: int, place: AnyPlace, engine: TierEngine) -> None:
         if self._shards is not None:
@@ -526,5 +526,5 @@ class NixlOffloadingWorker(OffloadingWorker):
 
 
 def _failures_of(outcomes: Iterable[Outcome]) -> dict[int, Outcome]:
-    """Return what did not end well, by position."""
+    """Return the outcomes that are not OK, by position."""
     return {position: outcome for position, outcome in enumerate(outcomes) if outcome is not Outcome.OK}
