@@ -1,5 +1,5 @@
-"""The tiers in order: every decision of the scheduler's half. What to store where, what is there, who still uses it,
-what goes on to a farther tier.
+"""All decisions of the scheduler's half over the tiers in order: what to store where, what is there, who still uses it,
+and what moves to a farther tier.
 """
 
 from __future__ import annotations

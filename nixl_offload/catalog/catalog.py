@@ -1,8 +1,8 @@
-"""Decides over the tiers in order, and keeps the tickets of what it has decided.
+"""Decides over the tiers in order, and keeps a ticket for each decision.
 
 Threading: called by the scheduler's thread alone. No I/O, no thread, no clock: time is passed in.
 Ownership: a *ticket* is one job until every rank has reported it. A location goes back to its tier only when its ticket
-is settled, so nothing can be written over while a rank may still touch it, resets and aborts included.
+is settled. So nothing is overwritten while a rank may still touch it, not even after a reset or an abort.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, wo
 TRIAL_S: Final = 10.0
 """A disabled tier gets one chunk in this time: ranks look at their storage again when they store."""
 MAX_OFFERED: Final = 1 << 18
-"""Chunks whose offers are counted, some 150 bytes each. What was not offered for longest is forgotten first."""
+"""Chunks whose offers are counted, some 150 bytes each. The chunk not offered for longest is forgotten first."""
 MAX_RETAINED: Final = 65_536
 """Chunks whose retention is remembered."""
 MAX_EXPIRED: Final = 256
-"""Most chunks whose retention ends in one step; they take about a millisecond of it."""
+"""Most chunks whose retention ends in one step: about a millisecond."""
 RETAINED_SHARE: Final = 0.5
-"""Of a tier's slots, the most that is retained: the rest is left for everybody else."""
+"""The largest share of a tier's slots that is retained. The rest is left for all other chunks."""
 NOWHERE: Final = Location(tier=-1, offset=-1, slot_bytes=0)
-"""Stands for a chunk that is gone. A rank answers it with FAILED, and the request recomputes."""
+"""The location of a chunk that is gone. Ranks report FAILED for it, and the request recomputes."""
 NOBODY: Final = LookupContext("")
 
 _HIT, _PENDING, _RETRY = Lookup.HIT, Lookup.PENDING, Lookup.RETRY
@@ -47,20 +47,20 @@ class StoreTicket:
     """Chunks to store: ``keys[i]`` goes to ``locations[i]``."""
 
     ticket: int
-    """Its number; 0: the catalog does not know it, and nothing is to be reported."""
+    """Its number; 0: the catalog does not know it, and ignores reports on it."""
     keys: tuple[Key, ...]
     locations: tuple[Location, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTicket:
-    """Chunks to load, ``keys[i]`` from ``locations[i]``, and where in memory to keep what comes from farther tiers."""
+    """Chunks to load, ``keys[i]`` from ``locations[i]``, and slots in memory for those promoted from farther tiers."""
 
     ticket: int
     keys: tuple[Key, ...]
     locations: tuple[Location, ...]
     promotion_ticket: int = 0
-    """Of those chunks that have a promotion slot, in their order; 0: none has."""
+    """Ticket of the chunks that have a promotion slot, in their order; 0: none has."""
     promotion_slots: tuple[Location | None, ...] = ()
     """By position in ``keys``; empty when none has one."""
 
@@ -103,12 +103,12 @@ class _OpenTicket:
     kind: Kind
     keys: tuple[Key, ...]
     locations: tuple[Location, ...]
-    """What is written; of a load, what is read."""
+    """Locations that are written, or, by a load, read."""
     ranks_left: int
     moves: tuple[Move, ...]
-    """Of a write-through and of a prefetch, by position."""
+    """For a write-through or a prefetch: its moves, by position."""
     doubtful: tuple[int, ...]
-    """Of a store: tiers that may have the chunks already."""
+    """For a store: tiers that may have the chunks already."""
     failures: dict[int, Outcome] = field(default_factory=dict)
     """By position: the worst that any rank has reported."""
 
@@ -137,7 +137,7 @@ class Catalog:
         if store_after < 1:
             raise ValueError(f"store_after must be 1 or more, not {store_after}")
         self.tiers = list(tiers)
-        """Shared with the parts below, which see what ``join`` replaces."""
+        """Shared with ``moves`` and ``retention``, which see what ``join`` replaces."""
         self.slot_bytes = slot_bytes
         self.chain: Final = ChainOptions() if chain is None else chain
         self.is_chain: Final = len(self.tiers) > 1
@@ -148,15 +148,15 @@ class Catalog:
         self._pending_limit_s = pending_limit_s
         self._store_after = store_after
         self.counts: Counter[tuple[str | int, ...]] = Counter()
-        """What was not stored or moved: the name of a metric, then its labels; an int is the position of a tier."""
+        """Counts chunks not stored or moved, by the name of a metric, then its labels; an int is a tier's position."""
         self.moves: Final = Moves(self)
         self.retention: Final = Retention(self)
         self.changes: list[Change] = []
-        """What ``take_changes`` would return."""
+        """The changes that ``take_changes`` would return."""
         self._tickets: dict[int, _OpenTicket] = {}
         self._numbers = count(1)
         self._writing_since: tuple[dict[Key, float], ...] = tuple({} for _ in self.tiers)
-        """By tier: what is written there under a ticket."""
+        """By tier: chunks that a ticket writes there, and since when."""
         self._held_since: dict[str, float] = {}
         """Request -> when it was first answered that a chunk is being written."""
         # Stores
@@ -166,9 +166,9 @@ class Catalog:
         self._ended_s = [0.0] * len(self.tiers)
         """By tier: when a store was settled last, or begun while there was none."""
         self._next_trial_s: dict[int, float] = {}
-        """Of the tiers that are disabled."""
+        """By disabled tier: when it gets its next chunk."""
         self._offers: OrderedDict[int, int] = OrderedDict()
-        """By the hash of a key, the latest offer last. Two keys with one hash share a count, which does no harm."""
+        """Counts by the hash of a key, the latest offer last. Keys with equal hashes may share a count."""
 
     def join(self, position: int, tier: Tier) -> None:
         """Use ``tier`` at ``position`` from now on. The tier that stood there had nothing and took nothing."""
@@ -176,12 +176,12 @@ class Catalog:
         self._numbered = tuple(enumerate(self.tiers))
 
     def disable(self, positions: Collection[int], now_s: float) -> None:
-        """Store nothing in these tiers, which some rank has disabled, and use all others again."""
+        """Store nothing in these tiers, which some rank has disabled. All other tiers are in use again."""
         self._next_trial_s = {at: self._next_trial_s.get(at, now_s + TRIAL_S) for at in positions}
 
     @property
     def open_tickets(self) -> int:
-        """Jobs that some rank has not reported yet."""
+        """How many tickets some rank has not reported yet."""
         return len(self._tickets)
 
     # What is there
@@ -191,7 +191,7 @@ class Catalog:
     ) -> Lookup:
         """Say whether ``key`` can be loaded, from the nearest tier that knows it, among those ``allowed`` (None: all).
 
-        RETRY where a tier has to go and look: it begins at the next ``flush``, and answers within its own deadline.
+        RETRY if a tier has to look first: it begins at the next ``flush``, and answers within its own deadline.
         """
         pending = retry = False
         for position, tier in self._numbered if allowed is None else self._among(allowed):
@@ -221,7 +221,7 @@ class Catalog:
         return found
 
     def flush(self, now_s: float) -> None:
-        """A step is scheduled: end retention that is over, and have tiers look for what lookups have asked about."""
+        """A step is scheduled: end expired retention, and let tiers look for chunks that lookups have asked about."""
         self.retention.expire(now_s)
         for tier in self.tiers:
             tier.flush(now_s)
@@ -247,9 +247,9 @@ class Catalog:
 
         A chunk goes to the nearest tier that takes it. Tiers that did not answer this request are left out, now and
         when the chunks go on to farther tiers, because they may have them already.
-        Returns None when there is nothing to store. No room is no error: it means fewer keys.
-        Known chunks count as used: vLLM reports hits in its own cache in no other way. So a prompt's beginning is not
-        evicted to make room for its end. Farther tiers that lack known chunks get them written.
+        Returns None when there is nothing to store. Lack of room is no error: it means fewer keys.
+        Chunks that tiers have count as used: only this call reports hits in vLLM's own cache. So a prompt's beginning
+        is not evicted to make room for its end. They are also written to farther tiers that lack them.
         """
         keys = tuple(keys)
         self.touch(keys)
@@ -271,7 +271,7 @@ class Catalog:
                 self.counts["unstored_chunks", "not_admitted"] += 1
                 continue
             location = None
-            if None in states and not is_full:  # else every tier writes or evicts it; others may still have room
+            if None in states and not is_full:  # else every tier writes or evicts it
                 location = self._place(key, states, refused, now_s)
                 is_full = location is None
             if location is not None:
@@ -289,8 +289,8 @@ class Catalog:
     def prepare_load(self, keys: Iterable[Key], now_s: float, allowed: Collection[int] | None = None) -> LoadTicket:
         """Pin ``keys`` and return where they are, among the tiers ``allowed``. A key that is gone gets ``NOWHERE``.
 
-        Chunks from farther tiers are kept in memory, as far as there is room. They have a ticket of their own, which
-        may be settled long after the load.
+        Chunks from farther tiers are promoted to memory, as far as there is room. They have a ticket of their own,
+        which may be settled long after the load.
         """
         wanted = tuple(keys)
         locations = []
@@ -318,7 +318,7 @@ class Catalog:
         return tickets
 
     def drop(self, keys: Iterable[Key]) -> None:
-        """Give up chunks in memory and in slabs, in their order: of a prefix its end first. Shared tiers keep them."""
+        """Drop chunks from memory and slabs, in this order: pass a prefix end first. Shared tiers keep them."""
         for key in keys:
             self.retention.end(key)
             for position, tier in self._numbered:
@@ -330,8 +330,8 @@ class Catalog:
     def report(self, ticket: int, ranks: int, failures: Mapping[int, Outcome], now_s: float) -> Settled | None:
         """Take the reports of ``ranks`` ranks on a ticket: ``failures`` maps positions in its keys to outcomes.
 
-        Returns how it ended once the last rank has reported, else None. Unknown tickets are ignored. Of a write-through
-        and a prefetch, CORRUPT says that the source is damaged; other failures leave the source alone.
+        Returns how it ended once the last rank has reported, else None. Unknown tickets are ignored. For a
+        write-through or a prefetch, CORRUPT says that the source is damaged; other failures do not affect the source.
         """
         record = self._tickets.get(ticket)
         if record is None:
@@ -363,7 +363,7 @@ class Catalog:
     def clear(self) -> None:
         """Forget every chunk, and the changes not taken yet. Locations in use come back as their tickets settle.
 
-        ``take_changes`` does not list them: there may be millions, and the caller knows.
+        ``take_changes`` does not list the forgotten chunks: there may be millions, and the caller knows.
         """
         self.moves.clear()
         self.retention.clear()
@@ -375,18 +375,18 @@ class Catalog:
     # What has changed
 
     def removed(self, tier: int, keys: Iterable[Key]) -> None:
-        """A tier has given up chunks that could be loaded until now. For the parts of the catalog."""
+        """Record that a tier has given up loadable chunks. For the parts of the catalog."""
         keys = tuple(keys)
         self._note_change(tier, keys, removed=True)
         self.retention.dropped(tier, keys)
 
     def take_changes(self) -> list[Change]:
-        """Return which chunks became loadable and which ceased to be since the last call, in that order of events."""
+        """Return which chunks became loadable, or ceased to be, since the last call, in the order of events."""
         changes, self.changes = self.changes, []
         return changes
 
     def in_flight_stores(self) -> list[tuple[int, Key]]:
-        """Return (tier, key) of all that is being written. At a shutdown a rank may finish it without reporting it."""
+        """Return (tier, key) of all chunks being written. At a shutdown a rank may finish one without reporting it."""
         return [
             (location.tier, key)
             for record in self._tickets.values()
@@ -401,7 +401,7 @@ class Catalog:
         return [numbered for numbered in self._numbered if numbered[0] in allowed]
 
     def _states(self, key: Key, doubtful: Collection[int]) -> list[State | None]:
-        """Return the state of ``key`` by tier; in those that are ``doubtful`` it counts as being written."""
+        """Return the state of ``key`` by tier. In ``doubtful`` tiers it counts as WRITING unless it is READY."""
         states = [tier.state(key) for tier in self.tiers]
         for position in doubtful:
             if states[position] is not _READY:
@@ -409,7 +409,7 @@ class Catalog:
         return states
 
     def _may_wait(self, writing_since_s: float, context: LookupContext, now_s: float) -> bool:
-        # Chunks of one prompt are written one after another, each pending anew.
+        # A prompt's chunks are written one after another, each PENDING in turn: so the request has a limit, too.
         held_since_s = self._held_since.get(context.request_id, now_s) if context.request_id else now_s
         return now_s - min(writing_since_s, held_since_s) <= self._pending_limit_s
 
@@ -436,9 +436,9 @@ class Catalog:
     ) -> Location | None:
         """Make ``key`` WRITING in the nearest tier that takes it. None: none does. ``states``: of the key, by tier.
 
-        A tier with more than its backlog being stored is busy: what comes on top is shed, never queued. A tier is
-        passed over if no store to it has ended for ``pending_limit_s``, if it has no room, or if a rank has disabled it
-        and there is another behind it. ``refused``: (tier, slot size) without room; the caller's, until one is freed.
+        A tier with a full backlog is busy: the chunk is dropped, never queued. But the tier is skipped if no store to
+        it has ended for ``pending_limit_s``. A tier is also skipped if it has no room, or if a rank has disabled it and
+        there is a farther one. ``refused``: pairs of tier and slot size without room, kept by the caller.
         """
         needed = self.slot_bytes(key)
         for position, tier in self._numbered:
@@ -468,7 +468,7 @@ class Catalog:
         return None
 
     def _promotion_slots(self, keys: Sequence[Key], locations: Sequence[Location]) -> list[Location | None]:
-        """Reserve room in memory for what comes from farther, once all of ``keys`` are pinned."""
+        """Reserve slots in memory for chunks from farther tiers. All of ``keys`` must be pinned already."""
         slots: list[Location | None] = [None] * len(keys)
         memory = self.chain.memory
         if memory is None or not self.chain.promote:
@@ -481,8 +481,8 @@ class Catalog:
         self.removed(memory, evicted)
         return slots
 
-    # Inside: tickets. They are settled from the end of a prefix to its beginning: what is used last is evicted last,
-    # and a chunk is of no use without those before it.
+    # Inside: tickets. They are settled from the end of a prefix to its beginning, so that its end is evicted first: a
+    # chunk is of no use without those before it.
 
     def _open(
         self,
@@ -529,7 +529,7 @@ class Catalog:
             self._note_change(position, (key,), removed=False)
             self.retention.stored(position, key)
             if record.kind != "write_through" and self.is_chain:
-                # What a bucket has served, and memory kept, goes on to the files between them as well.
+                # A chunk promoted from a bucket to memory goes on to the tiers between them, too.
                 self.moves.offer(key, self._states(key, record.doubtful), now_s)
 
 
@@ -537,7 +537,7 @@ class Retention:
     """Chunks that hints keep from eviction until a time, as far as there is room.
 
     A retained chunk has one pin in each tier with slots. The pin is taken back when the time has come, when the chunk
-    is dropped there, and at a reset. What exceeds a tier's share, or ``MAX_RETAINED``, is kept as any other chunk.
+    is dropped there, and at a reset. Chunks beyond a tier's share, or ``MAX_RETAINED``, are not retained.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -609,7 +609,7 @@ class Retention:
             self.dropped(position, (key,))
 
     def clear(self) -> None:
-        """End all of it."""
+        """End all retention."""
         for key in list(self._until_s):
             self.end(key)
         self._ends.clear()

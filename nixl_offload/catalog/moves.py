@@ -1,8 +1,8 @@
 """Which chunks go from tier to tier, and when: write-throughs to farther tiers, and prefetches into memory.
 
 Threading: the scheduler's thread alone. No I/O, no clock.
-Ownership: one pin in memory of each chunk that no farther tier has yet. The source (pinned) and the target (WRITING) of
-a move that has begun belong to its ticket.
+Ownership: one pin in memory for each chunk that no farther tier has yet. The pinned source and the WRITING target of a
+move that has begun belong to its ticket.
 Failure: a pending move whose source is gone, or whose target takes nothing for ``PATIENCE_S``, is dropped and counted.
 A chunk that is offered again, or asked for by another hint, is pending again.
 """
@@ -28,20 +28,20 @@ none of its chunks was found for this long."""
 MAX_PENDING: Final = 65_536
 """Pending moves to one tier; the oldest is dropped first."""
 MAX_BEGUN: Final = 128
-"""Moves to one tier that begin in one step: one or two milliseconds of it."""
+"""Moves to one tier that begin in one step: one or two milliseconds."""
 MAX_DROPPED: Final = 256
-"""Pending moves that are dropped in one step for a tier that takes nothing: a millisecond or two of it."""
+"""Pending moves that are dropped in one step for a tier that takes nothing: one or two milliseconds."""
 MAX_PREFETCHES: Final = 256
 """Prefetches whose chunks are looked up; the oldest is dropped first."""
 MAX_LOOKED_UP: Final = 256
-"""Chunks of prefetches that are looked up in one step: a fraction of a millisecond of it."""
+"""Chunks of prefetches that are looked up in one step: a fraction of a millisecond."""
 MEMORY_SHARE: Final = 0.5
-"""Of memory, the most that one prefetch takes: more would evict what came first."""
+"""The largest share of memory that one prefetch takes: more would evict its own first chunks."""
 PREFETCH_BACKLOGS: Final = 4
-"""Prefetches under way take at most this part of the backlog: they wait in one queue with write-throughs."""
+"""Prefetches under way take at most the backlog divided by this: they share a queue with write-throughs."""
 _MAX_LOOKED_AT: Final = 1024
 _TICKETS_PER_BACKLOG: Final = 8
-"""The backlog of a tier is divided among at least so many tickets, so that one can settle while others go on."""
+"""A tier's backlog is divided among at least this many tickets, so that one can settle while the rest go on."""
 _READY, _EVICTING = State.READY, State.EVICTING
 
 
@@ -50,11 +50,11 @@ class ChainOptions:
     """How tiers work together. Bytes are per rank."""
 
     promote: bool = True
-    """Keep in memory what is loaded from farther tiers."""
+    """Keep chunks in memory that were loaded from farther tiers."""
     unsaved_limit_bytes: int = 0
     """The most that is pinned in memory until a farther tier has it. Chunks beyond it may be evicted before."""
     write_through_backlog_bytes: int = 256 << 20
-    """Of moves under way to one tier."""
+    """The most that is under way to one tier."""
     memory: int | None = None
     """Position of the memory tier; None: there is none."""
 
@@ -64,18 +64,18 @@ class _Prefetch:
     """Chunks of one KV cache group, in the order in which they are looked up."""
 
     request_id: str
-    """What lookups are made under."""
+    """The request id for its lookups."""
     keys: Sequence[Key]
     end_tokens: Sequence[int]
     is_prefix: bool
     limit_bytes: float
-    """Of memory, the most that it takes."""
+    """The most memory that it takes."""
     allowed: Collection[int] | None
     since_s: float
     next: int = 0
     taken_bytes: int = 0
     moves_left: int = 0
-    """Of its chunks, those that are pending or under way."""
+    """How many of its moves are pending or under way."""
     is_looked_up: bool = False
 
 
@@ -93,7 +93,7 @@ class Move(NamedTuple):
     source: Location
     target: Location
     prefetch: _Prefetch | None = None
-    """What it is done for; None: a write-through."""
+    """The prefetch that it belongs to; None: a write-through."""
 
 
 class Moves:
@@ -114,16 +114,16 @@ class Moves:
         self._moved_s = [float("-inf")] * len(self._tiers)
         """By target: when a move succeeded last."""
         self._unsaved: set[Key] = set()
-        """Pinned in memory."""
+        """Chunks that are pinned in memory for farther tiers."""
         self.unsaved_bytes = 0
-        """Bytes per rank that are pinned in memory for farther tiers."""
+        """Their bytes per rank."""
         self._prefetches: deque[_Prefetch] = deque()
-        """Those whose chunks are looked up."""
+        """Prefetches whose chunks are being looked up."""
         self._numbers = count(1)
 
     @property
     def has_pending(self) -> bool:
-        """Whether something waits. What waits in vain is dropped, so this does not last."""
+        """Whether a move or a lookup waits. If it waits too long it is dropped, so this does not last."""
         return bool(self._prefetches) or any(self._pending)
 
     @property
@@ -132,9 +132,9 @@ class Moves:
         return tuple(len(pending) for pending in self._pending)
 
     def offer(self, key: Key, states: Sequence[State | None], now_s: float) -> None:
-        """A chunk was stored, or offered again: it is to be written to each farther tier that lacks it.
+        """A chunk was stored, or offered again: queue it for each farther tier that lacks it.
 
-        ``states``: of the chunk, by tier. A tier that is just giving it up lacks it, too.
+        ``states``: of the chunk, by tier. A tier that is evicting it lacks it, too.
         """
         nearest = states.index(_READY)
         lacking = [at for at in range(nearest + 1, len(states)) if states[at] is None or states[at] is _EVICTING]
@@ -157,10 +157,10 @@ class Moves:
         is_prefix: bool,
         groups: int,
     ) -> None:
-        """Have chunks of one group read into memory from the tiers ``allowed`` (None: any), in their order.
+        """Begin to read chunks of one group into memory, in their order, from the tiers ``allowed`` (None: any).
 
-        ``end_tokens``: where each ends in its prompt. ``is_prefix``: those behind one that is nowhere are of no use.
-        ``groups``: how many groups of the prompt share what one prefetch may take of memory.
+        ``end_tokens``: where each ends in its prompt. ``is_prefix``: chunks after a missing one are of no use.
+        ``groups``: how many groups of the prompt divide the memory of one prefetch.
         """
         memory = None if self._memory < 0 else self._tiers[self._memory]
         if not keys or len(self._tiers) == 1 or not isinstance(memory, SlotTier):
@@ -181,7 +181,7 @@ class Moves:
         return begun
 
     def settled(self, move: Move, how: str, now_s: float) -> None:
-        """Its target is committed or given back, its source unpinned. ``how``: ``ok``, ``gone``, or what failed."""
+        """Record an ended move; its target and source are released. ``how``: ``ok``, ``gone``, or what failed."""
         target = move.target.tier
         self.bytes_under_way[target] -= move.target.slot_bytes
         self._under_way[target].remove(move.key)
@@ -194,7 +194,7 @@ class Moves:
         self._moved(move.prefetch)
 
     def clear(self) -> None:
-        """Forget what is pending, and take its pins back. What is under way goes on, until ``settled``."""
+        """Forget pending moves, and take back their pins. Moves under way go on until ``settled``."""
         for key in list(self._unsaved):
             self._unpin(key)
         for pending in self._pending:
@@ -205,7 +205,7 @@ class Moves:
     # Lookups of prefetches
 
     def _look_up(self, now_s: float) -> None:
-        """Look chunks up in their order, as a request would. Those that some tier has are pending then."""
+        """Look chunks up in their order, as a request would. Chunks that some tier has become pending moves."""
         asking: list[_Prefetch] = []
         looks_left = MAX_LOOKED_UP
         while self._prefetches and looks_left:
@@ -216,13 +216,13 @@ class Moves:
             elif now_s - prefetch.since_s >= PATIENCE_S:
                 self._end(prefetch, "late")
             elif is_asking:
-                asking.append(prefetch)  # a bucket that is slow to answer holds up none of the others
+                asking.append(prefetch)  # a bucket that is slow to answer holds up no other prefetch
             else:
                 self._prefetches.appendleft(prefetch)
         self._prefetches.extend(asking)
 
     def _advance(self, prefetch: _Prefetch, now_s: float, looks_left: int) -> tuple[int, bool, bool]:
-        """Return how many looks are left, whether some tier has gone to look, and whether all is known."""
+        """Return how many lookups are left, whether some tier is looking, and whether all chunks are known."""
         memory, is_asking = self._tiers[self._memory], False
         for at in range(prefetch.next, len(prefetch.keys)):
             if not looks_left:
@@ -231,7 +231,7 @@ class Moves:
             key, context = prefetch.keys[at], LookupContext(prefetch.request_id, prefetch.end_tokens[at])
             answer = self._catalog.lookup(key, now_s, context, prefetch.allowed)
             if answer is Lookup.RETRY:
-                is_asking = True  # those behind it are asked about, too: a search wants to know how far they go
+                is_asking = True  # later chunks are asked about, too: a search has to know where they end
             elif answer is Lookup.MISS and prefetch.is_prefix:
                 break
             elif not is_asking:
@@ -247,7 +247,7 @@ class Moves:
         return looks_left, is_asking, not is_asking
 
     def _end(self, prefetch: _Prefetch, why: str = "") -> None:
-        """Look up no more of it. ``why``: what to count, if that is early."""
+        """Stop looking up its chunks. ``why``: the cause to count, if that is early."""
         if why:
             self._catalog.counts["hints", "prefetch", why] += 1
         self._catalog.forget_request(prefetch.request_id)
@@ -255,13 +255,13 @@ class Moves:
         self._keep_beginning(prefetch)
 
     def _moved(self, prefetch: _Prefetch | None) -> None:
-        """A chunk is neither pending nor under way any more."""
+        """A move is neither pending nor under way any more."""
         if prefetch is not None:
             prefetch.moves_left -= 1
             self._keep_beginning(prefetch)
 
     def _keep_beginning(self, prefetch: _Prefetch) -> None:
-        """Once all of a prefix has come, in however many tickets, let its end be evicted first."""
+        """Once all of a prefix has arrived, let its end be evicted first."""
         if prefetch.is_prefix and prefetch.is_looked_up and not prefetch.moves_left:
             for key in reversed(prefetch.keys[: prefetch.next]):
                 self._tiers[self._memory].touch(key)
@@ -288,7 +288,7 @@ class Moves:
         is_blocked = False
         for key, (since_s, prefetch) in islice(waiting.items(), _MAX_LOOKED_AT):
             state = tier.state(key)
-            if state is _EVICTING:  # somebody holds it still
+            if state is _EVICTING:  # a pin still holds it
                 if now_s - since_s >= PATIENCE_S:
                     over.append((key, "refused"))
                 continue
@@ -308,7 +308,7 @@ class Moves:
                 is_blocked = True
                 refused.add(slot_bytes)
                 if prefetch is None:
-                    break  # what is stored behind a gap is of no use
+                    break  # chunks after a gap are of no use
                 continue
             self.bytes_under_way[target] += slot_bytes
             self._under_way[target].add(key)
@@ -342,7 +342,7 @@ class Moves:
             yield of_ticket
 
     def _drop(self, target: int, key: Key, why: str) -> None:
-        """Remove a pending move. ``why``: what to count; empty if the tier has the chunk already."""
+        """Remove a pending move. ``why``: the cause to count; empty if the tier has the chunk already."""
         prefetch = self._pending[target].pop(key).prefetch
         if why:
             self._catalog.counts["write_through_failures", target, why] += 1
@@ -358,6 +358,6 @@ class Moves:
             self._tiers[self._memory].unpin(key)
 
     def _unpin_if_done(self, key: Key) -> None:
-        """Unpin a chunk that no farther tier is to get any more."""
+        """Unpin a chunk if no move to a farther tier is pending or under way."""
         if key in self._unsaved and not any(key in keys for keys in (*self._pending, *self._under_way)):
             self._unpin(key)

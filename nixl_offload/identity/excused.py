@@ -5,8 +5,8 @@ A field or variable is harmless if one of these holds:
 
 - it never reaches the computation of KV (names, ports, logs, sampling, capacities);
 - one vLLM engine mixes its values in one prefix cache (how requests are batched, how prompts are cut);
-- vLLM hands KV from one engine to another across it (its P/D transfer pairs eager with compiled engines): the same
-  operations in the same types, which differ in rounding alone;
+- vLLM itself moves KV between engines that differ in it, as its P/D transfer pairs eager with compiled engines: the
+  operations and types are the same, only rounding differs;
 - the namespace has it already, in another form.
 
 Threading: constants. Class names are vLLM's; a base class's fields hold for classes derived from it. Variables are

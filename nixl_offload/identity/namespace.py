@@ -26,13 +26,13 @@ _RANK_DOMAIN: Final = b"nixl-offload rank 1\0"
 _SHORT_NAME_CHARS: Final = 32
 
 SHARD_ORDER: Final = "block layer head token content 1"
-"""Of the bytes of a shard that is a range of heads, outermost first, and its version: see docs/format.md."""
+"""Order of the bytes in a shard of a range of heads, outermost first, and its version: see docs/format.md."""
 
 Setting = bool | int | float | str | None
 """A leaf of a configuration. Types count: true, 1 and "1" are three values."""
 
 _AnyText = InstanceOf[str]
-"""Also names of files that are no UTF-8, which pydantic refuses for a plain ``str``."""
+"""Also names of files that are not UTF-8, which pydantic refuses for a plain ``str``."""
 _Text = Annotated[_AnyText, Field(min_length=1)]
 _Number = Annotated[int, Field(ge=1)]
 _AS_IT_IS: Final = ConfigDict(strict=True, revalidate_instances="always")
@@ -47,31 +47,31 @@ class GroupFields:
     group_id: Annotated[int, Field(ge=0)]
     tokens_per_block: _Number
     slot_bytes: tuple[Annotated[int, Field(ge=0)], ...]
-    """By rank: bytes of its shard of a chunk, header page and padding included; 0: it has no layer of the group. Of
-    ``ShardedFields`` by shard; 0: the chunks of the group have none of that number.
+    """By rank: bytes of its shard of a chunk, header page and padding included; 0: it has no layer of the group. In
+    ``ShardedFields`` by shard number; 0: the group's chunks have no such shard.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonFields:
-    """What every fingerprint covers. Which rank a shard belongs to is not part of it: see ``Namespace.rank_digest``."""
+    """The fields of every fingerprint. The rank of a shard is not among them: see ``Namespace.rank_digest``."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _AS_IT_IS
     tenant: _Text
     engine: _Text
-    """Serving engine and its version, such as ``vllm 0.33.0``: it decides what lies where inside a block."""
+    """Serving engine and its version, such as ``vllm 0.33.0``: it decides the layout inside a block."""
     platform: _Text
-    """Kind of device, as far as kernels lay values out differently, such as ``cuda:9.0``."""
+    """Kind of device, such as ``cuda:9.0``: kernels may lay values out differently on each."""
     attention_backend: _Text | None
     """Names of the backends in use, chosen by the operator or not, joined by "+"; None when the ranks named none."""
     model: _Text
-    """Name as served; of a local model the last part of its path."""
+    """Name as served; for a local model, the last part of its path."""
     revision: _Text | None
-    """The commit of a model from the Hub, where it is known, else what was asked for."""
+    """The commit of a model from the Hub, if it is known; else the revision that was asked for."""
     weights: _Text | None
-    """Digest of a local model's files; None where the name and the revision say it (``identity.weights``)."""
+    """Digest of a local model's files (``identity.weights``); None if name and revision identify the model."""
     dtype: _Text
-    """Of the KV cache, ``fp8_e4m3`` and the like included."""
+    """Type of the KV cache, such as ``fp8_e4m3``."""
     tokens_per_block: _Number
     """Of the group with the largest blocks."""
     blocks_per_chunk: _Number
@@ -79,17 +79,17 @@ class CommonFields:
     hash_algorithm: _Text
     """Of vLLM's block hashes."""
     hash_seed: _Text | None
-    """PYTHONHASHSEED, which seeds block hashes where it is set."""
+    """PYTHONHASHSEED, which seeds block hashes if it is set."""
     groups: Annotated[tuple[GroupFields, ...], Field(min_length=1)]
     """In any order; group ids are unique."""
     settings: Mapping[_Text, bool | int | Annotated[float, Field(allow_inf_nan=False)] | _AnyText | None]
-    """Everything else in the engine's configuration that is not known to be harmless, by its path."""
+    """All other settings of the engine that are not known to be harmless, by path."""
     format_version: _Number = FORMAT_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespaceFields(CommonFields):
-    """The fingerprint of chunks of which each rank has one shard, in its own order of bytes."""
+    """The fingerprint of chunks that are not cut: each rank has one shard, in its own order of bytes."""
 
     kv_layout: _Text
     """Order of layers, blocks, heads, tokens and channels in memory, such as ``LBHNC``."""
@@ -110,15 +110,15 @@ class NamespaceFields(CommonFields):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedFields(CommonFields):
     """The fingerprint of chunks that are cut into shards (``chunk.shards``), which are the same for all parallel
-    sizes. Where something is said of a rank, read: of the shard with that number.
+    sizes. Methods of ``Namespace`` that take a rank then take a shard's number.
     """
 
     ranks: Annotated[tuple[_Text, ...], Field(min_length=1)]
-    """Digests of the layers of the whole model, as each rank knows them; one for all where they agree."""
+    """Digests of the layers of the whole model, as each rank knows them; a single one if they agree."""
     shards: _Number
-    """How many numbers of shards there are."""
+    """How many shard numbers there are."""
     layers: Annotated[tuple[int, ...], Field(min_length=1)] = ONE_RANGE.begins
-    """The first layer of each range of layers; left out of the plain data where there is one range."""
+    """The first layer of each range of layers; left out of the plain data if there is one range."""
     shard_order: _Text = SHARD_ORDER
 
     @property
@@ -135,11 +135,11 @@ class Namespace:
     digest: bytes
     """SHA-256 of the canonical fields, 32 bytes. The same on every rank."""
     plan: ShardPlan | None = field(default=None, compare=False)
-    """How the ranks of this engine hold shards, where chunks are cut; None: nobody asks. Not part of the fingerprint.
+    """How the ranks of this engine hold shards, if chunks are cut; None: not needed. Not part of the fingerprint.
     """
     slot_replicas: Mapping[int, int] = field(default_factory=dict, compare=False)
-    """By slot size: how many ranks in a row of this engine have one copy of a chunk in a slab; none: each has its own.
-    Not part of the fingerprint.
+    """By slot size: how many consecutive ranks of this engine share one copy of a chunk in a slab. Empty: each has its
+    own. Not part of the fingerprint.
     """
     _slot_bytes: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _slots: dict[int, int] = field(init=False, repr=False, compare=False)
@@ -174,20 +174,20 @@ class Namespace:
         return tuple(self.rank_digest(rank) for rank in range(self.fields.holders))
 
     def shard_bytes(self, group_id: int, rank: int) -> int:
-        """Return how large the shard of ``rank`` is in each chunk of a group; 0: it has none.
+        """Return the bytes of the shard of ``rank`` in each chunk of a group; 0: it has none.
 
-        Raises LookupError for a group or rank that there is not.
+        Raises LookupError (no such group or rank).
         """
         return self._slot_bytes[group_id][rank]
 
     def slot_bytes(self, group_id: int) -> int:
-        """Return the slot that a chunk of the group takes in a slab or in memory, where slots are equal on all ranks:
-        the largest shard, or all that a rank holds. Raises LookupError (no such group).
+        """Return the bytes of a chunk's slot in a slab or in memory, which are equal on all ranks: the largest shard,
+        or the most that a rank holds. Raises LookupError (no such group).
         """
         return self._slots[group_id]
 
     def chunk_bytes(self, group_id: int) -> int:
-        """Return what a chunk of the group takes, each shard stored once. Raises LookupError (no such group)."""
+        """Return the bytes of a chunk of the group, each shard stored once. Raises LookupError (no such group)."""
         return sum(self._slot_bytes[group_id])
 
     def holders(self, group_id: int) -> tuple[int, ...]:
@@ -196,8 +196,8 @@ class Namespace:
 
     @property
     def stages(self) -> list[int]:
-        """How many ranges of layers each pipeline stage of this engine holds; empty where chunks are not cut, or where
-        there is one stage.
+        """How many ranges of layers each pipeline stage of this engine holds; empty if chunks are not cut, or if there
+        is one stage.
         """
         held = [] if self.plan is None else [len(ranges) for ranges in self.plan.layers.stages]
         return held if len(held) > 1 else []

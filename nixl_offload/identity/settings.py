@@ -1,10 +1,10 @@
-"""Makes plain settings, ``path -> value``, out of a tree of configuration objects: everything but what is excused.
+"""Makes plain settings, ``path -> value``, out of a tree of configuration objects, without excused fields.
 
-Equal configurations give equal settings in every process, and different ones give different settings. What cannot be
-compared between processes gets a value that no other process has: that costs a cold cache, not a wrong answer.
+Equal configurations give equal settings in every process, and different ones give different settings. A value that
+cannot be compared between processes is replaced by a random one: that costs a cold cache, not a wrong answer.
 
-Threading: pure functions, but for files and directories that a setting names, which count by their content, and for the
-cache of digests of large ones.
+Threading: pure functions, except that they read the files and directories that a setting names: these count by their
+content.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from nixl_offload.identity.weights import PIECE_BYTES, digest_of_file
 
 _LONG_CHARS: Final = 160
 _MOST_LEAVES: Final = 256
-"""A mapping or object with more of them counts as one digest: the manifest stays short."""
+"""A mapping or object with more leaves counts as one digest: the manifest stays short."""
 _MOST_DEPTH: Final = 32
 _SECRET: Final = re.compile(
     r"auth|bearer|cookie|credential|jwt|key|pass|pwd|sas\b|secret|signature|token", re.IGNORECASE
 )
-"""What names a secret, and many a harmless text, which counts by its digest just as well."""
+"""Matches names of secrets. It matches harmless names, too: their values count just as well by a digest."""
 _HOLDS_SECRET: Final = re.compile(
     r"(auth\w*|bearer|cookie|key|passw\w*|pwd|secret|token)[\"']?\s*[:=\s]", re.IGNORECASE
 )
@@ -47,11 +47,11 @@ DigestFile = Callable[[str], str]
 
 @dataclass(slots=True)
 class Settings:
-    """What was found."""
+    """The settings that were found."""
 
     values: dict[str, Setting] = field(default_factory=dict)
     incomparable: list[str] = field(default_factory=list)
-    """Paths whose values mean nothing in another process: nothing is shared, or found after a restart."""
+    """Paths whose values mean nothing in another process. If any, nothing is shared, or found after a restart."""
 
 
 def collect(
@@ -59,8 +59,8 @@ def collect(
 ) -> Settings:
     """Return the settings of ``value``: dataclasses, mappings, sequences, and objects by their attributes.
 
-    ``excused`` names, by class, the fields that are left out; those of a base class hold for derived classes, those of
-    ``PretrainedConfig`` for everything that has ``to_dict``. ``digest_file``: as for ``text_setting``.
+    ``excused``: by class, the fields to leave out. Those of a base class hold for derived classes; those of
+    ``PretrainedConfig`` for all objects with ``to_dict``. ``digest_file``: as for ``text_setting``.
     """
     settings = Settings()
     walk = _Walk(excused, settings.incomparable, digest_file)
@@ -70,12 +70,12 @@ def collect(
 
 
 def digest_of(text: str) -> str:
-    """Return a short stand-in for ``text``, which is long, or secret."""
+    """Return a short digest to stand for a long or secret ``text``."""
     return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
 
 
 def plain_text(name: str, text: str) -> str:
-    """Return ``text``, or its digest where it is long or may hold a secret. ``name``: of the setting, or its path."""
+    """Return ``text``, or its digest if it is long or may hold a secret. ``name``: of the setting, or its path."""
     secret = _SECRET.search(name) or _HOLDS_SECRET.search(text) or _URL_WITH_USER.search(text)
     if secret or len(text) > _LONG_CHARS:
         return digest_of(text)
@@ -90,10 +90,10 @@ class _Walk:
     inside: list[int] = field(default_factory=list)
     """Identities of the objects that are being walked, outermost first."""
     done: dict[int, tuple[object, str]] = field(default_factory=dict)
-    """By identity: an object that was walked, and where."""
+    """By identity: an object that was walked, and its path."""
 
     def leaves(self, value: object, path: str) -> Iterator[tuple[str, Setting]]:
-        """Yield the leaves below ``value``, or ``value`` itself where it is one."""
+        """Yield the leaves below ``value``, or ``value`` itself if it is one."""
         scalar = _scalar(value)
         if not isinstance(scalar, _NoScalar):
             yield path, text_setting(path, scalar, self.digest_file) if isinstance(scalar, str) else scalar
@@ -118,7 +118,7 @@ class _Walk:
         items = self._items(value)
         if items is None:
             text = repr(value)
-            # Long arrays are abbreviated.
+            # The repr of a long array is abbreviated.
             is_known = not _ADDRESS.search(text) and not hasattr(value, "shape")
             yield path, plain_text(path, text) if is_known else self._incomparable(path)
             return
@@ -133,9 +133,9 @@ class _Walk:
             yield from found
 
     def _items(self, value: object) -> list[tuple[str, object]] | None:
-        """Return names and values below ``value``; None where nothing can be seen of it.
+        """Return names and values below ``value``; None if it shows none.
 
-        A ``PretrainedConfig`` is a dataclass, too, whose fields are not all that it has; so it comes first.
+        ``PretrainedConfig`` is tested first: it is a dataclass, too, but has more than its fields.
         """
         model_config = _model_config_of(value)
         if model_config is not None:
@@ -162,7 +162,7 @@ class _Walk:
         parts = [dict(self.leaves(item, f"{path}[{number}]")) for number, item in enumerate(value)]
         texts = []
         for number, part in enumerate(parts):
-            at = f"{path}[{number}]"  # only what follows in a leaf's path is the item's own
+            at = f"{path}[{number}]"  # only the rest of a leaf's path belongs to the item
             own = part[at] if list(part) == [at] else {name[len(at) :]: leaf for name, leaf in part.items()}
             texts.append(json.dumps(own))
         return "[" + ", ".join(sorted(texts) if isinstance(value, Set) else texts) + "]"
@@ -173,11 +173,11 @@ class _Walk:
 
 
 class _NoScalar:
-    """Stands for a value that is no leaf by its type."""
+    """Stands for a value whose type is not a leaf's."""
 
 
 def _scalar(value: object) -> Setting | _NoScalar:
-    """Return what is a leaf by its type. Subclasses of str and numbers count as what they are derived from."""
+    """Return a value that is a leaf by its type. Subclasses of str and numbers count as their base class."""
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
     if value is None or isinstance(value, bool):
@@ -198,10 +198,10 @@ def _scalar(value: object) -> Setting | _NoScalar:
 
 
 def text_setting(path: str, text: str, digest_file: DigestFile = digest_of_file) -> str:
-    """Return what a text counts as: itself, or a digest where ``plain_text`` says so, or where it names a file or a
-    directory, which count by their content. They may hold something else tomorrow.
+    """Return the setting for a text. If it names a file or a directory, that is a digest of the content, which may be
+    different tomorrow; else the result of ``plain_text``.
 
-    ``digest_file`` is called for a directory or a large file, and raises NamespaceError where it cannot be read to its
+    ``digest_file`` is called for a directory or a large file. It raises NamespaceError if that cannot be read to its
     end, or changes meanwhile.
     """
     names_path = os.sep in text or path.endswith(("_path", "_file", "_dir"))
@@ -219,23 +219,23 @@ def text_setting(path: str, text: str, digest_file: DigestFile = digest_of_file)
 
 
 def _model_config_of(value: Any) -> Mapping[str, object] | None:
-    """Return what a ``PretrainedConfig`` would write to ``config.json``; its parts are mappings there."""
+    """Return what a ``PretrainedConfig`` would write to ``config.json``, as mappings; None for other objects."""
     try:
         found = value.to_dict()
-    except Exception:  # noqa: BLE001 - most have none, and a config of a model's own code may not manage
+    except Exception:  # noqa: BLE001 - most have no such method, and that of a model's own code may fail
         return None
     return found if isinstance(found, Mapping) else None
 
 
 def _key(key: object) -> str:
-    """Name a key so that 1 and "1" stay apart, and ``{"a.b": ...}`` and ``{"a": {"b": ...}}``."""
+    """Return a name for a key. 1 and "1" get different names, and so do ``{"a.b": ...}`` and ``{"a": {"b": ...}}``."""
     if not isinstance(key, str):
         return f"({type(key).__name__}) {key}"
     return json.dumps(str.__str__(key)) if re.search(r"[.\[\]()\"]", key) else str.__str__(key)
 
 
 def _without(value: object, names: Mapping[str, str]) -> object:
-    """Return ``value`` without these keys, however deep they lie in mappings."""
+    """Return ``value`` without these keys, at any depth of mappings."""
     if isinstance(value, Mapping):
         return {key: _without(item, names) for key, item in value.items() if key not in names}
     return value

@@ -2,10 +2,10 @@
 bytes. Any byte that changes makes another digest.
 
 Several threads read the files in pieces. A piece is summed with XXH3-128, and SHA-256 makes one digest of all sums and
-names. That tells apart accidents, edits and fine-tuning. It does not stop a person who makes two models with one digest
-on purpose; a person who can replace the weights of a server decides its answers anyway.
+names. That detects accidents, edits and fine-tuning. It does not stop a person who makes two models with one digest on
+purpose; but a person who can replace the weights of a server decides its answers anyway.
 
-Directories are walked to the bottom, links followed, for weights do lie below the top: Cosmos3 loads
+All subdirectories are read, and links are followed, for some models have weights there: Cosmos3 loads
 ``[tv]*er/*.safetensors``, Kimi-Audio ``whisper-large-v3/``, MiMo-Audio ``audio_tokenizer/``, the npcache loader
 ``np/``; a pattern of the sharded_state loader may name any directory, and remote code comes in packages.
 
@@ -39,9 +39,9 @@ from nixl_offload.errors import NamespaceError
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 64 << 20
-"""What one thread sums at a time. Part of the digest: changing it changes them all."""
+"""What one thread sums at a time. Changing it changes all digests."""
 _BUFFER_BYTES: Final = 8 << 20
-"""What a thread reads at a time. While others keep the interpreter busy, it waits 5 ms for it twice per buffer."""
+"""What a thread reads at a time. If the interpreter is busy, a thread waits 5 ms for it, twice per buffer."""
 _THREADS_MAX: Final = 4
 _PROGRESS_S: Final = 10.0
 _SLOW_S: Final = 1.0
@@ -89,7 +89,7 @@ HARMLESS: Final = {
 }
 """Patterns of names within the model's directory, and why what they match does not count. ``*`` matches slashes too.
 
-Tokenizers count: Engram layers make their table from one, and Voxtral reads a delay there.
+Tokenizers count: Engram layers make their table from one, and Voxtral reads a delay from one.
 """
 
 _WEIGHTS: Final = (".bin", ".ckpt", ".gguf", ".npy", ".pt", ".pth", ".safetensors", ".tensors")
@@ -99,7 +99,7 @@ _GGUF_PART: Final = re.compile(r"(.+)-[0-9]+-of-([0-9]+)\.gguf")
 
 
 class FilesDigest(NamedTuple):
-    """Which content some files have."""
+    """A digest of the content of files."""
 
     digest: str
     """In hex."""
@@ -110,7 +110,7 @@ class FilesDigest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A file that counts, as it was when it was listed. Two are equal when nothing was written to it in between."""
+    """A file that counts, as it was when it was listed. Two are equal if the file was not written to in between."""
 
     name: str
     """Within the model's directory, with slashes."""
@@ -123,12 +123,12 @@ class ModelFile:
 
     @property
     def holds_weights(self) -> bool:
-        """Whether its name is that of a file with weights."""
+        """Whether it holds weights, by its name."""
         return self.name.endswith(_WEIGHTS)
 
     @property
     def pieces(self) -> int:
-        """How many are summed apart."""
+        """How many pieces it has; at least one."""
         return max(1, -(-self.size_bytes // PIECE_BYTES))
 
 
@@ -208,7 +208,7 @@ def _is_harmless(name: str) -> bool:
 
 
 def _parts(path: str) -> Iterator[ModelFile]:
-    """Yield the file and what a loader of GGUF finds beside it: the other parts, the projector of images."""
+    """Yield the file and those that a GGUF loader finds beside it: the other parts, and the image projector."""
     directory, own_name = os.path.split(os.path.abspath(path))
     yield _model_file(own_name, path, os.stat(path))
     own_part = _GGUF_PART.fullmatch(own_name)
@@ -228,7 +228,7 @@ def _model_file(name: str, path: str, status: os.stat_result) -> ModelFile:
 
 
 class _Reading:
-    """Sums files by several threads together."""
+    """Sums files by several threads."""
 
     def __init__(self, model: str, files: Sequence[ModelFile], stop: threading.Event) -> None:
         self._model = model
@@ -239,7 +239,7 @@ class _Reading:
         self._read_bytes: list[int] = []
         """By thread."""
         self._ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        """What each thread ends with; None: there was nothing left to read."""
+        """Each thread's error when it ends; None: there was nothing left to read."""
         self._began_s = time.monotonic()
 
     def sums(self, threads: int | None) -> list[list[bytes]]:
@@ -305,7 +305,7 @@ class _Reading:
             try:
                 if _model_file(file.name, file.path, os.fstat(fd)) != file:
                     raise _changed(file.path)
-                with contextlib.suppress(OSError):  # it is about readahead: several times as fast from a disk
+                with contextlib.suppress(OSError):  # only a hint for readahead: several times as fast from a disk
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
                 while at < end and not self._stop.is_set():
                     got = os.preadv(fd, [buffer[: end - at]], at)
