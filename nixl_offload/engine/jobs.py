@@ -244,7 +244,7 @@ class JobTable:
         """
         with self._lock:
             for chunk in chunks:
-                outcome, error, cause = chunk.result or (Outcome.FAILED, None, "")
+                outcome, error, cause = chunk.result or (Outcome.FAILED, "it ended without an outcome", "unexpected")
                 if chunk.kind.fills_slot:
                     slot = _slot_outcome(chunk, outcome, tainted=tainted)
                     if chunk.onward is None:

@@ -237,9 +237,6 @@ class TierEngine:
         self.paths.abandon(batch, "the chunk crashed")
         tainted = batch.is_pending or batch.is_quarantined
         for chunk in batch.chunks:
-            if chunk.result is None:
-                self.paths.complaints.crashed(RuntimeError("a chunk ended without an outcome"))
-                chunk.end(Outcome.FAILED, "unexpected RuntimeError", "unexpected")
             if chunk.pool is not None:
                 (chunk.pool.retire if tainted else chunk.pool.release)(chunk.slot)
         if tainted:

@@ -89,7 +89,7 @@ class Rule:
         self._rule.tiers[0].end(request.number)
 
     def computed(self, tokens: int, context_tokens: int, seconds: float) -> None:
-        if tokens >= 64:  # as vllm.step_clock does
+        if tokens >= 64:  # as load_decision.PrefillSpeed does
             self._rule.prefill.observe(tokens, max(seconds - _BASE_S, 0.1 * seconds), context_tokens)
 
 

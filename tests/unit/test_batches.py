@@ -311,6 +311,47 @@ def test_a_refused_chunk_gives_its_slot_back_at_once(make: Make, tmp_path: Path)
     assert (outcomes[5], outcomes.count(FAILED)) == (FAILED, 2)
 
 
+def test_direct_loads_go_through_staging_until_the_last_late_one_has_ended(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where those that end earlier part from it, which does not make it any younger."""
+    clock, mover = Clock(), FaultyMover(CopyMover())
+    rig = make("direct_blocks", mover, link=tree(tmp_path / "t"), clock=clock, load_timeout_s=1e9)
+    plan, in_flight = rig.engine.paths.link_memory.plans[0], rig.engine.in_flight
+    chunks, wanted = [rig.chunk(n, blocks_of(n)) for n in range(3)], rig.bytes_of(range(12))
+    assert rig.store(1, chunks) == (OK,) * 3
+    rig.wipe()
+    mover.script = [Fault(number, FaultKind.LATE, op=Op.READ, amount=10**9) for number in range(6)]
+    rig.engine.submit_load(2, chunks)
+    until(lambda: mover.submitted.count(Op.READ) == 6)
+    transfers = rig.engine._batches[0].transfers
+
+    def part(number: int, arrives_s: float, parts_s: float) -> None:
+        """A chunk arrives, and goes on without the others later."""
+        clock.now_s = 1000.0 + arrives_s
+        for transfer in transfers[2 * number : 2 * number + 2]:
+            transfer.polls_left = 0
+        until(lambda: rig.engine._batches[0].parts_s is not None)
+        clock.now_s = 1000.0 + parts_s
+        until(lambda: in_flight.chunks == 2 - number)
+
+    try:
+        part(0, 10.0, 20.0)
+        assert plan.path == "direct"
+        clock.now_s = 1000.0 + 30.0
+        until(lambda: plan.path == plan.packed)
+        part(1, 40.0, 70.0)
+        assert plan.path == plan.packed
+        assert rig.load(3, chunks[:1]) == (OK,)
+    finally:
+        for transfer in transfers:
+            transfer.polls_left = 0
+    assert rig.collect(2).outcomes == (OK,) * 3
+    assert rig.bytes_of(range(12)) == wanted
+    assert plan.path == "direct"
+    assert ["A load into KV blocks" in record.message for record in caplog.records] == [True], "once, parted or not"
+
+
 def test_nothing_is_gathered_again_once_the_blocks_are_released(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write fails, and so does undoing it: the store must not begin anew with blocks of a new owner."""
     rig = make()

@@ -199,6 +199,12 @@ def test_a_chunk_has_the_gravest_outcome_of_its_shards_and_without_any_it_is_the
     assert (rank.told().outcomes, rank.tickets()) == ((OK, OK), {3: (OK, OK)})
 
 
+def test_a_chunk_whose_batch_forgot_it_fails(rank: Rank) -> None:
+    rank.submit_load(1, [chunk(1)])
+    rank.complete(rank.file.take())
+    assert causes_of(rank.told()) == ((FAILED, "unexpected", 1),)
+
+
 def test_of_a_refused_job_nothing_is_done(rank: Rank) -> None:
     refused = FAILED, "its numbers do not fit"
     rank.submit_load(1, [chunk(1, host=1), chunk(2, GONE)], promotion_ticket=9, refused=refused)
@@ -269,7 +275,23 @@ def test_what_is_told_of_host_slots(
     assert rank.tickets() == {1: (slot,)}
 
 
-# -- waiting ---------------------------------------------------------------------------------------------------------
+# -- time limits and waiting -----------------------------------------------------------------------------------------
+
+
+def test_loads_that_take_too_long_fail_unless_their_blocks_are_being_written(rank: Rank) -> None:
+    rank.submit_load(1, [chunk(number) for number in range(3)])
+    (moving,), (writing,) = rank.file.take(Lane.LOAD, 1), rank.file.take(Lane.LOAD, 1)
+    rank.advance([writing], ChunkState.SCATTER)
+    rank.now_s += LOAD_TIMEOUT_S - 0.5
+    rank.submit_load(2, [chunk(8)])
+    assert rank.finished() == []
+    rank.now_s += 1.0
+    assert rank.finished() == [], "vLLM would take back blocks that are still written"
+    assert rank.advance([moving], ChunkState.SCATTER) == [False]
+    end(writing, OK)
+    told = rank.told()
+    assert (told.job_id, told.outcomes, causes_of(told)) == (1, (FAILED, OK, FAILED), ((FAILED, "timeout", 2),))
+    assert numbers(rank.file.take(Lane.LOAD)) == [8]
 
 
 @pytest.mark.parametrize("by", ["an end", "the clock"])
@@ -325,6 +347,18 @@ def test_wait_drops_what_has_not_begun_in_the_tiers_of_its_jobs_and_nothing_else
     rank.wait([1, 3, 77], 5.0)
     assert rank.ended() == {1: (DROPPED, DROPPED), 3: (DROPPED,)}
     assert numbers(rank.file.run()) == [3]
+
+
+def test_wait_has_one_limit_for_all_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "WAIT_LIMIT_S", 1.0)
+    rank = Rank(runs=True)
+    rank.submit_load(1, [chunk(1, FILE), chunk(2, BUCKET)])
+    for engine in rank.engines:
+        engine.take()
+    began_s = time.monotonic()
+    rank.wait([1])
+    assert 1.0 <= time.monotonic() - began_s < 2.0
+    assert rank.told().outcomes == (FAILED, FAILED)
 
 
 # -- moves between two farther tiers ---------------------------------------------------------------------------------
