@@ -138,6 +138,11 @@ def tree(path: Path, **fields: Any) -> Medium:
 
 
 def bucket(server: RcloneServer, mover: str, *, prefix: str = "team/kv", **fields: Any) -> Medium:
-    """Return a bucket, reached by ``mover``."""
+    """Return a bucket, reached by ``mover``.
+
+    With the last object below a prefix rclone deletes its directory, and forgets what others put there at that moment:
+    a rank that deletes its probe would hide another's. So one object stays.
+    """
+    server.write(f"{prefix}/keeper", b"")
     tier = server.tier(prefix, mover=mover, **{"lookup": REMEMBERING, **fields})
     return Medium(mover, tier, server.directory / prefix, server.environment, server.forget)
