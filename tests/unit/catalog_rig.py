@@ -1,6 +1,6 @@
-"""What tests of the catalog over several tiers share: memory, slab and bucket with their real books, and no bytes.
+"""The rig of tests of the catalog over several tiers: memory, slab and bucket with real indexes, but no bytes.
 
-The bucket's tier is real as well; its store is a dictionary (see ``shared_rig``).
+The bucket's tier is real too; its store is a dictionary (see ``shared_rig``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def keys(*numbers: int) -> list[Key]:
 
 
 class Chain:
-    """A catalog over memory, slab and bucket, driven as the scheduler drives it. ``file_slots`` 0: without a slab.
+    """A catalog over memory, slab and bucket, driven as by the scheduler. ``file_slots`` 0: no slab.
     ``large``: chunks that take two slots.
     """
 
@@ -82,7 +82,7 @@ class Chain:
         self.written: Counter[int] = Counter()
         """Chunks written through, by target."""
         self.open: dict[int, int] = {}
-        """Ticket -> how many keys: what no rank has reported yet."""
+        """Ticket -> number of keys, for tickets that no rank has reported yet."""
 
     def _memory(self, slots: int) -> MemoryTier:
         return MemoryTier(MEMORY, MemoryPlace((b"n" * 32,), slots * SLOT), self._allocator(slots))
@@ -128,7 +128,7 @@ class Chain:
         failed: Mapping[int, Outcome] | None = None,
         promoted: Outcome = Outcome.OK,
     ) -> None:
-        """Load ``numbers``, and let all their promotions end in the same way."""
+        """Load ``numbers``, and end all their promotions with the same outcome."""
         grant = self.catalog.prepare_load(keys(*numbers), self.now_s)
         self.report(grant.ticket, failed)
         if grant.promotion_ticket:
@@ -144,7 +144,7 @@ class Chain:
         return grants
 
     def report(self, ticket: int, failed: Mapping[int, Outcome] | None = None) -> Settled:
-        """Let all ranks say the same of a ticket."""
+        """Report the same outcome of a ticket from all ranks."""
         self.open.pop(ticket, None)
         settled = self.catalog.report(ticket, self.world_size, failed or {}, self.now_s)
         assert settled is not None
@@ -156,7 +156,7 @@ class Chain:
     def write_through(
         self, outcome: Outcome = Outcome.OK, to: Collection[int] = (FILE, BUCKET)
     ) -> list[tuple[Key, int, int]]:
-        """Begin pending writes and let them end so; return key, source and target of each write to the tiers ``to``."""
+        """Begin pending writes and end them like this; return key, source and target of each write to tiers ``to``."""
         writes = []
         for grant in self.begin():
             if grant.targets[0].tier not in to:
@@ -184,16 +184,16 @@ class Chain:
         return sum(tier.state(key) is State.READY and tier._index.pins(key) > 0 for key in tier._index)
 
     def held(self) -> int:
-        """Return how many chunks somebody holds, in any tier."""
+        """Return how many chunks are in use, in all tiers."""
         return sum(tier._index.held if isinstance(tier, SlotTier) else tier._presence.held for tier in self.tiers)
 
     def told(self, target: int) -> dict[str, int]:
-        """Return what has become of writes to a tier."""
+        """Return the outcomes of writes to a tier."""
         failed = {str(how[-1]): count for how, count in self.catalog.counts.items() if how[1:-1] == (target,)}
         return failed | ({"ok": self.written[target]} if self.written[target] else {})
 
     def come_to_rest(self, others: Iterable[int] = ()) -> None:
-        """Report all that is open, let time pass, and check that nothing is left of it."""
+        """Report all open tickets, let time pass, and check that nothing is held any more."""
         for ticket in [*self.open, *others]:
             self.catalog.report(ticket, self.world_size, {}, self.now_s)
         for _ in range(20):
@@ -223,7 +223,7 @@ MakeChain = Callable[..., Chain]
 
 @contextmanager
 def chains(path: Path, *, at_rest: Callable[[Chain], None] = Chain.come_to_rest) -> Iterator[MakeChain]:
-    """Give a maker of chains; each comes to rest at the end, with nothing left in anybody's hands, and is closed."""
+    """Yield a maker of chains. At the end each comes to rest, holds nothing, and is closed."""
     with ExitStack() as made:
 
         def make(**arguments: Any) -> Chain:

@@ -31,7 +31,7 @@ from tests.unit.engine_rig import CHUNK_BLOCKS, DEADLINE_S, NAMESPACE, SHAPES, C
 from tests.unit.rank_rig import TestedRank
 
 MEMORY, FILE, BUCKET = 0, 1, 2
-"""Positions in the chain: host memory, and two farther tiers, both of them slabs here."""
+"""Positions in the chain: host memory and two farther tiers, which are slabs here."""
 SLOTS = 32
 
 
@@ -73,7 +73,7 @@ class ChainRig(Driven):
         slab_class: type[SlabFile] = SlabFile,
         **options: Any,
     ) -> ChainRig:
-        """``movers``: of the farther tiers, as far as they are not to be plain ones. ``present``: which of them are."""
+        """``movers``: by farther tier, if not a plain one. ``present``: which farther tiers exist."""
         shape = SHAPES[shape] if isinstance(shape, str) else shape
         tensors, kv, layout = kv_cache(shape, seed)
         slot_bytes = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
@@ -100,7 +100,7 @@ class ChainRig(Driven):
             extent = align_up(slot_bytes * 4, 65536)
             slab = slab_class(directory / f"tier{tier}" / "rank.slab", extent * SLOTS // 4, extent, direct_io=True)
             slab.open()
-            # What was never written reads as zeros, not as the file's end.
+            # Unwritten bytes read as zeros, not as the end of the file.
             deque(SlabFile.ensure(slab, 0, slab.rank_bytes), 0)
             slabs.append(slab)
             engine = LinkEngine(
@@ -148,8 +148,8 @@ class ChainRig(Driven):
         return make_move(self.key(number, group), group, *places, memory=MEMORY)
 
     def image(self, number: int, group: int = 0, first: int = 0) -> npt.NDArray[np.uint8]:
-        """The image of a chunk full of noise that ``number`` decides, made by the format alone; blocks before ``first``
-        are not there.
+        """The image of a chunk of noise, seeded by ``number`` and made by the format alone. Blocks before ``first`` are
+        absent.
         """
         block_bytes = self.layout.groups[group].block_bytes
         image = np.zeros(self.layout.slot_bytes(group), dtype=np.uint8)
@@ -160,7 +160,7 @@ class ChainRig(Driven):
         return image
 
     def host_bytes(self, slot: int, group: int = 0) -> npt.NDArray[np.uint8]:
-        """What lies in a slot of the memory tier: a view."""
+        """A view of a slot of the memory tier."""
         return self.host.slot(slot * self.slot_bytes, self.layout.slot_bytes(group)).memory
 
     def fill_host(self, number: int, group: int = 0, first: int = 0) -> None:
@@ -171,19 +171,19 @@ class ChainRig(Driven):
         return self.slabs[tier - 1].path
 
     def stored(self, tier: int, number: int, group: int = 0) -> npt.NDArray[np.uint8]:
-        """What lies in slot ``number`` of a farther tier, read from its file."""
+        """The bytes in slot ``number`` of a farther tier, read from its file."""
         raw = self.path(tier).read_bytes()[number * self.slot_bytes :][: self.layout.slot_bytes(group)]
         return np.frombuffer(raw, dtype=np.uint8)
 
     def put(self, tier: int, number: int, image: npt.NDArray[np.uint8] | None = None) -> None:
-        """Write an image (that of the chunk) to slot ``number`` of a farther tier, past the engine."""
+        """Write an image (by default the chunk's) to slot ``number`` of a farther tier, without the engine."""
         deque(SlabFile.ensure(self.slabs[tier - 1], number * self.slot_bytes, self.slot_bytes), 0)
         with self.path(tier).open("r+b") as file:
             file.seek(number * self.slot_bytes)
             file.write((self.image(number) if image is None else image).tobytes())
 
     def blocks(self, ids: Sequence[int], group: int = 0) -> npt.NDArray[np.uint8]:
-        """What lies in KV blocks, as rows of a payload."""
+        """The bytes in KV blocks, as rows of a payload."""
         columns = [
             self.kv[tensor][list(ids), offset : offset + length]
             for tensor, offset, length in self.shape.groups[group].refs
@@ -223,7 +223,7 @@ class ChainRig(Driven):
 
 
 def chain_rigs(tmp_path: Path) -> Iterator[Callable[..., ChainRig]]:
-    """A fixture: makes rigs, and closes them when nothing hangs any more."""
+    """A fixture that makes rigs, and closes them once nothing hangs."""
     made: list[ChainRig] = []
 
     def build(*movers: Mover, **options: Any) -> ChainRig:

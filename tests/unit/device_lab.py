@@ -1,4 +1,4 @@
-"""Makes engines over one emulated device, and ends them in the right order: what tests of the device's ways share.
+"""The rig of tests of transfers with a device: makes engines over one emulated device, and ends them in order.
 
 Threading: the test's thread. Ownership: the lab closes its rigs, then the streams.
 """
@@ -30,7 +30,7 @@ class Lab:
     def make(
         self, mover: Mover | None = None, shape: str | KVShape = "lbhnc", way: Way = "device", **options: Any
     ) -> DeviceRig:
-        """See ``DeviceRig.make``. The mover is the lab's to close; None makes one that takes any memory."""
+        """See ``DeviceRig.make``. The lab closes the mover; None makes one that takes any memory."""
         model = self.streams.compute.run
         rig = DeviceRig.make(
             self.directory, emulated(self.streams), model, mover or DeviceCopyMover(), shape, way, **options
@@ -39,7 +39,7 @@ class Lab:
         return rig
 
     def close(self) -> None:
-        """Let go of whatever hangs, then close all."""
+        """Release everything that hangs, then close all."""
         for rig in self.rigs:
             if isinstance(rig.mover, FaultyMover):
                 rig.mover.release()

@@ -1,5 +1,5 @@
-"""A device for tests, in host memory: streams that work on threads of their own, fences that come when they come, and
-gates by which a test holds a stream up.
+"""A device for tests, in host memory: streams that work on threads of their own, their fences, and gates by which a
+test holds up a stream.
 
 Threading: ``run``, ``wait`` and ``record`` from any one thread per stream, as for a real one; gates and ``close`` by
 the test. As on CUDA, a stream whose work has raised does nothing more, and its fences raise, until ``synchronize``
@@ -22,11 +22,11 @@ from nixl_offload.movers.base import MemoryKind
 
 T = TypeVar("T")
 LIMIT_S = 20.0
-"""What takes longer hangs: nothing here does anything large."""
+"""Work that takes longer hangs; all work here is small."""
 
 
 class ThreadedFence:
-    """Passed when its stream gets there."""
+    """Done when its stream reaches it."""
 
     def __init__(self, stream: ThreadedStream) -> None:
         self.passed = threading.Event()
@@ -34,7 +34,7 @@ class ThreadedFence:
         self._stream = stream
 
     def done(self) -> bool:
-        """See Fence. Raises what the stream's work had raised before."""
+        """See Fence. Raises the error that the stream's work raised before it."""
         if not self.passed.is_set():
             return False
         if self.error is not None:
@@ -52,7 +52,7 @@ class ThreadedStream:
         self._gates: list[threading.Event] = []
         self._error: BaseException | None = None
         self.is_told = True
-        """Whether a fence, or ``synchronize``, has raised the error that there is."""
+        """Whether a fence or ``synchronize`` has raised the error."""
         self._thread = threading.Thread(target=self._main, name=f"device-{name}", daemon=True)
         self._thread.start()
 
@@ -81,7 +81,7 @@ class ThreadedStream:
         return fence
 
     def synchronize(self) -> None:
-        """Raises, once, what the work raised."""
+        """Wait for all work. Raises the work's error, once."""
         _await(self.record().passed)
         error, self._error = self._error, None
         self.is_told = True
@@ -90,7 +90,7 @@ class ThreadedStream:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold up what is queued from here on, until the block ends. What was queued before is done when it begins."""
+        """Hold up work that is queued within the block until it ends. Earlier work is done when the block begins."""
         gate, reached = threading.Event(), threading.Event()
         self._gates.append(gate)
 
@@ -106,7 +106,7 @@ class ThreadedStream:
             gate.set()
 
     def close(self) -> None:
-        """Open all gates, do what is queued, and end the thread. Raises an error that nobody was told of."""
+        """Open all gates, finish the queued work, and end the thread. Raises an error that was never raised."""
         for gate in self._gates:
             gate.set()
         self._queue.put(None)
@@ -130,7 +130,7 @@ class ThreadedStreams:
 
     def __init__(self) -> None:
         self.made: list[ThreadedStream] = []
-        """In the order in which they were asked for; the first is the model's."""
+        """In the order of their creation; the first is the model's."""
         self.compute = self.new()
 
     def compute_fence(self) -> ThreadedFence:
@@ -153,7 +153,7 @@ class ThreadedStreams:
 
 
 def emulated(streams: ThreadedStreams) -> Device:
-    """Host memory in the part of a device's."""
+    """Host memory that plays device memory."""
     return Device(torch.device("cpu"), MemoryKind.VRAM, streams)
 
 
@@ -166,7 +166,7 @@ def settled(fence: Fence) -> None:
 
 
 def at_once(steps: Generator[None, None, T]) -> T:
-    """Return what ``steps`` return; they have nothing to wait for."""
+    """Return the result of ``steps``, which must not wait."""
     try:
         next(steps)
     except StopIteration as stop:

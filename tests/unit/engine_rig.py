@@ -34,7 +34,7 @@ DEADLINE_S = 20.0
 
 
 class Clock:
-    """Real time plus what the test adds."""
+    """Real time plus the time that the test adds."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -44,7 +44,7 @@ class Clock:
 
 
 class RaisingMover(FaultyMover):
-    """Breaks the contract on cue: ``poll`` raises ``error`` while it is set."""
+    """Breaks the contract on demand: ``poll`` raises ``error`` while it is set."""
 
     error: BaseException | None = None
 
@@ -108,7 +108,7 @@ def kv_cache(shape: Shape, seed: int) -> tuple[list[torch.Tensor], list[npt.NDAr
 
 
 class Driven:
-    """What rigs of one engine have in common: a KV cache, a tier's slots, and jobs that are waited for."""
+    """The base of rigs of one engine: a KV cache, a tier's slots, and jobs to wait for."""
 
     shape: Any
     kv: list[npt.NDArray[np.uint8]]
@@ -130,12 +130,12 @@ class Driven:
     def chunk(
         self, number: int, blocks: Iterable[int], *, group: int = 0, first: int = 0, slot: int | None = None
     ) -> Chunk:
-        """Chunk ``number`` rests in slot ``number`` unless told otherwise."""
+        """Chunk ``number`` rests in slot ``number`` by default."""
         location = self.location(number if slot is None else slot)
         return Chunk(self.key(number, group), location, group, np.array(list(blocks), dtype=np.int32), first)
 
     def bytes_of(self, blocks: Sequence[int], group: int = 0) -> bytes:
-        """What the payload of these blocks must be."""
+        """The expected payload of these blocks."""
         return b"".join(
             self.kv[run.tensor_index][block, run.page_offset : run.page_offset + run.length].tobytes()
             for block in blocks
@@ -147,7 +147,7 @@ class Driven:
             rows[:] = value
 
     def poll(self) -> None:
-        """Take what has ended; a job that shows up twice is an error."""
+        """Take ended jobs. A job that ends twice is an error."""
         for result in self.engine.finished():
             assert result.job_id not in self.results, f"job {result.job_id} ended twice"
             self.results[result.job_id] = result
@@ -236,7 +236,7 @@ def until(condition: Any, timeout_s: float = DEADLINE_S) -> None:
 
 @contextmanager
 def open_rigs(directory: Path, **defaults: Any) -> Iterator[Callable[..., Rig]]:
-    """Gives a function that makes rigs; closes them when nothing hangs any more."""
+    """Yield a function that makes rigs, and close them once nothing hangs."""
     made: list[Rig] = []
 
     def build(*args: Any, **options: Any) -> Rig:

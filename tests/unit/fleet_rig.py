@@ -42,7 +42,7 @@ def key(number: int) -> Key:
 
 
 def content(number: int, head: int) -> np.ndarray:
-    """What chunk ``number`` holds of a head: shape (CHUNK_BLOCKS, LAYERS, HEAD_BYTES)."""
+    """The content of one head of chunk ``number``: shape (CHUNK_BLOCKS, LAYERS, HEAD_BYTES)."""
     rng = np.random.default_rng((number, head))
     return rng.integers(0, 256, (CHUNK_BLOCKS, LAYERS, HEAD_BYTES), dtype=np.uint8)
 
@@ -75,7 +75,7 @@ class RankRig:
         """
         (group,) = plan.groups
         self.offsets: dict[int, int] = {}
-        """Of chunks in the slab, where they do not lie one after the other."""
+        """Offsets of chunks in the slab, if they are not consecutive."""
         each = heads // group.head_ranges
         self.heads = [number * each + head for number in group.held_by(rank % group.ranks) for head in range(each)]
         ranges = [layers_in(plan.layers, number) for number in plan.ranges(rank, 0)]
@@ -163,7 +163,7 @@ class RankRig:
         )
 
     def _content(self, number: int, head: int) -> np.ndarray:
-        """Of this rank's layers, the first axis."""
+        """The content of this rank's layers, which are the first axis."""
         return content(number, head).transpose(1, 0, 2)[self.layers]
 
     def wipe(self) -> None:
@@ -174,7 +174,7 @@ class RankRig:
         return Location(tier, 0 if tier == TREE else offset, self.slot_bytes)
 
     def blocks(self, numbers: Iterable[int], first: int = 0) -> Any:
-        """The blocks of chunks, of the first one without those before ``first``; as vLLM's job has them."""
+        """The blocks of chunks, without those before ``first`` of the first chunk; in the order of vLLM's job."""
         ids = [block for number in numbers for block in range(number * CHUNK_BLOCKS, (number + 1) * CHUNK_BLOCKS)]
         return SimpleNamespace(block_ids=ids[first:], group_sizes=[len(ids) - first], block_indices=[first])
 
@@ -190,7 +190,7 @@ class RankRig:
         return job
 
     def load(self, numbers: Sequence[int], tier: int, *, first: int = 0, promote: bool = False) -> tuple[Outcome, ...]:
-        """``first``: of each chunk, the first block that is wanted."""
+        """``first``: the first wanted block of each chunk."""
         jobs = []
         for each in ([number] for number in numbers) if first else [numbers]:
             job, number = next(self._numbers), next(self._numbers) if promote else 0
@@ -241,13 +241,13 @@ class RankRig:
 
 
 def bounds(stages: Sequence[int]) -> list[tuple[int, int]]:
-    """Where stages of so many layers begin and end."""
+    """Begin and end of stages with these numbers of layers."""
     ends = list(accumulate(stages))
     return list(zip([0, *ends], ends, strict=False))
 
 
 class EngineRig:
-    """All ranks of an engine, which are told the same."""
+    """All ranks of an engine; each call goes to all of them."""
 
     def __init__(
         self,
@@ -288,7 +288,7 @@ class EngineRig:
 
 
 def ok(outcomes: Sequence[tuple[Outcome, ...]]) -> bool:
-    """Whether all is well on all ranks."""
+    """Whether all outcomes are OK on all ranks."""
     return all(outcome is Outcome.OK for rank in outcomes for outcome in rank)
 
 

@@ -1,6 +1,6 @@
-"""What somebody who can write to a bucket or a shared directory, and lacks the key, can make of what is stored there.
+"""Attacks by somebody who can write to a bucket or a shared directory but lacks the key.
 
-They read all that is stored, know the format, and compute every checksum. An attack is a function of what they have.
+They can read everything stored, know the format, and compute every checksum. An attack is a function of a ``Loot``.
 Threading: pure functions.
 """
 
@@ -22,23 +22,23 @@ NAMESPACE, GROUP, BLOCKS, FIRST, BLOCK_BYTES, CREATED, KEY = 16, 48, 52, 54, 56,
 """Offsets of fields in a header page, of docs/format.md."""
 PAGE: Final = 4096
 PROMISED_BYTES: Final = 2 << 30
-"""What a forged header says that its blocks have: a machine has so much, so taking it would go well, and be noticed."""
+"""The bytes that a forged header claims. A machine has this much memory, so allocating it would work, and show."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loot:
-    """What the attacker has: whole shards, as they were stored."""
+    """The attacker's material: whole shards, as they were stored."""
 
     target: bytes
     """The shard to be forged: of one key, rank and namespace."""
     other_key: bytes
     other_namespace: bytes
     other_rank: bytes
-    """Of the same size, all of them stored by servers with the key."""
+    """Shards of the same size, stored by servers with the key."""
     retired: bytes
-    """The target's, signed by a key that is not in the file any more."""
+    """The target, signed by a key that is no longer in the file."""
     unsigned: bytes
-    """The target's, by a server without ``authenticate``."""
+    """The target, stored by a server without ``authenticate``."""
     attackers_key: bytes
     random: random.Random
 
@@ -81,7 +81,7 @@ def _signed(loot: Loot, image: bytearray) -> bytes:
 
 
 def promising(image: bytes) -> bytes:
-    """Return a shard whose header says that its blocks have ``PROMISED_BYTES``, its own checksum right."""
+    """Return a shard whose header claims ``PROMISED_BYTES`` of blocks, with a correct checksum of its own."""
     made = bytearray(image)
     (blocks,) = struct.unpack_from("<H", made, BLOCKS)
     struct.pack_into("<QQ", made, BLOCK_BYTES, PROMISED_BYTES // blocks, PROMISED_BYTES // blocks * blocks)
@@ -158,7 +158,7 @@ FORGERIES: Final[dict[str, Attack]] = {
     "another rank's that says it is this one's": lambda loot: sealed(_retagged(loot, loot.other_rank)),
     "two blocks changed places, with their checksums": _permuted,
 }
-"""What a server without ``authenticate`` takes for what it asked for, and has other bytes."""
+"""Attacks that fool a server without ``authenticate``: it takes other bytes for the chunk."""
 REFUSED: Final[dict[str, Attack]] = {
     **FORGERIES,
     "the right payload without a MAC": lambda loot: loot.unsigned,

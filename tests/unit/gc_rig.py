@@ -1,4 +1,4 @@
-"""What tests of ``nixl-offload gc`` share: namespaces with real manifests, filled through any store."""
+"""The rig of tests of ``nixl-offload gc``: namespaces with real manifests, filled through any store."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def put_chunk(store: Store, namespace: Namespace, number: int, size_bytes: int =
 
 
 def put_manifest(store: Store, namespace: Namespace) -> str:
-    """Write it as servers do."""
+    """Write a manifest as servers do."""
     write_manifest(namespace, time.time, store)
     return manifest_name(namespace.name)

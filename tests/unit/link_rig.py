@@ -1,4 +1,4 @@
-"""What link tests build their rigs of: a shared directory, and objects kept as files, behind a real mover."""
+"""Parts of the rigs of link tests: a shared directory, and objects kept as files, with a real mover."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def shards(root: Path) -> list[Path]:
 
 
 def drafts(root: Path) -> list[Path]:
-    """Whatever a write left behind."""
+    """Drafts that writes have left."""
     return sorted(root.rglob(".*"))
 
 
 class ObjectFiles(CopyMover):
-    """Objects as files of a flat directory, written whole; says when one is missing."""
+    """Objects as files of a flat directory, written whole; reports missing ones."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(name="objects")
@@ -66,7 +66,7 @@ class ObjectFiles(CopyMover):
         self.reads: dict[Transfer, FileId] = {}
 
     def open_object(self, name: str, length_bytes: int) -> FileId:
-        """See Mover. An empty file is an object that is not there."""
+        """See Mover. An empty file stands for a missing object."""
         self._check_usable()
         path = self.directory / name.replace("/", "_")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -98,7 +98,7 @@ class ObjectFiles(CopyMover):
 
 
 class Watched(FaultyMover):
-    """Notes every transfer that is started on memory which another, not final, still owns."""
+    """Records every transfer that starts on memory which another unfinished transfer still owns."""
 
     def __init__(self, mover: Mover) -> None:
         super().__init__(mover)

@@ -1,5 +1,5 @@
-"""A memory tier for tests: KV tensors of every layout, a host slab, a ``MemoryEngine``; and a packer whose copies end
-when the test says so, as those of a device do.
+"""A memory tier for tests: KV tensors of every layout, a host slab, a ``MemoryEngine``. Also a packer whose copies are
+asynchronous, as on a device, and end when the test says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.unit.rank_rig import Alone
 
 @dataclass
 class SlowFence:
-    """A copy on a device: it happens when ``go`` is called, long after it was queued."""
+    """A copy on a device: it happens when ``go`` is called."""
 
     copy: Any
     packer: SlowPacker
@@ -56,7 +56,7 @@ class SlowPacker(HostPacker):
         self.fences: list[SlowFence] = []
         self.broken: set[int] = set()
         self.released = False
-        """Nothing is copied any more, and every fence is done: for the end of a test."""
+        """For the end of a test: nothing is copied any more, and every fence is done."""
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> SlowFence:
         return self._queue(super().gather_many, group, parts, fence)
@@ -96,7 +96,7 @@ class MemoryRig(Driven):
         seed: int = 1,
         **options: Any,
     ) -> MemoryRig:
-        """``host``: the slab of an earlier rig, with what lies in it. ``slow``: with a ``SlowPacker``."""
+        """``host``: the slab of an earlier rig, with its chunks. ``slow``: with a ``SlowPacker``."""
         tensors, kv, layout = kv_cache(SHAPES[shape], seed)
         slot_bytes = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
         if host is None:
@@ -111,7 +111,7 @@ class MemoryRig(Driven):
 
     @property
     def fences(self) -> list[SlowFence]:
-        """The copies that a slow packer was asked for, in their order."""
+        """The copies of a slow packer, in the order of the calls."""
         assert self.packer is not None
         return self.packer.fences
 

@@ -1,4 +1,4 @@
-"""A rank as tests ask it: chunks may be submitted again, and a rank of one tier answers for that tier's engine."""
+"""Ranks for tests: chunks may be submitted again, and a rank of one tier also has the interface of its engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nixl_offload.engine.streams import READY, Fence
 from nixl_offload.types import Outcome
 
 PROMOTED = 1_000_000
-"""What a job's number and its promotions' ticket differ by, in a rank of one tier."""
+"""In a rank of one tier, the ticket of a job's promotions is the job's number plus this."""
 
 
 class TestedRank(RankEngine):
@@ -64,12 +64,12 @@ class TestedRank(RankEngine):
 
 
 class Alone(TestedRank):
-    """A rank of one tier. What it does not know, its engine is asked."""
+    """A rank of one tier. Attributes that it lacks are its engine's."""
 
     def __init__(self, make: Callable[..., TierEngine], tier: int = 0, **options: Any) -> None:
         super().__init__(tier + 1, **options)
         self.promotions: dict[int, tuple[Outcome, ...]] = {}
-        """What became of host slots, by the job that was to fill them."""
+        """Outcomes of host slots, by the job that was to fill them."""
         self.tier = make(table=self)
         self.join(tier, self.tier)
 
@@ -94,5 +94,5 @@ class Alone(TestedRank):
 
 
 def causes_of(done: Completion) -> tuple[tuple[Outcome, str, int], ...]:
-    """What did not end well, why in one word, and of how many chunks; over all tiers."""
+    """Outcomes other than OK, their causes and their numbers of chunks; over all tiers."""
     return tuple((*why, count) for share in done.shares for why, count in share.failures.items())

@@ -1,7 +1,7 @@
-"""What tests of shared tiers share: a store in memory that counts, delays, fails and hangs on demand, and a tier on it.
+"""The rig of tests of shared tiers: a store in memory that counts, delays, fails and hangs on demand, and its tier.
 
-The store is no stand-in for a bucket (tests/s3 has real ones): it makes exact what a server cannot, such as which
-question is out at which moment.
+The store is not a model of a bucket (tests/s3 has real ones). It gives tests control that a server cannot, such as
+which question is unanswered at which moment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nixl_offload.types import Key, Lookup, LookupContext, key_group
 
 SLOT = 8192
 WAIT_S = 20.0
-"""Longer than anything takes that works."""
+"""A time limit; whatever works ends sooner."""
 
 
 class MemoryStore(Store):
@@ -32,7 +32,7 @@ class MemoryStore(Store):
 
     def __init__(self) -> None:
         self.objects: dict[str, tuple[int, float]] = {}
-        """Name -> size, time of modification."""
+        """Name -> size, modification time."""
         self.calls: list[tuple[str, str]] = []
         self.before: Callable[[str, str], None] = lambda operation, name: None
         self.most_at_once = 0
@@ -41,11 +41,11 @@ class MemoryStore(Store):
         self._lock = threading.Lock()
 
     def names(self, operation: str) -> list[str]:
-        """Return what ``operation`` was asked for, in order; shards only."""
+        """Return the shards that ``operation`` was called with, in order."""
         return [name for called, name in self.calls if called == operation and "manifest" not in name]
 
     def put(self, name: str, size_bytes: int = SLOT, age_s: float = 0.0) -> None:
-        """Put an object there behind everybody's back."""
+        """Put an object there directly, without a tier."""
         self.objects[name] = (size_bytes, time.time() - age_s)
 
     def head(self, name: str) -> ObjectInfo | None:
@@ -90,12 +90,12 @@ class MemoryStore(Store):
 
 
 def refuse(operation: str, name: str) -> None:
-    """As ``before``: the server is gone."""
+    """For ``before``: the server is gone."""
     raise StoreError(f"{operation} {name}: connection refused", cause="unreachable")
 
 
 class Gate:
-    """As ``before``: holds every call back until it is opened."""
+    """For ``before``: holds every call until the gate is opened."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -110,7 +110,7 @@ class Gate:
 def namespace_of(
     world_size: int = 1, tenant: str = "default", sizes: Sequence[tuple[int, ...]] | None = None
 ) -> Namespace:
-    """Return a plausible namespace with two groups. ``sizes``: by group, of each rank's shards; None: all the same."""
+    """Return a plausible namespace with two groups. ``sizes``: each rank's shard bytes, by group; None: all equal."""
     groups = tuple(GroupFields(n, 16, of) for n, of in enumerate(sizes or [(SLOT,) * world_size] * 2))
     return make_namespace(
         NamespaceFields(
@@ -150,12 +150,12 @@ def keys_of(count: int, first: int = 0, group: int = 0) -> list[Key]:
 
 
 def options(**changes: object) -> LookupOptions:
-    """Return lookup options that wait long, unless told otherwise."""
+    """Return lookup options with a long timeout by default."""
     return LookupOptions.model_validate({"timeout": "20s", "present_for": "10m", "absent_for": "10s", **changes})
 
 
 class Rig:
-    """One server's tier over a store, driven as vLLM drives it: lookups, then the end of the step."""
+    """One server's tier over a store, driven as by vLLM: lookups, then the end of the step."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Rig:
         self.store = store
         self.namespace = namespace or namespace_of(world_size)
         self.ahead_s = 0.0
-        """How far this rig's clocks are ahead of the real ones."""
+        """Seconds by which this rig's clocks are ahead of the real ones."""
         self.tier = SharedTier(
             0,
             store,
@@ -193,7 +193,7 @@ class Rig:
         return [shard_name(self.namespace.name, key, rank) for rank in self.namespace.holders(key_group(key))]
 
     def ask(self, request: str, keys: Sequence[Key], end_tokens: Iterable[int | None] | None = None) -> list[Lookup]:
-        """Look keys up as a prefix scan does: on after RETRY, no further after MISS."""
+        """Look keys up as a prefix scan does: go on after RETRY, stop at a MISS."""
         answers = []
         ends = range(16, 16 * len(keys) + 16, 16) if end_tokens is None else end_tokens
         now_s = self.now()
@@ -231,7 +231,7 @@ class Rig:
         return None if deferred else run
 
     def wait_for(self, what: Callable[[], int | None], wait_s: float = WAIT_S) -> int:
-        """Step until ``what`` says something else than None, and return that."""
+        """Step until ``what`` returns something other than None, and return it."""
         deadline_s = time.monotonic() + wait_s
         while time.monotonic() < deadline_s:
             answer = what()
@@ -242,7 +242,7 @@ class Rig:
         raise AssertionError("no answer in time")
 
     def settle(self) -> None:
-        """Step until nothing is under way in the background."""
+        """Step until no background work is left."""
         self.flush()
         self.wait_for(lambda: None if self.tier._prober.is_busy or self.tier._prober._events else 1)
         self.flush()
@@ -250,7 +250,7 @@ class Rig:
     def put(
         self, *keys: Key, ranks: Iterable[int] | None = None, size_bytes: int | None = None, age_s: float = 0.0
     ) -> None:
-        """Let another server have stored ``keys``. ``size_bytes``: None, each rank's own."""
+        """Put ``keys`` into the store as another server would. ``size_bytes``: None for each rank's own size."""
         assert isinstance(self.store, MemoryStore)
         for key in keys:
             group = key_group(key)

@@ -1,4 +1,4 @@
-"""What tests of commands share: chunks as engines store them, in a slab, a tree or a bucket; and a command line."""
+"""The rig of tests of commands: chunks as engines store them, in a slab, a tree or a bucket; and a command line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SLOT_BYTES = slot_bytes(BLOCKS, BLOCK_BYTES)
 
 
 def stored_namespace(tenant: str = "blue", model: str = "org/blue") -> Namespace:
-    """A namespace whose manifest says the truth about the chunks of this rig."""
+    """A namespace whose manifest describes this rig's chunks."""
     fields = namespace_of(tenant, model).fields
     group = replace(fields.groups[0], slot_bytes=(SLOT_BYTES,) * RANKS)
     return make_namespace(replace(fields, blocks_per_chunk=BLOCKS, groups=(group,)))
@@ -61,7 +61,7 @@ def put_image(store: Store, space: Namespace, number: int) -> list[str]:
 
 
 class StoredSlab:
-    """A slab's directory with one namespace, and a config that names it. ``open`` is a server that runs."""
+    """A slab's directory with one namespace, and a config that names it. ``open`` acts as a running server."""
 
     def __init__(self, directory: Path) -> None:
         self.root, self.file = directory / "kv", directory / "kv.yaml"
@@ -142,13 +142,13 @@ class Tree:
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, int, int]]:
-    """What must not change by looking: names, sizes, times, inodes; times of reading left out."""
+    """The metadata that reading must not change: names, sizes, times except of access, inodes."""
     found = {str(path.relative_to(root)): path.stat() for path in sorted(root.rglob("*"))}
     return {name: (status.st_size, status.st_mtime_ns, status.st_ino) for name, status in found.items()}
 
 
 class Cli:
-    """Runs commands; keeps what they printed."""
+    """Runs commands and keeps their output."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys

@@ -53,7 +53,7 @@ def is_signed(image: bytes, block_bytes: int) -> bool:
 
 
 def test_batches_of_many_chunks(make: Make, tmp_path: Path) -> None:
-    """One of them is forged, and fails alone."""
+    """One chunk is forged, and only that one fails."""
     rig = make("per_layer", link=tree(tmp_path / "shared"), staging_slots=32)
     chunks = [rig.chunk(number, range(4 * number, 4 * number + 4)) for number in range(8)]
     assert rig.store(1, chunks) == (OK,) * 8
@@ -88,7 +88,7 @@ def test_verify_header_does_not_weaken_it(make: Make, tmp_path: Path) -> None:
 def test_on_a_device_chunks_go_through_host_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, shape: str, way: Way
 ) -> None:
-    """Whatever else was chosen, with a line that says why. The device sums as ever; the processor makes MACs."""
+    """The log says why. The device makes checksums as usual; the CPU makes MACs."""
     with open_lab(tmp_path) as lab:
         with caplog.at_level(logging.INFO, logger="nixl_offload.engine"):
             rig = lab.make(None, shape, way, keys=KEYS)
@@ -135,7 +135,7 @@ def stored_objects(tmp_path: Path) -> list[bytes]:
 
 
 def test_what_a_slab_without_macs_holds_is_signed_on_its_way(chain: ChainRig, tmp_path: Path) -> None:
-    """Through a relay slot, and promoted into memory before."""
+    """Through a relay slot, after a promotion into memory."""
     rig = chain
     for number in (1, 2):
         rig.put(FILE, number)

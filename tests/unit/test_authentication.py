@@ -1,5 +1,5 @@
-"""MACs: bytes as docs/format.md has them, nothing passes that was not made with a known key, keys are shown nowhere,
-and a file of keys that others can touch is refused.
+"""MACs: their bytes are those of docs/format.md, only shards signed with a known key pass, keys are shown nowhere, and
+a key file that other users can read or write is refused.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_is_no_file_of_keys_is_refused_at_once(tmp_path: Path, content: str, mode: int, words: str) -> None:
-    """Nothing of it is repeated."""
+    """The message repeats nothing of the file."""
     os.mkfifo(tmp_path / "fifo", 0o600)
     is_path = content in ("fifo", "/dev/zero", ".", "nothing")
     with pytest.raises(ConfigError, match=words) as caught:
@@ -171,7 +171,7 @@ def test_a_file_that_is_no_file_of_keys_is_refused_at_once(tmp_path: Path, conte
 def test_whose_the_file_must_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int, mode: int, reader: int, words: str | None
 ) -> None:
-    """Ours or root's. A group may read root's file: so Kubernetes gives secrets to users."""
+    """It must be ours or root's. A group may read root's file: Kubernetes mounts secrets like that."""
     path = key_file(tmp_path, mode=mode)
     os.chown(path, owner, -1)
     monkeypatch.setattr(os, "geteuid", lambda: reader)

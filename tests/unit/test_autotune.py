@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Torch's threads, which copy between host and "device" here, would wait for each other where cores are few."""
+    """On few cores, torch's threads, which copy between host and "device" here, would wait for each other."""
     monkeypatch.setattr(autotune, "TRIAL_BYTES", MIB)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -80,14 +80,14 @@ def test_the_fastest_is_taken_or_the_first_within_ten_percent_of_it(
 
 
 def test_what_is_settled_is_not_measured(tmp_path: Path) -> None:
-    """A mover that is named, memory of the host, and checksums for which the device has no quick kernels."""
+    """A mover named in the config, host memory, and checksums without fast kernels on the device."""
     assert plan_tier(tier_at(tmp_path, "posix"), DEVICE, layout_of(), host_because="checksums") is None
     assert plan_tier(tier_at(tmp_path), HOST, layout_of(), host_because="checksums") is None
     assert plan_tier(tier_at(tmp_path), DEVICE, layout_of(), host_because="checksums") == ("posix", "host")
 
 
 def test_without_a_driver_host_memory_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is left behind, and one line has the figures and the reasons."""
+    """No file is left, and one log line has the figures and the reasons."""
     with caplog.at_level("INFO", autotune.logger.name):
         assert plan_tier(tier_at(tmp_path), DEVICE, layout_of()) == ("posix", "host")
     [line] = [record.message for record in caplog.records if record.name == autotune.logger.name]
@@ -98,7 +98,7 @@ def test_without_a_driver_host_memory_is_taken(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_an_unexpected_error_is_no_reason_not_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no plan then, and the tier's mover is opened unmeasured."""
+    """The tier's mover is then opened without measuring."""
     monkeypatch.setattr(autotune, "measure", lambda *_, **__: 1 / 0)
     assert plan_tier(tier_at(tmp_path), DEVICE, layout_of()) is None
 
@@ -122,7 +122,7 @@ def test_one_that_fails_in_the_middle_is_closed(tmp_path: Path, kind: FaultKind)
     ],
 )
 def test_memory_that_may_still_be_written_is_never_freed(tmp_path: Path, fault: Fault, words: str) -> None:
-    """And nobody waits for storage longer than the limit."""
+    """Nor does anybody wait for storage longer than the limit."""
     before, mover = len(LEAKED), faulty(fault)
     with pytest.raises(MoverError, match=words):
         measured(mover, tmp_path, limit_s=0.3)
@@ -135,7 +135,7 @@ def test_memory_that_may_still_be_written_is_never_freed(tmp_path: Path, fault: 
 
 
 def test_memory_of_a_mover_that_was_passed_over_is_never_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What did not answer may answer late, into memory that the model has by then."""
+    """A late transfer would write into memory that the model has by then."""
     kept: list[object] = []
     monkeypatch.setattr(autotune, "keep_forever", kept.append)
     report = [Probe("kvikio", True, "round trip ok")]

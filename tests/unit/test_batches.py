@@ -40,7 +40,7 @@ def blocks_of(number: int) -> list[int]:
 
 
 def sizes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many chunks each batch has that the pump begins with from now on."""
+    """Record the number of chunks of each batch that the pump begins from now on."""
     found: list[int] = []
     begin = rig.engine.paths.begin
 
@@ -82,7 +82,7 @@ def test_a_batch_comes_back_as_it_was(make: Make, shape: str, monkeypatch: pytes
 
 
 def test_groups_and_jobs_do_not_share_a_batch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a job the groups may take turns: each is one batch all the same, and outcomes keep the job's order."""
+    """Even if the groups of a job alternate, each is one batch, and outcomes keep the job's order."""
     rig = make("two_groups")
     batches = sizes(rig, monkeypatch)
     chunks = [rig.chunk(n, blocks_of(n), group=n % 2) for n in range(8)]
@@ -126,7 +126,7 @@ def test_a_damaged_chunk_of_a_batch_is_the_only_one_that_is_corrupt(make: Make, 
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
 @pytest.mark.parametrize("kind", [FaultKind.FAIL, FaultKind.REFUSE])
 def test_a_batch_that_fails_is_tried_singly(make: Make, shape: str, op: Op, kind: FaultKind) -> None:
-    """One transfer of many fails: so does no chunk. One fails alone as well: so does that chunk, and no other."""
+    """If a transfer of many chunks fails, each is tried alone. Only a chunk that fails alone too is FAILED."""
     mover = FaultyMover(CopyMover())
     rig = make(shape, mover)
     chunks = [rig.chunk(n, blocks_of(n)) for n in range(8)]
@@ -138,7 +138,7 @@ def test_a_batch_that_fails_is_tried_singly(make: Make, shape: str, op: Op, kind
     submit = rig.load if op is Op.READ else rig.store
     assert submit(2, chunks) == (OK,) * 8
     before = mover.submitted.count(op)
-    # A direct batch ends with its first failure, and so does the header page of a chunk alone.
+    # A direct batch ends at its first failure, and so does a single chunk whose header page fails.
     per_batch = 1 if kind is FaultKind.REFUSE or not rig.shape.direct else 2
     mover.script = [Fault(before, kind, op=op), Fault(before + per_batch, kind, op=op)]
     outcomes = submit(3, chunks)
@@ -239,7 +239,7 @@ def test_a_call_of_the_link_that_crashes_leaves_the_others_alone(
 
 
 class Clock:
-    """Stands still but for what the test adds."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -249,7 +249,7 @@ class Clock:
 
 
 class LookingMover(FaultyMover):
-    """Tells which transfers have ended."""
+    """Reports which transfers have ended."""
 
     def __init__(self, inner: Mover) -> None:
         super().__init__(inner)
@@ -353,7 +353,7 @@ def test_direct_loads_go_through_staging_until_the_last_late_one_has_ended(
 
 
 def test_nothing_is_gathered_again_once_the_blocks_are_released(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write fails, and so does undoing it: the store must not begin anew with blocks of a new owner."""
+    """A write fails, and so does undoing it. The store must not restart: its blocks may have a new owner."""
     rig = make()
     wanted = rig.bytes_of(range(16))
     submit, fail_write, faults = rig.mover.submit, rig.link.fail_write, [0]

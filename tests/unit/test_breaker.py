@@ -17,14 +17,14 @@ OPENED: list[tuple[float, object]] = [(0.0, FAILED)] * 3
 @pytest.mark.parametrize(
     ("options", "events", "is_closed"),
     [
-        # Failures in a row alone count.
+        # Only failures in a row count.
         ({}, [(0, FAILED), (0, FAILED), (0, SUCCEEDED)] * 5, True),
         ({}, [*OPENED, (0.5, False)], False),
         # One trial at a time; its success closes.
         ({}, [*OPENED, (1, True), (1, False), (1.1, SUCCEEDED), (1.1, True)], True),
         # Stragglers neither close nor prolong.
         ({}, [*OPENED, (0.5, SUCCEEDED), (0.9, False), (0.9, FAILED), (1, True)], False),
-        # A trial that nobody hears of is lost: the next one is let through.
+        # A trial that reports nothing is lost: the next caller is let through.
         ({"trial_limit_s": 5.0}, [*OPENED, (1, True), (5.9, False), (6, True)], False),
         # Pauses double up to the longest,
         (
@@ -35,7 +35,7 @@ OPENED: list[tuple[float, object]] = [(0.0, FAILED)] * 3
             ],
             False,
         ),
-        # and begin anew after a recovery.
+        # and start again from the first after a recovery.
         ({}, [*OPENED, (1, True), (1, FAILED), (3, True), (3, SUCCEEDED)] + [(90, FAILED)] * 3 + [(91, True)], False),
     ],
 )
@@ -77,7 +77,7 @@ def test_each_cause_of_an_outage_is_logged_once(caplog: pytest.LogCaptureFixture
 
 
 def test_a_flapping_tier_does_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Trouble that returns soon goes on with the grown pause, and in silence; after a long calm it begins anew."""
+    """Failures that return soon keep the longer pause and are not logged; after a long calm all starts again."""
     caplog.set_level(logging.INFO)
     flaps: dict[str, Any] = {"threshold": 1, "longest_pause_s": 60.0, "flap_window_s": 60.0}
     breaker = Breaker("t", **flaps)

@@ -34,7 +34,7 @@ def _at_rest(chain: Chain) -> None:
 
 @pytest.fixture
 def alone(make: MakeChain, request: pytest.FixtureRequest) -> Chain:
-    """Memory alone, of so many slots as the test is marked with, or 8."""
+    """A memory tier alone, with the number of slots in the test's mark, or 8."""
     return make(file_slots=0, memory_slots=getattr(request, "param", 8))
 
 
@@ -58,7 +58,7 @@ def test_a_chunk_is_served_only_after_all_ranks_have_stored_it(make: MakeChain) 
 
 
 def test_one_failed_rank_drops_the_chunk_and_keeps_its_siblings(make: MakeChain) -> None:
-    """It tells the worst of all; what it says of a chunk that there is not is passed over."""
+    """The worst outcome counts; outcomes of unknown chunks are ignored."""
     chain = make(file_slots=0, world_size=2)
     grant = chain.reserve(1, 2)
     assert grant is not None
@@ -74,7 +74,7 @@ def test_one_failed_rank_drops_the_chunk_and_keeps_its_siblings(make: MakeChain)
 
 @pytest.mark.parametrize(("outcome", "then"), [(Outcome.CORRUPT, MISS), (Outcome.FAILED, MISS), (Outcome.DROPPED, HIT)])
 def test_a_failed_load_drops_the_chunk(alone: Chain, outcome: Outcome, then: Lookup) -> None:
-    """Unless it was given up to shed load."""
+    """Unless the load was given up to shed load."""
     alone.store(1, 2)
     grant = alone.catalog.prepare_load(keys(1, 2), alone.now_s)
     alone.report(grant.ticket, {1: outcome})
@@ -113,7 +113,7 @@ def test_a_reset_serves_nothing_and_reuses_no_slot_that_a_rank_may_still_touch(a
 @slots(4)
 @pytest.mark.parametrize("used", ["stored", "loaded", "touched"])
 def test_a_prefix_is_evicted_from_its_end(alone: Chain, used: str) -> None:
-    """Or the first eviction would make a whole prompt unreachable, while all that is left of it kept its room."""
+    """Otherwise the first eviction would make a whole prompt unreachable, while its other chunks kept their room."""
     if used == "stored":
         alone.store(1, 2, 3, 4)
         expected = [Change(MEMORY, keys(1, 2, 3, 4), removed=False)]
@@ -130,7 +130,7 @@ def test_a_prefix_is_evicted_from_its_end(alone: Chain, used: str) -> None:
 
 @slots(3)
 def test_the_end_of_a_prompt_does_not_evict_its_beginning(alone: Chain) -> None:
-    """What is offered again is in use, however long ago it was stored."""
+    """A chunk that is offered again counts as used, however old it is."""
     alone.store(1)
     alone.store(8, 9)
     offered = alone.reserve(1, 2)
@@ -142,7 +142,7 @@ def test_the_end_of_a_prompt_does_not_evict_its_beginning(alone: Chain) -> None:
 
 @pytest.mark.parametrize("backlog", [0, 2])
 def test_stores_beyond_the_backlog_are_dropped_from_the_end(make: MakeChain, backlog: int) -> None:
-    """A prefix is worth keeping, a suffix is not. A chunk larger than the backlog is stored alone."""
+    """A prefix is worth keeping, a suffix is not. A chunk larger than the backlog is stored by itself."""
     chain = make(file_slots=0, store_backlog_slots=backlog)
     grant = chain.reserve(*range(5))
     assert grant is not None
@@ -153,7 +153,7 @@ def test_stores_beyond_the_backlog_are_dropped_from_the_end(make: MakeChain, bac
 
 
 def test_a_smaller_chunk_is_not_stored_behind_one_that_has_no_room(make: MakeChain) -> None:
-    """Of a prompt with two groups of layers: what lies behind a gap is of no use."""
+    """In a prompt with two groups of layers, chunks after a gap are of no use."""
     chain = make(file_slots=0, memory_slots=2, large=(1,))
     assert chain.reserve(3) is not None
     assert chain.reserve(1, 2) is None
@@ -162,7 +162,7 @@ def test_a_smaller_chunk_is_not_stored_behind_one_that_has_no_room(make: MakeCha
 
 @slots(4)
 def test_a_chunk_on_its_way_out_leaves_room_to_the_others(alone: Chain) -> None:
-    """Dropped while a load reads it, a chunk is stored anew once that has ended. Those behind it need not wait."""
+    """A chunk dropped during a load is stored again when the load has ended. Chunks after it need not wait."""
     alone.store(0)
     load = alone.catalog.prepare_load(keys(0), alone.now_s)
     alone.catalog.drop(keys(0))
@@ -182,7 +182,7 @@ def test_stuck_storage_does_not_hold_requests_back(alone: Chain) -> None:
 
 
 def test_a_request_does_not_wait_for_one_store_after_another(alone: Chain) -> None:
-    """A long prompt is stored chunk by chunk; who has the same beginning waits for two seconds in all."""
+    """A long prompt is stored chunk by chunk. A request with the same prefix waits two seconds in total."""
     request, answers = LookupContext("a", 16), []
     for number in range(6):
         grant = alone.reserve(number)
@@ -263,7 +263,7 @@ def test_being_renewed_for_ever_costs_no_memory(alone: Chain) -> None:
 
 
 def test_damage_frees_what_is_retained(alone: Chain) -> None:
-    """Else the chunk could not be stored anew before its time."""
+    """Otherwise the chunk could not be stored again before its retention ends."""
     alone.store(1)
     retain(alone, 60.0, 1)
     alone.load(1, failed={0: Outcome.CORRUPT})
@@ -274,7 +274,7 @@ def test_damage_frees_what_is_retained(alone: Chain) -> None:
 
 
 def test_what_is_dropped_is_gone_from_memory_and_slab_but_not_from_a_bucket(make: MakeChain) -> None:
-    """What is read or written then goes with its ticket."""
+    """Chunks in use then go when their ticket ends."""
     chain = make(bucket=True)
     fill(chain, 1, 2)
     retain(chain, 60.0, 2)

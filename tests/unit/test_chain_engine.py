@@ -76,7 +76,7 @@ def test_what_is_stored_once_is_served_by_every_tier_and_its_image_unchanged(mak
 
 
 def test_promotions_of_a_load_are_told_under_its_ticket(make: Make) -> None:
-    """In the order of the chunks that had a slot, from two tiers; the load itself is told of apart."""
+    """In the order of the chunks that had a slot, from two tiers; the load is reported separately."""
     rig = make()
     for tier, number in [(FILE, 0), (BUCKET, 1), (FILE, 2), (BUCKET, 3)]:
         rig.put(tier, number)
@@ -94,7 +94,7 @@ def test_promotions_of_a_load_are_told_under_its_ticket(make: Make) -> None:
 
 
 def test_close_drains_moves_and_stores(make: Make) -> None:
-    """Relays too, which need a step of this side in between; everything is told afterwards."""
+    """Relays too, which need a step of this rank in between. Every outcome is reported."""
     rig = make(relay_slots=1)
     for number in range(6):
         rig.put(FILE, number)
@@ -116,7 +116,7 @@ def test_close_drains_moves_and_stores(make: Make) -> None:
 
 
 def test_a_shard_that_lacks_its_first_blocks_lands_without_them(make: Make) -> None:
-    """What an earlier chunk left around the blocks, in the file or in the slot, is not carried on."""
+    """Bytes of an earlier chunk around the blocks, in the file or in the slot, are not passed on."""
     rig = make()
     image = rig.image(0, first=2)
     dirty = image.copy()
@@ -151,7 +151,7 @@ def test_a_flipped_byte_lands_nowhere(make: Make, at: int) -> None:
 
 
 def test_a_host_slot_that_holds_another_chunk_is_not_stored(make: Make) -> None:
-    """And nothing is written: what lay there stays."""
+    """And nothing is written: the bytes there stay."""
     rig = make()
     rig.put(FILE, 2)
     rig.host_bytes(2)[:] = rig.image(1)
@@ -162,7 +162,7 @@ def test_a_host_slot_that_holds_another_chunk_is_not_stored(make: Make) -> None:
 
 
 def test_numbers_that_do_not_fit_touch_nothing(make: Make) -> None:
-    """Outside the slab, off the page, a group or location that is not there: FAILED, and told of as promotions too."""
+    """Outside the slab, unaligned, an unknown group or location: FAILED, and reported for promotions too."""
     rig = make()
     rig.put(FILE, 0)
     before = rig.host.slot(0, rig.host.length_bytes).memory.copy()
@@ -188,7 +188,7 @@ def test_numbers_that_do_not_fit_touch_nothing(make: Make) -> None:
 
 
 class NoHostMemory(CopyMover):
-    """Takes the engine's own memory, one region, and no more."""
+    """Accepts one region, the engine's own memory."""
 
     regions = 0
 
@@ -210,7 +210,7 @@ def test_a_mover_that_cannot_have_the_host_memory_serves_all_else(make: Make) ->
 
 
 def test_no_staging_is_needed_for_host_slots(make: Make) -> None:
-    """All of it is held by loads that hang; images go out and come back, and KV blocks are served, all the same."""
+    """While hanging loads hold all staging, images still go out and come back, and KV blocks are served."""
     mover = FaultyMover(CopyMover(), [Fault(n, FaultKind.STUCK, op=Op.READ) for n in range(2)])
     rig = make(mover, staging_slots=2)
     rig.put(FILE, 0)
@@ -226,7 +226,7 @@ def test_no_staging_is_needed_for_host_slots(make: Make) -> None:
 
 @pytest.mark.parametrize("kind", ["tree", "objects"])
 def test_files_and_objects_of_their_own(tmp_path: Path, kind: str) -> None:
-    """Stored whole, fetched whole; one that is gone or cut short is no promotion, though the mover does not tell."""
+    """Stored whole, fetched whole. A missing or short one is not promoted, even if the mover does not notice."""
     mover: Mover = ObjectFiles(tmp_path / "o") if kind == "objects" else CopyMover()
     link = objects() if kind == "objects" else tree(tmp_path / "t")
     root = tmp_path / ("o" if kind == "objects" else "t")

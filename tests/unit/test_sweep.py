@@ -31,7 +31,7 @@ _CHUNKS = st.lists(st.builds(chunk, _AGES, st.integers(0, 1000), st.integers(1, 
 
 
 def width_s(item: ChunkInfo) -> float:
-    """How exactly its age is known."""
+    """Return the width of its age bucket."""
     return 0.001 * max(0.0, NOW_S - item.modified_s) + 1.0
 
 
@@ -39,7 +39,7 @@ def width_s(item: ChunkInfo) -> float:
 def test_whatever_is_there_the_limits_are_kept(
     chunks: list[ChunkInfo], max_bytes: int | None, older_than_s: float | None
 ) -> None:
-    """To within the width of a bucket, which is how exactly ages are known."""
+    """Limits hold to within one age bucket."""
     sweep = Sweep(make_plan(counted(chunks), max_bytes=max_bytes, older_than_s=older_than_s))
     taken = [(item, sweep.takes(item)) for item in chunks]
     gone, kept = [item for item, goes in taken if goes], [item for item, goes in taken if not goes]
