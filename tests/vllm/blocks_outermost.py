@@ -1,8 +1,8 @@
-"""A worker extension that gives an engine on the CPU the KV cache of one on CUDA: block-outermost, from a page on.
+"""A worker extension that gives an engine on the CPU the KV cache of CUDA: block-outermost and page-aligned.
 
-vLLM's CPU kernels go by strides and compute the same with either layout; the backend merely does not say so. With
-``VLLM_KV_CACHE_LAYOUT=BLHNC`` the layout is in force then. Memory from torch begins anywhere on the CPU, which a mover
-with O_DIRECT cannot take as it is.
+vLLM's CPU kernels use strides and compute the same with either layout, but the backend does not list this one. After
+the patch, ``VLLM_KV_CACHE_LAYOUT=BLHNC`` selects it. Torch's own CPU memory is not page-aligned, which a mover with
+O_DIRECT needs.
 Threading: patches are made when vLLM imports this module in its worker, before it asks for layouts and allocates.
 """
 
@@ -22,7 +22,7 @@ CPUAttentionBackend.supported_kv_cache_layouts = classmethod(  # type: ignore[me
 )
 
 _KV_CACHE_BYTES = 1 << 20
-"""What is larger is a KV cache."""
+"""Larger tensors are KV caches."""
 _zeros = torch.zeros
 
 
@@ -41,7 +41,7 @@ class BlocksOutermostExtension(PoisonExtension):
     """Damages KV caches, too."""
 
     def block_strides(self) -> list[tuple[int, int]]:
-        """Of each layer: bytes from one block to the next, and bytes of its page."""
+        """Return for each layer the bytes from one block to the next, and the bytes of its page."""
         return [
             (cache.stride(0) * cache.element_size(), cache[0].numel() * cache.element_size())
             for cache in self.model_runner.kv_caches

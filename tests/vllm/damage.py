@@ -1,7 +1,7 @@
-"""What tests over running engines need to see that damage does not show: right answers, and what engines say.
+"""Helpers for tests that damage must never show in an answer: reference answers, and what engines log.
 
-Prompts here are cut for faults: one prefill step is one chunk. Wherever the good prefix of a damaged prompt ends, the
-rest is computed in the steps in which it was computed without a cache, so answers may be compared bit by bit.
+One prefill step is one chunk here. So wherever the good prefix of a damaged prompt ends, the rest is computed in the
+same steps as without a cache, and answers can be compared bit by bit.
 
 Threading: one test at a time; ``side_by_side`` runs parts of it on threads.
 """
@@ -30,7 +30,7 @@ PROMPT_CHUNKS: Final = 4
 FULL_TOKENS: Final = PROMPT_CHUNKS * CHUNK_TOKENS
 ENGINE_OPTIONS: Final[dict[str, Any]] = {"max_num_batched_tokens": CHUNK_TOKENS}
 RECOVERY_DEADLINE_S: Final = 60.0
-"""Within so long all is stored and found again. Pauses of a breaker are 30 s at most."""
+"""Time until everything is stored and found again. A breaker pauses for 30 s at most."""
 
 Prompt = list[int]
 
@@ -48,7 +48,7 @@ class Reference:
         self._known: dict[tuple[int, ...], Answer] = {}
 
     def answers(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        """Return what the prompts are to be answered with."""
+        """Return the right answers to the prompts."""
         new = [prompt for prompt in prompts if tuple(prompt) not in self._known]
         if new:
             assert self._engine.reset_prefix_cache()
@@ -56,14 +56,14 @@ class Reference:
         return [self._known[tuple(prompt)] for prompt in prompts]
 
     def check(self, engine: Engine, prompts: list[Prompt]) -> list[Answer]:
-        """Let ``engine`` answer, without what the GPU remembers; assert that tokens and logprobs are right."""
+        """Let ``engine`` answer with an empty prefix cache; assert that tokens and logprobs are right."""
         assert engine.reset_prefix_cache()
         answers = engine.generate(prompts)
         assert_same(answers, self.answers(prompts))
         return answers
 
     def until_loaded(self, engine: Engine, prompts: list[Prompt]) -> None:
-        """Ask until every full chunk comes from the tier, and nothing is refused. Each answer on the way is right."""
+        """Ask until every full chunk comes from the tier and nothing is refused. Every answer must be right."""
 
         def is_loaded() -> bool:
             refused = loads_refused(engine)
@@ -85,7 +85,7 @@ def hits(answers: list[Answer]) -> int:
 
 
 def said(engine: Engine) -> str:
-    """Return what our package wrote to the engine's log last, for messages of failed assertions."""
+    """Return our package's last lines in the engine's log, for messages of failed assertions."""
     lines = engine.log.read_text(errors="replace").splitlines()
     ours = ("tier", "not usable", "chunks:", "moved by", "Traceback", "Error")
     return "\n".join(["", *[line for line in lines if any(word in line for word in ours)][-25:]])
@@ -102,7 +102,7 @@ def until(
 
 
 def until_stored(engine: Engine, medium: Medium, prompts: list[Prompt], shards: int) -> list[Answer]:
-    """Ask until so many shards rest on the medium: a busy machine may shed a store. Returns the first answers."""
+    """Ask until so many shards are stored: a busy machine may drop a store. Returns the first answers."""
     first = engine.generate(prompts)
     assert engine.settle()
 
@@ -118,15 +118,15 @@ def until_stored(engine: Engine, medium: Medium, prompts: list[Prompt], shards: 
 
 
 def let_beliefs_lapse() -> None:
-    """Wait until an engine that is to look each time will look again."""
+    """Wait until an engine with the ``lookup`` of ``media.LOOKING`` looks again."""
     time.sleep(LOOK_EACH_TIME_S + 0.05)
 
 
 def side_by_side(*works: Callable[[], object]) -> None:
-    """Do several things at once, on a thread each, and raise what one of them raised once all are over.
+    """Run several works at once, on a thread each. When all are over, raise the first error.
 
-    Most of the time goes by in waiting for deadlines and pauses. Engines are not shared between works; a ``Reference``
-    may be once it knows all answers.
+    Most of their time is waiting for deadlines and pauses. Works share no engine; they may share a ``Reference`` that
+    knows all answers.
     """
     with ThreadPoolExecutor(len(works)) as pool:
         for done in [pool.submit(work) for work in works]:

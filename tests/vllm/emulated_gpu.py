@@ -1,10 +1,10 @@
-"""A worker extension that makes a vLLM on the CPU offload as one on a GPU does: its KV cache plays device memory, with
+"""A worker extension that makes a vLLM on the CPU offload like one on a GPU: its KV cache plays device memory, with
 streams of its own, and NIXL's real GDS plugins find an emulated cuFile.
 
-The model computes on the host and is done when its call returns; everything behind it is what runs on a GPU node but
-for CUDA itself: what is packed and summed on the device, registration as VRAM, cuFile's calls.
-Threading: patches are made, and libraries loaded, when vLLM imports this module in its worker, before NIXL starts. The
-loader takes what is loaded already for what a plugin asks for by the same name.
+The model computes on the host and is done when its call returns. Everything after that runs as on a GPU node, but
+without CUDA: packing and summing on the device, registration as VRAM, cuFile's calls.
+Threading: patches are made, and libraries loaded, when vLLM imports this module in its worker, before NIXL starts. A
+plugin that asks for one of these libraries gets the loaded one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LIBRARIES = "NIXL_OFFLOAD_TEST_LIBRARIES"
 """Environment: the directory with the emulation."""
 
 WAY = "NIXL_OFFLOAD_TEST_WAY"
-"""Environment: the way that chunks take, instead of the one that is found fastest on this day."""
+"""Environment: the transfer path that chunks take, instead of the one measured as fastest."""
 
 for _library in ("libcudart.so.12", "libcufile.so.0"):
     ctypes.CDLL(str(Path(os.environ[LIBRARIES]) / _library), mode=ctypes.RTLD_GLOBAL)
@@ -49,4 +49,4 @@ if WAY in os.environ:
 
 
 class EmulatedGpuExtension(BlocksOutermostExtension):
-    """Where ``VLLM_KV_CACHE_LAYOUT`` says so, blocks lie in one piece."""
+    """Blocks lie in one piece if ``VLLM_KV_CACHE_LAYOUT`` says so."""

@@ -301,7 +301,7 @@ class FuzzedRank(PlayedRank):
                 layer[copy.dst_block_id] = layer[copy.src_block_id]
 
     def _fill(self, tokens: Sequence[int], tables: list[list[int]], first: int, end: int) -> None:
-        """Write what another connector has loaded: whole blocks."""
+        """Write whole blocks, as another connector's load does."""
         self._requests["loaded"] = np.array(numbers_of(tokens), dtype=np.uint64), tables
         for rows in self.rows("loaded", 0, end, is_reached=True, is_whole=True):
             rows.write()
@@ -316,7 +316,7 @@ def ours(connector: Any) -> Any:
 
 
 class FuzzedExecutor(PlayedExecutor):
-    """Of one rank, which drafts."""
+    """An executor with one rank, which drafts."""
 
     def take_draft_token_ids(self) -> DraftTokenIds:
         [rank] = self.ranks
@@ -328,7 +328,7 @@ class FuzzedEngine(PlayedEngine):
     """An engine of one rank that is stepped by hand."""
 
     def __init__(self, vllm_config: VllmConfig, kinds: str, *, blocks: int, second_runner: bool) -> None:
-        """``blocks``: of the KV cache, in all."""
+        """``blocks``: how many the KV cache has in all."""
         layers = kinds.count(max(set(kinds), key=kinds.count))
         fields = {"second_runner": second_runner, "memory_bytes": blocks * layers * PAGE_BYTES}
         rank_type = type("Rank", (FuzzedRank,), fields)
@@ -352,18 +352,18 @@ class FuzzedEngine(PlayedEngine):
     def ask(
         self, name: str, prompt: Sequence[int], tokens: int = 1, extra: dict[str, Any] | None = None, **fields: Any
     ) -> Request:
-        """Add a request, or go on with the session of that name; not ``resumable``: end the session."""
+        """Add a request, or continue the session of that name. Without ``resumable`` the session ends."""
         request = self.request(prompt, name, tokens, extra, **fields)
         self.core.add_request(request)
         return request
 
     def settle(self) -> None:
-        """As the other's, with all stores let go."""
+        """As ``PlayedEngine.settle``, with all held stores released."""
         with self.rank.stores.all_let_go():
             super().settle()
 
     def left(self) -> list[str]:
-        """Return what an engine at rest should not have any more."""
+        """Return what an engine at rest still has and should not have."""
         half, pool = self.scheduler_half, self.core.scheduler.kv_cache_manager.block_pool  # type: ignore[attr-defined]
         counts = {
             "requests": len(half._req_status),
@@ -376,7 +376,7 @@ class FuzzedEngine(PlayedEngine):
 
 @contextmanager
 def fuzzed() -> Iterator[None]:
-    """As ``played``, for engines that zero what they allocate, and come to rest however busy the machine is."""
+    """As ``played``, for engines that zero allocated blocks, and that come to rest even on a busy machine."""
     with played(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", True)
         patch.setattr(connector_scheduler, "PATIENCE_S", 60.0)
@@ -388,8 +388,8 @@ def fuzzed() -> Iterator[None]:
 
 
 def _numbers_by(state: RequestOffloadState) -> list[int]:
-    """Return the numbers that belong under a request's keys: none, or others than it has, where these do not stand for
-    its content.
+    """Return the token numbers that belong under a request's keys. If the keys do not stand for its content, these are
+    none, or differ from the request's own.
     """
     start = START
     if state.req.lora_request is not None:
@@ -404,7 +404,7 @@ def _numbers_by(state: RequestOffloadState) -> list[int]:
 
 
 def _take_down(update: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Have ``BELONGS`` know each key that a request gets."""
+    """Record each key that a request gets in ``BELONGS``."""
 
     def updated(state: Any) -> None:
         known = [len(group.offload_keys) for group in state.group_states]
@@ -429,10 +429,10 @@ def _take_down_boundary(scheduler: Any, request: Request, group: int, boundary: 
 
 
 class Fuzz:
-    """Does at random what users do, and lets the engine step between."""
+    """Does at random what users do, and steps the engine in between."""
 
     def __init__(self, engine: FuzzedEngine, seed: int, *, adapters: bool = False) -> None:
-        """``adapters``: half of the requests have one."""
+        """``adapters``: whether half of the requests have one."""
         self.engine = engine
         self.requests = 0
         self._adapters = ["a", "b"] if adapters else []
@@ -440,13 +440,13 @@ class Fuzz:
         self._documents = [self._random.choices(range(500), k=MAX_TOKENS) for _ in range(4)]
         self._names: list[str] = []
         self._sessions: dict[str, int] = {}
-        """Live ones -> tokens that they may still have."""
+        """Live session -> how many tokens it may still get."""
         self._adapter_of: dict[str, LoRARequest | None] = {}
         """By session."""
         ON_DISK.update(dict.fromkeys(self._adapters, 1))
 
     def run(self, actions: int) -> None:
-        """Do so many things, and come to rest."""
+        """Do this many actions, then let the engine come to rest."""
         chosen = {
             self._ask: 20,
             self._abort: 4,
@@ -462,7 +462,7 @@ class Fuzz:
             action()
             steps = self._random.choice([0, 1, 1, 2, 5, 12])
             self.engine.step(steps)
-        # vLLM may never go on with sessions: each keeps its blocks, and the first that lacks some stops the others.
+        # vLLM may be stuck with sessions: each keeps its blocks, and the first that lacks some stops all.
         self.engine.core.abort_requests([name for name in self._live if name.startswith("s")])
         self.engine.settle()
         for turn in ("computed", "loaded"):

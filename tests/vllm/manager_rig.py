@@ -1,5 +1,5 @@
 """The scheduler's half without an engine: a real manager over real tiers in directories of the test, asked as vLLM
-asks it. What ranks would report is said by hand, so that a test decides how each job ends; no bytes are moved.
+asks it. Tests report for the ranks, and so decide how each job ends. No bytes are moved.
 
 Threading: one test's thread. Ownership: ``Rig`` owns the manager, whose tiers have threads until ``close``.
 """
@@ -148,7 +148,7 @@ def offloading_config(world_size: int = 1, *, events: bool = True) -> Offloading
 def scheduler_half(
     config: Config, world_size: int = 1, *, offloading: OffloadingConfig | None = None, caches: Any = None
 ) -> NixlOffloadScheduler:
-    """Return our half, with no tier open yet. ``offloading``, ``caches``: if not as above."""
+    """Return our half, with no tier open yet. ``offloading``, ``caches``: instead of the default ones."""
     offloading = offloading or offloading_config(world_size)
     caches = caches or kv_cache_config()
     spec = NixlOffloadSpec(offloading, config_file=config, vllm_config=vllm_config(world_size), kv_cache_config=caches)
@@ -156,19 +156,19 @@ def scheduler_half(
 
 
 def ranks(count: int = 1) -> list[RankGeometry]:
-    """Return what so many equal ranks tell of themselves."""
+    """Return the geometries of ``count`` equal ranks."""
     return [RankGeometry(rank, (SLOT,), f"{rank:064x}", ("CPU_ATTN",), weights="ab") for rank in range(count)]
 
 
 def ranks_open(manager: NixlOffloadManager, count: int = 1) -> None:
-    """Say for so many ranks that they have opened their tiers."""
+    """Report for ``count`` ranks that they have opened their tiers."""
     manager.serving.take_places()
     every = frozenset(range(8))
     manager.take_ranks({rank: RankStatus(every) for rank in range(count)})
 
 
 def wait_for_tiers(manager: NixlOffloadManager) -> None:
-    """Take over what is opened, until each tier is open here or has failed to be."""
+    """Take over opened tiers until each is open here or has failed."""
     until_s = time.monotonic() + 30.0
     while not (entries := manager.serving._entries) or any(e.tier is None and e.opening.error is None for e in entries):
         assert time.monotonic() < until_s
@@ -177,7 +177,7 @@ def wait_for_tiers(manager: NixlOffloadManager) -> None:
 
 
 def allocated(*groups: Sequence[int]) -> KVCacheBlocks:
-    """Return what vLLM allocates: by KV cache group, blocks by their number."""
+    """Return allocated blocks as vLLM does, by KV cache group, from their numbers."""
     return KVCacheBlocks(tuple([KVCacheBlock(number) for number in group] for group in groups))
 
 
@@ -190,20 +190,20 @@ def keys(*numbers: int) -> list[OffloadKey]:
 
 
 def request(name: str = "request", load_tiers: Any = None) -> ReqContext:
-    """Return what vLLM makes of a request; ``load_tiers``: its ``kv_load_tiers``."""
+    """Return vLLM's context of a request. ``load_tiers``: its ``kv_load_tiers``."""
     params = None if load_tiers is None else {"kv_load_tiers": load_tiers}
     return _create_req_context(SimpleNamespace(request_id=name, kv_transfer_params=params, kv_hints=None))
 
 
 class Rig:
-    """Our scheduler's half in service, asked and stepped as vLLM does, and the ranks' words. Chunks that no request has
-    are named by numbers.
+    """Our scheduler's half in service, asked and stepped as vLLM does, and the ranks' reports. Numbers name chunks that
+    no request has.
     """
 
     def __init__(
         self, config: Config | None = None, world_size: int = 1, *, events: bool = True, is_open: bool = True
     ) -> None:
-        """``config``: a memory tier, if nothing else is said. ``is_open``: the ranks have opened their tiers."""
+        """``config``: by default a memory tier. ``is_open``: whether the ranks have opened their tiers."""
         init_none_hash(sha256)
         offloading = offloading_config(world_size, events=events)
         self.scheduler = scheduler_half(config or config_of(memory_tier(64)), world_size, offloading=offloading)
@@ -243,14 +243,14 @@ class Rig:
         return self.scheduler.get_num_new_matched_tokens(self.state(name).req, computed, most)
 
     def allocate(self, name: str, block_ids: Sequence[int], loaded_tokens: int = 0) -> None:
-        """Give a request blocks; without a load it is scheduled in the next step."""
+        """Give blocks to a request. Without a load, it is scheduled in the next step."""
         request = self.state(name).req
         self.scheduler.update_state_after_alloc(request, allocated(block_ids), loaded_tokens)
         if not loaded_tokens:
             self._scheduled.append(SimpleNamespace(req_id=name, block_ids=(block_ids,), num_computed_tokens=0))
 
     def step(self, tokens: Mapping[str, int] | None = None, **fields: Any) -> Any:
-        """Schedule a step in which requests compute so many ``tokens``. ``fields``: of vLLM's ``SchedulerOutput``."""
+        """Schedule a step. ``tokens``: how many each request computes. ``fields``: of vLLM's ``SchedulerOutput``."""
         output = SchedulerOutput.make_empty()
         output.scheduled_new_reqs, self._scheduled = self._scheduled, []
         output.num_scheduled_tokens = dict(tokens or {})
@@ -260,7 +260,7 @@ class Rig:
         return self.scheduler.build_connector_meta(output)
 
     def hear(self, *, invalid_blocks: Collection[int] = (), **report: Any) -> None:
-        """The oldest step has ended; the ranks report this of it."""
+        """End the oldest step with this report of the ranks."""
         meta = WorkerReport(**report) if report else NOTHING
         output = KVConnectorOutput(kv_connector_worker_meta=meta, invalid_block_ids=set(invalid_blocks))
         self.scheduler.update_connector_output(output)
@@ -268,7 +268,7 @@ class Rig:
     # What vLLM asks of the manager
 
     def offer(self, *numbers: int) -> StoreTicket:
-        """Offer chunks that were computed; return where those that are taken go."""
+        """Offer computed chunks; return the ticket of the ones taken."""
         return self.offer_keys(keys(*numbers))
 
     def offer_keys(self, keys: Sequence[OffloadKey]) -> StoreTicket:
@@ -296,7 +296,7 @@ class Rig:
         return ticket
 
     def lose(self, keys: Sequence[OffloadKey], outcome: Outcome = Outcome.FAILED, load_tiers: Any = None) -> None:
-        """Have a load find chunks gone. ``load_tiers``: as for ``request``."""
+        """Let a load of these chunks fail. ``load_tiers``: as for ``request``."""
         ticket = self.manager.prepare_load(keys, request("loses", load_tiers)).ticket
         self.report(ticket.ticket, dict.fromkeys(range(len(keys)), outcome))
 
@@ -307,7 +307,7 @@ class Rig:
         return moves
 
     def write_through(self) -> None:
-        """Step until nothing is due any more; all moves end well."""
+        """Step until no move is left; all moves succeed."""
         while moves := self.moves():
             for move in moves:
                 self.report(move.ticket)
@@ -316,15 +316,15 @@ class Rig:
     # What ranks say
 
     def report(self, ticket: int, failures: Mapping[int, Outcome] | None = None) -> set[OffloadKey]:
-        """All ranks report a ticket: ``failures`` by position. Returns the chunks that are lost."""
+        """Report a ticket for all ranks: ``failures`` by position. Returns the chunks that are lost."""
         return self.manager.settle({ticket: TicketReport(self._world_size, dict(failures or {}))})
 
     def observe_loads(self, tier: int, seconds: float, times: int = 5, *, size_bytes: int = SLOT) -> None:
-        """Let ``tier`` have taken ``seconds`` for each of some loads, of one chunk if nothing else is said."""
+        """Report loads of ``size_bytes`` (default: one chunk) that took ``tier`` this many ``seconds`` each."""
         self.manager.settle({}, [LoadSample(tier, size_bytes, seconds, False)] * times)
 
     def observe_prefill(self, seconds: float, times: int = 5) -> None:
-        """Let computing a chunk's tokens have taken ``seconds``."""
+        """Record prefills that took ``seconds`` for one chunk's tokens."""
         for _ in range(times):
             self.manager.decider.prefill.observe(CHUNK_TOKENS, seconds)
 

@@ -1,7 +1,6 @@
-"""What engines store on in tests: memory, a slab, a shared directory, a bucket; and what lies there.
+"""The tiers that engines store on in tests (memory, a slab, a shared directory, a bucket), and the shards there.
 
-All but memory are files on this machine, a bucket's too. Tests look at them, and damage them, behind the engines'
-backs.
+All but memory are files on this machine, a bucket's too. Tests read and damage them without the engines' knowledge.
 
 Threading: one test at a time. Ownership: servers belong to the fixtures that start them, directories to the workshop.
 """
@@ -27,7 +26,7 @@ from tests.vllm.harness import file_tier, tier_config, tree_tier
 MOVERS: Final = ("obj", "obstore")
 LOOK_EACH_TIME_S: Final = 0.2
 LOOKING: Final = {"timeout": "10s", "present_for": f"{int(LOOK_EACH_TIME_S * 1000)}ms", "absent_for": "300ms"}
-"""``lookup`` of engines that look for each request anew; see ``damage.let_beliefs_lapse``."""
+"""``lookup`` of engines that soon look again for each request; see ``damage.let_beliefs_lapse``."""
 REMEMBERING: Final = {"timeout": "10s", "present_for": "1h", "absent_for": "300ms"}
 
 
@@ -37,22 +36,22 @@ class Shard(Piece):
 
     header: ShardHeader = field(kw_only=True)
     rank: int = field(kw_only=True)
-    """Whose it is, or its number where chunks are cut."""
+    """The rank that it belongs to, or its number if chunks are cut."""
 
     @property
     def payload(self) -> bytes:
-        """What follows the header."""
+        """The bytes after the header."""
         return self.read()[HEADER_BYTES : HEADER_BYTES + self.header.payload_bytes]
 
 
 @dataclass(frozen=True)
 class Medium:
-    """A tier's config, where its files lie, and what an engine's process needs."""
+    """A tier's config, the place of its files, and the environment of an engine that uses it."""
 
     name: str
     tier: Mapping[str, Any]
     directory: Path = Path("/nonexistent")
-    """What holds the namespaces."""
+    """Holds the namespaces."""
     environment: Mapping[str, str] = field(default_factory=dict)
     forget: Callable[[], None] = lambda: None
     """Makes a server look at its files again."""
@@ -76,9 +75,9 @@ class Medium:
         return sorted(name for name in names if parse_shard_name(name))
 
     def stored(self, groups: Collection[int] | None = None, rank: int | None = None) -> list[Shard]:
-        """Return what is stored and has a sound header, by path and offset: of these KV cache groups, of this rank.
+        """Return the stored shards with sound headers, by path and offset: of these KV cache groups, of this rank.
 
-        Of a slab: the slots whose headers are those that its index names.
+        In a slab, the slots whose headers have the key that the index names.
         """
         found = self._slots() if self.name == "slab" else self._files()
         return [
@@ -110,7 +109,7 @@ class Medium:
 
 
 def _rows(index: Path) -> list[Row]:
-    """Return a slab's chunks by their offset, once nothing waits to be written: that takes an engine 50 ms."""
+    """Return a slab's chunks by offset, once the index no longer changes: an engine writes it within 50 ms."""
     rows: list[Row] | None = None
     while True:
         before, rows = rows, []

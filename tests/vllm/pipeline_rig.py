@@ -1,13 +1,13 @@
-"""A whole vLLM engine in one process, of which only the model is played: vLLM's own engine core, scheduler and KV cache
-configs, one real connector half for each rank, real KV tensors, and messages that are pickled as between processes.
-Ranks are pipeline stages, which the CPU build cannot run itself.
+"""A whole vLLM engine in one process; only the model is played. The engine core, scheduler and KV cache configs are
+vLLM's. Each rank has a real connector half and real KV tensors, and messages are pickled as between processes. Ranks
+are pipeline stages, which vLLM's CPU build cannot run itself.
 
 The model's KV is a function of the layer, the weights, and all tokens up to a position. Each rank writes it where a
-forward pass would. Each time a request begins with tokens that it did not compute in this step, all of its blocks that
-attention reaches are compared with what belongs there.
+forward pass would. When a request begins with tokens that it did not compute in this step, all of its blocks that
+attention reaches are compared with the expected KV.
 
-Threading: one test's thread, beside those of the connector's halves. Ownership: ``PlayedEngine`` owns both, until
-``close``.
+Threading: one test's thread, beside the threads of the connector's halves. Ownership: ``PlayedEngine`` owns the halves
+until ``close``.
 """
 
 from __future__ import annotations
@@ -59,31 +59,31 @@ BLOCK_TOKENS = 32
 CHUNK_TOKENS = 64
 WINDOW_TOKENS = 96
 LOCAL_TOKENS = 128
-"""Of a chunk of chunked local attention (``C``)."""
+"""Tokens in a chunk of chunked local attention (``C``)."""
 LARGE_TOKENS = 128
-"""Of a block of full attention with large blocks (``L``)."""
+"""Tokens in a block of full attention with large blocks (``L``)."""
 ODD_WINDOW_TOKENS = 72
-"""Of a sliding window that ends within blocks (``W``)."""
+"""Tokens in a sliding window that ends within blocks (``W``)."""
 IMAGE_TOKENS = 24
 KINDS = "CDEFLMSW"
-"""Of layers: ``C`` chunked local attention, ``D`` and ``E`` a draft's, which knows the token behind, ``D`` with a
-window, ``F`` full attention, ``L`` with large blocks, ``M`` a recurrent state, ``S`` a sliding window, ``W`` one that
-ends within blocks.
+"""Kinds of layers. ``C``: chunked local attention. ``D``, ``E``: a draft's, whose KV depends on the next token, too;
+``D`` has a window. ``F``: full attention. ``L``: full attention with large blocks. ``M``: a recurrent state. ``S``: a
+sliding window. ``W``: a window that ends within blocks.
 """
 DRAFTS = "DE"
 MAX_STEPS = 20_000
 HEAD_SIZE = 32
 PAGE_BYTES = 2 * BLOCK_TOKENS * HEAD_SIZE * 4
-"""Of a layer, keys and values in float32."""
+"""Bytes of a layer's page: keys and values in float32."""
 START = 0x9E3779B97F4A7C15
-"""Stands for what comes before a prompt."""
+"""The number before a prompt's first token."""
 _NULL_BLOCK = 0
 _TOKENS = range(-1, 1010)
-"""All that occur, with the contents of images."""
+"""All tokens that occur, contents of images included."""
 
 
 def vllm_config_of(model: Path, stages: Sequence[str], connector: Mapping[str, Any], **engine_args: Any) -> VllmConfig:
-    """Return the configuration of an engine with so many stages. ``connector``: our config."""
+    """Return the configuration of an engine with these stages. ``connector``: our config."""
     arguments = {
         "model": str(model),
         "dtype": "float32",
@@ -109,9 +109,9 @@ def vllm_config_of(model: Path, stages: Sequence[str], connector: Mapping[str, A
 
 
 def numbers_of(tokens: Iterable[int], before: int = START) -> list[int]:
-    """Return a number for each token that depends on all tokens up to it. ``before``: that of the token before.
+    """Return a number for each token that depends on all tokens up to it. ``before``: the previous token's number.
 
-    A draft may be -1, which vLLM puts where it has none.
+    A draft token may be -1: vLLM puts it where there is none.
     """
     numbers = []
     for token in tokens:
@@ -122,12 +122,12 @@ def numbers_of(tokens: Iterable[int], before: int = START) -> list[int]:
 
 
 def next_token(number: int) -> int:
-    """Return what the played model generates behind a token: prompts alike are answered alike."""
+    """Return the token that the played model generates after this one: equal prompts get equal answers."""
     return number % 500
 
 
 def seen_tokens(tokens: Sequence[int], media: Iterable[MultiModalFeatureSpec]) -> list[int]:
-    """Return tokens, and in the place of images what these show."""
+    """Return the tokens, with the images' contents in place of theirs."""
     seen = list(tokens)
     for image in media:
         first = image.mm_position.offset
@@ -142,7 +142,7 @@ def _words_of(layer: str, tokens: npt.NDArray[np.uint64], words: int) -> torch.T
 
 
 def _token_of(layer: str, words: torch.Tensor) -> int | None:
-    """Return the number of the token whose KV in a layer these words are; None: of none."""
+    """Return the number of the token whose KV in a layer these words are; None if there is none."""
     first = int(words.flatten()[0].item())
     number = (first ^ START) * pow(_factor(layer), -1, 1 << 64) % (1 << 64)
     [expected] = _words_of(layer, np.array([number], np.uint64), words.shape[-1])
@@ -158,7 +158,7 @@ class Rows(NamedTuple):
 
     layer: str
     words: torch.Tensor
-    """Of the whole layer: blocks, heads, tokens, words of a token."""
+    """The whole layer: blocks, heads, tokens, words of a token."""
     positions: npt.NDArray[np.int64]
     blocks: npt.NDArray[np.int64]
     slots: npt.NDArray[np.int64]
@@ -166,13 +166,13 @@ class Rows(NamedTuple):
     known: npt.NDArray[np.uint64]
     """The last token that each one's KV depends on."""
     salt: np.uint64
-    """Of the weights."""
+    """Stands for the weights."""
 
     def write(self) -> None:
         self.words[self.blocks, :, self.slots] = self._right()
 
     def wrong(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the place among these tokens of each that has other KV, and that KV."""
+        """Yield, for each token with wrong KV, its position among these tokens and that KV."""
         found = self.words[self.blocks, :, self.slots]
         for at in (found != self._right()).flatten(1).any(1).nonzero().flatten().tolist():
             yield at, found[at]
@@ -198,19 +198,19 @@ class PlayedRank:
         self.moved: Counter[str] = Counter()
         """Payload bytes by operation, as the connector's half reports them."""
         self.began_with: dict[str, int] = {}
-        """By request: the tokens that it had before it computed any. Each of its layers was compared."""
+        """By request: how many tokens it had before it computed any. Each of its layers was compared."""
         self.answers = 0
         """Requests that began with tokens which were not computed in this step."""
         self.wrong: list[str] = []
         self.stale_drafts: list[str] = []
-        """What a draft's layer had of another continuation."""
+        """Where a draft's layer had KV of another continuation."""
         self.sampled: dict[str, list[int]] = {}
         """By request of this step: the tokens that it has generated, if any."""
         self.weights = 0
-        """Which ones the model has."""
+        """The number of the model's weights."""
         self.kinds = {f"model.layers.{first_layer + at}.self_attn.attn": kind for at, kind in enumerate(kinds)}
         self._requests: dict[str, tuple[npt.NDArray[np.uint64], list[list[int]]]] = {}
-        """By request: what stands for its tokens, and its blocks by group."""
+        """By request: its tokens' numbers, and its blocks by group."""
         self._new: dict[str, NewRequestData] = {}
         self.connector: Any = None
 
