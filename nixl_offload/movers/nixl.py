@@ -310,7 +310,7 @@ class AgentMover(Mover):
             self._forget_if_unused()
 
     def _forget_if_unused(self) -> None:
-        """End the agent, unless memory is still registered: the last mover that shares it ends the agent then."""
+        """End the agent, or leave that to the release of the last memory that is still registered."""
         if not self._registered:
             self._nixl.forget()
 

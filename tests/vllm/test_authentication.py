@@ -72,7 +72,7 @@ def test_only_those_with_the_key_share(workshop: Workshop, key_file: Path) -> No
     assert [answer.logprobs for answer in answers] == [answer.logprobs for answer in expected]
     assert reader.settle()
     reader.stop()
-    assert "changed by somebody without the key" in reader.log.read_text(errors="replace")
+    assert "somebody without the key has changed them" in reader.log.read_text(errors="replace")
 
 
 def test_a_key_file_that_others_can_read_ends_the_start(workshop: Workshop, key_file: Path) -> None:
