@@ -66,7 +66,7 @@ class Directory:
         self.store.write(shard_name(self.namespace.name, key(number), rank), memoryview(content))
 
     def forge(self, number: int, rank: int) -> None:
-        """Put another payload there, with right checksums, and the MAC of the shard that was there."""
+        """Replace the payload, with correct checksums and the MAC of the old shard."""
         made = image(self.namespace, number, rank, seed=99)
         made[152:192] = self.path(number, rank).read_bytes()[152:192]
         made[4088:4096] = block_checksum(memoryview(made)[:4088]).to_bytes(8, "little")
@@ -101,7 +101,7 @@ def cli(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) ->
 
 
 def verified(cli: Cli, directory: Directory) -> tuple[dict[str, int], list[str]]:
-    """Return how many chunks there are of each verdict, and why some are bad."""
+    """Return the number of chunks by verdict, and the faults of bad ones."""
     code = cli("verify", directory.file, "--json")
     *bad, totals = cli.lines
     found = {kind: count for kind, count in totals["tiers"][0]["chunks"].items() if count}
@@ -110,7 +110,7 @@ def verified(cli: Cli, directory: Directory) -> tuple[dict[str, int], list[str]]
 
 
 def test_verify_finds_what_only_the_mac_tells(directory: Directory, cli: Cli) -> None:
-    """An attacker who can write makes every checksum right, and has MACs of other chunks."""
+    """An attacker who can write makes every checksum correct, and has MACs of other chunks."""
     assert verified(cli, directory) == ({"good": 6}, [])
     directory.put(0, 0, None)
     directory.put(1, 1, OTHER)

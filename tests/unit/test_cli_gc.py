@@ -106,7 +106,7 @@ def test_a_tenants_quota_counts_for_the_tenant_alone(tree: Tree, cli: Cli) -> No
     ],
 )
 def test_nobody_passes_a_namespace_off_as_another_tenants(content: bytes, tree: Tree, cli: Cli) -> None:
-    """The manifest in RED's namespace says that it is blue's, or nothing that makes sense."""
+    """The manifest in RED's namespace claims to be blue's, or is nonsense."""
     tree.store.write(manifest_name(RED.name), memoryview(content))
     red = tree.chunk(RED, 0, 90 * HOUR_S)
     assert tree.gc("--tenant blue --older-than 1h --delete") == 1
@@ -152,7 +152,7 @@ def test_an_empty_namespace_loses_its_manifest_after_a_day(tree: Tree, cli: Cli)
     assert "Deleted: 1 manifest of namespaces that are empty." in cli.out
     tree.age(young, 25 * HOUR_S)
     tree.chunk(RED, 0, 20 * HOUR_S)
-    for left in ({young}, set()):  # the run that empties a namespace leaves the manifest to the next
+    for left in ({young}, set()):  # the run that empties a namespace keeps its manifest; the next run deletes it
         assert tree.gc("--older-than 1h --delete") == 0
         assert tree.files() == left
 
@@ -174,7 +174,7 @@ def test_our_drafts_of_writers_that_died_go_after_an_hour(tree: Tree, cli: Cli) 
 
 
 def failing_delete(monkeypatch: pytest.MonkeyPatch, errors: Iterator[BaseException | None]) -> None:
-    """Let batches fail as a store's do: after all names were tried."""
+    """Make batches fail as in a store: after all names were tried."""
     real = TreeStore.delete
 
     def delete(store: TreeStore, names: Sequence[str]) -> None:

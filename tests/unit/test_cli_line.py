@@ -80,7 +80,7 @@ def test_what_is_wrong_is_one_line(command: str, tiers: str, code: int, words: s
 
 @pytest.mark.parametrize("odd", ["a\0b", "\udcff", "\ud800x"])
 def test_odd_bytes_in_an_argument_are_one_line(odd: str, file: Path, cli: Cli) -> None:
-    """A NUL, a byte that is not UTF-8, half a surrogate pair: as a path, a namespace, a key, a sample's name."""
+    """NUL, a byte that is not UTF-8, half a surrogate pair: in a path, a namespace, a key, a sample's name."""
     lines = [[*command.split(), odd] for command in ("show", "check", "ls", "verify", "gc", "bucket init", "configs")]
     lines += [[command, "kv.yaml", "--namespace", odd] for command in ("ls", "verify")]
     for arguments in (*lines, ["stat", odd, "5f3a"], ["stat", "kv.yaml", odd]):
@@ -108,7 +108,7 @@ def test_usage_and_help(arguments: str, code: int, words: str, cli: Cli) -> None
 
 @pytest.mark.parametrize("command", ["show", "check", "ls", "verify", "gc", "stat", "bucket init"])
 def test_a_failure_is_an_error_object_with_json(command: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A config that cannot be read, Ctrl-C: stderr says it as without --json."""
+    """An unreadable config, Ctrl-C: stderr is the same as without --json."""
     key = ["5f3a"] if command == "stat" else []
     assert cli(*command.split(), "/nonexistent/kv.yaml", *key, "--json") == 2
     assert cli.json == {"error": "/nonexistent/kv.yaml: cannot be read: No such file or directory"}

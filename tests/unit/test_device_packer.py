@@ -36,7 +36,7 @@ BLOCKS = 24
 IDS = np.array([3, 9, 1, 14], dtype=np.int32)
 LAYERS, PAGE = 2, 512
 A_WHILE_S = 0.05
-"""In which a stream that waits for nothing has long done what was queued."""
+"""A time after which a stream that waits for nothing has finished its queue."""
 CASES: dict[str, tuple[list[int], int, int]] = {
     # the pages of a block's layers; from one row of a tensor to the next; how far from a word's begin the first lies
     "words": ([1152] * 3, 1152, 0),
@@ -105,7 +105,7 @@ def test_chunks_lie_in_their_slots_as_on_the_host_and_come_back(
     ids = np.split(np.random.default_rng(3).permutation(BLOCKS)[: sum(counts)].astype(np.int32), np.cumsum(counts)[:-1])
     ends = [HEADER_BYTES + (first + count) * block_bytes for count in counts]
     pool = device_pool(slot_bytes=max(ends) + 300, budget_bytes=1 << 20, device=device)
-    slots = [acquired(pool) for _ in range(len(counts) + 1)]  # the last is nobody's
+    slots = [acquired(pool) for _ in range(len(counts) + 1)]  # the last slot belongs to no chunk
     images = [noise(pool.slot_bytes, 50 + number) for number in range(len(slots))]
     for slot, image in zip(slots, images, strict=True):
         slot.memory.copy_(torch.from_numpy(image))
@@ -168,7 +168,7 @@ def test_rows_that_do_not_fit_their_blocks_are_refused(device: Device) -> None:
 def test_torchs_checksums_are_slow_on_a_real_device_alone(
     monkeypatch: pytest.MonkeyPatch, device: Device, is_gpu: bool, name: str, is_slow: bool
 ) -> None:
-    """One group's are enough. Then the host sums, and chunks go through host memory."""
+    """One such group is enough. Then the host sums, and chunks go through host memory."""
     made = iter(["triton", name])
     monkeypatch.setattr(device_packer, "open_kernels", lambda *_: SimpleNamespace(name=next(made)))
     where = replace(device, torch_device=torch.device("cuda")) if is_gpu else device
@@ -179,7 +179,7 @@ def test_torchs_checksums_are_slow_on_a_real_device_alone(
 def test_memory_of_a_gpu_goes_back_to_the_allocator_behind_the_work_that_is_queued(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """That of the host goes at once: work there is over when its call returns."""
+    """Host memory is freed at once: work there has ended when its call returns."""
     kept: list[object] = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("the stream of", device))
     device_packer.keep(SimpleNamespace(is_cuda=True, device="cuda:1", record_stream=kept.append))  # type: ignore[arg-type]
@@ -219,7 +219,7 @@ class Kit:
         return np.concatenate([tensor.numpy()[IDS] for tensor in self.tensors], axis=1)
 
     def slow(self, monkeypatch: pytest.MonkeyPatch, name: str, before: Callable[[], object]) -> None:
-        """Have a kernel of the group begin with ``before``."""
+        """Make a kernel of the group call ``before`` first."""
         kernel = getattr(self.packer._kernels[0], name)
 
         def slowly(*arguments: Any) -> Any:
@@ -242,7 +242,7 @@ def kit(request: pytest.FixtureRequest, streams: ThreadedStreams) -> Kit:
 
 @pytest.mark.parametrize("way", ["gather", "scatter"])
 def test_no_fence_is_done_before_its_copy(kit: Kit, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slot would be written to storage, or the request answered, half copied."""
+    """Otherwise a half-copied slot would be written to storage, or its request answered."""
     begin = threading.Event()
     for name in ("gather", "scatter"):
         kit.slow(monkeypatch, name, lambda: begin.wait(20.0))
@@ -258,7 +258,7 @@ def test_no_fence_is_done_before_its_copy(kit: Kit, way: str, monkeypatch: pytes
 
 
 def test_blocks_are_cleared_behind_the_fence(streams: ThreadedStreams) -> None:
-    """Only the blocks that are named, and not before the model has written to them."""
+    """Only the named blocks, and only after the model has written to them."""
     kit = Kit("host", emulated(streams))
     kit.fill(1)
     with streams.compute.held():
@@ -273,8 +273,8 @@ def test_blocks_are_cleared_behind_the_fence(streams: ThreadedStreams) -> None:
 
 
 class Failing(ThreadedStream):
-    """Fails the caller at its first call of one kind, as CUDA does without memory: what came before is queued, and
-    comes late.
+    """Raises at the first call of one kind, as CUDA does when out of memory. Earlier calls are queued, and take effect
+    late.
     """
 
     def __init__(self, streams: ThreadedStreams, where: str) -> None:
@@ -312,7 +312,7 @@ class Failing(ThreadedStream):
 def test_when_a_call_fails_nothing_of_it_is_under_way_any_more(
     side: str, way: str, where: str, streams: ThreadedStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots and blocks are given to others then: what was queued before the failure must not land in them."""
+    """Slots and blocks then get new owners: copies queued before the failure must not write to them."""
     kit = Kit(side, emulated(streams))
     failing = Failing(streams, where)
     for name in ("_out", "_in", "_beside"):
@@ -335,7 +335,7 @@ def test_when_a_call_fails_nothing_of_it_is_under_way_any_more(
 
 
 def test_an_error_on_the_device_is_told_by_every_fence_behind_it(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never by a fence that is done: the copy did not happen."""
+    """No such fence is ever done, because the copy did not happen."""
 
     def broken() -> None:
         raise RuntimeError("an illegal address")

@@ -46,7 +46,7 @@ class Rank:
     ended: dict[int, Completion] = field(default_factory=dict)
 
     def chunk(self, number: int, blocks: list[int], *, first: int = 0, group: int = 0) -> Chunk:
-        """In slot ``number`` of the memory tier."""
+        """Return a chunk in slot ``number`` of the memory tier."""
         io = self.rig.chunk(number, blocks, first=first, group=group)
         return replace(io, location=Location(MEMORY, io.location.offset, io.location.slot_bytes))
 
@@ -106,7 +106,7 @@ def opened(directory: Path, shape: str = "lbhnc", **options: Any) -> Iterator[tu
 
 @pytest.fixture(autouse=True)
 def no_sums_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What plays the device's kernels is ``block_checksums``, and stays."""
+    """Forbid other checksums; ``block_checksums`` stays, because it plays the device's kernels."""
 
     def refuse(payloads: Any) -> Any:
         if payloads:
@@ -183,7 +183,7 @@ def test_damage_in_storage_is_refused_and_costs_its_chunk_alone(tmp_path: Path) 
 
 
 def test_damage_in_memory_is_told_by_the_sums_of_the_gather(tmp_path: Path) -> None:
-    """Between a store into memory and its write-through: storage gets the bytes as they are, and nobody takes them."""
+    """Damage between a store and its write-through: storage gets the damaged bytes, but no load accepts them."""
     with opened(tmp_path) as (_, rank):
         rig = rank.rig
         rig.write(range(4))
@@ -197,7 +197,7 @@ def test_damage_in_memory_is_told_by_the_sums_of_the_gather(tmp_path: Path) -> N
 
 
 def test_batches_take_turns_for_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is room for none beside another, one goes after the other, and all arrive."""
+    """If there is scratch for one batch only, batches go one after the other, and all arrive."""
     monkeypatch.setattr(device_packer, "BROUGHT_BYTES", 1)
     refused: list[None] = []
     real = DevicePacker.bring
@@ -229,7 +229,7 @@ def test_batches_take_turns_for_scratch(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_batches_that_fail_to_scatter_hold_no_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They fill it: kept while their chunks are tried singly, later loads would wait for it."""
+    """Each fills the scratch. If it kept it while its chunks are tried one by one, later loads would wait."""
     with opened(tmp_path, verify="always") as (_, rank):
         rig, paths = rank.rig, rank.memory.paths
         bus = paths.packer  # type: ignore[attr-defined]

@@ -46,7 +46,7 @@ def test_every_shape_comes_back_by_every_way(lab: Lab, caplog: pytest.LogCapture
 
 
 def test_what_one_way_stored_another_loads(lab: Lab) -> None:
-    """Nothing in the file tells which way it was written."""
+    """The file does not depend on the way it was written."""
     images = set()
     for slot, way in enumerate(WAYS):
         rig = lab.make(None, "mla_36k", way)
@@ -106,7 +106,7 @@ def test_blocks_needed_before_the_model_has_written_them_are_not_stored(lab: Lab
     with lab.streams.compute.held():
         rig.write([0, 1, 2, 3])
         rig.engine.submit_store(1, [rig.chunk(n, [0, 1, 2, 3]) for n in range(6)])
-        rig.engine.wait([1], limit_s=0.05)  # else the stream's own limit would end it, and the store be done
+        rig.engine.wait([1], limit_s=0.05)  # else the stream's own limit would end it, and the store succeed
         assert rig.collect(1).outcomes == (DROPPED,) * 6
     until(lambda: not rig.engine._batches)
     assert mover.submitted == []
@@ -154,7 +154,7 @@ def test_the_mover_gets_an_image_only_when_it_is_complete(lab: Lab) -> None:
 
 @pytest.mark.parametrize("verify", ["checksum", "header"])
 def test_nothing_is_scattered_before_the_header_has_come(lab: Lab, verify: str) -> None:
-    """The page on the host holds what another chunk left there until the copy from the device has arrived."""
+    """Until the copy from the device has arrived, the page on the host holds another chunk's header."""
     rig = lab.make(verify=verify)
     rig.write([0, 1, 2, 3])
     wanted = rig.rows([0, 1, 2, 3])
@@ -171,7 +171,7 @@ def test_nothing_is_scattered_before_the_header_has_come(lab: Lab, verify: str) 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_load_ends_while_the_step_runs_that_it_came_with(lab: Lab, way: Way) -> None:
-    """VLLM submits it behind the launch of the forward pass; its fence is from before."""
+    """VLLM submits the load after it launches the forward pass; the load's fence is from before."""
     rig = lab.make(None, "lbhnc", way)
     rig.write([0, 1, 2, 3])
     wanted = rig.rows([0, 1, 2, 3])
@@ -187,7 +187,7 @@ def test_a_load_ends_while_the_step_runs_that_it_came_with(lab: Lab, way: Way) -
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_load_waits_for_the_step_before_the_one_that_it_came_with(lab: Lab, way: Way) -> None:
-    """That step still writes to the blocks, for the request that had them. Overtaken, it would write over the load."""
+    """That step still writes to the blocks, for their old request. If overtaken, it would overwrite the load."""
     rig = lab.make(None, "lbhnc", way)
     rig.write([0, 1, 2, 3])
     wanted = rig.rows([0, 1, 2, 3])
@@ -218,7 +218,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
 
 
 def test_memory_that_cannot_be_registered_is_done_without(lab: Lab, said: pytest.LogCaptureFixture) -> None:
-    """KV blocks refused: packed on the device. Staging refused as well: through host memory. Each with the reason."""
+    """KV blocks refused: chunks are packed on the device. Staging refused too: host memory. Each reason is logged."""
     kv_bytes = 48 * 8192
 
     def kv_blocks(region: MemoryRegion) -> bool:

@@ -111,7 +111,7 @@ def test_a_restart_finds_what_was_put_in_its_order(path: str) -> None:
 
 
 def test_a_key_of_any_length_takes_no_memory(path: str) -> None:
-    """A row that nobody of us wrote, with a key of 64 MiB: not read, neither by an engine nor by the commands."""
+    """A foreign row with a key of 64 MiB is read neither by an engine nor by commands."""
     write(path, 1)
     with contextlib.closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("INSERT INTO slot (key, offset, slot_bytes) VALUES (zeroblob(?), 8192, 4096)", (64 * MIB,))
@@ -145,7 +145,7 @@ def test_put_and_delete_do_not_wait_for_the_storage(path: str, monkeypatch: pyte
 
 
 def test_the_file_is_for_the_owner_alone(path: str) -> None:
-    """Mode 0600 under any umask, also when the file was there before. SQLite gives that to its journal too."""
+    """Mode 0600 under any umask, even if the file existed before. SQLite's journal gets the same mode."""
     Path(path).touch(mode=0o644)
     old_umask = os.umask(0)
     try:
@@ -209,7 +209,7 @@ def test_an_unusable_database_is_deleted_with_one_warning(
 
 
 def test_an_index_whose_rows_are_out_of_order_is_made_anew(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is too large to be checked whole. They are not read round and round."""
+    """An index too large for a full check. Reading its rows ends nevertheless."""
     monkeypatch.setattr("nixl_offload.index.journal._CHECKED_BYTES", 0)
     monkeypatch.setattr("nixl_offload.index.journal._ROWS_PER_READ", 4)
     write(path, *range(16))
@@ -261,7 +261,7 @@ def test_another_geometry_starts_empty(path: str, other: dict[str, str], caplog:
 
 @pytest.mark.parametrize("away", ["moved", "deleted", "not yet there"])
 def test_rows_wait_for_storage_that_is_away(path: str, caplog: pytest.LogCaptureFixture, away: str) -> None:
-    """One warning; meanwhile nothing is written elsewhere, nor to an open file that has no name any more."""
+    """One warning. Meanwhile nothing is written elsewhere, nor to an open file that was deleted."""
     directory, elsewhere = Path(path).parent, Path(path).parent.with_name("elsewhere")
     if away == "not yet there":
         directory.rmdir()
@@ -301,7 +301,7 @@ def test_closing_while_storage_fails_says_so_and_ends(tmp_path: Path) -> None:
 
 
 def test_the_queue_is_bounded_and_its_loss_leaves_no_stale_row(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Storage is away for more calls than may wait: afterwards the database holds what came last, all of it true."""
+    """Storage is away for more calls than the queue holds. Afterwards the database holds the last ones, all correct."""
     journal, slots = Journal(path, max_queued_ops=100, **AT_ONCE), 500
     for number in range(0, slots, 50):
         journal.write(*range(number, number + 50))
@@ -338,7 +338,7 @@ TRANSACTION = """
 
 
 def kill_in_transaction(path: str, *, pages_written: bool) -> bytes:
-    """Have a process change all rows and be killed. Return the journal that it has left."""
+    """Make a process change all rows and kill it. Return the journal that it leaves."""
     write(path, *range(10))
     cached = "1" if pages_written else "10000"
     subprocess.run([sys.executable, "-c", textwrap.dedent(TRANSACTION), path, cached], check=False)
@@ -362,7 +362,7 @@ def test_a_journal_that_a_kill_has_left_is_applied_and_gone(path: str, pages_wri
 
 
 def test_a_journal_without_its_index_is_not_applied_to_the_next_one(path: str) -> None:
-    """As a removal that was cut short leaves it."""
+    """An interrupted removal may leave such a journal."""
     kill_in_transaction(path, pages_written=True)
     os.unlink(path)
     assert write(path, 1) == []
@@ -371,7 +371,7 @@ def test_a_journal_without_its_index_is_not_applied_to_the_next_one(path: str) -
 
 
 def test_a_reader_that_stays_costs_a_warning_and_no_row(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Somebody's open transaction keeps commits out; they come when it ends."""
+    """A reader's open transaction blocks commits; they are made when it ends."""
     write(path, *range(10))
     journal = Journal(path, **AT_ONCE)
     stays = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
@@ -419,7 +419,7 @@ def test_max_bytes_holds_under_churn(path: str) -> None:
 def test_clearing_forgets_what_is_written_and_what_waits_and_nothing_after(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rows of keys that nobody deletes one by one go too; it is no trouble, so nobody is warned."""
+    """Rows of keys that were not deleted one by one go too. It is no failure, so nothing is logged."""
     caplog.set_level(logging.INFO)
     journal = Journal(path, **AT_ONCE)
     journal.write(*range(3000))
@@ -452,7 +452,7 @@ def test_an_abandoned_index_leaves_the_file_to_its_new_owner(path: str) -> None:
 
 
 def test_rows_cleared_while_the_directory_is_away_do_not_come_back_with_it(path: str) -> None:
-    """There is nothing to delete while it is away, and that does not count as done."""
+    """While the directory is away there is nothing to delete; the clear is done when it is back."""
     journal, directory = Journal(path, **AT_ONCE), os.path.dirname(path)
     journal.write(1)
     os.rename(directory, directory + ".away")

@@ -1,5 +1,5 @@
-"""A rank that has no layer of a KV group, or of any, as a pipeline stage may: its part of whatever is to be done with
-such a chunk is done at once, and nothing is read or written for it.
+"""A rank without a layer of some or all KV groups, as a pipeline stage may be. Its part of each job with such chunks is
+done at once, and nothing is read or written for them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def rig(tmp_path: Path) -> Iterator[ChainRig]:
 
 
 class Stage:
-    """A rank that is told of chunks of both groups in turn: four, from a number on."""
+    """A rank with jobs of four chunks, from both groups in turn."""
 
     def __init__(self, rig: ChainRig) -> None:
         self.rig, self.numbers = rig, count(1)
@@ -85,7 +85,7 @@ def test_stores_and_loads_of_both_groups_move_the_bytes_of_one(rig: ChainRig) ->
 
 
 def test_promotions_and_moves_of_both_groups_end_well_and_touch_one(rig: ChainRig) -> None:
-    """What a load leaves in memory, and what goes from tier to tier, each way."""
+    """Promotions by a load, and moves between tiers in both directions."""
     stage = Stage(rig)
     assert stage.job(StoreTicket(1, stage.keys(8), stage.places(FILE, 8))).outcomes == (OK,) * 4
     ticket = LoadTicket(1, stage.keys(8), stage.places(FILE, 8), 99, stage.places(MEMORY, 8))
@@ -100,7 +100,7 @@ def test_promotions_and_moves_of_both_groups_end_well_and_touch_one(rig: ChainRi
 
 @pytest.mark.parametrize("staging", ["host", "device"])
 def test_an_engine_on_a_device_leaves_the_group_out(tmp_path: Path, staging: str) -> None:
-    """It has no kernels, takes no staging, and a chunk of it that comes all the same fails, before any header."""
+    """The group has no kernels and no staging. If a chunk of it comes nevertheless, it fails before any header."""
     with ThreadedStreams() as streams:
         rig = Rig.make(tmp_path, shape=STAGE, device=emulated(streams), staging=staging)
         wanted = rig.bytes_of(range(4))

@@ -31,7 +31,7 @@ CHUNK_BYTES = RANKS * SHARD_BYTES
 CAPACITY_BYTES = 64 * CHUNK_BYTES
 OLD_S = time.time() - 1000
 LEFT = 62
-"""Chunks that are left where more than 63 are there: see ``eviction.STEPS``."""
+"""Chunks that are left after a pass over more than 63: see ``eviction.STEPS``."""
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def store(tmp_path: Path) -> TreeStore:
 
 
 def fill(store: TreeStore, count: int, *, tenant: str = "default", used_s: Callable[[int], float]) -> list[list[str]]:
-    """Store chunks, each last used ``used_s`` of its number. Returns the names of each one's shards."""
+    """Store chunks, last used at ``used_s`` of their numbers. Returns the names of each one's shards."""
     chunks = []
     for number in range(count):
         names = put_chunk(store, namespace_of(tenant), number, SHARD_BYTES)
@@ -53,7 +53,7 @@ def fill(store: TreeStore, count: int, *, tenant: str = "default", used_s: Calla
 
 @contextlib.contextmanager
 def mounted(point: Path, options: str = "size=1m") -> Iterator[None]:
-    """A filesystem of its own. Skips the test where this user may not mount."""
+    """A mounted filesystem. Skips the test if this user may not mount."""
     point.mkdir(exist_ok=True)
     mounting = ["mount", "-t", "tmpfs", "-o", options, "none", str(point)]
     done = subprocess.run(mounting, check=False, capture_output=True, text=True)
@@ -67,7 +67,7 @@ def mounted(point: Path, options: str = "size=1m") -> Iterator[None]:
 
 @pytest.fixture
 def evicting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Eviction]]:
-    """Begins eviction that looks and passes without a pause; ends it with the test."""
+    """Start eviction without pauses; end it with the test."""
     monkeypatch.setattr(eviction, "LOOK_S", 0.02)
     monkeypatch.setattr(eviction, "PASS_S", 0.0)
     with contextlib.ExitStack() as stack:
@@ -92,7 +92,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def test_what_was_not_used_for_longest_goes(store: TreeStore) -> None:
-    """Of two namespaces together, down to the mark, shards of a chunk together; seconds apart is enough."""
+    """Over two namespaces together, down to the limit, whole chunks. Ages that differ by seconds are enough."""
     now_s = time.time()
     ours = fill(store, 50, used_s=lambda number: now_s - 1000 + 2 * number)
     others = fill(store, 50, tenant="other", used_s=lambda number: now_s - 999 + 2 * number)
@@ -102,7 +102,7 @@ def test_what_was_not_used_for_longest_goes(store: TreeStore) -> None:
 
 
 def test_what_was_used_before_the_clock_was_set_back_goes_first(store: TreeStore) -> None:
-    """Else it would stay until that time has come, and all that is stored meanwhile go in its place."""
+    """Otherwise such chunks would stay until that time has come, and new chunks would go instead."""
     now_s = time.time()
     future = fill(store, 50, used_s=lambda number: now_s + 1e6 + number)
     others = fill(store, 50, tenant="other", used_s=lambda number: now_s - 1000 + number)
@@ -133,7 +133,7 @@ def test_a_filesystem_with_less_room_than_the_capacity_is_not_left_full(
 
 
 def test_a_share_of_the_filesystem_stays_free(tmp_path: Path, evicting: Callable[..., Eviction]) -> None:
-    """Others need it, and the kubelet evicts a pod that takes it: neither stores nor what others write may do so."""
+    """Others need it, and the kubelet evicts a pod that takes it. Stores leave it free, and eviction restores it."""
     root = tmp_path / "kv"
 
     def free() -> float:
@@ -216,7 +216,7 @@ def test_a_directory_that_may_not_be_listed_does_not_stop_it(refusing: tuple[Tre
 
 
 def test_a_chunk_that_cannot_be_deleted_does_not_keep_others(refusing: tuple[TreeStore, list[tuple[str, str]]]) -> None:
-    """All the others go that should; then it is an error."""
+    """All other chunks of the plan are deleted; then the error is raised."""
     store, refused = refusing
     chunks = fill(store, 120, used_s=lambda number: OLD_S + number)
     going = [name for chunk in chunks[: 120 - LEFT] for name in chunk]
@@ -259,7 +259,7 @@ def test_a_directory_that_vanishes_ends_nothing(
 def test_a_drive_that_is_mounted_anew_is_kept_to_its_capacity_again(
     tmp_path: Path, evicting: Callable[..., Eviction]
 ) -> None:
-    """Its device may have another number then. While nothing is mounted, nothing is made there."""
+    """Its device number may change. While nothing is mounted, nothing is made there."""
     root = tmp_path / "kv"
     with mounted(root):
         engine = evicting(TreeStore(str(root)), 16 * CHUNK_BYTES)
@@ -278,7 +278,7 @@ def test_a_drive_that_is_mounted_anew_is_kept_to_its_capacity_again(
 def test_who_keeps_a_directory_to_its_capacity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filesystem: str, kept: bool
 ) -> None:
-    """Engines on a drive of this machine, a timer elsewhere; and what the config says counts before that."""
+    """Engines on a drive of this machine, a timer elsewhere; the config overrides both."""
     mount = mounts.Mount("/", filesystem, "source", (), "8:1")
     monkeypatch.setattr(ownership, "find_mount", lambda path, root: mount)
     fields = {"kind": "shared_dir", "path": str(tmp_path), "capacity": "1GiB"}
@@ -288,7 +288,7 @@ def test_who_keeps_a_directory_to_its_capacity(
 
 
 def test_a_capacity_of_less_than_two_chunks_is_refused(tmp_path: Path) -> None:
-    """Each chunk would be deleted as soon as it is written."""
+    """Otherwise each chunk would be deleted as soon as it is written."""
     context = TierContext(0, namespace_of("default"), world_size=RANKS)
     least_bytes = 2 * RANKS * context.slot_classes[-1]
     fields = {"kind": "shared_dir", "path": str(tmp_path / "kv"), "evict": True}

@@ -51,7 +51,7 @@ def taking_no_memory(name: str) -> Iterator[None]:
 
 
 class Servers:
-    """Ranks of servers over directories of their own, or over that of the target."""
+    """Ranks of servers, with directories of their own or that of the target."""
 
     def __init__(self, stack: ExitStack, root: Path, kind: str, shape: str) -> None:
         self._stack, self._root, self._kind, self._shape = stack, root, kind, shape
@@ -62,7 +62,7 @@ class Servers:
         self.random, self.group = drawn, drawn.randrange(len(SHAPES[shape].groups))
 
     def make(self, keys: ChunkKeys | None, at: str = "", *, rank: int = 0, **options: Any) -> Rig:
-        """Start one. ``at``: a directory that others have, too."""
+        """Start a server. ``at``: a directory shared with other servers."""
         number = next(self._number)
         place = self._root / (at or f"own-{number}")
         place.mkdir(exist_ok=True)
@@ -120,7 +120,7 @@ def test_forged_shards_are_misses(tmp_path: Path, kind: str, way: str, shape: st
         hosts = [make_host(writer.location(0).slot_bytes, memory_slots=2) for _ in range(2)]
         stack.callback(lambda: [host.close() for host in hosts])
         host, other_host = hosts if way == "promotion" else (None, None)
-        # As in the middle of a rotation: the key that signs is another one.
+        # As in the middle of a rotation: another key signs.
         reader = servers.make(ChunkKeys([drawn.randbytes(32), known]), "target", host=host)
         fooled = servers.make(None, "target", host=other_host)
         for name, attack in REFUSED.items():
@@ -137,7 +137,7 @@ def test_forged_shards_are_misses(tmp_path: Path, kind: str, way: str, shape: st
         path.write_bytes(loot.target + drawn.randbytes(PAGE))
         result, found = servers.load(reader, way)
         assert found == (wanted if result is Outcome.OK else bytes([EMPTY]) * len(wanted)), "longer"
-        # What a server with the key stored here before is served: it was computed of the same tokens.
+        # An earlier chunk of a server with the key is served: it was computed from the same tokens.
         path.write_bytes(loot.target)
         assert servers.load(reader, way) == (Outcome.OK, wanted)
         writer.wipe(7)

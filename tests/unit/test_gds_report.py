@@ -89,11 +89,11 @@ class Machine:
         return gds_report(str(self.directory), root=str(self.root))
 
     def fact(self, name: str) -> Fact:
-        """Return the worst of that name."""
+        """Return the worst fact of that name."""
         return min((fact for fact in self.report().facts if fact.name == name), key=lambda fact: fact.ok is not False)
 
     def refusal(self, size_bytes: int, registered_bytes: int = 0) -> str:
-        """Return why so much device memory is not registered; empty: it is."""
+        """Return why this much device memory is refused; empty if it is not."""
         try:
             pinning_limit("gds_mt", size_bytes, registered_bytes, root=str(self.root))
         except MoverError as error:
@@ -161,7 +161,7 @@ MISSING: list[tuple[str, Callable[[Machine], object], str, str]] = [
 def test_each_single_thing_that_is_missing_is_named(
     machine: Machine, name: str, spoil: Callable[[Machine], object], words: str, fix: str
 ) -> None:
-    """Copying through the host is one thing, not running at all another."""
+    """Some missing things force copies through the host, others prevent any transfer."""
     spoil(machine)
     report, fact = machine.report(), machine.fact(name)
     assert (report.real, fact.ok) == (False, False)

@@ -1,5 +1,5 @@
-"""Proves what stores are given when their KV blocks are to be reused: as long as their step runs, then 5 ms to find a
-slot, then as long as a gather takes. Time is played: it goes on only where the engine's caller waits.
+"""Proves how long stores may take when their KV blocks are to be reused: until their step ends, then 5 ms to find a
+slot, then the time of a gather. Time is simulated: it passes only while the engine's caller waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAYOUT = KVLayout((RegionSpec(0, 1 << 20, 64, 4096, 4096),), (GroupLayout.of_pag
 
 
 class World:
-    """A clock that stands still, and what happens at which of its times."""
+    """A clock that advances only in waits, and the events at its times."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -37,11 +37,11 @@ class World:
         self._plans.sort(key=lambda plan: plan[0])
 
     def step(self, seconds: float) -> Fence:
-        """The fence of a step that ends then."""
+        """The fence of a step that ends at that time."""
         return _Step(self, 100.0 + seconds)
 
     def pass_time(self, seconds: float) -> None:
-        """Go on, at most to the next thing that happens."""
+        """Advance the clock, at most to the next event."""
         until_s = self.now_s + seconds
         if self._plans and self._plans[0][0] <= until_s:
             self.now_s, act = self._plans.pop(0)
@@ -50,14 +50,14 @@ class World:
             self.now_s = until_s
 
     def table(self, tiers: int = 1) -> JobTable:
-        """A table whose callers wait in played time."""
+        """A table whose callers wait in simulated time."""
         table = JobTable(clock=self.clock)
         table.use(TierQueue(table, tier, LAYOUT, store_limit_bytes=1 << 20) for tier in range(tiers))
         table._progress = _PlayedCondition(self, table._lock)  # type: ignore[assignment]
         return table
 
     def wait(self, table: JobTable, job_ids: Collection[int] = (1,)) -> float:
-        """Return how long the caller was held up, in played seconds."""
+        """Return how long the caller waited, in simulated seconds."""
         began_s = self.now_s
         table.wait(job_ids, LIMIT_S)
         return self.now_s - began_s
@@ -79,7 +79,7 @@ class _PlayedCondition:
         self._world, self._lock = world, lock
 
     def wait(self, timeout: float) -> None:
-        """Without the lock, as a real one."""
+        """Wait without the lock, as a real condition."""
         self._lock.release()
         try:
             self._world.pass_time(timeout)
@@ -108,12 +108,12 @@ def add(table: JobTable, job_id: int, step: Fence, chunks: int = 1, tier: int = 
 
 
 def take(table: JobTable, count: int = 16, lane: Lane = Lane.URGENT_STORE, tier: int = 0) -> list[Chunk]:
-    """As the pump, which has so many slots."""
+    """Take stores as a pump with this many slots."""
     return table.queues[tier].take(lane, lambda _: count)
 
 
 def gathered(table: JobTable, chunks: Sequence[Chunk], outcome: Outcome = OK) -> None:
-    """As the pump: they are read, and written soon."""
+    """As the pump: the blocks are gathered, and will be written."""
     table.advance(chunks, ChunkState.TRANSFER)
     for chunk in chunks:
         chunk.end(outcome)
@@ -142,7 +142,7 @@ def test_a_step_that_runs_long_costs_no_store(world: World) -> None:
 
 @pytest.mark.parametrize("step_s", [0.0, 0.0199, 0.5])
 def test_without_a_slot_the_next_step_begins_5_ms_after_this_one_has_ended(world: World, step_s: float) -> None:
-    """There were grains of 20 ms, the first of which began anywhere within the step: 20 to 60 ms for nothing."""
+    """Once the wait had steps of 20 ms that began anywhere within the step, and cost 20 to 60 ms for nothing."""
     table = world.table()
     add(table, 1, world.step(step_s), chunks=3)
     assert step_s <= world.wait(table, [1]) <= step_s + STORE_GRACE_S + FENCE_POLL_S + 1e-9
@@ -151,7 +151,7 @@ def test_without_a_slot_the_next_step_begins_5_ms_after_this_one_has_ended(world
 
 
 def test_tiers_without_slots_share_the_5_ms(world: World) -> None:
-    """One after the other they held a step up for as long as there were tiers."""
+    """Once each tier held up the step in turn."""
     table = world.table(4)
     for at in range(4):
         add(table, at, world.step(0.010 * (4 - at)), tier=at)
@@ -180,7 +180,7 @@ def test_a_step_that_never_ends_holds_nobody_for_ever(world: World) -> None:
 
 
 def test_tiers_that_read_on_share_the_limit_and_are_given_up_then(world: World) -> None:
-    """What a mover still reads cannot be stopped; what it writes is worthless."""
+    """A mover's reads cannot be stopped; the data that it writes is worthless."""
     table, chunks = world.table(3), []
     for at in range(3):
         add(table, at, READY, tier=at)
@@ -191,7 +191,7 @@ def test_tiers_that_read_on_share_the_limit_and_are_given_up_then(world: World) 
 
 
 class Broken:
-    """The fence of a device that is out of order."""
+    """The fence of a device that has failed."""
 
     def done(self) -> bool:
         """See Fence."""
@@ -199,7 +199,7 @@ class Broken:
 
 
 def test_a_device_out_of_order_drops_the_store_and_raises_nothing(world: World) -> None:
-    """What ``wait`` raises ends the engine; whoever uses the device next will say so, if it is so."""
+    """An error of ``wait`` would end the engine. The next use of the device will report the failure."""
     table = world.table()
     add(table, 1, Broken())
     assert world.wait(table, [1]) == pytest.approx(STORE_GRACE_S)
@@ -207,7 +207,7 @@ def test_a_device_out_of_order_drops_the_store_and_raises_nothing(world: World) 
 
 
 def test_a_load_that_is_expedited_and_waited_for_is_claimed_once() -> None:
-    """It stands in its lane twice then; read twice, its blocks would be written after its request has them."""
+    """It is in its lane twice then. If read twice, it would write to its blocks after its request has them."""
     table = JobTable(clock=time.monotonic)
     table.use([TierQueue(table, 0, LAYOUT, store_limit_bytes=1 << 20)])
     chunks = [

@@ -44,7 +44,7 @@ class Group:
     heads: int
     tokens: int
     words: int
-    """Of eight bytes: what is kept of a head for a token."""
+    """Words of eight bytes per head and token."""
     shards: int
     ranges: tuple[int, ...] = ()
     """By layer: its range of layers; none: there is one."""
@@ -66,7 +66,7 @@ class Engine:
 
 
 def world(groups: Sequence[Group], blocks: int) -> list[Words]:
-    """What the model has computed: of each group, of shape (blocks, layers, heads, tokens, words)."""
+    """The model's KV of each group: shape (blocks, layers, heads, tokens, words)."""
     made = []
     for number, group in enumerate(groups):
         shape = (blocks, group.layers, group.heads, group.tokens, group.words)
@@ -164,7 +164,7 @@ class Rank:
 
 
 def heads_of(group: Group, tp: int, rank: int) -> list[int]:
-    """As vLLM deals them out: consecutive ones; or one, which several ranks have."""
+    """The heads of a rank in vLLM: consecutive ones, or one that several ranks share."""
     if group.heads >= tp:
         each = group.heads // tp
         return list(range(rank * each, (rank + 1) * each))

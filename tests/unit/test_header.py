@@ -46,7 +46,7 @@ def make_shard(expect: Expected = EXPECT, first_valid_block: int = 0, seed: int 
 
 
 def read_shard(slot: Bytes, expect: Expected = EXPECT, first: int = 0, last: int = BLOCKS) -> None:
-    """Everything a load does before it believes the bytes."""
+    """All checks of a load before it uses the bytes."""
     check_blocks(slot[:HEADER_BYTES], expect, slot[HEADER_BYTES:], first, last)
 
 
@@ -57,7 +57,7 @@ def reason(slot: Bytes, expect: Expected = EXPECT, first: int = 0, last: int = B
 
 
 def reseal(page: Bytes, offset: int, code: str, value: int) -> Bytes:
-    """Change a field and make the page's own checksum right again: what a faulty writer would leave."""
+    """Change a field and correct the page's own checksum, as a faulty writer would."""
     page = page.copy()
     struct.pack_into(code, page.data, offset, value)
     page[-8:] = block_checksums(page[None, :-8]).view(np.uint8)
@@ -108,7 +108,7 @@ def test_any_flipped_bit_of_the_payload_is_found_in_its_block(bit: int) -> None:
 
 @given(st.integers(1, slot_bytes(BLOCKS, BLOCK_BYTES) - 1), st.sampled_from(["zeros", "same key", "other key"]))
 def test_a_cut_or_torn_write_is_found(cut: int, behind: str) -> None:
-    """New bytes, then zeros or what the slot held before: refused, unless all that counts is of one shard."""
+    """New bytes, then zeros or the slot's old bytes: refused, unless all bytes in use are of one shard."""
     old_expect = EXPECT._replace(key=b"o" * 36) if behind == "other key" else EXPECT
     new, old = make_shard(seed=1), make_shard(old_expect, seed=2)
     torn = np.concatenate((new[:cut], np.zeros_like(old[cut:]) if behind == "zeros" else old[cut:]))
@@ -152,7 +152,7 @@ def test_swapped_blocks_are_found(order: list[int]) -> None:
 
 
 def test_blocks_that_were_never_stored_are_refused() -> None:
-    """The sliding window had left them behind: their place in the payload holds anything at all."""
+    """The sliding window had passed them: their bytes in the payload are arbitrary."""
     slot = make_shard(first_valid_block=2)
     read_shard(slot, first=2)
     assert reason(slot, first=1) == "blocks"
@@ -207,7 +207,7 @@ def rows_of(count: int, blocks: int) -> tuple[ExpectedRows, list[int], npt.NDArr
 @pytest.mark.parametrize("blocks", [1, 4, MAX_BLOCKS_PER_CHUNK])
 @pytest.mark.parametrize("count", [1, 2, 17])
 def test_checksums_that_come_later_make_the_same_page(count: int, blocks: int) -> None:
-    """Until then readers of storage refuse the page, and readers of memory take it."""
+    """Until then readers of storage refuse the page, but readers of memory accept it."""
     expect, firsts, sums = rows_of(count, blocks)
     whole = encode_headers(expect, sums, firsts, created_s=1_700_000_000)
     pages = encode_headers(expect, None, firsts, created_s=1_700_000_000)

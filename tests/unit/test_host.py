@@ -116,7 +116,7 @@ def test_page_locking_without_cuda_is_a_clear_error_and_gives_the_memory_back() 
 def test_memory_that_cuda_cannot_page_lock_stays_pageable(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in confidential computing. It is said once, however many pieces there are, and nothing is unlocked."""
+    """As in confidential computing. It is logged once for all pieces, and nothing is unlocked."""
     refused, forgotten = list[int](), list[int]()
 
     def refuse(address: int, length_bytes: int, flags: int) -> int:
@@ -146,7 +146,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mapped(length_bytes: int) -> npt.NDArray[np.uint8]:
-    """Memory that is not there yet, from the begin of a huge page on."""
+    """Memory that is not yet present, aligned to a huge page."""
     area = mmap.mmap(-1, length_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     everything: npt.NDArray[np.uint8] = np.frombuffer(area, dtype=np.uint8)
     begin = -everything.ctypes.data % HUGE_PAGE_BYTES
@@ -197,7 +197,7 @@ def test_where_no_thread_can_be_started_the_caller_does_it(monkeypatch: pytest.M
 def test_where_huge_pages_crawl_for_compaction_the_rest_is_asked_for_in_small_ones(
     stalls: Iterator[int | None], is_given_up: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a word, once. They are kept where the machine is merely slow."""
+    """It is logged once. Huge pages are kept if the machine is merely slow."""
     real, memory = host_module._bring_in, mapped(64 * MIB)
     monkeypatch.setattr(machine, "compaction_stalls", lambda: next(stalls))
     monkeypatch.setattr(host_module, "_bring_in", lambda piece: min(real(piece), 0.0) + 1.0)
@@ -217,7 +217,7 @@ def test_where_huge_pages_crawl_for_compaction_the_rest_is_asked_for_in_small_on
 def test_too_much_is_refused_before_it_is_touched_with_a_capacity_that_would_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The capacity that the message names is accepted; a little more than the reserve allows is not."""
+    """The capacity in the message is accepted; a little more is not."""
     monkeypatch.setattr(machine, "room", lambda: Room(160 * MIB, "the machine (MemAvailable)"))
     before = resident_bytes()
     with pytest.raises(TierError) as caught:

@@ -79,7 +79,7 @@ OTHER = {
 
 @pytest.mark.parametrize(("said", "status"), OTHER.values(), ids=OTHER)
 def test_any_other_answer_is_left_alone(gets: DirectGets, said: bytes | None, status: int) -> None:
-    """Only where there was no whole answer, so that another would cost as much time, is there a pause."""
+    """A pause follows only if there was no whole answer, because the next GET could take as long."""
     gets._timeout_s = 0.3 if said is HANG else gets._timeout_s
     with OneAnswerServer(said) as server:
         assert get(gets, server.endpoint)[0] == status
@@ -147,7 +147,7 @@ def test_connections_are_used_again_and_replaced_when_the_server_closes_them(get
 
 
 def test_bytes_behind_an_answer_are_no_answer_to_the_next_request(gets: DirectGets) -> None:
-    """A server that answers once too often: another connection is taken."""
+    """If a server sends more than one answer, another connection is used."""
     server = Scripted([(HEAD + BODY, HEAD + BODY)], [(HEAD + BODY[::-1],)])
     assert get(gets, server.endpoint) == (None, BODY)
     time.sleep(0.2)
@@ -168,7 +168,7 @@ def certified(tmp_path: Path) -> tuple[ssl.SSLContext, str]:
 def test_https_trusts_the_context_given(
     certified: tuple[ssl.SSLContext, str], trusted: bool, status: int | None, connections: int
 ) -> None:
-    """It is made once. A server that it does not trust gets no request."""
+    """The context is made once. A server that it does not trust gets no request."""
     context, authority = certified
     server = Scripted(*[[GOOD] * 2] * (2 if trusted else 1), tls=context)
     contexts = iter([ssl.create_default_context(cafile=authority if trusted else None)])
@@ -183,7 +183,7 @@ def test_https_trusts_the_context_given(
 def test_a_server_that_falls_silent_over_tls_is_not_waited_for(
     certified: tuple[ssl.SSLContext, str], said: bytes
 ) -> None:
-    """Before its answer, or amid it."""
+    """Silent before its answer or in the middle of it."""
     context, authority = certified
     server = Scripted([(said,)], tls=context)
     trusting = ssl.create_default_context(cafile=authority)
