@@ -38,8 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _our_logger() -> Iterator[None]:
-    """Keep our logger as it is: where vLLM loads plugins in this process, once, ours would send its lines where vLLM's
-    go, past ``caplog``. A handler of its own keeps it from that.
+    """Keep our logger's lines in ``caplog``. When vLLM loads plugins in this process, ours would redirect them to
+    vLLM's handlers, but not if our logger has a handler of its own.
     """
     ours = logging.getLogger("nixl_offload")
     before = (ours.handlers[:], ours.level, ours.propagate)
@@ -50,7 +50,7 @@ def _our_logger() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """What in-process engines are forked from."""
+    """The process that in-process engines are forked from."""
     with contextlib.closing(start_zygote(tmp_path_factory.mktemp("zygote"))) as made:
         yield made
 

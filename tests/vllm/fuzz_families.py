@@ -1,4 +1,4 @@
-"""What ``Fuzz`` is tried on: families of models, tiers, and both of vLLM's model runners.
+"""Engines for ``Fuzz``: families of models, tiers, and both of vLLM's model runners.
 
 Threading: plain functions. vLLM is imported when an engine starts.
 """

@@ -1,9 +1,9 @@
-"""A Hugging Face Hub on loopback, as far as vLLM asks one: models with commits, the branch ``main``, and their files.
+"""A Hugging Face Hub on loopback, as far as vLLM needs one: models with commits, the branch ``main``, and their files.
 
-An engine that is to ask it gets ``HubStandIn.environment`` and a cache directory of its own. A forked engine comes from
-a process that has imported huggingface_hub, which reads its environment once; ``main`` of this module, which the
-environment names, makes it read again. With ``SECOND_SOURCE`` there, Llama loads the weights of another model after its
-own, as Ultravox does: those of ``text_model_id`` in its configuration.
+An engine uses it with ``HubStandIn.environment`` and a cache directory of its own. huggingface_hub reads its
+environment once, before an engine is forked; ``main`` of this module, which the environment names, makes it read again.
+With ``SECOND_SOURCE`` in the environment, Llama also loads the weights of the model ``text_model_id`` of its
+configuration, as Ultravox does.
 
 Threading: one thread accepts, each request has one of its own. Leaving the ``with`` block ends all threads.
 """
@@ -47,7 +47,7 @@ class HubStandIn:
         return commit
 
     def environment(self, cache: Path, *, offline: bool = False) -> dict[str, str]:
-        """What makes an engine ask this Hub and keep its files in ``cache``; ``offline``: what makes it ask nobody."""
+        """Environment of an engine that asks this Hub and keeps its files in ``cache``; ``offline``: asks nobody."""
         host, port = self._server.server_address[:2]
         return {
             "HF_ENDPOINT": f"http://{host!s}:{port}",
@@ -115,7 +115,7 @@ def _git_hash(*pieces: bytes) -> str:
 
 
 def main() -> int:
-    """What a forked engine runs in the stand-in's environment."""
+    """Run first by a forked engine in the stand-in's environment."""
     importlib.reload(importlib.import_module("huggingface_hub.constants"))
     if SECOND_SOURCE in os.environ:
         _load_a_second_source()

@@ -46,8 +46,8 @@ class PoisonExtension:
         return understood_pages(connector.connector_worker.vllm_config, config, caches)
 
     def scale_weights(self, layer: int, factor: float) -> None:
-        """Replace weights of a layer in place, as a trainer's update does; powers of two are exact. Those of a norm:
-        of its matrices a vLLM on the CPU computes with copies.
+        """Replace a norm's weights in place, as a trainer's update does; powers of two are exact. Not a matrix: vLLM on
+        the CPU computes with copies of these.
         """
         norm = self.model_runner.get_model().get_parameter(f"model.layers.{layer}.input_layernorm.weight")
         norm.data *= factor

@@ -29,7 +29,7 @@ from tests.vllm.zygote import MAIN_MODULE, ForkedProcess, Zygote
 
 START_S = 120.0
 WORDS = 1900
-"""Of the tokenizer: ``w0``, ``w1`` and so on."""
+"""Words of the tokenizer: ``w0``, ``w1`` and so on."""
 
 
 def write_tokenizer(directory: Path) -> None:
@@ -118,7 +118,7 @@ class Server:
         self._ask("/reset_prefix_cache", {})
 
     def metrics(self) -> str:
-        """What Prometheus would read."""
+        """Return the text that Prometheus would read."""
         return self._ask("/metrics").decode()
 
     def samples(self, name: str, label: str) -> dict[str, float]:
@@ -162,7 +162,7 @@ class Server:
 
 
 def main() -> int:
-    """The far end: what ``vllm serve`` runs, with its command line from the first line of stdin."""
+    """Run ``vllm serve`` in the forked process, with its command line from the first line of stdin."""
     arguments = json.loads(sys.stdin.readline())
     os.dup2(2, 1)
 

@@ -24,7 +24,7 @@ CHUNKS_TOKENS = len(PROMPT) - TAIL_TOKENS
 
 @pytest.fixture(scope="module")
 def right(workshop: Workshop) -> list[Answer]:
-    """What a vLLM without connectors answers."""
+    """The answer of a vLLM without connectors."""
     with workshop.start_engine(**ONE_STEP) as engine:
         return engine.generate([PROMPT, OTHER_PROMPT])
 
@@ -67,8 +67,8 @@ def ask_anew(engine: Engine, example: Path, *, forgets_example: bool = True) -> 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["ours-first", "ours-last"])
 def test_both_store_and_each_serves(workshop: Workshop, order: list[int], right: list[Answer], tmp_path: Path) -> None:
-    """What was asked once is in both. The first in the list serves it; without its files the second does. After a stop
-    an engine with ours alone serves it, too.
+    """Both store a prompt. The first in the list serves it; without the first one's files the second does. A new engine
+    with ours alone serves it, too.
     """
     example = tmp_path / "example"
     config = beside_example(tmp_path / "ours", example, order)
@@ -100,9 +100,9 @@ def test_both_store_and_each_serves(workshop: Workshop, order: list[int], right:
 def test_what_another_connector_failed_to_load_is_not_stored(
     then: str, workshop: Workshop, right: list[Answer], tmp_path: Path
 ) -> None:
-    """The other loads damaged blocks within a step and says so at its end. With the policy ``recompute`` vLLM computes
-    them, unless the client goes away before that; with ``fail`` it fails the request. Ours stores neither those blocks
-    nor what was computed from them, and vLLM's own cache does not have them either.
+    """The other connector loads damaged blocks within a step and reports them after it. With ``recompute`` vLLM
+    computes them, unless the client has gone; with ``fail`` the request fails. We store neither those blocks nor KV
+    computed from them, and vLLM's own cache does not keep them either.
     """
     longer, example = PROMPT + OTHER_PROMPT[:500], tmp_path / "example"
     config = beside_example(tmp_path / "ours", example, [1, 0], module="tests.vllm.failing_connector")

@@ -1,8 +1,8 @@
 """The chain of tiers in a running vLLM: memory in front of files and a bucket.
 
 Proves: a working set larger than memory is answered from memory or files, as the metrics say, and after a restart from
-files alone, with the same tokens and logprobs; what a farther tier served is kept in memory; each tier works without
-the others; a request's hints are followed; what waits to be written when the engine shuts down is there afterwards.
+files alone, with the same tokens and logprobs. Chunks from a farther tier are promoted. Each tier works without the
+rest. A request's hints are followed. Chunks that wait to be written at a shutdown are there afterwards.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def from_where(engine: Engine, asked: list[list[int]], **options: Any) -> tuple[
 
 
 def stored(engine: Engine, asked: list[list[int]]) -> list[Answer]:
-    """Ask one by one, so that memory has room for what comes next once the last is written."""
+    """Ask one by one, so that each prompt is written through before memory must make room for the next."""
     answers: list[Answer] = []
     for prompt in asked:
         answers += engine.generate([prompt])
@@ -67,7 +67,7 @@ def stored(engine: Engine, asked: list[list[int]]) -> list[Answer]:
 
 
 def arrived(engine: Engine) -> dict[str, float]:
-    """Chunks that have reached each tier, moved or stored there: what memory has no room for goes to the next tier."""
+    """Return how many chunks have reached each tier, by a move or a store: a full memory is passed over."""
     found: dict[str, float] = {}
     for labels, value in engine.call("labelled", name="vllm:nixl_offload_chunks")["values"]:
         if labels["operation"] in {"store", "write_through"} and labels["outcome"] == "ok":
@@ -96,7 +96,7 @@ def test_a_working_set_larger_than_memory(shape: ModelShape, workshop: Workshop,
     with start(SMALL, slab, shape=shape) as engine:
         assert_same(stored(engine, PROMPTS), right)
         kept = arrived(engine)
-        # The last first: what goes round a least-recently-used cache that is too small is never there.
+        # The last first: a least-recently-used cache that is too small for a cycle never hits.
         answers, came = from_where(engine, PROMPTS[::-1])
         assert_same(answers, right[::-1])
         assert set(came) == {"host", "disk"}, "both tiers served"
@@ -120,7 +120,7 @@ def test_a_working_set_larger_than_memory(shape: ModelShape, workshop: Workshop,
 
 
 def test_written_through_at_shutdown(reference: Reference, workshop: Workshop, start: Start) -> None:
-    """An engine that is stopped at once, without a step more, has brought to files what was on its way there."""
+    """An engine that is stopped at once, without another step, completes its moves to files."""
     asked, slab = chunk_prompts(1, seed=802), files(workshop.scratch / "drained")
     with start(LARGE, slab) as engine:
         reference.check(engine, asked)
@@ -189,7 +189,7 @@ def test_three_tiers(reference: Reference, workshop: Workshop, server: RcloneSer
 
 
 def test_a_slab_in_front_of_a_shared_directory(reference: Reference, workshop: Workshop, start: Start) -> None:
-    """What a slab holds goes on to the shared directory, and a server that has lost its slab is served from there."""
+    """A slab's chunks go on to the shared directory, which serves a server that has lost its slab."""
     asked, drive, shared = chunk_prompts(2, seed=806), workshop.scratch / "drive", workshop.scratch / "shared"
     stored = len(asked) * PROMPT_CHUNKS
     with start(files(drive), tree_tier(shared)) as engine:

@@ -1,5 +1,5 @@
-"""Our classes against vLLM's: which versions are accepted, how ranks' reports merge, and in which order vLLM calls what
-decides over right tokens. Starts no engine.
+"""Our classes against vLLM's: which versions are accepted, how ranks' reports merge, and that vLLM makes the calls on
+which right tokens depend in the expected order. Starts no engine.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_stores_are_flushed_before_their_blocks_are_reused() -> None:
 
 
 def test_a_step_touches_no_block_of_a_load_that_comes_with_it() -> None:
-    """What the fence of loads rests on, which is recorded in ``handle_preemptions``: decision 0014."""
+    """The fence of loads, set in ``handle_preemptions``, depends on this (decision 0014)."""
     runner, second = "vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
     # Before the forward pass, in either runner, and on the thread that launches it.
     in_order(f"{runner}.execute_model", "handle_preemptions(", "self._update_states(", "self._model_forward(")

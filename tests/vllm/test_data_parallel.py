@@ -33,11 +33,11 @@ from tests.vllm.zygote import Zygote
 PROMPTS = chunk_prompts(3, seed=241)
 CAPACITY_CHUNKS = 16
 LOOKUP = {"timeout": "10s", "present_for": "100ms", "absent_for": "100ms"}
-"""Each request looks again: what a test changes behind the ranks' backs is seen."""
+"""Each request looks again, so that ranks see changes that a test makes."""
 
 
 class Answered(NamedTuple):
-    """What a rank has said."""
+    """A rank's answer."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -74,7 +74,7 @@ class Ranks:
         return Answered.of(self.server.complete(prompt, rank=rank, **fields))
 
     def ask_anew(self, prompt: Prompt, rank: int) -> tuple[Answered, float]:
-        """Likewise, without what the ranks' KV caches remember; and how many tokens came from the directory."""
+        """Answer a prompt with empty prefix caches; also return how many tokens came from the directory."""
         self.server.reset_prefix_cache()
         time.sleep(0.15)  # what was looked up before has lapsed
         before = self._loaded(rank)
@@ -118,14 +118,14 @@ def ranks(zygote: Zygote, workshop: Workshop, medium: Medium) -> Iterator[Ranks]
 
 @pytest.fixture(scope="module")
 def right(ranks: Ranks) -> list[Answered]:
-    """What each prompt is to be answered with: computed from nothing, on rank 0, and stored."""
+    """The right answer to each prompt: computed from nothing on rank 0, and stored."""
     answers = [ranks.ask(prompt, 0) for prompt in PROMPTS]
     ranks.until_stored(len(PROMPTS) * PROMPT_CHUNKS)
     return answers
 
 
 def test_a_rank_loads_what_the_other_has_stored(ranks: Ranks, right: list[Answered]) -> None:
-    """Nothing was ever asked of rank 1; its first answers come from the drive, and are those of rank 0."""
+    """Rank 1 has answered nothing yet. Its first answers come from the drive and equal rank 0's."""
     for prompt, expected in zip(PROMPTS, right, strict=True):
         answer, loaded = ranks.ask_anew(prompt, 1)
         assert (answer, loaded) == (expected, FULL_TOKENS)
@@ -135,7 +135,7 @@ def test_a_rank_loads_what_the_other_has_stored(ranks: Ranks, right: list[Answer
 def test_a_rank_is_killed_while_it_stores(
     ranks: Ranks, right: list[Answered], workshop: Workshop, medium: Medium
 ) -> None:
-    """The server ends, for it wants all its ranks. What is there is whole, and the next engine may evict."""
+    """The server ends, because it needs all its ranks. The stored chunks are whole, and the next engine may evict."""
     for prompt in PROMPTS:
         ranks.ask(prompt, 1)
     ranks.kill(1)

@@ -167,7 +167,7 @@ def test_a_wrong_load_would_be_noticed(scene: Scene) -> None:
 
 @everywhere
 def test_requests_that_are_aborted(scene: Scene) -> None:
-    """At every early step, so while they are computed, stored or loaded; then others are asked, and the same again."""
+    """At every early step, while they compute, store or load; then other prompts are asked, and the same again."""
     engine, asked, right = scene.engine, MANY[:3], scene.right["many"][:3]
     for steps in (1, 2, 3, 4, 6, 9):
         assert engine.settle()
@@ -183,7 +183,7 @@ def test_requests_that_are_aborted(scene: Scene) -> None:
 
 @on_a_slab
 def test_a_running_request_that_a_reset_preempts_is_loaded_in_the_same_step(scene: Scene) -> None:
-    """Over and over, while its chunks are being stored and when they are: the engine lives, and answers as always."""
+    """Repeatedly, while its chunks are being stored and after that. The engine lives, and its answers stay right."""
     engine = scene.engine
     loaded = engine.metrics()["vllm:kv_offload_load_bytes"]
     answers, resets = engine.generate_through_resets(OTHERS, max_tokens=24, every=3)
@@ -198,8 +198,8 @@ def test_an_engine_short_of_blocks(scene: Scene, workshop: Workshop) -> None:
     """The KV cache holds three prompts, not their answers. Twelve prompts are served three times, alone and together,
     then six with long answers.
 
-    Blocks are reused while their stores are under way and while others load, and requests are preempted and come back:
-    no answer may ever differ.
+    Blocks are reused while their stores are under way and while other requests load. Requests are preempted and
+    resumed. No answer may differ.
     """
     tier = slab(workshop.scratch / f"kv-short-{scene.shape.sliding_window}").config()
     blocks = (3 * -(-len(MANY[0]) // BLOCK_TOKENS) + 4) * (2 if scene.has_windows else 1)

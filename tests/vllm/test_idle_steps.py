@@ -1,5 +1,5 @@
-"""How fast an engine steps that has nothing to compute while storage is at work: at once where somebody waits and
-something comes of it, at leisure where a tier hangs, for an idle engine must not cost a core.
+"""How fast an engine steps while it computes nothing and storage is at work: at once while storage makes progress, more
+slowly once a tier hangs, because an idle engine must not cost a core.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
 
 
 def test_steps_slow_down_while_storage_hangs(steps: Steps) -> None:
-    """Half a millisecond at first, longer once nothing has come of it; a word of a rank or a step of work ends that."""
+    """Half a millisecond at first, longer without progress. A rank's report or a step with work ends that."""
     assert steps.pause(tokens=1) == [], "a step with work never waits"
     assert steps.pause() == [IDLE_STEP_S]
     steps.now_s += STUCK_AFTER_S
@@ -62,7 +62,7 @@ def test_steps_slow_down_while_storage_hangs(steps: Steps) -> None:
 
 
 def test_an_idle_engine_rests_when_nothing_comes_of_it(steps: Steps) -> None:
-    """It steps on for what is under way as long as ranks have something to tell, then no more, until there is work."""
+    """It steps for work under way while ranks report something; then it stops until there is new work."""
     steps.pause(tokens=1)
     assert steps.scheduler.has_pending_push_work()
     steps.now_s += PATIENCE_S - 0.1

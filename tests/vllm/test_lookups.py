@@ -32,7 +32,7 @@ from tests.vllm.manager_rig import BLOCKS_PER_CHUNK, CHUNK_TOKENS, Matching
 
 
 def test_a_rank_that_is_asked_twice_before_it_reports_loses_nothing() -> None:
-    """What was moved is added up, and the status that it told stays in the report."""
+    """Its moves are added up, and its status stays in the report."""
     spec = SimpleNamespace(
         replicated_layout=False, config=SimpleNamespace(canonical_layout=False, parallel=None, groups=(None,))
     )
@@ -79,7 +79,7 @@ def test_a_hit_is_all_that_is_stored_or_as_much_as_may_be_loaded(matching: Calla
 
 
 def test_a_hit_that_is_slow_from_some_chunk_on_is_cut_there(matching: Callable[[int], Matching]) -> None:
-    """The base is asked again with the limit, and what it remembers of the request is that of the second answer."""
+    """The base class is asked again with the limit, and remembers the second answer."""
     asked = matching(4)
     asked.lose_from_memory(3)
     asked.observe_loads(1, 10.0)
@@ -99,7 +99,7 @@ def test_a_hit_that_is_slow_from_some_chunk_on_is_cut_there(matching: Callable[[
 def test_a_request_that_waits_for_room_is_looked_up_again_when_something_has_changed(
     matching: Callable[[int], Matching], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked about in every step. What counts: chunks that came, went or are being loaded, time, the question."""
+    """It asks in every step. A new lookup needs chunks that came, went or load, time, or another question."""
     asked = matching(3)
 
     def ask(*question: int) -> tuple[tuple[int | None, bool], int]:

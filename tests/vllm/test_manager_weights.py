@@ -1,5 +1,5 @@
 """A start does not wait for a large local model to be read: the tiers open in a later step, and until then every
-lookup is a miss. What goes wrong on the way ends nothing: a tier that cannot be opened is tried again.
+lookup is a miss. No error on the way ends the engine. A tier that cannot be opened is tried again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def manager_of(model: Path, path: Path, **settings: Any) -> NixlOffloadManager:
-    """``settings``: fields of vLLM's configuration, beside those that all of these have."""
+    """``settings``: further fields of vLLM's configuration."""
     vllm_config: Any = manager_rig.vllm_config()
     vars(vllm_config).update(settings)
     vllm_config.model_config.model = str(model)
@@ -100,7 +100,7 @@ def test_tiers_open_once_the_weights_are_known(model: Path, tmp_path: Path, gate
 def test_a_reset_before_the_tiers_are_taken_over_holds(
     model: Path, tmp_path: Path, gate: threading.Event, after: str
 ) -> None:
-    """The weights may have been changed under a starting engine: what earlier ones left must not be served."""
+    """The weights may have changed while the engine started: chunks of earlier engines must not be served."""
     key, request = manager_rig.key(1), manager_rig.request()
     gate.set()
     manager = manager_of(model, tmp_path / "kv")
@@ -132,7 +132,7 @@ def test_a_reset_before_the_tiers_are_taken_over_holds(
 def test_weights_that_cannot_be_read_turn_offloading_off(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At start, and likewise later."""
+    """At start, and later."""
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").symlink_to(tmp_path / "gone")
     manager = manager_of(model, tmp_path / "kv")

@@ -1,7 +1,7 @@
-"""Between the handshake and the first job every rank opens its tiers: told once, in the background, and reported.
+"""After the handshake every rank is told once to open its tiers, opens them in the background, and reports it.
 
-First the scheduler's half, without an engine; the test says what the ranks report. ``test_rank_worker`` has the ranks'
-side. Then vLLM's engine core with two ranks, whose opening is slow.
+First the scheduler's half alone; the test reports for the ranks (``test_rank_worker`` has their side). Then vLLM's
+engine core with two ranks, whose opening is slow.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def restarted(tmp_path: Path) -> Iterator[Callable[[], Matching]]:
 
 @pytest.fixture
 def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], threading.Event]]:
-    """Have a slab hang from now on while the scheduler's half opens it, until the end or the returned event is set."""
+    """Make the opening of a slab hang in the scheduler's half, until the test ends or the returned event is set."""
     works, open_tier = threading.Event(), serving_tiers.open_tier
     monkeypatch.setattr(serving_tiers, "CLOSE_S", 0.1)
 
@@ -86,7 +86,7 @@ def hear(asked: Matching, *ranks: RankStatus) -> None:
 def test_a_tier_that_does_not_fit_the_model_is_left_out_where_the_engine_already_serves(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the handshake that ends the start. A report is heard in a step, and a step must not end the engine."""
+    """In a handshake such a tier ends the start. But a report arrives in a step, which must not end the engine."""
     scheduler = manager_rig.scheduler_half(manager_rig.config_of(manager_rig.slab_tier(tmp_path, capacity="8KiB")), 1)
     try:
         report = WorkerReport(geometries=dict(enumerate(manager_rig.ranks(1))))
@@ -105,7 +105,7 @@ def test_a_tier_that_does_not_fit_the_model_is_left_out_where_the_engine_already
 
 
 def test_a_request_waits_only_so_long(restarted: Callable[[], Matching], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then it is computed, and nothing of it is stored; those that come later hit."""
+    """Then it is computed and stores nothing. Later requests hit."""
     asked = restarted()
     assert asked.question() == (None, False)
     step(asked)
@@ -234,7 +234,7 @@ def test_a_slow_opening_holds_no_step_and_costs_no_hit(tmp_path: Path, gate: thr
 def test_an_opening_that_hangs_costs_hits_and_no_more(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests are answered, the engine comes to rest and shuts down, and its slab can be opened anew."""
+    """Requests are answered, the engine comes to rest and shuts down, and its slab can be opened again."""
     with monkeypatch.context() as impatient:
         impatient.setattr(serving_tiers, "OPENING_WAIT_S", 0.2)
         impatient.setattr(rank_tiers, "CLOSE_S", 0.1)

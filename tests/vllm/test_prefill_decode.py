@@ -20,12 +20,12 @@ PROMPTS = prompts(3, steps=1, seed=94)
 CHUNKS_TOKENS = len(PROMPTS[0]) - TAIL_TOKENS
 OVER_LOOPBACK = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
 LEASE_S = 6
-"""What nobody fetches is kept for so long, and the engine that computed it has not settled until then."""
+"""How long KV is kept that nobody fetches. The engine that computed it settles only after that."""
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def beside_nixl(ours: Medium, role: str, order: list[str]) -> dict[str, Any]:
-    """Return the transfer config of both; ``role``: of ours."""
+    """Return the transfer config of both connectors. ``role``: the ``kv_role`` of ours."""
     children = {
         "nixl": {
             "kv_connector": "NixlConnector",
@@ -56,14 +56,14 @@ class Pair:
     """Where ours keeps what the first has stored."""
 
     def compute(self, prompt: list[int]) -> Any:
-        """Have the first compute and store a prompt; return what it tells the second."""
+        """Let the first engine compute and store a prompt; return the parameters that it sends to the second."""
         [computed] = self.prefill.generate([prompt], max_tokens=1, transfer_params=REMOTE_DECODE)
         assert computed.transfer_params is not None
         assert computed.transfer_params["do_remote_prefill"]
         return computed.transfer_params
 
     def load(self, prompt: list[int]) -> Answer:
-        """Have the second answer from what is stored, once it no longer believes absent what it has looked for."""
+        """Let the second engine answer from the tier, once its earlier answers "absent" have expired."""
         answers: list[Answer] = []
 
         def is_found() -> bool:
@@ -95,7 +95,7 @@ def pair(
 
 @pytest.fixture(scope="module")
 def right(workshop: Workshop) -> list[Answer]:
-    """What a vLLM without connectors answers."""
+    """The answers of a vLLM without connectors."""
     with workshop.start_engine() as engine:
         return engine.generate(PROMPTS)
 

@@ -1,6 +1,6 @@
-"""Shards of KV memory that vLLM lays out itself. Heads are found where vLLM puts them: the same bytes as by its own
-canonical mapping, for every size, with layers apart or side by side. What is not known to lie so is not cut. What
-makes bytes differ makes the digests differ; sizes and layouts do not.
+"""Shards of KV memory that vLLM lays out itself. Heads are found where vLLM puts them: the bytes equal those of its own
+canonical mapping, for every size, with layers apart or side by side. Unknown layouts are not cut. Digests differ if
+the meaning of bytes does; sizes and layouts do not change them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Memory:
         self.caches = allocate_kv_cache(self.config, torch.device("cpu"), layout, kernel_blocks)
 
     def canonical(self) -> CanonicalKVCaches:
-        """What vLLM's connector hands to a spec."""
+        """Return the canonical caches, as vLLM's connector passes them to a spec."""
         found: list[CanonicalKVCaches] = []
         spec: Any = SimpleNamespace(
             replicated_layout=False,
@@ -149,7 +149,7 @@ def computed(names: Sequence[str], heads: int, content: int = 2 * HEAD) -> dict[
 
 
 def payloads(memory: Memory, counts: Sequence[int]) -> list[Bytes]:
-    """Of each shard that the rank holds, all blocks of one chunk."""
+    """Return all blocks of one chunk, for each shard that the rank holds."""
     layout, packer = memory.shards(counts)
     made = []
     for position, each in enumerate(layout.groups):
@@ -202,7 +202,7 @@ def test_bytes_are_those_of_vllms_canonical_pages(layout: str, total: int, tp: i
 
 
 def test_pages_of_mla_are_one_shard_on_every_rank() -> None:
-    """Also where the attention kernel divides blocks: what vLLM keeps for a token stays together."""
+    """Also if the attention kernel divides blocks: a token's KV stays in one piece."""
     for kernel_block in (None, 2):
         memory = Memory(vllm_config(1, tp=4), [group(mla(), "a", "b")], kernel_block)
         model = computed(["a", "b"], 1, 24)
@@ -365,7 +365,7 @@ def test_what_changes_bytes_changes_the_digest() -> None:
 
 @pytest.mark.parametrize("tp", [1, 8])
 def test_what_a_kernel_makes_of_a_block_of_mla_counts(tp: int) -> None:
-    """An indexer keeps the scales of a kernel's block behind its tokens: another kernel block is another order."""
+    """An indexer's cache has a kernel block's scales after its tokens, so the size of kernel blocks counts."""
     spec = MLAAttentionSpec(block_size=4, num_kv_heads=1, head_size=132, dtype=torch.uint8, max_tp_shards=1)
     whole, halves = (cut(vllm_config(1, tp), [group(spec, "a.k_cache")], part).digest for part in (None, 2))
     assert whole != halves
@@ -425,7 +425,7 @@ def test_other_layers_of_a_range_have_another_digest() -> None:
 
 
 def test_a_layer_of_another_stage_is_not_understood(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of a draft model whose number vLLM counts on from its stage's."""
+    """For example a draft model's layer, if vLLM continues the numbers of its stage."""
     config = staged(2, 1)
     memory = Memory(config, [group(full(4), *NAMES[3:], "model.layers.2.draft")])
     told: list[Any] = []
@@ -476,7 +476,7 @@ def test_by_default_only_what_ranks_have_alike_is_cut(total: int, tp: int, use_m
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_does_not_understand_no_rank_cuts(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """Whatever is wrong there; nor where ranks of a stage have other layers, which would be other shards."""
+    """For any cause. Nor are chunks cut if ranks of one stage have different layers: their shards would differ."""
     configs = [vllm_config(1, 2), vllm_config(1, 2)]
     configs[1].parallel_config.rank = 1
     memories = [Memory(configs[0], [group(full(1), "a")]), Memory(configs[1], [group(full(1), *"ab"[: 1 + rank])])]
@@ -500,7 +500,7 @@ def test_what_one_rank_does_not_understand_no_rank_cuts(monkeypatch: pytest.Monk
 
 
 def test_context_parallelism_is_not_cut_and_leaves_fewer_replicas() -> None:
-    """Ranks of such a group have other tokens of what would be alike."""
+    """Ranks of such a group hold different tokens, so they are no replicas."""
     config = vllm_config(128, tp=8)
     config.model_config.use_mla = True
     for dcp, expected in ((1, True), (4, True), (8, False)):

@@ -56,7 +56,7 @@ class Rig:
     """One rank with three layers of KV and a slab of 64 slots."""
 
     def __init__(self, directory: Path, *further: dict[str, Any], is_open: bool = True) -> None:
-        """``further``: tiers behind the slab."""
+        """``further``: farther tiers than the slab."""
         self.tensors = [torch.zeros((BLOCKS, PAGE), dtype=torch.int8) for _ in range(LAYERS)]
         offloading = offloading_config(events=False)
         cache = dataclasses.replace(offloading.cache, blocks_per_chunk=BLOCKS_PER_CHUNK)
@@ -93,7 +93,7 @@ class Rig:
         return told[0]
 
     def fill(self, block: int, seed: int) -> None:
-        """Write what only this block and seed have."""
+        """Write bytes that are unique to this block and seed."""
         generator = torch.Generator().manual_seed(seed * 1000 + block)
         for tensor in self.tensors:
             tensor[block] = torch.randint(-128, 128, (PAGE,), dtype=torch.int8, generator=generator)
@@ -160,7 +160,7 @@ def test_a_load_that_begins_inside_a_chunk_touches_only_its_blocks(rig: Rig) -> 
 
 
 def test_sleep_lets_go_of_everything_and_waking_up_takes_it_again(rig: Rig, tmp_path: Path) -> None:
-    """Jobs under way end before KV memory goes away, those that come meanwhile fail, and the slab is as it was."""
+    """Jobs under way end before KV memory goes away. New jobs fail until it is back. The slab is unchanged."""
     for block in range(8):
         rig.fill(block, 3)
     rig.store([0, 1, 2, 3], 0)
@@ -188,7 +188,7 @@ def test_sleep_lets_go_of_everything_and_waking_up_takes_it_again(rig: Rig, tmp_
 
 
 def test_waking_up_while_the_drive_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is made under the empty mount point, by the mover's opening neither. What was stored is there again."""
+    """Nothing is created under the empty mount point, not even by a mover. Later the chunks are there again."""
     monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(background, "LONGEST_PAUSE_S", 0.05)
     drive = tmp_path / "kv"
@@ -269,7 +269,7 @@ def test_a_chunk_that_is_nowhere_fails_and_its_siblings_load(rig: Rig) -> None:
 
 
 class SlowStart:
-    """Has ``open_tier_engine`` wait, as a driver that takes its time, until the test says so."""
+    """Makes ``open_tier_engine`` wait like a slow driver, until the test lets it go on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
@@ -285,7 +285,7 @@ class SlowStart:
 
 
 def test_a_slow_opening_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that comes before it is over fails at once, as does a move; afterwards all is as ever."""
+    """A job or a move that comes before its end fails at once. Later ones work."""
     slow = SlowStart(monkeypatch)
     rig = Rig(tmp_path, is_open=False)
     rig.worker.open({0: rig.place})
@@ -310,7 +310,7 @@ def test_a_slow_opening_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("late", [False, True], ids=["before the deadline", "after it"])
 def test_a_shutdown_during_the_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
-    """It waits for a moment. What is opened is closed, by whoever comes last, and the slab can be opened anew."""
+    """It waits for a moment. A tier that opens meanwhile is closed, and the slab can be opened again."""
     slow = SlowStart(monkeypatch)
     monkeypatch.setattr(rank_tiers, "CLOSE_S", 0.1 if late else DEADLINE_S)
     kept: list[object] = []
@@ -381,7 +381,7 @@ def test_host_memory_that_a_copy_may_still_be_at_stays_locked(rig: Rig, monkeypa
 def test_one_tier_that_cannot_be_opened_for_any_reason_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a library raises what is not ours, as torch does when no page-locked memory is left."""
+    """Also if a library raises its own error, as torch does when no page-locked memory is left."""
 
     def opened(config: Any, position: int, *arguments: Any) -> Any:
         if position == 1:
@@ -405,7 +405,7 @@ def test_one_tier_that_cannot_be_opened_for_any_reason_leaves_the_others(
 def test_storage_that_hangs_delays_no_other_tier_of_the_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Whatever the opening waits for: the probe's round trip, the link's directory, an answer of the bucket."""
+    """The opening may wait for the probe's round trip, the link's directory, or an answer of the bucket."""
     hung, go_on = threading.Event(), threading.Event()
 
     def hanging(real: Callable[..., Any], about: Callable[..., bool]) -> Callable[..., Any]:

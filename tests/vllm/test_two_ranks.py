@@ -1,8 +1,8 @@
 """Proves, over a vLLM with tensor parallelism 2, that a chunk is there only when both ranks have it.
 
-One rank's storage is taken away under the running engine: what it cannot store is dropped on both, requests are
-answered as before, nothing dies, and storing resumes once the rank can store again. Then one rank's bytes are damaged:
-its failure alone makes both ranks recompute.
+One rank's storage is taken away under the running engine: chunks that it cannot store are dropped on both ranks,
+requests are answered as before, nothing dies, and storing resumes once the rank can store again. Then one rank's bytes
+are damaged: its failure alone makes both ranks recompute.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_both_ranks_store_and_load(engine: Engine, medium: Medium, right: list[A
 
 
 def test_a_store_that_fails_on_one_rank(engine: Engine, medium: Medium, right: list[Answer]) -> None:
-    """While rank 1 cannot store, new chunks are nowhere to be found; afterwards they are stored anew."""
+    """While rank 1 cannot store, new chunks are not found on any rank; afterwards they are stored again."""
     slab_of_1 = medium.namespace() / "rank-00001.slab"
     aside = slab_of_1.with_name("aside")
     slab_of_1.rename(aside)
@@ -86,7 +86,7 @@ def test_a_store_that_fails_on_one_rank(engine: Engine, medium: Medium, right: l
 
 
 def test_a_load_that_fails_on_one_rank(engine: Engine, medium: Medium, right: list[Answer]) -> None:
-    """Damage on rank 0 alone: both ranks recompute, the answer is the same, and the chunk is stored anew."""
+    """Damage on rank 0 alone: both ranks recompute, the answer is the same, and the chunk is stored again."""
     for shard in medium.stored(rank=0):
         DAMAGES["flipped"](shard, shard, 0.5)
     refused = loads_refused(engine)
@@ -98,7 +98,7 @@ def test_a_load_that_fails_on_one_rank(engine: Engine, medium: Medium, right: li
 def test_another_server_finds_what_the_first_has_stored(
     workshop: Workshop, engine: Engine, medium: Medium, right: list[Answer]
 ) -> None:
-    """Each rank of the second tells the same of itself as its like in the first, so both have one namespace."""
+    """Ranks of both servers report equal geometries, so both servers have one namespace."""
     engine.stop()
     with _start(workshop, medium, forked=False) as second:  # as for a user: each process imports for itself
         assert _ask_anew(second, PROMPTS, right) == FULL_TOKENS
