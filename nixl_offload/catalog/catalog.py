@@ -545,7 +545,7 @@ class Retention:
         self._slot_bytes = catalog.slot_bytes
         self._until_s: dict[Key, float] = {}
         self._ends: list[tuple[float, int, Key]] = []
-        """A heap of end times. Of chunks with the same time, the one retained last comes first. An entry is stale if
+        """A heap of end times. Among chunks with equal times, the one retained last comes first. An entry is stale if
         ``_until_s`` has another time, or none, for its chunk."""
         self._numbers = count(0, -1)
         self._pinned: tuple[set[Key], ...] = tuple(set() for _ in self._tiers)

@@ -73,11 +73,11 @@ class CommonFields:
     dtype: _Text
     """Type of the KV cache, such as ``fp8_e4m3``."""
     tokens_per_block: _Number
-    """Of the group with the largest blocks."""
+    """For the group with the largest blocks."""
     blocks_per_chunk: _Number
     tokens_per_hash: _Number
     hash_algorithm: _Text
-    """Of vLLM's block hashes."""
+    """The algorithm of vLLM's block hashes."""
     hash_seed: _Text | None
     """PYTHONHASHSEED, which seeds block hashes if it is set."""
     groups: Annotated[tuple[GroupFields, ...], Field(min_length=1)]

@@ -94,7 +94,7 @@ Tokenizers count: Engram layers make their table from one, and Voxtral reads a d
 
 _WEIGHTS: Final = (".bin", ".ckpt", ".gguf", ".npy", ".pt", ".pth", ".safetensors", ".tensors")
 _FILES_MAX: Final = 10_000
-"""More files than a model has: the path is that of something else, such as a home directory."""
+"""More files than a model has: the path is something else, such as a home directory."""
 _GGUF_PART: Final = re.compile(r"(.+)-[0-9]+-of-([0-9]+)\.gguf")
 
 

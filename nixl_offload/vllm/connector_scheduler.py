@@ -58,7 +58,7 @@ some seconds."""
 
 
 class _Question(NamedTuple):
-    """What vLLM asks about a request."""
+    """A question of vLLM about a request."""
 
     computed_tokens: int
     """Tokens that the GPU's cache has."""

@@ -31,8 +31,8 @@ SLOW_FAILURE_S: Final = 1.0
 LOADS_AT_ONCE: Final = 4
 """Most loads that are out at a time on a tier of unknown speed, or while the speed of computing is unknown."""
 WAIT_S: Final = 0.5
-"""How long a hit waits for such loads while the speed of computing is unknown. Later the limit is what computing the
-hit would take."""
+"""How long a hit waits for such loads while the speed of computing is unknown. Later the limit is the time that
+computing the hit would take."""
 MIN_TOKENS: Final = 64
 """Steps with fewer tokens decode, or are too short to measure."""
 
@@ -50,7 +50,7 @@ _OUTLIER: Final = 16.0
 _SPREAD: Final = 0.2
 """If the standard deviation of the sizes is below this part of their mean, they count as one size, without a slope."""
 _TIER_KEEP: Final = 0.9
-"""What older loads keep of their weight at each new one: the last ten or so count."""
+"""The part of their weight that older loads keep at each new one: about the last ten count."""
 _TIER_HALF_LIFE_S: Final = 6.0
 """Short against the interval of trials, so that a trial outweighs older observations."""
 _PREFILL_HALF_LIFE_TOKENS: Final = 32768.0
@@ -58,13 +58,13 @@ _MIN_SHARE: Final = 0.1
 """The least part of a step's time that its prompt tokens count for. If an estimate is too low, the next long prompt is
 computed and corrects it. If it is too high, every hit is loaded and nothing corrects it."""
 _STEP_KEEP: Final = 0.9
-"""What the price of a step keeps of its old value at each step that only decodes."""
+"""The part of its old value that the price of a step keeps at each step that only decodes."""
 _MOST_OPEN_STEPS: Final = 16
 
 Counts = Mapping[tuple[str | int, ...], int]
 """By the name of a metric, then its labels; an int is the position of a tier."""
 Decision = Literal["taken", "skipped", "unknown", "trial"]
-"""What was decided about a tier's part of a hit.
+"""The decision about a tier's part of a hit.
 
 skipped: computing is expected to be faster. unknown: computed, because a speed is not known yet and ``LOADS_AT_ONCE``
 loads are out. trial: loaded although the tier was judged too slow.
@@ -146,7 +146,7 @@ class TierSpeed:
     def begin(
         self, ticket: int, size_bytes: int, now_s: float, *, is_slowest: bool = True, on_trial: bool = False
     ) -> None:
-        """Record that a load goes out. ``is_slowest``: false where another tier decides how long it is out.
+        """Record that a load goes out. ``is_slowest``: false if another tier decides how long it is out.
 
         ``on_trial``: the tier was judged too slow, and the next load to end alone says how fast it is.
         """
@@ -200,7 +200,7 @@ class TierSpeed:
 
 
 class PrefillSpeed:
-    """What computing a prompt costs per token: a line over the tokens before it.
+    """The time per token of computing a prompt: a line over the tokens before it.
 
     A step has a price of its own, which decoding requests pay in any case: it is measured on steps that only decode,
     and subtracted from those that compute prompts. Steps end in the order in which they were scheduled. With
@@ -297,7 +297,7 @@ class Hit(NamedTuple):
 
 @dataclass(slots=True)
 class LoadNotes:
-    """What was decided about one request."""
+    """The decisions about one request."""
 
     waits_since_s: float | None = None
     """When it began to wait for storage, so that it waits once; None: it does not wait."""

@@ -337,7 +337,7 @@ class NixlOffloadManager(OffloadingManager):
 
     @property
     def is_looking(self) -> bool:
-        """Whether some tier is looking for what requests have asked about."""
+        """Whether some tier is looking for chunks that requests have asked about."""
         return any(tier.is_looking for tier in self.catalog.tiers)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
@@ -345,7 +345,7 @@ class NixlOffloadManager(OffloadingManager):
         return self.metrics.take(self.catalog, self.decider.counts) if self._slot_bytes else None
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return what was stored and removed since the last call."""
+        """Return the events of chunks that were stored or removed since the last call."""
         changes = self.catalog.take_changes()
         if not self._offloading.enable_kv_cache_events:
             return []

@@ -1,4 +1,4 @@
-"""What travels between the scheduler's half and the ranks, beside vLLM's own messages.
+"""Messages between the scheduler's half and the ranks, beside vLLM's own.
 
 Threading: plain values. Picklable by vLLM's own transport (process to process on one machine, never from storage).
 """
@@ -158,4 +158,4 @@ class WorkerReport(OffloadingWorkerMetadata):
 
 
 NOTHING: Final = WorkerReport()
-"""What a rank reports in most steps. Never changed."""
+"""The empty report, which ranks send in most steps. Never changed."""

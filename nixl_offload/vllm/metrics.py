@@ -1,4 +1,4 @@
-"""What this connector counts. The scheduler's half passes changes to vLLM's exporter.
+"""The connector's metrics. The scheduler's half passes changes to vLLM's exporter.
 
 Threading: the scheduler's thread; ``DEFINITIONS`` is a constant that the process with the exporter reads as well.
 Gauges are snapshots; counters and histograms have what was added since the last report. Counters of trouble begin as 0:
@@ -77,15 +77,15 @@ def _harmless(method: _Method) -> _Method:
 
 
 class MetricsReporter:
-    """Collects what happened and hands it to vLLM, changes only."""
+    """Collects metrics and passes their changes to vLLM."""
 
     def __init__(self, kinds: Sequence[str]) -> None:
-        """``kinds``: what the tiers are called, by position."""
+        """``kinds``: the tiers' names in labels, by position."""
         self.has_failed = False
         """An error was logged."""
         self._kinds = tuple(kinds)
         self._stats = OffloadingConnectorStats()
-        """What has happened since the last report."""
+        """Changes since the last report."""
         self._reported: dict[_Labelled, float] = {}
         self._began = False
         self._look_s = 0.0

@@ -299,7 +299,7 @@ class ServingTiers:
 
 
 def open_tier(tier: TierConfig, context: TierContext, nearer: Sequence[TierConfig]) -> AnyTier:
-    """Open what ``tier`` describes. May take as long as storage hangs.
+    """Open a tier. May take as long as storage hangs.
 
     Raises as ``tiers.kinds.open_tier``, and as ``require_apart`` for the tiers that are ``nearer``.
     """

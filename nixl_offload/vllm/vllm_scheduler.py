@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RequestNotes:
-    """What we note of one request, from its arrival until vLLM forgets it."""
+    """Our notes on one request, from its arrival until vLLM forgets it."""
 
     stores: bool = True
     """Whether its chunks may be stored."""

@@ -360,7 +360,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         """Records the LoRA adapters that are loaded on this rank."""
 
     def geometry(self, digest: str, attention_backends: Iterable[str] = ()) -> RankGeometry:
-        """Return what this rank sends to the scheduler's half. ``digest``: from ``rank_identity``."""
+        """Return this rank's geometry for the scheduler's half. ``digest``: from ``rank_identity``."""
         slot_bytes = tuple(self.layout.slot_bytes(group) for group in range(len(self.layout.groups)))
         backends, shards = tuple(sorted(attention_backends)), self._shards
         if shards is None:
@@ -460,7 +460,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         return ended
 
     def take_work(self) -> Work | None:
-        """Return what was moved and what failed since the last call; None: nothing."""
+        """Return the transfers and failures since the last call, for metrics; None: there are none."""
         return self._engine.take_work()
 
     def take_status(self) -> dict[int, RankStatus]:
