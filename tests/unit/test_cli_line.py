@@ -1,5 +1,5 @@
-"""The command line itself: what is wrong is one line and an exit code, in JSON too; help is quick; and the commands
-that touch no storage: ``show``, ``configs``, ``schema``.
+"""The command line itself: errors are one line and an exit code, in JSON too; help is quick. Also the commands without
+storage: ``show``, ``configs``, ``schema``.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def test_what_is_shown_can_be_read_back(file: Path, cli: Cli) -> None:
 
 
 def test_beside_another_connector(file: Path, cli: Cli) -> None:
-    """Ours is last, asks for no KV cache layout of its own, and its policy for failed loads is the outermost one's."""
+    """Ours is last, requests no KV cache layout, and has the outermost connector's policy for failed loads."""
     assert cli("show", "--kv-transfer-config", "--with", "nixl", "--with", "nixl", "kv.yaml") == 0
     shown = cli.json
     first, ours = shown["kv_connector_extra_config"].pop("connectors")
@@ -208,7 +208,7 @@ def test_every_field_of_the_schema_is_described_and_the_page_of_fields_is_curren
 
 
 def test_samples_are_listed_and_printed_and_fit_the_schema(schema: Any, tmp_path: Path, cli: Cli) -> None:
-    """Each file of the folder; what is printed is a config, and so is what ``show`` makes of it."""
+    """Each file of the folder prints as a valid config, and so does the output of ``show`` for it."""
     assert cli("configs") == 0
     assert "local-nvme         One engine, one local NVMe drive, with or without a GPU\n" in cli.out
     names = [line.split()[0] for line in cli.out.splitlines()]
@@ -225,7 +225,7 @@ def test_samples_are_listed_and_printed_and_fit_the_schema(schema: Any, tmp_path
 
 
 def test_the_wheel_brings_the_samples(tmp_path: Path) -> None:
-    """Built as pip builds it, from what git knows; without a network."""
+    """Built as pip builds it, from the files in git, without a network."""
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(FOLDER.parent, tmp_path / "nixl_offload", ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,5 +1,5 @@
-"""The commands over chunks that are cut by their KV heads, in a slab and in a directory: what is there is listed shard
-by shard, and damage is found where it is.
+"""Commands over chunks that are cut by their KV heads, in a slab and in a directory: they list shard by shard, and name
+the damaged shard.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COMMON: Final = {item.name: getattr(namespace_of("blue").fields, item.name) for
 
 
 def space_of(heads: int, tp: int, ranges: Sequence[int], stages: Sequence[int]) -> Namespace:
-    """Return the namespace of an engine with ``tp`` ranks in each stage of so many layers, cut into these ranges."""
+    """Return the namespace of an engine with ``tp`` ranks per stage. ``stages`` and ranges are numbers of layers."""
     cut = cut_layers(bounds(ranges), bounds(stages))
     assert cut is not None
     plan = make_plan(heads, [[heads]], [[True] * len(cut.begins)], tp, cut)
@@ -85,7 +85,7 @@ class Stored:
         store.close()
 
     def shards(self, cli: Cli) -> set[tuple[int, str]]:
-        """Return number and place of the shards of a chunk, all of which verify."""
+        """Return number and place of a chunk's shards, after verifying all of them."""
         assert cli("stat", self.file, key(1).hex(), "--json") == 0
         return {(shard["rank"], shard["place"]) for shard in cli.json["shards"]}
 
@@ -142,7 +142,7 @@ def test_pipeline_stages_hold_shards_of_their_own_sizes(tmp_path: Path, cli: Cli
 
 @pytest.mark.parametrize("stages", [(LAYERS,), CUT])
 def test_a_slab_of_other_stages_is_not_taken_for_ones_own(tmp_path: Path, stages: tuple[int, ...]) -> None:
-    """Of the same namespace, and the same number of ranks: their slots hold other shards."""
+    """Same namespace and same number of ranks, but their slots hold other shards."""
     found, size_bytes = [], 1 << 20
     for of_stages, tp in (((LAYERS,), 4), (CUT, 2), (stages, 4 // len(stages))):
         space = replace(space_of(HEADS, 2, CUT, CUT), plan=space_of(HEADS, tp, CUT, of_stages).plan)

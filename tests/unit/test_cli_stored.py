@@ -45,7 +45,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def slab(tmp_path: Path) -> Iterator[StoredSlab]:
-    """A server that has stored chunks and runs on."""
+    """A running server that has stored chunks."""
     slab = StoredSlab(tmp_path)
     slab.store(range(CHUNKS))
     yield slab
@@ -60,7 +60,7 @@ def tree(slab: StoredSlab, tmp_path: Path) -> Iterator[Tree]:
 
 
 def write(slab: StoredSlab, *tiers: dict[str, Any]) -> None:
-    """Have the config name these tiers."""
+    """Write a config with these tiers."""
     slab.file.write_text(yaml.safe_dump({"tiers": list(tiers)}))
 
 
@@ -125,7 +125,7 @@ def test_a_slab_as_people_and_programs_read_it_is_not_changed(slab: StoredSlab, 
 
 
 def test_keys_are_comments_and_columns_and_lines_of_json(slab: StoredSlab, cli: Cli) -> None:
-    """A slot whose header is another chunk's has no age: the index is believed only as far as the header agrees."""
+    """A slot whose header is another chunk's has no age: a row of the index is a hint."""
     slab.damage(CHUNKS - 1, 0, 0, slab.shard(4, 0))
     assert cli("ls", slab.file, "--keys") == 0
     heading, columns, *rows = cli.out.splitlines()
@@ -166,7 +166,7 @@ def test_tiers_in_their_order_memory_in_a_line(tree: Tree, cli: Cli) -> None:
 
 
 def test_data_parallel_parts_and_strangers(slab: StoredSlab, cli: Cli, tmp_path: Path) -> None:
-    """What is in the way is counted and left; a namespace without manifest or index is listed without chunks."""
+    """Foreign files are counted and left alone. A namespace without manifest or index is listed without chunks."""
     slab.close()
     part, home = slab.root / "dp-1", slab.root / slab.namespace.name
     for copy in (part / slab.namespace.name, slab.root / ("ef" * 16), slab.root / ("ab" * 16)):
@@ -222,7 +222,7 @@ def test_a_chunk_is_named_by_its_key_or_by_how_that_begins(tree: Tree, cli: Cli)
 
 
 def test_what_separates_two_namespaces(tmp_path: Path, cli: Cli) -> None:
-    """By how their names begin; fields that are equal are left out, and no manifest can control a terminal."""
+    """Named by the start of their names. Equal fields are omitted, and no manifest can control a terminal."""
     store, file = TreeStore(str(tmp_path / "tree")), tmp_path / "kv.yaml"
     fields = stored_namespace("blue", "org/m").fields
     one = make_namespace(replace(fields, settings={"model_config.max_model_len": 4, "b": 1}))
@@ -293,7 +293,7 @@ def test_a_namespace_or_tenant_that_is_not_there_is_no_success(slab: StoredSlab,
 
 
 def bad(cli: Cli) -> dict[str, list[tuple[int, str]]]:
-    """Key -> (rank, reason) of what verify has reported as bad."""
+    """Key -> (rank, reason) of the chunks that verify has reported as bad."""
     return {
         line["key"]: [(problem["rank"], problem["reason"]) for problem in line["problems"]]
         for line in cli.lines[:-1]
@@ -304,7 +304,7 @@ def bad(cli: Cli) -> dict[str, list[tuple[int, str]]]:
 def both_say(
     cli: Cli, file: Path, damage: list[tuple[Callable[[], object], int, str, str]], then: Callable[[], object] = bool
 ) -> None:
-    """``verify`` reports these chunks (rank, reason, words) and no other as bad, and ``stat`` says the same of each."""
+    """``verify`` reports only these chunks (rank, reason, words) as bad, and ``stat`` reports the same for each."""
     for do, *_ in damage:
         do()
     then()
@@ -322,7 +322,7 @@ def both_say(
 
 
 def test_every_kind_of_damage_to_a_slab_is_reported(slab: StoredSlab, cli: Cli) -> None:
-    damage: list[tuple[Callable[[], object], int, str, str]] = [  # of chunk 0, 1 ...: what is done; rank, reason, words
+    damage: list[tuple[Callable[[], object], int, str, str]] = [  # for chunk 0, 1 ...: the damage; rank, reason, words
         (lambda: slab.damage(0, 0, 4096 + 2 * BLOCK_BYTES + 7), 0, "checksum", f"{slab.place(0)}: block 2 of 4: the"),
         (lambda: slab.damage(1, 1, 60), 1, "header_checksum", "the header page states its own checksum as"),
         (lambda: slab.damage(2, 0, 0, bytes(SLOT_BYTES)), 0, "magic", "not a shard: it begins with 0000000000000000"),
@@ -382,7 +382,7 @@ LAYERS = ((4, 3, 3, 0), (0, 1, 0, 0))
 
 
 def test_ranks_of_uneven_stages(tmp_path: Path, cli: Cli) -> None:
-    """A rank without a layer of a group has no shard of it; the others' must all be there."""
+    """A rank without a layer of a group has no shard of it; all other ranks must have one."""
     sizes = [tuple(slot_bytes(4, 3000 * layers) if layers else 0 for layers in ranks) for ranks in LAYERS]
     groups = tuple(GroupFields(number, 16, each) for number, each in enumerate(sizes))
     fields = replace(namespace_of().fields, groups=groups, blocks_per_chunk=4, tp=1, pp=4, world_size=4)
@@ -410,7 +410,7 @@ def test_ranks_of_uneven_stages(tmp_path: Path, cli: Cli) -> None:
     "sizes", [[0] * 2, [1], [-1, 1], [True, 1], ["1", 1], "11", 0, True, None, [1, 1 << 62]], ids=repr
 )
 def test_sizes_that_cannot_be_true_say_nothing(sizes: object) -> None:
-    """Anybody may have written a manifest; then only the header counts."""
+    """Anybody may have written a manifest. If its sizes cannot be true, only the header counts."""
     space = stored_namespace()
     manifest = json.loads(json.dumps(space.manifest()))
     assert NamespaceInfo(space.name, manifest).shard_bytes(0, 1) == SLOT_BYTES
@@ -425,7 +425,7 @@ def test_sizes_that_cannot_be_true_say_nothing(sizes: object) -> None:
 def test_a_slot_that_a_server_gives_to_another_chunk_is_not_bad(
     slab: StoredSlab, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server evicts and overwrites between the look at the index and that at the slot; its index follows later."""
+    """The server evicts and overwrites after the index was read and before the slot is; its index follows later."""
     tier = slab.tier
     assert tier is not None
     real, done = SlabInspector.read_into, []
@@ -499,13 +499,13 @@ def test_storage_that_fails_is_exit_code_1(tree: Tree, cli: Cli, monkeypatch: py
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_in_another_process(slab: StoredSlab, number: signal.Signals) -> None:
-    """Ctrl-C, or a service manager's stop, at a real command line, slowed down so that it is in the middle."""
+    """Ctrl-C, or a service manager's stop, in the middle of a real command that was slowed down."""
     command = [sys.executable, "-m", "nixl_offload.cli.main", "verify", str(slab.file), "--rate", "50kB/s"]
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     out = subprocess.PIPE
     with subprocess.Popen(command, stdout=out, stderr=out, text=True, env=environment) as child:
         try:
-            # Its readers are threads, and there are none before.
+            # Readers are threads; before them the process has none.
             until(lambda: len(os.listdir(f"/proc/{child.pid}/task")) > verify.THREADS // 2)
             child.send_signal(number)
             printed, errors = child.communicate(timeout=20.0)

@@ -44,7 +44,7 @@ LAYOUT = KVLayout((RegionSpec(0, 1 << 20, 64, BLOCK, BLOCK),), (GroupLayout.of_p
 
 
 class Engine:
-    """Of a tier, with a pump that does what the test says, when it says so."""
+    """A tier's engine, whose pump does what the test says, when the test says so."""
 
     def __init__(self, table: JobTable, tier: int) -> None:
         self.queue = TierQueue(table, tier, LAYOUT, store_limit_bytes=6 * BLOCK)
@@ -69,13 +69,13 @@ class Engine:
             raise RuntimeError("does not close")
 
     def take(self, lane: Lane | None = None, room: int | Callable[[Chunk], int | str] = 99) -> list[Chunk]:
-        """One batch of a lane; None: all that is queued."""
+        """Take one batch of a lane; None: everything queued."""
         if lane is not None:
             return self.queue.take(lane, room if callable(room) else lambda _: room)
         return [chunk for each in LANES for chunks in iter(lambda each=each: self.take(each), []) for chunk in chunks]
 
     def run(self, *outcomes: Outcome, error: str | None = None) -> list[Chunk]:
-        """Do all that is queued: with these outcomes, or well. A host slot is told as its chunk is."""
+        """Do all queued work with these outcomes, OK by default. A host slot ends like its chunk."""
         chunks = self.take()
         for chunk, outcome in zip(chunks, outcomes or (OK,) * len(chunks), strict=True):
             end(chunk, outcome, error)
@@ -83,7 +83,7 @@ class Engine:
 
 
 def end(chunk: Chunk, outcome: Outcome, error: str | None = None, cause: str = "", slot: Outcome | None = None) -> None:
-    """As the pump, when a batch of one chunk has ended. ``slot``: what became of its host slot; None: the same."""
+    """End a batch of one chunk, as the pump does. ``slot``: the outcome of its host slot; None: the chunk's."""
     slot = slot or outcome
     chunk.end(outcome, None if outcome is OK else error, cause)
     chunk.is_kept = slot is OK
@@ -93,7 +93,7 @@ def end(chunk: Chunk, outcome: Outcome, error: str | None = None, cause: str = "
 
 
 class Rank(TestedRank):
-    """Memory, a file and a bucket, and a tier that is not there."""
+    """Memory, a file and a bucket, and a missing tier."""
 
     def __init__(self, *, runs: bool = False) -> None:
         self.now_s = 1000.0
@@ -246,8 +246,8 @@ def test_what_was_moved_is_counted_by_tier_and_once(rank: Rank) -> None:
         (CORRUPT, False, False, False, True, CORRUPT),
         (CORRUPT, False, False, True, True, TAINTED),
         (CORRUPT, False, False, True, False, CORRUPT),  # nothing was begun with the slot
-        (OK, False, False, False, True, FAILED),  # served by another way than the slot
-        (CORRUPT, True, False, False, True, FAILED),  # the caller was told so when it gave the load up
+        (OK, False, False, False, True, FAILED),  # served without the slot
+        (CORRUPT, True, False, False, True, FAILED),  # the caller knew it when it gave the load up
     ],
 )
 def test_what_is_told_of_host_slots(
@@ -296,7 +296,7 @@ def test_loads_that_take_too_long_fail_unless_their_blocks_are_being_written(ran
 
 @pytest.mark.parametrize("by", ["an end", "the clock"])
 def test_who_waits_for_blocks_waits_for_the_last_of_them(rank: Rank, by: str) -> None:
-    """While a load writes to its blocks nothing else ends the wait, and no other job's end does."""
+    """While a load writes to the blocks the wait goes on, even if other jobs end."""
     rank.submit_load(1, [chunk(1)])
     rank.submit_load(2, [chunk(2)])
     (first,) = rank.file.take(Lane.LOAD)
@@ -317,7 +317,7 @@ def test_who_waits_for_blocks_waits_for_the_last_of_them(rank: Rank, by: str) ->
 
 
 def test_blocks_that_are_needed_back_are_given_back(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is queued is dropped, what is being read is worthless; a load fails where nobody writes to its blocks."""
+    """Queued chunks are dropped, and the data of reads in progress too. A load fails if nobody writes to its blocks."""
     monkeypatch.setattr(jobs, "STORE_GRACE_S", 0.0)
     rank.submit_store(1, [chunk(1), chunk(2)])
     (reading,) = rank.file.take(Lane.STORE, 1)
@@ -452,7 +452,7 @@ def running() -> Iterator[Rank]:
 
 
 def test_a_chunk_that_was_fetched_last_is_stored_no_more(running: Rank) -> None:
-    """Its target was never touched, either."""
+    """Nor was its target ever touched."""
     running.bucket.drains = True
     running.submit_moves(1, [move(1, BUCKET, FILE)])
     running.close(0.0)
@@ -462,7 +462,7 @@ def test_a_chunk_that_was_fetched_last_is_stored_no_more(running: Rank) -> None:
 def test_a_tier_that_does_not_close_well_or_at_all_holds_up_no_other(
     running: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it has begun is given up: a job as FAILED, places as TAINTED."""
+    """Its unfinished work is given up: jobs as FAILED, locations as TAINTED."""
     monkeypatch.setattr(pump, "CLOSE_PATIENCE_S", 0.2)
     running.file.is_broken = True
     running.bucket.hangs = threading.Event()

@@ -24,7 +24,7 @@ from nixl_offload.engine.kernels.torch_kernels import Page, TorchKernels, fault_
 from nixl_offload.engine.kernels.triton_kernels import TritonKernels
 from tests.unit.kernels_rig import IDS, SHAPES, TARGETS, Group, check, digests, group_of, slot_of
 
-pytestmark = pytest.mark.no_cover  # tracing the interpreter would triple its time
+pytestmark = pytest.mark.no_cover  # coverage would triple the interpreter's time
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def code() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def _triton_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No sum is left to the host, whose checksums would be right as well."""
+    """Fail if the host makes a checksum: it would be correct too, and hide a fault."""
     monkeypatch.delattr(TorchKernels, "sums_of_rows")
 
 
@@ -63,7 +63,7 @@ def _triton_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torch_copies_and_sums_exactly(
     sizes: list[int], between: int, first: int, gap: int, shift: int, offset: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where rows are less aligned than pages, and where blocks are summed in several turns."""
+    """Also if rows are less aligned than pages, and if blocks are summed in several turns."""
     group = group_of(sizes, gap=between, shift=first, used=5, offset=offset)
     monkeypatch.setattr(torch_kernels, "SCRATCH_BYTES", 2 * group.block_bytes + 1)
     kernels = open_kernels(group.tensors, group.pages)
@@ -86,7 +86,7 @@ def test_triton_copies_and_sums_exactly(shape: str, code: ModuleType, monkeypatc
 @pytest.mark.usefixtures("_triton_sums")
 @pytest.mark.parametrize("sizes", [[4096, 8192], [1000, 24]])
 def test_one_row_can_go_to_many_blocks(sizes: list[int], code: ModuleType) -> None:
-    """Rows no distance apart: how blocks are cleared."""
+    """With a distance of 0 between rows: this is how blocks are cleared."""
     group = group_of(sizes)
     kernels = TritonKernels(group.tensors, group.pages, code)
     kernels.scatter(torch.tensor(IDS), torch.zeros(group.block_bytes, dtype=torch.uint8).expand(len(IDS), -1))
@@ -112,7 +112,7 @@ def test_sums_of_extreme_words(fault: int, code: ModuleType) -> None:
 
 
 def test_wrong_ids_and_rows_are_refused(code: ModuleType) -> None:
-    """Kernels reckon with addresses: nothing else would stop them. A device stops for good at unaligned loads."""
+    """Kernels compute addresses unchecked, and a device stops for good at an unaligned load."""
     group = group_of([4096])
     kernels = TritonKernels(group.tensors, group.pages, code)
     ids, rows = torch.tensor([3, 1]), slot_of(2, 4096)
@@ -153,7 +153,7 @@ def test_a_sample_gets_the_same_kernels(gap: int, shift: int) -> None:
 
 
 class Wrong(TorchKernels):
-    """Errs in one way."""
+    """Kernels with one fault."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], pages: Sequence[Page], fault: str) -> None:
         super().__init__(tensors, pages)

@@ -94,7 +94,7 @@ def test_two_tiers_that_take_a_chunk_at_once(make: Make, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("verify", ["checksum", "header", "always"])
 def test_an_image_without_checksums_is_served_from_no_storage(make: Make, verify: str) -> None:
-    """A bug would have written it. It is refused whatever is verified, straight or through memory."""
+    """Only a bug could have written it. It is refused for any ``verify``, directly or through memory."""
     rig = make(verify=verify)
     other = make()
     assert other.store(1, [other.chunk(0, MEMORY, blocks_of(0))]) == (OK,)
@@ -110,7 +110,7 @@ def test_an_image_without_checksums_is_served_from_no_storage(make: Make, verify
 
 
 def test_what_failed_on_its_way_into_memory_has_no_header_there(make: Make) -> None:
-    """The slot of a chunk whose promotion was refused serves neither it nor what lay there before."""
+    """The slot of a refused promotion serves neither the new chunk nor the old one."""
     rig = make()
     assert rig.store(1, [rig.chunk(0, MEMORY, blocks_of(0))]) == (OK,)
     image = rig.image(7)

@@ -27,7 +27,7 @@ NUM_BLOCKS = 40
 
 
 def chunk_extents(layout: KVLayout, group: int, block_ids: npt.NDArray[np.integer], first_block: int) -> ChunkExtents:
-    """Those of one chunk, whose blocks ``first_block`` onwards are ``block_ids``."""
+    """The extents of one chunk, whose blocks from ``first_block`` on are ``block_ids``."""
     ids = np.asarray(block_ids, dtype=np.int32)
     return job_extents(layout, [ChunkBlocks(0, group, ids, first_block)])[1]
 
@@ -258,7 +258,7 @@ def test_blocks_are_dealt_out_as_in_the_model(
 def test_a_job_whose_numbers_do_not_fit_is_refused(
     key_groups: list[int], ids: list[int], numbers: tuple[list[int], list[int], list[int]], is_store: bool, words: str
 ) -> None:
-    """Holes in a sliding window show up like this: too few blocks for the keys, and no telling where they miss."""
+    """Holes in a sliding window look like this: too few blocks for the keys, at unknown positions."""
     # ``numbers``: group sizes, block indices, group ids.
     block_ids: npt.NDArray[np.int32] = np.array(ids, dtype=np.int32)
     with pytest.raises(LayoutError, match=words):
@@ -266,7 +266,7 @@ def test_a_job_whose_numbers_do_not_fit_is_refused(
 
 
 def test_runs_that_touch_are_one() -> None:
-    """So a rank that stores all heads of packed blocks coalesces as if it knew of no heads."""
+    """So a rank that stores all heads of packed blocks coalesces as without head shards."""
     refs = (PageRun(0, 0, 24), PageRun(0, 24, 24), PageRun(0, 48, 48))
     assert GroupLayout(refs) == pages([(0, 96)])
     layout = KVLayout((region(96),), (GroupLayout(refs),), 16)

@@ -113,7 +113,7 @@ def test_readers_never_see_half_a_file(make: Make, tmp_path: Path) -> None:
 def test_a_read_cut_short_unnoticed_is_found_out(
     make: Make, tmp_path: Path, verify: str, shape: str, first: int
 ) -> None:
-    """DONE with the end untouched, cut anywhere, whatever the staging slot held: never a wrong token.
+    """A mover reports DONE, but the end is missing, from any point: never a wrong token.
 
     The slot holds the wanted chunk itself, with the beginning of another one over it: so its last block is right, and
     where the cut comes after the header its header is.
@@ -173,7 +173,7 @@ def test_a_bucket_that_fails_is_left_alone_and_tried_again(
 
 
 def test_that_an_object_is_gone_is_an_answer(make: Make, tmp_path: Path) -> None:
-    """A bucket that comes back empty is in use again with the first load that hears so."""
+    """A bucket that comes back empty is in use again after the first load that finds nothing."""
     clock, mover = Clock(), FaultyMover(ObjectFiles(tmp_path / "objects"))
     rig = make("per_layer", mover, link=objects(), clock=clock)
     mover.script = [Fault(number, FaultKind.FAIL) for number in range(object_links.FAILURES)]
@@ -187,7 +187,7 @@ def test_that_an_object_is_gone_is_an_answer(make: Make, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("expedited", [False, True])
 def test_no_load_waits_for_room_that_a_hanging_bucket_takes_up(make: Make, tmp_path: Path, expedited: bool) -> None:
-    """With every staging slot in a GET that is not answered, loads fail at once, also when a trial would be due."""
+    """When GETs without answers hold all staging slots, loads fail at once, even if a trial is due."""
     clock, mover = Clock(), FaultyMover(ObjectFiles(tmp_path / "objects"))
     rig = make("per_layer", mover, link=objects(), clock=clock, staging_slots=8)
     assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
@@ -211,7 +211,7 @@ def test_no_load_waits_for_room_that_a_hanging_bucket_takes_up(make: Make, tmp_p
 
 
 def test_a_hung_filesystem_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
-    """With a call that never returns, on a thread of the link, the interpreter exits at once."""
+    """The interpreter exits at once, although a call on a thread of the link never returns."""
     program = (
         "import threading\n"
         "from nixl_offload.tiers.calls import CallThreads\n"

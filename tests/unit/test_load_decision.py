@@ -38,7 +38,7 @@ def tier_speed(latency_s: float, bytes_per_s: float) -> TierSpeed:
 
 
 def judge(*bytes_per_s: float | None, token_s: float | None = 1e-3) -> LoadDecider:
-    """Somebody who decides, over tiers of known bandwidths (None: nothing is known)."""
+    """Return a decision maker over tiers of known bandwidths (None: unknown)."""
     judged = LoadDecider(len(bytes_per_s), token_bytes={0: TOKEN_BYTES})
     for tier, speed in enumerate(bytes_per_s):
         if speed is not None:
@@ -81,7 +81,7 @@ def test_too_few_observations_say_nothing_and_void_ones_do_not_count() -> None:
 
 
 def test_a_stall_raises_the_estimate_but_not_for_ever() -> None:
-    """One stalled load is bounded in what it does, several are believed, and good ones mend it within a minute."""
+    """One stalled load has a bounded effect, several count fully, and good ones repair the estimate within a minute."""
     tier = tier_speed(0.0, 100 * MIB)
     tier.observe(32 * MIB, 600.0, 0.0)
     assert 0.5 < tier.seconds(32 * MIB, 0.0) < 1.5, "raised, and nowhere near ten minutes"
@@ -133,7 +133,7 @@ def test_a_load_that_is_late_makes_those_behind_it_late(tier: TierSpeed) -> None
 
 
 def test_a_failed_load_says_that_it_would_have_taken_longer() -> None:
-    """That is news only where less was expected of the load, behind those that were out when it began."""
+    """It changes the estimate only if the load was expected to end sooner, after those before it."""
     tier = tier_speed(0.0, MIB)
     for ticket in range(1, 9):
         tier.begin(ticket, MIB, 0.0)
@@ -210,7 +210,7 @@ def test_a_step_scheduled_ahead_lasts_from_the_end_of_the_one_before() -> None:
 
 
 def test_steps_whose_ends_are_not_reported_do_not_pile_up() -> None:
-    """After a while it begins anew, and what comes then is measured right."""
+    """After a while measuring restarts, and later steps are measured correctly."""
     steps = Steps()
     for _ in range(1000):
         steps.step(a=(0, 512))
@@ -280,14 +280,14 @@ ONE, BOTH, TWICE = [(0, 1024)], [(0, 1024), (1, 1024)], [(0, 1024), (0, 1024)]
 def test_how_much_of_a_hit_is_taken(
     times: list[float], runs: list[tuple[int, int]], others: dict[str, int], tokens: int
 ) -> None:
-    """Tiers whose loads take so many times as long as computing does."""
+    """Tiers whose loads take this many times as long as computing."""
     judged = judge(*(TOKEN_BYTES * 1000 / each for each in times))
     assert judged.choose([part(*run) for run in runs], 0, 1.0, **others).tokens == tokens
 
 
 @pytest.mark.parametrize("knows_tiers", [False, True])
 def test_all_of_it_is_taken_while_nothing_is_known(knows_tiers: bool) -> None:
-    """Neither half of the comparison is worth anything without the other."""
+    """Both times must be known for a comparison."""
     judged = judge(1e3, 1e3, token_s=None) if knows_tiers else judge(None, None, token_s=1e-6)
     assert judged.choose([part(0, 512), part(1, 4096)], 1000, 0.0).tokens == 512 + 4096
 
@@ -308,7 +308,7 @@ def test_a_load_waits_for_those_that_are_out() -> None:
 
 @pytest.mark.parametrize("knows_prefill", [False, True])
 def test_a_tier_of_unknown_speed_gets_a_few_loads_at_a_time(knows_prefill: bool) -> None:
-    """Else the first burst of requests would all wait for a tier that nobody has seen yet."""
+    """Otherwise the whole first burst of requests would wait for a tier of unknown speed."""
     judged = judge(None if knows_prefill else 1e9, token_s=1e-3 if knows_prefill else None)
     for ticket in range(1, 10):
         tokens = judged.choose([part(0, 1024)], 0, 1.0).tokens
@@ -383,7 +383,7 @@ def begin(judged: LoadDecider, number: int, notes: LoadNotes, now_s: float, *tie
 
 
 def test_a_request_is_decided_once_for_each_hit() -> None:
-    """It is asked about in every step in which it waits for room."""
+    """A request that waits for room is asked about in every step."""
     judged, notes = judge(1e9, 1e5), LoadNotes()
     assert [ask(judged, notes, 1.0, (0, 1)) for _ in range(3)] == [CHUNK_TOKENS] * 3
     assert counts(judged) == {(0, "taken"): 1, (1, "skipped"): 1}
@@ -417,7 +417,7 @@ def test_the_first_trial_comes_after_thirty_seconds_the_next_ones_later() -> Non
 
 
 def test_a_trial_is_used_up_by_its_load_alone() -> None:
-    """Not by a request that is given up before it loads, nor again by one that is preempted and loads once more."""
+    """Not by a request that ends before it loads, nor twice by one that is preempted and loads again."""
     judged, loads = judge(1e3), LoadNotes()
     assert ask(judged, LoadNotes(), 1.0) == 0
     assert ask(judged, LoadNotes(), 700.0) == CHUNK_TOKENS, "given up"
@@ -430,7 +430,7 @@ def test_a_trial_is_used_up_by_its_load_alone() -> None:
 
 
 def test_of_a_window_only_what_is_loaded_counts() -> None:
-    """Else a model that mostly looks back a little would never load: its hits would seem many times their size."""
+    """Otherwise a model with mostly small windows would never load: its hits would seem many times their size."""
     judged = judge(TOKEN_BYTES * 500)  # a load takes twice as long as computing
     assert ask(judged, LoadNotes(), 1.0, (0,) * 4) == 0
     assert ask(judged, LoadNotes(), 1.0, (0,) * 4, windows={0: CHUNK_TOKENS}) == 4 * CHUNK_TOKENS

@@ -112,7 +112,7 @@ def test_by_default_headers_are_verified_and_blocks_are_trusted(make: Make, veri
 
 @pytest.mark.parametrize("verify", ["checksum", "header", "always"])
 def test_a_slot_that_is_being_given_to_another_chunk_serves_neither(make: Make, verify: str) -> None:
-    """From before the first byte is copied to the end of the copy; nor afterwards, if the store was given up."""
+    """From before the first byte of the copy to its end; nor afterwards, if the store was given up."""
     rig = make("per_layer", slow=True, verify=verify)
     rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4], slot=3)])
     until(lambda: len(rig.fences) == 1)
@@ -133,7 +133,7 @@ def test_a_slot_that_is_being_given_to_another_chunk_serves_neither(make: Make, 
 
 
 def test_always_takes_no_chunk_without_checksums(make: Make) -> None:
-    """An image that another engine left in the slab, say."""
+    """Such as an image that another engine left in the slab."""
     rig = make("per_layer")
     assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
     strict = make("per_layer", verify="always", host=rig.host)
@@ -181,7 +181,7 @@ def test_a_store_that_wait_gave_up_keeps_its_slot_until_the_copy_is_over(make: M
 def test_a_load_overtakes_stores_that_have_not_begun_and_others_get_the_interpreter(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the host a batch is over with its first step. The pump lets go of the interpreter before the next one."""
+    """On the host a batch ends with its first step. The pump releases the GIL before the next batch."""
     rig, order = make("per_layer", slots=40), list[str]()
     assert rig.store(0, [rig.chunk(9, [1, 2, 3, 4])]) == (OK,)
     gather_many, scatter_many = rig.engine.paths.packer.gather_many, rig.engine.paths.packer.scatter_many
@@ -238,7 +238,7 @@ def test_a_chunk_that_cannot_be_copied_fails_alone(
 
 
 def test_a_fence_that_breaks_taints_what_the_device_may_still_write_to(make: Make) -> None:
-    """A dead device tells no more. Slots it was to write are never used again; the slab stays for ever."""
+    """A dead device reports nothing. Slots that it may write are never used again; the slab is kept for ever."""
     rig = make("per_layer", slow=True)
 
     def dead() -> bool:
@@ -261,7 +261,7 @@ def test_a_fence_that_breaks_taints_what_the_device_may_still_write_to(make: Mak
 
 
 def test_close_gives_up_what_a_device_does_not_end(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """What it writes to is TAINTED, what waits is DROPPED, and the slab's memory is kept."""
+    """Slots it writes to are TAINTED, waiting chunks DROPPED, and the slab's memory is kept."""
     rig = make("per_layer", slow=True)
     for job in range(5):
         rig.engine.submit_store(job, [rig.chunk(job, [1, 2, 3, 4])])
@@ -295,4 +295,4 @@ def test_nothing_is_held_after_close(make: Make) -> None:
 
 class _Closed:
     def close(self, deadline_s: float = 0) -> None:
-        """Nothing is left to close."""
+        """Do nothing."""

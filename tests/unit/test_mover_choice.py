@@ -22,7 +22,7 @@ from tests.contract.suites.mover_rig import HostMemory, extents
 
 
 def test_choosing_tries_for_real(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Auto says at INFO what it took; a candidate that cannot start is passed over with its reason; no file stays."""
+    """Auto logs its choice at INFO. A candidate that cannot start is passed over with its reason. No file is left."""
     with caplog.at_level("INFO", "nixl_offload"):
         opened = open_mover("auto", MemoryKind.DRAM, str(tmp_path))
     opened.mover.close()
@@ -37,7 +37,7 @@ def test_choosing_tries_for_real(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_what_is_passed_over_for_device_memory_is_told_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Host memory plays the device's, so nothing here takes it: each says what it lacks, and host memory is used."""
+    """Host memory plays the device's, so no mover accepts it: each gives its reason, and host memory is used."""
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1")
         pytest.skip("this machine has a driver")

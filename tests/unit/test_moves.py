@@ -47,13 +47,13 @@ def test_a_store_goes_on_from_memory_to_every_farther_tier(make: MakeChain) -> N
 
 
 def test_a_tier_that_a_rank_has_disabled_is_passed_over_but_for_trials(make: MakeChain) -> None:
-    """Else a full drive in front of a bucket would keep everything out of the bucket as well."""
+    """Otherwise a full drive in front of a bucket would keep all chunks out of the bucket too."""
     chain = make(bucket=True)
     chain.catalog.disable({MEMORY, FILE}, chain.now_s)
     chain.store(1)
     assert chain.holders(1) == [BUCKET]
     chain.now_s += 5.0
-    chain.catalog.disable({MEMORY}, chain.now_s)  # told again: the time of its trial stays
+    chain.catalog.disable({MEMORY}, chain.now_s)  # reported again: the time of its trial does not change
     chain.store(2)
     assert chain.holders(2) == [FILE], "works again"
     chain.now_s += 6.0
@@ -70,7 +70,7 @@ def test_a_tier_that_a_rank_has_disabled_is_passed_over_but_for_trials(make: Mak
 
 
 def test_writes_begin_in_the_order_in_which_chunks_were_stored(make: MakeChain) -> None:
-    """A bucket is searched as if a chunk's being there told that those before it are."""
+    """The search in a bucket assumes that if a chunk is there, those before it are."""
     chain = make(memory_slots=64, write_through_backlog_slots=16)
     for first in (10, 20, 30):
         chain.store(*range(first, first + 10))
@@ -86,7 +86,7 @@ def test_writes_begin_in_the_order_in_which_chunks_were_stored(make: MakeChain) 
 
 
 def test_a_smaller_chunk_does_not_overtake_a_larger_one(make: MakeChain) -> None:
-    """Two of a prompt's groups: what lies behind a gap is of no use, and a large chunk would wait for ever."""
+    """In two groups of a prompt, chunks after a gap are of no use, and a large chunk would wait for ever."""
     chain = make(memory_slots=16, large=(1, 2), write_through_backlog_slots=3)
     chain.store(1, 2, 3)
     assert [write[0] for write in chain.write_through()] == keys(1)
@@ -159,7 +159,7 @@ def test_a_known_chunk_is_written_where_it_is_lacking(make: MakeChain) -> None:
 
 
 def _break(chain: Chain) -> SharedTier:
-    """Let stores to the bucket fail until it is left alone."""
+    """Make stores to the bucket fail until its breaker opens."""
     bucket = chain.tiers[-1]
     assert isinstance(bucket, SharedTier)
     for number in range(1000, 1003):
@@ -170,7 +170,7 @@ def _break(chain: Chain) -> SharedTier:
 
 
 def test_a_tier_that_is_out_of_use_keeps_nobody_awake_for_long(make: MakeChain) -> None:
-    """Its trials do not count, as long as they fail: a chunk begins now and then, and the others wait in vain."""
+    """Its failing trials do not count as progress: a chunk begins now and then, and the others would wait for ever."""
     chain = make(bucket=True)
     _break(chain)
     chain.store(*range(6))
@@ -358,7 +358,7 @@ def test_a_promotion_pushes_nothing_out_that_the_same_load_reads(make: MakeChain
 
 
 def test_a_chunk_whose_load_failed_is_stored_anew_though_its_promotion_is_still_open(make: MakeChain) -> None:
-    """It is told of when nothing is read to its slot any more, which may be after the chunk was computed again."""
+    """The promotion is reported when its slot is no longer written, maybe after the chunk was computed again."""
     chain = make()
     _in_file_alone(chain, 1)
     grant = chain.catalog.prepare_load(keys(1), chain.now_s)
@@ -405,7 +405,7 @@ def test_a_chunk_that_one_tier_lost_is_served_by_the_next(make: MakeChain) -> No
 
 
 def test_a_tier_that_is_out_of_use_serves_only_what_no_other_has(make: MakeChain) -> None:
-    """Of two that others write to, the nearer does not answer."""
+    """Of two shared tiers, the nearer does not answer."""
     chain = make(file_slots=0, bucket=True, second_bucket=True)
     chain.store(1, 2, 3)
     (to_nearer, to_farther) = chain.begin()
@@ -483,7 +483,7 @@ def test_chunks_are_admitted_when_they_are_offered_again(make: MakeChain, monkey
 
 @pytest.mark.parametrize("seed", range(12))
 def test_no_pin_is_left_whatever_happens(make: MakeChain, seed: int) -> None:
-    """Hundreds of steps drawn at random, then rest: ``come_to_rest`` counts what is left in anybody's hands."""
+    """Hundreds of random steps, then ``come_to_rest`` checks that nothing is held any more."""
     chance = random.Random(seed)
     chain = make(
         memory_slots=chance.choice([2, 6]),
@@ -543,7 +543,7 @@ def _hint(chain: Chain, chance: random.Random, numbers: list[int]) -> None:
 
 
 def test_what_a_request_computes_without_an_answer_stays_out_of_that_tier(make: MakeChain) -> None:
-    """It may be there already. The nearer tiers take it, and it goes on once a request that was answered has it."""
+    """The chunk may be there already. Nearer tiers take it; it goes on when a request that got an answer has it."""
     chain = make(bucket=True)
     bucket = chain.tiers[BUCKET]
     assert isinstance(bucket, SharedTier)
@@ -573,7 +573,7 @@ def test_a_chunk_whose_slot_is_still_read_there_holds_up_no_other(make: MakeChai
 
 
 def test_what_begins_late_keeps_those_behind_it(make: MakeChain) -> None:
-    """The tier had no room for long; now it goes on, one by one."""
+    """The tier had no room for a long time; now it accepts chunks one by one."""
     chain = make(write_through_backlog_slots=1)
     chain.store(1, 2)
     chain.now_s += moves.PATIENCE_S
@@ -583,7 +583,7 @@ def test_what_begins_late_keeps_those_behind_it(make: MakeChain) -> None:
 
 
 def test_a_write_that_failed_saves_nothing(make: MakeChain) -> None:
-    """While another tier has yet to take the chunk it is as unsaved as before."""
+    """While another tier is still to take the chunk, it is no safer than before."""
     chain = make(bucket=True, unsaved_slots=1)
     chain.store(1)
     for grant in chain.begin():
@@ -611,7 +611,7 @@ def test_a_chunk_that_is_stored_in_a_farther_tier_too_is_unpinned_when_its_move_
 
 
 def test_a_chunk_that_is_gone_is_held_by_nobody(make: MakeChain) -> None:
-    """Whatever was done with it: a server meets new keys for months."""
+    """After any operation: a server sees new keys for months, so nothing may be kept per key."""
     chain, mine, request = make(file_slots=0, memory_slots=2), key(1), LookupContext("a", 16)
     references = sys.getrefcount(mine)
     for others in ((2, 3), (4, 5)):
