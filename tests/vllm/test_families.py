@@ -1,5 +1,5 @@
-"""Proves for models whose layers keep a state or look back a window only that a chunk is used whole or not at all; and
-that a bucket, or a shared directory, is one prefix cache for engines that know nothing of each other.
+"""Proves, for models whose layers keep a state or only a window, that a chunk is used whole or not at all; and that a
+bucket, or a shared directory, is one prefix cache for engines that know nothing of each other.
 
 A load brings the state of a boundary, the end of a window, and the attention before it. Where one of them is damaged,
 alone or with the others, the request is computed anew: tokens and logprobs are those of a vLLM without us, also where a

@@ -1,6 +1,5 @@
-"""What is stored while another connector loads within steps whose outcome is not known yet: our scheduler's half,
-stepped by hand in the order of vLLM's asynchronous scheduling, where a step is scheduled before the one before it has
-ended.
+"""Stores while another connector loads within steps whose outcome is not known yet. The test steps our scheduler's half
+by hand in the order of vLLM's asynchronous scheduling: a step is scheduled before the previous step has ended.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def steps() -> Iterator[Steps]:
 
 
 def test_a_request_is_stored_once_the_step_that_loaded_it_is_known_to_have_ended_well(steps: Steps) -> None:
-    """So are those that were given blocks meanwhile: they may share what was loaded."""
+    """So are requests that were given blocks meanwhile: they may share the loaded blocks."""
     steps.begin("loads", loaded_chunks=2)
     assert steps.storing("loads") == set()
     steps.begin("later")
@@ -127,7 +126,7 @@ def test_one_that_ends_while_it_is_held_back_is_not_stored(steps: Steps) -> None
 
 
 def test_a_failed_load_of_another_connector_refuses_those_that_may_run_on_it_alone(steps: Steps) -> None:
-    """Not one that had these blocks before they were given away, of which vLLM's half still knows."""
+    """A request that had these blocks before is not refused, although vLLM's half still lists them for it."""
     stale = steps.begin("had them")
     steps.compute("had them")
     steps.hear()
@@ -143,7 +142,7 @@ def test_a_failed_load_of_another_connector_refuses_those_that_may_run_on_it_alo
 
 
 def test_a_failed_load_of_ours_refuses_nobody(steps: Steps) -> None:
-    """The request that it was for has no blocks yet, and who had them is not to blame."""
+    """Its request has no blocks yet, and the request that had them before is not affected."""
     stale = steps.begin("had them")
     steps.compute("had them")
     steps.hear(invalid_blocks=stale)

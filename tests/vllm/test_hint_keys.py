@@ -1,5 +1,5 @@
-"""Hints without an engine: what they may be; token ids become the keys that a request with these tokens has, a piece at
-a step; too many at a time are refused.
+"""Hints without an engine: their format. Token ids become the keys that a request with these tokens has, some in each
+step. Too many at a time are refused.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_a_hint_about_many_chunks_takes_many_steps(half: Hinted, monkeypatch: py
 def test_too_many_prompts_at_a_time_are_refused(
     half: Hinted, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
-    """What has been hashed, or was no token, makes room for others."""
+    """Prompts that were hashed, or refused as bad, make room for new ones."""
     monkeypatch.setattr(hints, limit, most)
     half.send({"prefetch": True, "token_ids": ["no token"]})
     for _ in range(3):
@@ -161,7 +161,7 @@ def test_too_many_chunks_at_a_time_are_refused(half: Hinted, monkeypatch: pytest
 
 
 def test_a_reset_ends_what_hints_have_asked_for(half: Hinted) -> None:
-    """What waits for its turn would be retained again afterwards."""
+    """Otherwise pending hints would retain chunks again afterwards."""
     own = half.arrive("own", TOKENS, params={"nixl_offload": {"retain_s": 60}})
     half.send({"retain_s": 60})
     assert half.scheduler._hints.has_pending

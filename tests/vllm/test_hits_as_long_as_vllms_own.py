@@ -1,5 +1,5 @@
-"""Proves that prompts which begin alike and part find as much in a tier as vLLM's own cache would have for them, where
-models keep a state or look back a window: vLLM keeps those of a prompt's end, and of the place where two prompts part.
+"""Proves for models with a recurrent state or windows: prompts with a common beginning get as long a hit from a tier as
+from vLLM's own cache. vLLM keeps states and windows at a prompt's end, and where two prompts part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DOCUMENTS, PROMPTS = 4, 6
 def test_prompts_that_part_find_all_that_vllm_would(
     name: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``unit``: of a hit, where a chunk is more than a block. Ours may find more: it evicts nothing."""
+    """``unit``: hits are multiples of it, as a chunk may be several blocks. Ours may find more: it evicts nothing."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(jobs, "STORE_GRACE_S", 10.0)  # nothing is dropped for a busy processor
     model, source = write_base(tmp_path / "model"), random.Random(10)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(autouse=True)
 def _scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A short path, as the proof's cells have it, for sockets."""
+    """A path short enough for sockets, as in the proof's cells."""
     with tempfile.TemporaryDirectory(prefix="prove-") as scratch, contextlib.chdir(Path(scratch)):
         monkeypatch.setattr(tempfile, "tempdir", scratch)
         monkeypatch.setenv("TMPDIR", scratch)

@@ -1,5 +1,5 @@
-"""Proves that a rank's half, called in the order of vLLM's model runner, fences loads between the steps before its own
-and its own. The KV cache plays device memory, whose model's stream is held up by the test.
+"""Proves that a rank's half, called in the order of vLLM's model runner, lets loads wait for all earlier steps, but not
+for their own. The KV cache plays device memory, and the test holds up the model's stream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.vllm.test_rank_worker import Rig, gpu
 
 
 class Runner:
-    """Plays vLLM's model runner: one step after the other is put on the model's stream."""
+    """Plays vLLM's model runner: puts one step after another on the model's stream."""
 
     def __init__(self, rig: Rig, streams: ThreadedStreams) -> None:
         self.rig, self._streams = rig, streams
@@ -113,7 +113,7 @@ def test_a_load_waits_for_every_earlier_step(runner: Runner) -> None:
 
 
 def test_a_step_without_a_load_leaves_no_fence(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does one whose transfers could not be started; what is submitted between two steps waits for both."""
+    """Nor does a step whose transfers could not be started. Loads submitted between two steps wait for both."""
     worker: Any = runner.rig.worker
     runner.step(nothing).set()
     assert worker._load_fence is None

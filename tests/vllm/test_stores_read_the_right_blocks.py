@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts engines. At the end none may have begun with, or stored, other KV than belongs there."""
+    """Starts engines. Asserts at the end that no request began with wrong KV, and that none was stored."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     engines: list[FuzzedEngine] = []
 
@@ -62,7 +62,7 @@ def assert_all_loaded(engine: FuzzedEngine, prompts: list[list[int]]) -> None:
 
 
 def test_after_a_reset_of_the_external_cache_no_block_that_slid_out_of_a_window_is_stored(start: Start) -> None:
-    """A request runs with a window when the external cache is reset: all of its chunks are offered anew."""
+    """A request with a window is running when the external cache is reset: all its chunks are offered again."""
     engine = start(Family("SS"), blocks=40)
     engine.rank.stores.holds = False
     engine.ask("long", PROMPTS[0], 90)
@@ -159,7 +159,7 @@ def test_an_id_that_comes_again_while_the_first_of_its_name_stores_keeps_the_eng
 
 
 def test_an_id_may_come_again_between_a_reset_and_the_next_step(start: Start) -> None:
-    """A reset forgets requests that have ended; the next step tells of their end, and must not forget the new one."""
+    """A reset forgets requests that have ended. The next step signals their end; it must not forget the new one."""
     engine = start(FULL)
     request = engine.ask("same", PROMPTS[0])
     while not request.is_finished():
@@ -201,7 +201,7 @@ def test_stores_that_wait_read_their_blocks_before_these_are_zeroed(
 def test_a_prompt_is_found_again_where_the_draft_has_a_window(
     start: Start, chunks: int, more_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but its last whole chunk: the token behind it, which the draft knows, may be another one next time."""
+    """All but its last whole chunk: the draft's KV depends on the next token, which may be another one next time."""
     monkeypatch.setattr(jobs, "STORE_GRACE_S", 60.0)
     engine = start(FAMILIES["drafts with windows"])
     prompt = [*PROMPTS[0], 1][: chunks * CHUNK_TOKENS + more_tokens]
@@ -215,7 +215,7 @@ def test_a_prompt_is_found_again_where_the_draft_has_a_window(
 
 @pytest.mark.parametrize("family", ["drafts", "drafts and windows"])
 def test_only_a_drafts_kv_of_a_blocks_last_token_may_be_another_continuations(start: Start, family: str) -> None:
-    """It depends on the token behind it, which the block's hash does not name: in vLLM's own cache, too."""
+    """It depends on the next token, which the block's hash does not cover. This is so in vLLM's own cache, too."""
     engine = start(FAMILIES[family], blocks=100)
     rank, prompt = engine.rank, PROMPTS[0]
     rank.stores.holds = False

@@ -133,7 +133,7 @@ def test_what_another_connector_brings_whole_waits_for_no_lookup(
 
 
 def test_what_is_wanted_of_a_hit_is_waited_for_no_longer_either(half: Rig, limit_s: float) -> None:
-    """Of windows, what is found may need none of the chunks whose load hangs, and what is worth loading may."""
+    """With windows, the whole hit may need no chunk whose load hangs, while the part worth loading does."""
     half.arrive("waits", PROMPT)
 
     def half_of_it(*_: object, **__: object) -> int:
