@@ -53,7 +53,7 @@ BASE = NamespaceFields(
 
 
 def changed(value: Any) -> Any:
-    """Return another value of the same type, and of the same length where that says something else."""
+    """Return another value of the same type, and of the same length if a length has a meaning of its own."""
     if isinstance(value, tuple):
         return (*value[:-1], changed(value[-1]))
     if isinstance(value, dict):
@@ -77,10 +77,10 @@ STAGED = replace(
     shards=8,
     layers=(0, 16),
 )
-"""In the first of two ranges of layers there is none of the second group; the second has twice as many layers."""
+"""Two ranges of layers: the first has no layer of the second group; the second has twice as many layers."""
 
 NOT_ALONE = ("groups", "world_size", "shards", "layers")
-"""Fields that must fit others."""
+"""Fields that must fit other fields."""
 SEPARATE = [(of, field.name) for of in (BASE, CUT) for field in fields(of) if field.name not in NOT_ALONE]
 
 
@@ -112,7 +112,7 @@ def test_only_the_order_of_ranks_matters() -> None:
 
 
 def test_each_rank_has_its_own_size_and_slots_have_the_largest() -> None:
-    """A stage of fewer layers writes smaller shards, one without any writes none; a group has at least one holder."""
+    """A stage with fewer layers writes smaller shards, a stage without layers none. A group has at least one holder."""
     namespace = make_namespace(BASE)
     assert [namespace.shard_bytes(0, rank) for rank in range(2)] == [1 << 20, 3 << 19]
     assert [namespace.shard_bytes(1, rank) for rank in range(2)] == [0, 1 << 19]
@@ -164,7 +164,7 @@ MAY_BE_NONE = ("attention_backend", "revision", "weights", "hash_seed")
 
 @pytest.mark.parametrize("name", [field.name for field in fields(NamespaceFields)])
 def test_what_says_nothing_is_refused(name: str) -> None:
-    """A field that is quietly wrong would let foreign bytes in."""
+    """A wrong field that went unnoticed would let foreign bytes in."""
     nothing = [] if name == "settings" else [type(getattr(BASE, name))()]
     for value in nothing if name in MAY_BE_NONE else [*nothing, None]:
         with pytest.raises(NamespaceError, match=rf"^namespace\.{name}"):
@@ -205,7 +205,7 @@ def test_names_of_files_that_are_no_utf8_count() -> None:
 
 
 def test_a_manifest_fits_the_namespace_that_its_own_fields_make_and_no_other() -> None:
-    """Whoever may write to a bucket may write a manifest; what it is named, and says it is, counts for nothing."""
+    """Anybody who can write to a bucket can write a manifest, so its name and its own claims count for nothing."""
     namespace, other = make_namespace(BASE), make_namespace(replace(BASE, tenant="other"))
     manifest = json.loads(json.dumps(namespace.manifest()))
     assert manifest_fits(manifest, namespace.name)
@@ -227,17 +227,17 @@ def test_a_release_finds_what_an_earlier_one_has_stored() -> None:
     assert namespace.rank_digest(1).hex() == "0f124d5996520a3f6efc5211dd9f50afa4ce803c73cd0d44ebbd07ca698905c2"
 
 
-# Chunks that are cut by their KV heads: parallel sizes are no part of the namespace, all else is.
+# Chunks that are cut by their KV heads: the namespace includes everything except parallel sizes.
 
 
 def plan_of(tp: int, layers: LayerCut = ONE_RANGE) -> ShardPlan:
-    """How an engine holds the shards of ``CUT``, or of ``STAGED``."""
+    """The plan of an engine for the shards of ``CUT``, or of ``STAGED``."""
     latent = GroupShards(1, 1, tp, (len(layers.begins) - 1,))
     return ShardPlan((GroupShards(4, 4 // tp, 1, tuple(range(len(layers.begins)))), latent), layers)
 
 
 def test_what_ranks_hold_of_shards_is_no_part_of_the_digest() -> None:
-    """Nor are parallel sizes. The digest is pinned, as the one above."""
+    """Nor are parallel sizes. The digest is pinned, like the one above."""
     for plan in (None, plan_of(1), plan_of(2)):
         namespace = make_namespace(CUT, plan)
         assert namespace.digest.hex() == "1532f25223ac2287a7ac2c964354b98c32a4feafecea4019e8eb20e51dbea138"
@@ -265,7 +265,7 @@ def test_a_slot_has_room_for_all_that_a_rank_holds() -> None:
 def test_ranges_of_layers_have_shards_of_their_own(
     stages: tuple[range, ...], held: list[int], slots: tuple[int, int]
 ) -> None:
-    """Whoever holds how many of them; and a slot has room for what the fullest stage holds."""
+    """For any number of ranges per stage. A slot has room for the shards of the fullest stage."""
     namespace = make_namespace(STAGED, plan_of(2, LayerCut((0, 16), stages)))
     assert namespace.stages == held
     assert make_namespace(STAGED).stages == []

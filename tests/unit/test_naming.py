@@ -1,4 +1,4 @@
-"""Names of shards: there and back, nothing foreign taken for one, and a listing becomes chunks."""
+"""Names of shards: made and parsed, no foreign name accepted, and a listing becomes chunks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_manifests() -> None:
 
 
 def test_a_listing_becomes_chunks_with_all_their_ranks() -> None:
-    """A key that begins another key stays apart, and what is no shard goes to somebody else."""
+    """A key that is a prefix of another key stays apart, and other objects go to ``others``."""
     short, long, other = Key(b"\xab" * 20), Key(b"\xab" * 36), Key(b"\xac" * 20)
     listing = [
         *(ObjectInfo(shard_name(NAMESPACE, short, rank), 10 + rank, 5.0 - rank) for rank in range(3)),

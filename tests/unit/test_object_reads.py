@@ -1,6 +1,6 @@
 """NIXL's OBJ mover when reads fail: never into memory that may still be written to, never for long, final when closed.
 
-Over an agent that does as the test says, for no server makes NIXL stumble between two calls.
+Over an agent that the test controls, because no server can make NIXL fail between two calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DONE, FAILED, PENDING = TransferState.DONE, TransferState.FAILED, TransferState.
 
 
 class Agent(SimpleNamespace):
-    """A NixlAgent whose attempts begin with what ``states`` says, in turn, and then are DONE."""
+    """A NixlAgent whose attempts pass through ``states``, in turn, and then are DONE."""
 
     def __init__(self, *_: object) -> None:
         super().__init__(states=[], begun=0, memory_kinds=frozenset({MemoryKind.DRAM}))
@@ -49,7 +49,7 @@ class Agent(SimpleNamespace):
 
 
 class Control(TreeStore):
-    """Answers HEADs as it is told to."""
+    """Answers HEADs as the test says."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(str(directory))
@@ -96,7 +96,7 @@ def test_what_may_still_be_written_to_is_not_read_into_again(reads: Reads) -> No
 
 
 def test_a_machine_without_a_thread_to_spare_reads_again(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody asks whether the object is there, and no poll raises."""
+    """No HEAD is sent, and no poll raises."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -110,7 +110,7 @@ def test_a_machine_without_a_thread_to_spare_reads_again(reads: Reads, monkeypat
 def test_a_server_that_answers_nobody_is_left_alone(
     reads: Reads, monkeypatch: pytest.MonkeyPatch, is_silent: bool
 ) -> None:
-    """Also when it does not even refuse: then the read ends when the time for attempts is over."""
+    """Even if it does not refuse either: then the read ends when the time for attempts is over."""
     if is_silent:
         reads.control.trouble = StoreError("trouble", cause="timeout")
     else:
@@ -132,7 +132,7 @@ def test_many_failed_reads_are_asked_for_by_few_threads(reads: Reads) -> None:
 
 
 def test_closed_is_final(reads: Reads) -> None:
-    """Though a read rests between two attempts."""
+    """Even while a read pauses between two attempts."""
     reads.control.gate.clear()
     transfer = reads.read("ERR")
     until(lambda: reads.mover.poll(transfer) is PENDING and reads.control.asked)

@@ -40,7 +40,7 @@ def noise(length: int, seed: int) -> Bytes:
 
 
 def tensors_of(layers: int, page: int, stride: int, shift: int) -> list[Bytes]:
-    """``shift``: how far from a page's begin the first one lies."""
+    """``shift``: bytes from the start of a page to the first tensor."""
     return [
         noise(BLOCKS * stride + shift, seed)[shift:].reshape(BLOCKS, stride)[:, :page] for seed in range(1, layers + 1)
     ]
@@ -113,7 +113,7 @@ def test_chunks_are_copied_exactly_and_nothing_beside_them(
 def test_ids_outside_the_kv_cache_are_refused_before_anything_is_copied(
     kind: str, ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The group's smallest tensor counts: what lies behind it would be read, or written to."""
+    """The group's smallest tensor sets the limit: memory after it would be read or written."""
     tensors = [*tensors_of(1, 4096, 4096, 0), noise((BLOCKS + 8) * 4096, 3).reshape(-1, 4096)]
     packer = packer_of(kind, tensors, [Page(0, 0, 4096), Page(1, 4096, 4096)], monkeypatch)
     payloads = np.zeros((2, 2, 8192), dtype=np.uint8)

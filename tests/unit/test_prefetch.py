@@ -1,5 +1,5 @@
-"""Prefetch over the tiers' real books: which chunks are read into memory before anybody asks, from where, how many at
-a time, and what is left in anybody's hands afterwards.
+"""Prefetch over the tiers' real indexes: which chunks are read into memory before a request asks, from which tier, how
+many at a time, and that nothing is held afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def make(tmp_path: Path) -> Iterator[MakeChain]:
 
 
 def on_file_only(chain: Chain, *numbers: int) -> None:
-    """Let chunks be in the slab and nowhere else."""
+    """Put chunks into the slab alone."""
     chain.store(*numbers)
     chain.write_through()
     for number in numbers:
@@ -46,7 +46,7 @@ def begun(chain: Chain) -> list[MoveTicket]:
 
 
 def iter_begun(chain: Chain) -> Iterator[MoveTicket]:
-    """Yield what begins until nothing waits, and let it end well."""
+    """Yield each prefetch that begins until none waits, and end it with OK."""
     while grants := begun(chain):
         for grant in grants:
             yield grant
@@ -54,7 +54,7 @@ def iter_begun(chain: Chain) -> Iterator[MoveTicket]:
 
 
 def bring(chain: Chain, outcome: Outcome = Outcome.OK) -> list[tuple[bytes, int]]:
-    """Begin what may begin and let it end so; return key and source of each chunk."""
+    """Begin the prefetches that may begin, and end them like this; return key and source of each chunk."""
     brought = []
     for grant in begun(chain):
         brought += list(zip(grant.keys, [source.tier for source in grant.sources], strict=True))
@@ -63,7 +63,7 @@ def bring(chain: Chain, outcome: Outcome = Outcome.OK) -> list[tuple[bytes, int]
 
 
 def test_a_prefetched_prefix_is_evicted_from_its_end(make: MakeChain) -> None:
-    """Whether its chunks were in memory or came, and with how many tickets they came."""
+    """Whether its chunks were in memory or were read, and with any number of tickets."""
     chain = make(memory_slots=8, write_through_backlog_slots=8)
     chain.store(1, 2, 3, 4)
     while chain.catalog.moves.has_pending:
@@ -79,7 +79,7 @@ def test_a_prefetched_prefix_is_evicted_from_its_end(make: MakeChain) -> None:
 
 
 def test_a_prefetched_prefix_is_touched_once(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With each ticket that brings some of it, a long prompt would take the square of its length."""
+    """If each of its tickets touched all of it, a long prompt would cost the square of its length."""
     chain = make(memory_slots=64, file_slots=32, write_through_backlog_slots=4)
     for number in range(1, 13):
         on_file_only(chain, number)
@@ -92,7 +92,7 @@ def test_a_prefetched_prefix_is_touched_once(make: MakeChain, monkeypatch: pytes
 
 
 def test_one_that_memory_has_no_slot_for_holds_up_no_other(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model with two sizes of chunks. It comes once there is room."""
+    """In a model with two sizes of chunks. The chunk is read once there is room."""
     chain = make(memory_slots=4, large=(11, 12))
     for number in (11, 12, 13):
         on_file_only(chain, number)
@@ -110,7 +110,7 @@ def test_one_that_memory_has_no_slot_for_holds_up_no_other(make: MakeChain, monk
 
 
 def test_only_so_many_are_under_way_at_a_time(make: MakeChain) -> None:
-    """A quarter of what may be written through at a time, and one however little that is."""
+    """A quarter of the limit of write-throughs, but at least one."""
     for slots, at_once in ((16, 4), (1, 1)):
         chain = make(memory_slots=64, file_slots=32, write_through_backlog_slots=slots)
         for number in range(1, 13):
@@ -124,7 +124,7 @@ def test_only_so_many_are_under_way_at_a_time(make: MakeChain) -> None:
             for grant in grants:
                 found += grant.keys
                 chain.report(grant.ticket)
-            chain.now_s += moves.PATIENCE_S - 1.0  # what gets on is not given up
+            chain.now_s += moves.PATIENCE_S - 1.0  # a prefetch that makes progress is not given up
         assert found == keys(*range(1, 13))
         chain.catalog.clear()
 
@@ -166,7 +166,7 @@ def test_only_tiers_that_are_allowed_are_read(make: MakeChain) -> None:
 
 
 def test_a_bucket_is_asked_first_and_then_read(make: MakeChain) -> None:
-    """Found by a search as for a request, and written to the slab as well, as what a load leaves in memory is."""
+    """Chunks are found by a search as for a request, and also written to the slab, like promoted ones."""
     chain = make(bucket=True)
     for number in (1, 2):
         for shard in shards_of(namespace_of(), key(number)):
@@ -195,7 +195,7 @@ def test_a_bucket_that_does_not_answer_holds_up_no_other(make: MakeChain) -> Non
     chain.write_through()
     for number in on_file_only_with_bucket:
         chain.tiers[MEMORY].drop(key(number))
-    foretell(chain, 1, 2)  # of these nothing is known: the bucket is asked, and nobody flushes
+    foretell(chain, 1, 2)  # nothing is known of these: the bucket is asked, and nobody flushes
     foretell(chain, *on_file_only_with_bucket)
     assert bring(chain) == [(key(11), FILE), (key(12), FILE)]
     assert chain.catalog.moves.has_pending
@@ -205,7 +205,7 @@ def test_a_bucket_that_does_not_answer_holds_up_no_other(make: MakeChain) -> Non
 
 
 def test_a_step_without_looks_left_gives_no_search_up(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of two long prefixes takes all that a step may look up; a slow bucket answers both all the same."""
+    """Each of two long prefixes takes all lookups of a step; a slow bucket answers both nevertheless."""
     monkeypatch.setattr(moves, "MAX_LOOKED_UP", 4)
     chain = make(bucket=True, memory_slots=64)
     prompts = (range(1, 7), range(11, 17))

@@ -39,7 +39,7 @@ def cells(seed: int) -> Iterator[Cell]:
 
 def _leave_a_process() -> Outcome:
     left = subprocess.Popen(["sleep", "3600"])
-    number, left.returncode = left.pid, 0  # so that nobody warns of it
+    number, left.returncode = left.pid, 0  # so that nothing warns about it
     return Outcome({"processes": 1}, note=str(number))
 
 
@@ -97,7 +97,7 @@ def test_faults_that_matter_most_are_tried_everywhere() -> None:
 
 
 def _try(part: str, seed: int, logs: Path, names: tuple[str, ...]) -> list[Outcome]:
-    """Return what came out of a part's cells of these names, all good."""
+    """Return the results of a part's cells of these names, all good."""
     module = f"tests.prove.{part}"
     wanted = [(part, module, cell) for cell in cells_of(module, seed) if cell.name in names]
     outcomes = [outcome for _, outcome, _ in run(wanted, seed, logs=logs)]

@@ -1,5 +1,5 @@
-"""Opening tiers in the background: what a library that fails again and again must not do, openings that are given up,
-and a rank's sleep that fails.
+"""Opening tiers in the background: libraries that fail again and again, openings that are given up, and a sleep that
+fails.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Staging:
 
 
 def test_a_failed_trial_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by the frames of its error, nor of the errors that led to it."""
+    """Neither by the frames of its error nor by those of the error's causes."""
     kept: list[weakref.ref[Staging]] = []
 
     def register() -> None:
@@ -64,7 +64,7 @@ def test_a_failed_trial_keeps_nothing_alive(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_each_kind_of_error_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """With a trace where it is not ours. Another trial follows, until it is open, which is said, too."""
+    """Foreign errors with a trace. Trials follow until the tier is open, which is logged too."""
     caplog.set_level("INFO")
     errors = [RuntimeError("one"), ValueError("two"), RuntimeError("one again"), MoverError("ours"), ValueError("3")]
 
@@ -90,7 +90,7 @@ def _memory_engine(rig: ChainRig) -> MemoryEngine:
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ChainRig]:
-    """Nothing is open there, and what does not end is waited for only shortly, until ``monkeypatch.undo``."""
+    """A rank without open tiers. Its waits are short until ``monkeypatch.undo``."""
     monkeypatch.setattr(rank_tiers, "CLOSE_S", 0.05)
     rig = ChainRig.make(tmp_path, present=(False, False))
     rig.chain.part()[MEMORY].close(0.0)
@@ -136,7 +136,7 @@ def test_a_sleep_that_fails_leaves_open_what_is_open(rig: ChainRig) -> None:
 def test_no_sleep_while_what_was_replaced_has_not_ended(
     rig: ChainRig, monkeypatch: pytest.MonkeyPatch, hangs: str
 ) -> None:
-    """An opening may still register the KV memory that is to go away, and an engine that closes still has it."""
+    """An opening may still register the KV memory that is to be freed, and a closing engine still uses it."""
     answers, engine = threading.Event(), _memory_engine(rig)
     close, before = engine.close, set(threading.enumerate())
 

@@ -1,5 +1,5 @@
-"""What lies beside the package agrees with it: pages, changelog, Dockerfile, dashboard; examples for Kubernetes and
-Docker fit the schemas of both, and give vLLM the config that they mount.
+"""Files beside the package agree with it: pages, changelog, Dockerfile, dashboard. Examples for Kubernetes and Docker
+fit the schemas of both, and give vLLM the config that they mount.
 
 ``tests/vllm/test_serve_metrics.py`` shows that a running vLLM has the metrics that dashboard, alerts and docs ask for.
 """
@@ -40,7 +40,7 @@ def test_every_folder_of_tests_has_a_target_and_a_row() -> None:
 
 
 def test_the_changelog_keeps_its_format() -> None:
-    """It names only kinds of changes and decisions that exist."""
+    """It names only known kinds of changes and existing decisions."""
     text = (ROOT / "CHANGELOG.md").read_text()
     assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= {"Added", "Changed", "Removed", "Fixed", "Security"}
     decisions = {path.name[:4] for path in (ROOT / "docs/decisions").glob("[0-9]*.md")}
@@ -68,7 +68,7 @@ def test_the_dockerfile_passes_its_linter() -> None:
 
 
 def test_the_image_has_the_pins_that_are_tested_and_runs_as_a_user_by_number() -> None:
-    """Kubernetes refuses a user's name where a container must not be root. The entrypoint is vLLM's."""
+    """If a container must not be root, Kubernetes refuses a user's name. The entrypoint is vLLM's."""
     text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
     arguments = dict(re.findall(r'^ARG (\w+)="?([^"\n]*)"?$', text, re.MULTILINE))
     pins = dict(re.findall(r"^(\w[\w.-]*)==(\S+)", (ROOT / "constraints-gpu.txt").read_text(), re.MULTILINE))
@@ -93,11 +93,11 @@ KUBERNETES = ("1.31", "1.37")
 
 Resource = dict[str, Any]
 _KEYS = ("mountPath", "containerPort", "name")
-"""A strategic merge takes lists of such items as sets by the first of these; it replaces all others."""
+"""A strategic merge merges lists of such items by the first of these fields; it replaces all other lists."""
 
 
 def render(directory: Path, resources: list[Resource] | None = None) -> list[Resource]:
-    """Render a kustomization without kustomize, as far as the examples use it; names of images stay."""
+    """Render a kustomization without kustomize, with the features that the examples use. Image names stay."""
     made = [] if resources is None else resources
     kustomization = yaml.safe_load((directory / "kustomization.yaml").read_text())
 

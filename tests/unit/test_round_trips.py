@@ -36,7 +36,7 @@ Make = Callable[..., AnyRig]
 
 
 def real_mover(name: str) -> Mover:
-    """Skips the test where this machine does not have it."""
+    """Skips the test if this machine does not have the mover."""
     mover = make_mover(name)
     try:
         pool = host_pool(slot_bytes=4096, budget_bytes=8192)
@@ -67,7 +67,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def image(rig: AnyRig, number: int, directory: Path) -> npt.NDArray[np.uint8]:
-    """The bytes of a stored chunk where they lie: writable."""
+    """A writable view of the bytes of a stored chunk."""
     if isinstance(rig, MemoryRig):
         return rig.memory(number)
     if rig.slab is not None:
@@ -137,7 +137,7 @@ def test_a_chunk_stored_from_its_middle_serves_its_tail_only(
         rig.memory(0)[:] = 0xAB
     assert rig.store(4, [rig.chunk(0, [11, 12], first=2)]) == (OK,)
     block_bytes, stored = rig.layout.groups[0].block_bytes, image(rig, 0, tmp_path)
-    if shape == "mla":  # else whole pages of the head are not written at all
+    if shape == "mla":  # otherwise whole pages of the head would not be written at all
         assert not stored[HEADER_BYTES : HEADER_BYTES + 2 * block_bytes].any()
         assert not stored[HEADER_BYTES + CHUNK_BLOCKS * block_bytes : rig.layout.slot_bytes(0)].any()
     rig.wipe(0xEE)
@@ -152,7 +152,7 @@ def test_a_chunk_stored_from_its_middle_serves_its_tail_only(
 @pytest.mark.parametrize("shape", ["per_layer", "two_groups", "direct_blocks"])
 @pytest.mark.parametrize("medium", ["memory, always", "slab, copy", "signed tree, copy"])
 def test_a_flipped_bit_anywhere_is_corrupt(make: Make, tmp_path: Path, medium: str, shape: str) -> None:
-    """Header and payload: 60 places, drawn with a fixed seed plus the edges. Packed blocks stay untouched."""
+    """Header and payload: 60 positions from a fixed seed, and the edges. Packed blocks stay untouched."""
     rig = make(medium, shape)
     assert rig.store(0, [rig.chunk(2, [1, 2, 3, 4])]) == (OK,)
     stored = image(rig, 2, tmp_path)
@@ -237,7 +237,7 @@ def test_numbers_that_do_not_fit_fail_their_chunk_only(make: Make, medium: str) 
         chunk.location = place._replace(**change)
     bad[-1].group = 9
     if medium != "memory":
-        bad = [chunk for chunk in bad if chunk.location.offset not in (-4096, 100)]  # a file has those
+        bad = [chunk for chunk in bad if chunk.location.offset not in (-4096, 100)]  # a file has such locations
     assert rig.store(1, [good, *bad, good]) == (OK, *(FAILED,) * len(bad), OK)
     assert rig.load(2, [good, *bad, good]) == (OK, *(FAILED,) * len(bad), OK)
     assert rig.store(3, [rig.chunk(1, [1, 2])]) == (FAILED,), "a store has to fill its chunk to the end"

@@ -20,7 +20,7 @@ BATCH_NAMES = 4
 
 
 class SortedStore(MemoryStore):
-    """Sorts once a listing, not once a name. No manifest can be read."""
+    """Sorts once per listing, not once per name. No manifest can be read."""
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
         raise StoreError(name, cause="missing")
@@ -48,7 +48,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> SortedStore:
 
 
 def collect(store: MemoryStore, part: float) -> collection.Collection:
-    """Delete this part of what is there."""
+    """Delete this share of the chunks."""
     run = collection.Collection(store, namespace=None, tenant=None)
     ages = run.count()
     plan = make_plan(ages, max_bytes=round(ages.total.size_bytes * (1 - part)), older_than_s=None)

@@ -28,7 +28,7 @@ def settings(value: Any, excused: dict[str, dict[str, str]] | None = None) -> di
 
 
 def as_json(value: Any) -> str:
-    """Return the settings as the namespace digests them: in JSON true, 1 and 1.0 are three values."""
+    """Return the settings as JSON, as the namespace digests them; there true, 1 and 1.0 differ."""
     return json.dumps(settings(value), sort_keys=True)
 
 
@@ -48,7 +48,7 @@ class Base:
 
 
 class Plain:
-    """No dataclass: its attributes count."""
+    """A class that is no dataclass: its attributes count."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
@@ -106,14 +106,14 @@ def _with_a_name() -> Callable[[], int]:
     ids=["lambda", "lambda with an attribute", "object", "inside", "long array", "array"],
 )
 def test_what_cannot_be_compared_is_shared_with_nobody(value: Any) -> None:
-    """Equal settings would say that two servers compute the same, and nobody knows."""
+    """Equal settings would claim that two servers compute the same, which is unknown."""
     first, second = collect({"a": value}, {}), collect({"a": value}, {})
     assert first.incomparable
     assert first.values != second.values
 
 
 def test_what_is_short_can_be_read_and_what_is_long_is_digested() -> None:
-    """In the manifest, and the same in every release: else an upgrade would start with an empty cache."""
+    """In the manifest. Both must stay the same in every release, or an upgrade would start with an empty cache."""
     plain = {"number": 1.5, "url": "https://example.org/model", "other words": "turkeys, stokers", "short": "x" * 160}
     values = {"class": json.JSONDecoder, "function": json.dumps, "path": Path("/a") / "b", "set": {"b", "a"}}
     assert settings({**plain, **values, "long": "x" * 161, "empty": {}, "infinite": float("inf"), "complex": 1j}) == {
@@ -177,7 +177,7 @@ def test_a_file_counts_by_its_content(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_directory_counts_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whichever field, and wherever it lies; a word that is the name of one by chance stays a word."""
+    """In any field and at any path. A word that happens to be a directory's name stays a word."""
     for place in ("a", "b"):
         (tmp_path / place / "llm").mkdir(parents=True)
         (tmp_path / place / "llm" / "model.safetensors").write_bytes(b"weights")
@@ -192,14 +192,14 @@ def test_a_directory_counts_by_its_files(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_pipe_counts_by_its_name(tmp_path: Path) -> None:
-    """Reading it would never end. So does what cannot be read."""
+    """Reading a pipe would never end. An unreadable file counts by its name too."""
     os.mkfifo(tmp_path / "pipe")
     for name in (str(tmp_path / "pipe"), "/proc/self/mem"):
         assert settings({"scale_path": name}) == {"scale_path": name}
 
 
 def test_a_model_config_counts_without_where_it_was_read() -> None:
-    """And one that cannot describe itself counts by its attributes."""
+    """A config that cannot describe itself counts by its attributes."""
     told = {"_name_or_path": "/a", "_commit_hash": "ab", "transformers_version": "5"}
     config = {"layers": 2, **told, "text_config": {"layers": 3, **told}}
     found = collect({"hf": SimpleNamespace(to_dict=lambda: config)}, EXCUSED).values

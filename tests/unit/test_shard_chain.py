@@ -1,5 +1,5 @@
-"""Proves that engines of any parallel size read what one of another size has stored, shard by shard, on every tier and
-on the ways between them; that replicas store once; and that damage to a shard is found by whoever holds it.
+"""Proves that engines of any parallel size read chunks of an engine of another size, shard by shard, on every tier and
+in moves between tiers; that replicas store once; and that the rank that holds a damaged shard finds the damage.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def moved(rank: RankRig, act: Act) -> int:
-    """Payload bytes since the last call."""
+    """Payload bytes moved since the last call."""
     work = rank.chain.take_work()
     return 0 if work is None else work.payload_bytes[act]
 
@@ -131,7 +131,7 @@ def test_a_move_of_a_group_that_there_is_not_fails_alone(make: Make) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_damage_to_a_shard_is_found_by_the_rank_that_holds_it(make: Make, tmp_path: Path, tp: int) -> None:
-    """A flipped byte, a shard in another one's place: CORRUPT on its rank; all else is loaded."""
+    """A flipped byte, or a shard in place of another: CORRUPT on its rank; all other shards are loaded."""
     stored(make(1))
     root = tmp_path / "kv"
     flipped = root / shard_name(NAMESPACE_NAME, key(1), 2)
@@ -154,7 +154,7 @@ def test_damage_to_a_shard_is_found_by_the_rank_that_holds_it(make: Make, tmp_pa
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_replicas_have_one_copy_in_their_slabs(make: Make, tmp_path: Path, tp: int) -> None:
-    """Each chunk is in one slab, dealt out in turn; what is read from another rank's is verified as ever."""
+    """Each chunk is in one slab, in turn. Reads from another rank's slab are verified too."""
     engine = make(tp, heads=1, wanted=1, together=tp)
     engine.write(CHUNKS)
     assert ok([rank.store(CHUNKS, SLAB) for rank in engine.ranks[1:]]), "done with what others write"
@@ -182,7 +182,7 @@ def test_replicas_have_one_copy_in_their_slabs(make: Make, tmp_path: Path, tp: i
 
 @pytest.mark.parametrize("way", [(SLAB, TREE), (MEMORY, SLAB), (TREE, SLAB)])
 def test_replicas_move_what_they_have_one_copy_of(make: Make, tmp_path: Path, way: tuple[int, int]) -> None:
-    """On to the directory from whosever slab it lies in, and into slabs from where each has it or all find it."""
+    """From the slab that has the copy to the directory, and into slabs from memory or from the directory."""
     source, target = way
     engine = stored(make(4, heads=1, wanted=1, together=4), source)
     assert ok([rank.move(CHUNKS, source, target) for rank in engine.ranks])

@@ -54,7 +54,7 @@ def test_a_rank_holds_the_shards_of_its_own_heads(heads: int, wanted: Any, tp: i
     data=st.data(), tp=st.sampled_from([1, 2, 4]), heads=st.lists(st.sampled_from([1, 4, 8]), min_size=1, max_size=3)
 )
 def test_every_shard_of_every_range_of_layers_is_held(data: st.DataObject, tp: int, heads: list[int]) -> None:
-    """By the stage that has its layers, by as many ranks as there are replicas, and nowhere else."""
+    """By as many ranks of the stage with its layers as there are replicas, and by no other rank."""
     layers = data.draw(st.integers(1, 12))
     begins = sorted(data.draw(st.sets(st.integers(1, max(1, layers - 1)), max_size=4)) - {layers})
     wanted = list(pairwise([0, *begins, layers]))
@@ -85,7 +85,7 @@ def test_every_shard_of_every_range_of_layers_is_held(data: st.DataObject, tp: i
 
 
 def test_a_stage_holds_whole_ranges() -> None:
-    """Or the layers are not cut so; a stage without layers holds none."""
+    """Otherwise there is no such cut. A stage without layers holds no range."""
     two, four = [(0, 4), (4, 8)], [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert cut_layers(four, two) == LayerCut((0, 2, 4, 6), (range(2), range(2, 4)))
     assert cut_layers(two, four) is None
@@ -103,7 +103,7 @@ def test_a_stage_holds_whole_ranges() -> None:
     ],
 )
 def test_there_is_no_plan_for_parts_of_shards(wanted: int, heads: int, tp: int, would_do: str) -> None:
-    """A rank that would hold half a shard has none; the reason says what would be right."""
+    """If a rank would hold half a shard there is no plan; the reason names a number that works."""
     plan = make_plan(wanted, [[heads]], [[True]], tp)
     assert isinstance(plan, str)
     assert f"tensor parallelism {tp}" in plan

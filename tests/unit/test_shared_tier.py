@@ -1,6 +1,7 @@
-"""SharedTier: what is there is found with few questions, what is not costs little, and no storage holds a request long.
+"""SharedTier: present chunks are found with few questions, absent ones cost little, and no storage delays a request
+long.
 
-The steps are vLLM's: lookups, end of the step, again. Where not said otherwise the store is in memory and only counts.
+The steps are vLLM's: lookups, end of the step, again. By default the store is in memory and only counts.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def make(store: MemoryStore) -> Iterator[MakeRig]:
-    """Return a maker of tiers over ``store``; checks their books and closes them."""
+    """Yield a maker of tiers over ``store``; check their indexes and close them at the end."""
     rigs: list[Rig] = []
 
     def build(**arguments: object) -> Rig:
@@ -52,7 +53,7 @@ def make(store: MemoryStore) -> Iterator[MakeRig]:
 
 
 def _store(rig: Rig, *keys: Key) -> None:
-    """Let this server store ``keys``, all ranks at once."""
+    """Store ``keys`` by this server, all ranks at once."""
     for key in keys:
         assert rig.tier.reserve(key, SLOT, []) == Location(0, 0, SLOT)
         rig.put(key)
@@ -82,7 +83,7 @@ def test_the_end_of_a_chain_of_4096_is_found_by_64_heads(make: MakeRig, present:
 
 
 def test_requests_share_questions(make: MakeRig, store: MemoryStore) -> None:
-    """A key is asked about once at a time, also where two requests look for the same window."""
+    """A key is asked about once at a time, even if two requests look for the same window."""
     rig, keys = make(), keys_of(20, group=1)
     gate = store.before = Gate()
     for request in ("a", "b"):
@@ -213,7 +214,7 @@ def test_a_dead_store_costs_a_request_little_and_the_next_ones_nothing_and_comes
 
 
 def test_a_store_that_hangs_never_holds_the_scheduler(make: MakeRig, store: MemoryStore) -> None:
-    """While nothing is answered no call waits for it, requests wait once, then not at all; threads are bounded."""
+    """While the store does not answer, no call waits for it, requests wait only once, and threads are bounded."""
     rig, keys = make(timeout="200ms", threads=8), keys_of(500)
     rig.put(*keys)
     gate = store.before = Gate()
@@ -232,7 +233,7 @@ def test_a_store_that_hangs_never_holds_the_scheduler(make: MakeRig, store: Memo
 
 
 def test_who_can_wait_no_longer_gets_what_is_known_so_far(make: MakeRig, store: MemoryStore) -> None:
-    """A bucket that is too slow for all the rounds of a search: one round tells most of a chain."""
+    """If a bucket is too slow for all rounds of a search, one round finds most of a chain."""
     rig, keys, gate = make(), keys_of(4096), Gate()
     rig.put(*keys[:3000])
 
@@ -253,7 +254,7 @@ def test_who_can_wait_no_longer_gets_what_is_known_so_far(make: MakeRig, store: 
 
 
 def test_a_store_that_is_well_again_is_used_at_once_whatever_still_hangs(make: MakeRig, store: MemoryStore) -> None:
-    """Nor do the old questions disable the tier again when they fail in the end."""
+    """Nor do old questions disable the tier again when they finally fail."""
     rig, keys, gate = make(), keys_of(4096), Gate()
     rig.put(*keys)
     rig.settle()
@@ -296,7 +297,7 @@ def test_a_search_that_nobody_waits_for_ends(make: MakeRig, store: MemoryStore) 
 
 
 def test_errors_here_and_there_delay_but_do_not_lie(make: MakeRig, store: MemoryStore) -> None:
-    """Every third question fails: never an absence is remembered for it, and in the end all is found."""
+    """Every third question fails. No absence is remembered for it, and finally all chunks are found."""
     calls = iter(range(10**6))
 
     def stumble(operation: str, name: str) -> None:
@@ -357,7 +358,7 @@ def test_a_request_that_was_not_answered_doubts_the_store(make: MakeRig, store: 
 
 
 def test_trouble_that_comes_back_at_once_is_left_alone_for_longer(make: MakeRig, store: MemoryStore) -> None:
-    """A bucket that asks to slow down answers the one question that tries it. Each time the pause doubles."""
+    """A throttling bucket still answers the trial. Each time it fails again, the pause doubles."""
     rig, pauses = make(), []
     for number in range(4):
         store.before = refuse
@@ -373,7 +374,7 @@ def test_trouble_that_comes_back_at_once_is_left_alone_for_longer(make: MakeRig,
 
 
 def test_what_this_server_stores_is_served_without_a_look(make: MakeRig) -> None:
-    """A chunk that a load did not bring is stored anew at once."""
+    """A chunk that a load did not bring is stored again at once."""
     rig, keys = make(), keys_of(3)
     assert rig.tier.reserve(keys[2], SLOT, []) is not None
     _store(rig, *keys[:2])
@@ -438,7 +439,7 @@ def test_a_server_that_knows_of_nothing_finds_out_that_loads_work_again(make: Ma
 
 
 def test_an_answer_older_than_a_store_does_not_undo_it(make: MakeRig, store: MemoryStore) -> None:
-    """The question went out before the chunk was stored, its answer, that it is absent, comes after."""
+    """The question is sent before the chunk is stored; its answer, "absent", comes after."""
     rig, key = make(), key_of(1)
     gate = store.before = Gate()
     rig.ask("a", [key])
@@ -466,7 +467,7 @@ def test_after_a_reset_only_what_was_stored_since_counts_each_looked_at_itself(
     assert rig.hits("b", keys) == 0
     _store(rig, keys[0])
     assert rig.hits("c", keys) == 1
-    # Others store anew, all but one in the middle, which is as old as the reset.
+    # Other servers store them again, except one in the middle, which is as old as the reset.
     for key in [*keys[:30], *keys[31:]]:
         rig.put(key, age_s=-400.0)
     rig.ahead_s = 400.0
@@ -515,7 +516,7 @@ def test_the_witnesses_are_spread_over_the_ranks_that_hold_a_shard_and_as_ever_w
 def test_what_another_server_has_stored_whole_stays_whatever_becomes_of_our_store(
     make: MakeRig, store: MemoryStore, group: int
 ) -> None:
-    """This server had looked in vain, the other one was quicker, and one of our ranks dropped or failed its part."""
+    """This server found nothing, the other one stored first, and one of our ranks dropped or failed its part."""
     rig, keys = make(namespace=SPACE), keys_of(3, group=group)
     for key in keys:
         assert rig.tier.reserve(key, SPACE.slot_bytes(group), []) is not None
@@ -548,7 +549,7 @@ def chain(length: int, certain: int = 0) -> Search:
 def test_a_window_is_looked_for_at_the_end_and_then_before_the_end_of_the_prefix(
     there: Collection[int], questions: int
 ) -> None:
-    """What is at the end counts by itself, wherever there is a hole before it."""
+    """A window at the end counts by itself, even if there are holes before it."""
     search, asked = Search(SearchKind.WINDOW, keys_of(3001), certain=WINDOW_KEYS), set[int]()
     while not search.done:
         positions = search.next_round()
@@ -576,7 +577,7 @@ def test_an_absent_front_ends_the_search_before_the_other_answers_are_in() -> No
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.booleans(), max_size=400), st.integers(0, 400), st.randoms(use_true_random=False))
 def test_holes_in_any_order_of_answers(there: list[bool], certain: int, random: object) -> None:
-    """Never a link at or beyond a known absent one; the last ones before the boundary are asked about one by one."""
+    """No key at or after a known absent one counts. The last keys before the boundary are asked about one by one."""
     search = chain(len(there), certain)
     absent: set[int] = set()
     asked: set[int] = set()

@@ -1,5 +1,5 @@
-"""Both halves of a slab tier over a real directory: what outlives a reset and a restart, and a directory that is lost,
-hangs, is full, or is another engine's.
+"""Both halves of a slab tier over a real directory: which chunks survive a reset and a restart, and a directory that is
+lost, hangs, is full, or belongs to another engine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Rank:
         self.link.connect()
 
     def may_store(self) -> bool:
-        """Ask after any pause is over."""
+        """Ask after all pauses are over."""
         self.now_s += PAUSE_S
         return self.link.may_store()
 
@@ -60,7 +60,7 @@ class Rank:
 
 
 class Server:
-    """Engines on one directory, one after the other or at once. What they open is closed at the end."""
+    """Engines on one directory, one after the other or at once. They are closed at the end."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.path = path
@@ -95,14 +95,14 @@ def store(tier: SlabTier, number: int) -> Location:
 
 
 def look(tier: SlabTier, now_s: float) -> None:
-    """Tell of a store that failed, and wait for what is done about it."""
+    """Report a failed store, and wait for the look that follows."""
     tier.stored([key(1)], {key(1): Outcome.FAILED}, now_s)
     assert tier._looker is not None
     tier._looker.join(WAIT_S)
 
 
 def test_a_failed_opening_holds_nothing_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the lock, which the next attempt of the same engine needs, nor the journal's thread."""
+    """It keeps neither the lock, which the engine's next attempt needs, nor the journal's thread."""
 
     def fails(*arguments: object) -> list[Key]:
         raise MemoryError
@@ -138,7 +138,7 @@ def test_a_restart_finds_what_was_stored_and_a_reset_forgets_all_of_it(server: S
 
 
 def test_what_was_being_written_at_shutdown_is_found_again(server: Server) -> None:
-    """The ranks may have finished it; not what was given up meanwhile, nor what nobody knows of."""
+    """Ranks may have finished it. Chunks that were given up, and unknown ones, are not found."""
     tier = server.tier()
     kept = tier.reserve(key(1), SLOT, [])
     tier.reserve(key(2), SLOT, [])
@@ -230,7 +230,7 @@ def test_a_directory_made_anew_between_two_looks(server: Server, monkeypatch: py
 def test_a_store_without_a_descriptor_does_not_pause_the_others(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The slab is well; only the process has too many files open."""
+    """The slab works; only the process has too many open files."""
     tier = server.tier()
     rank = server.rank(tier)
     where = tier.reserve(key(1), SLOT, [])
@@ -256,7 +256,7 @@ def test_chunks_are_evicted_where_others_have_filled_the_drive(server: Server) -
     numbers, others = count(), server.path / "others"
 
     def put(tier: SlabTier, rank: Rank) -> tuple[int, list[Key]] | None:
-        """Return the offset, and what was evicted. None: the drive is full, as the tier has heard by now."""
+        """Return the offset and the evicted chunks; None if the drive is full, of which the tier is then informed."""
         new, evicted = key(next(numbers)), list[Key]()
         location = tier.reserve(new, SLOT, evicted)
         assert location is not None
@@ -298,7 +298,7 @@ def test_chunks_are_evicted_where_others_have_filled_the_drive(server: Server) -
 
 
 def test_a_rank_makes_nothing_under_an_empty_mount_point(server: Server) -> None:
-    """It opens once the drive is back, and with it the lock."""
+    """It opens once the drive and its lock are back."""
     place, away = server.tier().place, server.path.with_name("not mounted")
     server.path.rename(away)
     server.path.mkdir()
@@ -326,7 +326,7 @@ def test_a_lock_that_nobody_holds_keeps_no_rank_out(server: Server, tmp_path: Pa
 
 
 def test_data_parallel_ranks_know_their_own_engine(server: Server) -> None:
-    """The lock of their root counts: that of the path is shared."""
+    """The lock of their root counts; the lock of the path is shared."""
     tiers = [server.tier(dp_index=index, dp_engines=range(2)) for index in range(2)]
     assert all(server.rank(tier).may_store() for tier in tiers)
     tiers[0].place = replace(tiers[0].place, directory=tiers[1].place.directory)

@@ -32,7 +32,7 @@ def lacking(count: int) -> tuple[npt.NDArray[np.uint8], ExpectedRows]:
 
 
 def together(*works: Callable[[], None]) -> None:
-    """Run each on a thread; what one raises is raised here."""
+    """Run each on a thread; raise the error of any of them."""
     with ThreadPoolExecutor(len(works)) as threads:
         for done in [threads.submit(work) for work in works]:
             done.result(60)
@@ -54,7 +54,7 @@ class HalfWritten(np.ndarray[tuple[int], np.dtype[np.uint8]]):
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_half_written_page_is_looked_at_again(damaged: bool) -> None:
-    """It looks damaged for as long as it is being written, and then only if it is."""
+    """While it is being written it looks damaged; afterwards only if it is."""
     pages, expect = lacking(1)
     headers, page = SlotHeaders(), pages[0].view(HalfWritten)
     page.half, page.seen = threading.Event(), threading.Event()

@@ -41,7 +41,7 @@ def take_all(slots: SlotAllocator, slot_bytes: int) -> list[int]:
 
 
 def starving(slots: SlotAllocator, slot_bytes: int) -> set[int]:
-    """Return where the chunks lie that are to go for a size."""
+    """Return the locations of the chunks to give up for a size."""
     named = slots.to_give_up(slot_bytes)
     return {offset for key, offset, _ in slots if key in named}
 
@@ -64,7 +64,7 @@ def test_what_is_not_taken_is_not_taken_back() -> None:
 
 
 def test_an_extent_with_a_retired_slot_is_not_emptied_for_another_size() -> None:
-    """It never would be empty, and the starved size would wait for it for ever."""
+    """It would never be empty, and the starved size would wait for ever."""
     slots = SlotAllocator(4 * EXTENT, [SMALL, LARGE], EXTENT)
     offsets = take_all(slots, SMALL)
     assert starving(slots, LARGE) == set(range(0, EXTENT, SMALL))
@@ -92,7 +92,7 @@ def test_a_starved_size_gets_the_cheapest_extent_of_the_richest() -> None:
 
 
 def test_a_draining_extent_takes_no_new_slots_unless_its_size_has_no_other() -> None:
-    """Emptying is not undone by the rich size as long as that one has room elsewhere, and never blocks it for good."""
+    """The rich size does not refill it while it has room elsewhere, but is never blocked for good."""
     slots = SlotAllocator(8 * EXTENT, [SMALL, LARGE], EXTENT)
     offsets = take_all(slots, SMALL)
     inside = starving(slots, LARGE)
@@ -105,7 +105,7 @@ def test_a_draining_extent_takes_no_new_slots_unless_its_size_has_no_other() -> 
 
 
 def test_the_garbage_collector_visits_no_slot() -> None:
-    """Each of its full collections would stop vLLM's scheduler for longer, the more chunks there are."""
+    """Otherwise each full collection would stop vLLM's scheduler for a time that grows with the chunks."""
 
     def visits() -> int:
         return sum(len(gc.get_referents(each)) for each in gc.get_objects())
@@ -132,7 +132,7 @@ def test_extent_size(rank_bytes: int, classes: list[int]) -> None:
         assert rank_bytes // extent >= len(classes), "every size can have an extent"
 
 
-# A start finds again what a slab's journal remembers, though some of its rows are damaged.
+# A start adopts the rows of a slab's journal, although some of them are damaged.
 
 CLASSES = (4096, 12288, 65536)
 RANK_BYTES = 64 * MIB
@@ -150,7 +150,7 @@ def sound_rows(chance: random.Random) -> list[Row]:
 
 
 def spoil(row: Row, rows: list[Row], chance: random.Random) -> Row:
-    """Return what damage makes of a row."""
+    """Return a damaged row."""
     key, offset, size, _ = row
     other = chance.choice(rows)
     key, offset, size = chance.choice(
@@ -195,13 +195,13 @@ def test_sound_rows_are_found_again_and_damaged_ones_left_out(seed: int) -> None
         assert [victim[0] for victim in victims if victim] == list(dict.fromkeys(here))
 
 
-# Where slots lie that ranks have one copy of.
+# The places of slots that ranks share.
 
 
 @pytest.mark.parametrize("replicas", [{}, {PAGE: 2}, {2 * PAGE: 4}, {PAGE: 4, 5 * PAGE: 2}, {PAGE: 1, 2 * PAGE: 4}])
 @pytest.mark.parametrize("size", [PAGE, 2 * PAGE, 5 * PAGE])
 def test_every_slot_has_a_place_of_its_own(replicas: dict[int, int], size: int) -> None:
-    """Other sizes have extents meanwhile; what is left is full when the places of each rank are."""
+    """Other sizes have extents meanwhile. The allocator is full exactly when every place on each rank is taken."""
     sizes, extent, rank_bytes = [PAGE, 2 * PAGE, 5 * PAGE], 12 * PAGE, 5 * 12 * PAGE
     slots = SlotAllocator(rank_bytes, sizes, extent, replicas)
     places = slots.places
@@ -244,7 +244,7 @@ def test_slots_of_one_size_are_shared_alike() -> None:
     assert replicas_of_slots([(PAGE, 1)]) == {}
 
 
-# The memory tier: capacity is dealt out to ranks and never exceeded; what is pinned is not evicted.
+# The memory tier: capacity is divided among ranks and never exceeded; pinned chunks are not evicted.
 
 SLOT = 64 << 10
 
@@ -294,7 +294,7 @@ def test_capacity_is_dealt_out_to_ranks_of_all_engines() -> None:
 def test_too_small_a_capacity_is_refused_with_the_least_that_does(
     slot_classes: tuple[int, ...], world_size: int, dp_size: int
 ) -> None:
-    """The capacity that the message names is enough: four chunks of the largest size for each size."""
+    """The capacity in the message is enough: four chunks of the largest size for each size."""
 
     def open_with(capacity: int | str) -> MemoryTier:
         context = context_of(namespace_of(world_size), slot_classes, world_size=world_size, dp_engines=range(dp_size))
@@ -334,7 +334,7 @@ def test_what_is_pinned_keeps_its_slot_though_another_size_needs_the_extent() ->
 
 
 def test_a_retired_place_is_lost_for_good_and_its_chunk_is_stored_anew_elsewhere() -> None:
-    """Also when it is retired after a reset, or one follows: a late write then hits a place that belongs to nobody."""
+    """Also if a reset comes before or after: a late write must hit a slot that no chunk has."""
     tier = open_tier(6)
     spoilt = []
     for number in range(2):

@@ -39,7 +39,7 @@ def test_a_budget_too_small_for_two_slots_is_exceeded_and_said(caplog: pytest.Lo
 def test_page_locked_slots_are_aligned_too_and_take_no_page_more_than_they_must(
     monkeypatch: pytest.MonkeyPatch, begins_at: int, asked: list[int]
 ) -> None:
-    """Torch may give such memory from anywhere in a page."""
+    """Torch's page-locked memory may begin anywhere in a page."""
     area = np.frombuffer(mmap.mmap(-1, 16 * PAGE_BYTES), dtype=np.uint8)
     lengths = []
 
@@ -79,7 +79,7 @@ GIB, MIB = 1 << 30, 1 << 20
     [
         ("device", 79 * GIB, 0.9, 0, 64 * MIB, ("device", 32 * MIB)),
         ("device", 79 * GIB, 0.9, 0, 8 * GIB, ("device", GIB)),  # activations come later: only 8 GiB are not claimed
-        ("device", 2 * GIB, 0.9, 0, 8 * GIB, ("device", GIB // 4)),  # others use the device as well
+        ("device", 2 * GIB, 0.9, 0, 8 * GIB, ("device", GIB // 4)),  # other processes use the device too
         ("device", 79 * GIB, 0.9, 3, 8 * GIB, ("device", GIB - 3 * DEVICE_BYTES // 2)),  # room for copies
         ("device", 79 * GIB, 1.0, 1, 64 * MIB, ("host", 32 * MIB)),
         ("host", 79 * GIB, 0.9, 0, 64 * MIB, ("host", 32 * MIB)),
@@ -95,7 +95,7 @@ def test_staging_keeps_to_what_the_device_can_spare(
     wanted: int,
     found: tuple[str, int],
 ) -> None:
-    """A quarter of what is free and not claimed, for two tiers; through host memory where two chunks are too much."""
+    """A quarter of the free, unclaimed memory, for two tiers. If two chunks do not fit, host memory is used."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes, 80 * GIB))
     layout = KVLayout((RegionSpec(0, GIB, 64, 8192, 8192),), (GroupLayout.of_pages([(0, 8192)]),), 4)
     device = Device(torch.device("cuda"), MemoryKind.VRAM, HostStreams())
@@ -109,7 +109,7 @@ def test_staging_keeps_to_what_the_device_can_spare(
 def test_memory_of_a_device_is_not_handed_out_while_the_model_may_still_write_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An allocator gives memory that a queued kernel of its former owner has still to write; movers know no streams."""
+    """An allocator may return memory that a queued kernel of its old owner will still write; movers know no streams."""
     with ThreadedStreams() as streams:
         reused = torch.zeros(3 * PAGE_BYTES, dtype=torch.uint8)
         monkeypatch.setattr(torch, "empty", lambda *_, **__: reused)

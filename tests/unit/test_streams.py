@@ -1,4 +1,4 @@
-"""Proves that streams of a GPU are our own, lent and lent again, and that their threads work on that GPU."""
+"""Proves that streams of a GPU are our own and are reused, and that their threads work on that GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nixl_offload.engine.streams import CudaStreams, model_on_default_stream
 
 
 class Played:
-    """As much of torch.Stream, torch.cuda.ExternalStream and torch.Event as a stream of ours uses."""
+    """The parts of torch.Stream, torch.cuda.ExternalStream and torch.Event that our streams use."""
 
     def __init__(self, first: Any, device: torch.device | None = None) -> None:
         self.handle, self.device = first, device
@@ -33,7 +33,7 @@ class Played:
 
 
 class Cuda:
-    """CUDA's runtime, as far as it makes streams; each thread's device is the first until it is set."""
+    """The part of CUDA's runtime that makes streams. Each thread's device is the first until it is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made, self.error = 0, 0
@@ -89,7 +89,7 @@ def test_a_thread_works_on_the_device_of_its_streams(first: str) -> None:
 
 
 def test_streams_are_lent_again_and_never_destroyed(cuda: Cuda) -> None:
-    """Tiers that are opened again and again take no more streams than at once; another GPU's are not theirs."""
+    """Reopening tiers takes no more streams than opening them once. Streams of another GPU are not reused."""
     for _ in range(50):
         devices = [CudaStreams(torch.device("cuda", number)) for number in (0, 1)]
         made = [streams.new() for streams in devices for _ in range(3)]
@@ -102,7 +102,7 @@ def test_streams_are_lent_again_and_never_destroyed(cuda: Cuda) -> None:
 
 
 def test_without_streams_of_our_own_torchs_are_taken(cuda: Cuda, caplog: pytest.LogCaptureFixture) -> None:
-    """It is said once; slower, perhaps, but no reason to end anything."""
+    """It is logged once. They may be slower, but nothing fails."""
     streams_module._complain.cache_clear()
     cuda.error = 2
     device = torch.device("cuda", 0)
@@ -114,7 +114,7 @@ def test_without_streams_of_our_own_torchs_are_taken(cuda: Cuda, caplog: pytest.
 def test_a_model_on_the_default_stream_is_noticed(
     monkeypatch: pytest.MonkeyPatch, handle: int, is_default: bool
 ) -> None:
-    """CUDA's is 0; 2 is the one of its own that a thread may have as default."""
+    """CUDA's default stream is 0; 2 is the per-thread default stream."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=handle))
     tensor = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
     assert model_on_default_stream(tensor) is is_default  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A machine that has no thread to spare for a moment: what needs one waits, fails, or is done by whoever asks."""
+"""A machine that cannot start threads for a moment: work waits, fails, or is done by the caller."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Shortage = Callable[..., None]
 
 @pytest.fixture
 def shortage(monkeypatch: pytest.MonkeyPatch) -> Shortage:
-    """Call it with how many threads can be started yet, and how many can not after that."""
+    """Return a function that sets how many thread starts still succeed, and how many fail after that."""
     start, left = threading.Thread.start, [0, 0]
 
     def start_or_refuse(thread: threading.Thread) -> None:
@@ -83,7 +83,7 @@ def test_a_copy_that_found_no_thread_never_touches_its_memory(tmp_path: Path, sh
 
 
 def test_a_shared_tier_looks_when_there_are_threads_again(shortage: Shortage) -> None:
-    """Nothing else has to come: what was begun, and the trial that ends an outage, wait for a thread."""
+    """No new lookup is needed: queued questions, and the trial that ends an outage, wait for a thread."""
     (key,), store = keys_of(1), MemoryStore()
     store.put(key.hex())
     ended: list[object] = []

@@ -1,4 +1,4 @@
-"""The tier's directory: its lock, the capacity as a promise, what may be removed and what never is, the geometry."""
+"""The tier's directory: its lock, its capacity, which files may be removed and which never are, the geometry."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def open_tier(
     filesystem: Filesystem = REAL,
     **options: Any,
 ) -> TierDirectory:
-    """Open with a modest index, so that small capacities do."""
+    """Open with a small index, so that small capacities suffice."""
     config, context = slab_config(path, capacity_bytes), context_of(namespace_of(model=model), slot_classes, **options)
     return TierDirectory.open(config, context, index_bytes=lambda n: 65536 + 300 * n, filesystem=filesystem)
 
@@ -76,7 +76,7 @@ def test_everything_is_private_and_where_the_readme_says(tmp_path: Path, umask: 
 
 @pytest.mark.parametrize("name", ["lock", ""])
 def test_a_lock_counts_while_storage_does_not_say_whose_it_is(tmp_path: Path, name: str) -> None:
-    """Storage that fails when the directory is looked at must not end storing until the next start."""
+    """If storage fails while the directory is checked, storing must not end until the next start."""
     filesystem = HostileFilesystem()
     tier = open_tier(tmp_path, filesystem=filesystem)
     fails_at = tmp_path / name if name else tier.namespace_path
@@ -92,7 +92,7 @@ def test_a_lock_counts_while_storage_does_not_say_whose_it_is(tmp_path: Path, na
 
 
 def test_a_lock_that_is_merely_looked_at_is_free(tmp_path: Path) -> None:
-    """An engine that took the process that looks for an owner would never store again."""
+    """If an engine took an examining process for an owner, it would never store again."""
     (tmp_path / "lock").write_bytes(b'{"owner": "an engine that has ended"}')
     assert holder_of(tmp_path / "lock") is None
     locks = [DirectoryLock(tmp_path / "lock") for _ in range(2)]
@@ -132,7 +132,7 @@ def test_capacity_is_a_promise(tmp_path: Path, ranks: int, capacity_bytes: int) 
 
 
 def test_too_small_a_capacity_names_the_least(tmp_path: Path) -> None:
-    """The sentence says how much would do; that much does, and gives every class an extent of four slots."""
+    """The capacity in the message is enough, and gives every class an extent of four slots."""
     classes = [SLOT, 20 * KIB]
     with pytest.raises(ConfigError, match=r"need at least (\d+)MiB") as caught:
         open_tier(tmp_path, MIB, slot_classes=classes, world_size=2)
@@ -156,7 +156,7 @@ def make_foreign(path: Path, model: str, used_s: float, capacity_bytes: int = 64
 def test_foreign_namespaces_go_oldest_first_and_only_as_far_as_needed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Three namespaces of over 3 MiB in 16 MiB: one must go for us to have half, the least recently used one."""
+    """Three namespaces of over 3 MiB in 16 MiB: the least recently used one must go, so that we have half."""
     young, old, middle = (make_foreign(tmp_path, name, used) for name, used in (("y", 3e8), ("o", 2e8), ("m", 1e8)))
     open_tier(tmp_path, 64 * MIB, "m").close()  # which counts as use, though its manifest did not change
     with caplog.at_level(logging.INFO):
@@ -218,7 +218,7 @@ def test_a_directory_that_others_can_write_to_is_reported(
 
 @pytest.mark.parametrize("plant", [Path.symlink_to, Path.hardlink_to])
 def test_a_slab_s_name_that_leads_elsewhere_is_removed(tmp_path: Path, plant: Callable[[Path, Path], None]) -> None:
-    """What it leads to is neither cut nor written."""
+    """Its target is neither cut nor written."""
     open_tier(tmp_path / "kv").close()
     (directory,) = (path for path in (tmp_path / "kv").iterdir() if path.is_dir())
     target = tmp_path / "target"
@@ -264,7 +264,7 @@ def test_links_inside_a_removed_namespace_are_not_followed(tmp_path: Path) -> No
 
 
 def test_what_a_killed_start_has_left_is_removed_and_takes_no_room(tmp_path: Path) -> None:
-    """Else each kill at a bad moment would cost an extent with its chunks, and the least capacity would do no more."""
+    """Otherwise a kill at a bad moment would cost an extent, and the least capacity would be too small."""
     tier = open_tier(tmp_path)
     rank_bytes, directory = tier.rank_bytes, tier.namespace_path
     tier.close()
@@ -313,7 +313,7 @@ def test_a_manifest_is_never_trusted(tmp_path: Path, extent: object) -> None:
 
 
 def test_data_parallel_engines_share_path_and_capacity(tmp_path: Path) -> None:
-    """Each has its root and its part; together they keep the promise; an engine of another shape is kept out."""
+    """Each has its own root and share; together they keep the capacity. An engine of another shape is kept out."""
     engines = [open_tier(tmp_path, 32 * MIB, dp_index=index, dp_engines=range(2)) for index in range(2)]
     assert [tier.root.name for tier in engines] == ["dp-0", "dp-1"]
     for refused in ({}, {"dp_index": 1, "dp_engines": range(2)}):
@@ -340,7 +340,7 @@ def test_data_parallel_engines_share_path_and_capacity(tmp_path: Path) -> None:
 
 
 def test_engines_that_start_together_remove_the_same_namespace(tmp_path: Path) -> None:
-    """What one engine left in a directory that several share now: all have seen it, and one is the quickest."""
+    """A namespace of one engine in a directory that several share now: all have seen it, one removes it first."""
     fill(left := open_tier(tmp_path))
     left.close()
     for _ in range(2):
@@ -349,7 +349,7 @@ def test_engines_that_start_together_remove_the_same_namespace(tmp_path: Path) -
 
 
 def test_a_namespace_of_a_running_engine_is_not_removed(tmp_path: Path) -> None:
-    """Engines with different numbers of siblings on one path: what another one holds is counted, not removed."""
+    """Engines with different numbers of siblings on one path: those that another holds are counted, not removed."""
     other = open_tier(tmp_path, 64 * MIB, "other", dp_index=3, dp_engines=range(4))
     fill(other)
     tier = open_tier(tmp_path, 30 * MIB, dp_index=0, dp_engines=range(2))

@@ -68,7 +68,7 @@ def test_every_byte_of_a_large_file_counts(model: Path) -> None:
 
 
 def test_a_digest_is_what_it_was(tmp_path: Path) -> None:
-    """Or an upgrade would find nothing of what was stored before it. Of files of no bytes, some, and over 64 MiB."""
+    """Otherwise an upgrade would find no chunk stored before it. For empty, small and over 64 MiB large files."""
     (tmp_path / "empty.bin").touch()
     (tmp_path / "config.json").write_text("{}")
     with (tmp_path / "large.bin").open("wb") as file:
@@ -144,7 +144,7 @@ COUNTING = """
 
 
 def test_what_the_table_excuses_does_not_count(model: Path) -> None:
-    """Files from the Hub and from training runs; each excuse is for one of them. They may be unreadable."""
+    """Files from the Hub and from training runs; each exception is for one of them. They may be unreadable."""
     before, names = digest_of(model), BESIDES.split()
     for name in names:
         path = model / name
@@ -167,7 +167,7 @@ def test_everything_else_counts(model: Path) -> None:
 
 
 def test_what_is_neither_file_nor_directory_does_not_count(model: Path) -> None:
-    """VLLM serves such a directory, and so do we; but weights that are not there are told."""
+    """VLLM serves such a directory, and so do we; but missing weights are reported."""
     before = digest_of(model)
     os.mkfifo(model / "fifo")
     (model / "link").symlink_to("nowhere")
@@ -203,7 +203,7 @@ def test_a_model_in_one_file_is_that_file_and_what_its_loader_finds_beside_it(tm
 
 
 def test_a_directory_without_weights_is_told(tmp_path: Path) -> None:
-    """Which files hold weights, by the endings that vLLM's loaders look for."""
+    """Files with weights are known by the extensions that vLLM's loaders look for."""
     with_weights = ["a.bin", "a.ckpt", "a.gguf", "a.npy", "a.pt", "a.pth", "a.safetensors", "a.tensors"]
     for name in (*with_weights, "config.json", "tokenizer.model", "model.safetensors.index.json"):
         (tmp_path / name).touch()
@@ -228,7 +228,7 @@ def test_a_directory_without_weights_is_told(tmp_path: Path) -> None:
     ids=["dangling", "circle", "fifo", "device", "unreadable", "longer than its size", "shorter than its size"],
 )
 def test_a_file_that_cannot_be_read_whole_is_named(model: Path, make: Callable[[Path], None], why: str) -> None:
-    """There is no digest of what could not be read."""
+    """A model with an unreadable file has no digest."""
     path = model / "model-00003-of-00003.safetensors"
     make(path)
     assert error_of(model) == f"cannot tell which model this is: {path}{why}"
@@ -270,7 +270,7 @@ class HeldReading:
         return self._read(fd, buffers, at)
 
     def end(self) -> str:
-        """Read on, and return what is said of it in the end."""
+        """Let the reading go on, and return its error as text."""
         self._go_on.set()
         self._thread.join(PATIENCE_S)
         return str(self._error)
@@ -303,7 +303,7 @@ def append(model: Path) -> None:
 def test_a_model_that_changes_while_it_is_read_has_no_digest(
     model: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], file: str
 ) -> None:
-    """Neither before nor after is what was read."""
+    """The bytes read are neither the old model nor the new one."""
     (model / "long.bin").write_bytes(bytes(10_000))
     time.sleep(0.05)  # the kernel's clock for files ticks every 10 ms or so
     reading = HeldReading(monkeypatch, model)
