@@ -29,7 +29,7 @@ def align_up(value_bytes: int, alignment_bytes: int = PAGE_BYTES) -> int:
 
 
 class Location(NamedTuple):
-    """Where a chunk rests in a tier. It is the same on every rank, because all ranks have slabs of equal geometry."""
+    """Where a chunk rests in a tier: the same on every rank, because all ranks have slabs of equal geometry."""
 
     tier: int
     """Position of the tier in the config's ``tiers`` list."""
@@ -59,7 +59,7 @@ class Lookup(Enum):
 
 
 class Outcome(Enum):
-    """What became of one chunk of a job, on one rank."""
+    """The result for one chunk of a job on one rank."""
 
     OK = "ok"
     FAILED = "failed"

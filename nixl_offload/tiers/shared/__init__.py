@@ -1,1 +1,1 @@
-"""What tiers have in common that many servers write to: a bucket, a shared directory."""
+"""Tiers that many servers write to: a bucket, a shared directory."""

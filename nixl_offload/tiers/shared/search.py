@@ -26,7 +26,7 @@ WINDOW_KEYS: Final = 32
 
 
 class SearchKind(Enum):
-    """What a search looks for."""
+    """The two kinds of searches."""
 
     CHAIN = "chain"
     """The end of a prefix; all chunks before it count as present."""
