@@ -25,8 +25,7 @@ from tests.prove.cells import FINDINGS, ROOT, cells_of, run
 from tests.prove.faults import FAULTS, POINTS, TIERS, faults_at
 
 PARTS: dict[str, str] = {
-    name: f"tests.prove.{name}"
-    for name in ("soak", "yardstick", "faults", "kills", "power", "scheduler", "fuzz", "mutants")
+    name: f"tests.prove.{name}" for name in ("soak", "yardstick", "faults", "kills", "power", "scheduler", "fuzz")
 }
 """Name of a part, and its module: one with ``cells(seed: int) -> Iterable[Cell]``. Those with the longest
 cells come first, so that no core has to wait for another at the end.

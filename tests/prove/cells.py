@@ -38,7 +38,7 @@ class Outcome:
     """
 
     counts: dict[str, int] = field(default_factory=dict)
-    """How often what was tried: ``faults``, ``kills``, ``histories``, ``inputs``, ``mutants`` ...; never only 0, for a
+    """How often what was tried: ``faults``, ``kills``, ``histories``, ``inputs`` ...; never only 0, for a
     cell that tried nothing proves nothing."""
     wrong: list[str] = field(default_factory=list)
     """Answers and bytes that are not those that were asked for."""
@@ -47,7 +47,7 @@ class Outcome:
     leaks: list[str] = field(default_factory=list)
     """Pins, slots, tickets, file descriptors, threads and files that were not given back."""
     missed: list[str] = field(default_factory=list)
-    """All else that was expected and did not come: a fault that was not noticed, a mutant that lives."""
+    """All else that was expected and did not come: a fault that was not noticed."""
     note: str = ""
     """What a reader of the table should know; for a cell that makes no sense the reason, with no counts."""
 

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from tests.prove import __main__ as prove
 from tests.prove import faults
 from tests.prove.cells import ROOT, Cell, Outcome, cells_of, run
 from tests.prove.faults import POINTS, TIERS, faults_at
-from tests.prove.mutants import ROOMS
 
 
 def cells(seed: int) -> Iterator[Cell]:
@@ -138,8 +136,3 @@ def test_inputs_that_fuzzing_kept_and_changes_of_them_find_nothing(tmp_path: Pat
     ended = subprocess.run(replay, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ)
     assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
     assert ended.stdout.count("changes of them") == 7
-
-
-def test_the_tests_that_mutants_are_tried_with_are_there() -> None:
-    for words in chain.from_iterable(ROOMS.values()):
-        assert list((ROOT / "tests").glob(words)), words
