@@ -14,17 +14,16 @@ from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError
 
 _DESCRIPTION = """\
-Shows what the bucket of CONFIG lacks: the bucket itself, the lifecycle rule that removes objects older than the ttl,
-the abort of uploads that were never finished. Asks, then applies it:
+Shows what the bucket of CONFIG lacks: the bucket itself, a lifecycle rule that removes objects older than the ttl, a
+rule that aborts unfinished uploads. Asks, then applies the changes:
 
     nixl-offload bucket init kv.yaml             # shows, asks
-    nixl-offload bucket init kv.yaml --yes       # for scripts; where nothing is to do, nothing is done
+    nixl-offload bucket init kv.yaml --yes       # for scripts; does nothing if the bucket lacks nothing
     nixl-offload bucket init kv.yaml --json      # only shows
 
-Other rules of the bucket stay as they are. Lifecycle rules know whole days: a ttl of 36h becomes 2 days there. Run this
-again after a change of the ttl. It needs s3:GetLifecycleConfiguration, s3:PutLifecycleConfiguration,
-s3:ListBucket, and s3:CreateBucket where the bucket is missing; servers need none of these but
-s3:ListBucket.
+Other rules of the bucket stay as they are. Lifecycle rules count whole days: a ttl of 36h becomes 2 days. Run this
+again when the ttl changes. It needs s3:GetLifecycleConfiguration, s3:PutLifecycleConfiguration, s3:ListBucket, and
+s3:CreateBucket if the bucket is missing. Servers need only s3:ListBucket of these.
 """
 
 

@@ -56,18 +56,18 @@ _FAILURES_IN_A_ROW: Final = 3
 """After this many, the store counts as down."""
 _FAILURES_SHOWN: Final = 5
 _DESCRIPTION = """\
-Deletes the oldest chunks of the shared tier of CONFIG (a bucket or a shared directory) until at most --max-size is
-left, and every chunk older than --older-than. Without --delete it only says what it would delete. Run it every hour or
-so, from one machine:
+Deletes chunks of the shared tier of CONFIG, a bucket or a shared directory: first every chunk older than --older-than,
+then the oldest ones until at most --max-size is left. Without --delete it only prints what it would delete. Run it
+about every hour, on one machine:
 
     nixl-offload gc kv.yaml                              # look
     nixl-offload gc kv.yaml --delete                     # keep to the capacity and ttl of kv.yaml
     nixl-offload gc kv.yaml --tenant blue --max-size 2TiB --delete
-    nixl-offload gc kv.yaml --namespace 0f3a... --older-than 0s --delete      # all of a model that is no longer served
+    nixl-offload gc kv.yaml --namespace 0f3a... --older-than 0s --delete      # all chunks of a retired model
 
-Servers go on meanwhile: one whose chunk is deleted computes it anew. Nothing younger than ten minutes is deleted, and
-nothing that is not named like a chunk of ours. A chunk is as old as its last write; in a shared
-directory, as its last use.
+Servers may run meanwhile. If a server needs a deleted chunk, it computes it again. gc never deletes objects younger
+than ten minutes, or objects that are not named like our chunks. The age of a chunk counts from its last write, in a
+shared directory from its last use.
 """
 
 

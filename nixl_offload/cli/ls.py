@@ -30,8 +30,8 @@ from nixl_offload.tiers.inspect import Inspector, NamespaceInfo, printable
 from nixl_offload.types import key_group
 
 _DESCRIPTION = """\
-Lists what the tiers of CONFIG hold, by namespace: tenant, model, chunks, bytes, age, which engine has it open; how full
-the tier is. Servers go on meanwhile; nothing is locked or changed.
+Lists the content of the tiers of CONFIG by namespace: tenant, model, chunks, bytes, age, and the engine that has it
+open; and how full each tier is. Servers may run meanwhile; ls locks and changes nothing.
 
     nixl-offload ls kv.yaml
     nixl-offload ls kv.yaml --tier s3 --tenant blue
@@ -39,8 +39,8 @@ the tier is. Servers go on meanwhile; nothing is locked or changed.
     nixl-offload ls kv.yaml --keys --json                  # a line of JSON per chunk, or per tier that failed
     nixl-offload ls kv.yaml --diff 0f3a 77c1               # what separates two namespaces, by how their names begin
 
-A slab is counted by its index, which lags behind a running server by a moment; --keys reads each slot's header too. In
-a bucket or a shared directory a chunk is as old as its last write or use.
+The figures of a slab come from its index, which lags slightly behind a running server; --keys reads each
+slot's header too. In a bucket the age of a chunk counts from its last write, in a shared directory from its last use.
 """
 _MEMORY_NOTE: Final = (
     "memory tier: lives in the server's processes and cannot be looked at from outside; the server's metrics tell what "

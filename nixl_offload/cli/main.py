@@ -41,8 +41,8 @@ EXIT_INTERRUPTED = 130
 _OUTPUT_REFUSED: Final = (errno.ENOSPC, errno.EDQUOT, errno.EBADF, errno.EIO, errno.EPIPE)
 
 _DESCRIPTION = """\
-Keeps vLLM's KV cache in host memory, on local files, in a bucket or in a shared directory, so that a prompt once seen
-is loaded instead of computed again. Start with a config file, say kv.yaml (`nixl-offload configs` has samples):
+Keeps vLLM's KV cache in host memory, local files, a bucket or a shared directory. A prompt that was seen before is
+loaded instead of computed. Start with a config file, say kv.yaml (`nixl-offload configs` has samples):
 
     chunk_tokens: 256
     tiers:
@@ -55,7 +55,7 @@ then
     vllm serve MODEL --shutdown-timeout 10 \\
         --kv-transfer-config "$(nixl-offload show --kv-transfer-config kv.yaml)"
 
-Later, beside the running server or without one:
+Later, with or without a running server:
 
     nixl-offload ls kv.yaml              # what is stored, by model and tenant
     nixl-offload verify kv.yaml          # reads and checks all of it
@@ -65,8 +65,8 @@ With {kind: s3, bucket: our-kv-cache, ttl: 7d, capacity: 20TiB} in place of the 
     nixl-offload bucket init kv.yaml     # once: shows what the bucket lacks, asks, applies it
     nixl-offload gc kv.yaml --delete     # every hour: brings the bucket down to its capacity, oldest first
 
-`nixl-offload COMMAND --help` says more, with examples. Exit codes of all: 0 done, 1 something is wrong, not there or
-not done, or the storage failed, 2 wrong usage or config, 130 interrupted. With --json, failures print {"error": "..."}.
+`nixl-offload COMMAND --help` says more, with examples. Exit codes: 0 done; 1 something is wrong, missing or not done,
+or the storage failed; 2 wrong usage or config; 130 interrupted. With --json, failures print {"error": "..."}.
 """
 
 

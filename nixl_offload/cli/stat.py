@@ -37,7 +37,7 @@ wrong.
 
     nixl-offload stat kv.yaml 5f3a9c01                     # a key in hex, or its first digits: four at least
 
-It works beside running servers, which may give a slot to another chunk meanwhile: then the key does not match.
+Servers may run meanwhile. If one reuses the slot for another chunk during the check, the key does not match.
 """
 
 

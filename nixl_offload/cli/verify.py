@@ -39,15 +39,15 @@ from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, Shar
 from nixl_offload.tiers.shared.sweep import GRACE_S
 
 _DESCRIPTION = """\
-Reads every chunk that the tiers of CONFIG hold and checks it as a server would before using it: header, key, lengths,
-the checksum of each block, MACs, and that the shards of all ranks are there. A server that loads a bad chunk finds that
-out itself and computes it anew; verify finds it earlier, and says where it lies.
+Reads every chunk in the tiers of CONFIG and checks it as a server does before use: header, key, lengths, block
+checksums, MACs, and that no rank's shard is missing. Servers do not need it: they detect a bad chunk when they load it,
+and compute it again. verify finds bad chunks earlier, and prints where they lie.
 
     nixl-offload verify kv.yaml                        # everything
     nixl-offload verify kv.yaml --rate 200MiB/s        # beside a busy server
-    nixl-offload verify kv.yaml --json                 # a line per chunk that is not good, and a last one with totals
+    nixl-offload verify kv.yaml --json                 # one line per chunk that is not good, then one with totals
 
-Servers go on meanwhile: what they change while it is read counts as changed, not as bad.
+Servers may run meanwhile. A chunk that a server changes during the check counts as changed, not as bad.
 """
 
 THREADS: Final = 8

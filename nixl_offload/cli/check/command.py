@@ -30,8 +30,8 @@ from nixl_offload.units import format_size
 from nixl_offload.vllm.plugin import PIP_REQUIREMENT, SUPPORTED, is_supported
 
 _DESCRIPTION = """\
-Tries every tier of CONFIG on this machine, from the libraries down to the bytes. Each finding says what is so, what
-follows if it is not right, and the fix: a command or a line of CONFIG.
+Tries every tier of CONFIG on this machine, from the libraries down to the bytes. Each finding names a fact. If
+something is wrong, it names the consequence and the fix: a command or a line of CONFIG.
 
     nixl-offload check kv.yaml
     nixl-offload check kv.yaml --json --no-io          # for a program, without measuring
