@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import tables
 from benchmarks.engine import layout_of
-from nixl_offload.engine.streams import CudaStreams, Device, HostStreams
+from nixl_offload.engine.streams import CudaDevice, Device
 from nixl_offload.movers.base import MemoryKind
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -67,10 +67,10 @@ class Scene:
         """Return CUDA's first device, or host memory that plays one."""
         if emulate:
             torch.set_num_threads(1)  # on busy cores its threads wait for each other: a hundred times slower
-            device = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
+            device = Device(torch.device("cpu"), MemoryKind.VRAM)
         else:
             first = torch.device("cuda", torch.cuda.current_device())
-            device = Device(first, MemoryKind.VRAM, CudaStreams(first))
+            device = CudaDevice(first)
         return Scene(device, Path(directory), SMALL if emulate else FULL, time.monotonic() + seconds)
 
     @property

@@ -8,12 +8,11 @@ work's stream. Torch keeps page-locked memory until its copies are done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Final
 from weakref import WeakSet
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.header import HEADER_BYTES, Pages
@@ -22,7 +21,6 @@ from nixl_offload.engine.kernels.torch_kernels import Page, open_kernels
 from nixl_offload.engine.packer import (
     BlockIds,
     Brought,
-    Checksums,
     HostPacker,
     Packer,
     Parts,
@@ -30,10 +28,8 @@ from nixl_offload.engine.packer import (
     Source,
     Sources,
     Summed,
-    SummedByHost,
 )
-from nixl_offload.engine.streams import READY, Device, Fence, Stream, device_of
-from nixl_offload.errors import LayoutError
+from nixl_offload.engine.streams import READY, Device, Fence, device_of
 
 BROUGHT_BYTES = 64 << 20
 """Device memory for blocks between ``bring`` and their scatter; one batch may exceed it."""
@@ -43,56 +39,22 @@ and a batch to scatter (16 MiB).
 """
 
 
-class SummedOnDevice:
-    """Implements ``Summed``. Its creator queues the work that fills ``host`` with the sums, then sets ``fence``."""
-
-    by_device = True
-
-    def __init__(self, counts: Sequence[int], device: Device, payloads: Sequence[Payload] = ()) -> None:
-        """``counts``: number of blocks of each chunk. ``payloads``: their rows in host memory."""
-        self.bytes = sum(payload.nbytes for payload in payloads)
-        self.host = page_locked(sum(counts), torch.int64, device)
-        """int64, one for each block."""
-        self.scratch: torch.Tensor | None = None
-        """The rows on the device, shape (blocks, block_bytes), if they are kept there."""
-        self.fence: Fence | None = None
-        self._ends = np.cumsum(counts)
-        self._payloads = payloads
-
-    def done(self) -> bool:
-        return self.fence is not None and self.fence.done()
-
-    def values(self) -> list[Checksums]:
-        if not self.done():
-            raise RuntimeError("checksums were asked for before the device had them")
-        words: npt.NDArray[np.int64] = self.host.numpy()
-        return np.split(words.view(np.uint64), self._ends[:-1]) if len(self._ends) else []
-
-    def rows(self) -> list[Source]:
-        if self.scratch is None:
-            return list(self._payloads)
-        begins = [0, *self._ends[:-1].tolist()]
-        return [Brought(self, self.scratch[a:b]) for a, b in zip(begins, self._ends.tolist(), strict=True)]
-
-
-class DevicePacker:
-    """Implements ``Packer``. A batch takes one kernel, on contiguous rows: the slot itself if the batch is a single
+class DevicePacker(Packer):
+    """A batch takes one kernel, on contiguous rows: the slot itself if the batch is a single
     chunk on the device, else scratch, with one copy between scratch and slot for each chunk.
 
     Scratch belongs to its stream, so the caching allocator reuses the same memory for batch after batch.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], pages: Sequence[Sequence[Page]], device: Device) -> None:
-        """``tensors``: uint8 or int8 of shape (num_blocks, page_bytes); ``pages``: by group, then by layer."""
+        super().__init__(tensors, pages)
         bytes_of = [tensor.view(torch.uint8) for tensor in tensors]
         self._kernels = {number: open_kernels(bytes_of, group) for number, group in enumerate(pages) if group}
         """By group; none for a group without pages."""
-        self._block_bytes = [sum(page.bytes for page in group) for group in pages]
-        self._num_blocks = [min((len(tensors[page.tensor]) for page in group), default=0) for group in pages]
         self._device = device
         # Streams for gathers, for scatters, and for headers and checksums of slots.
-        self._out, self._in, self._beside = (device.streams.new() for _ in range(3))
-        self._brought: WeakSet[SummedOnDevice] = WeakSet()
+        self._out, self._in, self._beside = (device.new_stream() for _ in range(3))
+        self._brought: WeakSet[Summed] = WeakSet()
         self._waiting: list[object] = []
         """Calls that wait for scratch, in order."""
 
@@ -102,37 +64,34 @@ class DevicePacker:
         return self._device.page_locks and any(kernels.name == "torch" for kernels in self._kernels.values())
 
     def fence(self) -> Fence:
-        return self._device.streams.compute_fence()
+        return self._device.compute_fence()
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
         """The device also sums. If it has no fast kernels for that, the host sums payloads in host memory."""
-        kernels, ids = self._kernels[group], self._checked(group, parts)
+        kernels, ids = self._kernels[group], self._ids_of(group, parts)
         payloads = [rows for _, rows in parts if isinstance(rows, np.ndarray)]
         host_sums = self.sums_slowly and len(payloads) == len(parts)
-        summed = None if host_sums else SummedOnDevice([len(rows) for _, rows in parts], self._device, payloads)
+        summed, sums = self._summed([len(rows) for _, rows in parts], payloads)
 
         def gather() -> None:
             rows, copies = _side_by_side([rows for _, rows in parts], self._device.torch_device)
             kernels.gather(self._upload(ids), rows)
             _copy([(slot, row) for row, slot in copies])
-            if summed is not None:
-                summed.host.copy_(kernels.sums_of_rows(rows), non_blocking=True)
+            if not host_sums:
+                sums.copy_(kernels.sums_of_rows(rows), non_blocking=True)
 
-        gathered = _queued(self._out, gather, fence)
-        if summed is None:
-            return SummedByHost(gathered, payloads)
-        summed.fence = gathered
-        return summed
+        summed.fence = self._out.run(gather, fence)
+        return Summed(summed.fence, payloads) if host_sums else summed
 
     def scatter_many(self, group: int, parts: Sources, fence: Fence) -> Fence:
-        kernels, ids = self._kernels[group], self._checked(group, parts)
+        kernels, ids = self._kernels[group], self._ids_of(group, parts)
 
         def scatter() -> None:
             rows, copies = _side_by_side([rows for _, rows in parts], self._device.torch_device)
             _copy(copies)
             kernels.scatter(self._upload(ids), rows)
 
-        return _queued(self._in, scatter, fence)
+        return self._in.run(scatter, fence)
 
     def bring(self, group: int, payloads: Sequence[Payload]) -> Generator[None, None, Summed]:
         """The host sums if the device has no fast kernels, or no memory left. Scratch is given in the order of the
@@ -140,50 +99,48 @@ class DevicePacker:
         """
         self._check_width(group, payloads)
         if self.sums_slowly:
-            return SummedByHost(READY, payloads)
-        place, wanted_bytes = object(), sum(payload.nbytes for payload in payloads)
+            return Summed(READY, payloads)
+        counts = [len(payload) for payload in payloads]
+        (summed, sums), kernels, place = self._summed(counts, payloads), self._kernels[group], object()
         self._waiting.append(place)
         try:
-            while self._waiting[0] is not place or not self._has_room(wanted_bytes):
+            while self._waiting[0] is not place or not self._has_room(summed.bytes):
                 yield
         finally:
             self._waiting.remove(place)
-        summed = SummedOnDevice([len(payload) for payload in payloads], self._device, payloads)
-        kernels = self._kernels[group]
 
         def brought() -> None:
             rows, copies = _side_by_side(payloads, self._device.torch_device)
             _copy(copies)
-            summed.host.copy_(kernels.sums_of_rows(rows), non_blocking=True)
-            summed.scratch = rows
+            sums.copy_(kernels.sums_of_rows(rows), non_blocking=True)
+            summed.scratch = torch.split(rows, counts)
 
         try:
-            summed.fence = _queued(self._beside, brought, READY)
+            summed.fence = self._beside.run(brought)
         except torch.OutOfMemoryError:
-            return SummedByHost(READY, payloads)
+            return Summed(READY, payloads)
         self._brought.add(summed)
         return summed
 
     def sums(self, group: int, block_ids: Sequence[BlockIds], fence: Fence) -> Summed:
         """If ``fence`` is done, a stream is used on which no gather waits for a step."""
-        stream = self._beside if fence.done() else self._out
         kernels, ids = self._kernels[group], self._ids(group, block_ids)
-        summed = SummedOnDevice([len(some) for some in block_ids], self._device)
+        summed, sums = self._summed([len(some) for some in block_ids])
 
         def sum_blocks() -> None:
-            summed.host.copy_(kernels.sums(self._upload(ids)), non_blocking=True)
+            sums.copy_(kernels.sums(self._upload(ids)), non_blocking=True)
 
-        summed.fence = _queued(stream, sum_blocks, fence)
+        summed.fence = (self._beside if fence.done() else self._out).run(sum_blocks, fence)
         return summed
 
     def clear(self, group: int, block_ids: BlockIds, fence: Fence) -> Fence:
         kernels, ids = self._kernels[group], self._ids(group, [block_ids])
 
         def cleared() -> None:
-            row = torch.zeros(self._block_bytes[group], dtype=torch.uint8, device=self._device.torch_device)
+            row = torch.zeros(self.block_bytes[group], dtype=torch.uint8, device=self._device.torch_device)
             kernels.scatter(self._upload(ids), row.expand(len(ids), -1))
 
-        return _queued(self._in, cleared, fence)
+        return self._in.run(cleared, fence)
 
     # -- slots on the device ----------------------------------------------------------------------------------------
 
@@ -204,11 +161,9 @@ class DevicePacker:
             if cleared:
                 torch._foreach_zero_(cleared)
 
-        return _queued(self._beside, finished, READY)
+        return self._beside.run(finished)
 
-    def inspect(
-        self, group: int, slots: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]
-    ) -> tuple[Pages, SummedOnDevice]:
+    def inspect(self, group: int, slots: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> tuple[Pages, Summed]:
         """Copy the header pages of slots on the device to the host, and the checksums of ``rows``, if any.
 
         The mover must be done with the slots. The pages are valid when the sums are done.
@@ -216,7 +171,7 @@ class DevicePacker:
         self._check_width(group, rows)
         pages = page_locked(len(slots) * HEADER_BYTES, torch.uint8, self._device).view(-1, HEADER_BYTES)
         kernels, device = self._kernels[group], self._device.torch_device
-        summed = SummedOnDevice([len(each) for each in rows], self._device)
+        summed, sums = self._summed([len(each) for each in rows])
 
         def inspected() -> None:
             together, copies = _side_by_side([slot[:HEADER_BYTES].view(1, -1) for slot in slots], device)
@@ -225,33 +180,31 @@ class DevicePacker:
             if rows:
                 together, copies = _side_by_side(rows, device)
                 _copy(copies)
-                summed.host.copy_(kernels.sums_of_rows(together), non_blocking=True)
+                sums.copy_(kernels.sums_of_rows(together), non_blocking=True)
 
-        summed.fence = _queued(self._beside, inspected, READY)
+        summed.fence = self._beside.run(inspected)
         return pages.numpy(), summed
 
-    # -- checks: kernels compute addresses --------------------------------------------------------------------------
+    # -- what calls share -------------------------------------------------------------------------------------------
 
-    def _checked(self, group: int, parts: Sources) -> torch.Tensor:
-        """Return the block ids of all parts, as ``_ids``. Raises LayoutError also for rows of a wrong shape."""
-        self._check_width(group, [rows.tensor if isinstance(rows, Brought) else rows for _, rows in parts])
-        for block_ids, rows in parts:
-            if len(rows) != len(block_ids):
-                raise LayoutError(f"{len(rows)} rows for {len(block_ids)} blocks")
+    def _summed(self, counts: Sequence[int], payloads: Sequence[Payload] = ()) -> tuple[Summed, torch.Tensor]:
+        """Return checksums of chunks of ``counts`` blocks, and the page-locked memory into which queued work writes
+        them: int64, one a block.
+        """
+        memory = page_locked(sum(counts), torch.int64, self._device)
+        sums = [chunk.numpy().view(np.uint64) for chunk in torch.split(memory, list(counts))]
+        return Summed(None, payloads, sums=sums), memory
+
+    def _ids_of(self, group: int, parts: Sources) -> torch.Tensor:
+        """Check all parts, and return their ids as ``_ids``."""
+        self._check_rows(group, parts)
         return self._ids(group, [block_ids for block_ids, _ in parts])
 
-    def _check_width(self, group: int, rows: Sequence[Payload | torch.Tensor]) -> None:
-        for each in rows:
-            if each.shape[1] != self._block_bytes[group]:
-                raise LayoutError(f"rows of {each.shape[1]} bytes for blocks of {self._block_bytes[group]}")
-
     def _ids(self, group: int, block_ids: Sequence[BlockIds]) -> torch.Tensor:
-        """Return all ids in page-locked memory, for ``_upload``. Raises LayoutError for one outside the KV cache."""
+        """Return all ids in page-locked memory, for ``_upload``."""
         ids = page_locked(sum(map(len, block_ids)), torch.int64, self._device)
         if len(ids):
-            found = np.concatenate(block_ids, out=ids.numpy())
-            if not 0 <= found.min() <= found.max() < self._num_blocks[group]:
-                raise LayoutError(f"block ids outside a KV cache of {self._num_blocks[group]} blocks")
+            self._check_ids(group, np.concatenate(block_ids, out=ids.numpy()))
         return ids
 
     def _upload(self, ids: torch.Tensor) -> torch.Tensor:
@@ -280,19 +233,6 @@ def make_packer(
 def page_locked(count: int, dtype: torch.dtype, device: Device) -> torch.Tensor:
     """Return host memory that allows asynchronous copies to and from ``device``."""
     return torch.empty(count, dtype=dtype, pin_memory=device.page_locks)
-
-
-def _queued(stream: Stream, work: Callable[[], None], fence: Fence) -> Fence:
-    """Queue ``work`` after ``fence``. If this raises, all queued work is over: nothing lands later in slots or blocks
-    that were given up.
-    """
-    try:
-        stream.wait(fence)
-        stream.run(work)
-        return stream.record()
-    except BaseException:
-        stream.synchronize()
-        raise
 
 
 # Within work on a stream.

@@ -49,7 +49,7 @@ def _copy_from_blocks(paths: TierPaths, batch: Batch) -> Steps:
     gathered = paths.packer.gather_many(chunks[0].group, parts, chunks[0].job.fence)
     paths.stretch.begin()  # a host packer has copied by now, with the GIL released
     yield from batch.passes([gathered])
-    if gathered.by_device:
+    if gathered.has_sums:
         for chunk, sums in zip(chunks, gathered.values(), strict=True):
             chunk.sums = sums
 

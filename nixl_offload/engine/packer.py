@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -63,72 +62,108 @@ Source = SlotRows | Brought
 Sources = Sequence[tuple[BlockIds, Source]]
 
 
-class Summed(Fence, Protocol):
-    """Checksums of chunks' blocks, computed by the host or a device. Until ``done`` nothing may change the blocks."""
+class Summed:
+    """Checksums of chunks' blocks, and the fence of their work. Until ``done`` nothing may change the blocks."""
 
-    by_device: bool
-    """True: a device computes the checksums, and has them when ``done``. False: ``values`` computes them."""
-
-    def values(self) -> list[Checksums]:
-        """Return the checksums of each chunk's blocks. If the host sums, it does so in this call.
-
-        Raises RuntimeError before ``done``.
+    def __init__(
+        self, fence: Fence | None, payloads: Sequence[Payload] = (), *, sums: Sequence[Checksums] | None = None
+    ) -> None:
+        """``fence``: None until the work is queued. ``payloads``: the chunks' rows in host memory. ``sums``: each
+        chunk's, complete once the fence is done; None: ``values`` sums ``payloads``.
         """
+        self.fence = fence
+        self.payloads = payloads
+        self.scratch: Sequence[torch.Tensor] = ()
+        """The chunks' rows on the device, if they are kept there."""
+        self._sums = sums
+
+    @property
+    def has_sums(self) -> bool:
+        """False: ``values`` computes the checksums, on the calling thread."""
+        return self._sums is not None
+
+    @property
+    def bytes(self) -> int:
+        """Length of all rows in host memory."""
+        return sum(payload.nbytes for payload in self.payloads)
+
+    def done(self) -> bool:
+        """See Fence."""
+        return self.fence is not None and self.fence.done()
+
+    def values(self) -> Sequence[Checksums]:
+        """Return the checksums of each chunk's blocks. Raises RuntimeError before ``done``."""
+        if not self.done():
+            raise RuntimeError("checksums were asked for before their bytes were there")
+        return payload_checksums(self.payloads) if self._sums is None else self._sums
 
     def rows(self) -> list[Source]:
         """Return where each chunk's blocks can be scattered from, once it is ``done``."""
+        return [Brought(self, rows) for rows in self.scratch] or list(self.payloads)
 
 
-class SummedByHost:
-    """Implements ``Summed``: once ``fence`` is done, ``values`` computes the sums unless ``sums`` were given."""
-
-    by_device = False
-
-    def __init__(self, fence: Fence, payloads: Sequence[Payload], sums: list[Checksums] | None = None) -> None:
-        self._fence = fence
-        self._payloads = payloads
-        self._sums = sums
-
-    def done(self) -> bool:
-        return self._fence.done()
-
-    def values(self) -> list[Checksums]:
-        if not self._fence.done():
-            raise RuntimeError("checksums were asked for before their bytes were there")
-        return payload_checksums(self._payloads) if self._sums is None else self._sums
-
-    def rows(self) -> list[Source]:
-        return list(self._payloads)
-
-
-class Packer(Protocol):
+class Packer:
     """Copies for the KV groups of one layout. Groups and blocks are given by number.
 
     Numbers out of range raise LayoutError before anything is copied. After an exception, nothing that the call queued
     touches slots or blocks.
     """
 
+    def __init__(
+        self, tensors: Sequence[npt.NDArray[np.uint8] | torch.Tensor], pages: Sequence[Sequence[Page]]
+    ) -> None:
+        """``tensors``: bytes of shape (num_blocks, page_bytes), rows contiguous, any stride. ``pages``: by group, then
+        by layer.
+        """
+        self.block_bytes = [sum(page.bytes for page in group) for group in pages]
+        """By group."""
+        self._num_blocks = [min((len(tensors[page.tensor]) for page in group), default=0) for group in pages]
+
     def fence(self) -> Fence:
         """Mark this point of the compute stream. KV blocks may be touched once it is done."""
+        raise NotImplementedError
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
         """Copy KV blocks to slots and sum them, once ``fence`` is done. ``done``: rows are whole, blocks may change."""
+        raise NotImplementedError
 
     def scatter_many(self, group: int, parts: Sources, fence: Fence) -> Fence:
         """Copy slots to KV blocks once ``fence`` is done, so that earlier writes to the blocks do not come after the
         load. The returned fence is done when the blocks are complete and the rows may change.
         """
+        raise NotImplementedError
 
     def bring(self, group: int, payloads: Sequence[Payload]) -> Generator[None, None, Summed]:
         """Sum blocks in host memory. A device copies them to scratch and sums the copy there; ``rows`` returns it for
         the scatter, so blocks cross the bus once. Yields while there is no scratch.
         """
+        raise NotImplementedError
 
     def sums(self, group: int, block_ids: Sequence[BlockIds], fence: Fence) -> Summed:
         """Sum each chunk's KV blocks in place, once ``fence`` is done."""
+        raise NotImplementedError
 
     def clear(self, group: int, block_ids: BlockIds, fence: Fence) -> Fence:
         """Zero the group's pages of KV blocks once ``fence`` is done. The returned fence is done when they are zero."""
+        raise NotImplementedError
+
+    # Copies compute addresses, so wrong ids and rows are stopped here.
+
+    def _check_rows(self, group: int, parts: Sources) -> None:
+        """Raise LayoutError unless there is one row of a block's length for each id."""
+        for block_ids, rows in parts:
+            if len(rows) != len(block_ids):
+                raise LayoutError(f"{len(rows)} rows for {len(block_ids)} blocks")
+        self._check_width(group, [rows.tensor if isinstance(rows, Brought) else rows for _, rows in parts])
+
+    def _check_width(self, group: int, rows: Sequence[SlotRows]) -> None:
+        for each in rows:
+            if each.shape[1] != self.block_bytes[group]:
+                raise LayoutError(f"rows of {each.shape[1]} bytes for blocks of {self.block_bytes[group]}")
+
+    def _check_ids(self, group: int, block_ids: npt.NDArray[np.integer]) -> None:
+        if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self._num_blocks[group]:
+            raise LayoutError(f"block ids outside a KV cache of {self._num_blocks[group]} blocks")
 
 
 class HostCopy:
@@ -198,12 +233,12 @@ def runs_of(block_ids: BlockIds, counts: Sequence[int]) -> list[Run]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-class HostPacker:
-    """Implements ``Packer`` for host memory: uint8 of shape (num_blocks, page_bytes), rows contiguous, any stride."""
+class HostPacker(Packer):
+    """Copies between host memories, with numpy, on the calling thread."""
 
     def __init__(self, tensors: Sequence[npt.NDArray[np.uint8]], pages: Sequence[Sequence[Page]]) -> None:
+        super().__init__(tensors, pages)
         self._views = [[page.of(tensors) for page in group] for group in pages]
-        self._num_blocks = [min((len(tensors[page.tensor]) for page in group), default=0) for group in pages]
         self._copies: list[list[HostCopy]] = [
             host_copies_of([(page.of(tensors), page.column, page.bytes) for page in group]) for group in pages
         ]
@@ -213,17 +248,20 @@ class HostPacker:
         return READY
 
     def gather_many(self, group: int, parts: Parts, fence: Fence) -> Summed:
-        """Raises LayoutError for block ids outside the KV cache."""
-        block_ids, payloads = self._checked(group, parts)
+        self._check_rows(group, parts)
+        block_ids = np.concatenate([block_ids for block_ids, _ in parts])
+        self._check_ids(group, block_ids)
+        payloads = _payloads_of(parts)
         runs = runs_of(block_ids, [len(payload) for payload in payloads])
         for copy in self._copies[group]:
             copy.gather(runs, payloads)
-        return SummedByHost(READY, payloads)
+        return Summed(READY, payloads)
 
     def scatter_many(self, group: int, parts: Sources, fence: Fence) -> Fence:
-        """Raises LayoutError for block ids outside the KV cache."""
-        _, payloads = self._checked(group, parts)
-        rows = [(block_ids, payload) for (block_ids, _), payload in zip(parts, payloads, strict=True)]
+        self._check_rows(group, parts)
+        for block_ids, _ in parts:
+            self._check_ids(group, block_ids)
+        rows = [(block_ids, payload) for (block_ids, _), payload in zip(parts, _payloads_of(parts), strict=True)]
         for copy in self._copies[group]:
             copy.scatter(rows)
         return READY
@@ -231,10 +269,9 @@ class HostPacker:
     def bring(self, group: int, payloads: Sequence[Payload]) -> Generator[None, None, Summed]:
         """Copies nothing; ``values`` sums."""
         yield from ()
-        return SummedByHost(READY, payloads)
+        return Summed(READY, payloads)
 
     def sums(self, group: int, block_ids: Sequence[BlockIds], fence: Fence) -> Summed:
-        """The sums are complete when this returns."""
         found = []
         for chunk in block_ids:
             sums = np.empty(len(chunk), dtype=np.uint64)
@@ -244,20 +281,16 @@ class HostPacker:
                     digest.update(view[block].data)
                 sums[row] = digest.intdigest()
             found.append(sums)
-        return SummedByHost(READY, (), found)
+        return Summed(READY, sums=found)
 
     def clear(self, group: int, block_ids: BlockIds, fence: Fence) -> Fence:
-        """The blocks are zero when this returns."""
         for view in self._views[group]:
             view[block_ids] = 0
         return READY
 
-    def _checked(self, group: int, parts: Sources) -> tuple[BlockIds, list[Payload]]:
-        """Return all ids and payloads. Copies compute addresses from ids, so wrong ids must be stopped here."""
-        block_ids = np.concatenate([block_ids for block_ids, _ in parts])
-        if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self._num_blocks[group]:
-            raise LayoutError(f"block ids outside a KV cache of {self._num_blocks[group]} blocks")
-        return block_ids, [rows for _, rows in parts if isinstance(rows, np.ndarray)]
+
+def _payloads_of(parts: Sources) -> list[Payload]:
+    return [rows for _, rows in parts if isinstance(rows, np.ndarray)]
 
 
 def pages_of(layout: KVLayout) -> list[list[Page]]:

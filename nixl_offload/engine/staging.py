@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import time
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
 
@@ -141,9 +142,9 @@ def device_pool(*, slot_bytes: int, budget_bytes: int, device: Device) -> SlotPo
             f"{device.torch_device} has no room for {slots_total} staging slots of {format_size(slot_bytes)}: lower "
             "gpu_memory_utilization or blocks_per_chunk, or let the tier stage in host memory"
         ) from None
-    stream = device.streams.new()
-    stream.wait(device.streams.compute_fence())  # queued work may still touch this memory
-    stream.synchronize()
+    queued = device.compute_fence()  # that work may still touch this memory
+    while not queued.done():
+        time.sleep(0.0005)
     memory = memory[-memory.data_ptr() % PAGE_BYTES :][:length_bytes]
     begins = enumerate(range(0, length_bytes, slot_bytes))
     slots = [DeviceSlot(index, begin, memory[begin : begin + slot_bytes]) for index, begin in begins]

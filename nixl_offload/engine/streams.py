@@ -2,7 +2,7 @@
 
 A stream does its queued work in order, asynchronously. A fence is a point in a stream; it can be polled, and other
 streams can wait for it. The engine polls fences and never blocks on a device.
-Threading: ``Streams.compute_fence`` on the thread that submits to the model's stream; a stream is driven by one thread.
+Threading: ``Device.compute_fence`` on the thread that submits to the model's stream; a stream is driven by one thread.
 """
 
 from __future__ import annotations
@@ -42,44 +42,32 @@ READY = ReadyFence()
 
 
 class Stream(Protocol):
-    """Work in order. ``run`` returns before its work is done."""
+    """Work in order. Driven by one thread."""
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Queue ``work``, which calls torch or launches kernels and neither waits nor looks at values on the device.
+    def run(self, work: Callable[[], None], behind: Fence = READY) -> Fence:
+        """Queue ``work`` behind a fence of the same device, and return the fence of its end, without waiting.
 
-        It runs in torch's inference mode: vLLM creates its KV cache in that mode, and such tensors can be written only
-        there.
-        Errors of ``work`` may be raised here or by the next ``synchronize``.
+        ``work`` calls torch or launches kernels; it neither waits nor looks at values on the device. It runs in torch's
+        inference mode: vLLM creates its KV cache in that mode, and such tensors can be written only there.
+        Errors of ``work`` are raised here or by fences. If this raises, nothing that was queued is under way any more.
         """
 
-    def wait(self, fence: Fence) -> None:
-        """Make all later work wait for ``fence``, of the same device. Returns at once."""
 
-    def record(self) -> Fence:
-        """Mark the end of what is queued so far."""
-
-    def synchronize(self) -> None:
-        """Wait until all that is queued is done. Only for cleanup after errors."""
-
-
-class Streams(Protocol):
-    """The streams of one device."""
-
-    def compute_fence(self) -> Fence:
-        """Mark this point of the caller's current stream, on which the model runs."""
-
-    def new(self) -> Stream:
-        """Return a stream that is not the model's. It is returned when its last reference goes."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class Device:
-    """The device of the KV tensors."""
+    """The device of the KV tensors. This class is the host, where work is done when its call returns."""
 
     torch_device: torch.device
     kind: MemoryKind
     """The kind of its memory, for movers."""
-    streams: Streams
+
+    def compute_fence(self) -> Fence:
+        """Mark this point of the caller's current stream, on which the model runs."""
+        return READY
+
+    def new_stream(self) -> Stream:
+        """Return a stream that is not the model's. It is returned when its last reference goes."""
+        return _HostStream()
 
     @property
     def number(self) -> int:
@@ -97,43 +85,28 @@ class Device:
         return self.torch_device.type != "cpu"
 
 
-class HostStreams:
-    """Streams of the host: work is done when ``run`` returns, the model's writes when its call returns."""
-
-    def compute_fence(self) -> Fence:
-        return READY
-
-    def new(self) -> Stream:
-        return self
-
-    def run(self, work: Callable[[], None]) -> None:
+class _HostStream:
+    def run(self, work: Callable[[], None], behind: Fence = READY) -> Fence:
+        assert behind.done()
         with torch.inference_mode():
             work()
-
-    def wait(self, fence: Fence) -> None:
-        assert fence.done()
-
-    def record(self) -> Fence:
         return READY
 
-    def synchronize(self) -> None:
-        return
 
+class CudaDevice(Device):
+    """A CUDA device."""
 
-class CudaStreams:
-    """Streams of a CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, torch_device: torch.device) -> None:
+        super().__init__(torch_device, MemoryKind.VRAM)
 
     def compute_fence(self) -> Fence:
         """Record an event on the caller's current stream."""
-        event = torch.Event(self._device)
-        event.record(torch.cuda.current_stream(self._device))
+        event = torch.Event(self.torch_device)
+        event.record(torch.cuda.current_stream(self.torch_device))
         return _CudaFence(event)
 
-    def new(self) -> Stream:
-        return _CudaStream(self._device)
+    def new_stream(self) -> Stream:
+        return _CudaStream(self.torch_device)
 
 
 class _CudaFence:
@@ -170,24 +143,19 @@ class _CudaStream:
         self._stream = wrap(handle, device)
         weakref.finalize(self, free.append, handle).atexit = False
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], None], behind: Fence = READY) -> Fence:
         _take_thread_to(self._device)
-        with torch.inference_mode(), self._stream:
-            work()
-
-    def wait(self, fence: Fence) -> None:
-        _take_thread_to(self._device)
-        if isinstance(fence, _CudaFence):
-            self._stream.wait_event(fence.event)
-
-    def record(self) -> Fence:
-        _take_thread_to(self._device)
-        event = torch.Event(self._device)
-        event.record(self._stream)
+        try:
+            if isinstance(behind, _CudaFence):
+                self._stream.wait_event(behind.event)
+            with torch.inference_mode(), self._stream:
+                work()
+            event = torch.Event(self._device)
+            event.record(self._stream)
+        except BaseException:
+            self._stream.synchronize()
+            raise
         return _CudaFence(event)
-
-    def synchronize(self) -> None:
-        self._stream.synchronize()
 
 
 _FREE: dict[int, deque[int]] = {}
@@ -238,9 +206,7 @@ def _take_thread_to(device: torch.device) -> None:
 
 def device_of(tensor: torch.Tensor) -> Device:
     """Return the device on which ``tensor`` lies."""
-    if tensor.is_cuda:
-        return Device(tensor.device, MemoryKind.VRAM, CudaStreams(tensor.device))
-    return Device(tensor.device, MemoryKind.DRAM, HostStreams())
+    return CudaDevice(tensor.device) if tensor.is_cuda else Device(tensor.device, MemoryKind.DRAM)
 
 
 def model_on_default_stream(tensor: torch.Tensor) -> bool:

@@ -10,13 +10,13 @@ import torch
 from nixl_offload.config import SlabConfig
 from nixl_offload.engine import autotune
 from nixl_offload.engine.autotune import plan_tier
-from nixl_offload.engine.streams import Device, HostStreams
+from nixl_offload.engine.streams import Device
 from nixl_offload.movers.base import MemoryKind
 from tests.unit.test_autotune import layout_of
 
 from .conftest import SmallFilesystem
 
-DEVICE = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
+DEVICE = Device(torch.device("cpu"), MemoryKind.VRAM)
 
 
 def test_a_disk_that_is_nearly_full(tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -201,7 +201,7 @@ def test_work_that_fails_on_the_device_costs_its_slot(
             assert rig.load(1, [rig.chunk(0, TARGET)]) == (FAILED,)
         until(lambda: len(leaked) == kept + 1)
         assert pools_of(rig)["device"].usable == 3
-        for stream in lab.streams.made:
+        for stream in lab.device.made:
             with suppress(RuntimeError):
                 stream.synchronize()
     rig.assert_as_expected()
@@ -214,7 +214,7 @@ def test_closing_while_the_device_hangs_keeps_its_memory(lab: Lab, leaked: list[
     """The model's stream never gets to the fence: ``close`` returns in time, and nothing is freed under the device."""
     rig = lab.make()
     kept = len(leaked)
-    with lab.streams.compute.held():
+    with lab.device.compute.held():
         rig.engine.submit_store(1, [rig.chunk(0, SOURCE)])
         until(lambda: bool(rig.engine._batches))
         rig.engine.close(0.1)  # else the stream's own limit would end it, and the store be done

@@ -122,7 +122,7 @@ def test_a_store_waits_for_the_compute_stream_and_a_caller_for_nothing(make: Mak
     rig.engine.submit_store(1, [rig.chunk(0, SOURCE)])
     assert time.monotonic() - began_s < 0.1
     time.sleep(0.1)
-    assert not rig.device.streams.compute_fence().done(), "the test's own step was too short"
+    assert not rig.device.compute_fence().done(), "the test's own step was too short"
     assert submitted(rig, Op.WRITE) == written
     rig.engine.wait([1])
     rig.write(SOURCE, value=2)
@@ -145,7 +145,7 @@ def test_a_load_does_not_overtake_the_compute_stream(make: Make, mover: str, way
     rig.engine.submit_load(2, [rig.chunk(0, TARGET)])
     time.sleep(0.1)
     assert rig.engine.finished() == []
-    assert not rig.device.streams.compute_fence().done(), "the test's own step was too short"
+    assert not rig.device.compute_fence().done(), "the test's own step was too short"
     assert rig.collect(2).outcomes == (OK,)
     rig.expect(TARGET, wanted)
     rig.assert_as_expected()
@@ -178,7 +178,7 @@ def load_ended_first(rig: DeviceRig) -> bool:
     torch.cuda._sleep(LONG_CYCLES)
     rig.engine.submit_load(2, [rig.chunk(0, TARGET)], fence=fence)
     assert rig.collect(2).outcomes == (OK,)
-    is_first = not rig.device.streams.compute_fence().done()
+    is_first = not rig.device.compute_fence().done()
     rig.expect(TARGET, wanted)
     rig.assert_as_expected()
     return is_first

@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-import time
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from nixl_offload.engine.streams import Stream, device_of, model_on_default_stream
+from tests.unit.device_rig import settled
 
 pytestmark = pytest.mark.gpu
 
@@ -28,12 +28,10 @@ from nixl_offload.engine.streams import device_of
 
 torch.cuda.set_device(1)
 device = device_of(torch.zeros(8, device="cuda:1"))
-stream, model = device.streams.new(), device.streams.compute_fence()
+stream, model = device.new_stream(), device.compute_fence()
 
 def drive():
-    stream.wait(model)
-    stream.run(lambda: None)
-    fence = stream.record()
+    fence = stream.run(lambda: None, model)
     while not fence.done():
         pass
 
@@ -60,15 +58,15 @@ def handle_of(stream: Any) -> int:
 
 def test_streams_are_our_own() -> None:
     """They are not among the 32 that torch hands out in turn, and are reused after their release."""
-    streams = device_of(torch.empty(0, device="cuda")).streams
+    device = device_of(torch.empty(0, device="cuda"))
     torchs = {torch.cuda.Stream().cuda_stream for _ in range(64)}
-    made = [streams.new() for _ in range(40)]
+    made = [device.new_stream() for _ in range(40)]
     handles = {handle_of(stream) for stream in made}
     assert len(handles) == 40
     assert not handles & torchs
     del made
     gc.collect()
-    again = [streams.new() for _ in range(40)]
+    again = [device.new_stream() for _ in range(40)]
     assert {handle_of(stream) for stream in again} == handles
 
 
@@ -76,14 +74,12 @@ def test_work_on_them_is_done_in_order_and_page_locked_memory_outlives_them() ->
     """When such memory is freed, torch records an event on each stream that used it: they must still exist."""
     source, target = torch.arange(1 << 20, dtype=torch.int32).pin_memory(), torch.empty(1 << 20, dtype=torch.int32)
     target = target.pin_memory()
-    streams = device_of(torch.empty(0, device="cuda")).streams
-    there, back = streams.new(), streams.new()
+    device = device_of(torch.empty(0, device="cuda"))
+    there, back = device.new_stream(), device.new_stream()
     on_device = torch.empty(1 << 20, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
-    there.run(partial(on_device.copy_, source, non_blocking=True))
-    back.wait(there.record())
-    back.run(partial(target.copy_, on_device, non_blocking=True))
-    back.synchronize()
+    uploaded = there.run(partial(on_device.copy_, source, non_blocking=True))
+    settled(back.run(partial(target.copy_, on_device, non_blocking=True), uploaded))
     assert torch.equal(source, target)
     del there, back
     gc.collect()
@@ -95,7 +91,7 @@ def test_work_on_them_is_done_in_order_and_page_locked_memory_outlives_them() ->
 def test_they_do_not_wait_for_the_default_stream() -> None:
     """If a model runs on the default stream (eager, on one rank), copies still run in parallel."""
     device = torch.device("cuda", torch.cuda.current_device())
-    stream: Stream = device_of(torch.empty(0, device=device)).streams.new()
+    stream: Stream = device_of(torch.empty(0, device=device)).new_stream()
     buffer = torch.zeros(8, device=device)
     stream.run(lambda: buffer.add_(1))  # compiles or loads once
     torch.cuda.synchronize()
@@ -103,11 +99,7 @@ def test_they_do_not_wait_for_the_default_stream() -> None:
         torch.cuda._sleep(LONG_CYCLES)
         model = torch.cuda.Event()
         model.record()
-    stream.run(lambda: buffer.add_(1))
-    fence = stream.record()
-    until_s = time.monotonic() + 10
-    while not fence.done():
-        assert time.monotonic() < until_s
+    settled(stream.run(lambda: buffer.add_(1)))
     assert not model.query(), "the copy waited for the default stream"
 
 

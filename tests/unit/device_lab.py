@@ -15,26 +15,24 @@ from nixl_offload.engine.image import TransferPath
 from nixl_offload.engine.staging import SlotPool
 from nixl_offload.movers.base import Mover
 from tests.contract.suites.faulty_mover import Fault, FaultyMover
-from tests.unit.device_rig import ThreadedStream, ThreadedStreams, emulated
+from tests.unit.device_rig import ThreadedDevice, ThreadedStream
 from tests.unit.kv_shapes import DeviceCopyMover, DeviceRig, KVShape, Way
 
 
 class Lab:
     """Makes rigs over one emulated device."""
 
-    def __init__(self, directory: Path, streams: ThreadedStreams) -> None:
+    def __init__(self, directory: Path, device: ThreadedDevice) -> None:
         self.directory = directory
-        self.streams = streams
+        self.device = device
         self.rigs: list[DeviceRig] = []
 
     def make(
         self, mover: Mover | None = None, shape: str | KVShape = "lbhnc", way: Way = "device", **options: Any
     ) -> DeviceRig:
         """See ``DeviceRig.make``. The lab closes the mover; None makes one that takes any memory."""
-        model = self.streams.compute.run
-        rig = DeviceRig.make(
-            self.directory, emulated(self.streams), model, mover or DeviceCopyMover(), shape, way, **options
-        )
+        model = self.device.compute.run
+        rig = DeviceRig.make(self.directory, self.device, model, mover or DeviceCopyMover(), shape, way, **options)
         self.rigs.append(rig)
         return rig
 
@@ -43,7 +41,7 @@ class Lab:
         for rig in self.rigs:
             if isinstance(rig.mover, FaultyMover):
                 rig.mover.release()
-        for stream in self.streams.made:
+        for stream in self.device.made:
             for gate in stream._gates:
                 gate.set()
         for rig in self.rigs:
@@ -52,8 +50,8 @@ class Lab:
 
 @contextmanager
 def open_lab(directory: Path) -> Iterator[Lab]:
-    with ThreadedStreams() as streams:
-        lab = Lab(directory, streams)
+    with ThreadedDevice() as device:
+        lab = Lab(directory, device)
         try:
             yield lab
         finally:

@@ -1,9 +1,8 @@
 """A device for tests, in host memory: streams that work on threads of their own, their fences, and gates by which a
 test holds up a stream.
 
-Threading: ``run``, ``wait`` and ``record`` from any one thread per stream, as for a real one; gates and ``close`` by
-the test. As on CUDA, a stream whose work has raised does nothing more, and its fences raise, until ``synchronize``
-has said so.
+Threading: ``run`` from any one thread per stream, as for a real one; gates and ``close`` by the test. As on CUDA, a
+stream whose work has raised does nothing more, and its fences raise, until ``synchronize`` has said so.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from nixl_offload.engine.streams import Device, Fence
+from nixl_offload.engine.streams import READY, Device, Fence
 from nixl_offload.movers.base import MemoryKind
 
 T = TypeVar("T")
@@ -56,33 +55,29 @@ class ThreadedStream:
         self._thread = threading.Thread(target=self._main, name=f"device-{name}", daemon=True)
         self._thread.start()
 
-    def run(self, work: Callable[[], None]) -> None:
-        def unless_broken() -> None:
+    def run(self, work: Callable[[], None], behind: Fence = READY) -> ThreadedFence:
+        fence = ThreadedFence(self)
+
+        def item() -> None:
+            if isinstance(behind, ThreadedFence):
+                _await(behind.passed)
+            else:
+                assert behind.done(), "a fence of another device"
             if self._error is None:
                 with torch.inference_mode():
                     work()
-
-        self._queue.put(unless_broken)
-
-    def wait(self, fence: Fence) -> None:
-        if isinstance(fence, ThreadedFence):
-            self._queue.put(lambda: _await(fence.passed))
-        else:
-            assert fence.done(), "a fence of another device"
-
-    def record(self) -> ThreadedFence:
-        fence = ThreadedFence(self)
 
         def reached() -> None:
             fence.error = self._error
             fence.passed.set()
 
+        self._queue.put(item)
         self._queue.put(reached)
         return fence
 
     def synchronize(self) -> None:
         """Wait for all work. Raises the work's error, once."""
-        _await(self.record().passed)
+        _await(self.run(lambda: None).passed)
         error, self._error = self._error, None
         self.is_told = True
         if error is not None:
@@ -125,18 +120,19 @@ class ThreadedStream:
             item = None
 
 
-class ThreadedStreams:
-    """Implements ``streams.Streams``. Close it, or use it as a context."""
+class ThreadedDevice(Device):
+    """Host memory that plays device memory. Close it, or use it as a context."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), MemoryKind.VRAM)
         self.made: list[ThreadedStream] = []
         """In the order of their creation; the first is the model's."""
-        self.compute = self.new()
+        self.compute = self.new_stream()
 
     def compute_fence(self) -> ThreadedFence:
-        return self.compute.record()
+        return self.compute.run(lambda: None)
 
-    def new(self) -> ThreadedStream:
+    def new_stream(self) -> ThreadedStream:
         stream = ThreadedStream("compute" if not self.made else str(len(self.made)))
         self.made.append(stream)
         return stream
@@ -145,16 +141,11 @@ class ThreadedStreams:
         for stream in self.made:
             stream.close()
 
-    def __enter__(self) -> ThreadedStreams:
+    def __enter__(self) -> ThreadedDevice:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def emulated(streams: ThreadedStreams) -> Device:
-    """Host memory that plays device memory."""
-    return Device(torch.device("cpu"), MemoryKind.VRAM, streams)
 
 
 def settled(fence: Fence) -> None:

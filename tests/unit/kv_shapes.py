@@ -144,7 +144,7 @@ class DeviceRig(Driven):
 
     shape: KVShape
     device: Device
-    model: Callable[[Callable[[], None]], None]
+    model: Callable[[Callable[[], None]], object]
     """Queues work on the compute stream."""
     tensors: list[torch.Tensor]
     mirror: list[Bytes]
@@ -169,7 +169,7 @@ class DeviceRig(Driven):
         cls,
         directory: Path,
         device: Device,
-        model: Callable[[Callable[[], None]], None],
+        model: Callable[[Callable[[], None]], object],
         mover: Mover,
         shape: str | KVShape = "lbhnc",
         way: Way = "device",
@@ -223,7 +223,7 @@ class DeviceRig(Driven):
 
     def settle_model(self) -> None:
         """Wait until the compute stream is idle."""
-        fence = self.device.streams.compute_fence()
+        fence = self.device.compute_fence()
         until(fence.done)
 
     def rows(self, blocks: Sequence[int], group: int = 0) -> Bytes:

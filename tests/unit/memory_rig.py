@@ -31,7 +31,7 @@ class SlowFence:
     packer: SlowPacker
     payloads: list[npt.NDArray[np.uint8]]
     over: bool = False
-    by_device: bool = False
+    has_sums: bool = False
 
     def go(self) -> None:
         self.copy()

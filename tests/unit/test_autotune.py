@@ -17,16 +17,16 @@ from nixl_offload.engine import autotune
 from nixl_offload.engine.autotune import Speed, TransferPlan, best_of, measure, open_planned, plan_tier
 from nixl_offload.engine.pump import LEAKED
 from nixl_offload.engine.staging import SlotPool
-from nixl_offload.engine.streams import Device, HostStreams
+from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.movers.base import MemoryKind, Mover, Op
 from nixl_offload.movers.select import Probe, ProbedMover
 from nixl_offload.movers.threaded import CopyMover
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 
-DEVICE = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
+DEVICE = Device(torch.device("cpu"), MemoryKind.VRAM)
 """Host memory in the part of a device's. Without libcufile only POSIX can run then."""
-HOST = Device(torch.device("cpu"), MemoryKind.DRAM, HostStreams())
+HOST = Device(torch.device("cpu"), MemoryKind.DRAM)
 MIB = 1 << 20
 
 

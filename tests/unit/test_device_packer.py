@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +29,8 @@ from nixl_offload.engine.packer import BlockIds, HostPacker, SlotRows
 from nixl_offload.engine.staging import DeviceSlot, SlotPool, device_pool
 from nixl_offload.engine.streams import READY, Device, Fence
 from nixl_offload.errors import LayoutError
-from tests.unit.device_rig import ThreadedFence, ThreadedStream, ThreadedStreams, emulated, settled
+from nixl_offload.movers.base import MemoryKind
+from tests.unit.device_rig import ThreadedDevice, settled
 
 BLOCKS = 24
 IDS = np.array([3, 9, 1, 14], dtype=np.int32)
@@ -49,8 +49,8 @@ CASES: dict[str, tuple[list[int], int, int]] = {
 
 @pytest.fixture
 def device() -> Iterator[Device]:
-    with ThreadedStreams() as streams:
-        yield emulated(streams)
+    with ThreadedDevice() as device:
+        yield device
 
 
 def noise(size: int, seed: int) -> npt.NDArray[np.uint8]:
@@ -71,7 +71,7 @@ def kv_cache(case: str, device: Device) -> tuple[list[torch.Tensor], list[npt.ND
 
 def ready(device: Device) -> Fence:
     """Behind whatever a test has put on the device."""
-    return device.streams.compute_fence()
+    return device.compute_fence()
 
 
 def one_layer(device: Device) -> DevicePacker:
@@ -171,7 +171,7 @@ def test_torchs_checksums_are_slow_on_a_real_device_alone(
     """One such group is enough. Then the host sums, and chunks go through host memory."""
     made = iter(["triton", name])
     monkeypatch.setattr(device_packer, "open_kernels", lambda *_: SimpleNamespace(name=next(made)))
-    where = replace(device, torch_device=torch.device("cuda")) if is_gpu else device
+    where = Device(torch.device("cuda"), MemoryKind.VRAM) if is_gpu else device
     pages = [[Page(0, 0, 64)], [], [Page(0, 0, 32)]]
     assert DevicePacker([torch.zeros((9, 64), dtype=torch.int8)], pages, where).sums_slowly is is_slow
 
@@ -229,15 +229,9 @@ class Kit:
         monkeypatch.setattr(self.packer._kernels[0], name, slowly)
 
 
-@pytest.fixture
-def streams() -> Iterator[ThreadedStreams]:
-    with ThreadedStreams() as all_of_them:
-        yield all_of_them
-
-
 @pytest.fixture(params=["host", "device"])
-def kit(request: pytest.FixtureRequest, streams: ThreadedStreams) -> Kit:
-    return Kit(request.param, emulated(streams))
+def kit(request: pytest.FixtureRequest, device: Device) -> Kit:
+    return Kit(request.param, device)
 
 
 @pytest.mark.parametrize("way", ["gather", "scatter"])
@@ -250,88 +244,26 @@ def test_no_fence_is_done_before_its_copy(kit: Kit, way: str, monkeypatch: pytes
     time.sleep(A_WHILE_S)
     assert not copied.done()
     if way == "gather":
-        with pytest.raises(RuntimeError, match="before the device had them"):
+        with pytest.raises(RuntimeError, match="before their bytes were there"):
             copied.values()
     begin.set()
     settled(copied)
     assert (kit.blocks() == kit.payload).all()
 
 
-def test_blocks_are_cleared_behind_the_fence(streams: ThreadedStreams) -> None:
+def test_blocks_are_cleared_behind_the_fence(device: ThreadedDevice) -> None:
     """Only the named blocks, and only after the model has written to them."""
-    kit = Kit("host", emulated(streams))
+    kit = Kit("host", device)
     kit.fill(1)
-    with streams.compute.held():
-        streams.compute.run(partial(kit.fill, 7))
-        cleared = kit.packer.clear(0, IDS[:2], streams.compute_fence())
+    with device.compute.held():
+        device.compute.run(partial(kit.fill, 7))
+        cleared = kit.packer.clear(0, IDS[:2], device.compute_fence())
         assert not cleared.done()
     settled(cleared)
     assert not kit.blocks()[:2].any()
     assert (kit.blocks()[2:] == 7).all()
     with pytest.raises(LayoutError):
         kit.packer.clear(0, np.array([-1], dtype=np.int32), READY)
-
-
-class Failing(ThreadedStream):
-    """Raises at the first call of one kind, as CUDA does when out of memory. Earlier calls are queued, and take effect
-    late.
-    """
-
-    def __init__(self, streams: ThreadedStreams, where: str) -> None:
-        super().__init__("failing")
-        streams.made.append(self)
-        self.told = threading.Event()
-        super().run(lambda: self.told.wait(0.3))
-        self._where = where
-
-    def run(self, work: Callable[[], None]) -> None:
-        self._fail("run")
-        super().run(work)
-
-    def record(self) -> ThreadedFence:
-        self._fail("record")
-        return super().record()
-
-    def _fail(self, where: str) -> None:
-        if where == self._where:
-            self._where = ""
-            raise RuntimeError("out of memory")
-
-
-@pytest.mark.parametrize("side", ["host", "device"])
-@pytest.mark.parametrize(
-    ("way", "where"),
-    [
-        ("gather", "run"),
-        ("gather", "record"),
-        ("scatter", "record"),
-        ("finish_images", "record"),
-        ("inspect", "record"),
-    ],
-)
-def test_when_a_call_fails_nothing_of_it_is_under_way_any_more(
-    side: str, way: str, where: str, streams: ThreadedStreams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slots and blocks then get new owners: copies queued before the failure must not write to them."""
-    kit = Kit(side, emulated(streams))
-    failing = Failing(streams, where)
-    for name in ("_out", "_in", "_beside"):
-        monkeypatch.setattr(kit.packer, name, failing)
-    slot, headers = torch.zeros(8192, dtype=torch.uint8), np.full((1, 4096), 5, dtype=np.uint8)
-    calls: dict[str, Callable[[], object]] = {
-        "gather": lambda: kit.gather(READY),
-        "scatter": lambda: kit.scatter(READY),
-        "finish_images": lambda: kit.packer.finish_images(headers, [slot], [[slice(4096, 5000)]]),
-        "inspect": lambda: kit.packer.inspect(0, [slot], []),
-    }
-    with pytest.raises(RuntimeError, match="out of memory"):
-        calls[way]()
-    memory = (kit.payload, kit.blocks(), slot.numpy())
-    then = [each.copy() for each in memory]
-    failing.told.set()
-    failing.synchronize()
-    now = (kit.payload, kit.blocks(), slot.numpy())
-    assert all((here == there).all() for here, there in zip(now, then, strict=True))
 
 
 def test_an_error_on_the_device_is_told_by_every_fence_behind_it(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:

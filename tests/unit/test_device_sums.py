@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from nixl_offload.chunk.header import HEADER_BYTES, lacks_checksums
-from nixl_offload.engine import Chunk, Completion, device_packer, packed, packer, slot_headers
+from nixl_offload.engine import Chunk, Completion, device_packer, packed, packer
+from nixl_offload.engine import host as host_module
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_engine import MemoryEngine
@@ -113,7 +114,7 @@ def no_sums_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
             raise AssertionError("the processor was to sum")
         return []
 
-    for module in (packer, packed, slot_headers):
+    for module in (packer, packed, host_module):
         monkeypatch.setattr(module, "payload_checksums", refuse)
 
 
@@ -236,7 +237,7 @@ def test_batches_that_fail_to_scatter_hold_no_scratch(tmp_path: Path, monkeypatc
         rig.write(range(16))
         wanted = rig.rows(range(16))
         assert rank.store(0, [rank.chunk(n, list(range(4 * n, 4 * n + 4))) for n in range(4)]) == (OK,) * 4
-        monkeypatch.setattr(device_packer, "BROUGHT_BYTES", 16 * bus._block_bytes[0])
+        monkeypatch.setattr(device_packer, "BROUGHT_BYTES", 16 * bus.block_bytes[0])
         monkeypatch.setattr(type(paths.complaints), "error", lambda *_, **__: None)  # type: ignore[attr-defined]  # pytest keeps it
         real, failures = bus.scatter_many, [1, 2]
 
@@ -263,9 +264,9 @@ def test_a_device_without_memory_has_the_host_sum(tmp_path: Path, monkeypatch: p
     with opened(tmp_path) as (_, rank):
         bus = rank.rig.engine.paths.packer
         monkeypatch.setattr(bus._beside, "run", _out_of_memory)
-        payload = np.zeros((2, bus._block_bytes[0]), dtype=np.uint8)
+        payload = np.zeros((2, bus.block_bytes[0]), dtype=np.uint8)
         found = at_once(bus.bring(0, [payload]))
-        assert not found.by_device
+        assert not found.has_sums
         assert found.rows()[0] is payload
 
 

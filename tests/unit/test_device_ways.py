@@ -80,7 +80,7 @@ def test_a_store_reads_nothing_that_the_model_has_not_written(lab: Lab, way: Way
     rig.write(range(8), value=1)
     rig.settle_model()
     waiter = threading.Thread(target=rig.engine.wait, args=([1],))
-    with lab.streams.compute.held():
+    with lab.device.compute.held():
         rig.write([0, 1, 2, 3])
         wanted = rig.rows([0, 1, 2, 3])
         rig.engine.submit_store(1, [rig.chunk(0, [0, 1, 2, 3])])
@@ -103,7 +103,7 @@ def test_blocks_needed_before_the_model_has_written_them_are_not_stored(lab: Lab
     """``wait`` gives up in its time, however long the step; nothing is written then, and the next store works."""
     mover = faulty()
     rig = lab.make(mover, "lbhnc", way, staging_slots=2)
-    with lab.streams.compute.held():
+    with lab.device.compute.held():
         rig.write([0, 1, 2, 3])
         rig.engine.submit_store(1, [rig.chunk(n, [0, 1, 2, 3]) for n in range(6)])
         rig.engine.wait([1], limit_s=0.05)  # else the stream's own limit would end it, and the store succeed
@@ -122,7 +122,7 @@ def test_a_load_does_not_overtake_the_model(lab: Lab, way: Way) -> None:
     wanted = rig.rows([0, 1, 2, 3])
     assert rig.store(1, [rig.chunk(0, [0, 1, 2, 3])]) == (OK,)
     reads = 0 if way == "direct" else 1
-    with lab.streams.compute.held():
+    with lab.device.compute.held():
         rig.write([4, 5, 6, 7], value=0)
         rig.engine.submit_load(2, [rig.chunk(0, [4, 5, 6, 7])])
         until(lambda: mover.submitted.count(Op.READ) == reads)
@@ -177,7 +177,7 @@ def test_a_load_ends_while_the_step_runs_that_it_came_with(lab: Lab, way: Way) -
     wanted = rig.rows([0, 1, 2, 3])
     assert rig.store(1, [rig.chunk(0, [0, 1, 2, 3])]) == (OK,)
     fence = rig.engine.compute_fence()
-    with lab.streams.compute.held():
+    with lab.device.compute.held():
         rig.write([8, 9])  # what the step writes
         rig.engine.submit_load(2, [rig.chunk(0, [4, 5, 6, 7])], fence=fence)
         assert rig.collect(2).outcomes == (OK,)
@@ -192,7 +192,7 @@ def test_a_load_waits_for_the_step_before_the_one_that_it_came_with(lab: Lab, wa
     rig.write([0, 1, 2, 3])
     wanted = rig.rows([0, 1, 2, 3])
     assert rig.store(1, [rig.chunk(0, [0, 1, 2, 3])]) == (OK,)
-    with lab.streams.compute.held():
+    with lab.device.compute.held():
         rig.write([4, 5, 6, 7])
         fence = rig.engine.compute_fence()
         rig.write([8, 9])

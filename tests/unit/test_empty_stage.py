@@ -18,7 +18,7 @@ from nixl_offload.engine import Completion
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm.chunks import RankChunks
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
-from tests.unit.device_rig import ThreadedStreams, emulated
+from tests.unit.device_rig import ThreadedDevice
 from tests.unit.engine_rig import Rig, Shape, whole
 
 OK, FAILED = Outcome.OK, Outcome.FAILED
@@ -101,8 +101,8 @@ def test_promotions_and_moves_of_both_groups_end_well_and_touch_one(rig: ChainRi
 @pytest.mark.parametrize("staging", ["host", "device"])
 def test_an_engine_on_a_device_leaves_the_group_out(tmp_path: Path, staging: str) -> None:
     """The group has no kernels and no staging. If a chunk of it comes nevertheless, it fails before any header."""
-    with ThreadedStreams() as streams:
-        rig = Rig.make(tmp_path, shape=STAGE, device=emulated(streams), staging=staging)
+    with ThreadedDevice() as device:
+        rig = Rig.make(tmp_path, shape=STAGE, device=device, staging=staging)
         wanted = rig.bytes_of(range(4))
         assert rig.store(1, [rig.chunk(0, range(4))]) == (OK,)
         rig.wipe()

@@ -1,11 +1,13 @@
 """Proves: a chunk that memory took without checksums gets them on its way to a farther tier, once, before the write;
-what lies there is what ``verify: always`` would have written; and an image without them is served from no storage.
+what lies there is what ``verify: always`` would have written; an image without them is served from no storage; and a
+page that gets them while others read it is never taken for damage.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,19 @@ import numpy.typing as npt
 import pytest
 
 from nixl_offload.chunk.checksum import payload_checksums
-from nixl_offload.chunk.header import HEADER_BYTES, decode_header, lacks_checksums
+from nixl_offload.chunk.header import (
+    CHECKSUMS_AT,
+    HEADER_BYTES,
+    MAX_BLOCKS_PER_CHUNK,
+    ExpectedRows,
+    check_headers,
+    decode_header,
+    encode_headers,
+    lacks_checksums,
+)
+from nixl_offload.engine import host as host_module
 from nixl_offload.engine import image as image_module
-from nixl_offload.engine import slot_headers
+from nixl_offload.engine.host import SlotHeaders
 from nixl_offload.movers.base import Mover
 from nixl_offload.types import Outcome
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
@@ -85,7 +97,7 @@ def test_two_tiers_that_take_a_chunk_at_once(make: Make, monkeypatch: pytest.Mon
         both.wait()
         return payload_checksums(payloads)
 
-    monkeypatch.setattr(slot_headers, "payload_checksums", together)
+    monkeypatch.setattr(host_module, "payload_checksums", together)
     assert rig.store(1, [rig.chunk(0, MEMORY, blocks_of(0))]) == (OK,)
     assert rig.moves(2, [rig.move(0, MEMORY, FILE), rig.move(0, MEMORY, BUCKET)]) == (OK, OK)
     assert np.array_equal(rig.stored(FILE, 0), rig.stored(BUCKET, 0))
@@ -131,3 +143,38 @@ def test_damage_to_a_header_in_memory_is_not_written(make: Make) -> None:
     rig.host_bytes(1)[90] ^= 1
     assert rig.moves(2, [rig.move(number, MEMORY, FILE) for number in range(3)]) == (OK, CORRUPT, OK)
     assert not rig.stored(FILE, 1).any()
+
+
+class HalfWritten(np.ndarray[tuple[int], np.dtype[np.uint8]]):
+    """A page whose writer stops half way until a reader has seen it so."""
+
+    half: threading.Event
+    seen: threading.Event
+
+    def __setitem__(self, where: object, value: object) -> None:
+        whole, mine = np.asarray(value, dtype=np.uint8), self.view(np.ndarray)
+        mine[: CHECKSUMS_AT + 100] = whole[: CHECKSUMS_AT + 100]
+        self.half.set()
+        assert self.seen.wait(30)
+        mine[:] = whole
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_half_written_page_is_looked_at_again(damaged: bool) -> None:
+    """While it is being written it looks damaged; afterwards only if it is."""
+    blocks, headers = MAX_BLOCKS_PER_CHUNK, SlotHeaders()
+    expect = ExpectedRows(bytes(32), [bytes(36)], 3, blocks, 1000)
+    pages = encode_headers(expect, None, [0]).copy()
+    page = pages[0].view(HalfWritten)
+    page.half, page.seen = threading.Event(), threading.Event()
+    if damaged:
+        pages[0, 100] ^= 1
+    with ThreadPoolExecutor(1) as writer:
+        written = writer.submit(headers.complete, page, np.ones((blocks, 1000), dtype=np.uint8))  # type: ignore[arg-type]
+        assert page.half.wait(30)
+        assert set(check_headers(pages, expect, may_lack_checksums=True).errors) == {0}
+        threading.Timer(0.05, page.seen.set).start()
+        found = headers.check(list(pages), expect)
+        written.result(30)
+    assert bool(found.errors) is damaged
+    assert not lacks_checksums(pages[0])

@@ -18,13 +18,13 @@ from nixl_offload.engine import device_packer
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.kernels.torch_kernels import Page
 from nixl_offload.engine.packer import HostPacker
-from nixl_offload.engine.streams import READY, Device, HostStreams
+from nixl_offload.engine.streams import READY, Device
 from nixl_offload.errors import LayoutError
 from nixl_offload.movers.base import MemoryKind
 
 Bytes = npt.NDArray[np.uint8]
 BLOCKS = 24
-AT_ONCE = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
+AT_ONCE = Device(torch.device("cpu"), MemoryKind.VRAM)
 """A device whose work is done when it is queued."""
 IDS = {
     "scattered": [[7, 2, 3, 19], [23, 0, 11, 12], [5, 6, 8, 9]],

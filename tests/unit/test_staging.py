@@ -16,13 +16,13 @@ from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine.device_packer import DEVICE_BYTES
 from nixl_offload.engine.link_memory import share_staging
 from nixl_offload.engine.staging import Staging, device_pool, host_pool
-from nixl_offload.engine.streams import Device, HostStreams
+from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryKind
 from nixl_offload.types import PAGE_BYTES
-from tests.unit.device_rig import ThreadedStreams, emulated
+from tests.unit.device_rig import ThreadedDevice
 
-DEVICE = Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams())
+DEVICE = Device(torch.device("cpu"), MemoryKind.VRAM)
 
 
 def test_a_budget_too_small_for_two_slots_is_exceeded_and_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -98,7 +98,7 @@ def test_staging_keeps_to_what_the_device_can_spare(
     """A quarter of the free, unclaimed memory, for two tiers. If two chunks do not fit, host memory is used."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_bytes, 80 * GIB))
     layout = KVLayout((RegionSpec(0, GIB, 64, 8192, 8192),), (GroupLayout.of_pages([(0, 8192)]),), 4)
-    device = Device(torch.device("cuda"), MemoryKind.VRAM, HostStreams())
+    device = Device(torch.device("cuda"), MemoryKind.VRAM)
     options = {"packers": packers, "sharers": 2, "layout": layout}
     side, share_bytes = share_staging(side, wanted, device, claimed, **options)
     assert (side, share_bytes) == (found[0], pytest.approx(found[1], rel=1e-6))
@@ -110,12 +110,12 @@ def test_memory_of_a_device_is_not_handed_out_while_the_model_may_still_write_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An allocator may return memory that a queued kernel of its old owner will still write; movers know no streams."""
-    with ThreadedStreams() as streams:
+    with ThreadedDevice() as device:
         reused = torch.zeros(3 * PAGE_BYTES, dtype=torch.uint8)
         monkeypatch.setattr(torch, "empty", lambda *_, **__: reused)
-        streams.compute.run(lambda: time.sleep(0.1))
-        streams.compute.run(lambda: reused.__setitem__(slice(None), 9))
-        pool = device_pool(slot_bytes=PAGE_BYTES, budget_bytes=2 * PAGE_BYTES, device=emulated(streams))
+        device.compute.run(lambda: time.sleep(0.1))
+        device.compute.run(lambda: reused.__setitem__(slice(None), 9))
+        pool = device_pool(slot_bytes=PAGE_BYTES, budget_bytes=2 * PAGE_BYTES, device=device)
         slot = pool.acquire()
         assert slot is not None
         assert (slot.memory == 9).all()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nixl_offload.engine import streams as streams_module
-from nixl_offload.engine.streams import CudaStreams, model_on_default_stream
+from nixl_offload.engine.streams import CudaDevice, model_on_default_stream
 
 
 class Played:
@@ -30,6 +30,9 @@ class Played:
 
     def wait_event(self, event: object) -> None:
         return
+
+    def synchronize(self) -> None:
+        """Wait for all work. Tests replace this."""
 
 
 class Cuda:
@@ -64,22 +67,16 @@ def handle_of(stream: Any) -> Any:
 
 
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("first", ["run", "wait", "record"])
-def test_a_thread_works_on_the_device_of_its_streams(first: str) -> None:
+def test_a_thread_works_on_the_device_of_its_streams() -> None:
     """A new thread's current device is the first GPU: from there, torch's events make CUDA a context on it, which takes
     memory of the first GPU for every rank that works on another.
     """
-    streams = CudaStreams(torch.device("cuda", 3))
-    stream, model = streams.new(), streams.compute_fence()
+    device = CudaDevice(torch.device("cuda", 3))
+    stream, model = device.new_stream(), device.compute_fence()
     found: list[int] = []
-    calls: dict[str, Any] = {
-        "run": lambda: stream.run(lambda: found.append(torch.cuda.current_device())),
-        "wait": lambda: stream.wait(model),
-        "record": stream.record,
-    }
 
     def drive() -> None:
-        calls[first]()
+        stream.run(lambda: found.append(torch.cuda.current_device()), model)
         found.append(torch.cuda.current_device())
 
     thread = threading.Thread(target=drive)
@@ -88,11 +85,33 @@ def test_a_thread_works_on_the_device_of_its_streams(first: str) -> None:
     assert set(found) == {3}
 
 
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("broken", ["wait_event", "__enter__", "record"])
+def test_when_a_call_fails_nothing_that_it_queued_is_under_way_any_more(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA may be out of memory after half the work. Slots and blocks then get new owners, and a late copy must not
+    write to them.
+    """
+    device, order = CudaDevice(torch.device("cuda", 0)), list[str]()
+    stream, model = device.new_stream(), device.compute_fence()
+
+    def fails(*_: object) -> None:
+        order.append("failed")
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Played, broken, fails)
+    monkeypatch.setattr(Played, "synchronize", lambda _: order.append("waited"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        stream.run(lambda: None, model)
+    assert order == ["failed", "waited"]
+
+
 def test_streams_are_lent_again_and_never_destroyed(cuda: Cuda) -> None:
     """Reopening tiers takes no more streams than opening them once. Streams of another GPU are not reused."""
     for _ in range(50):
-        devices = [CudaStreams(torch.device("cuda", number)) for number in (0, 1)]
-        made = [streams.new() for streams in devices for _ in range(3)]
+        devices = [CudaDevice(torch.device("cuda", number)) for number in (0, 1)]
+        made = [device.new_stream() for device in devices for _ in range(3)]
         handles = [handle_of(stream) for stream in made]
         assert len(set(handles)) == 6
         assert not set(handles[:3]) & set(streams_module._FREE.get(1, ()))
@@ -106,7 +125,7 @@ def test_without_streams_of_our_own_torchs_are_taken(cuda: Cuda, caplog: pytest.
     streams_module._complain.cache_clear()
     cuda.error = 2
     device = torch.device("cuda", 0)
-    assert [handle_of(CudaStreams(device).new()) for _ in range(3)] == [device] * 3
+    assert [handle_of(CudaDevice(device).new_stream()) for _ in range(3)] == [device] * 3
     assert caplog.text.count("No CUDA streams of our own (error 2") == 1
 
 

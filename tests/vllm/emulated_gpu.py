@@ -15,14 +15,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nixl_offload.engine import device_packer, link_engine
 from nixl_offload.engine.autotune import TransferPlan
-from nixl_offload.engine.streams import Device
-from nixl_offload.movers.base import MemoryKind
 from nixl_offload.vllm import rank_tiers
-from tests.unit.device_rig import ThreadedStreams
+from tests.unit.device_rig import ThreadedDevice
 from tests.vllm.blocks_outermost import BlocksOutermostExtension
 
 LIBRARIES = "NIXL_OFFLOAD_TEST_LIBRARIES"
@@ -34,7 +30,7 @@ WAY = "NIXL_OFFLOAD_TEST_WAY"
 for _library in ("libcudart.so.12", "libcufile.so.0"):
     ctypes.CDLL(str(Path(os.environ[LIBRARIES]) / _library), mode=ctypes.RTLD_GLOBAL)
 
-_device = Device(torch.device("cpu"), MemoryKind.VRAM, ThreadedStreams())
+_device = ThreadedDevice()
 for _module in (link_engine, device_packer, rank_tiers):
     _module.device_of = lambda tensor: _device  # type: ignore[attr-defined]
 if WAY in os.environ:

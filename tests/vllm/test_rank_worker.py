@@ -40,7 +40,7 @@ from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.adapters import AdapterUse, adapter_of
 from nixl_offload.vllm.messages import RankStatus, TicketSpec
 from nixl_offload.vllm.worker import FinishedJob, NixlOffloadingWorker
-from tests.unit.device_rig import ThreadedStreams, emulated
+from tests.unit.device_rig import ThreadedDevice
 from tests.vllm.manager_rig import offloading_config
 
 LAYERS = 3
@@ -491,8 +491,8 @@ def test_a_directory_that_hangs_does_not_hold_up_the_start(
     monkeypatch.setattr(rank_tiers, "make_private_directory", making)
     monkeypatch.setattr(rank_tiers, "plan_tier", planned)
     monkeypatch.setattr(rank_tiers, "DevicePacker", lambda *_: SimpleNamespace(sums_slowly=False))
-    with ThreadedStreams() as streams:
-        monkeypatch.setattr(rank_tiers, "device_of", lambda _: emulated(streams))
+    with ThreadedDevice() as device:
+        monkeypatch.setattr(rank_tiers, "device_of", lambda _: device)
         began_s = time.monotonic()
         rig = Rig(
             tmp_path / "slab",

@@ -19,7 +19,7 @@ from nixl_offload.engine import device_packer, link_engine
 from nixl_offload.vllm import rank_tiers
 from nixl_offload.vllm.messages import StepMetadata
 from nixl_offload.vllm.worker import NixlConnectorWorker
-from tests.unit.device_rig import LIMIT_S, ThreadedStreams, emulated
+from tests.unit.device_rig import LIMIT_S, ThreadedDevice
 from tests.vllm import manager_rig
 from tests.vllm.test_rank_worker import Rig, gpu
 
@@ -27,8 +27,8 @@ from tests.vllm.test_rank_worker import Rig, gpu
 class Runner:
     """Plays vLLM's model runner: puts one step after another on the model's stream."""
 
-    def __init__(self, rig: Rig, streams: ThreadedStreams) -> None:
-        self.rig, self._streams = rig, streams
+    def __init__(self, rig: Rig, device: ThreadedDevice) -> None:
+        self.rig, self._device = rig, device
         spec = SimpleNamespace(
             replicated_layout=False, config=SimpleNamespace(canonical_layout=False, parallel=None, groups=(None,))
         )
@@ -50,7 +50,7 @@ class Runner:
             forward()
 
         self.connector.handle_preemptions(metadata)
-        self._streams.compute.run(held)
+        self._device.compute.run(held)
         self.connector.start_kv_transfers(metadata)
         self.connector.prepare_store_kv(metadata)
         self.look()
@@ -76,15 +76,14 @@ class Runner:
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
     """The chunk in slot 0 holds blocks 0 to 3."""
-    with ThreadedStreams() as streams:
-        device = emulated(streams)
+    with ThreadedDevice() as device:
         for module in (link_engine, device_packer, rank_tiers):
             monkeypatch.setattr(module, "device_of", lambda _: device)
         rig = Rig(tmp_path)
         for block in range(4):
             rig.fill(block, 1)
         rig.store([0, 1, 2, 3], 0)
-        runner = Runner(rig, streams)
+        runner = Runner(rig, device)
         yield runner
         runner.close()
 

@@ -24,7 +24,7 @@ from nixl_offload.engine import autotune
 from nixl_offload.engine.autotune import plan_tier
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.records import WorkKind
-from nixl_offload.engine.streams import Device, HostStreams
+from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
 from nixl_offload.movers import pinning, select
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState
@@ -276,7 +276,7 @@ def test_it_is_taken_where_it_is_fast_enough(
     control["delay_us" if case == "slow" else "fail_write_nth"] = {"as fast": 0, "slow": SLOW_US, "fails": 3}[case]
     tier = SlabConfig.model_validate({"kind": "slab", "path": str(tmp_path), "capacity": "1GiB"})
     with caplog.at_level(logging.INFO, logger=autotune.logger.name):
-        plan = plan_tier(tier, Device(torch.device("cpu"), MemoryKind.VRAM, HostStreams()), layout_of())
+        plan = plan_tier(tier, Device(torch.device("cpu"), MemoryKind.VRAM), layout_of())
     assert plan == (taken, "host" if taken == "posix" else "device")
     [line] = [record.message for record in caplog.records if record.name == autotune.logger.name]
     assert re.search(r"gds_mt: [^;]*failed" if case == "fails" else "gds_mt: read ", line)
