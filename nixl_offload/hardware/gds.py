@@ -19,14 +19,17 @@ from typing import Any, Final, NamedTuple
 from nixl_offload.hardware.mounts import BlockDevice, Mount, beneath, find_device, find_mount, names, read
 from nixl_offload.types import PAGE_BYTES
 
-DEFAULTS: Final[Mapping[str, Any]] = {
-    "properties.allow_compat_mode": True,
+DEFAULTS: Final[Mapping[str, bool | int]] = {
+    "properties.force_compat_mode": False,
+    "properties.use_pci_p2pdma": False,
+    "block.nvme.use_pci_p2pdma": False,
+    "block.nvmeof.use_pci_p2pdma": False,
+    "block.raid.use_pci_p2pdma": False,
     "properties.max_device_cache_size_kb": 131_072,
     "properties.max_device_pinned_mem_size_kb": 33_554_432,
 }
-"""cuFile's defaults of the settings that we read; all other settings default to off."""
+"""The settings that we read, by their dotted names, with cuFile's defaults."""
 VARIABLES: Final[Mapping[str, str]] = {
-    "CUFILE_ALLOW_COMPAT_MODE": "properties.allow_compat_mode",
     "CUFILE_FORCE_COMPAT_MODE": "properties.force_compat_mode",
     "CUFILE_USE_PCIP2PDMA": "properties.use_pci_p2pdma",
 }
@@ -52,49 +55,39 @@ _MOVE: Final = "put the directory on ext4 (mounted with data=ordered) or xfs, on
 
 
 class CufileSettings(NamedTuple):
-    """cuFile's settings by their dotted names, such as ``properties.allow_compat_mode``."""
+    """cuFile's settings."""
 
     where: str
     """The file that cuFile reads, whether it exists or not."""
     error: str | None
-    """Why the file cannot be read or parsed; then ``said`` has only the environment's settings."""
-    said: Mapping[str, Any]
-    """Settings from the file, overridden by the environment."""
-    variables: tuple[str, ...]
-    """Environment variables in force."""
-
-    def flag(self, name: str) -> bool:
-        """Return a boolean setting; the default if the value is not a boolean."""
-        value = self.said.get(name)
-        return value if isinstance(value, bool) else bool(DEFAULTS.get(name))
-
-    def number(self, name: str) -> int:
-        """Return a number setting; the default if the value is not a positive integer."""
-        value = self.said.get(name)
-        return value if type(value) is int and value > 0 else int(DEFAULTS[name])
+    """Why the file cannot be read or parsed."""
+    values: Mapping[str, bool | int]
+    """Settings by the names of ``DEFAULTS``: from the environment, else the file, else cuFile's default."""
+    over: str
+    """For messages: the file and the environment variables in force."""
 
 
 def read_settings(root: str = "/") -> CufileSettings:
-    """Return the settings that cuFile would read in this process."""
+    """Return the settings that cuFile would read in this process. Values of a wrong type count as the default."""
     named = os.environ.get(_PATH_VARIABLE)
     path = named or "/etc/cufile.json"
-    said: dict[str, Any] = {}
-    error = None
+    values, error = dict(DEFAULTS), None
     try:
         with open(beneath(root, path), "rb") as file:
             # JSON with comments: keep strings, replace comments by a blank.
             text = _TOKEN.sub(lambda at: at[0] if at[0][0] == '"' else " ", file.read(_MAX_BYTES).decode())
         said = _flat(dict(json.loads(text)))
+        fit = (name for name in DEFAULTS if type(said.get(name)) is type(DEFAULTS[name]))
+        values |= {name: said[name] for name in fit if said[name] is False or said[name] > 0}
     except FileNotFoundError:
         error = f"{_PATH_VARIABLE} names {path}, which does not exist" if named else None
     except OSError as exc:
         error = f"{path} cannot be read: {exc.strerror or exc}"
     except (ValueError, TypeError, RecursionError) as exc:
         error = f"{path} cannot be understood: {exc}"
-    variables = tuple(name for name in VARIABLES if os.environ.get(name))
-    for name in variables:
-        said[VARIABLES[name]] = os.environ[name].strip().lower() in {"1", "true", "yes", "on"}
-    return CufileSettings(path, error, said, variables)
+    variables = [name for name in VARIABLES if os.environ.get(name)]
+    values |= {VARIABLES[name]: os.environ[name].strip().lower() in {"1", "true", "yes", "on"} for name in variables}
+    return CufileSettings(path, error, values, ", over it ".join([path, *variables]))
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -170,7 +163,7 @@ def pinning_route(root: str, settings: CufileSettings) -> str | None:
 
     Says nothing about files. Without a route cuFile copies through its own buffers, and pins nothing.
     """
-    if settings.flag("properties.force_compat_mode") or not find_driver(root).ok:
+    if settings.values["properties.force_compat_mode"] or not find_driver(root).ok:
         return None
     routes = (_nvidia_fs(root, None, is_any=True), _p2pdma(root, "nvme", settings))
     return next((route.name for route in routes if route.ok is not False), None)
@@ -188,11 +181,10 @@ def _conditions(
     directory: str, mount: Mount | None, device: BlockDevice | None, settings: CufileSettings, root: str
 ) -> Iterator[Fact]:
     """Yield all facts except the driver's and the routes'."""
-    over = ", over it ".join([settings.where, *settings.variables])
     fix = f"correct {settings.where}, or unset {_PATH_VARIABLE}"
-    yield _fact("cufile.json", not settings.error, settings.error or f"read from {over}", fix)
-    if settings.flag("properties.force_compat_mode"):
-        yield Fact("cufile.json", False, f"force_compat_mode is on ({over})", "turn force_compat_mode off")
+    yield _fact("cufile.json", not settings.error, settings.error or f"read from {settings.over}", fix)
+    if settings.values["properties.force_compat_mode"]:
+        yield Fact("cufile.json", False, f"force_compat_mode is on ({settings.over})", "turn force_compat_mode off")
     if mount is None:
         yield Fact("filesystem", None, "the filesystem is not known")
     else:
@@ -267,7 +259,7 @@ def _p2pdma(root: str, kind: str, settings: CufileSettings) -> Fact:
         return Fact(name, False, "PCI P2PDMA reaches NVMe drives only")
     release = (read(root, "/proc/sys/kernel/osrelease") or "").strip()
     kernel = re.match(r"(\d+)\.(\d+)", release)
-    off = [each for each in ("properties", f"block.{section}") if not settings.flag(f"{each}.use_pci_p2pdma")]
+    off = [each for each in ("properties", f"block.{section}") if not settings.values[f"{each}.use_pci_p2pdma"]]
     ours = f"set it in {settings.where}: take ours, which nixl-offload configs cufile.json prints"
     if kernel and (int(kernel[1]), int(kernel[2])) < (6, 2):
         return Fact(name, False, f"kernel {release} is older than 6.2", "boot a kernel from 6.2 on")

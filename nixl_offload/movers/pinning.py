@@ -47,8 +47,8 @@ def pinning_limit(name: str, size_bytes: int, registered_bytes: int = 0, *, root
     settings = read_settings(root)
     if pinning_route(root, settings) is None:
         return
-    limit_kb = settings.number("properties.max_device_pinned_mem_size_kb")
-    own_kb = settings.number("properties.max_device_cache_size_kb")
+    limit_kb = settings.values["properties.max_device_pinned_mem_size_kb"]
+    own_kb = settings.values["properties.max_device_cache_size_kb"]
     needed_kb = -(-(registered_bytes + size_bytes) // 1024) + own_kb
     if needed_kb > limit_kb:
         before = f" beside the {_words(registered_bytes)} that are" if registered_bytes else ""

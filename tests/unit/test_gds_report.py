@@ -129,7 +129,7 @@ def test_p2pdma_is_never_certain(machine: Machine) -> None:
     assert not machine.report().real
     settings = read_settings(str(machine.root))
     assert settings.error is None
-    assert settings.number("properties.max_device_pinned_mem_size_kb") == 256 << 20
+    assert settings.values["properties.max_device_pinned_mem_size_kb"] == 256 << 20
     for path, text, words in (
         ("proc/driver/nvidia/version", OPEN_DRIVER.replace("Open ", ""), "proprietary"),
         ("proc/sys/kernel/osrelease", "5.15.0\n", "older than 6.2"),
@@ -205,14 +205,14 @@ def test_the_file_in_force_and_what_wins_over_it(machine: Machine, monkeypatch: 
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", "/opt/mine.json")
     assert machine.report().real
     assert machine.fact("cufile.json").words == "read from /opt/mine.json"
-    assert read_settings(str(machine.root)).number("properties.max_device_pinned_mem_size_kb") == 1024
+    assert read_settings(str(machine.root)).values["properties.max_device_pinned_mem_size_kb"] == 1024
     monkeypatch.setenv("CUFILE_FORCE_COMPAT_MODE", "true")
     assert "force_compat_mode is on (/opt/mine.json, over it CUFILE_FORCE_COMPAT_MODE)" in machine.report().verdict
     monkeypatch.setenv("CUFILE_ENV_PATH_JSON", "/opt/none.json")
     assert machine.report().facts[1].words == "CUFILE_ENV_PATH_JSON names /opt/none.json, which does not exist"
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"[" * 100_000, b'{"properties": {"allow_compat_mode": "x"}}'])
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"[" * 100_000, b'{"properties": {"force_compat_mode": "x"}}'])
 def test_odd_files_raise_nothing(machine: Machine, content: bytes) -> None:
     machine.cufile("").write_bytes(content)
     assert machine.report().real is content.startswith(b"{"), "settings of the wrong type count as the default"
