@@ -175,9 +175,22 @@ class Catalog:
         self.tiers[position] = tier
         self._numbered = tuple(enumerate(self.tiers))
 
-    def disable(self, positions: Collection[int], now_s: float) -> None:
-        """Store nothing in these tiers, which some rank has disabled. All other tiers are in use again."""
+    def disable(self, positions: Collection[int], unreadable: Collection[int], now_s: float) -> None:
+        """Store nothing in ``positions``, tiers that some rank has disabled, and load nothing from ``unreadable``, but
+        for trials. All other tiers are in use again.
+        """
         self._next_trial_s = {at: self._next_trial_s.get(at, now_s + TRIAL_S) for at in positions}
+        for position, tier in self._numbered:
+            tier.ranks_load = position not in unreadable
+
+    def takes(self, position: int, now_s: float) -> bool:
+        """Whether to store in this tier now. True for a disabled tier means a trial; the next follows after TRIAL_S."""
+        trial_s = self._next_trial_s.get(position)
+        if trial_s is None:
+            return True
+        if now_s >= trial_s:
+            self._next_trial_s[position] = now_s + TRIAL_S
+        return now_s >= trial_s
 
     @property
     def open_tickets(self) -> int:
@@ -445,10 +458,8 @@ class Catalog:
             # A tier that still holds the key, EVICTING or WRITING, cannot take it a second time.
             if states[position] is not None or (position, needed) in refused:
                 continue
-            if position in self._next_trial_s and position + 1 < len(self.tiers):
-                if now_s < self._next_trial_s[position]:
-                    continue
-                self._next_trial_s[position] = now_s + TRIAL_S
+            if position + 1 < len(self.tiers) and not self.takes(position, now_s):
+                continue
             storing_bytes = self.storing_bytes[position]
             if storing_bytes and storing_bytes + needed > self._store_backlog_bytes:
                 if now_s - self._ended_s[position] <= self._pending_limit_s:

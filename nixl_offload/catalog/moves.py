@@ -303,7 +303,9 @@ class Moves:
             if bytes_under_way > 0 and bytes_under_way + slot_bytes > backlog_bytes:
                 is_blocked = True
                 break
-            location = None if slot_bytes in refused else tier.reserve(key, slot_bytes, evicted)
+            location = None
+            if slot_bytes not in refused and self._catalog.takes(target, now_s):
+                location = tier.reserve(key, slot_bytes, evicted)
             if location is None:
                 is_blocked = True
                 refused.add(slot_bytes)

@@ -206,7 +206,7 @@ class LinkPaths(TierPaths):
         """See ``TierPaths``."""
         paths = tuple(sorted({plan.path for plan in self.plans if plan.block_bytes}))
         trouble = "" if self.link.trouble == "none" else self.link.trouble
-        return TierStatus(waiting, trouble, TierAccess(self.link.mover.name, paths))
+        return TierStatus(waiting, trouble, TierAccess(self.link.mover.name, paths), self.link.suspect)
 
     def close(self) -> None:
         """Close the link and its mover."""

@@ -421,3 +421,4 @@ class TierStatus(NamedTuple):
     """Why the tier is not used now, in a word; empty if it is."""
     access: TierAccess | None = None
     """None: the tier cannot be used on this rank."""
+    loads_fail: bool = False

@@ -239,6 +239,15 @@ class Index:
             del queue.shards[hash(key) >> _SHARD_SHIFT][key]
             queue.use(key, next(self._uses) << _OFFSET_BITS | packed & _OFFSET_MASK)
 
+    def renew(self, key: Key, location: Location) -> None:
+        """Give a READY key another location of its slot size, as the most recently used."""
+        held = self._held.get(key)
+        if held is not None:
+            held.location = location
+        else:
+            self._take(key)
+            self._use(key, location)
+
     # Giving up
 
     def evict(self, slot_bytes: int) -> tuple[Key, Location] | None:

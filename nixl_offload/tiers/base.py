@@ -81,8 +81,8 @@ class SharedStatistics:
     """Durations of such questions since the last call; only the latest if there are very many."""
     late: int
     """Requests that were not answered in time."""
-    breakers: Mapping[str, BreakerState]
-    """State by breaker: ``reach``, ``load`` or ``store``."""
+    breaker: BreakerState
+    """CLOSED while the storage answers."""
     evictions: int | None = None
     """Chunks that this engine has deleted to make room. None: engines do not evict from this tier."""
 
@@ -113,6 +113,8 @@ class Tier:
     """The data that ranks need to open their links."""
     is_local: bool = False
     """True if only this machine can read the tier."""
+    ranks_load: bool = True
+    """False while the loads of some rank fail, as the ranks report."""
 
     @property
     def is_looking(self) -> bool:

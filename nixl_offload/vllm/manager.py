@@ -208,7 +208,8 @@ class NixlOffloadManager(OffloadingManager):
         self.serving.take_ranks(ranks)
         statuses = [status.tiers for status in self.serving.ranks.values()]
         disabled = {position for tiers in statuses for position, tier in enumerate(tiers) if tier.trouble}
-        self.catalog.disable(disabled, time.monotonic())
+        unreadable = {position for tiers in statuses for position, tier in enumerate(tiers) if tier.loads_fail}
+        self.catalog.disable(disabled, unreadable, time.monotonic())
         self.metrics.update_ranks(statuses)
 
     # What vLLM asks while it schedules.

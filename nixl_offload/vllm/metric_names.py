@@ -96,9 +96,9 @@ probe_seconds | histogram | tier | seconds |
 late_lookups | counter | tier | requests |
     Requests computed because a bucket or shared directory did not answer within lookup.timeout. | Rises: raise
     lookup.timeout, or look at the store
-breaker_state | gauge | purpose tier | 0, 1 or 2 |
-    Breaker of a bucket or shared directory: 0 closed (in use), 1 half-open (on trial), 2 open (disabled). purpose:
-    reach (it answers), load or store (that works). | 2: the tier is disabled for a while; it recovers by itself
+breaker_state | gauge | tier | 0, 1 or 2 |
+    Whether a bucket or shared directory answers: 0 yes (in use), 1 half-open (on trial), 2 open (disabled). | 2: the
+    tier is disabled for a while; it recovers by itself
 """
 """Name, kind, labels, unit, what is counted (the exporter's help text), and what it says to an operator. In the order
 of the page: is it working, speed, health, capacity, the way to farther tiers, shared tiers."""

@@ -187,8 +187,7 @@ class MetricsReporter:
                 self._count("probe_errors", statistics.probe_errors, kind)
                 self._observe("probe_seconds", statistics.probe_seconds, kind)
                 self._count("late_lookups", statistics.late, kind)
-                for purpose, state in statistics.breakers.items():
-                    self._show("breaker_state", _STATES[state], purpose, kind)
+                self._show("breaker_state", _STATES[statistics.breaker], kind)
             if statistics is not None and statistics.evictions is not None:
                 self._count("evicted_chunks", statistics.evictions, kind)
         if self._stats.is_empty():

@@ -106,6 +106,14 @@ class IndexMachine(RuleBasedStateMachine):
             self.order.remove(key)
             self.order.append(key)
 
+    @rule(key=st.sampled_from(KEYS), number=st.integers(0, 8))
+    def renew(self, key: Key, number: int) -> None:
+        held = self.model.get(key)
+        if held is not None and held.state is State.READY:
+            held.location = Location(2, 4096 * number, held.location.slot_bytes)
+            self.index.renew(key, held.location)
+            self.touch(key)
+
     @rule(slot_bytes=st.sampled_from((*SIZES, 777)))
     def evict(self, slot_bytes: int) -> None:
         victims = [k for k in self.order if self.model[k].location.slot_bytes == slot_bytes]

@@ -84,7 +84,7 @@ class SharedMachine(RuleBasedStateMachine):
         self.rig.ahead_s += 100_000.0
         for _ in range(50):
             self.rig.flush()
-        self.rig.wait_for(lambda: 1 if self.rig.tier._health.reach.closed else None)
+        self.rig.wait_for(lambda: 1 if self.rig.tier._reach.closed else None)
         self.rig.put(*KEYS, age_s=-self.rig.ahead_s)
         assert self.rig.hits("last", KEYS) == len(KEYS)
 

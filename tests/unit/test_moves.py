@@ -16,7 +16,6 @@ import pytest
 
 from nixl_offload.catalog import Change, catalog, moves
 from nixl_offload.index import State
-from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slot_tier import MemoryTier
 from nixl_offload.types import Lookup, LookupContext, Outcome
@@ -49,22 +48,22 @@ def test_a_store_goes_on_from_memory_to_every_farther_tier(make: MakeChain) -> N
 def test_a_tier_that_a_rank_has_disabled_is_passed_over_but_for_trials(make: MakeChain) -> None:
     """Otherwise a full drive in front of a bucket would keep all chunks out of the bucket too."""
     chain = make(bucket=True)
-    chain.catalog.disable({MEMORY, FILE}, chain.now_s)
+    chain.catalog.disable({MEMORY, FILE}, (), chain.now_s)
     chain.store(1)
     assert chain.holders(1) == [BUCKET]
     chain.now_s += 5.0
-    chain.catalog.disable({MEMORY}, chain.now_s)  # reported again: the time of its trial does not change
+    chain.catalog.disable({MEMORY}, (), chain.now_s)  # reported again: the time of its trial does not change
     chain.store(2)
     assert chain.holders(2) == [FILE], "works again"
     chain.now_s += 6.0
     chain.store(3)
     chain.store(4)
     assert [chain.holders(number) for number in (3, 4)] == [[MEMORY], [FILE]], "one chunk as a trial"
-    chain.catalog.disable((), chain.now_s)
+    chain.catalog.disable((), (), chain.now_s)
     chain.store(5)
     assert chain.holders(5) == [MEMORY]
     alone = make(file_slots=0)
-    alone.catalog.disable({MEMORY}, alone.now_s)
+    alone.catalog.disable({MEMORY}, (), alone.now_s)
     alone.store(1)
     assert alone.holders(1) == [MEMORY], "ranks look at their storage when they store"
 
@@ -158,21 +157,10 @@ def test_a_known_chunk_is_written_where_it_is_lacking(make: MakeChain) -> None:
 # Tiers that take nothing
 
 
-def _break(chain: Chain) -> SharedTier:
-    """Make stores to the bucket fail until its breaker opens."""
-    bucket = chain.tiers[-1]
-    assert isinstance(bucket, SharedTier)
-    for number in range(1000, 1003):
-        bucket.stored(keys(number), {key(number): Outcome.FAILED}, chain.now_s)
-    assert bucket._health.breakers()["store"] is BreakerState.OPEN
-    bucket.flush(chain.now_s)
-    return bucket
-
-
 def test_a_tier_that_is_out_of_use_keeps_nobody_awake_for_long(make: MakeChain) -> None:
     """Its failing trials do not count as progress: a chunk begins now and then, and the others would wait for ever."""
     chain = make(bucket=True)
-    _break(chain)
+    chain.catalog.disable({BUCKET}, (), chain.now_s)
     chain.store(*range(6))
     started_s = chain.now_s
     while chain.catalog.moves.has_pending:
@@ -416,7 +404,7 @@ def test_a_tier_that_is_out_of_use_serves_only_what_no_other_has(make: MakeChain
     nearer = chain.tiers[1]
     assert isinstance(nearer, SharedTier)
     for _ in range(3):
-        nearer._health.reach.failed("timeout", "no answer", chain.now_s)
+        nearer._reach.failed("timeout", "no answer", chain.now_s)
     assert not nearer.in_use
     assert [chain.catalog.where(key(number)) for number in (1, 2)] == [2, 1]
     grant = chain.catalog.prepare_load(keys(1, 2), chain.now_s)

@@ -1,16 +1,14 @@
 """The scheduler's beliefs about a shared store: which chunks are present, being written or absent, and for how long.
 
 Threading: the scheduler's thread alone. No I/O, no clock: time is passed in (monotonic seconds).
-States, pins and eviction come from ``index.Index``; a location's offset is a row number here.
-Memory: some 350 bytes per chunk remembered as present, 150 per absent one.
+States, pins and eviction come from ``index.Index``. A location's offset is a time here: the microsecond until which the
+belief is fresh.
+Memory: some 200 bytes per chunk remembered as present, 150 per absent one.
 """
 
 from __future__ import annotations
 
 import math
-from array import array
-
-import numpy as np
 
 from nixl_offload.index import Index, State
 from nixl_offload.types import Key, Location
@@ -18,8 +16,8 @@ from nixl_offload.types import Key, Location
 MAX_KEYS = 1_000_000
 MAX_ABSENT = 100_000
 _READY = State.READY
-_ROW_BYTES = 1
-"""All rows have one size class, so one queue orders what to forget first."""
+_SLOT_BYTES = 1
+"""All keys have one size class, so one queue orders what to forget first."""
 
 
 class Presence:
@@ -30,17 +28,13 @@ class Presence:
     """
 
     def __init__(self, *, present_for_s: float, absent_for_s: float, max_keys: int) -> None:
+        """``present_for_s``: no longer than chunks live."""
         self._present_for_s = present_for_s
         self._absent_for_s = absent_for_s
         self._max_keys = max_keys
         self._absent: dict[Key, float] = {}
         """Key -> when it was found to be absent; in order of time."""
         self._index = Index()
-        self._free = array("q")
-        # By row.
-        self._seen_s = array("d")
-        self._until_s = array("d")
-        """When the belief ceases to be fresh."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -56,13 +50,16 @@ class Presence:
         found = self._index.find(key)
         if found is None:
             return None, False
-        state, row = found
-        return state, state is _READY and now_s < self._until_s[row]
+        state, until_us = found
+        return state, state is _READY and now_s * 1e6 < until_us
 
     def seen_since(self, key: Key, then_s: float) -> bool:
-        """Whether ``key`` was seen or stored at ``then_s`` or later, or is WRITING or EVICTING."""
+        """Whether ``key`` was seen or stored at ``then_s`` or later, or is WRITING or EVICTING.
+
+        False, too, for a chunk that was to expire within ``present_for_s`` when it was seen.
+        """
         found = self._index.find(key)
-        return found is not None and (found[0] is not _READY or self._seen_s[found[1]] >= then_s)
+        return found is not None and (found[0] is not _READY or found[1] >= (then_s + self._present_for_s) * 1e6)
 
     def is_absent(self, key: Key, now_s: float) -> bool:
         """Whether ``key`` was found to be absent within the last ``absent_for_s``."""
@@ -77,17 +74,11 @@ class Presence:
     def seen(self, key: Key, now_s: float, expires_s: float = math.inf) -> None:
         """Mark an existing ``key`` READY. Keys that are WRITING or EVICTING keep their state."""
         self._absent.pop(key, None)
-        found = self._index.find(key)
-        if found is None:
-            row = self._room()
-            if row is None:
-                return
-            self._index.insert_ready(key, _place(row))
-        elif found[0] is _READY:
-            row = found[1]
-        else:
-            return
-        self._believe(row, now_s, expires_s)
+        state = self._index.state(key)
+        if state is None and self._has_room():
+            self._index.insert_ready(key, self._fresh(now_s, expires_s))
+        elif state is _READY:
+            self._index.renew(key, self._fresh(now_s, expires_s))
 
     def missed(self, key: Key, now_s: float) -> bool:
         """Mark ``key`` absent for ``absent_for_s``. True: it was READY, and is dropped."""
@@ -101,33 +92,29 @@ class Presence:
         """Forget a READY ``key``. False: it was not READY."""
         if self._index.state(key) is not _READY:
             return False
-        self._give_back(self._index.drop(key))
+        self._index.drop(key)
         return True
 
     # Storing and loading, as ``Index``
 
     def reserve(self, key: Key) -> bool:
         """Absent -> WRITING. False: there is no room, because all chunks are in use."""
-        row = self._room()
-        if row is None:
+        if not self._has_room():
             return False
-        self._index.insert_writing(key, _place(row))
+        self._index.insert_writing(key, Location(0, 0, _SLOT_BYTES))
         self._absent.pop(key, None)
         return True
 
     def commit(self, key: Key, now_s: float, expires_s: float = math.inf) -> bool:
         """WRITING -> READY, seen now. False: it was dropped meanwhile, and is forgotten."""
-        row = self._index.location(key).offset
-        freed = self._index.commit(key)
-        if freed is not None:
-            self._give_back(freed)
+        if self._index.commit(key) is not None:
             return False
-        self._believe(row, now_s, expires_s)
+        self._index.renew(key, self._fresh(now_s, expires_s))
         return True
 
     def abort(self, key: Key) -> None:
         """WRITING -> absent."""
-        self._give_back(self._index.abort(key))
+        self._index.abort(key)
 
     def pin(self, key: Key) -> None:
         """Do not forget a READY key until it is unpinned."""
@@ -135,7 +122,7 @@ class Presence:
 
     def unpin(self, key: Key) -> None:
         """Take one pin back."""
-        self._give_back(self._index.unpin(key))
+        self._index.unpin(key)
 
     def touch(self, key: Key) -> None:
         """Mark as recently used; unknown keys are ignored."""
@@ -143,29 +130,15 @@ class Presence:
 
     def clear(self) -> None:
         """Forget everything. Keys in use are EVICTING until their holders release them."""
-        held = np.array([location.offset for location in self._index.clear()], dtype=np.int64)
+        self._index.clear()
         self._absent.clear()
-        rows = np.arange(len(self._seen_s), dtype=np.int64)
-        self._free = array("q", np.setdiff1d(rows, held, assume_unique=True).tobytes())
 
-    def _believe(self, row: int, now_s: float, expires_s: float) -> None:
-        self._seen_s[row], self._until_s[row] = now_s, min(now_s + self._present_for_s, expires_s)
+    def _fresh(self, now_s: float, expires_s: float) -> Location:
+        return Location(0, max(0, math.ceil(min(now_s + self._present_for_s, expires_s) * 1e6)), _SLOT_BYTES)
 
-    def _room(self) -> int | None:
-        if len(self._index) >= self._max_keys:
-            victim = self._index.evict(_ROW_BYTES)
-            if victim is None:
-                return None
-            self._give_back(victim[1])
-        if self._free:
-            return self._free.pop()
-        self._seen_s.append(0.0)
-        self._until_s.append(0.0)
-        return len(self._seen_s) - 1
-
-    def _give_back(self, freed: Location | None) -> None:
-        if freed is not None:
-            self._free.append(freed.offset)
+    def _has_room(self) -> bool:
+        """Make room for one more key. False: all are in use."""
+        return len(self._index) < self._max_keys or self._index.evict(_SLOT_BYTES) is not None
 
     # For tests
 
@@ -174,14 +147,8 @@ class Presence:
         self._index.check()
         assert len(self._index) <= self._max_keys, "more keys than allowed"
         assert len(self._absent) <= MAX_ABSENT, "more absences than allowed"
-        assert len(set(self._free)) == len(self._free), "a row was given back twice"
-        assert len(self._free) + len(self._index) == len(self._seen_s), "a row was not given back"
 
     @property
     def held(self) -> int:
         """How many keys are in use: being written, pinned, or EVICTING."""
         return self._index.held
-
-
-def _place(row: int) -> Location:
-    return Location(0, row, _ROW_BYTES)

@@ -1,8 +1,8 @@
-"""Asks a shared store which chunks exist, and does small tasks in it, on threads of its own.
+"""Asks a shared store which chunks exist, and does one small task at a time in it, on threads of its own.
 
 Threading: every public method returns at once, and only the scheduler's thread may call it, except ``expired``.
-Questions, tasks and the trial have separate threads, so none waits for another, and nobody waits for a thread that
-hangs in the store. Decisions are taken under one lock, storage is asked outside it. Results pass through a queue, and
+Questions and the task have separate threads, so none waits for another, and nobody waits for a thread that hangs in the
+store. Decisions are taken under one lock, storage is asked outside it. Results pass through a queue, and
 ``take_in`` makes the callbacks on the scheduler's thread.
 Ownership: the store belongs to the prober's owner.
 """
@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -29,21 +28,8 @@ from nixl_offload.types import Key
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_TASKS: Final = 1024
-"""Limit of pending tasks. More are refused; the next lookup of the chunk asks for them again."""
 MAX_SAMPLES: Final = 1024
 """Limit of the durations that are kept until ``take_seconds``."""
-TASK_THREADS: Final = 2
-
-
-class Sight(Enum):
-    """The result of looking for one object."""
-
-    PRESENT = "present"
-    ABSENT = "absent"
-    """Not there, or too old to count."""
-    DAMAGED = "damaged"
-    """Present, but with the wrong size."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,8 +43,8 @@ class Question:
     """When it was sent, on the prober's clock."""
     is_overdue: bool = False
     """Whether ``overdue`` has returned it. Its error is then not reported again."""
-    sight: Sight | None = None
-    """None: the store has not answered."""
+    is_there: bool = False
+    """Whether it exists, with the right size and young enough to count."""
     modified_s: float = 0.0
     """The object's modification time, by the store's clock; 0 if absent."""
     error: StoreError | None = None
@@ -95,8 +81,7 @@ class Prober:
         self._clock = clock
         self._wall = wall
         self._asking = CallThreads("nixl-offload-probe", threads)
-        self._tasks = CallThreads("nixl-offload-probe-task", TASK_THREADS)
-        self._trial = CallThreads("nixl-offload-probe-trial", 1)
+        self._task = CallThreads("nixl-offload-probe-task", 1)
         self._events: deque[Callable[[], None]] = deque()
         """Callbacks for the scheduler's thread."""
         self._seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
@@ -128,26 +113,20 @@ class Prober:
         with self._lock:
             self._searches.clear()
 
-    def do(self, work: Callable[[Store], T], then: Callable[[T | None, StoreError | None], None]) -> bool:
-        """Do ``work`` on a thread, then call ``then`` with its result or error.
+    @property
+    def has_task(self) -> bool:
+        """Whether a task has not ended."""
+        return self._task.pending > 0
 
-        False: too many tasks are pending.
-        """
-        if self._tasks.pending >= MAX_TASKS:
-            return False
-        self._tasks.start(partial(self._do, work, then))
-        return True
-
-    def try_store(self, work: Callable[[Store], T], then: Callable[[T | None, StoreError | None], None]) -> None:
-        """The same on the trial's thread, to test whether the store answers. Does nothing while a trial is pending."""
-        if not self._trial.pending:
-            self._trial.start(partial(self._do, work, then))
+    def do(self, work: Callable[[Store], T], then: Callable[[T | None, StoreError | None], None]) -> None:
+        """Do ``work`` on a thread, after earlier tasks, then call ``then`` with its result or error."""
+        self._task.start(partial(self._do, work, then))
 
     def take_in(self, limit: int) -> None:
         """Make the callbacks that are due, ``limit`` at most. Retries starting threads if earlier starts failed."""
         if not self._is_closed:
-            for threads in (self._asking, self._tasks, self._trial):
-                threads.keep_up()
+            self._asking.keep_up()
+            self._task.keep_up()
         for _ in range(min(limit, len(self._events))):
             self._events.popleft()()
 
@@ -169,7 +148,7 @@ class Prober:
     @property
     def is_busy(self) -> bool:
         """Whether anything is queued or running. Callbacks that are due do not count."""
-        return bool(self._asking.pending or self._tasks.pending or self._trial.pending)
+        return bool(self._asking.pending or self._task.pending)
 
     def take_seconds(self) -> list[float]:
         """Return the durations of questions since the last call; the latest ``MAX_SAMPLES`` at most."""
@@ -181,7 +160,7 @@ class Prober:
         self._is_closed = True
         self.cancel_all()
         give_up_s = time.monotonic() + timeout_s
-        for threads in (self._asking, self._tasks, self._trial):
+        for threads in (self._asking, self._task):
             threads.close(max(0.0, give_up_s - time.monotonic()))
 
     def _advance(self, search: Search) -> None:
@@ -210,7 +189,7 @@ class Prober:
         found, question.error = self._try(partial(self._look, question.key))
         self._seconds.append(time.monotonic() - began_s)
         if found is not None:
-            question.sight, question.modified_s = found
+            question.is_there, question.modified_s = found
         with self._lock:
             self._out.discard(question)
             del self._questions[question.key]
@@ -221,16 +200,16 @@ class Prober:
             waiting = [waiter for waiter in question.waiters if waiter[0] in self._searches]
             for search, position in waiting:
                 search.failed |= question.error is not None
-                search.answer(position, question.sight is Sight.PRESENT)
+                search.answer(position, question.is_there)
             for search in dict.fromkeys(search for search, _ in waiting):
                 self._advance(search)
 
-    def _look(self, key: Key, store: Store) -> tuple[Sight, float]:
+    def _look(self, key: Key, store: Store) -> tuple[bool, float]:
         witness = next(iter(self._shards_of(key)), None)
         info = store.head(witness.name) if witness is not None else None
         if witness is None or info is None or self.expired(info.modified_s):
-            return Sight.ABSENT, 0.0
-        return Sight.PRESENT if info.size_bytes == witness.size_bytes else Sight.DAMAGED, info.modified_s
+            return False, 0.0
+        return info.size_bytes == witness.size_bytes, info.modified_s
 
     def _do(self, work: Callable[[Store], Any], then: Callable[[Any, StoreError | None], None]) -> None:
         if not self._is_closed:

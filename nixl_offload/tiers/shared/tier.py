@@ -22,11 +22,11 @@ from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
 from nixl_offload.stores.base import Store
 from nixl_offload.tiers.base import SharedStatistics, Tier, not_arrived
-from nixl_offload.tiers.breaker import Breaker, BreakerState
+from nixl_offload.tiers.breaker import Breaker
 from nixl_offload.tiers.shared.eviction import Eviction
-from nixl_offload.tiers.shared.naming import StoredShard, manifest_name, shards_of
+from nixl_offload.tiers.shared.naming import manifest_name, shards_of
 from nixl_offload.tiers.shared.presence import MAX_KEYS, Presence
-from nixl_offload.tiers.shared.prober import Prober, Question, Sight
+from nixl_offload.tiers.shared.prober import Prober, Question
 from nixl_offload.tiers.shared.search import Lookups, Search, SearchKind
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, key_group
 
@@ -36,7 +36,8 @@ MANIFEST_RETRY_S = 60.0
 RESET_MARGIN_S = 300.0
 """Chunks stored within this time after a reset do not count either: clocks differ, and a fleet is not reset at one
 instant."""
-STORAGE_FAILED: Final = frozenset({Outcome.FAILED, Outcome.TAINTED})
+LOAD_TRIAL_S: Final = 5.0
+"""While ranks cannot load, one request in this time may, as a trial."""
 FLAP_WINDOW_S: Final = 30.0
 """A throttling bucket may still answer the next trial. Failures that return within this time double the pause."""
 
@@ -49,96 +50,6 @@ class SharedPlace:
     """First part of every name: see ``tiers.shared.naming``."""
     rank_namespaces: tuple[bytes, ...]
     """By rank or by shard, the 32-byte namespace digest in shard headers."""
-
-
-class StorageHealth:
-    """Three breakers for three kinds of failure: the storage does not answer questions; it answers, but loads fail; it
-    answers, but stores fail. The first disables everything, the others only loads or only stores.
-    """
-
-    def __init__(self, name: str) -> None:
-        """``name`` begins each log line, such as "S3 tier s3://bucket/prefix"."""
-        self.reach = Breaker(name, flap_window_s=FLAP_WINDOW_S)
-        """While it is not closed, one question at a time is sent, as a trial."""
-        self.loads = Breaker(f"{name}, loading")
-        self.stores = Breaker(f"{name}, storing")
-        self._load_trial: str | None = None
-        """The request whose load is the trial."""
-
-    @property
-    def in_use(self) -> bool:
-        """Whether the storage answers and loads work, as far as is known."""
-        return self.reach.closed and self.loads.closed
-
-    @property
-    def trouble(self) -> str:
-        """Why the tier is disabled, in a word; ``none`` while all is well."""
-        return self.reach.cause or self.loads.cause or self.stores.cause or "none"
-
-    def breakers(self) -> dict[str, BreakerState]:
-        """Return the state of each breaker: ``reach``, ``load`` and ``store``."""
-        return {"reach": self.reach.state, "load": self.loads.state, "store": self.stores.state}
-
-    def may_load(self, context: LookupContext, now_s: float) -> bool:
-        """Whether this request may load. While loads fail, only one request at a time may, as a trial."""
-        if self.loads.closed:
-            return True
-        was_freed = self._load_trial is None and self.loads.state is BreakerState.HALF_OPEN
-        if self._load_trial != context.request_id and (was_freed or self.loads.allows(now_s)):
-            self._load_trial = context.request_id
-        return self._load_trial == context.request_id
-
-    def may_store(self, now_s: float) -> bool:
-        """Whether to store now. While stores fail, only one store at a time is allowed, as a trial."""
-        return self.reach.closed and (self.stores.closed or self.stores.allows(now_s))
-
-    def forget_request(self, request_id: str) -> None:
-        """The request loads nothing any more. If it was the trial, another request may be the trial at once."""
-        if self._load_trial == request_id:
-            self._load_trial = None
-
-    def answered(self, error: StoreError | None, now_s: float, asked_s: float | None = None) -> None:
-        """Record the outcome of a question. ``asked_s``: when it was sent; None: it was the trial.
-
-        Ignored: failures of questions sent before the storage last recovered, and, while the storage does not answer,
-        all questions but the trial.
-        """
-        is_trial = asked_s is None
-        if is_trial is self.reach.closed or (
-            error is not None and asked_s is not None and asked_s < self.reach.closed_s
-        ):
-            return
-        if error is None:
-            self.reach.succeeded(now_s)
-        else:
-            self.reach.failed(error.cause, str(error), now_s)
-
-    def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
-        """Record the outcome of a store."""
-        if len(failed) < len(keys):
-            self.stores.succeeded(now_s)
-        elif not STORAGE_FAILED.isdisjoint(failed.values()):
-            self.stores.failed("stores", f"none of {len(keys)} chunks could be stored", now_s)
-
-    def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> Key | None:
-        """Record the outcome of a load. If no chunk came, returns one to look for; pass the result to ``rechecked``."""
-        if len(failed) < len(keys) or Outcome.CORRUPT in failed.values():
-            self.loads.succeeded(now_s)
-            self._load_trial = None
-        elif not STORAGE_FAILED.isdisjoint(failed.values()):
-            return next(key for key in keys if failed[key] in STORAGE_FAILED)
-        return None
-
-    def rechecked(self, is_whole: bool, error: StoreError | None, now_s: float) -> None:
-        """Record whether a chunk that could not be loaded is in the store, whole."""
-        if error is not None:
-            self.answered(error, now_s, now_s)
-        elif is_whole:
-            self.loads.failed("loads", "chunks that are there could not be read", now_s)
-        else:
-            # The chunk was deleted. Nothing is wrong with the storage, so a trial has not failed.
-            self.loads.succeeded(now_s)
-        self._load_trial = None
 
 
 class SharedTier(Tier):
@@ -183,10 +94,16 @@ class SharedTier(Tier):
         self._taken_in = False
         """Whether results were taken in since the last step."""
         self._presence = Presence(
-            present_for_s=lookup.present_for_s, absent_for_s=lookup.absent_for_s, max_keys=max_keys
+            present_for_s=min(lookup.present_for_s, ttl_s or math.inf),
+            absent_for_s=lookup.absent_for_s,
+            max_keys=max_keys,
         )
         self._lookups = Lookups(lookup.timeout_s)
-        self._health = StorageHealth(name)
+        self._reach = Breaker(name, flap_window_s=FLAP_WINDOW_S)
+        """Whether the storage answers questions. While it is not closed, one question at a time is sent, as a trial."""
+        self._load_trial: str | None = None
+        """The request whose load is the trial while ranks cannot load."""
+        self._next_load_trial_s = 0.0
         self._unanswered: set[Key] = set()
         """Keys whose question has no answer for longer than a request may wait. New lookups do not wait for them."""
         self._doubted: set[str] = set()
@@ -202,8 +119,6 @@ class SharedTier(Tier):
             wall=wall,
         )
         self._eviction = eviction
-        self._discarding: set[Key] = set()
-        """Keys being deleted. They are not stored until that is done, else the new shards could be deleted."""
         self._manifest_due_s = -math.inf
         """When to write the manifest; infinite once it exists or is being written."""
 
@@ -213,8 +128,6 @@ class SharedTier(Tier):
     # Questions of the catalog
 
     def state(self, key: Key) -> State | None:
-        if key in self._discarding:
-            return State.EVICTING
         return self._presence.state(key)
 
     def lookup(self, key: Key, context: LookupContext, now_s: float) -> Lookup:
@@ -222,18 +135,18 @@ class SharedTier(Tier):
         self._now_s = now_s
         if not self._taken_in:
             self._take_in()  # a step may be long; results that have come must not count as late
-        if not self._health.reach.closed:
+        if not self._reach.closed:
             return self._unknown(context)
         state, fresh = self._presence.look(key, now_s)
         if fresh:
-            return Lookup.HIT if self._health.may_load(context, now_s) else Lookup.MISS
+            return Lookup.HIT if self._may_load(context, now_s) else Lookup.MISS
         if state is State.WRITING:
             return Lookup.PENDING
-        if state is State.EVICTING or self._presence.is_absent(key, now_s) or key in self._discarding:
+        if state is State.EVICTING or self._presence.is_absent(key, now_s):
             return Lookup.MISS
         if key in self._unanswered:
             return self._unknown(context)
-        if not self._health.may_load(context, now_s):
+        if not self._may_load(context, now_s):
             return Lookup.MISS  # a question would be wasted; the key is not doubted, so it may be stored
         return self._lookups.ask(key, context, now_s)
 
@@ -245,26 +158,23 @@ class SharedTier(Tier):
         self._unanswered, overdue = self._prober.overdue(now_s, self._timeout_s)
         for question in overdue:
             late = StoreError(f"no answer within {self._timeout_s:g} s", cause="timeout")
-            self._health.answered(late, now_s, question.asked_s)
-        if not self._health.reach.closed:
+            self._answered(late, question.asked_s)
+        if not self._reach.closed:
             self._lookups.drop_all()
             self._prober.cancel_all()
-            if self._health.reach.allows(now_s):
+            if not self._prober.has_task and self._reach.allows(now_s):
                 manifest = manifest_name(self._namespace.name)
-                self._prober.try_store(
-                    lambda store: store.head(manifest), lambda _, error: self._health.answered(error, self._now_s)
-                )
+                self._prober.do(lambda store: store.head(manifest), lambda _, error: self._answered(error, None))
             return
         for search in self._lookups.begin_searches():
             self._prober.search(search)
         if now_s >= self._manifest_due_s:
-            write = partial(write_manifest, self._namespace, self._wall)
-            self._manifest_due_s = math.inf if self._prober.do(write, self._on_manifest_end) else now_s
+            self._manifest_due_s = math.inf
+            self._prober.do(partial(write_manifest, self._namespace, self._wall), self._on_manifest_end)
 
     def forget_request(self, request_id: str) -> None:
         for search in self._lookups.forget(request_id):
             self._prober.cancel(search)
-        self._health.forget_request(request_id)
         self._doubted.discard(request_id)
 
     def doubts(self, request_id: str) -> bool:
@@ -273,14 +183,14 @@ class SharedTier(Tier):
 
     @property
     def in_use(self) -> bool:
-        """Whether the storage answers and loads work, as far as is known."""
-        return self._health.in_use
+        """Whether the storage answers and ranks can load, as far as is known."""
+        return self._reach.closed and self.ranks_load
 
     # Storing
 
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
         """Make ``key`` WRITING. None while the tier is disabled. Evicts nothing: ``Eviction`` or gc does."""
-        if not self._health.may_store(self._now_s) or not self._presence.reserve(key):
+        if not self._reach.closed or not self._presence.reserve(key):
             return None
         return Location(self._position, 0, slot_bytes)
 
@@ -293,22 +203,15 @@ class SharedTier(Tier):
         self._presence.abort(key)
 
     def retire(self, key: Key) -> None:
-        """Forget a WRITING chunk that late I/O may still write, and delete its shards. A chunk that is whole stays:
-        another server has stored it.
-
-        A shard that arrives even later is an object like any other: a load verifies it.
-        """
+        """Forget a WRITING chunk. A shard that arrives later is an object like any other: a load verifies it."""
         self._presence.abort(key)
-        self._discard([key])
 
     def stored(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> None:
-        """Record the outcome of a store. If a rank could not store a chunk, delete the other ranks' shards. A whole
-        chunk stays: another server has stored it.
-        """
+        """Chunks that a rank could not store count as absent, although shards of other ranks may be there."""
         self._now_s = now_s
-        self._health.stored(keys, failed, now_s)
-        gone = [key for key in failed if self.state(key) is None]
-        self._discard([key for key in gone if len(tuple(shards_of(self._namespace, key))) > 1])
+        for key in failed:
+            if self.state(key) is None:
+                self._presence.missed(key, now_s)
 
     # Loading
 
@@ -324,22 +227,9 @@ class SharedTier(Tier):
         self._presence.touch(key)
 
     def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
-        """Record the outcome of a load. Chunks that did not arrive count as absent, so they are computed and stored.
-
-        Damaged chunks are deleted. Returns the dropped chunks.
-        """
+        """Chunks that did not arrive or are damaged count as absent, so they are computed and stored. Returns them."""
         self._now_s = now_s
-        bad = not_arrived(keys, failed)
-        doubtful = self._health.loaded(keys, failed, now_s)
-        if doubtful is not None and self._health.reach.closed:
-            self._prober.do(
-                partial(is_whole, tuple(shards_of(self._namespace, doubtful))),
-                lambda found, error: self._health.rechecked(bool(found), error, self._now_s),
-            )
-        dropped = [key for key in bad if self._presence.missed(key, now_s)]
-        corrupt = [key for key in bad if failed[key] is Outcome.CORRUPT and self._presence.state(key) is None]
-        self._discard(corrupt, even_whole=True)
-        return dropped
+        return [key for key in not_arrived(keys, failed) if self._presence.missed(key, now_s)]
 
     def clear(self) -> None:
         """Forget everything, and never again use chunks that were stored before now; see decision 0010.
@@ -373,14 +263,14 @@ class SharedTier(Tier):
             probe_errors=self._prober.errors,
             probe_seconds=self._prober.take_seconds(),
             late=self._lookups.late,
-            breakers=self._health.breakers(),
+            breaker=self._reach.state,
             evictions=self._eviction.evicted if self._eviction is not None else None,
         )
 
     @property
     def trouble(self) -> str:
         """Why the tier is disabled, in a word; ``none`` while all is well."""
-        return self._health.trouble
+        return self._reach.cause or "none"
 
     # Results of the prober
 
@@ -393,16 +283,14 @@ class SharedTier(Tier):
                 self._take_chain(search.keys[:known], known)
 
     def _on_answer(self, question: Question) -> None:
-        self._health.answered(question.error, self._now_s, question.asked_s)
+        self._answered(question.error, question.asked_s)
         key = question.key
-        if question.sight is Sight.PRESENT and not self._prober.expired(question.modified_s):
-            if not self._presence.missed_since(key, question.asked_s) and key not in self._discarding:
+        if question.is_there and not self._prober.expired(question.modified_s):
+            if not self._presence.missed_since(key, question.asked_s):
                 self._presence.seen(key, self._now_s, self._expires_s(question.modified_s))
-        elif question.sight is not None and not self._presence.seen_since(key, question.asked_s):
+        elif question.error is None and not self._presence.seen_since(key, question.asked_s):
             # Otherwise it was stored after the question was sent.
             self._presence.missed(key, self._now_s)
-            if question.sight is Sight.DAMAGED:
-                self._discard([key])
 
     def _on_search_end(self, search: Search) -> None:
         if self._lookups.finish(search) and search.kind is SearchKind.CHAIN:
@@ -414,7 +302,7 @@ class SharedTier(Tier):
         # Last key first: keys marked last are forgotten last, and the start of a prefix is worth most.
         for key in reversed(keys[:boundary]):
             is_known = presence.look(key, now_s)[1] or presence.is_absent(key, now_s)
-            if self._lookups.infer and not is_known and key not in self._discarding:
+            if self._lookups.infer and not is_known:
                 presence.seen(key, now_s)
         for key in keys[boundary:]:
             state, is_fresh = presence.look(key, now_s)
@@ -427,6 +315,27 @@ class SharedTier(Tier):
 
     # Inside
 
+    def _answered(self, error: StoreError | None, asked_s: float | None) -> None:
+        """Record the outcome of a question. ``asked_s``: when it was sent; None: it was the trial.
+
+        Ignored: failures of questions sent before the storage last recovered, and, while the storage does not answer,
+        all questions but the trial.
+        """
+        if (asked_s is None) is self._reach.closed:
+            return
+        if error is None:
+            self._reach.succeeded(self._now_s)
+        elif asked_s is None or asked_s >= self._reach.closed_s:
+            self._reach.failed(error.cause, str(error), self._now_s)
+
+    def _may_load(self, context: LookupContext, now_s: float) -> bool:
+        """Whether this request may load. While ranks cannot load, one request at a time may, as a trial."""
+        if self.ranks_load:
+            return True
+        if self._load_trial != context.request_id and now_s >= self._next_load_trial_s:
+            self._load_trial, self._next_load_trial_s = context.request_id, now_s + LOAD_TRIAL_S
+        return self._load_trial == context.request_id
+
     def _unknown(self, context: LookupContext) -> Lookup:
         if context.request_id:
             self._doubted.add(context.request_id)
@@ -437,36 +346,6 @@ class SharedTier(Tier):
         if self._ttl_s is None:
             return math.inf
         return self._now_s + self._ttl_s - max(0.0, self._wall() - modified_s)
-
-    def _discard(self, keys: Sequence[Key], *, even_whole: bool = False) -> None:
-        """Delete chunks. Whole ones, which another server has stored, are deleted only with ``even_whole``."""
-        keys = [key for key in keys if key not in self._discarding]
-        if not keys or not self._health.reach.closed:
-            return
-
-        def ended(_: None, error: StoreError | None) -> None:
-            self._discarding.difference_update(keys)
-
-        chunks = [tuple(shards_of(self._namespace, key)) for key in keys]
-        if self._prober.do(partial(delete, chunks, even_whole), ended):
-            self._discarding.update(keys)
-
-
-# On the prober's threads. They raise StoreError.
-
-
-def delete(chunks: Sequence[Sequence[StoredShard]], even_whole: bool, store: Store) -> None:
-    """Delete all shards of chunks; missing shards are fine. A chunk with all its shards, in the right sizes, stays
-    unless ``even_whole``.
-    """
-    going = [chunk for chunk in chunks if even_whole or not is_whole(chunk, store)]
-    store.delete([shard.name for chunk in going for shard in chunk])
-
-
-def is_whole(shards: Sequence[StoredShard], store: Store) -> bool:
-    """Whether every shard exists with the right size. Only a load checks the contents."""
-    found = ((store.head(shard.name), shard.size_bytes) for shard in shards)
-    return all(info is not None and info.size_bytes == size_bytes for info, size_bytes in found)
 
 
 def write_manifest(namespace: Namespace, wall: Callable[[], float], store: Store) -> None:
