@@ -16,7 +16,7 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -108,164 +108,6 @@ def object_plugin(tier: S3Config) -> NixlPlugin:
     )
 
 
-# The agent
-
-
-class NixlAgent:
-    """An agent with one plugin, made when it is first needed. What NIXL raises becomes a MoverError.
-
-    ``register`` and ``deregister`` are for the thread that drives the mover, all else for any.
-    """
-
-    def __init__(self, plugin: NixlPlugin) -> None:
-        self.name = f"nixl-offload-{os.getpid()}-{next(_agent_numbers)}"
-        self.memory_kinds = plugin.memory_kinds
-        """Narrowed to what the plugin takes on this machine, once it has been started."""
-        self._plugin = plugin
-        self._backends = [plugin.plugin]
-        self._errors: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError)
-        self._agent: Any = None
-
-    def start(self) -> None:
-        """Start NIXL and its plugin. Raises MoverUnavailableError when one cannot run here."""
-        if self._agent is None:
-            with LIBRARIES:
-                self._agent = self._make()
-
-    def register_memory(self, region: MemoryRegion) -> Any:
-        """Register host or device memory. Returns what ``deregister`` takes."""
-        return self.register("memory", region.kind.name, (region.address, region.length_bytes, region.device_id, ""))
-
-    def register(self, what: str, kind: str, descriptor: tuple[int, int, int, str]) -> Any:
-        """Register a file or an object (``what``, for messages). Returns what ``deregister`` takes."""
-        try:
-            return self._agent.register_memory([descriptor], kind, self._backends)
-        except self._errors as error:
-            raise self._failure(f"register {what}", error) from error
-
-    def deregister(self, what: str, registered: Any) -> None:
-        """Undo ``register`` and ``register_memory``."""
-        try:
-            self._agent.deregister_memory(registered, self._backends)
-        except self._errors as error:
-            raise self._failure(f"deregister {what}", error) from error
-
-    def prepare(self, transfer: TrackedTransfer, target_kind: str, target_id: int) -> Any:
-        """Return the handle of a transfer between its region and what was registered as ``target_id``."""
-        mem, fil, region, agent = transfer.mem, transfer.fil, transfer.region, self._agent
-        if transfer.bytes_total > MAX_IO_BYTES:
-            mem, fil = mem[::-1], fil[::-1]  # NIXL does not merge neighbours in falling order to more than the limit
-        try:
-            return agent.initialize_xfer(
-                transfer.op.name,
-                agent.get_xfer_descs(_descriptors(mem, region.address, region.device_id), region.kind.name),
-                agent.get_xfer_descs(_descriptors(fil, 0, target_id), target_kind),
-                self.name,
-                b"",
-                self._backends,
-            )
-        except self._errors as error:
-            raise self._failure("initialize transfer", error) from error
-
-    def begin(self, handle: Any) -> str:
-        """Start a transfer and return its state: PROC, DONE or another word.
-
-        After an error part of it may be queued in the plugin or in the kernel, and nothing would ever tell.
-        """
-        try:
-            return str(self._agent.transfer(handle))
-        except self._errors as error:
-            raise self._failure("not started whole", error) from error
-
-    def check(self, handle: Any) -> str:
-        """Return the state of a transfer. After an error nothing of it is in flight. POSIX moves bytes only in here,
-        64 I/Os a call.
-        """
-        try:
-            return str(self._agent.check_xfer_state(handle))
-        except self._errors as error:
-            raise self._failure("failed or came short", error) from error
-
-    def release(self, handle: Any) -> None:
-        """Free the handle of a transfer that has ended."""
-        try:
-            self._agent.release_xfer_handle(handle)
-        except self._errors as error:
-            logger.warning("%s: could not release a finished handle: %s", self._plugin.name, _words(error))
-
-    def forget(self) -> None:
-        """Let the agent be collected, which ends it. Nothing of it may be in use."""
-        with LIBRARIES:
-            self._agent = None
-
-    def _failure(self, doing: str, error: Exception) -> MoverError:
-        return MoverError(f"{self._plugin.name}: {doing}: {_words(error)}")
-
-    def _make(self) -> Any:
-        api = _import_nixl()
-        # A class per status, derived from nothing in common; here all of them mean the same.
-        own = (value for value in vars(api.nixlBind).values() if isinstance(value, type))
-        self._errors += tuple(value for value in own if issubclass(value, Exception))
-        plugin = self._plugin
-        try:
-            config = api.nixl_agent_config(
-                enable_prog_thread=False, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-            )
-            with _defaults(plugin.environment):
-                agent = api.nixl_agent(self.name, config)
-                agent.create_backend(plugin.plugin, dict(plugin.params))
-            taken = {kind.removesuffix("_SEG") for kind in agent.get_backend_mem_types(plugin.plugin)}
-        except self._errors as error:
-            raise MoverUnavailableError(
-                f"{plugin.name}: NIXL's {plugin.plugin} plugin does not start here: {_words(error)}"
-            ) from error
-        self.memory_kinds = frozenset(kind for kind in plugin.memory_kinds if kind.name in taken)
-        return agent
-
-
-def _descriptors(extents: Extents, base: int, device_id: int) -> npt.NDArray[np.uint64] | list[tuple[int, int, int]]:
-    """Rows of (address, length, device id) for NIXL: a few as tuples, which cost less."""
-    if len(extents) <= _FEW:
-        return [(base + at, length, device_id) for at, length in extents.tolist()]
-    rows = np.empty((len(extents), 3), dtype=np.uint64)
-    rows[:, 0] = extents[:, 0] + base
-    rows[:, 1] = extents[:, 1]
-    rows[:, 2] = device_id
-    return rows
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _import_nixl() -> ModuleType:
-    """Import NIXL quietly: unless NIXL_LOG_LEVEL says otherwise, it logs agents to stdout and failures to stderr.
-
-    Its level is read once per process; where someone else has imported it already, theirs stays.
-    """
-    if "nixl._api" in sys.modules:
-        return sys.modules["nixl._api"]
-    quiet = not logger.isEnabledFor(logging.DEBUG)
-    with _defaults({"NIXL_LOG_LEVEL": "FATAL"} if quiet else {}):
-        try:
-            return importlib.import_module("nixl._api")
-        except ImportError as error:
-            raise MoverUnavailableError(f"NIXL cannot be imported ({error}); `pip install nixl` brings it") from error
-
-
-@contextlib.contextmanager
-def _defaults(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set what the environment does not have, for as long as this lasts."""
-    added = [name for name in variables if name not in os.environ]
-    for name in added:
-        os.environ[name] = variables[name]
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
-
-
 # Movers
 
 
@@ -277,47 +119,137 @@ class NixlTransfer(TrackedTransfer):
 
 
 class AgentMover(Mover):
-    """What movers over an agent share. The first use raises MoverUnavailableError where the plugin cannot run."""
+    """A mover over a NIXL agent with one plugin. The first use raises MoverUnavailableError if the plugin cannot run.
+
+    ``memory_kinds`` is then narrowed to the kinds that the plugin takes on this machine.
+    """
 
     transfer_type = NixlTransfer
 
     def __init__(self, plugin: NixlPlugin, *, limits: MoverLimits, close_timeout_s: float) -> None:
-        self._nixl = NixlAgent(plugin)
         super().__init__(plugin.name, plugin.memory_kinds, limits, close_timeout_s)
+        self._plugin = plugin
+        self._backends = [plugin.plugin]
+        self._agent: Any = None
+        self._agent_name = f"nixl-offload-{os.getpid()}-{next(_agent_numbers)}"
+        self._errors: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError)
+        """What NIXL raises. Its own exceptions are added when it is imported."""
         self._registered: dict[MemoryId | FileId, Any] = {}
         keep_in_children(self)  # agents do not survive a fork, and handles that are collected release themselves
 
     def connect(self) -> None:
-        """Start NIXL and its plugin now, which reaches no storage yet. Raises MoverUnavailableError."""
+        """Start NIXL and its plugin now, without reaching the storage. Raises MoverUnavailableError."""
         self._check_usable()
 
     def _check_usable(self) -> None:
         super()._check_usable()
-        self._nixl.start()
-        self.memory_kinds = self._nixl.memory_kinds
+        if self._agent is None:
+            with LIBRARIES:
+                self._agent = self._make()
+
+    def _make(self) -> Any:
+        api, plugin = _import_nixl(), self._plugin
+        # A class per status, derived from nothing in common; here all of them mean the same.
+        own = (value for value in vars(api.nixlBind).values() if isinstance(value, type))
+        self._errors += tuple(value for value in own if issubclass(value, Exception))
+        try:
+            config = api.nixl_agent_config(
+                enable_prog_thread=False, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+            )
+            with _defaults(plugin.environment):
+                agent = api.nixl_agent(self._agent_name, config)
+                agent.create_backend(plugin.plugin, dict(plugin.params))
+            taken = {kind.removesuffix("_SEG") for kind in agent.get_backend_mem_types(plugin.plugin)}
+        except self._errors as error:
+            raise MoverUnavailableError(
+                f"{plugin.name}: NIXL's {plugin.plugin} plugin does not start here: {_words(error)}"
+            ) from error
+        self.memory_kinds = frozenset(kind for kind in plugin.memory_kinds if kind.name in taken)
+        return agent
+
+    def _call(self, doing: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of the agent. What NIXL raises becomes a MoverError; ``doing`` says what failed."""
+        try:
+            return method(*arguments)
+        except self._errors as error:
+            raise MoverError(f"{self.name}: {doing}: {_words(error)}") from error
+
+    # Memory, files and objects
+
+    def _register_as(self, what: str, kind: str, descriptor: tuple[int, int, int, str]) -> Any:
+        """Register memory, a file or an object (``what``, for messages) with NIXL."""
+        return self._call(f"register {what}", self._agent.register_memory, [descriptor], kind, self._backends)
 
     def _register(self, memory: MemoryId, region: MemoryRegion) -> None:
+        descriptor = (region.address, region.length_bytes, region.device_id, "")
         with LIBRARIES:
-            self._registered[memory] = self._nixl.register_memory(region)
+            self._registered[memory] = self._register_as("memory", region.kind.name, descriptor)
 
     def _unregister(self, memory: MemoryId, region: MemoryRegion) -> None:
         with LIBRARIES:
             self._deregister("memory", memory)
 
     def _deregister(self, what: str, handle: MemoryId | FileId) -> None:
-        self._nixl.deregister(what, self._registered.pop(handle))
+        registered = self._registered.pop(handle)
+        self._call(f"deregister {what}", self._agent.deregister_memory, registered, self._backends)
         if self._closed:
             self._forget_if_unused()
 
     def _forget_if_unused(self) -> None:
         """End the agent, or leave that to the release of the last memory that is still registered."""
         if not self._registered:
-            self._nixl.forget()
+            with LIBRARIES:
+                self._agent = None
+
+    # Transfers
+
+    def _prepare(self, transfer: NixlTransfer, target_kind: str, target_id: int) -> None:
+        """Make the handle of a transfer between its region and what was registered as ``target_id``."""
+        mem, fil, region, agent = transfer.mem, transfer.fil, transfer.region, self._agent
+        if transfer.bytes_total > MAX_IO_BYTES:
+            mem, fil = mem[::-1], fil[::-1]  # NIXL does not merge neighbours in falling order to more than the limit
+
+        def initialize() -> Any:
+            ours = agent.get_xfer_descs(_descriptors(mem, region.address, region.device_id), region.kind.name)
+            theirs = agent.get_xfer_descs(_descriptors(fil, 0, target_id), target_kind)
+            return agent.initialize_xfer(transfer.op.name, ours, theirs, self._agent_name, b"", self._backends)
+
+        transfer.handle = self._call("initialize transfer", initialize)
+
+    def _begin(self, transfer: NixlTransfer) -> str:
+        """Start a prepared transfer. Returns its state: PROC, DONE or why it failed.
+
+        After an error a part of it may be queued in the plugin or in the kernel, and nothing would tell when that ends.
+        So the transfer is quarantined, and FAILED when this returns.
+        """
+        try:
+            return str(self._call("not started whole", self._agent.transfer, transfer.handle))
+        except MoverError as error:
+            self._finish(transfer, str(error), quarantine=True)
+            return "PROC"
+
+    def _check(self, transfer: NixlTransfer) -> str:
+        """Return the state of a transfer: PROC, DONE or why it failed; then nothing of it is in flight. POSIX moves
+        bytes only in here, 64 I/Os a call.
+        """
+        try:
+            return str(self._call("failed or came short", self._agent.check_xfer_state, transfer.handle))
+        except MoverError as error:
+            return str(error)
+
+    def _failure(self, transfer: NixlTransfer, state: str) -> str:
+        return (
+            f"{self.name}: {transfer.op.value} of {transfer.file.path} failed: {state.removeprefix(self.name + ': ')}"
+        )
 
     def _release(self, transfer: NixlTransfer) -> None:
-        if transfer.handle is not None:
-            self._nixl.release(transfer.handle)
-            transfer.handle = None
+        """Free the handle of a transfer that has ended."""
+        handle, transfer.handle = transfer.handle, None
+        if handle is not None:
+            try:
+                self._call("could not release a finished handle", self._agent.release_xfer_handle, handle)
+            except MoverError as error:
+                logger.warning("%s", error)
 
     def _finish(self, transfer: Any, error: str | None, *, quarantine: bool = False) -> None:
         """Make final; a quarantined transfer keeps its handle for ever."""
@@ -359,7 +291,7 @@ class NixlMover(AgentMover):
     def _add_file(self, entry: FileEntry) -> FileId:
         try:
             # Empty meta info is fd mode: the device id is the descriptor.
-            registered = self._nixl.register(entry.path, "FILE", (0, entry.length_bytes, entry.fd, ""))
+            registered = self._register_as(entry.path, "FILE", (0, entry.length_bytes, entry.fd, ""))
         except MoverError:
             os.close(entry.fd)
             raise
@@ -375,26 +307,15 @@ class NixlMover(AgentMover):
             os.close(entry.fd)
 
     def _launch(self, transfer: NixlTransfer) -> None:
-        transfer.handle = self._nixl.prepare(transfer, "FILE", transfer.file.fd)
-        try:
-            state = self._nixl.begin(transfer.handle)
-        except MoverError as error:
-            self._finish(transfer, str(error), quarantine=True)
-        else:
-            self._end_unless_pending(transfer, state)
+        self._prepare(transfer, "FILE", transfer.file.fd)
+        self._note(transfer, self._begin(transfer))
 
     def _advance(self, transfer: NixlTransfer) -> None:
-        try:
-            state = self._nixl.check(transfer.handle)
-        except MoverError as error:
-            self._finish(transfer, f"{transfer.op.value} of {transfer.file.path} failed: {error}")
-        else:
-            self._end_unless_pending(transfer, state)
+        self._note(transfer, self._check(transfer))
 
-    def _end_unless_pending(self, transfer: NixlTransfer, state: str) -> None:
+    def _note(self, transfer: NixlTransfer, state: str) -> None:
         if state != "PROC":
-            what = f"{self.name}: {transfer.op.value} of {transfer.file.path} failed: {state}"
-            self._finish(transfer, None if state == "DONE" else what)
+            self._finish(transfer, None if state == "DONE" else self._failure(transfer, state))
 
     def close(self) -> None:
         """Wait ``close_timeout_s`` at most."""
@@ -469,3 +390,49 @@ class PairedMover(Mover):
             self._device.close()
         finally:
             self._host.close()
+
+
+# Details
+
+
+def _descriptors(extents: Extents, base: int, device_id: int) -> npt.NDArray[np.uint64] | list[tuple[int, int, int]]:
+    """Rows of (address, length, device id) for NIXL: a few as tuples, which cost less."""
+    if len(extents) <= _FEW:
+        return [(base + at, length, device_id) for at, length in extents.tolist()]
+    rows = np.empty((len(extents), 3), dtype=np.uint64)
+    rows[:, 0] = extents[:, 0] + base
+    rows[:, 1] = extents[:, 1]
+    rows[:, 2] = device_id
+    return rows
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _import_nixl() -> ModuleType:
+    """Import NIXL quietly: unless NIXL_LOG_LEVEL says otherwise, it logs agents to stdout and failures to stderr.
+
+    Its level is read once per process; where someone else has imported it already, theirs stays.
+    """
+    if "nixl._api" in sys.modules:
+        return sys.modules["nixl._api"]
+    quiet = not logger.isEnabledFor(logging.DEBUG)
+    with _defaults({"NIXL_LOG_LEVEL": "FATAL"} if quiet else {}):
+        try:
+            return importlib.import_module("nixl._api")
+        except ImportError as error:
+            raise MoverUnavailableError(f"NIXL cannot be imported ({error}); `pip install nixl` brings it") from error
+
+
+@contextlib.contextmanager
+def _defaults(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set what the environment does not have, for as long as this lasts."""
+    added = [name for name in variables if name not in os.environ]
+    for name in added:
+        os.environ[name] = variables[name]
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

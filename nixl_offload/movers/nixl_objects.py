@@ -5,18 +5,20 @@ reads into the caller's memory, and a second answer would land after the first (
 So transfers above a limit wait here. A failed read is repeated, unless a store says that the object is absent, or does
 not answer either.
 
-Threading: driven by one thread. A few daemon threads ask the store, and end when there is nothing to ask. Ownership: it
-owns the store. A handle in flight is never released: see ``movers.nixl``.
+Threading: driven by one thread. From the first failed read until ``close``, a few daemon threads ask the store.
+Ownership: it owns the store. A handle in flight is never released: see ``movers.nixl``.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import queue
 import random
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -78,12 +80,9 @@ class NixlObjectMover(AgentMover):
         self._running: set[_ObjectTransfer] = set()
         self._resting: set[_ObjectTransfer] = set()
         """Transfers between two attempts."""
-        self._unasked: deque[_ObjectTransfer] = deque()
-        """Resting transfers whose object the store has not been asked for."""
-        self._asking = 0
-        """Number of threads that ask."""
-        self._asking_lock = threading.Lock()
-        """Guards these two fields."""
+        self._unasked: queue.SimpleQueue[_ObjectTransfer | None] = queue.SimpleQueue()
+        """Resting transfers whose object the store has not been asked for; None ends a thread."""
+        self._askers: list[threading.Thread] = []
         self._usual_s = 0.0
         """The usual duration of a transfer."""
         self._look_s = 0.0
@@ -94,7 +93,7 @@ class NixlObjectMover(AgentMover):
     def _add_file(self, entry: FileEntry) -> FileId:
         number = next(_object_numbers)
         descriptor = (0, entry.length_bytes, number, self._key_prefix + entry.path)
-        registered = self._nixl.register(entry.path, "OBJ", descriptor)
+        registered = self._register_as(entry.path, "OBJ", descriptor)
         file = super()._add_file(entry)
         self._registered[file], self._numbers[entry] = registered, number
         return file
@@ -112,25 +111,20 @@ class NixlObjectMover(AgentMover):
 
     def _begin_waiting(self) -> None:
         while self._waiting and len(self._running) < self._at_once:
-            self._begin(self._waiting.popleft())
+            self._attempt(self._waiting.popleft())
 
-    def _begin(self, transfer: _ObjectTransfer) -> None:
+    def _attempt(self, transfer: _ObjectTransfer) -> None:
         """Begin an attempt."""
         transfer.began_s = time.monotonic()
         transfer.first_s = transfer.first_s or transfer.began_s
         transfer.attempts += 1
         try:
-            transfer.handle = self._nixl.prepare(transfer, "OBJ", self._numbers[transfer.file])
+            self._prepare(transfer, "OBJ", self._numbers[transfer.file])
         except MoverError as error:
             self._finish(transfer, str(error))
             return
         self._running.add(transfer)
-        try:
-            state = self._nixl.begin(transfer.handle)
-        except MoverError as error:
-            self._finish(transfer, str(error), quarantine=True)
-        else:
-            self._note(transfer, state, transfer.began_s)
+        self._note(transfer, self._begin(transfer), transfer.began_s)
 
     def _advance(self, transfer: _ObjectTransfer) -> None:
         self._pass()
@@ -147,10 +141,7 @@ class NixlObjectMover(AgentMover):
             return
         self._look_s = now_s + min(max(_LOOK_SHARE * self._usual_s, _LOOK_MIN_S), _LOOK_MAX_S)
         for transfer in tuple(self._running):
-            try:
-                self._note(transfer, self._nixl.check(transfer.handle), now_s)
-            except MoverError as error:
-                self._note(transfer, str(error), now_s)
+            self._note(transfer, self._check(transfer), now_s)
         for transfer in tuple(self._resting):
             if now_s > transfer.first_s + WITHIN_S or transfer.answer in ("absent", "silent"):
                 self._resting.remove(transfer)
@@ -158,7 +149,7 @@ class NixlObjectMover(AgentMover):
                 self._finish(transfer, transfer.failure)
             elif transfer.answer and now_s >= transfer.again_s:
                 self._resting.remove(transfer)
-                self._begin(transfer)
+                self._attempt(transfer)
         self._begin_waiting()
 
     def _note(self, transfer: _ObjectTransfer, state: str, now_s: float) -> None:
@@ -171,7 +162,7 @@ class NixlObjectMover(AgentMover):
             self._usual_s += (took_s - self._usual_s) * (0.25 if took_s < self._usual_s else 0.125)
             self._finish(transfer, None)
             return
-        transfer.failure = f"{self.name}: {transfer.op.value} of {transfer.file.path} failed: {state}"
+        transfer.failure = self._failure(transfer, state)
         transfer.again_s = now_s + PAUSE_S * random.uniform(0.5, 1.5)
         is_last = transfer.op is Op.WRITE or transfer.attempts == ATTEMPTS or self._closed
         if is_last or transfer.again_s > transfer.first_s + WITHIN_S:
@@ -181,25 +172,19 @@ class NixlObjectMover(AgentMover):
         self._release(transfer)
         transfer.answer = ""
         self._resting.add(transfer)
-        with self._asking_lock:
-            self._unasked.append(transfer)
-            if self._asking == ASKING_THREADS:
-                return
-            try:
-                threading.Thread(target=self._ask, name="nixl-offload-obj-ask", daemon=True).start()
-                self._asking += 1
-            except RuntimeError:  # no thread can be started now
-                if not self._asking:
-                    self._unasked.pop().answer = "go on"
+        with suppress(RuntimeError):  # no thread can be started now
+            while len(self._askers) < ASKING_THREADS:
+                asker = threading.Thread(target=self._ask, name="nixl-offload-obj-ask", daemon=True)
+                asker.start()
+                self._askers.append(asker)
+        if self._askers:
+            self._unasked.put(transfer)
+        else:
+            transfer.answer = "go on"
 
     def _ask(self) -> None:
         """Ask the store about the objects of failed reads, on a thread."""
-        while True:
-            with self._asking_lock:
-                if not self._unasked:
-                    self._asking -= 1
-                    return
-                transfer = self._unasked.popleft()
+        while (transfer := self._unasked.get()) is not None:
             try:
                 transfer.answer = "absent" if self.store.head(transfer.file.path) is None else "go on"
             except Exception as error:  # noqa: BLE001 - then nobody knows
@@ -220,8 +205,8 @@ class NixlObjectMover(AgentMover):
         for transfer in tuple(self._resting):
             self._finish(transfer, transfer.failure)
         self._resting.clear()
-        with self._asking_lock:
-            self._unasked.clear()
+        for _ in self._askers:
+            self._unasked.put(None)
         self._drain(self._close_timeout_s)
         for transfer in self._waiting:
             self._finish(transfer, f"{self.name}: closed before it was started")

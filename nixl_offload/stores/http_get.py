@@ -11,7 +11,6 @@ import logging
 import select
 import socket
 import ssl
-import struct
 import time
 from collections import deque
 from collections.abc import Callable
@@ -101,15 +100,10 @@ class DirectGets:
         opened = socket.create_connection((host, port), limit_s)  # tries the host's addresses one after the other
         try:
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            opened.settimeout(self._timeout_s)
             if is_tls:
-                opened.settimeout(self._timeout_s)
                 self._context = self._context or self._tls()
                 return self._context.wrap_socket(opened, server_hostname=host)
-            # Kernel timeouts, because Python's cost a poll per call. TLS works only with Python's.
-            opened.setblocking(True)
-            limit = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                opened.setsockopt(socket.SOL_SOCKET, option, limit)
         except BaseException:
             opened.close()
             raise

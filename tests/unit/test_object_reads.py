@@ -9,14 +9,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from nixl_offload.errors import MoverError, StoreError
-from nixl_offload.movers import nixl, nixl_objects
+from nixl_offload.errors import StoreError
+from nixl_offload.movers import nixl_objects
 from nixl_offload.movers.base import MemoryKind, Op, Transfer, TransferState
-from nixl_offload.movers.nixl import NixlPlugin
+from nixl_offload.movers.nixl import AgentMover, NixlPlugin
 from nixl_offload.movers.nixl_objects import ASKING_THREADS, NixlObjectMover
 from nixl_offload.stores.base import ObjectInfo
 from nixl_offload.stores.directory import TreeStore
@@ -27,25 +26,22 @@ DONE, FAILED, PENDING = TransferState.DONE, TransferState.FAILED, TransferState.
 
 
 class Agent(SimpleNamespace):
-    """A NixlAgent whose attempts pass through ``states``, in turn, and then are DONE."""
+    """An agent of NIXL's whose attempts pass through ``states``, in turn, and then are DONE."""
 
-    def __init__(self, *_: object) -> None:
-        super().__init__(states=[], begun=0, memory_kinds=frozenset({MemoryKind.DRAM}))
+    def __init__(self) -> None:
+        super().__init__(states=[], begun=0, check_xfer_state=lambda _: "PROC")
 
-    def begin(self, handle: object) -> str:
+    def transfer(self, handle: object) -> str:
         self.begun += 1
         state = self.states.pop(0) if self.states else "DONE"
         if state == "not whole":
-            raise MoverError("obj: not started whole")
+            raise RuntimeError("NIXL_ERR_BACKEND")
         return str(state)
 
-    def check(self, handle: object) -> str:
-        return "PROC"
-
-    def register(self, *_: object) -> object:
+    def register_memory(self, *_: object) -> object:
         return object()
 
-    start = deregister = release = forget = register_memory = prepare = register
+    deregister_memory = get_xfer_descs = initialize_xfer = release_xfer_handle = register_memory
 
 
 class Control(TreeStore):
@@ -69,11 +65,11 @@ class Control(TreeStore):
 class Reads:
     """A mover over both, and reads with it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, agent: Agent) -> None:
         self.control = Control(directory)
         plugin = NixlPlugin("obj", "OBJ", {}, frozenset({MemoryKind.DRAM}))
         self.mover = NixlObjectMover(plugin, self.control, at_once=64, close_timeout_s=0.2)
-        self.agent: Any = self.mover._nixl
+        self.agent = agent
         self.rig = ObjectRig(self.mover)
 
     def read(self, *states: str) -> Transfer:
@@ -83,8 +79,9 @@ class Reads:
 
 @pytest.fixture
 def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
-    monkeypatch.setattr(nixl, "NixlAgent", Agent)
-    reads = Reads(tmp_path)
+    agent = Agent()
+    monkeypatch.setattr(AgentMover, "_make", lambda _: agent)
+    reads = Reads(tmp_path, agent)
     yield reads
     reads.control.gate.set()
     reads.mover.close()

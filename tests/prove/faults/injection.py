@@ -23,7 +23,7 @@ from typing import Any, Final
 from nixl_offload.engine import staging
 from nixl_offload.movers import select
 from nixl_offload.movers.base import Extents, FileId, MemoryId, MemoryKind, Mover, Op, Transfer
-from nixl_offload.movers.nixl import NixlAgent
+from nixl_offload.movers.nixl import AgentMover, NixlTransfer
 from nixl_offload.stores import directory, filesystem
 from nixl_offload.tiers.slab import file as slab_file
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
@@ -192,16 +192,16 @@ class Faults:
 
         select.make_mover = wrapped(select.make_mover)
         select.make_object_mover = wrapped(select.make_object_mover)  # type: ignore[assignment]
-        real_begin = NixlAgent.begin
+        real_begin = AgentMover._begin
 
-        def begin(agent: Any, handle: Any) -> str:
+        def begin(mover: AgentMover, transfer: NixlTransfer) -> str:
             """Start nothing: what NIXL says of a read that has failed, which the mover of objects repeats."""
             armed = self.armed
-            if armed is not None and armed.transfers and armed.fault == "EIO" and agent._plugin.plugin == "OBJ":
-                return "ERR" if armed.strikes() else real_begin(agent, handle)
-            return real_begin(agent, handle)
+            if armed is not None and armed.transfers and armed.fault == "EIO" and mover.name == "obj":
+                return "ERR" if armed.strikes() else real_begin(mover, transfer)
+            return real_begin(mover, transfer)
 
-        NixlAgent.begin = begin  # type: ignore[method-assign]
+        AgentMover._begin = begin  # type: ignore[method-assign]
 
 
 class SeededMover(FaultyMover):
