@@ -1,6 +1,6 @@
 """An S3 store and servers that are dead, hang, refuse, break off or lie; and credentials. No secret gets out.
 
-Against one-answer servers and rclone. Each case bounds the time that a call may take.
+Against servers with one answer for all, and rclone. Each case bounds the time that a call may take.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ from nixl_offload.stores.base import Store
 from nixl_offload.stores.bucket import plan_lifecycle
 from nixl_offload.stores.s3 import S3Address, open_store
 from tests.contract.suites.store_suite import cause_of, read, write
-from tests.s3.proxy import Answer, FaultProxy
+from tests.s3.proxy import Answer, Fault, FaultProxy, Hold, Raw, Reset, answering, raw
 from tests.s3.servers import RcloneServer, free_port
-
-from .one_answer_server import HANG, RESET, OneAnswerServer, answer, dead_address, error
 
 KEY_ID = "AKIAFAKEFAKEFAKEFAKE"
 SECRET = "SECRETSECRETSECRETSECRETSECRETSECRETSECR"
@@ -77,18 +75,15 @@ def failure_of(store: Store, operation: str) -> StoreError:
     return caught.value
 
 
+def error(status: str, code: str, more: str = "") -> Raw:
+    """Return S3's way to refuse."""
+    return raw(status, f"<Error><Code>{code}</Code><Message>Said so.</Message>{more}</Error>".encode())
+
+
 WHOLE = {"ETag": '"e"', "Last_Modified": "Sat, 21 Nov 2026 10:00:00 GMT"}
 PARTIAL = {"Content_Range": "bytes 0-9/10", **WHOLE}
 SHORT = {"Content_Range": "bytes 0-4/5", **WHOLE}
-
-
-class Stalling(OneAnswerServer):
-    """Sends the headers and half of the body, and leaves the connection open."""
-
-    def _serve(self, connection) -> None:  # type: ignore[no-untyped-def]
-        connection.recv(65536)
-        connection.sendall(answer("206 Partial Content", b"01234", length=10, **PARTIAL))
-        connection.recv(65536)
+BROKEN = raw("206 Partial Content", b"01234", length=10, **PARTIAL)
 
 
 @contextlib.contextmanager
@@ -98,15 +93,23 @@ def dead() -> Iterator[str]:
 
 @contextlib.contextmanager
 def unconnected() -> Iterator[str]:
-    with dead_address() as (host, port):
-        yield f"http://{host}:{port}"
+    """An address that answers no SYN: its listener's queue is full."""
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(8):
+            queued = sockets.enter_context(socket.socket())
+            queued.setblocking(False)
+            queued.connect_ex(listener.getsockname())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 @contextlib.contextmanager
-def served(kind: type[OneAnswerServer], said: bytes | None, most_requests: int) -> Iterator[str]:
-    with kind(said) as server:
+def served(fault: Fault) -> Iterator[str]:
+    with answering(fault) as server:
         yield server.endpoint
-        assert len(server.requests) <= most_requests, "three attempts, and a direct GET before a read"
+        assert len(server.heads) <= 4, "three attempts, and a direct GET before a read"
 
 
 @pytest.mark.parametrize(
@@ -114,9 +117,9 @@ def served(kind: type[OneAnswerServer], said: bytes | None, most_requests: int) 
     [
         (dead, OPERATIONS, {"unreachable"}),
         (unconnected, ["head"], {"timeout", "unreachable"}),
-        (lambda: served(OneAnswerServer, HANG, 4), ["head", "read", "write"], {"timeout"}),
-        (lambda: served(Stalling, HANG, 4), ["read"], {"timeout"}),
-        (lambda: served(OneAnswerServer, RESET, 4), ["read"], {"unreachable"}),
+        (lambda: served(Hold()), ["head", "read", "write"], {"timeout"}),
+        (lambda: served(Raw(BROKEN.content, hangs=True)), ["read"], {"timeout"}),
+        (lambda: served(Reset()), ["read"], {"unreachable"}),
     ],
     ids=["dead", "does not connect", "hangs", "stalls amid a body", "resets"],
 )
@@ -136,40 +139,40 @@ def test_a_server_that_does_not_answer_is_given_up(
             assert time.monotonic() - start_s < PATIENCE_S
 
 
-def undeleted(code: str) -> bytes:
+def undeleted(code: str) -> Raw:
     """A bulk delete's answer: its status is 200, the code inside counts."""
     failed = f"<Error><Key>x/1</Key><Code>{code}</Code><Message>No.</Message></Error>"
-    return answer("200 OK", f"<DeleteResult>{failed}</DeleteResult>".encode())
+    return raw("200 OK", f"<DeleteResult>{failed}</DeleteResult>".encode())
 
 
-def listed(key: str = "x/1", size: str = "5", more: str = "") -> bytes:
+def listed(key: str = "x/1", size: str = "5", more: str = "") -> Raw:
     """A page of a listing with one object."""
     moment = "<LastModified>2026-11-21T10:00:00.000Z</LastModified>"
     found = f"<Contents><Key>{key}</Key>{moment}<ETag>e</ETag><Size>{size}</Size></Contents>"
-    return answer("200 OK", f"<ListBucketResult>{more}{found}</ListBucketResult>".encode())
+    return raw("200 OK", f"<ListBucketResult>{more}{found}</ListBucketResult>".encode())
 
 
 NEXT = "<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>"
-ANSWERS: dict[str, tuple[str, bytes, str, str]] = {
+ANSWERS: dict[str, tuple[str, Raw, str, str]] = {
     "denied": ("read", error("403 Forbidden", "AccessDenied"), "denied", "AccessDenied: Said so."),
     "expired": ("read", error("400 Bad Request", "ExpiredToken"), "denied", "ExpiredToken"),
     "slow down": ("read", error("503 Service Unavailable", "SlowDown"), "throttled", "slow down"),
-    "too many": ("read", answer("429 Too Many Requests"), "throttled", "slow down"),
+    "too many": ("read", raw("429 Too Many Requests"), "throttled", "slow down"),
     "in trouble": ("read", error("500 Internal Server Error", "InternalError"), "server", "HTTP 500"),
     "full": ("read", error("403 Forbidden", "QuotaExceeded"), "full", "QuotaExceeded"),
     "invalid": ("read", error("400 Bad Request", "InvalidRequest"), "io", "InvalidRequest"),
-    "elsewhere": ("read", answer("301 Moved Permanently"), "io", "set region"),
+    "elsewhere": ("read", raw("301 Moved Permanently"), "io", "set region"),
     "no bucket": ("read", error("404 Not Found", "NoSuchBucket"), "io", "no bucket 'kv-cache'"),
     "no object": ("read", error("404 Not Found", "NoSuchKey"), "missing", "NoSuchKey"),
     "past its end": ("read", error("416 Range Not Satisfiable", "InvalidRange"), "short", "ends before"),
-    "broken off": ("read", answer("206 Partial Content", b"01234", length=10, **PARTIAL), "unreachable", "GET"),
+    "broken off": ("read", BROKEN, "unreachable", "GET"),
     "short": (
         "read",
-        answer("206 Partial Content", b"01234", **SHORT),
+        raw("206 Partial Content", b"01234", **SHORT),
         "short",
         "",
     ),
-    "short whole": ("read", answer("200 OK", b"01234", **WHOLE), "short", ""),
+    "short whole": ("read", raw("200 OK", b"01234", **WHOLE), "short", ""),
     "may not delete": ("delete", undeleted("AccessDenied"), "denied", ""),
     "cannot delete": ("delete", undeleted("InternalError"), "server", ""),
     "negative size": ("list", listed(size="-5"), "io", "-5"),
@@ -180,11 +183,11 @@ ANSWERS: dict[str, tuple[str, bytes, str, str]] = {
 
 
 @pytest.mark.parametrize(("operation", "said", "cause", "words"), ANSWERS.values(), ids=ANSWERS)
-def test_each_refusal_has_its_cause_and_words(operation: str, said: bytes, cause: str, words: str) -> None:
+def test_each_refusal_has_its_cause_and_words(operation: str, said: Raw, cause: str, words: str) -> None:
     """S3's own words, where and what was asked; nothing that a terminal obeys: servers, and whoever may write to a
     bucket, could draw on an operator's screen.
     """
-    with OneAnswerServer(said) as server:
+    with answering(said) as server:
         failure = failure_of(store_at(server.endpoint), operation)
     text = str(failure)
     assert (failure.cause, words in text) == (cause, True), text
@@ -195,14 +198,14 @@ def test_each_refusal_has_its_cause_and_words(operation: str, said: bytes, cause
 
 
 def test_deleting_what_is_absent_is_fine() -> None:
-    with OneAnswerServer(undeleted("NoSuchKey")) as server, contextlib.closing(store_at(server.endpoint)) as store:
+    with answering(undeleted("NoSuchKey")) as server, contextlib.closing(store_at(server.endpoint)) as store:
         store.delete(["x/1"])
 
 
 def test_a_server_without_ranges_is_read_past_the_offset() -> None:
     """It sends the whole object whatever was asked for; the right bytes arrive, and too few of them are short."""
-    whole = answer("200 OK", b"0123456789", **WHOLE)
-    with OneAnswerServer(whole) as server:
+    whole = raw("200 OK", b"0123456789", **WHOLE)
+    with answering(whole) as server:
         store = store_at(server.endpoint)
         for offset, length_bytes in [(0, 10), (0, 3), (4, 6), (9, 1)]:
             assert read(store, "x/1", offset, length_bytes) == b"0123456789"[offset : offset + length_bytes]
@@ -212,30 +215,16 @@ def test_a_server_without_ranges_is_read_past_the_offset() -> None:
 
 def test_a_server_that_takes_no_presigned_addresses_is_read_all_the_same() -> None:
     """It is asked so once, not for each object."""
-
-    class HeadersOnly(OneAnswerServer):
-        """Answers 403 to what is signed in the address. An answer breaks off while ``breaks``, and none is resumed."""
-
-        breaks = False
-
-        def _serve(self, connection) -> None:  # type: ignore[no-untyped-def]
-            head = connection.recv(65536)
-            self.requests.append(head)
-            in_vain = b"X-Amz-Signature=" in head.split(b"\r\n")[0]
-            good = answer("206 Partial Content", b"0123456789", **PARTIAL)
-            if b"bytes=0-9" not in head:
-                good = answer("200 OK", b"0123456789", **WHOLE)
-            elif self.breaks:
-                good, self.breaks = answer("206 Partial Content", b"01234", length=10, **PARTIAL), False
-            with contextlib.suppress(OSError):  # the client may close first
-                connection.sendall(answer("403 Forbidden") if in_vain else good)
-                connection.shutdown(socket.SHUT_WR)
-
-    with HeadersOnly(HANG) as server, contextlib.closing(store_at(server.endpoint)) as store:
+    resumed, presigned = "bytes=5-", "X-Amz-Signature="
+    with FaultProxy() as server, contextlib.closing(store_at(server.endpoint)) as store:
+        breaks = server.inject(BROKEN, unless=f"{resumed}|{presigned}", times=0)
+        server.inject(raw("206 Partial Content", b"0123456789", **PARTIAL), unless=f"{resumed}|{presigned}")
+        server.inject(raw("200 OK", b"0123456789", **WHOLE), unless=presigned)
+        server.inject(raw("403 Forbidden"))
         for _ in range(3):
             assert read(store, "x/1", 0, 10) == b"0123456789"
-        assert [b"X-Amz-Signature=" in head for head in server.requests] == [True, False, False, False]
-        server.breaks = True
+        assert [presigned in head for head in server.heads] == [True, False, False, False]
+        breaks.times = 1
         assert read(store, "x/1", 0, 10) == b"0123456789", "a body that breaks off is read once more"
 
 
@@ -328,11 +317,11 @@ def test_no_secret_in_logs_errors_and_reprs(caplog: pytest.LogCaptureFixture) ->
     """Not even at DEBUG, and when the server quotes the request that it refuses, as S3 does."""
     quoted = f"<AWSAccessKeyId>{KEY_ID}</AWSAccessKeyId><CanonicalRequest>{TOKEN} {SECRET}</CanonicalRequest>"
     said = [error("403 Forbidden", "SignatureDoesNotMatch", quoted), error("500 Oh", "InternalError", quoted)]
-    said += [answer("200 OK", quoted.encode()), answer("404 Not Found", quoted.encode())]
+    said += [raw("200 OK", quoted.encode()), raw("404 Not Found", quoted.encode())]
     texts: list[str] = []
     caplog.set_level(logging.DEBUG)
     for one in said:
-        with OneAnswerServer(one) as server:
+        with answering(one) as server:
             store = store_at(server.endpoint)
             for operation in OPERATIONS.values():
                 try:
@@ -345,7 +334,7 @@ def test_no_secret_in_logs_errors_and_reprs(caplog: pytest.LogCaptureFixture) ->
             except (StoreError, NotSupportedError) as failure:
                 texts += [str(failure), "".join(traceback.format_exception(failure))]
             texts += [repr(store), store.where, repr(vars(store))]
-            assert len(server.requests) > len(OPERATIONS) - 1
+            assert len(server.heads) > len(OPERATIONS) - 1
     texts += [record.getMessage() for record in caplog.records] + [repr(record.args) for record in caplog.records]
     assert len(texts) > 20
     for secret in (SECRET, TOKEN, KEY_ID):

@@ -23,7 +23,8 @@ import threading
 import time
 import zlib
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, Literal, Self
@@ -114,7 +115,30 @@ class Stretch:
     lying: bool = False
 
 
-Fault = Hold | Answer | Reset | Cut | Flip | Stall | Stretch
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """Answer with these bytes instead of the server, then close the connection; if ``hangs``, after ``release``."""
+
+    content: bytes
+    hangs: bool = False
+
+
+Fault = Hold | Answer | Reset | Cut | Flip | Stall | Stretch | Raw
+
+
+def raw(status: str, body: bytes = b"", *, length: int | None = None, **headers: str) -> Raw:
+    """Return an HTTP answer of one's own. ``length``: what it claims; an underscore in a header's name is a dash."""
+    lines = [f"HTTP/1.1 {status}", "Connection: close", f"Content-Length: {len(body) if length is None else length}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return Raw("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+
+
+@contextmanager
+def answering(fault: Fault) -> Iterator[FaultProxy]:
+    """A server that does the same to every request, with none behind it."""
+    with FaultProxy() as proxy:
+        proxy.inject(fault)
+        yield proxy
 
 
 @dataclass(slots=True, eq=False)
@@ -172,12 +196,14 @@ class FaultProxy:
     A server that is down shows as a reset of the client's connection; see ``go_down`` for one that refuses connections.
     """
 
-    def __init__(self, server_port: int) -> None:
+    def __init__(self, server_port: int = 0) -> None:
         self.server_port = server_port
         self.changed = threading.Condition()
         self.connections: set[_Connection] = set()
         self.counts: Counter[str] = Counter()
         """Requests by operation: HEAD, GET, PUT, DELETE, POST of an object; COPY; LIST, DELETE_MANY, BUCKET."""
+        self.heads: list[str] = []
+        """Request line and headers of all requests."""
         self.in_flight = 0
         self._rules: list[Rule] = []
         self._listener: _Listener | None = None
@@ -250,6 +276,7 @@ class FaultProxy:
         head = f"{connection.requestline}\n{connection.headers}"
         with self.changed:
             self.counts[operation] += 1
+            self.heads.append(head)
             self.in_flight += 1
             found = next((rule for rule in self._rules if rule.takes(operation, key, connection.path, head)), None)
             self.changed.notify_all()
@@ -352,6 +379,13 @@ class _Connection(BaseHTTPRequestHandler):
             fields = [("Content-Type", "application/xml"), ("Content-Length", str(len(content)))]
             self._send_head(fault.status, fault.code, [*fields, *[("Connection", "close")] * waits])
             self.wfile.write(b"" if self.command == "HEAD" else content)
+            return
+        if isinstance(fault, Raw) and rule is not None:
+            self._body()
+            self.close_connection = True
+            self.wfile.write(fault.content)
+            if fault.hangs:
+                self._wait_for(rule)
             return
         if waits:
             self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")

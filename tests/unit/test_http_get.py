@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from nixl_offload.stores.http_get import DirectGets
-from tests.contract.one_answer_server import HANG, RESET, OneAnswerServer, answer
+from tests.s3.proxy import Fault, Hold, Raw, Reset, answering, raw
 from tests.s3.servers import make_certificate
 
 BODY = bytes(range(200))
@@ -42,46 +42,46 @@ def get(gets: DirectGets, endpoint: str, offset: int = 0, length: int = len(BODY
 
 
 WHOLE = {
-    "whole": answer("200 OK", BODY),
-    "a range": answer("206 Partial Content", BODY, content_range="bytes 0-199/1000"),
-    "a range as 200": answer("200 OK", BODY, content_range="bytes 0-199/200"),
-    "fields in any case": b"HTTP/1.1 200 OK\r\ncOnTeNt-LeNgTh:200\r\nX: a: b\r\n\r\n" + BODY,
+    "whole": raw("200 OK", BODY),
+    "a range": raw("206 Partial Content", BODY, content_range="bytes 0-199/1000"),
+    "a range as 200": raw("200 OK", BODY, content_range="bytes 0-199/200"),
+    "fields in any case": Raw(b"HTTP/1.1 200 OK\r\ncOnTeNt-LeNgTh:200\r\nX: a: b\r\n\r\n" + BODY),
 }
 
 
 @pytest.mark.parametrize("said", WHOLE.values(), ids=WHOLE)
-def test_an_answer_with_the_bytes_asked_for_fills_the_memory(gets: DirectGets, said: bytes) -> None:
-    with OneAnswerServer(said) as server:
+def test_an_answer_with_the_bytes_asked_for_fills_the_memory(gets: DirectGets, said: Raw) -> None:
+    with answering(said) as server:
         assert get(gets, server.endpoint) == (None, BODY)
-        [head] = server.requests
-        assert head.startswith(b"GET /bucket/x/1?X-Amz-Signature=0 HTTP/1.1\r\n")
-        assert b"Range: bytes=0-199\r\n" in head
+        [head] = server.heads
+        assert head.startswith("GET /bucket/x/1?X-Amz-Signature=0 HTTP/1.1\n")
+        assert "Range: bytes=0-199\n" in head
 
 
 OTHER = {
-    "shorter": (answer("200 OK", BODY[:199]), 200),
-    "longer": (answer("200 OK", BODY + b"x"), 200),
-    "another range": (answer("206 Partial Content", BODY, content_range="bytes 1-200/1000"), 206),
-    "a part without a range": (answer("206 Partial Content", BODY), 206),
-    "in chunks": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Length: 200\r\n\r\n" + BODY, 200),
-    "compressed": (answer("200 OK", BODY, content_encoding="gzip"), 200),
-    "without a length": (b"HTTP/1.1 200 OK\r\n\r\n" + BODY, 200),
-    "refused": (answer("403 Forbidden", BODY), 403),
-    "two lengths": (b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\nContent-Length: 300\r\n\r\n" + BODY, 0),
-    "broken off": (answer("200 OK", BODY[:100], length=200), 0),
-    "more than announced": (answer("200 OK", BODY + b"x", length=200), 0),
-    "no HTTP": (b"SSH-2.0-OpenSSH\r\n\r\n", 0),
-    "headers without an end": (b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 5000, 0),
-    "reset": (RESET, 0),
-    "hung": (HANG, 0),
+    "shorter": (raw("200 OK", BODY[:199]), 200),
+    "longer": (raw("200 OK", BODY + b"x"), 200),
+    "another range": (raw("206 Partial Content", BODY, content_range="bytes 1-200/1000"), 206),
+    "a part without a range": (raw("206 Partial Content", BODY), 206),
+    "in chunks": (Raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Length: 200\r\n\r\n" + BODY), 200),
+    "compressed": (raw("200 OK", BODY, content_encoding="gzip"), 200),
+    "without a length": (Raw(b"HTTP/1.1 200 OK\r\n\r\n" + BODY), 200),
+    "refused": (raw("403 Forbidden", BODY), 403),
+    "two lengths": (Raw(b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\nContent-Length: 300\r\n\r\n" + BODY), 0),
+    "broken off": (raw("200 OK", BODY[:100], length=200), 0),
+    "more than announced": (raw("200 OK", BODY + b"x", length=200), 0),
+    "no HTTP": (Raw(b"SSH-2.0-OpenSSH\r\n\r\n"), 0),
+    "headers without an end": (Raw(b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 5000), 0),
+    "reset": (Reset(), 0),
+    "hung": (Hold(), 0),
 }
 
 
 @pytest.mark.parametrize(("said", "status"), OTHER.values(), ids=OTHER)
-def test_any_other_answer_is_left_alone(gets: DirectGets, said: bytes | None, status: int) -> None:
+def test_any_other_answer_is_left_alone(gets: DirectGets, said: Fault, status: int) -> None:
     """A pause follows only if there was no whole answer, because the next GET could take as long."""
-    gets._timeout_s = 0.3 if said is HANG else gets._timeout_s
-    with OneAnswerServer(said) as server:
+    gets._timeout_s = 0.3 if said == Hold() else gets._timeout_s
+    with answering(said) as server:
         assert get(gets, server.endpoint)[0] == status
         assert gets.refusing is (status == 0)
 
@@ -94,11 +94,11 @@ def test_a_proxy_is_for_hosts_that_no_proxy_does_not_name(
         monkeypatch.setenv(name, value)
         monkeypatch.delenv(name.upper(), raising=False)
     gets = DirectGets(timeout_s=5.0, tls=no_tls)  # type: ignore[arg-type]
-    with OneAnswerServer(WHOLE["whole"]) as server:
+    with answering(WHOLE["whole"]) as server:
         for _ in range(2):
             if not gets.refusing:
                 assert (get(gets, server.endpoint) == (None, BODY)) is goes
-        assert len(server.requests) == 2 * goes
+        assert len(server.heads) == 2 * goes
 
 
 class Scripted:

@@ -17,8 +17,8 @@ from nixl_offload.errors import NotSupportedError, StoreError
 from nixl_offload.stores.base import ObjectInfo
 from nixl_offload.stores.s3 import open_store
 from nixl_offload.tiers.shared.inspect import SharedInspector, read_manifest
-from tests.contract.one_answer_server import OneAnswerServer
 from tests.prove.fuzz import One, Target, expect
+from tests.s3.proxy import FaultProxy, Raw
 
 _SECRETS = {"AWS_ACCESS_KEY_ID": "AKIAFAKE", "AWS_SECRET_ACCESS_KEY": "SECRETSECRET", "AWS_SESSION_TOKEN": "TOKENTOKEN"}
 _BYTES = 10
@@ -39,8 +39,8 @@ def asking(ask: Callable[[S3Config], Mapping[str, Callable[[bytes], Any]]]) -> C
 
         administration.ATTEMPTS = by_obstore.ATTEMPTS = 1  # type: ignore[misc]
         direct.PAUSE_S = 0.0  # type: ignore[misc]
-        server = OneAnswerServer(b"")
-        server.__enter__()
+        server = FaultProxy()
+        rule = server.inject(Raw(b""))
         tier = S3Config.model_validate(
             {"kind": "s3", "endpoint": server.endpoint, "bucket": "kv-cache", "region": "us-east-1", "ttl": "7d",
              "request_timeout": "2s"}
@@ -49,7 +49,7 @@ def asking(ask: Callable[[S3Config], Mapping[str, Callable[[bytes], Any]]]) -> C
 
         def one(data: bytes) -> None:
             answer = _measured(data[1:])
-            server._answer = answer
+            rule.fault = Raw(answer)
             try:
                 asked[data[0] % len(asked) if data else 0](answer)
             except (StoreError, NotSupportedError) as error:
@@ -57,7 +57,7 @@ def asking(ask: Callable[[S3Config], Mapping[str, Callable[[bytes], Any]]]) -> C
                 expect(said.isprintable(), "an error is printable")
                 expect(not any(secret in said for secret in _SECRETS.values()), "an error shows no secret")
                 expect(len(said) < 2000, "an error is short")
-            del server._connections[:-4], server._threads[1:-4], server.requests[:]
+            server.heads.clear()
 
         return one
 
