@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -17,7 +18,7 @@ from nixl_offload.engine.image import host_slot
 from nixl_offload.engine.packer import Summed
 from nixl_offload.engine.paths import Batch, Phase, Steps
 from nixl_offload.engine.records import Chunk, ChunkState
-from nixl_offload.movers.base import FileId, MemoryId, Op, Transfer
+from nixl_offload.movers.base import FileId, MemoryId, Transfer
 from nixl_offload.types import Outcome
 
 if TYPE_CHECKING:
@@ -41,13 +42,13 @@ def _sum(paths: LinkPaths, batch: Batch) -> Steps:
 
 def _write(paths: LinkPaths, batch: Batch) -> Steps:
     """Write header pages and blocks. vLLM may reuse the blocks once the mover has read them."""
-    if batch.submitted_s is None:
-        yield from paths.open_targets(batch)
+
+    def claim() -> Steps:
         # The blocks were ours when they were summed. If vLLM reuses them later, the sums do not match.
-        if not paths.advance_or_end(batch, ChunkState.BORROWED):
-            return
-        _submit(paths, batch, Op.WRITE)
-    yield from paths.finish_writes(batch)
+        batch.touches_blocks = paths.advance_or_end(batch, ChunkState.BORROWED)
+        yield from ()
+
+    yield from paths.transfer(batch, partial(_transfers, paths), claim)
 
 
 def _take_header_pages(paths: LinkPaths, batch: Batch) -> Steps:
@@ -57,24 +58,14 @@ def _take_header_pages(paths: LinkPaths, batch: Batch) -> Steps:
 
 def _read(paths: LinkPaths, batch: Batch) -> Steps:
     """Read into the blocks."""
-    if batch.submitted_s is None:
-        yield from paths.open_targets(batch)
+
+    def claim() -> Steps:
         # Pending writes to the blocks, such as zeroing, must not come after the load.
         while not batch.chunks[0].job.fence.done():
             yield
-        if not paths.advance_or_end(batch, ChunkState.SCATTER):
-            return
-        _submit(paths, batch, Op.READ)
-    yield from paths.arrive(batch, _await_load(paths, batch))
-    plan = batch.plan
-    if batch.is_quarantined:
-        if plan.path == "direct":
-            group = batch.chunks[0].group
-            logger.error("A failed load may still write to KV blocks; group %d goes through staging from now on", group)
-        plan.path = plan.packed
-        plan.late_loads.update(batch.chunks)
-    yield from paths.wait_out_quarantine(batch)
-    paths.finish_reads(batch)
+        batch.touches_blocks = paths.advance_or_end(batch, ChunkState.SCATTER)
+
+    yield from paths.transfer(batch, partial(_transfers, paths), claim, _await_load(paths, batch))
 
 
 def _verify(paths: LinkPaths, batch: Batch) -> Steps:
@@ -93,7 +84,7 @@ def _await_load(paths: LinkPaths, batch: Batch) -> Steps:
     """As ``Batch.ends``. While storage is late, new loads go through staging, where they can be given up. This load
     cannot: its blocks may still be written. Time counts from its submit, also in a split batch.
     """
-    plan, late_s = batch.plan, (batch.submitted_s or 0.0) + LATE_S
+    plan, group, late_s = batch.plan, batch.chunks[0].group, (batch.submitted_s or 0.0) + LATE_S
     try:
         for _ in batch.ends():
             if paths.table.clock() >= late_s and not plan.late_loads.issuperset(batch.alive):
@@ -103,25 +94,26 @@ def _await_load(paths: LinkPaths, batch: Batch) -> Steps:
                     "A load into KV blocks has not ended within %.0f s: its request waits until storage answers. Group "
                     "%d goes through staging until then",
                     LATE_S,
-                    batch.chunks[0].group,
+                    group,
                 )
             yield
     finally:
-        # Transfers still under way go on in a part of this batch, and are late there too.
-        if plan.late_loads and not batch.is_pending:
+        if batch.is_quarantined:
+            if plan.path == "direct":
+                words = "A failed load may still write to KV blocks; group %d goes through staging from now on"
+                logger.error(words, group)
+            plan.path = plan.packed
+            plan.late_loads.update(batch.chunks)
+        elif plan.late_loads and not batch.is_pending:  # what is still under way goes on in a batch of its own
             plan.late_loads.difference_update(batch.chunks)
             if not plan.late_loads:
                 plan.path = "direct"
 
 
-def _submit(paths: LinkPaths, batch: Batch, op: Op) -> None:
-    batch.touches_blocks = True
-    paths.start_transfers(batch, lambda chunks: _transfers(paths, op, chunks))
-
-
-def _transfers(paths: LinkPaths, op: Op, chunks: Sequence[Chunk]) -> Iterator[Transfer]:
+def _transfers(paths: LinkPaths, chunks: Sequence[Chunk]) -> Iterator[Transfer]:
     """As ``LinkPaths.submit``: move header pages, then KV blocks, by a transfer for each registered region and file."""
-    yield from paths.submit(op, chunks, lambda _: ((0, HEADER_BYTES),))
+    op = chunks[0].kind.op
+    yield from paths.submit(lambda _: ((0, HEADER_BYTES),), chunks)
     blocks = [
         ChunkBlocks(number, chunk.group, chunk.block_ids, chunk.first_block) for number, chunk in enumerate(chunks)
     ]

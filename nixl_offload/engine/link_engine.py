@@ -31,7 +31,7 @@ from nixl_offload.engine.records import Chunk, ChunkState, TierAccess, TierStatu
 from nixl_offload.engine.staging import SlotPool, Staging
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.errors import LayoutError, MoverError, TierError
-from nixl_offload.movers.base import Extents, FileId, MemoryKind, Op, Transfer, TransferState
+from nixl_offload.movers.base import Extents, FileId, MemoryKind, Transfer
 from nixl_offload.tiers.base import Link, Target
 from nixl_offload.types import Outcome, Verify
 
@@ -74,8 +74,7 @@ MAX_BATCH_BYTES = 16 << 20
 BATCH_SHARE = 4
 """A batch takes at most one in this many staging slots: one batch is gathered while another is written."""
 PART_AFTER_S = 0.1
-"""Chunks with their own transfers wait this long for the rest of their batch, or as long as the first of them took if
-that is longer. Then the arrived ones go on alone."""
+"""How often late chunks, if each has its own transfers, are split off from a batch whose other chunks have arrived."""
 
 T = TypeVar("T")
 
@@ -309,22 +308,6 @@ class LinkPaths(TierPaths):
     def _out_of_use(self) -> str:
         return f"storage is out of use: {self.link.trouble}"
 
-    def open_targets(self, batch: Batch) -> Steps:
-        """Begin a read or write of each chunk. A chunk that cannot be moved is FAILED."""
-        writes, plan = batch.kind.writes, batch.plan
-        begin = self.link.begin_write if writes else self.link.begin_read
-
-        def begun(chunk: Chunk, target: Target) -> None:
-            chunk.target = target
-            if not writes and chunk.state is ChunkState.DONE:
-                self.let_go(chunk, None)  # given up; nothing has been read
-                chunk.end(Outcome.FAILED, "given up")
-
-        chunks = batch.alive
-        calls = [begin(chunk.key, chunk.location, plan.slot_bytes, plan.shard) for chunk in chunks]
-        yield from self._call_link(chunks, calls, begun)
-        self.stretch.pause()
-
     def let_go(self, chunk: Chunk, error: str | None) -> None:
         """See ``TierPaths``."""
         target, chunk.target = chunk.target, None
@@ -365,47 +348,67 @@ class LinkPaths(TierPaths):
             if running:
                 yield
 
-    # -- transfers. A batch that was split off in such a phase has submitted them already, and only waits -----------
+    # -- transfers --------------------------------------------------------------------------------------------------
 
-    def write(self, batch: Batch, spans_of: Callable[[Chunk], Spans]) -> Steps:
-        """Write slots, and end their chunks."""
+    def transfer(
+        self,
+        batch: Batch,
+        submit: Callable[[Sequence[Chunk]], Iterator[Transfer]],
+        claim: Callable[[], Steps] | None = None,
+        wait: Steps | None = None,
+    ) -> Steps:
+        """Move live chunks to or from the tier. A chunk that is not moved is FAILED, a stored one OK; one that was read
+        goes on.
+
+        ``submit`` starts the transfers of some chunks, as the method ``submit`` does. ``claim`` comes before it.
+        ``wait`` yields until all transfers have ended. If each chunk has its own transfers, late ones are split off, so
+        that they do not hold the others. Such a batch comes here with its transfers under way.
+        """
         if batch.submitted_s is None:
-            yield from self.open_targets(batch)
-            self.start_transfers(batch, lambda chunks: self.submit(Op.WRITE, chunks, spans_of))
-        yield from self.finish_writes(batch)
+            yield from self._open_targets(batch)
+            if claim is not None:
+                yield from claim()
+            self._start(batch, submit)
+        yield from self._arrive(batch, wait or self._poll(batch))
+        yield from self._settle(batch)
 
-    def read(self, batch: Batch, spans_of: Callable[[Chunk], Spans]) -> Steps:
-        """Read into slots. Chunks that have not arrived are ended, or go on in another batch."""
-        if batch.submitted_s is None:
-            yield from self.open_targets(batch)
-            self.start_transfers(batch, lambda chunks: self.submit(Op.READ, chunks, spans_of))
-        yield from self.arrive(batch, self._await_load(batch))
-        self.finish_reads(batch)
+    def _open_targets(self, batch: Batch) -> Steps:
+        """Begin a read or write of each chunk. A chunk that cannot be moved is FAILED."""
+        writes, plan = batch.kind.writes, batch.plan
+        begin = self.link.begin_write if writes else self.link.begin_read
 
-    def start_transfers(self, batch: Batch, start: Callable[[Sequence[Chunk]], Iterator[Transfer]]) -> None:
+        def begun(chunk: Chunk, target: Target) -> None:
+            chunk.target = target
+            if not writes and chunk.state is ChunkState.DONE:
+                self.let_go(chunk, None)  # given up; nothing has been read
+                chunk.end(Outcome.FAILED, "given up")
+
+        chunks = batch.alive
+        calls = [begin(chunk.key, chunk.location, plan.slot_bytes, plan.shard) for chunk in chunks]
+        yield from self._call_link(chunks, calls, begun)
+        self.stretch.pause()
+
+    def _start(self, batch: Batch, submit: Callable[[Sequence[Chunk]], Iterator[Transfer]]) -> None:
         """Start common transfers if the chunks share a file. Else each chunk has its own; one that the mover refuses is
         FAILED.
         """
-        batch.submitted_s = self.table.clock()
-        if self.link.shares_file:
-            for transfer in start(batch.alive):
-                batch.transfers.append(transfer)  # at once: the next one may raise
-                self.stretch.pause()
-            return
-        for chunk in batch.alive:
+        batch.submitted_s, chunks = self.table.clock(), batch.alive
+        for group in [chunks] if self.link.shares_file else [[chunk] for chunk in chunks]:
+            begun = len(batch.transfers)
             try:
-                for transfer in start([chunk]):
-                    batch.transfers.append(transfer)
-                    chunk.transfers += (transfer,)
+                for transfer in submit(group):
+                    batch.transfers.append(transfer)  # at once: the next one may raise
+                    self.stretch.pause()
             except MoverError as error:
-                if chunk.transfers:
+                if self.link.shares_file or len(batch.transfers) > begun:
                     raise
                 self.complaints.error(type(error).__name__, "A chunk could not be moved: %s", error)
-                self.let_go(chunk, str(error))
-                chunk.end(Outcome.FAILED, str(error), "io")
-            self.stretch.pause()
+                self.let_go(group[0], str(error))
+                group[0].end(Outcome.FAILED, str(error), "io")
+            for chunk in group:
+                chunk.transfers = tuple(batch.transfers[begun:])
 
-    def submit(self, op: Op, chunks: Sequence[Chunk], spans_of: Callable[[Chunk], Spans]) -> Iterator[Transfer]:
+    def submit(self, spans_of: Callable[[Chunk], Spans], chunks: Sequence[Chunk]) -> Iterator[Transfer]:
         """Move ``spans_of`` each chunk between slot and target. All slots lie in one memory. Yields each transfer as
         soon as it is started. Raises MoverError, also if the mover does not have that memory; earlier transfers are
         then in flight.
@@ -428,92 +431,74 @@ class LinkPaths(TierPaths):
         for file, (in_memory, in_file) in by_file.items():
             assert memory is not None
             for rows in (slice(begin, begin + most) for begin in range(0, len(in_memory), most)):
-                yield mover.submit(op, memory, _extents(in_memory[rows]), file, _extents(in_file[rows]))
+                yield mover.submit(chunks[0].kind.op, memory, _extents(in_memory[rows]), file, _extents(in_file[rows]))
 
-    def arrive(self, batch: Batch, waiting: Steps) -> Steps:
-        """Run ``waiting`` until a batch's transfers have ended. If each chunk has its own, and some fail or are late,
-        the batch is split: then none of its chunks is alive, and its parts go on.
-        """
-        chunks = batch.alive
-        batch.may_part = len(batch.chunks) > 1 and not self.link.shares_file
-        if batch.may_part and 0 < len(chunks) < len(batch.chunks):
-            waiting.close()
-            batch.split([chunks], self.run)  # refused chunks end now and return their slots
-            return
-        began_s = self.table.clock()
-        for _ in waiting:
-            if batch.may_part:
-                now_s = self.table.clock()
-                if batch.parts_s is None and len(_by_transfer(chunks)) > 1:
-                    batch.parts_s = now_s + max(PART_AFTER_S, now_s - began_s)
-                elif batch.parts_s is not None and now_s >= batch.parts_s:
-                    break
-            yield
-        waiting.close()
-        groups = _by_transfer(chunks) if batch.may_part and batch.failure is not None else []
-        if len(groups) > 1:
-            batch.split(groups, self.run)
-
-    def _await_load(self, batch: Batch) -> Steps:
-        """As ``Batch.ends``, but tell the link once of each chunk that is given up meanwhile."""
-        waited_for = [chunk for chunk in batch.alive if not chunk.is_overdue]
+    def _poll(self, batch: Batch) -> Steps:
+        """As ``Batch.ends``, but tell the link once of each read chunk that is given up meanwhile."""
+        waited_for = [] if batch.kind.writes else batch.alive
         while batch.poll():
             if waited_for and waited_for[0].state is ChunkState.DONE:
                 for chunk in waited_for:
-                    if chunk.state is ChunkState.DONE:
+                    if chunk.state is ChunkState.DONE and not chunk.is_overdue:
                         chunk.is_overdue = True
                         self.link.overdue()
                 waited_for = [chunk for chunk in waited_for if not chunk.is_overdue]
             yield
 
-    def finish_writes(self, batch: Batch) -> Steps:
-        """Wait for the transfers, then make the chunks visible, or end them as FAILED."""
-        yield from self.arrive(batch, batch.ends())
-        failure = batch.failure
-        if failure is not None:
-            if self.tries_singly(batch):
-                return
-            words = failure.error or "write failed"
-            self.abandon(batch, words)
-            # Late reads of the KV blocks can spoil only this location.
-            self.table.advance(batch.alive, ChunkState.TRANSFER)
-            yield from self.wait_out_quarantine(batch)
-            for chunk in batch.alive:
-                chunk.end(Outcome.FAILED, words, "io")
+    def _arrive(self, batch: Batch, wait: Steps) -> Steps:
+        """Run ``wait`` to its end. Every ``PART_AFTER_S``, chunks that are held by their own transfers are split off,
+        and end the waiting.
+        """
+        part_s = self.table.clock() + PART_AFTER_S
+        for _ in wait:
+            if self.table.clock() >= part_s:
+                part_s = self.table.clock() + PART_AFTER_S
+                if self._part(batch):
+                    break
+            yield
+        wait.close()
+        self._part(batch)
+
+    def _part(self, batch: Batch) -> bool:
+        """Split off the chunks that a transfer holds, unless it holds the whole batch. Returns whether it did."""
+        held = [chunk for chunk in batch.alive if chunk.is_held] if len(batch.chunks) > 1 else []
+        if parts := 0 < len(held) < len(batch.chunks):
+            batch.split_off(held, self.run)
+        return parts
+
+    def _settle(self, batch: Batch) -> Steps:
+        """Called when all transfers are final: end reads and writes at the link, and chunks that were not moved. A
+        failure of common transfers may be any chunk's, so each is tried alone.
+        """
+        failed = {chunk: failure for chunk in batch.alive if (failure := chunk.failure) is not None}
+        if failed and self.link.shares_file and self.tries_singly(batch):
             return
-        # The KV blocks are read; making chunks visible does not need them.
-        self.advance_or_end(batch, ChunkState.TRANSFER)
-        chunks, calls = batch.alive, []
-        for chunk in chunks:
+        writes = batch.kind.writes
+        for chunk, failure in failed.items():
+            if writes or not failure.missing:
+                self.let_go(chunk, failure.error or "")
+            if not writes:
+                words = "A chunk could not be read and will be recomputed: %s"
+                self.complaints.warning("read", words, failure.error)
+        if writes:
+            # The KV blocks are read; making chunks visible does not need them. Late reads can spoil only the location.
+            self.advance_or_end(batch, ChunkState.TRANSFER)
+        ended, targets = [], []
+        for chunk in batch.alive:
             target, chunk.target = chunk.target, None
-            assert target is not None
-            calls.append(self.link.end_write(target))
-        yield from self._call_link(chunks, calls, lambda chunk, _: chunk.end(Outcome.OK))
-
-    def finish_reads(self, batch: Batch) -> None:
-        """Called when all transfers are final: end the reads at the link. Chunks that have not arrived are FAILED."""
-        failure = batch.failure
-        if failure is not None and self.tries_singly(batch):
-            return
-        if failure is None or failure.missing:
-            for chunk in batch.chunks:
-                target, chunk.target = chunk.target, None
-                if target is not None:
-                    self.link.end_read(target)
-        if failure is not None:
-            self.abandon(batch, failure.error or "read failed")
-            self.complaints.warning("read", "A chunk could not be read and will be recomputed: %s", failure.error)
-            for chunk in batch.alive:
-                chunk.end(Outcome.FAILED, failure.error, "missing" if failure.missing else "io")
-
-
-def _by_transfer(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Group chunks by their own transfers: all arrived ones, all pending ones, and each failed one alone."""
-    by_state: dict[TransferState, list[Chunk]] = {state: [] for state in TransferState}
-    for chunk in chunks:
-        by_state[chunk.transfer_state].append(chunk)
-    together = [by_state[TransferState.DONE], by_state[TransferState.PENDING]]
-    return [group for group in together if group] + [[chunk] for chunk in by_state[TransferState.FAILED]]
+            if target is not None:
+                ended.append(chunk)
+                targets.append(target)
+        if writes:
+            calls = [self.link.end_write(target) for target in targets]
+            yield from self._call_link(ended, calls, lambda chunk, _: chunk.end(Outcome.OK))
+        else:
+            for target in targets:
+                self.link.end_read(target)
+        if writes or batch.touches_blocks:
+            yield from self.wait_out_quarantine(batch)
+        for chunk, failure in failed.items():
+            chunk.end(Outcome.FAILED, failure.error, "missing" if failure.missing else "io")
 
 
 def _extents(pairs: Sequence[tuple[int, int]]) -> Extents:

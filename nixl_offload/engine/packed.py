@@ -15,6 +15,7 @@ Threading and ownership: see ``paths``. The catalog's slots lie in the host slab
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from nixl_offload.chunk.checksum import payload_checksums
@@ -119,7 +120,7 @@ def _write(paths: LinkPaths, batch: Batch) -> Steps:
     def spans(chunk: Chunk) -> Spans:
         return image.whole(batch.plan) if chunk.host is not None else image.cut(batch.plan, chunk).store_spans
 
-    yield from paths.write(batch, spans)
+    yield from paths.transfer(batch, partial(paths.submit, spans))
 
 
 # -- from a tier ----------------------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ def _take_staging(paths: LinkPaths, batch: Batch) -> Steps:
 
 def _read(paths: LinkPaths, batch: Batch) -> Steps:
     """Read into staging."""
-    yield from paths.read(batch, lambda chunk: image.cut(batch.plan, chunk).spans)
+    yield from paths.transfer(batch, partial(paths.submit, lambda chunk: image.cut(batch.plan, chunk).spans))
 
 
 def _verify(paths: TierPaths, batch: Batch) -> Steps:
@@ -196,7 +197,7 @@ def _read_whole(paths: LinkPaths, batch: Batch) -> Steps:
     if batch.submitted_s is None:
         for chunk in batch.alive:
             image.invalidate(host_slot(chunk))  # no old header may precede the bytes that are read
-    yield from paths.read(batch, lambda _: image.whole(batch.plan))
+    yield from paths.transfer(batch, partial(paths.submit, lambda _: image.whole(batch.plan)))
 
 
 def _verify_whole(paths: TierPaths, batch: Batch) -> Steps:

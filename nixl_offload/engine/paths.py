@@ -74,15 +74,9 @@ class Batch:
     touches_blocks: bool = False
     """A mover reads or writes the KV blocks directly, or has done so."""
     parts: list[Batch] = field(default_factory=list)
-    """The batches that take over its live chunks when it ends."""
-    chunks_begun: int = 0
-    """Number of chunks that the pump counts as in flight for this batch."""
+    """Batches that were split off since the pump's last step."""
     submitted_s: float | None = None
     """When this phase's transfers were started; None before."""
-    may_part: bool = False
-    """Each chunk has its own transfers, so those that have arrived may go on first."""
-    parts_s: float | None = None
-    """When they go on; None until the first transfer has ended."""
 
     @property
     def alive(self) -> list[Chunk]:
@@ -94,24 +88,15 @@ class Batch:
         """Whether any transfer was not final, or any fence not passed, at the last poll."""
         return bool(self.fences) or any(transfer.state is TransferState.PENDING for transfer in self.transfers)
 
-    def waits_for_mover(self, now_s: float) -> bool:
-        """Whether the next step can do nothing until another transfer has ended."""
-        if self.fences:
-            return False
-        pending = sum(transfer.state is TransferState.PENDING for transfer in self.transfers)
-        if not self.may_part or pending == len(self.transfers):
-            return pending > 0
-        return pending > 0 and self.parts_s is not None and now_s < self.parts_s
+    @property
+    def waits_for_mover(self) -> bool:
+        """Whether its next step waits for transfers alone."""
+        return not self.fences and self.is_pending
 
     @property
     def is_quarantined(self) -> bool:
         """Whether late I/O of a failed transfer is possible."""
         return any(transfer.quarantine for transfer in self.transfers)
-
-    @property
-    def failure(self) -> Transfer | None:
-        """The first transfer that is not DONE, or None."""
-        return next((transfer for transfer in self.transfers if transfer.state is not TransferState.DONE), None)
 
     def poll(self) -> bool:
         """Advance every transfer that is not final. Return ``is_pending``.
@@ -137,24 +122,23 @@ class Batch:
         while self.poll() and self.fences:
             yield
 
-    def split(self, groups: Iterable[list[Chunk]], run: Callable[[Batch], Steps], *, again: bool = False) -> None:
-        """Move the live chunks into new batches in this phase, one for each of ``groups``, which contain all of them.
-        ``run`` returns a batch's steps. Each chunk keeps its own transfers; nothing else may be in flight.
+    def split_off(self, chunks: list[Chunk], run: Callable[[Batch], Steps], *, again: bool = False) -> None:
+        """Move live chunks into a batch of their own, which is in this phase too. ``run`` returns that batch's steps.
 
-        ``again``: the new batches begin the phase again, without transfers.
-        Releases ``summed_rows``, so that no chunk holds that memory while it waits for more. The slots have the bytes.
+        They take their transfers along, which no other chunk may share. ``again``: they begin the phase again, without
+        transfers; none may be in flight. Releases ``summed_rows``, so that no chunk holds that memory while it waits
+        for more. The slots have the bytes.
         """
-        for group in groups:
-            for chunk in group:
-                chunk.summed_rows = None
-                chunk.transfers = () if again else chunk.transfers
-            part = replace(self, chunks=group, fences=[], parts=[], chunks_begun=0, may_part=False, parts_s=None)
-            part.transfers = [transfer for chunk in group for transfer in chunk.transfers]
-            part.submitted_s = None if again else self.submitted_s
-            part.steps = run(part)
-            self.parts.append(part)
-        self.chunks = [chunk for chunk in self.chunks if chunk.result is not None]
-        self.transfers = []
+        for chunk in chunks:
+            chunk.summed_rows = None
+            chunk.transfers = () if again else chunk.transfers
+        moved = dict.fromkeys(transfer for chunk in chunks for transfer in chunk.transfers)
+        part = replace(self, chunks=chunks, transfers=list(moved), fences=[], parts=[])
+        part.submitted_s = None if again else self.submitted_s
+        part.steps = run(part)
+        self.parts.append(part)
+        self.chunks = [chunk for chunk in self.chunks if chunk not in chunks]
+        self.transfers = [] if again else [transfer for transfer in self.transfers if transfer not in moved]
 
 
 @dataclass(slots=True)
@@ -169,16 +153,15 @@ class InFlight:
     background: int = 0
     """Chunks of background work."""
 
-    def add(self, kind: WorkKind, chunks: int, sign: int) -> None:
-        """Count a batch in (1) or out (-1)."""
-        count = sign * chunks
-        self.batches += sign
-        self.chunks += count
+    def add(self, kind: WorkKind, chunks: int, batches: int) -> None:
+        """Count chunks and batches in, or, by negative numbers, out."""
+        self.batches += batches
+        self.chunks += chunks
         if kind.in_background:
-            self.background += count
+            self.background += chunks
         elif kind.writes:
-            self.store_batches += sign
-            self.stores += count
+            self.store_batches += batches
+            self.stores += chunks
 
 
 class Stretch:
@@ -374,7 +357,8 @@ class TierPaths:
             batch.plan.goes_singly = True
             return False
         self.abandon(batch, None)
-        batch.split([[chunk] for chunk in chunks], self.run, again=True)
+        for chunk in chunks:
+            batch.split_off([chunk], self.run, again=True)
         return True
 
     def abandon(self, batch: Batch, error: str | None) -> None:

@@ -24,8 +24,9 @@ from nixl_offload.types import Outcome
 
 logger = logging.getLogger(__name__)
 
-STEP_ALL_S = 0.25
-"""Interval at which batches are stepped although their mover has no news: chunks may have been given up."""
+STEP_ALL_S = 0.1
+"""Interval at which batches are stepped although they wait for their mover: chunks may have been given up or be late.
+"""
 MAX_FAILED_PASSES = 100
 """After this many failed passes in a row the pump ends and every job fails, so that no caller waits for it."""
 STUMBLE_S = 0.005
@@ -160,11 +161,9 @@ class TierEngine:
         if self._quiet_s is None:
             return pause_s
         if not self._all_wait:
-            self._all_wait = all(batch.waits_for_mover(now_s) for batch in self._batches)
+            self._all_wait = all(batch.waits_for_mover for batch in self._batches)
             if not self._all_wait:
                 return pause_s
-            deadlines = [batch.parts_s for batch in self._batches if batch.parts_s is not None]
-            self._step_all_s = min(self._step_all_s, *deadlines) if deadlines else self._step_all_s
         return max(pause_s, min(self._quiet_s, pauses.slow_poll_s))
 
     def _start_queued(self) -> bool:
@@ -183,16 +182,16 @@ class TierEngine:
                         chunk.end(Outcome.FAILED, f"unexpected {type(error).__name__}", "unexpected")
                     self._table.complete(chunks)
                     continue
+                self.in_flight.add(batch.kind, len(chunks), 0)
                 if self._adopt(batch):
                     return True  # its first step did all the work: start over at the first lane
         return started
 
     def _adopt(self, batch: Batch) -> bool:
-        """Add a batch and take its first step; True if it has ended."""
+        """Add a batch, whose chunks are counted already, and take its first step; True if it has ended."""
         self._batches.append(batch)
         self._all_wait = False
-        batch.chunks_begun = len(batch.chunks)
-        self.in_flight.add(batch.kind, batch.chunks_begun, 1)
+        self.in_flight.add(batch.kind, 0, 1)
         return self._step(batch)
 
     def _push(self) -> bool:
@@ -206,7 +205,7 @@ class TierEngine:
         if steps_all:
             self._step_all_s = now_s + STEP_ALL_S
         for batch in tuple(self._batches):
-            if steps_all or not batch.waits_for_mover(now_s):
+            if steps_all or not batch.waits_for_mover:
                 self._stretch.pause()
                 ended |= self._step(batch)
         self._all_wait = False
@@ -214,9 +213,10 @@ class TierEngine:
 
     def _step(self, batch: Batch) -> bool:
         """Resume a batch; True if it is over and its memory was given back."""
+        has_ended = True
         try:
             next(batch.steps)
-            return False
+            has_ended = False
         except StopIteration:
             pass
         except Exception as error:  # noqa: BLE001 - without its pump the engine is dead
@@ -226,14 +226,18 @@ class TierEngine:
                 tainted = batch.is_pending and chunk.kind.writes and chunk.host is not None
                 outcome = Outcome.TAINTED if tainted else Outcome.FAILED
                 chunk.end(outcome, f"unexpected {type(error).__name__}", "unexpected")
-        self._end(batch)
-        return True
+        if has_ended:
+            self._end(batch)
+        parts, batch.parts = batch.parts, []
+        for part in parts:
+            self._adopt(part)
+        return has_ended
 
     def _end(self, batch: Batch) -> None:
-        """Report the chunks that have ended and return their slots; the other chunks go on in ``parts``."""
+        """Report a batch's chunks and return their slots."""
         self._stretch.pause()
         self._batches.remove(batch)
-        self.in_flight.add(batch.kind, batch.chunks_begun, -1)
+        self.in_flight.add(batch.kind, -len(batch.chunks), -1)
         self.paths.abandon(batch, "the chunk crashed")
         tainted = batch.is_pending or batch.is_quarantined
         for chunk in batch.chunks:
@@ -242,8 +246,6 @@ class TierEngine:
         if tainted:
             leak((self.paths, batch))
         self._table.complete(batch.chunks, tainted=tainted)
-        for part in batch.parts:
-            self._adopt(part)
 
     def _end_all(self) -> None:
         if self._batches:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from nixl_offload.engine.packer import Source
 from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool
 from nixl_offload.engine.streams import Fence
-from nixl_offload.movers.base import Transfer, TransferState
+from nixl_offload.movers.base import Op, Transfer, TransferState
 from nixl_offload.tiers.base import Target
 from nixl_offload.types import Key, Location, Outcome, worst
 
@@ -50,6 +50,7 @@ class WorkKind(Enum):
     def __init__(self, operation: Operation, writes: bool, fills_slot: bool, in_background: bool) -> None:
         self.operation = operation
         self.writes = writes
+        self.op = Op.WRITE if writes else Op.READ
         self.fills_slot = fills_slot
         self.in_background = in_background
         """Nobody waits for it: it is served last, and if it ends while queued it is DROPPED, not FAILED."""
@@ -196,18 +197,19 @@ class Chunk:
     target: Target | None = field(default=None, init=False)
     """The link's target, from the begin of a read or write to its end."""
     transfers: tuple[Transfer, ...] = field(default=(), init=False, repr=False)
-    """Transfers of this chunk alone; the batch lists them too."""
+    """Transfers that move it. The batch lists them too."""
     is_overdue: bool = field(default=False, init=False)
     """It was given up while it was read, and the link was told."""
 
     @property
-    def transfer_state(self) -> TransferState:
-        """The state of its own transfers: PENDING if any is, else FAILED if any is, else DONE."""
-        states = [transfer.state for transfer in self.transfers]
-        for state in (TransferState.PENDING, TransferState.FAILED):
-            if state in states:
-                return state
-        return TransferState.DONE
+    def failure(self) -> Transfer | None:
+        """The first of its transfers that has failed, or None."""
+        return next((transfer for transfer in self.transfers if transfer.state is TransferState.FAILED), None)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a transfer may still touch its memory: one that is not final, or one that failed with late I/O."""
+        return any(transfer.state is TransferState.PENDING or transfer.quarantine for transfer in self.transfers)
 
     def end(self, outcome: Outcome, error: str | None = None, cause: str = "") -> None:
         """Set ``result``; the first call counts. It is reported when the batch ends."""

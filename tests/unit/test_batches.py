@@ -4,7 +4,6 @@ is a chunk's own; files and objects of their own keep a transfer each, and none 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -266,8 +265,8 @@ class LookingMover(FaultyMover):
         return 0.0 if len(self.pending) < before else 0.005
 
 
-def test_late_siblings_part_a_tenth_of_a_second_after_the_first(make: Make, tmp_path: Path) -> None:
-    """Also where the mover tells which transfers have ended, and a batch is left alone until then."""
+def test_a_late_chunk_holds_its_batch_for_a_tenth_of_a_second(make: Make, tmp_path: Path) -> None:
+    """Also if the mover reports which transfers have ended, and the pump leaves batches alone until then."""
     clock, mover = Clock(), LookingMover(CopyMover())
     rig = make("per_layer", mover, link=tree(tmp_path / "t"), clock=clock)
     chunks = [rig.chunk(n, blocks_of(n)) for n in range(6)]
@@ -278,18 +277,13 @@ def test_late_siblings_part_a_tenth_of_a_second_after_the_first(make: Make, tmp_
         rig.engine.submit_load(2, chunks)
         until(lambda: mover.submitted.count(Op.READ) == 6)
         [batch] = rig.engine._batches
-        time.sleep(0.02)
-        late, *others = mover.pending
+        late, *others = list(mover.pending)
         for transfer in others:
             transfer.polls_left = 0
         until(lambda: sum(transfer.state is TransferState.DONE for transfer in batch.transfers) == 5)
-        parted_s = clock.now_s + 2.0
-
-        def has_parted() -> bool:
-            clock.now_s = min(clock.now_s + 0.001, parted_s)
-            return rig.engine.in_flight.chunks == 1
-
-        until(has_parted)
+        assert rig.engine.in_flight.chunks == 6
+        clock.now_s += 0.11
+        until(lambda: rig.engine.in_flight.chunks == 1)
     finally:
         late.polls_left = 0
     assert rig.collect(2).outcomes == (OK,) * 6
@@ -326,21 +320,21 @@ def test_direct_loads_go_through_staging_until_the_last_late_one_has_ended(
     until(lambda: mover.submitted.count(Op.READ) == 6)
     transfers = rig.engine._batches[0].transfers
 
-    def part(number: int, arrives_s: float, parts_s: float) -> None:
-        """A chunk arrives, and goes on without the others later."""
-        clock.now_s = 1000.0 + arrives_s
-        for transfer in transfers[2 * number : 2 * number + 2]:
+    def part(number: int, arrives_s: float) -> None:
+        """A chunk arrives, and goes on without the others."""
+        arrived = transfers[2 * number : 2 * number + 2]
+        for transfer in arrived:
             transfer.polls_left = 0
-        until(lambda: rig.engine._batches[0].parts_s is not None)
-        clock.now_s = 1000.0 + parts_s
+        until(lambda: all(transfer.state is TransferState.DONE for transfer in arrived))
+        clock.now_s = 1000.0 + arrives_s
         until(lambda: in_flight.chunks == 2 - number)
 
     try:
-        part(0, 10.0, 20.0)
+        part(0, 10.0)
         assert plan.path == "direct"
         clock.now_s = 1000.0 + 30.0
         until(lambda: plan.path == plan.packed)
-        part(1, 40.0, 70.0)
+        part(1, 40.0)
         assert plan.path == plan.packed
         assert rig.load(3, chunks[:1]) == (OK,)
     finally:
