@@ -282,7 +282,6 @@ class JobTable:
                 part = chunk.kind.operation, chunk.location.tier
                 share = chunk.job.shares.get(part) or chunk.job.shares.setdefault(part, Share(*part))
                 share.unfinished += 1
-                share.wanted_bytes += size_bytes
                 if queue.refusal is not None:
                     self._finish(chunk, Outcome.FAILED, queue.refusal, "closed")
                 elif sort == "store" and queue.waiting_bytes[sort] + size_bytes > queue.store_limit_bytes:

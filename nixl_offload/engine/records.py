@@ -239,7 +239,6 @@ class Share:
 
     operation: Operation
     tier: int
-    wanted_bytes: int = 0
     bytes_moved: int = 0
     """Payload bytes of OK chunks."""
     seconds: float = 0.0

@@ -51,8 +51,6 @@ _SPREAD: Final = 0.2
 """If the standard deviation of the sizes is below this part of their mean, they count as one size, without a slope."""
 _TIER_KEEP: Final = 0.9
 """The part of their weight that older loads keep at each new one: about the last ten count."""
-_TIER_HALF_LIFE_S: Final = 6.0
-"""Short against the interval of trials, so that a trial outweighs older observations."""
 _PREFILL_HALF_LIFE_TOKENS: Final = 32768.0
 _MIN_SHARE: Final = 0.1
 """The least part of a step's time that its prompt tokens count for. If an estimate is too low, the next long prompt is
@@ -77,7 +75,7 @@ class _Line:
     def __init__(self, *, is_level: bool) -> None:
         """``is_level``: points of one size give a level line; otherwise they give a line through the origin."""
         self._is_level = is_level
-        self._count = 0.0
+        self._count = 0
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     @property
@@ -85,12 +83,12 @@ class _Line:
         """Whether enough points were added to say something."""
         return self._count >= _FEWEST
 
-    def add(self, x: float, y: float, *, weight: float, keep: float, count: float = 1.0) -> None:
+    def add(self, x: float, y: float, *, weight: float = 1.0, keep: float) -> None:
         """Add a point; earlier points keep the part ``keep`` of their weight."""
         expected = self.at(x)
         if expected is not None:
             y = min(y, _OUTLIER * max(expected, 1e-9))
-        self._count += count
+        self._count += 1
         self._weight = keep * self._weight + weight
         self._x = keep * self._x + weight * x
         self._y = keep * self._y + weight * y
@@ -110,28 +108,36 @@ class _Line:
         return self._xy / self._xx * x if base < 0.0 else base + slope * x
 
 
-class _OpenLoad(NamedTuple):
-    """A load that has not ended."""
+@dataclass(slots=True)
+class _OpenLoad:
+    """A load that some rank has not reported."""
 
     size_bytes: int
     queued_bytes: int
     """Bytes of the loads that were out when it began."""
     began_s: float
     """inf: another tier decides how long this load is out."""
+    seconds: float = 0.0
+    """How long it took on the slowest rank so far."""
+    failed: bool = False
+    """Whether it failed on some rank."""
 
 
-class TierSpeed:
-    """How long loads of one tier take: a line over their bytes and those queued before them."""
+class _TierSpeed:
+    """How long loads of one tier take: a line over their bytes and those queued before them, so that a tier is not
+    judged by its queue.
+    """
 
-    def __init__(self, ranks: int = 1) -> None:
-        """``ranks`` observe each load: together they count as one observation."""
-        self._share = 1.0 / ranks
+    def __init__(self) -> None:
         self._line = _Line(is_level=False)
         self._open: dict[int, _OpenLoad] = {}
-        self._is_on_trial = False
-        self._observed_s = self._tried_s = -math.inf
-        self._pause_s = TRIAL_INTERVAL_S
         self._queued_bytes = 0
+        self._is_on_trial = False
+        """Whether the next load to end replaces all that was observed before."""
+        self._learned_s = -math.inf
+        """When a load was last observed, or a trial begun."""
+        self.pause_s = TRIAL_INTERVAL_S
+        """How long after that the tier is tried again, if it is judged too slow."""
 
     @property
     def is_known(self) -> bool:
@@ -143,41 +149,33 @@ class TierSpeed:
         """How many loads are out."""
         return len(self._open)
 
-    def begin(
-        self, ticket: int, size_bytes: int, now_s: float, *, is_slowest: bool = True, on_trial: bool = False
-    ) -> None:
+    def begin(self, ticket: int, size_bytes: int, now_s: float, *, is_slowest: bool, on_trial: bool) -> None:
         """Record that a load goes out. ``is_slowest``: false if another tier decides how long it is out.
 
-        ``on_trial``: the tier was judged too slow, and the next load to end alone says how fast it is.
+        ``on_trial``: the tier was judged too slow, and this load says anew how fast it is.
         """
         if on_trial:
-            self._tried_s, self._is_on_trial = now_s, True
-            self._pause_s = min(4 * self._pause_s, TRIAL_LIMIT_S)
+            self._learned_s, self._is_on_trial = now_s, True
+            self.pause_s = min(4 * self.pause_s, TRIAL_LIMIT_S)
         self._open[ticket] = _OpenLoad(size_bytes, self._queued_bytes, now_s if is_slowest else math.inf)
         self._queued_bytes += size_bytes
 
-    def observe(self, size_bytes: int, seconds: float, now_s: float, ticket: int = 0, *, failed: bool = False) -> None:
-        """Learn from a load that ends; call it before ``end``.
+    def observe(self, ticket: int, seconds: float, *, failed: bool) -> None:
+        """Record how long a load took on one rank."""
+        if (load := self._open.get(ticket)) is not None:
+            load.seconds, load.failed = max(load.seconds, seconds), load.failed or failed
 
-        Bytes that were queued when ``ticket`` began are added to its own, so that a tier is not judged by its queue.
-        A load that ``failed`` counts only if it took longer than expected. A load of no bytes or no time is ignored.
+    def end(self, ticket: int, now_s: float) -> None:
+        """Learn from a load that has ended on all ranks. If it failed, it counts only if it took longer than expected,
+        and a load that no rank has timed does not count.
         """
-        if size_bytes <= 0 or not 0.0 < seconds < math.inf:
+        if (load := self._open.pop(ticket, None)) is None:
             return
-        load = self._open.get(ticket)
-        work_bytes = size_bytes + (load.queued_bytes if load is not None else 0)
-        if failed and seconds <= max(SLOW_FAILURE_S, self._line.at(work_bytes) or 0.0):
-            return
-        age_s = max(0.0, now_s - self._observed_s)
-        keep = 0.0 if self._is_on_trial else _TIER_KEEP**self._share * 0.5 ** (age_s / _TIER_HALF_LIFE_S)
-        self._is_on_trial = False
-        self._line.add(work_bytes, seconds, weight=self._share, keep=keep, count=self._share)
-        self._observed_s = max(self._observed_s, now_s)
-
-    def end(self, ticket: int) -> None:
-        """Record that a load has ended on all ranks."""
-        if (load := self._open.pop(ticket, None)) is not None:
-            self._queued_bytes -= load.size_bytes
+        self._queued_bytes -= load.size_bytes
+        work_bytes = load.size_bytes + load.queued_bytes
+        if load.seconds > (max(SLOW_FAILURE_S, self._line.at(work_bytes) or 0.0) if load.failed else 0.0):
+            self._line.add(work_bytes, load.seconds, keep=0.0 if self._is_on_trial else _TIER_KEEP)
+            self._learned_s, self._is_on_trial = now_s, False
 
     def oldest_s(self, now_s: float) -> float:
         """Return how long the oldest load has been out, 0 if none is."""
@@ -192,11 +190,7 @@ class TierSpeed:
 
     def may_try(self, now_s: float) -> bool:
         """Whether it is time to try a tier that is judged too slow."""
-        return not self._open and now_s - max(self._observed_s, self._tried_s) >= self._pause_s
-
-    def judged_fast(self) -> None:
-        """Record that a load was chosen without a trial: the next trial comes after the shortest pause again."""
-        self._pause_s = TRIAL_INTERVAL_S
+        return not self._open and now_s - self._learned_s >= self.pause_s
 
 
 class PrefillSpeed:
@@ -251,8 +245,6 @@ class PrefillSpeed:
 
         For a step of several requests: the sum of their tokens, and the mean of their contexts, weighted by tokens.
         """
-        if tokens <= 0 or context_tokens < 0 or not 0.0 < seconds < math.inf:
-            return
         keep = 0.5 ** (tokens / _PREFILL_HALF_LIFE_TOKENS)
         self._line.add(context_tokens + tokens / 2, seconds / tokens, weight=tokens, keep=keep)
 
@@ -271,15 +263,6 @@ class Part(NamedTuple):
     tokens: int
     size_bytes: int
     """Bytes on one rank. Ranks load in parallel."""
-
-
-class Choice(NamedTuple):
-    """How much of a hit to load."""
-
-    tokens: int
-    """Tokens to load, from the hit's beginning. The rest is computed."""
-    trial: int | None
-    """The tier that is tried. Its trial begins with the load."""
 
 
 class Hit(NamedTuple):
@@ -312,16 +295,13 @@ class LoadNotes:
 class LoadDecider:
     """Decides how much of a hit is loaded. While a tier's speed is unknown, a few loads at a time measure it."""
 
-    def __init__(
-        self, tiers: int, *, ranks: int = 1, token_bytes: Mapping[int, float] | None = None, skips_slow: bool = True
-    ) -> None:
-        """``ranks``: how many observe each load. ``token_bytes``: bytes of a token on each rank, by KV cache group.
+    def __init__(self, tiers: int, *, token_bytes: Mapping[int, float], skips_slow: bool = True) -> None:
+        """``token_bytes``: bytes of a token on each rank, by KV cache group; the caller may fill it later.
         ``skips_slow``: if False, every hit is loaded.
         """
-        self.tiers: Final = tuple(TierSpeed(ranks) for _ in range(tiers))
-        """By position."""
+        self._tiers = tuple(_TierSpeed() for _ in range(tiers))
         self.prefill: Final = PrefillSpeed()
-        self._token_bytes = {} if token_bytes is None else token_bytes  # the caller fills it later
+        self._token_bytes = token_bytes
         self._skips_slow = skips_slow
         self.counts: Counter[tuple[str | int, ...]] = Counter()
         """Decisions since the start, counted in requests."""
@@ -329,9 +309,10 @@ class LoadDecider:
     def tokens_to_load(
         self, hit: Hit, notes: LoadNotes, now_s: float, *, waiting: int = 0, running: int = 0
     ) -> int | None:
-        """Return how many of a hit's tokens to load. None: ask again in a later step, when loads that are out have
-        shown how fast a tier is. The same hit gets the same answer.
+        """Return how many of a hit's tokens to load, from its beginning. The same hit gets the same answer.
 
+        None: ask again in a later step, when loads that are out have shown how fast a tier is. Without this wait, most
+        requests that reach an idle server together would be computed, however fast the tier.
         ``waiting``: how many other requests wait for the GPU, not for a load. ``running``: how many decode. A prefill
         delays both.
         """
@@ -340,59 +321,31 @@ class LoadDecider:
         parts = self._parts(hit)
         if not parts:
             return hit.tokens
-        choice = Choice(hit.tokens, None)
+        taken = len(parts)
         if self._skips_slow:
-            since_s = now_s if notes.waits_since_s is None else notes.waits_since_s
-            if self.must_wait(parts, hit.first_token, now_s, since_s):
-                notes.waits_since_s = since_s
-                return None
-            choice = self.choose(parts, hit.first_token, now_s, waiting=waiting, running=running)
+            allowed = self._allowed(parts)
+            if allowed < len(parts):
+                context_tokens = hit.first_token + sum(part.tokens for part in parts[:allowed])
+                tokens = sum(part.tokens for part in parts[allowed:])
+                if self.wait_left_s(parts[allowed].tier, tokens, context_tokens, notes, now_s) > 0:
+                    return None
+            weight = 1.0 + waiting + min(_RUNNING_WEIGHT * running, _MOST_RUNNING)
+            taken, notes.trial = self._choose(parts, allowed, hit.first_token, now_s, weight)
         notes.found, notes.parts = (hit.first_token, hit.tokens), parts
-        notes.loaded_tokens, notes.trial = choice
-        return choice.tokens
-
-    def choose(
-        self, parts: Sequence[Part], computed_tokens: int, now_s: float, *, waiting: int = 0, running: int = 0
-    ) -> Choice:
-        """Decide about one request's hit: consecutive parts, nearest the prompt's beginning first.
-
-        ``computed_tokens`` lie before them and need neither load nor computing. Each call counts as a decision.
-        """
-        weight = 1.0 + waiting + min(_RUNNING_WEIGHT * running, _MOST_RUNNING)
-        allowed, trial = self._allowed(parts), None
-        taken = self._cheapest(parts[:allowed], parts[allowed:], computed_tokens, now_s, weight)
-        if taken < allowed and self.tiers[parts[taken].tier].may_try(now_s):
-            trial = parts[taken].tier
-            taken = next((at for at in range(taken, allowed) if parts[at].tier != trial), allowed)
-        not_taken: Decision = "unknown" if taken == allowed else "skipped"
-        decisions: set[tuple[int, Decision]] = {(part.tier, not_taken) for part in parts[taken:]}
-        for part in parts[:taken]:
-            decisions.add((part.tier, "trial" if part.tier == trial else "taken"))
-            if part.tier != trial:
-                self.tiers[part.tier].judged_fast()
-        self.counts.update(("hit_decisions", *decision) for decision in decisions)
-        return Choice(sum(part.tokens for part in parts[:taken]), trial)
-
-    def must_wait(self, parts: Sequence[Part], computed_tokens: int, now_s: float, since_s: float) -> bool:
-        """Whether ``choose`` is better called later: loads that are out will soon show how fast a tier is.
-
-        Without this wait, most requests that reach an idle server together would be computed, however fast the tier.
-        ``since_s``: when this request began to wait; ``now_s`` if it does not.
-        """
-        allowed = self._allowed(parts)
-        if allowed == len(parts):
-            return False
-        context_tokens = computed_tokens + sum(part.tokens for part in parts[:allowed])
-        tokens = sum(part.tokens for part in parts[allowed:])
-        return self._wait_left_s(parts[allowed].tier, tokens, context_tokens, now_s, since_s) > 0
+        notes.loaded_tokens = sum(part.tokens for part in parts[:taken])
+        return notes.loaded_tokens
 
     def wait_left_s(self, tier: int | None, tokens: int, context_tokens: int, notes: LoadNotes, now_s: float) -> float:
-        """Return how long a request may still wait for a load of ``tier``, or for its own stores. The limit in total is
-        how long computing ``tokens`` after ``context_tokens`` takes.
+        """Return how long a request may still wait for a load of ``tier``, or for its own stores (None).
+
+        The limit is how long computing ``tokens`` after ``context_tokens`` takes. It counts from the start of the wait,
+        or of the tier's oldest load if that is earlier.
         """
         if notes.waits_since_s is None:
             notes.waits_since_s = now_s
-        return self._wait_left_s(tier, tokens, context_tokens, now_s, notes.waits_since_s)
+        limit_s = self.prefill.seconds(tokens, context_tokens)
+        oldest_s = 0.0 if tier is None else self._tiers[tier].oldest_s(now_s)
+        return (WAIT_S if limit_s is None else limit_s) - max(oldest_s, now_s - notes.waits_since_s)
 
     def begin_load(self, ticket: LoadTicket, notes: LoadNotes, now_s: float) -> None:
         """Record that a load goes out."""
@@ -404,19 +357,18 @@ class LoadDecider:
         for tier, size in size_bytes.items():
             # A load ends with its last part, so its age counts for its farthest tier alone.
             is_slowest = tier == max(size_bytes)
-            self.tiers[tier].begin(ticket.ticket, size, now_s, is_slowest=is_slowest, on_trial=tier == trial)
+            self._tiers[tier].begin(ticket.ticket, size, now_s, is_slowest=is_slowest, on_trial=tier == trial)
 
-    def observe_loads(self, samples: Iterable[LoadSample], now_s: float) -> None:
-        """Learn how long loads took; before ``end_load`` of their tickets."""
+    def observe_loads(self, samples: Iterable[LoadSample]) -> None:
+        """Record how long loads took on some rank; before ``end_load`` of their tickets."""
         for sample in samples:
-            if sample.tier < len(self.tiers):  # else of a rank with another config
-                speed = self.tiers[sample.tier]
-                speed.observe(sample.size_bytes, sample.seconds, now_s, sample.ticket, failed=sample.failed)
+            if sample.tier < len(self._tiers):  # else of a rank with another config
+                self._tiers[sample.tier].observe(sample.ticket, sample.seconds, failed=sample.failed)
 
-    def end_load(self, ticket: int) -> None:
-        """Record that a load has ended on all ranks."""
-        for speed in self.tiers:
-            speed.end(ticket)
+    def end_load(self, ticket: int, now_s: float) -> None:
+        """Learn from a load that has ended on all ranks."""
+        for speed in self._tiers:
+            speed.end(ticket, now_s)
 
     # Inside
 
@@ -443,37 +395,43 @@ class LoadDecider:
             parts[-1] = Part(last.tier, last.tokens + end - at, last.size_bytes + window_bytes)
         return tuple(parts)
 
-    def _wait_left_s(self, tier: int | None, tokens: int, context_tokens: int, now_s: float, since_s: float) -> float:
-        """The limit counts from the start of the oldest load of ``tier``, or of the wait if that is earlier."""
-        limit_s = self.prefill.seconds(tokens, context_tokens)
-        oldest_s = 0.0 if tier is None else self.tiers[tier].oldest_s(now_s)
-        return (WAIT_S if limit_s is None else limit_s) - max(oldest_s, now_s - since_s)
-
     def _allowed(self, parts: Sequence[Part]) -> int:
         """Return how many parts come before the first one whose tier may not have another load out."""
         for at, part in enumerate(parts):
-            speed = self.tiers[part.tier]
+            speed = self._tiers[part.tier]
             if speed.loads >= LOADS_AT_ONCE and not (speed.is_known and self.prefill.is_known):
                 return at
         return len(parts)
 
-    def _cheapest(
-        self, parts: Sequence[Part], others: Sequence[Part], computed_tokens: int, now_s: float, weight: float
-    ) -> int:
-        """Return how many of ``parts`` to load at the least cost; among equals, the most. ``others`` are computed."""
-        rest_tokens = sum(part.tokens for part in (*parts, *others))
-        context_tokens, load_s = computed_tokens, 0.0
+    def _choose(
+        self, parts: Sequence[Part], allowed: int, first_token: int, now_s: float, weight: float
+    ) -> tuple[int, int | None]:
+        """Return how many of the first ``allowed`` parts to load, and the tier that this load tries. The rest is
+        computed, at ``weight`` times its duration. The least cost wins; among equals, the longest load.
+        """
+        context_tokens, rest_tokens = first_token, sum(part.tokens for part in parts)
         size_bytes: Counter[int] = Counter()
-        best, best_s = len(parts), math.inf
-        for taken in range(len(parts) + 1):
-            if taken:
-                part = parts[taken - 1]
+        taken, least_s, load_s = allowed, math.inf, 0.0
+        for count in range(allowed + 1):
+            if count:
+                part = parts[count - 1]
                 rest_tokens -= part.tokens
                 context_tokens += part.tokens
                 size_bytes[part.tier] += part.size_bytes
                 # Tiers load in parallel: a load takes as long as its slowest tier.
-                load_s = max(load_s, self.tiers[part.tier].seconds(size_bytes[part.tier], now_s))
+                load_s = max(load_s, self._tiers[part.tier].seconds(size_bytes[part.tier], now_s))
             prefill_s = self.prefill.seconds(rest_tokens, context_tokens)
-            if prefill_s is not None and load_s / _TOLERANCE + weight * prefill_s <= best_s:
-                best, best_s = taken, load_s / _TOLERANCE + weight * prefill_s
-        return best
+            if prefill_s is not None and load_s / _TOLERANCE + weight * prefill_s <= least_s:
+                taken, least_s = count, load_s / _TOLERANCE + weight * prefill_s
+        trial = None
+        if taken < allowed and self._tiers[parts[taken].tier].may_try(now_s):
+            trial = parts[taken].tier
+            taken = next((at for at in range(taken, allowed) if parts[at].tier != trial), allowed)
+        not_taken: Decision = "unknown" if taken == allowed else "skipped"
+        decisions: set[tuple[int, Decision]] = {(part.tier, not_taken) for part in parts[taken:]}
+        for part in parts[:taken]:
+            decisions.add((part.tier, "trial" if part.tier == trial else "taken"))
+            if part.tier != trial:
+                self._tiers[part.tier].pause_s = TRIAL_INTERVAL_S
+        self.counts.update(("hit_decisions", *decision) for decision in decisions)
+        return taken, trial

@@ -135,7 +135,6 @@ class NixlOffloadManager(OffloadingManager):
         self.metrics: Final = MetricsReporter([tier.kind for tier in config.tiers])
         self.decider: Final = LoadDecider(
             len(config.tiers),
-            ranks=self._parallel.world_size,
             token_bytes=self._token_bytes,
             skips_slow=config.slow_hits == "skip",
         )
@@ -303,14 +302,14 @@ class NixlOffloadManager(OffloadingManager):
         lost: set[OffloadKey] = set()
         self._changed()
         now_s = time.monotonic()
-        self.decider.observe_loads(loads, now_s)
+        self.decider.observe_loads(loads)
         for ticket, report in reports.items():
             settled = self.catalog.report(ticket, report.ranks, report.failures, now_s)
             if settled is None:
                 continue
             self.metrics.settled(settled)
             if settled.kind == "load":
-                self.decider.end_load(ticket)
+                self.decider.end_load(ticket, now_s)
                 lost.update(OffloadKey(key) for key in settled.failed)
             if settled.failed:
                 outcomes = Counter(outcome.value for outcome in settled.failed.values())

@@ -70,15 +70,13 @@ class StepMetadata(OffloadingConnectorMetadata):
 
 
 class LoadSample(NamedTuple):
-    """How long a tier took for its part of a load."""
+    """How long a tier took on one rank for its part of a load."""
 
     tier: int
-    size_bytes: int
-    """Bytes that were asked for."""
     seconds: float
     failed: bool
-    """Whether some of them did not come."""
-    ticket: int = 0
+    """Whether some of it did not come."""
+    ticket: int
 
 
 @dataclass

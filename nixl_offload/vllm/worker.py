@@ -235,8 +235,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         request = pop_loading_request(self, result.job_id)
         if is_load:
             report.loads.extend(
-                LoadSample(share.tier, share.wanted_bytes, share.seconds, bool(share.failures), ticket.ticket)
-                for share in result.shares
+                LoadSample(share.tier, share.seconds, bool(share.failures), ticket.ticket) for share in result.shares
             )
             if failures:
                 logger.warning(

@@ -8,11 +8,14 @@ that serves one load after the other. As many requests at a time as asked for. T
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from nixl_offload.vllm.load_decision import LoadDecider, Part
+from nixl_offload.catalog import LoadTicket
+from nixl_offload.types import Key, Location
+from nixl_offload.vllm.load_decision import MIN_TOKENS, Hit, LoadDecider, LoadNotes
+from nixl_offload.vllm.messages import LoadSample
 
 TOKEN_BYTES = 128 << 10
 """KV cache of an 8B model."""
@@ -69,27 +72,25 @@ class Rule:
     """The connector's rule."""
 
     def __init__(self) -> None:
-        self._rule = LoadDecider(1)
-        self._asked_s: dict[int, float] = {}
-        """By request: when it was asked about first."""
+        self._rule = LoadDecider(1, token_bytes={0: TOKEN_BYTES})
+        self._notes: defaultdict[int, LoadNotes] = defaultdict(LoadNotes)
+        """By request."""
 
     def choose(self, request: Request, waiting: int, running: int, now_s: float) -> int | None:
-        size = request.hit_tokens * TOKEN_BYTES
-        part = Part(0, request.hit_tokens, size)
-        if self._rule.must_wait([part], 0, now_s, self._asked_s.setdefault(request.number, now_s)):
-            return None
-        choice = self._rule.choose([part], 0, now_s, waiting=waiting, running=running)
-        if choice.tokens:
-            self._rule.tiers[0].begin(request.number, size, now_s, on_trial=choice.trial == 0)
-        return choice.tokens
+        tokens, notes = request.hit_tokens, self._notes[request.number]
+        hit = Hit((0,), 0, tokens, tokens, {})
+        loaded_tokens = self._rule.tokens_to_load(hit, notes, now_s, waiting=waiting, running=running)
+        if loaded_tokens:
+            where = Location(0, 0, loaded_tokens * TOKEN_BYTES)
+            self._rule.begin_load(LoadTicket(request.number, (Key(bytes(36)),), (where,)), notes, now_s)
+        return loaded_tokens
 
     def loaded(self, request: Request, now_s: float) -> None:
-        size, seconds = request.loaded_tokens * TOKEN_BYTES, request.ready_s - request.began_s
-        self._rule.tiers[0].observe(size, seconds, now_s, request.number)
-        self._rule.tiers[0].end(request.number)
+        self._rule.observe_loads([LoadSample(0, request.ready_s - request.began_s, False, request.number)])
+        self._rule.end_load(request.number, now_s)
 
     def computed(self, tokens: int, context_tokens: int, seconds: float) -> None:
-        if tokens >= 64:  # as load_decision.PrefillSpeed does
+        if tokens >= MIN_TOKENS:  # as PrefillSpeed does
             self._rule.prefill.observe(tokens, max(seconds - _BASE_S, 0.1 * seconds), context_tokens)
 
 

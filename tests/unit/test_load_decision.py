@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import random
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,134 +18,158 @@ from nixl_offload.vllm.load_decision import (
     Hit,
     LoadDecider,
     LoadNotes,
-    Part,
     PrefillSpeed,
-    TierSpeed,
 )
+from nixl_offload.vllm.messages import LoadSample
 
-MIB = 1 << 20
 TOKEN_BYTES = 4096
 CHUNK_TOKENS = 1024
+CHUNK_S = 1.024
+"""How long computing a chunk takes at the usual millisecond a token."""
 
 
-def tier_speed(latency_s: float, bytes_per_s: float) -> TierSpeed:
-    """A tier that was observed at one instant, with loads of 1 to 64 MiB."""
-    tier = TierSpeed()
-    for number in range(20):
-        size = (1 + 63 * number // 19) * MIB
-        tier.observe(size, latency_s + size / bytes_per_s, 0.0)
-    return tier
+class Asked(LoadDecider):
+    """A decision maker whose loads are begun and ended by their numbers; sizes are in chunks."""
 
+    def __init__(
+        self, *speeds: float | None, token_s: float | None = 1e-3, latency_s: float = 0.0, skips_slow: bool = True
+    ) -> None:
+        """``speeds``: how many times as long as computing a load takes, by tier; None: unknown."""
+        super().__init__(len(speeds), token_bytes={0: TOKEN_BYTES}, skips_slow=skips_slow)
+        for tier, speed in enumerate(speeds):
+            for chunks in range(1, 21) if speed is not None else ():
+                self.observe(latency_s + chunks * CHUNK_S * (speed or 0.0), chunks, tier=tier)
+        for context in range(0, 8192, 512) if token_s is not None else ():
+            self.prefill.observe(512, 512 * (token_s or 0.0), context)
 
-def judge(*bytes_per_s: float | None, token_s: float | None = 1e-3) -> LoadDecider:
-    """Return a decision maker over tiers of known bandwidths (None: unknown)."""
-    judged = LoadDecider(len(bytes_per_s), token_bytes={0: TOKEN_BYTES})
-    for tier, speed in enumerate(bytes_per_s):
-        if speed is not None:
-            for number in range(20):
-                size = (1 + 3 * number) * MIB
-                judged.tiers[tier].observe(size, size / speed, 0.0)
-    if token_s is not None:
-        for context in range(0, 8192, 512):
-            judged.prefill.observe(512, 512 * token_s, context)
-    return judged
+    def begin(
+        self, number: int, *tiers: int, now_s: float = 0.0, notes: LoadNotes | None = None, size: int = 1
+    ) -> None:
+        where = tuple(Location(tier, 0, size * CHUNK_TOKENS * TOKEN_BYTES) for tier in tiers or (0,))
+        self.begin_load(LoadTicket(number, (Key(bytes(36)),) * len(where), where), notes or LoadNotes(), now_s)
 
+    def end(self, number: int, *seconds: float, now_s: float = 0.0, tier: int = 0, failed: bool = False) -> None:
+        """End a load that took this long on each rank."""
+        self.observe_loads([LoadSample(tier, each, failed, number) for each in seconds])
+        self.end_load(number, now_s)
 
-def part(tier: int, tokens: int) -> Part:
-    return Part(tier, tokens, tokens * TOKEN_BYTES)
+    def observe(
+        self, seconds: float, size: int = 1, *, now_s: float = 0.0, tier: int = 0, failed: bool = False
+    ) -> None:
+        """Begin and end a load that no other load is beside."""
+        self.begin(-1, tier, size=size)
+        self.end(-1, seconds, now_s=now_s, tier=tier, failed=failed)
 
+    def ask(
+        self,
+        *runs: tuple[int, int],
+        now_s: float = 1.0,
+        notes: LoadNotes | None = None,
+        first_token: int = 0,
+        windows: Mapping[int, int] | None = None,
+        **others: int,
+    ) -> int | None:
+        """Return how many of a hit's chunks are loaded. ``runs``: tier and number of chunks."""
+        tiers = [tier for tier, count in runs or [(0, 1)] for _ in range(count)]
+        hit = Hit(tiers, first_token, len(tiers) * CHUNK_TOKENS, CHUNK_TOKENS, windows or {})
+        tokens = self.tokens_to_load(hit, notes or LoadNotes(), now_s, **others)
+        return None if tokens is None else tokens // CHUNK_TOKENS
 
-def counts(judged: LoadDecider) -> dict[tuple[Any, ...], int]:
-    return {labels[1:]: requests for labels, requests in judged.counts.items()}
+    def estimate(self, size: int = 1, now_s: float = 0.0) -> float:
+        """Return how long a load of the first tier is expected to take."""
+        return self._tiers[0].seconds(size * CHUNK_TOKENS * TOKEN_BYTES, now_s)
+
+    def decisions(self) -> dict[tuple[Any, ...], int]:
+        return {labels[1:]: requests for labels, requests in self.counts.items()}
 
 
 # Tiers
 
 
 def test_latency_and_bandwidth_are_told_apart() -> None:
-    tier = tier_speed(0.050, 200 * MIB)
-    assert tier.seconds(MIB, 0.0) == pytest.approx(0.055)
-    assert tier.seconds(1000 * MIB, 0.0) == pytest.approx(5.05)
+    asked = Asked(0.01, latency_s=0.050)
+    assert asked.estimate() == pytest.approx(0.050 + 0.01 * CHUNK_S)
+    assert asked.estimate(1000) == pytest.approx(0.050 + 10 * CHUNK_S)
 
 
-def test_too_few_observations_say_nothing_and_void_ones_do_not_count() -> None:
-    tier = TierSpeed()
-    for bytes_moved, seconds in ((0, 1.0), (-1, 1.0), (MIB, 0.0), (MIB, -1.0), (MIB, math.inf), (MIB, math.nan)):
-        tier.observe(bytes_moved, seconds, 0.0)
-    tier.observe(MIB, 0.01, 0.0)
-    tier.observe(2 * MIB, 0.02, 0.0)
-    assert not tier.is_known
-    assert tier.seconds(MIB, 0.0) == 0.0
-    tier.observe(3 * MIB, 0.03, 0.0)
-    assert tier.seconds(MIB, 0.0) == pytest.approx(0.01)
+def test_a_load_takes_as_long_as_on_its_slowest_rank() -> None:
+    asked = Asked(None)
+    for number in range(3):
+        assert asked.estimate() == 0.0, "too few loads say nothing"
+        asked.begin(number)
+        asked.end(number, 0.1, 0.3, 0.2)
+    assert asked.estimate() == pytest.approx(0.3)
+    asked.begin(9)
+    asked.end(9)
+    assert asked.estimate() == pytest.approx(0.3), "a load that no rank has timed does not count"
 
 
 def test_a_stall_raises_the_estimate_but_not_for_ever() -> None:
     """One stalled load has a bounded effect, several count fully, and good ones repair the estimate within a minute."""
-    tier = tier_speed(0.0, 100 * MIB)
-    tier.observe(32 * MIB, 600.0, 0.0)
-    assert 0.5 < tier.seconds(32 * MIB, 0.0) < 1.5, "raised, and nowhere near ten minutes"
+    asked = Asked(0.01)
+    before_s = asked.estimate(16)
+    asked.observe(600.0, 16)
+    assert 1.5 * before_s < asked.estimate(16) < 5 * before_s, "raised, and nowhere near ten minutes"
     for _ in range(5):
-        tier.observe(32 * MIB, 600.0, 0.0)
-    assert tier.seconds(32 * MIB, 0.0) > 30.0
-    for second in range(60):
-        size = 16 + second % 3 * 16
-        tier.observe(size * MIB, size / 100, float(second))
-    assert tier.seconds(32 * MIB, 0.0) == pytest.approx(0.32, rel=0.1)
+        asked.observe(600.0, 16)
+    assert asked.estimate(16) > 30.0
+    for second in range(100):
+        chunks = 8 * (1 + second % 3)
+        asked.observe(0.01 * chunks * CHUNK_S, chunks, now_s=float(second))
+    assert asked.estimate(16) == pytest.approx(before_s, rel=0.1)
 
 
 def test_a_trial_speaks_for_all_sizes_and_its_first_load_alone() -> None:
-    tier = TierSpeed()
-    for _ in range(10):
-        tier.observe(MIB, 1.0, 0.0)
-    tier.begin(1, MIB, 100.0, on_trial=True)
-    tier.end(1)
-    for _ in range(10):
-        tier.observe(MIB, 0.01, 100.0)
-    assert tier.seconds(100 * MIB, 0.0) == pytest.approx(1.0), "no longer as slow as it was"
-    tier.observe(MIB, 600.0, 100.0)
-    assert tier.seconds(MIB, 0.0) < 0.08, "a stall later on counts as any other"
+    asked, tries = Asked(100.0), LoadNotes()
+    assert asked.ask(now_s=100.0, notes=tries) == 1
+    asked.begin(1, now_s=100.0, notes=tries)
+    asked.end(1, 0.01, now_s=100.0)
+    assert asked.estimate(100) == pytest.approx(1.0), "no longer as slow as it was"
+    for _ in range(9):
+        asked.observe(0.01)
+    asked.observe(600.0)
+    assert asked.estimate() < 0.08, "a stall later on counts as any other"
 
 
 def test_a_tier_is_not_judged_by_its_queue() -> None:
-    """Eight loads at once from a tier of 100 MiB/s: the last took 0.8 s, and a lone one is expected in 0.1 s."""
-    tier = TierSpeed()
+    """Eight loads at once, each of 0.1 s: the last took 0.8 s, and a lone one is expected in 0.1 s."""
+    asked = Asked(None)
     for burst in range(3):
         for number in range(8):
-            tier.begin(8 * burst + number, 10 * MIB, 10.0 * burst)
+            asked.begin(number, now_s=10.0 * burst)
         for number in range(8):
-            tier.observe(10 * MIB, 0.1 * (number + 1), 10.0 * burst + 0.1 * (number + 1), 8 * burst + number)
-            tier.end(8 * burst + number)
-    assert tier.seconds(10 * MIB, 0.0) == pytest.approx(0.1)
-    tier.begin(99, 30 * MIB, 30.0)
-    assert tier.seconds(10 * MIB, 30.0) == pytest.approx(0.4)
+            asked.end(number, 0.1 * (number + 1), now_s=10.0 * burst + 0.1 * (number + 1))
+    assert asked.estimate() == pytest.approx(0.1)
+    asked.begin(99, now_s=30.0, size=3)
+    assert asked.estimate(now_s=30.0) == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize("tier", [tier_speed(0.0, 100 * MIB), TierSpeed()], ids=["known", "unknown"])
-def test_a_load_that_is_late_makes_those_behind_it_late(tier: TierSpeed) -> None:
-    """Nothing has been reported yet, but a load of 0.1 s is out for 5 s. One that waits for another tier makes none
+@pytest.mark.parametrize("speed", [0.01, None], ids=["known", "unknown"])
+def test_a_load_that_is_late_makes_those_behind_it_late(speed: float | None) -> None:
+    """Nothing has been reported yet, but a load of 0.01 s is out for 5 s. One that waits for another tier makes none
     late here: it ends with its last part, and memory has done its own long before the bucket has.
     """
-    tier.begin(1, 10 * MIB, 0.0, is_slowest=False)
-    assert tier.seconds(10 * MIB, 5.0) == pytest.approx(0.2 if tier.is_known else 0.0)
-    tier.begin(2, 10 * MIB, 5.0)
-    assert tier.seconds(10 * MIB, 10.1) == pytest.approx(5.1)
+    asked = Asked(speed, None)
+    asked.begin(1, 0, 1)
+    assert asked.estimate(now_s=5.0) == pytest.approx(2 * CHUNK_S * (speed or 0.0))
+    asked.begin(2, 0, now_s=5.0)
+    assert asked.estimate(now_s=10.1) == pytest.approx(5.1)
 
 
 def test_a_failed_load_says_that_it_would_have_taken_longer() -> None:
     """It changes the estimate only if the load was expected to end sooner, after those before it."""
-    tier = tier_speed(0.0, MIB)
-    for ticket in range(1, 9):
-        tier.begin(ticket, MIB, 0.0)
-    before_s = tier.seconds(MIB, 0.0)
-    tier.observe(MIB, 1.9, 1.9, 2, failed=True)
-    assert tier.seconds(MIB, 0.0) == before_s, "two seconds were expected of the second one"
-    tier.observe(MIB, 5.0, 5.0, 1, failed=True)
-    assert tier.seconds(MIB, 0.0) > 1.05 * before_s, "one second of the first, however many came behind it"
-    unknown = TierSpeed()
+    asked = Asked(1.0)
+    asked.begin(1)
+    asked.begin(2)
+    before_s = asked.estimate()
+    asked.end(2, 1.9 * CHUNK_S, failed=True)
+    assert asked.estimate(2) == pytest.approx(before_s), "twice the time was expected of the second one"
+    asked.end(1, 5.0 * CHUNK_S, failed=True)
+    assert asked.estimate(3) > 1.05 * before_s
+    unknown = Asked(None)
     for _ in range(3):
-        unknown.observe(MIB, SLOW_FAILURE_S, 0.0, failed=True)
-    assert not unknown.is_known, "refused"
+        unknown.observe(SLOW_FAILURE_S, failed=True)
+    assert unknown.estimate() == 0.0, "refused"
 
 
 # Computing
@@ -224,12 +248,12 @@ def test_steps_whose_ends_are_not_reported_do_not_pile_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "step_s", "observed"),
-    [((0, 300), 0.040, (301, 1, 0.030)), ((512, 100), 0.010, (101, 511, 0.001))],
+    ("prompt", "step_s", "tokens", "context_tokens", "seconds"),
+    [((0, 300), 0.040, 301, 1, 0.030), ((512, 100), 0.010, 101, 511, 0.001)],
     ids=["what they add", "a tenth at least"],
 )
 def test_prompt_tokens_cost_what_they_add_to_a_step(
-    prompt: tuple[int, int], step_s: float, observed: tuple[int, int, float]
+    prompt: tuple[int, int], step_s: float, tokens: int, context_tokens: int, seconds: float
 ) -> None:
     """A step of 10 ms takes 40 ms with a prompt. On a GPU a few tokens more may cost nothing."""
     steps = Steps()
@@ -238,106 +262,106 @@ def test_prompt_tokens_cost_what_they_add_to_a_step(
         steps.end(0.010)
     steps.step(a=(512, 1), b=prompt)
     steps.end(step_s)
-    [(tokens, context_tokens, seconds)] = steps.observed
-    assert (tokens, context_tokens, seconds) == (
-        observed[0],
-        pytest.approx(observed[1], abs=1),
-        pytest.approx(observed[2]),
-    )
+    assert steps.observed == [(tokens, pytest.approx(context_tokens, abs=1), pytest.approx(seconds))]
 
 
 # Decisions
 
 
-ONE, BOTH, TWICE = [(0, 1024)], [(0, 1024), (1, 1024)], [(0, 1024), (0, 1024)]
-
-
 @pytest.mark.parametrize(
-    ("times", "runs", "others", "tokens"),
+    ("speeds", "runs", "others", "chunks"),
     [
         # A load may cost a little more than computing,
-        ([0.5], ONE, {}, 1024),
-        ([1.02], ONE, {}, 1024),
-        ([1.1], ONE, {}, 0),
+        ([0.5], [(0, 1)], {}, 1),
+        ([1.02], [(0, 1)], {}, 1),
+        ([1.1], [(0, 1)], {}, 0),
         # which costs once more for each request that waits for the GPU,
-        ([3], ONE, {"waiting": 1}, 0),
-        ([3], ONE, {"waiting": 2}, 1024),
+        ([3], [(0, 1)], {"waiting": 1}, 0),
+        ([3], [(0, 1)], {"waiting": 2}, 1),
         # and less for those that run, as two at most: no busy server accepts any time to the first token.
-        ([1.9], ONE, {"running": 1}, 0),
-        ([1.9], ONE, {"running": 3}, 1024),
-        ([2.9], ONE, {"running": 5}, 1024),
-        ([3.5], ONE, {"running": 5}, 0),
-        ([3.5], ONE, {"running": 500}, 0),
-        # A hit is taken from its beginning: slow tokens in front, where the fast ones behind pay for them.
-        ([0.01, 40], BOTH, {}, 1024),
-        ([10], [(0, 256)], {}, 0),
-        ([10, 0.01], [(0, 256), (1, 8192)], {}, 256 + 8192),
+        ([1.9], [(0, 1)], {"running": 1}, 0),
+        ([1.9], [(0, 1)], {"running": 3}, 1),
+        ([2.9], [(0, 1)], {"running": 5}, 1),
+        ([3.5], [(0, 1)], {"running": 5}, 0),
+        ([3.5], [(0, 1)], {"running": 500}, 0),
+        # A hit is taken from its beginning: slow chunks in front, where the fast ones behind pay for them.
+        ([0.01, 40], [(0, 1), (1, 1)], {}, 1),
+        ([10], [(0, 1)], {}, 0),
+        ([10, 0.01], [(0, 1), (1, 32)], {}, 33),
         # Two tiers take as long as the slower, not as long as both.
-        ([1.1, 1.1], BOTH, {}, 2048),
-        ([1.43], TWICE, {}, 0),
+        ([1.1, 1.1], [(0, 1), (1, 1)], {}, 2),
+        ([1.43], [(0, 2)], {}, 0),
+        # Of a window only what is loaded counts. A model with small windows would never load otherwise.
+        ([2], [(0, 4)], {}, 0),
+        ([2], [(0, 4)], {"windows": {0: CHUNK_TOKENS}}, 4),
     ],
 )
 def test_how_much_of_a_hit_is_taken(
-    times: list[float], runs: list[tuple[int, int]], others: dict[str, int], tokens: int
+    speeds: Sequence[float], runs: Sequence[tuple[int, int]], others: Mapping[str, Any], chunks: int
 ) -> None:
     """Tiers whose loads take this many times as long as computing."""
-    judged = judge(*(TOKEN_BYTES * 1000 / each for each in times))
-    assert judged.choose([part(*run) for run in runs], 0, 1.0, **others).tokens == tokens
+    assert Asked(*speeds).ask(*runs, **others) == chunks
 
 
-@pytest.mark.parametrize("knows_tiers", [False, True])
-def test_all_of_it_is_taken_while_nothing_is_known(knows_tiers: bool) -> None:
-    """Both times must be known for a comparison."""
-    judged = judge(1e3, 1e3, token_s=None) if knows_tiers else judge(None, None, token_s=1e-6)
-    assert judged.choose([part(0, 512), part(1, 4096)], 1000, 0.0).tokens == 512 + 4096
+@pytest.mark.parametrize(
+    "asked", [Asked(1e3, 1e3, token_s=None), Asked(None, None, token_s=1e-6), Asked(1e3, 1e3, skips_slow=False)]
+)
+def test_all_of_it_is_taken_while_a_speed_is_unknown_or_where_the_config_says_so(asked: Asked) -> None:
+    assert asked.ask((0, 1), (1, 4), first_token=1024) == 5
 
 
 def test_a_load_waits_for_those_that_are_out() -> None:
     """Of loads that take 0.4 of computing each, two are worth it; the third would wait for two others."""
-    judged = judge(TOKEN_BYTES * 1000 / 0.4)
-    taken = []
-    for ticket in range(1, 5):
-        tokens = judged.choose([part(0, 1024)], 0, 1.0).tokens
-        taken.append(tokens)
-        if tokens:
-            judged.tiers[0].begin(ticket, 1024 * TOKEN_BYTES, 1.0)
-    assert taken == [1024, 1024, 0, 0]
-    judged.tiers[0].end(1)
-    assert judged.choose([part(0, 1024)], 0, 1.0).tokens == 1024
+    asked, taken = Asked(0.4), []
+    for number in range(4):
+        taken.append(asked.ask())
+        if taken[-1]:
+            asked.begin(number, now_s=1.0)
+    assert taken == [1, 1, 0, 0]
+    asked.end(0)
+    assert asked.ask() == 1
 
 
-@pytest.mark.parametrize("knows_prefill", [False, True])
-def test_a_tier_of_unknown_speed_gets_a_few_loads_at_a_time(knows_prefill: bool) -> None:
-    """Otherwise the whole first burst of requests would wait for a tier of unknown speed."""
-    judged = judge(None if knows_prefill else 1e9, token_s=1e-3 if knows_prefill else None)
-    for ticket in range(1, 10):
-        tokens = judged.choose([part(0, 1024)], 0, 1.0).tokens
-        assert bool(tokens) == (ticket <= LOADS_AT_ONCE)
-        if tokens:
-            judged.tiers[0].begin(ticket, 1024 * TOKEN_BYTES, 1.0)
-    assert counts(judged) == {(0, "taken"): LOADS_AT_ONCE, (0, "unknown"): 9 - LOADS_AT_ONCE}
-
-
-@pytest.mark.parametrize(("knows_prefill", "limit_s"), [(False, WAIT_S), (True, 1.024)])
-def test_a_hit_waits_for_the_first_loads_to_end(knows_prefill: bool, limit_s: float) -> None:
-    """While none of them has taken longer than computing the hit would, or half a second where that is not known.
+@pytest.mark.parametrize(("knows_prefill", "limit_s"), [(False, WAIT_S), (True, CHUNK_S)])
+def test_a_tier_of_unknown_speed_gets_a_few_loads_at_a_time(knows_prefill: bool, limit_s: float) -> None:
+    """Otherwise the whole first burst of requests would wait for a tier of unknown speed. A hit waits for room while no
+    load has taken longer than computing the hit would, or half a second where that is not known.
 
     Of a burst at the start of an engine most would be computed otherwise, however fast the tier is.
     """
-    judged, burst = judge(None, token_s=1e-3 if knows_prefill else None), [part(0, 1024)]
-    for ticket in range(LOADS_AT_ONCE):
-        assert not judged.must_wait(burst, 0, 1.0, 1.0)
-        judged.tiers[0].begin(ticket, 1024 * TOKEN_BYTES, 1.0, is_slowest=bool(ticket % 2))
-    early_s, late_s = 1.0 + 0.99 * limit_s, 1.0 + 1.01 * limit_s
-    assert judged.must_wait(burst, 0, early_s, early_s)
-    assert not judged.must_wait(burst, 0, late_s, late_s)
-    assert not judged.choose(burst, 0, late_s).tokens
-    for ticket in range(LOADS_AT_ONCE):
-        judged.tiers[0].end(ticket)
-        assert not judged.must_wait(burst, 0, early_s, early_s), "there is room for one more"
-        judged.tiers[0].begin(LOADS_AT_ONCE + ticket, 1024 * TOKEN_BYTES, early_s)
-    assert judged.must_wait(burst, 0, late_s, early_s)
-    assert not judged.must_wait(burst, 0, late_s, 1.0), "it has waited for the first four"
+    asked = Asked(None if knows_prefill else 1e-3, token_s=1e-3 if knows_prefill else None)
+    for number in range(LOADS_AT_ONCE):
+        assert asked.ask() == 1
+        asked.begin(number, *((0,) if number % 2 else (0, 0)), now_s=1.0)
+    assert asked.ask(now_s=1.0 + 0.99 * limit_s) is None
+    assert asked.ask(now_s=1.0 + 1.01 * limit_s) == 0
+    assert asked.decisions() == {(0, "taken"): LOADS_AT_ONCE, (0, "unknown"): 1}
+    asked.end(0)
+    assert asked.ask() == 1, "there is room for one more"
+
+
+def test_a_hit_waits_once_however_many_loads_end_meanwhile() -> None:
+    """Where nothing is ever computed, as on a server that only decodes, four at a time would be all for ever."""
+    asked, notes, answers = Asked(None, token_s=None), LoadNotes(), []
+    for number in range(LOADS_AT_ONCE):
+        asked.begin(number)
+    for number, now_s in enumerate((0.0, 0.4 * WAIT_S, 0.8 * WAIT_S, 1.2 * WAIT_S)):
+        answers.append(asked.ask(now_s=now_s, notes=notes))
+        asked.end(number)
+        asked.begin(10 + number, now_s=now_s)
+    assert answers == [None, None, None, 0]
+
+
+def test_a_request_is_decided_once_for_each_hit() -> None:
+    """A request that waits for room is asked about in every step."""
+    asked, notes = Asked(0.01, 40), LoadNotes()
+    assert [asked.ask((0, 1), (1, 1), notes=notes) for _ in range(3)] == [1, 1, 1]
+    assert asked.decisions() == {(0, "taken"): 1, (1, "skipped"): 1}
+    assert asked.ask((1, 1), notes=notes) == 0, "another hit"
+    assert asked.decisions() == {(0, "taken"): 1, (1, "skipped"): 2}
+
+
+# Trials
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -347,99 +371,41 @@ def test_recovers_after_a_slow_spell(seed: int) -> None:
     It is refused within its first dozen loads, costs one request in thirty seconds at most meanwhile, and is used again
     within five minutes after the spell.
     """
-    source = random.Random(seed)
-    judged = judge(None)
-    taken: list[bool] = []
-    slow = range(600, 900)
+    source, asked, taken = random.Random(seed), Asked(None), []
     for second in range(1800):
-        tokens = source.choice((512, 1024, 4096))
-        choice = judged.choose([part(0, tokens)], 0, float(second))
-        taken.append(choice.tokens > 0)
-        if choice.tokens:
-            load_s = (0.005 + tokens * TOKEN_BYTES / 400e6) * source.lognormvariate(0, 0.3)
-            judged.tiers[0].begin(second, tokens * TOKEN_BYTES, float(second), on_trial=choice.trial == 0)
-            judged.tiers[0].observe(
-                tokens * TOKEN_BYTES, load_s * (200 if second in slow else 1), float(second), second
-            )
-            judged.tiers[0].end(second)
+        chunks, notes = source.choice((1, 2, 4)), LoadNotes()
+        taken.append(bool(asked.ask((0, chunks), now_s=float(second), notes=notes)))
+        if taken[-1]:
+            load_s = (0.005 + chunks * CHUNK_TOKENS * TOKEN_BYTES / 400e6) * source.lognormvariate(0, 0.3)
+            asked.begin(second, now_s=float(second), notes=notes, size=chunks)
+            asked.end(second, load_s * (200 if 600 <= second < 900 else 1), now_s=float(second))
     assert all(taken[:600])
     assert sum(taken[600:900]) <= 12 + 300 / 30
     assert not any(taken[620:629]), "refused"
     assert all(taken[1250:]), "used as before, once the next trial has come"
 
 
-# Requests
-
-
-def ask(judged: LoadDecider, notes: LoadNotes, now_s: float, tiers: tuple[int, ...] = (0,), **hit: Any) -> int | None:
-    """Ask about a hit of whole chunks; the tier of each."""
-    found = Hit(tiers, hit.get("first_token", 0), len(tiers) * CHUNK_TOKENS, CHUNK_TOKENS, hit.get("windows", {}))
-    return judged.tokens_to_load(found, notes, now_s)
-
-
-def begin(judged: LoadDecider, number: int, notes: LoadNotes, now_s: float, *tiers: int) -> None:
-    locations = tuple(Location(tier, 0, CHUNK_TOKENS * TOKEN_BYTES) for tier in tiers or (0,))
-    judged.begin_load(LoadTicket(number, (Key(bytes(36)),) * len(locations), locations), notes, now_s)
-
-
-def test_a_request_is_decided_once_for_each_hit() -> None:
-    """A request that waits for room is asked about in every step."""
-    judged, notes = judge(1e9, 1e5), LoadNotes()
-    assert [ask(judged, notes, 1.0, (0, 1)) for _ in range(3)] == [CHUNK_TOKENS] * 3
-    assert counts(judged) == {(0, "taken"): 1, (1, "skipped"): 1}
-    assert ask(judged, notes, 1.0, (1,)) == 0, "another hit"
-    assert counts(judged) == {(0, "taken"): 1, (1, "skipped"): 2}
-
-
-def test_a_hit_waits_once_however_many_loads_end_meanwhile() -> None:
-    """Where nothing is ever computed, as on a server that only decodes, four at a time would be all for ever."""
-    judged, notes, answers = judge(None, token_s=None), LoadNotes(), []
-    for number in range(LOADS_AT_ONCE):
-        begin(judged, number, LoadNotes(), 0.0)
-    for number, now_s in enumerate((0.0, 0.4 * WAIT_S, 0.8 * WAIT_S, 1.2 * WAIT_S)):
-        answers.append(ask(judged, notes, now_s))
-        judged.end_load(number)
-        begin(judged, 10 + number, LoadNotes(), now_s)
-    assert answers == [None, None, None, 0]
-
-
 def test_the_first_trial_comes_after_thirty_seconds_the_next_ones_later() -> None:
     """A request in ten seconds, whose load would take an hour: trials after 30 s, 2 min, 8 min, then 10 min each."""
-    judged, trials = judge(1e3), []
+    asked, trials = Asked(1e3), []
     for second in range(0, 2500, 10):
         notes = LoadNotes()
-        if ask(judged, notes, float(second)):
+        if asked.ask(now_s=float(second), notes=notes):
             trials.append(second)
-            begin(judged, second, notes, float(second))
-            judged.end_load(second)
+            asked.begin(second, now_s=float(second), notes=notes)
+            asked.end(second)
     assert trials == [30, 150, 630, 1230, 1830, 2430]
-    assert counts(judged) == {(0, "skipped"): 244, (0, "trial"): 6}
+    assert asked.decisions() == {(0, "skipped"): 244, (0, "trial"): 6}
 
 
 def test_a_trial_is_used_up_by_its_load_alone() -> None:
     """Not by a request that ends before it loads, nor twice by one that is preempted and loads again."""
-    judged, loads = judge(1e3), LoadNotes()
-    assert ask(judged, LoadNotes(), 1.0) == 0
-    assert ask(judged, LoadNotes(), 700.0) == CHUNK_TOKENS, "given up"
-    assert ask(judged, loads, 701.0) == CHUNK_TOKENS
+    asked, loads = Asked(1e3), LoadNotes()
+    assert asked.ask() == 0
+    assert asked.ask(now_s=700.0) == 1, "given up"
+    assert asked.ask(now_s=701.0, notes=loads) == 1
     for number, now_s in ((1, 701.0), (2, 760.0)):
-        begin(judged, number, loads, now_s)
-        judged.end_load(number)
-        assert ask(judged, LoadNotes(), now_s + 49.0) == 0
-    assert ask(judged, LoadNotes(), 830.0) == CHUNK_TOKENS
-
-
-def test_of_a_window_only_what_is_loaded_counts() -> None:
-    """Otherwise a model with mostly small windows would never load: its hits would seem many times their size."""
-    judged = judge(TOKEN_BYTES * 500)  # a load takes twice as long as computing
-    assert ask(judged, LoadNotes(), 1.0, (0,) * 4) == 0
-    assert ask(judged, LoadNotes(), 1.0, (0,) * 4, windows={0: CHUNK_TOKENS}) == 4 * CHUNK_TOKENS
-
-
-def test_slow_hits_are_taken_where_the_config_says_so() -> None:
-    judged = LoadDecider(1, token_bytes={0: TOKEN_BYTES}, skips_slow=False)
-    for _ in range(5):
-        judged.tiers[0].observe(MIB, 10.0, 0.0)
-        judged.prefill.observe(CHUNK_TOKENS, 0.01)
-    assert ask(judged, LoadNotes(), 1.0) == CHUNK_TOKENS
-    assert counts(judged) == {}
+        asked.begin(number, now_s=now_s, notes=loads)
+        asked.end(number, now_s=now_s)
+        assert asked.ask(now_s=now_s + 49.0) == 0
+    assert asked.ask(now_s=830.0) == 1

@@ -33,10 +33,10 @@ from vllm.v1.request import Request
 
 from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.config import Config, parse_config
-from nixl_offload.types import Outcome
+from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm.connector import NixlOffloadSpec
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
-from nixl_offload.vllm.load_decision import Hit
+from nixl_offload.vllm.load_decision import LoadNotes
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import (
     NOTHING,
@@ -47,7 +47,6 @@ from nixl_offload.vllm.messages import (
     TicketSpec,
     WorkerReport,
 )
-from nixl_offload.vllm.vllm_scheduler import notes_of
 
 SLOT = 8192
 BLOCK_TOKENS = 64
@@ -174,6 +173,16 @@ def wait_for_tiers(manager: NixlOffloadManager) -> None:
         assert time.monotonic() < until_s
         manager.serving.update()
         time.sleep(0.01)
+
+
+def observe(manager: NixlOffloadManager, load_s: float, *, tier: int = 0, prefill_s: float = 0.01) -> None:
+    """Observe some loads of a chunk from ``tier``, and prefills of its tokens, that took this long."""
+    for number in range(5):
+        where = (Location(tier, 0, SLOT),)
+        manager.decider.begin_load(LoadTicket(-1, (Key(key(0)),), where), LoadNotes(), time.monotonic())
+        manager.decider.observe_loads([LoadSample(tier, load_s, False, -1)])
+        manager.decider.end_load(-1, time.monotonic())
+        manager.decider.prefill.observe(CHUNK_TOKENS, prefill_s, number * CHUNK_TOKENS)
 
 
 def allocated(*groups: Sequence[int]) -> KVCacheBlocks:
@@ -319,29 +328,7 @@ class Rig:
         """Report a ticket for all ranks: ``failures`` by position. Returns the chunks that are lost."""
         return self.manager.settle({ticket: TicketReport(self._world_size, dict(failures or {}))})
 
-    def observe_loads(self, tier: int, seconds: float, times: int = 5, *, size_bytes: int = SLOT) -> None:
-        """Report loads of ``size_bytes`` (default: one chunk) that took ``tier`` this many ``seconds`` each."""
-        self.manager.settle({}, [LoadSample(tier, size_bytes, seconds, False)] * times)
-
-    def observe_prefill(self, seconds: float, times: int = 5) -> None:
-        """Record prefills that took ``seconds`` for one chunk's tokens."""
-        for _ in range(times):
-            self.manager.decider.prefill.observe(CHUNK_TOKENS, seconds)
-
     # What is asked
-
-    def wanted(
-        self,
-        keys: Sequence[OffloadKey],
-        context: ReqContext,
-        first_token: int,
-        tokens: int,
-        windows: Mapping[int, int] | None = None,
-    ) -> int | None:
-        """Return how many of ``tokens`` are better loaded than computed."""
-        tiers = (self.manager.where(key, context) for key in keys)
-        hit = Hit(tiers, first_token, tokens, CHUNK_TOKENS, windows or {})
-        return self.manager.decider.tokens_to_load(hit, notes_of(context).load, time.monotonic())
 
     def events(self) -> list[tuple[str, str, bool, list[int]]]:
         """Return the events since the last call: medium, locality, removed, chunks."""

@@ -28,7 +28,7 @@ from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.messages import RankStatus
 from nixl_offload.vllm.worker import NixlConnectorWorker, NixlOffloadingWorker
 from tests.vllm import manager_rig
-from tests.vllm.manager_rig import BLOCKS_PER_CHUNK, CHUNK_TOKENS, Matching
+from tests.vllm.manager_rig import BLOCKS_PER_CHUNK, CHUNK_TOKENS, Matching, observe
 
 
 def test_a_rank_that_is_asked_twice_before_it_reports_loses_nothing() -> None:
@@ -82,9 +82,7 @@ def test_a_hit_that_is_slow_from_some_chunk_on_is_cut_there(matching: Callable[[
     """The base class is asked again with the limit, and remembers the second answer."""
     asked = matching(4)
     asked.lose_from_memory(3)
-    asked.observe_loads(1, 10.0)
-    for context_tokens in (0, 256, 512, 768, 1024):
-        asked.manager.decider.prefill.observe(CHUNK_TOKENS, 0.01, context_tokens)
+    observe(asked.manager, 10.0, tier=1)
     for lookups in (2, 0):
         assert asked.question() == (3 * CHUNK_TOKENS, True)
         assert asked.lookups() == lookups, "nothing has changed since, so vLLM's half is not asked again"

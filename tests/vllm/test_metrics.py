@@ -34,13 +34,13 @@ from nixl_offload.engine.records import Act, Failure, TierAccess, TierStatus, Wa
 from nixl_offload.tiers.base import Tier
 from nixl_offload.types import Key, Outcome
 from nixl_offload.vllm.connector import NixlOffloadConnector
-from nixl_offload.vllm.load_decision import Part
+from nixl_offload.vllm.load_decision import Hit, LoadNotes, Part
 from nixl_offload.vllm.messages import RankStatus, WorkerReport
 from nixl_offload.vllm.metrics import DEFINITIONS, MetricsReporter
 from nixl_offload.vllm.plugin import register
 from tests.vllm.damage import until
 from tests.vllm.harness import CHUNK_TOKENS
-from tests.vllm.manager_rig import Rig, config_of, key, keys, memory_tier, request, three_tiers
+from tests.vllm.manager_rig import Rig, config_of, key, memory_tier, request, three_tiers
 from tests.vllm.manager_rig import tree_tier as rig_tree_tier
 
 PREFIX = "vllm:nixl_offload_"
@@ -135,7 +135,7 @@ def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..
     rig.report(moves[1].ticket, {0: Outcome.DROPPED})
     rig.manager.catalog.retention.retain([Key(key(3))], 60.0, time.monotonic())
     rig.manager.metrics.add("hints", 1, "retain", "taken")
-    rig.wanted(keys(1), request(), 0, CHUNK_TOKENS)
+    rig.manager.decider.tokens_to_load(Hit((0,), 0, CHUNK_TOKENS, CHUNK_TOKENS, {}), LoadNotes(), 0.0)
     rig.manager.metrics.looked_up(CHUNK_TOKENS, [Part(0, CHUNK_TOKENS, 4096)], CHUNK_TOKENS)
     rig.offer(*range(10, 16))
     rig.offer(*range(10, 16))

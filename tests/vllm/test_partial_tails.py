@@ -139,9 +139,7 @@ def test_a_hit_that_ends_within_a_block_is_loaded_where_that_is_quicker(
 ) -> None:
     request, _ = asks_for(scheduler, prompt_tokens, ends)
     manager = scheduler.offload_manager
-    manager.settle({}, [LoadSample(0, SLOT, seconds, False)] * 5)
-    for _ in range(5):
-        manager.decider.prefill.observe(256, 0.01)
+    manager_rig.observe(manager, seconds)
     tokens = tokens if seconds < 1 else 0
     assert scheduler.get_num_new_matched_tokens(request, 0) == (tokens, tokens > 0)
 
@@ -161,5 +159,5 @@ def test_a_hit_waits_while_the_first_loads_are_to_tell_how_fast_the_tier_is(
     )
     assert [scheduler.get_num_new_matched_tokens(request, 0) for _ in range(3)] == [(None, False)] * 3
     assert len(looks) == 1
-    manager.settle({out[0].ticket: TicketReport()}, [LoadSample(0, SLOT, 0.0001, False)])
+    manager.settle({out[0].ticket: TicketReport()}, [LoadSample(0, 0.0001, False, out[0].ticket)])
     assert scheduler.get_num_new_matched_tokens(request, 0) == (TAIL, True)
