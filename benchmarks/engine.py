@@ -1,6 +1,7 @@
-"""An engine of one tier that is given jobs of chunks as a server gives them, for benchmarks of files, buckets and GPUs.
+"""An engine with one tier that gets jobs of chunks as from a server, for benchmarks of files, buckets and GPUs.
 
-Threading: the caller's thread submits and asks, the engine's pump does the rest. Ownership: the engine owns its link.
+Threading: the caller's thread submits and asks, the engine's pump does the rest. Ownership: the engine owns its link
+and mover.
 """
 
 from __future__ import annotations
@@ -8,16 +9,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.engine import Chunk, Job, LinkEngine, RankEngine, WorkKind
 from nixl_offload.engine.streams import READY
-from nixl_offload.movers.base import Op
+from nixl_offload.movers.base import Mover, Op
 from nixl_offload.tiers.base import Link
-from nixl_offload.types import Outcome
+from nixl_offload.tiers.slab.file import SlabFile, SlabLink
+from nixl_offload.types import Key, Location, Outcome, align_up
 
 ASK_S = 0.0005
 """How often the engine is asked what has ended."""
@@ -33,23 +38,21 @@ def layout_of(layers: Sequence[torch.Tensor], blocks_per_chunk: int) -> KVLayout
     return KVLayout(tuple(specs), (group,), blocks_per_chunk)
 
 
-def offloading_config(layers: Sequence[str], block_bytes: int, blocks_per_chunk: int) -> Any:
-    """Return what vLLM would say of one rank whose blocks of 16 tokens have ``block_bytes`` over all layers."""
-    from vllm.v1.kv_offload import config
+def chunk_in_slot(number: int, slot_bytes: int, block_ids: npt.NDArray[np.int32]) -> Chunk:
+    """Return a chunk with a key of its own that lies in slot ``number`` of a slab."""
+    key = Key(number.to_bytes(32, "big") + bytes(4))
+    return Chunk(key, Location(0, number * slot_bytes, slot_bytes), 0, block_ids, 0)
 
-    sizes = dict.fromkeys(("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size"), 1)
-    return config.OffloadingConfig(
-        groups=(config.OffloadingGroupConfig(tokens_per_block=16, layer_names=tuple(layers), group_id=0),),
-        worker_kv_bytes_per_block=block_bytes,
-        enable_kv_cache_events=False,
-        extra_config={},
-        engine_id="benchmark",
-        model=config.OffloadingModelConfig(name="model", dtype="float16"),
-        cache=config.OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=blocks_per_chunk),
-        parallel=config.OffloadingParallelConfig(
-            rank=0, data_parallel_index=0, data_parallel_rank_local=None, is_parallelism_agnostic=True, **sizes
-        ),
-    )
+
+def over_slab(
+    path: Path, chunks: int, mover: Mover, layers: Sequence[torch.Tensor], layout: KVLayout, **options: Any
+) -> DrivenEngine:
+    """Return an engine over a new slab with room for so many chunks. It owns ``mover``. ``options``: DrivenEngine's."""
+    slot_bytes = layout.slot_bytes(0)
+    extent_bytes = align_up(slot_bytes, 64 << 10)
+    slab = SlabFile(path, align_up(chunks * slot_bytes, extent_bytes), extent_bytes)
+    slab.open()
+    return DrivenEngine(SlabLink(slab, mover, time.monotonic), layers, layout, **options)
 
 
 class DrivenEngine:

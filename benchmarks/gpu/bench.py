@@ -1,14 +1,12 @@
-"""What the parts of the GPU benchmark share: the device, KV caches in shape, candidates that take turns, one table.
+"""What the parts of the GPU benchmark share: the device, KV caches in shape, rows and one table.
 
-Threading: one thread. A candidate that fails becomes a row that says why; the others go on.
+Threading: one thread.
 """
 
 from __future__ import annotations
 
-import random
-import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from benchmarks import tables
+from benchmarks.contest import Contest, WrongBytesError
 from benchmarks.engine import layout_of
 from nixl_offload.engine.streams import CudaDevice, Device
 from nixl_offload.movers.base import MemoryKind
@@ -25,13 +24,6 @@ KIB, MIB = 1 << 10, 1 << 20
 PIECES_BYTES = (64 * KIB, 512 * KIB, 2 * MIB)
 """What of a KV block lies together."""
 DEVICE_PAGE_BYTES = 64 * KIB
-MIN_ROUNDS = 3
-Run = Callable[[int], float]
-"""Does the work of one round, whose number it is given, and returns the seconds that it took, all copies ended."""
-
-
-class WrongBytesError(Exception):
-    """What arrived is not what was sent: worse than anything that a row could measure."""
 
 
 @dataclass(frozen=True)
@@ -96,18 +88,20 @@ class Scene:
 
 
 class Cache:
-    """A KV cache of pieces of one size, four times what a round moves: rounds do not meet each other in a cache."""
+    """A KV cache of pieces of one size. It is four times what a round moves, so that no processor cache helps."""
 
     SETS = 4
+    """Disjoint sets of blocks. Rounds take them in turns."""
 
-    def __init__(self, scene: Scene, piece_bytes: int) -> None:
+    def __init__(self, scene: Scene, piece_bytes: int, layers: int | None = None, shards: int = 1) -> None:
+        """A page has ``shards`` pieces; the last one is used. ``layers``: by default as the scale's chunks need."""
         scale = scene.scale
-        layers = max(1, scale.chunk_bytes // (piece_bytes * scale.blocks_per_chunk))
-        self.block_bytes = layers * piece_bytes
-        self.chunks = max(1, scale.total_bytes // (self.block_bytes * scale.blocks_per_chunk))
+        layers = layers or max(1, scale.chunk_bytes // (piece_bytes * scale.blocks_per_chunk))
+        self.piece_bytes, self.block_bytes = piece_bytes, layers * piece_bytes
+        self.chunks = max(1, scale.total_bytes // (self.block_bytes * shards * scale.blocks_per_chunk))
         self.total_bytes = self.chunks * self.block_bytes * scale.blocks_per_chunk
-        blocks = self.chunks * scale.blocks_per_chunk * self.SETS
-        self.tensors = [scene.noise(blocks * piece_bytes).view(blocks, piece_bytes) for _ in range(layers)]
+        blocks, page_bytes = self.chunks * scale.blocks_per_chunk * self.SETS, piece_bytes * shards
+        self.tensors = [scene.noise(blocks * page_bytes).view(blocks, page_bytes) for _ in range(layers)]
         self.layout = layout_of(self.tensors, scale.blocks_per_chunk)
         order = np.random.default_rng(1).permutation(blocks).astype(np.int32)
         self._sets = order.reshape(self.SETS, self.chunks, scale.blocks_per_chunk)
@@ -118,10 +112,14 @@ class Cache:
         ids: npt.NDArray[np.int32] = self._sets[number % self.SETS]
         return ids
 
-    def blocks(self, ids: npt.NDArray[np.int32]) -> torch.Tensor:
-        """Return what lies in these blocks, shape (blocks, block_bytes)."""
-        index = torch.from_numpy(ids.reshape(-1).astype(np.int64)).to(self.tensors[0].device)
-        return torch.cat([kv.index_select(0, index) for kv in self.tensors], dim=1)
+    def index(self, number: int) -> torch.Tensor:
+        """Return ``ids`` on the device, in one dimension."""
+        return torch.from_numpy(self.ids(number).reshape(-1).astype(np.int64)).to(self.tensors[0].device)
+
+    def blocks(self, number: int) -> torch.Tensor:
+        """Return the content of a round's blocks, shape (blocks, block_bytes)."""
+        index = self.index(number)
+        return torch.cat([kv[:, -self.piece_bytes :].index_select(0, index) for kv in self.tensors], dim=1)
 
 
 @dataclass(frozen=True)
@@ -143,60 +141,15 @@ class Row:
     """Something is broken, not merely absent: the whole run has failed."""
 
 
-@dataclass
-class Contest:
-    """What came of the rounds: seconds by candidate, and why one gave up."""
-
-    size_bytes: int
-    seconds: dict[str, list[float]]
-    trouble: dict[str, str] = field(default_factory=dict)
-
-    def ratio(self, name: str, base: str) -> float | None:
-        """Return how much faster ``name`` is than ``base``."""
-        pairs = list(zip(self.seconds.get(name, []), self.seconds.get(base, []), strict=False))
-        return statistics.median(theirs / own for own, theirs in pairs) if pairs else None
-
-    def rows(self, part: str, case: str, size_bytes: int, base: str) -> Iterator[Row]:
-        """Yield a row for each candidate, with its ratio to ``base``."""
-        size = f"{size_bytes >> 10} KiB"
-        for name in dict.fromkeys((*self.seconds, *self.trouble)):
-            if name in self.trouble:
-                note = self.trouble[name]
-                yield Row(part, case, name, size, note=note, failed=note.startswith(WrongBytesError.__name__))
-            else:
-                gb_s = self.size_bytes / statistics.median(self.seconds[name]) / 1e9
-                ratio = None if name == base else self.ratio(name, base)
-                yield Row(part, case, name, size, gb_s, base if ratio else "", ratio)
-
-
-def contest(candidates: Mapping[str, Run], size_bytes: int, rounds: int, deadline_s: float) -> Contest:
-    """Let the candidates take turns, in an order drawn for each round, after one round that warms up.
-
-    Ends after ``rounds``, or when the next would not be over by ``deadline_s`` (``time.monotonic``), but not before
-    ``MIN_ROUNDS``; once that time is over, after the first.
-    """
-    found = Contest(size_bytes, {name: [] for name in candidates})
-    lots, longest_s = random.Random(1), 0.0
-    for number in range(rounds + 1):
-        begun_s = time.monotonic()
-        if number > 1 and (begun_s > deadline_s or (number > MIN_ROUNDS and begun_s + longest_s > deadline_s)):
-            break
-        alive = [name for name in candidates if name not in found.trouble]
-        for name in lots.sample(alive, len(alive)):
-            try:
-                seconds = candidates[name](number)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the others are still to be measured
-                found.trouble[name] = reason(error)
-                continue
-            if number:
-                found.seconds[name].append(seconds)
-        longest_s = max(longest_s, time.monotonic() - begun_s) if number else 0.0
-    return found
-
-
-def reason(error: BaseException) -> str:
-    """Return what a row says of an error: one line, not too long."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+def rows_of(found: Contest, part: str, case: str, piece_bytes: int, base: str) -> Iterator[Row]:
+    """Yield a row for each candidate, with its ratio to ``base``."""
+    size = f"{piece_bytes >> 10} KiB"
+    for name in dict.fromkeys((*found.runs, *found.trouble)):
+        if note := found.trouble.get(name):
+            yield Row(part, case, name, size, note=note, failed=note.startswith(WrongBytesError.__name__))
+        else:
+            ratio = None if name == base else found.ratio(name, base)
+            yield Row(part, case, name, size, found.gb_s(name), base if ratio else "", ratio)
 
 
 def table(rows: Iterable[Row]) -> str:

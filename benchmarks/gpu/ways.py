@@ -18,14 +18,12 @@ from typing import Literal
 
 import torch
 
-from benchmarks.engine import DrivenEngine
-from benchmarks.gpu.bench import PIECES_BYTES, Cache, Contest, Row, Scene, WrongBytesError, contest, reason
-from nixl_offload.engine import Chunk
+from benchmarks.contest import Contest, Run, WrongBytesError, contest, reason
+from benchmarks.engine import DrivenEngine, chunk_in_slot, over_slab
+from benchmarks.gpu.bench import PIECES_BYTES, Cache, Row, Scene, rows_of
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryRegion, Op
 from nixl_offload.movers.select import MoverChoice, open_mover
-from nixl_offload.tiers.slab.file import SlabFile, SlabLink
-from nixl_offload.types import Key, Location, align_up
 
 NEVER = 1 << 40
 """As smallest extent to go direct: none is."""
@@ -57,7 +55,7 @@ def measure(scene: Scene) -> Iterator[Row]:
     """Yield rows of part ``engine``."""
     for number, piece_bytes in enumerate(PIECES_BYTES):
         for op, found in _contests(scene, Cache(scene, piece_bytes), number):
-            yield from found.rows("engine", op.value, piece_bytes, HOST)
+            yield from rows_of(found, "engine", op.value, piece_bytes, HOST)
 
 
 def probe(scene: Scene, name: str) -> None:
@@ -96,66 +94,56 @@ def unfit_movers(
 class Driven:
     """One engine over its own slab. What round 0 stores is what all loads bring back, to other blocks each time."""
 
-    def __init__(self, scene: Scene, cache: Cache, engine: DrivenEngine, slot_bytes: int) -> None:
-        self._scene, self._cache, self._engine, self._slot_bytes = scene, cache, engine, slot_bytes
+    def __init__(self, scene: Scene, cache: Cache, engine: DrivenEngine) -> None:
+        self._scene, self._cache, self._engine = scene, cache, engine
         self._stored_by = 0
 
-    def store(self, number: int) -> float:
-        """See bench.Run."""
+    def store(self, number: int) -> Run:
+        """Store a round's chunks."""
         self._stored_by = number
         return self._move(Op.WRITE, number)
 
-    def load(self, number: int) -> float:
-        """See bench.Run. The blocks of the last store are never loaded to: they are what is compared with."""
+    def load(self, number: int) -> Run:
+        """Load what was stored last to other blocks. The stored blocks stay, to be compared with."""
         target = self._stored_by + 1 + number % (self._cache.SETS - 1)
-        seconds = self._move(Op.READ, target)
-        if not number:
-            wanted = self._cache.blocks(self._cache.ids(self._stored_by))
-            if not torch.equal(self._cache.blocks(self._cache.ids(target)), wanted):
-                raise WrongBytesError("other bytes were loaded than had been stored")
-        return seconds
+        run = self._move(Op.READ, target)
+        if not number and not torch.equal(self._cache.blocks(target), self._cache.blocks(self._stored_by)):
+            raise WrongBytesError("other bytes were loaded than had been stored")
+        return run
 
-    def _move(self, op: Op, number: int) -> float:
-        chunks = [
-            Chunk(
-                Key(n.to_bytes(32, "little") + bytes(4)), Location(0, n * self._slot_bytes, self._slot_bytes), 0, ids, 0
-            )
-            for n, ids in enumerate(self._cache.ids(number))
-        ]
+    def _move(self, op: Op, number: int) -> Run:
+        slot_bytes = self._cache.layout.slot_bytes(0)
+        chunks = [chunk_in_slot(slot, slot_bytes, ids) for slot, ids in enumerate(self._cache.ids(number))]
         self._scene.sync()
-        return self._engine.move(op, chunks, job_chunks=len(chunks), at_a_time=1)
+        return Run(self._engine.move(op, chunks, job_chunks=len(chunks), at_a_time=1))
 
 
 @contextlib.contextmanager
 def driven(scene: Scene, cache: Cache, kind: Kind, name: str) -> Iterator[Driven]:
-    """Give an engine that is closed in the end, with its slab. Raises NixlOffloadError where this way is closed."""
+    """Open an engine and its slab, and remove both in the end. Raises NixlOffloadError if it cannot run here."""
     if kind.mover in scene.unfit:
         raise MoverError(scene.unfit[kind.mover])
-    slot_bytes = cache.layout.slot_bytes(0)
-    extent_bytes = align_up(slot_bytes, 64 << 10)
+    scratch = None
+    if scene.emulated:
+        memory = scene.noise(64 << 10)
+        scratch = MemoryRegion(memory.data_ptr(), memory.numel(), scene.device.kind, scene.device.number)
     path = scene.directory / f"{name}.slab"
-    with contextlib.ExitStack() as stack:
-        scratch = None
-        if scene.emulated:
-            memory = scene.noise(64 << 10)
-            scratch = MemoryRegion(memory.data_ptr(), memory.numel(), scene.device.kind, scene.device.number)
-        mover = open_mover(kind.mover, scene.device.kind, str(scene.directory), scratch=scratch).mover
-        stack.callback(mover.close)
-        slab = SlabFile(path, align_up(cache.chunks * slot_bytes, extent_bytes), extent_bytes)
-        slab.open()
-        stack.callback(path.unlink, missing_ok=True)
-        stack.callback(slab.close)
-        engine = DrivenEngine(
-            SlabLink(slab, mover, time.monotonic),
-            cache.tensors,
-            cache.layout,
-            staging_bytes=max(2 * slot_bytes, scene.scale.total_bytes),
-            direct_min_extent_bytes=kind.direct_min_extent_bytes,
-            device=scene.device,
-            staging=kind.staging,
-        )
-        stack.callback(engine.close)
-        yield Driven(scene, cache, engine, slot_bytes)
+    engine = over_slab(
+        path,
+        cache.chunks,
+        open_mover(kind.mover, scene.device.kind, str(scene.directory), scratch=scratch).mover,
+        cache.tensors,
+        cache.layout,
+        staging_bytes=max(2 * cache.layout.slot_bytes(0), scene.scale.total_bytes),
+        direct_min_extent_bytes=kind.direct_min_extent_bytes,
+        device=scene.device,
+        staging=kind.staging,
+    )
+    try:
+        yield Driven(scene, cache, engine)
+    finally:
+        engine.close()
+        path.unlink(missing_ok=True)
 
 
 def _contests(scene: Scene, cache: Cache, number: int) -> Iterator[tuple[Op, Contest]]:
@@ -169,9 +157,9 @@ def _contests(scene: Scene, cache: Cache, number: int) -> Iterator[tuple[Op, Con
             except Exception as error:  # noqa: BLE001 - the others are still to be measured
                 trouble[name] = reason(error)
         for step, op in enumerate((Op.WRITE, Op.READ)):
-            runs = {name: way.store if op is Op.WRITE else way.load for name, way in ways.items()}
+            turns = {name: way.store if op is Op.WRITE else way.load for name, way in ways.items()}
             deadline_s = scene.share(2 * number + step, 2 * len(PIECES_BYTES))
-            found = contest(runs, cache.total_bytes, scene.scale.rounds, deadline_s)
+            found = contest(turns, cache.total_bytes, scene.scale.rounds, deadline_s)
             trouble = found.trouble = {**trouble, **found.trouble}
             ways = {name: way for name, way in ways.items() if name not in trouble}
             yield op, found
