@@ -85,7 +85,7 @@ class _Bucket:
             except ClientError as error:
                 said = error.response.get("Error", {})
                 code, message = str(said.get("Code", "")), str(said.get("Message", ""))[:200]
-                if code == absent:
+                if absent and code == absent:
                     return None
                 if code in _UNKNOWN_TO_SERVER:
                     raise self._unknown(doing) from error
