@@ -129,8 +129,6 @@ class Database:
         self._file_id = _file_id(self.path)
         self._connection = _connect(self.path, timeout_s=1.0)
         try:
-            if os.path.lexists(self.path + "-journal"):
-                self._settle(self._connection)
             self._prepare(self._connection)
         except BaseException:
             self.disconnect()
@@ -170,14 +168,6 @@ class Database:
         for name in (self.path + "-journal", self.path + "-wal", self.path + "-shm", self.path):
             if os.path.lexists(name):
                 os.unlink(name)
-
-    def _settle(self, connection: sqlite3.Connection) -> None:
-        """Apply and remove the journal that a killed process left."""
-        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        # Leaving PERSIST deletes a void journal, which would stay until the next commit: the kill came before its first
-        # sync, or the line above rolled it back.
-        connection.execute("PRAGMA journal_mode=PERSIST")
-        connection.execute("PRAGMA journal_mode=DELETE")
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         run = connection.execute
