@@ -44,7 +44,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from benchmarks import tables
-from nixl_offload.catalog import LoadTicket, StoreTicket
+from nixl_offload.catalog.catalog import LoadTicket, StoreTicket
 from nixl_offload.config import parse_config
 from nixl_offload.engine.jobs import TierQueue
 from nixl_offload.engine.packer import HostCopy

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
+from nixl_offload.catalog.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.layout import KVLayout, split_job
 from nixl_offload.chunk.shards import ShardPlan
 from nixl_offload.engine import Chunk, make_move

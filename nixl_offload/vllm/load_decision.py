@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from nixl_offload.catalog import LoadTicket
+    from nixl_offload.catalog.catalog import LoadTicket
     from nixl_offload.vllm.messages import LoadSample
 
 TRIAL_INTERVAL_S: Final = 30.0

@@ -29,7 +29,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from nixl_offload.catalog import Catalog, ChainOptions, MoveTicket, StoreTicket
+from nixl_offload.catalog.catalog import Catalog, MoveTicket, StoreTicket
+from nixl_offload.catalog.moves import ChainOptions
 from nixl_offload.config import Config, TierConfig
 from nixl_offload.errors import NixlOffloadError
 from nixl_offload.identity.namespace import Namespace

@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from nixl_offload.catalog import Catalog, Settled
+from nixl_offload.catalog.catalog import Catalog, Settled
 from nixl_offload.engine import TierStatus, Work
 from nixl_offload.tiers.base import SlotStatistics
 from nixl_offload.tiers.breaker import BreakerState

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.kv_cache_interface import group_kernel_blocks
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from nixl_offload.catalog import LoadTicket, StoreTicket
+from nixl_offload.catalog.catalog import LoadTicket, StoreTicket
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header
 from nixl_offload.errors import FormatError
 from nixl_offload.types import PAGE_BYTES, Key, Location, align_up

@@ -27,7 +27,7 @@ from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.types import Key, Location
 from tests.contexts import back, context_of, opened, slab_config
 from tests.hostile import HostileFilesystem
-from tests.unit.gc_rig import namespace_of
+from tests.unit.stored_rig import namespace_of
 
 if TYPE_CHECKING:
     from conftest import SmallFilesystem

@@ -12,7 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nixl_offload.catalog import Catalog, ChainOptions
+from nixl_offload.catalog.catalog import Catalog
+from nixl_offload.catalog.moves import ChainOptions
 from nixl_offload.config import SlabConfig
 from nixl_offload.config.schema import MemoryConfig
 from nixl_offload.index import State

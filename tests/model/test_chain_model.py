@@ -22,7 +22,8 @@ from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from nixl_offload.catalog import NOWHERE, ChainOptions
+from nixl_offload.catalog.catalog import NOWHERE
+from nixl_offload.catalog.moves import ChainOptions
 from nixl_offload.types import Key, Lookup, Outcome
 from tests.model.chain_engine import SLOT_MAX, Setup
 from tests.model.chain_rig import ChainRig

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from nixl_offload.catalog import Catalog, LoadTicket, StoreTicket
+from nixl_offload.catalog.catalog import Catalog, LoadTicket, StoreTicket
 from nixl_offload.errors import StoreError
 from nixl_offload.tiers.shared.tier import RESET_MARGIN_S
 from nixl_offload.types import Key, Lookup, LookupContext, Outcome

@@ -17,7 +17,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.catalog import Catalog, ChainOptions, LoadTicket, StoreTicket
+from nixl_offload.catalog.catalog import Catalog, LoadTicket, StoreTicket
+from nixl_offload.catalog.moves import ChainOptions
 from nixl_offload.config import Config, parse_config
 from nixl_offload.engine import Chunk, Completion, TierEngine, make_move
 from nixl_offload.engine.autotune import TransferPlan

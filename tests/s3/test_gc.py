@@ -14,7 +14,7 @@ import yaml
 from nixl_offload.cli.main import main
 from nixl_offload.config.schema import S3Config
 from nixl_offload.stores.s3 import open_store
-from tests.unit.gc_rig import namespace_of, put, put_chunk, put_manifest
+from tests.unit.stored_rig import namespace_of, put, put_chunk, put_manifest
 
 from .servers import RcloneServer
 

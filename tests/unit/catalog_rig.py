@@ -12,7 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from nixl_offload.catalog import Catalog, ChainOptions, MoveTicket, Settled, StoreTicket
+from nixl_offload.catalog.catalog import Catalog, MoveTicket, Settled, StoreTicket
+from nixl_offload.catalog.moves import ChainOptions
 from nixl_offload.index import DurableIndex, State
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slab.file import SlabPlace

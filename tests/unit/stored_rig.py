@@ -7,6 +7,7 @@ import os
 import random
 import time
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,50 @@ from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.base import TierContext
-from nixl_offload.tiers.shared.naming import shard_name
+from nixl_offload.tiers.shared.naming import manifest_name, shard_name
+from nixl_offload.tiers.shared.tier import write_manifest
 from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.types import Key
 from tests.headers import Expected, make_page
-from tests.unit.gc_rig import RANKS, key, namespace_of, put_manifest
+from tests.unit import shared_rig
 
+RANKS = 2
 BLOCKS, BLOCK_BYTES = 4, 4608
 SLOT_BYTES = slot_bytes(BLOCKS, BLOCK_BYTES)
 """24,576: header page, blocks, padding."""
+_FIELDS = replace(
+    shared_rig.namespace_of(RANKS, sizes=[(4096, 4096)]).fields,
+    model="org/model",
+    blocks_per_chunk=16,
+    ranks=("ab", "cd"),
+)
+
+
+def namespace_of(tenant: str = "default", model: str = "org/model") -> Namespace:
+    return make_namespace(replace(_FIELDS, tenant=tenant, model=model))
+
+
+def key(number: int) -> Key:
+    return Key(sha256(str(number).encode()).digest() + bytes(4))
+
+
+def put(store: Store, name: str, size_bytes: int = 1000) -> None:
+    store.write(name, memoryview(bytes(size_bytes)))
+
+
+def put_chunk(store: Store, namespace: Namespace, number: int, size_bytes: int = 1000) -> list[str]:
+    """Write all shards of a chunk; ``size_bytes`` each."""
+    names = [shard_name(namespace.name, key(number), rank) for rank in range(RANKS)]
+    for name in names:
+        put(store, name, size_bytes)
+    return names
+
+
+def put_manifest(store: Store, namespace: Namespace) -> str:
+    """Write a manifest as servers do."""
+    write_manifest(namespace, time.time, store)
+    return manifest_name(namespace.name)
 
 
 def stored_namespace(tenant: str = "blue", model: str = "org/blue") -> Namespace:

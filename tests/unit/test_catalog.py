@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.catalog import Change, catalog
+from nixl_offload.catalog import catalog
+from nixl_offload.catalog.catalog import Change
 from nixl_offload.types import Lookup, LookupContext, Outcome
 from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
 
@@ -46,32 +47,6 @@ def ask(chain: Chain, *numbers: int) -> list[Lookup]:
     return [chain.catalog.lookup(key(number), chain.now_s) for number in numbers]
 
 
-def test_a_chunk_is_served_only_after_all_ranks_have_stored_it(make: MakeChain) -> None:
-    chain = make(file_slots=0, world_size=2)
-    grant = chain.reserve(1)
-    assert grant is not None
-    for is_last in (False, True):
-        assert ask(chain, 1) == [PENDING]
-        assert (chain.catalog.report(grant.ticket, 1, {}, chain.now_s) is not None) is is_last
-    assert ask(chain, 1) == [HIT]
-    assert chain.catalog.take_changes() == [Change(MEMORY, keys(1), removed=False)]
-
-
-def test_one_failed_rank_drops_the_chunk_and_keeps_its_siblings(make: MakeChain) -> None:
-    """The worst outcome counts; outcomes of unknown chunks are ignored."""
-    chain = make(file_slots=0, world_size=2)
-    grant = chain.reserve(1, 2)
-    assert grant is not None
-    chain.catalog.report(grant.ticket, 1, {0: Outcome.TAINTED, 7: Outcome.FAILED}, chain.now_s)
-    settled = chain.catalog.report(grant.ticket, 1, {0: Outcome.FAILED, 1: Outcome.OK}, chain.now_s)
-    assert settled is not None
-    assert settled.failed == {key(1): Outcome.TAINTED}
-    assert ask(chain, 1, 2) == [MISS, HIT]
-    again = chain.reserve(1, 2)
-    assert again is not None
-    assert again.keys == (key(1),), "the damaged chunk is stored anew, the good one is not"
-
-
 @pytest.mark.parametrize(("outcome", "then"), [(Outcome.CORRUPT, MISS), (Outcome.FAILED, MISS), (Outcome.DROPPED, HIT)])
 def test_a_failed_load_drops_the_chunk(alone: Chain, outcome: Outcome, then: Lookup) -> None:
     """Unless the load was given up to shed load."""
@@ -80,34 +55,6 @@ def test_a_failed_load_drops_the_chunk(alone: Chain, outcome: Outcome, then: Loo
     alone.report(grant.ticket, {1: outcome})
     assert ask(alone, 1, 2) == [HIT, then]
     assert alone.catalog.report(grant.ticket, 1, {}, alone.now_s) is None, "an unknown ticket"
-
-
-@slots(2)
-def test_a_pinned_chunk_is_not_evicted_and_its_slot_not_reused(alone: Chain) -> None:
-    alone.store(1, 2)
-    load = alone.catalog.prepare_load(keys(1), alone.now_s)
-    grant = alone.reserve(3, 4)
-    assert grant is not None
-    assert grant.keys == (key(3),), "only one slot could be had: the other is being read"
-    assert load.locations[0] not in grant.locations
-    assert ask(alone, 1) == [HIT]
-    alone.report(load.ticket)
-
-
-@slots(2)
-def test_a_reset_serves_nothing_and_reuses_no_slot_that_a_rank_may_still_touch(alone: Chain) -> None:
-    alone.store(1)
-    loading, storing = alone.catalog.prepare_load(keys(1), alone.now_s), alone.reserve(2)
-    assert storing is not None
-    alone.catalog.clear()
-    assert ask(alone, 1, 2) == [MISS, MISS]
-    assert alone.reserve(3) is None, "both slots are still in somebody's hands"
-    alone.report(loading.ticket)
-    alone.report(storing.ticket)
-    assert ask(alone, 2) == [MISS], "stored before the reset, so never served after it"
-    grant = alone.reserve(3, 4)
-    assert grant is not None
-    assert set(grant.locations) == {*loading.locations, *storing.locations}
 
 
 @slots(4)

@@ -21,8 +21,7 @@ from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.identity.namespace import make_namespace
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.shared.naming import shard_name
-from tests.unit.gc_rig import RANKS, key, put_manifest
-from tests.unit.stored_rig import BLOCK_BYTES, BLOCKS, Cli, flip, image, stored_namespace
+from tests.unit.stored_rig import BLOCK_BYTES, BLOCKS, RANKS, Cli, flip, image, key, put_manifest, stored_namespace
 
 KEY, OTHER = bytes(range(7, 39)), bytes(range(70, 102))
 CHUNKS = range(6)

@@ -18,8 +18,7 @@ from nixl_offload.cli.common import about_size, moment, plural
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.shared.naming import manifest_name, shard_name
-from tests.unit.gc_rig import RANKS, key, namespace_of, put, put_chunk, put_manifest
-from tests.unit.stored_rig import Cli
+from tests.unit.stored_rig import RANKS, Cli, key, namespace_of, put, put_chunk, put_manifest
 
 BLUE = namespace_of("blue", "org/blue")
 RED = namespace_of("red", "org/red")

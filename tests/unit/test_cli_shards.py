@@ -25,8 +25,7 @@ from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
 from nixl_offload.tiers.slab.tier import SlabTier
 from tests.contexts import context_of
 from tests.unit.fleet_rig import CHUNK_BLOCKS, HEAD_BYTES, LAYERS, SLAB, TREE, RankRig, bounds, key, layers_in, ok
-from tests.unit.gc_rig import namespace_of, put_manifest
-from tests.unit.stored_rig import Cli, flip
+from tests.unit.stored_rig import Cli, flip, namespace_of, put_manifest
 
 CHUNKS: Final = range(5)
 HEADS: Final = 4

@@ -31,8 +31,21 @@ from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.slab.inspect import SlabInspector
 from nixl_offload.types import Key
 from tests.unit.engine_rig import until
-from tests.unit.gc_rig import key, namespace_of, put, put_chunk, put_manifest
-from tests.unit.stored_rig import BLOCK_BYTES, SLOT_BYTES, Cli, StoredSlab, Tree, flip, snapshot, stored_namespace
+from tests.unit.stored_rig import (
+    BLOCK_BYTES,
+    SLOT_BYTES,
+    Cli,
+    StoredSlab,
+    Tree,
+    flip,
+    key,
+    namespace_of,
+    put,
+    put_chunk,
+    put_manifest,
+    snapshot,
+    stored_namespace,
+)
 
 CHUNKS = 12
 ALL = f"{2 * CHUNKS * SLOT_BYTES / 1024:.0f}KiB"

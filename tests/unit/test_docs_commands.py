@@ -29,8 +29,7 @@ from nixl_offload.cli import main as cli
 from nixl_offload.config import parse_config
 from nixl_offload.stores.directory import TreeStore
 from tests.s3.servers import MotoServer
-from tests.unit.gc_rig import put_manifest
-from tests.unit.stored_rig import put_image, stored_namespace
+from tests.unit.stored_rig import put_image, put_manifest, stored_namespace
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]

@@ -13,8 +13,7 @@ import xxhash
 
 from nixl_offload.identity.namespace import CommonFields, Namespace, ShardedFields, make_namespace
 from nixl_offload.stores.directory import TreeStore
-from tests.unit.gc_rig import RANKS, put_manifest
-from tests.unit.stored_rig import put_image, stored_namespace
+from tests.unit.stored_rig import RANKS, put_image, put_manifest, stored_namespace
 
 CHUNKS = 3
 

@@ -24,7 +24,7 @@ from nixl_offload.tiers.ownership import kept_free
 from nixl_offload.tiers.shared import eviction
 from nixl_offload.tiers.shared.eviction import Eviction, shrink
 from tests.hostile import HostileFilesystem
-from tests.unit.gc_rig import RANKS, namespace_of, put_chunk
+from tests.unit.stored_rig import RANKS, namespace_of, put_chunk
 
 SHARD_BYTES = 4096
 CHUNK_BYTES = RANKS * SHARD_BYTES

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nixl_offload.catalog import LoadTicket
+from nixl_offload.catalog.catalog import LoadTicket
 from nixl_offload.types import Key, Location
 from nixl_offload.vllm.load_decision import (
     LOADS_AT_ONCE,

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.catalog import Change, catalog, moves
+from nixl_offload.catalog import catalog, moves
+from nixl_offload.catalog.catalog import Change
 from nixl_offload.index import State
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slot_tier import MemoryTier

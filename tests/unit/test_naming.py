@@ -46,12 +46,6 @@ def test_what_is_not_a_shard(name: str) -> None:
     assert parse_shard_name(name) is None
 
 
-@given(st.from_regex(r"[0-9a-f]{31,33}/[0-9a-fA-F]{2}/[0-9a-fA-F]{2,80}\.[0-9a-f]{3,5}\n?", fullmatch=True))
-def test_what_is_taken_apart_is_put_together_the_same(name: str) -> None:
-    found = parse_shard_name(name)
-    assert found is None or shard_name(*found) == name
-
-
 def test_manifests() -> None:
     assert parse_manifest_name(manifest_name(NAMESPACE)) == NAMESPACE
     for name in ("", "manifest.json", f"{NAMESPACE}/manifest.json.bak", f"{NAMESPACE[:-1]}/manifest.json"):

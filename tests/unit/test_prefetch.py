@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nixl_offload.catalog import MoveTicket, moves
+from nixl_offload.catalog import moves
+from nixl_offload.catalog.catalog import MoveTicket
 from nixl_offload.tiers.shared.naming import shards_of
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slot_tier import MemoryTier

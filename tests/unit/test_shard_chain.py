@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from nixl_offload.catalog import MoveTicket
+from nixl_offload.catalog.catalog import MoveTicket
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.chunk.shards import ShardPlan, make_plan
 from nixl_offload.engine.records import Act

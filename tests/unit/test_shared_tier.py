@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
@@ -17,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nixl_offload.catalog import Catalog
+from nixl_offload.catalog.catalog import Catalog
 from nixl_offload.errors import StoreError
-from nixl_offload.tiers.shared.naming import parse_shard_name, shard_name, shards_of, witness_rank
+from nixl_offload.tiers.shared.naming import parse_shard_name
 from nixl_offload.tiers.shared.search import WINDOW_KEYS, Search, SearchKind
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 from tests.unit.shared_rig import SLOT, Gate, MemoryStore, Rig, key_of, keys_of, namespace_of, refuse
@@ -448,20 +447,6 @@ def test_whole_chunks_are_found_whichever_rank_stands_for_them(make: MakeRig, st
     )
 
 
-def test_the_witnesses_are_spread_over_the_ranks_that_hold_a_shard_and_as_ever_where_all_do() -> None:
-    for group, holders in ((0, (0, 1, 2)), (1, (1, 2))):
-        keys = keys_of(3000, group=group)
-        shares = Counter(witness_rank(key, holders) for key in keys)
-        assert set(shares) == set(holders)
-        assert min(shares.values()) > 3000 / len(holders) * 0.9
-        for key in keys[:50]:
-            witness, rank = next(shards_of(SPACE, key)), witness_rank(key, holders)
-            assert witness == (shard_name(SPACE.name, key, rank), SIZES[group][rank])
-            assert sorted(shards_of(SPACE, key)) == [(shard_name(SPACE.name, key, r), SIZES[group][r]) for r in holders]
-    for key in keys_of(50):
-        assert witness_rank(key, range(8)) == int.from_bytes(key[:4], "big") % 8, "chunks that are stored stay found"
-
-
 def test_a_group_that_the_model_does_not_have_is_a_miss_without_a_question(make: MakeRig, store: MemoryStore) -> None:
     rig, keys = make(namespace=SPACE), keys_of(5, group=7)
     assert rig.hits("a", keys) == 0
@@ -494,16 +479,6 @@ def test_a_window_is_looked_for_at_the_end_and_then_before_the_end_of_the_prefix
     assert len(asked) <= questions
 
 
-def test_an_absent_front_ends_the_search_before_the_other_answers_are_in() -> None:
-    search = chain(4096)
-    positions = search.next_round()
-    search.answer(positions[5], True)
-    search.answer(0, False)
-    assert search.done
-    search.answer(positions[7], True)
-    assert search.boundary == 0
-
-
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.booleans(), max_size=400), st.integers(0, 400), st.randoms(use_true_random=False))
 def test_holes_in_any_order_of_answers(there: list[bool], certain: int, random: object) -> None:
@@ -527,15 +502,3 @@ def test_holes_in_any_order_of_answers(there: list[bool], certain: int, random: 
     assert {*last} <= asked
     if all(there):
         assert search.boundary == len(there)
-
-
-def test_what_is_known_ends_at_the_first_question_that_is_out() -> None:
-    search = chain(4096)
-    first, second, third, *_ = search.next_round()
-    assert search.known == 0
-    search.answer(third, True)
-    assert search.known == first == 0
-    search.answer(first, True)
-    assert search.known == second
-    search.answer(second, True)
-    assert search.known == third + 1

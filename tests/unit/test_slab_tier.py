@@ -25,7 +25,7 @@ from nixl_offload.tiers.slab.file import PAUSE_S, SlabFile, SlabLink, SlabPlace,
 from nixl_offload.tiers.slab.tier import LOOK_PAUSE_S, SlabTier
 from nixl_offload.types import Key, Location, Outcome
 from tests.contexts import context_of, slab_config
-from tests.unit.gc_rig import namespace_of
+from tests.unit.stored_rig import namespace_of
 
 SLOT = 64 << 10
 WAIT_S = 20.0

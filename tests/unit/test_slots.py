@@ -16,7 +16,7 @@ from nixl_offload.config import MemoryConfig, parse_config
 from nixl_offload.errors import ConfigError, IndexStateError
 from nixl_offload.index import State
 from nixl_offload.index.journal import Row
-from nixl_offload.tiers.slot_tier import MemoryTier, SlotTier, rank_memory_bytes
+from nixl_offload.tiers.slot_tier import MemoryTier, SlotTier
 from nixl_offload.tiers.slots import SlotAllocator, choose_extent_bytes, ranks_together, replicas_of_slots
 from nixl_offload.types import Key, Location
 from nixl_offload.units import parse_size
@@ -273,20 +273,6 @@ def store(tier: MemoryTier, key: Key, slot_bytes: int = SLOT) -> tuple[Location 
     return location, evicted
 
 
-def test_capacity_is_dealt_out_to_ranks_of_all_engines() -> None:
-    """Every rank gets the same whole pages, and the sum never exceeds what the config allows."""
-    assert rank_memory_bytes(1 << 30, 1, 1) == 1 << 30
-    assert rank_memory_bytes(1 << 30, 4, 2) == 1 << 27
-    for world_size in range(1, 9):
-        share = rank_memory_bytes(10_000_000, world_size, 3)
-        assert share % 4096 == 0
-        assert share * world_size * 3 <= 10_000_000 < (share + 4096) * world_size * 3
-    tier = open_tier(16, world_size=2, dp_size=2)
-    namespace = namespace_of(2)
-    assert tier.place.rank_bytes == 16 * SLOT
-    assert tier.place.rank_namespaces == (namespace.rank_digest(0), namespace.rank_digest(1))
-
-
 @pytest.mark.parametrize(
     ("slot_classes", "world_size", "dp_size"),
     [((SLOT,), 1, 1), ((SLOT,), 3, 2), ((PAGE, 3 * PAGE), 2, 1), ((PAGE, 3 * PAGE, (2 << 20) + 4096), 1, 1)],
@@ -331,27 +317,3 @@ def test_what_is_pinned_keeps_its_slot_though_another_size_needs_the_extent() ->
     assert location is not None
     assert given_up
     assert {tier.state(key) for key in given_up} == {None}
-
-
-def test_a_retired_place_is_lost_for_good_and_its_chunk_is_stored_anew_elsewhere() -> None:
-    """Also if a reset comes before or after: a late write must hit a slot that no chunk has."""
-    tier = open_tier(6)
-    spoilt = []
-    for number in range(2):
-        location = tier.reserve(key_of(number), SLOT, [])
-        assert location is not None
-        spoilt.append(location)
-    tier.retire(key_of(0))
-    tier.clear()
-    tier.retire(key_of(1))
-    tier.clear()
-    assert tier.statistics().retired_bytes == 2 * SLOT
-    assert [tier.state(key_of(number)) for number in range(2)] == [None, None]
-    for key in keys_of(40):
-        location, _ = store(tier, key)
-        assert location is not None
-        assert location not in spoilt
-    assert len(tier) == 4, "the rest of the tier is in use"
-    with pytest.raises(IndexStateError):
-        tier.retire(key_of(39))
-    assert tier.state(key_of(39)) is State.READY

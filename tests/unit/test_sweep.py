@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nixl_offload.tiers.inspect import ChunkInfo, ShardInfo
-from nixl_offload.tiers.shared.sweep import GRACE_S, Ages, Sweep, make_plan, manifest_goes
+from nixl_offload.tiers.shared.sweep import GRACE_S, Ages, Sweep, make_plan
 from nixl_offload.types import Key
 
 NOW_S = 1_800_000_000.0
@@ -59,10 +59,3 @@ def test_whatever_is_there_the_limits_are_kept(
         assert youngest.modified_s - width_s(youngest) <= min((item.modified_s for item in kept), default=math.inf)
         in_last = [item for item in gone if item.modified_s >= youngest.modified_s - 2 * width_s(youngest)]
         assert max_bytes - kept_bytes <= sum(item.size_bytes for item in in_last), "hardly more goes than must"
-
-
-def test_a_manifest_stays_while_there_is_something_to_describe_or_somebody_has_just_begun() -> None:
-    day_s = 86_400.0
-    assert manifest_goes(Ages(NOW_S), NOW_S - day_s - 1)
-    assert not manifest_goes(Ages(NOW_S), NOW_S - day_s + 1)
-    assert not manifest_goes(counted([chunk(2 * day_s)]), NOW_S - 2 * day_s)

@@ -21,7 +21,7 @@ from nixl_offload.tiers.ownership import DirectoryLock, holder_of, require_apart
 from nixl_offload.tiers.slab.directory import TierDirectory, remove_namespace, tree_bytes
 from tests.contexts import back, context_of, opened, slab_config
 from tests.hostile import HostileFilesystem
-from tests.unit.gc_rig import namespace_of
+from tests.unit.stored_rig import namespace_of
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SLOT = 68 * KIB

@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from nixl_offload.catalog import LoadTicket, MoveTicket, StoreTicket
+from nixl_offload.catalog.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.config import Config, parse_config
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm.connector import NixlOffloadSpec

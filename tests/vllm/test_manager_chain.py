@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from nixl_offload.catalog import NOWHERE
+from nixl_offload.catalog.catalog import NOWHERE
 from nixl_offload.config import Config
 from nixl_offload.engine import TierStatus
 from nixl_offload.hardware.mounts import Mount

@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from examples.demo.model import TINY, write_model
-from nixl_offload.catalog import Catalog
+from nixl_offload.catalog.catalog import Catalog
 from nixl_offload.engine.records import Act, Failure, TierAccess, TierStatus, Waiting, Work
 from nixl_offload.tiers.base import Tier
 from nixl_offload.types import Key, Outcome

@@ -21,7 +21,7 @@ import torch
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
-from nixl_offload.catalog import NOWHERE, LoadTicket, MoveTicket, StoreTicket
+from nixl_offload.catalog.catalog import NOWHERE, LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.config import parse_config
 from nixl_offload.engine import TierEngine, pump
 from nixl_offload.engine.host import HostSlab

@@ -42,7 +42,7 @@ from tests.prove.happenings import Piece
 from tests.prove.server import DeadError, Server, config_of
 from tests.s3.proxy import Rule
 from tests.unit.engine_rig import SHAPES, kv_cache
-from tests.unit.gc_rig import namespace_of
+from tests.unit.stored_rig import namespace_of
 
 ROUNDS_PER_SERVER: Final = 8
 AGAIN: Final = 3
