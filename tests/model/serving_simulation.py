@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from nixl_offload.catalog import LoadTicket
+from nixl_offload.catalog.catalog import LoadTicket
 from nixl_offload.types import Key, Location
 from nixl_offload.vllm.load_decision import MIN_TOKENS, Hit, LoadDecider, LoadNotes
 from nixl_offload.vllm.messages import LoadSample
