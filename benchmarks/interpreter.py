@@ -124,7 +124,7 @@ class Rank:
             return finished
 
         finished = _until(ask, "the job does not end")
-        assert {outcome for job in finished for outcome in job.result.outcomes} == {Outcome.OK}, finished
+        assert {outcome for job in finished for outcome in job.outcomes} == {Outcome.OK}, finished
         return sum(cpu_s)
 
     def close(self) -> None:

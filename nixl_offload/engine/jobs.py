@@ -103,8 +103,8 @@ class JobTable:
         with self._lock:
             if job.job_id is not None:
                 self._jobs[job.job_id] = job
-            if job.ticket:
-                self._slot_tickets[job.ticket] = job
+            if job.slot_ticket:
+                self._slot_tickets[job.slot_ticket] = job
             job.submitted_s = self.clock()
             job.unfinished = len(job.chunks)
             for chunk in job.chunks:
@@ -112,7 +112,7 @@ class JobTable:
                 job.unreported += chunk.kind.has_ticket
             if not job.unfinished:
                 self._report_job(job)
-            if job.ticket and not job.unreported:
+            if job.slot_ticket and not job.unreported:
                 self._report_ticket(job)
             if job.refused is not None:
                 for chunk in job.chunks:
@@ -379,8 +379,8 @@ class JobTable:
                 self._report_ticket(job)
 
     def _report_ticket(self, job: Job) -> None:
-        self._finished_tickets.append(job.ticket_completion())
-        del self._slot_tickets[job.ticket]
+        self._finished_tickets.append(job.slot_completion())
+        del self._slot_tickets[job.slot_ticket]
 
     # A move between two farther tiers waits for a relay slot. One tier's pump reads into the slot, the other's writes
     # from it.

@@ -250,7 +250,7 @@ class Share:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Chunks that are reported together: a job of vLLM, a ticket of moves, or a load with the ticket of its promotions.
+    """What this rank does of a ticket: a store, a load with the promotions of some of its chunks, or moves.
 
     It is the only record and owns its chunks, which may lie in several tiers.
     """
@@ -265,9 +265,11 @@ class Job:
     job_id: int | None = None
     """None: moves have none."""
     ticket: int = 0
-    """0: none of its chunks has one."""
+    """Its number."""
+    promotion_ticket: int = 0
+    """For a load: the ticket that reports its promotions; 0: there are none."""
     promoted: Sequence[int] = ()
-    """For a load: the positions of the caller's chunks that its ticket reports."""
+    """For a load: the positions of the caller's chunks that ``promotion_ticket`` reports."""
     is_expedited: bool = False
     """It goes before loads that already wait."""
     refused: tuple[Outcome, str] | None = None
@@ -284,43 +286,49 @@ class Job:
         for chunk in self.chunks:
             chunk.job = self
             if not self.kind.in_background:
-                is_promoted = self.ticket and self.kind is WorkKind.LOAD and chunk.host_offset is not None
+                is_promoted = self.promotion_ticket and chunk.host_offset is not None
                 chunk.kind = WorkKind.PROMOTION if is_promoted else self.kind
 
+    @property
+    def slot_ticket(self) -> int:
+        """The ticket that reports host slots and locations in other tiers; 0: there is none."""
+        return self.ticket if self.kind.in_background else self.promotion_ticket
+
     def completion(self) -> Completion:
-        """Return its completion. All of its chunks must be DONE."""
+        """Return the completion of vLLM's job. All of its chunks must be DONE."""
         assert self.job_id is not None
         failed = [chunk for chunk in self.chunks if chunk.outcome is not Outcome.OK]
         shares = sorted(self.shares.values(), key=lambda share: share.tier)
         return Completion(
+            self,
             self.job_id,
             _folded(self.count, ((chunk.position, chunk.outcome) for chunk in failed)),
             sum(share.bytes_moved for share in shares),
             max((share.seconds for share in shares), default=0.0),
             tuple(dict.fromkeys(chunk.error for chunk in failed if chunk.error is not None)),
             tuple(shares),
-            self.chunks,
         )
 
-    def ticket_completion(self) -> Completion:
-        """Return its ticket's completion. No chunk may be unreported."""
+    def slot_completion(self) -> Completion:
+        """Return the completion of ``slot_ticket``. No chunk may be unreported."""
         reported = [chunk for chunk in self.chunks if chunk.slot_outcome is not None]
         outcomes = _folded(self.count, ((chunk.position, chunk.slot_outcome) for chunk in reported))
-        return Completion(
-            self.ticket, outcomes if self.kind.in_background else tuple(outcomes[at] for at in self.promoted)
-        )
+        if not self.kind.in_background:
+            outcomes = tuple(outcomes[at] for at in self.promoted)
+        return Completion(self, self.slot_ticket, outcomes)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The outcome of a job or of a ticket, success or failure.
+    """The outcome of a ticket, success or failure.
 
-    A load with promotions has two: the job's when nobody needs its blocks any more, the ticket's when nothing touches
-    its host slots any more.
+    A load with promotions has two tickets: its own ends when nobody needs its blocks any more, that of the promotions
+    when nothing touches their host slots any more.
     """
 
+    job: Job
     job_id: int
-    """Or the ticket's number."""
+    """Of vLLM's job; for promotions and moves, the ticket's number."""
     outcomes: tuple[Outcome, ...]
     """One per chunk, in order of submission: the gravest of its shards. TAINTED in a ticket: the slot or location must
     never be used again."""
@@ -332,7 +340,6 @@ class Completion:
     """Short distinct phrases for a log line; empty if all is well."""
     shares: tuple[Share, ...] = ()
     """Each tier's part in it."""
-    chunks: Sequence[Chunk] = ()
 
 
 def _folded(count: int, ended: Iterable[tuple[int, Outcome | None]]) -> tuple[Outcome, ...]:

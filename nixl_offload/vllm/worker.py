@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -208,7 +208,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         if worker.has_news:
             jobs, tickets = worker.take_finished(), worker.take_tickets()
             for job in jobs:
-                request, has_failed = self._take_job(job)
+                request, has_failed = self._report_job(job)
                 if request is not None:
                     received.add(request)
                     if has_failed and not self._keeps_prefix:
@@ -222,20 +222,19 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
                 self._news().ranks.update(status)
         return KVConnectorTransferResults(set(), received, failed)
 
-    def _take_job(self, job: FinishedJob) -> tuple[str | None, bool]:
+    def _report_job(self, result: Completion) -> tuple[str | None, bool]:
         """Report one of vLLM's jobs; return the request that it has loaded for, and whether some of that failed."""
-        report, result, ticket = self._news(), job.result, job.ticket
-        failures = _failures_of(result.outcomes)
+        report, job, failures = self._news(), result.job, _failures_of(result.outcomes)
         report.mark_completed(result.job_id)
-        report.tickets[ticket.ticket] = TicketReport(1, failures)
-        is_load = isinstance(ticket, LoadTicket)
+        report.tickets[job.ticket] = TicketReport(1, failures)
+        is_load = job.kind is WorkKind.LOAD
         if result.bytes_moved:
             stats = report.transfer_stats
             (stats.load if is_load else stats.store).record(num_bytes=result.bytes_moved, time=result.seconds)
         request = pop_loading_request(self, result.job_id)
         if is_load:
             report.loads.extend(
-                LoadSample(share.tier, share.seconds, bool(share.failures), ticket.ticket) for share in result.shares
+                LoadSample(share.tier, share.seconds, bool(share.failures), job.ticket) for share in result.shares
             )
             if failures:
                 logger.warning(
@@ -246,7 +245,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
                     "; ".join(result.errors),
                 )
                 if self._keeps_prefix:
-                    for chunk in result.chunks:
+                    for chunk in job.chunks:
                         if chunk.position in failures:
                             self.failed_blocks.update(chunk.block_ids.tolist())
         return request, is_load and bool(failures)
@@ -273,14 +272,6 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         if self._report is NOTHING:
             self._report = WorkerReport()
         return self._report
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedJob:
-    """One of vLLM's jobs that has ended on this rank."""
-
-    ticket: StoreTicket | LoadTicket
-    result: Completion
 
 
 class NixlOffloadingWorker(OffloadingWorker):
@@ -349,7 +340,6 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._load_fence: Fence | None = None
         """This step's loads write after this fence. None: after all work that the model has when they are submitted.
         """
-        self._jobs: dict[int, StoreTicket | LoadTicket] = {}
         self._status: RankStatus | None = None
         """The last reported status."""
         self._look_s = 0.0
@@ -425,7 +415,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         """
         self._look_s = 0.0
         self._tiers.take_opened()
-        self._jobs[job_id] = ticket = spec.ticket
+        ticket = spec.ticket
         refused = None
         try:
             chunks = self._chunks.of_job(ticket, blocks)
@@ -437,10 +427,11 @@ class NixlOffloadingWorker(OffloadingWorker):
         fence = self._load_fence if isinstance(ticket, LoadTicket) else None
         fence = fence or self._engine.compute_fence() or READY
         if isinstance(ticket, StoreTicket):
-            job = Job(WorkKind.STORE, chunks, len(ticket.keys), fence, job_id)
+            job = Job(WorkKind.STORE, chunks, len(ticket.keys), fence, job_id, ticket.ticket)
         else:
             promoted = [at for at, slot in enumerate(ticket.promotion_slots) if slot is not None]
-            job = Job(WorkKind.LOAD, chunks, len(ticket.keys), fence, job_id, ticket.promotion_ticket, promoted)
+            tickets = ticket.ticket, ticket.promotion_ticket
+            job = Job(WorkKind.LOAD, chunks, len(ticket.keys), fence, job_id, *tickets, promoted)
         job.is_expedited, job.refused = is_expedited, refused
         self._engine.submit(job)
 
@@ -491,12 +482,12 @@ class NixlOffloadingWorker(OffloadingWorker):
         """
         return self._engine.has_jobs or time.monotonic() >= self._look_s
 
-    def take_finished(self) -> list[FinishedJob]:
+    def take_finished(self) -> list[Completion]:
         """Return vLLM's jobs that ended since the last call, each exactly once."""
         results = self._engine.finished()
         if results:
             self._look_s = 0.0
-        return [FinishedJob(self._jobs.pop(result.job_id), result) for result in results]
+        return results
 
     def get_finished(self) -> list[TransferResult]:
         """Return nothing: our connector worker uses ``take_finished``, which keeps outcomes per chunk."""

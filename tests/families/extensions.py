@@ -104,7 +104,7 @@ class RoundTripExtension(FamilyExtension):
             assert time.monotonic() < until_s, "the job does not end"
             time.sleep(0.001)
         [job] = jobs
-        return [outcome.value for outcome in job.result.outcomes]
+        return [outcome.value for outcome in job.outcomes]
 
     def _blocks(self, group: int) -> tuple[list[int], list[int]]:
         """Return blocks to store and to load into, neither in order. Block 0 is vLLM's null block."""

@@ -37,7 +37,7 @@ class TestedRank(RankEngine):
     ) -> None:
         if promoted is None:
             promoted = [at for at, chunk in enumerate(chunks) if chunk.host_offset is not None]
-        options |= {"ticket": promotion_ticket, "promoted": promoted, "is_expedited": expedited}
+        options |= {"promotion_ticket": promotion_ticket, "promoted": promoted, "is_expedited": expedited}
         self._submit(WorkKind.LOAD, chunks, count, job_id=job_id, **options)
 
     def submit_moves(self, ticket: int, moves: Sequence[Chunk], count: int | None = None) -> None:

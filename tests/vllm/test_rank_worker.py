@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, Cano
 
 from nixl_offload.catalog.catalog import NOWHERE, LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.config import parse_config
-from nixl_offload.engine import TierEngine, pump
+from nixl_offload.engine import Completion, TierEngine, pump
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.errors import LayoutError
 from nixl_offload.hardware.machine import machine_token
@@ -39,7 +39,7 @@ from nixl_offload.vllm import background, rank_tiers
 from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.adapters import AdapterUse, adapter_of
 from nixl_offload.vllm.messages import RankStatus, TicketSpec
-from nixl_offload.vllm.worker import FinishedJob, NixlOffloadingWorker
+from nixl_offload.vllm.worker import NixlOffloadingWorker
 from tests.unit.device_rig import ThreadedDevice
 from tests.vllm.manager_rig import offloading_config
 
@@ -113,9 +113,9 @@ class Rig:
         ticket = self.to_store(*slots).ticket
         return TicketSpec(LoadTicket(1, ticket.keys, ticket.locations))
 
-    def results(self, count: int = 1) -> list[FinishedJob]:
+    def results(self, count: int = 1) -> list[Completion]:
         """Wait for jobs as vLLM does: ask again and again."""
-        found: list[FinishedJob] = []
+        found: list[Completion] = []
         deadline = time.monotonic() + DEADLINE_S
         while len(found) < count:
             assert time.monotonic() < deadline, f"{len(found)} of {count} jobs reported"
@@ -127,7 +127,7 @@ class Rig:
         """Store whole chunks and wait."""
         self.worker.submit_store(1, gpu(blocks, 0), self.to_store(*slots))
         (item,) = self.results()
-        assert set(item.result.outcomes) == {Outcome.OK}
+        assert set(item.outcomes) == {Outcome.OK}
 
 
 def gpu(blocks: list[int], first: int) -> GPULoadStoreSpec:
@@ -153,7 +153,7 @@ def test_a_load_that_begins_inside_a_chunk_touches_only_its_blocks(rig: Rig) -> 
     wanted = [40, 41, 50, 44, 45, 20, 21]  # blocks 2 to 8 of the request
     rig.worker.submit_load(7, rig.to_load(0, 1, 2), gpu(wanted, 2))
     (item,) = rig.results()
-    assert set(item.result.outcomes) == {Outcome.OK}
+    assert set(item.outcomes) == {Outcome.OK}
     assert [rig.block(block) for block in wanted] == before[2:9]
     untouched = set(range(BLOCKS)) - set(stored) - set(wanted)
     assert all(rig.block(block) == bytes(LAYERS * PAGE) for block in untouched)
@@ -168,14 +168,14 @@ def test_sleep_lets_go_of_everything_and_waking_up_takes_it_again(rig: Rig, tmp_
     rig.worker.submit_store(2, gpu([4, 5, 6, 7], 4), rig.to_store(1))
     rig.worker.sleep()
     (item,) = rig.worker.take_finished()
-    assert item.result.outcomes == (Outcome.OK,), "finished, and told afterwards"
+    assert item.outcomes == (Outcome.OK,), "finished, and told afterwards"
     assert not open_files(tmp_path)
     rig.worker.sleep()
     for tensor in rig.tensors:
         tensor.zero_()
     rig.worker.submit_load(3, rig.to_load(0), gpu([0, 1, 2, 3], 0))
     rig.worker.submit_store(4, gpu([8, 9, 10, 11], 8), rig.to_store(2))
-    assert {item.result.outcomes for item in rig.results(2)} == {(Outcome.FAILED,)}
+    assert {item.outcomes for item in rig.results(2)} == {(Outcome.FAILED,)}
     rig.worker.open({0: rig.place})
     assert not open_files(tmp_path), "whatever the scheduler's half says"
     rig.worker.wake_up()
@@ -183,7 +183,7 @@ def test_sleep_lets_go_of_everything_and_waking_up_takes_it_again(rig: Rig, tmp_
     rig.worker.wake_up()
     rig.worker.submit_load(5, rig.to_load(0, 1), gpu(list(range(8)), 0))
     (item,) = rig.results()
-    assert item.result.outcomes == (Outcome.OK, Outcome.OK)
+    assert item.outcomes == (Outcome.OK, Outcome.OK)
     assert [rig.block(block) for block in range(8)] == before
 
 
@@ -212,7 +212,7 @@ def test_waking_up_while_the_drive_is_away(tmp_path: Path, monkeypatch: pytest.M
             pass
         rig.worker.submit_load(2, rig.to_load(0), gpu([0, 1, 2, 3], 0))
         (item,) = rig.results()
-        assert item.result.outcomes == (Outcome.OK,)
+        assert item.outcomes == (Outcome.OK,)
     finally:
         rig.worker.shutdown()
         lock.release()
@@ -227,9 +227,9 @@ def test_keys_that_stand_for_another_adapter_are_refused(rig: Rig) -> None:
     right = AdapterUse(adapter_of(request), (digest,))
     for use, outcome in ((right, Outcome.OK), (right._replace(digests=("other",)), Outcome.DROPPED)):
         rig.worker.submit_store(1, gpu([0, 1, 2, 3], 0), dataclasses.replace(rig.to_store(0), adapter=use))
-        assert {item.result.outcomes for item in rig.results()} == {(outcome,)}
+        assert {item.outcomes for item in rig.results()} == {(outcome,)}
         rig.worker.submit_load(2, dataclasses.replace(rig.to_load(0), adapter=use), gpu([4, 5, 6, 7], 0))
-        assert {item.result.outcomes for item in rig.results()} == {(outcome,)}
+        assert {item.outcomes for item in rig.results()} == {(outcome,)}
 
 
 def open_files(directory: Path) -> list[str]:
@@ -252,7 +252,7 @@ def test_a_store_whose_numbers_do_not_fit_is_refused_not_raised(
     """Every chunk FAILED, nothing written, no exception."""
     assert rig.worker.submit_store(3, gpu(blocks, first), rig.to_store(*slots))
     (item,) = rig.results()
-    assert item.result.outcomes == (Outcome.FAILED,) * len(slots)
+    assert item.outcomes == (Outcome.FAILED,) * len(slots)
 
 
 def test_a_chunk_that_is_nowhere_fails_and_its_siblings_load(rig: Rig) -> None:
@@ -264,7 +264,7 @@ def test_a_chunk_that_is_nowhere_fails_and_its_siblings_load(rig: Rig) -> None:
     spec = TicketSpec(dataclasses.replace(ticket, locations=(ticket.locations[0], NOWHERE)))
     rig.worker.submit_load(4, spec, gpu([8, 9, 10, 11, 12, 13, 14, 15], 0))
     (item,) = rig.results()
-    assert item.result.outcomes == (Outcome.OK, Outcome.FAILED)
+    assert item.outcomes == (Outcome.OK, Outcome.FAILED)
     assert [rig.block(8 + number) for number in range(4)] == [rig.block(number) for number in range(4)]
 
 
@@ -297,7 +297,7 @@ def test_a_slow_opening_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.Mon
     rig.worker.submit_moves(MoveTicket(7, (Key(bytes(36)),), (location,), (location,)))
     rig.worker.wait({1})
     (item,) = rig.worker.take_finished()
-    assert item.result.outcomes == (Outcome.FAILED,)
+    assert item.outcomes == (Outcome.FAILED,)
     assert rig.worker.take_tickets() == {7: {0: Outcome.FAILED}}
     assert rig.worker.take_status() == {}
     assert time.monotonic() - began_s < DEADLINE_S / 2
@@ -332,7 +332,7 @@ def test_a_shutdown_during_the_opening(tmp_path: Path, monkeypatch: pytest.Monke
     assert not slow.opened[0]._thread.is_alive()
     rig.worker.submit_load(1, rig.to_load(0), gpu([0, 1, 2, 3], 0))
     (item,) = rig.results()
-    assert item.result.outcomes == (Outcome.FAILED,)
+    assert item.outcomes == (Outcome.FAILED,)
     monkeypatch.undo()
     again = Rig(tmp_path)
     again.worker.shutdown()
@@ -397,7 +397,7 @@ def test_one_tier_that_cannot_be_opened_for_any_reason_leaves_the_others(
     assert [tier.trouble for tier in told.tiers] == ["", "unavailable"]
     rig.worker.submit_store(1, gpu([0, 1, 2, 3], 0), rig.to_store(0))
     (item,) = rig.results()
-    assert set(item.result.outcomes) == {Outcome.OK}
+    assert set(item.outcomes) == {Outcome.OK}
     rig.worker.shutdown()
 
 
