@@ -127,7 +127,7 @@ rm $image; losetup -d $device
 [ -z "$skipped" ] || {{ echo {{\\"words\\": \\"no loop device with direct I/O\\", \\"skipped\\": true}}; exit; }}
 cd {repository}; exec {bench} engine --dir {scratch}/loop --seconds 45'"""
 KERNELS = " ".join(f"tests/gpu/test_{name}_cuda.py" for name in ("kernels", "streams", "packer"))
-ENGINE = "tests/gpu/test_engine_cuda.py -k 'lbhnc or large or rots or came_with'"
+ENGINE = "tests/gpu/test_engine_cuda.py -k 'per_layer or large or rots or came_with'"
 REST = ("movers", "device_packer", "autotune", "tensor_digests")
 SMOKE = "{python} -m benchmarks.gpu.smoke "
 RACE = "{python} -m benchmarks.gpu.race --dir {data} "

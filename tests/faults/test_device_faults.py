@@ -19,9 +19,8 @@ from nixl_offload.engine.direct import LATE_S
 from nixl_offload.movers.base import Op
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.unit.device_lab import Lab, faulty, open_lab, packer_of, pools_of
-from tests.unit.engine_rig import Clock
-from tests.unit.kv_shapes import DeviceCopyMover, DeviceRig, Way, until
+from tests.unit.device_lab import DeviceCopyMover, DeviceRig, Lab, Way, faulty, open_lab, packer_of, pools_of
+from tests.unit.engine_rig import Clock, until
 
 OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
 SOURCE, TARGET = [0, 1, 2, 3], [4, 5, 6, 7]
@@ -42,13 +41,6 @@ def leaked() -> Iterator[list[object]]:
     del pump.LEAKED[kept:]
 
 
-def stored(rig: DeviceRig, *numbers: int) -> None:
-    """Chunk n from the model's noise in SOURCE, each another."""
-    for number in numbers:
-        rig.write(SOURCE)
-        assert rig.store(1000 + number, [rig.chunk(number, SOURCE)]) == (OK,)
-
-
 def assert_refused(rig: DeviceRig, job: int, number: int, way: Way, outcomes: set[Outcome]) -> None:
     """Whatever was not asked for is untouched, and of a packed group what was asked for as well. On the direct path
     that is zero: nothing unverified stays.
@@ -56,7 +48,7 @@ def assert_refused(rig: DeviceRig, job: int, number: int, way: Way, outcomes: se
     found = rig.load(job, [rig.chunk(number, TARGET)])
     assert set(found) <= outcomes, found
     if way == "direct":
-        rig.expect(TARGET, np.zeros_like(rig.rows(TARGET)))
+        rig.expect(TARGET, np.zeros_like(rig.blocks(TARGET)))
     rig.assert_as_expected()
     rig.write(TARGET)
 
@@ -67,8 +59,9 @@ def assert_refused(rig: DeviceRig, job: int, number: int, way: Way, outcomes: se
 @pytest.mark.parametrize("way", WAYS)
 def test_a_chunk_in_anothers_place_is_corrupt(lab: Lab, way: Way) -> None:
     """Whole and sound, but not the one that was asked for; nor blocks that were never stored."""
-    rig = lab.make(None, "blhnc", way)
-    stored(rig, 0, 1)
+    rig = lab.make(None, "packed_blocks", way)
+    rig.stored(0)
+    rig.stored(1)
     size = rig.location(0).slot_bytes
     image = np.memmap(rig.slab.path, dtype=np.uint8, mode="r+")
     image[:size] = image[size : 2 * size]
@@ -86,8 +79,9 @@ def test_a_short_read_that_nobody_tells_is_found_by_the_checksums(lab: Lab) -> N
     inner = DeviceCopyMover()
     inner.limits = replace(inner.limits, tells_short_reads=False)
     mover = FaultyMover(inner)
-    rig = lab.make(mover, "blhnc", "direct", verify="header", staging_slots=2)
-    stored(rig, 0, 1)
+    rig = lab.make(mover, "packed_blocks", "direct", verify="header", staging_slots=2)
+    rig.stored(0)
+    rig.stored(1)
     for job, amount in enumerate((4096, 8192, 0)):
         assert rig.load(3 * job, [rig.chunk(1, [8, 9, 10, 11])] * 2) == (OK, OK)
         rig.write([8, 9, 10, 11])
@@ -102,11 +96,8 @@ def test_a_short_read_that_nobody_tells_is_found_by_the_checksums(lab: Lab) -> N
 def test_a_failed_read_fails_its_chunk_only(lab: Lab, way: Way) -> None:
     """More often than there are slots: each comes back."""
     mover = faulty()
-    rig = lab.make(mover, "blhnc", way, staging_slots=2)
-    images = []
-    for number in range(2):
-        stored(rig, number)
-        images.append(rig.rows(SOURCE))
+    rig = lab.make(mover, "packed_blocks", way, staging_slots=2)
+    images = [rig.stored(number) for number in range(2)]
     for job in range(5):
         bad = mover.submitted.count(Op.READ) + job % 2
         mover.script = [Fault(bad, FaultKind.FAIL, op=Op.READ, amount=4096)]
@@ -128,9 +119,8 @@ def test_a_failed_read_fails_its_chunk_only(lab: Lab, way: Way) -> None:
 def test_while_a_direct_load_hangs_others_go_through_staging(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     """Its request waits, as its blocks may still be written; the next ones can be given up. Then all is as before."""
     clock, mover = Clock(), faulty()
-    rig = lab.make(mover, "blhnc", "direct", clock=clock)
-    stored(rig, 0)
-    wanted = rig.rows(SOURCE)
+    rig = lab.make(mover, "packed_blocks", "direct", clock=clock)
+    wanted = rig.stored()
     plan = rig.engine.paths.link_memory.plans[0]
     mover.script = [Fault(mover.submitted.count(Op.READ), FaultKind.STUCK, op=Op.READ)]
     reads = mover.submitted.count(Op.READ)
@@ -156,8 +146,8 @@ def test_while_a_direct_load_hangs_others_go_through_staging(lab: Lab, caplog: p
 
 def test_direct_chunks_wait_for_header_pages(lab: Lab) -> None:
     """None free: they wait, and fail only when none will ever be free again."""
-    rig = lab.make(None, "blhnc", "direct")
-    stored(rig, 0)
+    rig = lab.make(None, "packed_blocks", "direct")
+    rig.stored()
     pages = pools_of(rig)["direct"]
     until(lambda: pages.free == pages.usable)
     taken = [page for _ in range(pages.usable) if (page := pages.acquire()) is not None]
@@ -186,8 +176,7 @@ def test_work_that_fails_on_the_device_costs_its_slot(
     used again, and the engine goes on as far as the device does.
     """
     rig = lab.make(staging_slots=4)
-    stored(rig, 0)
-    wanted = rig.rows(SOURCE)
+    wanted = rig.stored()
 
     def broken(*_: object) -> None:
         raise RuntimeError("an illegal memory access was encountered")

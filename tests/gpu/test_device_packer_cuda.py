@@ -18,7 +18,7 @@ from nixl_offload.engine.device_packer import DevicePacker, page_locked
 from nixl_offload.engine.kernels.torch_kernels import Page
 from nixl_offload.engine.streams import READY, Device, device_of
 from tests.unit.device_rig import settled
-from tests.unit.test_device_packer import (  # noqa: F401 - run with the fixture below
+from tests.unit.test_packer import (  # noqa: F401 - run with the fixture below
     test_chunks_lie_in_their_slots_as_on_the_host_and_come_back,
     test_rows_that_do_not_fit_their_blocks_are_refused,
 )

@@ -23,7 +23,8 @@ from nixl_offload.movers.base import MemoryKind, Mover, Op
 from nixl_offload.movers.select import open_mover
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import FaultyMover
-from tests.unit.kv_shapes import KIB, SHAPES, DeviceRig, KVShape, Way, assert_round_trip
+from tests.unit.device_lab import DeviceRig, Way, assert_round_trip
+from tests.unit.engine_rig import SHAPES, Shape
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +36,7 @@ BUSY_CYCLES = 20_000_000
 LONG_CYCLES = 1_500_000_000
 """Most of a second."""
 SOURCE, TARGET = [0, 1, 2, 3], [4, 5, 6, 7]
-LARGE = KVShape.layers(8, 512 * KIB, aligned=True)
+LARGE = Shape.layers(8, 512 << 10)
 """Chunks of 16 MiB."""
 
 Make = Callable[..., DeviceRig]
@@ -45,11 +46,11 @@ Make = Callable[..., DeviceRig]
 def make(tmp_path: Path) -> Iterator[Make]:
     rigs: list[DeviceRig] = []
 
-    def build(mover: str, way: Way, shape: str | KVShape = "lbhnc", **options: Any) -> DeviceRig:
+    def build(mover: str, way: Way, shape: str | Shape = "per_layer_pages", **options: Any) -> DeviceRig:
         device = device_of(torch.empty(0, device="cuda"))
         opened = FaultyMover(opened_mover(mover, tmp_path))  # without faults: it counts
         try:
-            rig = DeviceRig.make(tmp_path, device, lambda work: work(), opened, shape, way, **options)
+            rig = DeviceRig.over(device, lambda work: work(), tmp_path, opened, shape, way, **options)
         except BaseException:
             opened.close()
             raise
@@ -96,7 +97,7 @@ def flip(path: Path, at: int) -> None:
 def test_every_shape_comes_back(make: Make, shape: str, mover: str, way: Way) -> None:
     """Whole chunks and unaligned beginnings of every group, while kernels write."""
     rig = make(mover, way, shape)
-    expected = "device" if way == "direct" and not SHAPES[shape].aligned else way
+    expected = "device" if way == "direct" and not SHAPES[shape].is_aligned else way
     assert way_of(rig) == expected
     assert_round_trip(rig, lambda: torch.cuda._sleep(BUSY_CYCLES))
 
@@ -117,7 +118,7 @@ def test_a_store_waits_for_the_compute_stream_and_a_caller_for_nothing(make: Mak
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG_CYCLES)
     rig.write(SOURCE)
-    wanted = rig.rows(SOURCE)
+    wanted = rig.blocks(SOURCE)
     began_s = time.monotonic()
     rig.engine.submit_store(1, [rig.chunk(0, SOURCE)])
     assert time.monotonic() - began_s < 0.1
@@ -136,9 +137,7 @@ def test_a_store_waits_for_the_compute_stream_and_a_caller_for_nothing(make: Mak
 def test_a_load_does_not_overtake_the_compute_stream(make: Make, mover: str, way: Way) -> None:
     """The target blocks are zeroed late. The load does not finish before, and is not overwritten."""
     rig = make(mover, way)
-    rig.write(SOURCE)
-    wanted = rig.rows(SOURCE)
-    assert rig.store(1, [rig.chunk(0, SOURCE)]) == (OK,)
+    wanted = rig.stored()
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG_CYCLES)
     rig.write(TARGET, value=0)
@@ -146,9 +145,7 @@ def test_a_load_does_not_overtake_the_compute_stream(make: Make, mover: str, way
     time.sleep(0.1)
     assert rig.engine.finished() == []
     assert not rig.device.compute_fence().done(), "the test's own step was too short"
-    assert rig.collect(2).outcomes == (OK,)
-    rig.expect(TARGET, wanted)
-    rig.assert_as_expected()
+    rig.assert_loaded(2, TARGET, wanted)
 
 
 @pytest.mark.parametrize(("mover", "way"), ROUTES)
@@ -167,9 +164,7 @@ def test_a_load_that_came_with_a_step_on_the_default_stream_brings_its_bytes(mak
 
 def load_ended_first(rig: DeviceRig) -> bool:
     """Load during a long step, check the bytes, and return whether the load ended before the step."""
-    rig.write(SOURCE)
-    wanted = rig.rows(SOURCE)
-    assert rig.store(1, [rig.chunk(0, SOURCE)]) == (OK,)
+    wanted = rig.stored()
     rig.write(range(8, 12))  # uploads before the device is busy
     torch.cuda.synchronize()
     torch.cuda._sleep(BUSY_CYCLES)
@@ -187,7 +182,7 @@ def load_ended_first(rig: DeviceRig) -> bool:
 @pytest.mark.parametrize(("mover", "way"), ROUTES)
 def test_what_rots_in_the_file_is_refused(make: Make, mover: str, way: Way) -> None:
     """Damaged header or payload, another chunk's location, a short file. Blocks of a packed group stay unchanged."""
-    rig = make(mover, way, "mla_36k")
+    rig = make(mover, way, "per_layer_pages")
     rig.write(SOURCE)
     assert rig.store(0, [rig.chunk(0, SOURCE), rig.chunk(1, SOURCE)]) == (OK, OK)
 
@@ -205,7 +200,7 @@ def test_what_rots_in_the_file_is_refused(make: Make, mover: str, way: Way) -> N
         assert_refused(job, CORRUPT)
         flip(rig.slab.path, place)
     assert rig.load(98, [rig.chunk(0, [8, 9, 10, 11])]) == (OK,)
-    rig.expect([8, 9, 10, 11], rig.rows(SOURCE))
+    rig.expect([8, 9, 10, 11], rig.blocks(SOURCE))
     assert rig.load(99, [rig.chunk(5, TARGET, slot=0)]) == (CORRUPT,)
     if way == "direct":
         rig.write(TARGET)

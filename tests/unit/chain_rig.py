@@ -182,14 +182,6 @@ class ChainRig(Driven):
             file.seek(number * self.slot_bytes)
             file.write((self.image(number) if image is None else image).tobytes())
 
-    def blocks(self, ids: Sequence[int], group: int = 0) -> npt.NDArray[np.uint8]:
-        """The bytes in KV blocks, as rows of a payload."""
-        columns = [
-            self.kv[tensor][list(ids), offset : offset + length]
-            for tensor, offset, length in self.shape.groups[group].refs
-        ]
-        return np.concatenate(columns, axis=1)
-
     def payload(self, number: int, group: int = 0) -> npt.NDArray[np.uint8]:
         """The blocks of ``image``."""
         block_bytes = self.layout.groups[group].block_bytes

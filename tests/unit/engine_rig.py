@@ -1,17 +1,16 @@
-"""A small worker for engine tests: KV tensors of every layout, a real slab on disk (or another link), an engine, and an
-independent idea of what the bytes of a chunk must be. Used by the unit and the fault tests.
+"""A rank of one tier for tests: KV tensors of every shape that vLLM makes, a real slab on disk (or another link), an
+engine, and an independent idea of what the bytes of a chunk must be.
 """
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +22,15 @@ from nixl_offload.movers.base import Mover, Transfer, TransferState
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.slab.file import SlabFile, SlabLink
-from nixl_offload.types import Key, Location, Outcome, align_up
+from nixl_offload.types import PAGE_BYTES, Key, Location, Outcome, align_up
 from tests.contract.suites.faulty_mover import FaultyMover
 from tests.unit.rank_rig import Alone
 
 NAMESPACE = bytes(range(32))
-NUM_BLOCKS = 40
+NUM_BLOCKS = 48
 CHUNK_BLOCKS = 4
 DEADLINE_S = 20.0
+Bytes = npt.NDArray[np.uint8]
 
 
 class Clock:
@@ -61,6 +61,22 @@ class Shape:
     tensors: tuple[tuple[int, int], ...]
     groups: tuple[GroupLayout, ...]
     direct: bool = False
+    """Chunks go direct, if a test does not choose the path."""
+    interleaved: bool = False
+    """All tensors are views of one allocation, side by side in each of its rows."""
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether chunks of the first group may go direct."""
+        runs = self.groups[0].refs
+        sizes = [size for run in runs for size in (run.page_offset, run.length, self.tensors[run.tensor_index][1])]
+        return not any(size % PAGE_BYTES for size in sizes)
+
+    @classmethod
+    def layers(cls, count: int, page: int, *, stride: int | None = None, **options: Any) -> Shape:
+        """One group, and a tensor for each of its layers."""
+        group = GroupLayout.of_pages((layer, page) for layer in range(count))
+        return cls(((page, stride or page),) * count, (group,), **options)
 
 
 def whole(*pages: tuple[int, int]) -> GroupLayout:
@@ -74,16 +90,17 @@ def runs(*refs: tuple[int, int, int]) -> GroupLayout:
 
 
 SHAPES = {
-    "per_layer": Shape(((1536, 1536),) * 3, (whole((0, 1536), (1, 1536), (2, 1536)),)),
-    "per_layer_pages": Shape(((4096, 4096),) * 3, (whole((0, 4096), (1, 4096), (2, 4096)),)),
-    "packed_blocks": Shape(((24576, 24576),), (whole((0, 24576)),)),
+    "per_layer": Shape.layers(3, 1536),
+    "per_layer_pages": Shape.layers(3, 8192),
+    "interleaved": Shape.layers(3, 4096, stride=12288, interleaved=True),
+    "packed_blocks": Shape.layers(1, 24576),
     "two_groups": Shape(((2048, 2048),) * 3, (whole((0, 2048), (1, 2048)), whole((2, 1000)))),
-    "shared_tensors": Shape(((2048, 2048),) * 2, (whole((0, 2048), (1, 2048)), whole((0, 1024), (1, 1024)))),
-    "padded": Shape(((4096, 6144),) * 2, (whole((0, 3000), (1, 2056)),)),
-    "mla": Shape(((1152, 1152),), (whole((0, 1152)),)),
+    "shared_tensors": Shape(((8192, 8192),) * 2, (whole((0, 8192), (1, 8192)), whole((0, 4096), (1, 2048)))),
+    "padded": Shape(((4096, 6144),) * 2, (whole((0, 3000), (1, 2056)), whole((1, 1000)))),
+    "mla": Shape.layers(1, 1152),
     "head_shards": Shape(((1536, 2048),) * 2, (runs((0, 0, 768), (1, 0, 768)), runs((0, 768, 768), (1, 768, 768)))),
-    "direct_blocks": Shape(((8192, 8192),), (whole((0, 8192)),), direct=True),
-    "direct_per_layer": Shape(((4096, 8192),) * 2, (whole((0, 4096), (1, 4096)),), direct=True),
+    "direct_blocks": Shape.layers(1, 8192, direct=True),
+    "direct_per_layer": Shape.layers(2, 4096, stride=8192, direct=True),
     "direct_head_shards": Shape(
         ((16384, 16384),),
         (runs((0, 0, 4096), (0, 8192, 4096)), runs((0, 4096, 4096), (0, 12288, 4096))),
@@ -92,26 +109,43 @@ SHAPES = {
 }
 
 
-def kv_cache(shape: Shape, seed: int) -> tuple[list[torch.Tensor], list[npt.NDArray[np.uint8]], KVLayout]:
+def allocate(shape: Shape, device: torch.device | None = None) -> list[torch.Tensor]:
+    """KV tensors as vLLM hands them over: int8 of shape (NUM_BLOCKS, page), page-aligned, zero."""
+    if shape.interleaved:
+        rows = _area(NUM_BLOCKS * sum(page for page, _ in shape.tensors), device).view(NUM_BLOCKS, -1)
+        return list(rows.split([page for page, _ in shape.tensors], dim=1))
+    return [_area(NUM_BLOCKS * stride, device).view(NUM_BLOCKS, stride)[:, :page] for page, stride in shape.tensors]
+
+
+def _area(size_bytes: int, device: torch.device | None) -> torch.Tensor:
+    area = torch.zeros(size_bytes + PAGE_BYTES, dtype=torch.int8, device=device)
+    start = -area.data_ptr() % PAGE_BYTES
+    return area[start : start + size_bytes]
+
+
+def layout_of(shape: Shape, tensors: Sequence[torch.Tensor]) -> KVLayout:
+    regions = tuple(
+        RegionSpec(index, tensor.data_ptr(), NUM_BLOCKS, tensor.stride(0), tensor.shape[1])
+        for index, tensor in enumerate(tensors)
+    )
+    return KVLayout(regions, shape.groups, CHUNK_BLOCKS)
+
+
+def kv_cache(shape: Shape, seed: int) -> tuple[list[torch.Tensor], list[Bytes], KVLayout]:
     """KV tensors full of noise, the same as numpy arrays of shape (NUM_BLOCKS, page), and their layout."""
-    rng = np.random.default_rng(seed)
-    tensors, kv, regions = [], [], []
-    for index, (page, stride) in enumerate(shape.tensors):
-        area = np.frombuffer(mmap.mmap(-1, NUM_BLOCKS * stride), dtype=np.uint8)
-        area[:] = rng.integers(0, 256, area.size, dtype=np.uint8)
-        rows = area.reshape(NUM_BLOCKS, stride)[:, :page]
-        tensor = torch.from_numpy(rows).view(torch.int8)
-        tensors.append(tensor)
-        kv.append(rows)
-        regions.append(RegionSpec(index, tensor.data_ptr(), NUM_BLOCKS, stride, page))
-    return tensors, kv, KVLayout(tuple(regions), shape.groups, CHUNK_BLOCKS)
+    rng, tensors = np.random.default_rng(seed), allocate(shape)
+    kv = [tensor.view(torch.uint8).numpy() for tensor in tensors]
+    for rows in kv:
+        rows[:] = rng.integers(0, 256, rows.shape, dtype=np.uint8)
+    return tensors, kv, layout_of(shape, tensors)
 
 
 class Driven:
     """The base of rigs of one engine: a KV cache, a tier's slots, and jobs to wait for."""
 
-    shape: Any
-    kv: list[npt.NDArray[np.uint8]]
+    shape: Shape
+    kv: list[Bytes]
+    """What each tensor holds or must hold, of shape (NUM_BLOCKS, page)."""
     layout: KVLayout
     engine: Any
     results: dict[int, Completion]
@@ -134,13 +168,17 @@ class Driven:
         location = self.location(number if slot is None else slot)
         return Chunk(self.key(number, group), location, group, np.array(list(blocks), dtype=np.int32), first)
 
+    def blocks(self, blocks: Sequence[int], group: int = 0) -> Bytes:
+        """A copy of these blocks of ``kv``, as rows of a payload."""
+        columns = [
+            self.kv[tensor][list(blocks), offset : offset + length]
+            for tensor, offset, length in self.shape.groups[group].refs
+        ]
+        return np.concatenate(columns, axis=1)
+
     def bytes_of(self, blocks: Sequence[int], group: int = 0) -> bytes:
         """The expected payload of these blocks."""
-        return b"".join(
-            self.kv[run.tensor_index][block, run.page_offset : run.page_offset + run.length].tobytes()
-            for block in blocks
-            for run in self.shape.groups[group].refs
-        )
+        return self.blocks(blocks, group).tobytes()
 
     def wipe(self, value: int = 0) -> None:
         for rows in self.kv:
@@ -174,11 +212,11 @@ class Driven:
 
 @dataclass
 class Rig(Driven):
-    """Built by ``make``. ``kv`` are the tensors as numpy arrays of shape (NUM_BLOCKS, page)."""
+    """Built by ``make``. ``kv`` are views of the tensors."""
 
     shape: Shape
     tensors: list[torch.Tensor]
-    kv: list[npt.NDArray[np.uint8]]
+    kv: list[Bytes]
     layout: KVLayout
     slab: SlabFile | None
     mover: Mover
@@ -199,14 +237,17 @@ class Rig(Driven):
         slab: Any = None,
         link: Callable[[Mover, Callable[[], float]], Link] | None = None,
         namespace: bytes = NAMESPACE,
+        cache: tuple[list[torch.Tensor], list[Bytes], KVLayout] | None = None,
+        direct_io: bool = True,
         **options: Any,
-    ) -> Rig:
+    ) -> Self:
+        """``cache``: instead of a new ``kv_cache``. ``options`` are the engine's, or the rank's."""
         shape = SHAPES[shape] if isinstance(shape, str) else shape
-        tensors, kv, layout = kv_cache(shape, seed)
+        tensors, kv, layout = cache or kv_cache(shape, seed)
         largest = max(layout.slot_bytes(group) for group in range(len(shape.groups)))
         if slab is None and link is None:
             extent = align_up(largest * 4, 65536)
-            slab = SlabFile(directory / "kv" / "rank.slab", extent * -(-slots // 4), extent, direct_io=True)
+            slab = SlabFile(directory / "kv" / "rank.slab", extent * -(-slots // 4), extent, direct_io=direct_io)
             slab.open()
         if shape.direct:
             options.setdefault("direct_min_extent_bytes", 4096)

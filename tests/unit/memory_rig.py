@@ -19,7 +19,7 @@ from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.engine.packer import HostPacker, Parts, Sources, pages_of
 from nixl_offload.engine.streams import Fence
-from tests.unit.engine_rig import NAMESPACE, SHAPES, Driven, Shape, kv_cache
+from tests.unit.engine_rig import NAMESPACE, SHAPES, Bytes, Driven, Shape, kv_cache
 from tests.unit.rank_rig import Alone
 
 
@@ -94,10 +94,13 @@ class MemoryRig(Driven):
         host: HostSlab | None = None,
         slow: bool = False,
         seed: int = 1,
+        cache: tuple[list[torch.Tensor], list[Bytes], KVLayout] | None = None,
         **options: Any,
     ) -> MemoryRig:
-        """``host``: the slab of an earlier rig, with its chunks. ``slow``: with a ``SlowPacker``."""
-        tensors, kv, layout = kv_cache(SHAPES[shape], seed)
+        """``host``: the slab of an earlier rig, with its chunks. ``slow``: with a ``SlowPacker``. ``cache``: instead of
+        a new ``kv_cache``.
+        """
+        tensors, kv, layout = cache or kv_cache(SHAPES[shape], seed)
         slot_bytes = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
         if host is None:
             host = HostSlab(memory_bytes=slots * slot_bytes, relay_slots=relay_slots, slot_bytes=slot_bytes)

@@ -24,9 +24,8 @@ from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.slab.file import SlabLink
 from nixl_offload.types import Outcome
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
-from tests.unit.device_lab import open_lab
+from tests.unit.device_lab import Way, assert_round_trip, open_lab
 from tests.unit.engine_rig import NAMESPACE, Rig, open_rigs
-from tests.unit.kv_shapes import Way, assert_round_trip
 from tests.unit.link_rig import ObjectFiles, objects, shards, tree
 from tests.unit.rank_rig import TestedRank
 
@@ -84,7 +83,7 @@ def test_verify_header_does_not_weaken_it(make: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["direct", "device", "host"])
-@pytest.mark.parametrize("shape", ["blhnc", "lbhnc"])
+@pytest.mark.parametrize("shape", ["packed_blocks", "per_layer_pages"])
 def test_on_a_device_chunks_go_through_host_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, shape: str, way: Way
 ) -> None:

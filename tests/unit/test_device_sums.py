@@ -4,105 +4,51 @@ store into memory has summed goes on to storage with it; and what is damaged rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
 from nixl_offload.chunk.header import HEADER_BYTES, lacks_checksums
-from nixl_offload.engine import Chunk, Completion, device_packer, packed, packer
+from nixl_offload.engine import device_packer, packed, packer
 from nixl_offload.engine import host as host_module
 from nixl_offload.engine.device_packer import DevicePacker
-from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.engine.records import WorkKind
-from nixl_offload.types import Location, Outcome
-from tests.unit.device_lab import Lab, open_lab
+from nixl_offload.types import Outcome
+from tests.unit.device_lab import DeviceRig, blank, open_lab
 from tests.unit.device_rig import at_once
-from tests.unit.kv_shapes import NAMESPACE, SHAPES, DeviceRig, allocate, layout_of, until
-from tests.unit.rank_rig import Alone
+from tests.unit.engine_rig import SHAPES, until
+from tests.unit.memory_rig import MemoryRig
 
 OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
-MEMORY = 1
-"""The position of the memory tier; that of the file is 0."""
-SLOTS = 8
 FLIP = HEADER_BYTES + 4321
 """A byte of the first block."""
 
 
-@dataclass
-class Rank:
-    """A memory tier and a slab on disk, over one device's KV blocks. Chunks of the file go through host memory."""
-
-    rig: DeviceRig
-    slab: HostSlab
-    memory: Alone
-    ended: dict[int, Completion] = field(default_factory=dict)
-
-    def chunk(self, number: int, blocks: list[int], *, first: int = 0, group: int = 0) -> Chunk:
-        """Return a chunk in slot ``number`` of the memory tier."""
-        io = self.rig.chunk(number, blocks, first=first, group=group)
-        return replace(io, location=Location(MEMORY, io.location.offset, io.location.slot_bytes))
-
-    def image(self, number: int) -> npt.NDArray[np.uint8]:
-        size = self.rig.location(0).slot_bytes
-        return self.slab.slot(number * size, size).memory
-
-    def _collect(self, job: int) -> tuple[Outcome, ...]:
-        def there() -> bool:
-            self.ended.update({done.job_id: done for done in self.memory.finished()})
-            return job in self.ended
-
-        until(there)
-        return self.ended[job].outcomes
-
-    def store(self, job: int, chunks: list[Chunk]) -> tuple[Outcome, ...]:
-        self.memory.submit_store(job, chunks)
-        return self._collect(job)
-
-    def load(self, job: int, chunks: list[Chunk]) -> tuple[Outcome, ...]:
-        self.memory.submit_load(job, chunks)
-        return self._collect(job)
-
-    def move(self, job: int, kind: WorkKind, numbers: list[int], group: int = 0) -> tuple[Outcome, ...]:
-        """Between slots of the same numbers here and there."""
-        offsets = [self.rig.location(number).offset for number in numbers]
-        chunks = [
-            replace(self.rig.chunk(number, [], group=group), host_offset=offset)
-            for number, offset in zip(numbers, offsets, strict=True)
-        ]
-        self.rig.engine.submit_background(job, chunks, kind)
-        return self.rig.collect(job).outcomes
-
-    def flip_in_file(self, number: int, place: int) -> None:
-        stored = np.memmap(self.rig.slab.path, dtype=np.uint8, mode="r+")
-        stored[self.rig.location(number).offset + place] ^= 1
-        stored.flush()
-
-
 @contextmanager
-def opened(directory: Path, shape: str = "lbhnc", **options: Any) -> Iterator[tuple[Lab, Rank]]:
+def opened(directory: Path, shape: str = "per_layer_pages", **options: Any) -> Iterator[tuple[DeviceRig, MemoryRig]]:
+    """A slab on disk, whose chunks go through host memory, and a memory tier, over one device's KV blocks."""
     with open_lab(directory) as lab:
-        tensors = allocate(SHAPES[shape], torch.device("cpu"))
-        layout = layout_of(SHAPES[shape], tensors)
-        size = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
-        slab = HostSlab(memory_bytes=SLOTS * size, relay_slots=1, slot_bytes=size)
-        rig = lab.make(None, shape, "host", host=slab, **options)
-        places = {"tensors": rig.tensors, "layout": rig.layout, "host": slab, "rank_namespace": NAMESPACE}
-        verify = options.get("verify", "checksum")
-        memory = Alone(partial(MemoryEngine, tier=MEMORY, device=rig.device, verify=verify, **places), MEMORY)
+        cache, verify = blank(SHAPES[shape], lab.device), options.get("verify", "checksum")
+        memory = MemoryRig.make(shape, cache=cache, device=lab.device, verify=verify)
         try:
-            yield lab, Rank(rig, slab, memory)
+            yield lab.make(None, shape, "host", host=memory.host, cache=cache, **options), memory
         finally:
-            memory.close(1.0)
-            slab.close()
+            memory.close()
+
+
+def moved(rig: DeviceRig, job: int, kind: WorkKind, numbers: Sequence[int], group: int = 0) -> tuple[Outcome, ...]:
+    """Move chunks between slots of the same numbers in the slab and in host memory."""
+    chunks = [
+        replace(rig.chunk(number, [], group=group), host_offset=rig.location(number).offset) for number in numbers
+    ]
+    rig.engine.submit_background(job, chunks, kind)
+    return rig.collect(job).outcomes
 
 
 @pytest.fixture(autouse=True)
@@ -119,25 +65,25 @@ def no_sums_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("verify", ["checksum", "always"])
-@pytest.mark.parametrize("shape", ["lbhnc", "blhnc", "hybrid", "padded_pages"])
+@pytest.mark.parametrize("shape", ["per_layer_pages", "packed_blocks", "shared_tensors", "padded"])
 def test_every_way_through_host_memory(tmp_path: Path, shape: str, verify: str) -> None:
     """Into memory and back, on to the file, from there by the host's path, by a promotion, and to a relay slot; whole
     chunks, and one that begins late.
     """
-    with opened(tmp_path, shape, verify=verify) as (_, rank):
-        rig, job = rank.rig, 0
+    with opened(tmp_path, shape, verify=verify) as (rig, memory):
+        job = 0
         for group in range(len(rig.shape.groups)):
             rig.write(range(16))
-            wanted, tail = rig.rows([0, 1, 2, 3], group), rig.rows([4, 5], group)
-            stores = [rank.chunk(0, [0, 1, 2, 3], group=group), rank.chunk(1, [4, 5], first=2, group=group)]
-            assert rank.store(job, stores) == (OK, OK)
-            assert not lacks_checksums(rank.image(0)[:HEADER_BYTES])
-            loads = [rank.chunk(0, [16, 17, 18, 19], group=group), rank.chunk(1, [20], first=3, group=group)]
-            assert rank.load(job + 1, loads) == (OK, OK)
+            wanted, tail = rig.blocks([0, 1, 2, 3], group), rig.blocks([4, 5], group)
+            stores = [memory.chunk(0, [0, 1, 2, 3], group=group), memory.chunk(1, [4, 5], first=2, group=group)]
+            assert memory.store(job, stores) == (OK, OK)
+            assert not lacks_checksums(memory.memory(0)[:HEADER_BYTES])
+            loads = [memory.chunk(0, [16, 17, 18, 19], group=group), memory.chunk(1, [20], first=3, group=group)]
+            assert memory.load(job + 1, loads) == (OK, OK)
             rig.expect([16, 17, 18, 19], wanted, group)
             rig.expect([20], tail[1:], group)
-            assert rank.move(job + 2, WorkKind.WRITE_THROUGH, [0, 1], group) == (OK, OK)
-            rank.image(0)[:], rank.image(1)[:] = 0, 0
+            assert moved(rig, job + 2, WorkKind.WRITE_THROUGH, [0, 1], group) == (OK, OK)
+            memory.memory(0)[:], memory.memory(1)[:] = 0, 0
             loads = [
                 rig.chunk(0, [24, 25], first=1, group=group),
                 rig.chunk(1, [26, 27], first=2, group=group),
@@ -149,13 +95,13 @@ def test_every_way_through_host_memory(tmp_path: Path, shape: str, verify: str) 
             rig.expect([26, 27], tail, group)
             rig.expect([28, 29, 30], wanted[1:], group)
             rig.expect([31], tail[1:], group)
-            assert rank.load(job + 4, [rank.chunk(0, [32, 33, 34, 35], group=group)]) == (OK,)
+            assert memory.load(job + 4, [memory.chunk(0, [32, 33, 34, 35], group=group)]) == (OK,)
             rig.expect([32, 33, 34, 35], wanted, group)
-            assert rank.move(job + 5, WorkKind.FETCH, [0], group) == (OK,)
+            assert moved(rig, job + 5, WorkKind.FETCH, [0], group) == (OK,)
             rig.write(range(4))
             stores = [rig.chunk(3, [0, 1, 2, 3], group=group), rig.chunk(4, [2, 3], first=2, group=group)]
             assert rig.store(job + 6, stores) == (OK, OK)
-            again = rig.rows([0, 1, 2, 3], group)
+            again = rig.blocks([0, 1, 2, 3], group)
             assert rig.load(job + 7, [rig.chunk(3, [40, 41, 42, 43], group=group)]) == (OK,)
             rig.expect([40, 41, 42, 43], again, group)
             rig.assert_as_expected()
@@ -164,13 +110,14 @@ def test_every_way_through_host_memory(tmp_path: Path, shape: str, verify: str) 
 
 def test_damage_in_storage_is_refused_and_costs_its_chunk_alone(tmp_path: Path) -> None:
     """On the host's path, as a promotion, as a fetch; what was stored beside it is served."""
-    with opened(tmp_path) as (_, rank):
-        rig = rank.rig
+    with opened(tmp_path) as (rig, memory):
         rig.write(range(12))
-        wanted = [rig.rows(range(4 * n, 4 * n + 4)) for n in range(3)]
-        assert rank.store(0, [rank.chunk(n, list(range(4 * n, 4 * n + 4))) for n in range(3)]) == (OK,) * 3
-        assert rank.move(1, WorkKind.WRITE_THROUGH, [0, 1, 2]) == (OK,) * 3
-        rank.flip_in_file(1, FLIP)
+        wanted = [rig.blocks(range(4 * n, 4 * n + 4)) for n in range(3)]
+        assert memory.store(0, [memory.chunk(n, list(range(4 * n, 4 * n + 4))) for n in range(3)]) == (OK,) * 3
+        assert moved(rig, 1, WorkKind.WRITE_THROUGH, [0, 1, 2]) == (OK,) * 3
+        stored = np.memmap(rig.slab.path, dtype=np.uint8, mode="r+")
+        stored[rig.location(1).offset + FLIP] ^= 1
+        stored.flush()
         loads = [rig.chunk(n, list(range(16 + 4 * n, 20 + 4 * n))) for n in range(3)]
         assert rig.load(2, loads) == (OK, CORRUPT, OK)
         for n in (0, 2):
@@ -178,22 +125,21 @@ def test_damage_in_storage_is_refused_and_costs_its_chunk_alone(tmp_path: Path) 
         rig.assert_as_expected()
         promoted = [replace(io, host_offset=rig.location(n).offset) for n, io in enumerate(loads)]
         assert rig.load(3, promoted) == (OK, CORRUPT, OK)
-        assert rank.load(4, [rank.chunk(n, [40, 41, 42, 43]) for n in (1,)]) == (CORRUPT,)
-        assert rank.move(5, WorkKind.FETCH, [1]) == (CORRUPT,)
+        assert memory.load(4, [memory.chunk(n, [40, 41, 42, 43]) for n in (1,)]) == (CORRUPT,)
+        assert moved(rig, 5, WorkKind.FETCH, [1]) == (CORRUPT,)
         rig.assert_as_expected()
 
 
 def test_damage_in_memory_is_told_by_the_sums_of_the_gather(tmp_path: Path) -> None:
     """Damage between a store and its write-through: storage gets the damaged bytes, but no load accepts them."""
-    with opened(tmp_path) as (_, rank):
-        rig = rank.rig
+    with opened(tmp_path) as (rig, memory):
         rig.write(range(4))
-        assert rank.store(0, [rank.chunk(0, [0, 1, 2, 3])]) == (OK,)
-        rank.image(0)[FLIP] ^= 1
-        assert rank.move(1, WorkKind.WRITE_THROUGH, [0]) == (OK,)
+        assert memory.store(0, [memory.chunk(0, [0, 1, 2, 3])]) == (OK,)
+        memory.memory(0)[FLIP] ^= 1
+        assert moved(rig, 1, WorkKind.WRITE_THROUGH, [0]) == (OK,)
         assert rig.load(2, [rig.chunk(0, [8, 9, 10, 11])]) == (CORRUPT,)
         assert rig.load(3, [rig.chunk(0, [9, 10, 11], first=1)]) == (OK,)  # the other blocks are right
-        rig.expect([9, 10, 11], rig.rows([1, 2, 3]))
+        rig.expect([9, 10, 11], rig.blocks([1, 2, 3]))
         rig.assert_as_expected()
 
 
@@ -214,11 +160,10 @@ def test_batches_take_turns_for_scratch(tmp_path: Path, monkeypatch: pytest.Monk
             yield
 
     monkeypatch.setattr(DevicePacker, "bring", counted)
-    with opened(tmp_path) as (_, rank):
-        rig = rank.rig
+    with opened(tmp_path) as (rig, _):
         rig.write(range(16))
         assert rig.store(0, [rig.chunk(n, list(range(4 * n, 4 * n + 4))) for n in range(4)]) == (OK,) * 4
-        wanted = rig.rows(range(16))
+        wanted = rig.blocks(range(16))
         with rig.engine.paths.packer._beside.held():
             for n in range(4):
                 rig.engine.submit_load(n + 1, [rig.chunk(n, list(range(16 + 4 * n, 20 + 4 * n)))])
@@ -231,14 +176,14 @@ def test_batches_take_turns_for_scratch(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_batches_that_fail_to_scatter_hold_no_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fills the scratch. If it kept it while its chunks are tried one by one, later loads would wait."""
-    with opened(tmp_path, verify="always") as (_, rank):
-        rig, paths = rank.rig, rank.memory.paths
-        bus = paths.packer  # type: ignore[attr-defined]
+    with opened(tmp_path, verify="always") as (rig, memory):
+        paths = memory.engine.paths
+        bus = paths.packer
         rig.write(range(16))
-        wanted = rig.rows(range(16))
-        assert rank.store(0, [rank.chunk(n, list(range(4 * n, 4 * n + 4))) for n in range(4)]) == (OK,) * 4
+        wanted = rig.blocks(range(16))
+        assert memory.store(0, [memory.chunk(n, list(range(4 * n, 4 * n + 4))) for n in range(4)]) == (OK,) * 4
         monkeypatch.setattr(device_packer, "BROUGHT_BYTES", 16 * bus.block_bytes[0])
-        monkeypatch.setattr(type(paths.complaints), "error", lambda *_, **__: None)  # type: ignore[attr-defined]  # pytest keeps it
+        monkeypatch.setattr(type(paths.complaints), "error", lambda *_, **__: None)  # pytest keeps it
         real, failures = bus.scatter_many, [1, 2]
 
         def scatter(group: int, parts: Any, fence: Any) -> Any:
@@ -251,18 +196,18 @@ def test_batches_that_fail_to_scatter_hold_no_scratch(tmp_path: Path, monkeypatc
         with bus._beside.held():
             for job in (1, 2):
                 numbers = (2 * job - 2, 2 * job - 1)
-                rank.memory.submit_load(job, [rank.chunk(n, list(range(16 + 4 * n, 20 + 4 * n))) for n in numbers])
+                memory.engine.submit_load(job, [memory.chunk(n, list(range(16 + 4 * n, 20 + 4 * n))) for n in numbers])
             until(lambda: len(bus._brought) == 2)
         for job in (1, 2):
-            assert rank._collect(job) == (OK, OK)
+            assert memory.collect(job).outcomes == (OK, OK)
         assert not failures
         rig.expect(range(16, 32), wanted)
         rig.assert_as_expected()
 
 
 def test_a_device_without_memory_has_the_host_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(tmp_path) as (_, rank):
-        bus = rank.rig.engine.paths.packer
+    with opened(tmp_path) as (rig, _):
+        bus = rig.engine.paths.packer
         monkeypatch.setattr(bus._beside, "run", _out_of_memory)
         payload = np.zeros((2, bus.block_bytes[0]), dtype=np.uint8)
         found = at_once(bus.bring(0, [payload]))

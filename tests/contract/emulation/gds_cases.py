@@ -33,8 +33,7 @@ from nixl_offload.movers.select import open_mover, probe_round_trip
 from nixl_offload.types import Outcome
 from tests.contract.suites.mover_rig import KIB, MIB, HostMemory, MoverRigs, Rig, extents
 from tests.contract.suites.mover_suite import MoverSuite
-from tests.unit.device_lab import Lab, open_lab
-from tests.unit.kv_shapes import Way, assert_round_trip
+from tests.unit.device_lab import Lab, Way, assert_round_trip, open_lab
 from tests.unit.test_autotune import layout_of
 
 from .build import Control
@@ -187,7 +186,7 @@ class TestFaults(GdsRigs):
 
 
 @pytest.mark.parametrize("way", ["direct", "device"])
-@pytest.mark.parametrize("shape", ["blhnc", "mla_41k", "hybrid"])
+@pytest.mark.parametrize("shape", ["packed_blocks", "mla", "shared_tensors"])
 def test_the_engine_brings_chunks_back_by_cufile(lab: Lab, control: Control, shape: str, way: Way) -> None:
     """By cuFile alone, on its own threads, while the model writes."""
     rig = lab.make(NixlMover(PLUGINS["gds_mt"]), shape, way)
@@ -203,10 +202,10 @@ def test_host_memory_is_none_of_cufiles(lab: Lab, control: Control, way: Way) ->
     cuFile, and chunks go between them and the tier all the same.
     """
     host = HostSlab(memory_bytes=64 << 20, relay_slots=1, slot_bytes=1 << 20)
-    rig = lab.make(gds_and_posix(), "blhnc", way, host=host)
+    rig = lab.make(gds_and_posix(), "packed_blocks", way, host=host)
     assert 0 < control["largest"] < host.length_bytes
     rig.write(range(8))
-    wanted = rig.rows([0, 1, 2, 3])
+    wanted = rig.blocks([0, 1, 2, 3])
     assert rig.store(0, [rig.chunk(0, [0, 1, 2, 3])]) == (OK,)
     moved = control["reads"], control["writes"]
     for job, kind, slot in ((1, WorkKind.FETCH, 0), (2, WorkKind.WRITE_THROUGH, 5)):
@@ -226,7 +225,7 @@ def test_kv_memory_that_cufile_refuses_is_packed(lab: Lab, control: Control, cap
     """Nothing bounces, the log says why, and what is stored comes back."""
     caplog.set_level("INFO")
     control["max_register"] = 128 << 10
-    rig = lab.make(gds_and_posix(), "blhnc", "direct")
+    rig = lab.make(gds_and_posix(), "packed_blocks", "direct")
     assert rig.engine.paths.link_memory.plans[0].path != "direct"
     assert "cuFile refuses to register" in caplog.text
     assert_round_trip(rig, lambda: time.sleep(0.005))
