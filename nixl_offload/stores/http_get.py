@@ -8,6 +8,7 @@ returns. If an answer is not exactly the requested bytes, the caller reads by it
 from __future__ import annotations
 
 import logging
+import math
 import select
 import socket
 import ssl
@@ -23,7 +24,7 @@ from nixl_offload.stores.s3 import proxy_of
 logger = logging.getLogger(__name__)
 
 PAUSE_S: Final = 5.0
-"""Pause of direct GETs after a request without a whole answer. Else a hanging server would be asked twice per read."""
+"""Length of a pause of direct GETs. Without it a server that hangs would be asked twice per read."""
 KEEP_S: Final = 20.0
 """A connection that was idle for longer is not reused: a firewall may have dropped it."""
 CONNECT_S: Final = 1.0
@@ -34,7 +35,7 @@ _END: Final = b"\r\n\r\n"
 
 
 class DirectGets:
-    """GETs at one server."""
+    """GETs at one server. They pause after a request without a whole answer, and behind a proxy."""
 
     def __init__(self, *, timeout_s: float, tls: Callable[[], ssl.SSLContext]) -> None:
         """``timeout_s``: the limit of one request. ``tls`` is called once, at the first https connection."""
@@ -43,26 +44,28 @@ class DirectGets:
         self._context: ssl.SSLContext | None = None
         self._idle: deque[tuple[float, socket.socket]] = deque()
         """Idle connections and when their last answer ended, the latest last."""
-        self._refusing = False
         self._not_before_s = 0.0
 
     @property
-    def refusing(self) -> bool:
-        """Whether direct GETs are off now: after ``refuse``, behind a proxy, or during a pause."""
-        return self._refusing or time.monotonic() < self._not_before_s
+    def is_off(self) -> bool:
+        """Whether direct GETs are off now: during a pause, or after ``close``."""
+        return time.monotonic() < self._not_before_s
 
-    def refuse(self) -> None:
+    def pause(self) -> None:
+        """Turn direct GETs off for ``PAUSE_S``."""
+        self._not_before_s = max(self._not_before_s, time.monotonic() + PAUSE_S)
+
+    def close(self) -> None:
         """Turn direct GETs off for good, and close idle connections."""
-        self._refusing = True
+        self._not_before_s = math.inf
         with suppress(IndexError):
             while True:
                 self._idle.pop()[1].close()
 
-    def read_into(self, url: str, offset: int, memory: memoryview) -> int | None:
+    def read_into(self, url: str, offset: int, memory: memoryview) -> bool:
         """Fill ``memory`` (bytes, not empty) from ``offset`` of the object on.
 
-        Returns None on success. Otherwise the content of ``memory`` is undefined. Then returns the HTTP status of an
-        unusable answer, or 0 if there was no whole answer.
+        Returns False if the answer was of no use. The content of ``memory`` is undefined then.
         """
         parts = urlsplit(url)
         request = (
@@ -76,8 +79,8 @@ class DirectGets:
             return self._exchange(self._connect(parts), request, offset, memory)
         except (OSError, ValueError) as error:
             logger.debug("a direct GET is left to the client: %s", type(error).__name__)
-            self._not_before_s = time.monotonic() + PAUSE_S
-            return 0
+            self.pause()
+            return False
 
     def _kept(self) -> socket.socket | None:
         """Return an idle connection that is still open and has no unread data; None without one."""
@@ -93,7 +96,6 @@ class DirectGets:
 
     def _connect(self, parts: SplitResult) -> socket.socket:
         if proxy_of(parts):
-            self._refusing = True
             raise OSError("behind a proxy")
         host, is_tls = parts.hostname or "", parts.scheme == "https"
         port, limit_s = parts.port or (443 if is_tls else 80), min(CONNECT_S, self._timeout_s)
@@ -109,7 +111,7 @@ class DirectGets:
             raise
         return opened
 
-    def _exchange(self, connection: socket.socket, request: bytes, offset: int, memory: memoryview) -> int | None:
+    def _exchange(self, connection: socket.socket, request: bytes, offset: int, memory: memoryview) -> bool:
         """Send one request and read its answer; returns as ``read_into``. Keeps the connection if it is reusable."""
         deadline_s, keeps = time.monotonic() + self._timeout_s, False
         buffer = bytearray(_HEAD_BYTES)
@@ -124,9 +126,9 @@ class DirectGets:
                 got += count
                 end = buffer.find(_END, 0, got)
             begin = end + len(_END)
-            status, is_wanted, may_keep = _parse(bytes(view[:end]), offset, memory.nbytes)
+            is_wanted, may_keep = _parse(bytes(view[:end]), offset, memory.nbytes)
             if not is_wanted:
-                return status
+                return False
             filled = got - begin
             if filled > memory.nbytes:
                 raise ValueError("more than was announced")
@@ -137,19 +139,19 @@ class DirectGets:
                     raise OSError("the body ended early, or came too slowly")
                 filled += count
             keeps = may_keep
-            return None
+            return True
         finally:
             if keeps:
                 self._idle.append((time.monotonic(), connection))
             else:
                 connection.close()
-            if self._refusing:  # set while this request ran
-                self.refuse()
+            if self._not_before_s == math.inf:  # closed while this request ran
+                self.close()
 
 
-def _parse(head: bytes, offset: int, wanted: int) -> tuple[int, bool, bool]:
-    """Return an answer's status, whether its body is the ``wanted`` bytes from ``offset`` on, and whether the
-    connection can be kept. Raises ValueError if ``head`` is not HTTP/1.
+def _parse(head: bytes, offset: int, wanted: int) -> tuple[bool, bool]:
+    """Return whether an answer's body is the ``wanted`` bytes from ``offset`` on, and whether the connection can be
+    kept. Raises ValueError if ``head`` is not HTTP/1.
     """
     first, *lines = head.split(b"\r\n")
     version, code, *_ = first.split(b" ", 2)
@@ -168,4 +170,4 @@ def _parse(head: bytes, offset: int, wanted: int) -> tuple[int, bool, bool]:
         is_wanted = status == 200 and not offset
     is_wanted &= fields.get(b"content-length") == b"%d" % wanted and b"transfer-encoding" not in fields
     is_wanted &= fields.get(b"content-encoding", b"identity") == b"identity"
-    return status, is_wanted, version == b"HTTP/1.1" and fields.get(b"connection", b"").lower() != b"close"
+    return is_wanted, version == b"HTTP/1.1" and fields.get(b"connection", b"").lower() != b"close"

@@ -53,8 +53,6 @@ _CREDENTIALS_TTL: Final = timedelta(minutes=8)
 """botocore renews temporary credentials ten minutes before they expire, so they are always valid for this long."""
 _SIGNED_FOR: Final = timedelta(minutes=15)
 """Lifetime of presigned URLs: enough for clock skew, but short, because anybody with the URL can read the object."""
-_UNUSABLE_MOST: Final = 3
-"""After this many direct GETs in a row with an unusable answer, obstore makes all reads."""
 
 _STATUS: Final = re.compile(r"^ *status: (\d{3}),$", re.MULTILINE)
 _KIND: Final = re.compile(r"^ *kind: (Connect|Timeout|Interrupted|Request|Decode|Unknown),$", re.MULTILINE)
@@ -82,7 +80,6 @@ class BucketStore(Store):
         self._ask_chain_at_s = 0.0
         self._closed = False
         self._ignores_ranges = False
-        self._unusable_answers = 0
         self._direct = DirectGets(timeout_s=tier.request_timeout_s, tls=partial(tls_context, tier))
 
     def __repr__(self) -> str:
@@ -126,23 +123,17 @@ class BucketStore(Store):
     def close(self) -> None:
         with self._lock:
             self._closed, self._made = True, None
-        self._direct.refuse()
+        self._direct.close()
 
     def _read_into(self, store: S3Store, name: str, offset: int, memory: memoryview) -> None:
-        key = self._address.key(name)
-        if self._direct.refusing or not memory.nbytes:
+        if self._direct.is_off or not memory.nbytes:
             self._read_by_obstore(store, name, offset, memory, is_last=False)
-            return
-        status = self._direct.read_into(obstore.sign(store, "GET", key, _SIGNED_FOR), offset, memory)
-        if status is None:
-            self._unusable_answers = 0
-            return
-        self._client()  # raises when closed
-        self._read_by_obstore(store, name, offset, memory, is_last=True)
-        self._unusable_answers += 0 < status < 500
-        if status in (400, 401, 403) or self._unusable_answers >= _UNUSABLE_MOST:
-            logger.info("%s: answers presigned addresses by HTTP %d, of no use; obstore reads", self.where, status)
-            self._direct.refuse()
+        elif not self._direct.read_into(
+            obstore.sign(store, "GET", self._address.key(name), _SIGNED_FOR), offset, memory
+        ):
+            self._client()  # raises when closed
+            self._read_by_obstore(store, name, offset, memory, is_last=True)
+            self._direct.pause()  # the server answers obstore alone
 
     def _read_by_obstore(self, store: S3Store, name: str, offset: int, memory: memoryview, *, is_last: bool) -> None:
         """Copy the body into ``memory``. If the server sends the whole object, skip the bytes before ``offset``.

@@ -32,11 +32,11 @@ def gets(monkeypatch: pytest.MonkeyPatch) -> Iterator[DirectGets]:
         monkeypatch.delenv(name.upper(), raising=False)
     opened = DirectGets(timeout_s=30.0, tls=no_tls)  # type: ignore[arg-type]
     yield opened
-    opened.refuse()
+    opened.close()
     assert not opened._idle
 
 
-def get(gets: DirectGets, endpoint: str, offset: int = 0, length: int = len(BODY)) -> tuple[int | None, bytes]:
+def get(gets: DirectGets, endpoint: str, offset: int = 0, length: int = len(BODY)) -> tuple[bool, bytes]:
     memory = bytearray(length)
     return gets.read_into(f"{endpoint}/bucket/x/1?X-Amz-Signature=0", offset, memoryview(memory)), bytes(memory)
 
@@ -52,38 +52,38 @@ WHOLE = {
 @pytest.mark.parametrize("said", WHOLE.values(), ids=WHOLE)
 def test_an_answer_with_the_bytes_asked_for_fills_the_memory(gets: DirectGets, said: Raw) -> None:
     with answering(said) as server:
-        assert get(gets, server.endpoint) == (None, BODY)
+        assert get(gets, server.endpoint) == (True, BODY)
         [head] = server.heads
         assert head.startswith("GET /bucket/x/1?X-Amz-Signature=0 HTTP/1.1\n")
         assert "Range: bytes=0-199\n" in head
 
 
 OTHER = {
-    "shorter": (raw("200 OK", BODY[:199]), 200),
-    "longer": (raw("200 OK", BODY + b"x"), 200),
-    "another range": (raw("206 Partial Content", BODY, content_range="bytes 1-200/1000"), 206),
-    "a part without a range": (raw("206 Partial Content", BODY), 206),
-    "in chunks": (Raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Length: 200\r\n\r\n" + BODY), 200),
-    "compressed": (raw("200 OK", BODY, content_encoding="gzip"), 200),
-    "without a length": (Raw(b"HTTP/1.1 200 OK\r\n\r\n" + BODY), 200),
-    "refused": (raw("403 Forbidden", BODY), 403),
-    "two lengths": (Raw(b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\nContent-Length: 300\r\n\r\n" + BODY), 0),
-    "broken off": (raw("200 OK", BODY[:100], length=200), 0),
-    "more than announced": (raw("200 OK", BODY + b"x", length=200), 0),
-    "no HTTP": (Raw(b"SSH-2.0-OpenSSH\r\n\r\n"), 0),
-    "headers without an end": (Raw(b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 5000), 0),
-    "reset": (Reset(), 0),
-    "hung": (Hold(), 0),
+    "shorter": (raw("200 OK", BODY[:199]), False),
+    "longer": (raw("200 OK", BODY + b"x"), False),
+    "another range": (raw("206 Partial Content", BODY, content_range="bytes 1-200/1000"), False),
+    "a part without a range": (raw("206 Partial Content", BODY), False),
+    "in chunks": (Raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Length: 200\r\n\r\n" + BODY), False),
+    "compressed": (raw("200 OK", BODY, content_encoding="gzip"), False),
+    "without a length": (Raw(b"HTTP/1.1 200 OK\r\n\r\n" + BODY), False),
+    "refused": (raw("403 Forbidden", BODY), False),
+    "two lengths": (Raw(b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\nContent-Length: 300\r\n\r\n" + BODY), True),
+    "broken off": (raw("200 OK", BODY[:100], length=200), True),
+    "more than announced": (raw("200 OK", BODY + b"x", length=200), True),
+    "no HTTP": (Raw(b"SSH-2.0-OpenSSH\r\n\r\n"), True),
+    "headers without an end": (Raw(b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 5000), True),
+    "reset": (Reset(), True),
+    "hung": (Hold(), True),
 }
 
 
-@pytest.mark.parametrize(("said", "status"), OTHER.values(), ids=OTHER)
-def test_any_other_answer_is_left_alone(gets: DirectGets, said: Fault, status: int) -> None:
+@pytest.mark.parametrize(("said", "pauses"), OTHER.values(), ids=OTHER)
+def test_any_other_answer_is_left_alone(gets: DirectGets, said: Fault, pauses: bool) -> None:
     """A pause follows only if there was no whole answer, because the next GET could take as long."""
     gets._timeout_s = 0.3 if said == Hold() else gets._timeout_s
     with answering(said) as server:
-        assert get(gets, server.endpoint)[0] == status
-        assert gets.refusing is (status == 0)
+        assert get(gets, server.endpoint)[0] is False
+        assert gets.is_off is pauses
 
 
 @pytest.mark.parametrize(("no_proxy", "goes"), [("", False), ("example.org, 127.0.0.1", True), ("*", True)])
@@ -96,8 +96,8 @@ def test_a_proxy_is_for_hosts_that_no_proxy_does_not_name(
     gets = DirectGets(timeout_s=5.0, tls=no_tls)  # type: ignore[arg-type]
     with answering(WHOLE["whole"]) as server:
         for _ in range(2):
-            if not gets.refusing:
-                assert (get(gets, server.endpoint) == (None, BODY)) is goes
+            if not gets.is_off:
+                assert (get(gets, server.endpoint) == (True, BODY)) is goes
         assert len(server.heads) == 2 * goes
 
 
@@ -127,7 +127,7 @@ class Scripted:
 
     def close(self, gets: DirectGets) -> int:
         """End both sides; return how many connections there were."""
-        gets.refuse()
+        gets.close()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
@@ -141,17 +141,17 @@ GOOD = (HEAD + BODY[:50], BODY[50:])
 def test_connections_are_used_again_and_replaced_when_the_server_closes_them(gets: DirectGets) -> None:
     server = Scripted([GOOD] * 3, [GOOD] * 3, [GOOD] * 3)
     for _ in range(8):
-        assert get(gets, server.endpoint) == (None, BODY)
+        assert get(gets, server.endpoint) == (True, BODY)
     assert server.close(gets) == 3
-    assert gets.refusing
+    assert gets.is_off
 
 
 def test_bytes_behind_an_answer_are_no_answer_to_the_next_request(gets: DirectGets) -> None:
     """If a server sends more than one answer, another connection is used."""
     server = Scripted([(HEAD + BODY, HEAD + BODY)], [(HEAD + BODY[::-1],)])
-    assert get(gets, server.endpoint) == (None, BODY)
+    assert get(gets, server.endpoint) == (True, BODY)
     time.sleep(0.2)
-    assert get(gets, server.endpoint) == (None, BODY[::-1])
+    assert get(gets, server.endpoint) == (True, BODY[::-1])
     assert server.close(gets) == 2
 
 
@@ -164,18 +164,16 @@ def certified(tmp_path: Path) -> tuple[ssl.SSLContext, str]:
     return context, str(authority)
 
 
-@pytest.mark.parametrize(("trusted", "status", "connections"), [(True, None, 2), (False, 0, 0)])
-def test_https_trusts_the_context_given(
-    certified: tuple[ssl.SSLContext, str], trusted: bool, status: int | None, connections: int
-) -> None:
+@pytest.mark.parametrize(("trusted", "connections"), [(True, 2), (False, 0)])
+def test_https_trusts_the_context_given(certified: tuple[ssl.SSLContext, str], trusted: bool, connections: int) -> None:
     """The context is made once. A server that it does not trust gets no request."""
     context, authority = certified
     server = Scripted(*[[GOOD] * 2] * (2 if trusted else 1), tls=context)
     contexts = iter([ssl.create_default_context(cafile=authority if trusted else None)])
     gets = DirectGets(timeout_s=10.0, tls=lambda: next(contexts))
-    assert get(gets, server.endpoint)[0] == status
+    assert get(gets, server.endpoint)[0] is trusted
     if trusted:
-        assert [get(gets, server.endpoint) for _ in range(2)] == [(None, BODY)] * 2
+        assert [get(gets, server.endpoint) for _ in range(2)] == [(True, BODY)] * 2
     assert server.close(gets) == connections
 
 
@@ -188,5 +186,5 @@ def test_a_server_that_falls_silent_over_tls_is_not_waited_for(
     server = Scripted([(said,)], tls=context)
     trusting = ssl.create_default_context(cafile=authority)
     gets = DirectGets(timeout_s=0.2, tls=lambda: trusting)
-    assert get(gets, server.endpoint)[0] == 0
+    assert not get(gets, server.endpoint)[0]
     assert server.close(gets) == 1
