@@ -24,7 +24,7 @@ from nixl_offload.stores import obstore, s3
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.bucket import plan_lifecycle
 from nixl_offload.stores.s3 import S3Address, open_store
-from tests.contract.suites.store_suite import cause_of, read, write
+from tests.contract.suites.store_suite import CALLS, cause_of, read
 from tests.s3.proxy import Answer, Fault, FaultProxy, Hold, Raw, Reset, answering, raw
 from tests.s3.servers import RcloneServer, free_port
 
@@ -34,14 +34,6 @@ TOKEN = "TOKENTOKENTOKENTOKENTOKENTOKEN"
 TIMEOUT_S = 0.3
 PATIENCE_S = 30.0
 """A client that ignored the timeout would take a minute or more; one on a busy machine needs some seconds."""
-
-OPERATIONS: dict[str, Callable[[Store], object]] = {
-    "head": lambda store: store.head("x/1"),
-    "read": lambda store: read(store, "x/1", 0, 10),
-    "write": lambda store: write(store, "x/1", b"0123456789"),
-    "delete": lambda store: store.delete(["x/1"]),
-    "list": lambda store: list(store.list("x/")),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +61,7 @@ def store_at(endpoint: str, **fields: object) -> Store:
 def failure_of(store: Store, operation: str) -> StoreError:
     try:
         with pytest.raises(StoreError) as caught:
-            OPERATIONS[operation](store)
+            CALLS[operation](store)
     finally:
         store.close()
     return caught.value
@@ -115,7 +107,7 @@ def served(fault: Fault) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("served_by", "operations", "causes"),
     [
-        (dead, OPERATIONS, {"unreachable"}),
+        (dead, CALLS, {"unreachable"}),
         (unconnected, ["head"], {"timeout", "unreachable"}),
         (lambda: served(Hold()), ["head", "read", "write"], {"timeout"}),
         (lambda: served(Raw(BROKEN.content, hangs=True)), ["read"], {"timeout"}),
@@ -230,7 +222,7 @@ def test_a_server_that_takes_no_presigned_addresses_is_read_all_the_same() -> No
 
 def test_wrong_credentials_are_denied(rclone: RcloneServer) -> None:
     """A real server checks the signature; each operation says denied, and HEAD does not say absent."""
-    for operation in OPERATIONS:
+    for operation in CALLS:
         failure = failure_of(store_at(rclone.endpoint), operation)
         assert failure.cause == "denied", operation
 
@@ -243,7 +235,7 @@ def test_no_credentials_are_denied_and_looked_for_again(rclone: RcloneServer, mo
     store = store_at(rclone.endpoint)
     for operation in ("head", "read", "list"):
         with pytest.raises(StoreError, match="AWS_ACCESS_KEY_ID") as caught:
-            OPERATIONS[operation](store)
+            CALLS[operation](store)
         assert caught.value.cause == "denied"
     for name, value in rclone.environment.items():
         monkeypatch.setenv(name, value)
@@ -269,13 +261,13 @@ def test_keys_that_are_rotated_in_a_file_are_used_after_the_first_refusal(
         write_keys()
         with contextlib.closing(store_at(server.endpoint)) as store:
             for operation in ("read", "write", "head", "list"):
-                OPERATIONS[operation](store)
+                CALLS[operation](store)
                 server.stop()
                 server.access_key_id, server.secret_access_key = f"AKIA{operation.upper()}", operation * 8
                 server.start()
                 write_keys()
-                assert cause_of(lambda: OPERATIONS[operation](store)) == "denied"  # noqa: B023
-                list(threads.map(lambda _: OPERATIONS[operation](store), range(4)))  # noqa: B023
+                assert cause_of(lambda: CALLS[operation](store)) == "denied"  # noqa: B023
+                list(threads.map(lambda _: CALLS[operation](store), range(4)))  # noqa: B023
             assert [info.name for info in store.list("x/")] == ["x/1"]
 
 
@@ -299,7 +291,7 @@ def test_a_client_that_works_outlives_refusals(
     with FaultProxy(rclone.port) as proxy, contextlib.closing(store_at(proxy.endpoint, bucket=rclone.bucket)) as store:
         for _ in range(2):
             with proxy.inject(Answer(403, "AccessDenied"), operation="PUT"):
-                assert cause_of(lambda: OPERATIONS["write"](store)) == "denied"
+                assert cause_of(lambda: CALLS["write"](store)) == "denied"
             assert read(store, "x/1", 0, 10) == b"0123456789"
             for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
                 monkeypatch.delenv(name, raising=False)
@@ -308,7 +300,7 @@ def test_a_client_that_works_outlives_refusals(
 
 def test_an_absent_bucket_is_not_an_absent_object(rclone: RcloneServer, allowed: None) -> None:
     """But for a HEAD, whose answer is the same for both."""
-    for operation in OPERATIONS.keys() - {"head"}:
+    for operation in CALLS.keys() - {"head"}:
         failure = failure_of(store_at(rclone.endpoint, bucket="no-such-bucket"), operation)
         assert (failure.cause, "bucket init" in str(failure)) == ("io", True), (operation, str(failure))
 
@@ -323,7 +315,7 @@ def test_no_secret_in_logs_errors_and_reprs(caplog: pytest.LogCaptureFixture) ->
     for one in said:
         with answering(one) as server:
             store = store_at(server.endpoint)
-            for operation in OPERATIONS.values():
+            for operation in CALLS.values():
                 try:
                     operation(store)
                 except StoreError as failure:
@@ -334,7 +326,7 @@ def test_no_secret_in_logs_errors_and_reprs(caplog: pytest.LogCaptureFixture) ->
             except (StoreError, NotSupportedError) as failure:
                 texts += [str(failure), "".join(traceback.format_exception(failure))]
             texts += [repr(store), store.where, repr(vars(store))]
-            assert len(server.heads) > len(OPERATIONS) - 1
+            assert len(server.heads) > len(CALLS) - 1
     texts += [record.getMessage() for record in caplog.records] + [repr(record.args) for record in caplog.records]
     assert len(texts) > 20
     for secret in (SECRET, TOKEN, KEY_ID):

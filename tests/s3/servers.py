@@ -9,19 +9,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import http.client
-import ipaddress
 import os
 import shutil
 import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+import trustme
 
 from examples.s3_server import BUCKET, S3Server, free_port
 from examples.s3_server import RcloneServer as PlainRcloneServer
@@ -124,46 +119,14 @@ class TlsRclone(RcloneServer):
 
 def make_certificate(directory: Path, name: str, *, expired: bool = False) -> tuple[Path, Path, Path]:
     """Make an authority and a certificate by it; return the certificate's file, its key's, the authority's."""
-    now = datetime.datetime.now(datetime.UTC)
     day = datetime.timedelta(days=1)
-    until = now - day if expired else now + day
-    ours = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "our authority")])
-    theirs = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    signer, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    is_address = name.replace(".", "").isdigit()
-    alternative = x509.IPAddress(ipaddress.ip_address(name)) if is_address else x509.DNSName(name)
-
-    def sign(subject: x509.Name, public: Any, end: datetime.datetime, *extensions: tuple[Any, bool]) -> bytes:
-        builder = x509.CertificateBuilder().subject_name(subject).issuer_name(ours).public_key(public)
-        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - 2 * day)
-        builder = builder.not_valid_after(end)
-        for extension, critical in extensions:
-            builder = builder.add_extension(extension, critical)
-        return builder.sign(signer, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-
+    until = datetime.datetime.now(datetime.UTC) + (-day if expired else day)
+    authority = trustme.CA()
+    issued = authority.issue_cert(name, not_before=until - 3 * day, not_after=until)
     files = (directory / f"{name}.pem", directory / f"{name}.key", directory / f"{name}-authority.pem")
-    key_identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
-    files[0].write_bytes(
-        sign(
-            theirs,
-            key.public_key(),
-            until,
-            (x509.SubjectAlternativeName([alternative]), False),
-            (key_identifier, False),
-        )
-    )
-    files[1].write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    files[2].write_bytes(
-        sign(
-            ours,
-            signer.public_key(),
-            now + day,
-            (x509.BasicConstraints(ca=True, path_length=0), True),
-            (x509.SubjectKeyIdentifier.from_public_key(signer.public_key()), False),
-        )
-    )
+    issued.cert_chain_pems[0].write_to_path(files[0])
+    issued.private_key_pem.write_to_path(files[1])
+    authority.cert_pem.write_to_path(files[2])
     return files
 
 

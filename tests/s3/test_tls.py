@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from nixl_offload.movers.select import make_object_mover
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.s3 import open_store
 from tests.contract.object_rigs import ObjectRig, tier_of
-from tests.contract.suites.store_suite import read, write
+from tests.contract.suites.store_suite import CALLS, read, write
 
 from .servers import BUCKET, TlsRclone, make_certificate
 
@@ -26,13 +26,6 @@ LAX = {
     "AWS_VERIFY_SSL": "false",
 }
 """With some of these a client could be had to verify nothing."""
-USES: dict[str, Callable[[Store], object]] = {
-    "read": lambda store: read(store, "there", 0, 4096),
-    "write": lambda store: write(store, "new", b"y"),
-    "head": lambda store: store.head("there"),
-    "list": lambda store: list(store.list("")),
-    "delete": lambda store: store.delete(["there"]),
-}
 
 
 @pytest.fixture
@@ -53,15 +46,13 @@ def open_at(server: TlsRclone, ca_bundle: Path | None) -> Store:
 def test_a_certificate_that_nobody_vouches_for_is_refused(secured: tuple[TlsRclone, Path]) -> None:
     """Whatever is asked; the error says what to set. With the authority all of it works."""
     server, authority = secured
-    with closing(open_at(server, authority)) as store:
-        write(store, "there", b"x" * 4096)
-        assert read(store, "there", 0, 4096) == b"x" * 4096
-    with closing(open_at(server, None)) as store:
-        for use in USES.values():
+    with closing(open_at(server, authority)) as trusting, closing(open_at(server, None)) as store:
+        write(trusting, "x/1", b"x" * 4096)
+        for call in CALLS.values():
             with pytest.raises(StoreError, match="ca_bundle") as caught:
-                use(store)
+                call(store)
             assert caught.value.cause == "unreachable"
-    assert server.objects() == ["there"]
+        assert read(trusting, "x/1", 0, 4096) == b"x" * 4096
 
 
 @pytest.mark.parametrize(
