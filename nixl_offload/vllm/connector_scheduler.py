@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -23,7 +23,7 @@ from nixl_offload.vllm.load_decision import Hit
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import NOTHING, RankGeometry, StepMetadata, WorkerReport
 from nixl_offload.vllm.vllm_internals import resets_for_pause
-from nixl_offload.vllm.vllm_scheduler import AdaptedRequestState, MendedScheduler, notes_of
+from nixl_offload.vllm.vllm_scheduler import AdaptedRequestState, Answer, MendedScheduler, Question, notes_of
 from nixl_offload.vllm.weights_check import Trust, WeightsCheck
 
 if TYPE_CHECKING:
@@ -57,30 +57,6 @@ with the next request. vLLM shuts down only once it has stopped stepping, and ki
 some seconds."""
 
 
-class _Question(NamedTuple):
-    """A question of vLLM about a request."""
-
-    computed_tokens: int
-    """Tokens that the GPU's cache has."""
-    most: int | None
-    """The most tokens that may be loaded; None: no limit."""
-
-
-class _Answer(NamedTuple):
-    """The answer to a request that has no blocks yet."""
-
-    question: _Question
-    found: int | None
-    """Tokens to load; None: not known yet."""
-    until_s: float
-    version: int
-    """``NixlOffloadManager.version`` at that time."""
-    is_looking: bool = False
-    """Whether some tier was looking. Once none is, the answer no longer holds."""
-    awaited: OffloadKey | None = None
-    """The chunk that another request is loading. The answer holds until that load ends."""
-
-
 class NixlOffloadScheduler(MendedScheduler):
     """vLLM's scheduler half, which handles failures before completions."""
 
@@ -100,10 +76,6 @@ class NixlOffloadScheduler(MendedScheduler):
         """Whether no other connector loads beside ours."""
         self._loads = True
         """Whether ``kv_role`` lets us load."""
-        self._answers: dict[str, _Answer] = {}
-        """By request, until it is given blocks."""
-        self._asked_about: set[str] = set()
-        """Requests that were looked up in this step."""
         self._steps = 0
         """How many steps were scheduled."""
         self._heard_steps = 0
@@ -187,11 +159,10 @@ class NixlOffloadScheduler(MendedScheduler):
         vLLM asks in every step until there is room for the request. The answer is kept while nothing changes.
         """
         self._record_progress()
-        self._asked_about.add(request.request_id)
-        state, question = self._state(request), _Question(num_computed_tokens, max_num_new_tokens)
+        state, question = self._state(request), Question(num_computed_tokens, max_num_new_tokens)
         if self.offload_manager.serving.is_begun and (self._awaits_weights() or self._awaits_ranks(state)):
             return None, False
-        known = self._answers.get(request.request_id)
+        known = notes_of(state.req_context).answer
         if known is not None and known.question == question and self._holds(known) and request.lora_request is None:
             found = known.found
         else:
@@ -217,7 +188,7 @@ class NixlOffloadScheduler(MendedScheduler):
         keys = [key for group in state.group_states for key in cast("list[Key]", group.offload_keys)]
         return manager.serving.awaits_ranks(key for key in keys if manager.catalog.where(key) is None)
 
-    def _holds(self, known: _Answer) -> bool:
+    def _holds(self, known: Answer) -> bool:
         """Whether a kept answer still holds, as far as is known without a lookup."""
         if time.monotonic() >= known.until_s or self._weights.trust is not Trust.SETTLED:
             return False
@@ -228,7 +199,7 @@ class NixlOffloadScheduler(MendedScheduler):
     def _answer(
         self,
         state: RequestOffloadState,
-        question: _Question,
+        question: Question,
         found: int | None,
         seconds: float,
         awaited: OffloadKey | None = None,
@@ -236,12 +207,11 @@ class NixlOffloadScheduler(MendedScheduler):
         """Keep an answer for ``seconds``, or until something changes."""
         manager, until_s = self.offload_manager, time.monotonic() + seconds
         is_looking = found is None and manager.is_looking
-        answer = _Answer(question, found, until_s, manager.version, is_looking, awaited)
-        self._answers[state.req.request_id] = answer
+        notes_of(state.req_context).answer = Answer(question, found, until_s, manager.version, is_looking, awaited)
 
-    def _look_up(self, state: RequestOffloadState, question: _Question) -> int | None:
+    def _look_up(self, state: RequestOffloadState, question: Question) -> int | None:
         """Return how many tokens are to be loaded; None: not yet."""
-        request, computed_tokens = state.req, question.computed_tokens
+        request, computed_tokens, notes = state.req, question.computed_tokens, notes_of(state.req_context)
         self._refuse_worthless_keys(state)  # a session may have been given an image since
         if request.lora_request is not None and self._awaits_adapter(state):
             return None
@@ -257,61 +227,40 @@ class NixlOffloadScheduler(MendedScheduler):
         found = self._ask(state, question, question.most)
         if found is None:
             return None
-        wanted, notes, hit = found, notes_of(state.req_context), (computed_tokens, found)
-        if found:
-            keys = self.hit_keys(state, computed_tokens + found)[computed_tokens // self.chunk_tokens :]
-            tiers = (self.offload_manager.where(key, state.req_context) for key in keys)
-            decided = self.offload_manager.decider.tokens_to_load(
-                Hit(tiers, computed_tokens, found, self.chunk_tokens, self._windows),
-                notes.load,
-                time.monotonic(),
-                waiting=len(self._waiting) - (request.request_id in self._waiting),
-                running=self._running,
-            )
-            if decided is None:
-                self._answer(state, question, None, WAIT_ANSWER_S)
-                return None
-            wanted = decided
+        wanted = self._tokens_to_load(state, computed_tokens, found)
+        if wanted is None:
+            self._answer(state, question, None, WAIT_ANSWER_S)
+            return None
         if not request.skip_reading_prefix_cache:  # set for ``prompt_logprobs``: no lookup then
             whole_tokens = request.num_tokens // self.chunk_tokens * self.chunk_tokens
-            is_decided = bool(found) and notes.load.found == hit
-            parts, loaded_tokens = (notes.load.parts, wanted) if is_decided else ((), 0)
-            notes.looked_up = (max(found, whole_tokens - computed_tokens), parts, loaded_tokens)
+            notes.looked_up_tokens = max(found, whole_tokens - computed_tokens)
         # Ask again with the limit: vLLM remembers its last answer.
         return found if wanted >= found else self._ask(state, question, self._limit(wanted))
+
+    def _tokens_to_load(self, state: RequestOffloadState, computed_tokens: int, found: int) -> int | None:
+        """Return how much of a hit of ``found`` tokens to load; None: not decided yet."""
+        keys = self.hit_keys(state, computed_tokens + found)[computed_tokens // self.chunk_tokens :] if found else ()
+        tiers = (self.offload_manager.where(key, state.req_context) for key in keys)
+        return self.offload_manager.decider.tokens_to_load(
+            Hit(tiers, computed_tokens, found, self.chunk_tokens, self._windows),
+            notes_of(state.req_context).load,
+            time.monotonic(),
+            waiting=len(self._waiting) - (state.req.request_id in self._waiting),
+            running=self._running,
+        )
 
     def _ask_vllm(self, state: RequestOffloadState, computed_tokens: int, most: int | None) -> int | None:
         return super().get_num_new_matched_tokens(state.req, computed_tokens, most)[0]
 
-    def _ask(self, state: RequestOffloadState, question: _Question, limit: int | None) -> int | None:
-        """Ask vLLM. A request that has waited long enough takes the hit that needs no wait, or none."""
-        found = self._ask_vllm(state, question.computed_tokens, limit)
-        if found is not None:
-            return found
-        limit = self._limit_after_wait(state, question)
-        if limit is None:
-            return None
-        if not state.transfer_jobs:
-            found = self._ask_vllm(state, question.computed_tokens, limit)
-            if found is not None:
-                return found
-        self.begin_without_hit(state, question.computed_tokens)
-        return 0
-
-    def _limit(self, tokens: int) -> int:
-        """Return the limit with which vLLM finds ``tokens``.
-
-        With windows vLLM subtracts one token, as at the end of a prompt. With recurrent state that would cost a
-        whole chunk.
-        """
-        return tokens + 1 if self._windows else tokens
-
-    def _limit_after_wait(self, state: RequestOffloadState, question: _Question) -> int | None:
-        """Return how much a request may load once it has waited as long as computing takes. None: it waits on. It waits
-        for loads of other requests, or for its own stores.
+    def _ask(self, state: RequestOffloadState, question: Question, limit: int | None) -> int | None:
+        """Ask vLLM for a hit of at most ``limit`` tokens; None: not yet. A request that waits for loads of others, or
+        for its own stores, waits as long as computing takes. Then it takes the hit that needs no wait, or none.
 
         Storage may hang, and with a common system prompt all requests wait for the same load.
         """
+        found = self._ask_vllm(state, question.computed_tokens, limit)
+        if found is not None:
+            return found
         awaited, before_tokens = self.chunk_being_loaded(state, question.computed_tokens)
         if awaited is None and not state.transfer_jobs:
             # It waits for a tier's lookup, or for another request's store. Both have limits of their own.
@@ -328,22 +277,34 @@ class NixlOffloadScheduler(MendedScheduler):
         if left_s > 0:
             self._answer(state, question, None, WAIT_ANSWER_S if awaited is None else left_s, awaited)
             return None
-        limit = self._limit(before_tokens)
-        return limit if question.most is None else min(limit, question.most)
+        if not state.transfer_jobs:
+            least = self._limit(before_tokens)
+            least = least if question.most is None else min(least, question.most)
+            found = self._ask_vllm(state, question.computed_tokens, least)
+            if found is not None:
+                return found
+        self.begin_without_hit(state, question.computed_tokens)
+        return 0
+
+    def _limit(self, tokens: int) -> int:
+        """Return the limit with which vLLM finds ``tokens``.
+
+        With windows vLLM subtracts one token, as at the end of a prompt. With recurrent state that would cost a
+        whole chunk.
+        """
+        return tokens + 1 if self._windows else tokens
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's. The request's lookup is counted now that it is scheduled: once, however often it asked."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._waiting.discard(request.request_id)
         state = self._state(request)
-        if request.request_id in self._asked_about:
-            self._answers.pop(request.request_id, None)
-            if not self._is_alone:
-                self._allocated[request.request_id] = state, num_external_tokens > 0
         notes = notes_of(state.req_context)
-        looked_up, notes.looked_up, notes.load.waits_since_s = notes.looked_up, None, None  # it may wait again
-        if looked_up is not None and looked_up[0]:
-            self.offload_manager.metrics.looked_up(*looked_up)
+        if notes.answer is not None and not self._is_alone:
+            self._allocated[request.request_id] = state, num_external_tokens > 0
+        if notes.looked_up_tokens:
+            self.offload_manager.metrics.looked_up(notes.looked_up_tokens, notes.load.parts, notes.load.loaded_tokens)
+        notes.answer, notes.looked_up_tokens, notes.load.waits_since_s = None, 0, None  # it may wait again
 
     # A step is scheduled, and its outcome is heard.
 
@@ -366,7 +327,6 @@ class NixlOffloadScheduler(MendedScheduler):
             manager.is_paused = False
         self.stores = self.ever_stores and self._weights.trust is Trust.SETTLED and not manager.will_store
         self._hold_stores(scheduler_output.num_scheduled_tokens)
-        self._asked_about.clear()
         for new in scheduler_output.scheduled_new_reqs:
             state = self.state_of(new.req_id) if new.num_computed_tokens else None
             if state is not None:  # perhaps a session that continues, which vLLM does not look up
@@ -383,15 +343,8 @@ class NixlOffloadScheduler(MendedScheduler):
         question = self._weights.take_question()
         if not moves and not places and not question:
             return meta
-        return StepMetadata(
-            load_jobs=meta.load_jobs,
-            store_jobs=meta.store_jobs,
-            jobs_to_flush=meta.jobs_to_flush,
-            moves=moves,
-            places=places,
-            opening=manager.serving.number,
-            weights_question=question,
-        )
+        opening = manager.serving.number
+        return StepMetadata(**vars(meta), moves=moves, places=places, opening=opening, weights_question=question)
 
     def _hold_stores(self, computing: Collection[str]) -> None:
         """Hold back the stores of requests whose blocks another connector may have filled wrongly (decision 0023).
@@ -453,7 +406,6 @@ class NixlOffloadScheduler(MendedScheduler):
         """As vLLM's."""
         self._waiting.discard(request.request_id)
         self._hints.finished(request.request_id, self.state_of(request.request_id))
-        self._answers.pop(request.request_id, None)
         return super().request_finished(request)
 
     def has_pending_push_work(self) -> bool:

@@ -320,6 +320,7 @@ class LoadDecider:
             return notes.loaded_tokens
         parts = self._parts(hit)
         if not parts:
+            notes.found, notes.parts = None, ()
             return hit.tokens
         taken = len(parts)
         if self._skips_slow:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     GroupOffloadConfig,
@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.request import Request
 
-from nixl_offload.vllm.load_decision import LoadNotes, Part
+from nixl_offload.vllm.load_decision import LoadNotes
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -37,6 +37,30 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from nixl_offload.vllm.adapters import AdapterUse
+
+
+class Question(NamedTuple):
+    """A question of vLLM about a request."""
+
+    computed_tokens: int
+    """Tokens that the GPU's cache has."""
+    most: int | None
+    """The most tokens that may be loaded; None: no limit."""
+
+
+class Answer(NamedTuple):
+    """The answer to a request that has no blocks yet."""
+
+    question: Question
+    found: int | None
+    """Tokens to load; None: not known yet."""
+    until_s: float
+    version: int
+    """``NixlOffloadManager.version`` at that time."""
+    is_looking: bool
+    """Whether some tier was looking. Once none is, the answer no longer holds."""
+    awaited: OffloadKey | None
+    """The chunk that another request is loading. The answer holds until that load ends."""
 
 
 @dataclass(slots=True)
@@ -54,9 +78,10 @@ class RequestNotes:
     allowed_tiers: frozenset[int] | None = None
     """Positions of the tiers that ``kv_load_tiers`` allows. None: no restriction, or not computed yet."""
     load: LoadNotes = field(default_factory=LoadNotes)
-    looked_up: tuple[int, Sequence[Part], int] | None = None
-    """The latest uncounted lookup: tokens asked for, parts found, tokens to load. It is counted once the request is
-    scheduled."""
+    looked_up_tokens: int = 0
+    """Tokens asked for in the latest lookup, which is counted once the request is scheduled; 0: it was counted."""
+    answer: Answer | None = None
+    """The answer to the latest lookup, until the request is given blocks."""
 
     def refuse(self) -> None:
         """Neither store nor load this request from now on."""
