@@ -179,7 +179,7 @@ class NixlOffloadManager(OffloadingManager):
 
     def _make_catalog(self) -> None:
         self.catalog = Catalog(
-            self.serving.tiers,
+            [Tier() for _ in self._config.tiers],  # has nothing, until a tier joins
             world_size=self._parallel.world_size,
             slot_bytes=lambda key: self._slot_bytes[key_group(key)],
             store_backlog_bytes=STORE_BACKLOG_STAGINGS * self._config.staging_bytes,

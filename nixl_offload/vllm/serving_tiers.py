@@ -58,18 +58,11 @@ class _Entry:
     """When its place was sent to the ranks."""
     is_awaited: bool = False
     """It was opened at a start: requests wait shortly for the ranks."""
-    must_clear: bool = False
-    """The cache was reset before it was open."""
     serves: bool = False
-
-    def may_serve_soon(self, now_s: float) -> bool:
-        """Whether ranks are opening it, and are not taking too long."""
-        is_late = self.sent_s is not None and now_s - self.sent_s >= OPENING_WAIT_S
-        return self.tier is not None and not self.serves and not is_late
 
 
 class ServingTiers:
-    """The tiers by position in the config. A plain ``Tier``, which has nothing, stands for one that does not serve."""
+    """The tiers by position in the config."""
 
     def __init__(
         self,
@@ -86,7 +79,6 @@ class ServingTiers:
         self._vllm_config = vllm_config
         self._begin = begin
         self._join = join
-        self.tiers: list[Tier] = [Tier() for _ in config.tiers]
         self.number = 0
         """Counts how often the tiers were reopened for another namespace. Places and the ranks' status carry it."""
         self.is_off = False
@@ -95,8 +87,6 @@ class ServingTiers:
         """All tiers serve, and ``update`` and ``take_places`` have nothing left to do."""
         self.ranks: dict[int, RankStatus] = {}
         """The latest status of each rank, for this ``number``."""
-        self._failed: frozenset[int] = frozenset()
-        """Tiers that some rank cannot open at the moment. After the rank has slept, they may include serving ones."""
         self._patient_until_s = 0.0
         """Until then an engine without requests steps for tiers not tried yet, and requests wait for ranks."""
         self._naming: BackgroundOpening[Namespace | Exception] | None = None
@@ -104,7 +94,7 @@ class ServingTiers:
         self._entries: list[_Entry] = []
         """By position, once the namespace is known."""
         self._is_reset = False
-        """The cache was reset before the namespace was known."""
+        """The cache was reset: tiers that open later are cleared."""
         self._stops_reading = threading.Event()
         """Set by ``close``: ends the reading of a model's files."""
 
@@ -179,10 +169,9 @@ class ServingTiers:
             entry.opening.close() + ([] if entry.tier is None else in_background(entry.tier.close))
             for entry in self._entries
         ]
-        self.tiers[:] = [Tier() for _ in self.tiers]
         self.number += 1
         self.is_whole, self._is_reset = False, False
-        self._failed, self.ranks = frozenset(), {}
+        self.ranks = {}
         self._patient_until_s = time.monotonic() + OPENING_WAIT_S
         self._open_tiers(namespace, ending)
 
@@ -198,14 +187,13 @@ class ServingTiers:
         is_heard = len(self.ranks) == self._offloading.parallel.world_size
         for position, entry in enumerate(self._entries):
             if entry.tier is None and (tier := entry.opening.take()) is not None:
-                if entry.must_clear:
+                if self._is_reset:
                     tier.clear()
                 entry.tier, entry.is_awaited = tier, now_s < self._patient_until_s
             if entry.tier is None or entry.serves:
                 continue
             if is_heard and all(position in status.open for status in self.ranks.values()):
                 entry.serves = True
-                self.tiers[position] = entry.tier
                 self._join(position, entry.tier)
         self.is_whole = bool(self._entries) and all(entry.serves for entry in self._entries)
 
@@ -220,16 +208,13 @@ class ServingTiers:
     def take_ranks(self, ranks: Mapping[int, RankStatus]) -> None:
         """Take the status of ranks for which it has changed."""
         self.ranks.update({rank: status for rank, status in ranks.items() if status.opening == self.number})
-        self._failed = frozenset(at for status in self.ranks.values() for at in status.failed)
         self.update()
 
     def clear_closed(self) -> None:
         """Forget the chunks of tiers that do not serve yet."""
         self._is_reset = True
         for entry in self._entries:
-            if entry.tier is None:
-                entry.must_clear = True
-            elif not entry.serves:
+            if entry.tier is not None and not entry.serves:
                 entry.tier.clear()
 
     def close(self, pending: Iterable[tuple[int, Key]]) -> None:
@@ -249,8 +234,16 @@ class ServingTiers:
     # Inside
 
     def _soon(self, now_s: float) -> Iterable[_Entry]:
-        """Return the tiers that the ranks may open in a moment."""
-        return [e for at, e in enumerate(self._entries) if at not in self._failed and e.may_serve_soon(now_s)]
+        """Return the tiers that ranks are opening, if none of the ranks has failed to or takes too long."""
+        failed = {position for status in self.ranks.values() for position in status.failed}
+        return [
+            entry
+            for position, entry in enumerate(self._entries)
+            if entry.tier is not None
+            and not entry.serves
+            and position not in failed
+            and (entry.sent_s is None or now_s - entry.sent_s < OPENING_WAIT_S)
+        ]
 
     def _name(self, ranks: Sequence[RankGeometry]) -> Namespace | Exception:
         """Return the namespace, or why there is none. Runs on a thread of its own: it may read a model's files."""
@@ -266,7 +259,7 @@ class ServingTiers:
             trace = None if isinstance(namespace, NixlOffloadError) else namespace
             logger.error("Offloading is off until the engine restarts: %s", namespace, exc_info=trace)
         else:
-            self._open_tiers(namespace, [[] for _ in self.tiers])
+            self._open_tiers(namespace, [[] for _ in self._config.tiers])
 
     def _open_tiers(self, namespace: Namespace, after: Sequence[Iterable[threading.Thread]]) -> None:
         """Begin to open the tiers. ``after``: threads that must end before, by position."""
@@ -295,7 +288,7 @@ class ServingTiers:
                 thread_name=f"nixl-offload-open-{position}",
                 after=after[position],
             )
-            self._entries.append(_Entry(opening, must_clear=self._is_reset))
+            self._entries.append(_Entry(opening))
 
 
 def open_tier(tier: TierConfig, context: TierContext, nearer: Sequence[TierConfig]) -> AnyTier:
