@@ -57,8 +57,8 @@ test-long: $(STAMP) ## The tests that `make test` has no time for: fleets, ranks
 $(TESTS): test-%: $(STAMP)
 	@$(PYTEST) $(PARALLEL) tests/$* $(ARGS)
 
-prove: $(STAMP) ## The proof at length: faults, kills, power cuts, fuzzing ...; goes on where it was (ARGS="--parts NAME --seed 2 --list")
-	@$(BIN)/python -m tests.prove $(ARGS)
+prove: $(STAMP) ## The proof at length: faults, kills, power cuts, fuzzing ... (ARGS="-k kills/slab --seed 2")
+	@$(PYTEST) -n $$(nproc) --dist load --maxschedchunk 1 tests/prove/parts.py $(ARGS)
 
 test-vllm-upstream: $(STAMP) ## vLLM's own tests of its offloading scheduler over our half
 	@$(BIN)/python -m tests.upstream.run $(ARGS)

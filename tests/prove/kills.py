@@ -37,7 +37,7 @@ from nixl_offload.tiers.slab.directory import tree_bytes
 from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.units import parse_size
 from nixl_offload.vllm import background
-from tests.prove.cells import FINDINGS, Cell, Outcome
+from tests.prove.cells import Cell, Outcome
 from tests.prove.happenings import files
 from tests.prove.server import Server, config_of, key_of, tiers_of
 
@@ -199,10 +199,7 @@ class Killing:
         """Add what a server has said to the outcome. Returns whether it has checked everything."""
         for one in reports:
             self._counts.update(one.outcome.counts)
-            for kind in FINDINGS:
-                getattr(self._total, kind).extend(
-                    f"after {self._counts['kills']} kills: {what}" for what in getattr(one.outcome, kind)
-                )
+            self._total.add(one.outcome, f"after {self._counts['kills']} kills")
         return any(one.is_checked for one in reports)
 
     def _wait_until_checked(self, process: ServerProcess) -> None:

@@ -20,7 +20,7 @@ from typing import Final
 
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.slab.directory import last_use_s
-from tests.prove.cells import FINDINGS, Cell, Outcome
+from tests.prove.cells import Cell, Outcome
 from tests.prove.power.disk import Crash, Disk, Naming, end_of, samples
 from tests.prove.power.histories import NUMBERS, STORIES, Story
 from tests.prove.power.recording import History, build, record
@@ -94,8 +94,7 @@ class Judge:
         except Exception as error:  # noqa: BLE001 - a server must raise nothing
             found.dead.append(f"{type(error).__name__}: {error}")
         shutil.rmtree(root)
-        for kind in FINDINGS:
-            getattr(self.outcome, kind).extend(f"{disk.words}: {what}" for what in getattr(found, kind))
+        self.outcome.add(found, disk.words)
 
     def _check(self, server: Server, disk: Disk, found: Outcome, *, is_whole: bool) -> None:
         story, ready = self._story, self._ready(disk.crashed)
