@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
+from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import Chunk, Job, LinkEngine, RankEngine, WorkKind
 from nixl_offload.engine.streams import READY
 from nixl_offload.movers.base import Mover, Op
@@ -62,7 +63,7 @@ class DrivenEngine:
         """``options`` as for ``LinkEngine``."""
         self._rank = RankEngine(1)
         engine = LinkEngine(
-            table=self._rank, tensors=layers, layout=layout, link=link, rank_namespace=bytes(32), **options
+            table=self._rank, tensors=layers, layout=layout, link=link, shards=[Shard(0, bytes(32))], **options
         )
         self._rank.join(0, engine)
         self._jobs = 0

@@ -54,6 +54,7 @@ from nixl_offload.tiers.slab.file import SlabPlace
 from nixl_offload.tiers.slot_tier import MemoryPlace
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm.messages import TicketSpec
+from nixl_offload.vllm.rank_shards import leave_uncut
 from nixl_offload.vllm.worker import NixlOffloadingWorker
 from tests.vllm.manager_rig import offloading_config
 
@@ -90,8 +91,9 @@ class Rank:
             [CanonicalKVCacheTensor(tensor, PAGE_BYTES) for tensor in tensors],
             [[CanonicalKVCacheRef(layer, PAGE_BYTES) for layer in range(LAYERS)]],
         )
-        self._worker = NixlOffloadingWorker(replace(offloading, cache=cache), config, caches)
-        (self._slot_bytes,) = self._worker.geometry("digest").slot_bytes
+        shards = leave_uncut(caches, BLOCKS_PER_CHUNK, "digest", 1)
+        self._worker = NixlOffloadingWorker(replace(offloading, cache=cache), config, tensors, shards)
+        (self._slot_bytes,) = self._worker.geometry().slot_bytes
         digests, rank_bytes = (b"r" * 32,), CHUNKS * self._slot_bytes
         place: AnyPlace = MemoryPlace(digests, rank_bytes)
         if medium == "slab":

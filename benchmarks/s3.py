@@ -89,7 +89,7 @@ class Ours:
         blocks = torch.frombuffer(buffer.view, dtype=torch.int8).view(-1, buffer.piece_bytes // BLOCKS_PER_CHUNK)
         layout = layout_of([blocks], BLOCKS_PER_CHUNK)
         self._slot_bytes = layout.slot_bytes(0)
-        link = ObjectLink("s3://bucket", "benchmark", 0, make_object_mover(kind, tier), time.monotonic)
+        link = ObjectLink("s3://bucket", "benchmark", make_object_mover(kind, tier), time.monotonic)
         staging_bytes = self._slot_bytes * max(32, buffer.rows // 4)
         self._engine = DrivenEngine(link, [blocks], layout, staging_bytes=staging_bytes)
 

@@ -5,6 +5,8 @@ rank holds whole shards: those of its own heads in its own pipeline stage. If th
 is not divided (MLA), several ranks of a stage hold the same shards. They are replicas, and one writes for all. "Shards"
 counts those of a whole chunk, "head ranges" those within one range of layers.
 
+A chunk that cannot be cut has one shard for each rank (``uncut_plan``).
+
 Threading: immutable values and pure functions.
 """
 
@@ -88,6 +90,8 @@ class ShardPlan:
 
     groups: tuple[GroupShards, ...]
     layers: LayerCut = ONE_RANGE
+    is_cut: bool = True
+    """False: a shard is what one rank has, in the order of its own memory; only engines of the same size share it."""
 
     @property
     def ranks(self) -> int:
@@ -124,6 +128,13 @@ class ShardPlan:
     def per_range(self) -> int:
         """How many shard numbers each range of layers has: the most head ranges of any group."""
         return max(group.head_ranges for group in self.groups)
+
+
+def uncut_plan(ranks: int, groups: int) -> ShardPlan:
+    """Return the plan of chunks that are not cut: each rank holds one shard of each group, with the rank's number. It
+    is empty if the rank has no layer of the group.
+    """
+    return ShardPlan((GroupShards(ranks, 1, 1),) * groups, is_cut=False)
 
 
 def cut_layers(wanted: Sequence[tuple[int, int]], stages: Sequence[tuple[int, int]]) -> LayerCut | None:

@@ -35,7 +35,7 @@ open; and how full each tier is. Servers may run meanwhile; ls locks and changes
 
     nixl-offload ls kv.yaml
     nixl-offload ls kv.yaml --tier s3 --tenant blue
-    nixl-offload ls kv.yaml --namespace 0f3a... --keys     # chunk by chunk: key, group, rank, size, age, place
+    nixl-offload ls kv.yaml --namespace 0f3a... --keys     # chunk by chunk: key, group, shard, size, age, place
     nixl-offload ls kv.yaml --keys --json                  # a line of JSON per chunk, or per tier that failed
     nixl-offload ls kv.yaml --diff 0f3a 77c1               # what separates two namespaces, by how their names begin
 
@@ -170,11 +170,13 @@ def _print_keys(inspector: Inspector, selection: Iterable[NamespaceInfo], *, as_
         names.append(namespace.name)
         if not as_json:  # as comments, because a program may read the lines below
             print(f"# {inspector.where}, namespace {namespace.path}: {namespace.owner}")
-            print("# " + (printable(namespace.trouble, 300) or "key  group  rank  size  age  place"))
+            print("# " + (printable(namespace.trouble, 300) or "key  group  shard  size  age  place"))
         for chunk in inspector.chunks(namespace):
             written_s, group = inspector.created_s(chunk), key_group(chunk.key)
             if as_json:
-                shards = [{"rank": each.rank, "bytes": each.size_bytes, "place": each.place} for each in chunk.shards]
+                shards = [
+                    {"shard": each.number, "bytes": each.size_bytes, "place": each.place} for each in chunk.shards
+                ]
                 line = {"tier": inspector.kind, "where": inspector.where, "namespace": namespace.path}
                 said = {"key": chunk.key.hex(), "group": group, "written_s": written_s, "shards": shards}
                 print(json.dumps({**line, **said}))
@@ -182,7 +184,7 @@ def _print_keys(inspector: Inspector, selection: Iterable[NamespaceInfo], *, as_
             age = "?" if written_s is None else about_age(time.time() - written_s)
             for each in chunk.shards:
                 size, place = about_size(each.size_bytes), printable(each.place, 4096)
-                print(f"{chunk.key.hex()}  {group}  {each.rank}  {size}  {age}  {place}")
+                print(f"{chunk.key.hex()}  {group}  {each.number}  {size}  {age}  {place}")
     return names
 
 

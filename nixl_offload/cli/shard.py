@@ -28,12 +28,12 @@ Read = Callable[[ShardInfo, int, memoryview], None]
 class ShardFault(NamedTuple):
     """A fault of one shard."""
 
-    rank: int
+    shard: int
     place: str
     """Empty for a missing shard."""
     reason: str
-    """As ``FormatError.reason``; or ``missing``, ``rank`` (there is no such rank), ``other`` (a whole shard of another
-    chunk), ``unreadable`` (the storage failed; nothing is known of the shard) or ``no_key``."""
+    """As ``FormatError.reason``; or ``missing``, ``number`` (there is no such shard), ``other`` (a whole shard of
+    another chunk), ``unreadable`` (the storage failed; nothing is known of the shard) or ``no_key``."""
     words: str
     created_s: int | None = None
     """The time in the header; None if the header cannot be read."""
@@ -53,13 +53,13 @@ class ChunkChecker:
         """Read all shards of a chunk completely, and return their faults."""
         faults = []
         for shard in chunk.shards:
-            if words := namespace.why_no_shard(chunk.key, shard.rank):
-                faults.append(ShardFault(shard.rank, shard.place, "rank", words))
+            if words := namespace.why_no_shard(chunk.key, shard.number):
+                faults.append(ShardFault(shard.number, shard.place, "number", words))
             elif fault := self._check_shard(namespace, chunk, shard):
                 faults.append(fault)
-        for rank in sorted({*namespace.holders(key_group(chunk.key))} - {shard.rank for shard in chunk.shards}):
-            words = f"the shard of rank {rank} is not there: the chunk is incomplete, and cannot be loaded"
-            faults.append(ShardFault(rank, "", "missing", words))
+        for number in sorted({*namespace.shards_of(key_group(chunk.key))} - {shard.number for shard in chunk.shards}):
+            words = f"shard {number} is not there: the chunk is incomplete, and cannot be loaded"
+            faults.append(ShardFault(number, "", "missing", words))
         return tuple(faults)
 
     def _check_shard(self, namespace: NamespaceInfo, chunk: ChunkInfo, shard: ShardInfo) -> ShardFault | None:
@@ -81,10 +81,10 @@ class ChunkChecker:
             if no_key is not None:
                 raise no_key
         except FormatError as error:
-            return ShardFault(shard.rank, shard.place, error.reason, str(error), created_s)
+            return ShardFault(shard.number, shard.place, error.reason, str(error), created_s)
         except StoreError as error:
             reason = {"missing": "missing", "short": "length"}.get(error.cause, "unreadable")
-            return ShardFault(shard.rank, shard.place, reason, str(error), created_s)
+            return ShardFault(shard.number, shard.place, reason, str(error), created_s)
         return None
 
     def _pieces(self, shard: ShardInfo, header: ShardHeader, there_bytes: int) -> Iterator[memoryview]:
@@ -107,9 +107,9 @@ class ChunkChecker:
 
 def _check_header(header: ShardHeader, namespace: NamespaceInfo, chunk: ChunkInfo, shard: ShardInfo) -> None:
     """Raise FormatError if the header belongs to another shard; reason ``other`` for a shard of another chunk."""
-    digest = namespace.rank_digest(shard.rank)
+    digest = namespace.shard_digest(shard.number)
     if digest is not None and header.namespace != digest:
-        said = f"the shard belongs to namespace {header.namespace.hex()[:32]}…, rank {shard.rank} here is of "
+        said = f"the shard belongs to namespace {header.namespace.hex()[:32]}…, shard {shard.number} here is of "
         raise FormatError(f"{said}{digest.hex()[:32]}…", reason="namespace")
     if header.key != chunk.key or header.group != key_group(chunk.key):
         same_namespace = digest is not None and header.group == int.from_bytes(header.key[-4:], "big")
@@ -120,9 +120,9 @@ def _check_header(header: ShardHeader, namespace: NamespaceInfo, chunk: ChunkInf
         raise FormatError(said, reason="blocks")
     needed_bytes = slot_bytes(header.blocks_per_chunk, header.block_bytes)
     said = f"by its header the shard has {needed_bytes} bytes"
-    promised_bytes = namespace.shard_bytes(key_group(chunk.key), shard.rank)
+    promised_bytes = namespace.shard_bytes(key_group(chunk.key), shard.number)
     if promised_bytes not in (None, needed_bytes):
-        raise FormatError(f"{said}, but shards of rank {shard.rank} have {promised_bytes}", reason="length")
+        raise FormatError(f"{said}, but shard {shard.number} has {promised_bytes}", reason="length")
     # A slot is as large as the largest shard of its size class, but an object is exactly as large as its shard.
     if shard.size_bytes < needed_bytes or (shard.modified_s is not None and shard.size_bytes != needed_bytes):
         raise FormatError(f"{said}, there are {shard.size_bytes}", reason="length")

@@ -69,7 +69,7 @@ def run(arguments: Namespace) -> int:
             place = {"tier": inspector.kind, "where": inspector.where, "namespace": namespace.path}
             owner = {"tenant": namespace.tenant, "model": namespace.model}
             faults = checker.check(namespace, chunk)
-            missing.extend({**place, "rank": fault.rank} for fault in faults if not fault.place)
+            missing.extend({**place, "shard": fault.shard} for fault in faults if not fault.place)
             for shard in chunk.shards:
                 of_shard = [fault for fault in faults if fault.place == shard.place]
                 shards.append(
@@ -77,7 +77,7 @@ def run(arguments: Namespace) -> int:
                         **place,
                         **owner,
                         "place": shard.place,
-                        "rank": shard.rank,
+                        "shard": shard.number,
                         "bytes": shard.size_bytes,
                         "modified_s": shard.modified_s,
                         "fields": _fields_of(inspector, shard),
@@ -99,7 +99,7 @@ def run(arguments: Namespace) -> int:
         for each in shards:
             _print(each)
         for each in missing:
-            print(f"WRONG  {each['where']}, {each['namespace']}: rank {each['rank']}: missing")
+            print(f"WRONG  {each['where']}, {each['namespace']}: shard {each['shard']}: missing")
     return 1 if failures or missing or any(each["wrong"] for each in shards) else 0
 
 
@@ -127,7 +127,7 @@ def _print(shard: dict[str, Any]) -> None:
     lines = [
         ("tier", f"{shard['tier']}, {shard['where']}"),
         ("namespace", f"{shard['namespace']}: tenant {shard['tenant'] or '?'}, model {shard['model'] or '?'}"),
-        ("rank", f"{shard['rank']}"),
+        ("shard", f"{shard['shard']}"),
         ("size", f"{shard['bytes']:,} bytes ({about_size(shard['bytes'])})"),
     ]
     if shard["modified_s"] is not None:

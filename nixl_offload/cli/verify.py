@@ -40,7 +40,7 @@ from nixl_offload.tiers.shared.sweep import GRACE_S
 
 _DESCRIPTION = """\
 Reads every chunk in the tiers of CONFIG and checks it as a server does before use: header, key, lengths, block
-checksums, MACs, and that no rank's shard is missing. Servers do not need it: they detect a bad chunk when they load it,
+checksums, MACs, and that no shard is missing. Servers do not need it: they detect a bad chunk when they load it,
 and compute it again. verify finds bad chunks earlier, and prints where they lie.
 
     nixl-offload verify kv.yaml                        # everything
@@ -57,7 +57,7 @@ _PAUSES_BESIDE_AN_ENGINE_S: Final = (0.3, 1.0)
 """Pauses before a slot is read again. An engine records an eviction in its index within 0.1 s, and writes a slot in
 less."""
 Verdict = Literal["good", "bad", "changed", "stale", "unfinished", "unreadable", "unauthenticated"]
-"""``unfinished``: shards of some ranks are missing, but the chunk is so young that they may still be written."""
+"""``unfinished``: shards are missing, but the chunk is so young that they may still be written."""
 _VERDICT_WORDS: Final[dict[Verdict, str]] = {
     "good": "good",
     "bad": "bad",
@@ -213,7 +213,7 @@ class TierRun:
             return "unreadable"
         if reasons == {"other"} and len(faults) == len(chunk.shards) and self._inspector.exclusive:
             return "stale"  # harmless: a load checks the header
-        if reasons - {"rank"} == {"missing"} and chunk.modified_s > time.time() - GRACE_S:
+        if reasons - {"number"} == {"missing"} and chunk.modified_s > time.time() - GRACE_S:
             return "unfinished"
         return "bad"
 
@@ -275,7 +275,7 @@ class TierRun:
             for fault in verdict.faults:
                 since = f"; written {moment(fault.created_s)}" if fault.created_s else ""
                 place = f" {fault.place}:" if fault.place else ""
-                lines.append(f"    rank {fault.rank}:{place} {printable(fault.words, 600)}{since}")
+                lines.append(f"    shard {fault.shard}:{place} {printable(fault.words, 600)}{since}")
             print(*lines, sep="\n", flush=True)
 
     def _print_totals(self, elapsed_s: float, *, finished: bool) -> None:

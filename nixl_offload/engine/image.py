@@ -51,8 +51,8 @@ class GroupPlan:
     """Late or quarantined chunks; while there are any, ``path`` is not direct."""
     reads_whole: bool = False
     """Loads read whole images, because the MAC covers the image."""
-    shard: int | None = None
-    """This rank's shard of the group's chunks; None: the rank's own."""
+    shard: int = 0
+    """The number of the shard that the group stands for."""
     goes_singly: bool = False
     """Batches have one chunk. Set for good after a quarantine, so that the next one costs only one chunk's slot."""
     cuts: dict[tuple[int, int], Cut] = field(default_factory=dict)

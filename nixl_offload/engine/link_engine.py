@@ -95,8 +95,7 @@ class LinkEngine(TierEngine):
         tensors: Sequence[torch.Tensor],
         layout: KVLayout,
         link: Link,
-        rank_namespace: bytes,
-        shards: Sequence[Shard] = (),
+        shards: Sequence[Shard],
         staging_bytes: int,
         tier: int = 0,
         verify: Verify = "checksum",
@@ -109,16 +108,15 @@ class LinkEngine(TierEngine):
         """Register memory, connect the link, and start the pump.
 
         ``table``: the rank's. ``tensors``: in the order of ``layout.tensors``, int8 or uint8 of shape (num_blocks,
-        page_bytes), all on one device. ``shards``: this rank's shard of each group of ``layout``; empty: the rank's
-        own, with ``rank_namespace`` in headers. ``tier``: its position. The tier need not be usable yet; storing begins
-        when it is. ``verify="header"`` skips payload checksums, except where a read may have been cut short unnoticed.
-        ``host``: has the slots that ``Chunk.host_offset`` names; the caller closes it after the engine. ``device``: by
-        default that of the tensors. ``staging="device"``: groups that are not direct are packed in device memory if the
-        mover takes it, else in host memory; ``staging_bytes`` is the size of either. ``direct_min_extent_bytes``: 0:
-        all groups with aligned pages are direct; a huge number: none. ``keys``: stored chunks get a MAC, and loads
-        require one; chunks are packed in host memory and read whole, and ``verify`` is ignored. Raises LayoutError
-        (tensors and layout disagree) and MoverError (staging cannot be registered); the caller then closes link and
-        mover.
+        page_bytes), all on one device. ``shards``: for each group of ``layout``. ``tier``: its position. The tier need
+        not be usable yet; storing begins when it is. ``verify="header"`` skips payload checksums, except where a read
+        may have been cut short unnoticed. ``host``: has the slots that ``Chunk.host_offset`` names; the caller closes
+        it after the engine. ``device``: by default that of the tensors. ``staging="device"``: groups that are not
+        direct are packed in device memory if the mover takes it, else in host memory; ``staging_bytes`` is the size of
+        either. ``direct_min_extent_bytes``: 0: all groups with aligned pages are direct; a huge number: none. ``keys``:
+        stored chunks get a MAC, and loads require one; chunks are packed in host memory and read whole, and ``verify``
+        is ignored. Raises LayoutError (tensors and layout disagree) and MoverError (staging cannot be registered); the
+        caller then closes link and mover.
         """
         require_agreement(tensors, layout)
         device = device or device_of(tensors[0])
@@ -132,7 +130,7 @@ class LinkEngine(TierEngine):
             host=host,
             is_authenticated=keys is not None,
         )
-        for plan, shard in zip(memory.plans, shards, strict=bool(shards)):
+        for plan, shard in zip(memory.plans, shards, strict=True):
             plan.shard = shard.number
         link.connect()
         pools = [pool for path, pool in memory.pools.items() if path != "direct"]
@@ -152,7 +150,6 @@ class LinkEngine(TierEngine):
             layout,
             memory.plans,
             host=host,
-            rank_namespace=rank_namespace,
             shards=shards,
             verify_checksum=verify != "header",
             keys=keys,

@@ -243,7 +243,6 @@ class TierPaths:
         plans: Sequence[GroupPlan],
         *,
         host: HostSlab | None,
-        rank_namespace: bytes,
         shards: Sequence[Shard],
         verify_checksum: bool,
         keys: ChunkKeys | None = None,
@@ -256,7 +255,7 @@ class TierPaths:
         self.plans = plans
         self.packer = packer or make_packer(tensors, pages_of(layout), device)
         self.host = host
-        self.namespaces = [shard.digest for shard in shards] or [rank_namespace] * len(layout.groups)
+        self.namespaces = [shard.digest for shard in shards]
         """The namespace in headers, by group."""
         self.verify_checksum = verify_checksum
         self.keys = keys

@@ -15,18 +15,18 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError
 
-from nixl_offload.chunk.shards import ONE_RANGE, ShardPlan
+from nixl_offload.chunk.shards import ONE_RANGE, ShardPlan, uncut_plan
 from nixl_offload.errors import NamespaceError
 
 FORMAT_VERSION: Final = 1
 """Version of the bytes of a stored chunk. A new one makes a new namespace, so that old chunks are never read."""
 
 _DOMAIN: Final = b"nixl-offload namespace 2\0"
-_RANK_DOMAIN: Final = b"nixl-offload rank 1\0"
+_SHARD_DOMAIN: Final = b"nixl-offload shard 1\0"
 _SHORT_NAME_CHARS: Final = 32
 
 SHARD_ORDER: Final = "block layer head token content 1"
-"""Order of the bytes in a shard of a range of heads, outermost first, and its version: see docs/format.md."""
+"""Order of the bytes in a shard of a chunk that is cut, outermost first, and its version: see docs/format.md."""
 
 Setting = bool | int | float | str | None
 """A leaf of a configuration. Types count: true, 1 and "1" are three values."""
@@ -47,14 +47,13 @@ class GroupFields:
     group_id: Annotated[int, Field(ge=0)]
     tokens_per_block: _Number
     slot_bytes: tuple[Annotated[int, Field(ge=0)], ...]
-    """By rank: bytes of its shard of a chunk, header page and padding included; 0: it has no layer of the group. In
-    ``ShardedFields`` by shard number; 0: the group's chunks have no such shard.
+    """By shard number: bytes of the shard, header page and padding included; 0: the group's chunks have no such shard.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommonFields:
-    """The fields of every fingerprint. The rank of a shard is not among them: see ``Namespace.rank_digest``."""
+class NamespaceFields:
+    """The fields of a fingerprint. The number of a shard is not among them: see ``Namespace.shard_digest``."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _AS_IT_IS
     tenant: _Text
@@ -82,107 +81,77 @@ class CommonFields:
     """PYTHONHASHSEED, which seeds block hashes if it is set."""
     groups: Annotated[tuple[GroupFields, ...], Field(min_length=1)]
     """In any order; group ids are unique."""
-    settings: Mapping[_Text, bool | int | Annotated[float, Field(allow_inf_nan=False)] | _AnyText | None]
-    """All other settings of the engine that are not known to be harmless, by path."""
-    format_version: _Number = FORMAT_VERSION
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamespaceFields(CommonFields):
-    """The fingerprint of chunks that are not cut: each rank has one shard, in its own order of bytes."""
-
-    kv_layout: _Text
-    """Order of layers, blocks, heads, tokens and channels in memory, such as ``LBHNC``."""
     ranks: Annotated[tuple[_Text, ...], Field(min_length=1)]
-    """By rank: a digest of what it has allocated, layer by layer."""
-    tp: _Number
-    pp: _Number
-    pcp: _Number
-    dcp: _Number
-    world_size: _Number
-
-    @property
-    def holders(self) -> int:
-        """How many shards a chunk has, at most."""
-        return self.world_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedFields(CommonFields):
-    """The fingerprint of chunks that are cut into shards (``chunk.shards``), which are the same for all parallel
-    sizes. Methods of ``Namespace`` that take a rank then take a shard's number.
+    """If chunks are cut: digests of the layers of the whole model, as each rank knows them; a single one if they agree.
+    Else by rank: a digest of what it has allocated, layer by layer.
     """
-
-    ranks: Annotated[tuple[_Text, ...], Field(min_length=1)]
-    """Digests of the layers of the whole model, as each rank knows them; a single one if they agree."""
     shards: _Number
     """How many shard numbers there are."""
     layers: Annotated[tuple[int, ...], Field(min_length=1)] = ONE_RANGE.begins
     """The first layer of each range of layers; left out of the plain data if there is one range."""
     shard_order: _Text = SHARD_ORDER
-
-    @property
-    def holders(self) -> int:
-        """How many shards a chunk has, at most."""
-        return self.shards
+    """Order of the bytes in a shard. If chunks are not cut: that of a rank's memory, such as ``LBHNC``."""
+    settings: Mapping[_Text, bool | int | Annotated[float, Field(allow_inf_nan=False)] | _AnyText | None]
+    """All other settings of the engine that are not known to be harmless, by path; among them parallel sizes, if chunks
+    are not cut.
+    """
+    format_version: _Number = FORMAT_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
     """A fingerprint and what went into it. Make one with ``make_namespace``."""
 
-    fields: NamespaceFields | ShardedFields
+    fields: NamespaceFields
     digest: bytes
     """SHA-256 of the canonical fields, 32 bytes. The same on every rank."""
-    plan: ShardPlan | None = field(default=None, compare=False)
-    """How the ranks of this engine hold shards, if chunks are cut; None: not needed. Not part of the fingerprint.
-    """
+    plan: ShardPlan = field(compare=False)
+    """How the ranks of this engine hold shards. Not part of the fingerprint."""
     slot_replicas: Mapping[int, int] = field(default_factory=dict, compare=False)
     """By slot size: how many consecutive ranks of this engine share one copy of a chunk in a slab. Empty: each has its
     own. Not part of the fingerprint.
     """
     _slot_bytes: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _slots: dict[int, int] = field(init=False, repr=False, compare=False)
-    _holders: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    _numbers: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         slot_bytes = {group.group_id: group.slot_bytes for group in self.fields.groups}
-        holders = {number: tuple(rank for rank, size in enumerate(of) if size) for number, of in slot_bytes.items()}
-        slots = {number: max(of) for number, of in slot_bytes.items()}
-        if (plan := self.plan) is not None:
-            for at, (number, of) in enumerate(slot_bytes.items()):
-                held = [sum(of[shard] for shard in plan.held(rank, at)) for rank in range(plan.ranks)]
-                slots[number] = max(held)
+        numbers = {group: tuple(n for n, size in enumerate(of) if size) for group, of in slot_bytes.items()}
+        slots = {
+            group: max(sum(of[shard] for shard in shards) for shards in held)
+            for (group, of), held in zip(slot_bytes.items(), self.held(), strict=True)
+        }
         object.__setattr__(self, "_slot_bytes", slot_bytes)
         object.__setattr__(self, "_slots", slots)
-        object.__setattr__(self, "_holders", holders)
+        object.__setattr__(self, "_numbers", numbers)
 
     @property
     def name(self) -> str:
         """Short name for directories and object prefixes: the first 128 bits in hex, nothing a user typed."""
         return self.digest.hex()[:_SHORT_NAME_CHARS]
 
-    def rank_digest(self, rank: int) -> bytes:
-        """Return the 32 bytes that the shard headers of ``rank`` carry. Raises NamespaceError (impossible rank)."""
-        if not 0 <= rank < self.fields.holders:
-            raise NamespaceError(f"rank {rank} is outside the world of {self.fields.holders} ranks")
-        return rank_digest(self.digest, rank)
+    def shard_digest(self, shard: int) -> bytes:
+        """Return the 32 bytes that headers of a shard carry. Raises NamespaceError (no shard has that number)."""
+        if not 0 <= shard < self.fields.shards:
+            raise NamespaceError(f"there is no shard {shard}: the namespace has {self.fields.shards}")
+        return shard_digest(self.digest, shard)
 
     @property
-    def rank_digests(self) -> tuple[bytes, ...]:
-        """``rank_digest`` of all ranks."""
-        return tuple(self.rank_digest(rank) for rank in range(self.fields.holders))
+    def shard_digests(self) -> tuple[bytes, ...]:
+        """``shard_digest`` of all shards."""
+        return tuple(self.shard_digest(shard) for shard in range(self.fields.shards))
 
-    def shard_bytes(self, group_id: int, rank: int) -> int:
-        """Return the bytes of the shard of ``rank`` in each chunk of a group; 0: it has none.
+    def shard_bytes(self, group_id: int, shard: int) -> int:
+        """Return the bytes of a shard in each chunk of a group; 0: such chunks have none of that number.
 
-        Raises LookupError (no such group or rank).
+        Raises LookupError (no such group or number).
         """
-        return self._slot_bytes[group_id][rank]
+        return self._slot_bytes[group_id][shard]
 
     def slot_bytes(self, group_id: int) -> int:
-        """Return the bytes of a chunk's slot in a slab or in memory, which are equal on all ranks: the largest shard,
-        or the most that a rank holds. Raises LookupError (no such group).
+        """Return the bytes of a chunk's slot in a slab or in memory, which are equal on all ranks: the most that a rank
+        holds. Raises LookupError (no such group).
         """
         return self._slots[group_id]
 
@@ -190,30 +159,34 @@ class Namespace:
         """Return the bytes of a chunk of the group, each shard stored once. Raises LookupError (no such group)."""
         return sum(self._slot_bytes[group_id])
 
-    def holders(self, group_id: int) -> tuple[int, ...]:
-        """Return the ranks that hold a shard of the group's chunks, in order. Raises LookupError (no such group)."""
-        return self._holders[group_id]
+    def shards(self, group_id: int) -> tuple[int, ...]:
+        """Return the numbers of the shards of a group's chunks, in order. Raises LookupError (no such group)."""
+        return self._numbers[group_id]
 
-    @property
-    def stages(self) -> list[int]:
-        """How many ranges of layers each pipeline stage of this engine holds; empty if chunks are not cut, or if there
-        is one stage.
-        """
-        held = [] if self.plan is None else [len(ranges) for ranges in self.plan.layers.stages]
-        return held if len(held) > 1 else []
+    def held(self) -> list[list[list[int]]]:
+        """Return by group, in the order of the fields, and by rank: the numbers of the shards that the rank holds."""
+        return [
+            [
+                [shard for shard in self.plan.held(rank, at) if group.slot_bytes[shard]]
+                for rank in range(self.plan.ranks)
+            ]
+            for at, group in enumerate(self.fields.groups)
+        ]
 
     def manifest(self) -> dict[str, Any]:
         """Return digest and fields as plain data for a human to read next to the chunks; never read back as truth."""
         return {"namespace": self.digest.hex(), "fields": _plain(self.fields)}
 
 
-def make_namespace(namespace_fields: NamespaceFields | ShardedFields, plan: ShardPlan | None = None) -> Namespace:
-    """Fingerprint ``namespace_fields``. ``plan``: as ``Namespace.plan``, its groups in the order of the fields'.
+def make_namespace(namespace_fields: NamespaceFields, plan: ShardPlan | None = None) -> Namespace:
+    """Fingerprint ``namespace_fields``. ``plan``: as ``Namespace.plan``, its groups in the order of the fields'; None:
+    each rank holds the shard of its number.
 
     Raises NamespaceError for a value of the wrong type or out of range, and for duplicate group ids: a wrong field
     would let foreign bytes in.
     """
     _check(namespace_fields)
+    plan = plan or uncut_plan(namespace_fields.shards, len(namespace_fields.groups))
     return Namespace(namespace_fields, _fingerprint(_plain(namespace_fields)), plan)
 
 
@@ -236,9 +209,9 @@ def manifest_digest(manifest: object) -> bytes | None:
         return None
 
 
-def rank_digest(digest: bytes, rank: int) -> bytes:
-    """Return the 32 bytes that the headers of ``rank`` carry in the namespace with this ``digest``."""
-    return hashlib.sha256(_RANK_DOMAIN + digest + rank.to_bytes(4, "big")).digest()
+def shard_digest(digest: bytes, shard: int) -> bytes:
+    """Return the 32 bytes that headers of a shard carry in the namespace with this ``digest``."""
+    return hashlib.sha256(_SHARD_DOMAIN + digest + shard.to_bytes(4, "big")).digest()
 
 
 def _fingerprint(plain: dict[str, Any]) -> bytes:
@@ -246,7 +219,7 @@ def _fingerprint(plain: dict[str, Any]) -> bytes:
     return hashlib.sha256(_DOMAIN + canonical.encode()).digest()
 
 
-def _plain(value: NamespaceFields | ShardedFields) -> dict[str, Any]:
+def _plain(value: NamespaceFields) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(json.dumps(asdict(value)))
     plain["groups"].sort(key=itemgetter("group_id"))
     if plain.get("layers") == list(ONE_RANGE.begins):
@@ -254,29 +227,26 @@ def _plain(value: NamespaceFields | ShardedFields) -> dict[str, Any]:
     return plain
 
 
-_FIELDS: Final[TypeAdapter[Any]] = TypeAdapter(NamespaceFields | ShardedFields)
+_FIELDS: Final[TypeAdapter[Any]] = TypeAdapter(NamespaceFields)
 
 
-def _check(value: NamespaceFields | ShardedFields) -> None:
+def _check(value: NamespaceFields) -> None:
     try:
         _FIELDS.validate_python(value)
     except ValidationError as error:
         found = error.errors()[0]
-        where = ".".join(str(part) for part in found["loc"][1:])
+        where = ".".join(str(part) for part in found["loc"])
         raise NamespaceError(f"namespace.{where}: {found['msg']}, not {found['input']!r}") from error
     for position, group in enumerate(value.groups):
         where = f"namespace.groups[{position}].slot_bytes"
-        if len(group.slot_bytes) != value.holders:
-            raise NamespaceError(f"{where} has {len(group.slot_bytes)} sizes for {value.holders} ranks")
+        if len(group.slot_bytes) != value.shards:
+            raise NamespaceError(f"{where} has {len(group.slot_bytes)} sizes for {value.shards} shards")
         if not any(group.slot_bytes):
-            raise NamespaceError(f"{where} is 0 on every rank: nobody has a layer of this group")
+            raise NamespaceError(f"{where} is 0 for every shard: no rank has a layer of this group")
     ids = [group.group_id for group in value.groups]
     if len(set(ids)) != len(ids):
         raise NamespaceError(f"namespace.groups repeats a group id: {ids}")
-    if isinstance(value, ShardedFields):
-        if value.layers != tuple(sorted({0, *value.layers})):
-            raise NamespaceError(f"namespace.layers must be first layers of ranges, from 0 on, not {value.layers!r}")
-        if value.shards % len(value.layers):
-            raise NamespaceError(f"namespace.shards is {value.shards}, no multiple of {len(value.layers)} ranges")
-    elif len(value.ranks) != value.world_size:
-        raise NamespaceError(f"namespace.ranks has {len(value.ranks)} digests for {value.world_size} ranks")
+    if value.layers != tuple(sorted({0, *value.layers})):
+        raise NamespaceError(f"namespace.layers must be first layers of ranges, from 0 on, not {value.layers!r}")
+    if value.shards % len(value.layers):
+        raise NamespaceError(f"namespace.shards is {value.shards}, no multiple of {len(value.layers)} ranges")

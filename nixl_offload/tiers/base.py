@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
-from nixl_offload.identity.namespace import Namespace, ShardedFields
+from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
 from nixl_offload.movers.base import FileId, Mover
 from nixl_offload.tiers.breaker import BreakerState
@@ -50,10 +50,8 @@ class TierContext:
 
     @property
     def chunk_bytes(self) -> int:
-        """An upper bound for the bytes of a chunk in a shared tier."""
-        if isinstance(self.namespace.fields, ShardedFields):
-            return max(self.namespace.chunk_bytes(group.group_id) for group in self.namespace.fields.groups)
-        return self.slot_classes[-1] * self.world_size
+        """The bytes of the largest chunk in a shared tier."""
+        return max(self.namespace.chunk_bytes(group.group_id) for group in self.namespace.fields.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +89,8 @@ class Place(Protocol):
     """The data that ranks need to open their links; it is sent to them."""
 
     @property
-    def rank_namespaces(self) -> tuple[bytes, ...]:
-        """By rank or by shard (``chunk.shards``), the 32-byte namespace digest in shard headers."""
+    def shard_digests(self) -> tuple[bytes, ...]:
+        """As ``Namespace.shard_digests``."""
         ...
 
 
@@ -251,12 +249,10 @@ class Link(ABC):
         return False
 
     @abstractmethod
-    def begin_write(
-        self, key: Key, location: Location, length_bytes: int, shard: int | None = None
-    ) -> Generator[None, None, Target]:
+    def begin_write(self, key: Key, location: Location, length_bytes: int, shard: int) -> Generator[None, None, Target]:
         """Make room for a shard of ``length_bytes``, header page included, and open it. Returns the target.
 
-        ``shard``: its number if chunks are cut by heads; None: the rank's only shard.
+        ``shard``: its number.
         """
 
     @abstractmethod
@@ -268,9 +264,7 @@ class Link(ABC):
         """The write failed or was given up: undo what can be undone, and record the failure."""
 
     @abstractmethod
-    def begin_read(
-        self, key: Key, location: Location, length_bytes: int, shard: int | None = None
-    ) -> Generator[None, None, Target]:
+    def begin_read(self, key: Key, location: Location, length_bytes: int, shard: int) -> Generator[None, None, Target]:
         """Open a stored shard of ``length_bytes``. Returns the target; raises TierError (``missing``: it is gone).
 
         ``shard``: as for ``begin_write``.

@@ -15,10 +15,9 @@ from nixl_offload.identity.namespace import (
     GroupFields,
     Namespace,
     NamespaceFields,
-    ShardedFields,
     make_namespace,
     manifest_digest,
-    rank_digest,
+    shard_digest,
 )
 from nixl_offload.stores.base import Store
 from nixl_offload.types import Key, key_group
@@ -31,8 +30,7 @@ _PRINTABLE_CHARS: Final = 60
 class ShardInfo(NamedTuple):
     """One shard of a chunk, according to an index or a listing."""
 
-    rank: int
-    """The rank, or the number of the shard if chunks are cut by KV heads (``NamespaceInfo.is_cut``)."""
+    number: int
     place: str
     """The object's name, or ``PATH.slab@OFFSET``; an argument for ``nixl-offload stat``."""
     size_bytes: int
@@ -106,49 +104,44 @@ class NamespaceInfo:
         self._known = known = _namespace_of(manifest)
         fields = known.fields if known else None
         self._sizes = {group.group_id: group.slot_bytes for group in fields.groups} if fields else {}
-        """By KV group: the bytes of each rank's shard."""
+        """By KV group: the bytes of each shard."""
         self.groups: Sequence[int] = sorted(self._sizes)
         """The KV groups, in the order of their numbers."""
-        self.ranks = fields.holders if fields else None
-        """The largest number of shards of a chunk."""
-        self.is_cut = isinstance(fields, ShardedFields)
-        """Whether chunks are cut into shards that servers of other parallel sizes share. Then "rank" means the number
-        of a shard."""
+        self.shards = fields.shards if fields else None
+        """How many shard numbers there are."""
         self.blocks_per_chunk = fields.blocks_per_chunk if fields else None
         """The same in every group."""
         self.chunk_tokens = fields.tokens_per_block * fields.blocks_per_chunk if fields else None
         self.is_authenticated = "authenticate" in fields.settings if fields else None
         """Whether its chunks must have a MAC."""
 
-    def shard_bytes(self, group: int, rank: int) -> int | None:
-        """Return the size of the shard of ``rank``, header and padding included; None if unknown."""
+    def shard_bytes(self, group: int, shard: int) -> int | None:
+        """Return the size of a shard, header and padding included; None if unknown."""
         sizes = self._sizes.get(group, ())
-        return sizes[rank] if 0 <= rank < len(sizes) else None
+        return sizes[shard] if 0 <= shard < len(sizes) else None
 
-    def holders(self, group: int) -> Sequence[int]:
-        """Return the ranks that hold a shard of the group's chunks; empty if unknown."""
-        return [rank for rank, size in enumerate(self._sizes.get(group, ())) if size]
+    def shards_of(self, group: int) -> Sequence[int]:
+        """Return the numbers of the shards of the group's chunks; empty if unknown."""
+        return [number for number, size in enumerate(self._sizes.get(group, ())) if size]
 
-    def why_no_shard(self, key: Key, rank: int) -> str | None:
-        """Return why a chunk can have no shard of ``rank``; None if it has one, or if that is unknown."""
-        if self.ranks is None or rank in self.holders(key_group(key)):
+    def why_no_shard(self, key: Key, shard: int) -> str | None:
+        """Return why a chunk can have no shard of this number; None if it has one, or if that is unknown."""
+        if self.shards is None or shard in self.shards_of(key_group(key)):
             return None
-        if self.is_cut:
-            return f"a chunk of KV group {key_group(key)} has no shard {rank}"
-        if rank >= self.ranks:
-            return f"there is no rank {rank} in a namespace of {self.ranks}"
-        return f"rank {rank} has no layer of KV group {key_group(key)}"
+        return f"a chunk of KV group {key_group(key)} has no shard {shard}"
 
-    def rank_digest(self, rank: int) -> bytes | None:
-        """Return the namespace digest that headers of ``rank`` must contain; None without a valid manifest."""
-        return rank_digest(self._known.digest, rank) if self._known and 0 <= rank < 1 << 32 else None
+    def shard_digest(self, shard: int) -> bytes | None:
+        """Return the namespace digest that headers of a shard must contain; None without a valid manifest."""
+        return shard_digest(self._known.digest, shard) if self._known and 0 <= shard < 1 << 32 else None
 
     def details(self) -> dict[str, str | int]:
         """Return the manifest fields in which namespaces of one model can differ, safe to print."""
         fields = self._known.fields if self._known else None
-        names = ("engine", "platform", "revision", "dtype", "kv_layout", "attention_backend", "tp", "pp", "pcp", "dcp",
-                 "world_size", "shards", "blocks_per_chunk", "tokens_per_block")  # fmt: skip
+        names = ("engine", "platform", "revision", "dtype", "attention_backend", "shards", "shard_order",
+                 "blocks_per_chunk", "tokens_per_block")  # fmt: skip
         found = {name: getattr(fields, name, None) for name in names}
+        settings = fields.settings if fields else {}
+        found |= {name: settings.get(name) for name in ("tp", "pp", "pcp", "dcp")}
         layers = getattr(fields, "layers", ())
         found["layers"] = " ".join(map(str, layers)) if len(layers) > 1 else None
         return {name: printable(value) or value for name, value in found.items() if value}
@@ -165,7 +158,7 @@ def _namespace_of(manifest: Mapping[str, Any] | None) -> Namespace | None:
             GroupFields(**{**each, "slot_bytes": tuple(each["slot_bytes"])}) for each in plain["groups"]
         )
         plain |= {name: tuple(plain[name]) for name in ("ranks", "layers") if name in plain}
-        known = make_namespace(ShardedFields(**plain) if "shards" in plain else NamespaceFields(**plain))
+        known = make_namespace(NamespaceFields(**plain))
         return known if known.digest == manifest_digest(manifest) else None
     except (NamespaceError, KeyError, TypeError, ValueError, RecursionError):
         return None

@@ -79,7 +79,6 @@ def _link_shared_dir(config: SharedDirConfig, place: SharedPlace, rank: int, mov
     return TreeLink(
         config.path,
         place.namespace,
-        rank,
         mover,
         direct_io=config.direct_io,
         kept_free=kept_free(config),
@@ -89,7 +88,7 @@ def _link_shared_dir(config: SharedDirConfig, place: SharedPlace, rank: int, mov
 
 
 def _link_s3(config: S3Config, place: SharedPlace, rank: int, mover: Mover) -> ObjectLink:
-    return ObjectLink(f"s3://{config.bucket}/{config.prefix}", place.namespace, rank, mover, time.monotonic)
+    return ObjectLink(f"s3://{config.bucket}/{config.prefix}", place.namespace, mover, time.monotonic)
 
 
 def _inspect_shared_dir(config: SharedDirConfig) -> SharedInspector:

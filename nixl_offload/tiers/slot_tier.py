@@ -185,8 +185,8 @@ class SlotTier(Tier):
 class MemoryPlace:
     """The tier's data for the ranks; sent to them once, when the tier opens."""
 
-    rank_namespaces: tuple[bytes, ...]
-    """By rank or by shard, the 32-byte namespace digest in shard headers."""
+    shard_digests: tuple[bytes, ...]
+    """As ``Namespace.shard_digests``."""
     rank_bytes: int
     """Every slot lies within ``[0, rank_bytes)`` of a rank's memory; at most ``rank_memory_bytes``."""
 
@@ -235,7 +235,7 @@ class MemoryTier(SlotTier):
             dp_size,
             allocator.rank_bytes // classes[0],
         )
-        place = MemoryPlace(context.namespace.rank_digests, allocator.rank_bytes)
+        place = MemoryPlace(context.namespace.shard_digests, allocator.rank_bytes)
         return cls(context.position, place, allocator)
 
     def _gives_way(self, key: Key) -> bool:

@@ -1,8 +1,7 @@
 """Turns a ticket into one rank's chunks: for each chunk, the shards that the rank holds.
 
-Without a ``ShardPlan`` a rank has one shard of each chunk. With a plan, each shard is a group of its own in the rank's
-layout, with a header, an outcome and a transfer. In slots, shards lie one after the other. In shared tiers each has a
-name, and one of the ranks that hold it writes it.
+Each shard is a group of its own in the rank's layout, with a header, an outcome and a transfer. In slots, shards lie
+one after the other. In shared tiers each has a name, and one of the ranks that hold it writes it.
 
 Threading: called by the worker's main thread.
 """
@@ -30,14 +29,11 @@ class _Part(NamedTuple):
 
     group: int
     """Position in ``KVLayout.groups``."""
-    offset: int = 0
+    offset: int
     """Bytes from the start of the chunk's slot."""
-    slot_bytes: int | None = None
-    """None: the whole slot."""
+    slot_bytes: int
 
     def of(self, location: Location) -> Location:
-        if self.slot_bytes is None:
-            return location
         return Location(location.tier, location.offset + self.offset, self.slot_bytes)
 
 
@@ -48,10 +44,10 @@ class RankChunks:
         self,
         layout: KVLayout,
         group_ids: Sequence[int],
+        plan: ShardPlan,
+        rank: int,
         *,
         memory: int | None,
-        rank: int = 0,
-        plan: ShardPlan | None = None,
         shared: Collection[int] = (),
     ) -> None:
         """``group_ids``: ids of vLLM's groups, by position. ``memory``: the position of the memory tier. ``shared``:
@@ -66,13 +62,12 @@ class RankChunks:
         self._shared = frozenset(shared)
         self._places: dict[int, SlotPlaces] = {}
         """By tier: where this rank finds slots that lie in slabs of other ranks."""
-        if plan is None:
-            groups = range(len(layout.groups))
-            self._parts = [[] if group in layout.empty_groups else [_Part(group)] for group in groups]
-        else:
-            sizes = [layout.slot_bytes(group) for group in range(len(layout.groups))]
-            held = [plan.layout_groups(rank, group) for group in range(len(plan.groups))]
-            self._parts = [[_Part(at, sum(sizes[each.start : at]), sizes[at]) for at in each] for each in held]
+        sizes = [layout.slot_bytes(group) for group in range(len(layout.groups))]
+        held = [plan.layout_groups(rank, group) for group in range(len(plan.groups))]
+        self._parts = [
+            [_Part(at, sum(sizes[each.start : at]), sizes[at]) for at in each if at not in layout.empty_groups]
+            for each in held
+        ]
 
     def take_places(self, tier: int, places: SlotPlaces | None) -> None:
         """Translate a tier's locations by ``places`` from now on; None: use them unchanged."""
@@ -114,7 +109,7 @@ class RankChunks:
             if not self.writes(key, group, target):
                 continue
             here, there = self._here(source), self._here(target)
-            for part in self._parts[group] if group >= 0 else [_Part(-1)]:
+            for part in self._parts[group] if group >= 0 else [_Part(-1, 0, target.slot_bytes)]:
                 chunk = make_move(key, part.group, part.of(here), part.of(there), memory=self._memory)
                 chunk.position = position
                 chunks.append(chunk)
@@ -127,7 +122,7 @@ class RankChunks:
         places = self._places.get(target.tier)
         if places is not None:
             return places.seen_from(self._rank, target.offset, target.slot_bytes) < places.rank_bytes
-        if self._plan is None or target.tier not in self._shared or group < 0:
+        if target.tier not in self._shared or group < 0:
             return True
         return self._plan.groups[group].writes(self._rank, key)
 

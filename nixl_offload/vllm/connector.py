@@ -45,7 +45,8 @@ from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import RankGeometry
 from nixl_offload.vllm.metrics import DEFINITIONS
 from nixl_offload.vllm.plugin import SPEC_NAME, check_version, register
-from nixl_offload.vllm.rank_shards import RankShards, cut_chunks, has_replicas
+from nixl_offload.vllm.rank_identity import allocation_digest
+from nixl_offload.vllm.rank_shards import RankShards, cut_chunks, has_replicas, leave_uncut
 from nixl_offload.vllm.serving_tiers import sharing_engines
 from nixl_offload.vllm.vllm_internals import (
     LeanConnector,
@@ -128,10 +129,10 @@ class NixlOffloadSpec(OffloadingSpec):
         return NixlOffloadingWorker(
             self.config,
             self.config_file,
-            without_padding(kv_caches, offloaded_groups(self.kv_cache_config)),
+            [item.tensor for item in kv_caches.tensors],
+            self._cut(kv_caches) or self._leave_uncut(kv_caches),
             self.vllm_config.cache_config.gpu_memory_utilization,
             engines=len(sharing_engines(self.vllm_config.parallel_config)),
-            shards=self._cut(kv_caches),
             keys=self._keys,
         )
 
@@ -159,6 +160,16 @@ class NixlOffloadSpec(OffloadingSpec):
                 "Chunks are stored as each rank has them, and only engines of the same size share them: %s", found
             )
         return None
+
+    def _leave_uncut(self, kv_caches: CanonicalKVCaches) -> RankShards:
+        """Have each rank store its own part. If its caches are not understood, the scheduler's half stays off."""
+        digest = ""
+        try:
+            digest = allocation_digest(self.vllm_config, self.kv_cache_config, self.kv_caches)
+        except Exception:
+            logger.exception("What lies where in the KV caches of this rank is not understood")
+        own = without_padding(kv_caches, offloaded_groups(self.kv_cache_config))
+        return leave_uncut(own, self.config.cache.blocks_per_chunk, digest, self.config.parallel.world_size)
 
 
 class OffConnector(KVConnectorBase_V1, SupportsHMA):

@@ -120,7 +120,7 @@ class NixlOffloadScheduler(MendedScheduler):
             return
         ranks = [self._geometries[rank] for rank in range(self._world_size)]
         self._weights.start([rank.weights for rank in ranks])
-        self._adapters.of_any_size = ranks[0].shards is not None
+        self._adapters.of_any_size = ranks[0].plan.is_cut
         self.offload_manager.open(ranks, waits=is_start)
         self._record_progress()  # keeps an engine without requests stepping while the ranks open theirs
 

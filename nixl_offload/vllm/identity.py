@@ -14,8 +14,8 @@ import os
 import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
 import vllm
@@ -29,12 +29,11 @@ from nixl_offload.config import Config
 from nixl_offload.errors import NamespaceError
 from nixl_offload.identity.excused import ALSO_COUNTED, EXCUSED, EXCUSED_ENVIRONMENT, EXCUSED_WITH_SHARDS
 from nixl_offload.identity.namespace import (
-    CommonFields,
+    SHARD_ORDER,
     GroupFields,
     Namespace,
     NamespaceFields,
     Setting,
-    ShardedFields,
     make_namespace,
 )
 from nixl_offload.identity.settings import DigestFile, collect, plain_text, text_setting
@@ -169,8 +168,12 @@ def build_namespace(
     """Return the fingerprint of everything that makes bytes interchangeable between two engines.
 
     ``ranks``: the geometry of each, in order. ``read`` is called for models, and for directories and large files that
-    settings name. Raises NamespaceError, and what ``read`` raises.
+    settings name. Raises what ``read`` raises, and NamespaceError; also if the ranks do not agree on the shards: none
+    would find another rank's.
     """
+    plan, digests = ranks[0].plan, tuple(rank.digest for rank in ranks)
+    if any(rank.plan != plan for rank in ranks):
+        raise NamespaceError("the ranks of this engine do not agree on how chunks are cut into shards")
     models = models_of(vllm_config, {source for rank in ranks for source in rank.sources})
     contents = {path: read(model.files, alone=False) for path, model in models.items() if model.files is not None}
     weights = {path: content.digest for path, content in contents.items()}
@@ -186,11 +189,21 @@ def build_namespace(
         settings[f"{path}.weights"] = weights.get(path)
     if config.authenticate is not None:
         settings["authenticate"] = SCHEME  # so that chunks without a MAC are never looked up or reported
+    if plan.is_cut:
+        settings = {name: value for name, value in settings.items() if name not in EXCUSED_WITH_SHARDS}
+        # If ranks differ, for example by their scales, engines of other sizes share nothing.
+        digests = digests[:1] if len(set(digests)) == 1 else digests
+    if not plan.is_cut or _weights_depend_on_sizes(vllm_config):
+        parallel = vllm_config.parallel_config
+        settings |= {
+            "tp": parallel.tensor_parallel_size,
+            "pp": parallel.pipeline_parallel_size,
+            "pcp": parallel.prefill_context_parallel_size,
+            "dcp": parallel.decode_context_parallel_size,
+        }
     seed = os.environ.get("PYTHONHASHSEED")
-    parallel = vllm_config.parallel_config
     backends = sorted({name for rank in ranks for name in rank.attention_backends})
-    is_cut = any(rank.shards is not None for rank in ranks)
-    by_rank = NamespaceFields(
+    namespace_fields = NamespaceFields(
         tenant=config.tenant,
         engine=f"vllm {vllm.__version__}",
         platform=_platform(),
@@ -199,33 +212,28 @@ def build_namespace(
         hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
         hash_seed=None if seed is None else repr(seed),
         settings=settings,
-        tp=parallel.tensor_parallel_size,
-        pp=parallel.pipeline_parallel_size,
-        pcp=parallel.prefill_context_parallel_size,
-        dcp=parallel.decode_context_parallel_size,
-        world_size=parallel.world_size,
         attention_backend="+".join(backends) or None,
         weights=weights.get("model_config"),
         dtype=offloading.model.dtype,
-        kv_layout=str(offloading.kv_cache_layout or "default"),
         tokens_per_block=max(group.tokens_per_block for group in offloading.groups),
         blocks_per_chunk=offloading.cache.blocks_per_chunk,
         tokens_per_hash=offloading.cache.tokens_per_hash,
         groups=tuple(
-            GroupFields(
-                group.group_id,
-                group.tokens_per_block,
-                () if is_cut else tuple(rank.slot_bytes[at] for rank in ranks),
-            )
+            GroupFields(group.group_id, group.tokens_per_block, _shard_bytes(ranks, at))
             for at, group in enumerate(offloading.groups)
         ),
-        ranks=tuple(rank.digest for rank in ranks),
+        ranks=digests,
+        shards=plan.shards,
+        layers=plan.layers.begins,
+        shard_order=SHARD_ORDER if plan.is_cut else str(offloading.kv_cache_layout or "default"),
     )
-    if is_cut:
-        namespace = _by_shard(by_rank, ranks, counts_sizes=_weights_depend_on_sizes(vllm_config))
-    else:
-        namespace = make_namespace(by_rank)
-    return with_loaded_weights(namespace, loaded)
+    namespace = make_namespace(namespace_fields, plan)
+    machines = [rank.machine for rank in ranks]
+    together = [
+        (namespace.slot_bytes(group.group_id), ranks_together(machines, cut.replicas))
+        for group, cut in zip(offloading.groups, plan.groups, strict=True)
+    ]
+    return with_loaded_weights(replace(namespace, slot_replicas=replicas_of_slots(together)), loaded)
 
 
 def _weights_depend_on_sizes(vllm_config: VllmConfig) -> bool:
@@ -242,43 +250,15 @@ def _weights_depend_on_sizes(vllm_config: VllmConfig) -> bool:
     )
 
 
-def _by_shard(by_rank: NamespaceFields, ranks: Sequence[RankGeometry], *, counts_sizes: bool) -> Namespace:
-    """Return the namespace of chunks that are cut into shards, without the fields that differ between parallel sizes.
-
-    Raises NamespaceError if the ranks do not agree on the cut: no rank would find another rank's shards.
-    """
-    plan = ranks[0].shards
-    if plan is None or any(rank.shards != plan for rank in ranks):
-        raise NamespaceError("the ranks of this engine do not agree on how chunks are cut into shards")
-    groups = []
-    for at, (group, cut) in enumerate(zip(by_rank.groups, plan.groups, strict=True)):
-        sizes: dict[int, int] = {}
-        for rank in ranks:
-            for position, number in zip(plan.layout_groups(rank.rank, at), plan.held(rank.rank, at), strict=True):
-                size_bytes = rank.slot_bytes[position]
-                if sizes.setdefault(number // plan.per_range, size_bytes) != size_bytes:
-                    raise NamespaceError("the ranks of this engine do not agree on how large shards are")
-        of_heads = range(plan.per_range)
-        by_number = [
-            sizes.get(n, 0) if h < cut.head_ranges else 0 for n in range(len(plan.layers.begins)) for h in of_heads
-        ]
-        groups.append(replace(group, slot_bytes=tuple(by_number)))
-    common: dict[str, Any] = {item.name: getattr(by_rank, item.name) for item in fields(CommonFields)}
-    common["groups"] = tuple(groups)
-    common["settings"] = {name: value for name, value in by_rank.settings.items() if name not in EXCUSED_WITH_SHARDS}
-    if counts_sizes:
-        common["settings"] |= {"tp": by_rank.tp} | ({"pp": by_rank.pp} if by_rank.pp > 1 else {})
-    # If ranks differ, for example by their scales, engines of other sizes share nothing.
-    digests = by_rank.ranks[:1] if len(set(by_rank.ranks)) == 1 else by_rank.ranks
-    namespace = make_namespace(
-        ShardedFields(**common, ranks=digests, shards=plan.shards, layers=plan.layers.begins), plan
-    )
-    machines = [rank.machine for rank in ranks]
-    together = [
-        (namespace.slot_bytes(group.group_id), ranks_together(machines, cut.replicas))
-        for group, cut in zip(by_rank.groups, plan.groups, strict=True)
-    ]
-    return replace(namespace, slot_replicas=replicas_of_slots(together))
+def _shard_bytes(ranks: Sequence[RankGeometry], group: int) -> tuple[int, ...]:
+    """Return the sizes of a group's shards by number; 0: no rank has it. Raises NamespaceError if replicas disagree."""
+    found: dict[int, int] = {}
+    for rank in ranks:
+        plan = rank.plan
+        for at, number in zip(plan.layout_groups(rank.rank, group), plan.held(rank.rank, group), strict=True):
+            if found.setdefault(number, rank.slot_bytes[at]) != rank.slot_bytes[at]:
+                raise NamespaceError("the ranks of this engine do not agree on how large shards are")
+    return tuple(found.get(number, 0) for number in range(ranks[0].plan.shards))
 
 
 def _loaded_weights(

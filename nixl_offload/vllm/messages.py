@@ -29,11 +29,13 @@ class RankGeometry(KVConnectorHandshakeMetadata):
 
     rank: int
     slot_bytes: tuple[int, ...]
-    """Bytes of its shard of a chunk (header page, payload, padding) per KV cache group; 0: it has no layer of the
-    group. If chunks are cut: bytes of each shard that it holds, in the order of ``ShardPlan.numbers``.
+    """Bytes of each shard that it holds (header page, payload, padding), in the order of ``ShardPlan.numbers``; 0: it
+    has no layer of the group.
     """
     digest: str
-    """Digest of the layout of its KV caches (``rank_identity``)."""
+    """``RankShards.digest``."""
+    plan: ShardPlan
+    """How chunks are cut into shards."""
     attention_backends: tuple[str, ...] = ()
     """Names of the backends that its layers really use, sorted. They decide the layout inside a block."""
     machine: str = ""
@@ -42,9 +44,6 @@ class RankGeometry(KVConnectorHandshakeMetadata):
     """Digest of the weights that it has loaded; None: not known."""
     sources: tuple[str, ...] = ()
     """Sources of its models' weights beside their own files (``rank_identity.sources_of``)."""
-    shards: ShardPlan | None = None
-    """How chunks are cut into shards; ``digest`` then covers the layers of the whole model. None: they are not cut, and
-    each rank stores its own part."""
 
 
 @dataclass

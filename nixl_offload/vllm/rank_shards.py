@@ -1,6 +1,7 @@
 """Decides whether and how an engine's chunks are cut into shards, and where this rank's shards lie.
 
 All ranks of an engine come to the same result: each sends the others its layers, or why it does not understand them.
+Chunks that are not cut have a shard for each rank.
 The scheduler's half checks that they agree (``identity.build_namespace``).
 
 With pipeline stages vLLM makes the groups of the whole model. A stage has the layers of each group that it runs, in the
@@ -32,11 +33,11 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
 from nixl_offload.chunk.layout import GroupLayout, HeadPages, KVLayout, shard_groups
-from nixl_offload.chunk.shards import ONE_RANGE, LayerCut, ShardPlan, cut_layers, make_plan
+from nixl_offload.chunk.shards import ONE_RANGE, LayerCut, ShardPlan, cut_layers, make_plan, uncut_plan
 from nixl_offload.config import ShardCut
 from nixl_offload.errors import LayoutError
 from nixl_offload.identity.settings import collect
-from nixl_offload.vllm.kv_caches import layer_pages, regions_of, understood_pages
+from nixl_offload.vllm.kv_caches import canonical_layout, layer_pages, regions_of, understood_pages
 from nixl_offload.vllm.rank_identity import layer_facts
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ class RankShards:
 
     plan: ShardPlan
     digest: str
-    """Hex digest of the layers of the whole model. Engines with another digest share nothing."""
+    """Hex digest of the layers of the whole model; if chunks are not cut, of this rank's KV caches. Engines with
+    another digest share nothing.
+    """
     layout: KVLayout
     """With a group for each shard, in the order of ``ShardPlan.numbers``."""
 
@@ -144,6 +147,14 @@ def cut_chunks(
             pages = [pages for _, pages in ranges[number][position].values()]
             groups += shard_groups(pages, group.per_rank)
     return RankShards(plan, digest, KVLayout(regions_of(canonical), tuple(groups), blocks_per_chunk))
+
+
+def leave_uncut(canonical: CanonicalKVCaches, blocks_per_chunk: int, digest: str, world_size: int) -> RankShards:
+    """Return this rank's shards of chunks that are not cut: its own pages, as they lie. ``digest``: from
+    ``rank_identity``.
+    """
+    layout = canonical_layout(canonical, blocks_per_chunk)
+    return RankShards(uncut_plan(world_size, len(layout.groups)), digest, layout)
 
 
 def cut_by_config(vllm_config: VllmConfig, wanted: ShardCut) -> LayerCut | str:

@@ -189,8 +189,8 @@ class RankMemory:
     host: HostSlab | None
     claimed_share: float
     """The share of the device's memory that vLLM keeps for itself (``gpu_memory_utilization``)."""
-    shards: Sequence[int] = ()
-    """By group of ``layout``: the number of its shard. Empty if chunks are not cut: each rank has one shard."""
+    shards: Sequence[int]
+    """By group of ``layout``: the number of its shard."""
     keys: ChunkKeys | None = None
     """Keys for tiers that other servers write to; None: chunks are not authenticated."""
 
@@ -318,8 +318,7 @@ def open_tier_engine(
     """
     tier = config.tiers[position]
     device = device_of(memory.tensors[0])
-    shards = [Shard(number, place.rank_namespaces[number]) for number in memory.shards]
-    rank_namespace = b"" if shards else place.rank_namespaces[rank]
+    shards = [Shard(number, place.shard_digests[number]) for number in memory.shards]
     if device.torch_device.type == "cuda":
         torch.cuda.set_device(device.torch_device)  # a new thread begins on the first GPU
     # As vLLM's own calls: KV caches were made in inference mode, and tensors made here are written to in it.
@@ -331,7 +330,6 @@ def open_tier_engine(
                 tensors=memory.tensors,
                 layout=memory.layout,
                 host=memory.host,
-                rank_namespace=rank_namespace,
                 shards=shards,
                 tier=position,
                 verify=config.verify,
@@ -356,7 +354,6 @@ def open_tier_engine(
             layout=memory.layout,
             link=link,
             tier=position,
-            rank_namespace=rank_namespace,
             shards=shards,
             staging_bytes=staging_bytes,
             verify=config.verify,

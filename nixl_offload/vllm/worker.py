@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_offload.base import (
-    CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingSpec,
@@ -45,7 +44,7 @@ from nixl_offload.types import Outcome
 from nixl_offload.vllm.adapters import LoadedAdapters
 from nixl_offload.vllm.background import name_of
 from nixl_offload.vllm.chunks import RankChunks, of_no_blocks
-from nixl_offload.vllm.kv_caches import canonical_layout, keeps_prefix
+from nixl_offload.vllm.kv_caches import keeps_prefix
 from nixl_offload.vllm.messages import (
     NOTHING,
     LoadSample,
@@ -57,7 +56,7 @@ from nixl_offload.vllm.messages import (
     WeightsAnswer,
     WorkerReport,
 )
-from nixl_offload.vllm.rank_identity import allocation_digest, sources_of, weights_digest
+from nixl_offload.vllm.rank_identity import sources_of, weights_digest
 from nixl_offload.vllm.rank_shards import RankShards
 from nixl_offload.vllm.rank_tiers import RankMemory, RankTiers, open_host, open_tier_engine, plan_tiers
 from nixl_offload.vllm.vllm_internals import (
@@ -118,12 +117,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         """As vLLM's. Also records this rank's geometry. If the caches are not understood, the scheduler's half stays
         off.
         """
-        digest = ""
         sources: tuple[str, ...] = ("(not known)",)
-        try:
-            digest = allocation_digest(self.vllm_config, self.kv_cache_config, kv_caches)
-        except Exception:
-            logger.exception("What lies where in the KV caches of this rank is not understood")
         self.spec.kv_caches = kv_caches
         super().register_kv_caches(kv_caches)
         self.spec.kv_caches = {}  # they go away while the engine sleeps
@@ -137,7 +131,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         if any(group.layer_names for group in self.kv_cache_config.kv_cache_groups):
             # For a rank without layers vLLM would name the backend that it prefers.
             backends = {backend.get_name() for backend in get_current_attn_backends(self.vllm_config)}
-        geometry = self.rank_worker.geometry(digest, backends)
+        geometry = self.rank_worker.geometry(backends)
         self._geometry = replace(geometry, weights=self._digest_weights(), sources=sources)
 
     def geometry(self) -> RankGeometry | None:
@@ -284,18 +278,18 @@ class NixlOffloadingWorker(OffloadingWorker):
         self,
         offloading: OffloadingConfig,
         config: Config,
-        kv_caches: CanonicalKVCaches,
+        tensors: list[torch.Tensor],
+        shards: RankShards,
         claimed_share: float = 1.0,
         *,
         engines: int = 1,
-        shards: RankShards | None = None,
         keys: ChunkKeys | None = None,
     ) -> None:
         """Take the host memory that the config asks for, and compare transfer paths on a device.
 
-        ``claimed_share``: the share of the device's memory that vLLM keeps for itself. ``engines``: data-parallel
-        engines that divide the memory tier. ``shards``: how chunks are cut into shards; None: each rank stores its own
-        part. ``keys``: from the config's ``authenticate``.
+        ``tensors``: the KV caches, those of ``shards.layout``. ``claimed_share``: the share of the device's memory that
+        vLLM keeps for itself. ``engines``: data-parallel engines that divide the memory tier. ``keys``: from the
+        config's ``authenticate``.
 
         This may take seconds. The start waits for it, because CUDA graphs are captured next, and no other thread may
         allocate device memory during that. Raises TierError if there is too little host memory: at start, and only
@@ -303,10 +297,9 @@ class NixlOffloadingWorker(OffloadingWorker):
         """
         self._config = config
         self._rank = offloading.parallel.rank
-        self._tensors: list[torch.Tensor] = [item.tensor for item in kv_caches.tensors]
-        blocks_per_chunk = offloading.cache.blocks_per_chunk
-        self.layout = canonical_layout(kv_caches, blocks_per_chunk) if shards is None else shards.layout
+        self._tensors = tensors
         self._shards = shards
+        self.layout = shards.layout
         self._has_layers = len(self.layout.empty_groups) < len(self.layout.groups)
         """Whether this rank has layers. If not, it needs neither memory nor storage."""
         self._host: HostSlab | None = None
@@ -322,12 +315,12 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._chunks = RankChunks(
             self.layout,
             [group.group_id for group in offloading.groups],
+            shards.plan,
+            self._rank,
             memory=None if config.memory is None else 0,
-            rank=self._rank,
-            plan=None if shards is None else shards.plan,
             shared=[position for position, tier in enumerate(config.tiers) if tier.is_shared],
         )
-        numbers = () if shards is None else shards.plan.numbers(self._rank)
+        numbers = shards.plan.numbers(self._rank)
         memory = RankMemory(self._tensors, self.layout, self._host, claimed_share, numbers, keys)
         self._tiers = RankTiers(
             self._engine,
@@ -348,15 +341,11 @@ class NixlOffloadingWorker(OffloadingWorker):
         self.adapters = LoadedAdapters()
         """Records the LoRA adapters that are loaded on this rank."""
 
-    def geometry(self, digest: str, attention_backends: Iterable[str] = ()) -> RankGeometry:
-        """Return this rank's geometry for the scheduler's half. ``digest``: from ``rank_identity``."""
+    def geometry(self, attention_backends: Iterable[str] = ()) -> RankGeometry:
+        """Return this rank's geometry for the scheduler's half."""
         slot_bytes = tuple(self.layout.slot_bytes(group) for group in range(len(self.layout.groups)))
         backends, shards = tuple(sorted(attention_backends)), self._shards
-        if shards is None:
-            return RankGeometry(self._rank, slot_bytes, digest, backends)
-        return RankGeometry(
-            self._rank, slot_bytes, shards.digest, backends, machine=machine_token(), shards=shards.plan
-        )
+        return RankGeometry(self._rank, slot_bytes, shards.digest, shards.plan, backends, machine_token())
 
     def open(self, places: Mapping[int, AnyPlace], opening: int = 0) -> None:
         """Begin to open tiers in the background; those that fail are tried again. ``take_status`` says which are open.
@@ -504,8 +493,7 @@ class NixlOffloadingWorker(OffloadingWorker):
             leak(self._host)  # a copy that did not end may still use it, and freeing it would wait for that copy
 
     def _joined(self, position: int, place: AnyPlace, engine: TierEngine) -> None:
-        if self._shards is not None:
-            self._chunks.take_places(position, place.slots if isinstance(place, SlabPlace) else None)
+        self._chunks.take_places(position, place.slots if isinstance(place, SlabPlace) else None)
         access = engine.status().access  # asked now, for vLLM chooses the model's stream after it registers KV caches
         if access is not None and access.mover == "kvikio" and model_on_default_stream(self._tensors[0]):
             logger.warning(

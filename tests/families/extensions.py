@@ -119,7 +119,7 @@ class RoundTripExtension(FamilyExtension):
 
     def _chunks(self, group: int) -> tuple[tuple[Key, ...], tuple[Location, ...]]:
         worker = self._rank_worker()
-        sizes = worker.geometry("").slot_bytes
+        sizes = worker.geometry().slot_bytes
         step = align_up(max(sizes), PAGE_BYTES)
         ends = worker._chunks._group_ids[group].to_bytes(4, "big")
         return (

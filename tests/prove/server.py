@@ -109,7 +109,7 @@ class Rank:
             load_timeout_s=config.load_timeout_s,
         )
         plan = TransferPlan(mover, "host") if mover else None
-        memory = RankMemory(self.tensors, self.layout, self.host, claimed_share=0.0)
+        memory = RankMemory(self.tensors, self.layout, self.host, 0.0, [number] * len(shape.groups))
         self.engines: dict[int, TierEngine] = {}
         """Open engines, by position."""
         self.tiers = RankTiers(

@@ -27,7 +27,17 @@ from nixl_offload.tiers.slab.file import SlabFile, SlabLink
 from nixl_offload.types import Location, Outcome, align_up
 from tests.contract.suites.faulty_mover import FaultyMover
 from tests.headers import Expected, make_page
-from tests.unit.engine_rig import CHUNK_BLOCKS, DEADLINE_S, NAMESPACE, SHAPES, Clock, Driven, Shape, kv_cache
+from tests.unit.engine_rig import (
+    CHUNK_BLOCKS,
+    DEADLINE_S,
+    NAMESPACE,
+    SHAPES,
+    Clock,
+    Driven,
+    Shape,
+    kv_cache,
+    own_shards,
+)
 from tests.unit.rank_rig import TestedRank
 
 MEMORY, FILE, BUCKET = 0, 1, 2
@@ -89,7 +99,7 @@ class ChainRig(Driven):
             tensors=tensors,
             layout=layout,
             host=host,
-            rank_namespace=NAMESPACE,
+            shards=own_shards(layout),
             verify=options.get("verify", "checksum"),
         )
         engines: list[TierEngine | None] = [memory]
@@ -109,7 +119,7 @@ class ChainRig(Driven):
                 layout=layout,
                 link=SlabLink(slab, mover, clock),
                 tier=tier,
-                rank_namespace=NAMESPACE,
+                shards=own_shards(layout),
                 staging_bytes=staging_slots * slot_bytes,
                 host=host,
                 **options,

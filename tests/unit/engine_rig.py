@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, PageRun, RegionSpec
+from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import Chunk, Completion, LinkEngine
 from nixl_offload.movers.base import Mover, Transfer, TransferState
 from nixl_offload.movers.threaded import CopyMover
@@ -31,6 +32,11 @@ NUM_BLOCKS = 48
 CHUNK_BLOCKS = 4
 DEADLINE_S = 20.0
 Bytes = npt.NDArray[np.uint8]
+
+
+def own_shards(layout: KVLayout, namespace: bytes = NAMESPACE, number: int = 0) -> list[Shard]:
+    """The shards of a rank whose chunks are not cut, with ``namespace`` in their headers."""
+    return [Shard(number, namespace)] * len(layout.groups)
 
 
 class Clock:
@@ -239,6 +245,7 @@ class Rig(Driven):
         namespace: bytes = NAMESPACE,
         cache: tuple[list[torch.Tensor], list[Bytes], KVLayout] | None = None,
         direct_io: bool = True,
+        shard: int = 0,
         **options: Any,
     ) -> Self:
         """``cache``: instead of a new ``kv_cache``. ``options`` are the engine's, or the rank's."""
@@ -257,7 +264,8 @@ class Rig(Driven):
         rank = {name: options.pop(name) for name in ("clock", "load_timeout_s") if name in options}
 
         options |= {"tensors": tensors, "layout": layout, "link": link_, "staging_bytes": staging_slots * largest}
-        engine = Alone(partial(LinkEngine, rank_namespace=namespace, **options), options.get("tier", 0), **rank)
+        shards = own_shards(layout, namespace, shard)
+        engine = Alone(partial(LinkEngine, shards=shards, **options), options.get("tier", 0), **rank)
         return cls(shape, tensors, kv, layout, slab, mover, link_, engine)
 
     def close(self) -> None:

@@ -100,7 +100,7 @@ class RankRig:
             relay_slots=2,
             slot_bytes=max(sizes),
         )
-        digests = [digest(number) for number in range(plan.shards)] if namespace is None else namespace.rank_digests
+        digests = [digest(number) for number in range(plan.shards)] if namespace is None else namespace.shard_digests
         named = [Shard(number, digests[number]) for number in plan.numbers(rank)]
         extent = align_up(4 * self.slot_bytes, 65536)
         self.slab = slab or SlabFile(
@@ -121,7 +121,7 @@ class RankRig:
             neighbour.open()
         self.movers = [CopyMover(), CopyMover()]
         name = NAMESPACE_NAME if namespace is None else namespace.name
-        tree = TreeLink(str(root), name, 77, self.movers[1], direct_io=False, clock=time.monotonic)
+        tree = TreeLink(str(root), name, self.movers[1], direct_io=False, clock=time.monotonic)
         slab_link = SlabLink(self.slab, self.movers[0], time.monotonic, neighbours=self.neighbours)
         self.chain = TestedRank(3, relay_offsets=self.host.relay_offsets)
         farther = [
@@ -131,7 +131,6 @@ class RankRig:
                 layout=self.layout,
                 link=link,
                 tier=tier,
-                rank_namespace=b"",
                 shards=named,
                 staging_bytes=8 * self.slot_bytes,
                 host=self.host,
@@ -139,10 +138,10 @@ class RankRig:
             for tier, link in ((SLAB, slab_link), (TREE, tree))
         ]
         common = {"table": self.chain, "tensors": tensors, "layout": self.layout, "host": self.host}
-        memory = MemoryEngine(rank_namespace=b"", shards=named, **common)
+        memory = MemoryEngine(shards=named, **common)
         for tier, engine in enumerate([memory, *farther]):
             self.chain.join(tier, engine)
-        self.chunks = RankChunks(self.layout, [0], memory=MEMORY, rank=rank, plan=plan, shared=[TREE])
+        self.chunks = RankChunks(self.layout, [0], plan, rank, memory=MEMORY, shared=[TREE])
         self.chunks.take_places(SLAB, self.places)
         self.results: dict[int, Completion] = {}
         self.settled: dict[int, Completion] = {}

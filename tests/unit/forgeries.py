@@ -30,10 +30,10 @@ class Loot:
     """The attacker's material: whole shards, as they were stored."""
 
     target: bytes
-    """The shard to be forged: of one key, rank and namespace."""
+    """The shard to be forged: of one key, number and namespace."""
     other_key: bytes
     other_namespace: bytes
-    other_rank: bytes
+    other_shard: bytes
     """Shards of the same size, stored by servers with the key."""
     retired: bytes
     """The target, signed by a key that is no longer in the file."""
@@ -155,7 +155,7 @@ FORGERIES: Final[dict[str, Attack]] = {
     ),
     "another chunk that says it is this one": lambda loot: sealed(_retagged(loot, loot.other_key)),
     "another namespace's that says it is this one's": lambda loot: sealed(_retagged(loot, loot.other_namespace)),
-    "another rank's that says it is this one's": lambda loot: sealed(_retagged(loot, loot.other_rank)),
+    "another rank's that says it is this one's": lambda loot: sealed(_retagged(loot, loot.other_shard)),
     "two blocks changed places, with their checksums": _permuted,
 }
 """Attacks that fool a server without ``authenticate``: it takes other bytes for the chunk."""
@@ -167,7 +167,7 @@ REFUSED: Final[dict[str, Attack]] = {
     ),
     "another chunk": lambda loot: loot.other_key,
     "another namespace's chunk": lambda loot: loot.other_namespace,
-    "another rank's shard": lambda loot: loot.other_rank,
+    "another rank's shard": lambda loot: loot.other_shard,
     "another time in the header": lambda loot: sealed(_changed(loot.target, CREATED, struct.pack("<Q", 1))),
     "bytes of the header changed": _fields_changed,
     "the first block said not to be stored": _first_block_given_up,

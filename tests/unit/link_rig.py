@@ -31,17 +31,17 @@ def engines(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
             assert not thread.is_alive(), thread.name
 
 
-def tree(root: Path, *, rank: int = 0, filesystem: Filesystem = REAL) -> LinkMaker:
+def tree(root: Path, *, filesystem: Filesystem = REAL) -> LinkMaker:
     """Makes the link to a shared directory."""
     root.mkdir(exist_ok=True)
     return lambda mover, clock: TreeLink(
-        str(root), NAMESPACE_NAME, rank, mover, direct_io=True, clock=clock, filesystem=filesystem
+        str(root), NAMESPACE_NAME, mover, direct_io=True, clock=clock, filesystem=filesystem
     )
 
 
-def objects(rank: int = 0) -> LinkMaker:
+def objects() -> LinkMaker:
     """Makes the link to a bucket."""
-    return lambda mover, clock: ObjectLink("s3://bucket", NAMESPACE_NAME, rank, mover, clock)
+    return lambda mover, clock: ObjectLink("s3://bucket", NAMESPACE_NAME, mover, clock)
 
 
 def shards(root: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.engine.packer import HostPacker, Parts, Sources, pages_of
 from nixl_offload.engine.streams import Fence
-from tests.unit.engine_rig import NAMESPACE, SHAPES, Bytes, Driven, Shape, kv_cache
+from tests.unit.engine_rig import NAMESPACE, SHAPES, Bytes, Driven, Shape, kv_cache, own_shards
 from tests.unit.rank_rig import Alone
 
 
@@ -108,7 +108,13 @@ class MemoryRig(Driven):
         if slow:
             packer = SlowPacker([tensor.view(torch.uint8).numpy() for tensor in tensors], pages_of(layout))
         rank = {name: options.pop(name) for name in ("clock", "load_timeout_s") if name in options}
-        places = {"tensors": tensors, "layout": layout, "host": host, "rank_namespace": namespace, "tier": 0}
+        places = {
+            "tensors": tensors,
+            "layout": layout,
+            "host": host,
+            "shards": own_shards(layout, namespace),
+            "tier": 0,
+        }
         engine = Alone(partial(MemoryEngine, packer=packer, **places, **options), **rank)
         return cls(SHAPES[shape], kv, layout, host, engine, packer)
 

@@ -110,7 +110,9 @@ class Gate:
 def namespace_of(
     world_size: int = 1, tenant: str = "default", sizes: Sequence[tuple[int, ...]] | None = None
 ) -> Namespace:
-    """Return a plausible namespace with two groups. ``sizes``: each rank's shard bytes, by group; None: all equal."""
+    """Return a plausible namespace of chunks that are not cut, with two groups. ``sizes``: by group and rank, bytes of
+    the shard; None: all equal.
+    """
     groups = tuple(GroupFields(n, 16, of) for n, of in enumerate(sizes or [(SLOT,) * world_size] * 2))
     return make_namespace(
         NamespaceFields(
@@ -122,7 +124,6 @@ def namespace_of(
             revision=None,
             weights=None,
             dtype="bfloat16",
-            kv_layout="LBHNC",
             tokens_per_block=16,
             blocks_per_chunk=1,
             tokens_per_hash=16,
@@ -130,12 +131,9 @@ def namespace_of(
             hash_seed=None,
             groups=groups,
             ranks=("ab",) * world_size,
-            settings={},
-            tp=world_size,
-            pp=1,
-            pcp=1,
-            dcp=1,
-            world_size=world_size,
+            shards=world_size,
+            shard_order="LBHNC",
+            settings={"tp": world_size},
         )
     )
 
@@ -190,7 +188,7 @@ class Rig:
 
     def names(self, key: Key) -> list[str]:
         """All shards of a whole chunk, by rank."""
-        return [shard_name(self.namespace.name, key, rank) for rank in self.namespace.holders(key_group(key))]
+        return [shard_name(self.namespace.name, key, rank) for rank in self.namespace.shards(key_group(key))]
 
     def ask(self, request: str, keys: Sequence[Key], end_tokens: Iterable[int | None] | None = None) -> list[Lookup]:
         """Look keys up as a prefix scan does: go on after RETRY, stop at a MISS."""
@@ -254,7 +252,7 @@ class Rig:
         assert isinstance(self.store, MemoryStore)
         for key in keys:
             group = key_group(key)
-            for rank in self.namespace.holders(group) if ranks is None else ranks:
+            for rank in self.namespace.shards(group) if ranks is None else ranks:
                 size = self.namespace.shard_bytes(group, rank) if size_bytes is None else size_bytes
                 self.store.put(shard_name(self.namespace.name, key, rank), size, age_s)
 

@@ -25,7 +25,7 @@ from nixl_offload.tiers.slab.file import SlabLink
 from nixl_offload.types import Outcome
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
 from tests.unit.device_lab import Way, assert_round_trip, open_lab
-from tests.unit.engine_rig import NAMESPACE, Rig, open_rigs
+from tests.unit.engine_rig import Rig, open_rigs, own_shards
 from tests.unit.link_rig import ObjectFiles, objects, shards, tree
 from tests.unit.rank_rig import TestedRank
 
@@ -109,7 +109,12 @@ def chain(tmp_path: Path) -> Iterator[ChainRig]:
     rig.chain.close()
     rig.chain = TestedRank(3, relay_offsets=host.relay_offsets, clock=rig.clock)
     common: dict[str, Any] = {"table": rig.chain}
-    common |= {"tensors": rig.tensors, "layout": rig.layout, "rank_namespace": NAMESPACE, "host": host}
+    common |= {
+        "tensors": rig.tensors,
+        "layout": rig.layout,
+        "shards": own_shards(rig.layout),
+        "host": host,
+    }
     slab = rig.slabs[0]
     slab.open()
     movers = [CopyMover(), ObjectFiles(tmp_path / "bucket")]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Final
@@ -17,7 +17,7 @@ import yaml
 from nixl_offload.chunk.header import slot_bytes
 from nixl_offload.chunk.shards import ShardPlan, cut_layers, make_plan
 from nixl_offload.config import SlabConfig, parse_config
-from nixl_offload.identity.namespace import CommonFields, GroupFields, Namespace, ShardedFields, make_namespace
+from nixl_offload.identity.namespace import SHARD_ORDER, GroupFields, Namespace, make_namespace
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.shared.naming import shard_name
@@ -30,7 +30,6 @@ from tests.unit.stored_rig import Cli, flip, namespace_of, put_manifest
 CHUNKS: Final = range(5)
 HEADS: Final = 4
 CUT: Final = (1, LAYERS - 1)
-_COMMON: Final = {item.name: getattr(namespace_of("blue").fields, item.name) for item in fields(CommonFields)}
 
 
 def space_of(heads: int, tp: int, ranges: Sequence[int], stages: Sequence[int]) -> Namespace:
@@ -41,8 +40,8 @@ def space_of(heads: int, tp: int, ranges: Sequence[int], stages: Sequence[int]) 
     assert isinstance(plan, ShardPlan)
     sizes = [slot_bytes(CHUNK_BLOCKS, len(layers_in(cut, n)) * HEAD_BYTES) for n in range(len(cut.begins))]
     group = GroupFields(0, 16, tuple(size for size in sizes for _ in range(heads)))
-    common = {**_COMMON, "groups": (group,), "blocks_per_chunk": CHUNK_BLOCKS}
-    return make_namespace(ShardedFields(**common, ranks=("ab",), shards=plan.shards, layers=cut.begins), plan)
+    fields = replace(namespace_of("blue").fields, groups=(group,), blocks_per_chunk=CHUNK_BLOCKS, ranks=("ab",))
+    return make_namespace(replace(fields, shards=plan.shards, layers=cut.begins, shard_order=SHARD_ORDER), plan)
 
 
 def slab_config(path: Path) -> SlabConfig:
@@ -56,7 +55,6 @@ class Stored:
 
     def __init__(self, root: Path, space: Namespace, heads: int = HEADS) -> None:
         plan = space.plan
-        assert plan is not None
         self.tree, self.file = root / "tree", root / "kv.yaml"
         self.tree.mkdir()
         paths = {"slab": root / "slab", "shared_dir": self.tree}
@@ -86,7 +84,7 @@ class Stored:
     def shards(self, cli: Cli) -> set[tuple[int, str]]:
         """Return number and place of a chunk's shards, after verifying all of them."""
         assert cli("stat", self.file, key(1).hex(), "--json") == 0
-        return {(shard["rank"], shard["place"]) for shard in cli.json["shards"]}
+        return {(shard["shard"], shard["place"]) for shard in cli.json["shards"]}
 
 
 @pytest.mark.parametrize("ranges", [(LAYERS,), CUT])
@@ -129,8 +127,8 @@ def test_pipeline_stages_hold_shards_of_their_own_sizes(tmp_path: Path, cli: Cli
     flip(stored.slabs / rank_file_name(2), stored.offsets[2] + sizes[-1] + 5000)
     flip(stored.tree / shard_name(space.name, key(3), 6), 5000)
     assert cli("verify", stored.file) == 1
-    assert "rank 5: " in cli.out
-    assert "rank 6: " in cli.out
+    assert "shard 5: " in cli.out
+    assert "shard 6: " in cli.out
     manifest = json.loads((stored.slabs / "manifest.json").read_text())
     for held in ([[[0, 1]]], [[[0, -1]]], [[[99]]], [[[True]]], [[0]], [0], [], "12", 2, None):
         manifest["slab"]["held"] = held

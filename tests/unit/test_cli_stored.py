@@ -88,8 +88,8 @@ def test_a_slab_as_people_and_programs_read_it_is_not_changed(slab: StoredSlab, 
     share = r"[0-9.]+[KM]iB on disk; [0-9.]+% of the capacity, 64\.0MiB"
     use = r"its directory is open now: pid \d+ on '.*' since 20.*" if is_running else "no engine has its directory open"
     details = (
-        "engine vllm 0.33.0, platform cpu, dtype bfloat16, kv_layout LBHNC, tp 2, world_size 2, blocks_per_chunk 4, "
-        "tokens_per_block 16"
+        "engine vllm 0.33.0, platform cpu, dtype bfloat16, shards 2, shard_order LBHNC, blocks_per_chunk 4, "
+        "tokens_per_block 16, tp 2"
     )
     listing = (
         rf"{slab.root} \(slab\): {CHUNKS} chunks in 1 namespace, {ALL}; {share}\n\n"
@@ -106,7 +106,7 @@ def test_a_slab_as_people_and_programs_read_it_is_not_changed(slab: StoredSlab, 
     assert [text.splitlines()[0] for text in (first, second)] == [slab.place(1), slab.place(1, 1)]
     for field, words in (
         ("size", "24,576 bytes (24.0KiB)"),
-        ("namespace digest", slab.namespace.rank_digest(0).hex()),
+        ("namespace digest", slab.namespace.shard_digest(0).hex()),
         ("block bytes", str(BLOCK_BYTES)),
         ("created", f"{decode_header(slab.shard(1, 0)[:HEADER_BYTES]).created_s}   (20"),
         ("key", key(1).hex()),
@@ -121,7 +121,7 @@ def test_a_slab_as_people_and_programs_read_it_is_not_changed(slab: StoredSlab, 
     assert tier == {"kind": "slab", "where": str(slab.root), "capacity_bytes": 64 << 20, "other_objects": 0}
     for at in ("oldest_s", "newest_s", "last_opened_s"):
         assert abs(time.time() - namespace.pop(at)) < 60
-    assert namespace.pop("made_for")["world_size"] == 2
+    assert namespace.pop("made_for")["shards"] == 2
     assert namespace == {
         "name": slab.namespace.name,
         "part": None,
@@ -143,13 +143,13 @@ def test_keys_are_comments_and_columns_and_lines_of_json(slab: StoredSlab, cli: 
     assert cli("ls", slab.file, "--keys") == 0
     heading, columns, *rows = cli.out.splitlines()
     assert heading == f"# {slab.root}, namespace {slab.namespace.name}: tenant blue, model org/blue"
-    assert columns == "# key  group  rank  size  age  place"
+    assert columns == "# key  group  shard  size  age  place"
     assert len(rows) == 2 * CHUNKS
     assert re.fullmatch(rf"{key(0).hex()}  0  1  24\.0KiB  \d+s  {re.escape(slab.place(0, 1))}", rows[1])
     assert rows[-1].split()[4] == "?"
     assert cli("ls", slab.file, "--keys", "--json") == 0
     assert [line["key"] for line in cli.lines] == [key(number).hex() for number in range(CHUNKS)]
-    assert cli.lines[0]["shards"][1] == {"rank": 1, "bytes": SLOT_BYTES, "place": slab.place(0, 1)}
+    assert cli.lines[0]["shards"][1] == {"shard": 1, "bytes": SLOT_BYTES, "place": slab.place(0, 1)}
     assert cli.lines[-1]["written_s"] is None
 
 
@@ -306,9 +306,9 @@ def test_a_namespace_or_tenant_that_is_not_there_is_no_success(slab: StoredSlab,
 
 
 def bad(cli: Cli) -> dict[str, list[tuple[int, str]]]:
-    """Key -> (rank, reason) of the chunks that verify has reported as bad."""
+    """Key -> (shard, reason) of the chunks that verify has reported as bad."""
     return {
-        line["key"]: [(problem["rank"], problem["reason"]) for problem in line["problems"]]
+        line["key"]: [(problem["shard"], problem["reason"]) for problem in line["problems"]]
         for line in cli.lines[:-1]
         if line["verdict"] == "bad"
     }
@@ -317,25 +317,27 @@ def bad(cli: Cli) -> dict[str, list[tuple[int, str]]]:
 def both_say(
     cli: Cli, file: Path, damage: list[tuple[Callable[[], object], int, str, str]], then: Callable[[], object] = bool
 ) -> None:
-    """``verify`` reports only these chunks (rank, reason, words) as bad, and ``stat`` reports the same for each."""
+    """``verify`` reports only these chunks (shard, reason, words) as bad, and ``stat`` reports the same for each."""
     for do, *_ in damage:
         do()
     then()
     assert cli("verify", file, "--json") == 1
-    expected = {key(number).hex(): [(rank, reason)] for number, (_, rank, reason, _) in enumerate(damage)}
+    expected = {key(number).hex(): [(shard, reason)] for number, (_, shard, reason, _) in enumerate(damage)}
     assert bad(cli) == expected
     assert cli("verify", file) == 1
     assert cli.out.endswith(f"\n  {len(damage)} bad\n")
     said = cli.out
-    for number, (_, rank, reason, words) in enumerate(damage):
-        assert re.search(rf"^BAD {key(number).hex()} in .*\n    rank {rank}: .*{re.escape(words)}", said, re.MULTILINE)
+    for number, (_, shard, reason, words) in enumerate(damage):
+        assert re.search(
+            rf"^BAD {key(number).hex()} in .*\n    shard {shard}: .*{re.escape(words)}", said, re.MULTILINE
+        )
         assert cli("stat", file, key(number).hex()) == 1
-        assert f"WRONG  {reason}: " in cli.out or cli.out.rstrip().endswith(f"rank {rank}: missing")
+        assert f"WRONG  {reason}: " in cli.out or cli.out.rstrip().endswith(f"shard {shard}: missing")
         assert "\x1b" not in cli.out
 
 
 def test_every_kind_of_damage_to_a_slab_is_reported(slab: StoredSlab, cli: Cli) -> None:
-    damage: list[tuple[Callable[[], object], int, str, str]] = [  # for chunk 0, 1 ...: the damage; rank, reason, words
+    damage: list[tuple[Callable[[], object], int, str, str]] = [  # for chunk 0, 1 ...: the damage; shard, reason, words
         (lambda: slab.damage(0, 0, 4096 + 2 * BLOCK_BYTES + 7), 0, "checksum", f"{slab.place(0)}: block 2 of 4: the"),
         (lambda: slab.damage(1, 1, 60), 1, "header_checksum", "the header page states its own checksum as"),
         (lambda: slab.damage(2, 0, 0, bytes(SLOT_BYTES)), 0, "magic", "not a shard: it begins with 0000000000000000"),
@@ -349,7 +351,7 @@ def test_every_kind_of_damage_to_a_slab_is_reported(slab: StoredSlab, cli: Cli) 
 
 def test_every_kind_of_damage_to_a_tree_is_reported(tree: Tree, cli: Cli) -> None:
     needed, swapped = f"by its header the shard has {SLOT_BYTES} bytes, there are", tree.path(3).read_bytes()
-    gone = "the shard of rank 1 is not there: the chunk is incomplete, and cannot be loaded"
+    gone = "shard 1 is not there: the chunk is incomplete, and cannot be loaded"
     stranger = tree.path(9).with_name(f"{key(9).hex()}.0007")
     damage: list[tuple[Callable[[], object], int, str, str]] = [
         (lambda: flip(tree.path(0), 4096 + 3 * BLOCK_BYTES), 0, "checksum", "block 3 of 4"),
@@ -361,7 +363,7 @@ def test_every_kind_of_damage_to_a_tree_is_reported(tree: Tree, cli: Cli) -> Non
         (lambda: tree.path(6).write_bytes(bytes(SLOT_BYTES)), 0, "magic", "not a shard"),
         (lambda: tree.path(7, 1).unlink(), 1, "missing", gone),
         (lambda: tree.path(8).write_bytes(tree.path(8, 1).read_bytes()), 0, "namespace", "the shard belongs to name"),
-        (lambda: stranger.write_bytes(tree.path(9).read_bytes()), 7, "rank", "there is no rank 7 in a namespace of 2"),
+        (lambda: stranger.write_bytes(tree.path(9).read_bytes()), 7, "number", "a chunk of KV group 0 has no shard 7"),
     ]
     (tree.root / "notes.txt").write_text("not ours")
     tree.path(10).with_suffix(".bak").write_text("not ours either")
@@ -369,7 +371,7 @@ def test_every_kind_of_damage_to_a_tree_is_reported(tree: Tree, cli: Cli) -> Non
     (tree.root / tree.slab.namespace.name / "manifest.json").unlink()
     assert cli("verify", tree.file, "--json") == 1
     without = {key(number).hex() for number in range(7)}
-    assert {*bad(cli)} == without, "without a manifest checksums are checked, and ranks are not known"
+    assert {*bad(cli)} == without, "without a manifest checksums are checked, and shards are not known"
 
 
 def test_a_slab_that_is_cut_off_or_gone_or_sparse(slab: StoredSlab, cli: Cli) -> None:
@@ -398,7 +400,7 @@ def test_ranks_of_uneven_stages(tmp_path: Path, cli: Cli) -> None:
     """A rank without a layer of a group has no shard of it; all other ranks must have one."""
     sizes = [tuple(slot_bytes(4, 3000 * layers) if layers else 0 for layers in ranks) for ranks in LAYERS]
     groups = tuple(GroupFields(number, 16, each) for number, each in enumerate(sizes))
-    fields = replace(namespace_of().fields, groups=groups, blocks_per_chunk=4, tp=1, pp=4, world_size=4)
+    fields = replace(namespace_of().fields, groups=groups, blocks_per_chunk=4, shards=4)
     space, store = make_namespace(replace(fields, ranks=("a", "b", "c", "d"))), TreeStore(str(tmp_path / "tree"))
     put_manifest(store, space)
     keys = [Key(bytes([group + 1]) * 32 + group.to_bytes(4, "big")) for group in range(2)]
@@ -410,13 +412,13 @@ def test_ranks_of_uneven_stages(tmp_path: Path, cli: Cli) -> None:
     file.write_text(yaml.safe_dump({"tiers": [{"kind": "shared_dir", "path": store.where, "capacity": "1MiB"}]}))
     assert cli("verify", file, "--json") == 1
     assert bad(cli) == {
-        keys[0].hex(): [(0, "magic"), (2, "magic"), (0xFFFF, "rank"), (1, "missing")],
-        keys[1].hex(): [(0, "rank"), (1, "magic")],
+        keys[0].hex(): [(0, "magic"), (2, "magic"), (0xFFFF, "number"), (1, "missing")],
+        keys[1].hex(): [(0, "number"), (1, "magic")],
     }
     assert cli("stat", file, keys[1].hex()) == 1
-    assert "rank 0 has no layer of KV group 1" in cli.out
+    assert "a chunk of KV group 1 has no shard 0" in cli.out
     assert cli("stat", file, keys[0].hex(), "--json") == 1
-    assert [each["rank"] for each in cli.json["missing"]] == [1]
+    assert [each["shard"] for each in cli.json["missing"]] == [1]
 
 
 @pytest.mark.parametrize(
@@ -429,7 +431,7 @@ def test_sizes_that_cannot_be_true_say_nothing(sizes: object) -> None:
     assert NamespaceInfo(space.name, manifest).shard_bytes(0, 1) == SLOT_BYTES
     manifest["fields"]["groups"][0]["slot_bytes"] = sizes
     found = NamespaceInfo(space.name, manifest)
-    assert (found.ranks, found.shard_bytes(0, 1), [*found.holders(0)], [*found.groups]) == (None, None, [], [])
+    assert (found.shards, found.shard_bytes(0, 1), [*found.shards_of(0)], [*found.groups]) == (None, None, [], [])
 
 
 # Beside servers

@@ -5,24 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import xxhash
 
-from nixl_offload.identity.namespace import CommonFields, Namespace, ShardedFields, make_namespace
+from nixl_offload.identity.namespace import SHARD_ORDER, Namespace, make_namespace
 from nixl_offload.stores.directory import TreeStore
-from tests.unit.stored_rig import RANKS, put_image, put_manifest, stored_namespace
+from tests.unit.stored_rig import put_image, put_manifest, stored_namespace
 
 CHUNKS = 3
 
 
 def by_heads() -> Namespace:
-    """As ``stored_namespace``, of chunks that are cut by their heads into as many shards as that has ranks."""
-    by_rank = stored_namespace().fields
-    common = {item.name: getattr(by_rank, item.name) for item in fields(CommonFields)}
-    return make_namespace(ShardedFields(**common, ranks=("ab",), shards=RANKS))
+    """As ``stored_namespace``, of chunks that are cut by their heads into as many shards."""
+    return make_namespace(replace(stored_namespace().fields, ranks=("ab",), shard_order=SHARD_ORDER, settings={}))
 
 
 @pytest.fixture(params=[stored_namespace, by_heads])
@@ -43,14 +41,14 @@ def test_the_page_is_enough_to_read_a_shared_directory(tree: Path) -> None:
     assert manifest.parent.name == digest[:16].hex()
     keys = set()
     for path in manifest.parent.glob("??/*"):
-        key, _, rank_digits = path.name.partition(".")
+        key, _, digits = path.name.partition(".")
         assert path.parent.name == key[:2]
-        check_shard(path.read_bytes(), bytes.fromhex(key), int(rank_digits, 16), digest, fields)
+        check_shard(path.read_bytes(), bytes.fromhex(key), int(digits, 16), digest, fields)
         keys.add(key)
     assert len(keys) == CHUNKS
 
 
-def check_shard(shard: bytes, key: bytes, rank: int, digest: bytes, fields: dict[str, object]) -> None:
+def check_shard(shard: bytes, key: bytes, number: int, digest: bytes, fields: dict[str, object]) -> None:
     """In the order of the page's "Verifying"."""
     assert struct.unpack_from("<8sHH", shard) == (b"NIXLOFF1", 1, 4096)
     assert struct.unpack_from("<Q", shard, 4088)[0] == xxhash.xxh3_64_intdigest(shard[:4088])
@@ -61,14 +59,13 @@ def check_shard(shard: bytes, key: bytes, rank: int, digest: bytes, fields: dict
     assert payload_bytes == blocks * block_bytes
     assert not any(shard[82:88] + shard[88 + key_bytes : 152] + shard[152:192] + shard[192 + 8 * blocks : 4088])
     assert first_valid < blocks
-    rank_digest = hashlib.sha256(b"nixl-offload rank 1\0" + digest + rank.to_bytes(4, "big")).digest()
-    assert shard[16:48] == rank_digest
+    assert shard[16:48] == hashlib.sha256(b"nixl-offload shard 1\0" + digest + number.to_bytes(4, "big")).digest()
     assert shard[88 : 88 + key_bytes] == key
     assert group == int.from_bytes(key[-4:], "big")
     groups = fields["groups"]
     assert isinstance(groups, list)
     (sizes,) = (each["slot_bytes"] for each in groups if each["group_id"] == group)
-    assert len(shard) == sizes[rank] == 4096 + -(-payload_bytes // 4096) * 4096
+    assert len(shard) == sizes[number] == 4096 + -(-payload_bytes // 4096) * 4096
     for block in range(first_valid, blocks):
         begin = 4096 + block * block_bytes
         checksum = xxhash.xxh3_64_intdigest(shard[begin : begin + block_bytes])

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from nixl_offload.catalog.catalog import LoadTicket, MoveTicket, StoreTicket
+from nixl_offload.chunk.shards import uncut_plan
 from nixl_offload.engine import Completion
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm.chunks import RankChunks
@@ -38,7 +39,7 @@ class Stage:
 
     def __init__(self, rig: ChainRig) -> None:
         self.rig, self.numbers = rig, count(1)
-        self.chunks = RankChunks(rig.layout, [0, 1], memory=MEMORY)
+        self.chunks = RankChunks(rig.layout, [0, 1], uncut_plan(1, 2), 0, memory=MEMORY)
 
     def keys(self, first: int) -> tuple[Key, ...]:
         return tuple(self.rig.key(first + at, at % 2) for at in range(4))

@@ -61,28 +61,28 @@ class Servers:
         drawn = random.Random(f"{kind} {shape}")
         self.random, self.group = drawn, drawn.randrange(len(SHAPES[shape].groups))
 
-    def make(self, keys: ChunkKeys | None, at: str = "", *, rank: int = 0, **options: Any) -> Rig:
+    def make(self, keys: ChunkKeys | None, at: str = "", **options: Any) -> Rig:
         """Start a server. ``at``: a directory shared with other servers."""
         number = next(self._number)
         place = self._root / (at or f"own-{number}")
         place.mkdir(exist_ok=True)
         is_tree = self._kind == "shared_dir"
-        link = tree(place, rank=rank) if is_tree else objects(rank)
+        link = tree(place) if is_tree else objects()
         mover = CopyMover() if is_tree else ObjectFiles(place)
         rig = Rig.make(place, self._shape, mover, link=link, keys=keys, seed=number, **options)
         self._places[id(rig)] = place
         return self._stack.enter_context(closing(rig))
 
-    def file(self, rig: Rig, number: int = TARGET, rank: int = 0) -> Path:
+    def file(self, rig: Rig, number: int = TARGET, shard: int = 0) -> Path:
         """Return where a shard is stored."""
-        name = shard_name(NAMESPACE_NAME, rig.key(number, self.group), rank)
+        name = shard_name(NAMESPACE_NAME, rig.key(number, self.group), shard)
         return self._places[id(rig)] / (name if self._kind == "shared_dir" else name.replace("/", "_"))
 
-    def stored(self, rig: Rig, number: int = TARGET, rank: int = 0) -> bytes:
+    def stored(self, rig: Rig, number: int = TARGET, shard: int = 0) -> bytes:
         """Store a chunk; return its shard."""
         blocks = range(number, number + CHUNK_BLOCKS)
         assert rig.store(next(self._jobs), [rig.chunk(number, blocks, group=self.group)]) == (Outcome.OK,)
-        return self.file(rig, number, rank).read_bytes()
+        return self.file(rig, number, shard).read_bytes()
 
     def load(self, rig: Rig, way: str, begin: int = 0) -> tuple[Outcome, bytes]:
         """Load the target from block ``begin`` on; return what became of it, and the bytes that came."""
@@ -110,7 +110,7 @@ def test_forged_shards_are_misses(tmp_path: Path, kind: str, way: str, shape: st
             target=servers.stored(writer),
             other_key=servers.stored(writer, TARGET + 1),
             other_namespace=servers.stored(servers.make(keys, namespace=bytes(reversed(NAMESPACE)))),
-            other_rank=servers.stored(servers.make(keys, namespace=bytes([9]) * 32, rank=1), rank=1),
+            other_shard=servers.stored(servers.make(keys, namespace=bytes([9]) * 32, shard=1), shard=1),
             retired=servers.stored(servers.make(ChunkKeys([retired]))),
             unsigned=servers.stored(servers.make(None)),
             attackers_key=attackers,
@@ -156,7 +156,7 @@ def _with(**fields: Any) -> Callable[[dict[str, Any]], object]:
 
 FORGED: Final[dict[str, Callable[[dict[str, Any]], object]]] = {
     "no authenticate": _without_authenticate,
-    **{f"world size {n!r:.9}": _with(world_size=n) for n in (10**9, -1, 10**400, 1e308, "1", None, True, [], {})},
+    **{f"{n!r:.9} shards": _with(shards=n) for n in (10**9, -1, 10**400, 1e308, "1", None, True, [], {})},
     "no groups": _with(groups=[]),
     "text for groups": _with(groups="x"),
     "large groups": _with(groups=[{"group_id": 0, "slot_bytes": [2**62] * 1000}]),

@@ -29,9 +29,6 @@ from nixl_offload.chunk.header import (
 )
 from nixl_offload.errors import FormatError, TierError
 from nixl_offload.identity.namespace import (
-    GroupFields,
-    NamespaceFields,
-    make_namespace,
     manifest_digest,
     manifest_fits,
 )
@@ -41,6 +38,7 @@ from nixl_offload.tiers.slab.directory import MANIFEST_NAME, last_use_s, read_ma
 from nixl_offload.types import Key, Location
 from tests.headers import Expected, make_page
 from tests.prove.fuzz import changed, fuzzed, trees
+from tests.unit.shared_rig import namespace_of
 
 EXPECT = Expected(bytes(range(32)), bytes(range(100, 120)) + b"\0\0\0\1", 1, 3, 64)
 _PAGE = bytes(make_page(EXPECT, np.arange(1, 4, dtype=np.uint64), created_s=7))
@@ -199,13 +197,7 @@ def _use(path: Path) -> None:
     assert journal.close(10.0)
 
 
-_FIELDS = NamespaceFields(
-    tenant="t", engine="vllm 0.33.0", platform="cpu", attention_backend=None, model="m", revision=None, weights=None,
-    dtype="bfloat16", tokens_per_block=16, blocks_per_chunk=2, tokens_per_hash=16, hash_algorithm="sha256",
-    hash_seed="0", groups=(GroupFields(0, 16, (8192,)),), settings={"a.b": 1}, kv_layout="LBHNC", ranks=("x",),
-    tp=1, pp=1, pcp=1, dcp=1, world_size=1,
-)  # fmt: skip
-_MANIFEST: dict[str, Any] = make_namespace(_FIELDS).manifest()
+_MANIFEST: dict[str, Any] = namespace_of().manifest()
 _MANIFESTS = [json.dumps(_MANIFEST).encode(), b'{"namespace":"","slab":{}}']
 _NAMES = [*_MANIFEST["fields"], "fields", "namespace", "slab", "shards"]
 

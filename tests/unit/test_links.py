@@ -254,7 +254,7 @@ def test_calls_that_wait_for_a_thread_are_not_overdue_while_others_end(
                     answers[number] = error.cause
 
     monkeypatch.setattr(link._files, "open", open_slowly)
-    calls = [link.begin_read(key, Location(0, 0, 4096), 4096) for key in keys[:-1]]
+    calls = [link.begin_read(key, Location(0, 0, 4096), 4096, 0) for key in keys[:-1]]
     try:
         push()
         for taken_up, next_up in ((8, 16), (16, 24), (24, 25)):
@@ -269,7 +269,7 @@ def test_calls_that_wait_for_a_thread_are_not_overdue_while_others_end(
         push()
         assert answers == dict.fromkeys(range(24), "missing")
         now_s[0] += 4.0
-        calls.append(link.begin_read(keys[-1], Location(0, 0, 4096), 4096))
+        calls.append(link.begin_read(keys[-1], Location(0, 0, 4096), 4096, 0))
         list(gates.values())[-1].set()
         push()
         until(lambda: len(begun) == 26 and link._calls.pending == 1)

@@ -18,7 +18,7 @@ from nixl_offload.vllm import background, rank_tiers
 from nixl_offload.vllm.background import BackgroundOpening
 from nixl_offload.vllm.rank_tiers import RankTiers
 from tests.unit.chain_rig import FILE, MEMORY, ChainRig
-from tests.unit.engine_rig import NAMESPACE, until
+from tests.unit.engine_rig import own_shards, until
 
 DEADLINE_S = 20.0
 
@@ -84,7 +84,11 @@ def test_each_kind_of_error_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog
 
 def _memory_engine(rig: ChainRig) -> MemoryEngine:
     return MemoryEngine(
-        table=rig.chain, tensors=rig.tensors, layout=rig.layout, host=rig.host, rank_namespace=NAMESPACE
+        table=rig.chain,
+        tensors=rig.tensors,
+        layout=rig.layout,
+        host=rig.host,
+        shards=own_shards(rig.layout),
     )
 
 

@@ -442,9 +442,8 @@ def test_whole_chunks_are_found_whichever_rank_stands_for_them(make: MakeRig, st
     rig, keys = make(namespace=SPACE), keys_of(60, group=group)
     rig.put(*keys)
     assert rig.hits("a", keys) == 60
-    assert {shard.rank for name in store.names("head") if (shard := parse_shard_name(name))} <= set(
-        SPACE.holders(group)
-    )
+    asked = {parsed.shard for name in store.names("head") if (parsed := parse_shard_name(name))}
+    assert asked <= set(SPACE.shards(group))
 
 
 def test_a_group_that_the_model_does_not_have_is_a_miss_without_a_question(make: MakeRig, store: MemoryStore) -> None:

@@ -241,7 +241,7 @@ def test_a_store_without_a_descriptor_does_not_pause_the_others(
 
     monkeypatch.setattr(rank.slab, "check", refuse)
     with pytest.raises(TierError):
-        next(rank.link.begin_write(key(1), where, SLOT))
+        next(rank.link.begin_write(key(1), where, SLOT, 0))
     assert (rank.link.trouble, rank.link.may_store()) == ("none", True)
 
 
@@ -262,7 +262,7 @@ def test_chunks_are_evicted_where_others_have_filled_the_drive(server: Server) -
         assert location is not None
         assert rank.may_store()
         try:
-            for _ in rank.link.begin_write(new, location, SLOT):
+            for _ in rank.link.begin_write(new, location, SLOT, 0):
                 pass
         except TierError:
             tier.abort(new)

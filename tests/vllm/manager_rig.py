@@ -32,6 +32,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from nixl_offload.catalog.catalog import LoadTicket, MoveTicket, StoreTicket
+from nixl_offload.chunk.shards import uncut_plan
 from nixl_offload.config import Config, parse_config
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm.connector import NixlOffloadSpec
@@ -156,7 +157,8 @@ def scheduler_half(
 
 def ranks(count: int = 1) -> list[RankGeometry]:
     """Return the geometries of ``count`` equal ranks."""
-    return [RankGeometry(rank, (SLOT,), f"{rank:064x}", ("CPU_ATTN",), weights="ab") for rank in range(count)]
+    plan = uncut_plan(count, 1)
+    return [RankGeometry(rank, (SLOT,), f"{rank:064x}", plan, ("CPU_ATTN",), weights="ab") for rank in range(count)]
 
 
 def ranks_open(manager: NixlOffloadManager, count: int = 1) -> None:

@@ -96,7 +96,7 @@ class Medium:
             parsed, path = parse_shard_name(name), self.directory / name
             assert parsed is not None
             with contextlib.suppress(FileNotFoundError, FormatError):  # an upload may end meanwhile
-                yield Shard(path, header=decode_header(Piece(path, 0, HEADER_BYTES).read()), rank=parsed.rank)
+                yield Shard(path, header=decode_header(Piece(path, 0, HEADER_BYTES).read()), rank=parsed.shard)
 
     def _slots(self) -> Iterator[Shard]:
         for slab in sorted(self.directory.glob("*/rank-*.slab")):

@@ -38,7 +38,7 @@ from nixl_offload.chunk.shards import ShardPlan, make_plan
 from nixl_offload.config import Config
 from nixl_offload.errors import NamespaceError
 from nixl_offload.identity.excused import ALSO_COUNTED, EXCUSED, EXCUSED_ENVIRONMENT, EXCUSED_WITH_SHARDS
-from nixl_offload.identity.namespace import Namespace, ShardedFields
+from nixl_offload.identity.namespace import Namespace
 from nixl_offload.identity.settings import collect
 from nixl_offload.identity.weights import FilesDigest, digest_files
 from nixl_offload.vllm.identity import (
@@ -474,7 +474,7 @@ def cut_ranks(tp: int, *, digests: Sequence[str] = (), shards: int = 4) -> list[
     assert isinstance(plan, ShardPlan)
     told = digests or ["ab"] * tp
     sizes = [(8192,) * len(plan.numbers(rank)) for rank in range(tp)]
-    return [RankGeometry(rank, sizes[rank], told[rank], ("CPU_ATTN",), shards=plan) for rank in range(tp)]
+    return [RankGeometry(rank, sizes[rank], told[rank], plan, ("CPU_ATTN",)) for rank in range(tp)]
 
 
 def test_chunks_that_are_cut_have_one_namespace_for_all_sizes(build: Build) -> None:
@@ -483,8 +483,9 @@ def test_chunks_that_are_cut_have_one_namespace_for_all_sizes(build: Build) -> N
     cut = {tp: namespace(made, ranks=cut_ranks(tp)) for tp, made in configs.items()}
     assert len({found.digest for found in cut.values()}) == 1
     assert [found.slot_bytes(0) for found in cut.values()] == [4 * 8192, 2 * 8192, 8192]
-    by_rank = {namespace(made, ranks=manager_rig.ranks(tp)).digest for tp, made in configs.items() if tp == 1}
-    assert by_rank.isdisjoint({found.digest for found in cut.values()})
+    stages = build(pipeline_parallel_size=2, distributed_executor_backend="mp")
+    uncut = [namespace(made, ranks=manager_rig.ranks(2)).digest for made in (configs[2], stages)]
+    assert len({cut[2].digest, *uncut}) == 3, "without a cut, parallel sizes count"
     other = namespace(build(tensor_parallel_size=2, dtype="bfloat16"), ranks=cut_ranks(2))
     assert other.digest != cut[2].digest
 
@@ -495,7 +496,7 @@ def test_replicas_of_a_machine_have_one_copy(build: Build, machines: str, togeth
     made = build(tensor_parallel_size=4, distributed_executor_backend="mp")
     plan = make_plan(2, [[2]], [[True]], 4)
     assert isinstance(plan, ShardPlan)
-    unknown = [replace(rank, shards=plan) for rank in cut_ranks(4)]
+    unknown = [replace(rank, plan=plan) for rank in cut_ranks(4)]
     ranks = [replace(rank, machine=machines[rank.rank] if machines else "") for rank in unknown]
     found = namespace(made, ranks=ranks)
     assert dict(found.slot_replicas) == ({8192: together} if together > 1 else {})
@@ -518,13 +519,14 @@ def test_ranks_that_know_other_layers_share_with_their_like_alone(build: Build) 
     """As with scales of their own. Ranks that cut chunks otherwise would not find each other's: they are refused."""
     made = build(tensor_parallel_size=2)
     unlike = namespace(made, ranks=cut_ranks(2, digests=["ab", "cd"]))
-    assert isinstance(unlike.fields, ShardedFields)
     assert unlike.fields.ranks == ("ab", "cd")
     assert unlike.digest != namespace(made, ranks=cut_ranks(2)).digest
-    ranks = cut_ranks(2)
-    for odd in (replace(ranks[1], shards=None), replace(ranks[1], slot_bytes=(4096,) * 2), cut_ranks(2, shards=2)[1]):
+    ranks, replicas = cut_ranks(2), cut_ranks(8)
+    for odd in (manager_rig.ranks(2)[1], cut_ranks(2, shards=2)[1]):
         with pytest.raises(NamespaceError, match="do not agree"):
             namespace(made, ranks=[ranks[0], odd])
+    with pytest.raises(NamespaceError, match="do not agree"):
+        namespace(made, ranks=[replace(replicas[0], slot_bytes=(4096,)), *replicas[1:]])
 
 
 # What is excused is there in vLLM

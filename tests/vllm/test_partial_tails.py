@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.kv_offload.config import OffloadingGroupConfig
 from vllm.v1.request import Request
 
+from nixl_offload.chunk.shards import uncut_plan
 from nixl_offload.vllm import connector_scheduler
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.load_decision import LOADS_AT_ONCE
@@ -54,7 +55,8 @@ def scheduler(has_draft: bool) -> Any:
     config = manager_rig.config_of(manager_rig.memory_tier(64))
     made = manager_rig.scheduler_half(config, offloading=offloading, caches=caches)
     assert made.config.supports_partial_tail
-    made.take_geometries({0: RankGeometry(0, (SLOT, SLOT), f"{0:064x}", ("CPU_ATTN",), weights="ab")}, is_start=True)
+    geometry = RankGeometry(0, (SLOT, SLOT), f"{0:064x}", uncut_plan(1, 2), ("CPU_ATTN",), weights="ab")
+    made.take_geometries({0: geometry}, is_start=True)
     manager_rig.ranks_open(made.offload_manager)
     yield made
     made.offload_manager.shutdown()

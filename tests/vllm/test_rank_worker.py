@@ -39,6 +39,7 @@ from nixl_offload.vllm import background, rank_tiers
 from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.adapters import AdapterUse, adapter_of
 from nixl_offload.vllm.messages import RankStatus, TicketSpec
+from nixl_offload.vllm.rank_shards import leave_uncut
 from nixl_offload.vllm.worker import NixlOffloadingWorker
 from tests.unit.device_rig import ThreadedDevice
 from tests.vllm.manager_rig import offloading_config
@@ -68,11 +69,12 @@ class Rig:
             [CanonicalKVCacheTensor(tensor, PAGE) for tensor in self.tensors],
             [[CanonicalKVCacheRef(index, PAGE) for index in range(LAYERS)]],
         )
-        self.worker = NixlOffloadingWorker(offloading, config, caches)
-        (self.slot_bytes,) = self.worker.geometry("digest").slot_bytes
+        shards = leave_uncut(caches, BLOCKS_PER_CHUNK, "digest", 1)
+        self.worker = NixlOffloadingWorker(offloading, config, self.tensors, shards)
+        (self.slot_bytes,) = self.worker.geometry().slot_bytes
         self.place = SlabPlace(
             directory=str(directory),
-            rank_namespaces=(b"r" * 32,),
+            shard_digests=(b"r" * 32,),
             rank_bytes=64 * self.slot_bytes,
             extent_bytes=4 * self.slot_bytes,
         )

@@ -81,7 +81,7 @@ def group_chunks(
             if current is not None:
                 yield ChunkInfo(current[1], tuple(shards))
             current, shards = (name.namespace, name.key), []
-        shards.append(ShardInfo(name.rank, info.name, info.size_bytes, 0, info.modified_s))
+        shards.append(ShardInfo(name.shard, info.name, info.size_bytes, 0, info.modified_s))
     if current is not None:
         yield ChunkInfo(current[1], tuple(shards))
 

@@ -44,13 +44,12 @@ KEPT_TOUCH_S: Final = 30.0
 
 
 class SharedLink(Link):
-    """One rank's shards. Loads and stores have a breaker each: storage that refuses writes may still be readable."""
+    """A rank's access to shards. Loads and stores have a breaker each: storage that refuses writes may be readable."""
 
     def __init__(
         self,
         name: str,
         namespace_name: str,
-        rank: int,
         mover: Mover,
         clock: Callable[[], float],
         *,
@@ -61,7 +60,6 @@ class SharedLink(Link):
         self.name = name
         self.mover = mover
         self._namespace = namespace_name
-        self._rank = rank
         self._clock = clock
         self._stores = stores
         self._loads = loads
@@ -99,8 +97,8 @@ class SharedLink(Link):
     def close(self) -> None:
         self._close_stale()
 
-    def _name_of(self, key: Key, shard: int | None) -> str:
-        return shard_name(self._namespace, key, self._rank if shard is None else shard)
+    def _name_of(self, key: Key, shard: int) -> str:
+        return shard_name(self._namespace, key, shard)
 
     def _close_file(self, file: FileId) -> None:
         self._stale.append(file)
@@ -111,24 +109,22 @@ class SharedLink(Link):
 
 
 class ObjectLink(SharedLink):
-    """One rank's shards in a bucket. Transfers that fail show that the bucket has trouble.
+    """A rank's access to shards in a bucket. Transfers that fail show that the bucket has trouble.
 
     After a failure, an object is whole or absent, because a PUT is one request.
     """
 
-    def __init__(self, where: str, namespace_name: str, rank: int, mover: Mover, clock: Callable[[], float]) -> None:
+    def __init__(self, where: str, namespace_name: str, mover: Mover, clock: Callable[[], float]) -> None:
         """``where`` is for people, such as ``s3://bucket/prefix``, without credentials."""
         name = f"S3 tier {where}"
         loads = Breaker(f"Loads from {name}", threshold=FAILURES, trial_limit_s=TRIAL_LIMIT_S)
         stores = Breaker(f"Stores to {name}", threshold=FAILURES, trial_limit_s=TRIAL_LIMIT_S)
-        super().__init__(name, namespace_name, rank, mover, clock, stores=stores, loads=loads)
+        super().__init__(name, namespace_name, mover, clock, stores=stores, loads=loads)
 
     def connect(self) -> None:
         """Do nothing: the first transfer shows whether the bucket works."""
 
-    def begin_write(
-        self, key: Key, location: Location, length_bytes: int, shard: int | None = None
-    ) -> Generator[None, None, Target]:
+    def begin_write(self, key: Key, location: Location, length_bytes: int, shard: int) -> Generator[None, None, Target]:
         return (yield from at_once(self._open(key, shard, length_bytes, self._stores)))
 
     def end_write(self, target: Target) -> Generator[None, None, None]:
@@ -143,13 +139,11 @@ class ObjectLink(SharedLink):
         if error is not None:
             self._stores.failed("io", error, self._clock())
 
-    def begin_read(
-        self, key: Key, location: Location, length_bytes: int, shard: int | None = None
-    ) -> Generator[None, None, Target]:
+    def begin_read(self, key: Key, location: Location, length_bytes: int, shard: int) -> Generator[None, None, Target]:
         """Open the object; the read shows whether it exists."""
         return (yield from at_once(self._open(key, shard, length_bytes, self._loads)))
 
-    def _open(self, key: Key, shard: int | None, length_bytes: int, breaker: Breaker) -> Target:
+    def _open(self, key: Key, shard: int, length_bytes: int, breaker: Breaker) -> Target:
         self._close_stale()
         try:
             return Target(self.mover.open_object(self._name_of(key, shard), length_bytes), 0)
@@ -164,7 +158,7 @@ class _WriteTarget(Target):
 
 
 class TreeLink(SharedLink):
-    """One rank's shards in a shared directory.
+    """A rank's access to shards in a shared directory.
 
     After a failure, a name leads to a whole file or to none. Files that readers have open do not change.
     """
@@ -173,7 +167,6 @@ class TreeLink(SharedLink):
         self,
         root: str,
         namespace_name: str,
-        rank: int,
         mover: Mover,
         *,
         direct_io: bool,
@@ -195,7 +188,7 @@ class TreeLink(SharedLink):
             effect=NOTHING_STORED,
         )
         loads = Breaker(f"Loads from {name}", threshold=FAILURES, trial_limit_s=TRIAL_LIMIT_S)
-        super().__init__(name, namespace_name, rank, mover, clock, stores=stores, loads=loads)
+        super().__init__(name, namespace_name, mover, clock, stores=stores, loads=loads)
         touch_after_s = KEPT_TOUCH_S if is_kept else TOUCH_AFTER_S
         self._files = TreeFiles(
             root, filesystem=filesystem, direct_io=direct_io, touch_after_s=touch_after_s, kept_free=kept_free
@@ -226,9 +219,7 @@ class TreeLink(SharedLink):
     def may_load(self) -> bool:
         return self._pending < MAX_PENDING and super().may_load()
 
-    def begin_write(
-        self, key: Key, location: Location, length_bytes: int, shard: int | None = None
-    ) -> Generator[None, None, Target]:
+    def begin_write(self, key: Key, location: Location, length_bytes: int, shard: int) -> Generator[None, None, Target]:
         try:
             file, draft = yield from self._open(partial(self._files.create, self._name_of(key, shard), length_bytes))
         except TierError as error:
@@ -258,9 +249,7 @@ class TreeLink(SharedLink):
         if error is not None:
             self._stores.failed("io", error, self._clock())
 
-    def begin_read(
-        self, key: Key, location: Location, length_bytes: int, shard: int | None = None
-    ) -> Generator[None, None, Target]:
+    def begin_read(self, key: Key, location: Location, length_bytes: int, shard: int) -> Generator[None, None, Target]:
         """Open the file. If it is missing, that counts as a success: the filesystem has answered."""
         try:
             file, _ = yield from self._open(partial(self._files.open, self._name_of(key, shard), length_bytes))

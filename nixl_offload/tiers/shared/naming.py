@@ -3,11 +3,11 @@
 Threading: pure functions. Names consist of hex digests and numbers alone, never of text from a user.
 
     <namespace>/manifest.json        describes the namespace, for people
-    <namespace>/<xx>/<key>.<rank>    one shard; xx are the first two digits of the key (256 directories)
+    <namespace>/<xx>/<key>.<shard>   one shard; xx are the first two digits of the key (256 directories)
 
-``namespace`` is ``Namespace.name``. ``key`` is vLLM's key (a block hash and the group) in hex. ``rank`` is four hex
-digits: the rank, or the number of the shard if chunks are cut by heads (``chunk.shards``). Here "rank" means either.
-A plain listing thus gives the keys in order, with all shards of a key side by side.
+``namespace`` is ``Namespace.name``. ``key`` is vLLM's key (a block hash and the group) in hex. ``shard`` is the number
+of the shard (``chunk.shards``) as four hex digits. A plain listing thus gives the keys in order, with all shards of a
+key side by side.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ShardName(NamedTuple):
 
     namespace: str
     key: Key
-    rank: int
+    shard: int
 
 
 class StoredShard(NamedTuple):
@@ -39,10 +39,10 @@ class StoredShard(NamedTuple):
     size_bytes: int
 
 
-def shard_name(namespace: str, key: Key, rank: int) -> str:
-    """Return the name of the shard that ``rank`` holds of ``key``."""
+def shard_name(namespace: str, key: Key, shard: int) -> str:
+    """Return the name of a shard of ``key``."""
     digits = key.hex()
-    return f"{namespace}/{digits[:2]}/{digits}.{rank:04x}"
+    return f"{namespace}/{digits[:2]}/{digits}.{shard:04x}"
 
 
 def parse_shard_name(name: str) -> ShardName | None:
@@ -69,25 +69,23 @@ def is_ours(name: str) -> bool:
     return parse_shard_name(name) is not None or parse_manifest_name(name) is not None
 
 
-def witness_rank(key: Key, holders: Sequence[int]) -> int:
-    """Return the rank whose shard is looked for to learn whether the chunk exists: one question, not one per rank.
-
-    ``holders``: the ranks that hold a shard (``Namespace.holders``). If another shard is missing, the load fails,
-    and the chunk is computed and stored again.
+def witness_shard(key: Key, shards: Sequence[int]) -> int:
+    """Return which of the chunk's ``shards`` is looked for to learn whether the chunk exists: one question, not one for
+    each shard. If another shard is missing, the load fails, and the chunk is computed and stored again.
     """
-    return holders[int.from_bytes(key[:4], "big") % len(holders)]
+    return shards[int.from_bytes(key[:4], "big") % len(shards)]
 
 
 def shards_of(namespace: Namespace, key: Key) -> Iterator[StoredShard]:
-    """Yield all shards of a whole chunk, that of ``witness_rank`` first; none if there is no such KV group.
+    """Yield all shards of a whole chunk, the ``witness_shard`` first; none if there is no such KV group.
 
     Each name costs some microseconds, and a question needs the first shard only.
     """
     group = key_group(key)
     try:
-        holders = namespace.holders(group)
+        shards = namespace.shards(group)
     except LookupError:
         return
-    witness = holders and witness_rank(key, holders)
-    for rank in sorted(holders, key=lambda rank: rank != witness):
-        yield StoredShard(shard_name(namespace.name, key, rank), namespace.shard_bytes(group, rank))
+    first = witness_shard(key, shards)
+    for shard in sorted(shards, key=lambda shard: shard != first):
+        yield StoredShard(shard_name(namespace.name, key, shard), namespace.shard_bytes(group, shard))

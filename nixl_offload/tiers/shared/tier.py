@@ -48,8 +48,8 @@ class SharedPlace:
 
     namespace: str
     """First part of every name: see ``tiers.shared.naming``."""
-    rank_namespaces: tuple[bytes, ...]
-    """By rank or by shard, the 32-byte namespace digest in shard headers."""
+    shard_digests: tuple[bytes, ...]
+    """As ``Namespace.shard_digests``."""
 
 
 class SharedTier(Tier):
@@ -82,7 +82,7 @@ class SharedTier(Tier):
         ``is_local``: only servers on this machine can access the store.
         """
         self.is_local = is_local
-        self.place: SharedPlace = SharedPlace(namespace.name, namespace.rank_digests)
+        self.place: SharedPlace = SharedPlace(namespace.name, namespace.shard_digests)
         self._position = position
         self._store = store
         self._timeout_s = lookup.timeout_s

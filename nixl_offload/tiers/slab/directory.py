@@ -180,13 +180,10 @@ class TierDirectory:
         slab: dict[str, object] = {
             "extent_bytes": self.extent_bytes,
             "slot_classes": slot_classes,
-            "world_size": context.world_size,
+            "held": context.namespace.held(),  # commands find shards by it
         }
         if context.replicas:
             slab["replicas"] = sorted(map(list, context.replicas.items()))
-        if plan := context.namespace.plan:  # commands find shards by it
-            groups = range(len(context.namespace.fields.groups))
-            slab["held"] = [[plan.held(rank, group) for rank in range(plan.ranks)] for group in groups]
         self._write_manifest({**context.namespace.manifest(), "slab": slab})
 
     def _remove_leftovers(self) -> None:

@@ -48,8 +48,8 @@ class SlabPlace:
     """The tier's data for the ranks; sent to them once, when the tier opens. All ranks have the same geometry."""
 
     directory: str
-    rank_namespaces: tuple[bytes, ...]
-    """By rank or by shard, the 32-byte namespace digest in shard headers."""
+    shard_digests: tuple[bytes, ...]
+    """As ``Namespace.shard_digests``."""
     rank_bytes: int
     extent_bytes: int
     replicas: Mapping[int, int] = field(default_factory=dict)
@@ -331,9 +331,7 @@ class SlabLink(Link):
         """Always: an open file can be read."""
         return True
 
-    def begin_write(
-        self, key: Key, location: Location, length_bytes: int, shard: int | None = None
-    ) -> Generator[None, None, Target]:
+    def begin_write(self, key: Key, location: Location, length_bytes: int, shard: int) -> Generator[None, None, Target]:
         """Allocate disk space for the slot, and return its target."""
         try:
             yield from self._slab.ensure(location.offset, length_bytes)
@@ -359,9 +357,7 @@ class SlabLink(Link):
             cause = found.cause
         self._stores.failed(cause, error, self._clock())
 
-    def begin_read(
-        self, key: Key, location: Location, length_bytes: int, shard: int | None = None
-    ) -> Generator[None, None, Target]:
+    def begin_read(self, key: Key, location: Location, length_bytes: int, shard: int) -> Generator[None, None, Target]:
         yield from ()
         which, offset = divmod(location.offset, self._slab.rank_bytes)
         return Target(self._opened(which), offset)

@@ -137,7 +137,7 @@ class SlabInspector(Inspector):
             next(self._index(namespace).rows(), None)
         except TierError as error:
             return "no index: its chunks are not known" if error.cause == "missing" else str(error)
-        return None if namespace.ranks else "no manifest that fits: nobody knows where its shards lie"
+        return None if namespace.shards else "no manifest that fits: nobody knows where its shards lie"
 
     def _holder(self, part: str) -> str | None:
         """Return which engine has locked the whole directory or this part of it; safe to print."""
@@ -152,8 +152,7 @@ class _Piece(NamedTuple):
     offset: int
     """Bytes from the start of the slot."""
     shard: int
-    size_bytes: int | None
-    """None: the whole slot."""
+    size_bytes: int
 
 
 class _Slots:
@@ -176,17 +175,15 @@ class _Slots:
                 rank, begin = self._places.find(piece.rank, row.offset, row.slot_bytes)
             offset = begin + piece.offset
             place = f"{self._directory / rank_file_name(rank)}@{offset}"
-            size_bytes = row.slot_bytes if piece.size_bytes is None else piece.size_bytes
-            shards[place] = ShardInfo(piece.shard, place, size_bytes, offset, None)
+            shards[place] = ShardInfo(piece.shard, place, piece.size_bytes, offset, None)
         return ChunkInfo(row.key, tuple(shards.values()), row.seq)
 
     def _pieces_of(self, group: int) -> list[_Piece]:
         """Return the shards that each rank holds of a chunk of the group."""
-        namespace = self._namespace
-        if not namespace.is_cut or group not in namespace.groups:
-            return [_Piece(rank, 0, rank, None) for rank in namespace.holders(group)]
-        pieces = []
-        for rank, numbers in enumerate(_held(self._slab, namespace.groups.index(group), namespace.ranks or 0)):
+        namespace, pieces = self._namespace, list[_Piece]()
+        if group not in namespace.groups:
+            return pieces
+        for rank, numbers in enumerate(_held(self._slab, namespace.groups.index(group), namespace.shards or 0)):
             offset = 0
             for shard in numbers:
                 size_bytes = namespace.shard_bytes(group, shard) or 0

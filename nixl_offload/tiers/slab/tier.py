@@ -70,16 +70,14 @@ class SlabTier(SlotTier):
             directory = TierDirectory.open(config, context)
             undo.callback(directory.close)
             allocator = SlotAllocator(directory.rank_bytes, context.slot_classes, directory.extent_bytes, replicas)
-            geometry = {"extent_bytes": str(allocator.extent_bytes), "world_size": str(context.world_size)}
+            geometry = {"extent_bytes": str(allocator.extent_bytes), "held": json.dumps(namespace.held())}
             if replicas:
                 geometry["replicas"] = json.dumps(sorted(replicas.items()))
-            if stages := namespace.stages:  # engines with other stages hold other shards per rank
-                geometry["stages"] = " ".join(map(str, stages))
             durable, rows = DurableIndex.open(str(directory.index_path), geometry)
             undo.callback(durable.close, CLOSE_S)
             place = SlabPlace(
                 directory=str(directory.namespace_path),
-                rank_namespaces=namespace.rank_digests,
+                shard_digests=namespace.shard_digests,
                 rank_bytes=allocator.rank_bytes,
                 extent_bytes=allocator.extent_bytes,
                 replicas=replicas,
