@@ -6,9 +6,9 @@ import contextlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -46,6 +46,13 @@ def _our_logger() -> Iterator[None]:
     ours.addHandler(logging.NullHandler())
     yield
     ours.handlers[:], ours.level, ours.propagate = before
+
+
+@pytest.fixture
+def keep() -> Iterator[Callable[[Any], Any]]:
+    """Returns what it is given, and closes it at the end of the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda made: stack.enter_context(contextlib.closing(made))
 
 
 @pytest.fixture(scope="session")

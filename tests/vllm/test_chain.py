@@ -2,7 +2,7 @@
 
 Proves: a working set larger than memory is answered from memory or files, as the metrics say, and after a restart from
 files alone, with the same tokens and logprobs. Chunks from a farther tier are promoted. Each tier works without the
-rest. A request's hints are followed. Chunks that wait to be written at a shutdown are there afterwards.
+rest. Chunks that wait to be written at a shutdown are there afterwards.
 """
 
 from __future__ import annotations
@@ -128,39 +128,6 @@ def test_written_through_at_shutdown(reference: Reference, workshop: Workshop, s
     with start(LARGE, slab) as engine:
         found = hits(reference.check(engine, asked))
         assert found >= FULL_TOKENS - 2 * CHUNK_TOKENS, "the last step's store may not have begun"
-        engine.stop()
-
-
-def test_hints_of_a_request(reference: Reference, workshop: Workshop, start: Start) -> None:
-    """``kv_load_tiers`` says which tiers may serve a request, ``max_offload_tokens`` how much of it is stored."""
-    first, second = chunk_prompts(2, seed=803)
-    with start(LARGE, files(workshop.scratch / "hints")) as engine:
-        reference.check(engine, [first])
-        assert engine.settle()
-        for wanted, source in (
-            ({"medium": "CPU"}, {"host": FULL_TOKENS}),
-            ({"medium": "STORAGE"}, {"disk": FULL_TOKENS}),
-            ({"locality": "REMOTE"}, {}),
-        ):
-            answers, came = from_where(engine, [first], transfer_params={"kv_load_tiers": [wanted]})
-            assert_same(answers, reference.answers([first]))
-            assert came == source
-        from_where(engine, [second], transfer_params={"max_offload_tokens": 2 * CHUNK_TOKENS})
-        assert hits(reference.check(engine, [second])) == 2 * CHUNK_TOKENS
-        engine.stop()
-
-
-def test_stored_when_asked_for_again(reference: Reference, start: Start) -> None:
-    """With ``store_after: 2`` a prompt that comes once leaves nothing; one that comes twice is stored."""
-    once, twice = chunk_prompts(2, seed=804)
-    with start(LARGE, store_after=2) as engine:
-        reference.check(engine, [once, twice])
-        assert engine.settle()
-        assert engine.stored_bytes() == 0
-        reference.check(engine, [twice])
-        assert engine.settle()
-        answers = reference.check(engine, [once, twice])
-        assert [answer.external_hit_tokens for answer in answers] == [0, FULL_TOKENS]
         engine.stop()
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -61,10 +61,8 @@ class Steps(Rig):
 
 
 @pytest.fixture
-def steps() -> Iterator[Steps]:
-    made = Steps()
-    yield made
-    made.scheduler.shutdown()
+def steps(keep: Callable[[Steps], Steps]) -> Steps:
+    return keep(Steps())
 
 
 def test_a_request_is_stored_once_the_step_that_loaded_it_is_known_to_have_ended_well(steps: Steps) -> None:

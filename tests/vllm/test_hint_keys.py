@@ -4,7 +4,7 @@ step. Too many at a time are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,8 @@ class Hinted(Rig):
 
 
 @pytest.fixture
-def half(tmp_path: Path) -> Iterator[Hinted]:
-    made = Hinted(tmp_path)
-    yield made
-    made.manager.shutdown()
+def half(tmp_path: Path, keep: Callable[[Hinted], Hinted]) -> Hinted:
+    return keep(Hinted(tmp_path))
 
 
 def keys_of(*, use: AdapterUse | None = None, **request: Any) -> list[OffloadKey]:
@@ -123,13 +121,15 @@ def test_a_hint_about_many_chunks_takes_many_steps(half: Hinted, monkeypatch: py
     assert left == [[0], []]
 
 
-@pytest.mark.parametrize(("limit", "most"), [("MAX_PROMPTS", 2), ("MAX_WAITING_TOKENS", 2 * len(TOKENS) + 1)])
+@pytest.mark.parametrize(
+    ("limit", "most", "bad"), [("MAX_PROMPTS", 2, ["no token"]), ("MAX_WAITING_TOKENS", 2 * len(TOKENS) + 1, [-5])]
+)
 def test_too_many_prompts_at_a_time_are_refused(
-    half: Hinted, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
+    half: Hinted, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, bad: list[Any]
 ) -> None:
     """Prompts that were hashed, or refused as bad, make room for new ones."""
     monkeypatch.setattr(hints, limit, most)
-    half.send({"prefetch": True, "token_ids": ["no token"]})
+    half.send({"prefetch": True, "token_ids": bad})
     for _ in range(3):
         half.send({"prefetch": True})
     half.carry_out()

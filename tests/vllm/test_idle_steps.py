@@ -4,7 +4,7 @@ slowly once a tier hangs, because an idle engine must not cost a core.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -39,10 +39,8 @@ class Steps(Rig):
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
-    made = Steps(monkeypatch)
-    yield made
-    made.manager.shutdown()
+def steps(monkeypatch: pytest.MonkeyPatch, keep: Callable[[Steps], Steps]) -> Steps:
+    return keep(Steps(monkeypatch))
 
 
 def test_steps_slow_down_while_storage_hangs(steps: Steps) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,16 +57,8 @@ def test_a_rank_that_is_asked_twice_before_it_reports_loses_nothing() -> None:
 
 
 @pytest.fixture
-def matching(tmp_path: Path) -> Iterator[Callable[..., Matching]]:
-    made: list[Matching] = []
-
-    def make(stored: int, **options: Any) -> Matching:
-        made.append(Matching(tmp_path, stored, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.manager.shutdown()
+def matching(tmp_path: Path, keep: Callable[[Matching], Matching]) -> Callable[..., Matching]:
+    return lambda stored, **options: keep(Matching(tmp_path, stored, **options))
 
 
 def test_a_hit_is_all_that_is_stored_or_as_much_as_may_be_loaded(matching: Callable[[int], Matching]) -> None:

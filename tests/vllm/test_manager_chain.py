@@ -4,7 +4,7 @@ what may really be in files and can be verified.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from nixl_offload.catalog.catalog import NOWHERE
-from nixl_offload.config import Config
 from nixl_offload.engine import TierStatus
 from nixl_offload.hardware.mounts import Mount
 from nixl_offload.tiers import ownership
@@ -35,21 +34,7 @@ from tests.vllm.manager_rig import (
 
 MEMORY, SLAB, TREE = 0, 1, 2
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
-Open = Callable[..., Rig]
-
-
-@pytest.fixture
-def open_rig() -> Iterator[Open]:
-    """Makes managers; shuts them down afterwards."""
-    made: list[Rig] = []
-
-    def make(config: Config, world_size: int = 1, **options: Any) -> Rig:
-        made.append(Rig(config, world_size, **options))
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
+Keep = Callable[[Rig], Rig]
 
 
 @pytest.fixture(autouse=True)
@@ -66,11 +51,11 @@ def tiers_of(spec: Any) -> list[int]:
 
 
 def test_a_directory_on_a_drive_of_this_machine_is_local(
-    tmp_path: Path, open_rig: Open, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, keep: Keep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several of its engines share it, and no other machine can."""
     monkeypatch.setattr(ownership, "find_mount", lambda path, root: Mount("/", "ext4", "/dev/nvme0n1", (), "259:0"))
-    rig = open_rig(config_of(tree_tier(tmp_path)))
+    rig = keep(Rig(config_of(tree_tier(tmp_path))))
     rig.store(1)
     assert rig.events() == [("STORAGE", "LOCAL", False, [1])]
     assert rig.manager.get_load_source(key(1), request()) is CacheHitSource.DISK
@@ -78,9 +63,9 @@ def test_a_directory_on_a_drive_of_this_machine_is_local(
     assert rig.manager.lookup(key(1), request("may not", [{"locality": "REMOTE"}])) is MISS
 
 
-def test_no_events_where_nobody_listens(tmp_path: Path, open_rig: Open) -> None:
+def test_no_events_where_nobody_listens(tmp_path: Path, keep: Keep) -> None:
     """They are drained only when events are on, and must not pile up."""
-    rig = open_rig(three_tiers(tmp_path), events=False)
+    rig = keep(Rig(three_tiers(tmp_path), events=False))
     rig.store(1, 2)
     rig.write_through()
     assert rig.events() == []
@@ -101,9 +86,9 @@ def test_no_events_where_nobody_listens(tmp_path: Path, open_rig: Open) -> None:
         ([{"medium": "TAPE"}], MEMORY),
     ],
 )
-def test_a_request_loads_from_where_it_may(load_tiers: Any, tier: int | None, tmp_path: Path, open_rig: Open) -> None:
+def test_a_request_loads_from_where_it_may(load_tiers: Any, tier: int | None, tmp_path: Path, keep: Keep) -> None:
     """``kv_load_tiers`` as vLLM reads it: an empty list is none, words that it does not know are no filter."""
-    rig = open_rig(three_tiers(tmp_path))
+    rig = keep(Rig(three_tiers(tmp_path)))
     rig.store(1)
     rig.write_through()
     context = request(load_tiers=load_tiers)
@@ -117,11 +102,11 @@ def test_a_request_loads_from_where_it_may(load_tiers: Any, tier: int | None, tm
 
 @pytest.mark.parametrize(("verify", "answer"), [("checksum", HIT), ("always", HIT), ("header", MISS)])
 def test_a_shutdown_leaves_hints_of_what_can_be_verified(
-    verify: str, answer: LookupResult, tmp_path: Path, open_rig: Open
+    verify: str, answer: LookupResult, tmp_path: Path, keep: Keep
 ) -> None:
     """A chunk on its way to files when the engine ends may be there whole; only its checksums can tell."""
     config = config_of(memory_tier(), slab_tier(tmp_path), verify=verify)
-    rig = open_rig(config)
+    rig = keep(Rig(config))
     rig.store(1)
     rig.write_through()
     rig.store(2)
@@ -129,7 +114,7 @@ def test_a_shutdown_leaves_hints_of_what_can_be_verified(
     rig.store(3)
     assert tiers_of(rig.offer(4)) == [MEMORY]
     rig.close()
-    after = open_rig(config)
+    after = keep(Rig(config))
     assert after.manager.lookup(key(1), request()) is HIT
     assert after.manager.lookup(key(2), request()) is answer
     assert after.manager.lookup(key(3), request()) is MISS, "its move had not begun"
@@ -141,21 +126,21 @@ def test_a_shutdown_leaves_hints_of_what_can_be_verified(
         assert after.manager.lookup(key(2), request()) is MISS
 
 
-def test_a_store_straight_to_files_is_hinted_too(tmp_path: Path, open_rig: Open) -> None:
+def test_a_store_straight_to_files_is_hinted_too(tmp_path: Path, keep: Keep) -> None:
     """Without memory before it, what is in flight to a slab is a store."""
     config = config_of(slab_tier(tmp_path))
-    rig = open_rig(config)
+    rig = keep(Rig(config))
     failed = rig.offer(1)
     rig.report(failed.ticket, {0: Outcome.FAILED})
     rig.offer(2)
     rig.close()
-    after = open_rig(config)
+    after = keep(Rig(config))
     assert after.manager.lookup(key(1), request()) is MISS
     assert after.manager.lookup(key(2), request()) is HIT
 
 
-def test_stores_go_to_the_next_tier_while_any_rank_has_disabled_the_first(tmp_path: Path, open_rig: Open) -> None:
-    rig = open_rig(config_of(slab_tier(tmp_path / "slab"), tree_tier(tmp_path / "tree")), world_size=2)
+def test_stores_go_to_the_next_tier_while_any_rank_has_disabled_the_first(tmp_path: Path, keep: Keep) -> None:
+    rig = keep(Rig(config_of(slab_tier(tmp_path / "slab"), tree_tier(tmp_path / "tree")), world_size=2))
 
     def tell(rank: int, trouble: str) -> None:
         rig.manager.take_ranks({rank: RankStatus(frozenset({0, 1}), tiers=(TierStatus(trouble=trouble), TierStatus()))})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +44,7 @@ from tests.vllm.manager_rig import Rig, config_of, key, memory_tier, request, th
 from tests.vllm.manager_rig import tree_tier as rig_tree_tier
 
 PREFIX = "vllm:nixl_offload_"
-
+Keep = Callable[[Rig], Rig]
 
 WORK = Work(
     Tally({Act("load", 0): 4096}),
@@ -77,19 +77,6 @@ class Exporter:
         )
 
 
-@pytest.fixture
-def open_rig() -> Iterator[Callable[..., Rig]]:
-    made: list[Rig] = []
-
-    def make(*arguments: Any, **options: Any) -> Rig:
-        made.append(Rig(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
-
-
 def test_tiers_opened_anew_replace_what_was_told_of_the_old_ones() -> None:
     """The exporter shows a gauge until it gets another value, so a mover that is not used any more says 0. Counters go
     on, also where the new tiers count from 0 again.
@@ -114,10 +101,10 @@ def test_tiers_opened_anew_replace_what_was_told_of_the_old_ones() -> None:
     assert exporter.value(PREFIX + "hit_decisions", "slab", "taken") == 4
 
 
-def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..., Rig]) -> None:
+def test_every_metric_is_told_by_something(tmp_path: Path, keep: Keep) -> None:
     """A name that nothing tells is a promise in the documentation; one that is not defined would stop the engine."""
     config = three_tiers(tmp_path, slots=4, store_after=2)
-    rig, exporter = open_rig(config), Exporter()
+    rig, exporter = keep(Rig(config)), Exporter()
     seen: set[str] = set()
 
     def collect() -> set[str]:
@@ -153,11 +140,12 @@ def test_every_metric_is_told_by_something(tmp_path: Path, open_rig: Callable[..
     assert rig.manager.lookup(key(99), request("looks")) is LookupResult.MISS
 
 
-def test_ranks_are_added_up(tmp_path: Path, open_rig: Callable[..., Rig]) -> None:
+def test_ranks_are_added_up(tmp_path: Path, keep: Keep) -> None:
     """Two ranks: bytes, samples and failures are summed in the message, what waits and what is disabled by rank; a
     rank that says nothing new stands as it did; equipment that is no longer used is told as 0.
     """
-    rig, exporter = open_rig(config_of(memory_tier(8), rig_tree_tier(tmp_path / "tree")), world_size=2), Exporter()
+    rig = keep(Rig(config_of(memory_tier(8), rig_tree_tier(tmp_path / "tree")), world_size=2))
+    exporter = Exporter()
     direct, both = TierAccess("posix", ("direct",)), frozenset({0, 1})
 
     def tell(one: TierStatus | None, two: TierStatus | None) -> None:
@@ -195,9 +183,9 @@ def test_ranks_are_added_up(tmp_path: Path, open_rig: Callable[..., Rig]) -> Non
 
 
 def test_a_rank_of_another_config_costs_metrics_not_the_engine(
-    open_rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    keep: Keep, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = open_rig(config_of(memory_tier(8)))
+    rig = keep(Rig(config_of(memory_tier(8))))
     for _ in range(2):
         rig.manager.metrics.worked(Work(Tally({Act("load", 7): 4096})))
     monkeypatch.setattr(rig.manager.catalog, "tiers", None)

@@ -37,19 +37,14 @@ HIT = (4 * manager_rig.CHUNK_TOKENS, True)
 
 
 @pytest.fixture
-def restarted(tmp_path: Path) -> Iterator[Callable[[], Matching]]:
+def restarted(tmp_path: Path, keep: Callable[[Matching], Matching]) -> Callable[[], Matching]:
     """A scheduler's half over a slab in which an earlier one has stored four chunks of a request's five."""
-    made: list[Matching] = []
 
     def make() -> Matching:
-        first = Matching(tmp_path, 4, memory=False)
-        first.manager.shutdown()
-        made.append(Matching(tmp_path, 0, memory=False, is_open=False))
-        return made[-1]
+        Matching(tmp_path, 4, memory=False).close()
+        return keep(Matching(tmp_path, 0, memory=False, is_open=False))
 
-    yield make
-    for each in made:
-        each.manager.shutdown()
+    return make
 
 
 @pytest.fixture

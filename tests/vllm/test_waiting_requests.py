@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,13 +26,12 @@ WHOLE = (CHUNKS * CHUNK_TOKENS, True)
 
 
 @pytest.fixture
-def half() -> Iterator[Rig]:
+def half(keep: Callable[[Rig], Rig]) -> Rig:
     """Over a memory tier that has the chunks of one prompt."""
-    made = Rig()
+    made = keep(Rig())
     made.arrive("first", PROMPT)
     made.store_keys(made.keys("first"))
-    yield made
-    made.scheduler.shutdown()
+    return made
 
 
 @pytest.fixture
