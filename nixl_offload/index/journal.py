@@ -40,8 +40,12 @@ BATCH_OPS = 1024
 _APPLICATION_ID = 0x6E69786C
 _SCHEMA_VERSION = 1
 _PAGE_BYTES = 4096
-_PAGES_DIRTIED_PER_OP = 8
-"""A put that replaces two rows touches a leaf of each tree for each row, and may split or merge a few."""
+_FIXED_BYTES = (192 << 10) + BATCH_OPS * 8 * (8 + _PAGE_BYTES)
+"""The journal of one batch, besides small pages: a put that replaces two rows touches a leaf of each tree for each row,
+and may split or merge a few, eight pages in all."""
+_KEY_BYTES = 664
+"""A row with the longest key takes 205 bytes in three trees. A table that is filled and emptied at random takes three
+times that, because SQLite merges only pages that are two thirds empty; a sixteenth more are inner pages."""
 _ROWS_PER_READ = 16_384
 """They take SQLite about 10 ms, with the GIL released, and then us about 10 ms."""
 _CHECKED_BYTES = 64 << 20
@@ -499,23 +503,11 @@ def _refuse_write_ahead_log(path: str) -> None:
             raise UnusableError("it has no rollback journal, which every index of ours has")
 
 
-def max_bytes(n_keys: int, key_bytes: int = MAX_KEY_BYTES) -> int:
-    """Return an upper bound of the bytes of file and journal with at most ``n_keys`` rows.
-
-    ``key_bytes``: length of the longest key. The bound is several times the typical size: it is for a table filled and
-    emptied at random, whose pages SQLite merges only when they are two thirds empty.
+def max_bytes(n_keys: int) -> int:
+    """Return an upper bound of the bytes of file and journal with at most ``n_keys`` rows, several times the typical
+    size.
     """
-    rowid_bytes, integer_bytes, cell_bytes = 9, 8, 2 + 3
-    row_bytes = cell_bytes + rowid_bytes + 6 + key_bytes + 2 * integer_bytes
-    key_entry_bytes = cell_bytes + 4 + key_bytes + integer_bytes
-    offset_entry_bytes = cell_bytes + 3 + 2 * integer_bytes
-    content_bytes = n_keys * (row_bytes + key_entry_bytes + offset_entry_bytes)
-    leaf_pages = 3 * -(-content_bytes // (_PAGE_BYTES - 12))
-    inner_pages = leaf_pages // 16
-    fixed_pages = 32
-    journal_header_bytes = 64 << 10
-    journal_bytes = journal_header_bytes + BATCH_OPS * _PAGES_DIRTIED_PER_OP * (8 + _PAGE_BYTES)
-    return (leaf_pages + inner_pages + fixed_pages) * _PAGE_BYTES + journal_bytes
+    return _FIXED_BYTES + n_keys * _KEY_BYTES
 
 
 def is_damage(error: Exception) -> bool:

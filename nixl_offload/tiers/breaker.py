@@ -66,8 +66,6 @@ class Breaker:
         """Why it is open, in a word; empty while closed."""
         self.closed_s = -math.inf
         """When it last closed. Questions asked before that time say nothing about the storage now."""
-        self.openings = 0
-        """How often it has opened; for metrics."""
 
     @property
     def closed(self) -> bool:
@@ -109,7 +107,6 @@ class Breaker:
             if not flaps:
                 self._logged.clear()
             self._opened_s = now_s
-            self.openings += 1
         else:
             return
         self.state, self.cause, self.until_s = BreakerState.OPEN, cause, now_s + self._pause_s

@@ -87,7 +87,6 @@ class Prober:
         self._seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._lock = threading.Lock()
         """Guards the fields below."""
-        self._searches: set[Search] = set()
         self._questions: dict[Key, Question] = {}
         """Questions sent or queued."""
         self._out: set[Question] = set()
@@ -96,22 +95,17 @@ class Prober:
     def search(self, search: Search) -> None:
         """Begin a search."""
         with self._lock:
-            self._searches.add(search)
             self._advance(search)
 
     def cancel(self, search: Search) -> int:
-        """Cancel a search. If it has ended already, ``on_end`` may still be called.
+        """Cancel a search. Its questions that were not sent yet are not asked. If it has ended already, ``on_end`` may
+        still be called.
 
         Returns how many leading keys it has found so far.
         """
         with self._lock:
-            self._searches.discard(search)
+            search.is_over = True
             return search.known
-
-    def cancel_all(self) -> None:
-        """Cancel every search. Questions that were not sent yet are not asked."""
-        with self._lock:
-            self._searches.clear()
 
     @property
     def has_task(self) -> bool:
@@ -158,7 +152,6 @@ class Prober:
     def close(self, timeout_s: float = 1.0) -> None:
         """Start nothing more, and wait ``timeout_s`` at most for running work. Idempotent."""
         self._is_closed = True
-        self.cancel_all()
         give_up_s = time.monotonic() + timeout_s
         for threads in (self._asking, self._task):
             threads.close(max(0.0, give_up_s - time.monotonic()))
@@ -173,14 +166,14 @@ class Prober:
                 self._asking.start(partial(self._ask, question))
             question.waiters.append((search, position))
         if search.done:
-            self._searches.discard(search)
+            search.is_over = True
             self._events.append(partial(self._on_end, search))
 
     # On threads.
 
     def _ask(self, question: Question) -> None:
         with self._lock:
-            if not any(search in self._searches for search, _ in question.waiters):
+            if self._is_closed or all(search.is_over for search, _ in question.waiters):
                 del self._questions[question.key]
                 return
             question.asked_s = self._clock()
@@ -197,7 +190,7 @@ class Prober:
             self.errors += question.error is not None
             if question.error is None or not question.is_overdue:
                 self._events.append(partial(self._on_answer, question))
-            waiting = [waiter for waiter in question.waiters if waiter[0] in self._searches]
+            waiting = [waiter for waiter in question.waiters if not waiter[0].is_over]
             for search, position in waiting:
                 search.failed |= question.error is not None
                 search.answer(position, question.is_there)

@@ -52,6 +52,8 @@ class Search:
     """Whether a question failed, and its key counted as absent."""
     waiting: list[tuple[_Request, int]] = field(default_factory=list)
     """The requests that wait for this search, and the group each asks about."""
+    is_over: bool = False
+    """Whether it has ended or was cancelled; the prober's."""
     boundary: int = 0
     """How many leading keys count as present so far. Never beyond the first key known to be absent."""
     _high: int = field(init=False)
@@ -244,12 +246,14 @@ class Lookups:
         waiting = [request for search in self._searches for request, _ in search.waiting]
         return self._abandon([each for each in waiting if each.is_late or now_s - each.first_s >= self._timeout_s])
 
-    def drop_all(self) -> None:
-        """Give up every search and every batch. Waiting requests may ask again; their wait does not restart."""
+    def drop_all(self) -> list[Search]:
+        """Give up every search and batch; return the searches. Waiting requests may ask again in the same wait."""
+        dropped = list(self._searches)
         self._batching, self._searches, self._covered = {}, {}, {}
         for request in self._requests.values():
             request.batches, request.searches, request.is_answered = {}, {}, False
             request.ruled_out = set()
+        return dropped
 
     def _begin_chain(self, request: _Request, group: int, keys: list[Key]) -> None:
         search = self._covered.get(keys[0])

@@ -160,8 +160,7 @@ class SharedTier(Tier):
             late = StoreError(f"no answer within {self._timeout_s:g} s", cause="timeout")
             self._answered(late, question.asked_s)
         if not self._reach.closed:
-            self._lookups.drop_all()
-            self._prober.cancel_all()
+            self._drop_searches()
             if not self._prober.has_task and self._reach.allows(now_s):
                 manifest = manifest_name(self._namespace.name)
                 self._prober.do(lambda store: store.head(manifest), lambda _, error: self._answered(error, None))
@@ -238,9 +237,8 @@ class SharedTier(Tier):
         this server stored it, or if a question finds that it was modified ``RESET_MARGIN_S`` from now or later.
         """
         self._presence.clear()
-        self._lookups.drop_all()
+        self._drop_searches()
         self._lookups.infer = False
-        self._prober.cancel_all()
         self._prober.since_s = self._wall() + RESET_MARGIN_S
 
     def close(self, in_flight: Iterable[Key] = (), *, timeout_s: float = 1.0) -> None:
@@ -335,6 +333,10 @@ class SharedTier(Tier):
         if self._load_trial != context.request_id and now_s >= self._next_load_trial_s:
             self._load_trial, self._next_load_trial_s = context.request_id, now_s + LOAD_TRIAL_S
         return self._load_trial == context.request_id
+
+    def _drop_searches(self) -> None:
+        for search in self._lookups.drop_all():
+            self._prober.cancel(search)
 
     def _unknown(self, context: LookupContext) -> Lookup:
         if context.request_id:
