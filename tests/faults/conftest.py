@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,19 +110,3 @@ def small_filesystem(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator
         yield filesystem
     finally:
         filesystem.destroy()
-
-
-@pytest.fixture
-def tmpfs(tmp_path: Path) -> Iterator[Path]:
-    """Yield a mounted tmpfs of 8 MiB; skip where mounting is not permitted."""
-    path = Path(tempfile.mkdtemp(dir=tmp_path))
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(path)], check=False, capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("a tmpfs mount is not permitted here")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-        path.rmdir()

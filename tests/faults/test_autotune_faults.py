@@ -12,6 +12,7 @@ from nixl_offload.engine import autotune
 from nixl_offload.engine.autotune import plan_tier
 from nixl_offload.engine.streams import Device
 from nixl_offload.movers.base import MemoryKind
+from tests.mounts import mounted
 from tests.unit.test_autotune import layout_of
 
 from .conftest import SmallFilesystem
@@ -19,9 +20,10 @@ from .conftest import SmallFilesystem
 DEVICE = Device(torch.device("cpu"), MemoryKind.VRAM)
 
 
-def test_a_disk_that_is_nearly_full(tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmpfs / "filler").write_bytes(bytes((8 << 20) - (256 << 10)))
-    assert _refused(tmpfs, caplog) == ["filler"]
+def test_a_disk_that_is_nearly_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with mounted(tmp_path / "disk", "size=8m") as disk:
+        (disk / "filler").write_bytes(bytes((8 << 20) - (256 << 10)))
+        assert _refused(disk, caplog) == ["filler"]
     assert "the disk has 0 MiB left, too little to measure with" in caplog.text
 
 

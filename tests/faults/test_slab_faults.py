@@ -24,9 +24,10 @@ from nixl_offload.tiers.ownership import DirectoryLock, is_held_by
 from nixl_offload.tiers.slab import file as slab_file
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile
-from nixl_offload.types import Key, Location
+from nixl_offload.types import Location
 from tests.contexts import back, context_of, opened, slab_config
 from tests.hostile import HostileFilesystem
+from tests.unit.catalog_rig import key
 from tests.unit.stored_rig import namespace_of
 
 if TYPE_CHECKING:
@@ -406,7 +407,7 @@ def journal_of(path: Path) -> tuple[DurableIndex, list[int]]:
 
 def put(index: DurableIndex, number: int, timeout_s: float = WAIT_S) -> bool:
     """Put a row; return whether it is on the medium."""
-    index.put(Key(number.to_bytes(32, "big") + bytes(4)), Location(0, number * 4096, 4096))
+    index.put(key(number), Location(0, number * 4096, 4096))
     return index.flush(timeout_s)
 
 

@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from io import StringIO
+from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from nixl_offload.cli.check.directory import directory_findings, gds_finding, lo
 from nixl_offload.cli.check.findings import Finding
 from nixl_offload.config import DirectoryConfig, SharedDirConfig, SlabConfig
 from nixl_offload.tiers.ownership import warn_of_others
+from tests import mounts
 from tests.unit.test_gds_report import Machine
 
 _FS_GROUP = 2000
@@ -51,21 +53,11 @@ def child() -> Iterator[ChildProcess]:
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     """Mounts filesystems and unmounts them at the end. Skips the test if this user may not mount."""
-    points: list[Path] = []
-
-    def mount(kind: str, options: str = "") -> Path:
-        point = tmp_path / f"mount-{len(points)}"
-        point.mkdir()
-        command = ["mount", "-t", kind, kind, *(["-o", options] if options else []), str(point)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"cannot mount {kind} here: {done.stderr.strip()}")
-        points.append(point)
-        return point
-
-    yield mount
-    for point in reversed(points):
-        subprocess.run(["umount", str(point)], check=True)
+    with ExitStack() as stack:
+        points = count()
+        yield lambda kind, options="": stack.enter_context(
+            mounts.mounted(tmp_path / f"mount-{next(points)}", options, kind)
+        )
 
 
 def section_of(path: Path, child: ChildProcess, *, io: bool = False, **fields: Any) -> dict[str, Finding]:

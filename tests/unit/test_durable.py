@@ -15,7 +15,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,15 +25,13 @@ import pytest
 from nixl_offload.errors import TierError
 from nixl_offload.index.journal import BATCH_OPS, Database, DurableIndex, IndexReader, max_bytes
 from nixl_offload.types import Key, Location
+from tests.unit.catalog_rig import key
+from tests.unit.engine_rig import until
 
 GEOMETRY = {"namespace": "aa", "slot_classes": "4096"}
 WAIT_S = 20.0
 MIB = 1 << 20
 AT_ONCE = {"batch_delay_s": 0.0, "retry_interval_s": 0.01}
-
-
-def key(number: int) -> Key:
-    return Key(number.to_bytes(32, "big") + bytes(4))
 
 
 def row(number: int, slot: int) -> tuple[Key, int, int]:
@@ -75,13 +72,6 @@ def write(path: str, *numbers: int, geometry: Mapping[str, str] = GEOMETRY) -> l
     journal.put(*numbers)
     journal.close()
     return found
-
-
-def wait_until(what: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not what():
-        assert time.monotonic() < deadline_s, "did not happen in time"
-        time.sleep(0.005)
 
 
 def beside(path: str) -> list[str]:
@@ -273,7 +263,7 @@ def test_rows_wait_for_storage_that_is_away(path: str, caplog: pytest.LogCapture
         Path(path).unlink() if away == "deleted" else directory.rename(elsewhere)
     journal.put(2)
     if away != "deleted":
-        wait_until(lambda: bool(caplog.records))
+        until(lambda: bool(caplog.records))
         assert not journal.index.flush(0.05)
         assert not directory.exists()
         elsewhere.rename(directory) if away == "moved" else directory.mkdir()
@@ -310,7 +300,7 @@ def test_the_queue_is_bounded_and_its_loss_leaves_no_stale_row(path: str, caplog
     truth = {key(number): number for number in range(slots)}
     for number in range(slots, 5000):
         if number == slots + 20:  # from here on a batch has been taken out of the queue and refused
-            wait_until(lambda: bool(journal.index._batch))
+            until(lambda: bool(journal.index._batch))
         gone = key(number - slots)
         slot = truth[key(number)] = truth.pop(gone)
         journal.index.delete(gone)
@@ -373,7 +363,7 @@ def test_a_reader_that_stays_costs_a_warning_and_no_row(path: str, caplog: pytes
     stays.execute("BEGIN")
     assert stays.execute("SELECT count(*) FROM slot").fetchone() == (10,)
     journal.put(10)
-    wait_until(lambda: bool(caplog.records))
+    until(lambda: bool(caplog.records))
     assert not journal.index.flush(0.05)
     stays.close()
     journal.write()
@@ -404,8 +394,8 @@ def test_max_bytes_holds_under_churn(path: str) -> None:
             sizes = [os.path.getsize(path + end) for end in ("", "-journal") if os.path.exists(path + end)]
             highest_bytes = max(highest_bytes, sum(sizes))
     database.disconnect()
-    bound_bytes = max_bytes(n_keys, 64)
-    fixed_bytes = max_bytes(0, 64)
+    bound_bytes = max_bytes(n_keys)
+    fixed_bytes = max_bytes(0)
     assert highest_bytes <= bound_bytes
     assert os.path.getsize(path) <= bound_bytes - fixed_bytes
     assert bound_bytes - fixed_bytes < 1024 * n_keys, "a bound that one can live with"

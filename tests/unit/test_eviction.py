@@ -24,6 +24,8 @@ from nixl_offload.tiers.ownership import kept_free
 from nixl_offload.tiers.shared import eviction
 from nixl_offload.tiers.shared.eviction import Eviction, shrink
 from tests.hostile import HostileFilesystem
+from tests.mounts import mounted
+from tests.unit.engine_rig import until
 from tests.unit.stored_rig import RANKS, namespace_of, put_chunk
 
 SHARD_BYTES = 4096
@@ -51,20 +53,6 @@ def fill(store: TreeStore, count: int, *, tenant: str = "default", used_s: Calla
     return chunks
 
 
-@contextlib.contextmanager
-def mounted(point: Path, options: str = "size=1m") -> Iterator[None]:
-    """A mounted filesystem. Skips the test if this user may not mount."""
-    point.mkdir(exist_ok=True)
-    mounting = ["mount", "-t", "tmpfs", "-o", options, "none", str(point)]
-    done = subprocess.run(mounting, check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"cannot mount tmpfs here: {done.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(point)], check=True)
-
-
 @pytest.fixture
 def evicting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Eviction]]:
     """Start eviction without pauses; end it with the test."""
@@ -82,13 +70,6 @@ def evicting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Eviction
 
 def there(store: TreeStore) -> set[str]:
     return {info.name for info in store.list("")}
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20.0
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_what_was_not_used_for_longest_goes(store: TreeStore) -> None:

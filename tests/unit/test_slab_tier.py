@@ -5,7 +5,6 @@ lost, hangs, is full, or belongs to another engine.
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -25,14 +24,12 @@ from nixl_offload.tiers.slab.file import PAUSE_S, SlabFile, SlabLink, SlabPlace,
 from nixl_offload.tiers.slab.tier import LOOK_PAUSE_S, SlabTier
 from nixl_offload.types import Key, Location, Outcome
 from tests.contexts import context_of, slab_config
+from tests.mounts import mounted
+from tests.unit.catalog_rig import key
 from tests.unit.stored_rig import namespace_of
 
 SLOT = 64 << 10
 WAIT_S = 20.0
-
-
-def key(number: int) -> Key:
-    return Key(number.to_bytes(32, "big") + bytes(4))
 
 
 class Rank:
@@ -249,10 +246,6 @@ def test_chunks_are_evicted_where_others_have_filled_the_drive(server: Server) -
     """The first store that the drive has no room for fails; those after it go where others' chunks were. When there is
     room again the slab grows.
     """
-    server.path.mkdir()
-    mounting = ["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(server.path)]
-    if subprocess.run(mounting, check=False, capture_output=True).returncode:
-        pytest.skip("a tmpfs mount is not permitted here")
     numbers, others = count(), server.path / "others"
 
     def put(tier: SlabTier, rank: Rank) -> tuple[int, list[Key]] | None:
@@ -272,7 +265,7 @@ def test_chunks_are_evicted_where_others_have_filled_the_drive(server: Server) -
         tier.commit(new)
         return location.offset, evicted
 
-    try:
+    with mounted(server.path, "size=64m"):
         tier = server.tier()
         rank = server.rank(tier)
         assert put(tier, rank)
@@ -291,10 +284,8 @@ def test_chunks_are_evicted_where_others_have_filled_the_drive(server: Server) -
         assert more is not None
         assert more[0] > first[0]
         assert not more[1]
-    finally:
         rank.close()
         tier.close()
-        subprocess.run(["umount", "-l", str(server.path)], check=True)
 
 
 def test_a_rank_makes_nothing_under_an_empty_mount_point(server: Server) -> None:
