@@ -5,15 +5,11 @@ Threading: one test, one thread.
 
 from __future__ import annotations
 
-import mmap
 import secrets
-import time
-
-import numpy as np
 
 from nixl_offload.config.schema import S3Config
-from nixl_offload.movers.base import FileId, MemoryId, MemoryKind, MemoryRegion, Mover, Op, Transfer
-from tests.contract.suites.mover_rig import MIB, WAIT_S, extents, wait
+from nixl_offload.movers.base import FileId, Mover, Op, Transfer
+from tests.contract.suites.mover_rig import MIB, HostMemory, MemoryRig, extents
 from tests.s3.servers import RcloneServer
 
 PREFIX = "kv/a"
@@ -24,20 +20,15 @@ def tier_of(server: RcloneServer, **fields: object) -> S3Config:
     return S3Config.model_validate(server.tier(PREFIX, **{"connections": 8, "request_timeout": "5s", **fields}))
 
 
-class ObjectRig:
+class ObjectRig(MemoryRig):
     """A mover with one region of random memory, and names under ``PREFIX`` that nobody else uses.
 
     ``server`` keeps its objects as files; None where a test has no objects.
     """
 
     def __init__(self, mover: Mover, server: RcloneServer | None = None, size_bytes: int = MIB) -> None:
-        self.mover, self._server = mover, server
-        self._pages = mmap.mmap(-1, size_bytes)
-        self.memory = np.frombuffer(self._pages, dtype=np.uint8)
-        self.memory[:] = np.random.default_rng(size_bytes).integers(0, 256, size_bytes, dtype=np.uint8)
-        region = MemoryRegion(int(self.memory.ctypes.data), size_bytes, MemoryKind.DRAM)
-        self.memory_id: MemoryId = mover.register_memory(region)
-        self._prefix = secrets.token_hex(6)
+        super().__init__(mover, HostMemory(size_bytes))
+        self._server, self._prefix = server, secrets.token_hex(6)
 
     def name(self, what: str) -> str:
         """A fresh test's own name; objects of one directory, as shards of one key are."""
@@ -69,18 +60,6 @@ class ObjectRig:
         """Submit one extent and poll until it is final."""
         return self.wait(self.submit(op, offset, target, there, length_bytes))
 
-    def wait(self, *transfers: Transfer, timeout_s: float = WAIT_S) -> Transfer:
-        """Poll in turn until all are final; return the first."""
-        return wait(self.mover, *transfers, timeout_s=timeout_s)
-
     def bytes_at(self, offset: int, length_bytes: int) -> bytes:
         """A copy of the region's bytes."""
-        return self.memory[offset : offset + length_bytes].tobytes()
-
-    def assert_memory_is_ours(self, transfer: Transfer) -> None:
-        """After a final state nothing may write the memory, unless quarantine says that it may."""
-        if transfer.quarantine:
-            return
-        self.memory[:] = 0xA5
-        time.sleep(0.1)
-        assert bool((self.memory == 0xA5).all()), "memory changed after a final state"
+        return self._memory.read(offset, offset + length_bytes).tobytes()

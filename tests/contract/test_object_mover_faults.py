@@ -95,7 +95,7 @@ def test_obj_get_that_failed_writes_nothing_later(
     stall.wait()
     rig.wait(*reads, timeout_s=30)
     assert [(read.state, read.quarantine) for read in reads] == [(TransferState.FAILED, False)] * 2
-    rig.memory[:] = 0xA5
+    rig.set_memory(0xA5)
     proxy.release_all()
     proxy.wait_idle()
     time.sleep(0.2)

@@ -42,11 +42,10 @@ def test_round_trip(rig: ObjectRig, offset: int, length: int) -> None:
     transfer = rig.move(Op.WRITE, offset, target, 0, length)
     assert (transfer.state, transfer.error, transfer.bytes_total) == (DONE, None, length)
     assert rig.stored(name) == sent
-    rig.memory[:] = 0
+    rig.set_memory(0)
     assert rig.move(Op.READ, MIB + 1, target, 0, length).state is DONE
     assert rig.bytes_at(MIB + 1, length) == sent
-    rig.memory[MIB + 1 : MIB + 1 + length] = 0
-    assert not rig.memory.any(), "a read touched memory outside its extent"
+    assert not np.delete(rig.memory, slice(MIB + 1, MIB + 1 + length)).any(), "a read touched memory outside its extent"
     rig.mover.close_file(target)
 
 
@@ -79,7 +78,7 @@ def test_many_in_flight_and_one_missing(rig: ObjectRig) -> None:
     writes = [rig.submit(Op.WRITE, at * size, rig.open(name, size), 0, size) for at, name in enumerate(names)]
     rig.wait(*writes[::-1])
     assert {transfer.state for transfer in writes} == {DONE}
-    rig.memory[:] = 0
+    rig.set_memory(0)
     names[gone] = rig.name("gone")
     places = range(count)[::-1]
     reads = [
@@ -99,7 +98,7 @@ def test_many_in_flight_and_one_missing(rig: ObjectRig) -> None:
 def test_a_part_of_an_object_is_not_written(rig: ObjectRig, there: list[int]) -> None:
     """Nor more read than there is of it."""
     name = rig.store("fit", b"\x31" * 10_000)
-    target, before = rig.open(name, 10_000), rig.memory.copy()
+    target, before = rig.open(name, 10_000), rig.memory
     for op, where in ((Op.WRITE, extents(there, 5000)), (Op.READ, extents([9_950], 100))):
         with pytest.raises(MoverError):
             rig.mover.submit(op, rig.memory_id, where, target, where)
@@ -119,7 +118,7 @@ def test_files_are_refused_and_closed(rig: ObjectRig, tmp_path: Path) -> None:
 def test_an_object_of_another_length(rig: ObjectRig, there: int) -> None:
     """Too short, it fails, or the mover has said that it may not tell. Too long, nothing lands outside the extent."""
     name = rig.store("other", b"\x51" * there)
-    rig.memory[:] = 0xEE
+    rig.set_memory(0xEE)
     transfer = rig.move(Op.READ, MIB, rig.open(name, 10_000), 0, 10_000)
     if transfer.state is DONE:
         assert there >= 10_000 or not rig.mover.limits.tells_short_reads

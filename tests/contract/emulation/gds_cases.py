@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -31,29 +30,19 @@ from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, Transf
 from nixl_offload.movers.nixl import PLUGINS, NixlMover, PairedMover
 from nixl_offload.movers.select import open_mover, probe_round_trip
 from nixl_offload.types import Outcome
-from tests.contract.suites.mover_rig import KIB, MIB, HostMemory, MoverRigs, Rig, extents
+from tests.contract.suites.mover_rig import KIB, MIB, HostMemory, MoverRigs, Rig
 from tests.contract.suites.mover_suite import MoverSuite
 from tests.unit.device_lab import Lab, Way, assert_round_trip, open_lab
 from tests.unit.test_autotune import layout_of
 
 from .build import Control
+from .cufile_rig import BACK, WHERE, CuFileFaults, control
+
+__all__ = ["control"]
 
 OK = Outcome.OK
-WHERE = extents(np.arange(64) * 64 * KIB, 64 * KIB)
-BACK = WHERE[::-1]
 SLOW_US = 40_000
 """Before each of cuFile's I/Os: large beside what a disk does with a MiB, so that a busy machine changes nothing."""
-
-
-@pytest.fixture(autouse=True)
-def control() -> Iterator[Control]:
-    """The emulation's control file, without faults before and after each case; nothing may stay registered."""
-    control = Control(Path(os.environ["CUFILE_EMULATION_CONTROL"]))
-    control.reset()
-    registered = control["buffers"], control["files"]
-    yield control
-    control.reset()
-    assert (control["buffers"], control["files"]) == registered
 
 
 @pytest.fixture
@@ -68,9 +57,10 @@ def lab(control: Control, tmp_path: Path) -> Iterator[Lab]:
         yield lab
 
 
-def gds_and_posix() -> Mover:
+def gds_and_posix(close_timeout_s: float = 30.0) -> Mover:
     """GDS_MT as tiers open it: with POSIX for host memory."""
-    return PairedMover(NixlMover(PLUGINS["gds_mt"]), NixlMover(PLUGINS["posix_aio"]))
+    gds = NixlMover(PLUGINS["gds_mt"], close_timeout_s=close_timeout_s)
+    return PairedMover(gds, NixlMover(PLUGINS["posix_aio"]))
 
 
 class GdsRigs(MoverRigs):
@@ -97,28 +87,13 @@ class TestHostMemory(GdsRigs, MoverSuite):
         assert control["largest"] == control["reads"] == control["writes"] == 0
 
 
-class TestFaults(GdsRigs):
+class TestFaults(CuFileFaults):
     """What GDS_MT does when cuFile misbehaves."""
 
-    @pytest.mark.parametrize(
-        ("op", "faults"),
-        [
-            (Op.READ, {"fail_read_nth": 5}),
-            (Op.READ, {"short_read_nth": 5, "short_bytes": 4096}),
-            (Op.READ, {"short_read_nth": 64, "short_bytes": 1}),
-            (Op.WRITE, {"fail_write_nth": 1}),
-            (Op.WRITE, {"short_write_nth": 40, "short_bytes": 64 * KIB}),
-        ],
-    )
-    def test_one_of_many_fails(self, rig: Rig, control: Control, op: Op, faults: dict[str, int]) -> None:
-        """FAILED, only when all siblings are through: nothing comes late, so no quarantine. The next one works."""
-        for place, value in {**faults, "delay_us": 200}.items():
-            control[place] = value
-        transfer = rig.move(op, WHERE, BACK)
-        assert (transfer.state, transfer.quarantine) == (TransferState.FAILED, False)
-        assert control["reads"] + control["writes"] == len(WHERE)
-        rig.assert_memory_is_ours(transfer)
-        assert rig.move(op, WHERE, BACK).state is TransferState.DONE
+    says_why = False
+
+    def make_mover(self) -> Mover:
+        return gds_and_posix(self.close_timeout_s)
 
     def test_late(self, rig: Rig, control: Control) -> None:
         """Slow storage: submit returns before anything is read, and the state is PENDING until the end."""
@@ -157,29 +132,6 @@ class TestFaults(GdsRigs):
         assert control["buffers"] == before + 1
         movers[0].close()
         assert control["buffers"] == before
-
-    def test_what_does_not_end_is_leaked_not_freed(
-        self, tmp_path: Path, control: Control, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """CuFile takes longer than ``close`` waits: closing quarantines the transfer, and warns once."""
-        mover = NixlMover(PLUGINS["gds_mt"], close_timeout_s=0.2)
-        rig = Rig(mover, tmp_path / "data", self.memory_kind, 4 * MIB, direct_io=True)
-        control["delay_us"] = 500_000
-        transfer = rig.submit(Op.READ, WHERE, BACK)
-        assert rig.mover.poll(transfer) is TransferState.PENDING
-        rig.close()
-        assert (transfer.state, transfer.quarantine) == (TransferState.FAILED, True)
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
-        with pytest.raises(MoverError):
-            rig.submit(Op.READ, WHERE, BACK)
-        control["delay_us"] = 0
-        deadline_s = time.monotonic() + 10
-        while control["reads"] < len(WHERE) and time.monotonic() < deadline_s:
-            time.sleep(0.1)
-        time.sleep(0.2)  # the late reads must land before their memory goes
-        assert rig.memory.size
-        control["buffers"] -= 1  # leaked on purpose
-        control["files"] -= 1
 
 
 # The engine

@@ -11,7 +11,6 @@ import ctypes
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,13 @@ import pytest
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState
 from nixl_offload.movers.kvikio import KvikioMover
-from tests.contract.suites.mover_rig import KIB, MIB, MoverRigs, Rig, SuiteMemory, extents
+from tests.contract.suites.mover_rig import KIB, MIB, MoverRigs, Rig, SuiteMemory
 from tests.contract.suites.mover_suite import MoverSuite
 
 from .build import Control, Driver
+from .cufile_rig import BACK, WHERE, CuFileFaults, control
+
+__all__ = ["control"]
 
 # First come, first served: KvikIO would load the one of NVIDIA's wheel.
 _CUFILE = ctypes.CDLL("libcufile.so.0", mode=ctypes.RTLD_GLOBAL)
@@ -41,13 +43,8 @@ class DeviceMemory:
         assert self._library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size_bytes)) == 0
         self.region = MemoryRegion(address.value, size_bytes, MemoryKind.VRAM)
 
-    def leak(self) -> None:
-        """Never free it: something may still write there."""
-        self._library = None
-
     def __del__(self) -> None:
-        if self._library is not None:
-            self._library.cuMemFree_v2(ctypes.c_size_t(self.region.address))
+        self._library.cuMemFree_v2(ctypes.c_size_t(self.region.address))
 
     def read(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.uint8]:
         """See SuiteMemory."""
@@ -78,21 +75,11 @@ def driver() -> Iterator[Driver]:
     driver.reset()
 
 
-@pytest.fixture(autouse=True)
-def control() -> Iterator[Control]:
-    """The emulated cuFile's control file, without faults before and after; nothing may stay registered."""
-    control = Control(Path(os.environ["CUFILE_EMULATION_CONTROL"]))
-    control.reset()
-    registered = control["buffers"], control["files"]
-    yield control
-    control.reset()
-    assert (control["buffers"], control["files"]) == registered
-
-
 class KvikioRigs(MoverRigs):
     """A mover on device memory, by the path that ``compat`` names."""
 
     compat = "ON"
+    close_timeout_s = 5.0
     memory_kind = MemoryKind.VRAM
 
     @pytest.fixture(autouse=True)
@@ -104,7 +91,7 @@ class KvikioRigs(MoverRigs):
             yield
 
     def make_mover(self) -> Mover:
-        return KvikioMover(4, BOUNCE_BYTES, close_timeout_s=5.0)
+        return KvikioMover(4, BOUNCE_BYTES, close_timeout_s=self.close_timeout_s)
 
     def make_memory(self, size_bytes: int) -> SuiteMemory:
         return DeviceMemory(size_bytes)
@@ -127,11 +114,6 @@ class TestCuFile(KvikioRigs, MoverSuite):
     """Device memory by cuFile."""
 
     compat = "OFF"
-
-
-WHERE = extents(np.arange(64) * 64 * KIB, 64 * KIB)
-BACK = WHERE[::-1]
-"""Backwards, so that no row joins the one before."""
 
 
 class TestCompatFaults(KvikioRigs):
@@ -160,31 +142,10 @@ class TestCompatFaults(KvikioRigs):
         assert rig.move(op, WHERE, BACK).state is TransferState.DONE
 
 
-class TestCuFileFaults(KvikioRigs):
+class TestCuFileFaults(KvikioRigs, CuFileFaults):
     """What becomes of what cuFile says."""
 
     compat = "OFF"
-
-    @pytest.mark.parametrize(
-        ("op", "faults", "words"),
-        [
-            (Op.READ, {"fail_read_nth": 5}, "an error of cuFile's that KvikIO does not hand on"),
-            (Op.READ, {"short_read_nth": 5, "short_bytes": 4096}, "short, 61440 of 65536 bytes"),
-            (Op.READ, {"short_read_nth": 64, "short_bytes": 64 * KIB}, "short, 0 of 65536 bytes"),
-            (Op.WRITE, {"fail_write_nth": 1}, "Input/output error"),
-            (Op.WRITE, {"short_write_nth": 40, "short_bytes": 64 * KIB}, "short, 0 of 65536 bytes"),
-        ],
-    )
-    def test_one_of_many_fails(self, rig: Rig, control: Control, op: Op, faults: dict[str, int], words: str) -> None:
-        """FAILED with what happened, only when all siblings are through. The next one works."""
-        for place, value in {**faults, "delay_us": 200}.items():
-            control[place] = value
-        transfer = rig.move(op, WHERE, BACK)
-        assert transfer.state is TransferState.FAILED
-        assert words in str(transfer.error)
-        assert control["reads"] + control["writes"] == len(WHERE)
-        rig.assert_memory_is_ours(transfer)
-        assert rig.move(op, WHERE, BACK).state is TransferState.DONE
 
     def test_late(self, rig: Rig, control: Control, driver: Driver) -> None:
         """Neither slow storage nor a device that computes keeps submit or poll waiting."""
@@ -218,22 +179,3 @@ class TestCuFileFaults(KvikioRigs):
         control["fail_register"] = 0
         mover.unregister_memory(mover.register_memory(memory.region))
         mover.close()
-
-    def test_what_never_ends_is_leaked_not_freed(
-        self, tmp_path: Path, control: Control, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """Closing gives up in time, quarantines, and warns once; what is in flight keeps its memory."""
-        memory = DeviceMemory(4 * MIB)
-        mover = KvikioMover(4, BOUNCE_BYTES, close_timeout_s=0.1)
-        rig = Rig(mover, tmp_path / "data", MemoryKind.VRAM, 4 * MIB, direct_io=True, region_memory=memory)
-        control["delay_us"] = 500_000
-        transfer = rig.submit(Op.READ, WHERE[:16], BACK[:16])
-        rig.close()
-        assert (transfer.state, transfer.quarantine) == (TransferState.FAILED, True)
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
-        while control["reads"] < 16:  # or the late ones would count in other cases
-            time.sleep(0.01)
-        time.sleep(0.6)
-        memory.leak()
-        control["buffers"] -= 1
-        control["files"] -= 1

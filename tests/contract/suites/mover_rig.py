@@ -73,41 +73,15 @@ def extents(offsets: npt.ArrayLike, length_bytes: npt.ArrayLike) -> Extents:
     return np.stack([column, np.broadcast_to(np.asarray(length_bytes, dtype=np.int64), column.shape)], axis=1)
 
 
-def wait(mover: Mover, *transfers: Transfer, timeout_s: float = WAIT_S) -> Transfer:
-    """Poll in turn until all are final; return the first."""
-    deadline_s = time.monotonic() + timeout_s
-    pending = list(transfers)
-    while pending := [each for each in pending if mover.poll(each) is TransferState.PENDING]:
-        assert time.monotonic() < deadline_s, f"not final after {timeout_s} s: {pending}"
-        time.sleep(0.0002)
-    return transfers[0]
+class MemoryRig:
+    """A mover with one region of random bytes."""
 
-
-class Rig:
-    """A mover with one region and one file of ``size_bytes``: random bytes in both, and raw access to the file."""
-
-    def __init__(
-        self,
-        mover: Mover,
-        path: Path,
-        kind: MemoryKind,
-        size_bytes: int,
-        *,
-        direct_io: bool,
-        region_memory: SuiteMemory | None = None,
-    ) -> None:
-        """``region_memory`` is of ``kind`` and of ``size_bytes``; None: host memory that is told to be of ``kind``."""
-        self.mover, self.path, self.size_bytes = mover, path, size_bytes
-        random = np.random.default_rng(size_bytes)
-        self._memory = HostMemory(size_bytes, kind) if region_memory is None else region_memory
-        self.set_memory(random.integers(0, 256, size_bytes, dtype=np.uint8))
-        self.stored = random.integers(0, 256, size_bytes, dtype=np.uint8)
-        path.touch(mode=0o600)
-        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self.raw_write(0, self.stored.tobytes())
-        self.region = self._memory.region
+    def __init__(self, mover: Mover, memory: SuiteMemory) -> None:
+        self.mover, self._memory, self.region = mover, memory, memory.region
+        self.size_bytes = memory.region.length_bytes
+        self.random = np.random.default_rng(self.size_bytes)
+        self.set_memory(self.random.integers(0, 256, self.size_bytes, dtype=np.uint8))
         self.memory_id: MemoryId = mover.register_memory(self.region)
-        self.file_id: FileId = open_file(mover, str(path), size_bytes, direct_io=direct_io)
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:
@@ -119,6 +93,36 @@ class Rig:
     def set_memory(self, values: npt.NDArray[np.uint8] | int) -> None:
         """Replace all bytes of the region; a number is that byte everywhere."""
         self._memory.write(values)
+
+    def wait(self, *transfers: Transfer, timeout_s: float = WAIT_S) -> Transfer:
+        """Poll in turn until all are final; return the first."""
+        deadline_s = time.monotonic() + timeout_s
+        pending = list(transfers)
+        while pending := [each for each in pending if self.mover.poll(each) is TransferState.PENDING]:
+            assert time.monotonic() < deadline_s, f"not final after {timeout_s} s: {pending}"
+            time.sleep(0.0002)
+        return transfers[0]
+
+    def assert_memory_is_ours(self, transfer: Transfer) -> None:
+        """After a final state nothing may write the memory, unless quarantine says that it may."""
+        if transfer.quarantine:
+            return
+        self.set_memory(0xA5)
+        time.sleep(0.1)
+        assert bool((self.memory == 0xA5).all()), "memory changed after a final state"
+
+
+class Rig(MemoryRig):
+    """The same with one file as large as the region, of random bytes, and raw access to it."""
+
+    def __init__(self, mover: Mover, path: Path, memory: SuiteMemory, *, direct_io: bool) -> None:
+        super().__init__(mover, memory)
+        self.path = path
+        self.stored = self.random.integers(0, 256, self.size_bytes, dtype=np.uint8)
+        path.touch(mode=0o600)
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.raw_write(0, self.stored.tobytes())
+        self.file_id: FileId = open_file(mover, str(path), self.size_bytes, direct_io=direct_io)
 
     def raw_write(self, offset: int, data: bytes) -> None:
         """Write to the file without the mover."""
@@ -138,18 +142,6 @@ class Rig:
     def move(self, op: Op, memory: Extents, file: Extents) -> Transfer:
         """Submit and poll until final."""
         return self.wait(self.submit(op, memory, file))
-
-    def wait(self, *transfers: Transfer, timeout_s: float = WAIT_S) -> Transfer:
-        """Poll in turn until all are final; return the first."""
-        return wait(self.mover, *transfers, timeout_s=timeout_s)
-
-    def assert_memory_is_ours(self, transfer: Transfer) -> None:
-        """After a final state nothing may write the memory, unless quarantine says that it may."""
-        if transfer.quarantine:
-            return
-        self.set_memory(0xA5)
-        time.sleep(0.05)
-        assert bool((self.memory == 0xA5).all()), "memory changed after a final state"
 
     def close(self) -> None:
         """Close mover and file."""
@@ -176,8 +168,7 @@ class MoverRigs:
         """A rig that is closed in the end, leaving no descriptor of its file open."""
         direct = self.direct_io if direct_io is None else direct_io
         memory = self.make_memory(size_bytes)
-        mover = self.make_mover()
-        rig = Rig(mover, path, self.memory_kind, size_bytes, direct_io=direct, region_memory=memory)
+        rig = Rig(self.make_mover(), path, memory, direct_io=direct)
         try:
             yield rig
         finally:

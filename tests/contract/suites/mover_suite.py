@@ -24,15 +24,11 @@ from tests.contract.suites.mover_rig import (
     KIB,
     MIB,
     WAIT_S,
-    HostMemory,
     MoverRigs,
     Rig,
-    SuiteMemory,
     extents,
     is_closed,
 )
-
-__all__ = ["KIB", "MIB", "WAIT_S", "HostMemory", "MoverRigs", "MoverSuite", "Rig", "SuiteMemory", "extents"]
 
 
 class MoverSuite(MoverRigs):
