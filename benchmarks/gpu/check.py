@@ -14,7 +14,9 @@ import contextlib
 import glob
 import itertools
 import json
+import mmap
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -134,7 +136,7 @@ RACE = "{python} -m benchmarks.gpu.race --dir {data} "
 
 CALL_1 = (
     Stage("unpack", 20, "{python} benchmarks/gpu/unpack.py {kit} {scratch}/kit"),
-    Stage("machine", 8, "{python} benchmarks/gpu/facts.py {data}"),
+    Stage("machine", 8, "{python} benchmarks/gpu/check.py --facts {data}"),
     Stage("movers", 20, "env CUFILE_LOGGING_LEVEL=INFO {bench} movers --dir {data}"),
     Stage("tests of kernels", 40, PYTEST + KERNELS, tested),
     Stage("vLLM with ours", 22, SMOKE + "memory+slab {data}/ours", climbs=True, early=True),
@@ -143,7 +145,7 @@ CALL_1 = (
 )
 CALL_2 = (
     Stage("unpack", 20, "{python} benchmarks/gpu/unpack.py {kit} {scratch}/kit"),
-    Stage("machine", 8, "{python} benchmarks/gpu/facts.py {data}"),
+    Stage("machine", 8, "{python} benchmarks/gpu/check.py --facts {data}"),
     Stage("kernels and bus", 47, "{bench} kernels bus --dir {data} --seconds 45"),
     Stage("prefix", 45, RACE + "prefix", climbs=True, early=True),
     Stage("memory", 40, RACE + "memory", early=True),
@@ -163,6 +165,19 @@ TOTAL_S = {1: 150, 2: 540}
 """What a call may take; the limits of its stages add up to less."""
 SLOW = 10
 """How many times that the stages of a rehearsal may take, on two cores or so."""
+
+WANTED_BYTES = 24 << 30
+"""For a memory tier of 16 GiB, and for vLLM. Some virtual machines have less available until it is touched."""
+FACTS = """nvidia-smi
+nvidia-smi -q -d PCIE,MEMORY
+findmnt -T {directory}
+lsblk
+df -h {directory} /dev/shm
+lscpu
+ulimit -l
+ls -l /run/udev /proc/driver/nvidia-fs
+python3 -m pip list"""
+GPU = "nvidia-smi --query-gpu=name,driver_version,pcie.link.gen.max,pcie.link.width.max --format=csv,noheader"
 
 
 class _Process(NamedTuple):
@@ -354,11 +369,53 @@ def played_environment(scratch: Path) -> dict[str, str]:
     return made
 
 
+def output_of(command: str) -> str:
+    """Return what a shell command prints, errors included."""
+    done = subprocess.run(command, shell=True, stdout=-1, stderr=subprocess.STDOUT, text=True, timeout=20, check=False)
+    return done.stdout.strip()
+
+
+def available_bytes() -> int:
+    """Return what the kernel could give to processes."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+
+
+def grow() -> None:
+    """Touch half of the memory, and let go of it."""
+    size_bytes = min(available_bytes() // 2, WANTED_BYTES)
+    with mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        for at in range(0, size_bytes, mmap.PAGESIZE):
+            memory[at] = 1
+
+
+def facts(directory: str) -> None:
+    """Print what machine this is. ``directory`` is on the filesystem to be measured."""
+    for command in FACTS.format(directory=directory).splitlines():
+        print(f"$ {command}\n{output_of(command)}", flush=True)
+    before_bytes = available_bytes()
+    if before_bytes < WANTED_BYTES and "NIXL_OFFLOAD_PLAYED" not in os.environ:
+        grow()
+    after_bytes = available_bytes()
+    words = (
+        f"{output_of(GPU)}; {os.cpu_count()} cores, {before_bytes / 2**30:.0f} GiB available, "
+        f"{after_bytes / 2**30:.0f} after touching; kernel {platform.release()}; data in {directory}"
+    )
+    print(json.dumps({"words": words, "available_bytes": after_bytes}))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--call", type=int, choices=CALLS, required=True)
+    parser.add_argument("--call", type=int, choices=CALLS)
+    parser.add_argument("--facts", metavar="DIR", help="only print what machine this is")
     parser.add_argument("--played", action="store_true", help="a rehearsal: host memory plays the GPU, in small")
     options = parser.parse_args()
+    if options.facts:
+        facts(options.facts)
+        return 0
+    if not options.call:
+        parser.error("--call 1 or --call 2")
     if not options.played and subprocess.run("nvidia-smi", shell=True, capture_output=True, check=False).returncode:
         print("gpu-check: no NVIDIA GPU here: nvidia-smi does not answer", file=sys.stderr)
         return 4

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.contest import Candidate, Run, WrongBytesError, contest
-from benchmarks.gpu.bench import KIB, MIB, PIECES_BYTES, Cache, Row, Scene, rows_of
+from benchmarks.contest import Candidate, Row, Run, WrongBytesError, contest
+from benchmarks.gpu.bench import KIB, MIB, PIECES_BYTES, Cache, Scene
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.kernels.torch_kernels import Page, TorchKernels, open_kernels
@@ -40,10 +40,10 @@ def measure(scene: Scene) -> Iterator[Row]:
         kernels = open_kernels(cache.tensors, pages)
         turns = _kernel_turns(scene, cache, kernels)
         found = contest(turns, cache.total_bytes, scene.scale.rounds, scene.share(number, len(SHAPES)))
-        yield from rows_of(found, "kernels", "pages", page_bytes, COPY)
+        yield from found.rows(COPY, "kernels", f"{page_bytes >> 10} KiB")
         if kernels.name != "triton" and not scene.emulated:
             note = "Triton's kernels do not run here; the log says why"
-            yield Row("kernels", "pages", "triton", f"{page_bytes >> 10} KiB", note=note, failed=True)
+            yield Row(("kernels", f"{page_bytes >> 10} KiB"), "triton", note=note, failed=True)
 
 
 def measure_bus(scene: Scene) -> Iterator[Row]:
@@ -53,7 +53,7 @@ def measure_bus(scene: Scene) -> Iterator[Row]:
         for step, (direction, turns) in enumerate(_bus_turns(scene, cache).items()):
             deadline_s = scene.share(2 * number + step, 2 * len(PIECES_BYTES))
             found = contest(turns, cache.total_bytes, scene.scale.rounds, deadline_s)
-            yield from rows_of(found, "bus", direction, piece_bytes, PLAIN)
+            yield from found.rows(PLAIN, "bus", direction, f"{piece_bytes >> 10} KiB")
 
 
 def _kernel_turns(scene: Scene, cache: Cache, kernels: TorchKernels) -> dict[str, Candidate]:

@@ -19,9 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import engine as engines
 from benchmarks.serving import drive
-from benchmarks.serving.model import Shape
+from benchmarks.serving.model import VOCABULARY, Shape, write_config
 from benchmarks.serving.report import figures
 from benchmarks.serving.turns import Plan, job_of
 from benchmarks.serving.workloads import Spec
@@ -30,10 +29,26 @@ BLOCK_TOKENS = 16
 MEMORY_BYTES = 16 << 30
 BUSY = 2
 """Requests at a time in the second pass: the GPU's cache holds three documents, and none must be preempted."""
-LLAMA_8B = {"layers": 32, "heads": 32, "kv_heads": 8, "hidden": 4096, "wide": 14336, "words": 128256}
-LLAMA_SMALL = {"layers": 2, "heads": 2, "kv_heads": 1, "hidden": 256, "wide": 512, "words": 1024}
+LLAMA_8B = {"layers": 32, "heads": 32, "kv_heads": 8, "hidden": 4096, "wide": 14336, "vocab_size": 128256}
+LLAMA_SMALL = {"layers": 2, "heads": 2, "kv_heads": 1, "hidden": 256, "wide": 512, "vocab_size": VOCABULARY}
+PLAYED = "NIXL_OFFLOAD_PLAYED" in os.environ
+"""Host memory plays the device: models are small."""
 DOCUMENTS = Spec(kind="documents", sessions=6, turns=2, tokens=8192, answer_tokens=32)
 DOCUMENTS_SMALL = Spec(kind="documents", sessions=2, turns=2, tokens=320, answer_tokens=4)
+
+
+def rung_options(**own: Any) -> dict[str, Any]:
+    """Return vLLM's options for a model of random weights, on the kernels that ``GPU_CHECK_ATTENTION`` names."""
+    made: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "seed": 0,
+        "attention_backend": os.environ.get("GPU_CHECK_ATTENTION", "FLASH_ATTN"),
+        "distributed_executor_backend": "uni",
+    }
+    return made | own
 
 
 def main() -> None:
@@ -43,23 +58,23 @@ def main() -> None:
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs of decoding steps")
     parser.add_argument("--keep-layout", action="store_true", help="ours with block_outermost: false")
     chosen = parser.parse_args()
-    if chosen.graphs and engines.PLAYED:
+    if chosen.graphs and PLAYED:
         print(json.dumps({"words": "CUDA graphs need a card", "skipped": True}), flush=True)
         return
-    sizes, spec = (LLAMA_SMALL, DOCUMENTS_SMALL) if engines.PLAYED else (LLAMA_8B, DOCUMENTS)
+    sizes, spec = (LLAMA_SMALL, DOCUMENTS_SMALL) if PLAYED else (LLAMA_8B, DOCUMENTS)
     plan = Plan(
         spec,
         shape=Shape(sizes["layers"], sizes["kv_heads"], 128, "random weights"),
         model="to be written",
-        batched_tokens=8192 if not engines.PLAYED else 1024,
+        batched_tokens=8192 if not PLAYED else 1024,
     )
-    if not engines.PLAYED:
+    if not PLAYED:
         plan = replace(plan, memory_share=MEMORY_BYTES / plan.working_set_bytes)
     with job_of(plan, chosen.side, 0, chosen.dir) as (job, scratch, environment):
         caches = {name: os.environ[name] for name in ("VLLM_CACHE_ROOT", "PYTHONPATH") if name in os.environ}
         os.environ.update({**environment, **caches, "VLLM_LOGGING_LEVEL": "INFO"})
-        options = {**job["options"], **engines.options(block_size=BLOCK_TOKENS)}
-        options["model"] = str(engines.write_llama(scratch / "model", **sizes))
+        options = {**job["options"], **rung_options(block_size=BLOCK_TOKENS)}
+        options["model"] = str(write_config(scratch / "model", head_dim=128, **sizes))
         if chosen.graphs:
             options["enforce_eager"] = False
             options.setdefault("compilation_config", {}).update(mode=0, cudagraph_mode="FULL_DECODE_ONLY")

@@ -20,8 +20,8 @@ from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-from benchmarks.gpu import engine as engines
-from benchmarks.serving.model import VOCABULARY
+from benchmarks.gpu.race import LLAMA_SMALL, rung_options
+from benchmarks.serving.model import VOCABULARY, write_config
 from benchmarks.serving.sides import CHUNK_TOKENS, Room, engine_options
 
 CHUNKS = (2, 3, 6)
@@ -41,11 +41,9 @@ class Engine:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        model = engines.write_llama(
-            directory / "model", layers=2, heads=2, kv_heads=1, hidden=256, wide=512, words=VOCABULARY
-        )
+        model = write_config(directory / "model", head_dim=128, **LLAMA_SMALL)
         room = Room(gpu=64 << 20, memory=256 << 20, storage=512 << 20)
-        made = engines.options(
+        made = rung_options(
             model=str(model),
             max_model_len=2048,
             max_num_batched_tokens=1024,

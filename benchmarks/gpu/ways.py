@@ -18,9 +18,9 @@ from typing import Literal
 
 import torch
 
-from benchmarks.contest import Contest, Run, WrongBytesError, contest, reason
+from benchmarks.contest import Contest, Row, Run, WrongBytesError, contest, reason
 from benchmarks.engine import DrivenEngine, chunk_in_slot, over_slab
-from benchmarks.gpu.bench import PIECES_BYTES, Cache, Row, Scene, rows_of
+from benchmarks.gpu.bench import PIECES_BYTES, Cache, Scene
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryRegion, Op
 from nixl_offload.movers.select import MoverChoice, open_mover
@@ -55,7 +55,7 @@ def measure(scene: Scene) -> Iterator[Row]:
     """Yield rows of part ``engine``."""
     for number, piece_bytes in enumerate(PIECES_BYTES):
         for op, found in _contests(scene, Cache(scene, piece_bytes), number):
-            yield from rows_of(found, "engine", op.value, piece_bytes, HOST)
+            yield from found.rows(HOST, "engine", op.value, f"{piece_bytes >> 10} KiB")
 
 
 def probe(scene: Scene, name: str) -> None:

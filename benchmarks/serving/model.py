@@ -61,7 +61,7 @@ class Pace:
 def write_config(
     directory: Path, *, layers: int, heads: int, kv_heads: int, head_dim: int, hidden: int, wide: int, **more: Any
 ) -> Path:
-    """Write the ``config.json`` of a Llama to ``directory`` and return that: for random weights it is enough."""
+    """Write the ``config.json`` of a Llama with random weights to ``directory``, and return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -72,6 +72,11 @@ def write_config(
         "head_dim": head_dim,
         "hidden_size": hidden,
         "intermediate_size": wide,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "bos_token_id": 0,
         "eos_token_id": 1,

@@ -28,32 +28,30 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
-class PlayedCPUOffloadingSpec(CPUOffloadingSpec):
+class _Played(CPUOffloadingSpec):
+    """Copies by ``CopyingWorker`` where KV blocks do not lie on a CUDA device."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if kv_caches.tensors[0].tensor.is_cuda:
+            return super().get_worker(kv_caches)
+        if self._worker is None:
+            region = SharedOffloadRegion(
+                engine_id=self.config.engine_id,
+                num_chunks=self.num_chunks,
+                rank=0 if self.replicated_layout else self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            self._worker = CopyingWorker(kv_caches, self.blocks_per_chunk, region)  # type: ignore[assignment]
+        return self._worker
+
+
+class PlayedCPUOffloadingSpec(_Played):
     """vLLM's memory, in the file that it takes on CUDA."""
 
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        return super().get_worker(kv_caches) if kv_caches.tensors[0].tensor.is_cuda else _worker(self, kv_caches)
 
-
-class PlayedTieringOffloadingSpec(TieringOffloadingSpec):
+class PlayedTieringOffloadingSpec(_Played, TieringOffloadingSpec):
     """vLLM's memory with tiers behind it."""
-
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        return super().get_worker(kv_caches) if kv_caches.tensors[0].tensor.is_cuda else _worker(self, kv_caches)
-
-
-def _worker(spec: CPUOffloadingSpec, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-    worker: OffloadingWorker | None = spec._worker
-    if worker is None:
-        region = SharedOffloadRegion(
-            engine_id=spec.config.engine_id,
-            num_chunks=spec.num_chunks,
-            rank=0 if spec.replicated_layout else spec.config.parallel.rank,
-            kv_bytes_per_chunk=spec.kv_bytes_per_chunk,
-            cpu_page_size=spec.cpu_page_size_per_worker,
-        )
-        worker = spec._worker = CopyingWorker(kv_caches, spec.blocks_per_chunk, region)  # type: ignore[assignment]
-    return worker
 
 
 class CopyingWorker(OffloadingWorker):

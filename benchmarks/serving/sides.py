@@ -24,7 +24,6 @@ NOTES = {
     "memory+s3": "ours: memory, then s3",
     "vllm-cpu": "vLLM's CPUOffloadingSpec",
     "vllm-fs": "vLLM's TieringOffloadingSpec: memory, then fs",
-    "vllm-obj": "vLLM's TieringOffloadingSpec: memory, then obj",
 }
 """By name, in the order in which they are shown."""
 DEFAULT = ("prefix", "memory", "memory+slab", "vllm-cpu", "vllm-fs")
@@ -43,7 +42,7 @@ class Room:
 
 def needs_bucket(name: str) -> bool:
     """Whether a side talks to an S3 server."""
-    return name.endswith(("s3", "obj"))
+    return name.endswith("s3")
 
 
 def engine_options(
@@ -51,18 +50,17 @@ def engine_options(
 ) -> dict[str, Any]:
     """Return the options of vLLM's engine that make a side.
 
-    ``bucket``: the config of an s3 tier, and in it the ``access_key`` and ``secret_key`` that vLLM's obj tier wants.
+    ``bucket``: the config of an s3 tier.
     """
     if name == BASE:
         return {"enable_prefix_caching": True}
     transfer: dict[str, Any] = {"kv_role": "kv_both", "engine_id": engine_id, "kv_load_failure_policy": "recompute"}
-    bucket = bucket or {}
     if NOTES[name].startswith("ours"):
         kinds: dict[str, dict[str, Any]] = {
             "memory": {"kind": "memory", "capacity": room.memory},
             "slab": {"kind": "slab", "path": str(directory), "capacity": room.storage},
             "tree": {"kind": "shared_dir", "path": str(directory), "capacity": room.storage},
-            "s3": {key: value for key, value in bucket.items() if not key.endswith("_key")},
+            "s3": dict(bucket or {}),
         }
         config = {"chunk_tokens": CHUNK_TOKENS, "tiers": [kinds[kind] for kind in name.split("+")]}
         transfer |= {"kv_connector": "NixlOffloadConnector", "kv_connector_extra_config": {"config": config}}
@@ -75,17 +73,5 @@ def engine_options(
         }
         if name == "vllm-fs":
             extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(directory)}]
-        elif name == "vllm-obj":
-            extra["secondary_tiers"] = [{"type": "obj", "prefix": "vllm", "store_config": _store_config(bucket)}]
         transfer |= {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
     return {"enable_prefix_caching": True, "kv_transfer_config": transfer}
-
-
-def _store_config(bucket: Mapping[str, Any]) -> dict[str, str]:
-    endpoint = str(bucket["endpoint"])
-    names = ("bucket", "region", "access_key", "secret_key")
-    return {
-        "endpoint_override": endpoint,
-        "scheme": endpoint.partition(":")[0],
-        **{name: bucket[name] for name in names},
-    }

@@ -155,11 +155,8 @@ def job_of(
         }
         if needs_bucket(side):
             server = stack.enter_context(RcloneServer(parent=directory))
-            keys = {"access_key": server.access_key_id, "secret_key": server.secret_access_key}
-            bucket = {**server.tier(prefix="kv"), **keys}
+            bucket = server.tier(prefix="kv")
             environment |= server.environment
-        if side == "vllm-obj":
-            environment["NIXL_TELEMETRY_ENABLE"] = "y"  # vLLM asks for it, and its engine ends without it
         options = {
             "model": plan.model or str(write_model(scratch / "model", plan.shape, plan.pace, plan.longest_tokens)),
             "load_format": "auto" if plan.model else "dummy",

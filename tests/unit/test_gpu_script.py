@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.bench import Row
+from benchmarks.contest import Row
 from benchmarks.gpu.check import CALLS, TOTAL_S, Check, Stage
 from tests.contract.emulation.build import Control, build_emulation
 
@@ -37,9 +37,9 @@ def test_all_parts_on_host_memory(tmp_path: Path) -> None:
         command, cwd=REPOSITORY, env=os.environ | emulated, capture_output=True, text=True, timeout=120, check=False
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
-    rows = [Row(**json.loads(line)) for line in ended.stdout.splitlines() if line.startswith('{"part"')]
-    assert all(row.gb_s or row.note for row in rows)
-    measured = {(row.part, row.way) for row in rows if row.gb_s}
+    rows = [Row(**json.loads(line)) for line in ended.stdout.splitlines() if line.startswith('{"what"')]
+    assert all(row.mb_s or row.note for row in rows)
+    measured = {(row.what[0], row.side) for row in rows if row.mb_s}
     assert {("kernels", "gather, torch"), ("bus", "packer"), ("engine", "packed on the host, posix")} <= measured
     assert {("engine", "direct, gds_mt"), ("engine", "packed on the device, gds_mt")} <= measured
     assert list(json.loads(ended.stdout.splitlines()[-1])["unfit"]) == ["kvikio"]
