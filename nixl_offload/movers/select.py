@@ -131,12 +131,8 @@ def open_mover(
                 mover, note = PairedMover(mover, host), f"{note}; host memory by {host.name}"
         return mover, note + ("" if probed_kind is memory_kind else _PACKS)
 
-    report: list[Probe] = []
-    opened = _first_that_works(candidates(kind, memory_kind), try_out, report, f"files in {directory}")
-    if opened is not None:
-        return opened
-    reasons = "; ".join(f"{probe.name}: {probe.reason}" for probe in report)
-    raise MoverUnavailableError(f"mover {kind!r} cannot move {memory_kind.value} to files in {directory}: {reasons}")
+    refusal = f"mover {kind!r} cannot move {memory_kind.value} to files in {directory}"
+    return _first_that_works(candidates(kind, memory_kind), try_out, f"files in {directory}", refusal)
 
 
 def probe_round_trip(mover: Mover, kind: MemoryKind, directory: str, scratch: MemoryRegion | None = None) -> str:
@@ -202,12 +198,12 @@ def open_object_mover(tier: S3Config, memory_kind: MemoryKind) -> ProbedMover:
     needs_device = memory_kind is MemoryKind.VRAM and tier.mover == "auto"
     names = ["obj", "obstore"] if needs_device else ["obstore" if tier.mover == "auto" else tier.mover]
     where = S3Address.of(tier).where
-    refusal = f"mover {tier.mover!r} cannot move {memory_kind.value} to {where}"
+    refusal = f"mover {tier.mover!r} cannot move {memory_kind.value} to {where} ({_OBJECT_HELP})"
     with contextlib.closing(open_store(tier)) as store:
         trouble = _trouble(store)
         if trouble is not None:
             if trouble.cause not in _PASSING and not (trouble.cause == "denied" and _may_look(store)):
-                raise MoverUnavailableError(f"{refusal}: {trouble} ({_OBJECT_HELP})")
+                raise MoverUnavailableError(f"{refusal}: {trouble}")
             logger.warning("objects in %s are moved by %s as soon as the server lets it: %s", where, names[-1], trouble)
             mover = make_object_mover(names[-1], tier)
             return ProbedMover(mover, (Probe(names[-1], True, f"not proved: {trouble}"),))
@@ -222,12 +218,7 @@ def open_object_mover(tier: S3Config, memory_kind: MemoryKind) -> ProbedMover:
                 _probe_object(mover, probed_kind, 2 * tier.request_timeout_s)
         return mover, _OK + ("" if probed_kind is memory_kind else _PACKS)
 
-    report: list[Probe] = []
-    opened = _first_that_works(names, try_out, report, f"objects in {where}")
-    if opened is None:
-        reasons = "; ".join(f"{probe.name}: {probe.reason}" for probe in report)
-        raise MoverUnavailableError(f"{refusal}: {reasons} ({_OBJECT_HELP})")
-    return opened
+    return _first_that_works(names, try_out, f"objects in {where}", refusal)
 
 
 def _probe_object(mover: NixlObjectMover, kind: MemoryKind, timeout_s: float) -> None:
@@ -284,12 +275,12 @@ def _may_look(store: Store) -> bool:
 
 
 def _first_that_works(
-    names: Iterable[str],
-    try_out: Callable[[str], tuple[Mover, str]],
-    report: list[Probe],
-    what: str,
-) -> ProbedMover | None:
-    """Return the first mover that ``try_out`` makes, and log why. ``report`` gets all that were tried."""
+    names: Iterable[str], try_out: Callable[[str], tuple[Mover, str]], what: str, refusal: str
+) -> ProbedMover:
+    """Return the first mover that ``try_out`` makes, and log why. Raises MoverUnavailableError: ``refusal`` and
+    the reasons.
+    """
+    report: list[Probe] = []
     for name in names:
         try:
             mover, note = try_out(name)
@@ -302,7 +293,8 @@ def _first_that_works(
         logger.info("%s are moved by %s (%s)%s", what, name, note, passed)
         report.append(Probe(name, True, note))
         return ProbedMover(mover, tuple(report))
-    return None
+    reasons = "; ".join(f"{probe.name}: {probe.reason}" for probe in report)
+    raise MoverUnavailableError(f"{refusal}: {reasons}")
 
 
 @contextlib.contextmanager
