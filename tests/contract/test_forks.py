@@ -32,7 +32,7 @@ from nixl_offload.movers.nixl import PLUGINS, NixlMover
 from nixl_offload.movers.select import make_object_mover
 from tests.contract.emulation.build import Control
 from tests.contract.object_rigs import PREFIX
-from tests.contract.suites.mover_rig import MIB, HostMemory, extents
+from tests.contract.suites.mover_rig import MIB, HostMemory, MemoryRig, extents
 from tests.s3.servers import RcloneServer
 
 UNHARMED = {"child": "ended with 0", "begun before": "done", "afterwards": "done"}
@@ -48,33 +48,26 @@ class Work:
     """A mover, memory, and a MiB in a file or an object that is read into it."""
 
     def __init__(self, name: str, target: str, tier: dict[str, Any]) -> None:
-        self.mover: Mover
-        if name == "kvikio":
-            self.mover = KvikioMover(2, close_timeout_s=1.0)
-        elif name == "obj":
-            self.mover = make_object_mover(name, S3Config.model_validate(tier))
-        else:
-            self.mover = NixlMover(PLUGINS[name], close_timeout_s=1.0)
-        self._memory = HostMemory(MIB)
-        self._region = self.mover.register_memory(self._memory.region)
         if name == "obj":
-            self._file = self.mover.open_object(target, MIB)
+            mover: Mover = make_object_mover(name, S3Config.model_validate(tier))
         else:
-            self._file = open_file(self.mover, target, MIB, direct_io=False)
+            mover = KvikioMover(2, close_timeout_s=1.0) if name == "kvikio" else NixlMover(PLUGINS[name])
+        self.rig = MemoryRig(mover, HostMemory(MIB))
+        self.target = (
+            mover.open_object(target, MIB) if name == "obj" else open_file(mover, target, MIB, direct_io=False)
+        )
 
     def begin(self) -> Transfer:
         """Begin to read all of it."""
-        self._memory.write(0)
-        return self.mover.submit(Op.READ, self._region, ALL, self._file, ALL)
+        self.rig.set_memory(0)
+        return self.rig.mover.submit(Op.READ, self.rig.memory_id, ALL, self.target, ALL)
 
     def end(self, transfer: Transfer, content: bytes) -> str:
         """Wait, and say what has become of it."""
-        until_s = time.monotonic() + WAIT_S
-        while self.mover.poll(transfer) is TransferState.PENDING and time.monotonic() < until_s:
-            time.sleep(0.001)
+        self.rig.wait(transfer, timeout_s=WAIT_S)
         if transfer.state is not TransferState.DONE:
             return f"{transfer.state.value}: {transfer.error}"
-        return "done" if self._memory.read().tobytes() == content else "other bytes"
+        return "done" if self.rig.memory.tobytes() == content else "other bytes"
 
 
 def fork(name: str, target: str, content: bytes, tier: dict[str, Any]) -> dict[str, str]:
@@ -83,7 +76,7 @@ def fork(name: str, target: str, content: bytes, tier: dict[str, Any]) -> dict[s
         held = [Work(name, target, tier)]
     except MoverUnavailableError as error:
         return {"refused": str(error)}
-    lives = weakref.ref(held[0].mover)
+    lives = weakref.ref(held[0].rig.mover)
     under_way = [held[0].begin()]
     if name == "kvikio":  # its threads do not survive a fork, and a transfer under way would keep the mover
         held[0].end(under_way[0], content)
@@ -104,7 +97,7 @@ def fork(name: str, target: str, content: bytes, tier: dict[str, Any]) -> dict[s
         "begun before": held[0].end(under_way[0], content),
         "afterwards": held[0].end(held[0].begin(), content),
     }
-    held[0].mover.close()
+    held[0].rig.mover.close()
     return found
 
 

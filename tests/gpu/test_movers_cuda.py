@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,6 @@ from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover
 from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.nixl import PLUGINS, NixlMover
 from nixl_offload.movers.select import open_mover
-from tests.contract.suites.mover_rig import SuiteMemory
 from tests.contract.suites.mover_suite import MoverRigs, MoverSuite
 
 pytestmark = pytest.mark.gpu
@@ -78,7 +78,7 @@ class DeviceRigs(MoverRigs):
         yield
         torch.cuda.synchronize()
 
-    def make_memory(self, size_bytes: int) -> SuiteMemory:
+    def make_memory(self, size_bytes: int) -> Any:
         return TorchMemory(size_bytes, torch.device("cuda", torch.cuda.current_device()))
 
     def make_mover(self) -> Mover:
@@ -107,7 +107,7 @@ class TestPosixPageLocked(MoverSuite):
     def _place(self, tmp_path: Path) -> None:
         self._directory = tmp_path
 
-    def make_memory(self, size_bytes: int) -> SuiteMemory:
+    def make_memory(self, size_bytes: int) -> Any:
         return TorchMemory(size_bytes)
 
     def make_mover(self) -> Mover:

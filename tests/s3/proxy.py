@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -202,8 +202,8 @@ class FaultProxy:
         self.connections: set[_Connection] = set()
         self.counts: Counter[str] = Counter()
         """Requests by operation: HEAD, GET, PUT, DELETE, POST of an object; COPY; LIST, DELETE_MANY, BUCKET."""
-        self.heads: list[str] = []
-        """Request line and headers of all requests."""
+        self.heads: deque[str] = deque(maxlen=100)
+        """Request line and headers of the latest requests."""
         self.in_flight = 0
         self._rules: list[Rule] = []
         self._listener: _Listener | None = None

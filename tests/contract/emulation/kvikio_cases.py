@@ -20,7 +20,7 @@ import pytest
 from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import MemoryKind, MemoryRegion, Mover, Op, TransferState
 from nixl_offload.movers.kvikio import KvikioMover
-from tests.contract.suites.mover_rig import KIB, MIB, MoverRigs, Rig, SuiteMemory
+from tests.contract.suites.mover_rig import KIB, MIB, MoverRigs, Rig
 from tests.contract.suites.mover_suite import MoverSuite
 
 from .build import Control, Driver
@@ -47,7 +47,7 @@ class DeviceMemory:
         self._library.cuMemFree_v2(ctypes.c_size_t(self.region.address))
 
     def read(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.uint8]:
-        """See SuiteMemory."""
+        """As HostMemory's."""
         begin, end, _ = slice(begin, end).indices(self.region.length_bytes)
         found = np.empty(end - begin, dtype=np.uint8)
         assert not self._library.cuMemcpyDtoH_v2(
@@ -58,7 +58,7 @@ class DeviceMemory:
         return found
 
     def write(self, values: npt.NDArray[np.uint8] | int) -> None:
-        """See SuiteMemory."""
+        """As HostMemory's."""
         data = np.full(self.region.length_bytes, values, dtype=np.uint8) if isinstance(values, int) else values
         data = np.ascontiguousarray(data)
         assert not self._library.cuMemcpyHtoD_v2(
@@ -93,7 +93,7 @@ class KvikioRigs(MoverRigs):
     def make_mover(self) -> Mover:
         return KvikioMover(4, BOUNCE_BYTES, close_timeout_s=self.close_timeout_s)
 
-    def make_memory(self, size_bytes: int) -> SuiteMemory:
+    def make_memory(self, size_bytes: int) -> Any:
         return DeviceMemory(size_bytes)
 
 
@@ -102,7 +102,7 @@ class TestHost(KvikioRigs, MoverSuite):
 
     memory_kind = MemoryKind.DRAM
 
-    def make_memory(self, size_bytes: int) -> SuiteMemory:
+    def make_memory(self, size_bytes: int) -> Any:
         return MoverRigs.make_memory(self, size_bytes)
 
 

@@ -170,7 +170,6 @@ class FaultyMover(Mover):
             return transfer.state
         transfer.error, transfer.quarantine = transfer.inner.error, transfer.inner.quarantine
         transfer.missing = transfer.inner.missing
-        transfer.missing = transfer.inner.missing
         transfer.state = transfer.inner.state
         if transfer.cut is not None and not transfer.quarantine:
             self.inner.close_file(transfer.cut)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,20 +38,11 @@ _HUGE_BYTES = 1 << 30
 """From here on the kernel is asked for huge pages."""
 
 
-class SuiteMemory(Protocol):
-    """A piece of memory that a mover can be given. Lives as long as it is referred to."""
-
-    region: MemoryRegion
-
-    def read(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.uint8]:
-        """Return a copy of its bytes from ``begin`` to ``end`` (None: to the last)."""
-
-    def write(self, values: npt.NDArray[np.uint8] | int) -> None:
-        """Replace all its bytes; a number is that byte everywhere. They are there when this returns."""
-
-
 class HostMemory:
-    """Pages of the host. ``kind`` is what movers are told, for those that run over an emulated device."""
+    """Pages of the host. ``kind`` is what movers are told, for those that run over an emulated device.
+
+    Other memory for the suites has ``region``, ``read`` and ``write``, too. It lives as long as it is referred to.
+    """
 
     def __init__(self, size_bytes: int, kind: MemoryKind = MemoryKind.DRAM) -> None:
         pages = mmap.mmap(-1, size_bytes)
@@ -61,9 +52,11 @@ class HostMemory:
         self.region = MemoryRegion(int(self._array.ctypes.data), size_bytes, kind)
 
     def read(self, begin: int = 0, end: int | None = None) -> npt.NDArray[np.uint8]:
+        """Return a copy of its bytes from ``begin`` to ``end`` (None: to the last)."""
         return self._array[begin:end].copy()
 
     def write(self, values: npt.NDArray[np.uint8] | int) -> None:
+        """Replace all its bytes; a number is that byte everywhere. They are there when this returns."""
         self._array[:] = values
 
 
@@ -76,7 +69,7 @@ def extents(offsets: npt.ArrayLike, length_bytes: npt.ArrayLike) -> Extents:
 class MemoryRig:
     """A mover with one region of random bytes."""
 
-    def __init__(self, mover: Mover, memory: SuiteMemory) -> None:
+    def __init__(self, mover: Mover, memory: Any) -> None:
         self.mover, self._memory, self.region = mover, memory, memory.region
         self.size_bytes = memory.region.length_bytes
         self.random = np.random.default_rng(self.size_bytes)
@@ -115,7 +108,7 @@ class MemoryRig:
 class Rig(MemoryRig):
     """The same with one file as large as the region, of random bytes, and raw access to it."""
 
-    def __init__(self, mover: Mover, path: Path, memory: SuiteMemory, *, direct_io: bool) -> None:
+    def __init__(self, mover: Mover, path: Path, memory: Any, *, direct_io: bool) -> None:
         super().__init__(mover, memory)
         self.path = path
         self.stored = self.random.integers(0, 256, self.size_bytes, dtype=np.uint8)
@@ -159,7 +152,7 @@ class MoverRigs:
         """Return a fresh mover; skip the test where this machine cannot run it."""
         raise NotImplementedError
 
-    def make_memory(self, size_bytes: int) -> SuiteMemory:
+    def make_memory(self, size_bytes: int) -> Any:
         """Return fresh memory of ``memory_kind``; skip the test where this machine has none."""
         return HostMemory(size_bytes, self.memory_kind)
 
