@@ -4,7 +4,7 @@ The only reader of YAML in the package: strict, each error a sentence with file 
 like credentials are never repeated in an error. Threading: pure functions but for reading the file; safe anywhere.
 """
 
-from __future__ import annotations
+from __future__ import annotations  # noqa: I001 -- "X as X" exports X; isort would write an import for each
 
 import difflib
 import functools
@@ -22,41 +22,21 @@ from nixl_offload.config.schema import (
     ALLOWED,
     TIER_MODELS,
     AuthenticateOptions,
-    Config,
-    DirectoryConfig,
+    Config as Config,
+    DirectoryConfig as DirectoryConfig,
     LookupOptions,
-    MemoryConfig,
-    S3Config,
-    ShardCut,
-    SharedConfig,
-    SharedDirConfig,
-    SlabConfig,
-    StoredConfig,
-    TierConfig,
+    MemoryConfig as MemoryConfig,
+    S3Config as S3Config,
+    ShardCut as ShardCut,
+    SharedConfig as SharedConfig,
+    SharedDirConfig as SharedDirConfig,
+    SlabConfig as SlabConfig,
+    StoredConfig as StoredConfig,
+    TierConfig as TierConfig,
     VllmOptions,
 )
 from nixl_offload.errors import ConfigError
 from nixl_offload.units import format_size
-
-__all__ = [
-    "CONNECTOR_NAME",
-    "Config",
-    "DirectoryConfig",
-    "MemoryConfig",
-    "S3Config",
-    "ShardCut",
-    "SharedConfig",
-    "SharedDirConfig",
-    "SlabConfig",
-    "StoredConfig",
-    "TierConfig",
-    "beside",
-    "from_extra_config",
-    "kv_transfer_config",
-    "load_config",
-    "merge_extra_config",
-    "parse_config",
-]
 
 Path = tuple[str | int, ...]
 """Where a value stands: ``("tiers", 1, "capacity")``."""

@@ -123,9 +123,6 @@ ALLOWED: Final = {
 }
 """What fields with a pattern allow, in words."""
 
-TIER_KINDS: Final = ("memory", "slab", "shared_dir", "s3")
-"""Nearest the GPU first. A config has any non-empty subset in this order, each at most once."""
-
 
 def _refusal(message: str, *field: str | int) -> PydanticCustomError:
     """Return an error of the value at ``field``, below the value that is being checked."""
@@ -173,16 +170,14 @@ class LookupOptions(_Model):
 
 
 class _Tier(_Model):
-    """What is asked of a tier of any kind, so that nobody need know which it is."""
+    """The fields and questions that tiers of all kinds share."""
 
-    outlives_process: ClassVar[bool] = True
-    """Whether its chunks are there when the server has ended. If so a mover reaches them, through staging memory."""
     is_shared: ClassVar[bool] = False
     """Whether other servers store there, too."""
 
     @property
     def where(self) -> str:
-        """For people: the directory, or the bucket and prefix; of memory, that it is no place to look into."""
+        """For people: the directory, or the bucket and prefix."""
         return "host memory"
 
 
@@ -191,7 +186,6 @@ class MemoryConfig(_Tier):
     they still have, and serves little.
     """
 
-    outlives_process: ClassVar[bool] = False
     ttl_s: ClassVar[None] = None
     kind: Literal["memory"]
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
@@ -316,6 +310,14 @@ SharedConfig = SharedDirConfig | S3Config
 """Tiers that other servers store in, too."""
 StoredConfig = SlabConfig | SharedConfig
 """Tiers that outlive the process."""
+TIER_MODELS: Final[dict[str, type[BaseModel]]] = {
+    "memory": MemoryConfig,
+    "slab": SlabConfig,
+    "shared_dir": SharedDirConfig,
+    "s3": S3Config,
+}
+"""By kind, nearest the GPU first. A config has any non-empty subset in this order, each at most once."""
+TIER_KINDS: Final = tuple(TIER_MODELS)
 TierConfig = Annotated[MemoryConfig | SlabConfig | SharedDirConfig | S3Config, Field(discriminator="kind")]
 
 
@@ -438,11 +440,3 @@ class Config(_Model):
     def stored(self) -> tuple[StoredConfig, ...]:
         """The tiers that outlive the process."""
         return tuple(tier for tier in self.tiers if tier.kind != "memory")
-
-
-TIER_MODELS: Final[dict[str, type[BaseModel]]] = {
-    "memory": MemoryConfig,
-    "slab": SlabConfig,
-    "shared_dir": SharedDirConfig,
-    "s3": S3Config,
-}

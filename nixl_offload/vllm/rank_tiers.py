@@ -323,7 +323,7 @@ def open_tier_engine(
         torch.cuda.set_device(device.torch_device)  # a new thread begins on the first GPU
     # As vLLM's own calls: KV caches were made in inference mode, and tensors made here are written to in it.
     with torch.inference_mode(), contextlib.ExitStack() as undo:
-        if not tier.outlives_process:
+        if tier.kind == "memory":
             assert memory.host is not None
             return MemoryEngine(
                 table=table,
