@@ -7,14 +7,14 @@ nothing and knows no catalog. Threading: one thread, except that a ``Bucket`` ma
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from nixl_offload.errors import StoreError
-from nixl_offload.stores.base import ObjectInfo, Store
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Key, Location, Outcome, key_group
+from tests.unit.shared_rig import MemoryStore, answer, refuse
 
 RANKS = 2
 SLOT_CLASSES = (32 << 10, 48 << 10)
@@ -34,51 +34,6 @@ def image_of(key: Key, rank: int) -> bytes:
     stamp = hashlib.sha256(key + bytes([rank])).digest()
     times = slot_bytes(key) // 2 // len(stamp)
     return stamp * times + stamp[::-1] * times
-
-
-class Bucket(Store):
-    """What outlives every engine, and answers those that are there. Safe anywhere."""
-
-    name = "memory"
-    where = "memory://bucket"
-
-    def __init__(self, wall: Callable[[], float]) -> None:
-        self.content: dict[str, tuple[bytes, float]] = {}
-        """Name -> content and time of modification."""
-        self.reachable = True
-        self._wall = wall
-
-    def head(self, name: str) -> ObjectInfo | None:
-        found = self._objects().get(name)
-        return None if found is None else ObjectInfo(name, len(found[0]), found[1])
-
-    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
-        found = self._objects().get(name)
-        if found is None:
-            raise StoreError(f"{name} is not there", cause="missing")
-        if offset + len(memory) > len(found[0]):
-            raise StoreError(f"{name} ends early", cause="short")
-        memory[:] = found[0][offset : offset + len(memory)]
-
-    def write(self, name: str, memory: memoryview) -> None:
-        self._objects()[name] = memory.tobytes(), self._wall()
-
-    def delete(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._objects().pop(name, None)
-
-    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        for name, (content, modified_s) in sorted(self._objects().items()):
-            if name.startswith(prefix) and name > start_after:
-                yield ObjectInfo(name, len(content), modified_s)
-
-    def close(self) -> None:
-        """It is there for the next engine."""
-
-    def _objects(self) -> dict[str, tuple[bytes, float]]:
-        if not self.reachable:
-            raise StoreError("no route to host", cause="unreachable")
-        return self.content
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +70,7 @@ class World:
         self.kinds = tuple(kinds)
         self.namespace = namespace
         self.now_s = 1000.0
-        self.buckets = {position: Bucket(self.wall) for position, kind in enumerate(kinds) if kind == "shared"}
+        self.buckets = {position: MemoryStore(self.wall) for position, kind in enumerate(kinds) if kind == "shared"}
         """By position of the tier."""
         self.slabs: list[dict[int, bytearray]] = [{} for _ in range(RANKS)]
         """Per rank, by position of the tier."""
@@ -151,16 +106,16 @@ class World:
     @property
     def reachable(self) -> bool:
         """Whether every bucket answers."""
-        return all(bucket.reachable for bucket in self.buckets.values())
+        return all(bucket.before is answer for bucket in self.buckets.values())
 
     @reachable.setter
     def reachable(self, answers: bool) -> None:
         for bucket in self.buckets.values():
-            bucket.reachable = answers
+            bucket.before = answer if answers else refuse
 
     def is_stored(self, key: Key, tier: int) -> bool:
         """Whether every rank's shard of ``key`` is in the bucket of ``tier`` as it should be."""
-        found = [self.buckets[tier].content.get(name) for name in self.names(key)]
+        found = [self.buckets[tier].objects.get(name) for name in self.names(key)]
         return all(item is not None and item[0] == image_of(key, rank) for rank, item in enumerate(found))
 
     def is_dirty(self, place: Location) -> bool:
@@ -273,17 +228,17 @@ class World:
     def others_put(self, key: Key, tier: int) -> None:
         """Another server stores a chunk."""
         for rank, name in enumerate(self.names(key)):
-            self.buckets[tier].content[name] = image_of(key, rank), self.wall()
+            self.buckets[tier].objects[name] = image_of(key, rank), self.wall()
             self.meddled.discard((tier, name))
 
     def others_delete(self, key: Key, tier: int, rank: int) -> None:
         """Somebody deletes a shard."""
         self.meddle(key, tier, rank)
-        self.buckets[tier].content.pop(self.names(key)[rank], None)
+        self.buckets[tier].objects.pop(self.names(key)[rank], None)
 
     def others_spoil(self, key: Key, tier: int, rank: int, *, cut: bool) -> None:
         """A shard is cut short, or its bytes change where they are."""
-        name, objects = self.names(key)[rank], self.buckets[tier].content
+        name, objects = self.names(key)[rank], self.buckets[tier].objects
         if name in objects:
             self.meddle(key, tier, rank)
             content, modified_s = objects[name]

@@ -28,7 +28,7 @@ from nixl_offload.types import Key, Lookup, Outcome
 from tests.model.chain_engine import SLOT_MAX, Setup
 from tests.model.chain_rig import ChainRig
 from tests.model.chain_world import RANKS
-from tests.unit.shared_rig import key_of
+from tests.unit.shared_rig import key_of, refuse
 
 EXAMPLES = int(os.environ.get("CHAIN_MODEL_EXAMPLES", "0"))
 KEYS = [key_of(number, number % 2) for number in range(300)]
@@ -206,7 +206,7 @@ class ChainMachine(RuleBasedStateMachine):
         elif what == "file fails":
             world.file_works = False
         elif what == "bucket fails" and world.buckets:
-            world.buckets[draw(st.sampled_from(sorted(world.buckets)))].reachable = False
+            world.buckets[draw(st.sampled_from(sorted(world.buckets)))].before = refuse
         elif what == "all works":
             world.file_works = world.reachable = True
         elif what == "file lost":

@@ -17,7 +17,7 @@ from nixl_offload.catalog.catalog import Catalog, LoadTicket, StoreTicket
 from nixl_offload.errors import StoreError
 from nixl_offload.tiers.shared.tier import RESET_MARGIN_S
 from nixl_offload.types import Key, Lookup, LookupContext, Outcome
-from tests.unit.shared_rig import SLOT, MemoryStore, Rig, keys_of, namespace_of
+from tests.unit.shared_rig import SLOT, MemoryStore, Rig, answer, keys_of, namespace_of
 
 KEYS = keys_of(24)
 TIMEOUT_S = 30.0
@@ -70,7 +70,7 @@ class SharedMachine(RuleBasedStateMachine):
             self.rig.tier.close()
 
     def come_to_rest(self) -> None:
-        self.store.before = lambda operation, name: None
+        self.store.before = answer
         for grant in self.stores + self.loads:
             self.catalog.report(grant.ticket, 2, {}, self.rig.now())
         self.rig.settle()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 from nixl_offload.config.schema import LookupOptions
 from nixl_offload.errors import StoreError
@@ -30,13 +31,14 @@ class MemoryStore(Store):
     name = "memory"
     where = "memory://"
 
-    def __init__(self) -> None:
-        self.objects: dict[str, tuple[int, float]] = {}
-        """Name -> size, modification time."""
+    def __init__(self, wall: Callable[[], float] = time.time) -> None:
+        self.objects: dict[str, tuple[bytes, float]] = {}
+        """Name -> content, modification time."""
         self.calls: list[tuple[str, str]] = []
-        self.before: Callable[[str, str], None] = lambda operation, name: None
+        self.before: Callable[[str, str], None] = answer
         self.most_at_once = 0
         self.closed = False
+        self._wall = wall
         self._at_once = 0
         self._lock = threading.Lock()
 
@@ -46,19 +48,24 @@ class MemoryStore(Store):
 
     def put(self, name: str, size_bytes: int = SLOT, age_s: float = 0.0) -> None:
         """Put an object there directly, without a tier."""
-        self.objects[name] = (size_bytes, time.time() - age_s)
+        self.objects[name] = (_zeros(size_bytes), self._wall() - age_s)
 
     def head(self, name: str) -> ObjectInfo | None:
         with self._call("head", name):
-            found = self.objects.get(name)
-            return None if found is None else ObjectInfo(name, *found)
+            return self._info(name)
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> None:
-        raise NotImplementedError
+        with self._call("read", name):
+            content, _ = self.objects.get(name, (None, 0.0))
+            if content is None:
+                raise StoreError(f"{name} is not there", cause="missing")
+            if offset + memory.nbytes > len(content):
+                raise StoreError(f"{name} ends early", cause="short")
+            memory[:] = content[offset : offset + memory.nbytes]
 
     def write(self, name: str, memory: memoryview) -> None:
         with self._call("write", name):
-            self.put(name, memory.nbytes)
+            self.objects[name] = memory.tobytes(), self._wall()
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
@@ -66,14 +73,18 @@ class MemoryStore(Store):
                 self.objects.pop(name, None)
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        for name in sorted(self.objects):
-            if name.startswith(prefix) and name > start_after:
-                with self._call("list", name):
-                    pass
-                yield ObjectInfo(name, *self.objects[name])
+        with self._call("list", prefix):
+            found = sorted(name for name in list(self.objects) if name.startswith(prefix) and name > start_after)
+        for name in found:
+            if (info := self._info(name)) is not None:
+                yield info
 
     def close(self) -> None:
         self.closed = True
+
+    def _info(self, name: str) -> ObjectInfo | None:
+        found = self.objects.get(name)
+        return None if found is None else ObjectInfo(name, len(found[0]), found[1])
 
     @contextmanager
     def _call(self, operation: str, name: str) -> Iterator[None]:
@@ -87,6 +98,13 @@ class MemoryStore(Store):
         finally:
             with self._lock:
                 self._at_once -= 1
+
+
+_zeros = cache(bytes)
+
+
+def answer(operation: str, name: str) -> None:
+    """For ``before``: the server is well."""
 
 
 def refuse(operation: str, name: str) -> None:

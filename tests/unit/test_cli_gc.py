@@ -205,15 +205,6 @@ def test_single_failures_do_not_stop_it(tree: Tree, monkeypatch: pytest.MonkeyPa
     assert tree.files() == set()
 
 
-def test_a_store_that_is_down_is_given_up(tree: Tree, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
-    for number in range(40):
-        tree.chunk(BLUE, number, HOUR_S)
-    failing_delete(monkeypatch, iter([DENIED] * 3))
-    assert tree.gc("--older-than 0s --delete --json") == 1
-    assert cli.err.splitlines()[-1].endswith("not deleted; gave up after several failures in a row; run again")
-    assert cli.json["outcome"]["gave_up"] is True
-
-
 def test_an_interruption_tells_what_was_done(tree: Tree, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     for number in range(10):
         tree.chunk(BLUE, number, HOUR_S)

@@ -459,22 +459,6 @@ def test_a_slot_that_a_server_gives_to_another_chunk_is_not_bad(
     assert (line["verdict"], line["key"]) == ("changed", key(3).hex())
 
 
-def test_a_slot_that_is_whole_at_the_second_look_is_good(
-    slab: StoredSlab, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, real, reads = slab.shard(3, 0), SlabInspector.look_again, []
-    slab.damage(3, 0, 5000)
-
-    def look_again(inspector: SlabInspector, namespace: Any, chunk: Any) -> Any:
-        reads.append(chunk.key)
-        slab.damage(3, 0, 0, whole)
-        return real(inspector, namespace, chunk)
-
-    monkeypatch.setattr(SlabInspector, "look_again", look_again)
-    assert cli("verify", slab.file) == 0
-    assert reads == [key(3)]
-
-
 def test_what_servers_leave_for_a_moment_is_not_bad(tree: Tree, cli: Cli) -> None:
     """After a crash a row of the index may name a slot that holds another whole chunk: a load finds out. A rank may
     still be writing its shard.

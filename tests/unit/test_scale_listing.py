@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 
 import pytest
 
 from nixl_offload.cli import gc as collection
 from nixl_offload.errors import StoreError
-from nixl_offload.stores.base import ObjectInfo
 from nixl_offload.tiers.shared.sweep import make_plan
 from tests.unit.shared_rig import SLOT, MemoryStore, namespace_of
 
 NAME = namespace_of(2).name
 BATCH_NAMES = 4
-
-
-class SortedStore(MemoryStore):
-    """Sorts once per listing, not once per name. No manifest can be read."""
-
-    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
-        raise StoreError(name, cause="missing")
-
-    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
-        with self._call("list", prefix):
-            pass
-        for name in sorted(name for name in list(self.objects) if name.startswith(prefix) and name > start_after):
-            if (found := self.objects.get(name)) is not None:
-                yield ObjectInfo(name, *found)
 
 
 def fill(store: MemoryStore, chunks: int) -> None:
@@ -41,10 +26,10 @@ def fill(store: MemoryStore, chunks: int) -> None:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> SortedStore:
+def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     monkeypatch.setattr(collection, "_SPLIT_OBJECTS", 100)
     monkeypatch.setattr(collection, "_BATCH_NAMES", BATCH_NAMES)
-    return SortedStore()
+    return MemoryStore()
 
 
 def collect(store: MemoryStore, part: float) -> collection.Collection:
@@ -64,7 +49,7 @@ def no_thread_is_left() -> bool:
     return True
 
 
-def test_a_large_namespace_is_counted_whole_and_swept_in_whole_chunks(store: SortedStore) -> None:
+def test_a_large_namespace_is_counted_whole_and_swept_in_whole_chunks(store: MemoryStore) -> None:
     fill(store, 1000)
     foreign = [f"{NAME}/{name}" for name in ("manifest.json", "00", "000", "7f0", "7f/x", "ff/", "zz/y")]
     for name in foreign:
@@ -81,7 +66,7 @@ def test_a_large_namespace_is_counted_whole_and_swept_in_whole_chunks(store: Sor
     assert no_thread_is_left()
 
 
-def test_a_part_that_cannot_be_listed_ends_the_count(store: SortedStore) -> None:
+def test_a_part_that_cannot_be_listed_ends_the_count(store: MemoryStore) -> None:
     fill(store, 1000)
 
     def refuse(operation: str, name: str) -> None:
@@ -95,7 +80,7 @@ def test_a_part_that_cannot_be_listed_ends_the_count(store: SortedStore) -> None
     assert no_thread_is_left()
 
 
-def test_of_deletes_that_fail_every_object_is_counted(store: SortedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_deletes_that_fail_every_object_is_counted(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(store, 1000)
     calls = iter(range(10**6))
     remove = MemoryStore.delete
@@ -105,7 +90,7 @@ def test_of_deletes_that_fail_every_object_is_counted(store: SortedStore, monkey
             raise StoreError("HTTP 503", cause="throttled")
         remove(into, names)
 
-    monkeypatch.setattr(SortedStore, "delete", delete)
+    monkeypatch.setattr(MemoryStore, "delete", delete)
     run = collect(store, 1.0)
     assert run.gave_up
     assert run.deleted.objects == 2000 - len(store.objects)

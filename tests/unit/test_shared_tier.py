@@ -21,7 +21,7 @@ from nixl_offload.errors import StoreError
 from nixl_offload.tiers.shared.naming import parse_shard_name
 from nixl_offload.tiers.shared.search import WINDOW_KEYS, Search, SearchKind
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
-from tests.unit.shared_rig import SLOT, Gate, MemoryStore, Rig, key_of, keys_of, namespace_of, refuse
+from tests.unit.shared_rig import SLOT, Gate, MemoryStore, Rig, answer, key_of, keys_of, namespace_of, refuse
 
 MakeRig = Callable[..., Rig]
 
@@ -43,7 +43,7 @@ def make(store: MemoryStore) -> Iterator[MakeRig]:
     yield build
     if isinstance(store.before, Gate):
         store.before.open()
-    store.before = lambda operation, name: None
+    store.before = answer
     for rig in rigs:
         rig.tier._presence.check()
         rig.tier.close()
@@ -187,7 +187,7 @@ def test_a_dead_store_costs_a_request_little_and_the_next_ones_nothing_and_comes
         rig.flush()
     assert rig.tier.reserve(key_of(7000), SLOT, []) is None, "and nothing is stored"
     assert len(store.calls) <= asked + 2
-    store.before = lambda operation, name: None
+    store.before = answer
     rig.ahead_s = 5.0
     rig.wait_for(lambda: 1 if rig.tier.trouble == "none" else None)
     assert rig.hits("b", keys) == 100
@@ -258,7 +258,7 @@ def test_a_store_that_is_well_again_is_used_at_once_whatever_still_hangs(
     rig.ahead_s += 21.0
     rig.flush()
     assert rig.tier.trouble == "timeout"
-    store.before = lambda operation, name: None
+    store.before = answer
     rig.ahead_s += 2.0
     rig.wait_for(lambda: 1 if rig.tier.trouble == "none" else None)
     gate.open()
@@ -308,7 +308,7 @@ def test_an_error_that_should_not_be_ends_nothing(
     store.before = stumble
     assert rig.hits("a", keys) == 0
     assert "should not be" in caplog.text
-    store.before = lambda operation, name: None
+    store.before = answer
     rig.wait_for(lambda: 1 if rig.tier.in_use and rig.hits("b", keys) == 2 else None)
 
 
@@ -331,7 +331,7 @@ def test_a_request_that_was_not_answered_doubts_the_store(make: MakeRig, store: 
     assert rig.ask("disabled", keys) == [Lookup.MISS]
     assert rig.tier.doubts("disabled")
     assert not rig.tier.doubts("answered")
-    store.before = lambda operation, name: None
+    store.before = answer
     rig.ahead_s += 5.0
     rig.wait_for(lambda: 1 if rig.tier.in_use else None)
     catalog = Catalog([rig.tier], world_size=1, slot_bytes=lambda key: SLOT, store_backlog_bytes=100 * SLOT)
@@ -342,19 +342,6 @@ def test_a_request_that_was_not_answered_doubts_the_store(make: MakeRig, store: 
     catalog.report(ticket.ticket, 1, {}, rig.now())
     rig.tier.forget_request("disabled")
     assert not rig.tier.doubts("disabled")
-
-
-def test_trouble_that_comes_back_at_once_is_left_alone_for_longer(make: MakeRig, store: MemoryStore) -> None:
-    """A throttling bucket still answers the trial. Each time it fails again, the pause doubles."""
-    rig, pauses = make(), []
-    for number in range(4):
-        store.before = refuse
-        assert rig.hits(f"r{number}", keys_of(40, first=100 * number)) == 0
-        pauses.append(round(rig.tier._reach.until_s - rig.now()))
-        store.before = lambda operation, name: None
-        rig.ahead_s += pauses[-1] + 1
-        rig.wait_for(lambda: 1 if rig.tier.in_use else None)
-    assert pauses == [1, 2, 4, 8]
 
 
 # Stores and loads
