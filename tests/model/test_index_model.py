@@ -1,13 +1,11 @@
-"""The index against a dictionary: any sequence of calls, two size classes, refusals included."""
+"""The index against a dictionary: any sequence of calls, two slot sizes, refusals included."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from nixl_offload.errors import IndexStateError
 from nixl_offload.index import Index, State
@@ -15,152 +13,112 @@ from nixl_offload.types import Key, Location
 
 KEYS = [Key(bytes([n]) * 32 + bytes(4)) for n in range(9)]
 SIZES = (4096, 12288)
-LOCATIONS = [Location(2, 4096 * n, size) for n in range(9) for size in SIZES]
+INSERTS, ENDS = {"insert_writing": State.WRITING, "insert_ready": State.READY}, ("commit", "abort")
+CALLS = [*INSERTS, *ENDS, *["pin", "unpin"] * 2, "touch", "renew", "evict", "drop"] * 8 + ["clear"]
 
 
 @dataclass
 class Held:
-    """What the model knows of a key."""
+    """What the model knows of a key. It has readers if ``pins``, a writer if it is not READY and has none."""
 
     location: Location
     state: State
     pins: int = 0
-    writer: bool = False
 
 
-class IndexMachine(RuleBasedStateMachine):
-    """Rules do to the index and to ``self.model`` what a caller may do, rightly or wrongly."""
+class Model:
+    """The keys, and those that may be evicted, least recently used first."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.index = Index(tier=2)
-        self.model: dict[Key, Held] = {}
+        self.held: dict[Key, Held] = {}
         self.order: list[Key] = []
-        """Evictable keys, least recently used first."""
 
     def gone(self, key: Key) -> Location:
         if key in self.order:
             self.order.remove(key)
-        return self.model.pop(key).location
+        return self.held.pop(key).location
 
-    @rule(key=st.sampled_from(KEYS), location=st.sampled_from(LOCATIONS), ready=st.booleans())
-    def insert(self, key: Key, location: Location, ready: bool) -> None:
-        insert = self.index.insert_ready if ready else self.index.insert_writing
-        if key in self.model:
-            with pytest.raises(IndexStateError):
-                insert(key, location)
-            return
-        insert(key, location)
-        state = State.READY if ready else State.WRITING
-        self.model[key] = Held(location, state, writer=not ready)
-        if ready:
-            self.order.append(key)
+    def used(self, key: Key) -> None:
+        """The key is READY and unpinned, and the most recently used."""
+        self.order = [each for each in self.order if each != key] + [key]
 
-    @rule(key=st.sampled_from(KEYS), ok=st.booleans())
-    def finish_writing(self, key: Key, ok: bool) -> None:
-        finish = self.index.commit if ok else self.index.abort
-        held = self.model.get(key)
-        if held is None or not held.writer:
-            with pytest.raises(IndexStateError):
-                finish(key)
-        elif ok and held.state is State.WRITING:
-            assert finish(key) is None
-            held.state, held.writer = State.READY, False
-            self.order.append(key)
+    def drop(self, key: Key) -> Location | None:
+        held = self.held.get(key)
+        if held is None or key in self.order:
+            return held and self.gone(key)
+        held.state = State.EVICTING
+        return None
+
+    def call(self, what: str, key: Key, held: Held | None, location: Location) -> object:
+        """Do to the model what the index does, and return what it returns. Raises IndexStateError."""
+        has_writer = held is not None and not held.pins and key not in self.order
+        if what in INSERTS and held is None:
+            self.held[key] = Held(location, INSERTS[what])
+            if what == "insert_ready":
+                self.used(key)
+        elif what in ENDS and held is not None and has_writer:
+            if what == "abort" or held.state is State.EVICTING:
+                return self.gone(key)
+            held.state = State.READY
+            self.used(key)
+        elif what == "pin" and held is not None and held.state is State.READY:
+            held.pins += 1
+            self.order = [each for each in self.order if each != key]
+            return held.location
+        elif what == "unpin" and held is not None and held.pins:
+            held.pins -= 1
+            if not held.pins and held.state is State.EVICTING:
+                return self.gone(key)
+            if not held.pins:
+                self.used(key)
+        elif what == "touch":
+            if key in self.order:
+                self.used(key)
+        elif what == "drop":
+            return self.drop(key)
         else:
-            assert finish(key) == self.gone(key)
+            raise IndexStateError
+        return None
 
-    @rule(key=st.sampled_from(KEYS))
-    def pin(self, key: Key) -> None:
-        held = self.model.get(key)
-        if held is None or held.state is not State.READY:
-            with pytest.raises(IndexStateError):
-                self.index.pin(key)
-            return
-        assert self.index.pin(key) == held.location
-        held.pins += 1
-        if key in self.order:
-            self.order.remove(key)
 
-    @rule(key=st.sampled_from(KEYS))
-    def unpin(self, key: Key) -> None:
-        held = self.model.get(key)
-        if held is None or not held.pins:
-            with pytest.raises(IndexStateError):
-                self.index.unpin(key)
-            return
-        held.pins -= 1
-        freed = self.index.unpin(key)
-        if held.pins:
-            assert freed is None
-        elif held.state is State.EVICTING:
-            assert freed == self.gone(key)
+@pytest.mark.parametrize("seed", range(20))
+def test_the_index_agrees_with_a_dictionary(seed: int) -> None:
+    chance, index, model = random.Random(seed), Index(tier=2), Model()
+    for _ in range(1000):
+        what, key = chance.choice(CALLS), chance.choice(KEYS)
+        held, location = model.held.get(key), Location(2, 4096 * chance.randrange(9), chance.choice(SIZES))
+        if what == "renew":
+            if held is not None and held.state is State.READY:
+                held.location = location._replace(slot_bytes=held.location.slot_bytes)
+                index.renew(key, held.location)
+                model.call("touch", key, held, location)
+        elif what == "evict":
+            size = chance.choice((*SIZES, 777))
+            victim = next((each for each in model.order if model.held[each].location.slot_bytes == size), None)
+            assert index.evict(size) == (victim and (victim, model.gone(victim)))
+        elif what == "clear":
+            for each in list(model.held):
+                model.drop(each)
+            assert sorted(index.clear()) == sorted(each.location for each in model.held.values())
         else:
-            assert freed is None
-            self.order.append(key)
-
-    @rule(key=st.sampled_from(KEYS))
-    def touch(self, key: Key) -> None:
-        self.index.touch(key)
-        if key in self.order:
-            self.order.remove(key)
-            self.order.append(key)
-
-    @rule(key=st.sampled_from(KEYS), number=st.integers(0, 8))
-    def renew(self, key: Key, number: int) -> None:
-        held = self.model.get(key)
-        if held is not None and held.state is State.READY:
-            held.location = Location(2, 4096 * number, held.location.slot_bytes)
-            self.index.renew(key, held.location)
-            self.touch(key)
-
-    @rule(slot_bytes=st.sampled_from((*SIZES, 777)))
-    def evict(self, slot_bytes: int) -> None:
-        victims = [k for k in self.order if self.model[k].location.slot_bytes == slot_bytes]
-        found = self.index.evict(slot_bytes)
-        if found is None:
-            assert not victims
-            return
-        key, location = found
-        assert key == victims[0]
-        assert location == self.gone(key)
-
-    def expect_drop(self, key: Key) -> Location | None:
-        held = self.model.get(key)
-        if held is None:
-            return None
-        if held.pins or held.writer:
-            held.state = State.EVICTING
-            return None
-        return self.gone(key)
-
-    @rule(key=st.sampled_from(KEYS))
-    def drop(self, key: Key) -> None:
-        assert self.index.drop(key) == self.expect_drop(key)
-
-    @rule(rarely=st.integers(0, 9))
-    def clear(self, rarely: int) -> None:
-        if rarely:
-            return
-        for key in list(self.model):
-            self.expect_drop(key)
-        assert sorted(self.index.clear()) == sorted(held.location for held in self.model.values())
-
-    @invariant()
-    def agrees(self) -> None:
-        assert len(self.index) == len(self.model)
-        for key in KEYS:
-            held = self.model.get(key)
-            assert self.index.state(key) is (held.state if held else None)
-            if held:
-                assert self.index.location(key) == held.location
-                continue
-            with pytest.raises(KeyError):
-                self.index.location(key)
-        assert self.index.held == sum(held.writer or held.pins > 0 for held in self.model.values())
-        self.index.check()
+            arguments = (key, location) if what in INSERTS else (key,)
+            try:
+                expected = model.call(what, key, held, location)
+            except IndexStateError:
+                with pytest.raises(IndexStateError):
+                    getattr(index, what)(*arguments)
+            else:
+                assert getattr(index, what)(*arguments) == expected
+        agree(index, model)
 
 
-SETTINGS = settings(max_examples=80, stateful_step_count=60, deadline=None, derandomize=True)
-TestIndexModel = IndexMachine.TestCase
-TestIndexModel.settings = SETTINGS
+def agree(index: Index, model: Model) -> None:
+    assert {key: (index.state(key), index.location(key), index.pins(key)) for key in index} == {
+        key: (held.state, held.location, held.pins) for key, held in model.held.items()
+    }
+    assert len(index) == len(model.held)
+    assert index.held == len(model.held) - len(model.order)
+    for key in KEYS:
+        found = index.find(key)
+        assert (found is None) == (key not in model.held) == (index.state(key) is None)
+    index.check()
