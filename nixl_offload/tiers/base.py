@@ -11,15 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
 from nixl_offload.movers.base import FileId, Mover
 from nixl_offload.tiers.breaker import BreakerState
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
-
-T = TypeVar("T")
 
 NOTHING_STORED: Final = "nothing is stored until this is over"
 """Part of the message that a link logs when it stops storing."""
@@ -285,9 +283,3 @@ class Link(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the link's files in the mover and end its threads. Nothing may be in flight. The mover stays open."""
-
-
-def at_once(value: T) -> Generator[None, None, T]:
-    """Return ``value`` as a generator that never yields, for links that need not wait."""
-    yield from ()
-    return value

@@ -1,7 +1,7 @@
 """The table of tier kinds, by their names in the config: how the scheduler opens each kind, how a rank opens its link,
 and how commands inspect it.
 
-A new kind is a module beside this one, a model in ``config.schema``, and a row here (the rest: CONTRIBUTING.md).
+A new kind is a module beside this one, a model in ``config.schema``, and functions here (the rest: CONTRIBUTING.md).
 
 Threading: called at start, by the scheduler, by each rank, and by commands; none of it needs torch.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from nixl_offload.config import S3Config, SharedDirConfig, StoredConfig, TierConfig
 from nixl_offload.errors import ConfigError
@@ -34,16 +34,6 @@ from nixl_offload.units import format_size
 
 AnyTier = MemoryTier | SlabTier | SharedTier
 AnyPlace = MemoryPlace | SlabPlace | SharedPlace
-
-
-class TierKind(NamedTuple):
-    """How one kind is opened. Each function takes the config (and place) of that kind."""
-
-    open_tier: Callable[[Any, TierContext], AnyTier]
-    open_link: Callable[[Any, Any, int, Mover], Link] | None
-    """None: ranks reach the tier without a link."""
-    open_inspector: Callable[[Any], Inspector] | None
-    """None: commands cannot inspect the tier."""
 
 
 def _open_shared_dir(config: SharedDirConfig, context: TierContext) -> SharedTier:
@@ -100,11 +90,22 @@ def _inspect_s3(config: S3Config) -> SharedInspector:
     return SharedInspector(open_store(config), kind=config.kind, capacity_bytes=config.capacity_bytes)
 
 
-KINDS: Final = {
-    "memory": TierKind(MemoryTier.open, None, None),
-    "slab": TierKind(SlabTier.open, open_slab_link, SlabInspector),
-    "shared_dir": TierKind(_open_shared_dir, _link_shared_dir, _inspect_shared_dir),
-    "s3": TierKind(_open_s3, _link_s3, _inspect_s3),
+# By kind; the functions take the config, and the place, of that kind.
+_TIERS: Final[dict[str, Callable[[Any, TierContext], AnyTier]]] = {
+    "memory": MemoryTier.open,
+    "slab": SlabTier.open,
+    "shared_dir": _open_shared_dir,
+    "s3": _open_s3,
+}
+_LINKS: Final[dict[str, Callable[[Any, Any, int, Mover], Link]]] = {
+    "slab": open_slab_link,
+    "shared_dir": _link_shared_dir,
+    "s3": _link_s3,
+}
+_INSPECTORS: Final[dict[str, Callable[[Any], Inspector]]] = {
+    "slab": SlabInspector,
+    "shared_dir": _inspect_shared_dir,
+    "s3": _inspect_s3,
 }
 
 
@@ -114,14 +115,12 @@ def open_tier(config: TierConfig, context: TierContext) -> AnyTier:
     Raises TierError or ConfigError, with a message for the operator, if the tier cannot be used. A shared tier that
     does not answer is not an error: it is used once it answers.
     """
-    return KINDS[config.kind].open_tier(config, context)
+    return _TIERS[config.kind](config, context)
 
 
 def open_link(config: TierConfig, place: AnyPlace, rank: int, mover: Mover) -> Link:
     """Open the link of ``rank`` to a stored tier. The caller keeps ``mover``. Raises TierError."""
-    opened = KINDS[config.kind].open_link
-    assert opened is not None, "memory has no link"
-    return opened(config, place, rank, mover)
+    return _LINKS[config.kind](config, place, rank, mover)
 
 
 def open_inspector(config: StoredConfig) -> Inspector:
@@ -129,6 +128,4 @@ def open_inspector(config: StoredConfig) -> Inspector:
 
     Raises StoreError, NotSupportedError.
     """
-    opened = KINDS[config.kind].open_inspector
-    assert opened is not None, "memory has no inspector"
-    return opened(config)
+    return _INSPECTORS[config.kind](config)

@@ -121,8 +121,8 @@ class Engine:
         for shared in self.shared:
             while shared._prober.is_busy:
                 time.sleep(0)
-        if self.file is not None and self.file._looker is not None:
-            self.file._looker.join()
+        while self.file is not None and self.file._looks.pending:
+            time.sleep(0)
 
     def close(self) -> None:
         """Close the tiers. Idempotent."""

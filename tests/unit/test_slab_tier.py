@@ -26,6 +26,7 @@ from nixl_offload.types import Key, Location, Outcome
 from tests.contexts import context_of, slab_config
 from tests.mounts import mounted
 from tests.unit.catalog_rig import key
+from tests.unit.engine_rig import until
 from tests.unit.stored_rig import namespace_of
 
 SLOT = 64 << 10
@@ -94,8 +95,7 @@ def store(tier: SlabTier, number: int) -> Location:
 def look(tier: SlabTier, now_s: float) -> None:
     """Report a failed store, and wait for the look that follows."""
     tier.stored([key(1)], {key(1): Outcome.FAILED}, now_s)
-    assert tier._looker is not None
-    tier._looker.join(WAIT_S)
+    until(lambda: not tier._looks.pending)
 
 
 def test_a_failed_opening_holds_nothing_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,8 +200,7 @@ def test_a_directory_that_hangs_costs_one_thread(server: Server, monkeypatch: py
     tier.close(timeout_s=0.01)
     assert not entered.acquire(blocking=False)
     go_on.set()
-    assert tier._looker is not None
-    tier._looker.join(WAIT_S)
+    until(lambda: not tier._looks.pending)
 
 
 def test_a_directory_made_anew_between_two_looks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,8 +277,7 @@ def test_chunks_are_evicted_where_others_have_filled_the_drive(server: Server) -
         assert first[1], "evicted"
         others.unlink()
         tier.flush(rank.now_s)
-        assert tier._looker is not None
-        tier._looker.join(WAIT_S)
+        until(lambda: not tier._looks.pending)
         more = put(tier, rank)
         assert more is not None
         assert more[0] > first[0]

@@ -16,7 +16,7 @@ from nixl_offload.errors import MoverError, StoreError, TierError
 from nixl_offload.movers.base import FileId, Mover, close_if_idle
 from nixl_offload.stores.directory import Draft, OpenFile, TreeFiles
 from nixl_offload.stores.filesystem import REAL, Filesystem
-from nixl_offload.tiers.base import NOTHING_STORED, Link, Target, at_once
+from nixl_offload.tiers.base import NOTHING_STORED, Link, Target
 from nixl_offload.tiers.breaker import Breaker
 from nixl_offload.tiers.calls import Call, CallThreads
 from nixl_offload.tiers.shared.naming import shard_name
@@ -125,13 +125,14 @@ class ObjectLink(SharedLink):
         """Do nothing: the first transfer shows whether the bucket works."""
 
     def begin_write(self, key: Key, location: Location, length_bytes: int, shard: int) -> Generator[None, None, Target]:
-        return (yield from at_once(self._open(key, shard, length_bytes, self._stores)))
+        yield from ()
+        return self._open(key, shard, length_bytes, self._stores)
 
     def end_write(self, target: Target) -> Generator[None, None, None]:
         """The object has been visible since its PUT was answered."""
+        yield from ()
         self._close_file(target.file)
         self._stores.succeeded(self._clock())
-        yield from at_once(None)
 
     def fail_write(self, target: Target, error: str | None) -> None:
         """An abandoned PUT may still write its object, but only a whole one."""
@@ -141,7 +142,8 @@ class ObjectLink(SharedLink):
 
     def begin_read(self, key: Key, location: Location, length_bytes: int, shard: int) -> Generator[None, None, Target]:
         """Open the object; the read shows whether it exists."""
-        return (yield from at_once(self._open(key, shard, length_bytes, self._loads)))
+        yield from ()
+        return self._open(key, shard, length_bytes, self._loads)
 
     def _open(self, key: Key, shard: int, length_bytes: int, breaker: Breaker) -> Target:
         self._close_stale()

@@ -11,11 +11,13 @@ import json
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from nixl_offload.config import SlabConfig
 from nixl_offload.hardware.machine import machine_token
 from nixl_offload.index import DurableIndex, State
 from nixl_offload.tiers.base import TierContext
+from nixl_offload.tiers.calls import CallThreads
 from nixl_offload.tiers.ownership import warn_of_others
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabPlace
@@ -52,7 +54,7 @@ class SlabTier(SlotTier):
         self._directory = directory
         self._durable = durable
         self._next_look_s = self._next_due_s = 0.0
-        self._looker: threading.Thread | None = None
+        self._looks = CallThreads("nixl-offload-look", 1)
         self._extents = allocator.extent_count
         """Extents that the drive had room for at the last look."""
         self._lost = threading.Event()
@@ -131,19 +133,14 @@ class SlabTier(SlotTier):
         """Check on a thread whether the directory is still ours and how much room the drive has. If it has none, slabs
         do not grow, and chunks are evicted instead.
 
-        At most one such thread runs, every ``LOOK_PAUSE_S`` at most (``now_s``: monotonic). Never raises. A lost
+        At most one such check runs, every ``LOOK_PAUSE_S`` at most (``now_s``: monotonic). Never raises. A lost
         directory is not made again: nothing is stored any more, and chunks that are still readable are served.
         """
-        if self._directory is None or self._lost.is_set() or now_s < self._next_look_s:
+        self._looks.keep_up()
+        if self._directory is None or self._lost.is_set() or now_s < self._next_look_s or self._looks.pending:
             return
-        if self._looker is not None and self._looker.is_alive():
-            return  # storage hangs; one waiting thread is enough
         self._next_look_s = now_s + LOOK_PAUSE_S
-        # A daemon, because a hanging filesystem must not keep the process from ending.
-        looker = threading.Thread(target=self._look, args=(self._directory,), name="nixl-offload-look", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no thread can start now
-            looker.start()
-            self._looker = looker
+        self._looks.start(partial(self._look, self._directory))
 
     def close(self, in_flight: Iterable[Key] = (), *, timeout_s: float = CLOSE_S) -> None:
         """Write the journal out and release the lock. Idempotent.
@@ -155,8 +152,7 @@ class SlabTier(SlotTier):
         for key in in_flight:
             if self.state(key) is State.WRITING:
                 self._durable.put(key, self._index.location(key))
-        if self._looker is not None:
-            self._looker.join(timeout_s)
+        self._looks.close(timeout_s)
         self._durable.close(timeout_s)
         if self._directory is not None:
             self._directory.close()
