@@ -12,7 +12,8 @@ from typing import Any
 from nixl_offload.config import SlabConfig
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.tiers.base import TierContext
-from nixl_offload.tiers.slab.file import SlabFile
+from nixl_offload.tiers.slab.directory import TierDirectory
+from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,11 @@ def slab_config(path: Path, capacity_bytes: int, *, keep_free_percent: int = 0) 
     """Return the config of a slab."""
     config = SlabConfig.model_validate({"kind": "slab", "path": str(path), "capacity": capacity_bytes})
     return config.model_copy(update={"keep_free_percent": keep_free_percent})
+
+
+def slab_of(directory: TierDirectory, rank: int = 0) -> Path:
+    """Return the path of a rank's slab."""
+    return directory.namespace_path / rank_file_name(rank)
 
 
 def back(slab: SlabFile, offset: int, length_bytes: int) -> None:

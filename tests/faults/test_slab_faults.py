@@ -25,7 +25,7 @@ from nixl_offload.tiers.slab import file as slab_file
 from nixl_offload.tiers.slab.directory import TierDirectory
 from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.types import Location
-from tests.contexts import back, context_of, opened, slab_config
+from tests.contexts import back, context_of, opened, slab_config, slab_of
 from tests.hostile import HostileFilesystem
 from tests.unit.catalog_rig import key
 from tests.unit.stored_rig import namespace_of
@@ -366,7 +366,7 @@ def test_starting_on_a_full_disk_keeps_what_is_there(
     how much room is missing.
     """
     tier = open_tier(small_filesystem.path / "kv")
-    with opened(tier.rank_path(0), tier.rank_bytes, tier.extent_bytes) as slab:
+    with opened(slab_of(tier), tier.rank_bytes, tier.extent_bytes) as slab:
         back(slab, 0, 16 * MIB)
     tier.close()
     small_filesystem.fill()
@@ -375,7 +375,7 @@ def test_starting_on_a_full_disk_keeps_what_is_there(
     assert 15 * MIB <= again.rank_bytes <= 16 * MIB
     assert again.extent_bytes == tier.extent_bytes
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    with opened(again.rank_path(0), again.rank_bytes, again.extent_bytes) as slab:
+    with opened(slab_of(again), again.rank_bytes, again.extent_bytes) as slab:
         back(slab, 0, again.rank_bytes)
     again.close()
 
@@ -387,7 +387,7 @@ def test_a_slab_leaves_a_share_of_the_drive_free(small_filesystem: SmallFilesyst
     path = small_filesystem.path / "kv"
     for model in ("org/one", "org/other"):
         tier = open_tier(path, capacity_bytes=1 << 40, keep_free_percent=25, model=model)
-        with opened(tier.rank_path(0), tier.rank_bytes, tier.extent_bytes, kept_free=0.25) as slab:
+        with opened(slab_of(tier), tier.rank_bytes, tier.extent_bytes, kept_free=0.25) as slab:
             back(slab, 0, tier.rank_bytes)
         tier.close()
         space = os.statvfs(path)

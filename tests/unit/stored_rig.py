@@ -18,7 +18,6 @@ import yaml
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES, slot_bytes
 from nixl_offload.cli.main import main
-from nixl_offload.config import SlabConfig, parse_config
 from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.directory import TreeStore
@@ -28,6 +27,7 @@ from nixl_offload.tiers.shared.tier import write_manifest
 from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.types import Key
+from tests.contexts import slab_config
 from tests.headers import Expected, make_page
 from tests.unit import shared_rig
 
@@ -103,8 +103,7 @@ class StoredSlab:
         self.namespace = stored_namespace()
         tier = {"kind": "slab", "path": str(self.root), "capacity": "64MiB"}
         self.file.write_text(yaml.safe_dump({"tiers": [tier]}))
-        (config,) = parse_config({"tiers": [tier]}).tiers
-        assert isinstance(config, SlabConfig)
+        config = slab_config(self.root, 64 << 20)
         self.tier: SlabTier | None = SlabTier.open(config, TierContext(0, self.namespace, world_size=RANKS))
         self.offsets: dict[Key, int] = {}
 

@@ -16,14 +16,13 @@ import yaml
 
 from nixl_offload.chunk.header import slot_bytes
 from nixl_offload.chunk.shards import ShardPlan, cut_layers, make_plan
-from nixl_offload.config import SlabConfig, parse_config
 from nixl_offload.identity.namespace import SHARD_ORDER, GroupFields, Namespace, make_namespace
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.slab.file import SlabFile, rank_file_name
 from nixl_offload.tiers.slab.tier import SlabTier
-from tests.contexts import context_of
+from tests.contexts import context_of, slab_config
 from tests.unit.fleet_rig import CHUNK_BLOCKS, HEAD_BYTES, LAYERS, SLAB, TREE, RankRig, bounds, key, layers_in, ok
 from tests.unit.stored_rig import Cli, flip, namespace_of, put_manifest
 
@@ -44,12 +43,6 @@ def space_of(heads: int, tp: int, ranges: Sequence[int], stages: Sequence[int]) 
     return make_namespace(replace(fields, shards=plan.shards, layers=cut.begins, shard_order=SHARD_ORDER), plan)
 
 
-def slab_config(path: Path) -> SlabConfig:
-    (tier,) = parse_config({"tiers": [{"kind": "slab", "path": str(path), "capacity": "64MiB"}]}).tiers
-    assert isinstance(tier, SlabConfig)
-    return tier
-
-
 class Stored:
     """A slab and a directory with the same chunks, and a config of both."""
 
@@ -60,7 +53,7 @@ class Stored:
         paths = {"slab": root / "slab", "shared_dir": self.tree}
         tiers = [{"kind": kind, "path": str(path), "capacity": "64MiB"} for kind, path in paths.items()]
         self.file.write_text(yaml.safe_dump({"tiers": tiers}))
-        tier = SlabTier.open(slab_config(root / "slab"), TierContext(0, space, plan.ranks))
+        tier = SlabTier.open(slab_config(root / "slab", 64 << 20), TierContext(0, space, plan.ranks))
         places = {number: tier.reserve(key(number), space.slot_bytes(0), []) for number in CHUNKS}
         self.offsets = {number: place.offset for number, place in places.items() if place is not None}
         self.place, self.slabs = tier.place, Path(tier.place.directory)
@@ -143,7 +136,7 @@ def test_a_slab_of_other_stages_is_not_taken_for_ones_own(tmp_path: Path, stages
     found, size_bytes = [], 1 << 20
     for of_stages, tp in (((LAYERS,), 4), (CUT, 2), (stages, 4 // len(stages))):
         space = replace(space_of(HEADS, 2, CUT, CUT), plan=space_of(HEADS, tp, CUT, of_stages).plan)
-        tier = SlabTier.open(slab_config(tmp_path), context_of(space, [size_bytes], world_size=4))
+        tier = SlabTier.open(slab_config(tmp_path, 64 << 20), context_of(space, [size_bytes], world_size=4))
         found.append(len(tier))
         if not len(tier):
             assert tier.reserve(key(1), size_bytes, []) is not None

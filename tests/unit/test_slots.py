@@ -7,12 +7,11 @@ from __future__ import annotations
 import gc
 import random
 from itertools import count
-from typing import Any
 
 import numpy as np
 import pytest
 
-from nixl_offload.config import MemoryConfig, parse_config
+from nixl_offload.config import MemoryConfig
 from nixl_offload.errors import ConfigError, IndexStateError
 from nixl_offload.index import State
 from nixl_offload.index.journal import Row
@@ -249,19 +248,9 @@ def test_slots_of_one_size_are_shared_alike() -> None:
 SLOT = 64 << 10
 
 
-def config_of(capacity: int | str, **options: object) -> MemoryConfig:
-    tier: dict[str, Any] = {"kind": "memory", "capacity": capacity, **options}
-    (config,) = parse_config({"tiers": [tier]}).tiers
-    assert isinstance(config, MemoryConfig)
-    return config
-
-
-def open_tier(
-    slots: int = 8, slot_classes: tuple[int, ...] = (SLOT,), *, world_size: int = 1, dp_size: int = 1, **options: object
-) -> MemoryTier:
-    """Open a tier with room for ``slots`` of the largest class on each rank."""
+def open_tier(capacity: int | str, slot_classes: tuple[int, ...], world_size: int = 1, dp_size: int = 1) -> MemoryTier:
     context = context_of(namespace_of(world_size), slot_classes, world_size=world_size, dp_engines=range(dp_size))
-    return MemoryTier.open(config_of(slots * max(slot_classes) * world_size * dp_size, **options), context)
+    return MemoryTier.open(MemoryConfig.model_validate({"kind": "memory", "capacity": capacity}), context)
 
 
 def store(tier: MemoryTier, key: Key, slot_bytes: int = SLOT) -> tuple[Location | None, list[Key]]:
@@ -281,17 +270,13 @@ def test_too_small_a_capacity_is_refused_with_the_least_that_does(
     slot_classes: tuple[int, ...], world_size: int, dp_size: int
 ) -> None:
     """The capacity in the message is enough: four chunks of the largest size for each size."""
-
-    def open_with(capacity: int | str) -> MemoryTier:
-        context = context_of(namespace_of(world_size), slot_classes, world_size=world_size, dp_engines=range(dp_size))
-        return MemoryTier.open(config_of(capacity), context)
-
+    sizes = slot_classes, world_size, dp_size
     least_bytes = 4 * len(slot_classes) * max(slot_classes) * world_size * dp_size
     with pytest.raises(ConfigError, match="of the memory tier is too small for this model") as refused:
-        open_with(least_bytes - 1)
+        open_tier(least_bytes - 1, *sizes)
     named = str(refused.value).rpartition(" at least ")[2]
     assert least_bytes <= parse_size(named) < least_bytes + (1 << 20)
-    for tier in (open_with(named), open_with(least_bytes)):
+    for tier in (open_tier(named, *sizes), open_tier(least_bytes, *sizes)):
         for number, slot_bytes in enumerate(slot_classes):
             for key in keys_of(4, group=number):
                 assert store(tier, key, slot_bytes)[0] is not None
@@ -299,7 +284,7 @@ def test_too_small_a_capacity_is_refused_with_the_least_that_does(
 
 def test_what_is_pinned_keeps_its_slot_though_another_size_needs_the_extent() -> None:
     """A chunk that waits for a farther tier is not lost to another group of the model, which gets room when it goes."""
-    tier = open_tier(64, (PAGE, 3 * PAGE))
+    tier = open_tier(64 * 3 * PAGE, (PAGE, 3 * PAGE))
     evicted: list[Key] = []
     small: list[Key] = []
     while not evicted:  # until all extents are lent to the small size

@@ -19,7 +19,7 @@ from nixl_offload.errors import ConfigError, TierError
 from nixl_offload.stores.filesystem import REAL, Filesystem
 from nixl_offload.tiers.ownership import DirectoryLock, holder_of, require_apart, warn_of_others
 from nixl_offload.tiers.slab.directory import TierDirectory, remove_namespace, tree_bytes
-from tests.contexts import back, context_of, opened, slab_config
+from tests.contexts import back, context_of, opened, slab_config, slab_of
 from tests.hostile import HostileFilesystem
 from tests.unit.stored_rig import namespace_of
 
@@ -44,7 +44,7 @@ def open_tier(
 def fill(tier: TierDirectory, ranks: int = 1) -> None:
     """Back every extent of every rank, as a full cache does."""
     for rank in range(ranks):
-        with opened(tier.rank_path(rank), tier.rank_bytes, tier.extent_bytes, direct_io=False) as slab:
+        with opened(slab_of(tier, rank), tier.rank_bytes, tier.extent_bytes, direct_io=False) as slab:
             back(slab, 0, tier.rank_bytes)
 
 
@@ -57,7 +57,7 @@ def test_everything_is_private_and_where_the_readme_says(tmp_path: Path, umask: 
     try:
         tier = open_tier(tmp_path / "a" / "kv")
         fill(tier)
-        tier.rank_path(0).chmod(0o666)
+        slab_of(tier).chmod(0o666)
         fill(tier)
     finally:
         os.umask(before)
@@ -146,7 +146,7 @@ def test_too_small_a_capacity_names_the_least(tmp_path: Path) -> None:
 def make_foreign(path: Path, model: str, used_s: float, capacity_bytes: int = 64 * MIB) -> Path:
     """Leave the full slab of another model behind, last used at ``used_s``."""
     tier = open_tier(path, capacity_bytes, model)
-    with opened(tier.rank_path(0), tier.rank_bytes, tier.extent_bytes, direct_io=False) as slab:
+    with opened(slab_of(tier), tier.rank_bytes, tier.extent_bytes, direct_io=False) as slab:
         back(slab, 0, 3 * MIB)
     os.utime(tier.namespace_path / "manifest.json", (used_s, used_s))
     tier.close()
@@ -282,15 +282,15 @@ def test_a_smaller_capacity_cuts_the_slabs_and_keeps_the_geometry(tmp_path: Path
     tier = open_tier(tmp_path, 64 * MIB)
     fill(tier)
     before = tier.rank_bytes, tier.extent_bytes
-    with tier.rank_path(0).open("r+b") as file:
+    with slab_of(tier).open("r+b") as file:
         file.write(b"kept")
     (tier.namespace_path / "rank-00007.slab").write_bytes(bytes(MIB))
     tier.close()
     tier = open_tier(tmp_path, 32 * MIB)
     assert tier.rank_bytes < before[0]
     assert tier.extent_bytes == before[1]
-    assert tier.rank_path(0).stat().st_size == tier.rank_bytes
-    assert tier.rank_path(0).read_bytes()[:4] == b"kept"
+    assert slab_of(tier).stat().st_size == tier.rank_bytes
+    assert slab_of(tier).read_bytes()[:4] == b"kept"
     assert not (tier.namespace_path / "rank-00007.slab").exists(), "a rank that does not exist"
     assert tree_bytes(tier.root) <= 32 * MIB
     tier.close()
@@ -353,7 +353,7 @@ def test_a_namespace_of_a_running_engine_is_not_removed(tmp_path: Path) -> None:
     other = open_tier(tmp_path, 64 * MIB, "other", dp_index=3, dp_engines=range(4))
     fill(other)
     tier = open_tier(tmp_path, 30 * MIB, dp_index=0, dp_engines=range(2))
-    assert other.rank_path(0).exists()
+    assert slab_of(other).exists()
     assert tier.rank_bytes < 8 * MIB
     tier.close()
     other.close()

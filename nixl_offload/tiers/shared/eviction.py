@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -129,7 +128,7 @@ class Eviction:
             return
         self._lost_bytes, self._pass_s = 0, now_s
         evicted, self._limit_bytes = shrink(
-            self._store, self._capacity_bytes, space=space, kept_free=self._kept_free, stopped=self._stop.is_set
+            self._store, self._capacity_bytes, kept_free=self._kept_free, stopped=self._stop.is_set
         )
         self.evicted += evicted
         self._has_warned = False
@@ -140,30 +139,23 @@ class Eviction:
 
 
 def shrink(
-    store: TreeStore,
-    capacity_bytes: int,
-    *,
-    space: os.statvfs_result | None = None,
-    kept_free: float = 0.0,
-    stopped: Callable[[], bool] = bool,
+    store: TreeStore, capacity_bytes: int, *, kept_free: float = 0.0, stopped: Callable[[], bool] = bool
 ) -> tuple[int, int]:
     """If chunks take more than 63/64 of the limit, delete the least recently used ones down to 62/64.
 
-    The limit is ``capacity_bytes``, or less if the filesystem has less room by its ``space`` without the share
-    ``kept_free``. Room is counted in bytes, and in files of the average size here. Ends early when ``stopped``.
-    Returns how many chunks were deleted, and the limit in bytes. Raises OSError. Raises StoreError if a file cannot be
-    deleted, after deleting the other files.
+    The limit is ``capacity_bytes``, or less if the filesystem has less room without the share ``kept_free``. Room is
+    counted in bytes, and in files of the average size here. Ends early when ``stopped``. Returns how many chunks were
+    deleted, and the limit in bytes. Raises OSError. Raises StoreError if a file cannot be deleted, after deleting the
+    other files.
     """
-    ages = Ages(time.time())
+    space, ages = store.filesystem.space(store.where), Ages(time.time())
     latest_s = ages.now_s + CLOCK_S
     for chunk in _chunks(store, stopped, latest_s):
         ages.add(chunk)
-    limit_bytes: float = capacity_bytes
-    if space is not None:
-        file_bytes = ages.total.size_bytes / max(1, ages.total.objects)
-        by_files = math.inf if not file_bytes else file_bytes * spare_files(space, kept_free)
-        limit_bytes = min(limit_bytes, ages.total.size_bytes + min(spare_bytes(space, kept_free), by_files))
-    limit_bytes = max(0, int(limit_bytes))
+    file_bytes = ages.total.size_bytes / max(1, ages.total.objects)
+    by_files = file_bytes * spare_files(space, kept_free) if file_bytes else math.inf
+    room_bytes = ages.total.size_bytes + min(spare_bytes(space, kept_free), by_files)
+    limit_bytes = max(0, int(min(capacity_bytes, room_bytes)))
     step_bytes = limit_bytes // STEPS
     if stopped() or ages.total.size_bytes <= limit_bytes - step_bytes:
         return 0, limit_bytes

@@ -36,9 +36,6 @@ class Presence:
         """Key -> when it was found to be absent; in order of time."""
         self._index = Index()
 
-    def __len__(self) -> int:
-        return len(self._index)
-
     # Questions
 
     def state(self, key: Key) -> State | None:

@@ -50,32 +50,27 @@ class Ages:
         """``now_s``: the time from which ages count, in seconds since the epoch."""
         self.now_s = now_s
         self.total = NOTHING
-        self.oldest_s = math.inf
-        self.newest_s = -math.inf
         self._buckets: dict[int, Totals] = {}
 
     def add(self, chunk: ChunkInfo) -> None:
         """Count a chunk."""
         number = math.floor(_BUCKETS_PER_DOUBLING * math.log2(max(1.0, self.now_s - chunk.modified_s)))
-        counted = Totals(1, len(chunk.shards), chunk.size_bytes)
-        self._buckets[number] = self._buckets.get(number, NOTHING).plus(*counted)
-        self.total = self.total.plus(*counted)
-        self.oldest_s = min(self.oldest_s, chunk.modified_s)
-        self.newest_s = max(self.newest_s, chunk.modified_s)
+        self._count(number, Totals(1, len(chunk.shards), chunk.size_bytes))
 
     def merge(self, other: Ages) -> None:
         """Add the counts of ``other``, which must have the same ``now_s``."""
         for number, totals in other._buckets.items():
-            self._buckets[number] = self._buckets.get(number, NOTHING).plus(*totals)
-        self.total = self.total.plus(*other.total)
-        self.oldest_s = min(self.oldest_s, other.oldest_s)
-        self.newest_s = max(self.newest_s, other.newest_s)
+            self._count(number, totals)
 
     def oldest_first(self) -> Iterator[tuple[float, float, Totals]]:
         """Yield each bucket's begin, its end (all its chunks are older) and its totals, oldest first."""
         for number in sorted(self._buckets, reverse=True):
             begin_s, end_s = (self.now_s - 2.0 ** (each / _BUCKETS_PER_DOUBLING) for each in (number + 1, number))
             yield begin_s, end_s if number else math.inf, self._buckets[number]
+
+    def _count(self, number: int, totals: Totals) -> None:
+        self._buckets[number] = self._buckets.get(number, NOTHING).plus(*totals)
+        self.total = self.total.plus(*totals)
 
 
 @dataclass(frozen=True, slots=True)

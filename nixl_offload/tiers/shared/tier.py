@@ -122,9 +122,6 @@ class SharedTier(Tier):
         self._manifest_due_s = -math.inf
         """When to write the manifest; infinite once it exists or is being written."""
 
-    def __len__(self) -> int:
-        return len(self._presence)
-
     # Questions of the catalog
 
     def state(self, key: Key) -> State | None:

@@ -33,7 +33,6 @@ from nixl_offload.index.journal import max_bytes
 from nixl_offload.stores.filesystem import REAL, Filesystem, spare_bytes, tier_error
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.ownership import DirectoryLock, holder_of, kept_free, make_private_directory
-from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.tiers.slots import SLOTS_PER_EXTENT_MIN, choose_extent_bytes
 from nixl_offload.types import PAGE_BYTES, align_up
 from nixl_offload.units import format_size
@@ -113,10 +112,6 @@ class TierDirectory:
     def owner(self) -> str:
         """The owner's name in the lock of ``root`` while this engine holds it."""
         return self._locks[-1].owner
-
-    def rank_path(self, rank: int) -> Path:
-        """Return the path of the slab of ``rank``."""
-        return self.namespace_path / rank_file_name(rank)
 
     def is_held(self) -> bool:
         """Return whether the directories with these paths are still locked by this engine, and the namespace exists.
