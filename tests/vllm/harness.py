@@ -49,6 +49,7 @@ __all__ = [
     "forked_workshop",
     "prompts",
     "same",
+    "several",
     "start_zygote",
     "tier_config",
     "tree_tier",
@@ -164,6 +165,17 @@ def tree_tier(path: Path, **fields: Any) -> dict[str, Any]:
 def prompts(count: int, *, steps: int = 3, seed: int, shape: ModelShape = TINY) -> list[list[int]]:
     """Random prompts: ``steps`` full prefill steps (two chunks each) and a short tail. Each test takes its own seed."""
     return random_prompts(shape, [steps * MAX_BATCHED_TOKENS + TAIL_TOKENS] * count, seed=seed)
+
+
+def several(*connectors: Mapping[str, Any], policy: str = "recompute") -> dict[str, Any]:
+    """Return vLLM's transfer config of several connectors, in this order. ``policy``: for failed loads."""
+    both = {"kv_role": "kv_both"}
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"connectors": [both | dict(connector) for connector in connectors]},
+        **both,
+    }
 
 
 def same(answers: Sequence[Answer], others: Sequence[Answer]) -> bool:

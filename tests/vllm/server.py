@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,9 @@ WORDS = 1900
 """Words of the tokenizer: ``w0``, ``w1`` and so on."""
 
 
-def write_tokenizer(directory: Path) -> None:
-    """A tokenizer of whole words beside the model: the router is given text."""
-    vocabulary = {"<unk>": 0, "</s>": 1} | {f"w{number}": number + 2 for number in range(WORDS)}
+def write_tokenizer(directory: Path, words: Iterable[str]) -> None:
+    """Write a tokenizer of whole words beside a model."""
+    vocabulary = {word: number for number, word in enumerate(dict.fromkeys(["<unk>", "</s>", *words]))}
     tokenizer = {
         "version": "1.0",
         "added_tokens": [],
@@ -49,6 +49,12 @@ def write_tokenizer(directory: Path) -> None:
     }
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def series(text: str, name: str) -> list[tuple[dict[str, str], float]]:
+    """Return labels and value of the series of this name, from what ``/metrics`` has exposed."""
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return [(sample.labels, sample.value) for sample in samples if sample.name == name]
 
 
 class Server:
@@ -73,7 +79,7 @@ class Server:
         self.log = scratch / "server.log"
         self.model = str(write_model(scratch / "served", TINY))
         if has_tokenizer:
-            write_tokenizer(Path(self.model))
+            write_tokenizer(Path(self.model), (f"w{number}" for number in range(WORDS)))
         options = {
             "host": "127.0.0.1",
             "port": self.port,
@@ -121,13 +127,12 @@ class Server:
         """Return the text that Prometheus would read."""
         return self._ask("/metrics").decode()
 
-    def samples(self, name: str, label: str) -> dict[str, float]:
-        """Values of one series name as exposed, summed by the value of one label."""
+    def samples(self, name: str, label: str, **having: str) -> dict[str, float]:
+        """Values of the series of this name that have some labels, summed by the value of one label."""
         values: dict[str, float] = {}
-        for family in text_string_to_metric_families(self.metrics()):
-            for sample in family.samples:
-                if sample.name == name:
-                    values[sample.labels[label]] = values.get(sample.labels[label], 0) + sample.value
+        for labels, value in series(self.metrics(), name):
+            if having.items() <= labels.items():
+                values[labels[label]] = values.get(labels[label], 0) + value
         return values
 
     def until(self, condition: Callable[[], bool], limit_s: float, what: str) -> None:

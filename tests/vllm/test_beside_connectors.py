@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.harness import TAIL_TOKENS, Answer, Engine, Workshop, close, file_tier, prompts
+from examples.demo.engine import transfer_config
+from tests.vllm.harness import TAIL_TOKENS, Answer, Engine, Workshop, close, file_tier, prompts, several
 
 [PROMPT, OTHER_PROMPT] = prompts(2, seed=93)
 ONE_STEP = {"max_num_batched_tokens": 2048}
@@ -29,28 +30,17 @@ def right(workshop: Workshop) -> list[Answer]:
         return engine.generate([PROMPT, OTHER_PROMPT])
 
 
-def beside_example(ours: Path, example: Path, order: list[int], *, module: str | None = None) -> dict[str, Any]:
+def beside_example(
+    ours: Path, example: Path, order: list[int], *, module: str | None = None, policy: str = "recompute"
+) -> dict[str, Any]:
     """Return the transfer config of ours and ``ExampleConnector``, or its heir in ``module``."""
     example.mkdir(exist_ok=True)
-    children: list[dict[str, Any]] = [
-        {
-            "kv_connector": "NixlOffloadConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"config": file_tier(ours)},
-        },
-        {
-            "kv_connector": "ExampleConnector" if module is None else "FailingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"shared_storage_path": str(example)},
-            **({"kv_connector_module_path": module} if module is not None else {}),
-        },
-    ]
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [children[at] for at in order]},
-    }
+    storage = {"shared_storage_path": str(example)}
+    other: dict[str, Any] = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": storage}
+    if module is not None:
+        other |= {"kv_connector": "FailingConnector", "kv_connector_module_path": module}
+    children = [transfer_config(file_tier(ours)), other]
+    return several(*(children[at] for at in order), policy=policy)
 
 
 def ask_anew(engine: Engine, example: Path, *, forgets_example: bool = True) -> Answer:
@@ -105,8 +95,8 @@ def test_what_another_connector_failed_to_load_is_not_stored(
     computed from them, and vLLM's own cache does not keep them either.
     """
     longer, example = PROMPT + OTHER_PROMPT[:500], tmp_path / "example"
-    config = beside_example(tmp_path / "ours", example, [1, 0], module="tests.vllm.failing_connector")
-    config["kv_load_failure_policy"] = "fail" if then == "fail" else "recompute"
+    policy, module = "fail" if then == "fail" else "recompute", "tests.vllm.failing_connector"
+    config = beside_example(tmp_path / "ours", example, [1, 0], module=module, policy=policy)
     with workshop.start_engine(kv_transfer_config=config, **ONE_STEP) as engine:
         engine.generate([PROMPT])
         assert engine.settle()

@@ -18,8 +18,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from nixl_offload.cli.main import main
 from nixl_offload.tiers.ownership import holder_of
 from nixl_offload.tiers.shared import eviction
@@ -93,13 +91,7 @@ class Ranks:
 
     def _loaded(self, rank: int) -> float:
         """Tokens that a rank has loaded, ever."""
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(self.server.metrics())
-            for sample in family.samples
-            if sample.name == f"{PREFIX}lookup_tokens_total"
-            and (sample.labels["engine"], sample.labels["result"]) == (str(rank), "hit")
-        )
+        return self.server.samples(f"{PREFIX}lookup_tokens_total", "engine", result="hit").get(str(rank), 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from examples import offline
 from examples.demo.engine import quick_environment
 from examples.demo.model import write_model
 from tests.vllm.harness import ONE_CORE, TINY
+from tests.vllm.server import write_tokenizer
 from tests.vllm.zygote import MAIN_MODULE, Zygote
 
 _CONFIG = """\
@@ -21,21 +22,6 @@ slow_hits: take            # a tiny model computes faster than most load
 tiers:
   - {{kind: slab, path: {path}, capacity: 256MiB, mover: posix}}
 """
-
-
-def write_tokenizer(directory: Path) -> None:
-    """A tokenizer of whole words beside the model; the example speaks text."""
-    words = ["<unk>", "</s>", *re.findall(r"\w+|\.|\?", "The quick brown fox jumps over the lazy dog. What jumps?")]
-    vocabulary = {word: index for index, word in enumerate(dict.fromkeys(words))}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "Whitespace"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
-    }
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "</s>"}
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def main() -> int:
@@ -50,7 +36,7 @@ def test_the_second_answer_of_the_offline_example_is_served_from_files(zygote: Z
     with tempfile.TemporaryDirectory(prefix="nixl-offload-tests-") as scratch_name:
         scratch = Path(scratch_name)
         model = write_model(scratch / "model", TINY)
-        write_tokenizer(model)
+        write_tokenizer(model, re.findall(r"\w+|\.|\?", "The quick brown fox jumps over the lazy dog. What jumps?"))
         config = scratch / "kv.yaml"
         config.write_text(_CONFIG.format(path=scratch / "kv"))
         environment = {

@@ -39,7 +39,7 @@ from nixl_offload.vllm.messages import RankStatus, WorkerReport
 from nixl_offload.vllm.metrics import DEFINITIONS, MetricsReporter
 from nixl_offload.vllm.plugin import register
 from tests.vllm.damage import until
-from tests.vllm.harness import CHUNK_TOKENS
+from tests.vllm.harness import CHUNK_TOKENS, several
 from tests.vllm.manager_rig import Rig, config_of, key, memory_tier, request, three_tiers
 from tests.vllm.manager_rig import tree_tier as rig_tree_tier
 
@@ -193,22 +193,17 @@ def test_a_rank_of_another_config_costs_metrics_not_the_engine(
     assert caplog.text.count("do all ranks run the same config and version?") == 1
 
 
-OURS = {"kv_connector": "NixlOffloadConnector", "kv_role": "kv_both"}
-THEIRS = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+OURS, THEIRS = "NixlOffloadConnector", "OffloadingConnector"
 
 
-@pytest.mark.parametrize("children", [[OURS, THEIRS], [THEIRS, OURS]], ids=["ours first", "ours last"])
+@pytest.mark.parametrize("order", [[OURS, THEIRS], [THEIRS, OURS]])
 def test_metrics_beside_the_connector_that_ours_descends_from(
-    children: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No start ends for names that both have, which count the other's alone; those of ours are ours."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     register()
-    transfer: Any = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [dict(child) for child in children]},
-    }
+    transfer: Any = several(*({"kv_connector": name} for name in order))
     arguments = EngineArgs(
         model=str(write_model(tmp_path / "model", TINY)),
         kv_transfer_config=transfer,
@@ -219,10 +214,10 @@ def test_metrics_beside_the_connector_that_ours_descends_from(
     registry = CollectorRegistry()
     types: Any = {kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
     metrics = MultiConnector.build_prom_metrics(arguments.create_engine_config(), types, ["engine"], {0: ["0"]})
-    for name, size_bytes in (("NixlOffloadConnector", 100), ("OffloadingConnector", 7)):
+    for name, size_bytes in ((OURS, 100), (THEIRS, 7)):
         stats = OffloadingConnectorStats()
         stats.increase_counter("vllm:kv_offload_load_bytes", size_bytes)
-        if name.startswith("Nixl"):
+        if name == OURS:
             stats.set_gauge(PREFIX + "capacity_bytes", 5, ("slab",))
         metrics.observe({name: stats.data})
     assert registry.get_sample_value("vllm:kv_offload_load_bytes_total", {"engine": "0"}) == 7

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from examples.demo.engine import transfer_config
 from examples.s3_server import free_port
 from tests.prove.happenings import DAMAGES
 from tests.vllm.damage import until
-from tests.vllm.harness import CHUNK_TOKENS, TAIL_TOKENS, Answer, Engine, Workshop, close, prompts
+from tests.vllm.harness import CHUNK_TOKENS, TAIL_TOKENS, Answer, Engine, Workshop, close, prompts, several
 from tests.vllm.media import Medium, tree
 
 PROMPTS = prompts(3, steps=1, seed=94)
@@ -26,24 +27,12 @@ REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 def beside_nixl(ours: Medium, role: str, order: list[str]) -> dict[str, Any]:
     """Return the transfer config of both connectors. ``role``: the ``kv_role`` of ours."""
+    lease = {"kv_lease_duration": LEASE_S}
     children = {
-        "nixl": {
-            "kv_connector": "NixlConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
-        },
-        "ours": {
-            "kv_connector": "NixlOffloadConnector",
-            "kv_role": role,
-            "kv_connector_extra_config": {"config": ours.config()},
-        },
+        "nixl": {"kv_connector": "NixlConnector", "kv_connector_extra_config": lease},
+        "ours": {**transfer_config(ours.config()), "kv_role": role},
     }
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [children[name] for name in order]},
-    }
+    return several(*(children[name] for name in order))
 
 
 @dataclass

@@ -20,7 +20,6 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import msgspec
 import zmq
-from prometheus_client.parser import text_string_to_metric_families
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 from nixl_offload.vllm.metric_names import METRICS, PREFIX
@@ -30,7 +29,7 @@ from tests.s3.servers import RcloneServer
 from tests.vllm.damage import CHUNK_BYTES
 from tests.vllm.harness import BLOCK_TOKENS, CHUNK_TOKENS, Workshop, chain_config, prompts
 from tests.vllm.media import slab
-from tests.vllm.server import Server
+from tests.vllm.server import Server, series
 from tests.vllm.zygote import Zygote
 
 PROMPT_CHUNKS = 6
@@ -101,7 +100,12 @@ def served(zygote: Zygote, workshop: Workshop) -> Iterator[Served]:
                 server.complete(prompt)
                 arrived = dict.fromkeys(("slab", "s3"), float(number * PROMPT_CHUNKS))
                 server.until(
-                    lambda arrived=arrived: written_through(server) == arrived,  # type: ignore[misc]
+                    lambda arrived=arrived: (
+                        server.samples(  # type: ignore[misc]
+                            PREFIX + "chunks_total", "tier", operation="write_through", outcome="ok"
+                        )
+                        == arrived
+                    ),
                     60,
                     "the chunks have arrived in the slab and in the bucket, before memory needs their room",
                 )
@@ -127,33 +131,14 @@ def served(zygote: Zygote, workshop: Workshop) -> Iterator[Served]:
             subscriber.close()
 
 
-def written_through(server: Server) -> dict[str, float]:
-    """Chunks that have been written through so far, by tier."""
-    done = {"operation": "write_through", "outcome": "ok"}
-    found = values(server.metrics(), PREFIX + "chunks_total")
-    return {dict(at)["tier"]: value for at, value in found.items() if done.items() <= dict(at).items()}
-
-
 def families(text: str) -> dict[str, str]:
     """Name -> type, of all that is exposed; counters with ``_total``."""
     return dict(re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE))
 
 
-def values(text: str, name: str) -> dict[tuple[tuple[str, str], ...], float]:
-    """Labels -> value, of one series name; without those labels that vLLM adds."""
-    return {
-        tuple(sorted((key, value) for key, value in sample.labels.items() if key not in {"engine", "model_name"})): (
-            sample.value
-        )
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == name
-    }
-
-
 def labelled(text: str, name: str, **labels: str) -> float:
     """Sum of the series of one of our metrics that have ``labels``."""
-    return sum(value for at, value in values(text, PREFIX + name).items() if labels.items() <= dict(at).items())
+    return sum(value for at, value in series(text, PREFIX + name) if labels.items() <= at.items())
 
 
 def test_documented_metrics_are_exposed_and_no_others(served: Served) -> None:
@@ -184,8 +169,8 @@ def test_every_expression_asks_for_what_a_running_vllm_has(served: Served, where
     exposed = families(served.damaged)
     for name, labels in asked(expression).items():
         assert name in exposed or exposed.get(PART.sub("", name)) == "histogram", f"{where}: {name}"
-        if series := values(served.damaged, name):
-            assert labels - NOT_OURS <= {label for at in series for label, _ in at}, f"{where}: {name}"
+        if found := series(served.damaged, name):
+            assert labels - NOT_OURS <= {label for at, _ in found for label in at}, f"{where}: {name}"
 
 
 def test_numbers_by_tier_are_those_of_the_traffic(served: Served) -> None:
@@ -213,7 +198,7 @@ def test_numbers_by_tier_are_those_of_the_traffic(served: Served) -> None:
     for tier, capacity_bytes in {"memory": 8 << 20, "slab": 256 << 20}.items():
         used = labelled(text, "used_bytes", tier=tier)
         assert 0 < used <= labelled(text, "capacity_bytes", tier=tier) <= capacity_bytes
-    equipment = {dict(at)["tier"]: dict(at) for at in values(text, PREFIX + "tier_info")}
+    equipment = {at["tier"]: at for at, _ in series(text, PREFIX + "tier_info")}
     assert set(equipment) == {"memory", "slab", "s3"}
     assert equipment["memory"]["mover"] == "copy"
     assert {at["path"] for at in equipment.values()} == {"host"}
@@ -227,12 +212,8 @@ def test_damage_shows_as_what_it_is(served: Served) -> None:
         served.damaged, "shard_failures_total", operation="load", outcome="corrupt", cause="checksum", tier="slab"
     )
     assert labelled(served.metrics, "chunks_total", operation="load", outcome="corrupt", tier="slab") == 0
-    assert ("operation", "load") in dict.fromkeys(
-        pair
-        for at in values(served.metrics, PREFIX + "chunks_total")
-        for pair in at
-        if dict(at)["outcome"] == "corrupt"
-    ), "told as 0 before it happened"
+    told = {(at["operation"], at["outcome"]) for at, _ in series(served.metrics, PREFIX + "chunks_total")}
+    assert ("load", "corrupt") in told, "told as 0 before it happened"
 
 
 def test_events_reach_a_subscriber_with_what_an_indexer_needs(served: Served) -> None:
