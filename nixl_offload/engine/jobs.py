@@ -225,18 +225,18 @@ class JobTable:
 
     # -- the pumps' side --------------------------------------------------------------------------------------------
 
-    def advance(self, chunks: Sequence[Chunk], state: ChunkState) -> list[bool]:
-        """Move chunks to ``state`` and wake waiters. Returns False for a chunk that was given up or is DISOWNED; its
-        state does not change. A chunk that is already in ``state`` stays there.
+    def advance(self, chunks: Sequence[Chunk], state: ChunkState) -> list[Chunk]:
+        """Move chunks to ``state``, wake waiters, and return those that are in it now. The others were given up or are
+        DISOWNED, and stay so.
         """
         done, disowned = ChunkState.DONE, ChunkState.DISOWNED
         with self._lock:
-            goes = [chunk.state is not done and chunk.state is not disowned for chunk in chunks]
-            for chunk, moves in zip(chunks, goes, strict=True):
-                if moves and chunk.state is not state:
+            going = [chunk for chunk in chunks if chunk.state is not done and chunk.state is not disowned]
+            for chunk in going:
+                if chunk.state is not state:
                     self._move(chunk, state)
             self._progress.notify_all()
-            return goes
+            return going
 
     def complete(self, chunks: Iterable[Chunk], *, tainted: bool = False) -> None:
         """End a batch: each chunk's ``result`` becomes its outcome, and the host slots that chunks filled are reported.

@@ -94,7 +94,7 @@ def _may_go(paths: LinkPaths, batch: Batch) -> Steps:
     yield from ()
 
 
-def _complete(paths: TierPaths, batch: Batch) -> Steps:
+def _add_sums(paths: TierPaths, batch: Batch) -> Steps:
     """Check the headers of images in catalog slots. Add the checksums that a store into memory left out, and the MAC if
     any tier's chunks are authenticated.
     """
@@ -217,9 +217,7 @@ def _verify_whole(paths: TierPaths, batch: Batch) -> Steps:
 def _serve(paths: TierPaths, batch: Batch) -> Steps:
     """Copy the blocks that loads want to KV blocks. All images are kept."""
     wanted = [chunk for chunk in batch.alive if len(chunk.block_ids)]
-    going = paths.table.advance(wanted, ChunkState.SCATTER)
-    served = [chunk for chunk, goes in zip(wanted, going, strict=True) if goes]
-    if served:
+    if served := paths.table.advance(wanted, ChunkState.SCATTER):
         yield from _copy_to_blocks(paths, batch, served)
     for chunk in batch.alive:
         chunk.is_kept = True
@@ -270,7 +268,7 @@ def _on_device(paths: TierPaths) -> DevicePacker:
 
 STORE: Final[Sequence[Phase]] = (_gather, _seal, _write)
 LOAD: Final[Sequence[Phase]] = (_take_staging, _read, _verify, _scatter)
-WRITE_THROUGH: Final[Sequence[Phase]] = (_may_go, _complete, _write)
+WRITE_THROUGH: Final[Sequence[Phase]] = (_may_go, _add_sums, _write)
 FETCH: Final[Sequence[Phase]] = (_may_go, _read_whole, _verify_whole, _serve)
 MEMORY_STORE: Final[Sequence[Phase]] = (_gather_in_memory, _seal_in_memory)
 MEMORY_LOAD: Final[Sequence[Phase]] = (_check_in_memory, _scatter)

@@ -62,9 +62,10 @@ class Batch:
     chunks: list[Chunk]
     kind: WorkKind
     plan: GroupPlan
-    phases: Sequence[Phase]
     mover: Mover | None = None
     """Makes every transfer."""
+    phases: Sequence[Phase] = field(default_factory=lambda: (_admit,))
+    """The first one adds the others."""
     phase: int = 0
     """Index of the current phase. After a failure each chunk begins it again."""
     steps: Steps = field(init=False)
@@ -292,18 +293,9 @@ class TierPaths:
 
     # -- a batch as a whole -----------------------------------------------------------------------------------------
 
-    def begin(self, chunks: list[Chunk]) -> Batch:
-        """Return a batch of chunks of one job, group and kind. Its first step starts the I/O. No step raises for a
-        chunk that cannot be moved.
-        """
-        first = chunks[0]
-        batch = Batch(chunks, first.kind, self.plans[first.group], (_admit, *self.phases(first)), self.mover)
-        batch.steps = self.run(batch)
-        return batch
-
     def run(self, batch: Batch) -> Steps:
-        """Run a batch's phases from ``batch.phase`` on. An exception becomes the chunks' outcome once none of the
-        batch's work is under way.
+        """Run a batch's phases from ``batch.phase`` on. The first step starts the I/O. An exception becomes the chunks'
+        outcome once none of the batch's work is under way.
         """
         while batch.alive and batch.phase < len(batch.phases):
             fault: str | None = None
@@ -369,11 +361,11 @@ class TierPaths:
         """Move a batch's chunks to ``state``; end those that were given up. Returns whether any is left."""
         chunks = batch.alive
         going = self.table.advance(chunks, state)
-        for chunk, goes in zip(chunks, going, strict=True):
-            if not goes:
+        for chunk in chunks if len(going) < len(chunks) else ():
+            if chunk not in going:
                 self.let_go(chunk, None)
                 chunk.end(Outcome.FAILED, "its blocks were given away meanwhile", "needed_back")
-        return any(going)
+        return bool(going)
 
     def wait_out_quarantine(self, batch: Batch) -> Iterator[None]:
         """If late I/O of a failed transfer is possible, wait ``QUARANTINE_S``."""
@@ -468,7 +460,9 @@ class TierPaths:
 
 
 def _admit(paths: TierPaths, batch: Batch) -> Steps:
-    """End chunks whose block ids or offsets are out of range; later phases touch memory unchecked."""
+    """End chunks whose block ids or offsets are out of range, for later phases touch memory unchecked. Choose those
+    phases.
+    """
     for chunk, fault in zip(batch.chunks, image.faults(batch.plan, batch.chunks), strict=True):
         try:
             if fault is not None:
@@ -477,5 +471,6 @@ def _admit(paths: TierPaths, batch: Batch) -> Steps:
         except LayoutError as error:
             paths.complaints.error("LayoutError", "A chunk could not be moved: %s", error)
             chunk.end(Outcome.FAILED, str(error), "layout")
+    batch.phases = _admit, *paths.phases(batch.chunks[0])
     paths.stretch.pause()
     yield from ()

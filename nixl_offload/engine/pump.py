@@ -174,14 +174,8 @@ class TierEngine:
             while queue.lanes[lane] and (chunks := queue.take(lane, room)):
                 started = True
                 self._stretch.pause()
-                try:
-                    batch = self.paths.begin(chunks)
-                except Exception as error:  # noqa: BLE001 - without its pump the engine is dead
-                    self.paths.complaints.crashed(error)
-                    for chunk in chunks:
-                        chunk.end(Outcome.FAILED, f"unexpected {type(error).__name__}", "unexpected")
-                    self._table.complete(chunks)
-                    continue
+                batch = Batch(chunks, chunks[0].kind, self.paths.plans[chunks[0].group], self.paths.mover)
+                batch.steps = self.paths.run(batch)
                 self.in_flight.add(batch.kind, len(chunks), 0)
                 if self._adopt(batch):
                     return True  # its first step did all the work: start over at the first lane
@@ -284,11 +278,11 @@ class RankEngine(JobTable):
         self._engines[tier] = engine
         self.use(each.queue for each in self._engines.values())
 
-    def part(self) -> dict[int, TierEngine]:
+    def detach_all(self) -> dict[int, TierEngine]:
         """Detach and return all engines, by tier; the caller closes them. Nothing may be under way."""
-        parted, self._engines = self._engines, {}
+        detached, self._engines = self._engines, {}
         self.use(())
-        return parted
+        return detached
 
     def compute_fence(self) -> Fence | None:
         """Mark this point of the compute stream for jobs that are submitted later; None: there is no tier yet."""
@@ -320,7 +314,7 @@ class RankEngine(JobTable):
         """
         is_direct = any(status.access is not None and "direct" in status.access.paths for status in self.statuses())
         ended = self._end(deadline_s) and not LEAKED
-        self.part()
+        self.detach_all()
         return ended or not is_direct
 
     def _end(self, deadline_s: float) -> bool:

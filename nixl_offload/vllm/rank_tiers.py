@@ -109,7 +109,7 @@ class RankTiers:
         """
         if number != self.number:
             self._give_up()
-            for position, engine in self._engine.part().items():
+            for position, engine in self._engine.detach_all().items():
                 self._ending[position] += in_background(partial(engine.close, 0.0))
             self._places, self.number = {}, number
         for position, place in places.items():

@@ -14,6 +14,7 @@ import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.engine import paths
+from nixl_offload.engine.paths import Batch, Steps
 from nixl_offload.engine.records import ChunkState
 from nixl_offload.movers.base import Mover, Op, Transfer, TransferState
 from nixl_offload.movers.threaded import CopyMover
@@ -41,13 +42,14 @@ def blocks_of(number: int) -> list[int]:
 def sizes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the number of chunks of each batch that the pump begins from now on."""
     found: list[int] = []
-    begin = rig.engine.paths.begin
+    run = rig.engine.paths.run
 
-    def counted(tasks: Any) -> Any:
-        found.append(len(tasks))
-        return begin(tasks)
+    def counted(batch: Batch) -> Steps:
+        if not batch.phase:
+            found.append(len(batch.chunks))
+        return run(batch)
 
-    monkeypatch.setattr(rig.engine.paths, "begin", counted)
+    monkeypatch.setattr(rig.engine.paths, "run", counted)
     return found
 
 

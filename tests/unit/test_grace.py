@@ -98,6 +98,14 @@ class _PlayedCondition:
         return
 
 
+class Broken:
+    """The fence of a device that has failed."""
+
+    def done(self) -> bool:
+        """See Fence."""
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
 def add(table: JobTable, job_id: int, step: Fence, chunks: int = 1, tier: int = 0) -> None:
     """Queue a store."""
     made = [
@@ -129,54 +137,50 @@ def world() -> World:
     return World()
 
 
-def test_a_step_that_runs_long_costs_no_store(world: World) -> None:
-    """A slot is free, and the gather comes behind the step."""
-    table = world.table()
-    add(table, 1, world.step(0.080))
-    chunks: list[Chunk] = []
-    world.after(0.001, lambda: chunks.extend(take(table)))
-    world.after(0.081, lambda: gathered(table, chunks))
-    assert world.wait(table, [1]) == pytest.approx(0.081)
-    assert outcomes(table) == [OK]
+HELD_S = STORE_GRACE_S + FENCE_POLL_S + 1e-9
+"""How long a store without a slot holds the next step after its own has ended, at most."""
 
 
-@pytest.mark.parametrize("step_s", [0.0, 0.0199, 0.5])
-def test_without_a_slot_the_next_step_begins_5_ms_after_this_one_has_ended(world: World, step_s: float) -> None:
-    """Once the wait had steps of 20 ms that began anywhere within the step, and cost 20 to 60 ms for nothing."""
-    table = world.table()
-    add(table, 1, world.step(step_s), chunks=3)
-    assert step_s <= world.wait(table, [1]) <= step_s + STORE_GRACE_S + FENCE_POLL_S + 1e-9
-    assert outcomes(table) == [DROPPED] * 3
+@pytest.mark.parametrize(
+    ("steps_s", "chunks", "taken", "held_s", "ended"),
+    [
+        # A slot is free, and the gather comes behind the step.
+        ([0.080], 1, (1, 0.001, 0.081), (0.081, 0.081), [OK]),
+        # Staging has two slots left. Their gather takes longer than the grace, and cannot be stopped.
+        ([0.010], 5, (2, 0.002, 0.018), (0.018, 0.018), [OK] * 2 + [DROPPED] * 3),
+        # No slot is free. Once such waits had steps of 20 ms, and cost 20 to 60 ms for nothing.
+        *(([step_s], 3, None, (step_s, step_s + HELD_S), [DROPPED] * 3) for step_s in (0.0, 0.0199, 0.5)),
+        # Tiers share the grace. Once each held up the step in turn.
+        ([0.040, 0.030, 0.020, 0.010], 1, None, (0.045, 0.040 + HELD_S), [DROPPED] * 4),
+        # A step that never ends holds nobody for ever.
+        ([1e6], 1, None, (LIMIT_S, LIMIT_S + HELD_S), [DROPPED]),
+        # A device that has failed: an error of ``wait`` would end the engine. The device's next use reports it.
+        ([None], 1, None, (STORE_GRACE_S, STORE_GRACE_S), [DROPPED]),
+    ],
+)
+def test_a_wait_lasts_until_the_step_ends_then_5_ms_then_a_gather(
+    world: World,
+    steps_s: list[float | None],
+    chunks: int,
+    taken: tuple[int, float, float] | None,
+    held_s: tuple[float, float],
+    ended: list[Outcome],
+) -> None:
+    """``steps_s``: when the step of each tier's store ends. ``taken``: how many chunks get a slot, when, and when they
+    are gathered.
+    """
     assert STORE_GRACE_S <= 0.005
-
-
-def test_tiers_without_slots_share_the_5_ms(world: World) -> None:
-    """Once each tier held up the step in turn."""
-    table = world.table(4)
-    for at in range(4):
-        add(table, at, world.step(0.010 * (4 - at)), tier=at)
-    held_s = world.wait(table, range(4))
-    assert 0.040 + STORE_GRACE_S <= held_s <= 0.040 + STORE_GRACE_S + FENCE_POLL_S + 1e-9
-    assert outcomes(table) == [DROPPED] * 4
-
-
-def test_what_has_a_slot_is_gathered_and_the_rest_dropped(world: World) -> None:
-    """Staging has two slots left; their gather takes longer than the grace, and cannot be stopped."""
-    table = world.table()
-    add(table, 1, world.step(0.010), chunks=5)
-    chunks: list[Chunk] = []
-    world.after(0.002, lambda: chunks.extend(take(table, 2)))
-    world.after(0.018, lambda: gathered(table, chunks))
-    assert world.wait(table, [1]) == pytest.approx(0.018)
-    assert outcomes(table) == [OK, OK, DROPPED, DROPPED, DROPPED]
+    table, gathers = world.table(len(steps_s)), list[Chunk]()
+    for tier, step_s in enumerate(steps_s):
+        add(table, tier, Broken() if step_s is None else world.step(step_s), chunks, tier)
+    if taken is not None:
+        count, taken_s, gathered_s = taken
+        world.after(taken_s, lambda: gathers.extend(take(table, count)))
+        world.after(gathered_s, lambda: gathered(table, gathers))
+    least_s, most_s = held_s
+    assert least_s - 1e-9 <= world.wait(table, range(len(steps_s))) <= most_s + 1e-9
+    assert outcomes(table) == ended
     assert take(table) == [], "nothing is left in the queue"
-
-
-def test_a_step_that_never_ends_holds_nobody_for_ever(world: World) -> None:
-    table = world.table()
-    add(table, 1, world.step(1e6))
-    assert world.wait(table, [1]) <= LIMIT_S + STORE_GRACE_S + FENCE_POLL_S + 1e-9
-    assert outcomes(table) == [DROPPED]
 
 
 def test_tiers_that_read_on_share_the_limit_and_are_given_up_then(world: World) -> None:
@@ -188,22 +192,6 @@ def test_tiers_that_read_on_share_the_limit_and_are_given_up_then(world: World) 
     table.advance(chunks, ChunkState.BORROWED)
     assert world.wait(table, range(3)) == pytest.approx(LIMIT_S)
     assert [chunk.state for chunk in chunks] == [ChunkState.DISOWNED] * 3
-
-
-class Broken:
-    """The fence of a device that has failed."""
-
-    def done(self) -> bool:
-        """See Fence."""
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-
-def test_a_device_out_of_order_drops_the_store_and_raises_nothing(world: World) -> None:
-    """An error of ``wait`` would end the engine. The next use of the device will report the failure."""
-    table = world.table()
-    add(table, 1, Broken())
-    assert world.wait(table, [1]) == pytest.approx(STORE_GRACE_S)
-    assert outcomes(table) == [DROPPED]
 
 
 def test_a_load_that_is_expedited_and_waited_for_is_claimed_once() -> None:

@@ -287,7 +287,7 @@ def test_loads_that_take_too_long_fail_unless_their_blocks_are_being_written(ran
     assert rank.finished() == []
     rank.now_s += 1.0
     assert rank.finished() == [], "vLLM would take back blocks that are still written"
-    assert rank.advance([moving], ChunkState.SCATTER) == [False]
+    assert rank.advance([moving], ChunkState.SCATTER) == []
     end(writing, OK)
     told = rank.told()
     assert (told.job_id, told.outcomes, causes_of(told)) == (1, (FAILED, OK, FAILED), ((FAILED, "timeout", 2),))
@@ -323,7 +323,7 @@ def test_blocks_that_are_needed_back_are_given_back(rank: Rank, monkeypatch: pyt
     (reading,) = rank.file.take(Lane.STORE, 1)
     rank.advance([reading], ChunkState.BORROWED)
     rank.wait([1], 0.0)
-    assert rank.advance([reading], ChunkState.TRANSFER) == [False]
+    assert rank.advance([reading], ChunkState.TRANSFER) == []
     end(reading, OK)
     told = rank.told()
     assert told.outcomes == (FAILED, DROPPED)
