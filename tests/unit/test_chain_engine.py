@@ -75,24 +75,6 @@ def test_what_is_stored_once_is_served_by_every_tier_and_its_image_unchanged(mak
     assert rig.chain.idle()
 
 
-def test_promotions_of_a_load_are_told_under_its_ticket(make: Make) -> None:
-    """In the order of the chunks that had a slot, from two tiers; the load is reported separately."""
-    rig = make()
-    for tier, number in [(FILE, 0), (BUCKET, 1), (FILE, 2), (BUCKET, 3)]:
-        rig.put(tier, number)
-    chunks = [
-        rig.chunk(1, BUCKET, blocks_of(1), host=1),
-        rig.chunk(0, FILE, blocks_of(0), host=0),
-        rig.chunk(2, FILE, blocks_of(2)),
-        rig.chunk(5, FILE, blocks_of(5), host=5),
-        rig.chunk(3, BUCKET, [33], first=3, host=3),
-    ]
-    assert rig.load(1, chunks, ticket=7) == (OK, OK, OK, CORRUPT, OK)
-    assert rig.settle(7).outcomes == (OK, OK, CORRUPT, OK)
-    for number in (0, 1, 3):
-        assert np.array_equal(rig.host_bytes(number), rig.image(number))
-
-
 def test_close_drains_moves_and_stores(make: Make) -> None:
     """Relays too, which need a step of this rank in between. Every outcome is reported."""
     rig = make(relay_slots=1)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.engine import LinkEngine, jobs
+from nixl_offload.engine import LinkEngine
 from nixl_offload.errors import LayoutError
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.threaded import CopyMover
@@ -38,39 +38,6 @@ def test_verify_header_checks_identity_but_not_payload(make: Make) -> None:
 
 
 # -- wait, order, pressure ------------------------------------------------------------------------------------------
-
-
-def test_wait_returns_at_once_when_storage_hangs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Staged chunks do not hold ``wait`` up; those that never got a slot are DROPPED."""
-    monkeypatch.setattr(jobs, "STORE_GRACE_S", 0.5)  # for the pump of a busy machine
-    mover = FaultyMover(CopyMover(), [Fault(0, FaultKind.STUCK, every=True)])
-    rig = make("per_layer", mover, staging_slots=4)
-    rig.engine.submit_store(1, [rig.chunk(n, range(4 * n, 4 * n + 4)) for n in range(8)])
-    waiter = threading.Thread(target=rig.engine.wait, args=({1},))
-    waiter.start()
-    waiter.join(20.0)
-    assert not waiter.is_alive()
-    assert rig.engine.finished() == []
-    mover.release()
-    outcomes = rig.collect(1).outcomes
-    assert outcomes == (OK,) * 3 + (DROPPED,) * 5
-
-
-def test_wait_for_a_direct_store_waits_for_the_mover(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mover reads the KV blocks themselves, so they are not free before it is done."""
-    monkeypatch.setattr(jobs, "STORE_GRACE_S", 10.0)  # for the pump to begin, on a busy machine too
-    mover = FaultyMover(CopyMover(), [Fault(1, FaultKind.STUCK)])
-    rig = make("direct_blocks", mover)
-    rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
-    waiter = threading.Thread(target=rig.engine.wait, args=({1},))
-    waiter.start()
-    until(lambda: len(mover.submitted) == 2)
-    waiter.join(0.1)
-    assert waiter.is_alive()
-    mover.release()
-    waiter.join(10)
-    assert not waiter.is_alive()
-    assert rig.collect(1).outcomes == (OK,)
 
 
 def test_loads_overtake_stores_and_find_room(make: Make) -> None:

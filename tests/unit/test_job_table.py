@@ -349,18 +349,6 @@ def test_wait_drops_what_has_not_begun_in_the_tiers_of_its_jobs_and_nothing_else
     assert numbers(rank.file.run()) == [3]
 
 
-def test_wait_has_one_limit_for_all_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "WAIT_LIMIT_S", 1.0)
-    rank = Rank(runs=True)
-    rank.submit_load(1, [chunk(1, FILE), chunk(2, BUCKET)])
-    for engine in rank.engines:
-        engine.take()
-    began_s = time.monotonic()
-    rank.wait([1])
-    assert 1.0 <= time.monotonic() - began_s < 2.0
-    assert rank.told().outcomes == (FAILED, FAILED)
-
-
 # -- moves between two farther tiers ---------------------------------------------------------------------------------
 
 

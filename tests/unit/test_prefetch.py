@@ -19,6 +19,8 @@ from nixl_offload.types import Key, Outcome
 from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
 from tests.unit.shared_rig import WAIT_S, namespace_of
 
+CORRUPT, TAINTED = Outcome.CORRUPT, Outcome.TAINTED
+
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[MakeChain]:
@@ -247,24 +249,19 @@ def test_the_groups_of_a_prompt_share_what_it_takes_of_memory(make: MakeChain) -
     assert not chain.catalog.moves.has_pending
 
 
-def test_damage_is_found_and_the_chunk_is_gone_at_its_source(make: MakeChain) -> None:
-    chain = make()
-    on_file_only(chain, 1)
-    foretell(chain, 1)
-    bring(chain, Outcome.CORRUPT)
-    assert chain.holders(1) == []
-    assert chain.tiers[FILE].state(key(1)) is None, "it may be stored anew at once"
-
-
-def test_a_slot_that_may_still_be_written_to_is_not_used_again(make: MakeChain) -> None:
+@pytest.mark.parametrize(("outcome", "holders", "retired_bytes"), [(CORRUPT, [], 0), (TAINTED, [FILE], SLOT)])
+def test_a_damaged_chunk_is_gone_at_its_source_and_a_tainted_slot_in_memory(
+    make: MakeChain, outcome: Outcome, holders: list[int], retired_bytes: int
+) -> None:
     chain = make(memory_slots=2)
     on_file_only(chain, 1)
     foretell(chain, 1)
-    bring(chain, Outcome.TAINTED)
-    assert chain.holders(1) == [FILE]
+    bring(chain, outcome)
+    assert chain.holders(1) == holders
+    assert (chain.tiers[FILE].state(key(1)) is None) == (not holders), "it may be stored anew at once"
     memory = chain.tiers[MEMORY]
     assert isinstance(memory, MemoryTier)
-    assert memory.statistics().retired_bytes == SLOT
+    assert memory.statistics().retired_bytes == retired_bytes
 
 
 def test_the_oldest_of_too_many_is_dropped(make: MakeChain) -> None:
