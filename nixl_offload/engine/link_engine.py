@@ -365,6 +365,8 @@ class LinkPaths(TierPaths):
             yield from self._open_targets(batch)
             if claim is not None:
                 yield from claim()
+            if not batch.alive:
+                return
             self._start(batch, submit)
         yield from self._arrive(batch, wait or self._poll(batch))
         yield from self._settle(batch)
@@ -410,25 +412,22 @@ class LinkPaths(TierPaths):
         soon as it is started. Raises MoverError, also if the mover does not have that memory; earlier transfers are
         then in flight.
         """
-        mover = self.link.mover
+        mover, pool, op = self.link.mover, chunks[0].pool, chunks[0].kind.op
+        memory = self.link_memory.host if chunks[0].host is not None or pool is None else pool.memory
+        if memory is None:
+            raise MoverError(f"{mover.name} cannot touch the memory that the chunk is to lie in")
         by_file: dict[FileId, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
-        memory = self.link_memory.host if chunks and chunks[0].host is not None else None
         for chunk in chunks:
             slot, target = image.any_slot(chunk), chunk.target
-            if chunk.host is None and chunk.pool is not None:
-                memory = chunk.pool.memory
             assert target is not None, "only chunks that were begun at the link are moved"
             in_memory, in_file = by_file.setdefault(target.file, ([], []))
             for begin, length in spans_of(chunk):
                 in_memory.append((slot.offset_bytes + begin, length))
                 in_file.append((target.offset + begin, length))
-        if chunks and memory is None:
-            raise MoverError(f"{mover.name} cannot touch the memory that the chunk is to lie in")
         most = mover.limits.max_extents_per_transfer
         for file, (in_memory, in_file) in by_file.items():
-            assert memory is not None
             for rows in (slice(begin, begin + most) for begin in range(0, len(in_memory), most)):
-                yield mover.submit(chunks[0].kind.op, memory, _extents(in_memory[rows]), file, _extents(in_file[rows]))
+                yield mover.submit(op, memory, _extents(in_memory[rows]), file, _extents(in_file[rows]))
 
     def _poll(self, batch: Batch) -> Steps:
         """As ``Batch.ends``, but tell the link once of each read chunk that is given up meanwhile."""

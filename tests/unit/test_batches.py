@@ -239,6 +239,31 @@ def test_a_call_of_the_link_that_crashes_leaves_the_others_alone(
     assert len(made) == 6
 
 
+@pytest.mark.parametrize("shape", ["per_layer", "direct_blocks"])
+@pytest.mark.parametrize(("op", "outcome"), [(Op.READ, FAILED), (Op.WRITE, DROPPED)])
+def test_a_chunk_that_is_given_up_before_its_transfer_is_not_moved(
+    make: Make, shape: str, op: Op, outcome: Outcome, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its blocks are needed while the link looks up where it goes. A chunk in staging needs them no more."""
+    mover = FaultyMover(CopyMover())
+    rig = make(shape, mover)
+    chunks = [rig.chunk(n, blocks_of(n)) for n in range(2)]
+    assert rig.store(1, chunks) == (OK,) * 2
+    moved, name = mover.submitted.count(op), "begin_write" if op is Op.WRITE else "begin_read"
+    begin = getattr(rig.link, name)
+
+    def slow(*arguments: Any) -> Any:
+        rig.engine.wait([2], 0.0)
+        return (yield from begin(*arguments))
+
+    monkeypatch.setattr(rig.link, name, slow)
+    if op is Op.WRITE and not rig.shape.direct:
+        outcome = OK
+    assert (rig.store if op is Op.WRITE else rig.load)(2, chunks) == (outcome,) * 2
+    assert (mover.submitted.count(op) == moved) == (outcome is not OK)
+    assert "unexpected" not in caplog.text
+
+
 class Clock:
     """A clock that only the test advances."""
 
