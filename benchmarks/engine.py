@@ -19,7 +19,8 @@ import torch
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import Chunk, Job, LinkEngine, RankEngine, WorkKind
-from nixl_offload.engine.streams import READY
+from nixl_offload.engine.paths import RankMemory
+from nixl_offload.engine.streams import READY, Device, device_of
 from nixl_offload.movers.base import Mover, Op
 from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.slab.file import SlabFile, SlabLink
@@ -59,12 +60,19 @@ def over_slab(
 class DrivenEngine:
     """Stores and loads chunks, a few jobs at a time."""
 
-    def __init__(self, link: Link, layers: Sequence[torch.Tensor], layout: KVLayout, **options: Any) -> None:
-        """``options`` as for ``LinkEngine``."""
+    def __init__(
+        self,
+        link: Link,
+        layers: Sequence[torch.Tensor],
+        layout: KVLayout,
+        *,
+        device: Device | None = None,
+        **options: Any,
+    ) -> None:
+        """``device``: by default that of the layers. ``options`` as for ``LinkEngine``."""
         self._rank = RankEngine(1)
-        engine = LinkEngine(
-            table=self._rank, tensors=layers, layout=layout, link=link, shards=[Shard(0, bytes(32))], **options
-        )
+        memory = RankMemory(layers, layout, device or device_of(layers[0]))
+        engine = LinkEngine(self._rank, memory, link, [Shard(0, bytes(32))] * len(layout.groups), **options)
         self._rank.join(0, engine)
         self._jobs = 0
 

@@ -29,7 +29,7 @@ from nixl_offload.engine.packer import (
     Sources,
     Summed,
 )
-from nixl_offload.engine.streams import READY, Device, Fence, device_of
+from nixl_offload.engine.streams import READY, Device, Fence
 
 BROUGHT_BYTES = 64 << 20
 """Device memory for blocks between ``bring`` and their scatter; one batch may exceed it."""
@@ -216,16 +216,9 @@ class DevicePacker(Packer):
         return not taken_bytes or taken_bytes + wanted_bytes <= BROUGHT_BYTES
 
 
-def make_packer(
-    tensors: Sequence[torch.Tensor], pages: Sequence[Sequence[Page]], device: Device | None = None
-) -> Packer:
-    """Return a packer for ``tensors``, each uint8 or int8 of shape (num_blocks, page_bytes).
-
-    ``device``: by default that of the tensors.
-    """
-    if device is None and tensors:
-        device = device_of(tensors[0])
-    if device is not None and device.is_accelerator:
+def make_packer(tensors: Sequence[torch.Tensor], pages: Sequence[Sequence[Page]], device: Device) -> Packer:
+    """Return a packer for ``tensors``, each uint8 or int8 of shape (num_blocks, page_bytes)."""
+    if device.is_accelerator:
         return DevicePacker(tensors, pages, device)
     return HostPacker([tensor.view(torch.uint8).numpy() for tensor in tensors], pages)
 

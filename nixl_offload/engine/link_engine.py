@@ -14,22 +14,18 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from nixl_offload.chunk.authentication import ChunkKeys
-from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import direct, image, packed
-from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.image import Spans, TransferPath
 from nixl_offload.engine.jobs import JobTable, TierQueue
 from nixl_offload.engine.link_memory import HEADER_PAGES, LinkMemory
 from nixl_offload.engine.packer import require_agreement
-from nixl_offload.engine.paths import Batch, InFlight, Phase, Steps, TierPaths
+from nixl_offload.engine.paths import Batch, InFlight, Phase, RankMemory, Steps, TierPaths
 from nixl_offload.engine.pump import Pauses, TierEngine
 from nixl_offload.engine.records import Chunk, ChunkState, TierAccess, TierStatus, Waiting, WorkKind
 from nixl_offload.engine.staging import SlotPool, Staging
-from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.errors import LayoutError, MoverError, TierError
 from nixl_offload.movers.base import Extents, FileId, MemoryKind, Transfer
 from nixl_offload.tiers.base import Link, Target
@@ -90,50 +86,42 @@ class LinkEngine(TierEngine):
 
     def __init__(
         self,
-        *,
         table: JobTable,
-        tensors: Sequence[torch.Tensor],
-        layout: KVLayout,
+        memory: RankMemory,
         link: Link,
         shards: Sequence[Shard],
-        staging_bytes: int,
+        *,
         tier: int = 0,
+        staging_bytes: int,
+        staging: Staging = "host",
         verify: Verify = "checksum",
         direct_min_extent_bytes: int = DIRECT_MIN_EXTENT_BYTES,
-        host: HostSlab | None = None,
-        device: Device | None = None,
-        staging: Staging = "host",
         keys: ChunkKeys | None = None,
     ) -> None:
         """Register memory, connect the link, and start the pump.
 
-        ``table``: the rank's. ``tensors``: in the order of ``layout.tensors``, int8 or uint8 of shape (num_blocks,
-        page_bytes), all on one device. ``shards``: for each group of ``layout``. ``tier``: its position. The tier need
-        not be usable yet; storing begins when it is. ``verify="header"`` skips payload checksums, except where a read
-        may have been cut short unnoticed. ``host``: has the slots that ``Chunk.host_offset`` names; the caller closes
-        it after the engine. ``device``: by default that of the tensors. ``staging="device"``: groups that are not
-        direct are packed in device memory if the mover takes it, else in host memory; ``staging_bytes`` is the size of
-        either. ``direct_min_extent_bytes``: 0: all groups with aligned pages are direct; a huge number: none. ``keys``:
-        stored chunks get a MAC, and loads require one; chunks are packed in host memory and read whole, and ``verify``
-        is ignored. Raises LayoutError (tensors and layout disagree) and MoverError (staging cannot be registered); the
+        ``table``: the rank's. ``shards``: this rank's, by group. ``tier``: its position. The tier need
+        not be usable yet; storing begins when it is. ``staging="device"``: groups that are not direct are packed in
+        device memory if the mover takes it, else in host memory; ``staging_bytes`` is the size of either.
+        ``verify="header"`` skips payload checksums, except where a read may have been cut short unnoticed.
+        ``direct_min_extent_bytes``: 0: all groups with aligned pages are direct; a huge number: none. ``keys``: stored
+        chunks get a MAC, and loads require one; chunks are packed in host memory and read whole, and ``verify`` is
+        ignored. Raises LayoutError (tensors and layout disagree) and MoverError (staging cannot be registered); the
         caller then closes link and mover.
         """
-        require_agreement(tensors, layout)
-        device = device or device_of(tensors[0])
-        memory = LinkMemory(
+        require_agreement(memory.tensors, memory.layout)
+        linked = LinkMemory(
             link,
-            layout,
-            device,
+            memory,
             staging_bytes=staging_bytes,
-            packs_on_device=staging == "device" and device.is_accelerator and keys is None,
+            packs_on_device=staging == "device" and memory.device.is_accelerator and keys is None,
             direct_min_extent_bytes=direct_min_extent_bytes,
-            host=host,
             is_authenticated=keys is not None,
         )
-        for plan, shard in zip(memory.plans, shards, strict=True):
+        for plan, shard in zip(linked.plans, shards, strict=True):
             plan.shard = shard.number
         link.connect()
-        pools = [pool for path, pool in memory.pools.items() if path != "direct"]
+        pools = [pool for path, pool in linked.pools.items() if path != "direct"]
         staged_bytes = sum(pool.slots_total * pool.slot_bytes for pool in pools)
         logger.info(
             "Engine: %s by %s, %s, %s",
@@ -142,21 +130,10 @@ class LinkEngine(TierEngine):
             " and ".join(map(_words, pools)) or "no staging",
             f"verify={verify}" if keys is None else f"authenticated by key {keys.first_id.hex()}",
         )
-        paths = LinkPaths(
-            link,
-            memory,
-            table,
-            tensors,
-            layout,
-            memory.plans,
-            host=host,
-            shards=shards,
-            verify_checksum=verify != "header",
-            keys=keys,
-            device=device,
-        )
+        verify_checksum = verify != "header"
+        paths = LinkPaths(link, linked, table, memory, shards, verify_checksum=verify_checksum, keys=keys)
         limit_bytes = STORE_QUEUE_FACTOR * (staged_bytes or staging_bytes)
-        queue = TierQueue(table, tier, layout, store_limit_bytes=limit_bytes)
+        queue = TierQueue(table, tier, memory.layout, store_limit_bytes=limit_bytes)
         super().__init__(queue, paths, name="nixl-offload-pump", pauses=PAUSES)
 
 
@@ -167,12 +144,22 @@ class LinkPaths(TierPaths):
     the batch.
     """
 
-    def __init__(self, link: Link, memory: LinkMemory, *arguments: Any, **options: Any) -> None:
-        """``memory``: registered with the link's mover. ``arguments``, ``options``: as for ``TierPaths``."""
-        super().__init__(*arguments, **options)
+    def __init__(
+        self,
+        link: Link,
+        linked: LinkMemory,
+        table: JobTable,
+        memory: RankMemory,
+        shards: Sequence[Shard],
+        *,
+        verify_checksum: bool,
+        keys: ChunkKeys | None,
+    ) -> None:
+        """``linked``: registered with the link's mover. Others as for ``TierPaths``."""
+        super().__init__(table, memory, linked.plans, shards, verify_checksum=verify_checksum, keys=keys)
         self.link = link
         self.mover = link.mover
-        self.link_memory = memory
+        self.link_memory = linked
         self._own_chunks = OWN_CHUNKS
         self._look_s = -math.inf
         """When to count descriptors again."""

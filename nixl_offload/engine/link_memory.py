@@ -15,8 +15,8 @@ import torch
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import image
 from nixl_offload.engine.device_packer import DEVICE_BYTES
-from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.image import GroupPlan, TransferPath
+from nixl_offload.engine.paths import RankMemory
 from nixl_offload.engine.staging import MIN_SLOTS, SlotPool, Staging, device_pool, host_pool
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
@@ -47,13 +47,11 @@ class LinkMemory:
     def __init__(
         self,
         link: Link,
-        layout: KVLayout,
-        device: Device,
+        memory: RankMemory,
         *,
         staging_bytes: int,
         packs_on_device: bool,
         direct_min_extent_bytes: int,
-        host: HostSlab | None = None,
         is_authenticated: bool = False,
     ) -> None:
         """Allocate staging, register memory, and choose how each group travels.
@@ -71,7 +69,8 @@ class LinkMemory:
         """Registered KV tensors, by number: at least those of direct groups."""
         self.host: MemoryId | None = None
         """The host slab; None if there is none or the mover cannot use it."""
-        self._mover, self._layout, self._device = link.mover, layout, device
+        self._mover, self._layout, self._device = link.mover, memory.layout, memory.device
+        layout, host = memory.layout, memory.host
         self._slot_bytes = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
         self._staging_bytes = staging_bytes
         self._refusals: dict[str, str] = {}

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import image, packed
-from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.jobs import JobTable, TierQueue
 from nixl_offload.engine.packer import Packer, require_agreement
-from nixl_offload.engine.paths import InFlight, Phase, TierPaths
+from nixl_offload.engine.paths import InFlight, Phase, RankMemory, TierPaths
 from nixl_offload.engine.pump import Pauses, TierEngine
 from nixl_offload.engine.records import Chunk, TierAccess, TierStatus, Waiting, WorkKind
-from nixl_offload.engine.streams import Device
 from nixl_offload.errors import LayoutError
 from nixl_offload.types import Verify
 
@@ -54,35 +49,22 @@ class MemoryEngine(TierEngine):
 
     def __init__(
         self,
-        *,
         table: JobTable,
-        tensors: Sequence[torch.Tensor],
-        layout: KVLayout,
-        host: HostSlab,
+        memory: RankMemory,
         shards: Sequence[Shard],
+        *,
         tier: int = 0,
         verify: Verify = "checksum",
         packer: Packer | None = None,
-        device: Device | None = None,
     ) -> None:
-        """Start the pump.
+        """Start the pump. Parameters as for ``link_engine.LinkEngine``; ``packer``: by default one for the device.
 
-        ``table``, ``tensors`` and ``shards`` as for ``link_engine.LinkEngine``; ``tier``: its position; ``packer``: by
-        default one for ``device``, which by default is the tensors'. Raises LayoutError if tensors and layout disagree.
+        Raises LayoutError if tensors and layout disagree.
         """
-        require_agreement(tensors, layout)
-        paths = _MemoryPaths(
-            table,
-            tensors,
-            layout,
-            [image.make_plan(layout, group) for group in range(len(layout.groups))],
-            host=host,
-            shards=shards,
-            verify_checksum=verify == "always",
-            packer=packer,
-            device=device,
-        )
-        queue = TierQueue(table, tier, layout, store_limit_bytes=STORE_QUEUE_BYTES)
+        require_agreement(memory.tensors, memory.layout)
+        plans = [image.make_plan(memory.layout, group) for group in range(len(memory.layout.groups))]
+        paths = _MemoryPaths(table, memory, plans, shards, verify_checksum=verify == "always", packer=packer)
+        queue = TierQueue(table, tier, memory.layout, store_limit_bytes=STORE_QUEUE_BYTES)
         super().__init__(queue, paths, name="nixl-offload-memory", pauses=PAUSES)
 
 

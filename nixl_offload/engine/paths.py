@@ -227,6 +227,24 @@ class RateLog:
         logger.log(level, message, *args, exc_info=exc_info)
 
 
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory that a rank moves chunks to and from. It must outlive the engines of the rank's tiers."""
+
+    tensors: Sequence[torch.Tensor]
+    """In the order of ``layout.tensors``: int8 or uint8 of shape (num_blocks, page_bytes), all on ``device``."""
+    layout: KVLayout
+    device: Device
+    host: HostSlab | None = None
+    """The memory tier's slots, and those that ``Chunk.host_offset`` names."""
+    shards: Sequence[int] = ()
+    """By group of ``layout``: the number of its shard."""
+    keys: ChunkKeys | None = None
+    """Keys for tiers that other servers write to; None: chunks are not authenticated."""
+    claimed_share: float = 0.0
+    """The share of the device's memory that vLLM keeps for itself (``gpu_memory_utilization``)."""
+
+
 class TierPaths:
     """State and steps that the batches of one tier share.
 
@@ -239,23 +257,20 @@ class TierPaths:
     def __init__(
         self,
         table: JobTable,
-        tensors: Sequence[torch.Tensor],
-        layout: KVLayout,
+        memory: RankMemory,
         plans: Sequence[GroupPlan],
-        *,
-        host: HostSlab | None,
         shards: Sequence[Shard],
+        *,
         verify_checksum: bool,
         keys: ChunkKeys | None = None,
         packer: Packer | None = None,
-        device: Device | None = None,
     ) -> None:
-        """Parameters as for ``LinkEngine``. ``plans``: by group. ``host``: the slots that chunks name, or None."""
+        """Parameters as for ``LinkEngine``. ``plans``: by group."""
         self.table = table
-        self.layout = layout
+        self.layout = memory.layout
         self.plans = plans
-        self.packer = packer or make_packer(tensors, pages_of(layout), device)
-        self.host = host
+        self.packer = packer or make_packer(memory.tensors, pages_of(memory.layout), memory.device)
+        self.host = memory.host
         self.namespaces = [shard.digest for shard in shards]
         """The namespace in headers, by group."""
         self.verify_checksum = verify_checksum
@@ -263,7 +278,7 @@ class TierPaths:
         """None: chunks are not authenticated."""
         self.stretch = Stretch()
         self.complaints = RateLog(table.clock)
-        self._keep_alive = tuple(tensors)  # as long as I/O may touch their memory
+        self._memory = memory  # lives as long as I/O may touch it
 
     # -- what differs by tier ---------------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -35,6 +34,7 @@ from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.link_memory import share_staging
 from nixl_offload.engine.packer import pages_of
+from nixl_offload.engine.paths import RankMemory
 from nixl_offload.engine.staging import Staging
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.errors import TierError
@@ -180,21 +180,6 @@ class RankTiers:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """The memory that a rank moves chunks to and from."""
-
-    tensors: Sequence[torch.Tensor]
-    layout: KVLayout
-    host: HostSlab | None
-    claimed_share: float
-    """The share of the device's memory that vLLM keeps for itself (``gpu_memory_utilization``)."""
-    shards: Sequence[int]
-    """By group of ``layout``: the number of its shard."""
-    keys: ChunkKeys | None = None
-    """Keys for tiers that other servers write to; None: chunks are not authenticated."""
-
-
 @unbound()
 def plan_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout) -> list[TransferPlan | None]:
     """Compare transfer paths between device memory and files, and compile kernels. Called at start: it may take
@@ -317,23 +302,14 @@ def open_tier_engine(
     Raises what prevents the opening. May take as long as storage hangs.
     """
     tier = config.tiers[position]
-    device = device_of(memory.tensors[0])
+    device = memory.device
     shards = [Shard(number, place.shard_digests[number]) for number in memory.shards]
     if device.torch_device.type == "cuda":
         torch.cuda.set_device(device.torch_device)  # a new thread begins on the first GPU
     # As vLLM's own calls: KV caches were made in inference mode, and tensors made here are written to in it.
     with torch.inference_mode(), contextlib.ExitStack() as undo:
         if tier.kind == "memory":
-            assert memory.host is not None
-            return MemoryEngine(
-                table=table,
-                tensors=memory.tensors,
-                layout=memory.layout,
-                host=memory.host,
-                shards=shards,
-                tier=position,
-                verify=config.verify,
-            )
+            return MemoryEngine(table, memory, shards, tier=position, verify=config.verify)
         keys = memory.keys if tier.is_shared else None
         mover, side = _open_mover(tier, place, device, plan, authenticated=keys is not None)
         undo.callback(mover.close)
@@ -349,17 +325,14 @@ def open_tier_engine(
             layout=memory.layout,
         )
         engine = LinkEngine(
-            table=table,
-            tensors=memory.tensors,
-            layout=memory.layout,
-            link=link,
+            table,
+            memory,
+            link,
+            shards,
             tier=position,
-            shards=shards,
             staging_bytes=staging_bytes,
-            verify=config.verify,
-            host=memory.host,
-            device=device,
             staging=side,
+            verify=config.verify,
             keys=keys,
         )
         undo.pop_all()

@@ -34,8 +34,9 @@ from nixl_offload.config import Config
 from nixl_offload.engine import Completion, Job, RankEngine, TierEngine, Work, WorkKind
 from nixl_offload.engine.autotune import TransferPlan
 from nixl_offload.engine.host import HostSlab
+from nixl_offload.engine.paths import RankMemory
 from nixl_offload.engine.pump import LEAKED, leak
-from nixl_offload.engine.streams import READY, Fence, model_on_default_stream
+from nixl_offload.engine.streams import READY, Fence, device_of, model_on_default_stream
 from nixl_offload.errors import LayoutError, NotSupportedError
 from nixl_offload.hardware.machine import machine_token
 from nixl_offload.tiers.kinds import AnyPlace
@@ -58,7 +59,7 @@ from nixl_offload.vllm.messages import (
 )
 from nixl_offload.vllm.rank_identity import sources_of, weights_digest
 from nixl_offload.vllm.rank_shards import RankShards
-from nixl_offload.vllm.rank_tiers import RankMemory, RankTiers, open_host, open_tier_engine, plan_tiers
+from nixl_offload.vllm.rank_tiers import RankTiers, open_host, open_tier_engine, plan_tiers
 from nixl_offload.vllm.vllm_internals import (
     find_worker,
     finish_before_blocks_change,
@@ -320,8 +321,9 @@ class NixlOffloadingWorker(OffloadingWorker):
             memory=None if config.memory is None else 0,
             shared=[position for position, tier in enumerate(config.tiers) if tier.is_shared],
         )
+        device = device_of(self._tensors[0] if self._tensors else torch.empty(0))  # a rank without layers has no tiers
         numbers = shards.plan.numbers(self._rank)
-        memory = RankMemory(self._tensors, self.layout, self._host, claimed_share, numbers, keys)
+        memory = RankMemory(self._tensors, self.layout, device, self._host, numbers, keys, claimed_share)
         self._tiers = RankTiers(
             self._engine,
             open_tier=lambda position, place: open_tier_engine(

@@ -22,6 +22,8 @@ from nixl_offload.catalog.moves import ChainOptions
 from nixl_offload.config import Config, parse_config
 from nixl_offload.engine import Chunk, Completion, TierEngine, make_move
 from nixl_offload.engine.autotune import TransferPlan
+from nixl_offload.engine.paths import RankMemory
+from nixl_offload.engine.streams import device_of
 from nixl_offload.errors import NixlOffloadError
 from nixl_offload.identity.namespace import Namespace, make_namespace
 from nixl_offload.index import State
@@ -29,7 +31,7 @@ from nixl_offload.tiers import kinds
 from nixl_offload.tiers.base import Tier, TierContext
 from nixl_offload.types import Key, Lookup, LookupContext, Outcome, key_group
 from nixl_offload.vllm.background import BackgroundOpening, join_all
-from nixl_offload.vllm.rank_tiers import RankMemory, RankTiers, open_host, open_tier_engine
+from nixl_offload.vllm.rank_tiers import RankTiers, open_host, open_tier_engine
 from tests.prove.clock import CLOCK, real_s
 from tests.unit import shared_rig
 from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Shape, kv_cache
@@ -109,7 +111,9 @@ class Rank:
             load_timeout_s=config.load_timeout_s,
         )
         plan = TransferPlan(mover, "host") if mover else None
-        memory = RankMemory(self.tensors, self.layout, self.host, 0.0, [number] * len(shape.groups))
+        memory = RankMemory(
+            self.tensors, self.layout, device_of(self.tensors[0]), self.host, [number] * len(shape.groups)
+        )
         self.engines: dict[int, TierEngine] = {}
         """Open engines, by position."""
         self.tiers = RankTiers(

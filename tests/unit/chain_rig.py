@@ -37,6 +37,7 @@ from tests.unit.engine_rig import (
     Shape,
     kv_cache,
     own_shards,
+    rank_memory,
 )
 from tests.unit.rank_rig import TestedRank
 
@@ -94,15 +95,10 @@ class ChainRig(Driven):
         slabs: list[SlabFile] = []
         rank = {name: options.pop(name) for name in ("load_timeout_s",) if name in options}
         chain = TestedRank(3, relay_offsets=host.relay_offsets, clock=clock, **rank)
-        memory = MemoryEngine(
-            table=chain,
-            tensors=tensors,
-            layout=layout,
-            host=host,
-            shards=own_shards(layout),
-            verify=options.get("verify", "checksum"),
-        )
-        engines: list[TierEngine | None] = [memory]
+        memory, shards = rank_memory(tensors, layout, host=host), own_shards(layout)
+        engines: list[TierEngine | None] = [
+            MemoryEngine(chain, memory, shards, verify=options.get("verify", "checksum"))
+        ]
         for tier, (mover, wanted) in enumerate(zip(used, present, strict=True), start=1):
             if not wanted:
                 engines.append(None)
@@ -113,18 +109,8 @@ class ChainRig(Driven):
             # Unwritten bytes read as zeros, not as the end of the file.
             deque(SlabFile.ensure(slab, 0, slab.rank_bytes), 0)
             slabs.append(slab)
-            engine = LinkEngine(
-                table=chain,
-                tensors=tensors,
-                layout=layout,
-                link=SlabLink(slab, mover, clock),
-                tier=tier,
-                shards=own_shards(layout),
-                staging_bytes=staging_slots * slot_bytes,
-                host=host,
-                **options,
-            )
-            engines.append(engine)
+            link, staging_bytes = SlabLink(slab, mover, clock), staging_slots * slot_bytes
+            engines.append(LinkEngine(chain, memory, link, shards, tier=tier, staging_bytes=staging_bytes, **options))
         for tier, opened in enumerate(engines):
             if opened is not None:
                 chain.join(tier, opened)

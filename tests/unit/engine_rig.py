@@ -19,6 +19,9 @@ import torch
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, PageRun, RegionSpec
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import Chunk, Completion, LinkEngine
+from nixl_offload.engine.host import HostSlab
+from nixl_offload.engine.paths import RankMemory
+from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.movers.base import Mover, Transfer, TransferState
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.base import Link
@@ -146,6 +149,13 @@ def kv_cache(shape: Shape, seed: int) -> tuple[list[torch.Tensor], list[Bytes], 
     return tensors, kv, layout_of(shape, tensors)
 
 
+def rank_memory(
+    tensors: Sequence[torch.Tensor], layout: KVLayout, *, device: Device | None = None, **options: Any
+) -> RankMemory:
+    """``device``: by default that of the tensors."""
+    return RankMemory(tensors, layout, device or device_of(tensors[0]), **options)
+
+
 class Driven:
     """The base of rigs of one engine: a KV cache, a tier's slots, and jobs to wait for."""
 
@@ -246,6 +256,8 @@ class Rig(Driven):
         cache: tuple[list[torch.Tensor], list[Bytes], KVLayout] | None = None,
         direct_io: bool = True,
         shard: int = 0,
+        host: HostSlab | None = None,
+        device: Device | None = None,
         **options: Any,
     ) -> Self:
         """``cache``: instead of a new ``kv_cache``. ``options`` are the engine's, or the rank's."""
@@ -263,9 +275,10 @@ class Rig(Driven):
         link_ = link(mover, clock) if link is not None else SlabLink(slab, mover, clock)
         rank = {name: options.pop(name) for name in ("clock", "load_timeout_s") if name in options}
 
-        options |= {"tensors": tensors, "layout": layout, "link": link_, "staging_bytes": staging_slots * largest}
-        shards = own_shards(layout, namespace, shard)
-        engine = Alone(partial(LinkEngine, shards=shards, **options), options.get("tier", 0), **rank)
+        memory = rank_memory(tensors, layout, host=host, device=device)
+        places = {"memory": memory, "link": link_, "shards": own_shards(layout, namespace, shard)}
+        make = partial(LinkEngine, staging_bytes=staging_slots * largest, **places, **options)
+        engine = Alone(make, options.get("tier", 0), **rank)
         return cls(shape, tensors, kv, layout, slab, mover, link_, engine)
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from nixl_offload.tiers.slab.file import SlabFile, SlabLink
 from nixl_offload.tiers.slots import SlotAllocator
 from nixl_offload.types import Key, Location, Outcome, align_up
 from nixl_offload.vllm.chunks import RankChunks
-from tests.unit.engine_rig import DEADLINE_S
+from tests.unit.engine_rig import DEADLINE_S, rank_memory
 from tests.unit.link_rig import NAMESPACE_NAME, shards
 from tests.unit.rank_rig import TestedRank
 
@@ -101,7 +101,7 @@ class RankRig:
             slot_bytes=max(sizes),
         )
         digests = [digest(number) for number in range(plan.shards)] if namespace is None else namespace.shard_digests
-        named = [Shard(number, digests[number]) for number in plan.numbers(rank)]
+        shards = [Shard(number, digests[number]) for number in plan.numbers(rank)]
         extent = align_up(4 * self.slot_bytes, 65536)
         self.slab = slab or SlabFile(
             root / f"{plan.ranks}-{len(plan.numbers(0))}-{rank}.slab", SLOTS // 4 * extent, extent
@@ -124,22 +124,12 @@ class RankRig:
         tree = TreeLink(str(root), name, self.movers[1], direct_io=False, clock=time.monotonic)
         slab_link = SlabLink(self.slab, self.movers[0], time.monotonic, neighbours=self.neighbours)
         self.chain = TestedRank(3, relay_offsets=self.host.relay_offsets)
+        memory = rank_memory(tensors, self.layout, host=self.host)
         farther = [
-            LinkEngine(
-                table=self.chain,
-                tensors=tensors,
-                layout=self.layout,
-                link=link,
-                tier=tier,
-                shards=named,
-                staging_bytes=8 * self.slot_bytes,
-                host=self.host,
-            )
+            LinkEngine(self.chain, memory, link, shards, tier=tier, staging_bytes=8 * self.slot_bytes)
             for tier, link in ((SLAB, slab_link), (TREE, tree))
         ]
-        common = {"table": self.chain, "tensors": tensors, "layout": self.layout, "host": self.host}
-        memory = MemoryEngine(shards=named, **common)
-        for tier, engine in enumerate([memory, *farther]):
+        for tier, engine in enumerate([MemoryEngine(self.chain, memory, shards), *farther]):
             self.chain.join(tier, engine)
         self.chunks = RankChunks(self.layout, [0], plan, rank, memory=MEMORY, shared=[TREE])
         self.chunks.take_places(SLAB, self.places)

@@ -18,8 +18,8 @@ from nixl_offload.engine import Completion
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.engine.packer import HostPacker, Parts, Sources, pages_of
-from nixl_offload.engine.streams import Fence
-from tests.unit.engine_rig import NAMESPACE, SHAPES, Bytes, Driven, Shape, kv_cache, own_shards
+from nixl_offload.engine.streams import Device, Fence
+from tests.unit.engine_rig import NAMESPACE, SHAPES, Bytes, Driven, Shape, kv_cache, own_shards, rank_memory
 from tests.unit.rank_rig import Alone
 
 
@@ -94,6 +94,7 @@ class MemoryRig(Driven):
         host: HostSlab | None = None,
         slow: bool = False,
         seed: int = 1,
+        device: Device | None = None,
         cache: tuple[list[torch.Tensor], list[Bytes], KVLayout] | None = None,
         **options: Any,
     ) -> MemoryRig:
@@ -108,14 +109,10 @@ class MemoryRig(Driven):
         if slow:
             packer = SlowPacker([tensor.view(torch.uint8).numpy() for tensor in tensors], pages_of(layout))
         rank = {name: options.pop(name) for name in ("clock", "load_timeout_s") if name in options}
-        places = {
-            "tensors": tensors,
-            "layout": layout,
-            "host": host,
-            "shards": own_shards(layout, namespace),
-            "tier": 0,
-        }
-        engine = Alone(partial(MemoryEngine, packer=packer, **places, **options), **rank)
+        memory = rank_memory(tensors, layout, host=host, device=device)
+        shards = own_shards(layout, namespace)
+        make = partial(MemoryEngine, memory=memory, shards=shards, packer=packer, **options)
+        engine = Alone(make, **rank)
         return cls(SHAPES[shape], kv, layout, host, engine, packer)
 
     @property

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from nixl_offload.tiers.slab.file import SlabLink
 from nixl_offload.types import Outcome
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
 from tests.unit.device_lab import Way, assert_round_trip, open_lab
-from tests.unit.engine_rig import Rig, open_rigs, own_shards
+from tests.unit.engine_rig import Rig, open_rigs, own_shards, rank_memory
 from tests.unit.link_rig import ObjectFiles, objects, shards, tree
 from tests.unit.rank_rig import TestedRank
 
@@ -108,22 +107,16 @@ def chain(tmp_path: Path) -> Iterator[ChainRig]:
     host = HostSlab(memory_bytes=16 * slot_bytes, relay_slots=2, slot_bytes=slot_bytes, keys=KEYS)
     rig.chain.close()
     rig.chain = TestedRank(3, relay_offsets=host.relay_offsets, clock=rig.clock)
-    common: dict[str, Any] = {"table": rig.chain}
-    common |= {
-        "tensors": rig.tensors,
-        "layout": rig.layout,
-        "shards": own_shards(rig.layout),
-        "host": host,
-    }
+    memory, shards = rank_memory(rig.tensors, rig.layout, host=host), own_shards(rig.layout)
     slab = rig.slabs[0]
     slab.open()
     movers = [CopyMover(), ObjectFiles(tmp_path / "bucket")]
-    staging = {"staging_bytes": 8 * slot_bytes}
+    links = SlabLink(slab, movers[0], rig.clock), objects()(movers[1], rig.clock)
     engines = [
-        MemoryEngine(**common),
-        LinkEngine(**common, tier=FILE, link=SlabLink(slab, movers[0], rig.clock), **staging),
-        LinkEngine(
-            **common, tier=BUCKET, link=objects()(movers[1], rig.clock), staging_bytes=8 * slot_bytes, keys=KEYS
+        MemoryEngine(rig.chain, memory, shards),
+        *(
+            LinkEngine(rig.chain, memory, link, shards, tier=tier, staging_bytes=8 * slot_bytes, keys=keys)
+            for tier, link, keys in zip((FILE, BUCKET), links, (None, KEYS), strict=True)
         ),
     ]
     rig.movers += movers

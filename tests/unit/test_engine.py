@@ -19,7 +19,7 @@ from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.slab.file import SlabLink
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.unit.engine_rig import Rig, own_shards, rigs, until
+from tests.unit.engine_rig import Rig, own_shards, rank_memory, rigs, until
 from tests.unit.stored_rig import flip
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
@@ -114,11 +114,10 @@ def test_tensors_that_are_not_those_of_the_layout_are_refused(make: Make) -> Non
     rig = make("per_layer")
     with pytest.raises(LayoutError):
         LinkEngine(
-            table=rig.engine,
-            tensors=rig.tensors[::-1],
-            layout=rig.layout,
-            link=SlabLink(rig.slab, CopyMover(), time.monotonic),
-            shards=own_shards(rig.layout),
+            rig.engine,
+            rank_memory(rig.tensors[::-1], rig.layout),
+            SlabLink(rig.slab, CopyMover(), time.monotonic),
+            own_shards(rig.layout),
             staging_bytes=1 << 20,
         )
 

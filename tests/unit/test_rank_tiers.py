@@ -18,7 +18,7 @@ from nixl_offload.vllm import background, rank_tiers
 from nixl_offload.vllm.background import BackgroundOpening
 from nixl_offload.vllm.rank_tiers import RankTiers
 from tests.unit.chain_rig import FILE, MEMORY, ChainRig
-from tests.unit.engine_rig import own_shards, until
+from tests.unit.engine_rig import own_shards, rank_memory, until
 
 DEADLINE_S = 20.0
 
@@ -83,13 +83,7 @@ def test_each_kind_of_error_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog
 
 
 def _memory_engine(rig: ChainRig) -> MemoryEngine:
-    return MemoryEngine(
-        table=rig.chain,
-        tensors=rig.tensors,
-        layout=rig.layout,
-        host=rig.host,
-        shards=own_shards(rig.layout),
-    )
+    return MemoryEngine(rig.chain, rank_memory(rig.tensors, rig.layout, host=rig.host), own_shards(rig.layout))
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nixl_offload.engine import device_packer, link_engine
+from nixl_offload.engine import link_engine
 from nixl_offload.engine.autotune import TransferPlan
-from nixl_offload.vllm import rank_tiers
+from nixl_offload.vllm import rank_tiers, worker
 from tests.unit.device_rig import ThreadedDevice
 from tests.vllm.blocks_outermost import BlocksOutermostExtension
 
@@ -31,7 +31,7 @@ for _library in ("libcudart.so.12", "libcufile.so.0"):
     ctypes.CDLL(str(Path(os.environ[LIBRARIES]) / _library), mode=ctypes.RTLD_GLOBAL)
 
 _device = ThreadedDevice()
-for _module in (link_engine, device_packer, rank_tiers):
+for _module in (worker, rank_tiers):
     _module.device_of = lambda tensor: _device  # type: ignore[attr-defined]
 if WAY in os.environ:
     _way = os.environ[WAY]

@@ -15,8 +15,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from nixl_offload.engine import device_packer, link_engine
-from nixl_offload.vllm import rank_tiers
+from nixl_offload.vllm import rank_tiers, worker
 from nixl_offload.vllm.messages import StepMetadata
 from nixl_offload.vllm.worker import NixlConnectorWorker
 from tests.unit.device_rig import LIMIT_S, ThreadedDevice
@@ -77,7 +76,7 @@ class Runner:
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
     """The chunk in slot 0 holds blocks 0 to 3."""
     with ThreadedDevice() as device:
-        for module in (link_engine, device_packer, rank_tiers):
+        for module in (worker, rank_tiers):
             monkeypatch.setattr(module, "device_of", lambda _: device)
         rig = Rig(tmp_path)
         for block in range(4):
