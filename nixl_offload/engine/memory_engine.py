@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import image, packed
 from nixl_offload.engine.jobs import JobTable, TierQueue
-from nixl_offload.engine.packer import Packer, require_agreement
+from nixl_offload.engine.packer import require_agreement
 from nixl_offload.engine.paths import InFlight, Phase, RankMemory, TierPaths
 from nixl_offload.engine.pump import Pauses, TierEngine
 from nixl_offload.engine.records import Chunk, TierAccess, TierStatus, Waiting, WorkKind
@@ -55,15 +55,11 @@ class MemoryEngine(TierEngine):
         *,
         tier: int = 0,
         verify: Verify = "checksum",
-        packer: Packer | None = None,
     ) -> None:
-        """Start the pump. Parameters as for ``link_engine.LinkEngine``; ``packer``: by default one for the device.
-
-        Raises LayoutError if tensors and layout disagree.
-        """
+        """Start the pump. Parameters as for ``LinkEngine``. Raises LayoutError if tensors and layout disagree."""
         require_agreement(memory.tensors, memory.layout)
         plans = [image.make_plan(memory.layout, group) for group in range(len(memory.layout.groups))]
-        paths = _MemoryPaths(table, memory, plans, shards, verify_checksum=verify == "always", packer=packer)
+        paths = _MemoryPaths(table, memory, plans, shards, verify_checksum=verify == "always")
         queue = TierQueue(table, tier, memory.layout, store_limit_bytes=STORE_QUEUE_BYTES)
         super().__init__(queue, paths, name="nixl-offload-memory", pauses=PAUSES)
 

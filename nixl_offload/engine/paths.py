@@ -29,7 +29,7 @@ from nixl_offload.engine.device_packer import make_packer
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.image import GroupPlan, host_slot
 from nixl_offload.engine.jobs import JobTable
-from nixl_offload.engine.packer import Packer, pages_of
+from nixl_offload.engine.packer import pages_of
 from nixl_offload.engine.records import Chunk, ChunkState, TierStatus, Waiting, WorkKind
 from nixl_offload.engine.streams import Device, Fence
 from nixl_offload.errors import FormatError, LayoutError, MoverError, TierError
@@ -263,13 +263,12 @@ class TierPaths:
         *,
         verify_checksum: bool,
         keys: ChunkKeys | None = None,
-        packer: Packer | None = None,
     ) -> None:
         """Parameters as for ``LinkEngine``. ``plans``: by group."""
         self.table = table
         self.layout = memory.layout
         self.plans = plans
-        self.packer = packer or make_packer(memory.tensors, pages_of(memory.layout), memory.device)
+        self.packer = make_packer(memory.tensors, pages_of(memory.layout), memory.device)
         self.host = memory.host
         self.namespaces = [shard.digest for shard in shards]
         """The namespace in headers, by group."""

@@ -149,7 +149,7 @@ def gds_report(directory: str, *, root: str = "/") -> GdsReport:
 
 def find_driver(root: str = "/") -> Fact:
     """Return whether NVIDIA's kernel driver is loaded."""
-    text = read(root, "/proc/driver/nvidia/version") or ""
+    text = read(root, "/proc/driver/nvidia/version")
     if not text:
         help_text = "install NVIDIA's driver, or start the container with --gpus all"
         return Fact("GPU driver", False, "no NVIDIA driver here", help_text)
@@ -238,8 +238,8 @@ def _direct_io(directory: str) -> Fact:
 def _nvidia_fs(root: str, wanted: str | None, *, is_any: bool = False) -> Fact:
     """Return whether nvidia-fs works. ``wanted``: the storage driver that it must know, unless ``is_any``."""
     name = "nvidia-fs"
-    version = (read(root, "/proc/driver/nvidia-fs/version") or "").partition(":")[2].strip()
-    registered = re.findall(r"^(\w+):", read(root, "/proc/driver/nvidia-fs/modules") or "", re.MULTILINE)
+    version = read(root, "/proc/driver/nvidia-fs/version").partition(":")[2].strip()
+    registered = re.findall(r"^(\w+):", read(root, "/proc/driver/nvidia-fs/modules"), re.MULTILINE)
     if not version:
         fix = "install nvidia-gds and the nvidia-fs module, then `modprobe nvidia-fs`"
         return Fact(name, False, "nvidia-fs is not loaded", fix)
@@ -257,7 +257,7 @@ def _p2pdma(root: str, kind: str, settings: CufileSettings) -> Fact:
     name, section = "PCI P2PDMA", _BLOCK_SECTIONS.get(kind)
     if section is None:
         return Fact(name, False, "PCI P2PDMA reaches NVMe drives only")
-    release = (read(root, "/proc/sys/kernel/osrelease") or "").strip()
+    release = read(root, "/proc/sys/kernel/osrelease").strip()
     kernel = re.match(r"(\d+)\.(\d+)", release)
     off = [each for each in ("properties", f"block.{section}") if not settings.values[f"{each}.use_pci_p2pdma"]]
     ours = f"set it in {settings.where}: take ours, which nixl-offload configs cufile.json prints"

@@ -12,9 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path("/")
+from nixl_offload.hardware.mounts import read
+
 _NO_LIMIT_BYTES = 1 << 60
 """Control groups version 1 express "no limit" by a number of about the size of an address space."""
+_GROUPS = "/sys/fs/cgroup"
 
 
 class Room(NamedTuple):
@@ -24,58 +26,46 @@ class Room(NamedTuple):
     limited_by: str
 
 
-def room(root: Path = ROOT) -> Room:
+def room(root: str = "/") -> Room:
     """Return the tightest limit. ``root`` replaces ``/`` in tests.
 
     Page cache counts as available, as in ``MemAvailable``: the kernel reclaims it first.
     """
-    fields, groups = _fields(root / "proc/meminfo"), root / "sys/fs/cgroup"
+    fields = _fields(root, "/proc/meminfo")
     kib = fields.get("MemAvailable:", fields.get("MemFree:", _NO_LIMIT_BYTES >> 10))
     found = [Room(kib << 10, "the machine (MemAvailable)")]
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in read(root, "/proc/self/cgroup").splitlines():
         number, controllers, path = (*line.split(":", 2), "", "")[:3]
         if number == "0" and not controllers:
-            found += _left(groups, path, "memory.max", "memory.current", "")
-            found += _left(groups / "unified", path, "memory.max", "memory.current", "")
+            for mount in (_GROUPS, f"{_GROUPS}/unified"):
+                found += _left(root, mount, path, "memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
-            found += _left(groups / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            found += _left(root, f"{_GROUPS}/memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
     return min(found, key=lambda each: each.available_bytes)
 
 
 def compaction_stalls() -> int | None:
     """Return how often somebody on this machine has waited for the kernel to compact memory; None: it does not say."""
-    return _fields(ROOT / "proc/vmstat").get("compact_stall")
+    return _fields("/", "/proc/vmstat").get("compact_stall")
 
 
-def _left(mount: Path, path: str, limit: str, usage: str, total: str) -> Iterator[Room]:
+def _left(root: str, mount: str, path: str, limit: str, usage: str, total: str) -> Iterator[Room]:
     """Yield the room of the group ``path`` and of each group above it. In a container the mount may be the group."""
-    inner = mount / path.strip("/")
+    inner = Path(mount, path.strip("/"))
     for group in (each for each in (inner, *inner.parents) if each.is_relative_to(mount)):
-        limit_bytes, used_bytes = _number(group / limit), _number(group / usage)
-        if limit_bytes is not None and used_bytes is not None and limit_bytes < _NO_LIMIT_BYTES:
-            statistics = _fields(group / "memory.stat")
-            used_bytes -= sum(statistics.get(f"{total}{kind}", 0) for kind in ("inactive_file", "active_file"))
-            yield Room(max(0, limit_bytes - max(0, used_bytes)), f"the control group ({group / limit})")
+        limit_bytes, used_bytes = (read(root, f"{group}/{name}").strip() for name in (limit, usage))
+        # A limit may be "max".
+        if limit_bytes.isdigit() and used_bytes.isdigit() and int(limit_bytes) < _NO_LIMIT_BYTES:
+            statistics = _fields(root, f"{group}/memory.stat")
+            cached = sum(statistics.get(f"{total}{kind}", 0) for kind in ("inactive_file", "active_file"))
+            left_bytes = int(limit_bytes) - max(0, int(used_bytes) - cached)
+            yield Room(max(0, left_bytes), f"the control group ({group}/{limit})")
 
 
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # missing, not readable, or "max"
-        return None
-
-
-def _fields(path: Path) -> dict[str, int]:
+def _fields(root: str, path: str) -> dict[str, int]:
     """Return the first two words of each line whose second word is a number."""
-    words = [line.split() for line in _lines(path)]
+    words = [line.split() for line in read(root, path).splitlines()]
     return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
 
 
 BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND")

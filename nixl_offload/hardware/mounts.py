@@ -43,7 +43,7 @@ def find_mount(directory: str, root: str = "/") -> Mount | None:
     """Return the mount of ``directory``; None if unknown."""
     real = os.path.realpath(directory)
     found = None
-    for line in (read(root, "/proc/self/mountinfo") or "").splitlines():
+    for line in read(root, "/proc/self/mountinfo").splitlines():
         fields, _, rest = line.partition(" - ")
         words, tail = fields.split(), rest.split()
         if len(words) < 6 or len(tail) < 2:
@@ -72,13 +72,13 @@ def _device(path: str) -> BlockDevice:
     slaves = os.path.join(disk, "slaves")
     members = [_device(os.path.realpath(os.path.join(slaves, each))) for each in names("/", slaves)]
     if members:
-        level = (read("/", os.path.join(disk, "md/level")) or "").strip() or "dm"  # LVM, dm-crypt, multipath
+        level = read("/", os.path.join(disk, "md/level")).strip() or "dm"  # LVM, dm-crypt, multipath
         is_served = level == "raid0" and all(member.kind == "nvme" for member in members)
         words = f"{name} ({level} of {', '.join(member.words for member in members)})"
         return BlockDevice(words, "raid0" if is_served else "")
     if not os.path.basename(disk).startswith("nvme"):
         return BlockDevice(name, "")
-    transport = (read("/", os.path.join(disk, "device/transport")) or "").strip()
+    transport = read("/", os.path.join(disk, "device/transport")).strip()
     return BlockDevice(name, "nvme" if transport in ("", "pcie") else "nvmeof")
 
 
@@ -87,14 +87,12 @@ def beneath(root: str, path: str) -> str:
     return path if root == "/" else os.path.join(root, path.lstrip("/"))
 
 
-def read(root: str, path: str) -> str | None:
-    """Return a file's text; "" if there is no such file; None if it cannot be read."""
+def read(root: str, path: str) -> str:
+    """Return a file's text; "" if it cannot be read."""
     try:
         return Path(beneath(root, path)).read_text("utf-8", "replace")
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
     except OSError:
-        return None
+        return ""
 
 
 def names(root: str, path: str) -> list[str]:

@@ -25,6 +25,7 @@ from nixl_offload.engine.pump import LEAKED
 from nixl_offload.errors import FormatError
 from nixl_offload.types import Outcome
 from tests.headers import Expected, check_header
+from tests.unit.device_rig import ThreadedDevice, ThreadedStream
 from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, until
 from tests.unit.memory_rig import MemoryRig
 from tests.unit.rank_rig import causes_of
@@ -49,9 +50,19 @@ def make() -> Iterator[Make]:
 
     yield build
     for rig in rigs:
-        if rig.packer is not None:
-            rig.packer.released = True
         rig.close()
+
+
+@pytest.fixture
+def device() -> Iterator[ThreadedDevice]:
+    with ThreadedDevice() as device:
+        yield device
+
+
+def out_of(rig: MemoryRig) -> ThreadedStream:
+    """The stream that copies blocks to slots."""
+    stream: ThreadedStream = rig.engine.paths.packer._out
+    return stream
 
 
 # -- round trips ----------------------------------------------------------------------------------------------------
@@ -111,25 +122,23 @@ def test_by_default_headers_are_verified_and_blocks_are_trusted(make: Make, veri
 
 
 @pytest.mark.parametrize("verify", ["checksum", "header", "always"])
-def test_a_slot_that_is_being_given_to_another_chunk_serves_neither(make: Make, verify: str) -> None:
+def test_a_slot_that_is_being_given_to_another_chunk_serves_neither(
+    make: Make, device: ThreadedDevice, verify: str
+) -> None:
     """From before the first byte of the copy to its end; nor afterwards, if the store was given up."""
-    rig = make("per_layer", slow=True, verify=verify)
-    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4], slot=3)])
-    until(lambda: len(rig.fences) == 1)
-    rig.fences[0].go()
-    assert rig.collect(0).outcomes == (OK,)
-    rig.engine.submit_store(1, [rig.chunk(1, [5, 6, 7, 8], slot=3)])
-    until(lambda: len(rig.fences) == 2)
-    for job, number in ((2, 0), (3, 1)):
-        rig.engine.submit_load(job, [rig.chunk(number, [9, 10, 11, 12], slot=3)])
-        assert rig.collect(job).outcomes == (CORRUPT,)
-        assert rig.collect(job).errors == ("corrupt: magic",)
-    rig.engine.wait([1], limit_s=0.01)
-    rig.fences[1].go()
+    rig = make("per_layer", device=device, verify=verify)
+    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4], slot=3)]) == (OK,)
+    before = rig.bytes_of(range(NUM_BLOCKS))
+    with out_of(rig).held():
+        rig.engine.submit_store(1, [rig.chunk(1, [5, 6, 7, 8], slot=3)])
+        until(lambda: not rig.memory(3)[:8].any())  # its header is invalid
+        for job, number in ((2, 0), (3, 1)):
+            assert rig.load(job, [rig.chunk(number, [9, 10, 11, 12], slot=3)]) == (CORRUPT,)
+            assert rig.collect(job).errors == ("corrupt: magic",)
+        rig.engine.wait([1], limit_s=0.01)
     assert rig.collect(1).outcomes == (FAILED,)
-    rig.engine.submit_load(4, [rig.chunk(1, [9, 10, 11, 12], slot=3)])
-    assert rig.collect(4).outcomes == (CORRUPT,)
-    assert len(rig.fences) == 2
+    assert rig.load(4, [rig.chunk(1, [9, 10, 11, 12], slot=3)]) == (CORRUPT,)
+    assert rig.bytes_of(range(NUM_BLOCKS)) == before
 
 
 def test_always_takes_no_chunk_without_checksums(make: Make) -> None:
@@ -147,31 +156,31 @@ def test_always_takes_no_chunk_without_checksums(make: Make) -> None:
 # -- wait, order, pressure ------------------------------------------------------------------------------------------
 
 
-def test_wait_returns_when_the_copy_is_over_and_not_before(make: Make) -> None:
-    rig = make("per_layer", slow=True)
-    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
-    until(lambda: len(rig.fences) == 1)
+def test_wait_returns_when_the_copy_is_over_and_not_before(make: Make, device: ThreadedDevice) -> None:
+    rig = make("per_layer", device=device)
     waiter = threading.Thread(target=rig.engine.wait, args=([0],))
-    waiter.start()
-    time.sleep(0.05)
-    assert waiter.is_alive()
-    rig.fences[0].go()
+    with out_of(rig).held():
+        rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
+        until(lambda: bool(rig.engine._batches))
+        waiter.start()
+        time.sleep(0.05)
+        assert waiter.is_alive()
     waiter.join(5)
     assert not waiter.is_alive()
     assert rig.collect(0).outcomes == (OK,)
 
 
-def test_a_store_that_wait_gave_up_keeps_its_slot_until_the_copy_is_over(make: Make) -> None:
+def test_a_store_that_wait_gave_up_keeps_its_slot_until_the_copy_is_over(make: Make, device: ThreadedDevice) -> None:
     """Its blocks change under the copy: it must not become OK; and until then its slot must not be given away."""
-    rig = make("per_layer", slow=True)
-    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
-    until(lambda: len(rig.fences) == 1)
-    rig.engine.wait([0], limit_s=0.02)
-    rig.wipe(9)
-    time.sleep(0.02)
-    assert rig.engine.finished() == []
-    assert not rig.engine.idle()
-    rig.fences[0].go()
+    rig = make("per_layer", device=device)
+    with out_of(rig).held():
+        rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
+        until(lambda: bool(rig.engine._batches))
+        rig.engine.wait([0], limit_s=0.02)
+        rig.wipe(9)
+        time.sleep(0.02)
+        assert rig.engine.finished() == []
+        assert not rig.engine.idle()
     assert rig.collect(0).outcomes == (FAILED,)
     assert rig.collect(0).errors == ("its blocks were given away meanwhile",)
     assert causes_of(rig.collect(0)) == ((FAILED, "needed_back", 1),)
@@ -216,9 +225,9 @@ def test_a_chunk_that_cannot_be_copied_fails_alone(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The chunks of its batch are tried again one by one. One that was alone is not."""
-    rig = make("per_layer", slow=True)
-    assert rig.packer is not None
-    bad, good, asked, gather_many = [1, 2, 3, 4], [5, 6, 7, 8], list[list[list[int]]](), rig.packer.gather_many
+    rig = make("per_layer")
+    packer, bad, good, asked = rig.engine.paths.packer, [1, 2, 3, 4], [5, 6, 7, 8], list[list[list[int]]]()
+    gather_many = packer.gather_many
 
     def gather(group: int, parts: Any, fence: Any) -> Any:
         asked.append([ids.tolist() for ids, _ in parts])
@@ -226,51 +235,50 @@ def test_a_chunk_that_cannot_be_copied_fails_alone(
             raise RuntimeError("a block is out of order")
         return gather_many(group, parts, fence)
 
-    monkeypatch.setattr(rig.packer, "gather_many", gather)
-    rig.engine.submit_store(0, [rig.chunk(0, bad), rig.chunk(1, good)])
-    until(lambda: len(rig.fences) == 1)
-    rig.fences[0].go()
-    assert rig.collect(0).outcomes == (FAILED, OK)
+    monkeypatch.setattr(packer, "gather_many", gather)
+    assert rig.store(0, [rig.chunk(0, bad), rig.chunk(1, good)]) == (FAILED, OK)
     assert asked == [[bad, good], [bad], [good]]
     assert "A chunk failed unexpectedly: RuntimeError('a block is out of order')" in caplog.text
     assert rig.store(1, [rig.chunk(0, bad)]) == (FAILED,)
     assert asked[3:] == [[bad]]
 
 
-def test_a_fence_that_breaks_taints_what_the_device_may_still_write_to(make: Make) -> None:
+def test_a_fence_that_breaks_taints_what_the_device_may_still_write_to(
+    make: Make, device: ThreadedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A dead device reports nothing. Slots that it may write are never used again; the slab is kept for ever."""
-    rig = make("per_layer", slow=True)
+    rig = make("per_layer", device=device)
 
-    def dead() -> bool:
+    def dead(*_: object) -> None:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
-    rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4]), rig.chunk(2, [5, 6, 7, 8])])
-    until(lambda: len(rig.fences) == 1)
     kept = len(LEAKED)
-    rig.fences[0].done = dead  # type: ignore[method-assign]
-    assert rig.collect(0).outcomes == (TAINTED, TAINTED)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine.paths.packer._kernels[0], "gather", dead)
+        assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4]), rig.chunk(2, [5, 6, 7, 8])]) == (TAINTED, TAINTED)
     assert len(LEAKED) == kept + 1
     del LEAKED[kept:]
-    rig.engine.submit_store(1, [rig.chunk(1, [1, 2, 3, 4])])
-    until(lambda: len(rig.fences) == 2)
-    rig.fences[1].go()
-    assert rig.collect(1).outcomes == (OK,)
+    with pytest.raises(RuntimeError, match="launch failure"):
+        out_of(rig).synchronize()
+    assert rig.store(1, [rig.chunk(1, [1, 2, 3, 4])]) == (OK,)
 
 
 # -- close ----------------------------------------------------------------------------------------------------------
 
 
-def test_close_gives_up_what_a_device_does_not_end(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_gives_up_what_a_device_does_not_end(
+    make: Make, device: ThreadedDevice, caplog: pytest.LogCaptureFixture
+) -> None:
     """Slots it writes to are TAINTED, waiting chunks DROPPED, and the slab's memory is kept."""
-    rig = make("per_layer", slow=True)
-    for job in range(5):
-        rig.engine.submit_store(job, [rig.chunk(job, [1, 2, 3, 4])])
-    until(lambda: len(rig.fences) == 4)
-    kept = len(LEAKED)
-    began_s = time.monotonic()
-    with caplog.at_level(logging.ERROR):
-        rig.engine.close(0.1)
-    assert time.monotonic() - began_s < 2
+    rig, kept = make("per_layer", device=device), len(LEAKED)
+    with out_of(rig).held():
+        for job in range(5):
+            rig.engine.submit_store(job, [rig.chunk(job, [1, 2, 3, 4])])
+        until(lambda: len(rig.engine._batches) == 4)
+        began_s = time.monotonic()
+        with caplog.at_level(logging.ERROR):
+            rig.engine.close(0.1)
+        assert time.monotonic() - began_s < 2
     assert [rig.collect(job).outcomes for job in range(5)] == [(TAINTED,)] * 4 + [(DROPPED,)]
     assert "4 transfers did not end" in caplog.text
     assert any(entry[0].host is rig.host for entry in LEAKED[kept:] if isinstance(entry, tuple))
