@@ -32,7 +32,7 @@ import torch
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.header import ExpectedRows, HeaderRows, add_checksums, check_headers, lacks_checksums
-from nixl_offload.engine.staging import Slot
+from nixl_offload.engine.staging import HostSlot, Slot
 from nixl_offload.engine.streams import cuda_runtime
 from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.hardware import machine
@@ -131,7 +131,7 @@ class HostSlab:
             time.monotonic() - began_s,
         )
 
-    def slot(self, offset: int, slot_bytes: int) -> Slot:
+    def slot(self, offset: int, slot_bytes: int) -> HostSlot:
         """Return a view of a slot, which belongs to no pool; its ``offset_bytes`` is its place in ``region``.
 
         Raises LayoutError when it does not lie inside the slab, is not page-aligned, or the slab is closed.

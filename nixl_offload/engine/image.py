@@ -8,16 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from nixl_offload.chunk.header import HEADER_BYTES, MAGIC, ExpectedRows, Pages, encode_headers
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine.records import Chunk, WorkKind
-from nixl_offload.engine.staging import DeviceSlot, Slot
+from nixl_offload.engine.staging import HostSlot, MemoryT, Slot
 from nixl_offload.types import PAGE_BYTES, align_up, key_group
 
 Spans = Sequence[tuple[int, int]]
@@ -163,50 +162,42 @@ def encode(
     return encode_headers(expected(namespace, plan, chunks), table, firsts, created_s=int(time.time()))
 
 
-def header_page(slot: Slot) -> npt.NDArray[np.uint8]:
+def header_page(slot: HostSlot) -> npt.NDArray[np.uint8]:
     """Return a view of an image's header page."""
     return slot.memory[:HEADER_BYTES]
 
 
-def invalidate(slot: Slot) -> None:
+def invalidate(slot: HostSlot) -> None:
     """Make the header invalid before its blocks change, so that loads of the earlier chunk are refused."""
     slot.memory[: len(MAGIC)] = 0
 
 
-def any_slot(chunk: Chunk) -> Slot | DeviceSlot:
+def any_slot(chunk: Chunk) -> Slot[Any]:
     """Return the chunk's slot: ``chunk.host`` (host slab) if set, else ``chunk.slot`` (staging)."""
     slot = chunk.host if chunk.host is not None else chunk.slot
     assert slot is not None
     return slot
 
 
-def host_slot(chunk: Chunk) -> Slot:
+def is_on_device(chunk: Chunk) -> bool:
+    """Whether the chunk has a staging slot in device memory."""
+    return chunk.slot is not None and not isinstance(chunk.slot.memory, np.ndarray)
+
+
+def host_slot(chunk: Chunk) -> HostSlot:
     """As ``any_slot``, for a slot in host memory."""
     slot = any_slot(chunk)
-    assert isinstance(slot, Slot)
+    assert isinstance(slot.memory, np.ndarray)
     return slot
 
 
-def device_slot(chunk: Chunk) -> DeviceSlot:
-    """As ``any_slot``, for a slot in device memory."""
-    slot = any_slot(chunk)
-    assert isinstance(slot, DeviceSlot)
-    return slot
-
-
-@overload
-def rows(slot: Slot, plan: GroupPlan, chunk: Chunk) -> npt.NDArray[np.uint8]: ...
-@overload
-def rows(slot: DeviceSlot, plan: GroupPlan, chunk: Chunk) -> torch.Tensor: ...
-@overload
-def rows(slot: Slot | DeviceSlot, plan: GroupPlan, chunk: Chunk) -> npt.NDArray[np.uint8] | torch.Tensor: ...
-def rows(slot: Slot | DeviceSlot, plan: GroupPlan, chunk: Chunk) -> npt.NDArray[np.uint8] | torch.Tensor:
+def rows(slot: Slot[MemoryT], plan: GroupPlan, chunk: Chunk) -> MemoryT:
     """Return a view of the chunk's wanted blocks in a slot, of shape (blocks, block_bytes)."""
     at = cut(plan, chunk)
     return slot.memory[at.begin : at.end].reshape(-1, plan.block_bytes)
 
 
-def valid_rows(slot: Slot, plan: GroupPlan, first_block: int) -> npt.NDArray[np.uint8]:
+def valid_rows(slot: HostSlot, plan: GroupPlan, first_block: int) -> npt.NDArray[np.uint8]:
     """Return the blocks of an image from ``first_block`` to the last, as ``rows`` does."""
     begin, end = (HEADER_BYTES + block * plan.block_bytes for block in (first_block, plan.blocks))
     return slot.memory[begin:end].reshape(-1, plan.block_bytes)
@@ -238,7 +229,7 @@ def whole(plan: GroupPlan) -> Spans:
     return ((0, plan.slot_bytes),)
 
 
-def clear_around(slot: Slot, plan: GroupPlan, first_block: int) -> None:
+def clear_around(slot: HostSlot, plan: GroupPlan, first_block: int) -> None:
     """Zero the parts of an image that are not header or blocks from ``first_block`` on: they are stored with it."""
     if first_block:
         slot.memory[HEADER_BYTES : HEADER_BYTES + first_block * plan.block_bytes] = 0

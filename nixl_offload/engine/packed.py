@@ -22,11 +22,10 @@ from nixl_offload.chunk.checksum import payload_checksums
 from nixl_offload.chunk.header import check_headers
 from nixl_offload.engine import image
 from nixl_offload.engine.device_packer import DevicePacker
-from nixl_offload.engine.image import GroupPlan, Spans, any_slot, device_slot, host_slot
+from nixl_offload.engine.image import GroupPlan, Spans, any_slot, host_slot
 from nixl_offload.engine.packer import Checksums
 from nixl_offload.engine.paths import STEP_BYTES, Batch, Phase, Steps, TierPaths
 from nixl_offload.engine.records import Chunk, ChunkState
-from nixl_offload.engine.staging import DeviceSlot
 from nixl_offload.types import Outcome
 
 if TYPE_CHECKING:
@@ -70,9 +69,9 @@ def _seal(paths: TierPaths, batch: Batch) -> Steps:
         return
     chunks, plan = batch.alive, batch.plan
     pages = paths.encode(batch, _sums_of(paths, chunks, plan))
-    if isinstance(chunks[0].slot, DeviceSlot):
+    if image.is_on_device(chunks[0]):
         padding = [image.cut(plan, chunk).padding for chunk in chunks]
-        slots = [device_slot(chunk).memory for chunk in chunks]
+        slots = [any_slot(chunk).memory for chunk in chunks]
         yield from batch.passes([_on_device(paths).finish_images(pages, slots, padding)])
         return
     signed_bytes = 0
@@ -138,7 +137,7 @@ def _read(paths: LinkPaths, batch: Batch) -> Steps:
 
 def _verify(paths: TierPaths, batch: Batch) -> Steps:
     """Compare header, MAC and checksums. Nothing unverified touches a KV block."""
-    if isinstance(batch.alive[0].slot, DeviceSlot):
+    if image.is_on_device(batch.alive[0]):
         yield from _verify_on_device(paths, batch)
         return
     headers = paths.check(batch)
@@ -160,7 +159,7 @@ def _verify_on_device(paths: TierPaths, batch: Batch) -> Steps:
     """Bring headers and checksums to the host, and compare them there."""
     arrived, plan = batch.alive, batch.plan
     is_summed = _compares_sums(paths, plan)
-    slots = [device_slot(chunk) for chunk in arrived]
+    slots = [any_slot(chunk) for chunk in arrived]
     rows = [image.rows(slot, plan, chunk) for chunk, slot in zip(arrived, slots, strict=True)] if is_summed else []
     pages, sums = _on_device(paths).inspect(arrived[0].group, [slot.memory for slot in slots], rows)
     yield from batch.passes([sums])

@@ -235,7 +235,7 @@ class TierEngine:
         self.paths.abandon(batch, "the chunk crashed")
         tainted = batch.is_pending or batch.is_quarantined
         for chunk in batch.chunks:
-            if chunk.pool is not None:
+            if chunk.pool is not None and chunk.slot is not None:
                 (chunk.pool.retire if tainted else chunk.pool.release)(chunk.slot)
         if tainted:
             leak((self.paths, batch))

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_offload.engine.packer import Source
-from nixl_offload.engine.staging import DeviceSlot, Slot, SlotPool
+from nixl_offload.engine.staging import HostSlot, Slot, SlotPool
 from nixl_offload.engine.streams import Fence
 from nixl_offload.movers.base import Op, Transfer, TransferState
 from nixl_offload.tiers.base import Target
@@ -181,9 +181,9 @@ class Chunk:
     unless the chunk was given up before."""
     pool: SlotPool[Any] | None = field(default=None, init=False, repr=False)
     """The pool of ``slot``."""
-    slot: Slot | DeviceSlot | None = field(default=None, init=False)
+    slot: Slot[Any] | None = field(default=None, init=False)
     """The staging slot in which it is packed; for a direct chunk, its header page."""
-    host: Slot | None = field(default=None, init=False)
+    host: HostSlot | None = field(default=None, init=False)
     """The slot of the host slab that holds its image, or will hold it."""
     is_kept: bool = field(default=False, init=False)
     """The image in ``host`` is whole and verified."""

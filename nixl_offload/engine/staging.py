@@ -32,39 +32,39 @@ MIN_SLOTS: Final = 2
 """One for a store and one for a load."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Slot:
-    """``memory`` is the slot's bytes, shape (slot_bytes,); ``offset_bytes`` is its offset in the pool's region."""
-
-    index: int
-    offset_bytes: int
-    memory: npt.NDArray[np.uint8]
+MemoryT = TypeVar("MemoryT", npt.NDArray[np.uint8], torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceSlot:
-    """As Slot, in device memory: only a device's streams and movers may touch ``memory``, uint8 (slot_bytes,)."""
+class Slot(Generic[MemoryT]):
+    """``memory`` is the slot's bytes, shape (slot_bytes,); ``offset_bytes`` is its offset in the pool's region. Device
+    memory is touched by a device's streams and by movers alone.
+    """
 
     index: int
     offset_bytes: int
-    memory: torch.Tensor
+    memory: MemoryT
 
 
-SlotT = TypeVar("SlotT", Slot, DeviceSlot)
+HostSlot = Slot[npt.NDArray[np.uint8]]
+DeviceSlot = Slot[torch.Tensor]
 
 
-class SlotPool(Generic[SlotT]):
+class SlotPool(Generic[MemoryT]):
     """Equal slots over one region. The memory lives as long as any reference to the pool or a slot does."""
 
     memory: MemoryId | None = None
     """The mover's id of the region."""
 
-    def __init__(self, region: MemoryRegion, slots: list[SlotT]) -> None:
-        """``slots``: adjacent, covering all of ``region``."""
+    def __init__(self, region: MemoryRegion, memory: MemoryT, slot_bytes: int) -> None:
+        """``memory``: all of ``region``, which is cut into slots."""
         self.region = region
-        self.slots_total = len(slots)
-        self.slot_bytes = region.length_bytes // len(slots)
-        self._free: dict[int, SlotT] = {slot.index: slot for slot in reversed(slots)}
+        self.slot_bytes = slot_bytes
+        self.slots_total = region.length_bytes // slot_bytes
+        self._free: dict[int, Slot[MemoryT]] = {}
+        for index in reversed(range(self.slots_total)):
+            begin = index * slot_bytes
+            self._free[index] = Slot(index, begin, memory[begin : begin + slot_bytes])
         self._retired = 0
 
     @property
@@ -77,17 +77,17 @@ class SlotPool(Generic[SlotT]):
         """Number of slots that are not retired; 0: nothing can be staged any more."""
         return self.slots_total - self._retired
 
-    def acquire(self) -> SlotT | None:
+    def acquire(self) -> Slot[MemoryT] | None:
         """Take a slot; None if all are in use. It still holds bytes of an earlier chunk."""
         return self._free.popitem()[1] if self._free else None
 
-    def release(self, slot: SlotT) -> None:
+    def release(self, slot: Slot[MemoryT]) -> None:
         """Give a slot back. Nothing may touch its memory any more. Raises RuntimeError if it is free already."""
         if slot.index in self._free:
             raise RuntimeError(f"staging slot {slot.index} was released twice")
         self._free[slot.index] = slot
 
-    def retire(self, slot: SlotT) -> None:
+    def retire(self, slot: Slot[MemoryT]) -> None:
         """Never hand this slot out again: something may still write to it."""
         self._retired += 1
         logger.error(
@@ -98,7 +98,7 @@ class SlotPool(Generic[SlotT]):
         )
 
 
-def host_pool(*, slot_bytes: int, budget_bytes: int, page_locked: bool = False) -> SlotPool[Slot]:
+def host_pool(*, slot_bytes: int, budget_bytes: int, page_locked: bool = False) -> SlotPool[npt.NDArray[np.uint8]]:
     """Return slots in host memory: as many as ``budget_bytes`` holds, and at least ``MIN_SLOTS``.
 
     ``page_locked``: needed for asynchronous copies to and from a device (``Device.page_locks``). Raises MoverError if
@@ -121,12 +121,10 @@ def host_pool(*, slot_bytes: int, budget_bytes: int, page_locked: bool = False) 
             words = f"{format_size(length_bytes)} of host memory for staging: {error.strerror}; lower staging"
             raise MoverError(words) from error
         memory = np.frombuffer(area, dtype=np.uint8)
-    begins = enumerate(range(0, length_bytes, slot_bytes))
-    slots = [Slot(index, begin, memory[begin : begin + slot_bytes]) for index, begin in begins]
-    return SlotPool(MemoryRegion(memory.ctypes.data, length_bytes), slots)
+    return SlotPool(MemoryRegion(memory.ctypes.data, length_bytes), memory, slot_bytes)
 
 
-def device_pool(*, slot_bytes: int, budget_bytes: int, device: Device) -> SlotPool[DeviceSlot]:
+def device_pool(*, slot_bytes: int, budget_bytes: int, device: Device) -> SlotPool[torch.Tensor]:
     """Return slots in the memory of ``device``, counted as for ``host_pool``.
 
     Waits until the device has done the work that the caller queued, since movers do not wait for streams. Raises
@@ -146,9 +144,7 @@ def device_pool(*, slot_bytes: int, budget_bytes: int, device: Device) -> SlotPo
     while not queued.done():
         time.sleep(0.0005)
     memory = memory[-memory.data_ptr() % PAGE_BYTES :][:length_bytes]
-    begins = enumerate(range(0, length_bytes, slot_bytes))
-    slots = [DeviceSlot(index, begin, memory[begin : begin + slot_bytes]) for index, begin in begins]
-    return SlotPool(MemoryRegion(memory.data_ptr(), length_bytes, device.kind, device.number), slots)
+    return SlotPool(MemoryRegion(memory.data_ptr(), length_bytes, device.kind, device.number), memory, slot_bytes)
 
 
 def _slots_total(budget_bytes: int, slot_bytes: int) -> int:

@@ -153,7 +153,7 @@ def test_ids_outside_the_kv_cache_are_refused_before_anything_is_copied(
 # -- slots on a device ----------------------------------------------------------------------------------------------
 
 
-def acquired(pool: SlotPool[DeviceSlot]) -> DeviceSlot:
+def acquired(pool: SlotPool[torch.Tensor]) -> DeviceSlot:
     slot = pool.acquire()
     assert slot is not None
     return slot
