@@ -35,7 +35,7 @@ demo: $(STAMP) ## Serve long prompts, restart the engine, serve them again from 
 	@$(BIN)/python -m examples.demo $(ARGS)
 
 demo-s3: $(STAMP) ## Two engines, one bucket: the second serves what the first computed (ARGS=--json)
-	@$(BIN)/python -m examples.demo_s3 $(ARGS)
+	@$(BIN)/python -m examples.demo --s3 --prompts 3 $(ARGS)
 
 test: $(STAMP) ## Lint, types, import floors, all tests with coverage (ARGS goes to pytest, WORKERS=n, COVERAGE= for none)
 	@$(MAKE) -j2 lint $(VENV)/.compiled

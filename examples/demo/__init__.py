@@ -1,4 +1,4 @@
-"""The demo: a real vLLM keeps its KV cache in local files and finds it again after a restart.
+"""The demo: a real vLLM keeps its KV cache in files or in a bucket, and a new engine finds it there.
 
-Run ``python -m examples.demo``.
+Run ``python -m examples.demo``, with ``--s3`` for the bucket.
 """

@@ -1,4 +1,4 @@
-"""Command line of the demo: ``python -m examples.demo``. Exit code 0 only if everything was as it should be.
+"""Command line of the demo: ``python -m examples.demo [--s3]``. Exit code 0 only if everything was as it should be.
 
 Threading: one thread. Progress and sentences go to stderr; stdout gets the table or, with ``--json``, one JSON object.
 """
@@ -6,10 +6,13 @@ Threading: one thread. Progress and sentences go to stderr; stdout gets the tabl
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+
+from rich.console import Console
 
 from examples.demo import terminal
 from examples.demo.handover import problems
@@ -21,41 +24,37 @@ from examples.demo.run import run
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo. Returns 0, or 1 with a sentence for each thing that is not as it should be; 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__.splitlines()[0])
-    terminal.add_options(parser, prompts=4)
-    parser.add_argument("--dir", type=Path, help="directory for the KV files, new or empty (default: a temporary one)")
-    parser.add_argument("--keep", action="store_true", help="keep the KV files")
-    chosen = terminal.parse(parser, arguments)
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+    add("--prompts", type=int, default=4, help="how many prompts (default: 4)")
+    add("--tokens", type=int, default=16, help="tokens to generate for each, 1 to 128 (default: 16)")
+    add("--s3", action="store_true", help="two engines and a bucket of a local S3 server, instead of files")
+    add("--mover", choices=("auto", "obj", "obstore"), default="auto", help="how bytes travel to S3 (default: auto)")
+    add("--dir", type=Path, help="directory for the files, new or empty; it is kept (default: a temporary one)")
+    chosen = parser.parse_args(arguments)
+    if chosen.prompts < 1 or not 1 <= chosen.tokens <= 128:
+        parser.error("--prompts must be at least 1 and --tokens 1 to 128")
     if chosen.dir is not None and chosen.dir.exists() and any(chosen.dir.iterdir()):
         parser.error(f"{chosen.dir} is not empty: the first run must be cold")
-
     progress = terminal.start()
-    created = chosen.dir is None or not chosen.dir.exists()
-    directory = Path(tempfile.mkdtemp(prefix="nixl-offload-kv-")) if chosen.dir is None else chosen.dir.resolve()
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory = chosen.dir and chosen.dir.resolve()
+    if not directory and not chosen.s3:
+        directory = Path(tempfile.mkdtemp(prefix="nixl-offload-kv-"))
+    options = {"mover": chosen.mover, "prompts": chosen.prompts, "tokens": chosen.tokens, "progress": progress}
     try:
-        result = terminal.attempt(
-            lambda: run(DEMO, directory, prompts=chosen.prompts, tokens=chosen.tokens, progress=progress)
-        )
+        result = terminal.attempt(lambda: run(DEMO, None if chosen.s3 else directory, **options), errors=RuntimeError)
     finally:
-        if chosen.keep:
-            progress(f"the KV files are in {directory}")
-        else:
-            _empty(directory, remove=created)
-    return terminal.show(
-        problems(result.handover), as_table(result), as_json(result) if chosen.json else None, progress
-    )
-
-
-def _empty(directory: Path, *, remove: bool) -> None:
-    """Remove what the demo wrote; the directory itself only if the demo made it."""
-    if remove:
-        shutil.rmtree(directory, ignore_errors=True)
-        return
-    for path in directory.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        if directory and not chosen.dir:
+            shutil.rmtree(directory, ignore_errors=True)
+    if chosen.json:
+        print(json.dumps(as_json(result), indent=2))
+    else:
+        Console(width=None if sys.stdout.isatty() else 120).print(as_table(result))
+    found = problems(result.handover)
+    for sentence in found:
+        print(f"NOT AS IT SHOULD BE: {sentence}", file=sys.stderr)
+    progress("something is wrong" if found else "all is as it should be")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

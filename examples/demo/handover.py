@@ -1,7 +1,7 @@
-"""What both demos do and demand: one engine computes prompts and stores them, another one takes them over; compare.
+"""The parts of the demo: an engine that computes prompts and stores them, one that takes them over, and the verdict.
 
-Threading: one thread. Ownership: whoever starts an engine ends it; the scratch directory is the caller's.
-``problems`` is pure: it judges a handover, and is where "as it should be" is written down.
+Threading: one thread. Ownership: the caller ends engines; the scratch directory is the caller's. ``problems`` is pure:
+it judges a handover, and says what is "as it should be".
 """
 
 from __future__ import annotations
@@ -59,11 +59,6 @@ class Handover:
         return len(self.first.cold) * FULL_CHUNK_TOKENS // CHUNK_TOKENS
 
     @property
-    def stored_tokens(self) -> int:
-        """Tokens whose KV the first engine stored."""
-        return self.first.stored_bytes * CHUNK_TOKENS // self.chunk_bytes
-
-    @property
     def loaded_bytes(self) -> int:
         """Bytes that the second engine loaded."""
         return sum(answer.loaded_bytes for answer in self.taken)
@@ -93,24 +88,14 @@ class Stage:
         """More than enough for everything, as the config says it."""
         return f"{2 * self.kv_bytes // GIB + 1}GiB"
 
-    def start(
-        self,
-        number: int,
-        tier: Mapping[str, Any],
-        environment: Mapping[str, str] | None = None,
-        *,
-        in_process: bool = False,
-    ) -> Engine:
-        """Start an engine with one tier and wait for it. Raises EngineError. ``number`` is for people.
-
-        ``in_process``: see ``quick_environment``.
-        """
+    def start(self, number: int, tier: Mapping[str, Any], environment: Mapping[str, str]) -> Engine:
+        """Start an engine with one tier and wait for it. Raises EngineError. ``number`` is for people."""
         self._progress(f"starting engine {number} (half a minute on a small machine)")
         return Engine(
             self._model,
             connector={"chunk_tokens": CHUNK_TOKENS, "slow_hits": "take", "tiers": [dict(tier)]},
             log=self._scratch / f"engine-{number}.log",
-            environment={**quick_environment(scratch=self._scratch, in_process=in_process), **(environment or {})},
+            environment={**quick_environment(scratch=self._scratch), **environment},
             dtype=self._dtype,
             block_size=BLOCK_TOKENS,
             max_model_len=PROMPT_TOKENS + self.tokens,
@@ -119,29 +104,27 @@ class Stage:
             kv_cache_memory_bytes=2 * self.kv_bytes + GIB // 4,
         )
 
-    def compute(self, engine: Engine, *, prompts: int | None = None) -> Computed:
-        """Let a new engine compute the (first) prompts, answer them again, and store. Raises EngineError."""
+    def compute(self, engine: Engine) -> Computed:
+        """Let a new engine compute the prompts, answer them again, and store. Raises EngineError."""
         self._generate(engine, self._warm_up)
-        cold = self._serve(engine, "cold", prompts)
-        gpu_prefix_cache = self._serve(engine, "from GPU prefix cache", prompts)
+        cold = self._serve(engine, "cold")
+        gpu_prefix_cache = self._serve(engine, "from GPU prefix cache")
         settled = engine.settle(deadline_s=SETTLE_S)
         return Computed(cold, gpu_prefix_cache, engine.stored_bytes(), settled)
 
     def take_over(self, engine: Engine, first: Computed, place: str) -> Handover:
         """Let another new engine answer the same prompts. Raises EngineError."""
         self._generate(engine, self._warm_up)
-        taken = self._serve(engine, f"from {place}", len(first.cold))
+        taken = self._serve(engine, f"from {place}")
         engine.settle(deadline_s=SETTLE_S)
         return Handover(place, self.chunk_bytes, first, taken, engine.stored_bytes())
 
-    def _serve(self, engine: Engine, how: str, prompts: int | None) -> list[Answer]:
+    def _serve(self, engine: Engine, how: str) -> list[Answer]:
         answers = []
-        asked = self._prompts[:prompts]
-        for number, prompt in enumerate(asked, start=1):
+        for number, prompt in enumerate(self._prompts, start=1):
             answers += self._generate(engine, [prompt])
-            self._progress(
-                f"  prompt {number} of {len(asked)}, {how}: first token after {answers[-1].ttft_s * 1e3:.0f} ms"
-            )
+            ttft_ms = answers[-1].ttft_s * 1e3
+            self._progress(f"  prompt {number} of {len(self._prompts)}, {how}: first token after {ttft_ms:.0f} ms")
         return answers
 
     def _generate(self, engine: Engine, prompts: list[list[int]]) -> list[Answer]:
