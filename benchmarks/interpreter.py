@@ -49,9 +49,8 @@ from nixl_offload.config import parse_config
 from nixl_offload.engine.jobs import TierQueue
 from nixl_offload.engine.packer import HostCopy
 from nixl_offload.engine.paths import Stretch
-from nixl_offload.tiers.kinds import AnyPlace
+from nixl_offload.tiers.base import Place
 from nixl_offload.tiers.slab.file import SlabPlace
-from nixl_offload.tiers.slot_tier import MemoryPlace
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm.messages import TicketSpec
 from nixl_offload.vllm.rank_shards import leave_uncut
@@ -94,10 +93,9 @@ class Rank:
         shards = leave_uncut(caches, BLOCKS_PER_CHUNK, "digest", 1)
         self._worker = NixlOffloadingWorker(replace(offloading, cache=cache), config, tensors, shards)
         (self._slot_bytes,) = self._worker.geometry().slot_bytes
-        digests, rank_bytes = (b"r" * 32,), CHUNKS * self._slot_bytes
-        place: AnyPlace = MemoryPlace(digests, rank_bytes)
+        place = Place(bytes(32))
         if medium == "slab":
-            place = SlabPlace(str(directory), digests, rank_bytes, 4 * self._slot_bytes)
+            place = SlabPlace(bytes(32), str(directory), CHUNKS * self._slot_bytes, 4 * self._slot_bytes)
         self._jobs = 0
         self._worker.open({0: place})
         (status,) = _until(self._worker.take_status, "the tiers do not open")[0].tiers

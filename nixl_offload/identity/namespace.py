@@ -23,7 +23,6 @@ FORMAT_VERSION: Final = 1
 
 _DOMAIN: Final = b"nixl-offload namespace 2\0"
 _SHARD_DOMAIN: Final = b"nixl-offload shard 1\0"
-_SHORT_NAME_CHARS: Final = 32
 
 SHARD_ORDER: Final = "block layer head token content 1"
 """Order of the bytes in a shard of a chunk that is cut, outermost first, and its version: see docs/format.md."""
@@ -53,7 +52,7 @@ class GroupFields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespaceFields:
-    """The fields of a fingerprint. The number of a shard is not among them: see ``Namespace.shard_digest``."""
+    """The fields of a fingerprint. The number of a shard is not among them: see ``shard_digest``."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _AS_IT_IS
     tenant: _Text
@@ -128,19 +127,8 @@ class Namespace:
 
     @property
     def name(self) -> str:
-        """Short name for directories and object prefixes: the first 128 bits in hex, nothing a user typed."""
-        return self.digest.hex()[:_SHORT_NAME_CHARS]
-
-    def shard_digest(self, shard: int) -> bytes:
-        """Return the 32 bytes that headers of a shard carry. Raises NamespaceError (no shard has that number)."""
-        if not 0 <= shard < self.fields.shards:
-            raise NamespaceError(f"there is no shard {shard}: the namespace has {self.fields.shards}")
-        return shard_digest(self.digest, shard)
-
-    @property
-    def shard_digests(self) -> tuple[bytes, ...]:
-        """``shard_digest`` of all shards."""
-        return tuple(self.shard_digest(shard) for shard in range(self.fields.shards))
+        """See ``namespace_name``."""
+        return namespace_name(self.digest)
 
     def shard_bytes(self, group_id: int, shard: int) -> int:
         """Return the bytes of a shard in each chunk of a group; 0: such chunks have none of that number.
@@ -196,7 +184,7 @@ def manifest_fits(manifest: object, name: str) -> bool:
     The fingerprint is made from its fields, so nobody can pass a namespace off as another tenant's.
     """
     digest = manifest_digest(manifest)
-    return digest is not None and digest.hex()[:_SHORT_NAME_CHARS] == name
+    return digest is not None and namespace_name(digest) == name
 
 
 def manifest_digest(manifest: object) -> bytes | None:
@@ -207,6 +195,11 @@ def manifest_digest(manifest: object) -> bytes | None:
         return _fingerprint(manifest["fields"])
     except (TypeError, ValueError, RecursionError):
         return None
+
+
+def namespace_name(digest: bytes) -> str:
+    """Return the short name for directories and object prefixes: the first 128 bits in hex, nothing a user typed."""
+    return digest[:16].hex()
 
 
 def shard_digest(digest: bytes, shard: int) -> bytes:

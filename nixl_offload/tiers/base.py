@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
@@ -83,13 +83,12 @@ class SharedStatistics:
     """Chunks that this engine has deleted to make room. None: engines do not evict from this tier."""
 
 
-class Place(Protocol):
-    """The data that ranks need to open their links; it is sent to them."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The tier's data for the ranks; sent to them once, when the tier opens."""
 
-    @property
-    def shard_digests(self) -> tuple[bytes, ...]:
-        """As ``Namespace.shard_digests``."""
-        ...
+    namespace: bytes
+    """``Namespace.digest``."""
 
 
 def not_arrived(keys: Sequence[Key], failed: Mapping[Key, Outcome]) -> list[Key]:

@@ -15,25 +15,24 @@ from typing import Any, Final
 
 from nixl_offload.config import S3Config, SharedDirConfig, StoredConfig, TierConfig
 from nixl_offload.errors import ConfigError
+from nixl_offload.identity.namespace import namespace_name
 from nixl_offload.movers.base import Mover
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.stores.s3 import open_store
-from nixl_offload.tiers.base import Link, TierContext
+from nixl_offload.tiers.base import Link, Place, TierContext
 from nixl_offload.tiers.inspect import Inspector
 from nixl_offload.tiers.ownership import is_kept, is_local, kept_free, require_directory, warn_of_others
 from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.inspect import SharedInspector
 from nixl_offload.tiers.shared.links import ObjectLink, TreeLink
-from nixl_offload.tiers.shared.tier import SharedPlace, SharedTier
-from nixl_offload.tiers.slab.file import SlabPlace
+from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slab.file import open_link as open_slab_link
 from nixl_offload.tiers.slab.inspect import SlabInspector
 from nixl_offload.tiers.slab.tier import SlabTier
-from nixl_offload.tiers.slot_tier import MemoryPlace, MemoryTier
+from nixl_offload.tiers.slot_tier import MemoryTier
 from nixl_offload.units import format_size
 
 AnyTier = MemoryTier | SlabTier | SharedTier
-AnyPlace = MemoryPlace | SlabPlace | SharedPlace
 
 
 def _open_shared_dir(config: SharedDirConfig, context: TierContext) -> SharedTier:
@@ -65,10 +64,10 @@ def _open_s3(config: S3Config, context: TierContext) -> SharedTier:
     return SharedTier(context.position, store, context.namespace, name=name, lookup=config.lookup, ttl_s=config.ttl_s)
 
 
-def _link_shared_dir(config: SharedDirConfig, place: SharedPlace, rank: int, mover: Mover) -> TreeLink:
+def _link_shared_dir(config: SharedDirConfig, place: Place, rank: int, mover: Mover) -> TreeLink:
     return TreeLink(
         config.path,
-        place.namespace,
+        namespace_name(place.namespace),
         mover,
         direct_io=config.direct_io,
         kept_free=kept_free(config),
@@ -77,8 +76,9 @@ def _link_shared_dir(config: SharedDirConfig, place: SharedPlace, rank: int, mov
     )
 
 
-def _link_s3(config: S3Config, place: SharedPlace, rank: int, mover: Mover) -> ObjectLink:
-    return ObjectLink(f"s3://{config.bucket}/{config.prefix}", place.namespace, mover, time.monotonic)
+def _link_s3(config: S3Config, place: Place, rank: int, mover: Mover) -> ObjectLink:
+    where = f"s3://{config.bucket}/{config.prefix}"
+    return ObjectLink(where, namespace_name(place.namespace), mover, time.monotonic)
 
 
 def _inspect_shared_dir(config: SharedDirConfig) -> SharedInspector:
@@ -118,7 +118,7 @@ def open_tier(config: TierConfig, context: TierContext) -> AnyTier:
     return _TIERS[config.kind](config, context)
 
 
-def open_link(config: TierConfig, place: AnyPlace, rank: int, mover: Mover) -> Link:
+def open_link(config: TierConfig, place: Place, rank: int, mover: Mover) -> Link:
     """Open the link of ``rank`` to a stored tier. The caller keeps ``mover``. Raises TierError."""
     return _LINKS[config.kind](config, place, rank, mover)
 

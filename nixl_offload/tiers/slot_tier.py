@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from nixl_offload.config import MemoryConfig
 from nixl_offload.errors import ConfigError, IndexStateError
 from nixl_offload.index import DurableIndex, Index, State
 from nixl_offload.index.journal import Row
-from nixl_offload.tiers.base import SlotStatistics, Tier, TierContext, not_arrived
+from nixl_offload.tiers.base import Place, SlotStatistics, Tier, TierContext, not_arrived
 from nixl_offload.tiers.slots import SLOTS_PER_EXTENT_MIN, SlotAllocator, choose_extent_bytes
 from nixl_offload.types import PAGE_BYTES, Key, Location, Lookup, LookupContext, Outcome, align_up
 from nixl_offload.units import format_size
@@ -33,9 +32,14 @@ class SlotTier(Tier):
 
     is_local = True
 
-    def __init__(self, position: int, allocator: SlotAllocator, journal: DurableIndex | None = None) -> None:
-        """Start empty. ``journal`` records each chunk that is committed or dropped."""
+    def __init__(
+        self, position: int, place: Place, allocator: SlotAllocator, journal: DurableIndex | None = None
+    ) -> None:
+        """Start empty; ``open`` of a subclass is the usual way. ``journal`` records each chunk that is committed or
+        dropped.
+        """
         self._position = position
+        self.place = place
         self._index = Index(position)
         self._allocator = allocator
         self._journal = journal
@@ -181,16 +185,6 @@ class SlotTier(Tier):
             self._allocator.free(location.offset, location.slot_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlace:
-    """The tier's data for the ranks; sent to them once, when the tier opens."""
-
-    shard_digests: tuple[bytes, ...]
-    """As ``Namespace.shard_digests``."""
-    rank_bytes: int
-    """Every slot lies within ``[0, rank_bytes)`` of a rank's memory; at most ``rank_memory_bytes``."""
-
-
 def rank_memory_bytes(capacity_bytes: int, world_size: int, dp_size: int) -> int:
     """Return each rank's share of a memory tier's capacity, in bytes, rounded down to whole pages.
 
@@ -202,11 +196,6 @@ def rank_memory_bytes(capacity_bytes: int, world_size: int, dp_size: int) -> int
 
 class MemoryTier(SlotTier):
     """Slots of host memory, one index for all ranks. A pinned chunk keeps its slot."""
-
-    def __init__(self, position: int, place: MemoryPlace, allocator: SlotAllocator) -> None:
-        """Assemble the parts; ``open`` is the usual way."""
-        super().__init__(position, allocator)
-        self.place: MemoryPlace = place
 
     @classmethod
     def open(cls, config: MemoryConfig, context: TierContext) -> MemoryTier:
@@ -235,8 +224,7 @@ class MemoryTier(SlotTier):
             dp_size,
             allocator.rank_bytes // classes[0],
         )
-        place = MemoryPlace(context.namespace.shard_digests, allocator.rank_bytes)
-        return cls(context.position, place, allocator)
+        return cls(context.position, Place(context.namespace.digest), allocator)
 
     def _gives_way(self, key: Key) -> bool:
         # A pinned chunk may be on its way to a farther tier, and exist nowhere else yet.

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import LoadStoreSpec
 from nixl_offload.catalog.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.shards import ShardPlan
 from nixl_offload.engine import TierStatus, Work
-from nixl_offload.tiers.kinds import AnyPlace
+from nixl_offload.tiers.base import Place
 from nixl_offload.types import Outcome, worst
 from nixl_offload.vllm.adapters import AdapterName, AdapterUse
 
@@ -60,7 +60,7 @@ class StepMetadata(OffloadingConnectorMetadata):
     """vLLM's message to the ranks in a step, with ours beside its jobs."""
 
     moves: list[MoveTicket] = field(default_factory=list)
-    places: dict[int, AnyPlace] = field(default_factory=dict)
+    places: dict[int, Place] = field(default_factory=dict)
     """Tiers to open, by position in the config, and where they are. Each is sent once, before any job that needs it."""
     opening: int = 0
     """Number of the opening that ``places`` belongs to. Tiers of an earlier opening are closed first."""

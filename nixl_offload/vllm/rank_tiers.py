@@ -39,10 +39,12 @@ from nixl_offload.engine.staging import Staging
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.errors import TierError
 from nixl_offload.hardware.machine import unbound
+from nixl_offload.identity.namespace import shard_digest
 from nixl_offload.movers.base import MemoryKind, Mover
 from nixl_offload.movers.select import open_object_mover
 from nixl_offload.stores.filesystem import tier_error
-from nixl_offload.tiers.kinds import AnyPlace, open_link
+from nixl_offload.tiers.base import Place
+from nixl_offload.tiers.kinds import open_link
 from nixl_offload.tiers.ownership import make_private_directory, require_lock
 from nixl_offload.tiers.slab.file import SlabPlace
 from nixl_offload.tiers.slot_tier import rank_memory_bytes
@@ -71,8 +73,8 @@ class RankTiers:
         self,
         engine: RankEngine,
         *,
-        open_tier: Callable[[int, AnyPlace], TierEngine],
-        joined: Callable[[int, AnyPlace, TierEngine], None],
+        open_tier: Callable[[int, Place], TierEngine],
+        joined: Callable[[int, Place, TierEngine], None],
         name_of: Callable[[int], str],
     ) -> None:
         """``open_tier`` opens a tier, on any thread, and raises what prevents that. ``joined`` is called after the
@@ -84,7 +86,7 @@ class RankTiers:
         self._name_of = name_of
         self.number = 0
         """As ``ServingTiers.number``."""
-        self._places: dict[int, AnyPlace] = {}
+        self._places: dict[int, Place] = {}
         """The tiers that are open, or being opened, or were before the rank slept."""
         self._openings: dict[int, BackgroundOpening[TierEngine]] = {}
         """Tiers that are being opened, until the engine has them."""
@@ -103,7 +105,7 @@ class RankTiers:
         """Tiers that could not be opened so far."""
         return frozenset(position for position, opening in self._openings.items() if opening.error is not None)
 
-    def open(self, places: Mapping[int, AnyPlace], number: int) -> None:
+    def open(self, places: Mapping[int, Place], number: int) -> None:
         """Begin to open tiers. A repeated call for a tier does nothing. With a new ``number``, all open tiers are
         closed first; they must have no jobs.
         """
@@ -290,7 +292,7 @@ def _compare_with_kv_cache(memory_bytes: int, tensors: Sequence[torch.Tensor], r
 def open_tier_engine(
     config: Config,
     position: int,
-    place: AnyPlace,
+    place: Place,
     memory: RankMemory,
     rank: int,
     plan: TransferPlan | None,
@@ -303,7 +305,7 @@ def open_tier_engine(
     """
     tier = config.tiers[position]
     device = memory.device
-    shards = [Shard(number, place.shard_digests[number]) for number in memory.shards]
+    shards = [Shard(number, shard_digest(place.namespace, number)) for number in memory.shards]
     if device.torch_device.type == "cuda":
         torch.cuda.set_device(device.torch_device)  # a new thread begins on the first GPU
     # As vLLM's own calls: KV caches were made in inference mode, and tensors made here are written to in it.
@@ -340,7 +342,7 @@ def open_tier_engine(
 
 
 def _open_mover(
-    tier: TierConfig, place: AnyPlace, device: Device, plan: TransferPlan | None, *, authenticated: bool
+    tier: TierConfig, place: Place, device: Device, plan: TransferPlan | None, *, authenticated: bool
 ) -> tuple[Mover, Staging]:
     """Return the open mover, and where chunks are packed for it: in host memory if chunks are authenticated."""
     if tier.kind in ("slab", "shared_dir"):

@@ -25,8 +25,8 @@ from nixl_offload.identity.namespace import Namespace
 from nixl_offload.identity.weights import digest_files
 from nixl_offload.index import State
 from nixl_offload.tiers import kinds
-from nixl_offload.tiers.base import Tier, TierContext
-from nixl_offload.tiers.kinds import AnyPlace, AnyTier
+from nixl_offload.tiers.base import Place, Tier, TierContext
+from nixl_offload.tiers.kinds import AnyTier
 from nixl_offload.tiers.ownership import require_apart
 from nixl_offload.tiers.slot_tier import SlotTier
 from nixl_offload.types import Key
@@ -197,9 +197,9 @@ class ServingTiers:
                 self._join(position, entry.tier)
         self.is_whole = bool(self._entries) and all(entry.serves for entry in self._entries)
 
-    def take_places(self) -> dict[int, AnyPlace]:
+    def take_places(self) -> dict[int, Place]:
         """Return the places of the tiers opened since the last call, for the ranks to open."""
-        places: dict[int, AnyPlace] = {}
+        places: dict[int, Place] = {}
         for position, entry in enumerate(self._entries):
             if entry.tier is not None and entry.sent_s is None:
                 places[position], entry.sent_s = entry.tier.place, time.monotonic()

@@ -39,7 +39,7 @@ from nixl_offload.engine.pump import LEAKED, leak
 from nixl_offload.engine.streams import READY, Fence, device_of, model_on_default_stream
 from nixl_offload.errors import LayoutError, NotSupportedError
 from nixl_offload.hardware.machine import machine_token
-from nixl_offload.tiers.kinds import AnyPlace
+from nixl_offload.tiers.base import Place
 from nixl_offload.tiers.slab.file import SlabPlace
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.adapters import LoadedAdapters
@@ -349,7 +349,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         backends, shards = tuple(sorted(attention_backends)), self._shards
         return RankGeometry(self._rank, slot_bytes, shards.digest, shards.plan, backends, machine_token())
 
-    def open(self, places: Mapping[int, AnyPlace], opening: int = 0) -> None:
+    def open(self, places: Mapping[int, Place], opening: int = 0) -> None:
         """Begin to open tiers in the background; those that fail are tried again. ``take_status`` says which are open.
 
         ``places``: by position in the config. A repeated call for a tier does nothing. With a new ``opening``, all open
@@ -494,7 +494,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         elif self._host is not None:
             leak(self._host)  # a copy that did not end may still use it, and freeing it would wait for that copy
 
-    def _joined(self, position: int, place: AnyPlace, engine: TierEngine) -> None:
+    def _joined(self, position: int, place: Place, engine: TierEngine) -> None:
         self._chunks.take_places(position, place.slots if isinstance(place, SlabPlace) else None)
         access = engine.status().access  # asked now, for vLLM chooses the model's stream after it registers KV caches
         if access is not None and access.mover == "kvikio" and model_on_default_stream(self._tensors[0]):

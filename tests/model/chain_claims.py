@@ -107,7 +107,7 @@ def check_place(engine: Engine, key: Key, place: Location) -> None:
     assert place.slot_bytes == slot_bytes(key)
     if place.tier not in engine.slots:
         return
-    assert 0 <= place.offset <= engine.slots[place.tier].place.rank_bytes - place.slot_bytes
+    assert 0 <= place.offset <= engine.slots[place.tier].capacity_bytes - place.slot_bytes
     assert not any(overlap(place, other) for other in engine.tainted), "a tainted place was given away"
     holders = sum(
         overlap(place, held)

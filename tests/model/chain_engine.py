@@ -85,7 +85,7 @@ class Engine:
         self.file = next((tier for tier in self.tiers if isinstance(tier, SlabTier)), None)
         self.shared = [tier for tier in self.tiers if isinstance(tier, SharedTier)]
         for position, tier in self.slots.items():
-            world.begin_slab(position, tier.place.rank_bytes)
+            world.begin_slab(position, tier.capacity_bytes)
         self.catalog = Catalog(
             self.tiers,
             world_size=RANKS,

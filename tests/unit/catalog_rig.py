@@ -15,10 +15,11 @@ from typing import Any
 from nixl_offload.catalog.catalog import Catalog, MoveTicket, Settled, StoreTicket
 from nixl_offload.catalog.moves import ChainOptions
 from nixl_offload.index import DurableIndex, State
+from nixl_offload.tiers.base import Place
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slab.file import SlabPlace
 from nixl_offload.tiers.slab.tier import SlabTier
-from nixl_offload.tiers.slot_tier import MemoryPlace, MemoryTier, SlotTier
+from nixl_offload.tiers.slot_tier import MemoryTier, SlotTier
 from nixl_offload.tiers.slots import SlotAllocator
 from nixl_offload.types import Key, Outcome
 from tests.unit.shared_rig import MemoryStore, namespace_of, options
@@ -86,10 +87,10 @@ class Chain:
         """Ticket -> number of keys, for tickets that no rank has reported yet."""
 
     def _memory(self, slots: int) -> MemoryTier:
-        return MemoryTier(MEMORY, MemoryPlace((b"n" * 32,), slots * SLOT), self._allocator(slots))
+        return MemoryTier(MEMORY, Place(b"n" * 32), self._allocator(slots))
 
     def _file(self, path: Path, slots: int) -> SlabTier:
-        place = SlabPlace(str(path), (b"n" * 32,), slots * SLOT, self._slot_sizes[-1])
+        place = SlabPlace(b"n" * 32, str(path), slots * SLOT, self._slot_sizes[-1])
         journal, _ = DurableIndex.open(str(path / "index.sqlite"), {})
         return SlabTier(FILE, place, self._allocator(slots), journal)
 

@@ -21,7 +21,7 @@ from nixl_offload.chunk.shards import HeadCut, LayerCut, Shard, ShardPlan, cut_l
 from nixl_offload.engine import Completion, LinkEngine
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.memory_engine import MemoryEngine
-from nixl_offload.identity.namespace import Namespace
+from nixl_offload.identity.namespace import Namespace, shard_digest
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.shared.links import TreeLink
 from nixl_offload.tiers.slab.file import SlabFile, SlabLink
@@ -50,10 +50,6 @@ def content(number: int, head: int) -> np.ndarray:
 def layers_in(cut: LayerCut, number: int) -> range:
     """The layers of a range."""
     return range(cut.begins[number], (*cut.begins, LAYERS)[number + 1])
-
-
-def digest(shard: int) -> bytes:
-    return hashlib.sha256(b"shard" + shard.to_bytes(4, "big")).digest()
 
 
 class RankRig:
@@ -100,8 +96,8 @@ class RankRig:
             relay_slots=2,
             slot_bytes=max(sizes),
         )
-        digests = [digest(number) for number in range(plan.shards)] if namespace is None else namespace.shard_digests
-        shards = [Shard(number, digests[number]) for number in plan.numbers(rank)]
+        digest = bytes(32) if namespace is None else namespace.digest
+        shards = [Shard(number, shard_digest(digest, number)) for number in plan.numbers(rank)]
         extent = align_up(4 * self.slot_bytes, 65536)
         self.slab = slab or SlabFile(
             root / f"{plan.ranks}-{len(plan.numbers(0))}-{rank}.slab", SLOTS // 4 * extent, extent

@@ -18,7 +18,7 @@ import yaml
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES, slot_bytes
 from nixl_offload.cli.main import main
-from nixl_offload.identity.namespace import Namespace, make_namespace
+from nixl_offload.identity.namespace import Namespace, make_namespace, shard_digest
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.base import TierContext
@@ -80,7 +80,7 @@ def image(space: Namespace, number: int, rank: int, *, first_valid_block: int = 
     """Return a shard as a server would have stored it; the padding holds noise."""
     content = bytearray(random.Random(1000 * number + rank + 10**6 * seed).randbytes(SLOT_BYTES))
     payload = np.frombuffer(content, dtype=np.uint8)[HEADER_BYTES:][: BLOCKS * BLOCK_BYTES]
-    expected = Expected(space.shard_digest(rank), key(number), 0, BLOCKS, BLOCK_BYTES)
+    expected = Expected(shard_digest(space.digest, rank), key(number), 0, BLOCKS, BLOCK_BYTES)
     sums = block_checksums(payload.reshape(BLOCKS, BLOCK_BYTES)[first_valid_block:])
     page = make_page(expected, sums, first_valid_block=first_valid_block, created_s=int(time.time()))
     content[:HEADER_BYTES] = page.tobytes()

@@ -23,7 +23,7 @@ import yaml
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header, slot_bytes
 from nixl_offload.cli import verify
 from nixl_offload.errors import StoreError
-from nixl_offload.identity.namespace import GroupFields, make_namespace
+from nixl_offload.identity.namespace import GroupFields, make_namespace, shard_digest
 from nixl_offload.stores.directory import TreeStore
 from nixl_offload.tiers.inspect import NamespaceInfo
 from nixl_offload.tiers.ownership import DirectoryLock, holder_of
@@ -106,7 +106,7 @@ def test_a_slab_as_people_and_programs_read_it_is_not_changed(slab: StoredSlab, 
     assert [text.splitlines()[0] for text in (first, second)] == [slab.place(1), slab.place(1, 1)]
     for field, words in (
         ("size", "24,576 bytes (24.0KiB)"),
-        ("namespace digest", slab.namespace.shard_digest(0).hex()),
+        ("namespace digest", shard_digest(slab.namespace.digest, 0).hex()),
         ("block bytes", str(BLOCK_BYTES)),
         ("created", f"{decode_header(slab.shard(1, 0)[:HEADER_BYTES]).created_s}   (20"),
         ("key", key(1).hex()),

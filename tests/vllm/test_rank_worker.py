@@ -29,10 +29,9 @@ from nixl_offload.errors import LayoutError
 from nixl_offload.hardware.machine import machine_token
 from nixl_offload.movers import select
 from nixl_offload.movers.nixl import AgentMover
-from nixl_offload.tiers.kinds import AnyPlace
+from nixl_offload.tiers.base import Place
 from nixl_offload.tiers.ownership import DirectoryLock
 from nixl_offload.tiers.shared.links import TreeLink
-from nixl_offload.tiers.shared.tier import SharedPlace
 from nixl_offload.tiers.slab.file import SlabPlace
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm import background, rank_tiers
@@ -74,14 +73,14 @@ class Rig:
         (self.slot_bytes,) = self.worker.geometry().slot_bytes
         self.place = SlabPlace(
             directory=str(directory),
-            shard_digests=(b"r" * 32,),
+            namespace=b"r" * 32,
             rank_bytes=64 * self.slot_bytes,
             extent_bytes=4 * self.slot_bytes,
         )
         if is_open:
             assert self.open(self.place).open
 
-    def open(self, *places: AnyPlace) -> RankStatus:
+    def open(self, *places: Place) -> RankStatus:
         """Open the tiers and wait for what the rank says of it."""
         self.worker.open(dict(enumerate(places)))
         return self.status()
@@ -433,7 +432,7 @@ def test_storage_that_hangs_delays_no_other_tier_of_the_rank(
         farther |= {"ttl": "7d", "capacity": "1GiB", "request_timeout": "1s"}
         monkeypatch.setattr(select, "_trouble", hanging(select._trouble, lambda _: True))
     rig = Rig(tmp_path / "slab", farther, is_open=False)
-    rig.worker.open({1: SharedPlace("n" * 32, (b"r" * 32,))})
+    rig.worker.open({1: Place(b"r" * 32)})
     assert hung.wait(DEADLINE_S)
     rig.worker.open({0: rig.place})
     assert rig.status().open == {0}
@@ -465,7 +464,7 @@ def test_no_two_tiers_start_a_library_at_once(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(AgentMover, "_register_as", watched(AgentMover._register_as))
     tree = {"kind": "shared_dir", "path": str(tmp_path / "tree"), "capacity": "1GiB"}
     rig = Rig(tmp_path / "slab", tree, is_open=False)
-    told = rig.open(rig.place, SharedPlace("n" * 32, (b"r" * 32,)))
+    told = rig.open(rig.place, Place(b"r" * 32))
     while len(told.open) < 2:
         told = rig.status()
     if not calls:

@@ -12,7 +12,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -21,7 +20,7 @@ from nixl_offload.errors import StoreError
 from nixl_offload.identity.namespace import Namespace
 from nixl_offload.index import State
 from nixl_offload.stores.base import Store
-from nixl_offload.tiers.base import SharedStatistics, Tier, not_arrived
+from nixl_offload.tiers.base import Place, SharedStatistics, Tier, not_arrived
 from nixl_offload.tiers.breaker import Breaker
 from nixl_offload.tiers.shared.eviction import Eviction
 from nixl_offload.tiers.shared.naming import manifest_name, shards_of
@@ -40,16 +39,6 @@ LOAD_TRIAL_S: Final = 5.0
 """While ranks cannot load, one request in this time may, as a trial."""
 FLAP_WINDOW_S: Final = 30.0
 """A throttling bucket may still answer the next trial. Failures that return within this time double the pause."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPlace:
-    """The tier's data for the ranks; sent to them once, when the tier opens."""
-
-    namespace: str
-    """First part of every name: see ``tiers.shared.naming``."""
-    shard_digests: tuple[bytes, ...]
-    """As ``Namespace.shard_digests``."""
 
 
 class SharedTier(Tier):
@@ -82,7 +71,7 @@ class SharedTier(Tier):
         ``is_local``: only servers on this machine can access the store.
         """
         self.is_local = is_local
-        self.place: SharedPlace = SharedPlace(namespace.name, namespace.shard_digests)
+        self.place = Place(namespace.digest)
         self._position = position
         self._store = store
         self._timeout_s = lookup.timeout_s

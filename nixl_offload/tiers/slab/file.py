@@ -26,7 +26,7 @@ from nixl_offload.errors import LayoutError, MoverError, TierError
 from nixl_offload.hardware.machine import machine_token
 from nixl_offload.movers.base import FileId, Mover, close_if_idle, open_file
 from nixl_offload.stores.filesystem import REAL, Filesystem, spare_bytes, tier_error
-from nixl_offload.tiers.base import NOTHING_STORED, Link, Target
+from nixl_offload.tiers.base import NOTHING_STORED, Link, Place, Target
 from nixl_offload.tiers.breaker import Breaker
 from nixl_offload.tiers.ownership import is_held_by, kept_free, make_private_directory, require_lock
 from nixl_offload.tiers.slots import SlotPlaces
@@ -44,12 +44,10 @@ CHECK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class SlabPlace:
-    """The tier's data for the ranks; sent to them once, when the tier opens. All ranks have the same geometry."""
+class SlabPlace(Place):
+    """All ranks have the same geometry."""
 
     directory: str
-    shard_digests: tuple[bytes, ...]
-    """As ``Namespace.shard_digests``."""
     rank_bytes: int
     extent_bytes: int
     replicas: Mapping[int, int] = field(default_factory=dict)

@@ -40,6 +40,8 @@ CLOSE_S = 5.0
 class SlabTier(SlotTier):
     """Slots of a slab, one index for all ranks, and its journal on disk."""
 
+    place: SlabPlace
+
     def __init__(
         self,
         position: int,
@@ -49,8 +51,7 @@ class SlabTier(SlotTier):
         directory: TierDirectory | None = None,
     ) -> None:
         """Assemble the parts; ``open`` is the usual way. ``directory`` is closed with the tier."""
-        super().__init__(position, allocator, durable)
-        self.place: SlabPlace = place
+        super().__init__(position, place, allocator, durable)
         self._directory = directory
         self._durable = durable
         self._next_look_s = self._next_due_s = 0.0
@@ -79,7 +80,7 @@ class SlabTier(SlotTier):
             undo.callback(durable.close, CLOSE_S)
             place = SlabPlace(
                 directory=str(directory.namespace_path),
-                shard_digests=namespace.shard_digests,
+                namespace=namespace.digest,
                 rank_bytes=allocator.rank_bytes,
                 extent_bytes=allocator.extent_bytes,
                 replicas=replicas,
