@@ -15,10 +15,12 @@ from nixl_offload.chunk.layout import (
     ChunkBlocks,
     ChunkExtents,
     GroupLayout,
+    HeadPages,
     KVLayout,
     PageRun,
     RegionSpec,
     job_extents,
+    shard_groups,
     split_job,
 )
 from nixl_offload.errors import LayoutError
@@ -273,3 +275,8 @@ def test_runs_that_touch_are_one() -> None:
     assert rows_of(chunk_extents(layout, 0, np.arange(3, 19), 0)) == [(0, 3 * 96, 0, 16 * 96)]
     apart = (PageRun(0, 24, 24), PageRun(0, 0, 24), PageRun(1, 24, 24), PageRun(0, 48, 8), PageRun(0, 57, 8))
     assert GroupLayout(apart).refs == apart
+
+
+def test_heads_that_cannot_be_dealt_out_are_refused() -> None:
+    with pytest.raises(LayoutError, match="3 KV heads"):
+        shard_groups([HeadPages(0, 0, 4, 64), HeadPages(1, 0, 3, 64)], 2)

@@ -15,6 +15,7 @@ from nixl_offload.config import MemoryConfig
 from nixl_offload.errors import ConfigError, IndexStateError
 from nixl_offload.index import State
 from nixl_offload.index.journal import Row
+from nixl_offload.tiers.base import Place
 from nixl_offload.tiers.slot_tier import MemoryTier, SlotTier
 from nixl_offload.tiers.slots import SlotAllocator, choose_extent_bytes, ranks_together, replicas_of_slots
 from nixl_offload.types import Key, Location
@@ -179,7 +180,7 @@ def test_sound_rows_are_found_again_and_damaged_ones_left_out(seed: int) -> None
     for at in chance.sample(range(len(rows)), (0, 0, 3, 300)[seed % 4]):
         rows[at] = spoil(rows[at], rows, chance)
     piece = chance.choice((1, 50, 1000, 100_000))
-    tier = SlotTier(3, SlotAllocator(RANK_BYTES, CLASSES, MIB))
+    tier = SlotTier(3, Place(bytes(32)), SlotAllocator(RANK_BYTES, CLASSES, MIB))
     stale = tier.adopt(rows[at : at + piece] for at in range(0, len(rows), piece))
     tier.check()
     assert len(tier) + len(stale) == len(rows)

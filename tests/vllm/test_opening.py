@@ -1,7 +1,7 @@
 """After the handshake every rank is told once to open its tiers, opens them in the background, and reports it.
 
-First the scheduler's half alone; the test reports for the ranks (``test_rank_worker`` has their side). Then vLLM's
-engine core with two ranks, whose opening is slow.
+First the scheduler's half alone; the test reports for the ranks (``test_rank_worker`` has their side). No error on the
+way ends the engine.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
 from vllm.v1.outputs import KVConnectorOutput
 
 from examples.demo.model import ModelShape, write_model
+from nixl_offload.errors import ConfigError
 from nixl_offload.vllm import background, rank_tiers, serving_tiers
 from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.manager import NixlOffloadManager
-from nixl_offload.vllm.messages import RankStatus, StepMetadata, WorkerReport
+from nixl_offload.vllm.messages import RankStatus, StepMetadata, TicketReport, TicketSpec, WorkerReport
 from tests.faults.conftest import SmallFilesystem
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import Matching
@@ -165,6 +167,149 @@ def test_a_reset_while_ranks_open_forgets_what_was_stored(restarted: Callable[[]
     step(asked)
     hear(asked, OPEN)
     assert asked.question() == (0, False)
+
+
+# A start does not wait for a large local model to be read
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """While it is not set, no file of a model is read."""
+    may_read, read = threading.Event(), serving_tiers.digest_files
+
+    def reading(*arguments: Any, **options: Any) -> Any:
+        may_read.wait(DEADLINE_S)
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(serving_tiers, "digest_files", reading)
+    monkeypatch.setattr(serving_tiers, "NAMING_WAIT_S", 0.1)
+    yield may_read
+    may_read.set()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(b"weights")
+    return directory
+
+
+def manager_of(model: Path, tier: dict[str, Any], **settings: Any) -> NixlOffloadManager:
+    """``settings``: further fields of vLLM's configuration."""
+    vllm_config: Any = manager_rig.vllm_config()
+    vars(vllm_config).update(settings)
+    vllm_config.model_config.model = str(model)
+    return NixlOffloadManager(manager_rig.offloading_config(), manager_rig.config_of(tier), vllm_config)
+
+
+def ask(manager: NixlOffloadManager) -> None:
+    """A request comes, and a step is scheduled."""
+    manager.on_new_request(manager_rig.request("new"))
+    manager.on_schedule_end(ScheduleEndContext([], []))
+
+
+def stored(manager: NixlOffloadManager, *numbers: int) -> tuple[bytes, ...]:
+    """Offer chunks; return those that are taken. The ranks have nothing to open."""
+    manager_rig.ranks_open(manager)
+    output = manager.prepare_store(manager_rig.keys(*numbers), manager_rig.request())
+    assert output is not None
+    assert isinstance(output.store_spec, TicketSpec)
+    return output.store_spec.ticket.keys
+
+
+def wait_for_readers(*, are_there: bool) -> None:
+    """Wait until threads read files for a digest, or none does."""
+    until_s = time.monotonic() + DEADLINE_S
+    while any(thread.name.startswith("weights-read-") for thread in threading.enumerate()) != are_there:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
+def test_tiers_open_once_the_weights_are_known(model: Path, tmp_path: Path, unread: threading.Event) -> None:
+    manager = manager_of(model, manager_rig.slab_tier(tmp_path / "kv"))
+    manager.open(manager_rig.ranks())
+    ask(manager)
+    assert stored(manager, 1) == ()
+    assert manager.lookup(manager_rig.key(1), manager_rig.request()) is LookupResult.MISS
+    assert not list(tmp_path.glob("kv/*/index.sqlite"))
+    manager.open(manager_rig.ranks())  # vLLM wakes up, meanwhile
+
+    unread.set()
+    manager_rig.wait_for_tiers(manager)
+    ask(manager)
+    assert stored(manager, 1) == tuple(manager_rig.keys(1))
+    manager.shutdown()
+
+
+@pytest.mark.parametrize("after", ["while the model is read", "before the first request"])
+def test_a_reset_before_the_tiers_are_taken_over_holds(
+    model: Path, tmp_path: Path, unread: threading.Event, after: str
+) -> None:
+    """The weights may have changed while the engine started: chunks of earlier engines must not be served."""
+    key, request = manager_rig.key(1), manager_rig.request()
+    unread.set()
+    manager = manager_of(model, manager_rig.slab_tier(tmp_path / "kv"))
+    manager.open(manager_rig.ranks())
+    manager_rig.wait_for_tiers(manager)
+    manager_rig.ranks_open(manager)
+    output = manager.prepare_store([key], request)
+    assert output is not None
+    assert isinstance(output.store_spec, TicketSpec)
+    manager.settle({output.store_spec.ticket.ticket: TicketReport(1, {})})
+    assert manager.lookup(key, request) is LookupResult.HIT
+    manager.shutdown()
+
+    unread.clear()
+    manager = manager_of(model, manager_rig.slab_tier(tmp_path / "kv"))
+    manager.open(manager_rig.ranks())
+    if after == "before the first request":
+        unread.set()
+        manager_rig.wait_for_tiers(manager)
+    manager.reset_cache()
+    unread.set()
+    manager_rig.wait_for_tiers(manager)
+    ask(manager)
+    manager_rig.ranks_open(manager)
+    assert manager.lookup(key, request) is LookupResult.MISS
+    manager.shutdown()
+
+
+def test_weights_that_cannot_be_read_turn_offloading_off(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At start, and later."""
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to(tmp_path / "gone")
+    manager = manager_of(model, manager_rig.slab_tier(tmp_path / "kv"))
+    manager.open(manager_rig.ranks())
+    ask(manager)
+    assert stored(manager, 1) == ()
+    assert "Offloading is off until the engine restarts" in caplog.text
+    assert "model.safetensors" in caplog.text
+    manager.shutdown()
+
+
+def test_a_capacity_that_does_not_fit_the_model_ends_the_start(model: Path) -> None:
+    """It is the config that is wrong, and nothing would ever mend it."""
+    manager = manager_of(model, manager_rig.memory_tier(1))
+    with pytest.raises(ConfigError, match="too small for this model"):
+        manager.open(manager_rig.ranks())
+    manager.shutdown()
+
+
+def test_a_shutdown_ends_the_reading_of_a_file_that_a_setting_names(model: Path, tmp_path: Path) -> None:
+    """And does not wait for it: it would take minutes."""
+    with (tmp_path / "scales").open("wb") as scales:
+        scales.truncate(1 << 40)
+    manager = manager_of(model, manager_rig.slab_tier(tmp_path / "kv"), additional_config={"scales": scales.name})
+    manager.open(manager_rig.ranks())
+    wait_for_readers(are_there=True)
+    manager.shutdown()
+    wait_for_readers(are_there=False)
+
+
+# vLLM's engine core with two ranks, whose opening is slow
 
 
 PROMPTS = [random.Random(seed).choices(range(512), k=3 * CHUNK_TOKENS + 20) for seed in range(2)]
