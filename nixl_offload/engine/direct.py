@@ -100,8 +100,9 @@ def _await_load(paths: LinkPaths, batch: Batch) -> Steps:
     finally:
         if batch.is_quarantined:
             if plan.path == "direct":
-                words = "A failed load may still write to KV blocks; group %d goes through staging from now on"
-                logger.error(words, group)
+                logger.error(
+                    "A failed load may still write to KV blocks; group %d goes through staging from now on", group
+                )
             plan.path = plan.packed
             plan.late_loads.update(batch.chunks)
         elif plan.late_loads and not batch.is_pending:  # what is still under way goes on in a batch of its own
