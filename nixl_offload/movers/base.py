@@ -204,11 +204,10 @@ class Mover:
         try:
             if self.limits.whole_writes:
                 raise MoverError(f"{self.name}: moves no files")
-            self._check_usable()
+            return self._add_file(FileEntry(fd, path, length_bytes, direct))
         except MoverError:
             os.close(fd)
             raise
-        return self._add_file(FileEntry(fd, path, length_bytes, direct))
 
     def open_object(self, name: str, length_bytes: int) -> FileId:
         """Register an object of ``length_bytes`` in the mover's store. No I/O; it need not exist.
@@ -217,14 +216,19 @@ class Mover:
         """
         if not self.limits.whole_writes:
             raise MoverError(f"{self.name}: moves no objects")
-        self._check_usable()
         return self._add_file(FileEntry(-1, name, length_bytes))
 
     def close_file(self, file: FileId) -> None:
         """Deregister and close a file, or forget an object. No transfer of it may be in flight."""
-        entry = self._pop_file(file)
-        if entry.fd >= 0:
-            os.close(entry.fd)
+        entry = self._file(file)
+        if entry.in_flight:
+            raise MoverError(f"{self.name}: {entry.path} has {entry.in_flight} transfers in flight or quarantine")
+        del self._files[file]
+        try:
+            self._unregister_file(file, entry)
+        finally:
+            if entry.fd >= 0:
+                os.close(entry.fd)
 
     def submit(
         self, op: Op, memory: MemoryId, memory_extents: Extents, file: FileId, file_extents: Extents
@@ -282,9 +286,18 @@ class Mover:
     def _unregister(self, memory: MemoryId, region: MemoryRegion) -> None:
         """Undo ``_register``. Raises MoverError."""
 
+    def _register_file(self, file: FileId, entry: FileEntry) -> None:
+        """Register a file or an object with the third-party library. Raises MoverError."""
+
+    def _unregister_file(self, file: FileId, entry: FileEntry) -> None:
+        """Undo ``_register_file``. Raises MoverError."""
+
+    # Inside
+
     def _add_file(self, entry: FileEntry) -> FileId:
-        """Register an open file or an object. The mover owns the file and closes it before raising MoverError."""
+        self._check_usable()
         file = FileId(self._new_id())
+        self._register_file(file, entry)
         self._files[file] = entry
         return file
 
@@ -310,13 +323,6 @@ class Mover:
         if file not in self._files:
             raise MoverError(f"{self.name}: file {file} is not open here")
         return self._files[file]
-
-    def _pop_file(self, file: FileId) -> FileEntry:
-        """Remove and return a file without closing it. Raises MoverError while a transfer uses it."""
-        entry = self._file(file)
-        if entry.in_flight:
-            raise MoverError(f"{self.name}: {entry.path} has {entry.in_flight} transfers in flight or quarantine")
-        return self._files.pop(file)
 
     def _finish(self, transfer: Any, error: str | None, *, quarantine: bool = False) -> None:
         """Make a transfer final. A quarantined transfer holds its file for ever."""

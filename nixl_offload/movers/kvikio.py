@@ -128,11 +128,9 @@ class KvikioMover(ThreadedMover):
         """
         return self._open(self._file(file))[1]
 
-    def close_file(self, file: FileId) -> None:
-        entry = self._pop_file(file)
+    def _unregister_file(self, file: FileId, entry: FileEntry) -> None:
         if entry in self._opened:
             self._opened.pop(entry)[0].close()
-        os.close(entry.fd)
 
     def _move(self, transfer: ThreadedTransfer, rows: Sequence[Row]) -> None:
         """Hand all rows to KvikIO's pool and wait for all, even if one fails."""

@@ -189,6 +189,9 @@ class AgentMover(Mover):
         with LIBRARIES:
             self._deregister("memory", memory)
 
+    def _unregister_file(self, file: FileId, entry: FileEntry) -> None:
+        self._deregister(entry.path, file)
+
     def _deregister(self, what: str, handle: MemoryId | FileId) -> None:
         registered = self._registered.pop(handle)
         self._call(f"deregister {what}", self._agent.deregister_memory, registered, self._backends)
@@ -288,23 +291,9 @@ class NixlMover(AgentMover):
         else:
             super()._unregister(memory, region)
 
-    def _add_file(self, entry: FileEntry) -> FileId:
-        try:
-            # Empty meta info is fd mode: the device id is the descriptor.
-            registered = self._register_as(entry.path, "FILE", (0, entry.length_bytes, entry.fd, ""))
-        except MoverError:
-            os.close(entry.fd)
-            raise
-        file = super()._add_file(entry)
-        self._registered[file] = registered
-        return file
-
-    def close_file(self, file: FileId) -> None:
-        entry = self._pop_file(file)
-        try:
-            self._deregister(entry.path, file)
-        finally:
-            os.close(entry.fd)
+    def _register_file(self, file: FileId, entry: FileEntry) -> None:
+        # Empty meta info is fd mode: the device id is the descriptor.
+        self._registered[file] = self._register_as(entry.path, "FILE", (0, entry.length_bytes, entry.fd, ""))
 
     def _launch(self, transfer: NixlTransfer) -> None:
         self._prepare(transfer, "FILE", transfer.file.fd)

@@ -74,7 +74,6 @@ class NixlObjectMover(AgentMover):
         super().__init__(plugin, limits=limits, close_timeout_s=close_timeout_s)
         self.store = store
         self._at_once = at_once
-        self._key_prefix = plugin.key_prefix
         self._numbers: dict[FileEntry, int] = {}
         self._waiting: deque[_ObjectTransfer] = deque()
         self._running: set[_ObjectTransfer] = set()
@@ -90,18 +89,15 @@ class NixlObjectMover(AgentMover):
         self._news = False
         """Whether a transfer has ended since the last ``look``."""
 
-    def _add_file(self, entry: FileEntry) -> FileId:
+    def _register_file(self, file: FileId, entry: FileEntry) -> None:
         number = next(_object_numbers)
-        descriptor = (0, entry.length_bytes, number, self._key_prefix + entry.path)
-        registered = self._register_as(entry.path, "OBJ", descriptor)
-        file = super()._add_file(entry)
-        self._registered[file], self._numbers[entry] = registered, number
-        return file
+        descriptor = (0, entry.length_bytes, number, self._plugin.key_prefix + entry.path)
+        self._registered[file] = self._register_as(entry.path, "OBJ", descriptor)
+        self._numbers[entry] = number
 
-    def close_file(self, file: FileId) -> None:
-        entry = self._pop_file(file)
+    def _unregister_file(self, file: FileId, entry: FileEntry) -> None:
         del self._numbers[entry]
-        self._deregister(entry.path, file)
+        super()._unregister_file(file, entry)
 
     # Transfers
 
