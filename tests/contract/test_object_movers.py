@@ -49,15 +49,6 @@ def test_round_trip(rig: ObjectRig, offset: int, length: int) -> None:
     rig.mover.close_file(target)
 
 
-def test_ranges(rig: ObjectRig) -> None:
-    """Any part of an object can be read, its last byte too."""
-    data = np.random.default_rng(5).integers(0, 256, 300_001, dtype=np.uint8).tobytes()
-    target = rig.open(rig.store("ranges", data), len(data))
-    for there, length in ((0, 4096), (1, 1), (150_000, 150_001), (300_000, 1)):
-        assert rig.move(Op.READ, 12_345, target, there, length).state is DONE
-        assert rig.bytes_at(12_345, length) == data[there : there + length]
-
-
 def test_a_name_used_again_is_not_mistaken(rig: ObjectRig) -> None:
     """Objects opened, closed and opened again, two at a time: each read gives the object that was named."""
     names = [rig.store(f"turn-{number}", bytes([number]) * 5000) for number in range(4)]

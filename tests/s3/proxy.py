@@ -18,6 +18,7 @@ from __future__ import annotations
 import http.client
 import re
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -121,6 +122,8 @@ class Raw:
 
     content: bytes
     hangs: bool = False
+    keeps: bool = False
+    """Leave the connection open for the next request."""
 
 
 Fault = Hold | Answer | Reset | Cut | Flip | Stall | Stretch | Raw
@@ -134,9 +137,9 @@ def raw(status: str, body: bytes = b"", *, length: int | None = None, **headers:
 
 
 @contextmanager
-def answering(fault: Fault) -> Iterator[FaultProxy]:
+def answering(fault: Fault, tls: ssl.SSLContext | None = None) -> Iterator[FaultProxy]:
     """A server that does the same to every request, with none behind it."""
-    with FaultProxy() as proxy:
+    with FaultProxy(tls=tls) as proxy:
         proxy.inject(fault)
         yield proxy
 
@@ -196,10 +199,12 @@ class FaultProxy:
     A server that is down shows as a reset of the client's connection; see ``go_down`` for one that refuses connections.
     """
 
-    def __init__(self, server_port: int = 0) -> None:
-        self.server_port = server_port
+    def __init__(self, server_port: int = 0, *, tls: ssl.SSLContext | None = None) -> None:
+        self.server_port, self.tls = server_port, tls
         self.changed = threading.Condition()
         self.connections: set[_Connection] = set()
+        self.accepted = 0
+        """Number of connections so far."""
         self.counts: Counter[str] = Counter()
         """Requests by operation: HEAD, GET, PUT, DELETE, POST of an object; COPY; LIST, DELETE_MANY, BUCKET."""
         self.heads: deque[str] = deque(maxlen=100)
@@ -213,7 +218,7 @@ class FaultProxy:
     @property
     def endpoint(self) -> str:
         """The URL to give to clients."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}"
 
     def inject(self, fault: Fault, **where: Any) -> Rule:
         """Break requests from now on. Of several rules that fit a request the first applies.
@@ -296,6 +301,8 @@ class _Listener(ThreadingHTTPServer):
         self.proxy = proxy
         self.threads: list[threading.Thread] = []
         super().__init__(("127.0.0.1", proxy.port), _Connection)
+        if proxy.tls is not None:
+            self.socket = proxy.tls.wrap_socket(self.socket, server_side=True)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection on a thread, which has the name of the proxy's others."""
@@ -321,6 +328,7 @@ class _Connection(BaseHTTPRequestHandler):
         super().setup()
         with self._proxy.changed:
             self._proxy.connections.add(self)
+            self._proxy.accepted += 1
 
     def handle(self) -> None:
         """Serve until either side ends. A failure, by rule or not, resets the client's connection."""
@@ -382,7 +390,7 @@ class _Connection(BaseHTTPRequestHandler):
             return
         if isinstance(fault, Raw) and rule is not None:
             self._body()
-            self.close_connection = True
+            self.close_connection |= not fault.keeps
             self.wfile.write(fault.content)
             if fault.hangs:
                 self._wait_for(rule)

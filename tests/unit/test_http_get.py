@@ -4,18 +4,14 @@ are used again, and whatever else a server says or does is left to the client th
 
 from __future__ import annotations
 
-import socket
 import ssl
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from nixl_offload.stores.http_get import DirectGets
-from tests.s3.proxy import Fault, Hold, Raw, Reset, answering, raw
+from tests.s3.proxy import Fault, FaultProxy, Hold, Raw, Reset, answering, raw
 from tests.s3.servers import make_certificate
 
 BODY = bytes(range(200))
@@ -101,58 +97,31 @@ def test_a_proxy_is_for_hosts_that_no_proxy_does_not_name(
         assert len(server.heads) == 2 * goes
 
 
-class Scripted:
-    """Sends pieces, 20 ms apart, after each request: ``script`` has those of each connection, which is closed then."""
-
-    def __init__(self, *script: list[tuple[bytes, ...]], tls: ssl.SSLContext | None = None) -> None:
-        self._script, self._tls, self.connections = script, tls, 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"{'https' if tls else 'http'}://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        for number, answers in enumerate(self._script, start=1):
-            plain = self._listener.accept()[0]
-            with plain, suppress(OSError), self._tls.wrap_socket(plain, server_side=True) if self._tls else plain as it:
-                self.connections += 1
-                for pieces in answers:
-                    if not it.recv(65536):
-                        return
-                    for piece in pieces:
-                        it.sendall(piece)
-                        time.sleep(0.02)
-                if number == len(self._script):
-                    it.recv(65536)  # until the client has gone
-
-    def close(self, gets: DirectGets) -> int:
-        """End both sides; return how many connections there were."""
-        gets.close()
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
-        return self.connections
-
-
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 200\r\n\r\n"
-GOOD = (HEAD + BODY[:50], BODY[50:])
+GOOD = Raw(HEAD + BODY, keeps=True)
 
 
 def test_connections_are_used_again_and_replaced_when_the_server_closes_them(gets: DirectGets) -> None:
-    server = Scripted([GOOD] * 3, [GOOD] * 3, [GOOD] * 3)
-    for _ in range(8):
-        assert get(gets, server.endpoint) == (True, BODY)
-    assert server.close(gets) == 3
-    assert gets.is_off
+    with answering(GOOD) as server:
+        for _ in range(3):
+            for _ in range(3):
+                assert get(gets, server.endpoint) == (True, BODY)
+            server.go_down()
+            server.come_back()
+        assert server.accepted == 3
 
 
 def test_bytes_behind_an_answer_are_no_answer_to_the_next_request(gets: DirectGets) -> None:
     """If a server sends more than one answer, another connection is used."""
-    server = Scripted([(HEAD + BODY, HEAD + BODY)], [(HEAD + BODY[::-1],)])
-    assert get(gets, server.endpoint) == (True, BODY)
-    time.sleep(0.2)
-    assert get(gets, server.endpoint) == (True, BODY[::-1])
-    assert server.close(gets) == 2
+    size_bytes = 100_000
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size_bytes
+    one, other = head + b"1" * size_bytes, head + b"2" * size_bytes
+    with FaultProxy() as server:
+        rule = server.inject(Raw(one + one, keeps=True))
+        assert get(gets, server.endpoint, length=size_bytes) == (True, b"1" * size_bytes)
+        rule.fault = Raw(other, keeps=True)
+        assert get(gets, server.endpoint, length=size_bytes) == (True, b"2" * size_bytes)
+        assert server.accepted == 2
 
 
 @pytest.fixture
@@ -164,27 +133,28 @@ def certified(tmp_path: Path) -> tuple[ssl.SSLContext, str]:
     return context, str(authority)
 
 
-@pytest.mark.parametrize(("trusted", "connections"), [(True, 2), (False, 0)])
-def test_https_trusts_the_context_given(certified: tuple[ssl.SSLContext, str], trusted: bool, connections: int) -> None:
+@pytest.mark.parametrize("trusted", [True, False])
+def test_https_trusts_the_context_given(certified: tuple[ssl.SSLContext, str], trusted: bool) -> None:
     """The context is made once. A server that it does not trust gets no request."""
     context, authority = certified
-    server = Scripted(*[[GOOD] * 2] * (2 if trusted else 1), tls=context)
     contexts = iter([ssl.create_default_context(cafile=authority if trusted else None)])
-    gets = DirectGets(timeout_s=10.0, tls=lambda: next(contexts))
-    assert get(gets, server.endpoint)[0] is trusted
-    if trusted:
-        assert [get(gets, server.endpoint) for _ in range(2)] == [(True, BODY)] * 2
-    assert server.close(gets) == connections
+    with answering(GOOD, context) as server:
+        gets = DirectGets(timeout_s=10.0, tls=lambda: next(contexts))
+        for _ in range(2 if trusted else 1):
+            assert [get(gets, server.endpoint)[0] for _ in range(2)] == [trusted] * 2
+            server.go_down()
+            server.come_back()
+        assert (server.accepted, len(server.heads)) == ((2, 4) if trusted else (0, 0))
+        gets.close()
 
 
-@pytest.mark.parametrize("said", [b"", HEAD + BODY[:50]])
+@pytest.mark.parametrize("said", [b"", HEAD + BODY[:50]], ids=["at once", "amid the body"])
 def test_a_server_that_falls_silent_over_tls_is_not_waited_for(
     certified: tuple[ssl.SSLContext, str], said: bytes
 ) -> None:
-    """Silent before its answer or in the middle of it."""
     context, authority = certified
-    server = Scripted([(said,)], tls=context)
     trusting = ssl.create_default_context(cafile=authority)
     gets = DirectGets(timeout_s=0.2, tls=lambda: trusting)
-    assert not get(gets, server.endpoint)[0]
-    assert server.close(gets) == 1
+    with answering(Raw(said, hangs=True), context) as server:
+        assert not get(gets, server.endpoint)[0]
+        assert server.accepted == 1
