@@ -461,8 +461,7 @@ class LinkPaths(TierPaths):
             if writes or not failure.missing:
                 self.let_go(chunk, failure.error or "")
             if not writes:
-                words = "A chunk could not be read and will be recomputed: %s"
-                self.complaints.warning("read", words, failure.error)
+                self.complaints.warning("read", "A chunk could not be read and will be recomputed: %s", failure.error)
         if writes:
             # The KV blocks are read; making chunks visible does not need them. Late reads can spoil only the location.
             self.advance_or_end(batch, ChunkState.TRANSFER)
