@@ -33,7 +33,10 @@ def fuzz(name: str, second_runner: bool, seed: int) -> Outcome:
     logging.disable(logging.WARNING)
     from tests.vllm.fuzz_rig import Fuzz, fuzzed
 
-    outcome, model = Outcome(counts={"answers": 0, "stored chunks": 0}), write_base(Path("model").absolute())
+    outcome, model = (
+        Outcome(counts={"answers": 0, "stored chunks": 0, "loaded bytes": 0}),
+        write_base(Path("model").absolute()),
+    )
     with fuzzed():
         for at, medium in enumerate(MEDIA):
             blocks, number = BLOCKS[0 if name in NEED_MANY_BLOCKS else at % 2], 100 * seed + at
@@ -46,5 +49,8 @@ def fuzz(name: str, second_runner: bool, seed: int) -> Outcome:
             finally:
                 outcome.counts["answers"] += engine.rank.answers
                 outcome.counts["stored chunks"] += engine.rank.stored
+                outcome.counts["loaded bytes"] += engine.rank.moved["load"]
                 engine.close()
+    if not outcome.counts["loaded bytes"]:
+        outcome.missed.append("nothing was loaded from any medium")
     return outcome
