@@ -81,8 +81,8 @@ lint-imports: $(STAMP)
 lint-budget: $(STAMP)
 	@echo "== budget of lines" && $(BIN)/python -m tools.budget
 
-families: $(STAMP) ## Families of models on kinds of tiers, whole and damaged, beside a vLLM alone (ARGS="--only llama")
-	@$(BIN)/python -m tests.families $(ARGS)
+families: $(STAMP) ## Families of models on kinds of tiers, whole and damaged, beside a vLLM alone (ARGS="-k llama/slab")
+	@$(PYTEST) -q tests/vllm/families_table.py $(ARGS)
 
 bench: $(STAMP) ## Benchmarks of the file path against fio
 	@$(BIN)/python -m benchmarks.file $(ARGS)

@@ -1,1 +1,1 @@
-"""The table of model families: every family on every kind of tier, whole and damaged: ``python -m tests.families``."""
+"""The table of model families: every family on every kind of tier, whole and damaged: ``make families``."""

@@ -25,35 +25,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.demo.engine import Answer, Engine, EngineError, quick_environment
-from examples.demo.model import TINY, TINY_HYBRID, ModelShape, random_prompts, write_model
+from examples.demo.engine import Answer, Engine, quick_environment
+from examples.demo.model import TINY, ModelShape, random_prompts, write_model
 from tests.vllm.zygote import ForkedEngine, Zygote
-
-__all__ = [
-    "ANSWER_TOKENS",
-    "BLOCK_TOKENS",
-    "CHUNK_TOKENS",
-    "MAX_BATCHED_TOKENS",
-    "TAIL_TOKENS",
-    "TINY",
-    "TINY_HYBRID",
-    "Answer",
-    "Engine",
-    "EngineError",
-    "ModelShape",
-    "Workshop",
-    "assert_same",
-    "chain_config",
-    "close",
-    "file_tier",
-    "forked_workshop",
-    "prompts",
-    "same",
-    "several",
-    "start_zygote",
-    "tier_config",
-    "tree_tier",
-]
 
 ANSWER_TOKENS = 4
 """So many show any damaged block. Each takes as long as 100 tokens of a prompt."""

@@ -15,12 +15,7 @@ from safetensors.torch import save_file
 
 from examples.demo.model import TINY
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, chunk_prompts, hits, said
-from tests.vllm.harness import (
-    Answer,
-    Engine,
-    Workshop,
-    same,
-)
+from tests.vllm.harness import Answer, Engine, Workshop, same
 from tests.vllm.media import Medium, tree
 
 PROMPTS = chunk_prompts(1, seed=1401)

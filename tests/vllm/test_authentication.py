@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from examples.demo.engine import EngineError
 from nixl_offload.chunk.header import HEADER_BYTES
 from tests.unit.forgeries import sealed
 from tests.vllm.damage import (
@@ -22,7 +23,7 @@ from tests.vllm.damage import (
     said,
     until_stored,
 )
-from tests.vllm.harness import Engine, EngineError, Workshop
+from tests.vllm.harness import Engine, Workshop
 from tests.vllm.media import LOOKING, tree
 
 PROMPTS = chunk_prompts(2, seed=341)

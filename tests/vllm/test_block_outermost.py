@@ -13,19 +13,12 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
+from examples.demo.model import TINY_HYBRID
 from nixl_offload.vllm import connector as connector_module
 from nixl_offload.vllm.connector import NixlOffloadConnector
 from nixl_offload.vllm.kv_caches import without_padding
 from tests.vllm.blocks_outermost import ENVIRONMENT
-from tests.vllm.harness import (
-    TINY,
-    TINY_HYBRID,
-    ModelShape,
-    Workshop,
-    assert_same,
-    file_tier,
-    prompts,
-)
+from tests.vllm.harness import TINY, ModelShape, Workshop, assert_same, file_tier, prompts
 
 EXTENSION = "tests.vllm.blocks_outermost.BlocksOutermostExtension"
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from examples.demo.model import TINY_HYBRID
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, PROMPT_CHUNKS, Reference, chunk_prompts, hits, until
 from tests.vllm.harness import (
     CHUNK_TOKENS,
     TINY,
-    TINY_HYBRID,
     Answer,
     Engine,
     ModelShape,

@@ -8,17 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from examples.demo.model import TINY_HYBRID
 from tests.contract.emulation.build import Control, build_emulation
 from tests.vllm.blocks_outermost import ENVIRONMENT
-from tests.vllm.harness import (
-    TINY,
-    TINY_HYBRID,
-    ModelShape,
-    Workshop,
-    assert_same,
-    prompts,
-    tier_config,
-)
+from tests.vllm.harness import TINY, ModelShape, Workshop, assert_same, prompts, tier_config
 
 EXTENSION = "tests.vllm.emulated_gpu.EmulatedGpuExtension"
 

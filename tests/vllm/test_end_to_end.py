@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from examples.demo.model import TINY_HYBRID
 from tests.vllm.damage import token_bytes
 from tests.vllm.harness import (
     BLOCK_TOKENS,
     MAX_BATCHED_TOKENS,
     TAIL_TOKENS,
     TINY,
-    TINY_HYBRID,
     Answer,
     Engine,
     ModelShape,

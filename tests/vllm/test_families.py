@@ -3,7 +3,7 @@ bucket, or a shared directory, is one prefix cache for engines that know nothing
 
 A load brings the state of a boundary, the end of a window, and the attention before it. Where one of them is damaged,
 alone or with the others, the request is computed anew: tokens and logprobs are those of a vLLM without us, also where a
-prompt is found in part, by another engine, and after a restart. ``python -m tests.families`` does the same for many
+prompt is found in part, by another engine, and after a restart. ``make families`` does the same for many
 families on every kind of tier, and proves there that damage which nobody looks for would show.
 """
 

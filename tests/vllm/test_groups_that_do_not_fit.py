@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.demo.model import TINY_HYBRID
 from tests.families.models import FAMILIES
-from tests.vllm.harness import TINY_HYBRID, Workshop, file_tier, prompts
+from tests.vllm.harness import Workshop, file_tier, prompts
 
 
 def test_blocks_that_no_hash_fits(workshop: Workshop, tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from examples.demo.model import TINY_HYBRID
 from tests.prove.happenings import DAMAGES
 from tests.vllm.damage import until
 from tests.vllm.harness import (
     CHUNK_TOKENS,
     MAX_BATCHED_TOKENS,
     TINY,
-    TINY_HYBRID,
     Answer,
     Engine,
     ModelShape,

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import pytest
 
+from examples.demo.model import TINY_HYBRID
 from tests.families.checkpoints import CPU_MLA, write_mla
 from tests.families.trial import SIMULATED_NODES, TWO_RANKS
 from tests.prove.happenings import DAMAGES
@@ -27,7 +28,7 @@ from tests.vllm.damage import (
     until,
     until_stored,
 )
-from tests.vllm.harness import TINY, TINY_HYBRID, Answer, Engine, ModelShape, Workshop, chain_config, close
+from tests.vllm.harness import TINY, Answer, Engine, ModelShape, Workshop, chain_config, close
 from tests.vllm.media import Medium, bucket, slab, tree
 from tests.vllm.staged_cpu import EXTENSION
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from examples.demo.engine import quick_environment
+from examples.demo.engine import EngineError, quick_environment
 from tests.s3.proxy import Answer as Reply
 from tests.s3.proxy import Cut, FaultProxy, Reset
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, chunk_prompts, hits, let_beliefs_lapse, side_by_side
-from tests.vllm.harness import ONE_CORE, EngineError, Workshop
+from tests.vllm.harness import ONE_CORE, Workshop
 from tests.vllm.media import LOOKING, MOVERS, bucket
 from tests.vllm.zygote import Zygote
 

@@ -5,13 +5,7 @@ another that shares the tier, and what was stored before stays for those who hav
 from __future__ import annotations
 
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, chunk_prompts, hits, said
-from tests.vllm.harness import (
-    Answer,
-    Engine,
-    Workshop,
-    chain_config,
-    same,
-)
+from tests.vllm.harness import Answer, Engine, Workshop, chain_config, same
 from tests.vllm.media import tree
 
 PROMPTS = chunk_prompts(1, seed=1402)
