@@ -129,8 +129,9 @@ class _TierSpeed:
     """
 
     def __init__(self) -> None:
-        self._line = _Line(is_level=False)
-        self._open: dict[int, _OpenLoad] = {}
+        self.line: Final = _Line(is_level=False)
+        self.open: Final[dict[int, _OpenLoad]] = {}
+        """Loads that are out, by ticket."""
         self._queued_bytes = 0
         self._is_on_trial = False
         """Whether the next load to end replaces all that was observed before."""
@@ -138,16 +139,6 @@ class _TierSpeed:
         """When a load was last observed, or a trial begun."""
         self.pause_s = TRIAL_INTERVAL_S
         """How long after that the tier is tried again, if it is judged too slow."""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether enough loads were observed."""
-        return self._line.is_known
-
-    @property
-    def loads(self) -> int:
-        """How many loads are out."""
-        return len(self._open)
 
     def begin(self, ticket: int, size_bytes: int, now_s: float, *, is_slowest: bool, on_trial: bool) -> None:
         """Record that a load goes out. ``is_slowest``: false if another tier decides how long it is out.
@@ -157,40 +148,40 @@ class _TierSpeed:
         if on_trial:
             self._learned_s, self._is_on_trial = now_s, True
             self.pause_s = min(4 * self.pause_s, TRIAL_LIMIT_S)
-        self._open[ticket] = _OpenLoad(size_bytes, self._queued_bytes, now_s if is_slowest else math.inf)
+        self.open[ticket] = _OpenLoad(size_bytes, self._queued_bytes, now_s if is_slowest else math.inf)
         self._queued_bytes += size_bytes
 
     def observe(self, ticket: int, seconds: float, *, failed: bool) -> None:
         """Record how long a load took on one rank."""
-        if (load := self._open.get(ticket)) is not None:
+        if (load := self.open.get(ticket)) is not None:
             load.seconds, load.failed = max(load.seconds, seconds), load.failed or failed
 
     def end(self, ticket: int, now_s: float) -> None:
         """Learn from a load that has ended on all ranks. If it failed, it counts only if it took longer than expected,
         and a load that no rank has timed does not count.
         """
-        if (load := self._open.pop(ticket, None)) is None:
+        if (load := self.open.pop(ticket, None)) is None:
             return
         self._queued_bytes -= load.size_bytes
         work_bytes = load.size_bytes + load.queued_bytes
-        if load.seconds > (max(SLOW_FAILURE_S, self._line.at(work_bytes) or 0.0) if load.failed else 0.0):
-            self._line.add(work_bytes, load.seconds, keep=0.0 if self._is_on_trial else _TIER_KEEP)
+        if load.seconds > (max(SLOW_FAILURE_S, self.line.at(work_bytes) or 0.0) if load.failed else 0.0):
+            self.line.add(work_bytes, load.seconds, keep=0.0 if self._is_on_trial else _TIER_KEEP)
             self._learned_s, self._is_on_trial = now_s, False
 
     def oldest_s(self, now_s: float) -> float:
         """Return how long the oldest load has been out, 0 if none is."""
-        return max([0.0, *(now_s - load.began_s for load in self._open.values())])
+        return max([0.0, *(now_s - load.began_s for load in self.open.values())])
 
     def seconds(self, size_bytes: int, now_s: float) -> float:
         """Return how long a load would take after those that are out; at least the age of the oldest.
 
         0 while nothing is known, so that a first load finds out.
         """
-        return max(self._line.at(self._queued_bytes + size_bytes) or 0.0, self.oldest_s(now_s))
+        return max(self.line.at(self._queued_bytes + size_bytes) or 0.0, self.oldest_s(now_s))
 
     def may_try(self, now_s: float) -> bool:
         """Whether it is time to try a tier that is judged too slow."""
-        return not self._open and now_s - self._learned_s >= self.pause_s
+        return not self.open and now_s - self._learned_s >= self.pause_s
 
 
 class PrefillSpeed:
@@ -202,16 +193,11 @@ class PrefillSpeed:
     """
 
     def __init__(self) -> None:
-        self._line = _Line(is_level=True)
+        self.line: Final = _Line(is_level=True)
         self._open_steps: deque[tuple[float, int, int]] = deque()
         """When a step was scheduled, its tokens, and the mean number of tokens before one of them."""
         self._ended_s = 0.0
         self._step_s = 0.0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether enough steps were observed."""
-        return self._line.is_known
 
     def scheduled(self, output: SchedulerOutput, now_s: float) -> None:
         """Record the start of a step."""
@@ -246,13 +232,13 @@ class PrefillSpeed:
         For a step of several requests: the sum of their tokens, and the mean of their contexts, weighted by tokens.
         """
         keep = 0.5 ** (tokens / _PREFILL_HALF_LIFE_TOKENS)
-        self._line.add(context_tokens + tokens / 2, seconds / tokens, weight=tokens, keep=keep)
+        self.line.add(context_tokens + tokens / 2, seconds / tokens, weight=tokens, keep=keep)
 
     def seconds(self, tokens: int, context_tokens: int) -> float | None:
         """Return how long computing ``tokens`` after ``context_tokens`` takes. None: too little is known."""
         if tokens <= 0:
             return 0.0
-        token_s = self._line.at(context_tokens + tokens / 2)
+        token_s = self.line.at(context_tokens + tokens / 2)
         return None if token_s is None else tokens * token_s
 
 
@@ -400,7 +386,7 @@ class LoadDecider:
         """Return how many parts come before the first one whose tier may not have another load out."""
         for at, part in enumerate(parts):
             speed = self._tiers[part.tier]
-            if speed.loads >= LOADS_AT_ONCE and not (speed.is_known and self.prefill.is_known):
+            if len(speed.open) >= LOADS_AT_ONCE and not (speed.line.is_known and self.prefill.line.is_known):
                 return at
         return len(parts)
 

@@ -15,6 +15,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
+from nixl_offload.engine.records import Act
 from nixl_offload.vllm import rank_tiers, worker
 from nixl_offload.vllm.messages import StepMetadata
 from nixl_offload.vllm.worker import NixlConnectorWorker
@@ -108,6 +109,9 @@ def test_a_load_waits_for_every_earlier_step(runner: Runner) -> None:
     assert runner.wait_for("request 8")
     assert not second.is_set()
     assert runner.rig.block(20) == runner.rig.block(0), "written over by an earlier step"
+    report = runner.connector.build_connector_worker_meta()
+    assert report.work is not None
+    assert report.work.payload_bytes[Act("load", 0)] == 2 * 4 * len(runner.rig.block(0)), "all looks since the last"
 
 
 def test_a_step_without_a_load_leaves_no_fence(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
