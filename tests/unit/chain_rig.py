@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from nixl_offload.movers.base import Mover
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.slab.file import SlabFile, SlabLink
 from nixl_offload.types import Location, Outcome, align_up
-from tests.contract.suites.faulty_mover import FaultyMover
 from tests.headers import Expected, make_page
 from tests.unit.engine_rig import (
     CHUNK_BLOCKS,
@@ -36,6 +36,7 @@ from tests.unit.engine_rig import (
     Driven,
     Shape,
     kv_cache,
+    opened,
     own_shards,
     rank_memory,
 )
@@ -111,9 +112,9 @@ class ChainRig(Driven):
             slabs.append(slab)
             link, staging_bytes = SlabLink(slab, mover, clock), staging_slots * slot_bytes
             engines.append(LinkEngine(chain, memory, link, shards, tier=tier, staging_bytes=staging_bytes, **options))
-        for tier, opened in enumerate(engines):
-            if opened is not None:
-                chain.join(tier, opened)
+        for tier, engine in enumerate(engines):
+            if engine is not None:
+                chain.join(tier, engine)
         return cls(shape, tensors, kv, layout, clock, host, used, slabs, engines, chain)
 
     @property
@@ -211,16 +212,6 @@ class ChainRig(Driven):
 
 
 def chain_rigs(tmp_path: Path) -> Iterator[Callable[..., ChainRig]]:
-    """A fixture that makes rigs, and closes them once nothing hangs."""
-    made: list[ChainRig] = []
-
-    def build(*movers: Mover, **options: Any) -> ChainRig:
-        made.append(ChainRig.make(tmp_path, *movers, **options))
-        return made[-1]
-
-    yield build
-    for rig in made:
-        for mover in rig.movers:
-            if isinstance(mover, FaultyMover):
-                mover.release()
-        rig.close()
+    """A fixture."""
+    with opened(partial(ChainRig.make, tmp_path)) as make:
+        yield make

@@ -1,10 +1,8 @@
-"""The rig of tests of transfers with a device, whether host memory plays the device or a real one is there; and a lab
-that makes such rigs over one emulated device, and ends them in order.
+"""The rig of tests of transfers with a device, whether host memory plays the device or a real one is there.
 
 The *model* is a function that queues work on the compute stream. Every byte that it writes, and every byte that a load
 must have brought, is kept on the host in ``kv``, so a comparison covers all of KV memory, and finds bytes that nothing
-was to touch. Threading: the test's thread is the model's and the engine's caller. Ownership: the lab closes its rigs,
-then the streams.
+was to touch. Threading: the test's thread is the model's and the engine's caller.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +28,8 @@ from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultyMover
 from tests.unit.device_rig import ThreadedDevice, ThreadedStream
-from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, Bytes, Rig, Shape, allocate, layout_of, until
+from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, Bytes, Rig, Shape, allocate, layout_of, opened, until
 
-SLOTS = 16
 NEVER_DIRECT = 1 << 60
 Way = Literal["direct", "device", "host"]
 
@@ -71,6 +68,7 @@ class DeviceRig(Rig):
     device: Device = field(init=False)
     model: Callable[[Callable[[], None]], object] = field(init=False)
     """Queues work on the compute stream."""
+    slots: int = field(init=False)
     _rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(11))
     _kept: list[torch.Tensor] = field(default_factory=list)
     _uploads: Any = None
@@ -90,12 +88,13 @@ class DeviceRig(Rig):
         shape = SHAPES[shape] if isinstance(shape, str) else shape
         chosen: dict[str, Any] = {
             "cache": options.pop("cache", None) or blank(shape, device),
-            "slots": SLOTS,
+            "slots": 16,
             "direct_min_extent_bytes": 0 if way == "direct" else NEVER_DIRECT,
             "staging": "host" if way == "host" else "device",
         }
-        rig = cls.make(directory, shape, mover, device=device, **(chosen | options))
-        rig.device, rig.model = device, model
+        chosen |= options
+        rig = cls.make(directory, shape, mover, device=device, **chosen)
+        rig.device, rig.model, rig.slots = device, model, chosen["slots"]
         if device.torch_device.type != "cpu":
             rig._uploads = torch.cuda.Stream(device.torch_device)
         return rig
@@ -145,7 +144,7 @@ class DeviceRig(Rig):
     def warm_up(self) -> None:
         """Store and load a chunk of each group, so that nothing is compiled later. It rests in the last slots."""
         for group in range(len(self.shape.groups)):
-            chunk = self.chunk(999, [0, 1, 2, 3], group=group, slot=SLOTS - 1)
+            chunk = self.chunk(999, [0, 1, 2, 3], group=group, slot=self.slots - 1)
             assert self.store(10_000 + group, [chunk]) == (Outcome.OK,)
             assert self.load(20_000 + group, [chunk]) == (Outcome.OK,)
 
@@ -205,43 +204,29 @@ def assert_round_trip(rig: DeviceRig, busy: Callable[[], None]) -> None:
         rig.assert_as_expected()
 
 
-class Lab:
-    """Makes rigs over one emulated device."""
+class Lab(NamedTuple):
+    """An emulated device, and what makes rigs over it."""
 
-    def __init__(self, directory: Path, device: ThreadedDevice) -> None:
-        self.directory = directory
-        self.device = device
-        self.rigs: list[DeviceRig] = []
-
-    def make(
-        self, mover: Mover | None = None, shape: str | Shape = "per_layer_pages", way: Way = "device", **options: Any
-    ) -> DeviceRig:
-        """See ``DeviceRig.over``. The lab closes the mover; None makes one that takes any memory."""
-        model = self.device.compute.run
-        rig = DeviceRig.over(self.device, model, self.directory, mover or DeviceCopyMover(), shape, way, **options)
-        self.rigs.append(rig)
-        return rig
-
-    def close(self) -> None:
-        """Release everything that hangs, then close all."""
-        for rig in self.rigs:
-            if isinstance(rig.mover, FaultyMover):
-                rig.mover.release()
-        for stream in self.device.made:
-            for gate in stream._gates:
-                gate.set()
-        for rig in self.rigs:
-            rig.close()
+    device: ThreadedDevice
+    make: Callable[..., DeviceRig]
 
 
 @contextmanager
 def open_lab(directory: Path) -> Iterator[Lab]:
-    with ThreadedDevice() as device:
-        lab = Lab(directory, device)
+    """At the end, release all that hangs, and close all rigs, then the streams."""
+
+    def make(
+        mover: Mover | None = None, shape: str | Shape = "per_layer_pages", way: Way = "device", **options: Any
+    ) -> DeviceRig:
+        """Make a rig that owns ``mover``; None: one that takes any memory. ``options``: see ``DeviceRig.over``."""
+        run = device.compute.run
+        return DeviceRig.over(device, run, directory, mover or DeviceCopyMover(), shape, way, **options)
+
+    with ThreadedDevice() as device, opened(make) as build:
         try:
-            yield lab
+            yield Lab(device, build)
         finally:
-            lab.close()
+            device.release()
 
 
 def faulty(*faults: Fault) -> FaultyMover:

@@ -100,10 +100,14 @@ class ThreadedStream:
         finally:
             gate.set()
 
-    def close(self) -> None:
-        """Open all gates, finish the queued work, and end the thread. Raises an error that was never raised."""
+    def release(self) -> None:
+        """Open all gates."""
         for gate in self._gates:
             gate.set()
+
+    def close(self) -> None:
+        """Open all gates, finish the queued work, and end the thread. Raises an error that was never raised."""
+        self.release()
         self._queue.put(None)
         self._thread.join(LIMIT_S)
         assert not self._thread.is_alive(), f"stream {self.name} hangs"
@@ -136,6 +140,11 @@ class ThreadedDevice(Device):
         stream = ThreadedStream("compute" if not self.made else str(len(self.made)))
         self.made.append(stream)
         return stream
+
+    def release(self) -> None:
+        """Open all gates."""
+        for stream in self.made:
+            stream.release()
 
     def close(self) -> None:
         for stream in self.made:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -166,6 +166,10 @@ class Driven:
     engine: Any
     results: dict[int, Completion]
 
+    def close(self) -> None:
+        """Close the engine, and all that is the rig's."""
+        raise NotImplementedError
+
     @property
     def slot_bytes(self) -> int:
         """Slots have one size, so that chunks of any group fit."""
@@ -226,6 +230,9 @@ class Driven:
         return self.collect(job_id).outcomes
 
 
+RigT = TypeVar("RigT", bound=Driven)
+
+
 @dataclass
 class Rig(Driven):
     """Built by ``make``. ``kv`` are views of the tensors."""
@@ -281,6 +288,10 @@ class Rig(Driven):
         engine = Alone(make, options.get("tier", 0), **rank)
         return cls(shape, tensors, kv, layout, slab, mover, link_, engine)
 
+    @property
+    def movers(self) -> Sequence[Mover]:
+        return (self.mover,)
+
     def close(self) -> None:
         self.engine.close()
         self.mover.close()
@@ -297,22 +308,25 @@ def until(condition: Any, timeout_s: float = DEADLINE_S) -> None:
 
 
 @contextmanager
-def open_rigs(directory: Path, **defaults: Any) -> Iterator[Callable[..., Rig]]:
-    """Yield a function that makes rigs, and close them once nothing hangs."""
-    made: list[Rig] = []
+def opened(make: Callable[..., RigT]) -> Iterator[Callable[..., RigT]]:
+    """Yield ``make``. At the end, end what its rigs' movers hold up, and close the rigs."""
+    made: list[RigT] = []
 
-    def build(*args: Any, **options: Any) -> Rig:
-        made.append(Rig.make(directory, *args, **{**defaults, **options}))
+    def build(*arguments: Any, **options: Any) -> RigT:
+        made.append(make(*arguments, **options))
         return made[-1]
 
-    yield build
-    for rig in made:
-        if isinstance(rig.mover, FaultyMover):
-            rig.mover.release()
-        rig.close()
+    try:
+        yield build
+    finally:
+        for mover in (mover for rig in made for mover in getattr(rig, "movers", ())):
+            if isinstance(mover, FaultyMover):
+                mover.release()
+        for rig in made:
+            rig.close()
 
 
 def rigs(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     """A fixture."""
-    with open_rigs(tmp_path) as build:
-        yield build
+    with opened(partial(Rig.make, tmp_path)) as make:
+        yield make

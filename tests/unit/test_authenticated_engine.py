@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from nixl_offload.tiers.slab.file import SlabLink
 from nixl_offload.types import Outcome
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
 from tests.unit.device_lab import Way, assert_round_trip, open_lab
-from tests.unit.engine_rig import Rig, open_rigs, own_shards, rank_memory
+from tests.unit.engine_rig import Rig, opened, own_shards, rank_memory
 from tests.unit.link_rig import ObjectFiles, objects, shards, tree
 from tests.unit.rank_rig import TestedRank
 
@@ -35,7 +36,7 @@ Make = Callable[..., Rig]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    with open_rigs(tmp_path, keys=KEYS) as build:
+    with opened(partial(Rig.make, tmp_path, keys=KEYS)) as build:
         yield build
 
 

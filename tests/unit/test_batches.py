@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from nixl_offload.movers.base import Mover, Op, Transfer, TransferState
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.types import Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.unit.engine_rig import NUM_BLOCKS, Rig, open_rigs, until
+from tests.unit.engine_rig import NUM_BLOCKS, Rig, opened, until
 from tests.unit.link_rig import ObjectFiles, objects, tree
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
@@ -31,7 +32,7 @@ SHAPES = ["per_layer", "packed_blocks", "two_groups", "padded", "mla", "direct_b
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    with open_rigs(tmp_path, staging_slots=64) as build:
+    with opened(partial(Rig.make, tmp_path, staging_slots=64)) as build:
         yield build
 
 

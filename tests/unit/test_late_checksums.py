@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from tempfile import mkdtemp
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +30,9 @@ from nixl_offload.chunk.header import (
 from nixl_offload.engine import host as host_module
 from nixl_offload.engine import image as image_module
 from nixl_offload.engine.host import SlotHeaders
-from nixl_offload.movers.base import Mover
 from nixl_offload.types import Outcome
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
-from tests.unit.engine_rig import NUM_BLOCKS, SHAPES
+from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, opened
 
 OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
 Make = Callable[..., ChainRig]
@@ -42,15 +41,8 @@ Sums = list[npt.NDArray[np.uint64]]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    rigs: list[ChainRig] = []
-
-    def build(*movers: Mover, **options: Any) -> ChainRig:
-        rigs.append(ChainRig.make(tmp_path / str(len(rigs)), *movers, **options))
-        return rigs[-1]
-
-    yield build
-    for rig in rigs:
-        rig.close()
+    with opened(lambda *movers, **options: ChainRig.make(Path(mkdtemp(dir=tmp_path)), *movers, **options)) as make:
+        yield make
 
 
 def blocks_of(number: int) -> range:

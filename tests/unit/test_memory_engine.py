@@ -26,7 +26,7 @@ from nixl_offload.errors import FormatError
 from nixl_offload.types import Outcome
 from tests.headers import Expected, check_header
 from tests.unit.device_rig import ThreadedDevice, ThreadedStream
-from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, until
+from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, opened, until
 from tests.unit.memory_rig import MemoryRig
 from tests.unit.rank_rig import causes_of
 
@@ -42,15 +42,8 @@ Make = Callable[..., MemoryRig]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    rigs: list[MemoryRig] = []
-
-    def build(*arguments: Any, **options: Any) -> MemoryRig:
-        rigs.append(MemoryRig.make(*arguments, **options))
-        return rigs[-1]
-
-    yield build
-    for rig in rigs:
-        rig.close()
+    with opened(MemoryRig.make) as make:
+        yield make
 
 
 @pytest.fixture
