@@ -105,19 +105,6 @@ def test_only_the_order_of_ranks_matters() -> None:
     assert digest(ranks=("cd", "ab")) != digest()
 
 
-def test_each_rank_has_its_own_size_and_slots_have_the_largest() -> None:
-    """A stage with fewer layers writes smaller shards, a stage without layers none. A group has at least one holder."""
-    namespace = make_namespace(BASE)
-    assert [namespace.shard_bytes(0, rank) for rank in range(2)] == [1 << 20, 3 << 19]
-    assert [namespace.shard_bytes(1, rank) for rank in range(2)] == [0, 1 << 19]
-    assert (namespace.slot_bytes(0), namespace.slot_bytes(1)) == (3 << 19, 1 << 19)
-    assert (namespace.shards(0), namespace.shards(1)) == ((0, 1), (1,))
-    assert namespace.held() == [[[0], [1]], [[], [1]]]
-    for ask in (namespace.slot_bytes, namespace.shards, lambda group: namespace.shard_bytes(group, 0)):
-        with pytest.raises(LookupError):
-            ask(7)
-
-
 def test_every_field_of_every_group_changes_the_digest() -> None:
     others = [(FULL,)]
     for position, name in itertools.product((0, 1), (field.name for field in fields(GroupFields))):
@@ -183,6 +170,9 @@ def test_what_says_nothing_is_refused(name: str) -> None:
         ({"groups": (FULL, replace(WINDOW, slot_bytes=(1,)))}, r"groups\[1\]\.slot_bytes has 1 sizes for 2 shards"),
         ({"groups": (FULL, replace(WINDOW, slot_bytes=(-1, 1)))}, r"groups\.1\.slot_bytes\.0"),
         ({"groups": (FULL, replace(WINDOW, slot_bytes=(True, 1)))}, r"groups\.1\.slot_bytes\.0"),
+        *(({"layers": layers}, "layers must be first layers") for layers in ((1,), (0, 0), (0, 2, 1))),
+        ({"layers": (0, True)}, r"layers\.1"),
+        ({"layers": (0, 1, 2)}, "shards is 2, no multiple of 3 ranges"),
     ],
 )
 def test_wrong_values_are_refused(changes: dict[str, Any], words: str) -> None:
@@ -230,61 +220,49 @@ def plan_of(tp: int, layers: LayerCut = ONE_RANGE) -> ShardPlan:
     return ShardPlan((GroupShards(4, 4 // tp, 1, tuple(range(len(layers.begins)))), latent), layers)
 
 
-def test_what_ranks_hold_of_shards_is_no_part_of_the_digest() -> None:
-    for plan in (None, plan_of(1), plan_of(2)):
-        assert make_namespace(CUT, plan) == make_namespace(CUT)
-        assert make_namespace(CUT, plan).digest == make_namespace(CUT).digest
-
-
-def test_a_slot_has_room_for_all_that_a_rank_holds() -> None:
-    namespace = make_namespace(CUT, plan_of(2))
-    assert (namespace.slot_bytes(0), namespace.slot_bytes(1)) == (2 << 20, 1 << 21)
-    assert (namespace.chunk_bytes(0), namespace.chunk_bytes(1)) == (4 << 20, 1 << 21)
-    assert (namespace.shards(0), namespace.shards(1)) == ((0, 1, 2, 3), (0,))
-    assert namespace.held() == [[[0, 1], [2, 3]], [[0], [0]]]
+ONE_STAGE, TWO_STAGES, LAST_EMPTY = (range(2),), (range(1), range(1, 2)), (range(2), range(2, 2))
 
 
 @pytest.mark.parametrize(
-    ("stages", "held", "slots"),
+    ("of", "plan", "held", "slots", "chunks"),
     [
-        ((range(2),), [[4], [4]], (3 << 21, 1 << 21)),
-        ((range(1), range(1, 2)), [[], [], [4], [4]], (1 << 22, 1 << 21)),
-        ((range(2), range(2, 2)), [[4], [4], [], []], (3 << 21, 1 << 21)),
+        # A stage with fewer layers has smaller shards, a stage without layers none.
+        (BASE, None, [[[0], [1]], [[], [1]]], (3 << 19, 1 << 19), (5 << 19, 1 << 19)),
+        (CUT, plan_of(1), [[[0, 1, 2, 3]], [[0]]], (4 << 20, 1 << 21), (4 << 20, 1 << 21)),
+        (CUT, plan_of(2), [[[0, 1], [2, 3]], [[0], [0]]], (2 << 20, 1 << 21), (4 << 20, 1 << 21)),
+        *(
+            (STAGED, plan_of(2, LayerCut((0, 16), stages)), held, slots, (12 << 20, 1 << 21))
+            for stages, held, slots in (
+                (ONE_STAGE, [[[0, 1, 4, 5], [2, 3, 6, 7]], [[4], [4]]], (3 << 21, 1 << 21)),
+                (TWO_STAGES, [[[0, 1], [2, 3], [4, 5], [6, 7]], [[], [], [4], [4]]], (1 << 22, 1 << 21)),
+                (LAST_EMPTY, [[[0, 1, 4, 5], [2, 3, 6, 7], [], []], [[4], [4], [], []]], (3 << 21, 1 << 21)),
+            )
+        ),
     ],
 )
-def test_ranges_of_layers_have_shards_of_their_own(
-    stages: tuple[range, ...], held: list[list[int]], slots: tuple[int, int]
+def test_a_slot_has_room_for_all_that_a_rank_holds(
+    of: NamespaceFields, plan: ShardPlan | None, held: list[Any], slots: tuple[int, int], chunks: tuple[int, int]
 ) -> None:
-    """For any number of ranges per stage. A slot has room for the shards of the fullest stage."""
-    namespace = make_namespace(STAGED, plan_of(2, LayerCut((0, 16), stages)))
-    assert namespace.held()[1] == held
-    assert namespace.digest == make_namespace(STAGED).digest
-    assert (namespace.slot_bytes(0), namespace.slot_bytes(1)) == slots
-    assert (namespace.shards(0), namespace.shards(1)) == (tuple(range(8)), (4,))
-    assert (namespace.chunk_bytes(0), namespace.chunk_bytes(1)) == (12 << 20, 1 << 21)
-    manifest = json.loads(json.dumps(namespace.manifest()))
-    info = NamespaceInfo(namespace.name, manifest)
-    assert (info.shards, info.details()["layers"]) == (8, "0 16")
-    assert make_namespace(replace(STAGED, layers=(0, 15))).digest != namespace.digest
+    """Which ranks hold which shards is no part of the digest."""
+    namespace = make_namespace(of, plan)
+    assert (namespace, namespace.digest) == (make_namespace(of), make_namespace(of).digest)
+    assert namespace.held() == held
+    info = NamespaceInfo(namespace.name, json.loads(json.dumps(namespace.manifest())))
+    for group in range(2):
+        numbers = {number for shards in held[group] for number in shards}
+        assert (namespace.slot_bytes(group), namespace.chunk_bytes(group)) == (slots[group], chunks[group])
+        assert set(namespace.shards(group)) == set(info.shards_of(group)) == numbers
+        assert sum(namespace.shard_bytes(group, number) for number in numbers) == chunks[group]
+    assert info.shards == of.shards
+    for ask in (namespace.slot_bytes, namespace.shards, namespace.chunk_bytes):
+        with pytest.raises(LookupError):
+            ask(7)
 
 
-def test_the_manifest_says_what_the_namespace_is() -> None:
-    manifest = json.loads(json.dumps(make_namespace(CUT).manifest()))
-    assert manifest_fits(manifest, make_namespace(CUT).name)
-    info = NamespaceInfo(make_namespace(CUT).name, manifest)
-    assert (info.shards, info.shards_of(0), info.shards_of(1)) == (4, [0, 1, 2, 3], [0])
-    assert info.shard_digest(3) == shard_digest(make_namespace(CUT).digest, 3)
+def test_commands_know_a_namespace_by_its_manifest() -> None:
+    namespace = make_namespace(STAGED)
+    info = NamespaceInfo(namespace.name, json.loads(json.dumps(namespace.manifest())))
+    assert info.details()["layers"] == "0 16"
+    assert info.shard_digest(3) == shard_digest(namespace.digest, 3)
     assert info.why_no_shard(key_of(1, 1), 2) == "a chunk of KV group 1 has no shard 2"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({"ranks": ()}, {"shard_order": ""}),
-        *({"shards": shards} for shards in (3, 0, True)),
-        *({"layers": layers} for layers in ((), (1,), (0, 0), (0, 2, 1), (0, True), (0, 1, 2))),
-    ],
-)
-def test_what_cannot_be_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(NamespaceError):
-        make_namespace(replace(CUT, **change))
+    assert make_namespace(replace(STAGED, layers=(0, 15))).digest != namespace.digest
