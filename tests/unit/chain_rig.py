@@ -55,8 +55,40 @@ def make_host(slot_bytes: int, *, memory_slots: int = 16, relay_slots: int = 2) 
     )
 
 
+class Chained(Driven):
+    """The base of rigs of a rank with several tiers."""
+
+    chain: TestedRank
+    host: HostSlab
+    movers: list[Mover]
+    slabs: list[SlabFile]
+    settled: dict[int, Completion]
+
+    @property
+    def engine(self) -> TestedRank:  # type: ignore[override]
+        return self.chain
+
+    def poll(self) -> None:
+        super().poll()
+        for settled in self.chain.finished_tickets():
+            assert settled.job_id not in self.settled, f"ticket {settled.job_id} was settled twice"
+            self.settled[settled.job_id] = settled
+
+    def settle(self, ticket: int, timeout_s: float = DEADLINE_S) -> Completion:
+        self.until(lambda: ticket in self.settled, timeout_s)
+        return self.settled[ticket]
+
+    def close(self) -> None:
+        self.chain.close()
+        for mover in self.movers:
+            mover.close()
+        for slab in self.slabs:
+            slab.close()
+        self.host.close()
+
+
 @dataclass
-class ChainRig(Driven):
+class ChainRig(Chained):
     """Built by ``make``. ``engines`` by tier."""
 
     shape: Shape
@@ -116,10 +148,6 @@ class ChainRig(Driven):
             if engine is not None:
                 chain.join(tier, engine)
         return cls(shape, tensors, kv, layout, clock, host, used, slabs, engines, chain)
-
-    @property
-    def engine(self) -> TestedRank:  # type: ignore[override]
-        return self.chain
 
     def at(self, tier: int, slot: int) -> Location:
         """Slots of one size class, so that chunks of any group fit."""
@@ -184,16 +212,6 @@ class ChainRig(Driven):
         block_bytes = self.layout.groups[group].block_bytes
         return self.image(number, group)[HEADER_BYTES:][: CHUNK_BLOCKS * block_bytes].reshape(CHUNK_BLOCKS, block_bytes)
 
-    def poll(self) -> None:
-        super().poll()
-        for settled in self.chain.finished_tickets():
-            assert settled.job_id not in self.settled, f"ticket {settled.job_id} was settled twice"
-            self.settled[settled.job_id] = settled
-
-    def settle(self, ticket: int, timeout_s: float = DEADLINE_S) -> Completion:
-        self.until(lambda: ticket in self.settled, timeout_s)
-        return self.settled[ticket]
-
     def load(self, job_id: int, chunks: Sequence[Chunk], ticket: int = 0) -> tuple[Outcome, ...]:
         self.chain.submit_load(job_id, chunks, promotion_ticket=ticket)
         return self.collect(job_id).outcomes
@@ -201,14 +219,6 @@ class ChainRig(Driven):
     def moves(self, ticket: int, moves: Sequence[Chunk]) -> tuple[Outcome, ...]:
         self.chain.submit_moves(ticket, moves)
         return self.settle(ticket).outcomes
-
-    def close(self) -> None:
-        self.chain.close()
-        for mover in self.movers:
-            mover.close()
-        for slab in self.slabs:
-            slab.close()
-        self.host.close()
 
 
 def chain_rigs(tmp_path: Path) -> Iterator[Callable[..., ChainRig]]:

@@ -28,7 +28,8 @@ from nixl_offload.tiers.slab.file import SlabFile, SlabLink
 from nixl_offload.tiers.slots import SlotAllocator
 from nixl_offload.types import Key, Location, Outcome, align_up
 from nixl_offload.vllm.chunks import RankChunks
-from tests.unit.engine_rig import DEADLINE_S, rank_memory
+from tests.unit.chain_rig import Chained
+from tests.unit.engine_rig import rank_memory
 from tests.unit.link_rig import NAMESPACE_NAME, shards
 from tests.unit.rank_rig import TestedRank
 
@@ -52,8 +53,11 @@ def layers_in(cut: LayerCut, number: int) -> range:
     return range(cut.begins[number], (*cut.begins, LAYERS)[number + 1])
 
 
-class RankRig:
+class RankRig(Chained):
     """One rank: a memory tier, a slab of its own, and the directory of all."""
+
+    slot_bytes = 0
+    """Bytes of all shards that it holds of a chunk."""
 
     def __init__(
         self,
@@ -115,6 +119,7 @@ class RankRig:
         ]
         for neighbour in self.neighbours:
             neighbour.open()
+        self.slabs = [self.slab, *self.neighbours]
         self.movers = [CopyMover(), CopyMover()]
         name = NAMESPACE_NAME if namespace is None else namespace.name
         tree = TreeLink(str(root), name, self.movers[1], direct_io=False, clock=time.monotonic)
@@ -164,15 +169,10 @@ class RankRig:
         return SimpleNamespace(block_ids=ids[first:], group_sizes=[len(ids) - first], block_indices=[first])
 
     def store(self, numbers: Sequence[int], tier: int) -> tuple[Outcome, ...]:
-        job = self.submit_store(numbers, tier)
-        return self._collect(self.results, job)
-
-    def submit_store(self, numbers: Sequence[int], tier: int) -> int:
-        """Return the job."""
         job = next(self._numbers)
         ticket = StoreTicket(job, tuple(map(key, numbers)), tuple(self.at(tier, number) for number in numbers))
         self.chain.submit_store(job, self.chunks.of_job(ticket, self.blocks(numbers)), len(numbers))
-        return job
+        return self.collect(job).outcomes
 
     def load(self, numbers: Sequence[int], tier: int, *, first: int = 0, promote: bool = False) -> tuple[Outcome, ...]:
         """``first``: the first wanted block of each chunk."""
@@ -186,43 +186,16 @@ class RankRig:
             promoted = range(len(each)) if promote else ()
             self.chain.submit_load(job, chunks, len(each), promotion_ticket=number, promoted=promoted)
             if promote:
-                assert self._collect(self.settled, number) == (Outcome.OK,) * len(each)
+                assert self.settle(number).outcomes == (Outcome.OK,) * len(each)
             jobs.append(job)
-        return tuple(outcome for job in jobs for outcome in self._collect(self.results, job))
+        return tuple(outcome for job in jobs for outcome in self.collect(job).outcomes)
 
     def move(self, numbers: Sequence[int], source: int, target: int) -> tuple[Outcome, ...]:
         number = next(self._numbers)
         sources, targets = (tuple(self.at(tier, n) for n in numbers) for tier in (source, target))
         ticket = MoveTicket(number, tuple(map(key, numbers)), sources, targets)
         self.chain.submit_moves(number, self.chunks.of_moves(ticket), len(numbers))
-        return self._collect(self.settled, number)
-
-    def settle(self, ticket: int) -> tuple[Outcome, ...]:
-        return self._collect(self.settled, ticket)
-
-    def collect(self, job: int) -> tuple[Outcome, ...]:
-        return self._collect(self.results, job)
-
-    def _collect(self, told: dict[int, Completion], number: int) -> tuple[Outcome, ...]:
-        until_s = time.monotonic() + DEADLINE_S
-        while number not in told:
-            assert time.monotonic() < until_s, "waited in vain"
-            for done in self.chain.finished():
-                assert done.job_id not in self.results
-                self.results[done.job_id] = done
-            for done in self.chain.finished_tickets():
-                assert done.job_id not in self.settled
-                self.settled[done.job_id] = done
-            time.sleep(0.0005)
-        return told[number].outcomes
-
-    def close(self) -> None:
-        self.chain.close()
-        for mover in self.movers:
-            mover.close()
-        for slab in (self.slab, *self.neighbours):
-            slab.close()
-        self.host.close()
+        return self.settle(number).outcomes
 
 
 def bounds(stages: Sequence[int]) -> list[tuple[int, int]]:
