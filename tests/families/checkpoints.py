@@ -121,22 +121,6 @@ def write_mla(directory: Path) -> Path:
     )
 
 
-def write_long_rope(directory: Path, *, original_tokens: int) -> Path:
-    """Write a Phi-3 with LongRoPE, of whose factors vLLM takes the short ones up to ``original_tokens``."""
-    pairs = TINY.head_size // 2
-    factors = {
-        "short_factor": [1.0 + 0.01 * pair for pair in range(pairs)],
-        "long_factor": [1.0 + 0.5 * pair for pair in range(pairs)],
-    }
-    rope = {"rope_theta": 10000.0, "rope_type": "longrope", "original_max_position_embeddings": original_tokens}
-    config = {
-        "original_max_position_embeddings": original_tokens,
-        "rope_parameters": {**rope, **factors},
-        "rope_scaling": {"type": "longrope", **factors},
-    }
-    return write_checkpoint(directory, "phi3", config=config)
-
-
 def write_vision(directory: Path) -> Path:
     """Write a BLIP-2 that sees images of ``IMAGE_PIXELS``, with its tokenizer and processor."""
     tower = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}

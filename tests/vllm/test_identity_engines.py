@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from examples.demo.model import TINY, write_model
-from tests.families.checkpoints import CPU_MLA, IMAGE_TOKENS, write_long_rope, write_mla, write_vision
+from tests.families.checkpoints import CPU_MLA, IMAGE_TOKENS, write_mla, write_vision
 from tests.vllm import vision
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, RECOVERY_DEADLINE_S, Prompt, chunk_prompts, hits, said
 from tests.vllm.harness import Answer, Engine, Workshop, assert_same
@@ -82,16 +82,6 @@ def engines(workshop: Workshop) -> Engines:
 def shared(workshop: Workshop, request: pytest.FixtureRequest) -> Medium:
     """A directory of the test's own, shared by its engines."""
     return tree(workshop.scratch / f"kv-{request.node.name}")
-
-
-def test_long_rope(engines: Engines, shared: Medium) -> None:
-    """LongRoPE takes other factors when ``max_model_len`` exceeds the length that the model was trained for."""
-    model = write_long_rope(engines.scratch / "long-rope", original_tokens=2048)
-    long: dict[str, Any] = {"model": model, "max_model_len": 4096}
-    short: dict[str, Any] = {"model": model, "max_model_len": 2048}
-    stored = engines.answers(shared, **long)
-    engines.assert_shares_nothing(engines.answers(**short), shared, **short)
-    engines.assert_shares(stored, shared, **long)
 
 
 @pytest.fixture(scope="module")
