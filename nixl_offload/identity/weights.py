@@ -236,24 +236,21 @@ class _Reading:
         self._sums = [[b""] * file.pieces for file in files]
         self._left = deque((at, file, piece) for at, file in enumerate(files) for piece in range(file.pieces))
         self._total_bytes = sum(file.size_bytes for file in files)
-        self._read_bytes: list[int] = []
-        """By thread."""
         self._ended: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         """Each thread's error when it ends; None: there was nothing left to read."""
         self._began_s = time.monotonic()
 
     def sums(self, threads: int | None) -> list[list[bytes]]:
         """Return the sums of each file's pieces. Raises NamespaceError, and RuntimeError where no thread starts."""
+        running = 0
         for number in range(threads or max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // 2))):
-            self._read_bytes.append(0)
             try:
-                threading.Thread(target=self._work, args=(number,), name=f"weights-read-{number}", daemon=True).start()
+                threading.Thread(target=self._work, name=f"weights-read-{number}", daemon=True).start()
             except RuntimeError:  # no more threads to be had now
-                self._read_bytes.pop()
-                if not number:
+                if not running:
                     raise
                 break
-        running = len(self._read_bytes)
+            running += 1
         while running:
             try:
                 ended = self._ended.get(timeout=_PROGRESS_S)
@@ -273,7 +270,8 @@ class _Reading:
         return self._sums
 
     def _log(self, what: str) -> None:
-        passed_s, read_bytes = time.monotonic() - self._began_s, sum(self._read_bytes)
+        passed_s = time.monotonic() - self._began_s
+        read_bytes = max(0, self._total_bytes - len(self._left) * PIECE_BYTES)
         logger.info(
             what + ": %.1f of %.1f GiB in %.0f s, %.1f GiB/s",
             self._model,
@@ -283,7 +281,7 @@ class _Reading:
             read_bytes / 2**30 / passed_s,
         )
 
-    def _work(self, number: int) -> None:
+    def _work(self) -> None:
         """Sum pieces until there are none left."""
         try:
             buffer = memoryview(bytearray(_BUFFER_BYTES))
@@ -292,12 +290,12 @@ class _Reading:
                     at, file, piece = self._left.popleft()
                 except IndexError:
                     break
-                self._sums[at][piece] = self._sum(number, file, piece, buffer)
+                self._sums[at][piece] = self._sum(file, piece, buffer)
             self._ended.put(None)
         except Exception as error:  # noqa: BLE001 - the caller must learn that there is no digest
             self._ended.put(error)
 
-    def _sum(self, number: int, file: ModelFile, piece: int, buffer: memoryview) -> bytes:
+    def _sum(self, file: ModelFile, piece: int, buffer: memoryview) -> bytes:
         at, end = piece * PIECE_BYTES, min((piece + 1) * PIECE_BYTES, file.size_bytes)
         whole = xxhash.xxh3_128()
         try:
@@ -313,7 +311,6 @@ class _Reading:
                         raise _changed(file.path)
                     whole.update(buffer[:got])
                     at += got
-                    self._read_bytes[number] += got
                 if at == file.size_bytes and os.pread(fd, 1, at):
                     raise _changed(file.path)
             finally:
