@@ -2,7 +2,7 @@
 
     .venv/bin/python -m examples.offline MODEL nixl_offload/configs/local-nvme.yaml
 
-MODEL is whatever vLLM can serve. Run it twice: the second process finds what the first one stored.
+MODEL is any model that vLLM can serve. Run it twice: the second process finds what the first one stored.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
     .venv/bin/python -m examples.router --port 9000 http://127.0.0.1:8000 http://127.0.0.1:8001
 
-Requests of a conversation go to one server. Whoever knows that a conversation will go on (an agent whose tool is still
-running, a chat window that is being typed into) posts to ``/prefetch`` what it knows of the next request:
+Requests of a conversation go to one server. A client that knows that a conversation will go on (an agent whose tool is
+still running, a chat window with a user who types) posts to ``/prefetch`` what it knows of the next request:
 
     curl localhost:9000/prefetch -d '{"model": "m", "messages": [...]}' -H 'Content-Type: application/json'
 
-The router has the server tell it the prompt's token ids, and sends them as a hint (docs/hints.md), with a request of
-one token to carry it. Nothing waits for the bytes: the answer to ``/prefetch`` says that the server has the hint.
+The router asks the server for the prompt's token ids, and sends them as a hint (docs/hints.md) with a request of one
+token. Nothing waits for the bytes: the answer to ``/prefetch`` says that the server has the hint.
 
 Clients must not send ``kv_transfer_params`` themselves: this router takes them away.
 """

@@ -4,8 +4,8 @@ Threading: one owner thread; ``cpu_s`` from any. Ownership: a server owns its pr
 (the end of the ``with``) kills the one and removes the other. ``stop`` and ``start`` in between keep port, credentials
 and, with ``RcloneServer``, objects.
 
-Nothing is set in this process: clients made by ``client`` carry their credentials, whatever takes the AWS chain gets
-``environment`` (of an engine, say).
+Nothing is set in this process. Clients made by ``client`` carry their credentials; a program that uses the AWS chain
+gets ``environment``.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def main() -> int:
 def _probe(scene: Scene, mover: str) -> int:
     try:
         ways.probe(scene, mover)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
+    except Exception as error:  # noqa: BLE001 - any error is the reason
         traceback.print_exc()
         print(reason(error))
         return 1

@@ -296,7 +296,7 @@ class Check:
             self.environment[name] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
 
     def _summary(self) -> list[str]:
-        """At most ten lines: one for each stage, those of the race together."""
+        """Return at most ten lines: one for each stage, one for all stages of the race."""
         lines: dict[str, list[str]] = {}
         for stage, verdict in self.verdicts:
             if stage.command.startswith(RACE):
@@ -356,7 +356,7 @@ def environment_of(out: Path, scratch: Path) -> dict[str, str]:
 def played_environment(scratch: Path) -> dict[str, str]:
     """The environment in which host memory plays the device.
 
-    vLLM's libraries are linked with a driver: one is made that fails, whatever it is asked.
+    vLLM's libraries are linked with a driver: this makes one whose functions all fail.
     """
     sys.path.insert(0, str(REPOSITORY))
     from tests.vllm.played import plugin

@@ -1,8 +1,8 @@
 """A two-layer vLLM answers, and answers again from what was offloaded: ``python -m benchmarks.gpu.smoke SIDE DIR``.
 
 Each prompt is computed, then hit in vLLM's prefix cache, then loaded by the connector, twice. The last three compute
-the same few tokens behind the same KV, so tokens and logprobs must be the same to the bit; those of the first are
-computed in another shape, and are only compared roughly. SIDE: of benchmarks/serving/sides.py. With ``--again`` another
+the same few tokens behind the same KV, so tokens and logprobs must be the same to the bit. The first is
+computed in another shape, and only compared roughly. SIDE: of benchmarks/serving/sides.py. With ``--again`` another
 process loads what this one stored.
 Threading: one thread beside vLLM's.
 """

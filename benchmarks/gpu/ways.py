@@ -1,4 +1,4 @@
-"""The engine's ways between device memory and a slab: direct, packed on the device, packed on the host; store and load.
+"""The engine's paths between device memory and a slab: direct, packed on the device, packed on the host.
 
 ``unfit_movers`` tries each mover alone first, in a process that may crash or hang. Where direct becomes as fast as
 packed on the device is the threshold, for each mover of its own.

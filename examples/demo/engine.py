@@ -1,7 +1,7 @@
 """The near end of ``engine_process``: starts a vLLM engine in its own process group and talks to it with deadlines.
 
 Threading: one owner thread per ``Engine``. Ownership: ``Engine`` owns the whole process group; ``close`` (or leaving
-the ``with`` block) ends every process in it, whatever happened before.
+the ``with`` block) ends every process in it, in any case.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Engine:
             adapter=adapter,
             salt=salt,
         )
-        return [_answer(told) for told in reply["answers"]]
+        return [_answer(answer) for answer in reply["answers"]]
 
     def generate_through_resets(
         self, prompts: list[list[int]], *, max_tokens: int, every: int, most: int = 1000, timeout_s: float = 120.0
@@ -175,7 +175,7 @@ class Engine:
         """
         asked = {"prompts": prompts, "max_tokens": max_tokens, "every": every, "most": most}
         reply = self.call("generate_through_resets", timeout_s=timeout_s, **asked)
-        return [_answer(told) for told in reply["answers"]], reply["resets"]
+        return [_answer(answer) for answer in reply["answers"]], reply["resets"]
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges by name, summed over labels."""
@@ -190,7 +190,7 @@ class Engine:
         return values
 
     def stored_bytes(self) -> int:
-        """Bytes that the connector has stored, as vLLM's metrics tell."""
+        """Return the bytes that the connector has stored, by vLLM's metrics."""
         return int(self.metrics().get("vllm:kv_offload_store_bytes", 0))
 
     def reset_prefix_cache(self, *, connector: bool = False) -> bool:
@@ -226,7 +226,7 @@ class Engine:
     def stop(self, *, timeout_s: float = 90.0) -> None:
         """Shut down cleanly. Raises EngineError when that takes too long, fails or leaves a process behind.
 
-        Whatever happens, no process is left afterwards.
+        In any case no process is left afterwards.
         """
         try:
             self.call("shutdown", timeout_s=timeout_s)
@@ -308,5 +308,5 @@ class Engine:
         return "\n--- end of the engine's log ---\n" + "\n".join(text)
 
 
-def _answer(told: dict[str, Any]) -> Answer:
-    return Answer(**{**told, "tokens": tuple(told["tokens"]), "logprobs": tuple(told["logprobs"])})
+def _answer(reply: dict[str, Any]) -> Answer:
+    return Answer(**{**reply, "tokens": tuple(reply["tokens"]), "logprobs": tuple(reply["logprobs"])})

@@ -115,7 +115,7 @@ class EngineHost:
         return {"idle": True}
 
     def _wait_for_a_tier(self) -> None:
-        """Step until the ranks have told how they reach a tier, or ``OPENING_S`` are over."""
+        """Step until the ranks have reported how they reach a tier, for up to ``OPENING_S``."""
         deadline = time.monotonic() + OPENING_S
         while time.monotonic() < deadline:
             self._generate([[2, 3, 4]], 1)
@@ -270,7 +270,7 @@ def main(make: Callable[..., EngineHost] = EngineHost) -> int:
                 raise ValueError(f"cannot do {operation!r} now")
             else:
                 reply = {"ok": True, **getattr(host, operation)(**request)}
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong is told to the other end
+        except Exception as error:  # noqa: BLE001 - the reply says what went wrong
             traceback.print_exc()
             reply = {"ok": False, "error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(reply) + "\n")

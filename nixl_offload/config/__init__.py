@@ -179,7 +179,7 @@ def _problem(details: ErrorDetails, raw: Mapping[str, Any]) -> tuple[Path, str]:
     path: Path = (*loc[:2], *loc[3:]) if loc[:1] == ("tiers",) else loc
     path = (*path, *context.get("field", ()))
     name = str(path[-1]) if path else ""
-    # Somebody may have put a key where the name of its file belongs.
+    # The user may have put a key where the name of its file belongs.
     value = "***" if path[:1] == ("authenticate",) else _written(path, raw)
     expected = re.findall(r"'(.*?)'", str(context.get("expected") or context.get("expected_tags", "")))
     if kind == "extra_forbidden":

@@ -189,7 +189,7 @@ class MemoryConfig(_Tier):
     ttl_s: ClassVar[None] = None
     kind: Literal["memory"]
     capacity_bytes: SizeBytes = Field(alias="capacity", ge=8192)
-    """Host memory for the chunks of all ranks together, those of the data-parallel engines on this machine included.
+    """Host memory for the chunks of all ranks together, including the data-parallel engines of this machine.
     Allocated whole at start. If an engine spans several machines, each machine provides the share of its own ranks."""
     promote: bool = True
     """Keep in memory what a farther tier serves."""
@@ -286,7 +286,7 @@ class S3Config(_Tier):
     """The size to which ``nixl-offload gc`` shrinks the prefix. Servers do not enforce it: run gc by a timer. If
     omitted, gc needs ``--max-size``."""
     ca_bundle: AbsoluteFile | None = None
-    """File of certificates to trust for https. If omitted, the AWS chain's, else those of the system."""
+    """File of certificates to trust for https. If omitted, the AWS chain's, else the system's."""
     connections: int = Field(default=16, ge=1, le=1024)
     """Requests in parallel, per rank."""
     request_timeout_s: DurationSeconds = Field(default=_written("10s"), alias="request_timeout")
@@ -323,7 +323,7 @@ TierConfig = Annotated[MemoryConfig | SlabConfig | SharedDirConfig | S3Config, F
 
 class AuthenticateOptions(_Model):
     """Each chunk in a ``shared_dir`` or ``s3`` tier carries a MAC, and servers load only chunks with a valid one.
-    Whoever can write to the storage without a key can cause misses, and nothing else. These chunks go through host
+    Someone who can write to the storage, but has no key, can only cause misses. These chunks go through host
     memory; a core checks about 5 GB per second.
     """
 

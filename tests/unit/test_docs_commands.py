@@ -50,9 +50,7 @@ def bucket_server() -> Iterator[MotoServer]:
 
 @pytest.mark.parametrize(("kind", "text"), sorted(set(RUN)), ids=lambda part: part.strip().partition("\n")[0][:40])
 def test_the_commands_run(tmp_path: Path, bucket_server: MotoServer, kind: str, text: str) -> None:
-    """All lines of a block, as pasted into a terminal whose shell stops at the first failure, by somebody who says yes
-    to what is asked.
-    """
+    """All lines of a block run in a terminal whose shell stops at the first failure. Every question gets a yes."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     environment |= {"HOME": str(tmp_path), "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     environment |= {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / ".cache")}
