@@ -11,14 +11,18 @@ from pathlib import Path
 
 from nixl_offload.index import State
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, worst
-from tests.model.chain_claims import (
+from tests.model.chain_engine import (
+    NAMESPACE,
+    Engine,
+    Job,
+    Setup,
+    Ticket,
     check_changes,
     check_everything,
     check_nothing_is_held,
     check_place,
     check_settled,
-)
-from tests.model.chain_engine import NAMESPACE, Engine, Job, Setup, Ticket
+)  # fmt: skip
 from tests.model.chain_world import RANKS, Copy, World, slot_bytes
 from tests.unit.shared_rig import key_of
 

@@ -161,18 +161,6 @@ def test_whose_drive_leaves_space_to_others(tmp_path: Path) -> None:
         assert share(path) == 0.1
 
 
-def test_files_of_others_stay_and_do_not_count(store: TreeStore) -> None:
-    """However old and large they are."""
-    stranger = Path(store.where, "notes.txt")
-    stranger.write_bytes(bytes(CAPACITY_BYTES))
-    os.utime(stranger, (1.0, 1.0))
-    fill(store, 63, used_s=lambda number: OLD_S + number)
-    assert shrink(store, CAPACITY_BYTES)[0] == 0
-    fill(store, 64, used_s=lambda number: OLD_S + number)
-    assert shrink(store, CAPACITY_BYTES)[0] == 64 - LEFT
-    assert stranger.exists()
-
-
 @pytest.fixture
 def refusing(tmp_path: Path) -> tuple[TreeStore, list[tuple[str, str]]]:
     """A store, and which calls its filesystem refuses for which paths."""
@@ -186,14 +174,20 @@ def refusing(tmp_path: Path) -> tuple[TreeStore, list[tuple[str, str]]]:
     return TreeStore(str(tmp_path / "kv"), filesystem), refused
 
 
-def test_a_directory_that_may_not_be_listed_does_not_stop_it(refusing: tuple[TreeStore, list[tuple[str, str]]]) -> None:
-    """As lost+found in the root of a drive, which is root's alone."""
+def test_files_of_others_stay_and_do_not_count(refusing: tuple[TreeStore, list[tuple[str, str]]]) -> None:
+    """However old and large they are. A directory that may not be listed, as lost+found, does not stop eviction."""
     store, refused = refusing
+    stranger = Path(store.where, "notes.txt")
+    stranger.write_bytes(bytes(CAPACITY_BYTES))
+    os.utime(stranger, (1.0, 1.0))
+    fill(store, 63, used_s=lambda number: OLD_S + number)
+    assert shrink(store, CAPACITY_BYTES)[0] == 0
     fill(store, 64, used_s=lambda number: OLD_S + number)
     Path(store.where, "lost+found").mkdir()
     refused += [("list", f"{store.where}/lost+found"), ("list", f"{store.where}/lost+found/")]
     assert shrink(store, CAPACITY_BYTES)[0] == 64 - LEFT
-    assert len(there(store)) == LEFT * RANKS
+    assert len(there(store)) == LEFT * RANKS + 1
+    assert stranger.exists()
 
 
 def test_a_chunk_that_cannot_be_deleted_does_not_keep_others(refusing: tuple[TreeStore, list[tuple[str, str]]]) -> None:
