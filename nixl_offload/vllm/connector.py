@@ -294,13 +294,12 @@ class NixlOffloadConnector(LeanConnector):
         their blocks would be padded to the size of that state.
         """
         transfer = vllm_config.kv_transfer_config
-        if transfer is None or not current_platform.is_cuda_alike() or vllm_config.model_config.is_hybrid:
-            return super().get_required_kvcache_layout(vllm_config)
-        extra = transfer.kv_connector_extra_config
-        # Beside a connector that wants another layout, the extra config forbids it (``show --with``).
-        if not extra.get("block_outermost", True) or not from_extra_config(extra).block_outermost:
-            return super().get_required_kvcache_layout(vllm_config)
-        return "BLHNC"
+        if transfer is not None and current_platform.is_cuda_alike() and not vllm_config.model_config.is_hybrid:
+            extra = transfer.kv_connector_extra_config
+            # Beside a connector that wants another layout, the extra config forbids it (``show --with``).
+            if extra.get("block_outermost", True) and from_extra_config(extra).block_outermost:
+                return "BLHNC"
+        return super().get_required_kvcache_layout(vllm_config)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """As vLLM's. Warns if vLLM would fail the requests whose load fails."""

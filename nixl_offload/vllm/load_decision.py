@@ -51,6 +51,8 @@ _SPREAD: Final = 0.2
 """If the standard deviation of the sizes is below this part of their mean, they count as one size, without a slope."""
 _TIER_KEEP: Final = 0.9
 """The part of their weight that older loads keep at each new one: about the last ten count."""
+_TIER_HALF_LIFE_S: Final = 6.0
+"""Where loads are rare, the last one counts most: one slow load shows that a tier has become slow, not ten."""
 _PREFILL_HALF_LIFE_TOKENS: Final = 32768.0
 _MIN_SHARE: Final = 0.1
 """The least part of a step's time that its prompt tokens count for. If an estimate is too low, the next long prompt is
@@ -165,7 +167,8 @@ class _TierSpeed:
         self._queued_bytes -= load.size_bytes
         work_bytes = load.size_bytes + load.queued_bytes
         if load.seconds > (max(SLOW_FAILURE_S, self.line.at(work_bytes) or 0.0) if load.failed else 0.0):
-            self.line.add(work_bytes, load.seconds, keep=0.0 if self._is_on_trial else _TIER_KEEP)
+            keep = _TIER_KEEP * 0.5 ** (max(0.0, now_s - self._learned_s) / _TIER_HALF_LIFE_S)
+            self.line.add(work_bytes, load.seconds, keep=0.0 if self._is_on_trial else keep)
             self._learned_s, self._is_on_trial = now_s, False
 
     def oldest_s(self, now_s: float) -> float:

@@ -119,6 +119,13 @@ def test_a_stall_raises_the_estimate_but_not_for_ever() -> None:
     assert asked.estimate(16) == pytest.approx(before_s, rel=0.1)
 
 
+def test_where_loads_are_rare_the_last_one_counts_most() -> None:
+    """One in a minute. The tier has become ten times as slow."""
+    asked = Asked(0.01)
+    asked.observe(0.1 * CHUNK_S, now_s=60.0)
+    assert asked.estimate() == pytest.approx(0.1 * CHUNK_S, rel=0.1)
+
+
 def test_a_trial_speaks_for_all_sizes_and_its_first_load_alone() -> None:
     asked, tries = Asked(100.0), LoadNotes()
     assert asked.ask(now_s=100.0, notes=tries) == 1
