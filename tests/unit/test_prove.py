@@ -112,7 +112,7 @@ def test_a_server_opens_whatever_a_power_cut_leaves(name: str, tmp_path: Path, m
     from tests.prove.power.histories import STORIES
 
     monkeypatch.chdir(tmp_path)
-    outcome = power.try_story(name, STORIES[name], "any", "20", most=16)
+    outcome = power.try_story(name, STORIES[name], "20", most=16)
     assert outcome.findings == []
     assert outcome.counts["disks"] > 8
     assert outcome.counts["whole"] > 0

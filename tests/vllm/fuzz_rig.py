@@ -48,7 +48,6 @@ from tests.vllm.pipeline_rig import (
     PAGE_BYTES,
     START,
     PlayedEngine,
-    PlayedExecutor,
     PlayedRank,
     next_token,
     numbers_of,
@@ -239,7 +238,7 @@ class FuzzedRank(PlayedRank):
         for path in list(self._adapters):
             self._load_adapter(LoRARequest(path, 1, path))
 
-    def drafts(self) -> DraftTokenIds:
+    def take_draft_token_ids(self) -> DraftTokenIds:
         """Return a draft for each request that has generated something; every third is wrong."""
         lasts = {name: int(self._requests[name][0][-1]) for name in self.sampled}
         return DraftTokenIds(list(lasts), [[next_token(last) + (not last % 3)] for last in lasts.values()])
@@ -315,15 +314,6 @@ def ours(connector: Any) -> Any:
     )
 
 
-class FuzzedExecutor(PlayedExecutor):
-    """An executor with one rank, which drafts."""
-
-    def take_draft_token_ids(self) -> DraftTokenIds:
-        [rank] = self.ranks
-        assert isinstance(rank, FuzzedRank)
-        return rank.drafts()
-
-
 class FuzzedEngine(PlayedEngine):
     """An engine of one rank that is stepped by hand."""
 
@@ -332,8 +322,7 @@ class FuzzedEngine(PlayedEngine):
         layers = kinds.count(max(set(kinds), key=kinds.count))
         fields = {"second_runner": second_runner, "memory_bytes": blocks * layers * PAGE_BYTES}
         rank_type = type("Rank", (FuzzedRank,), fields)
-        self.executor_type = type("Executor", (FuzzedExecutor,), {"rank_type": rank_type})  # type: ignore[misc]
-        super().__init__(vllm_config, (kinds,))
+        super().__init__(vllm_config, (kinds,), rank_type=rank_type)
         scheduler: Any = self.core.scheduler
         scheduler.use_v2_model_runner = second_runner
         scheduler.max_num_encoder_input_tokens = MAX_TOKENS

@@ -459,7 +459,7 @@ class PlayedExecutor(Executor):
     """Steps all ranks one after the other, and answers with what the last one has generated."""
 
     supports_pp = True
-    rank_type: ClassVar[type[PlayedRank]] = PlayedRank
+    rank_type: ClassVar[type[PlayedRank]]
     stages: ClassVar[Sequence[str]]
 
     def _init_executor(self) -> None:
@@ -547,10 +547,15 @@ def _done(output: Any) -> Future[Any]:
 class PlayedEngine:
     """vLLM's engine core over ``PlayedRank``s. ``is_open``: its tiers are, as a server's before its first request."""
 
-    executor_type: ClassVar[type[PlayedExecutor]] = PlayedExecutor
-
-    def __init__(self, vllm_config: VllmConfig, stages: Sequence[str], *, is_open: bool = True) -> None:
-        executor = type("StagedExecutor", (self.executor_type,), {"stages": stages})
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        stages: Sequence[str],
+        *,
+        rank_type: type[PlayedRank] = PlayedRank,
+        is_open: bool = True,
+    ) -> None:
+        executor = type("StagedExecutor", (PlayedExecutor,), {"stages": stages, "rank_type": rank_type})
         self.core = engine_core.EngineCore(vllm_config, executor, log_stats=False)
         assert isinstance(self.core.model_executor, PlayedExecutor)
         self.ranks = self.core.model_executor.ranks

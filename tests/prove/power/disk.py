@@ -206,13 +206,16 @@ def end_of(history: History) -> int:
     return 1 + max(time for call in history.calls for time in (call.began, call.ended, *said) if time < NEVER)
 
 
-def samples(history: History, naming: Naming, since: int, seed: str) -> Iterator[Disk]:
-    """Yield disks without end: at any time, and as often just before a sync ends, when most may be lost."""
+def samples(history: History, since: int, seed: str) -> Iterator[Disk]:
+    """Yield disks without end, names kept either way: at any time, and as often just before a sync ends, when most may
+    be lost.
+    """
     choose, last = random.Random(seed), end_of(history)
     syncs = [call.ended for call in history.calls if call.kind is Kind.SYNC and since < call.ended < NEVER]
     old = [call.data for call in history.calls if call.kind is Kind.WRITE and len(call.data) >= PAGE]
     for number in itertools.count():
         at = choose.choice([choose.randint(since, last), choose.choice([*syncs, last])])
+        naming: Naming = choose.choice(["journal", "any"])
         yield Crash(history, at, naming, since).sample(choose, old, f", sample {number} of {seed!r}")
 
 

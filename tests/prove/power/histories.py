@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nixl_offload.tiers.slab.tier import SlabTier
-from tests.prove.power.disk import Naming
 from tests.prove.power.recording import mark
 from tests.prove.server import Server, config_of, tiers_of
 
@@ -36,8 +35,6 @@ class Story:
     ranks: int = 1
     mover: str = "copy"
     small_tree: bool = False
-    names: tuple[Naming, ...] = ("journal", "any")
-    """Ways in which names may be lost that make a difference."""
 
     def open(self, root: Path, *, judging: bool = False) -> Server:
         """Serve, once every tier is open. A server that judges evicts nothing from a tree."""
@@ -138,8 +135,8 @@ _OVERWRITING = (  # a full slab, of which slots get other chunks; some come back
 _EIGHT = _all("store", range(8))
 STORIES = {
     "slab/first start": Story("s", _FIRST_START),
-    "slab/overwriting": Story("s", _OVERWRITING, names=("journal",)),
-    "slab/overwriting, aio": Story("s", _OVERWRITING, mover="posix_aio", names=("journal",)),
+    "slab/overwriting": Story("s", _OVERWRITING),
+    "slab/overwriting, aio": Story("s", _OVERWRITING, mover="posix_aio"),
     "slab/reopening": Story("s", ("open", _all("store", range(6)), "close", "begin", "open", "store 7", "close")),
     "slab/index made anew": Story("s", ("open", _EIGHT, "flush", "begin", "clear", "store 8 9 0", "flush", "close")),
     "slab/index damaged": Story(
