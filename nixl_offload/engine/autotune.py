@@ -1,4 +1,4 @@
-"""Chooses the mover between a device and the files of a directory, and where chunks are packed for it.
+"""Chooses the mover between a device and the files of a directory.
 
 No rule predicts the fastest. GPUDirect Storage is the shortest path if it is real, and slower than page-locked host
 memory if cuFile copies through its own buffers. So at start each usable mover writes some slots to a scratch file and
@@ -45,13 +45,6 @@ TRIAL_BYTES: Final = 128 << 20
 """Most bytes of a trial's slots."""
 
 
-class TransferPlan(NamedTuple):
-    """The mover to open, and where chunks are packed for it."""
-
-    mover: str
-    side: Staging
-
-
 class Speed(NamedTuple):
     """Measured speed of a mover."""
 
@@ -64,72 +57,65 @@ class Speed(NamedTuple):
         return 2 / self.read_bytes_s + 1 / self.write_bytes_s
 
 
-CANDIDATES: Final = (TransferPlan("gds_mt", "device"), TransferPlan("kvikio", "device"), TransferPlan("posix", "host"))
+CANDIDATES: Final = ("gds_mt", "kvikio", "posix")
 """In order of preference: the first that is fast enough is used."""
 
 
 @unbound()
-def plan_tier(
-    tier: DirectoryConfig, device: Device, layout: KVLayout, *, host_because: str = ""
-) -> TransferPlan | None:
-    """Compare movers in the tier's directory, which must exist, and log the figures.
+def plan_tier(tier: DirectoryConfig, device: Device, layout: KVLayout, *, through_host: bool = False) -> str | None:
+    """Compare movers in the tier's directory, which must exist, and log the figures. Returns the name of the best.
 
     Returns None if nothing was compared: without a device, if the config names a mover, or if no mover could be
-    measured. Then the tier's mover is opened unmeasured. ``host_because``: why chunks must go through host memory; if
-    given, nothing is measured.
+    measured. Then the tier's mover is opened unmeasured. ``through_host``: chunks must go
+    through host memory, so nothing is measured.
     """
     if tier.mover != "auto" or not device.is_accelerator:
         return None
-    if host_because:
-        return TransferPlan("posix", "host")
+    if through_host:
+        return "posix"
     slot_bytes = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
-    speeds: dict[TransferPlan, Speed] = {}
+    speeds: dict[str, Speed] = {}
     figures = []
-    for plan in CANDIDATES:
+    for name in CANDIDATES:
         try:
-            mover = open_file_mover(plan.mover, tier, tier.path, device)
-            speed = measure(mover, plan.side, tier.path, device, slot_bytes, direct_io=tier.direct_io)
+            mover = open_file_mover(name, tier, tier.path, device)
+            speed = measure(mover, tier.path, device, slot_bytes, direct_io=tier.direct_io)
         except Exception as error:  # noqa: BLE001 - libraries raise anything, and another mover may work
             text = str(error) if isinstance(error, NixlOffloadError | OSError) else repr(error)
-            figures.append(f"{plan.mover}: {text.removeprefix(f'{plan.mover}: ')}")
+            figures.append(f"{name}: {text.removeprefix(f'{name}: ')}")
         else:
-            speeds[plan] = speed
-            figures.append(
-                f"{plan.mover}: read {speed.read_bytes_s / 1e9:.3g}, write {speed.write_bytes_s / 1e9:.3g} GB/s"
-            )
+            speeds[name] = speed
+            figures.append(f"{name}: read {speed.read_bytes_s / 1e9:.3g}, write {speed.write_bytes_s / 1e9:.3g} GB/s")
     best = best_of(speeds)
-    chosen = "no mover could be measured" if best is None else f"{best.mover} is the fastest, or nearly so"
+    chosen = "no mover could be measured" if best is None else f"{best} is the fastest, or nearly so"
     logger.info("Files in %s: %s: %s", tier.path, chosen, "; ".join(figures))
     return best
 
 
-def best_of(speeds: dict[TransferPlan, Speed]) -> TransferPlan | None:
-    """Return the first plan within ``MARGIN`` of the cheapest; None without plans."""
+def best_of(speeds: dict[str, Speed]) -> str | None:
+    """Return the first mover within ``MARGIN`` of the cheapest; None without movers."""
     limit = (1 + MARGIN) * min((speed.cost_s_byte for speed in speeds.values()), default=0.0)
-    return next((plan for plan, speed in speeds.items() if speed.cost_s_byte <= limit), None)
+    return next((name for name, speed in speeds.items() if speed.cost_s_byte <= limit), None)
 
 
 # Opening
 
 
-def open_planned(
-    tier: DirectoryConfig, directory: str, device: Device, plan: TransferPlan | None
-) -> tuple[Mover, Staging]:
-    """Open the mover of ``plan``. Without a plan, or if its mover no longer opens, open the tier's own.
+def open_planned(tier: DirectoryConfig, directory: str, device: Device, planned: str | None) -> Mover:
+    """Open the mover of this name. Without one, or if it no longer opens, open the tier's own.
 
-    Also returns where chunks are packed for it. Raises MoverUnavailableError.
+    Raises MoverUnavailableError.
     """
-    if plan is not None:
+    if planned is not None:
         try:
-            return open_file_mover(plan.mover, tier, directory, device), plan.side
+            return open_file_mover(planned, tier, directory, device)
         except MoverUnavailableError as error:
-            logger.warning("%s was found best and opens no more; using another mover: %s", plan.mover, error)
-    mover = open_file_mover(tier.mover, tier, directory, device)
-    return mover, staging_for(mover, device)
+            logger.warning("%s was found best and opens no more; using another mover: %s", planned, error)
+    return open_file_mover(tier.mover, tier, directory, device)
 
 
 def staging_for(mover: Mover, device: Device) -> Staging:
-    """Return where chunks are packed for a mover that was not measured."""
+    """Return where chunks are packed for a mover."""
     return "device" if device.kind in mover.memory_kinds else "host"
 
 
@@ -156,7 +142,6 @@ def open_file_mover(name: str, tier: DirectoryConfig, directory: str, device: De
 
 def measure(
     mover: Mover,
-    side: Staging,
     directory: str,
     device: Device,
     slot_bytes: int,
@@ -174,7 +159,7 @@ def measure(
     is_late = False
     try:
         slots, slot_bytes = _trial_size(directory, slot_bytes)
-        pool = _noise(slots, slot_bytes, device, side)
+        pool = _noise(slots, slot_bytes, device, staging_for(mover, device))
         length_bytes = slots * slot_bytes
         with tempfile.TemporaryFile(buffering=0, dir=directory) as scratch:
             fd = scratch.fileno()

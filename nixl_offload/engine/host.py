@@ -218,9 +218,9 @@ class SlotHeaders:
     A store into memory leaves the checksums out. The first write-through adds them in place, because movers take an
     image as one extent; and the MAC, if chunks of any tier are authenticated. Meanwhile other threads read the page:
     loads from memory, and write-throughs of the same chunk to other tiers. They must not take a half-written page for
-    damage, or send it to storage. So a page is written once, under a lock. ``lacks_something`` looks under that lock,
-    and ``check`` looks again under it at a page that seems damaged. Nothing is summed under it. Namespace, key, group
-    and lengths are the same before and after.
+    damage, or send it to storage. So a page is written once, under a lock, and ``check`` looks again under that lock at
+    a page that seems damaged. Nothing is summed under it. Namespace, key, group and lengths are the same before and
+    after.
     """
 
     def __init__(self, keys: ChunkKeys | None = None) -> None:
@@ -236,16 +236,14 @@ class SlotHeaders:
                 headers = check_headers(pages, expect, may_lack_checksums=True)
         return headers
 
-    def lacks_something(self, page: HeaderPage) -> bool:
-        """Whether a checked page must be completed before a tier gets it."""
-        with self._lock:
-            return self._lacks_something(page)
-
-    def complete(self, page: HeaderPage, rows: npt.NDArray[np.uint8]) -> None:
-        """Add what a page lacks, unless another thread did so first. ``rows``: the blocks from the first valid one to
-        the last, contiguous uint8 of shape (n, block_bytes). Raises LayoutError as ``add_checksums``.
+    def complete(self, page: HeaderPage, rows: npt.NDArray[np.uint8]) -> bool:
+        """Add what a checked page lacks before a tier gets it, unless another thread does so first; return False if it
+        lacks nothing. ``rows``: the blocks from the first valid one to the last, contiguous uint8 of shape (n,
+        block_bytes). Raises LayoutError as ``add_checksums``.
         """
         with self._lock:
+            if not self._lacks_something(page):
+                return False
             whole = page.copy()
         if lacks_checksums(whole):
             whole = add_checksums(whole, *payload_checksums([rows]))
@@ -254,6 +252,7 @@ class SlotHeaders:
         with self._lock:
             if self._lacks_something(page):  # else a tier may already be sending it
                 page[:] = whole
+        return True
 
     def _lacks_something(self, page: HeaderPage) -> bool:
         return lacks_checksums(page) or (self._keys is not None and not self._keys.knows(page))

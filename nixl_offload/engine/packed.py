@@ -103,10 +103,8 @@ def _add_sums(paths: TierPaths, batch: Batch) -> Steps:
     assert host is not None, "the slots lie there"
     headers = paths.check(batch, check=host.headers.check)
     for chunk in batch.alive:
-        page = image.header_page(host_slot(chunk))
-        if host.headers.lacks_something(page):
-            rows = image.valid_rows(host_slot(chunk), batch.plan, headers.first_valid_block[chunk.row])
-            host.headers.complete(page, rows)
+        rows = image.valid_rows(host_slot(chunk), batch.plan, headers.first_valid_block[chunk.row])
+        if host.headers.complete(image.header_page(host_slot(chunk)), rows):
             summed_bytes += rows.nbytes
         if summed_bytes >= STEP_BYTES:
             summed_bytes = 0

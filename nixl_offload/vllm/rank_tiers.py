@@ -28,14 +28,13 @@ from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.config import Config, TierConfig
 from nixl_offload.engine import LinkEngine, MemoryEngine, RankEngine, TierEngine
-from nixl_offload.engine.autotune import TransferPlan, open_planned, plan_tier, staging_for
+from nixl_offload.engine.autotune import open_planned, plan_tier, staging_for
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.link_memory import share_staging
 from nixl_offload.engine.packer import pages_of
 from nixl_offload.engine.paths import RankMemory
-from nixl_offload.engine.staging import Staging
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.errors import TierError
 from nixl_offload.hardware.machine import unbound
@@ -183,13 +182,13 @@ class RankTiers:
 
 
 @unbound()
-def plan_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout) -> list[TransferPlan | None]:
+def plan_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout) -> list[str | None]:
     """Compare transfer paths between device memory and files, and compile kernels. Called at start: it may take
-    seconds. Returns a plan for each tier. None: nothing was compared, and the tier takes the first mover that works.
+    seconds. Returns the mover of each tier. None: nothing was compared, and the tier takes the first that works.
     Errors are logged when the tier is opened.
     """
     device = device_of(tensors[0])
-    plans: list[TransferPlan | None] = [None] * len(config.tiers)
+    plans: list[str | None] = [None] * len(config.tiers)
     if not device.is_accelerator:
         return plans
     try:
@@ -202,10 +201,9 @@ def plan_tiers(config: Config, tensors: Sequence[torch.Tensor], layout: KVLayout
     for position, tier in enumerate(config.tiers):
         if tier.kind in ("slab", "shared_dir") and tier.path in touched:
             try:
-                why = "the device has no quick kernels for checksums" if slow else ""
-                if config.authenticate is not None and tier.is_shared:
-                    why = "MACs are made in host memory (authenticate)"
-                plans[position] = plan_tier(tier, device, layout, host_because=why)
+                # Without quick kernels the host sums; it also makes MACs.
+                through_host = slow or (config.authenticate is not None and tier.is_shared)
+                plans[position] = plan_tier(tier, device, layout, through_host=through_host)
             except Exception as error:  # noqa: BLE001 - the tier is opened without a plan, or says what is wrong
                 logger.debug("Nothing was compared in %s: %s", tier.path, error)
     return plans
@@ -295,7 +293,7 @@ def open_tier_engine(
     place: Place,
     memory: RankMemory,
     rank: int,
-    plan: TransferPlan | None,
+    planned: str | None,
     table: JobTable,
 ) -> TierEngine:
     """Open this rank's link to a tier, its mover, and the engine that owns both, for jobs in ``table``. ``memory`` must
@@ -313,12 +311,12 @@ def open_tier_engine(
         if tier.kind == "memory":
             return MemoryEngine(table, memory, shards, tier=position, verify=config.verify)
         keys = memory.keys if tier.is_shared else None
-        mover, side = _open_mover(tier, place, device, plan, authenticated=keys is not None)
+        mover = _open_mover(tier, place, device, planned, authenticated=keys is not None)
         undo.callback(mover.close)
         link = open_link(tier, place, rank, mover)
         undo.callback(link.close)
         side, staging_bytes = share_staging(
-            side,
+            "host" if keys is not None else staging_for(mover, device),
             config.staging_bytes,
             device,
             memory.claimed_share,
@@ -341,10 +339,8 @@ def open_tier_engine(
     return engine
 
 
-def _open_mover(
-    tier: TierConfig, place: Place, device: Device, plan: TransferPlan | None, *, authenticated: bool
-) -> tuple[Mover, Staging]:
-    """Return the open mover, and where chunks are packed for it: in host memory if chunks are authenticated."""
+def _open_mover(tier: TierConfig, place: Place, device: Device, planned: str | None, *, authenticated: bool) -> Mover:
+    """Return the open mover: one of host memory if chunks of objects are authenticated."""
     if tier.kind in ("slab", "shared_dir"):
         directory = place.directory if isinstance(place, SlabPlace) else tier.path
         if isinstance(place, SlabPlace) and place.is_locked_here():
@@ -353,9 +349,6 @@ def _open_mover(
             make_private_directory(Path(directory))
         except OSError as error:
             raise tier_error(error, f"cannot use {directory}") from error
-        mover, side = open_planned(tier, directory, device, plan)
-    else:
-        assert tier.kind == "s3", "memory has no mover"
-        mover = open_object_mover(tier, MemoryKind.DRAM if authenticated else device.kind).mover
-        side = staging_for(mover, device)
-    return mover, "host" if authenticated else side
+        return open_planned(tier, directory, device, planned)
+    assert tier.kind == "s3", "memory has no mover"
+    return open_object_mover(tier, MemoryKind.DRAM if authenticated else device.kind).mover

@@ -32,7 +32,6 @@ from nixl_offload.catalog.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.config import Config
 from nixl_offload.engine import Completion, Job, RankEngine, TierEngine, Work, WorkKind
-from nixl_offload.engine.autotune import TransferPlan
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.paths import RankMemory
 from nixl_offload.engine.pump import LEAKED, leak
@@ -304,7 +303,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._has_layers = len(self.layout.empty_groups) < len(self.layout.groups)
         """Whether this rank has layers. If not, it needs neither memory nor storage."""
         self._host: HostSlab | None = None
-        self._plans: list[TransferPlan | None] = []
+        self._plans: list[str | None] = []
         if self._has_layers:
             self._host = open_host(config, offloading.parallel, self.layout, self._tensors, engines, keys)
             self._plans = plan_tiers(config, self._tensors, self.layout)

@@ -32,6 +32,6 @@ def test_a_mover_is_chosen_by_its_speed(tmp_path: Path, caplog: pytest.LogCaptur
     assert took_s < 3 * BUDGET_S + 60
     assert not list(tmp_path.iterdir())
 
-    open_file_mover(plan.mover, tier, str(tmp_path), device).close()
+    open_file_mover(plan, tier, str(tmp_path), device).close()
     torch.cuda.empty_cache()
     assert torch.cuda.mem_get_info()[0] > free_bytes - (256 << 20)

@@ -21,7 +21,6 @@ from nixl_offload.catalog.catalog import Catalog, LoadTicket, StoreTicket
 from nixl_offload.catalog.moves import ChainOptions
 from nixl_offload.config import Config, parse_config
 from nixl_offload.engine import Chunk, Completion, TierEngine, make_move
-from nixl_offload.engine.autotune import TransferPlan
 from nixl_offload.engine.paths import RankMemory
 from nixl_offload.engine.streams import device_of
 from nixl_offload.errors import NixlOffloadError
@@ -110,7 +109,6 @@ class Rank:
             relay_offsets=() if self.host is None else self.host.relay_offsets,
             load_timeout_s=config.load_timeout_s,
         )
-        plan = TransferPlan(mover, "host") if mover else None
         memory = RankMemory(
             self.tensors, self.layout, device_of(self.tensors[0]), self.host, [number] * len(shape.groups)
         )
@@ -118,7 +116,7 @@ class Rank:
         """Open engines, by position."""
         self.tiers = RankTiers(
             self.chain,
-            open_tier=lambda at, place: open_tier_engine(config, at, place, memory, number, plan, self.chain),
+            open_tier=lambda at, place: open_tier_engine(config, at, place, memory, number, mover or None, self.chain),
             joined=lambda position, _, engine: self.engines.__setitem__(position, engine),
             name_of=lambda position: f"tier {position} on rank {number}",
         )

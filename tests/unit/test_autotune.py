@@ -14,7 +14,7 @@ import torch
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.config import SlabConfig
 from nixl_offload.engine import autotune
-from nixl_offload.engine.autotune import Speed, TransferPlan, best_of, measure, open_planned, plan_tier
+from nixl_offload.engine.autotune import Speed, best_of, measure, open_planned, plan_tier, staging_for
 from nixl_offload.engine.pump import LEAKED
 from nixl_offload.engine.staging import SlotPool
 from nixl_offload.engine.streams import Device
@@ -51,7 +51,7 @@ def tier_at(directory: Path, mover: str = "auto") -> SlabConfig:
 
 
 def measured(mover: Mover, directory: Path, **how: Any) -> Speed:
-    return measure(mover, "host", str(directory), DEVICE, 64 << 10, direct_io=True, **how)
+    return measure(mover, str(directory), DEVICE, 64 << 10, direct_io=True, **how)
 
 
 def faulty(*faults: Fault) -> FaultyMover:
@@ -74,22 +74,20 @@ def test_the_fastest_is_taken_or_the_first_within_ten_percent_of_it(
     gds_mt: tuple[float, float], kvikio: tuple[float, float], posix: tuple[float, float], taken: str
 ) -> None:
     speeds = [Speed(*figures) for figures in (gds_mt, kvikio, posix)]
-    best = best_of(dict(zip(autotune.CANDIDATES, speeds, strict=True)))
-    assert best is not None
-    assert best.mover == taken
+    assert best_of(dict(zip(autotune.CANDIDATES, speeds, strict=True))) == taken
 
 
 def test_what_is_settled_is_not_measured(tmp_path: Path) -> None:
     """A mover named in the config, host memory, and checksums without fast kernels on the device."""
-    assert plan_tier(tier_at(tmp_path, "posix"), DEVICE, layout_of(), host_because="checksums") is None
-    assert plan_tier(tier_at(tmp_path), HOST, layout_of(), host_because="checksums") is None
-    assert plan_tier(tier_at(tmp_path), DEVICE, layout_of(), host_because="checksums") == ("posix", "host")
+    assert plan_tier(tier_at(tmp_path, "posix"), DEVICE, layout_of(), through_host=True) is None
+    assert plan_tier(tier_at(tmp_path), HOST, layout_of(), through_host=True) is None
+    assert plan_tier(tier_at(tmp_path), DEVICE, layout_of(), through_host=True) == "posix"
 
 
 def test_without_a_driver_host_memory_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """No file is left, and one log line has the figures and the reasons."""
     with caplog.at_level("INFO", autotune.logger.name):
-        assert plan_tier(tier_at(tmp_path), DEVICE, layout_of()) == ("posix", "host")
+        assert plan_tier(tier_at(tmp_path), DEVICE, layout_of()) == "posix"
     [line] = [record.message for record in caplog.records if record.name == autotune.logger.name]
     assert "posix is the fastest" in line
     assert "posix: read " in line
@@ -159,9 +157,9 @@ def test_a_planned_mover_that_opens_no_more_is_passed_over(
         return CopyMover()
 
     monkeypatch.setattr(autotune, "open_file_mover", opened)
-    mover, side = open_planned(tier_at(tmp_path), str(tmp_path), DEVICE, TransferPlan("kvikio", "device"))
+    mover = open_planned(tier_at(tmp_path), str(tmp_path), DEVICE, "kvikio")
     mover.close()
-    assert (mover.name, side) == ("copy", "host"), "it cannot touch the device"
+    assert (mover.name, staging_for(mover, DEVICE)) == ("copy", "host"), "it cannot touch the device"
     assert "kvikio: gone" in caplog.text
     with pytest.raises(MoverUnavailableError):
         open_planned(tier_at(tmp_path, "kvikio"), str(tmp_path), DEVICE, None)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from nixl_offload.engine import link_engine
-from nixl_offload.engine.autotune import TransferPlan
 from nixl_offload.vllm import rank_tiers, worker
 from tests.unit.device_rig import ThreadedDevice
 from tests.vllm.blocks_outermost import BlocksOutermostExtension
@@ -36,8 +35,8 @@ for _module in (worker, rank_tiers):
 if WAY in os.environ:
     _way = os.environ[WAY]
 
-    def _planned(*_: Any, host_because: str = "") -> TransferPlan:
-        return TransferPlan("posix", "host") if host_because else TransferPlan("gds_mt", "device")
+    def _planned(*_: Any, through_host: bool = False) -> str:
+        return "posix" if through_host else "gds_mt"
 
     rank_tiers.plan_tier = _planned
     _least_bytes = 4096 if _way == "direct" else 1 << 62

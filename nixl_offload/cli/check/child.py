@@ -98,7 +98,7 @@ def try_file_movers(
     """Open the mover that a server would use for a directory, and measure it if ``io``."""
     import torch
 
-    from nixl_offload.engine.autotune import FREE_SHARE, measure, staging_for
+    from nixl_offload.engine.autotune import FREE_SHARE, measure
     from nixl_offload.engine.streams import device_of
     from nixl_offload.movers.select import open_mover
     from nixl_offload.types import PAGE_BYTES
@@ -112,8 +112,7 @@ def try_file_movers(
     if not io or not piece_bytes:
         mover.close()
         return answer
-    side = staging_for(mover, device)
-    speed = measure(mover, side, directory, device, piece_bytes, direct_io=direct_io, budget_s=_BUDGET_S)
+    speed = measure(mover, directory, device, piece_bytes, direct_io=direct_io, budget_s=_BUDGET_S)
     return answer | speed._asdict()
 
 
