@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
@@ -108,17 +108,6 @@ def hint_of(params: Any) -> Hint | None:
     return hint
 
 
-class _Prompt(NamedTuple):
-    """Token ids of a hint that are being hashed."""
-
-    hint: Hint
-    token_ids: list[int]
-    state: RequestOffloadState
-    """Its request has the tokens that were hashed so far."""
-    allowed: frozenset[int] | None
-    """The tiers that it may be loaded from."""
-
-
 class Hints:
     """Keeps hints and carries them out."""
 
@@ -126,7 +115,8 @@ class Hints:
         """``config``: vLLM's, with the KV cache groups."""
         self._manager = manager
         self._config = config
-        self._prompts: deque[_Prompt] = deque()
+        self._prompts: deque[tuple[int, Iterator[None]]] = deque()
+        """Hints with token ids: how many, and what hashes some of them at each step and then carries out the hint."""
         self._tasks: deque[tuple[Callable[[list[OffloadKey]], None], OffloadKey]] = deque()
         """What to do with which chunk, in this order."""
         self._at_end: dict[str, Hint] = {}
@@ -151,7 +141,7 @@ class Hints:
         if not hint.store or (hint.token_ids is None and hint.drop_from is not None):
             notes.stores = False
         tokens = 0 if hint.token_ids is None else len(hint.token_ids)
-        waiting_tokens = sum(len(prompt.token_ids) for prompt in self._prompts) if tokens else 0
+        waiting_tokens = sum(waiting for waiting, _ in self._prompts) if tokens else 0
         if tokens and (len(self._prompts) >= MAX_PROMPTS or waiting_tokens + tokens > MAX_WAITING_TOKENS):
             self._count("any", "refused")
             return
@@ -159,7 +149,7 @@ class Hints:
             self._count(name, "taken")
         allowed = self._manager.allowed_tiers(state.req_context)
         if hint.token_ids is not None:
-            self._prompts.append(_Prompt(hint, hint.token_ids, state_like(state), allowed))
+            self._prompts.append((tokens, self._hash(hint, hint.token_ids, state_like(state), allowed)))
         elif notes.loads:  # else its keys are worthless
             if hint.prefetch:
                 self._prefetch(self._keys(state), allowed)
@@ -168,8 +158,8 @@ class Hints:
 
     def step(self) -> None:
         """Hash some of the oldest prompt, and retain or drop the next chunks."""
-        if self._prompts:
-            self._hash(self._prompts[0])
+        if self._prompts and next(self._prompts[0][1], self) is self:
+            self._prompts.popleft()
         tasks = [self._tasks.popleft() for _ in range(min(CHUNKS_PER_STEP, len(self._tasks)))]
         for act, alike in groupby(tasks, itemgetter(0)):
             act([key for _, key in alike])
@@ -188,24 +178,26 @@ class Hints:
 
     # Inside
 
-    def _hash(self, prompt: _Prompt) -> None:
-        """Hash the next blocks. After the last of them, carry out the hint."""
-        request = prompt.state.req
-        begin = request.num_tokens
-        piece = prompt.token_ids[begin : begin + HASHES_PER_STEP * self._config.tokens_per_hash]
-        if not all(type(token) is int and token >= 0 for token in piece):
-            self._complain(BadHintError("token_ids", "whole numbers are right, 0 or more"))
-            self._prompts.popleft()
-            return
-        request.append_output_token_ids(piece)
-        prompt.state.update_offload_keys()
-        if request.num_tokens < len(prompt.token_ids):
-            return
-        self._prompts.popleft()
-        keys = self._keys(prompt.state)
-        if prompt.hint.prefetch:
-            self._prefetch(keys, prompt.allowed)
-        self._retain_or_drop(prompt.hint, keys)
+    def _hash(
+        self, hint: Hint, token_ids: list[int], state: RequestOffloadState, allowed: frozenset[int] | None
+    ) -> Iterator[None]:
+        """Hash token ids for ``state``, some blocks at a time; after the last of them, carry out the hint. ``allowed``:
+        the tiers that they may be loaded from.
+        """
+        piece_tokens = HASHES_PER_STEP * self._config.tokens_per_hash
+        for begin in range(0, len(token_ids), piece_tokens):
+            if begin:
+                yield
+            piece = token_ids[begin : begin + piece_tokens]
+            if not all(type(token) is int and token >= 0 for token in piece):
+                self._complain(BadHintError("token_ids", "whole numbers are right, 0 or more"))
+                return
+            state.req.append_output_token_ids(piece)
+            state.update_offload_keys()
+        keys = self._keys(state)
+        if hint.prefetch:
+            self._prefetch(keys, allowed)
+        self._retain_or_drop(hint, keys)
 
     def _retain_or_drop(self, hint: Hint, keys: list[list[OffloadKey]]) -> None:
         if hint.retain_s is not None:
