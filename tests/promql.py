@@ -56,7 +56,7 @@ def panels() -> list[dict[str, Any]]:
 
 
 def every_expression() -> Iterator[tuple[str, str]]:
-    """Where each expression stands, and the expression: those of the dashboard, its variables, alerts and docs."""
+    """Return each expression of the dashboard, its variables, alerts and docs, after the place where it stands."""
     for panel in panels():
         for target in panel["targets"]:
             yield panel["title"], without_variables(target["expr"])

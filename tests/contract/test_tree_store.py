@@ -31,7 +31,7 @@ def store(root: Path) -> Iterator[TreeStore]:
 
 
 def test_modes(store: TreeStore, root: Path) -> None:
-    """Files and directories are their owner's alone, whatever the umask."""
+    """Only the owner may use files and directories, with any umask."""
     before = os.umask(0)
     try:
         write(store, "ns/ab/x.0000", b"1")
@@ -83,7 +83,7 @@ def test_what_is_not_a_file_is_not_there(store: TreeStore, root: Path) -> None:
 
 
 def test_drafts_are_not_listed_and_go_when_they_are_old(store: TreeStore, root: Path) -> None:
-    """Those of dead writers; young ones may have a writer, other dot files are not ours."""
+    """Old drafts of dead writers go. A young draft may have a writer, and other dot files are not ours."""
     write(store, "ns/ab/x", b"1")
     old, young, foreign = (root / "ns" / "ab" / name for name in (".x.9-aa.0.tmp", ".x.9-aa.1.tmp", ".nfs0001"))
     for path in (old, young, foreign):
@@ -96,7 +96,7 @@ def test_drafts_are_not_listed_and_go_when_they_are_old(store: TreeStore, root: 
 
 
 def test_drafts_in_a_directory_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
-    """Told once the others were tried."""
+    """The error is raised after all other drafts were tried."""
     filesystem = HostileFilesystem()
     store = TreeStore(str(tmp_path), filesystem)
     drafts = [tmp_path / "ns" / directory / ".x.9-aa.0.tmp" for directory in ("aa", "mm", "zz")]
@@ -165,7 +165,7 @@ def test_a_directory_that_vanishes_is_unreachable(store: TreeStore, root: Path) 
 
 
 def test_a_listing_survives_files_and_directories_that_go(store: TreeStore, root: Path) -> None:
-    """What vanishes while somebody lists is left out."""
+    """A listing leaves out files that vanish meanwhile."""
     for directory in "abc":
         for number in range(3):
             write(store, f"{directory}/{number}", b"1")

@@ -87,7 +87,7 @@ class SmallFilesystem:
         subprocess.run(["mount", "-o", "loop", str(self.image), str(self.path)], check=True, capture_output=True)
 
     def destroy(self) -> None:
-        """Unmount whatever the state and remove the image; loop devices go with the last user."""
+        """Unmount in any state and remove the image; loop devices go with the last user."""
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             self.make_writable()
         while os.path.ismount(self.path):

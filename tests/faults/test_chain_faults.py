@@ -1,5 +1,5 @@
-"""Proves: whatever a tier does, every job and every ticket of the chain ends exactly once, no host slot is told free
-while something may move in it, a tier that hangs delays no other, and what it holds stays within bounds.
+"""Proves for any fault of a tier: every job and every ticket of the chain ends exactly once, no host slot is reported
+free while bytes may move in it, a tier that hangs delays no other, and it holds a bounded number of chunks.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ def quiet(rig: ChainRig, *, tickets: int | None = None) -> None:
 
 
 def test_a_load_that_is_given_up_lands_when_its_read_ends(make: Make) -> None:
-    """FAILED at the timeout, and KV blocks are never touched; the slot is not told of before the last byte, and OK
-    then.
-    """
+    """The load is FAILED at the timeout and touches no KV block. The slot is reported after the last byte, as OK."""
     mover = faulty(Fault(0, FaultKind.STUCK, op=Op.READ))
     rig = make(mover)
     rig.put(FILE, 0)
@@ -307,7 +305,8 @@ def test_the_death_of_a_pump_settles_its_tickets_and_no_others(make: Make) -> No
 @pytest.mark.parametrize("seed", range(6))
 def test_no_slot_is_told_free_under_a_transfer_whatever_fails(make: Make, seed: int) -> None:
     """Random loads that land and moves of all kinds over two tiers that fail, delay, hang, quarantine and refuse. Slots
-    are used again as soon as they are told free, and never after TAINTED; what is told OK is there, byte for byte.
+    are used again as soon as they are reported free, and never after TAINTED. A chunk reported OK is there, byte for
+    byte.
     """
     rng = np.random.default_rng(seed)
     movers = [Watched(CopyMover()), Watched(CopyMover())]

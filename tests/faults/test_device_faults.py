@@ -1,6 +1,6 @@
-"""Proves of the ways of device memory, with host memory in its part: whatever rots on the medium, the mover does or the
-device does, each chunk gets one outcome, no KV block of a packed group sees unverified bytes, and no slot is reused
-under I/O or under work of the device.
+"""Proves for the paths of device memory, emulated by host memory, and for any fault of medium, mover or device: each
+chunk gets one outcome, no KV block of a packed group sees unverified bytes, and no slot is reused under I/O or under
+work of the device.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def leaked() -> Iterator[list[object]]:
 
 
 def assert_refused(rig: DeviceRig, job: int, number: int, way: Way, outcomes: set[Outcome]) -> None:
-    """Whatever was not asked for is untouched, and of a packed group what was asked for as well. On the direct path
-    that is zero: nothing unverified stays.
+    """Only blocks that were asked for may change: not in a packed group, to zero on the direct path. Nothing unverified
+    stays.
     """
     found = rig.load(job, [rig.chunk(number, TARGET)])
     assert set(found) <= outcomes, found

@@ -1,5 +1,5 @@
-"""Proves: whatever mover or slab do, each chunk gets one outcome, no KV block of a packed group sees unverified bytes,
-no memory is reused under I/O, storing resumes after trouble, and the engine's caller is never left waiting.
+"""Proves for any fault of mover or slab: each chunk gets one outcome, no KV block of a packed group sees unverified
+bytes, no memory is reused under I/O, storing resumes after trouble, and the engine's caller never waits for ever.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def test_wait_gives_up_what_a_hanging_pump_has_not_gathered(
 
 @pytest.mark.parametrize("shape", ["per_layer", "direct_blocks"])
 def test_a_quarantined_store_keeps_its_location(make: Make, shape: str) -> None:
-    """FAILED gives the location away, so it is told only when late writes must be over. The blocks are free at once."""
+    """FAILED frees the location, so it is reported after late writes must have ended. The blocks are free at once."""
     clock, mover = Clock(), faulty(Fault(0, FaultKind.FAIL, op=Op.WRITE, quarantine=True))
     rig = make(shape, mover, clock=clock)
     rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
@@ -244,7 +244,7 @@ class CrashingMover(FaultyMover):
 
 
 def test_a_direct_load_that_crashes_keeps_its_blocks_until_its_siblings_end(make: Make) -> None:
-    """FAILED gives the KV blocks away: told while a sibling is in flight, it would have late bytes written to them."""
+    """FAILED frees the KV blocks. Reported while a sibling is in flight, late bytes would be written to them."""
     mover = CrashingMover(CopyMover())
     rig = make("direct_per_layer", mover)
     assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
@@ -356,7 +356,7 @@ def test_even_a_dead_pump_leaves_nobody_waiting(make: Make, caplog: pytest.LogCa
 
 @pytest.mark.parametrize("shape", ["per_layer", "two_groups", "direct_per_layer"])
 def test_hundreds_of_jobs_under_random_faults(make: Make, shape: str) -> None:
-    """Every job ends exactly once; whatever is OK is right; packed blocks that are not OK are untouched."""
+    """Every job ends exactly once. Chunks that are OK are right; packed blocks that are not OK are untouched."""
     rng = np.random.default_rng(11)
     clock, mover = Clock(), faulty()
     kinds = [FaultKind.FAIL, FaultKind.LATE, FaultKind.CORRUPT, FaultKind.SHORT, FaultKind.REFUSE]

@@ -1,5 +1,5 @@
-"""Proves of a shared directory: whatever happens to its files or to the filesystem under it, no KV block sees bytes
-that are not the chunk's, storing stops with one warning and resumes by itself, and one that hangs holds nobody up.
+"""Proves for a shared directory and any fault of its files or its filesystem: no KV block sees bytes that are not the
+chunk's, storing stops with one warning and resumes by itself, and a directory that hangs delays nothing else.
 """
 
 from __future__ import annotations

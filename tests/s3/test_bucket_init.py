@@ -1,4 +1,4 @@
-"""``nixl-offload bucket init`` against moto: it shows, asks, applies once; no secret is told."""
+"""``nixl-offload bucket init`` against moto: it shows, asks, applies once; it prints no secret."""
 
 from __future__ import annotations
 

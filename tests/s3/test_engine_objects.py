@@ -1,5 +1,5 @@
-"""Proves, over a real server and each real mover of objects: what an engine stored another loads bit for bit; whatever
-becomes of the objects in the bucket, no KV block sees other bytes; and answers that come late reach no memory in use.
+"""Proves, over a real server and each real mover of objects: an engine loads the objects of another bit for bit; damage
+to objects in the bucket brings no other bytes into a KV block; and answers that come late reach no memory in use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MACs: their bytes are those of docs/format.md, only shards signed with a known key pass, keys are shown nowhere, and
+"""MACs: their bytes are as docs/format.md says, only shards signed with a known key pass, keys are shown nowhere, and
 a key file that other users can read or write is refused.
 """
 

@@ -255,7 +255,7 @@ def test_damage_is_the_error_of_its_row_alone(lacking: bool) -> None:
 @pytest.mark.parametrize("begins", [[0, 1, 2], [2, 2, 2], [0, 1, 3]])
 @pytest.mark.parametrize("bad", [None, 0, 2])
 def test_checksums_of_rows_are_verified(begins: list[int], bad: int | None) -> None:
-    """Those of the right blocks, the last one too. A block that was never stored is refused, even with the sum 0."""
+    """All blocks are verified, the last one too. A block that was never stored is refused, even with the sum 0."""
     expect, firsts, sums = rows_of(3, 4)
     headers = check_headers(encode_headers(expect, sums, firsts), expect)
     found = [sums[row, begin:].copy() for row, begin in enumerate(begins)]

@@ -1,6 +1,6 @@
 """Proves without a device, Triton's kernels by Triton's interpreter: blocks are copied exactly, nothing beside them is
-touched, and checksums are those of the ``xxhash`` library, whatever the lengths, places and distances. Kernels that err
-or fail are found out before they are used.
+touched, and checksums are as by the ``xxhash`` library, for all lengths, places and distances. Kernels with wrong
+results are detected before they are used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a mover of files is chosen, which files and sizes every mover refuses, and that it closes whatever fails."""
+"""How a mover of files is chosen, which files and sizes every mover refuses, and that it closes movers that fail."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class MockedManager:
         tokens_to_load=lambda hit, *_, **__: hit.tokens,
         wait_left_s=lambda *_: 60.0,
     )
-    """Loads whatever is found."""
+    """Loads every hit."""
     will_store = False
     is_looking = False
     serving = SimpleNamespace(is_whole=True, is_begun=False)

@@ -91,7 +91,7 @@ def test_a_step_touches_no_block_of_a_load_that_comes_with_it() -> None:
     launches = ("pre_forward(", "run_fullgraph(", "pre_forward(", "model(")
     in_order(f"{second}.execute_model", "self.update_requests(", *launches)
     in_order("vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.post_forward", "_start_load_kv()", "wait_for_save()")
-    # The first one zeroes blocks behind it: not those of a load, of any group that we load.
+    # The first one zeroes blocks behind it, but no blocks of a load, of any group that we load.
     assert "zero_block_ids" in source(f"{runner}._zero_block_ids")
     scheduler = "vllm.v1.core.sched.scheduler:Scheduler.schedule"
     in_order(scheduler, "delay_cache_blocks=load_kv_async", "get_loaded_kv_cache_group_ids(request)")

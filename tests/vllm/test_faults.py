@@ -1,8 +1,8 @@
 """Proves over a running vLLM that no failure of storage shows: damage to what rests in a slab, a shared directory or a
 bucket; files that vanish; a disk that is full or read-only; a server that answers requests wrongly, late or never.
 
-After every case: tokens and logprobs are those of an engine without a connector, no request was held back beyond its
-deadlines, the engine lives, and once the trouble is over every full chunk is loaded again.
+After every case: tokens and logprobs are as from an engine without a connector, no request waited beyond its deadlines,
+the engine lives, and once the trouble is over every full chunk is loaded again.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def test_a_second_server_hits_what_the_first_has_stored(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Rank by rank, or cut where the stages begin, whatever they are; commands understand what lies there."""
+    """Shards are cut by rank, or where any stages begin. Commands understand them."""
     stages, shards = servers
     chunks = 0
     with start(stages, medium, shards=shards) as first:

@@ -1,5 +1,6 @@
 """Proves on vLLM's CUDA platform, both its model runners and asynchronous scheduling, played by host memory, that
-answers with our connector are those of a vLLM without a cache, to the last bit, whatever happens to requests and files.
+answers with our connector equal answers of a vLLM without a cache to the last bit, also when requests are aborted or
+files damaged.
 """
 
 from __future__ import annotations

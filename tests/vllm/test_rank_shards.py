@@ -1,6 +1,6 @@
-"""Shards of KV memory that vLLM lays out itself. Heads are found where vLLM puts them: the bytes equal those of its own
-canonical mapping, for every size, with layers apart or side by side. Unknown layouts are not cut. Digests differ if
-the meaning of bytes does; sizes and layouts do not change them.
+"""Shards of KV memory that vLLM lays out itself. Heads are found where vLLM puts them: the bytes equal its own
+canonical mapping, for every size, with layers apart or side by side. Unknown layouts are not cut. Digests differ if the
+meaning of bytes does; sizes and layouts do not change them.
 """
 
 from __future__ import annotations
@@ -271,8 +271,8 @@ def test_what_is_not_understood(case: str) -> None:
 
 
 def test_kernel_blocks_within_a_block_are_not_understood() -> None:
-    """All heads of the first are before those of the second, unless there is one head: then the kernel's own order
-    within a head might still depend on its block's size.
+    """All heads of the first block come before the heads of the second, unless there is one head. Then the kernel's own
+    order within a head might still depend on its block's size.
     """
     found = Memory(vllm_config(4), [group(full(4), "a")], kernel_block=2).reason()
     assert found == "a: the attention kernel divides a block into 2"
@@ -461,7 +461,7 @@ def test_layers_of_a_kind_are_together_as_vllm_has_them_in_a_block(layout: str) 
     ],
 )
 def test_by_default_only_what_ranks_have_alike_is_cut(total: int, tp: int, use_mla: bool, shards: int) -> None:
-    """MLA always, whatever the size: so servers of all sizes share."""
+    """MLA is always one shard, so servers of all sizes share it."""
     config, heads = vllm_config(total, tp), max(1, total // tp)
     config.model_config.use_mla = use_mla
     groups = [group(mla(), "a", "b")] if use_mla else [group(full(heads), "a"), group(window(heads), "b")]
