@@ -98,7 +98,6 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         self.failed_blocks: set[int] = set()
         """The blocks that ``take_failed_blocks`` would return."""
         self._keeps_prefix = keeps_prefix(kv_cache_config, len(spec.config.groups))
-        self._adapters = LoadedAdapters()
         self._geometry: RankGeometry | None = None
         """Set once the KV caches are registered."""
         self._has_sent_geometry = False
@@ -123,10 +122,9 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         self.spec.kv_caches = {}  # they go away while the engine sleeps
         self._vllm_worker = find_worker(self.vllm_config)
         if self._vllm_worker is not None:
-            watch_adapters(self._vllm_worker, self._adapters.loaded)
+            watch_adapters(self._vllm_worker, self.rank_worker.adapters.loaded)
             finish_before_blocks_change(self._vllm_worker)
             sources = sources_of(models_of_worker(self._vllm_worker))
-        self.rank_worker.adapters = self._adapters
         backends: set[str] = set()
         if any(group.layer_names for group in self.kv_cache_config.kv_cache_groups):
             # For a rank without layers vLLM would name the backend that it prefers.
@@ -257,7 +255,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         """
         if not self._has_sent_geometry and (geometry := self.geometry()) is not None:
             self._news().geometries[geometry.rank] = geometry
-        if adapters := self._adapters.take():
+        if self.worker is not None and (adapters := self.worker.adapters.take()):
             self._news().adapters[self.spec.config.parallel.rank] = adapters
         report, self._report = self._report, NOTHING
         return report
