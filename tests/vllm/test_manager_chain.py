@@ -150,3 +150,7 @@ def test_stores_go_to_the_next_tier_while_any_rank_has_disabled_the_first(tmp_pa
         tell(rank, trouble)
         stored += tiers_of(rig.offer(number))
     assert stored == [0, 1, 1, 1, 0]
+    for loads_fail in (True, False):
+        status = TierStatus(loads_fail=loads_fail)
+        rig.manager.take_ranks({1: RankStatus(frozenset({0, 1}), tiers=(TierStatus(), status))})
+        assert rig.manager.catalog.tiers[1].in_use is not loads_fail
