@@ -416,15 +416,15 @@ class NixlOffloadScheduler(MendedScheduler):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """As vLLM's, with a name for each medium. Forgets the descriptions of removed chunks."""
-        return self._named_events() if self.offload_manager.catalog.changes else ()
-
-    def _named_events(self) -> Iterable[KVCacheEvent]:
+        manager = self.offload_manager
+        if not manager.catalog.changes:
+            return
         for event in super().take_events():
             if isinstance(event, BlockStored | BlockRemoved) and event.ownership is not None:
                 event.medium, event.ownership = event.ownership, None
             yield event
-        removed, self.offload_manager.removed = self.offload_manager.removed, []
-        self.forget_descriptions(removed, self.offload_manager.is_known)
+        removed, manager.removed = manager.removed, []
+        self.forget_descriptions(removed, manager.is_known)
 
     # Weights that may have changed since a cache was reset.
 
