@@ -268,7 +268,12 @@ class Mover:
 
     def close(self) -> None:
         """Wait a limited time for transfers in flight, then release everything. Idempotent."""
-        raise NotImplementedError
+        if self._closed or os.getpid() != self._pid:  # the parent closes what a forked child has inherited
+            return
+        self._closed = True
+        self._drain(self._close_timeout_s)
+        self._shut()
+        self._release_all()
 
     # For subclasses
 
@@ -292,6 +297,9 @@ class Mover:
     def _unregister_file(self, file: FileId, entry: FileEntry) -> None:
         """Undo ``_register_file``. Raises MoverError."""
 
+    def _shut(self) -> None:
+        """End threads and whatever else has not ended in time. Called once, by ``close``."""
+
     # Inside
 
     def _add_file(self, entry: FileEntry) -> FileId:
@@ -309,10 +317,6 @@ class Mover:
         """Raise MoverError after ``close``."""
         if self._closed:
             raise MoverError(f"{self.name}: this mover is closed")
-
-    def _may_close(self) -> bool:
-        """Whether ``close`` has work to do: True the first time, except in a forked child."""
-        return not self._closed and os.getpid() == self._pid
 
     def _memory(self, memory: MemoryId) -> MemoryRegion:
         if memory not in self._memories:

@@ -198,6 +198,10 @@ class AgentMover(Mover):
         if self._closed:
             self._forget_if_unused()
 
+    def _release_all(self) -> None:
+        super()._release_all()
+        self._forget_if_unused()
+
     def _forget_if_unused(self) -> None:
         """End the agent, or leave that to the release of the last memory that is still registered."""
         if not self._registered:
@@ -305,15 +309,6 @@ class NixlMover(AgentMover):
     def _note(self, transfer: NixlTransfer, state: str) -> None:
         if state != "PROC":
             self._finish(transfer, None if state == "DONE" else self._failure(transfer, state))
-
-    def close(self) -> None:
-        """Wait ``close_timeout_s`` at most."""
-        if not self._may_close():
-            return
-        self._drain(self._close_timeout_s)
-        self._closed = True
-        self._release_all()
-        self._forget_if_unused()
 
 
 class PairedMover(Mover):

@@ -65,6 +65,7 @@ class NixlObjectMover(AgentMover):
     """One agent with the OBJ plugin. At most ``at_once`` transfers run; the rest waits in order.
 
     A transfer is quarantined if its start fails midway, or if it does not end within ``close_timeout_s`` of ``close``.
+    Once the mover is closed, failed reads are not repeated.
     """
 
     transfer_type = _ObjectTransfer
@@ -139,7 +140,7 @@ class NixlObjectMover(AgentMover):
         for transfer in tuple(self._running):
             self._note(transfer, self._check(transfer), now_s)
         for transfer in tuple(self._resting):
-            if now_s > transfer.first_s + WITHIN_S or transfer.answer in ("absent", "silent"):
+            if self._closed or now_s > transfer.first_s + WITHIN_S or transfer.answer in ("absent", "silent"):
                 self._resting.remove(transfer)
                 transfer.missing = transfer.answer == "absent"
                 self._finish(transfer, transfer.failure)
@@ -193,20 +194,10 @@ class NixlObjectMover(AgentMover):
         self._news = True
         super()._finish(transfer, error, quarantine=quarantine)
 
-    def close(self) -> None:
-        """Move waiting transfers too, for at most ``close_timeout_s``. Failed ones are not repeated."""
-        if not self._may_close():
-            return
-        self._closed = True
-        for transfer in tuple(self._resting):
-            self._finish(transfer, transfer.failure)
-        self._resting.clear()
-        for _ in self._askers:
-            self._unasked.put(None)
-        self._drain(self._close_timeout_s)
+    def _shut(self) -> None:
         for transfer in self._waiting:
             self._finish(transfer, f"{self.name}: closed before it was started")
         self._waiting.clear()
-        self._release_all()
+        for _ in self._askers:
+            self._unasked.put(None)
         self.store.close()
-        self._forget_if_unused()

@@ -134,12 +134,7 @@ class ThreadedMover(Mover):
             self._finish(transfer, text)
         return any_final
 
-    def close(self) -> None:
-        """Wait at most ``close_timeout_s``."""
-        if not self._may_close():
-            return
-        self._closed = True
-        self._drain(self._close_timeout_s)
+    def _shut(self) -> None:
         for transfer in self._in_flight.values():
             transfer.stop = True
         for _ in self._workers:
@@ -149,7 +144,6 @@ class ThreadedMover(Mover):
         if not self._in_flight:
             for worker in self._workers:
                 worker.join()
-        self._release_all()
 
     def _work(self) -> None:
         """Run tasks until told to end, on a thread."""
