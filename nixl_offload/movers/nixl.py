@@ -254,9 +254,9 @@ class AgentMover(Mover):
         handle, transfer.handle = transfer.handle, None
         if handle is not None:
             try:
-                self._call("could not release a finished handle", self._agent.release_xfer_handle, handle)
-            except MoverError as error:
-                logger.warning("%s", error)
+                self._agent.release_xfer_handle(handle)
+            except self._errors as error:
+                logger.warning("%s: could not release a finished handle: %s", self.name, _words(error))
 
     def _finish(self, transfer: Any, error: str | None, *, quarantine: bool = False) -> None:
         """Make final; a quarantined transfer keeps its handle for ever."""
