@@ -21,7 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -129,12 +129,8 @@ class Ledger:
         self._busy[0] = 0
 
 
-@dataclass(slots=True)
-class Report:
-    """What a server says, once it has checked everything, and when something goes wrong later."""
-
-    outcome: Outcome = field(default_factory=Outcome)
-    is_checked: bool = False
+Report = tuple[Outcome, bool]
+"""What a server says, once it has checked everything, and when something goes wrong later; and whether it has."""
 
 
 class Killing:
@@ -197,10 +193,10 @@ class Killing:
 
     def _take(self, reports: list[Report]) -> bool:
         """Add what a server has said to the outcome. Returns whether it has checked everything."""
-        for one in reports:
-            self._counts.update(one.outcome.counts)
-            self._total.add(one.outcome, f"after {self._counts['kills']} kills")
-        return any(one.is_checked for one in reports)
+        for outcome, _ in reports:
+            self._counts.update(outcome.counts)
+            self._total.add(outcome, f"after {self._counts['kills']} kills")
+        return any(is_checked for _, is_checked in reports)
 
     def _wait_until_checked(self, process: ServerProcess) -> None:
         until_s = time.monotonic() + CHECKED_S
@@ -238,7 +234,7 @@ class ServerProcess:
                 theirs.recv()
                 serve(theirs.send)
             except BaseException:  # noqa: BLE001 - it is what came out
-                theirs.send(Report(Outcome(dead=[traceback.format_exc(limit=-4)])))
+                theirs.send((Outcome(dead=[traceback.format_exc(limit=-4)]), False))
             os._exit(0)
 
         self._process = context.Process(target=run)
@@ -275,14 +271,14 @@ class ServerProcess:
 def _serve(setup: Setup, root: Path, ledger: Ledger, seed: str, is_last: bool, tell: Callable[[Report], None]) -> None:
     """Open, check, tell, and go on storing until the end; the last one ends by itself."""
     background.FIRST_PAUSE_S = background.LONGEST_PAUSE_S = 0.02
-    choose, report = random.Random(seed), Report(is_checked=True)
-    server = _open(setup, root, report.outcome)
-    _check(setup, root, server, ledger, report.outcome)
-    tell(report)
+    choose, outcome = random.Random(seed), Outcome()
+    server = _open(setup, root, outcome)
+    _check(setup, root, server, ledger, outcome)
+    tell((outcome, True))
     if is_last:
-        report = Report()
-        _end(setup, root, server, report.outcome)
-        tell(report)
+        outcome = Outcome()
+        _end(setup, root, server, outcome)
+        tell((outcome, False))
     while not is_last:
         for _ in range(choose.randrange(200, 2000)):
             if server.room > 4 and choose.random() < 0.5:
@@ -299,13 +295,13 @@ def _serve(setup: Setup, root: Path, ledger: Ledger, seed: str, is_last: bool, t
                     server.check(choose.sample(NUMBERS, 20))
                     _note_evictions(setup, server, ledger)
             if server.wrong:
-                tell(Report(Outcome(wrong=server.wrong)))
+                tell((Outcome(wrong=server.wrong), False))
                 server.wrong = []
             time.sleep(0.0005)
         server.close()
-        report = Report()
-        server = _open(setup, root, report.outcome)
-        tell(report)
+        outcome = Outcome()
+        server = _open(setup, root, outcome)
+        tell((outcome, False))
 
 
 def _open(setup: Setup, root: Path, outcome: Outcome) -> Server:

@@ -29,7 +29,6 @@ from examples.demo.engine import Answer, Engine, EngineError
 from examples.demo.model import TINY
 from nixl_offload.cli.main import main as nixl_offload
 from nixl_offload.tiers.shared.sweep import make_plan
-from tests.faults.conftest import SmallFilesystem
 from tests.prove.cells import Cell, Outcome
 from tests.prove.happenings import DAMAGES, Outage, Piece, bucket_outages, disk_outages, files, make_disk
 from tests.s3.proxy import FaultProxy, Rule
@@ -77,6 +76,8 @@ LASTS_S: Final = (1.0, 4.0)
 PAUSE_S: Final = (0.5, 2.0)
 UNTIL_ASKED_S: Final = 20.0
 """So much longer lasts what no request has met: after another fault, the bucket may not be asked for a while."""
+DAMAGED_BY: Final = ("flipped", "truncated", "emptied", "swapped", "deleted")
+"""Of a slab's places only the first."""
 DAMAGED: Final = 6
 """So many files, objects or places of the slab at a time."""
 SLOT_BYTES: Final = 1 << 16
@@ -228,18 +229,19 @@ def soak(seed: int, seconds: float) -> Outcome:
         server = stack.enter_context(RcloneServer())
         stack.enter_context(mock.patch.dict(os.environ, server.environment))
         proxy = stack.enter_context(FaultProxy(server.port))
-        disk = make_disk(scratch, 192 * MIB)
+        disk, outages = make_disk(scratch, 192 * MIB), bucket_outages(server, proxy)
         if disk is None:
             outcome.missed.append("no filesystem can be made here: none was full or read-only")
         else:
             stack.callback(disk.destroy)
+            outages |= disk_outages(disk)
         base = scratch / "kv" if disk is None else disk.path
         config = _config(base, server.tier("soak", endpoint=proxy.endpoint, request_timeout="1s"))
         with _engine(workshop, None) as reference:
             variants = sessions_of(seed, TINY.vocab, reference)
             reference.stop()
         directories = {"slab": base / "slab", "tree": base / "tree", "bucket": server.directory}
-        troubles = Troubles(seed, server, proxy, disk, directories)
+        troubles = Troubles(seed, server, outages, directories)
         engine = stack.enter_context(_engine(workshop, config, server.environment))
         collect = _collector(scratch, server, proxy)
         run = _Run(engine, variants, outcome, directories, collect, random.Random(seed))
@@ -312,16 +314,9 @@ class Troubles:
     """Begins with the next fault when the last one is over and some time has passed."""
 
     def __init__(
-        self,
-        seed: int,
-        server: RcloneServer,
-        proxy: FaultProxy,
-        disk: SmallFilesystem | None,
-        directories: Mapping[str, Path],
+        self, seed: int, server: RcloneServer, outages: Mapping[str, Outage], directories: Mapping[str, Path]
     ) -> None:
-        """``disk`` holds the tree and the slab of ``directories``; None: it is no filesystem of its own and cannot be
-        filled.
-        """
+        """``directories``: of the tiers, whose files are damaged, too."""
         self._source = random.Random(f"troubles {seed}")
         self._server = server
         self._stopping = threading.Event()
@@ -332,15 +327,11 @@ class Troubles:
         """How often each found something to break."""
         self.now = ""
         """Which one there is; none: a pause."""
-        self._kinds: dict[str, Outage] = bucket_outages(server, proxy)
+        self._kinds = dict(outages)
         for place, directory in directories.items():
-            for damage in (
-                ("flipped",) if place == "slab" else ("flipped", "truncated", "emptied", "swapped", "deleted")
-            ):
+            for damage in DAMAGED_BY if place != "slab" else DAMAGED_BY[:1]:
                 name = f"{place} {damage}"
                 self._kinds[name] = partial(self._damaged, name, directory, damage)
-        if disk is not None:
-            self._kinds |= disk_outages(disk)
 
     def __enter__(self) -> None:
         self._thread.start()

@@ -23,7 +23,6 @@ from typing import Any, Final
 
 from examples.demo.engine import Answer, Engine, EngineError
 from examples.s3_server import REGION
-from tests.faults.conftest import SmallFilesystem
 from tests.prove.cells import Cell, Outcome
 from tests.prove.happenings import (
     DAMAGES,
@@ -93,7 +92,12 @@ def try_side(name: str, seed: int, faults: str = "") -> Outcome:
         proxy = stack.enter_context(FaultProxy(server.port))
         directory = (scratch if disk is None else disk.path) / "kv"
         side = (_vllms if name.startswith("vLLM") else _ours)(name, directory, server, proxy.endpoint)
-        trial = Trial(workshop, side, server, proxy, disk, directory, seed)
+        outages = bucket_outages(server, proxy)
+        if disk is None:
+            outages = {outage: outages[outage] for outage in BUCKET_OUTAGES}
+        else:
+            outages = {**disk_outages(disk), "directory gone": partial(directory_gone, directory)}
+        trial = Trial(workshop, side, server, outages, seed)
         stack.callback(trial.close)
         try:
             for verdict in trial.verdicts(faults):
@@ -128,8 +132,7 @@ class Side:
     """All chunks that are stored now."""
     environment: Mapping[str, str] = field(default_factory=dict)
     is_ours: bool = False
-    has_memory: bool = False
-    """Before its storage: a prompt must be pushed out of it to come from storage."""
+    """A peer's has memory before its storage: a prompt must be pushed out of it to come from storage."""
     clean: Callable[[], None] = lambda: None
     """Removes what a killed engine leaves outside its directories."""
 
@@ -181,7 +184,7 @@ def _vllms(name: str, directory: Path, server: RcloneServer, endpoint: str) -> S
         for left in Path("/dev/shm").glob(f"*{region}*"):
             left.unlink(missing_ok=True)
 
-    return Side(name, transfer, partial(_files, directory), environment, has_memory=True, clean=clean)
+    return Side(name, transfer, partial(_files, directory), environment, clean=clean)
 
 
 def _files(base: Path) -> list[Piece]:
@@ -214,12 +217,8 @@ class Verdict:
     """
 
     def __str__(self) -> str:
-        words = [
-            self.what,
-            *([] if self.recovered == YES else [self.recovered]),
-            *([] if self.was_met else ["not met"]),
-        ]
-        return f"{self.fault}: {', '.join(words)}"
+        more = ("" if self.recovered == YES else f", {self.recovered}") + ("" if self.was_met else ", not met")
+        return f"{self.fault}: {self.what}{more}"
 
 
 class NoHitsError(Exception):
@@ -230,22 +229,9 @@ class Trial:
     """Tries a side. ``close`` ends its engine."""
 
     def __init__(
-        self,
-        workshop: Workshop,
-        side: Side,
-        server: RcloneServer,
-        proxy: FaultProxy,
-        disk: SmallFilesystem | None,
-        directory: Path,
-        seed: int,
+        self, workshop: Workshop, side: Side, server: RcloneServer, outages: Mapping[str, Outage], seed: int
     ) -> None:
-        """``disk``: None where a side is a bucket."""
-        self._workshop, self._side, self._server = workshop, side, server
-        self._outages = bucket_outages(server, proxy)
-        if disk is None:
-            self._outages = {name: self._outages[name] for name in BUCKET_OUTAGES}
-        else:
-            self._outages = {**disk_outages(disk), "directory gone": partial(directory_gone, directory)}
+        self._workshop, self._side, self._server, self._outages = workshop, side, server, outages
         self._prompts = (prompt for number in count(seed << 16) for prompt in chunk_prompts(1, seed=number))
         self._reference = Reference(workshop)
         self._engine: Engine | None = None
@@ -281,10 +267,9 @@ class Trial:
         _, others = self._stored()
         DAMAGES[name](pieces[1], others[1], 0.5)
         self._server.forget()
-        before = 0 if self._engine is None else loads_refused(self._engine)
+        before = self._refused
         came = self._ask([mine])
-        after = 0 if self._engine is None else loads_refused(self._engine)
-        was_met = not self._side.is_ours or name not in FOUND_BY_LOADS or after > before
+        was_met = not self._side.is_ours or name not in FOUND_BY_LOADS or self._refused > before
         return replace(self._verdict(name, came, mine), was_met=was_met)
 
     def _outage(self, outage: Outage, name: str) -> Verdict:
@@ -302,6 +287,10 @@ class Trial:
         return Verdict(fault, what, recovered, why)
 
     # The engine
+
+    @property
+    def _refused(self) -> int:
+        return 0 if self._engine is None else loads_refused(self._engine)
 
     def _started(self) -> Engine:
         if self._engine is None:
@@ -361,7 +350,7 @@ class Trial:
             mine = next(self._prompts)
             self._ask([mine])
             pieces = self._at_rest(len(before) + PROMPT_CHUNKS)
-            if self._side.has_memory:
+            if not self._side.is_ours:
                 self._ask([next(self._prompts) for _ in range(2)])
             new = [piece for piece in pieces if piece not in before]
             if len(new) == PROMPT_CHUNKS:
@@ -398,7 +387,7 @@ class Trial:
                 elif answer.external_hit_tokens >= FULL_TOKENS - CHUNK_TOKENS:
                     has_come = True
                 self._settle(engine)
-                if not has_come and self._side.has_memory:
+                if not has_come and not self._side.is_ours:
                     engine.generate([next(self._prompts) for _ in range(2)], timeout_s=2 * HUNG_S)
                     self._settle(engine)
             except EngineError:

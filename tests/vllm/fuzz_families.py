@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from examples.demo.model import ModelShape, write_model
 from tests.families.checkpoints import write_eagle
-from tests.vllm.harness import tree_tier
+from tests.vllm.harness import slab_tier, tree_tier
 
 if TYPE_CHECKING:
     from tests.vllm.fuzz_rig import FuzzedEngine
@@ -75,7 +75,7 @@ def start_family(
     from tests.vllm.pipeline_rig import BLOCK_TOKENS, vllm_config_of
 
     memory = {"kind": "memory", "capacity": "16MiB"}
-    slab = {"kind": "slab", "path": str(path / "slab"), "capacity": "64MiB"}
+    slab = slab_tier(path / "slab", "64MiB")
     tiers = {
         "memory": [memory],
         "slab": [slab],

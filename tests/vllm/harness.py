@@ -118,17 +118,17 @@ def forked_workshop(scratch: Path, **environment: str) -> Iterator[Workshop]:
 
 def file_tier(path: Path, *, capacity: str = "256MiB", **fields: Any) -> dict[str, Any]:
     """Our config with one file tier at ``path``; ``fields`` are further top-level fields of the config."""
-    return tier_config({"kind": "slab", "path": str(path), "capacity": capacity}, **fields)
-
-
-def tier_config(tier: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    """Our config with one tier, such as ``RcloneServer.tier()`` or ``tree_tier()`` describe; ``fields`` as above."""
-    return chain_config(tier, **fields)
+    return chain_config(slab_tier(path, capacity), **fields)
 
 
 def chain_config(*tiers: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-    """Our config with several tiers. Hits are taken however slow, for a tiny model computes faster than most load."""
+    """Our config with these tiers. Hits are taken however slow, for a tiny model computes faster than most load."""
     return {"chunk_tokens": CHUNK_TOKENS, "slow_hits": "take", "tiers": [dict(tier) for tier in tiers], **fields}
+
+
+def slab_tier(path: Path, capacity: str = "256MiB") -> dict[str, Any]:
+    """A slab."""
+    return {"kind": "slab", "path": str(path), "capacity": capacity}
 
 
 def tree_tier(path: Path, **fields: Any) -> dict[str, Any]:

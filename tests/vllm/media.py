@@ -21,7 +21,7 @@ from nixl_offload.index.journal import IndexReader, Row
 from nixl_offload.tiers.shared.naming import parse_shard_name
 from tests.prove.happenings import Piece
 from tests.s3.servers import RcloneServer
-from tests.vllm.harness import file_tier, tier_config, tree_tier
+from tests.vllm.harness import chain_config, slab_tier, tree_tier
 
 MOVERS: Final = ("obj", "obstore")
 LOOK_EACH_TIME_S: Final = 0.2
@@ -58,7 +58,7 @@ class Medium:
 
     def config(self, *, lookup: Mapping[str, str] | None = None, **fields: Any) -> dict[str, Any]:
         """Return our config; ``fields`` are further top-level fields."""
-        return tier_config({**self.tier, **({"lookup": dict(lookup)} if lookup else {})}, **fields)
+        return chain_config({**self.tier, **({"lookup": dict(lookup)} if lookup else {})}, **fields)
 
     def namespace(self) -> Path:
         """Return the directory of the only namespace."""
@@ -127,8 +127,7 @@ def memory(capacity: str = "128MiB") -> Medium:
 
 def slab(path: Path, capacity: str = "512MiB") -> Medium:
     """Return a slab."""
-    [tier] = file_tier(path, capacity=capacity)["tiers"]
-    return Medium("slab", tier, path)
+    return Medium("slab", slab_tier(path, capacity), path)
 
 
 def tree(path: Path, **fields: Any) -> Medium:

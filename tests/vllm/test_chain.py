@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from tests.vllm.harness import (
     Workshop,
     assert_same,
     chain_config,
+    slab_tier,
     tree_tier,
 )
 
@@ -35,11 +35,6 @@ SOURCES = "vllm:prompt_tokens_cached_by_source"
 SMALL = {"kind": "memory", "capacity": "8MiB"}
 """Room for 7 chunks of TINY; ``PROMPTS`` have 24."""
 LARGE = {"kind": "memory", "capacity": "64MiB"}
-
-
-def files(path: Path, capacity: str = "256MiB") -> dict[str, Any]:
-    """Return a slab's config."""
-    return {"kind": "slab", "path": str(path), "capacity": capacity}
 
 
 def sources(engine: Engine) -> dict[str, float]:
@@ -92,7 +87,10 @@ def start(workshop: Workshop, server: RcloneServer) -> Start:
 @pytest.mark.parametrize("shape", [TINY, TINY_HYBRID], ids=["one-group", "two-groups"])
 def test_a_working_set_larger_than_memory(shape: ModelShape, workshop: Workshop, start: Start) -> None:
     """Memory and files serve all prompts between them; after a restart files do, and memory fills again."""
-    right, slab = Reference(workshop, shape).answers(PROMPTS), files(workshop.scratch / f"chain-{shape.sliding_window}")
+    right, slab = (
+        Reference(workshop, shape).answers(PROMPTS),
+        slab_tier(workshop.scratch / f"chain-{shape.sliding_window}"),
+    )
     with start(SMALL, slab, shape=shape) as engine:
         assert_same(stored(engine, PROMPTS), right)
         kept = arrived(engine)
@@ -121,7 +119,7 @@ def test_a_working_set_larger_than_memory(shape: ModelShape, workshop: Workshop,
 
 def test_written_through_at_shutdown(reference: Reference, workshop: Workshop, start: Start) -> None:
     """An engine that is stopped at once, without another step, completes its moves to files."""
-    asked, slab = chunk_prompts(1, seed=802), files(workshop.scratch / "drained")
+    asked, slab = chunk_prompts(1, seed=802), slab_tier(workshop.scratch / "drained")
     with start(LARGE, slab) as engine:
         reference.check(engine, asked)
         engine.stop()
@@ -133,7 +131,7 @@ def test_written_through_at_shutdown(reference: Reference, workshop: Workshop, s
 
 def test_three_tiers(reference: Reference, workshop: Workshop, server: RcloneServer, start: Start) -> None:
     """A chunk goes to memory, and from there to files and to the bucket; each of the three alone serves it."""
-    asked, slab, bucket = chunk_prompts(2, seed=805), files(workshop.scratch / "three"), server.tier("three")
+    asked, slab, bucket = chunk_prompts(2, seed=805), slab_tier(workshop.scratch / "three"), server.tier("three")
     right = reference.answers(asked)
     with start(SMALL, slab, bucket) as engine:
         assert_same(stored(engine, asked), right)
@@ -159,13 +157,13 @@ def test_a_slab_in_front_of_a_shared_directory(reference: Reference, workshop: W
     """A slab's chunks go on to the shared directory, which serves a server that has lost its slab."""
     asked, drive, shared = chunk_prompts(2, seed=806), workshop.scratch / "drive", workshop.scratch / "shared"
     stored = len(asked) * PROMPT_CHUNKS
-    with start(files(drive), tree_tier(shared)) as engine:
+    with start(slab_tier(drive), tree_tier(shared)) as engine:
         reference.check(engine, asked)
         until(lambda: engine.settle() and arrived(engine).get("shared_dir") == stored, "all is written through")
         assert hits(reference.check(engine, asked)) == 2 * FULL_TOKENS
         engine.stop()
     shutil.rmtree(drive)
-    with start(files(drive), tree_tier(shared)) as engine:
+    with start(slab_tier(drive), tree_tier(shared)) as engine:
         answers, came = from_where(engine, asked)
         assert_same(answers, reference.answers(asked))
         assert came == {"disk": 2 * FULL_TOKENS}, "of this machine, here"

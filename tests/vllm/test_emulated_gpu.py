@@ -11,7 +11,7 @@ import pytest
 from examples.demo.model import TINY_HYBRID
 from tests.contract.emulation.build import Control, build_emulation
 from tests.vllm.blocks_outermost import ENVIRONMENT
-from tests.vllm.harness import TINY, ModelShape, Workshop, assert_same, prompts, tier_config
+from tests.vllm.harness import TINY, ModelShape, Workshop, assert_same, chain_config, prompts
 
 EXTENSION = "tests.vllm.emulated_gpu.EmulatedGpuExtension"
 
@@ -51,7 +51,7 @@ def test_answers_are_right_and_damage_is_noticed(
         **environment,
     }
     with workshop.start_engine(
-        shape, tier_config(tier), worker_extension_cls=EXTENSION, environment=surroundings
+        shape, chain_config(tier), worker_extension_cls=EXTENSION, environment=surroundings
     ) as engine:
         computed = engine.generate(asked)
         assert engine.settle()
