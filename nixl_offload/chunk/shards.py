@@ -113,16 +113,9 @@ class ShardPlan:
         heads = self.groups[group].held_by(rank % self.groups[group].ranks)
         return tuple(number * self.per_range + each for number in self.ranges(rank, group) for each in heads)
 
-    def layout_groups(self, rank: int, group: int) -> range:
-        """Return the positions of a rank's shards of a group in its ``KVLayout.groups``, where shards are in the order
-        of their groups.
-        """
-        first = sum(len(self.held(rank, each)) for each in range(group))
-        return range(first, first + len(self.held(rank, group)))
-
-    def numbers(self, rank: int) -> tuple[int, ...]:
-        """Return the numbers of the shards that a rank holds, by position in ``KVLayout.groups``."""
-        return tuple(number for group in range(len(self.groups)) for number in self.held(rank, group))
+    def shards_of(self, rank: int) -> list[tuple[int, int]]:
+        """Return group and number of each shard that a rank holds, by position in ``KVLayout.groups``."""
+        return [(group, number) for group in range(len(self.groups)) for number in self.held(rank, group)]
 
     @property
     def per_range(self) -> int:

@@ -62,12 +62,11 @@ class RankChunks:
         self._shared = frozenset(shared)
         self._places: dict[int, SlotPlaces] = {}
         """By tier: where this rank finds slots that lie in slabs of other ranks."""
-        sizes = [layout.slot_bytes(group) for group in range(len(layout.groups))]
-        held = [plan.layout_groups(rank, group) for group in range(len(plan.groups))]
-        self._parts = [
-            [_Part(at, sum(sizes[each.start : at]), sizes[at]) for at in each if at not in layout.empty_groups]
-            for each in held
-        ]
+        self._parts: list[list[_Part]] = [[] for _ in plan.groups]
+        for at, (group, _) in enumerate(plan.shards_of(rank)):
+            if size_bytes := layout.slot_bytes(at):
+                offset = sum(part.slot_bytes for part in self._parts[group])
+                self._parts[group].append(_Part(at, offset, size_bytes))
 
     def take_places(self, tier: int, places: SlotPlaces | None) -> None:
         """Translate a tier's locations by ``places`` from now on; None: use them unchanged."""

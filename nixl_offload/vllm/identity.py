@@ -254,9 +254,8 @@ def _shard_bytes(ranks: Sequence[RankGeometry], group: int) -> tuple[int, ...]:
     """Return the sizes of a group's shards by number; 0: no rank has it. Raises NamespaceError if replicas disagree."""
     found: dict[int, int] = {}
     for rank in ranks:
-        plan = rank.plan
-        for at, number in zip(plan.layout_groups(rank.rank, group), plan.held(rank.rank, group), strict=True):
-            if found.setdefault(number, rank.slot_bytes[at]) != rank.slot_bytes[at]:
+        for (of_group, number), size_bytes in zip(rank.plan.shards_of(rank.rank), rank.slot_bytes, strict=True):
+            if of_group == group and found.setdefault(number, size_bytes) != size_bytes:
                 raise NamespaceError("the ranks of this engine do not agree on how large shards are")
     return tuple(found.get(number, 0) for number in range(ranks[0].plan.shards))
 

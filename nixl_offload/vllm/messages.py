@@ -29,7 +29,7 @@ class RankGeometry(KVConnectorHandshakeMetadata):
 
     rank: int
     slot_bytes: tuple[int, ...]
-    """Bytes of each shard that it holds (header page, payload, padding), in the order of ``ShardPlan.numbers``; 0: it
+    """Bytes of each shard that it holds (header page, payload, padding), in the order of ``ShardPlan.shards_of``; 0: it
     has no layer of the group.
     """
     digest: str

@@ -67,7 +67,7 @@ class RankShards:
     another digest share nothing.
     """
     layout: KVLayout
-    """With a group for each shard, in the order of ``ShardPlan.numbers``."""
+    """With a group for each shard, in the order of ``ShardPlan.shards_of``."""
 
 
 class _RankLayers(NamedTuple):

@@ -319,7 +319,7 @@ class NixlOffloadingWorker(OffloadingWorker):
             shared=[position for position, tier in enumerate(config.tiers) if tier.is_shared],
         )
         device = device_of(self._tensors[0] if self._tensors else torch.empty(0))  # a rank without layers has no tiers
-        numbers = shards.plan.numbers(self._rank)
+        numbers = [number for _, number in shards.plan.shards_of(self._rank)]
         memory = RankMemory(self._tensors, self.layout, device, self._host, numbers, keys, claimed_share)
         self._tiers = RankTiers(
             self._engine,

@@ -101,10 +101,10 @@ class RankRig(Chained):
             slot_bytes=max(sizes),
         )
         digest = bytes(32) if namespace is None else namespace.digest
-        shards = [Shard(number, shard_digest(digest, number)) for number in plan.numbers(rank)]
+        shards = [Shard(number, shard_digest(digest, number)) for _, number in plan.shards_of(rank)]
         extent = align_up(4 * self.slot_bytes, 65536)
         self.slab = slab or SlabFile(
-            root / f"{plan.ranks}-{len(plan.numbers(0))}-{rank}.slab", SLOTS // 4 * extent, extent
+            root / f"{plan.ranks}-{len(plan.shards_of(0))}-{rank}.slab", SLOTS // 4 * extent, extent
         )
         self.slab.open()
         allocator = SlotAllocator(
@@ -114,7 +114,7 @@ class RankRig(Chained):
         if together > 1:
             self.offsets = {n: allocator.allocate(Key(b"%d" % n), self.slot_bytes) or 0 for n in range(SLOTS)}
         self.neighbours = [
-            SlabFile(root / f"{plan.ranks}-{len(plan.numbers(0))}-{each}.slab", self.slab.rank_bytes, extent)
+            SlabFile(root / f"{plan.ranks}-{len(plan.shards_of(0))}-{each}.slab", self.slab.rank_bytes, extent)
             for each in self.places.neighbours(rank)
         ]
         for neighbour in self.neighbours:

@@ -473,7 +473,7 @@ def cut_ranks(tp: int, *, digests: Sequence[str] = (), shards: int = 4) -> list[
     plan = make_plan(shards, [[4]], [[True]], tp)
     assert isinstance(plan, ShardPlan)
     told = digests or ["ab"] * tp
-    sizes = [(8192,) * len(plan.numbers(rank)) for rank in range(tp)]
+    sizes = [(8192,) * len(plan.shards_of(rank)) for rank in range(tp)]
     return [RankGeometry(rank, sizes[rank], told[rank], plan, ("CPU_ATTN",)) for rank in range(tp)]
 
 
