@@ -30,7 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -140,23 +140,23 @@ def _until(ask: Callable[[], Sequence[Any]], trouble: str) -> Sequence[Any]:
     return found
 
 
-class Probes:
-    """Notes how long threads go on without letting go of the interpreter, and what they do while they have let go."""
+class Probes(ExitStack):
+    """Notes how long threads go on without letting go of the interpreter, and what they do while they have let go.
+
+    ``close`` takes the probes out.
+    """
 
     def __init__(self) -> None:
+        """Watch NIXL's calls, too, if it was imported: the first import decides how much it logs."""
+        super().__init__()
         self._without_s = 0.0
         self._stretches_s: list[float] = []
         self._began_s: dict[int, float] = {}
-        self._wrap(Stretch, "_let_go")
-        self._wrap(TierQueue, "sleep")
-        self._wrap(HostCopy, "gather")
-        self._wrap(HostCopy, "scatter")
-
-    def watch_nixl(self) -> None:
-        """Watch NIXL's calls, too. It has been started: the first import of it decides how much it logs."""
-        agent = sys.modules["nixl._api"].nixlBind.nixlAgent
-        for name in NIXL_CALLS:
-            self._wrap(agent, name)
+        watched = [(Stretch, "_let_go"), (TierQueue, "sleep"), (HostCopy, "gather"), (HostCopy, "scatter")]
+        if nixl := sys.modules.get("nixl._api"):
+            watched += [(nixl.nixlBind.nixlAgent, name) for name in NIXL_CALLS]
+        for owner, name in watched:
+            self._wrap(owner, name)
 
     def take_us(self) -> tuple[float, float, float]:
         """Since the last call: of all stretches the 99th percentile and the longest, and what was done without the
@@ -168,7 +168,7 @@ class Probes:
         return stretches_s[len(stretches_s) * 99 // 100] * 1e6, stretches_s[-1] * 1e6, without_s * 1e6
 
     def _wrap(self, owner: type, name: str) -> None:
-        """Have one stretch end when this is called, and another begin when it returns."""
+        """Let one stretch end when this is called, and another begin when it returns."""
         call = getattr(owner, name)
 
         def without(*arguments: Any) -> Any:
@@ -180,6 +180,7 @@ class Probes:
             return result
 
         setattr(owner, name, without)
+        self.callback(setattr, owner, name, call)
 
 
 def others_cpu_s() -> float:
@@ -220,11 +221,12 @@ def main() -> None:
     chosen = parser.parse_args()
     logging.disable(logging.WARNING)
     rows = []
-    probes = Probes()
     for medium in ("slab", "memory"):
-        with tempfile.TemporaryDirectory(dir=chosen.directory) as name, closing(Rank(medium, Path(name))) as rank:
-            if medium == "slab":
-                probes.watch_nixl()
+        with (
+            tempfile.TemporaryDirectory(dir=chosen.directory) as name,
+            closing(Rank(medium, Path(name))) as rank,
+            Probes() as probes,
+        ):
             for operation in OPERATIONS:
                 by_size, stretches_us = measure(rank, operation, chosen.rounds, probes)
                 cells = ["{:.0f} ({:.0f} + {:.0f} - {:.0f})".format(*found) for found in by_size.values()]
