@@ -5,9 +5,7 @@ python -m tools.config_docs         # run it after a change to nixl_offload/conf
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -110,13 +108,6 @@ def _default(field: dict[str, Any]) -> str:
     return "empty" if default == "" else f"`{default if isinstance(default, str) else json.dumps(default)}`"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Renew the page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to write to; default: this one")
-    page = parser.parse_args(argv).root / PAGE
-    page.write_text(insert_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    page = ROOT / PAGE
+    page.write_text(insert_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
