@@ -27,7 +27,7 @@ from nixl_offload.engine.pump import Pauses, TierEngine
 from nixl_offload.engine.records import Chunk, ChunkState, TierAccess, TierStatus, Waiting, WorkKind
 from nixl_offload.engine.staging import SlotPool, Staging
 from nixl_offload.errors import LayoutError, MoverError, TierError
-from nixl_offload.movers.base import Extents, FileId, MemoryKind, Transfer
+from nixl_offload.movers.base import Extents, FileId, MemoryKind, Transfer, TransferState
 from nixl_offload.tiers.base import Link, Target
 from nixl_offload.types import Outcome, Verify
 
@@ -444,7 +444,8 @@ class LinkPaths(TierPaths):
 
     def _part(self, batch: Batch) -> bool:
         """Split off the chunks that a transfer holds, unless it holds the whole batch. Returns whether it did."""
-        held = [chunk for chunk in batch.alive if chunk.is_held] if len(batch.chunks) > 1 else []
+        may_part = len(batch.chunks) > 1 and not self.link.shares_file
+        held = [chunk for chunk in batch.alive if chunk.is_held] if may_part else []
         if parts := 0 < len(held) < len(batch.chunks):
             batch.split_off(held, self.run)
         return parts
@@ -453,7 +454,9 @@ class LinkPaths(TierPaths):
         """Called when all transfers are final: end reads and writes at the link, and chunks that were not moved. A
         failure of common transfers may be any chunk's, so each is tried alone.
         """
-        failed = {chunk: failure for chunk in batch.alive if (failure := chunk.failure) is not None}
+        failed: dict[Chunk, Transfer] = {}
+        if any(transfer.state is TransferState.FAILED for transfer in batch.transfers):
+            failed = {chunk: failure for chunk in batch.alive if (failure := chunk.failure) is not None}
         if failed and self.link.shares_file and self.tries_singly(batch):
             return
         writes = batch.kind.writes
