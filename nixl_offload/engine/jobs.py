@@ -70,10 +70,8 @@ class JobTable:
         self._lock = threading.Lock()
         self._progress = threading.Condition(self._lock)
         self._load_timeout_s = load_timeout_s
-        self._jobs: dict[int, Job] = {}
-        """vLLM's jobs that have not ended, by id."""
-        self._slot_tickets: dict[int, Job] = {}
-        """Jobs whose ticket has not ended, by ticket. The job itself may have ended."""
+        self._live: dict[Job, None] = {}
+        """Jobs with a chunk or a slot that is not reported yet, in the order of their submission."""
         self._finished: list[Completion] = []
         self._finished_tickets: list[Completion] = []
         self._work = Work()
@@ -101,10 +99,7 @@ class JobTable:
         number of moves.
         """
         with self._lock:
-            if job.job_id is not None:
-                self._jobs[job.job_id] = job
-            if job.slot_ticket:
-                self._slot_tickets[job.slot_ticket] = job
+            self._live[job] = None
             job.submitted_s = self.clock()
             job.unfinished = len(job.chunks)
             for chunk in job.chunks:
@@ -112,7 +107,7 @@ class JobTable:
                 job.unreported += chunk.kind.has_ticket
             if not job.unfinished:
                 self._report_job(job)
-            if job.slot_ticket and not job.unreported:
+            if not job.unreported:
                 self._report_ticket(job)
             if job.refused is not None:
                 for chunk in job.chunks:
@@ -149,7 +144,7 @@ class JobTable:
     @property
     def has_jobs(self) -> bool:
         """Whether ``finished`` or ``finished_tickets`` may have something to report, now or later."""
-        return bool(self._jobs or self._slot_tickets or self._finished or self._finished_tickets or self._relaying)
+        return bool(self._live or self._finished or self._finished_tickets or self._relaying)
 
     def wait(self, job_ids: Collection[int], limit_s: float | None = None) -> None:
         """Block until no store among the jobs needs its KV blocks any more and all loads are finished.
@@ -160,7 +155,7 @@ class JobTable:
         """
         limit_s = WAIT_LIMIT_S if limit_s is None else limit_s
         with self._lock:
-            jobs = [self._jobs[job_id] for job_id in job_ids if job_id in self._jobs]
+            jobs = [job for job in self._live if job.job_id in job_ids]
             if not jobs:
                 return
             for job in jobs:
@@ -211,7 +206,7 @@ class JobTable:
         with self._lock:
             self._expire_s = now_s + EXPIRE_EVERY_S
             load_s, move_s = now_s - self._load_timeout_s, now_s - MOVE_QUEUE_LIMIT_S
-            old = [job for job in self._live() if job.submitted_s <= max(load_s, move_s)]
+            old = [job for job in self._live if job.submitted_s <= max(load_s, move_s)]
             for chunk in [chunk for job in old for chunk in job.chunks]:
                 if not chunk.kind.writes and chunk.queued_s <= load_s:
                     self._give_up(chunk, f"storage did not answer in {self._load_timeout_s:g} s", "timeout")
@@ -259,9 +254,6 @@ class JobTable:
             self._progress.notify_all()
 
     # -- under the lock ---------------------------------------------------------------------------------------------
-
-    def _live(self) -> list[Job]:
-        return list(dict.fromkeys((*self._jobs.values(), *self._slot_tickets.values())))
 
     def _queue(self, chunks: Sequence[Chunk], lane: Lane) -> None:
         """Queue chunks at their tiers; end those that cannot be queued."""
@@ -367,7 +359,7 @@ class JobTable:
         """Report a job whose chunks are all DONE."""
         if job.job_id is not None:
             self._finished.append(job.completion())
-            del self._jobs[job.job_id]  # last: ``has_jobs`` reads without the lock
+        self._forget(job)
 
     def _report_slot(self, chunk: Chunk, outcome: Outcome) -> None:
         """Report the end of I/O on a chunk's slot or location (TAINTED: it may go on). The first report counts."""
@@ -379,8 +371,14 @@ class JobTable:
                 self._report_ticket(job)
 
     def _report_ticket(self, job: Job) -> None:
-        self._finished_tickets.append(job.slot_completion())
-        del self._slot_tickets[job.slot_ticket]
+        if job.slot_ticket:
+            self._finished_tickets.append(job.slot_completion())
+        self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        """Forget a job once all of it is reported: last, because ``has_jobs`` reads without the lock."""
+        if not job.unfinished and not job.unreported:
+            self._live.pop(job, None)
 
     # A move between two farther tiers waits for a relay slot. One tier's pump reads into the slot, the other's writes
     # from it.
@@ -498,7 +496,7 @@ class TierQueue:
         table = self.table
         with self._lock:
             self.refusal = why
-            live = [chunk for job in table._live() for chunk in job.chunks]
+            live = [chunk for job in table._live for chunk in job.chunks]
             for chunk in [chunk for chunk in dict.fromkeys((*live, *table._relaying)) if chunk.queue is self]:
                 if chunk.kind.fills_slot and chunk.state is not ChunkState.QUEUED:
                     table._return_relay(chunk, tainted=True)

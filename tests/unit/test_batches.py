@@ -168,8 +168,8 @@ def test_files_and_objects_keep_a_transfer_each(make: Make, tmp_path: Path, kind
     rig.engine.wait([1])
     rig.wipe(0xEE)
     assert rig.engine.finished() == []
-    submitted = rig.engine._jobs[1].chunks
-    [hung] = [chunk.key for chunk in submitted if chunk.state is not ChunkState.DONE]  # files are opened in any order
+    [job] = rig.engine._live
+    [hung] = [chunk.key for chunk in job.chunks if chunk.state is not ChunkState.DONE]  # files are opened in any order
     rig.engine.submit_load(2, [chunk for chunk in chunks if chunk.key != hung])
     until(lambda: mover.submitted.count(Op.READ) == 5 and rig.engine.in_flight.chunks == 2)
     served = [n for n in range(6) if rig.bytes_of(blocks_of(n)) == wanted[n * len(wanted) // 6 :][: len(wanted) // 6]]
