@@ -107,7 +107,7 @@ class JobTable:
                 job.unreported += chunk.kind.has_ticket
             if not job.unfinished:
                 self._report_job(job)
-            if not job.unreported:
+            if job.slot_ticket and not job.unreported:
                 self._report_ticket(job)
             if job.refused is not None:
                 for chunk in job.chunks:
@@ -371,8 +371,7 @@ class JobTable:
                 self._report_ticket(job)
 
     def _report_ticket(self, job: Job) -> None:
-        if job.slot_ticket:
-            self._finished_tickets.append(job.slot_completion())
+        self._finished_tickets.append(job.slot_completion())
         self._forget(job)
 
     def _forget(self, job: Job) -> None:

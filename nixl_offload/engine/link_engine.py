@@ -164,26 +164,23 @@ class LinkPaths(TierPaths):
         self._look_s = -math.inf
         """When to count descriptors again."""
 
-    def phases(self, chunk: Chunk) -> Sequence[Phase]:
-        """See ``TierPaths``."""
-        if self._by_host_slot(chunk):
-            return packed.WRITE_THROUGH if chunk.kind.writes else packed.FETCH
-        if self.plans[chunk.group].path == "direct":
-            return direct.STORE if chunk.kind.writes else direct.LOAD
-        return packed.STORE if chunk.kind.writes else packed.LOAD
-
     def _by_host_slot(self, chunk: Chunk) -> bool:
         """Whether a chunk goes through its host slot. If the mover cannot touch it, a promotion is a plain load."""
         if chunk.kind is WorkKind.PROMOTION:
             return self.link_memory.host is not None or not len(chunk.block_ids)
         return chunk.kind in {WorkKind.WRITE_THROUGH, WorkKind.FETCH}
 
-    def find_slot(self, chunk: Chunk) -> None:
+    def route(self, chunk: Chunk) -> Sequence[Phase]:
         """See ``TierPaths``."""
+        plan, writes = self.plans[chunk.group], chunk.kind.writes
         if self._by_host_slot(chunk):
             if self.host is None or chunk.host_offset is None:
                 raise LayoutError("there is no host memory in this engine")
-            chunk.host = self.host.slot(chunk.host_offset, self.plans[chunk.group].slot_bytes)
+            chunk.host = self.host.slot(chunk.host_offset, plan.slot_bytes)
+            return packed.WRITE_THROUGH if writes else packed.FETCH
+        if plan.path == "direct":
+            return direct.STORE if writes else direct.LOAD
+        return packed.STORE if writes else packed.LOAD
 
     def status(self, waiting: Waiting) -> TierStatus:
         """See ``TierPaths``."""

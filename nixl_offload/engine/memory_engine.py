@@ -74,7 +74,7 @@ class _MemoryPaths(TierPaths):
         plan = self.plans[chunk.group]
         return min(MAX_BATCH_CHUNKS, max(1, batch_bytes // max(1, plan.blocks * plan.block_bytes)))
 
-    def find_slot(self, chunk: Chunk) -> None:
+    def route(self, chunk: Chunk) -> Sequence[Phase]:
         """See ``TierPaths``."""
         location, host = chunk.location, self.host
         assert host is not None
@@ -83,9 +83,6 @@ class _MemoryPaths(TierPaths):
         if location.offset + location.slot_bytes > host.memory_bytes:
             raise LayoutError(f"{location} lies beyond the {host.memory_bytes} bytes of the memory tier")
         chunk.host = host.slot(location.offset, location.slot_bytes)
-
-    def phases(self, chunk: Chunk) -> Sequence[Phase]:
-        """See ``TierPaths``."""
         return packed.MEMORY_STORE if chunk.kind.writes else packed.MEMORY_LOAD
 
     def status(self, waiting: Waiting) -> TierStatus:

@@ -287,12 +287,10 @@ class TierPaths:
         """
         raise NotImplementedError
 
-    def find_slot(self, chunk: Chunk) -> None:
-        """Set ``chunk.host`` if the chunk uses a host slot. Raises LayoutError if that slot does not exist."""
-        raise NotImplementedError
-
-    def phases(self, chunk: Chunk) -> Sequence[Phase]:
-        """Return the phases of chunks like this one."""
+    def route(self, chunk: Chunk) -> Sequence[Phase]:
+        """Return the phases of chunks like this one. Set ``chunk.host`` if they use a host slot. Raises LayoutError if
+        that slot does not exist.
+        """
         raise NotImplementedError
 
     def status(self, waiting: Waiting) -> TierStatus:
@@ -481,10 +479,9 @@ def _admit(paths: TierPaths, batch: Batch) -> Steps:
         try:
             if fault is not None:
                 raise LayoutError(fault)
-            paths.find_slot(chunk)
+            batch.phases = _admit, *paths.route(chunk)
         except LayoutError as error:
             paths.complaints.error("LayoutError", "A chunk could not be moved: %s", error)
             chunk.end(Outcome.FAILED, str(error), "layout")
-    batch.phases = _admit, *paths.phases(batch.chunks[0])
     paths.stretch.pause()
     yield from ()

@@ -401,7 +401,7 @@ def test_hundreds_of_jobs_under_random_faults(make: Make, shape: str) -> None:
 def test_what_cannot_begin_fails_and_the_next_begins(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make("per_layer")
     with monkeypatch.context() as patched:
-        patched.setattr(rig.engine.paths, "phases", lambda chunk: 1 / 0)
+        patched.setattr(rig.engine.paths, "route", lambda chunk: 1 / 0)
         assert rig.store(1, [rig.chunk(n, [1, 2, 3, 4]) for n in range(3)]) == (FAILED,) * 3
     assert rig.collect(1).errors == ("unexpected ZeroDivisionError",)
     assert rig.store(2, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
