@@ -71,9 +71,10 @@ class RequestNotes:
     """Whether its chunks may be stored."""
     loads: bool = True
     """Whether chunks may be loaded for it. Both are False if its keys do not name content."""
-    has_adapter: bool = False
     adapter: AdapterUse | None = None
-    """The LoRA adapter that its keys stand for. If ``has_adapter``, None means that the content is not known yet: the
+    """The LoRA adapter that its keys stand for; None: it has none, or its content is not known."""
+    knows_keys: bool = True
+    """Whether the keys stand for what was, or will be, computed; False while an adapter's content is not known: the
     request is neither stored nor loaded."""
     allowed_tiers: frozenset[int] | None = None
     """Positions of the tiers that ``kv_load_tiers`` allows. None: no restriction, or not computed yet."""
@@ -86,11 +87,6 @@ class RequestNotes:
     def refuse(self) -> None:
         """Neither store nor load this request from now on."""
         self.stores = self.loads = False
-
-    @property
-    def knows_keys(self) -> bool:
-        """Whether the keys stand for what was, or will be, computed."""
-        return not self.has_adapter or self.adapter is not None
 
 
 def notes_of(req_context: ReqContext) -> RequestNotes:
@@ -108,9 +104,9 @@ class AdaptedRequestState(RequestOffloadState):
     def adapt(self, use: AdapterUse | None) -> None:
         """Make the keys stand for ``use``, and offer all chunks to the store again. No job may be under way."""
         notes = notes_of(self.req_context)
-        if notes.has_adapter and use == notes.adapter:
+        if (notes.adapter, notes.knows_keys) == (use, use is not None):
             return
-        notes.has_adapter, notes.adapter = True, use
+        notes.adapter, notes.knows_keys = use, use is not None
         for group in self.group_states:
             group.offload_keys.clear()
             group.next_stored_chunk_idx = 0
