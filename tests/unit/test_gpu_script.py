@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.contest import Row
+from benchmarks.contest import Row, Run, WrongBytesError, contest, table
 from benchmarks.gpu.check import CALLS, TOTAL_S, Check, Stage
 from tests.contract.emulation.build import Control, build_emulation
 
@@ -44,6 +44,19 @@ def test_all_parts_on_host_memory(tmp_path: Path) -> None:
     assert {("engine", "direct, gds_mt"), ("engine", "packed on the device, gds_mt")} <= measured
     assert list(json.loads(ended.stdout.splitlines()[-1])["unfit"]) == ["kvikio"]
     assert not list(data.iterdir())
+
+
+def test_a_candidate_with_wrong_bytes_fails_the_run_and_the_others_are_compared() -> None:
+    def wrong(number: int) -> Run:
+        raise WrongBytesError(f"in round {number}")
+
+    found = contest({"base": lambda _: Run(1.0), "twice": lambda _: Run(0.5), "wrong": wrong}, 10**9, rounds=2)
+    rows = {row.side: row for row in found.rows("base", "load")}
+    assert (rows["base"].mb_s, rows["base"].ratio) == (1000, None)
+    assert (rows["twice"].mb_s, rows["twice"].ratio) == (2000, 2.0)
+    assert [row.side for row in rows.values() if row.failed] == ["wrong"]
+    assert table(list(rows.values())).splitlines()[-1] == "wrong: WrongBytesError: in round 0"
+    assert table([]) == "", "part movers has no rows"
 
 
 SAY = "import json, sys; print(json.dumps({'words': sys.argv[1], 'wrong': sys.argv[2:]}))"
