@@ -107,8 +107,8 @@ class Namespace:
     plan: ShardPlan = field(compare=False)
     """How the ranks of this engine hold shards. Not part of the fingerprint."""
     slot_replicas: Mapping[int, int] = field(default_factory=dict, compare=False)
-    """By slot size: how many consecutive ranks of this engine share one copy of a chunk in a slab. Empty: each has its
-    own. Not part of the fingerprint.
+    """As ``SlotPlaces.replicas``: by slot size, how many consecutive ranks of this engine share one copy of a chunk in
+    a slab. Empty: each has its own. Not part of the fingerprint.
     """
     _slot_bytes: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _slots: dict[int, int] = field(init=False, repr=False, compare=False)

@@ -42,11 +42,6 @@ class TierContext:
         return sorted({self.namespace.slot_bytes(group.group_id) for group in self.namespace.fields.groups})
 
     @property
-    def replicas(self) -> dict[int, int]:
-        """By slot size: how many consecutive ranks share one copy of a chunk, as ``SlotPlaces.replicas``."""
-        return dict(self.namespace.slot_replicas)
-
-    @property
     def chunk_bytes(self) -> int:
         """The bytes of the largest chunk in a shared tier."""
         return max(self.namespace.chunk_bytes(group.group_id) for group in self.namespace.fields.groups)

@@ -5,7 +5,7 @@ meaning of bytes does; sizes and layouts do not change them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -380,6 +380,21 @@ def staged(stages: int, rank: int) -> Any:
     return config
 
 
+def together(
+    monkeypatch: pytest.MonkeyPatch, memories: Sequence[Memory], wanted: ShardCut
+) -> tuple[list[Any], Callable[[], list[RankShards | str]]]:
+    """Return what each rank of an engine sends the others, and a function that has all of them cut chunks with that."""
+    sent: list[Any] = []
+
+    def cut_all() -> list[RankShards | str]:
+        return [memory.cut(wanted) for memory in memories]
+
+    monkeypatch.setattr(rank_shards, "of_all_ranks", lambda own: sent.append(own) or ["not all have sent theirs"])
+    cut_all()
+    monkeypatch.setattr(rank_shards, "of_all_ranks", lambda own: sent)
+    return sent, cut_all
+
+
 NAMES = [f"model.layers.{number}.attn" for number in range(6)]
 DRAFTS = ["model.layers.6.attn", "draft_model.layers.0.attn"]
 
@@ -394,16 +409,8 @@ def test_stages_come_to_what_one_of_one_stage_does(monkeypatch: pytest.MonkeyPat
         names = NAMES[2 * rank : 2 * rank + 2] + (DRAFTS if rank == 2 else [])
         own = [group(each.kv_cache_spec, *(name for name in each.layer_names if name in names)) for each in groups]
         memories.append(Memory(staged(3, rank), own))
-    told: list[Any] = []
-    wanted = ShardCut(heads=4)
-
-    def ask() -> list[RankShards | str]:
-        return [memory.cut(wanted) for memory in memories]
-
-    monkeypatch.setattr(rank_shards, "of_all_ranks", lambda own: told.append(own) or ["not all have told"])
-    ask()
-    monkeypatch.setattr(rank_shards, "of_all_ranks", lambda own: told)
-    for rank, found in enumerate(ask()):
+    _, cut_all = together(monkeypatch, memories, ShardCut(heads=4))
+    for rank, found in enumerate(cut_all()):
         assert isinstance(found, RankShards), found
         assert found.digest == one.digest
         assert (found.plan.groups, found.plan.layers.begins) == (one.plan.groups, (0, 2, 4))
@@ -481,23 +488,16 @@ def test_what_one_rank_does_not_understand_no_rank_cuts(monkeypatch: pytest.Monk
     configs = [vllm_config(1, 2), vllm_config(1, 2)]
     configs[1].parallel_config.rank = 1
     memories = [Memory(configs[0], [group(full(1), "a")]), Memory(configs[1], [group(full(1), *"ab"[: 1 + rank])])]
-    told: list[Any] = []
-
-    def ask() -> list[RankShards | str]:
-        return [memory.cut(ShardCut(heads="distinct")) for memory in memories]
-
-    monkeypatch.setattr(rank_shards, "of_all_ranks", lambda own: told.append(own) or ["not all have told"])
-    ask()
-    monkeypatch.setattr(rank_shards, "of_all_ranks", lambda own: told)
+    sent, cut_all = together(monkeypatch, memories, ShardCut(heads="distinct"))
     if rank:
-        assert ask() == ["ranks of one pipeline stage have other layers"] * 2
+        assert cut_all() == ["ranks of one pipeline stage have other layers"] * 2
     else:
-        assert all(isinstance(found, RankShards) for found in ask())
-        whole, told[1] = told[1], told[1]._replace(digests=("with scales of its own",))
-        assert ask() == ["ranks that have the same KV heads differ in what their layers' bytes mean"] * 2
-        told[1] = whole
-    told[rank] = "rank looks the other way"
-    assert ask() == ["rank looks the other way"] * 2
+        assert all(isinstance(found, RankShards) for found in cut_all())
+        whole, sent[1] = sent[1], sent[1]._replace(digests=("with scales of its own",))
+        assert cut_all() == ["ranks that have the same KV heads differ in what their layers' bytes mean"] * 2
+        sent[1] = whole
+    sent[rank] = "rank looks the other way"
+    assert cut_all() == ["rank looks the other way"] * 2
 
 
 def test_context_parallelism_is_not_cut_and_leaves_fewer_replicas() -> None:

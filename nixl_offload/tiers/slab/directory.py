@@ -177,8 +177,8 @@ class TierDirectory:
             "slot_classes": slot_classes,
             "held": context.namespace.held(),  # commands find shards by it
         }
-        if context.replicas:
-            slab["replicas"] = sorted(map(list, context.replicas.items()))
+        if replicas := context.namespace.slot_replicas:
+            slab["replicas"] = sorted(map(list, replicas.items()))
         self._write_manifest({**context.namespace.manifest(), "slab": slab})
 
     def _remove_leftovers(self) -> None:
@@ -280,7 +280,7 @@ def least_bytes(context: TierContext, index_bytes: Callable[[int], int] = max_by
 
 def _rank_bytes(context: TierContext, available_bytes: int, index_bytes: Callable[[int], int]) -> int:
     """Return the share of one rank, after the index, small files and the filesystem's metadata."""
-    ranks, together = context.world_size, max(context.replicas.values(), default=1)
+    ranks, together = context.world_size, max(context.namespace.slot_replicas.values(), default=1)
     keys = max(0, available_bytes) * together // ranks // context.slot_classes[0]
     small_files_bytes = _SMALL_FILES_BYTES + ranks * _SMALL_FILES_PER_RANK_BYTES
     slabs_bytes = available_bytes - index_bytes(keys) - small_files_bytes

@@ -68,7 +68,8 @@ class SlabTier(SlotTier):
         Raises TierError (locked by another engine, no permission) and ConfigError (too little capacity).
         """
         warn_of_others(config.path)
-        namespace, replicas, engines = context.namespace, context.replicas, context.dp_engines
+        namespace, engines = context.namespace, context.dp_engines
+        replicas = namespace.slot_replicas
         with contextlib.ExitStack() as undo:
             directory = TierDirectory.open(config, context)
             undo.callback(directory.close)
