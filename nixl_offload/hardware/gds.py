@@ -105,7 +105,7 @@ class Fact(NamedTuple):
     """Whether it holds; None if unknown."""
     words: str
     fix: str | None = None
-    """A command or setting that helps, if there is one."""
+    """A command or setting that helps where it does not hold, if there is one."""
 
 
 class GdsReport(NamedTuple):
@@ -173,16 +173,12 @@ def _reasons(facts: list[Fact]) -> str:
     return "; ".join(fact.words for fact in facts)
 
 
-def _fact(name: str, ok: bool, words: str, fix: str) -> Fact:
-    return Fact(name, ok, words, None if ok else fix)
-
-
 def _conditions(
     directory: str, mount: Mount | None, device: BlockDevice | None, settings: CufileSettings, root: str
 ) -> Iterator[Fact]:
     """Yield all facts except the driver's and the routes'."""
     fix = f"correct {settings.where}, or unset {_PATH_VARIABLE}"
-    yield _fact("cufile.json", not settings.error, settings.error or f"read from {settings.over}", fix)
+    yield Fact("cufile.json", not settings.error, settings.error or f"read from {settings.over}", fix)
     if settings.values["properties.force_compat_mode"]:
         yield Fact("cufile.json", False, f"force_compat_mode is on ({settings.over})", "turn force_compat_mode off")
     if mount is None:
@@ -193,26 +189,26 @@ def _conditions(
         yield _direct_io(directory)
     has_udev = bool(names(root, "/run/udev/data"))
     words = f"/run/udev, by which cuFile finds out what a mount is, {'is here' if has_udev else 'has no data'}"
-    yield _fact("udev", has_udev, words, "in a container: -v /run/udev:/run/udev:ro")
+    yield Fact("udev", has_udev, words, "in a container: -v /run/udev:/run/udev:ro")
 
 
 def _of_mount(mount: Mount, device: BlockDevice | None) -> Iterator[Fact]:
     here = f"{mount.kind} at {mount.point}"
-    yield _fact("filesystem", mount.kind in (*_NETWORK, *_LOCAL), here, _MOVE)
+    yield Fact("filesystem", mount.kind in (*_NETWORK, *_LOCAL), here, _MOVE)
     options = dict(option.partition("=")[::2] for option in mount.options)
     if mount.kind == "ext4":
         data = options.get("data")
         words = f"{here} has data={data}" if data else f"{here} does not say data=ordered, which cuFile wants to see"
         fix = f"mount -o remount,data=ordered {mount.point} (of the root filesystem: rootflags=data=ordered)"
-        yield _fact("mount options", data == "ordered", words, fix)
+        yield Fact("mount options", data == "ordered", words, fix)
     if mount.kind.startswith("nfs"):
         protocol = options.get("proto", "tcp")
-        yield _fact("mount options", protocol == "rdma", f"{here} goes by {protocol}", "mount it with proto=rdma")
+        yield Fact("mount options", protocol == "rdma", f"{here} goes by {protocol}", "mount it with proto=rdma")
     if mount.kind in _LOCAL and device is None:
         yield Fact("block device", None, "the block device is not known")
     elif device is not None:
         words = device.words + ("" if device.kind else " is no NVMe or RAID 0 of it")
-        yield _fact("block device", bool(device.kind), words, _MOVE)
+        yield Fact("block device", bool(device.kind), words, _MOVE)
 
 
 def _direct_io(directory: str) -> Fact:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -18,6 +17,7 @@ import torch
 
 from nixl_offload.engine.streams import READY, Device, Fence
 from nixl_offload.movers.base import MemoryKind
+from tests.unit.engine_rig import until
 
 T = TypeVar("T")
 LIMIT_S = 20.0
@@ -159,10 +159,7 @@ class ThreadedDevice(Device):
 
 def settled(fence: Fence) -> None:
     """Wait for ``fence``."""
-    deadline_s = time.monotonic() + LIMIT_S
-    while not fence.done():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.0002)
+    until(fence.done)
 
 
 def at_once(steps: Generator[None, None, T]) -> T:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.select import make_mover
 from nixl_offload.types import Outcome
-from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Rig
+from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Rig, opened
 from tests.unit.link_rig import shards, tree
 from tests.unit.memory_rig import MemoryRig
 
@@ -49,21 +48,16 @@ def real_mover(name: str) -> Mover:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    with ExitStack() as stack:
+    def build(medium: str, shape: str, **options: Any) -> AnyRig:
+        kind, _, how = medium.partition(", ")
+        if kind == "memory":
+            return MemoryRig.make(shape, **({"verify": "always"} if how else {}), **options)
+        options |= {"link": tree(tmp_path / "tree")} if "tree" in kind else {}
+        options |= {"keys": KEYS} if "signed" in kind else {}
+        return Rig.make(tmp_path, shape, real_mover(how), **options)
 
-        def build(medium: str, shape: str, **options: Any) -> AnyRig:
-            kind, _, how = medium.partition(", ")
-            rig: AnyRig
-            if kind == "memory":
-                rig = MemoryRig.make(shape, **({"verify": "always"} if how else {}), **options)
-            else:
-                options |= {"link": tree(tmp_path / "tree")} if "tree" in kind else {}
-                options |= {"keys": KEYS} if "signed" in kind else {}
-                rig = Rig.make(tmp_path, shape, real_mover(how), **options)
-            stack.enter_context(closing(rig))
-            return rig
-
-        yield build
+    with opened(build) as make:
+        yield make
 
 
 def image(rig: AnyRig, number: int, directory: Path) -> npt.NDArray[np.uint8]:
