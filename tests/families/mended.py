@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm import _custom_ops
 
-from tests.families.extensions import FamilyExtension
+from tests.families.extensions import FamilyExtension as MendedExtension  # noqa: F401 - by name
 
 _rotate = _custom_ops.rotary_embedding
 
@@ -23,7 +23,3 @@ def _rotate_tokens(positions: torch.Tensor, query: torch.Tensor, key: torch.Tens
 
 
 _custom_ops.rotary_embedding = _rotate_tokens
-
-
-class MendedExtension(FamilyExtension):
-    """Mixed into vLLM's worker class."""

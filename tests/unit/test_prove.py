@@ -62,8 +62,10 @@ def test_every_end_of_a_cell_is_noted(name: str, findings: list[str], capsys: py
 
 
 def test_a_process_that_a_cell_leaves_ends_with_it() -> None:
+    from tests.unit.engine_rig import until
+
     stat = Path(f"/proc/{_tried('tests.unit.test_prove', 'good/leaves a process').note}/stat")
-    assert not stat.exists() or " Z " in stat.read_text()
+    until(lambda: not stat.exists() or " Z " in stat.read_text())
 
 
 def test_a_soak_sees_growth() -> None:
@@ -81,7 +83,7 @@ def test_faults_that_matter_most_are_tried_everywhere() -> None:
     for tier in ("slab", "shared_dir", "s3_obj", "s3_obstore"):
         for point in ("store", "load", "write-through", "promotion", "shutdown", "sleep"):
             assert most <= set(faults_at(tier, point))
-    assert len({cell.name for cell in faults.cells(1)}) == len(TIERS) * len(POINTS)
+    assert len({cell.name for cell in faults.cells(1)}) == len(TIERS) * len(POINTS) - 7, "seven make no sense"
 
 
 def _tried(module: str, name: str, seed: int = 1) -> Outcome:

@@ -23,7 +23,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from examples.demo.engine import Answer, Engine, quick_environment
 from examples.demo.model import TINY, ModelShape, random_prompts, write_model
@@ -35,6 +35,14 @@ BLOCK_TOKENS = 64
 CHUNK_TOKENS = 256
 MAX_BATCHED_TOKENS = 512
 TAIL_TOKENS = 50
+OPTIONS: Final[Mapping[str, Any]] = {
+    "dtype": "float32",
+    "block_size": BLOCK_TOKENS,
+    "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 64 << 20,
+}
+"""Of each engine. Its KV cache has 256 blocks of TINY."""
 ONE_CORE = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Tiny models gain nothing from a second thread, and on a busy machine OpenMP's threads spend minutes spinning."""
 
@@ -63,22 +71,13 @@ class Workshop:
         """Start a float32 engine on ``shape``'s model. ``connector`` is our config (mapping or path); None means none.
 
         ``model`` is another model, by its directory or name; then ``shape`` only says how long prompts may be.
-        ``options`` are ``vllm.LLM``'s and override the defaults: 64-token blocks, a KV cache of 64 MiB (256 blocks of
-        TINY), at most 512 tokens a step.
+        ``options`` are ``vllm.LLM``'s and override ``OPTIONS``.
         """
         if model is None:
             with self._lock:
                 model = write_model(self.scratch / f"model-{abs(hash(shape)):x}", shape)
-        options = {
-            "dtype": "float32",
-            "block_size": BLOCK_TOKENS,
-            "max_model_len": shape.max_tokens,
-            "max_num_batched_tokens": MAX_BATCHED_TOKENS,
-            "max_num_seqs": 8,
-            "kv_cache_memory_bytes": 64 << 20,
-            "worker_extension_cls": "tests.vllm.poison.PoisonExtension",
-            **options,
-        }
+        extension = "tests.vllm.poison.PoisonExtension"
+        options = {**OPTIONS, "max_model_len": shape.max_tokens, "worker_extension_cls": extension, **options}
         make = functools.partial(ForkedEngine, self._zygote, forks_all=forked) if self._zygote is not None else Engine
         engine = make(
             model,

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from examples.demo.engine import quick_environment, transfer_config
 from examples.demo.model import TINY, write_model
 from examples.s3_server import free_port
-from tests.vllm.harness import BLOCK_TOKENS, ONE_CORE
+from tests.vllm.harness import ONE_CORE, OPTIONS
 from tests.vllm.zygote import MAIN_MODULE, ForkedProcess, Zygote
 
 START_S = 120.0
@@ -84,12 +84,8 @@ class Server:
             "host": "127.0.0.1",
             "port": self.port,
             "model": self.model,
-            "dtype": "float32",
-            "block_size": BLOCK_TOKENS,
             "max_model_len": TINY.max_tokens,
-            "max_num_batched_tokens": 512,
-            "max_num_seqs": 8,
-            "kv_cache_memory_bytes": 64 << 20,
+            **OPTIONS,
             "kv_transfer_config": json.dumps(transfer_config(dict(config))),
             **options,
         }

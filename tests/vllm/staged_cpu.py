@@ -11,14 +11,8 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from tests.vllm.poison import PoisonExtension
 
-EXTENSION = "tests.vllm.staged_cpu.StagedExtension"
+EXTENSION = f"{__name__}.{PoisonExtension.__name__}"
 """For ``worker_extension_cls``."""
-
-
-class StagedExtension(PoisonExtension):
-    """The usual one."""
-
-
 _gather = CPUModelRunner.sync_and_gather_intermediate_tensors
 
 

@@ -1,8 +1,8 @@
 """Proves over a running vLLM that a prompt served from a tier is answered exactly as without any cache.
 
 The reference is an engine without a connector. Against it stand an engine that stores, the same engine after it forgot
-its prefix cache, a new engine on the same directory, and engines whose requests end early, are preempted, or meet a
-reset. That the comparison can fail is shown on the loaded blocks themselves: damaged, they change the answer.
+its prefix cache, and engines whose requests end early, are preempted, or meet a reset. That the comparison can fail is
+shown on the loaded blocks themselves: damaged, they change the answer. ``test_chain`` has restarts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.vllm.harness import (
     close,
     prompts,
 )
-from tests.vllm.media import Medium, memory, slab
+from tests.vllm.media import memory, slab
 
 PROMPTS = prompts(4, seed=21)
 FULL_TOKENS = len(PROMPTS[0]) - TAIL_TOKENS
@@ -51,18 +51,12 @@ class Scene:
     """A model, answers of an engine without a connector, each computed from nothing, and an engine with one."""
 
     shape: ModelShape
-    medium: Medium
-    workshop: Workshop
     right: dict[str, list[Answer]]
     engine: Engine
 
     @property
     def has_windows(self) -> bool:
         return self.shape.sliding_window is not None
-
-    def restart(self) -> None:
-        self.engine.stop()
-        self.engine = self.workshop.start_engine(self.shape, self.medium.config())
 
     def ask_anew(self, asked: list[list[int]]) -> list[Answer]:
         """Ask without what vLLM remembers."""
@@ -102,9 +96,8 @@ def scene(
     name, shape = CASES[request.param]
     medium = memory() if name == "memory" else slab(workshop.scratch / f"kv-{shape.sliding_window}")
     right, engine = right_of(shape), workshop.start_engine(shape, medium.config())
-    made = Scene(shape, medium, workshop, right, engine)
-    yield made
-    made.engine.stop()
+    yield Scene(shape, right, engine)
+    engine.stop()
 
 
 @everywhere
@@ -136,15 +129,6 @@ def test_what_is_stored_is_found_and_changes_no_answer(scene: Scene) -> None:
     [answer] = engine.generate([FORK], salt="another tenant's")
     assert answer.external_hit_tokens == 0
     assert_same([answer], scene.right["fork"])
-
-
-@on_a_slab
-def test_a_restart_loses_nothing(scene: Scene) -> None:
-    """A new engine on the directory loads every full chunk, answers the same, and stores nothing again."""
-    scene.restart()
-    scene.all_loaded(PROMPTS, scene.right["each"])
-    assert scene.engine.settle()
-    assert scene.engine.stored_bytes() == 0
 
 
 @everywhere
