@@ -25,15 +25,15 @@ from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.faults.conftest import SmallFilesystem
 from tests.hostile import HostileFilesystem
-from tests.unit.engine_rig import NUM_BLOCKS, Clock, Rig, until
-from tests.unit.link_rig import drafts, engines, shards, tree
+from tests.unit.engine_rig import NUM_BLOCKS, Clock, Rig, rigs, until
+from tests.unit.link_rig import drafts, shards, tree
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]
 SOURCE, TARGET = [1, 2, 3, 4], [5, 6, 7, 8]
 
 
-make = pytest.fixture(engines)
+make = pytest.fixture(rigs)
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from nixl_offload.movers.base import Mover
 from nixl_offload.movers.select import make_object_mover
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Outcome
-from tests.unit.engine_rig import NUM_BLOCKS, Clock, Rig, until
-from tests.unit.link_rig import NAMESPACE_NAME, Watched, engines, objects
+from tests.unit.engine_rig import NUM_BLOCKS, Clock, Rig, rigs, until
+from tests.unit.link_rig import NAMESPACE_NAME, Watched, objects
 
 from .proxy import FaultProxy, Hold, Stall
 from .servers import RcloneServer
@@ -43,7 +43,7 @@ def mover(rclone: RcloneServer, prefix: str, s3_environment: None) -> Callable[.
     return build
 
 
-make = pytest.fixture(engines)
+make = pytest.fixture(rigs)
 
 
 @pytest.mark.parametrize("verify", ["checksum", "header"])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,19 +15,9 @@ from nixl_offload.stores.filesystem import REAL, Filesystem
 from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.shared.links import ObjectLink, TreeLink
 from tests.contract.suites.faulty_mover import FaultyMover
-from tests.unit.engine_rig import Rig, rigs
 
 NAMESPACE_NAME = "0123456789abcdef" * 2
 LinkMaker = Callable[[Mover, Callable[[], float]], Link]
-
-
-def engines(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    """A fixture: makes rigs and closes them; a closed engine leaves no thread behind."""
-    yield from rigs(tmp_path)
-    for thread in threading.enumerate():
-        if thread.name.startswith("nixl-offload"):
-            thread.join(5.0)
-            assert not thread.is_alive(), thread.name
 
 
 def tree(root: Path, *, filesystem: Filesystem = REAL) -> LinkMaker:

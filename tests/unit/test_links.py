@@ -29,14 +29,14 @@ from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.types import Key, Location, Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.hostile import HostileFilesystem
-from tests.unit.engine_rig import CHUNK_BLOCKS, Clock, Rig, until
-from tests.unit.link_rig import NAMESPACE_NAME, ObjectFiles, drafts, engines, objects, shards, tree
+from tests.unit.engine_rig import CHUNK_BLOCKS, Clock, Rig, rigs, until
+from tests.unit.link_rig import NAMESPACE_NAME, ObjectFiles, drafts, objects, shards, tree
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]
 
 
-make = pytest.fixture(engines)
+make = pytest.fixture(rigs)
 
 
 # -- a shared directory ---------------------------------------------------------------------------------------------
