@@ -140,8 +140,7 @@ class LinkEngine(TierEngine):
 class LinkPaths(TierPaths):
     """The paths of chunks that a link's mover moves. Owns link and mover, and closes them.
 
-    If chunks share a file, a batch has common transfers. Else each chunk has its own, and failed or late chunks leave
-    the batch.
+    If chunks share a file, a batch has common transfers. Else each chunk has its own, and late ones leave the batch.
     """
 
     def __init__(
