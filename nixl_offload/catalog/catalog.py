@@ -176,8 +176,8 @@ class Catalog:
         self._numbered = tuple(enumerate(self.tiers))
 
     def disable(self, positions: Collection[int], unreadable: Collection[int], now_s: float) -> None:
-        """Store nothing in ``positions``, tiers that some rank has disabled, and load nothing from ``unreadable``, but
-        for trials. All other tiers are in use again.
+        """Store nothing in ``positions``, tiers to which the stores of some rank fail, and load nothing from
+        ``unreadable``, but for trials. All other tiers are in use again.
         """
         self._next_trial_s = {at: self._next_trial_s.get(at, now_s + TRIAL_S) for at in positions}
         for position, tier in self._numbered:
@@ -450,16 +450,18 @@ class Catalog:
         """Make ``key`` WRITING in the nearest tier that takes it. None: none does. ``states``: of the key, by tier.
 
         A tier with a full backlog is busy: the chunk is dropped, never queued. But the tier is skipped if no store to
-        it has ended for ``pending_limit_s``. A tier is also skipped if it has no room, or if a rank has disabled it and
-        there is a farther one. ``refused``: pairs of tier and slot size without room, kept by the caller.
+        it has ended for ``pending_limit_s``. A tier is also skipped if it has no room, or if a rank has disabled it. A
+        slab that is the farthest tier is not: its ranks refuse, and look at it again. ``refused``: pairs of tier and
+        slot size without room, kept by the caller.
         """
         needed = self.slot_bytes(key)
         for position, tier in self._numbered:
             # A tier that still holds the key, EVICTING or WRITING, cannot take it a second time.
             if states[position] is not None or (position, needed) in refused:
                 continue
-            if position + 1 < len(self.tiers) and not self.takes(position, now_s):
-                continue
+            may_skip = position + 1 < len(self.tiers) or not isinstance(tier, SlotTier)
+            if may_skip and not self.takes(position, now_s):
+                continue  # a shared tier would get the shards of the ranks that can store, and keep them
             storing_bytes = self.storing_bytes[position]
             if storing_bytes and storing_bytes + needed > self._store_backlog_bytes:
                 if now_s - self._ended_s[position] <= self._pending_limit_s:

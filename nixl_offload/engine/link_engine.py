@@ -184,8 +184,9 @@ class LinkPaths(TierPaths):
     def status(self, waiting: Waiting) -> TierStatus:
         """See ``TierPaths``."""
         paths = tuple(sorted({plan.path for plan in self.plans if plan.block_bytes}))
-        trouble = "" if self.link.trouble == "none" else self.link.trouble
-        return TierStatus(waiting, trouble, TierAccess(self.link.mover.name, paths), self.link.suspect)
+        link = self.link
+        trouble, access = "" if link.trouble == "none" else link.trouble, TierAccess(link.mover.name, paths)
+        return TierStatus(waiting, trouble, access, loads_fail=link.suspect, stores_fail=link.refuses)
 
     def close(self) -> None:
         """Close the link and its mover."""

@@ -292,7 +292,7 @@ class RankEngine(JobTable):
 
     def statuses(self) -> tuple[TierStatus, ...]:
         """Return the status of each tier on this rank, by position."""
-        missing = TierStatus(trouble="unavailable")
+        missing = TierStatus(trouble="unavailable", loads_fail=True, stores_fail=True)
         engines = [self._engines.get(tier) for tier in range(self._tiers)]
         return tuple(missing if engine is None else engine.status() for engine in engines)
 

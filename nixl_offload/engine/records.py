@@ -430,3 +430,4 @@ class TierStatus(NamedTuple):
     access: TierAccess | None = None
     """None: the tier cannot be used on this rank."""
     loads_fail: bool = False
+    stores_fail: bool = False

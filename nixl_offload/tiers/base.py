@@ -225,7 +225,12 @@ class Link(ABC):
     @property
     @abstractmethod
     def trouble(self) -> str:
-        """Why nothing is stored now, in a word; ``none`` while all is well."""
+        """Why nothing is stored or loaded now, in a word; ``none`` while all is well."""
+
+    @property
+    def refuses(self) -> bool:
+        """Whether stores fail now, but for trials. Pure and quick."""
+        return self.trouble != "none"
 
     @abstractmethod
     def may_store(self) -> bool:

@@ -207,7 +207,7 @@ class NixlOffloadManager(OffloadingManager):
         """Take the status of ranks for which it has changed. A tier serves once all ranks have opened it."""
         self.serving.take_ranks(ranks)
         statuses = [status.tiers for status in self.serving.ranks.values()]
-        disabled = {position for tiers in statuses for position, tier in enumerate(tiers) if tier.trouble}
+        disabled = {position for tiers in statuses for position, tier in enumerate(tiers) if tier.stores_fail}
         unreadable = {position for tiers in statuses for position, tier in enumerate(tiers) if tier.loads_fail}
         self.catalog.disable(disabled, unreadable, time.monotonic())
         self.metrics.update_ranks(statuses)

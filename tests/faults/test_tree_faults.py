@@ -309,8 +309,9 @@ def test_calls_that_never_return_are_bounded(
 
 
 def test_a_sync_that_hangs_fails_the_store_and_shows_nothing(
-    make: Make, tmp_path: Path, hostile: HostileFilesystem
+    make: Make, tmp_path: Path, hostile: HostileFilesystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """When too many hang, loads fail as well, and the status says so."""
     root, clock = tmp_path / "shared", Clock()
     rig = make("per_layer", link=tree(root, filesystem=hostile), clock=clock)
     before = open_files()
@@ -320,6 +321,12 @@ def test_a_sync_that_hangs_fails_the_store_and_shows_nothing(
     rig.engine.wait([0])  # its blocks are free long since
     clock.ahead_s += tree_link.END_LIMIT_S
     assert rig.collect(0).outcomes == (FAILED,)
+    for most, loads_fail in ((2, False), (1, True)):
+        monkeypatch.setattr(tree_link, "MAX_PENDING", most)
+        assert rig.link.may_load() is not loads_fail
+        (status,) = rig.engine.statuses()
+        assert (status.loads_fail, status.stores_fail) == (loads_fail, True)
+    monkeypatch.undo()
     hostile.release()
     until(lambda: not drafts(root))
     assert not shards(root)

@@ -367,8 +367,8 @@ class Server:
                 rank.chain.submit_moves(grant.ticket, moves)
         self._poll()
         statuses = [each for rank in self.ranks for each in enumerate(rank.chain.statuses())]
-        troubled = {at for at, status in statuses if status.trouble and status.trouble != "unavailable"}
-        self.catalog.disable(troubled, {at for at, status in statuses if status.loads_fail}, time.monotonic())
+        refusing = {at for at, status in statuses if status.stores_fail}
+        self.catalog.disable(refusing, {at for at, status in statuses if status.loads_fail}, time.monotonic())
         self._take_removed()
 
     def until(self, is_over: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:

@@ -159,7 +159,8 @@ def test_a_bucket_that_fails_is_left_alone_and_tried_again(
     for job in range(20, 30):
         assert bad(job, [rig.chunk(0, [5, 6, 7, 8])] * 3) == (FAILED,) * 3
     assert rig.collect(29).errors == ("storage is out of use: io",)
-    assert [status.loads_fail for status in rig.engine.statuses()] == [failing == "loads"]
+    (status,) = rig.engine.statuses()
+    assert (status.trouble, status.loads_fail, status.stores_fail) == ("io", failing == "loads", failing == "stores")
     assert len(mover.submitted) == submitted
     mover.script = []
     assert good(40, [rig.chunk(1, [1, 2, 3, 4])]) == (OK,)

@@ -362,22 +362,49 @@ def test_what_this_server_stores_is_served_without_a_look(make: MakeRig) -> None
 
 
 def test_while_ranks_cannot_load_one_request_now_and_then_tries(make: MakeRig) -> None:
-    """A trial begins with a question, too. One that finds nothing to load is followed by another."""
+    """A trial begins with a question, too. A request that finds nothing to load leaves it to the next one."""
     rig, keys = make(), keys_of(50)
     rig.put(*keys)
     assert rig.hits("a", keys) == 50
     catalog = Catalog([rig.tier], world_size=1, slot_bytes=lambda key: SLOT, store_backlog_bytes=100 * SLOT)
     catalog.disable({0}, {0}, rig.now())
     assert not rig.tier.in_use
-    assert rig.hits("nothing", keys_of(5, 900)) == 0
-    assert rig.ask("b", keys) == [Lookup.MISS]
-    assert rig.ask("b", keys_of(1, 950)) == [Lookup.MISS], "nor is it worth a question"
-    assert not rig.tier.doubts("b"), "what it computes can be stored"
+    for number in range(3):
+        assert rig.hits(f"nothing{number}", keys_of(5, 900 + 5 * number)) == 0
+    assert rig.ask("b", keys) == [Lookup.HIT] * 50, "the trial"
+    for number in range(3):
+        assert rig.ask(f"c{number}", keys) == [Lookup.MISS]
+    asked = rig.heads()
+    assert rig.ask("d", keys_of(1, 950)) == [Lookup.MISS], "nor is it worth a question"
+    assert rig.heads() == asked
+    assert not rig.tier.doubts("d"), "what it computes can be stored"
     rig.ahead_s = 6.0
-    assert rig.ask("c", keys) == [Lookup.HIT] * 50, "the trial"
+    assert rig.ask("e", keys) == [Lookup.HIT] * 50
     assert rig.ask("d", keys) == [Lookup.MISS]
     catalog.disable((), (), rig.now())
     assert rig.ask("d", keys) == [Lookup.HIT] * 50
+
+
+def test_while_a_rank_cannot_store_one_chunk_now_and_then_is_tried(make: MakeRig) -> None:
+    """Else the other ranks would write shards of chunks that are never whole. Loads go on."""
+    rig, keys = make(world_size=2), keys_of(5)
+    rig.put(keys[0])
+    catalog = Catalog([rig.tier], world_size=2, slot_bytes=lambda key: SLOT, store_backlog_bytes=100 * SLOT)
+    catalog.disable({0}, (), rig.now())
+    assert rig.hits("a", keys) == 1
+    assert catalog.reserve(keys, rig.now()) is None
+    for trial in range(2):
+        rig.ahead_s += 10.0
+        ticket = catalog.reserve(keys, rig.now())
+        assert ticket is not None
+        assert ticket.keys == (keys[1],), trial
+        catalog.report(ticket.ticket, 1, {}, rig.now())
+        catalog.report(ticket.ticket, 1, {0: Outcome.FAILED}, rig.now())
+    catalog.disable((), (), rig.now())
+    ticket = catalog.reserve(keys, rig.now())
+    assert ticket is not None
+    assert ticket.keys == tuple(keys[1:])
+    catalog.report(ticket.ticket, 2, {}, rig.now())
 
 
 def test_an_answer_older_than_a_store_does_not_undo_it(make: MakeRig, store: MemoryStore) -> None:

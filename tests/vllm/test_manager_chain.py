@@ -142,12 +142,13 @@ def test_a_store_straight_to_files_is_hinted_too(tmp_path: Path, keep: Keep) -> 
 def test_stores_go_to_the_next_tier_while_any_rank_has_disabled_the_first(tmp_path: Path, keep: Keep) -> None:
     rig = keep(Rig(config_of(slab_tier(tmp_path / "slab"), tree_tier(tmp_path / "tree")), world_size=2))
 
-    def tell(rank: int, trouble: str) -> None:
-        rig.manager.take_ranks({rank: RankStatus(frozenset({0, 1}), tiers=(TierStatus(trouble=trouble), TierStatus()))})
+    def tell(rank: int, status: TierStatus) -> None:
+        rig.manager.take_ranks({rank: RankStatus(frozenset({0, 1}), tiers=(status, TierStatus()))})
 
     stored = []
-    for number, (rank, trouble) in enumerate([(0, ""), (0, "full"), (1, "full"), (0, ""), (1, "")]):
-        tell(rank, trouble)
+    well, full = TierStatus(trouble="io", loads_fail=True), TierStatus(trouble="full", stores_fail=True)
+    for number, (rank, status) in enumerate([(0, well), (0, full), (1, full), (0, well), (1, well)]):
+        tell(rank, status)
         stored += tiers_of(rig.offer(number))
     assert stored == [0, 1, 1, 1, 0]
     for loads_fail in (True, False):

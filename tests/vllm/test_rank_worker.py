@@ -190,7 +190,7 @@ def test_waking_up_while_the_drive_is_away(tmp_path: Path, monkeypatch: pytest.M
         drive.mkdir()
         rig.worker.wake_up()
         status = rig.status()
-        assert (status.failed, status.tiers[0].trouble) == ({0}, "unavailable")
+        assert (status.failed, status.tiers[0].trouble, *status.tiers[0][-2:]) == ({0}, "unavailable", True, True)
         assert not any(drive.iterdir())
         drive.rmdir()
         (tmp_path / "not mounted").rename(drive)

@@ -79,6 +79,10 @@ class SharedLink(Link):
         return self._loads.allows(self._clock())
 
     @property
+    def refuses(self) -> bool:
+        return not self._stores.closed
+
+    @property
     def suspect(self) -> bool:
         return not self._loads.closed
 
@@ -204,6 +208,14 @@ class TreeLink(SharedLink):
     @property
     def trouble(self) -> str:
         return "io" if self._pending >= MAX_PENDING else super().trouble
+
+    @property
+    def refuses(self) -> bool:
+        return self._pending >= MAX_PENDING or super().refuses
+
+    @property
+    def suspect(self) -> bool:
+        return self._pending >= MAX_PENDING or super().suspect
 
     def connect(self) -> None:
         """Make the namespace's directory. Waits for ``BEGIN_LIMIT_S`` at most."""

@@ -45,7 +45,7 @@ class SharedTier(Tier):
     """A tier whose answers are beliefs; a load verifies and corrects them.
 
     The lookup of an unknown chunk goes through ``_lookups`` (which request waits for which search) and ``_prober``
-    (which asks the store). ``_health`` decides when the tier is disabled.
+    (which asks the store).
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class SharedTier(Tier):
             return Lookup.MISS
         if key in self._unanswered:
             return self._unknown(context)
-        if not self._may_load(context, now_s):
+        if not self.ranks_load and now_s < self._next_load_trial_s and self._load_trial != context.request_id:
             return Lookup.MISS  # a question would be wasted; the key is not doubted, so it may be stored
         return self._lookups.ask(key, context, now_s)
 
@@ -313,7 +313,7 @@ class SharedTier(Tier):
             self._reach.failed(error.cause, str(error), self._now_s)
 
     def _may_load(self, context: LookupContext, now_s: float) -> bool:
-        """Whether this request may load. While ranks cannot load, one request at a time may, as a trial."""
+        """Whether a request may load what is there. While ranks cannot load, one at a time may, as a trial."""
         if self.ranks_load:
             return True
         if self._load_trial != context.request_id and now_s >= self._next_load_trial_s:
