@@ -100,6 +100,7 @@ class MoverLimits:
     """If False, a READ past the end of the target may be DONE with the end of its memory untouched."""
 
 
+FILE_LIMITS: Final = MoverLimits(alignment_bytes=PAGE_BYTES)
 OBJECT_LIMITS: Final = MoverLimits(max_extents_per_transfer=1, whole_writes=True)
 """Limits of object movers: one object per transfer. NIXL reports no error per object, and the siblings of a failed
 object would go on writing."""

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.keep import keep_in_children
-from nixl_offload.movers.base import LIBRARIES, FileEntry, FileId, MemoryId, MemoryKind, MemoryRegion, MoverLimits, Op
+from nixl_offload.movers.base import FILE_LIMITS, LIBRARIES, FileEntry, FileId, MemoryId, MemoryKind, MemoryRegion, Op
 from nixl_offload.movers.pinning import pinning_limit
 from nixl_offload.movers.threaded import Row, ThreadedMover, ThreadedTransfer
 from nixl_offload.types import PAGE_BYTES
@@ -68,8 +68,7 @@ class KvikioMover(ThreadedMover):
     def __init__(self, threads: int = 8, bounce_bytes: int = 16 << 20, *, close_timeout_s: float = 30.0) -> None:
         super().__init__(
             "kvikio",
-            # KvikIO also takes unaligned bytes, but by the page cache and another copy.
-            MoverLimits(alignment_bytes=PAGE_BYTES),
+            FILE_LIMITS,  # KvikIO also takes unaligned bytes, but by the page cache and another copy
             threads=threads,
             close_timeout_s=close_timeout_s,
             memory_kinds=frozenset(MemoryKind),
@@ -81,10 +80,6 @@ class KvikioMover(ThreadedMover):
         self._in_cufile: set[MemoryId] = set()
         """Regions whose registration with cuFile covers their allocation."""
         keep_in_children(self)  # a collected handle deregisters its file with cuFile
-
-    def connect(self) -> None:
-        """Load KvikIO and set its defaults now. Raises MoverUnavailableError."""
-        self._check_usable()
 
     def _check_usable(self) -> None:
         super()._check_usable()

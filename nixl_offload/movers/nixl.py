@@ -28,6 +28,7 @@ from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import MoverError, MoverUnavailableError
 from nixl_offload.keep import keep_forever, keep_in_children
 from nixl_offload.movers.base import (
+    FILE_LIMITS,
     LIBRARIES,
     MAX_IO_BYTES,
     Extents,
@@ -45,7 +46,6 @@ from nixl_offload.movers.base import (
 )
 from nixl_offload.movers.pinning import add_holder, check_pinning, remove_holder
 from nixl_offload.stores.s3 import ATTEMPTS, S3Address, ca_bundle_of
-from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -276,7 +276,7 @@ class NixlMover(AgentMover):
     """
 
     def __init__(self, plugin: NixlPlugin, *, close_timeout_s: float = 30.0) -> None:
-        super().__init__(plugin, limits=MoverLimits(alignment_bytes=PAGE_BYTES), close_timeout_s=close_timeout_s)
+        super().__init__(plugin, limits=FILE_LIMITS, close_timeout_s=close_timeout_s)
         self._is_cufile = plugin.plugin == "GDS_MT"
 
     def _register(self, memory: MemoryId, region: MemoryRegion) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from nixl_offload.errors import MoverError, NixlOffloadError, StoreError
-from nixl_offload.movers.base import OBJECT_LIMITS, MemoryKind, Mover, MoverLimits, Op, TrackedTransfer
+from nixl_offload.movers.base import FILE_LIMITS, OBJECT_LIMITS, MemoryKind, Mover, MoverLimits, Op, TrackedTransfer
 from nixl_offload.stores.base import Store
 from nixl_offload.types import PAGE_BYTES
 
@@ -181,8 +181,7 @@ class CopyMover(ThreadedMover):
     """
 
     def __init__(self, threads: int = 4, *, name: str = "copy", close_timeout_s: float = 30.0) -> None:
-        limits = MoverLimits(alignment_bytes=PAGE_BYTES)
-        super().__init__(name, limits, threads=threads, close_timeout_s=close_timeout_s)
+        super().__init__(name, FILE_LIMITS, threads=threads, close_timeout_s=close_timeout_s)
 
     def _move(self, transfer: ThreadedTransfer, rows: Sequence[Row]) -> None:
         op, file = transfer.op, transfer.file

@@ -19,7 +19,7 @@ from nixl_offload.movers.kvikio import KvikioMover
 from nixl_offload.movers.nixl import PLUGINS, NixlMover, PairedMover
 from nixl_offload.movers.select import probe_round_trip
 from nixl_offload.movers.threaded import CopyMover
-from tests.contract.suites.mover_rig import extents
+from tests.contract.suites.mover_rig import HostMemory, extents
 from tests.contract.suites.mover_suite import MoverSuite
 
 HERE = Path(__file__).parent
@@ -143,5 +143,5 @@ def test_kvikio_says_what_it_lacks() -> None:
         pytest.skip("this machine has a driver")
     mover = KvikioMover()
     with pytest.raises(MoverUnavailableError, match="no NVIDIA driver"):
-        mover.connect()
+        mover.register_memory(HostMemory(4096).region)
     mover.close()
