@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from operator import itemgetter
 from typing import Annotated, Any, ClassVar, Final
 
@@ -97,7 +98,7 @@ class NamespaceFields:
     format_version: _Number = FORMAT_VERSION
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Namespace:
     """A fingerprint and what went into it. Make one with ``make_namespace``."""
 
@@ -110,20 +111,19 @@ class Namespace:
     """As ``SlotPlaces.replicas``: by slot size, how many consecutive ranks of this engine share one copy of a chunk in
     a slab. Empty: each has its own. Not part of the fingerprint.
     """
-    _slot_bytes: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
-    _slots: dict[int, int] = field(init=False, repr=False, compare=False)
-    _numbers: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        slot_bytes = {group.group_id: group.slot_bytes for group in self.fields.groups}
-        numbers = {group: tuple(n for n, size in enumerate(of) if size) for group, of in slot_bytes.items()}
-        slots = {
-            group: max(sum(of[shard] for shard in shards) for shards in held)
-            for (group, of), held in zip(slot_bytes.items(), self.held(), strict=True)
-        }
-        object.__setattr__(self, "_slot_bytes", slot_bytes)
-        object.__setattr__(self, "_slots", slots)
-        object.__setattr__(self, "_numbers", numbers)
+    @cached_property
+    def _slot_bytes(self) -> dict[int, tuple[int, ...]]:
+        return {group.group_id: group.slot_bytes for group in self.fields.groups}
+
+    @cached_property
+    def _numbers(self) -> dict[int, tuple[int, ...]]:
+        return {group: tuple(n for n, size in enumerate(of) if size) for group, of in self._slot_bytes.items()}
+
+    @cached_property
+    def _slots(self) -> dict[int, int]:
+        of_groups = zip(self._slot_bytes.items(), self.held(), strict=True)
+        return {group: max(sum(of[n] for n in numbers) for numbers in held) for (group, of), held in of_groups}
 
     @property
     def name(self) -> str:
