@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import KVConnectorBlockState
 from vllm.v1.request import RequestStatus
 
 from nixl_offload.vllm import serving_tiers
-from nixl_offload.vllm.messages import RankStatus
+from nixl_offload.vllm.messages import RankStatus, TicketReport
 from nixl_offload.vllm.vllm_scheduler import notes_of
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import BLOCKS_PER_CHUNK, CHUNK_TOKENS, Rig
@@ -76,6 +76,20 @@ def test_a_request_is_stored_once_the_step_that_loaded_it_is_known_to_have_ended
     for name, chunks in (("loads", 5), ("later", 2)):
         [group] = steps.state(name).group_states
         assert group.next_stored_chunk_idx == chunks, "with all that was held back"
+
+
+def test_a_load_of_ours_keeps_no_store_waiting(steps: Steps) -> None:
+    """Its request is given blocks again, for the rest, when the load has ended."""
+    request = steps.arrive("loads", random.Random(1).choices(range(1000), k=PROMPT_CHUNKS * CHUNK_TOKENS))
+    steps.store_keys(steps.keys("loads")[:2])
+    assert steps.ask("loads") == (2 * CHUNK_TOKENS, True)
+    blocks = range(1, PROMPT_CHUNKS * BLOCKS_PER_CHUNK + 1)
+    steps.allocate("loads", blocks, 2 * CHUNK_TOKENS)
+    [job] = steps.step().load_jobs
+    steps.hear(completed_jobs={job: 1}, tickets={ticket: TicketReport() for ticket in range(9)})
+    request.num_computed_tokens, request.status = 2 * CHUNK_TOKENS, RequestStatus.RUNNING
+    steps.allocate("loads", blocks)
+    assert steps.storing("loads") == {"loads"}
 
 
 def test_steps_that_all_begin_a_load_of_another_connector_keep_no_store_waiting_for_ever(steps: Steps) -> None:
