@@ -124,20 +124,19 @@ class Rank:
     def fill(self, blocks: range, group: int, rows: npt.NDArray[np.uint8] | int) -> None:
         """Fill KV blocks with a payload, or every byte with one value."""
         at = 0
-        for run in self._shape.groups[group].refs:
-            part = self.kv[run.tensor_index][blocks.start : blocks.stop, run.page_offset : run.page_offset + run.length]
-            part[:] = rows if isinstance(rows, int) else rows[:, at : at + run.length]
-            at += run.length
+        for part in self._parts(blocks, group):
+            part[:] = rows if isinstance(rows, int) else rows[:, at : at + part.shape[1]]
+            at += part.shape[1]
 
     def read(self, blocks: range, group: int) -> npt.NDArray[np.uint8]:
         """Return the contents of KV blocks, one row each."""
-        return np.concatenate(
-            [
-                self.kv[run.tensor_index][blocks.start : blocks.stop, run.page_offset : run.page_offset + run.length]
-                for run in self._shape.groups[group].refs
-            ],
-            axis=1,
-        )
+        return np.concatenate(self._parts(blocks, group), axis=1)
+
+    def _parts(self, blocks: range, group: int) -> list[npt.NDArray[np.uint8]]:
+        return [
+            self.kv[run.tensor_index][blocks.start : blocks.stop, run.page_offset : run.page_offset + run.length]
+            for run in self._shape.groups[group].refs
+        ]
 
     def close(self, drain_s: float) -> bool:
         """End threads and movers. Returns False if an opening did not end; it may still use host memory."""
@@ -158,16 +157,6 @@ class Job:
     ranks_left: int
     outcomes: list[tuple[Outcome, ...]] = field(default_factory=list)
     """Outcomes by chunk, of each rank that has reported."""
-
-
-@dataclass(slots=True)
-class Guard:
-    """KV blocks that were recomputed after a failed load: nothing may write to them any more."""
-
-    rank: Rank
-    blocks: range
-    group: int
-    number: int
 
 
 class Server:
@@ -196,7 +185,8 @@ class Server:
         self.open_tickets: dict[int, int] = {}
         """By ticket of a promotion or write-through: how many ranks have not reported."""
         self.requests = 0
-        self._guards: list[Guard] = []
+        self._guards: list[tuple[Rank, range, int]] = []
+        """Rank, blocks and chunk: recomputed after a failed load, so nothing may write to them any more."""
         self._is_hasty = is_hasty
         self._is_closed = False
         self._moved_s = real_s()
@@ -420,12 +410,10 @@ class Server:
 
     def check_guards(self) -> None:
         """Check that nothing wrote to blocks after their load had failed, and free them."""
-        for guard in self._guards:
-            if not (guard.rank.read(guard.blocks, guard.group) == COMPUTED).all():
-                self.wrong.append(
-                    f"chunk {guard.number}: rank {guard.rank.number} wrote to blocks after their load had failed"
-                )
-        self._give_back({guard.blocks for guard in self._guards})
+        for rank, blocks, number in self._guards:
+            if not (rank.read(blocks, self._group(number)) == COMPUTED).all():
+                self.wrong.append(f"chunk {number}: rank {rank.number} wrote to blocks after their load had failed")
+        self._give_back({blocks for _, blocks, _ in self._guards})
         self._guards.clear()
 
     def close(self, drain_s: float = 5.0) -> bool:
@@ -515,7 +503,7 @@ class Server:
         self._report(done)
         if not job.ranks_left:
             del self.jobs[done.job_id]
-            self._give_back(set(job.blocks) - {guard.blocks for guard in self._guards})
+            self._give_back(set(job.blocks) - {blocks for _, blocks, _ in self._guards})
 
     def _check_load(self, rank: Rank, number: int, place: range, outcome: Outcome) -> None:
         group = self._group(number)
@@ -525,7 +513,7 @@ class Server:
             if not ((found == EMPTY) | (found == 0) | (found == right)).all():
                 self.wrong.append(f"chunk {number}: rank {rank.number} left other bytes where a load {outcome.value}")
             rank.fill(place, group, COMPUTED)
-            self._guards.append(Guard(rank, place, group, number))
+            self._guards.append((rank, place, number))
         elif not np.array_equal(found, right):
             self.wrong.append(f"chunk {number}: rank {rank.number} loaded other bytes than were stored")
 
