@@ -97,6 +97,19 @@ def test_a_quarantined_batch_taints_the_slots_of_all_its_chunks(make: Make) -> N
     del pump.LEAKED[before:]
 
 
+def test_what_a_mover_that_raises_may_still_touch_is_tainted(make: Make) -> None:
+    """It never says that its transfers are over: the slot of a fetch is not used again, nor is the place of a write."""
+    mover = RaisingMover(CopyMover())
+    rig = make(mover)
+    rig.put(FILE, 0)
+    rig.fill_host(1)
+    mover.error = RuntimeError("poll must not raise")
+    assert rig.moves(1, [rig.move(0, FILE, MEMORY), rig.move(1, MEMORY, FILE)]) == (TAINTED, TAINTED)
+    mover.error = None
+    rig.clock.ahead_s += 2  # the file tier tries again
+    assert rig.moves(2, [rig.move(0, FILE, MEMORY), rig.move(1, MEMORY, FILE)]) == (OK, OK)
+
+
 # -- a tier that hangs ----------------------------------------------------------------------------------------------
 
 

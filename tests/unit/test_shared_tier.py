@@ -198,6 +198,21 @@ def test_a_dead_store_costs_a_request_little_and_the_next_ones_nothing_and_comes
     assert "disabled (unreachable)" in warnings[0].getMessage()
 
 
+def test_a_store_that_fails_again_at_once_is_left_alone_for_longer(make: MakeRig, store: MemoryStore) -> None:
+    """A throttling bucket answers the trial, and fails again: the pause of a second is two seconds then."""
+    rig = make()
+    for number, pause_s in enumerate((1.0, 2.0)):
+        store.before = refuse
+        assert rig.hits(f"r{number}", keys_of(40, first=100 * number)) == 0
+        store.before, asked = answer, len(store.calls)
+        rig.ahead_s += pause_s - 0.5
+        rig.flush()
+        rig.settle()
+        assert len(store.calls) == asked, number
+        rig.ahead_s += 1.0
+        rig.wait_for(lambda: 1 if rig.tier.in_use else None)
+
+
 def test_a_store_that_hangs_never_holds_the_scheduler(make: MakeRig, store: MemoryStore) -> None:
     """While the store does not answer, no call waits for it, requests wait only once, and threads are bounded."""
     rig, keys = make(timeout="200ms", threads=8), keys_of(500)
