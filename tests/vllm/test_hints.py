@@ -23,9 +23,10 @@ from tests.vllm.harness import (
     Workshop,
     chain_config,
     prompts,
+    slab_tier,
 )
 from tests.vllm.media import slab
-from tests.vllm.test_chain import files, from_where
+from tests.vllm.test_chain import from_where
 
 FULL_TOKENS = 2 * MAX_BATCHED_TOKENS
 CHUNKS = FULL_TOKENS // CHUNK_TOKENS
@@ -71,7 +72,7 @@ class Scene:
             )
         self.has_windows = shape.sliding_window is not None
         self.slab = workshop.scratch / f"slab-{self.has_windows}"
-        self.engine = workshop.start_engine(shape, chain_config(MEMORY, files(self.slab)))
+        self.engine = workshop.start_engine(shape, chain_config(MEMORY, slab_tier(self.slab)))
         self._fresh = iter(OTHER_PROMPTS)
 
     def push_out(self) -> None:
