@@ -58,7 +58,7 @@ $(TESTS): test-%: $(STAMP)
 	@$(PYTEST) $(PARALLEL) tests/$* $(ARGS)
 
 prove: $(STAMP) ## The proof at length: faults, kills, power cuts, fuzzing ... (ARGS="-k kills/slab --seed 2")
-	@$(PYTEST) -n $$(nproc) --dist load --maxschedchunk 1 tests/prove/parts.py $(ARGS)
+	@$(PYTEST) -n $$(nproc) --dist load --maxschedchunk 1 -p tests.prove.plugin tests/prove/parts.py $(ARGS)
 
 test-vllm-upstream: $(STAMP) ## vLLM's own tests of its offloading scheduler over our half
 	@$(BIN)/python -m tests.upstream.run $(ARGS)

@@ -1,4 +1,7 @@
-"""The seed of the proof, a core for each of its workers, and a table of what was tried."""
+"""A pytest plugin: the seed of the proof, a core for each of its workers, and a table of what was tried.
+
+No conftest.py, for that would be loaded with all other tests, too.
+"""
 
 from __future__ import annotations
 
