@@ -95,6 +95,8 @@ class Medium:
             with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
                 before, size = piece.read(), piece.path.stat().st_size
                 if self._kind == "slab" and fault in {"truncated", "long"}:  # the file of them all
+                    if fault == "truncated" and size <= piece.offset:
+                        continue  # the file was cut before it, and nobody has asked for it since
                     os.truncate(piece.path, rng.randrange(piece.offset, size) if fault == "truncated" else size + 4096)
                     spoilt.append(piece)
                     break
