@@ -50,7 +50,7 @@ queued_bytes | gauge | operation tier | bytes, sum over ranks |
     Those of the last step, while the engine is idle. | Storage does not keep up
 disabled_ranks | gauge | tier | ranks |
     Ranks on which a tier is disabled: full, read-only, gone, not open, or not answering. Their log says which. | Alert
-    above 0: nothing is stored there, and mostly nothing loaded
+    above 0: stores or loads fail there
 tier_info | gauge | tier mover path | ranks |
     Ranks that reach a tier by this mover and transfer path: direct (storage and GPU memory, no copy), device (packed in
     GPU memory) or host (packed in host memory); device+host where KV groups differ. 0: no longer so. | Is GPUDirect
