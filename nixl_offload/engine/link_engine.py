@@ -186,6 +186,8 @@ class LinkPaths(TierPaths):
         paths = tuple(sorted({plan.path for plan in self.plans if plan.block_bytes}))
         link = self.link
         trouble, access = "" if link.trouble == "none" else link.trouble, TierAccess(link.mover.name, paths)
+        if self.link_memory.host is None and not all(pool.usable for pool in self.link_memory.pools.values()):
+            return TierStatus(waiting, trouble or "staging", access, loads_fail=True, stores_fail=True)
         return TierStatus(waiting, trouble, access, loads_fail=link.suspect, stores_fail=link.refuses)
 
     def close(self) -> None:

@@ -89,7 +89,10 @@ class TierEngine:
 
     def status(self) -> TierStatus:
         """Return the tier's status and queued bytes, for metrics. Quick; possibly slightly stale."""
-        return self.paths.status(self.queue.waiting())
+        status = self.paths.status(self.queue.waiting())
+        if self.queue.refusal is None:
+            return status
+        return status._replace(trouble="closed", loads_fail=True, stores_fail=True)
 
     def close(self, deadline_s: float = 5.0, patience_s: float = 1.0) -> None:
         """Finish work for up to ``deadline_s``; then queued stores and moves are DROPPED, all else is FAILED.

@@ -109,6 +109,8 @@ def test_quarantined_slots_are_never_used_again(make: Make, caplog: pytest.LogCa
     rig.engine.wait([20, 21])
     assert len(mover.submitted) == submitted
     assert warnings_of(caplog, "No staging memory is left") == 1
+    (status,) = rig.engine.statuses()
+    assert (status.trouble, status.loads_fail, status.stores_fail) == ("staging", True, True)
 
 
 # -- storage hangs --------------------------------------------------------------------------------------------------
@@ -351,6 +353,9 @@ def test_even_a_dead_pump_leaves_nobody_waiting(make: Make, caplog: pytest.LogCa
     assert rig.collect(2).outcomes == (FAILED,)
     assert rig.collect(3).outcomes == (FAILED,) * 3
     assert warnings_of(caplog, "The pump thread ended") == 1
+    (status,) = rig.engine.statuses()
+    assert (status.trouble, status.loads_fail, status.stores_fail) == ("closed", True, True)
+    assert status.access is not None, "a sleep must know that late I/O may touch KV memory"
     mover.error = None
 
 
