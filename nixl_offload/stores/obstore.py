@@ -126,54 +126,55 @@ class BucketStore(Store):
         self._direct.close()
 
     def _read_into(self, store: S3Store, name: str, offset: int, memory: memoryview) -> None:
-        if self._direct.is_off or not memory.nbytes:
-            self._read_by_obstore(store, name, offset, memory, is_last=False)
-        elif not self._direct.read_into(
-            obstore.sign(store, "GET", self._address.key(name), _SIGNED_FOR), offset, memory
-        ):
-            self._client()  # raises when closed
-            self._read_by_obstore(store, name, offset, memory, is_last=True)
+        """Read directly if possible, else by obstore; if that breaks off, once more by obstore."""
+        goes_directly = bool(memory.nbytes) and not self._direct.is_off
+        if not goes_directly:
+            if self._read_by_obstore(store, name, offset, memory):
+                return
+        elif self._direct.read_into(obstore.sign(store, "GET", self._address.key(name), _SIGNED_FOR), offset, memory):
+            return
+        self._client()  # raises when closed
+        if not self._read_by_obstore(store, name, offset, memory):
+            text = f"{self.where}: GET {name}: the body ended early"
+            raise StoreError(text, cause="unreachable") from BaseError("the body ended early")
+        if goes_directly:
             self._direct.pause()  # the server answers obstore alone
 
-    def _read_by_obstore(self, store: S3Store, name: str, offset: int, memory: memoryview, *, is_last: bool) -> None:
-        """Copy the body into ``memory``. If the server sends the whole object, skip the bytes before ``offset``.
+    def _read_by_obstore(self, store: S3Store, name: str, offset: int, memory: memoryview) -> bool:
+        """Copy the body into ``memory``; return False if it breaks off. If the server sends the whole object, skip the
+        bytes before ``offset``.
 
-        If the body breaks off, read it once more, unless ``is_last``: obstore resumes by a range, which not every
-        server supports.
+        obstore itself resumes a body by a range, which not every server supports.
         """
-        end = offset + memory.nbytes
-        options: Any = {} if self._ignores_ranges or not memory.nbytes else {"range": (offset, end)}
-        try:
-            result = obstore.get(store, self._address.key(name), options=options)
-        except BaseError as error:
-            if not options or "source: NotPartial" not in str(error):
-                raise
-            # rclone answers a range with status 200, which obstore refuses. Read whole objects from now on.
-            self._ignores_ranges = True
-            self._read_by_obstore(store, name, offset, memory, is_last=is_last)
-            return
+        key, end, result = self._address.key(name), offset + memory.nbytes, None
+        if memory.nbytes and not self._ignores_ranges:
+            try:
+                result = obstore.get(store, key, options={"range": (offset, end)})
+            except BaseError as error:
+                if "source: NotPartial" not in str(error):
+                    raise
+                # rclone answers a range with status 200, which obstore refuses. Read whole objects from now on.
+                self._ignores_ranges = True
+        result = result or obstore.get(store, key)
         begin, stop = result.range
         if stop < end:
             text = f"{memory.nbytes} bytes asked for at offset {offset}, there are {max(0, stop - offset)}"
             raise StoreError(f"{self.where}: GET {name}: {text}", cause="short")
         filled, skip = 0, offset - begin
         try:
+            # A body that ends at ``end`` is read to its end, without which its connection could not be reused.
             for chunk in result.stream(min_chunk_size=1 << 20):
                 view = memoryview(chunk)[skip:][: memory.nbytes - filled]
                 skip = max(0, skip - len(chunk))
                 memory[filled : filled + view.nbytes] = view
                 filled += view.nbytes
                 if stop > end and filled == memory.nbytes:
-                    return
+                    break
         except BaseError as error:
-            if is_last or "kind: Timeout" in str(error):
+            if "kind: Timeout" in str(error):
                 raise
-            filled = -1
-        # A body that ends at ``end`` was read to its end, without which its connection could not be reused.
-        if filled < memory.nbytes and not is_last:
-            self._read_by_obstore(store, name, offset, memory, is_last=True)
-        elif filled < memory.nbytes:
-            raise StoreError(f"{self.where}: GET {name}: the body ended early", cause="unreachable")
+            return False
+        return filled == memory.nbytes
 
     def _list_directory(self, doing: str, directory: str, after: str) -> Iterator[ObjectInfo]:
         """Yield the objects in ``directory`` after ``after``, a page per request."""
