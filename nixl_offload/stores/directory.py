@@ -165,6 +165,31 @@ class TreeFiles:
                     raise StoreError(f"{path} is a symbolic link", cause="missing") from error
                 raise
 
+    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
+        """Fill ``memory`` as ``Store.read_into``; with O_DIRECT only if ``direct_io`` was asked for and can do it."""
+        memory, done = memory.cast("B"), 0
+        opened = self.open(name)
+        there_bytes = opened.size_bytes - offset
+        try:
+            with self.translating(f"read {name}"):
+                while done < memory.nbytes <= there_bytes:
+                    try:
+                        got = self.filesystem.read(opened.fd, memory[done:], offset + done)
+                    except OSError as error:
+                        if not opened.direct or error.errno != errno.EINVAL:
+                            raise
+                        opened.direct = False  # the range or the memory is not aligned
+                        self.filesystem.clear_flag(opened.fd, os.O_DIRECT)
+                        continue
+                    done += got
+                    if not got:  # the file was truncated meanwhile
+                        there_bytes = done
+        finally:
+            self.filesystem.close(opened.fd)
+        if there_bytes < memory.nbytes:
+            text = f"{memory.nbytes} bytes asked for at offset {offset}, there are {max(0, there_bytes)}"
+            raise StoreError(f"{self.root}: read {name}: {text}", cause="short")
+
     def require_root(self, doing: str) -> os.stat_result:
         """Return the root's status. Raises ``unreachable`` if the root is gone: its files may still exist."""
         try:
@@ -289,23 +314,6 @@ class TreeStore(TreeFiles, Store):
             return ObjectInfo(name, found.st_size, found.st_mtime) if stat.S_ISREG(found.st_mode) else None
         self.require_root(f"look at {name}")
         return None
-
-    def read_into(self, name: str, offset: int, memory: memoryview) -> None:
-        memory, done = memory.cast("B"), 0
-        opened = self.open(name)
-        there_bytes = opened.size_bytes - offset
-        try:
-            with self.translating(f"read {name}"):
-                while done < memory.nbytes <= there_bytes:
-                    got = self.filesystem.read(opened.fd, memory[done:], offset + done)
-                    done += got
-                    if not got:  # the file was truncated meanwhile
-                        there_bytes = done
-        finally:
-            self.filesystem.close(opened.fd)
-        if there_bytes < memory.nbytes:
-            text = f"{memory.nbytes} bytes asked for at offset {offset}, there are {max(0, there_bytes)}"
-            raise StoreError(f"{self.where}: read {name}: {text}", cause="short")
 
     def write(self, name: str, memory: memoryview) -> None:
         memory, done = memory.cast("B"), 0

@@ -13,6 +13,9 @@ import math
 import mmap
 import os
 import resource
+import stat
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 from nixl_offload.errors import TierError
@@ -113,6 +116,57 @@ class Filesystem:
 
 
 REAL: Final = Filesystem()
+
+
+def open_own(filesystem: Filesystem, path: Path) -> tuple[int, os.stat_result]:
+    """Open a file of our own to read and write it, made if it is missing; return its descriptor and status. It is 0600.
+
+    Raises OSError, and TierError for anything but a file with one name.
+    """
+    fd = filesystem.open(str(path), os.O_RDWR | os.O_CREAT)
+    try:
+        status = filesystem.stat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            raise TierError(f"{path} is no file, or has another name (a hard link); remove it", cause="io")
+        if stat.S_IMODE(status.st_mode) != 0o600:
+            os.fchmod(fd, 0o600)
+    except BaseException:
+        filesystem.close(fd)
+        raise
+    return fd, status
+
+
+def is_directory(path: Path) -> bool:
+    """Return whether ``path`` is a directory and no link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def children(directory: Path) -> list[Path]:
+    """Return what a directory holds, in any order; empty if it is missing. Raises OSError."""
+    try:
+        with os.scandir(directory) as entries:
+            return [Path(entry.path) for entry in entries]
+    except FileNotFoundError:
+        return []
+
+
+def walk(path: Path) -> Iterator[os.stat_result]:
+    """Yield the status of a file, or of a directory and all below it, except what vanishes meanwhile. Links are not
+    followed. Raises OSError.
+    """
+    try:
+        status = path.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return
+    yield status
+    if stat.S_ISDIR(status.st_mode):
+        for child in children(path):
+            yield from walk(child)
+
+
+def tree_bytes(path: Path) -> int:
+    """Return the allocated bytes of all that ``walk`` finds. Raises OSError."""
+    return sum(status.st_blocks * 512 for status in walk(path))
 
 
 def fallocate(fd: int, mode: int, offset: int, length_bytes: int) -> None:

@@ -33,7 +33,7 @@ from typing import Any, Final
 from nixl_offload.config import DirectoryConfig, SharedDirConfig, TierConfig
 from nixl_offload.errors import StoreError, TierError
 from nixl_offload.hardware.mounts import LOCAL, find_mount
-from nixl_offload.stores.filesystem import REAL, Filesystem, tier_error
+from nixl_offload.stores.filesystem import REAL, Filesystem, open_own, tier_error
 
 logger = logging.getLogger(__name__)
 
@@ -164,12 +164,7 @@ class DirectoryLock:
         while not self.is_held():  # the file may be replaced before it is locked
             self.release()
             try:
-                self._fd = self._filesystem.open(str(self.path), os.O_RDWR | os.O_CREAT)
-                status = self._filesystem.stat(self._fd)
-                if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-                    self.release()
-                    raise TierError(f"{self.path} is no file, or has another name (a hard link); remove it", cause="io")
-                os.fchmod(self._fd, 0o600)
+                self._fd, status = open_own(self._filesystem, self.path)
                 fcntl.fcntl(self._fd, _SET_LOCK, _whole_file(fcntl.F_RDLCK if shared else fcntl.F_WRLCK))
             except BlockingIOError as error:
                 hint = _hint(self._fd)
@@ -251,18 +246,16 @@ def require_lock(directory: Path, owner: str) -> None:
 def _holders_hint(path: Path) -> dict[str, Any] | None:
     """Return what the exclusive holder of the lock ``path`` wrote there; None without one. Raises TierError."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = REAL.open(str(path), os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            found = fcntl.fcntl(fd, _GET_LOCK, _whole_file(fcntl.F_RDLCK))
+            return None if struct.unpack_from("h", found)[0] == fcntl.F_UNLCK else _hint(fd)
+        finally:
+            os.close(fd)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise tier_error(error, f"cannot look at the lock {path}") from error
-    try:
-        found = fcntl.fcntl(fd, _GET_LOCK, _whole_file(fcntl.F_RDLCK))
-        return None if struct.unpack_from("h", found)[0] == fcntl.F_UNLCK else _hint(fd)
-    except OSError as error:
-        raise tier_error(error, f"cannot look at the lock {path}") from error
-    finally:
-        os.close(fd)
 
 
 def _whole_file(kind: int) -> bytes:

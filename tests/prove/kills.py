@@ -31,9 +31,9 @@ import numpy as np
 from nixl_offload.errors import TierError
 from nixl_offload.index import State
 from nixl_offload.index.journal import IndexReader
+from nixl_offload.stores.filesystem import tree_bytes
 from nixl_offload.tiers.ownership import is_kept
 from nixl_offload.tiers.shared.eviction import PASS_S
-from nixl_offload.tiers.slab.directory import tree_bytes
 from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.units import parse_size
 from nixl_offload.vllm import background

@@ -16,9 +16,9 @@ import pytest
 
 from nixl_offload.config import parse_config
 from nixl_offload.errors import ConfigError, TierError
-from nixl_offload.stores.filesystem import REAL, Filesystem
+from nixl_offload.stores.filesystem import REAL, Filesystem, tree_bytes
 from nixl_offload.tiers.ownership import DirectoryLock, holder_of, require_apart, warn_of_others
-from nixl_offload.tiers.slab.directory import TierDirectory, remove_namespace, tree_bytes
+from nixl_offload.tiers.slab.directory import TierDirectory, remove_namespace
 from tests.contexts import back, context_of, opened, slab_config, slab_of
 from tests.hostile import HostileFilesystem
 from tests.unit.stored_rig import namespace_of

@@ -17,6 +17,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from itertools import islice
+from pathlib import Path
 from typing import Final
 
 from nixl_offload.cli.check.child import ChildProcess, try_file_movers
@@ -27,7 +29,7 @@ from nixl_offload.errors import MoverError, TierError
 from nixl_offload.hardware.gds import GdsReport, gds_report
 from nixl_offload.hardware.mounts import find_mount
 from nixl_offload.movers.pinning import pinning_limit
-from nixl_offload.stores.filesystem import spare_bytes
+from nixl_offload.stores.filesystem import spare_bytes, walk
 from nixl_offload.tiers.calls import CallThreads
 from nixl_offload.tiers.ownership import is_kept, kept_free, may_chmod, require_apart
 from nixl_offload.tiers.shared.sweep import GRACE_S
@@ -206,18 +208,11 @@ def _space(tier: DirectoryConfig, at: str, root: str) -> Finding:
 
 
 def _held_bytes(path: str) -> int | None:
-    """Return the disk space of the files below ``path``; None when there are too many to count."""
-    total_bytes, seen, folders = 0, 0, [path]
-    while folders:
-        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                seen += 1
-                if seen > _FILES_MAX:
-                    return None
-                total_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-    return total_bytes
+    """Return the disk space of the files below ``path``; None if there are too many, or some cannot be examined."""
+    with contextlib.suppress(OSError):
+        found = list(islice(walk(Path(path)), 1, _FILES_MAX + 2))
+        return sum(status.st_blocks * 512 for status in found) if len(found) <= _FILES_MAX else None
+    return None
 
 
 def _clock(at: str, clock: Callable[[], float]) -> Finding:

@@ -30,7 +30,16 @@ from typing import Any, Final
 from nixl_offload.config import SlabConfig
 from nixl_offload.errors import ConfigError, TierError
 from nixl_offload.index.journal import max_bytes
-from nixl_offload.stores.filesystem import REAL, Filesystem, spare_bytes, tier_error
+from nixl_offload.stores.filesystem import (
+    REAL,
+    Filesystem,
+    children,
+    is_directory,
+    open_own,
+    spare_bytes,
+    tier_error,
+    tree_bytes,
+)
 from nixl_offload.tiers.base import TierContext
 from nixl_offload.tiers.ownership import DirectoryLock, holder_of, kept_free, make_private_directory
 from nixl_offload.tiers.slots import SLOTS_PER_EXTENT_MIN, choose_extent_bytes
@@ -257,14 +266,16 @@ class TierDirectory:
         if read_manifest(self.namespace_path) != json.loads(text):
             draft = path.with_name(_DRAFT_NAME)
             draft.unlink(missing_ok=True)
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "w", encoding="utf-8") as file:
-                os.fchmod(fd, 0o600)
+            fd, _ = open_own(REAL, draft)
+            with open(fd, "w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(fd)
             draft.replace(path)
-            _sync_directory(self.namespace_path)
+            directory = REAL.open(str(self.namespace_path), os.O_RDONLY)
+            with contextlib.suppress(OSError):  # some filesystems cannot sync directories
+                REAL.sync(directory)
+            REAL.close(directory)
         os.utime(path)
 
 
@@ -287,15 +298,6 @@ def _rank_bytes(context: TierContext, available_bytes: int, index_bytes: Callabl
     return max(0, slabs_bytes * METADATA_SHARE // (METADATA_SHARE + 1) // ranks)
 
 
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # some filesystems cannot sync directories
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _unused(root: Path, own_locks: set[Path]) -> bool:
     """Whether no other engine holds ``root``, the parent of another namespace."""
     try:
@@ -308,11 +310,11 @@ def _others(directory: Path, skip: Collection[Path]) -> Iterator[tuple[Path, int
     """Yield each child of ``directory`` and its ``dp-N`` parts, except ``skip``: path, real bytes, and when an engine
     last opened it (seconds since the epoch; None if it is not a namespace). Raises OSError.
     """
-    for path in _children(directory):
+    for path in children(directory):
         if path in skip:
             continue
         used_s = last_use_s(path)
-        if used_s is None and DP_NAME.fullmatch(path.name) and _is_directory(path):
+        if used_s is None and DP_NAME.fullmatch(path.name) and is_directory(path):
             yield from _others(path, skip)
         else:
             yield path, tree_bytes(path), used_s
@@ -334,7 +336,7 @@ def read_manifest(namespace_path: Path) -> dict[str, Any] | None:
 def last_use_s(path: Path) -> float | None:
     """Return when the namespace in ``path`` was last opened; None if it is not a slab's namespace or is unreadable."""
     try:
-        if not NAMESPACE_NAME.fullmatch(path.name) or not _is_directory(path):
+        if not NAMESPACE_NAME.fullmatch(path.name) or not is_directory(path):
             return None
         manifest = read_manifest(path)
         if manifest is None or not str(manifest.get("namespace", "")).startswith(path.name):
@@ -351,37 +353,13 @@ def remove_namespace(namespace_path: Path) -> None:
     remove it at the same time. Raises OSError.
     """
     manifest = namespace_path / MANIFEST_NAME
-    for path in _children(namespace_path):
+    for path in children(namespace_path):
         if path == manifest:
             continue
-        if _is_directory(path):
+        if is_directory(path):
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
     manifest.unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError):
         namespace_path.rmdir()
-
-
-def tree_bytes(path: Path) -> int:
-    """Return the allocated bytes of a file or a whole directory. Links are not followed."""
-    try:
-        status = path.stat(follow_symlinks=False)
-    except FileNotFoundError:
-        return 0
-    size_bytes = status.st_blocks * 512
-    if stat.S_ISDIR(status.st_mode):
-        size_bytes += sum(tree_bytes(child) for child in _children(path))
-    return size_bytes
-
-
-def _children(directory: Path) -> list[Path]:
-    try:
-        with os.scandir(directory) as entries:
-            return [Path(entry.path) for entry in entries]
-    except FileNotFoundError:
-        return []
-
-
-def _is_directory(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()

@@ -14,7 +14,6 @@ import errno
 import logging
 import mmap
 import os
-import stat
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from nixl_offload.config import SlabConfig
 from nixl_offload.errors import LayoutError, MoverError, TierError
 from nixl_offload.hardware.machine import machine_token
 from nixl_offload.movers.base import FileId, Mover, close_if_idle, open_file
-from nixl_offload.stores.filesystem import REAL, Filesystem, spare_bytes, tier_error
+from nixl_offload.stores.filesystem import REAL, Filesystem, open_own, spare_bytes, tier_error
 from nixl_offload.tiers.base import NOTHING_STORED, Link, Place, Target
 from nixl_offload.tiers.breaker import Breaker
 from nixl_offload.tiers.ownership import is_held_by, kept_free, make_private_directory, require_lock
@@ -130,13 +129,8 @@ class SlabFile:
             else:
                 self._check_lock()
             make_private_directory(self.path.parent)
-            self._fd = self._filesystem.open(str(self.path), os.O_RDWR | os.O_CREAT)
-            status = self._filesystem.stat(self._fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-                raise TierError(f"{self.path} is no file, or has another name (a hard link); remove it", cause="io")
+            self._fd, status = open_own(self._filesystem, self.path)
             self._check_lock()  # again: another engine may have replaced the directory meanwhile
-            if stat.S_IMODE(status.st_mode) != 0o600:
-                os.fchmod(self._fd, 0o600)
             if status.st_size > self.rank_bytes:
                 self._filesystem.truncate(self._fd, self.rank_bytes)
             self._backed = bytearray(len(self._backed))

@@ -6,19 +6,19 @@ the engine by a moment, and a row is a hint until the header in the slot confirm
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header
 from nixl_offload.config import SlabConfig
 from nixl_offload.errors import FormatError, StoreError, TierError
 from nixl_offload.identity.namespace import manifest_fits
 from nixl_offload.index.journal import IndexReader, Row
+from nixl_offload.stores.directory import TreeFiles
+from nixl_offload.stores.filesystem import children, is_directory, tier_error, tree_bytes
 from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, ShardInfo, printable
 from nixl_offload.tiers.ownership import holder_of, require_directory
 from nixl_offload.tiers.slab.directory import (
@@ -27,13 +27,10 @@ from nixl_offload.tiers.slab.directory import (
     NAMESPACE_NAME,
     last_use_s,
     read_manifest,
-    tree_bytes,
 )
 from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.tiers.slots import SlotPlaces
-from nixl_offload.types import PAGE_BYTES, key_group
-
-_READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+from nixl_offload.types import key_group
 
 
 class SlabInspector(Inspector):
@@ -45,6 +42,7 @@ class SlabInspector(Inspector):
     def __init__(self, config: SlabConfig) -> None:
         """Raises StoreError if there is no such directory."""
         self.base = Path(config.path)
+        self._files = TreeFiles(config.path, direct_io=True)
         self.where = str(self.base)
         self.capacity_bytes = config.capacity_bytes
         require_directory(self.base)
@@ -52,16 +50,12 @@ class SlabInspector(Inspector):
     def namespaces(self) -> Iterator[NamespaceInfo]:
         """Yield the namespaces. Raises TierError if the directory cannot be read."""
         self.other_objects = 0
-        parts = [
-            path.name for path in _children(self.base) if DP_NAME.fullmatch(path.name) and not os.path.islink(path)
-        ]
+        parts = [path.name for path in _sorted(self.base) if DP_NAME.fullmatch(path.name) and is_directory(path)]
         for part in ["", *parts]:
-            root = self.base / part
             holder = self._holder(part)
-            for path in _children(root):
-                if not NAMESPACE_NAME.fullmatch(path.name) or os.path.islink(path) or not os.path.isdir(path):
-                    known = path.name == "lock"
-                    self.other_objects += not known and not (not part and DP_NAME.fullmatch(path.name))
+            for path in _sorted(self.base / part):
+                if not NAMESPACE_NAME.fullmatch(path.name) or not is_directory(path):
+                    self.other_objects += path.name != "lock" and (bool(part) or path.name not in parts)
                     continue
                 manifest = read_manifest(path)
                 namespace = NamespaceInfo(
@@ -87,34 +81,18 @@ class SlabInspector(Inspector):
         return self._holder(namespace.part)
 
     def read_into(self, shard: ShardInfo, offset: int, memory: memoryview) -> None:
-        """Read the shard, with O_DIRECT if the filesystem supports it."""
-        path, begin, done = shard.place.rpartition("@")[0], shard.offset + offset, 0
-        is_aligned = not (memory.nbytes | begin) % PAGE_BYTES
-        for direct in (os.O_DIRECT, 0) if is_aligned else (0,):
-            try:
-                with _opened(path, _READ_FLAGS | direct) as fd:
-                    while done < memory.nbytes and (got := os.preadv(fd, [memory[done:]], begin + done)):
-                        done += got
-            except OSError as error:
-                if direct and error.errno == errno.EINVAL:
-                    continue
-                why = os.strerror(error.errno or 0)
-                cause = "missing" if error.errno == errno.ENOENT else "io"
-                raise StoreError(f"{path}: cannot read at {begin}: {why}", cause=cause) from error
-            break
-        if done < memory.nbytes:
-            text = f"{path} ends at {begin + done}, {memory.nbytes - done} bytes too early"
-            raise StoreError(text, cause="short")
+        path = os.path.relpath(shard.place.rpartition("@")[0], self.base)
+        self._files.read_into(path, shard.offset + offset, memory)
 
     def created_s(self, chunk: ChunkInfo) -> float | None:
         """Return the time in the header of the first rank's shard; None if the header is not this chunk's."""
         if not chunk.shards:
             return None
-        shard = chunk.shards[0]
+        content = bytearray(HEADER_BYTES)
         try:
-            with _opened(shard.place.rpartition("@")[0], _READ_FLAGS) as fd:
-                header = decode_header(os.pread(fd, HEADER_BYTES, shard.offset))
-        except (OSError, FormatError):
+            self.read_into(chunk.shards[0], 0, memoryview(content))
+            header = decode_header(content)
+        except (StoreError, FormatError):
             return None
         return float(header.created_s) if header.key == chunk.key else None
 
@@ -124,7 +102,7 @@ class SlabInspector(Inspector):
             # The directory itself may be a link; links inside it are not followed.
             return tree_bytes(self.base.resolve())
         except OSError as error:
-            raise TierError(f"{self.where}: cannot be measured: {os.strerror(error.errno or 0)}", cause="io") from error
+            raise tier_error(error, f"{self.where}: cannot be measured") from error
 
     def close(self) -> None:
         """Nothing stays open."""
@@ -212,19 +190,8 @@ def _places(slab: dict[str, Any]) -> SlotPlaces | None:
     return SlotPlaces(extent_bytes, extent_bytes, replicas) if positive and replicas else None
 
 
-def _children(directory: Path) -> list[Path]:
+def _sorted(directory: Path) -> list[Path]:
     try:
-        return sorted(directory.iterdir())
-    except FileNotFoundError:
-        return []
+        return sorted(children(directory))
     except OSError as error:
-        raise TierError(f"{directory}: cannot be listed: {os.strerror(error.errno or 0)}", cause="io") from error
-
-
-@contextlib.contextmanager
-def _opened(path: str, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+        raise tier_error(error, f"{directory}: cannot be listed") from error
