@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,7 +17,7 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from nixl_offload.config.schema import S3Config
-from nixl_offload.errors import NixlOffloadError, NotSupportedError, StoreError
+from nixl_offload.errors import NotSupportedError, StoreError
 from nixl_offload.stores.s3 import (
     ATTEMPTS,
     CONNECT_TIMEOUT_S,
@@ -67,9 +66,11 @@ class _Bucket:
             response_checksum_validation="when_required",
             s3={"addressing_style": "path" if self.address.path_style else "virtual"},
         )
-        with self._translating("look for credentials"):
+        try:
             session = boto3.session.Session(region_name=self.address.region)
             self.client = session.client("s3", endpoint_url=self.address.endpoint, verify=bundle, config=config)
+        except Exception as error:
+            raise self._unanswered("look for credentials", error) from error
 
     def close(self) -> None:
         self.client.close()
@@ -79,18 +80,19 @@ class _Bucket:
 
         Raises NotSupportedError when the server does not know the operation.
         """
-        with self._translating(doing):
-            try:
-                return getattr(self.client, operation)(Bucket=self.address.bucket, **arguments)
-            except ClientError as error:
-                said = error.response.get("Error", {})
-                code, message = str(said.get("Code", "")), str(said.get("Message", ""))[:200]
-                if absent and code == absent:
-                    return None
-                if code in _UNKNOWN_TO_SERVER:
-                    raise self._unknown(doing) from error
-                status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-                raise answer_error(doing, self.address, status, code, message) from error
+        try:
+            return getattr(self.client, operation)(Bucket=self.address.bucket, **arguments)
+        except ClientError as error:
+            said = error.response.get("Error", {})
+            code, message = str(said.get("Code", "")), str(said.get("Message", ""))[:200]
+            if absent and code == absent:
+                return None
+            if code in _UNKNOWN_TO_SERVER:
+                raise self._unknown(doing) from error
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            raise answer_error(doing, self.address, status, code, message) from error
+        except Exception as error:
+            raise self._unanswered(doing, error) from error
 
     def rules(self) -> dict[str, Any]:
         """Return S3's answer; its "Rules" may be empty."""
@@ -111,16 +113,8 @@ class _Bucket:
         text = "the server knows nothing of it; nixl-offload gc removes old objects"
         return NotSupportedError(f"{self.address.where}: cannot {doing}: {text}")
 
-    @contextmanager
-    def _translating(self, doing: str) -> Iterator[None]:
-        """Translate boto3's errors; without an answer from S3 the cause is ``unreachable``."""
-        try:
-            yield
-        except NixlOffloadError:
-            raise
-        except Exception as error:
-            text = f"{self.address.where}: {doing}: no answer ({type(error).__name__})"
-            raise StoreError(text, cause="unreachable") from error
+    def _unanswered(self, doing: str, error: Exception) -> StoreError:
+        return StoreError(f"{self.address.where}: {doing}: no answer ({type(error).__name__})", cause="unreachable")
 
 
 def bucket_region(tier: S3Config) -> str:

@@ -109,7 +109,9 @@ class TreeFiles:
                     text = f"no more than the {self._kept_free:.0%} that stay free of its filesystem are left"
                     raise StoreError(f"{self.root}: {text}", cause="full")
                 fd, direct = self._open(path, _CREATE, directory)
-                self._allocate(fd, length_bytes)
+                # A full disk shows now, before a write.
+                if length_bytes and not self.filesystem.allocate(fd, length_bytes):
+                    self.filesystem.truncate(fd, length_bytes)
                 direct = direct and self._direct_works(fd)
                 return Draft(path, fd, length_bytes, direct, final, os.dup(fd))
             except BaseException:
@@ -270,16 +272,6 @@ class TreeFiles:
                 self.root,
                 words_of(error),
             )
-
-    def _allocate(self, fd: int, length_bytes: int) -> None:
-        """Set a new file's size, and allocate space if the filesystem can, so that a full disk shows before a write."""
-        try:
-            if length_bytes:
-                self.filesystem.allocate(fd, length_bytes)
-        except OSError as error:
-            if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS}:
-                raise
-            self.filesystem.truncate(fd, length_bytes)
 
     def _unlink(self, path: str) -> None:
         with suppress(OSError):

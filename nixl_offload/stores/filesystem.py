@@ -65,9 +65,15 @@ class Filesystem:
         """Write at ``offset``. Returns the bytes written."""
         return os.pwrite(fd, memory, offset)
 
-    def allocate(self, fd: int, length_bytes: int, offset: int = 0) -> None:
-        """Allocate space for a range of a file, and grow the file to it. EOPNOTSUPP: the filesystem cannot."""
-        fallocate(fd, 0, offset, length_bytes)
+    def allocate(self, fd: int, length_bytes: int, offset: int = 0) -> bool:
+        """Allocate space for a range of a file, and grow the file to it. Return False if the filesystem cannot."""
+        try:
+            fallocate(fd, 0, offset, length_bytes)
+        except OSError as error:
+            if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS}:
+                raise
+            return False
+        return True
 
     def truncate(self, fd: int, length_bytes: int) -> None:
         """Set a file's size."""

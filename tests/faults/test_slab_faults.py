@@ -207,7 +207,7 @@ def test_reopening_keeps_every_byte_and_cuts_what_is_beyond(tmp_path: Path) -> N
 
 
 class Slow(HostileFilesystem):
-    """Cannot preallocate; writes fail while ``is_full``, at once or where the file has ``room_bytes``."""
+    """Writes fail while ``is_full``, at once or where the file has ``room_bytes``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,15 +215,19 @@ class Slow(HostileFilesystem):
         self.before = self._refuse
 
     def _refuse(self, call: str, target: object) -> None:
-        if call == "allocate":
-            raise OSError(errno.EOPNOTSUPP, "no")
         if call == "write" and self.is_full and os.fstat(int(str(target))).st_size >= self.room_bytes:
             raise OSError(errno.ENOSPC, "full")
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> Iterator[tuple[SlabFile, Slow]]:
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SlabFile, Slow]]:
+    """A slab whose filesystem cannot preallocate."""
+
+    def refuse(*arguments: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no")
+
     filesystem = Slow()
+    monkeypatch.setattr("nixl_offload.stores.filesystem.fallocate", refuse)
     path = tmp_path / "rank-00000.slab"
     with opened(path, 32 * MIB, EXTENT, direct_io=False, filesystem=filesystem) as slab:
         yield slab, filesystem

@@ -200,11 +200,7 @@ class SlabFile:
         try:
             if needed_bytes > 0 and spare_bytes(self._filesystem.space(self._fd), self._kept_free) < needed_bytes:
                 raise OSError(errno.ENOSPC, "")  # leave the drive's last blocks to others
-            try:
-                self._filesystem.allocate(self._fd, end - start, start)
-            except OSError as error:
-                if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS}:
-                    raise
+            if not self._filesystem.allocate(self._fd, end - start, start):
                 yield from self._write_zeros(size, end)
         except OSError as error:
             with contextlib.suppress(OSError):  # if the file cannot be changed, no space was taken either
