@@ -490,6 +490,22 @@ def test_chunks_that_are_cut_have_one_namespace_for_all_sizes(build: Build) -> N
     assert other.digest != cut[2].digest
 
 
+@pytest.mark.parametrize("of", ["tensor", "pipeline", "prefill_context", "decode_context"])
+def test_each_parallel_size_counts_if_chunks_are_not_cut(build: Build, of: str) -> None:
+    """Also if engines have as many ranks, with memory of the same shape."""
+    made, ranks = build(), manager_rig.ranks(4)
+    before = namespace(made, ranks=ranks).digest
+    setattr(made.parallel_config, f"{of}_parallel_size", 2)
+    assert namespace(made, ranks=ranks).digest != before
+
+
+def test_the_order_of_ranks_counts_if_chunks_are_not_cut(build: Build) -> None:
+    """Ranks of two engines may hold the same parts in another order."""
+    made, (first, second) = build(), manager_rig.ranks(2)
+    swapped = [replace(first, digest=second.digest), replace(second, digest=first.digest)]
+    assert namespace(made, ranks=[first, second]).digest != namespace(made, ranks=swapped).digest
+
+
 @pytest.mark.parametrize(("machines", "together"), [("aaaa", 2), ("aabb", 2), ("abab", 1), ("", 1)])
 def test_replicas_of_a_machine_have_one_copy(build: Build, machines: str, together: int) -> None:
     """That is no part of the namespace, and holds with other weights, too."""
