@@ -151,13 +151,10 @@ def readable_ca_bundle(tier: S3Config) -> str | None:
 
 
 def tls_context(tier: S3Config) -> ssl.SSLContext:
-    """Return a context that trusts the system's authorities and the tier's. Raises StoreError."""
-    context, bundle = ssl.create_default_context(), readable_ca_bundle(tier)
+    """Return a context that trusts the system's authorities and the tier's. Raises OSError."""
+    context, bundle = ssl.create_default_context(), ca_bundle_of(tier)
     if bundle is not None:
-        try:
-            context.load_verify_locations(bundle)
-        except OSError as error:
-            raise StoreError(f"{bundle}: holds no certificates", cause="io") from error
+        context.load_verify_locations(bundle)
     return context
 
 
