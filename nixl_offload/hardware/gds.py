@@ -1,100 +1,81 @@
 """Finds out whether GPUDirect Storage is real for a directory, or cuFile copies through host memory, and why.
 
+Judges ext4 and xfs on a local NVMe drive. Other setups that cuFile serves are "not certain". Sources: docs/gds.md.
 Threading: safe anywhere. Functions read ``/proc``, ``/sys``, ``/dev`` and cufile.json; only ``gds_report`` writes, a
 scratch page that it removes. They load no NVIDIA library, start no process and raise nothing. ``root`` replaces ``/``
-in tests. Sources of each condition: docs/gds.md.
+in tests.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from nixl_offload.hardware.mounts import BlockDevice, Mount, beneath, find_device, find_mount, names, read
+from nixl_offload.hardware.mounts import LOCAL, beneath, find_mount, names, read
 from nixl_offload.types import PAGE_BYTES
 
-DEFAULTS: Final[Mapping[str, bool | int]] = {
-    "properties.force_compat_mode": False,
-    "properties.use_pci_p2pdma": False,
-    "block.nvme.use_pci_p2pdma": False,
-    "block.nvmeof.use_pci_p2pdma": False,
-    "block.raid.use_pci_p2pdma": False,
-    "properties.max_device_cache_size_kb": 131_072,
-    "properties.max_device_pinned_mem_size_kb": 33_554_432,
-}
-"""The settings that we read, by their dotted names, with cuFile's defaults."""
-VARIABLES: Final[Mapping[str, str]] = {
-    "CUFILE_FORCE_COMPAT_MODE": "properties.force_compat_mode",
-    "CUFILE_USE_PCIP2PDMA": "properties.use_pci_p2pdma",
-}
-"""Environment variables that override cufile.json."""
+PATH_VARIABLE: Final = "CUFILE_ENV_PATH_JSON"
+COMPAT_VARIABLE: Final = "CUFILE_FORCE_COMPAT_MODE"
+P2PDMA_VARIABLE: Final = "CUFILE_USE_PCIP2PDMA"
 
-_PATH_VARIABLE: Final = "CUFILE_ENV_PATH_JSON"
-_MAX_BYTES: Final = 1 << 20
 _TOKEN: Final = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
-_LOCAL: Final = ("ext4", "xfs")
-_NETWORK: Final = {
-    "nfs": "rpcrdma",
-    "nfs4": "rpcrdma",
-    "lustre": "lnet",
-    "beegfs": "beegfs",
-    "gpfs": "mmfslinux",
-    "wekafs": "wekafsio",
-}
-"""Network filesystems that nvidia-fs serves, and the driver that must be registered with it."""
-_DRIVERS: Final = {"nvme": "nvme", "raid0": "nvme", "nvmeof": "nvme_rdma"} | _NETWORK
-_BLOCK_SECTIONS: Final = {"nvme": "nvme", "nvmeof": "nvmeof", "raid0": "raid"}
-"""Kind of drive → its section of cufile.json under ``block``."""
 _MOVE: Final = "put the directory on ext4 (mounted with data=ordered) or xfs, on NVMe"
 
 
 class CufileSettings(NamedTuple):
-    """cuFile's settings."""
+    """The settings that cuFile would use in this process: from the environment, else the file, else its defaults."""
 
-    where: str
+    path: str
     """The file that cuFile reads, whether it exists or not."""
     error: str | None
     """Why the file cannot be read or parsed."""
-    values: Mapping[str, bool | int]
-    """Settings by the names of ``DEFAULTS``: from the environment, else the file, else cuFile's default."""
-    over: str
-    """For messages: the file and the environment variables in force."""
+    force_compat: bool
+    """Whether cuFile always copies through host memory."""
+    p2pdma: bool
+    """Whether PCI P2PDMA is turned on for NVMe drives."""
+    cache_kb: int
+    """Device memory that cuFile registers for itself."""
+    pinned_kb: int
+    """The limit of registered device memory."""
 
 
 def read_settings(root: str = "/") -> CufileSettings:
-    """Return the settings that cuFile would read in this process. Values of a wrong type count as the default."""
-    named = os.environ.get(_PATH_VARIABLE)
-    path = named or "/etc/cufile.json"
-    values, error = dict(DEFAULTS), None
+    """Return cuFile's settings. Values of a wrong type count as the default."""
+    named = os.environ.get(PATH_VARIABLE)
+    path, error, content = named or "/etc/cufile.json", None, dict[str, Any]()
     try:
-        with open(beneath(root, path), "rb") as file:
-            # JSON with comments: keep strings, replace comments by a blank.
-            text = _TOKEN.sub(lambda at: at[0] if at[0][0] == '"' else " ", file.read(_MAX_BYTES).decode())
-        said = _flat(dict(json.loads(text)))
-        fit = (name for name in DEFAULTS if type(said.get(name)) is type(DEFAULTS[name]))
-        values |= {name: said[name] for name in fit if said[name] is False or said[name] > 0}
+        # JSON with comments: keep strings, replace comments by a blank.
+        text = Path(beneath(root, path)).read_text("utf-8")
+        content = dict(json.loads(_TOKEN.sub(lambda at: at[0] if at[0][0] == '"' else " ", text)))
     except FileNotFoundError:
-        error = f"{_PATH_VARIABLE} names {path}, which does not exist" if named else None
-    except OSError as exc:
-        error = f"{path} cannot be read: {exc.strerror or exc}"
-    except (ValueError, TypeError, RecursionError) as exc:
-        error = f"{path} cannot be understood: {exc}"
-    variables = [name for name in VARIABLES if os.environ.get(name)]
-    values |= {VARIABLES[name]: os.environ[name].strip().lower() in {"1", "true", "yes", "on"} for name in variables}
-    return CufileSettings(path, error, values, ", over it ".join([path, *variables]))
+        error = f"{PATH_VARIABLE} names {path}, which does not exist" if named else None
+    except (OSError, ValueError, TypeError, RecursionError) as exc:
+        error = f"{path} cannot be read as JSON: {exc}"
 
+    def value(default: Any, *keys: str) -> Any:
+        found: Any = content
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
+        return found if type(found) is type(default) else default
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, each in value.items():
-        found |= _flat(each, f"{prefix}{name}.") if isinstance(each, dict) else {prefix + name: each}
-    return found
+    def switch(variable: str, name: str) -> bool:
+        text = os.environ.get(variable)
+        return text.strip().lower() in {"1", "true", "yes", "on"} if text else bool(value(False, "properties", name))
+
+    return CufileSettings(
+        path,
+        error,
+        switch(COMPAT_VARIABLE, "force_compat_mode"),
+        switch(P2PDMA_VARIABLE, "use_pci_p2pdma") and value(False, "block", "nvme", "use_pci_p2pdma"),
+        value(131_072, "properties", "max_device_cache_size_kb"),
+        value(33_554_432, "properties", "max_device_pinned_mem_size_kb"),
+    )
 
 
 class Fact(NamedTuple):
@@ -104,19 +85,18 @@ class Fact(NamedTuple):
     ok: bool | None
     """Whether it holds; None if unknown."""
     words: str
-    fix: str | None = None
-    """A command or setting that helps where it does not hold, if there is one."""
+    fix: str = ""
+    """What helps where it does not hold."""
 
 
 class GdsReport(NamedTuple):
     """The verdict on a directory."""
 
-    real: bool
-    """True if GPUDirect Storage bypasses host memory; False also if that is uncertain."""
+    real: bool | None
+    """Whether GPUDirect Storage bypasses host memory; None if that is uncertain."""
     verdict: str
     """One plain sentence."""
     facts: tuple[Fact, ...]
-    """All facts. One of nvidia-fs and PCI P2PDMA is enough."""
 
 
 def gds_report(directory: str, *, root: str = "/") -> GdsReport:
@@ -124,27 +104,18 @@ def gds_report(directory: str, *, root: str = "/") -> GdsReport:
 
     Tests O_DIRECT with one page in a scratch file there (mode 0600, removed). Takes a few ms.
     """
-    settings, mount = read_settings(root), find_mount(directory, root) if os.path.isdir(directory) else None
-    device = find_device(mount, root) if mount and mount.kind in _LOCAL else None
-    kind = device.kind if device else mount.kind if mount and mount.kind in _NETWORK else ""
-    driver, conditions = find_driver(root), list(_conditions(directory, mount, device, settings, root))
-    routes = [_nvidia_fs(root, _DRIVERS.get(kind)), _p2pdma(root, kind, settings)]
-    deciding, route = [driver, *conditions], next((each for each in routes if each.ok), None)
-    if route is None and kind:  # routes say nothing about filesystems that none of them serves
-        deciding += [each for each in routes if each.ok is None] or routes
-    against, doubtful = ([fact for fact in deciding if fact.ok is ok] for ok in (False, None))
+    driver, facts = find_driver(root), tuple(_conditions(directory, root))
+    against, doubtful, known = ([fact for fact in facts if fact.ok is ok] for ok in (False, None, True))
     if not driver.ok:
         verdict = f"no GPUDirect Storage: cuFile cannot run here, because {driver.words}; fix: {driver.fix}"
     elif against:
-        fixes = "; ".join(fact.fix for fact in against if fact.fix)
-        verdict = f"compatibility mode: cuFile copies through host memory, because {_reasons(against)}"
-        verdict += f"; fix: {fixes}" if fixes else ""
-    elif doubtful or route is None or mount is None:
-        verdict = f"GPUDirect Storage: not certain, because {_reasons(doubtful)}; `gdscheck -p` may tell"
+        verdict = f"compatibility mode: cuFile copies through host memory, because {_words(against)}"
+        verdict += f"; fix: {'; '.join(fact.fix for fact in against)}"
+    elif doubtful:
+        verdict = f"GPUDirect Storage: not certain, because {_words(doubtful)}; `gdscheck -p` may tell"
     else:
-        where = f"{mount.kind} on {device.words if device else mount.source}"
-        verdict = f"GPUDirect Storage: real ({route.words}, {where})"
-    return GdsReport(not against and not doubtful, verdict, (driver, *conditions, *routes))
+        verdict = f"GPUDirect Storage: real ({_words(known)})"
+    return GdsReport(False if against or not driver.ok else None if doubtful else True, verdict, (driver, *facts))
 
 
 def find_driver(root: str = "/") -> Fact:
@@ -158,57 +129,96 @@ def find_driver(root: str = "/") -> Fact:
     return Fact("GPU driver", True, f"NVIDIA driver {number[1] if number else '?'}, {modules} kernel modules")
 
 
-def pinning_route(root: str, settings: CufileSettings) -> str | None:
-    """Return what pins registered device memory here: ``nvidia-fs``, ``PCI P2PDMA``, or None.
-
-    Says nothing about files. Without a route cuFile copies through its own buffers, and pins nothing.
-    """
-    if settings.values["properties.force_compat_mode"] or not find_driver(root).ok:
-        return None
-    routes = (_nvidia_fs(root, None, is_any=True), _p2pdma(root, "nvme", settings))
-    return next((route.name for route in routes if route.ok is not False), None)
+def pins_memory(root: str, settings: CufileSettings) -> bool:
+    """Whether cuFile may pin registered device memory here, for any file. If not, it uses buffers of its own."""
+    if settings.force_compat or not find_driver(root).ok:
+        return False
+    return _has_node(root) or _p2pdma_obstacle(root, settings) is None
 
 
-def _reasons(facts: list[Fact]) -> str:
+def _words(facts: list[Fact]) -> str:
     return "; ".join(fact.words for fact in facts)
 
 
-def _conditions(
-    directory: str, mount: Mount | None, device: BlockDevice | None, settings: CufileSettings, root: str
-) -> Iterator[Fact]:
-    """Yield all facts except the driver's and the routes'."""
-    fix = f"correct {settings.where}, or unset {_PATH_VARIABLE}"
-    yield Fact("cufile.json", not settings.error, settings.error or f"read from {settings.over}", fix)
-    if settings.values["properties.force_compat_mode"]:
-        yield Fact("cufile.json", False, f"force_compat_mode is on ({settings.over})", "turn force_compat_mode off")
+def _conditions(directory: str, root: str) -> Iterator[Fact]:
+    """Yield what is known of the way between a drive and the GPU, and which of the other conditions do not hold."""
+    settings, mount = read_settings(root), tuple(_of_mount(directory, root))
+    if mount[0].ok is not None:  # some network filesystems have GPUDirect clients, and ways, of their own
+        yield _route(root, settings)
+    yield from mount
+    yield _direct_io(directory)
+    if settings.error:
+        yield Fact("cufile.json", False, settings.error, f"correct {settings.path}, or unset {PATH_VARIABLE}")
+    if settings.force_compat:
+        words = f"force_compat_mode is on (in {settings.path} or by {COMPAT_VARIABLE})"
+        yield Fact("cufile.json", False, words, "turn force_compat_mode off")
+    if not names(root, "/run/udev/data"):
+        words = "/run/udev, by which cuFile finds out what a mount is, has no data"
+        yield Fact("udev", False, words, "in a container: -v /run/udev:/run/udev:ro")
+
+
+def _route(root: str, settings: CufileSettings) -> Fact:
+    """Return whether bytes can go from an NVMe drive to the GPU: by nvidia-fs, or by the kernel's PCI P2PDMA."""
+    version = read(root, "/proc/driver/nvidia-fs/version").partition(":")[2].strip()
+    if not version:
+        words, fix = "nvidia-fs is not loaded", "install nvidia-gds and the nvidia-fs module, then `modprobe nvidia-fs`"
+    elif not _has_node(root):
+        words = "nvidia-fs is loaded, but there is no /dev/nvidia-fs* here"
+        fix = "start the container with NVIDIA_GDS=enabled"
+    elif not re.search(r"^nvme:", read(root, "/proc/driver/nvidia-fs/modules"), re.MULTILINE):
+        words = "nvidia-fs is loaded, but the nvme driver does not know it"
+        fix = "install the nvme driver of DOCA or MLNX_OFED, with GDS"
+    else:
+        return Fact("route", True, f"nvidia-fs {version}")
+    obstacle = _p2pdma_obstacle(root, settings)
+    if obstacle is None:
+        return Fact("route", None, "PCI P2PDMA is turned on, but only cuFile knows whether it works")
+    return Fact("route", False, f"{words}, and no PCI P2PDMA: {obstacle[0]}", f"{fix}; or {obstacle[1]}")
+
+
+def _has_node(root: str) -> bool:
+    return any(name.startswith("nvidia-fs") for name in names(root, "/dev"))
+
+
+def _p2pdma_obstacle(root: str, settings: CufileSettings) -> tuple[str, str] | None:
+    """Return what prevents the kernel's PCI P2PDMA, and a fix; None if nothing is known to."""
+    release = read(root, "/proc/sys/kernel/osrelease").strip()
+    kernel = re.match(r"(\d+)\.(\d+)", release)
+    if kernel and (int(kernel[1]), int(kernel[2])) < (6, 2):
+        return f"kernel {release} is older than 6.2", "boot a kernel from 6.2 on"
+    if "proprietary" in find_driver(root).words:
+        return "the driver has proprietary kernel modules", "install its open kernel modules"
+    if not settings.p2pdma:
+        words = f"{settings.path} does not say use_pci_p2pdma in properties and block.nvme"
+        return words, f"set it in {settings.path}: take ours, which nixl-offload configs cufile.json prints"
+    return None
+
+
+def _of_mount(directory: str, root: str) -> Iterator[Fact]:
+    """Yield whether the directory's filesystem, its options and its drive are such that cuFile goes direct."""
+    mount = find_mount(directory, root)
     if mount is None:
         yield Fact("filesystem", None, "the filesystem is not known")
-    else:
-        yield from _of_mount(mount, device)
-    if os.path.isdir(directory):
-        yield _direct_io(directory)
-    has_udev = bool(names(root, "/run/udev/data"))
-    words = f"/run/udev, by which cuFile finds out what a mount is, {'is here' if has_udev else 'has no data'}"
-    yield Fact("udev", has_udev, words, "in a container: -v /run/udev:/run/udev:ro")
-
-
-def _of_mount(mount: Mount, device: BlockDevice | None) -> Iterator[Fact]:
+        return
     here = f"{mount.kind} at {mount.point}"
-    yield Fact("filesystem", mount.kind in (*_NETWORK, *_LOCAL), here, _MOVE)
-    options = dict(option.partition("=")[::2] for option in mount.options)
-    if mount.kind == "ext4":
-        data = options.get("data")
-        words = f"{here} has data={data}" if data else f"{here} does not say data=ordered, which cuFile wants to see"
+    if mount.kind not in ("ext4", "xfs"):
+        yield Fact("filesystem", False if mount.kind in LOCAL else None, here, _MOVE)
+        return
+    yield Fact("filesystem", True, here)
+    if mount.kind == "ext4" and "data=ordered" not in mount.options:
+        data = next((option for option in mount.options if option.startswith("data=")), "")
+        words = f"{here} has {data}" if data else f"{here} does not say data=ordered, which cuFile wants to see"
         fix = f"mount -o remount,data=ordered {mount.point} (of the root filesystem: rootflags=data=ordered)"
-        yield Fact("mount options", data == "ordered", words, fix)
-    if mount.kind.startswith("nfs"):
-        protocol = options.get("proto", "tcp")
-        yield Fact("mount options", protocol == "rdma", f"{here} goes by {protocol}", "mount it with proto=rdma")
-    if mount.kind in _LOCAL and device is None:
-        yield Fact("block device", None, "the block device is not known")
-    elif device is not None:
-        words = device.words + ("" if device.kind else " is no NVMe or RAID 0 of it")
-        yield Fact("block device", bool(device.kind), words, _MOVE)
+        yield Fact("mount options", False, words, fix)
+    device = os.path.realpath(beneath(root, f"/sys/dev/block/{mount.device}"))
+    name = os.path.basename(device)
+    drive = os.path.dirname(device) if os.path.exists(f"{device}/partition") else device
+    if read("/", f"{drive}/device/transport").strip() == "pcie":  # NVMe drives alone have this file
+        yield Fact("block device", True, name)
+    elif not os.path.exists(device) or re.match("nvme|md", name):
+        yield Fact("block device", None, f"{name} is not known to be an NVMe drive of this machine")
+    else:
+        yield Fact("block device", False, f"{name} is no NVMe drive", _MOVE)
 
 
 def _direct_io(directory: str) -> Fact:
@@ -224,43 +234,5 @@ def _direct_io(directory: str) -> Fact:
             finally:
                 os.close(fd)
     except OSError as error:
-        words = f"O_DIRECT does not work there ({error.strerror})"
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOENT):
-            words = f"{directory} cannot be written ({error.strerror})"
-        return Fact("O_DIRECT", False, words, _MOVE)
+        return Fact("O_DIRECT", False, f"O_DIRECT does not work in {directory} ({error.strerror})", _MOVE)
     return Fact("O_DIRECT", True, "O_DIRECT reads and writes")
-
-
-def _nvidia_fs(root: str, wanted: str | None, *, is_any: bool = False) -> Fact:
-    """Return whether nvidia-fs works. ``wanted``: the storage driver that it must know, unless ``is_any``."""
-    name = "nvidia-fs"
-    version = read(root, "/proc/driver/nvidia-fs/version").partition(":")[2].strip()
-    registered = re.findall(r"^(\w+):", read(root, "/proc/driver/nvidia-fs/modules"), re.MULTILINE)
-    if not version:
-        fix = "install nvidia-gds and the nvidia-fs module, then `modprobe nvidia-fs`"
-        return Fact(name, False, "nvidia-fs is not loaded", fix)
-    if not any(device.startswith("nvidia-fs") for device in names(root, "/dev")):
-        words = "nvidia-fs is loaded, but there is no /dev/nvidia-fs* here"
-        return Fact(name, False, words, "start the container with NVIDIA_GDS=enabled")
-    if not is_any and wanted not in registered:
-        words = f"nvidia-fs is loaded, but the {wanted} driver does not know it"
-        return Fact(name, False, words, f"install the {wanted} driver of DOCA or MLNX_OFED, with GDS")
-    return Fact(name, True, f"nvidia-fs {version}")
-
-
-def _p2pdma(root: str, kind: str, settings: CufileSettings) -> Fact:
-    """Return whether the kernel's PCI P2PDMA may work. ``kind``: see ``BlockDevice``."""
-    name, section = "PCI P2PDMA", _BLOCK_SECTIONS.get(kind)
-    if section is None:
-        return Fact(name, False, "PCI P2PDMA reaches NVMe drives only")
-    release = read(root, "/proc/sys/kernel/osrelease").strip()
-    kernel = re.match(r"(\d+)\.(\d+)", release)
-    off = [each for each in ("properties", f"block.{section}") if not settings.values[f"{each}.use_pci_p2pdma"]]
-    ours = f"set it in {settings.where}: take ours, which nixl-offload configs cufile.json prints"
-    if kernel and (int(kernel[1]), int(kernel[2])) < (6, 2):
-        return Fact(name, False, f"kernel {release} is older than 6.2", "boot a kernel from 6.2 on")
-    if "proprietary" in find_driver(root).words:
-        return Fact(name, False, "the driver has proprietary kernel modules", "install its open kernel modules")
-    if off:
-        return Fact(name, False, f"cufile.json does not say use_pci_p2pdma in {' and '.join(off)}", ours)
-    return Fact(name, None, "PCI P2PDMA is turned on, but only cuFile knows whether it works")

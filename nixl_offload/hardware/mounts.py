@@ -1,4 +1,4 @@
-"""Finds the mount of a directory, and the block devices below it.
+"""Finds the mount of a directory.
 
 Threading: pure functions that read ``/proc`` and ``/sys``; safe anywhere. ``root`` replaces ``/`` in tests; the
 directory itself is always real.
@@ -30,15 +30,6 @@ class Mount(NamedTuple):
     """The directory of the filesystem that is mounted at ``point``; not its root in a bind mount."""
 
 
-class BlockDevice(NamedTuple):
-    """A block device."""
-
-    words: str
-    """``nvme0n1p2``, or ``md0 (raid0 of nvme0n1, nvme1n1)``."""
-    kind: str
-    """``nvme``, ``nvmeof``, or ``raid0`` of NVMe drives; "" for all else."""
-
-
 def find_mount(directory: str, root: str = "/") -> Mount | None:
     """Return the mount of ``directory``; None if unknown."""
     real = os.path.realpath(directory)
@@ -57,29 +48,6 @@ def find_mount(directory: str, root: str = "/") -> Mount | None:
                 point, tail[0], source, (*words[5].split(","), *",".join(tail[2:3]).split(",")), words[2], top
             )
     return found
-
-
-def find_device(mount: Mount, root: str = "/") -> BlockDevice | None:
-    """Return the block device under ``mount``; None if it has none or it is unknown."""
-    path = beneath(root, f"/sys/dev/block/{mount.device}")
-    return _device(os.path.realpath(path)) if not mount.device.startswith("0:") and os.path.exists(path) else None
-
-
-def _device(path: str) -> BlockDevice:
-    name, disk = os.path.basename(path), path
-    if os.path.exists(os.path.join(path, "partition")):
-        disk = os.path.dirname(path)
-    slaves = os.path.join(disk, "slaves")
-    members = [_device(os.path.realpath(os.path.join(slaves, each))) for each in names("/", slaves)]
-    if members:
-        level = read("/", os.path.join(disk, "md/level")).strip() or "dm"  # LVM, dm-crypt, multipath
-        is_served = level == "raid0" and all(member.kind == "nvme" for member in members)
-        words = f"{name} ({level} of {', '.join(member.words for member in members)})"
-        return BlockDevice(words, "raid0" if is_served else "")
-    if not os.path.basename(disk).startswith("nvme"):
-        return BlockDevice(name, "")
-    transport = read("/", os.path.join(disk, "device/transport")).strip()
-    return BlockDevice(name, "nvme" if transport in ("", "pcie") else "nvmeof")
 
 
 def beneath(root: str, path: str) -> str:

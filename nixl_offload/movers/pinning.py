@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from typing import Final
 
 from nixl_offload.errors import MoverError
-from nixl_offload.hardware.gds import pinning_route, read_settings
+from nixl_offload.hardware.gds import pins_memory, read_settings
 from nixl_offload.movers.base import MemoryRegion
 from nixl_offload.units import format_size
 
@@ -45,17 +45,16 @@ def pinning_limit(name: str, size_bytes: int, registered_bytes: int = 0, *, root
     there is no limit.
     """
     settings = read_settings(root)
-    if pinning_route(root, settings) is None:
+    if not pins_memory(root, settings):
         return
-    limit_kb = settings.values["properties.max_device_pinned_mem_size_kb"]
-    own_kb = settings.values["properties.max_device_cache_size_kb"]
+    limit_kb, own_kb = settings.pinned_kb, settings.cache_kb
     needed_kb = -(-(registered_bytes + size_bytes) // 1024) + own_kb
     if needed_kb > limit_kb:
         before = f" beside the {_words(registered_bytes)} that are" if registered_bytes else ""
         raise MoverError(
             f"{name}: cannot register {_words(size_bytes)} of device memory{before}: with {_words(own_kb << 10)} of "
             f"cuFile's own this is over max_device_pinned_mem_size_kb = {limit_kb} ({_words(limit_kb << 10)}); set it "
-            f"to {needed_kb} or more under `properties` in {settings.where}, or {_PACKED}"
+            f"to {needed_kb} or more under `properties` in {settings.path}, or {_PACKED}"
         )
 
 
@@ -67,7 +66,7 @@ def check_pinning(name: str, region: MemoryRegion) -> None:
     if region in _HOLDERS:
         return
     pinning_limit(name, region.length_bytes, sum(other.length_bytes for other in _HOLDERS))
-    if pinning_route("/", read_settings("/")) is None:
+    if not pins_memory("/", read_settings("/")):
         return
     try:
         cufile = ctypes.CDLL(CUFILE, mode=os.RTLD_NOW | os.RTLD_NOLOAD)  # only if NIXL's plugin has loaded it

@@ -248,7 +248,7 @@ def gds_finding(tier: DirectoryConfig, gds: GdsReport, *, gpu: bool) -> Finding:
         return Finding(name, "ok", words)
     if gds.real:
         return Finding(name, "ok", gds.verdict)
-    if "not certain" in gds.verdict:
+    if gds.real is None:
         return Finding(name, "unknown", gds.verdict, "gdscheck -p")
     return Finding(name, "warning", gds.verdict, "what it says, or mover: posix if it is not wanted")
 

@@ -48,7 +48,7 @@ SLOW_US = 40_000
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where nvidia-fs is loaded."""
-    monkeypatch.setattr(pinning, "pinning_route", lambda *_: "nvidia-fs")
+    monkeypatch.setattr(pinning, "pins_memory", lambda *_: True)
 
 
 @pytest.fixture
