@@ -79,8 +79,11 @@ def unbound() -> Iterator[None]:
     Else they would share that core with the model's first thread, and all others wait for it. Raises nothing itself. An
     operator's affinity (``taskset``, a control group) still holds, since the parent has it too.
     """
-    own, wide = _wider()
-    if not wide:
+    own, wide = set[int](), set[int]()
+    with suppress(OSError, AttributeError):  # not each system has affinities
+        own, wide = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
+    is_bound = any(name in os.environ for name in BINDING) and len(own) == 1 and own < wide
+    if not is_bound:
         yield
         return
     with suppress(OSError):
@@ -90,17 +93,6 @@ def unbound() -> Iterator[None]:
     finally:
         with suppress(OSError):
             os.sched_setaffinity(0, own)
-
-
-def _wider() -> tuple[set[int], set[int]]:
-    """Return the caller's and the parent's cores; the latter empty if there is nothing to widen."""
-    if not hasattr(os, "sched_getaffinity") or not any(name in os.environ for name in BINDING):
-        return set(), set()
-    with suppress(OSError):
-        own, parent = os.sched_getaffinity(0), os.sched_getaffinity(os.getppid())
-        if len(own) == 1 and own < parent:
-            return own, parent
-    return set(), set()
 
 
 def machine_token() -> str:

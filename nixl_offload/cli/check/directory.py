@@ -27,7 +27,7 @@ from nixl_offload.cli.common import about_size
 from nixl_offload.config import DirectoryConfig, SharedDirConfig, TierConfig
 from nixl_offload.errors import MoverError, TierError
 from nixl_offload.hardware.gds import GdsReport, gds_report
-from nixl_offload.hardware.mounts import find_mount
+from nixl_offload.hardware.mounts import LOCAL, find_mount
 from nixl_offload.movers.pinning import pinning_limit
 from nixl_offload.stores.filesystem import spare_bytes, walk
 from nixl_offload.tiers.calls import CallThreads
@@ -39,7 +39,6 @@ from nixl_offload.units import format_size
 HANG_S: Final = 15.0
 _SCRATCH: Final = ".mover-probe-"
 """The prefix of scratch files, as in servers' own probes of movers."""
-_NETWORK: Final = ("nfs", "nfs4", "lustre", "gpfs", "mmfs", "beegfs", "wekafs", "ceph", "cifs", "smb3", "9p")
 _CLOCK_S: Final = 5.0
 """Tolerated clock difference; a busy file server sets times late."""
 _FILL_SHARE: Final = 0.9
@@ -171,7 +170,7 @@ def _filesystem(tier: DirectoryConfig, at: str, root: str) -> Finding:
     if mount.kind in ("tmpfs", "ramfs"):
         words = f"{on}: this is memory, counted as such, gone when the machine restarts, and out of reach for a GPU"
         return Finding(name, "warning", words, "path: a directory on a drive; or kind: memory in place of this tier")
-    if mount.kind in _NETWORK or mount.kind.startswith("fuse"):
+    if mount.kind not in LOCAL:
         if tier.is_shared:
             return Finding(name, "ok", f"{on}, for servers to share")
         words = f"{on}: a slab belongs to one engine of one machine, and other machines may use this path too"
