@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,6 @@ import pytest
 
 from nixl_offload.engine import jobs, pump
 from nixl_offload.engine.paths import QUARANTINE_S
-from nixl_offload.errors import TierError
 from nixl_offload.movers.base import Extents, FileId, MemoryId, Op, Transfer
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.slab.file import SlabFile
@@ -27,22 +26,15 @@ OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outc
 Make = Callable[..., Rig]
 
 
-class TroubledSlab(SlabFile):
-    """A real slab that refuses for ``trouble`` as long as it is set."""
+class HangingSlab(SlabFile):
+    """A real slab. The look whether its file is there hangs while ``hang`` is set."""
 
-    trouble: str | None = None
-    hang_check: threading.Event | None = None
-
-    def ensure(self, offset: int, length_bytes: int) -> Generator[None, None, None]:
-        if self.trouble is not None:
-            raise TierError(f"told to say {self.trouble}", cause=self.trouble)
-        return super().ensure(offset, length_bytes)
+    hang: threading.Event | None = None
 
     def check(self) -> None:
-        if self.hang_check is not None:
-            self.hang_check.wait(30)
-        if self.trouble is not None:
-            raise TierError(f"told to say {self.trouble}", cause=self.trouble)
+        if self.hang is not None:
+            self.hang.wait(30)
+        super().check()
 
 
 make = pytest.fixture(rigs)
@@ -50,12 +42,6 @@ make = pytest.fixture(rigs)
 
 def faulty(*faults: Fault) -> FaultyMover:
     return FaultyMover(CopyMover(), faults)
-
-
-def troubled(directory: Path) -> TroubledSlab:
-    slab = TroubledSlab(directory / "kv" / "troubled.slab", 1 << 22, 1 << 20)
-    slab.open()
-    return slab
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> int:
@@ -198,9 +184,11 @@ def test_wait_gives_up_what_a_hanging_pump_has_not_gathered(
 ) -> None:
     """The look at a dead mount hangs after the chunk was claimed: it is DROPPED, and nothing is written later."""
     monkeypatch.setattr(jobs, "WAIT_LIMIT_S", 0.05)
-    clock, slab, mover = Clock(), troubled(tmp_path), faulty()
+    clock, mover = Clock(), faulty()
+    slab = HangingSlab(tmp_path / "kv" / "hanging.slab", 1 << 22, 1 << 20)
+    slab.open()
     rig = make("per_layer", mover, slab=slab, clock=clock)
-    slab.hang_check = threading.Event()
+    slab.hang = threading.Event()
     clock.ahead_s += 2
     try:
         rig.engine.submit_store(1, [rig.chunk(0, [1, 2, 3, 4])])
@@ -211,7 +199,7 @@ def test_wait_gives_up_what_a_hanging_pump_has_not_gathered(
         assert rig.collect(1).outcomes == (DROPPED,)
         assert mover.submitted == []
     finally:
-        slab.hang_check.set()
+        slab.hang.set()
     assert rig.store(2, [rig.chunk(1, [1, 2, 3, 4])]) == (OK,)
     assert mover.submitted == [Op.WRITE]
 
@@ -270,28 +258,6 @@ def test_deadlines_hold_while_something_always_moves(make: Make, monkeypatch: py
     rig.engine.close(0.05)
     assert not rig.engine._thread.is_alive()
     assert rig.collect(1).outcomes == (FAILED,)
-
-
-# -- the slab is in trouble -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cause", ["full", "readonly", "io"])
-def test_storing_stops_with_one_warning_and_resumes(
-    make: Make, tmp_path: Path, cause: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    clock, slab = Clock(), troubled(tmp_path)
-    rig = make("per_layer", slab=slab, clock=clock)
-    assert rig.store(0, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
-    slab.trouble = cause
-    for job in range(1, 20):
-        assert rig.store(job, [rig.chunk(1, [1, 2, 3, 4])]) == (FAILED,)
-        assert rig.load(100 + job, [rig.chunk(0, [5, 6, 7, 8])]) == (OK,)
-        clock.ahead_s += 0.5
-    assert warnings_of(caplog, "nothing is stored until this is over") == 1
-    slab.trouble = None
-    clock.ahead_s += 61
-    assert rig.store(50, [rig.chunk(1, [1, 2, 3, 4])]) == (OK,)
-    assert rig.load(51, [rig.chunk(1, [5, 6, 7, 8])]) == (OK,)
 
 
 # -- bugs below us --------------------------------------------------------------------------------------------------
