@@ -17,7 +17,7 @@ from nixl_offload.chunk.header import HEADER_BYTES
 from tests.families.models import Family
 from tests.prove.happenings import DAMAGES, Piece
 from tests.s3.servers import RcloneServer
-from tests.vllm.damage import Prompt, hits, loads_refused
+from tests.vllm.damage import Prompt, Reference, hits, loads_refused
 from tests.vllm.harness import CHUNK_TOKENS, Workshop, chain_config, file_tier
 from tests.vllm.media import MOVERS, Medium, bucket, memory, slab, tree
 
@@ -93,10 +93,8 @@ class Trial:
             self._partial = [prompt[:chunk] + other[chunk:] for prompt, other in pairs]
             # A chunk of ``prompts`` and another tail: of windows and state vLLM keeps what the end of a prompt needs.
             self._begins = [prompt[: chunk + TAIL] for prompt in self._partial]
-            self._right: dict[tuple[int, ...], Answer] = {}
-            for prompt in self.prompts + self._begins + self._partial + self._others:
-                assert engine.reset_prefix_cache()
-                [self._right[tuple(prompt)]] = engine.generate([prompt])
+            self._reference = Reference(engine)
+            self._reference.answers(self.prompts + self._begins + self._partial + self._others)
 
     def run(self, kind: str, *, control: bool = True, together: bool = False) -> Iterator[Cell]:
         """Yield a cell for each case on a kind of tier. ``damaged`` is everything, then each group alone. ``together``:
@@ -202,7 +200,7 @@ class Trial:
 
     def _compare(self, case: str, answers: Sequence[Answer], prompts: list[Prompt], note: str = "") -> Cell:
         found = hits(list(answers))
-        pairs = [(answer, self._right[tuple(prompt)]) for answer, prompt in zip(answers, prompts, strict=True)]
+        pairs = list(zip(answers, self._reference.answers(prompts), strict=True))
         if all(answer.same_as(right) for answer, right in pairs):
             return Cell(case, "same", found, note=note)
         delta = max(abs(a - b) for answer, right in pairs for a, b in zip(answer.logprobs, right.logprobs, strict=True))

@@ -233,7 +233,7 @@ class Trial:
     ) -> None:
         self._workshop, self._side, self._server, self._outages = workshop, side, server, outages
         self._prompts = (prompt for number in count(seed << 16) for prompt in chunk_prompts(1, seed=number))
-        self._reference = Reference(workshop)
+        self._reference = Reference(workshop.start_engine(**ENGINE_OPTIONS))
         self._engine: Engine | None = None
         self._restarts = 0
         """Because it died or hung."""

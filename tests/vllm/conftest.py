@@ -18,7 +18,7 @@ if str(ROOT) not in sys.path:
 
 from tests.faults.conftest import small_filesystem  # noqa: E402, F401 - a fixture; needs the path above
 from tests.s3.servers import RcloneServer  # noqa: E402
-from tests.vllm.damage import Reference  # noqa: E402
+from tests.vllm.damage import ENGINE_OPTIONS, Reference  # noqa: E402
 from tests.vllm.harness import Workshop, start_zygote  # noqa: E402
 from tests.vllm.zygote import Zygote  # noqa: E402
 
@@ -80,7 +80,7 @@ def server() -> Iterator[RcloneServer]:
 def reference(zygote: Zygote) -> Iterator[Reference]:
     """The engine without a connector."""
     with contextlib.closing(Workshop(zygote)) as workshop:
-        yield Reference(workshop)
+        yield Reference(workshop.start_engine(**ENGINE_OPTIONS))
 
 
 @pytest.fixture(scope="module")

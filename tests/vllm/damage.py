@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from examples.demo.model import TINY, random_prompts
 from nixl_offload.chunk.header import HEADER_BYTES
-from tests.vllm.harness import CHUNK_TOKENS, TAIL_TOKENS, Answer, Engine, ModelShape, Workshop, assert_same
+from tests.vllm.harness import CHUNK_TOKENS, TAIL_TOKENS, Answer, Engine, ModelShape, assert_same
 from tests.vllm.media import LOOK_EACH_TIME_S, Medium
 
 
@@ -43,16 +43,16 @@ def chunk_prompts(count: int, *, seed: int) -> list[Prompt]:
 class Reference:
     """A running vLLM without a connector; each prompt is computed once, from nothing."""
 
-    def __init__(self, workshop: Workshop, shape: ModelShape = TINY) -> None:
-        self._engine = workshop.start_engine(shape, **ENGINE_OPTIONS)
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._known: dict[tuple[int, ...], Answer] = {}
 
     def answers(self, prompts: Sequence[Prompt]) -> list[Answer]:
         """Return the right answers to the prompts."""
-        new = [prompt for prompt in prompts if tuple(prompt) not in self._known]
-        if new:
-            assert self._engine.reset_prefix_cache()
-            self._known.update(zip(map(tuple, new), self._engine.generate(new), strict=True))
+        for prompt in prompts:
+            if tuple(prompt) not in self._known:
+                assert self._engine.reset_prefix_cache()
+                [self._known[tuple(prompt)]] = self._engine.generate([prompt])
         return [self._known[tuple(prompt)] for prompt in prompts]
 
     def check(self, engine: Engine, prompts: list[Prompt]) -> list[Answer]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from examples.demo.engine import transfer_config
+from tests.vllm.damage import Reference
 from tests.vllm.harness import TAIL_TOKENS, Answer, Engine, Workshop, close, file_tier, prompts, several
 
 [PROMPT, OTHER_PROMPT] = prompts(2, seed=93)
@@ -24,10 +25,9 @@ CHUNKS_TOKENS = len(PROMPT) - TAIL_TOKENS
 
 
 @pytest.fixture(scope="module")
-def right(workshop: Workshop) -> list[Answer]:
-    """The answer of a vLLM without connectors."""
-    with workshop.start_engine(**ONE_STEP) as engine:
-        return engine.generate([PROMPT, OTHER_PROMPT])
+def right(reference: Reference) -> list[Answer]:
+    """The answers of a vLLM without connectors."""
+    return reference.answers([PROMPT, OTHER_PROMPT])
 
 
 def beside_example(

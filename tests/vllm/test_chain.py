@@ -87,10 +87,8 @@ def start(workshop: Workshop, server: RcloneServer) -> Start:
 @pytest.mark.parametrize("shape", [TINY, TINY_HYBRID], ids=["one-group", "two-groups"])
 def test_a_working_set_larger_than_memory(shape: ModelShape, workshop: Workshop, start: Start) -> None:
     """Memory and files serve all prompts between them; after a restart files do, and memory fills again."""
-    right, slab = (
-        Reference(workshop, shape).answers(PROMPTS),
-        slab_tier(workshop.scratch / f"chain-{shape.sliding_window}"),
-    )
+    right = Reference(workshop.start_engine(shape, **ENGINE_OPTIONS)).answers(PROMPTS)
+    slab = slab_tier(workshop.scratch / f"chain-{shape.sliding_window}")
     with start(SMALL, slab, shape=shape) as engine:
         assert_same(stored(engine, PROMPTS), right)
         kept = arrived(engine)

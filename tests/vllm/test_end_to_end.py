@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 from examples.demo.model import TINY_HYBRID
-from tests.vllm.damage import token_bytes
+from tests.vllm.damage import Reference, token_bytes
 from tests.vllm.harness import (
     BLOCK_TOKENS,
     MAX_BATCHED_TOKENS,
@@ -78,15 +78,14 @@ def right_of(workshop: Workshop) -> Callable[[ModelShape], dict[str, list[Answer
     """Gives what a vLLM without us answers."""
 
     @functools.cache
-    def right(shape: ModelShape) -> dict[str, list[Answer]]:
+    def answers(shape: ModelShape) -> dict[str, list[Answer]]:
         with workshop.start_engine(shape) as engine:
-            each = engine.generate(PROMPTS)
-            assert engine.reset_prefix_cache()
-            fork, many = engine.generate([FORK]), engine.generate(MANY)
-            long = engine.generate(OTHERS, max_tokens=160, together=True)
-            return {"each": each, "fork": fork, "many": many, "long": long}
+            reference = Reference(engine)
+            asked = {"each": PROMPTS, "fork": [FORK], "many": MANY}
+            right = {name: reference.answers(prompts) for name, prompts in asked.items()}
+            return right | {"long": engine.generate(OTHERS, max_tokens=160, together=True)}
 
-    return right
+    return answers
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from examples.demo.engine import transfer_config
 from examples.s3_server import free_port
 from tests.prove.happenings import DAMAGES
-from tests.vllm.damage import until
+from tests.vllm.damage import Reference, until
 from tests.vllm.harness import CHUNK_TOKENS, TAIL_TOKENS, Answer, Engine, Workshop, close, prompts, several
 from tests.vllm.media import Medium, tree
 
@@ -83,10 +83,9 @@ def pair(
 
 
 @pytest.fixture(scope="module")
-def right(workshop: Workshop) -> list[Answer]:
+def right(reference: Reference) -> list[Answer]:
     """The answers of a vLLM without connectors."""
-    with workshop.start_engine() as engine:
-        return engine.generate(PROMPTS)
+    return reference.answers(PROMPTS)
 
 
 def test_a_prompt_is_handed_over_and_stored(pair: Pair, right: list[Answer]) -> None:

@@ -118,7 +118,7 @@ def test_sizes_share_what_they_store(
     """Stored with one rank, served with two ranks or stages, and what those store served with one again; as without a
     cache. A flipped bit in one of the shards of a chunk, or one that is not there, is found by ranks that read it.
     """
-    without = Reference(workshop, shape).answers([*PROMPTS, *LATER])
+    without = Reference(workshop.start_engine(shape, **ENGINE_OPTIONS)).answers([*PROMPTS, *LATER])
     cut = {"heads": 2, "layers": stages}
     one = start([medium.tier], shape=shape, shards=cut)
     are_close(stored_whole(one, PROMPTS), without[:2])
