@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,11 +15,10 @@ from nixl_offload.engine import Chunk, link_engine, make_move, pump
 from nixl_offload.engine.jobs import MOVE_QUEUE_LIMIT_S
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.threaded import CopyMover
-from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig, chain_rigs
-from tests.unit.engine_rig import NUM_BLOCKS, RaisingMover
+from tests.unit.engine_rig import NUM_BLOCKS, HangingSlab, RaisingMover, faulty
 from tests.unit.link_rig import Watched
 
 OK, FAILED, CORRUPT, DROPPED, TAINTED = (
@@ -34,10 +33,6 @@ LOAD_TIMEOUT_S = 30.0
 
 
 make = pytest.fixture(chain_rigs)
-
-
-def faulty(*faults: Fault) -> FaultyMover:
-    return FaultyMover(CopyMover(), faults)
 
 
 def stuck(op: Op | None = None) -> FaultyMover:
@@ -243,17 +238,6 @@ def test_a_transfer_that_hangs_keeps_kv_memory_if_it_may_touch_it(make: Make, sh
     assert engine is not None
     rig.chain.join(MEMORY, engine)
     assert rig.chain.open_tiers == {MEMORY}
-
-
-class HangingSlab(SlabFile):
-    """Its fallocate hangs while ``hang`` is set: the pump itself is caught."""
-
-    hang: threading.Event | None = None
-
-    def ensure(self, offset: int, length_bytes: int) -> Generator[None, None, None]:
-        if self.hang is not None:
-            self.hang.wait(30)
-        return super().ensure(offset, length_bytes)
 
 
 def test_a_pump_that_hangs_in_a_system_call_holds_nobody_up(make: Make) -> None:

@@ -17,31 +17,15 @@ from nixl_offload.engine import jobs, pump
 from nixl_offload.engine.paths import QUARANTINE_S
 from nixl_offload.movers.base import Extents, FileId, MemoryId, Op, Transfer
 from nixl_offload.movers.threaded import CopyMover
-from nixl_offload.tiers.slab.file import SlabFile
 from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
-from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, Clock, RaisingMover, Rig, rigs, until
+from tests.unit.engine_rig import NUM_BLOCKS, SHAPES, Clock, HangingSlab, RaisingMover, Rig, faulty, rigs, until
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]
 
 
-class HangingSlab(SlabFile):
-    """A real slab. The look whether its file is there hangs while ``hang`` is set."""
-
-    hang: threading.Event | None = None
-
-    def check(self) -> None:
-        if self.hang is not None:
-            self.hang.wait(30)
-        super().check()
-
-
 make = pytest.fixture(rigs)
-
-
-def faulty(*faults: Fault) -> FaultyMover:
-    return FaultyMover(CopyMover(), faults)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, text: str) -> int:

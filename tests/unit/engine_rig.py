@@ -4,8 +4,9 @@ engine, and an independent idea of what the bytes of a chunk must be.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +28,7 @@ from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.base import Link
 from nixl_offload.tiers.slab.file import SlabFile, SlabLink
 from nixl_offload.types import PAGE_BYTES, Key, Location, Outcome, align_up
-from tests.contract.suites.faulty_mover import FaultyMover
+from tests.contract.suites.faulty_mover import Fault, FaultyMover
 from tests.unit.rank_rig import Alone
 
 NAMESPACE = bytes(range(32))
@@ -61,6 +62,29 @@ class RaisingMover(FaultyMover):
         if self.error is not None:
             raise self.error
         return super().poll(transfer)
+
+
+def faulty(*faults: Fault) -> FaultyMover:
+    """Return a mover by copying, with these faults."""
+    return FaultyMover(CopyMover(), faults)
+
+
+class HangingSlab(SlabFile):
+    """Its checks and allocations hang while ``hang`` is set, and with them the pump."""
+
+    hang: threading.Event | None = None
+
+    def check(self) -> None:
+        self._wait()
+        super().check()
+
+    def ensure(self, offset: int, length_bytes: int) -> Generator[None, None, None]:
+        self._wait()
+        return super().ensure(offset, length_bytes)
+
+    def _wait(self) -> None:
+        if self.hang is not None:
+            self.hang.wait(30)
 
 
 @dataclass(frozen=True)
