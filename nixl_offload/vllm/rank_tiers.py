@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -35,7 +35,7 @@ from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.link_memory import share_staging
 from nixl_offload.engine.packer import pages_of
 from nixl_offload.engine.paths import RankMemory
-from nixl_offload.engine.streams import Device, device_of
+from nixl_offload.engine.streams import Device, device_of, model_on_default_stream
 from nixl_offload.errors import TierError
 from nixl_offload.hardware.machine import unbound
 from nixl_offload.identity.namespace import shard_digest
@@ -48,7 +48,7 @@ from nixl_offload.tiers.ownership import make_private_directory, require_lock
 from nixl_offload.tiers.slab.file import SlabPlace
 from nixl_offload.tiers.slot_tier import rank_memory_bytes
 from nixl_offload.types import PAGE_BYTES
-from nixl_offload.vllm.background import CLOSE_S, BackgroundOpening, in_background, join_all
+from nixl_offload.vllm.background import CLOSE_S, BackgroundOpening, in_background, join_all, name_of
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingParallelConfig
@@ -69,20 +69,14 @@ class RankTiers:
     """Opens tiers, by position in the config, and gives them to the engine."""
 
     def __init__(
-        self,
-        engine: RankEngine,
-        *,
-        open_tier: Callable[[int, Place], TierEngine],
-        joined: Callable[[int, Place, TierEngine], None],
-        name_of: Callable[[int], str],
+        self, engine: RankEngine, config: Config, memory: RankMemory, rank: int, planned: Sequence[str | None]
     ) -> None:
-        """``open_tier`` opens a tier, on any thread, and raises what prevents that. ``joined`` is called after the
-        engine has taken a tier. ``name_of`` returns a tier's name for messages.
-        """
+        """``planned``: the mover of each tier, from ``plan_tiers``."""
         self._engine = engine
-        self._open_tier = open_tier
-        self._joined = joined
-        self._name_of = name_of
+        self._config = config
+        self._memory = memory
+        self._rank = rank
+        self.planned = planned
         self.number = 0
         """As ``ServingTiers.number``."""
         self._places: dict[int, Place] = {}
@@ -126,7 +120,7 @@ class RankTiers:
             if engine is not None:
                 self._engine.join(position, engine)
                 del self._openings[position]
-                self._joined(position, self._places[position], engine)
+                self._warn_of_default_stream(position, engine)
 
     def sleep(self, drain_timeout_s: float) -> None:
         """Drain for at most ``drain_timeout_s``, then release every registration. Idempotent.
@@ -172,13 +166,25 @@ class RankTiers:
 
     def _begin(self, position: int) -> None:
         self._ending[position] = [thread for thread in self._ending[position] if thread.is_alive()]
+        place, planned = self._places[position], self.planned[position]
         self._openings[position] = BackgroundOpening(
-            partial(self._open_tier, position, self._places[position]),
+            lambda: open_tier_engine(self._config, position, place, self._memory, self._rank, planned, self._engine),
             lambda engine: engine.close(0.0),
-            what=self._name_of(position),
+            what=f"{name_of(self._config.tiers[position])} on rank {self._rank}",
             thread_name=f"nixl-offload-open-rank-{position}",
             after=self._ending[position].copy(),
         )
+
+    def _warn_of_default_stream(self, position: int, engine: TierEngine) -> None:
+        """Called when a tier is open: vLLM chooses the model's stream after it has registered the KV caches."""
+        access = engine.status().access
+        if access is not None and access.mover == "kvikio" and model_on_default_stream(self._memory.tensors[0]):
+            logger.warning(
+                "%s: KvikIO's copies wait for CUDA's default stream, where this model runs (--enforce-eager on one "
+                "GPU does that): a load may take as long as a step, and hold up the next. Drop --enforce-eager, or set "
+                "mover: gds_mt or posix",
+                name_of(self._config.tiers[position]),
+            )
 
 
 @unbound()

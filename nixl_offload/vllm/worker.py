@@ -31,18 +31,17 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from nixl_offload.catalog.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.config import Config
-from nixl_offload.engine import Completion, Job, RankEngine, TierEngine, Work, WorkKind
+from nixl_offload.engine import Completion, Job, RankEngine, Work, WorkKind
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.paths import RankMemory
 from nixl_offload.engine.pump import LEAKED, leak
-from nixl_offload.engine.streams import READY, Fence, device_of, model_on_default_stream
+from nixl_offload.engine.streams import READY, Fence, device_of
 from nixl_offload.errors import LayoutError, NotSupportedError
 from nixl_offload.hardware.machine import machine_token
 from nixl_offload.tiers.base import Place
 from nixl_offload.tiers.slab.file import SlabPlace
 from nixl_offload.types import Outcome
 from nixl_offload.vllm.adapters import LoadedAdapters
-from nixl_offload.vllm.background import name_of
 from nixl_offload.vllm.chunks import RankChunks, of_no_blocks
 from nixl_offload.vllm.kv_caches import keeps_prefix
 from nixl_offload.vllm.messages import (
@@ -58,7 +57,7 @@ from nixl_offload.vllm.messages import (
 )
 from nixl_offload.vllm.rank_identity import sources_of, weights_digest
 from nixl_offload.vllm.rank_shards import RankShards
-from nixl_offload.vllm.rank_tiers import RankTiers, open_host, open_tier_engine, plan_tiers
+from nixl_offload.vllm.rank_tiers import RankTiers, open_host, plan_tiers
 from nixl_offload.vllm.vllm_internals import (
     find_worker,
     finish_before_blocks_change,
@@ -301,10 +300,10 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._has_layers = len(self.layout.empty_groups) < len(self.layout.groups)
         """Whether this rank has layers. If not, it needs neither memory nor storage."""
         self._host: HostSlab | None = None
-        self._plans: list[str | None] = []
+        plans: list[str | None] = []
         if self._has_layers:
             self._host = open_host(config, offloading.parallel, self.layout, self._tensors, engines, keys)
-            self._plans = plan_tiers(config, self._tensors, self.layout)
+            plans = plan_tiers(config, self._tensors, self.layout)
         self._engine = RankEngine(
             len(config.tiers) if self._has_layers else 0,
             relay_offsets=() if self._host is None else self._host.relay_offsets,
@@ -321,14 +320,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         device = device_of(self._tensors[0] if self._tensors else torch.empty(0))  # a rank without layers has no tiers
         numbers = [number for _, number in shards.plan.shards_of(self._rank)]
         memory = RankMemory(self._tensors, self.layout, device, self._host, numbers, keys, claimed_share)
-        self._tiers = RankTiers(
-            self._engine,
-            open_tier=lambda position, place: open_tier_engine(
-                config, position, place, memory, self._rank, self._plans[position], self._engine
-            ),
-            joined=self._joined,
-            name_of=lambda position: f"{name_of(config.tiers[position])} on rank {self._rank}",
-        )
+        self._tiers = RankTiers(self._engine, config, memory, self._rank, plans)
         self._load_fence: Fence | None = None
         """This step's loads write after this fence. None: after all work that the model has when they are submitted.
         """
@@ -354,8 +346,10 @@ class NixlOffloadingWorker(OffloadingWorker):
         """
         if not self._has_layers or self._is_shut_down:
             self._tiers.number = opening
-        else:
-            self._tiers.open(places, opening)
+            return
+        self._tiers.open(places, opening)
+        for position, place in places.items():
+            self._chunks.take_places(position, place.slots if isinstance(place, SlabPlace) else None)
 
     def sleep(self) -> None:
         """Drain for at most ``drain_timeout``, then release every registration: KV memory goes away. Idempotent.
@@ -490,17 +484,6 @@ class NixlOffloadingWorker(OffloadingWorker):
             self._host.close()
         elif self._host is not None:
             leak(self._host)  # a copy that did not end may still use it, and freeing it would wait for that copy
-
-    def _joined(self, position: int, place: Place, engine: TierEngine) -> None:
-        self._chunks.take_places(position, place.slots if isinstance(place, SlabPlace) else None)
-        access = engine.status().access  # asked now, for vLLM chooses the model's stream after it registers KV caches
-        if access is not None and access.mover == "kvikio" and model_on_default_stream(self._tensors[0]):
-            logger.warning(
-                "%s: KvikIO's copies wait for CUDA's default stream, where this model runs (--enforce-eager on one "
-                "GPU does that): a load may take as long as a step, and hold up the next. Drop --enforce-eager, or set "
-                "mover: gds_mt or posix",
-                name_of(self._config.tiers[position]),
-            )
 
 
 def _failures_of(outcomes: Iterable[Outcome]) -> dict[int, Outcome]:

@@ -30,7 +30,7 @@ from nixl_offload.tiers import kinds
 from nixl_offload.tiers.base import Tier, TierContext
 from nixl_offload.types import Key, Lookup, LookupContext, Outcome, key_group
 from nixl_offload.vllm.background import BackgroundOpening, join_all
-from nixl_offload.vllm.rank_tiers import RankTiers, open_host, open_tier_engine
+from nixl_offload.vllm.rank_tiers import RankTiers, open_host
 from tests.prove.clock import CLOCK, real_s
 from tests.unit import shared_rig
 from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Shape, kv_cache
@@ -95,6 +95,18 @@ def tiers_of(letters: str, root: Path, slab: str, tree: str) -> list[dict[str, A
     return [made[letter] for letter in letters]
 
 
+class Engines(TestedRank):
+    """Remembers the engines of the tiers that are open."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.by_tier: dict[int, TierEngine] = {}
+
+    def join(self, position: int, engine: TierEngine) -> None:
+        super().join(position, engine)
+        self.by_tier[position] = engine
+
+
 class Rank:
     """One rank: KV blocks, and the real engine, link and mover of each tier that ``tiers`` has opened."""
 
@@ -104,7 +116,7 @@ class Rank:
         self.slot_bytes = max(self.layout.slot_bytes(group) for group in range(len(self.layout.groups)))
         parallel: Any = SimpleNamespace(world_size=ranks, rank=number)
         self.host = open_host(config, parallel, self.layout, self.tensors)
-        self.chain = TestedRank(
+        self.chain = Engines(
             len(config.tiers),
             relay_offsets=() if self.host is None else self.host.relay_offsets,
             load_timeout_s=config.load_timeout_s,
@@ -112,14 +124,7 @@ class Rank:
         memory = RankMemory(
             self.tensors, self.layout, device_of(self.tensors[0]), self.host, [number] * len(shape.groups)
         )
-        self.engines: dict[int, TierEngine] = {}
-        """Open engines, by position."""
-        self.tiers = RankTiers(
-            self.chain,
-            open_tier=lambda at, place: open_tier_engine(config, at, place, memory, number, mover or None, self.chain),
-            joined=lambda position, _, engine: self.engines.__setitem__(position, engine),
-            name_of=lambda position: f"tier {position} on rank {number}",
-        )
+        self.tiers = RankTiers(self.chain, config, memory, number, [mover or None] * len(config.tiers))
 
     def fill(self, blocks: range, group: int, rows: npt.NDArray[np.uint8] | int) -> None:
         """Fill KV blocks with a payload, or every byte with one value."""

@@ -8,6 +8,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -96,9 +98,13 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ChainRig]:
     rig.close()
 
 
-def _tiers(rig: ChainRig, open_tier: Callable[[int, object], TierEngine], *positions: int) -> RankTiers:
-    """Begin to open tiers at ``positions``."""
-    tiers = RankTiers(rig.chain, open_tier=open_tier, joined=lambda at, _, engine: None, name_of=str)
+def _tiers(
+    rig: ChainRig, monkeypatch: pytest.MonkeyPatch, open_tier: Callable[[int], TierEngine], *positions: int
+) -> RankTiers:
+    """Begin to open tiers at ``positions`` with ``open_tier``."""
+    monkeypatch.setattr(rank_tiers, "open_tier_engine", lambda config, position, *_: open_tier(position))
+    named: Any = SimpleNamespace(tiers=[SimpleNamespace(kind="slab", where="/here")] * 2)
+    tiers = RankTiers(rig.chain, named, SimpleNamespace(), 0, [None] * 2)  # type: ignore[arg-type]
     tiers.open(dict.fromkeys(positions, object()), 0)  # type: ignore[arg-type]
     return tiers
 
@@ -108,18 +114,18 @@ def _is_open(rig: ChainRig, tiers: RankTiers, *positions: int) -> bool:
     return rig.chain.open_tiers == frozenset(positions)
 
 
-def test_a_sleep_that_fails_leaves_open_what_is_open(rig: ChainRig) -> None:
+def test_a_sleep_that_fails_leaves_open_what_is_open(rig: ChainRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tier hangs while it opens, so the rank cannot sleep; the other serves on, and the first is tried again."""
     answers = threading.Event()
     opened: list[int] = []
 
-    def open_tier(position: int, place: object) -> TierEngine:
+    def open_tier(position: int) -> TierEngine:
         if position == FILE:
             answers.wait(20)
         opened.append(position)
         return _memory_engine(rig)
 
-    tiers = _tiers(rig, open_tier, MEMORY, FILE)
+    tiers = _tiers(rig, monkeypatch, open_tier, MEMORY, FILE)
     until(lambda: _is_open(rig, tiers, MEMORY))
     with pytest.raises(TierError, match="cannot sleep"):
         tiers.sleep(1.0)
@@ -138,14 +144,14 @@ def test_no_sleep_while_what_was_replaced_has_not_ended(
     answers, engine = threading.Event(), _memory_engine(rig)
     close, before = engine.close, set(threading.enumerate())
 
-    def open_tier(position: int, place: object) -> TierEngine:
+    def open_tier(position: int) -> TierEngine:
         return engine if hangs == "closing" or answers.wait(20) else None  # type: ignore[return-value]
 
     def close_slowly(deadline_s: float) -> bool:
         return answers.wait(20) and close(deadline_s)
 
     monkeypatch.setattr(engine, "close", close_slowly)
-    tiers = _tiers(rig, open_tier, MEMORY)
+    tiers = _tiers(rig, monkeypatch, open_tier, MEMORY)
     until(lambda: hangs == "opening" or _is_open(rig, tiers, MEMORY))
     tiers.open({}, 1)
     with pytest.raises(TierError, match="cannot sleep"):

@@ -7,11 +7,12 @@ import mmap
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from nixl_offload.engine import TierEngine
 from nixl_offload.identity.weights import digest_files
 from nixl_offload.movers.base import MemoryRegion, Op, TransferState, open_file
 from nixl_offload.movers.threaded import CopyMover
@@ -116,17 +117,14 @@ def test_a_chain_closes_without_more_threads(tmp_path: Path, shortage: Shortage)
 
 def test_tiers_that_are_parted_with_are_closed_without_more_threads(tmp_path: Path, shortage: Shortage) -> None:
     rig = ChainRig.make(tmp_path)
-    tiers = RankTiers(rig.chain, open_tier=_open_nothing, joined=lambda tier, engine: None, name_of=str)
+    named: Any = SimpleNamespace(tiers=[SimpleNamespace(kind="memory", where="")])
+    tiers = RankTiers(rig.chain, named, SimpleNamespace(), 0, [None])  # type: ignore[arg-type]
     shortage()
     tiers.open({MEMORY: object()}, number=1)  # type: ignore[dict-item]
     assert tiers.failed == {MEMORY}
     assert not rig.chain.open_tiers
     until(lambda: not _threads("nixl-offload-pump") and not _threads("nixl-offload-memory"))
     rig.close()
-
-
-def _open_nothing(position: int, place: object) -> TierEngine:
-    raise AssertionError("nothing was asked for")
 
 
 def test_weights_are_read_by_as_many_threads_as_there_are(tmp_path: Path, shortage: Shortage) -> None:

@@ -25,7 +25,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from examples.demo.model import ModelShape, write_model
 from nixl_offload.errors import ConfigError
 from nixl_offload.vllm import background, rank_tiers, serving_tiers
-from nixl_offload.vllm import worker as worker_module
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import RankStatus, StepMetadata, TicketReport, TicketSpec, WorkerReport
 from tests.faults.conftest import SmallFilesystem
@@ -343,13 +342,13 @@ class SlowEngine(PlayedEngine):
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """While it is not set, no rank gets its tiers open."""
-    gate, open_tier_engine = threading.Event(), worker_module.open_tier_engine
+    gate, open_tier_engine = threading.Event(), rank_tiers.open_tier_engine
 
     def opening(*arguments: Any) -> Any:
         assert gate.wait(DEADLINE_S)
         return open_tier_engine(*arguments)
 
-    monkeypatch.setattr(worker_module, "open_tier_engine", opening)
+    monkeypatch.setattr(rank_tiers, "open_tier_engine", opening)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with played():
         yield gate

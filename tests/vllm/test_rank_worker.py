@@ -260,14 +260,15 @@ class SlowStart:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
         self.opened: list[TierEngine] = []
+        open_tier_engine = rank_tiers.open_tier_engine
 
         def opening(*arguments: Any) -> TierEngine:
             self.begun.set()
             assert self.go_on.wait(DEADLINE_S)
-            self.opened.append(rank_tiers.open_tier_engine(*arguments))
+            self.opened.append(open_tier_engine(*arguments))
             return self.opened[-1]
 
-        monkeypatch.setattr(worker_module, "open_tier_engine", opening)
+        monkeypatch.setattr(rank_tiers, "open_tier_engine", opening)
 
 
 def test_a_slow_opening_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,7 +467,7 @@ def test_a_directory_that_hangs_does_not_hold_up_the_start(
         )
         assert time.monotonic() - began_s < DEADLINE_S / 2
     (hung,) = [each for each in threading.enumerate() if each.name == "nixl-offload-touch"]
-    assert rig.worker._plans == [None, "a plan for shared_dir"]
+    assert rig.worker._tiers.planned == [None, "a plan for shared_dir"]
     assert caplog.text.count("transfer paths are not compared there") == 1
     go_on.set()
     hung.join(DEADLINE_S)

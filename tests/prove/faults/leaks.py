@@ -67,7 +67,7 @@ class Leaks:
         if not isinstance(server.serving[-1], SharedTier) or pump.LEAKED:
             return []
         for rank in server.ranks:
-            if isinstance(engine := rank.engines.get(len(server.serving) - 1), LinkEngine):
+            if isinstance(engine := rank.chain.by_tier.get(len(server.serving) - 1), LinkEngine):
                 engine.paths.link._close_stale()  # what could not be closed at once is with the next
         return [f"{path} is open" for path in self._open_below_root() if _SHARD.search(path)]
 
@@ -113,7 +113,7 @@ def _held(server: Server) -> list[str]:
         found.append(f"bytes stored {stored}, moved {moves.bytes_under_way}, unsaved {moves.unsaved_bytes}")
     for rank in server.ranks:
         for position in rank.chain.open_tiers:
-            engine = rank.engines[position]
+            engine = rank.chain.by_tier[position]
             in_flight = engine.in_flight
             if in_flight.batches or in_flight.chunks or in_flight.stores or in_flight.background:
                 found.append(f"rank {rank.number}, tier {position}: {in_flight}")
