@@ -158,6 +158,7 @@ class LinkPaths(TierPaths):
         super().__init__(table, memory, linked.plans, shards, verify_checksum=verify_checksum, keys=keys)
         self.link = link
         self.mover = link.mover
+        self.moves_blocks = bool(linked.tensors)
         self.link_memory = linked
         self._own_chunks = OWN_CHUNKS
         self._look_s = -math.inf

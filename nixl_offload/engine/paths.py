@@ -253,6 +253,8 @@ class TierPaths:
 
     mover: Mover | None = None
     """Makes every transfer; None for memory."""
+    moves_blocks = False
+    """Whether the mover can touch KV blocks, also while all groups go through staging."""
 
     def __init__(
         self,

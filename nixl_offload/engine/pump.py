@@ -268,6 +268,8 @@ class RankEngine(JobTable):
         super().__init__(**options)
         self._tiers = tiers
         self._engines: dict[int, TierEngine] = {}
+        self._moves_blocks = False
+        """Whether a mover of this rank has ever been able to touch KV blocks."""
         self._closed = False
 
     @property
@@ -279,6 +281,7 @@ class RankEngine(JobTable):
         """Use ``engine`` for ``tier``, which had none. ``close`` closes it."""
         assert tier not in self._engines, "a tier is open once"
         self._engines[tier] = engine
+        self._moves_blocks |= engine.paths.moves_blocks
         self.use(each.queue for each in self._engines.values())
 
     def detach_all(self) -> dict[int, TierEngine]:
@@ -315,10 +318,9 @@ class RankEngine(JobTable):
         Returns whether KV memory may be freed: False if a direct transfer that did not end, now or earlier, may still
         touch it.
         """
-        is_direct = any(status.access is not None and "direct" in status.access.paths for status in self.statuses())
         ended = self._end(deadline_s) and not LEAKED
         self.detach_all()
-        return ended or not is_direct
+        return ended or not self._moves_blocks
 
     def _end(self, deadline_s: float) -> bool:
         end_s = self.clock() + deadline_s
