@@ -1,8 +1,8 @@
-"""A tier's index (key -> location and state) and its journal. See the modules for threading."""
+"""A tier's index (key -> location and state) and its durable copy. See the modules for threading."""
 
 from __future__ import annotations
 
+from nixl_offload.index.durable import DurableIndex
 from nixl_offload.index.index import Index, State
-from nixl_offload.index.journal import DurableIndex
 
 __all__ = ["DurableIndex", "Index", "State"]

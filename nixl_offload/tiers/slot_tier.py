@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from nixl_offload.config import MemoryConfig
 from nixl_offload.errors import ConfigError, IndexStateError
 from nixl_offload.index import DurableIndex, Index, State
-from nixl_offload.index.journal import Row
+from nixl_offload.index.durable import Row
 from nixl_offload.tiers.base import Place, SlotStatistics, Tier, TierContext, not_arrived
 from nixl_offload.tiers.slots import SLOTS_PER_EXTENT_MIN, SlotAllocator, choose_extent_bytes
 from nixl_offload.types import PAGE_BYTES, Key, Location, Lookup, LookupContext, Outcome, align_up
@@ -33,16 +33,16 @@ class SlotTier(Tier):
     is_local = True
 
     def __init__(
-        self, position: int, place: Place, allocator: SlotAllocator, journal: DurableIndex | None = None
+        self, position: int, place: Place, allocator: SlotAllocator, durable: DurableIndex | None = None
     ) -> None:
-        """Start empty; ``open`` of a subclass is the usual way. ``journal`` records each chunk that is committed or
+        """Start empty; ``open`` of a subclass is the usual way. ``durable`` records each chunk that is committed or
         dropped.
         """
         self._position = position
         self.place = place
         self._index = Index(position)
         self._allocator = allocator
-        self._journal = journal
+        self._durable = durable
         self._evictions = 0
 
     def __len__(self) -> int:
@@ -72,23 +72,24 @@ class SlotTier(Tier):
             return Lookup.HIT
         return Lookup.PENDING if state is State.WRITING else Lookup.MISS
 
-    def adopt(self, pieces: Iterable[Sequence[Row]]) -> list[Key]:
-        """Make the chunks in the journal's rows READY. If rows conflict, the first wins.
+    def adopt(self, pieces: Iterable[Sequence[Row]]) -> list[Location]:
+        """Make the chunks in the durable index's rows READY. If rows conflict, the first wins.
 
-        A row is a hint: a load still checks the header in the slot. Returns the keys of rows that do not fit; they were
-        left out.
+        A row is a hint: a load still checks the header in the slot. Returns the places of rows that do not fit; they
+        were left out.
         """
-        stale: list[Key] = []
+        stale: list[Location] = []
         for rows in pieces:
             for key, offset, slot_bytes, _ in rows:
+                location = Location(self._position, offset, slot_bytes)
                 if not self._allocator.adopt(key, offset, slot_bytes):
-                    stale.append(key)
+                    stale.append(location)
                     continue
                 try:
-                    self._index.insert_ready(key, Location(self._position, offset, slot_bytes))
+                    self._index.insert_ready(key, location)
                 except IndexStateError:
                     self._allocator.free(offset, slot_bytes)
-                    stale.append(key)
+                    stale.append(location)
         return stale
 
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:
@@ -108,8 +109,8 @@ class SlotTier(Tier):
         if freed is not None:
             self._free(freed)
             return False
-        if self._journal is not None:
-            self._journal.put(key, self._index.location(key))
+        if self._durable is not None:
+            self._durable.put(key, self._index.location(key))
         return True
 
     def abort(self, key: Key) -> None:
@@ -135,11 +136,11 @@ class SlotTier(Tier):
 
     def drop(self, key: Key) -> bool:
         """Never serve this chunk again. True: it could be loaded until now."""
-        was_ready = self._index.state(key) is State.READY
-        if self._journal is not None:
-            self._journal.delete(key)
+        state = self._index.state(key)
+        if self._durable is not None and state is not None:
+            self._durable.delete(self._index.location(key))
         self._free(self._index.drop(key))
-        return was_ready
+        return state is State.READY
 
     def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
         """Drop the chunks of a load that did not arrive or are damaged. Returns the dropped ones."""
@@ -149,9 +150,9 @@ class SlotTier(Tier):
         return dropped
 
     def clear(self) -> None:
-        """Drop everything, in the journal too. The cost grows with the chunks in use, not with all chunks."""
-        if self._journal is not None:
-            self._journal.clear()
+        """Drop everything, in the durable index too. The cost grows with the chunks in use, not with all chunks."""
+        if self._durable is not None:
+            self._durable.clear()
         self._index.clear()
         self._allocator.clear((key, self._index.location(key)) for key in self._index)
 
@@ -173,8 +174,8 @@ class SlotTier(Tier):
                 evicted.append(other)
         offset = self._allocator.allocate(key, slot_bytes)
         if offset is None and (victim := self._index.evict(slot_bytes)) is not None:
-            if self._journal is not None:
-                self._journal.delete(victim[0])
+            if self._durable is not None:
+                self._durable.delete(victim[1])
             self._free(victim[1])
             evicted.append(victim[0])
             offset = self._allocator.allocate(key, slot_bytes)

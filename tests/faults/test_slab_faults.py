@@ -18,7 +18,7 @@ import pytest
 
 from nixl_offload.errors import LayoutError, TierError
 from nixl_offload.index import DurableIndex
-from nixl_offload.index.journal import IndexReader
+from nixl_offload.index.durable import IndexReader
 from nixl_offload.stores.filesystem import Filesystem
 from nixl_offload.tiers.ownership import DirectoryLock, is_held_by
 from nixl_offload.tiers.slab import file as slab_file
@@ -400,13 +400,13 @@ def test_a_slab_leaves_a_share_of_the_drive_free(small_filesystem: SmallFilesyst
         assert refusal(larger, slab.rank_bytes + EXTENT) == "full"
 
 
-# The journal of the index on such a medium: rows wait, the process lives.
+# The index on such a medium: rows wait, the process lives.
 
 
-def journal_of(path: Path) -> tuple[DurableIndex, list[int]]:
+def index_at(path: Path) -> tuple[DurableIndex, list[int]]:
     """Return an index, and the offsets that it held."""
-    index, rows = DurableIndex.open(str(path), {"extent_bytes": "4096"}, batch_delay_s=0.0, retry_interval_s=0.01)
-    return index, [offset for piece in rows for _, offset, _, _ in piece]
+    index = DurableIndex(str(path), 4096, 1 << 16, {}, batch_delay_s=0.0, retry_interval_s=0.01)
+    return index, [row.offset for piece in index.rows() for row in piece]
 
 
 def put(index: DurableIndex, number: int, timeout_s: float = WAIT_S) -> bool:
@@ -419,11 +419,9 @@ def put(index: DurableIndex, number: int, timeout_s: float = WAIT_S) -> bool:
 def test_a_medium_that_refuses_writes_costs_rows_and_not_the_process(
     small_filesystem: SmallFilesystem, writable_again: bool
 ) -> None:
-    """After what was written has reached the medium, so that its pages are clean: a mapped one could not be changed,
-    and SIGBUS would end this process.
-    """
-    path = small_filesystem.path / "index.sqlite"
-    index, _ = journal_of(path)
+    """What was written before is read on."""
+    path = small_filesystem.path / "index.table"
+    index, _ = index_at(path)
     assert put(index, 1)
     os.sync()
     small_filesystem.make_read_only()
@@ -434,22 +432,23 @@ def test_a_medium_that_refuses_writes_costs_rows_and_not_the_process(
         assert put(index, 3)
     assert index.close(WAIT_S) == writable_again
     small_filesystem.make_writable()
-    index, offsets = journal_of(path)
+    index, offsets = index_at(path)
     assert offsets == ([4096, 2 * 4096, 3 * 4096] if writable_again else [4096])
     assert index.close(WAIT_S)
 
 
 @pytest.mark.parametrize("small_filesystem", [8 << 20], indirect=True)
 def test_a_full_medium_costs_rows_and_not_the_process(small_filesystem: SmallFilesystem) -> None:
-    """No room for a transaction's journal: it waits until there is."""
-    path = small_filesystem.path / "index.sqlite"
-    index, _ = journal_of(path)
+    """No room for the next page of the table: its rows wait until there is."""
+    path = small_filesystem.path / "index.table"
+    index, _ = index_at(path)
     assert put(index, 1)
     small_filesystem.fill()
     number = 1
-    while put(index, number := number + 1, timeout_s=0.5):
-        assert number < 10_000, "it never was full"
+    while put(index, number := number + 32, timeout_s=0.5):
+        assert number < 50_000, "it never was full"
+    assert not index.flush(0.5)
     small_filesystem.drain()
     assert put(index, number + 1)
     assert index.close(WAIT_S)
-    assert len(list(IndexReader(path).rows())) == number + 1
+    assert len(list(IndexReader(path).rows())) == number // 32 + 2

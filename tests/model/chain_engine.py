@@ -1,6 +1,6 @@
 """An engine's scheduler half over a ``World``: the real catalog and tiers, and what a model has to remember of them.
 
-Threading: one thread. What the prober's thread does is waited for, and the journal writes only when told: nothing
+Threading: one thread. What the prober's thread does is waited for, and the index is written only when told: nothing
 here depends on timing.
 """
 

@@ -33,7 +33,7 @@ MOST_STEPS = 200
 
 
 class ChainRig:
-    """The world, the engine of the moment, and what the journal has on disk."""
+    """The world, the engine of the moment, and what the index has on disk."""
 
     def __init__(self, path: Path, setup: Setup) -> None:
         """Begin with nothing stored. ``path`` is made, and stays."""
@@ -218,8 +218,8 @@ class ChainRig:
 
     # What operators do.
 
-    def write_journal(self) -> None:
-        """The journal catches up."""
+    def write_index(self) -> None:
+        """The index on disk catches up."""
         file = self.engine.file
         if file is not None:
             assert file._durable.flush(20.0)
@@ -241,7 +241,7 @@ class ChainRig:
         assert all(engine.nearest(key) is None for key in used)
         assert not engine.catalog.moves.has_pending
         assert engine.catalog.moves.unsaved_bytes == 0
-        self.write_journal()
+        self.write_index()
         self.seen["reset"] += 1
 
     def restart(self, *, clean: bool, progress: Sequence[int]) -> None:
@@ -274,7 +274,7 @@ class ChainRig:
         self.engine = engine = Engine(engine.setup, world, self.path)
         if engine.file is not None:
             found = engine.ready(engine.file._position)
-            assert found == expected, "the journal says something else than the index did"
+            assert found == expected, "the index on disk says something else than the one in memory did"
             doubts |= {(key, place.offset) for key, place in found.items() if world.is_dirty(place)}
             world.doubtful = doubts & {(key, place.offset) for key, place in found.items()}
             self.flushed, self.flushed_doubts = found, set(world.doubtful)

@@ -78,7 +78,7 @@ class World:
         """Whether ranks can write to their file slabs."""
         self.late_writers: list[LateWriter] = []
         self.dirty: set[int] = set()
-        """Units of file slabs written, on any rank, since the journal was last written out."""
+        """Units of file slabs written, on any rank, since the index was last written out."""
         self.doubtful: set[tuple[Key, int]] = set()
         """Chunks at offsets of the file tier that were found after a restart and may not be whole there."""
         self.sure: set[tuple[int, Key]] = set()
@@ -119,7 +119,7 @@ class World:
         return all(item is not None and item[0] == image_of(key, rank) for rank, item in enumerate(found))
 
     def is_dirty(self, place: Location) -> bool:
-        """Whether a rank wrote to this place of the file tier since the journal was last written out."""
+        """Whether a rank wrote to this place of the file tier since the index was last written out."""
         units = range(place.offset // UNIT_BYTES, -(-(place.offset + place.slot_bytes) // UNIT_BYTES))
         return not self.dirty.isdisjoint(units)
 

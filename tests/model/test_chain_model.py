@@ -217,7 +217,7 @@ class ChainMachine(RuleBasedStateMachine):
             if chunks:
                 world.rot(*chunks[draw(any_of) % len(chunks)], draw(st.integers(0, RANKS - 1)))
         elif what == "twin written":
-            rig.write_journal()
+            rig.write_index()
         elif what == "late writes":
             for writer in world.late_writers:
                 world.write_late(writer)

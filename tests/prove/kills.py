@@ -30,7 +30,7 @@ import numpy as np
 
 from nixl_offload.errors import TierError
 from nixl_offload.index import State
-from nixl_offload.index.journal import IndexReader
+from nixl_offload.index.durable import IndexReader
 from nixl_offload.stores.filesystem import tree_bytes
 from nixl_offload.tiers.ownership import is_kept
 from nixl_offload.tiers.shared.eviction import PASS_S
@@ -114,7 +114,7 @@ class Ledger:
     def __init__(self) -> None:
         shared = np.frombuffer(mmap.mmap(-1, len(NUMBERS) + 1), dtype=np.uint8)
         self.sure = shared[: len(NUMBERS)]
-        """By number: 1 once the journal has it, or its file its name, until it is evicted."""
+        """By number: 1 once the index on disk has it, or its file its name, until it is evicted."""
         self._busy = shared[len(NUMBERS) :]
 
     @property
@@ -169,7 +169,7 @@ class Killing:
                 self._take(process.hear(0.01))
             process.kill()
             self._ended(process)
-        for path in root.glob("slab/*/index.sqlite"):  # as commands do, beside the journal that a kill has left
+        for path in root.glob("slab/*/index.table"):  # as commands do
             try:
                 list(IndexReader(path).rows())
             except TierError as error:
@@ -354,16 +354,16 @@ def _check(setup: Setup, root: Path, server: Server, ledger: Ledger, outcome: Ou
 
 
 def _unequal(tier: SlabTier) -> list[str]:
-    """Compare what a slab's index says with its journal, and the bytes on disk with the capacity."""
+    """Compare what a slab's index says in memory and on disk, and the bytes on disk with the capacity."""
     directory = tier._directory
     assert directory is not None
     if not tier._durable.flush(20.0):
-        return ["the journal was not written within 20 s"]
+        return ["the index was not written within 20 s"]
     found = []
     rows = {row.key: (row.offset, row.slot_bytes) for row in IndexReader(directory.index_path).rows()}
     known = {key: (tier._index.location(key).offset, tier._index.location(key).slot_bytes) for key in tier._index}
     if rows != {key: place for key, place in known.items() if tier.state(key) is State.READY}:
-        found.append(f"the journal has {len(rows)} rows, the index {len(known)} chunks, and they differ")
+        found.append(f"the index has {len(rows)} rows on disk and {len(known)} chunks in memory, and they differ")
     tier.check()
     if tree_bytes(directory.root) > parse_size(SLAB):
         found.append(f"{tree_bytes(directory.root)} bytes on disk, the capacity is {SLAB}")
@@ -381,7 +381,7 @@ def _note_evictions(setup: Setup, server: Server, ledger: Ledger) -> None:
 
 
 def _make_sure(setup: Setup, server: Server, ledger: Ledger) -> None:
-    """Have the journal written, and note what is stored now."""
+    """Have the index written, and note what is stored now."""
     ready = server.ready(setup.stored, NUMBERS)
     tier = server.serving[setup.stored]
     if not isinstance(tier, SlabTier) or tier._durable.flush(20.0):
@@ -410,8 +410,7 @@ def _left_behind(root: Path) -> list[str]:
     for path in sorted(root.rglob("*")):
         name = path.name
         is_known = path.is_dir() or name in ("lock", "manifest.json", ".evict.lock") or name.endswith(".slab")
-        # A journal that was begun and never synced is taken by SQLite for its next transaction.
-        is_known |= name in ("index.sqlite", "index.sqlite-journal") or len(name.split(".")[0]) == 40
+        is_known |= name == "index.table" or len(name.split(".")[0]) == 40
         if not is_known:
             left.append(f"{path.relative_to(root)}, {path.stat().st_size} bytes, is left")
     return left

@@ -91,8 +91,8 @@ class Chain:
 
     def _file(self, path: Path, slots: int) -> SlabTier:
         place = SlabPlace(b"n" * 32, str(path), slots * SLOT, self._slot_sizes[-1])
-        journal, _ = DurableIndex.open(str(path / "index.sqlite"), {})
-        return SlabTier(FILE, place, self._allocator(slots), journal)
+        durable = DurableIndex(str(path / "index.table"), self._slot_sizes[0], slots * SLOT // self._slot_sizes[0], {})
+        return SlabTier(FILE, place, self._allocator(slots), durable)
 
     def _allocator(self, slots: int) -> SlotAllocator:
         return SlotAllocator(slots * SLOT, self._slot_sizes, extent_bytes=self._slot_sizes[-1])

@@ -184,7 +184,7 @@ def test_data_parallel_parts_and_strangers(slab: StoredSlab, cli: Cli, tmp_path:
     part, home = slab.root / "dp-1", slab.root / slab.namespace.name
     for copy in (part / slab.namespace.name, slab.root / ("ef" * 16), slab.root / ("ab" * 16)):
         shutil.copytree(home, copy)
-    (slab.root / ("ab" * 16) / "index.sqlite").unlink()
+    (slab.root / ("ab" * 16) / "index.table").unlink()
     (slab.root / ("ab" * 16) / "manifest.json").write_text('{"namespace": "\x1b[2Jab", "fields": {}}')
     (slab.root / "notes.txt").write_text("not ours")
     os.symlink(tmp_path, slab.root / ("cd" * 16))
@@ -210,9 +210,9 @@ def test_data_parallel_parts_and_strangers(slab: StoredSlab, cli: Cli, tmp_path:
     assert "\x1b" not in cli.out
     assert cli("verify", slab.file) == 1
     assert "2 namespaces whose chunks cannot be listed; nixl-offload ls says why" in cli.out
-    (home / "index.sqlite").write_bytes(b"no database" * 1000)
+    (home / "index.table").write_bytes(b"no index" * 1000)
     assert cli("ls", slab.file) == 0
-    assert "is damaged: it has no rollback journal" in cli.out
+    assert "is damaged: it does not begin as an index" in cli.out
 
 
 def test_a_chunk_is_named_by_its_key_or_by_how_that_begins(tree: Tree, cli: Cli) -> None:
@@ -450,7 +450,7 @@ def test_a_slot_that_a_server_gives_to_another_chunk_is_not_bad(
             done.append(True)
             slab.damage(3, 0, 0, slab.shard(9, 0))
             slab.damage(3, 0, 9000, b"half of something new")
-            tier._durable.delete(key(3))
+            tier._durable.delete(tier._index.location(key(3)))
         real(inspector, shard, offset, memory)
 
     monkeypatch.setattr(SlabInspector, "read_into", read_into)

@@ -99,7 +99,7 @@ def look(tier: SlabTier, now_s: float) -> None:
 
 
 def test_a_failed_opening_holds_nothing_back(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps neither the lock, which the engine's next attempt needs, nor the journal's thread."""
+    """It keeps neither the lock, which the engine's next attempt needs, nor the index's thread."""
 
     def fails(*arguments: object) -> list[Key]:
         raise MemoryError

@@ -14,7 +14,7 @@ import pytest
 from nixl_offload.config import MemoryConfig
 from nixl_offload.errors import ConfigError, IndexStateError
 from nixl_offload.index import State
-from nixl_offload.index.journal import Row
+from nixl_offload.index.durable import Row
 from nixl_offload.tiers.base import Place
 from nixl_offload.tiers.slot_tier import MemoryTier, SlotTier
 from nixl_offload.tiers.slots import SlotAllocator, choose_extent_bytes, ranks_together, replicas_of_slots
@@ -132,7 +132,7 @@ def test_extent_size(rank_bytes: int, classes: list[int]) -> None:
         assert rank_bytes // extent >= len(classes), "every size can have an extent"
 
 
-# A start adopts the rows of a slab's journal, although some of them are damaged.
+# A start adopts the rows of a slab's index, although some of them are damaged.
 
 CLASSES = (4096, 12288, 65536)
 RANK_BYTES = 64 * MIB

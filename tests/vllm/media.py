@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from nixl_offload.chunk.header import HEADER_BYTES, ShardHeader, decode_header
 from nixl_offload.errors import FormatError, TierError
-from nixl_offload.index.journal import IndexReader, Row
+from nixl_offload.index.durable import IndexReader, Row
 from nixl_offload.tiers.shared.naming import parse_shard_name
 from tests.prove.happenings import Piece
 from tests.s3.servers import RcloneServer
@@ -100,7 +100,7 @@ class Medium:
 
     def _slots(self) -> Iterator[Shard]:
         for slab in sorted(self.directory.glob("*/rank-*.slab")):
-            for row in _rows(slab.with_name("index.sqlite")):
+            for row in _rows(slab.with_name("index.table")):
                 with contextlib.suppress(FormatError):
                     header = decode_header(Piece(slab, row.offset, HEADER_BYTES).read())
                     size, rank = HEADER_BYTES + header.payload_bytes, int(slab.stem.removeprefix("rank-"))

@@ -188,7 +188,7 @@ def test_files_that_vanish_under_a_running_engine(served: Callable[[str, bool], 
     """Answers stay right. An index is made anew at once, and so is what was cut off; the rest at the next start."""
     case = served(name, False)
     medium, namespace = case.medium, case.medium.namespace()
-    file, index = namespace / "rank-00000.slab", namespace / "index.sqlite"
+    file, index = namespace / "rank-00000.slab", namespace / "index.table"
     {
         "cut": lambda: os.truncate(file, medium.stored()[3].offset + 6000),
         "index": index.unlink,
@@ -209,13 +209,12 @@ def test_an_index_of_yesterday(served: Callable[[str, bool], Served]) -> None:
     """What an old index names is refused where the slab holds something else by now, and stored anew."""
     case = served("slab", False)
     case.engine.stop()
-    index = case.medium.namespace() / "index.sqlite"
+    index = case.medium.namespace() / "index.table"
     old = index.read_bytes()
     case.start(is_to_store=False)
     assert case.engine.reset_prefix_cache(connector=True)
     case.heals([next(FRESH), next(FRESH)])
     case.engine.stop()
-    index.with_name("index.sqlite-journal").unlink(missing_ok=True)
     index.write_bytes(old)
     case.start(is_to_store=False)
     case.check(PROMPTS)

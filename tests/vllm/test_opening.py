@@ -231,7 +231,7 @@ def test_tiers_open_once_the_weights_are_known(model: Path, tmp_path: Path, unre
     ask(manager)
     assert stored(manager, 1) == ()
     assert manager.lookup(manager_rig.key(1), manager_rig.request()) is LookupResult.MISS
-    assert not list(tmp_path.glob("kv/*/index.sqlite"))
+    assert not list(tmp_path.glob("kv/*/index.table"))
     manager.open(manager_rig.ranks())  # vLLM wakes up, meanwhile
 
     unread.set()

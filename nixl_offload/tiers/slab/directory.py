@@ -6,7 +6,7 @@ Ownership: the process that has a ``TierDirectory`` is the only engine on that d
     <path>/lock                        held while the engine runs
     <path>/dp-<i>/…                    one such root per data-parallel engine, if there are several
     <path>/<namespace>/manifest.json   for people, and to recognise the directory; its mtime is the last use
-    <path>/<namespace>/index.sqlite    the durable index
+    <path>/<namespace>/index.table     the durable index
     <path>/<namespace>/rank-00000.slab one slab per rank
 
 Other namespaces under the path count against the capacity and may be removed; nothing else is. A namespace is a
@@ -29,7 +29,7 @@ from typing import Any, Final
 
 from nixl_offload.config import SlabConfig
 from nixl_offload.errors import ConfigError, TierError
-from nixl_offload.index.journal import max_bytes
+from nixl_offload.index.durable import max_bytes
 from nixl_offload.stores.filesystem import (
     REAL,
     Filesystem,
@@ -49,7 +49,7 @@ from nixl_offload.units import format_size
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME: Final = "manifest.json"
-INDEX_NAME: Final = "index.sqlite"
+INDEX_NAME: Final = "index.table"
 NAMESPACE_NAME: Final = re.compile(r"[0-9a-f]{32}")
 DP_NAME: Final = re.compile(r"dp-[0-9]+")
 METADATA_SHARE: Final = 256
@@ -59,7 +59,7 @@ _SMALL_FILES_PER_RANK_BYTES: Final = 2 * PAGE_BYTES
 _MANIFEST_MAX_BYTES: Final = 1 << 20
 _RANK_NAME: Final = re.compile(r"rank-([0-9]{5,})\.slab")
 _DRAFT_NAME: Final = "manifest.tmp"
-_LEFTOVER: Final = re.compile(r"\.mover-probe-[a-z0-9_]{8}|manifest\.tmp")
+_LEFTOVER: Final = re.compile(r"\.mover-probe-[a-z0-9_]{8}|(manifest|index)\.tmp")
 """Files left by an engine that was killed while it started: a rank's probe of a mover, or a draft of the manifest."""
 
 

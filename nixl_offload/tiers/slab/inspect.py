@@ -1,6 +1,6 @@
 """Inspects a slab's directory: every namespace in it, also of data-parallel engines, by their durable indexes.
 
-Threading: as ``tiers.inspect``. An inspector works beside a running engine (``index.journal``). An index lags behind
+Threading: as ``tiers.inspect``. An inspector works beside a running engine (``index.durable``). An index lags behind
 the engine by a moment, and a row is a hint until the header in the slot confirms it.
 """
 
@@ -16,7 +16,7 @@ from nixl_offload.chunk.header import HEADER_BYTES, decode_header
 from nixl_offload.config import SlabConfig
 from nixl_offload.errors import FormatError, StoreError, TierError
 from nixl_offload.identity.namespace import manifest_fits
-from nixl_offload.index.journal import IndexReader, Row
+from nixl_offload.index.durable import IndexReader, Row
 from nixl_offload.stores.directory import TreeFiles
 from nixl_offload.stores.filesystem import children, is_directory, tier_error, tree_bytes
 from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, ShardInfo, printable
@@ -112,7 +112,7 @@ class SlabInspector(Inspector):
 
     def _trouble(self, namespace: NamespaceInfo) -> str | None:
         try:
-            next(self._index(namespace).rows(), None)
+            self._index(namespace).check()
         except TierError as error:
             return "no index: its chunks are not known" if error.cause == "missing" else str(error)
         return None if namespace.shards else "no manifest that fits: nobody knows where its shards lie"
@@ -154,7 +154,7 @@ class _Slots:
             offset = begin + piece.offset
             place = f"{self._directory / rank_file_name(rank)}@{offset}"
             shards[place] = ShardInfo(piece.shard, place, piece.size_bytes, offset, None)
-        return ChunkInfo(row.key, tuple(shards.values()), row.seq)
+        return ChunkInfo(row.key, tuple(shards.values()), row.put_ns)
 
     def _pieces_of(self, group: int) -> list[_Piece]:
         """Return the shards that each rank holds of a chunk of the group."""

@@ -1,7 +1,7 @@
-"""The scheduler's half of a slab tier: slots in a directory that one engine owns, and a journal to find them again.
+"""The scheduler's half of a slab tier: slots in a directory that one engine owns, and an index to find them again.
 
-Threading: called by the scheduler's thread alone. The journal writes on a thread of its own.
-Ownership: the tier's directory (and its lock) and the journal, besides the index and slots of a ``SlotTier``.
+Threading: called by the scheduler's thread alone. The durable index writes on a thread of its own.
+Ownership: the tier's directory (and its lock) and the durable index, besides the index and slots of a ``SlotTier``.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ LOOK_EVERY_S = 60.0
 LOOK_PAUSE_S = 5.0
 """... but not more often than this."""
 
-STALE_PER_FLUSH = 100_000
-STALE_FLUSH_S = 60.0
 CLOSE_S = 5.0
 
 
 class SlabTier(SlotTier):
-    """Slots of a slab, one index for all ranks, and its journal on disk."""
+    """Slots of a slab, one index for all ranks, also on disk."""
 
     place: SlabPlace
+    _durable: DurableIndex
 
     def __init__(
         self,
@@ -53,7 +52,6 @@ class SlabTier(SlotTier):
         """Assemble the parts; ``open`` is the usual way. ``directory`` is closed with the tier."""
         super().__init__(position, place, allocator, durable)
         self._directory = directory
-        self._durable = durable
         self._next_look_s = self._next_due_s = 0.0
         self._looks = CallThreads("nixl-offload-look", 1)
         self._extents = allocator.extent_count
@@ -77,7 +75,8 @@ class SlabTier(SlotTier):
             geometry = {"extent_bytes": str(allocator.extent_bytes), "held": json.dumps(namespace.held())}
             if replicas:
                 geometry["replicas"] = json.dumps(sorted(replicas.items()))
-            durable, rows = DurableIndex.open(str(directory.index_path), geometry)
+            n_slots = directory.rank_bytes * allocator.places.together // allocator.slot_classes[0]
+            durable = DurableIndex(str(directory.index_path), allocator.slot_classes[0], n_slots, geometry)
             undo.callback(durable.close, CLOSE_S)
             place = SlabPlace(
                 directory=str(directory.namespace_path),
@@ -89,11 +88,9 @@ class SlabTier(SlotTier):
                 machine=machine_token(),
             )
             tier = cls(context.position, place, allocator, durable, directory)
-            stale = tier.adopt(rows)
-            for number, key in enumerate(stale, 1):
-                durable.delete(key)
-                if number % STALE_PER_FLUSH == 0:  # if its queue overflowed, the journal would forget all chunks
-                    durable.flush(STALE_FLUSH_S)
+            stale = tier.adopt(durable.rows())
+            for location in stale:
+                durable.delete(location)
             undo.pop_all()
         logger.info(
             "Slab tier %s: %d chunks found again, room for %.1f GiB per rank (%d ranks of each of %d engines)%s%s",
@@ -145,10 +142,10 @@ class SlabTier(SlotTier):
         self._looks.start(partial(self._look, self._directory))
 
     def close(self, in_flight: Iterable[Key] = (), *, timeout_s: float = CLOSE_S) -> None:
-        """Write the journal out and release the lock. Idempotent.
+        """Write the durable index out and release the lock. Idempotent.
 
         ``in_flight``: chunks that were being written when the engine shut down. Ranks may have finished them after
-        their last report, so the journal records them as stored. If one is not whole, its header or checksums fail when
+        their last report, so it records them as stored. If one is not whole, its header or checksums fail when
         the next engine loads it, as after a crash.
         """
         for key in in_flight:

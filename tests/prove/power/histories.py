@@ -29,7 +29,7 @@ class Story:
 
     tiers: str
     steps: Sequence[str]
-    """``open``, ``close``; ``store`` and ``load`` of chunks; ``flush``: the index's journal is written; ``clear``: a
+    """``open``, ``close``; ``store`` and ``load`` of chunks; ``flush``: the index is written; ``clear``: a
     reset of the cache; ``damage``: the index's file; ``begin``; ``gone``: of chunks that have to be evicted by now.
     """
     ranks: int = 1
@@ -91,9 +91,8 @@ def tell(root: Path, story: Story) -> None:
         elif what == "clear":
             server.catalog.clear()
         elif what == "damage":
-            (index,) = root.glob("slab/*/index.sqlite")
+            (index,) = root.glob("slab/*/index.table")
             with index.open("r+b") as file:
-                file.seek(4096)
                 file.write(bytes(4096))
         else:
             assert what == "gone"
@@ -105,7 +104,7 @@ def _all(what: str, numbers: Sequence[int]) -> str:
 
 
 def _long() -> Iterator[str]:
-    """Long enough for the index's journal to be written back several times."""
+    """Long enough for many rows of the index to be written over."""
     choose = random.Random(1)
     yield from ("open", _all("store", range(16)), "flush", "begin")
     for number in range(150):
