@@ -28,8 +28,8 @@ from tests.unit.shared_rig import namespace_of, options
 SLOT_MAX = max(SLOT_CLASSES)
 MEMORY_BYTES = RANKS * 2 * 4 * SLOT_MAX
 """The least that a memory tier takes: room for ten chunks."""
-FILE_BYTES = 38 << 20
-"""The least that a file tier takes, most of which is promised to its index: room for ten chunks, too."""
+FILE_BYTES = 2 << 20
+"""The least that a file tier takes: room for some sixteen chunks."""
 NAMESPACE = namespace_of(RANKS, sizes=[(size,) * RANKS for size in SLOT_CLASSES])
 
 

@@ -54,8 +54,8 @@ DRAFT_AGE_S: Final = 7200.0
 """Older than a draft that a writer may still be at."""
 NUMBERS: Final = range(120)
 """Chunks there are."""
-SLAB: Final = "36MiB"
-"""The least: room for a third of the chunks, of two ranks for two thirds, so that servers evict."""
+SLAB: Final = "1900KiB"
+"""Room for two thirds of the chunks, of two ranks for a third, so that servers evict."""
 TREE, SMALL_TREE = "64MiB", "1MiB"
 IN_A_CALL: Final = 12
 """Chunks that one call may evict: for those that it stores, or writes through."""

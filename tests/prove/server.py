@@ -85,7 +85,7 @@ def config_of(*tiers: dict[str, Any], staging_bytes: int = STAGING_BYTES, **fiel
 
 def tiers_of(letters: str, root: Path, slab: str, tree: str) -> list[dict[str, Any]]:
     """Return the config of tiers below ``root``: ``m`` memory, ``s`` a slab, ``t`` a shared directory. ``slab``,
-    ``tree``: capacities. Most of a small slab's capacity is reserved for its index.
+    ``tree``: capacities.
     """
     made: dict[str, dict[str, Any]] = {
         "m": {"kind": "memory", "capacity": "512KiB"},

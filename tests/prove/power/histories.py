@@ -18,9 +18,9 @@ from tests.prove.power.recording import mark
 from tests.prove.server import Server, config_of, tiers_of
 
 NUMBERS = 60
-"""Chunks there are in any history. A slab has room for 40 of them, two ranks' for 36, an evicting tree for some 14."""
-SLAB = {1: "36MiB", 2: "35MiB"}
-"""By ranks: the least capacity, most of which is promised to the index."""
+"""Chunks there are in any history. A slab has room for 50 of them, two ranks' for 36, an evicting tree for some 14."""
+SLAB = {1: "1MiB", 2: "1300KiB"}
+"""By ranks: capacities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,8 @@ def _evicting() -> Iterator[str]:
 
 _FIRST_START = ("open", "store 0 1", "flush", "close")
 _OVERWRITING = (  # a full slab, of which slots get other chunks; some come back, to other slots
-    *("open", _all("store", range(42)), "flush", "begin"),
-    *("store 43 45", "flush", "store 1 44", "flush", "gone 2 3 5 7"),
+    *("open", _all("store", range(54)), "flush", "begin"),
+    *("store 55 57", "flush", "store 0 56 58", "flush", "gone 6 8 10"),
 )
 _EIGHT = _all("store", range(8))
 STORIES = {
