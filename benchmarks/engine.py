@@ -18,7 +18,7 @@ import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.chunk.shards import Shard
-from nixl_offload.engine import Chunk, Job, LinkEngine, RankEngine, WorkKind
+from nixl_offload.engine import Chunk, Job, LinkPaths, RankEngine, TierEngine, TierSetup, WorkKind
 from nixl_offload.engine.paths import RankMemory
 from nixl_offload.engine.streams import READY, Device, device_of
 from nixl_offload.movers.base import Mover, Op
@@ -69,11 +69,11 @@ class DrivenEngine:
         device: Device | None = None,
         **options: Any,
     ) -> None:
-        """``device``: by default that of the layers. ``options`` as for ``LinkEngine``."""
+        """``device``: by default that of the layers. ``options`` as for ``LinkPaths``."""
         self._rank = RankEngine(1)
         memory = RankMemory(layers, layout, device or device_of(layers[0]))
-        engine = LinkEngine(self._rank, memory, link, [Shard(0, bytes(32))] * len(layout.groups), **options)
-        self._rank.join(0, engine)
+        setup = TierSetup(self._rank, memory, [Shard(0, bytes(32))] * len(layout.groups))
+        self._rank.join(0, TierEngine(LinkPaths(setup, link, **options)))
         self._jobs = 0
 
     def move(self, op: Op, chunks: Sequence[Chunk], *, job_chunks: int, at_a_time: int) -> float:

@@ -1,7 +1,7 @@
-"""The engine of a tier that a link reaches: a slab, a shared directory, a bucket. ``LinkPaths`` decides which path its
-chunks take and how many may start at once, and makes their transfers.
+"""``LinkPaths``: for a tier that a link reaches (a slab, a shared directory, a bucket), decides which path its chunks
+take and how many may start at once, and makes their transfers.
 
-Threading: see ``pump.TierEngine``. Ownership: the engine owns its link, the link's mover, its staging and the pump.
+Threading: see ``pump.TierEngine``. Ownership: it owns its link, the link's mover and its staging.
 """
 
 from __future__ import annotations
@@ -15,21 +15,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nixl_offload.chunk.authentication import ChunkKeys
-from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import direct, image, packed
 from nixl_offload.engine.image import Spans, TransferPath
-from nixl_offload.engine.jobs import JobTable, TierQueue
 from nixl_offload.engine.link_memory import HEADER_PAGES, LinkMemory
-from nixl_offload.engine.packer import require_agreement
-from nixl_offload.engine.paths import Batch, InFlight, Phase, RankMemory, Steps, TierPaths
-from nixl_offload.engine.pump import Pauses, TierEngine
+from nixl_offload.engine.paths import Batch, InFlight, Pauses, Phase, Steps, TierPaths, TierSetup
 from nixl_offload.engine.records import Chunk, ChunkState, TierAccess, TierStatus, Waiting, WorkKind
 from nixl_offload.engine.staging import SlotPool, Staging
 from nixl_offload.errors import LayoutError, MoverError, TierError
 from nixl_offload.movers.base import Extents, FileId, MemoryKind, Transfer, TransferState
 from nixl_offload.tiers.base import Link, Target
-from nixl_offload.types import Outcome, Verify
+from nixl_offload.types import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -75,94 +70,67 @@ PART_AFTER_S = 0.1
 T = TypeVar("T")
 
 
-class LinkEngine(TierEngine):
-    """Moves chunks between KV blocks, or host slots, and one tier.
+class LinkPaths(TierPaths):
+    """The paths of chunks that a link's mover moves. Owns link and mover, and closes them.
 
     A load becomes OK only after identity, lengths and checksums were verified; on CORRUPT or FAILED the blocks of a
     packed group are untouched, those of a direct group are zero. A packed load that storage does not answer within
     the table's ``load_timeout_s`` is FAILED; its staging slot stays with the mover until the transfer is final. A store
     has no timeout.
+
+    If chunks share a file, a batch has common transfers. Else each chunk has its own, and late ones leave the batch.
     """
+
+    thread_name = "nixl-offload-pump"
+    pauses = PAUSES
 
     def __init__(
         self,
-        table: JobTable,
-        memory: RankMemory,
+        setup: TierSetup,
         link: Link,
-        shards: Sequence[Shard],
         *,
-        tier: int = 0,
         staging_bytes: int,
         staging: Staging = "host",
-        verify: Verify = "checksum",
         direct_min_extent_bytes: int = DIRECT_MIN_EXTENT_BYTES,
-        keys: ChunkKeys | None = None,
     ) -> None:
-        """Register memory, connect the link, and start the pump.
+        """Register memory and connect the link. The tier need not be usable yet; storing begins when it is.
 
-        ``table``: the rank's. ``shards``: this rank's, by group. ``tier``: its position. The tier need
-        not be usable yet; storing begins when it is. ``staging="device"``: groups that are not direct are packed in
-        device memory if the mover takes it, else in host memory; ``staging_bytes`` is the size of either.
-        ``verify="header"`` skips payload checksums, except where a read may have been cut short unnoticed.
-        ``direct_min_extent_bytes``: 0: all groups with aligned pages are direct; a huge number: none. ``keys``: stored
-        chunks get a MAC, and loads require one; chunks are packed in host memory and read whole, and ``verify`` is
-        ignored. Raises LayoutError (tensors and layout disagree) and MoverError (staging cannot be registered); the
-        caller then closes link and mover.
+        ``setup.verify="header"`` skips payload checksums, except where a read may have been cut short unnoticed.
+        ``staging="device"``: groups that are not direct are packed in device memory if the mover takes it, else in host
+        memory; ``staging_bytes`` is the size of either. ``direct_min_extent_bytes``: 0: all groups with aligned pages
+        are direct; a huge number: none. Raises LayoutError (tensors and layout disagree) and MoverError (staging cannot
+        be registered); the caller then closes link and mover.
         """
-        require_agreement(memory.tensors, memory.layout)
-        linked = LinkMemory(
+        super().__init__(setup, verify_checksum=setup.verify != "header")
+        keys, device = setup.keys, setup.memory.device
+        self.link = link
+        self.mover = link.mover
+        self.link_memory = LinkMemory(
             link,
-            memory,
+            setup.memory,
             staging_bytes=staging_bytes,
-            packs_on_device=staging == "device" and memory.device.is_accelerator and keys is None,
+            packs_on_device=staging == "device" and device.is_accelerator and keys is None,
             direct_min_extent_bytes=direct_min_extent_bytes,
             is_authenticated=keys is not None,
         )
-        for plan, shard in zip(linked.plans, shards, strict=True):
+        self.moves_blocks = bool(self.link_memory.tensors)
+        self.plans = self.link_memory.plans
+        for plan, shard in zip(self.plans, setup.shards, strict=True):
             plan.shard = shard.number
         link.connect()
-        pools = [pool for path, pool in linked.pools.items() if path != "direct"]
+        pools = [pool for path, pool in self.link_memory.pools.items() if path != "direct"]
         staged_bytes = sum(pool.slots_total * pool.slot_bytes for pool in pools)
+        self.store_limit_bytes = STORE_QUEUE_FACTOR * (staged_bytes or staging_bytes)
+        self._own_chunks = OWN_CHUNKS
+        self._look_s = -math.inf
+        """When to count descriptors again."""
         logger.info(
             "Engine: %s by %s, %s, %s",
             link.name,
             link.mover.name,
             " and ".join(map(_words, pools)) or "no staging",
-            f"verify={verify}" if keys is None else f"authenticated by key {keys.first_id.hex()}",
+            f"verify={setup.verify}" if keys is None else f"authenticated by key {keys.first_id.hex()}",
         )
-        verify_checksum = verify != "header"
-        paths = LinkPaths(link, linked, table, memory, shards, verify_checksum=verify_checksum, keys=keys)
-        limit_bytes = STORE_QUEUE_FACTOR * (staged_bytes or staging_bytes)
-        queue = TierQueue(table, tier, memory.layout, store_limit_bytes=limit_bytes)
-        super().__init__(queue, paths, name="nixl-offload-pump", pauses=PAUSES)
-
-
-class LinkPaths(TierPaths):
-    """The paths of chunks that a link's mover moves. Owns link and mover, and closes them.
-
-    If chunks share a file, a batch has common transfers. Else each chunk has its own, and late ones leave the batch.
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        linked: LinkMemory,
-        table: JobTable,
-        memory: RankMemory,
-        shards: Sequence[Shard],
-        *,
-        verify_checksum: bool,
-        keys: ChunkKeys | None,
-    ) -> None:
-        """``linked``: registered with the link's mover. Others as for ``TierPaths``."""
-        super().__init__(table, memory, linked.plans, shards, verify_checksum=verify_checksum, keys=keys)
-        self.link = link
-        self.mover = link.mover
-        self.moves_blocks = bool(linked.tensors)
-        self.link_memory = linked
-        self._own_chunks = OWN_CHUNKS
-        self._look_s = -math.inf
-        """When to count descriptors again."""
 
     def _by_host_slot(self, chunk: Chunk) -> bool:
         """Whether a chunk goes through its host slot. If the mover cannot touch it, a promotion is a plain load."""

@@ -1,4 +1,4 @@
-"""The engine of the memory tier: copies chunks between KV blocks and slots of the host slab, in batches.
+"""``MemoryPaths``, of the memory tier: copies chunks between KV blocks and slots of the host slab, in batches.
 
 Threading: see ``pump.TierEngine``; the pump alone drives the packer and touches slots. Nothing waits for a device:
 fences are polled. Ownership: the catalog owns the slots and reuses none before its chunk's outcome is reported. The
@@ -9,15 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import image, packed
-from nixl_offload.engine.jobs import JobTable, TierQueue
-from nixl_offload.engine.packer import require_agreement
-from nixl_offload.engine.paths import InFlight, Phase, RankMemory, TierPaths
-from nixl_offload.engine.pump import Pauses, TierEngine
+from nixl_offload.engine.paths import InFlight, Pauses, Phase, TierPaths, TierSetup
 from nixl_offload.engine.records import Chunk, TierAccess, TierStatus, Waiting, WorkKind
 from nixl_offload.errors import LayoutError
-from nixl_offload.types import Verify
 
 STORE_BATCH_BYTES = 64 << 20
 """Most bytes that one call copies for a store; a new load waits at most for these."""
@@ -30,14 +25,16 @@ MAX_BATCHES = 8
 MAX_STORE_BATCHES = 4
 """Most of these that are stores."""
 STORE_QUEUE_BYTES = 1 << 30
-"""Limit of waiting stores; a store beyond it is dropped at once."""
+"""Limit of waiting stores."""
 PAUSES = Pauses(poll_s=0.0002, slow_poll_s=0.002, slow_after_s=0.05)
 """Between polls of fences. A batch takes a device one to three milliseconds. If nothing ends for longer, the batches
 wait for the fence of a running step."""
 
 
-class MemoryEngine(TierEngine):
-    """A load becomes OK only after identity and lengths were compared with the header in the slot; on CORRUPT or FAILED
+class MemoryPaths(TierPaths):
+    """The paths of the memory tier.
+
+    A load becomes OK only after identity and lengths were compared with the header in the slot; on CORRUPT or FAILED
     its KV blocks are untouched. Nothing touches the slot of a FAILED or DROPPED store.
 
     Memory is as trustworthy as vLLM's own KV cache, so stores and loads compute no checksums; the first write-through
@@ -47,24 +44,15 @@ class MemoryEngine(TierEngine):
     FAILED.
     """
 
-    def __init__(
-        self,
-        table: JobTable,
-        memory: RankMemory,
-        shards: Sequence[Shard],
-        *,
-        tier: int = 0,
-        verify: Verify = "checksum",
-    ) -> None:
-        """Start the pump. Parameters as for ``LinkEngine``. Raises LayoutError if tensors and layout disagree."""
-        require_agreement(memory.tensors, memory.layout)
-        plans = [image.make_plan(memory.layout, group) for group in range(len(memory.layout.groups))]
-        paths = _MemoryPaths(table, memory, plans, shards, verify_checksum=verify == "always")
-        queue = TierQueue(table, tier, memory.layout, store_limit_bytes=STORE_QUEUE_BYTES)
-        super().__init__(queue, paths, name="nixl-offload-memory", pauses=PAUSES)
+    thread_name = "nixl-offload-memory"
+    pauses = PAUSES
+    store_limit_bytes = STORE_QUEUE_BYTES
 
+    def __init__(self, setup: TierSetup) -> None:
+        """Raises LayoutError if tensors and layout disagree."""
+        super().__init__(setup, verify_checksum=setup.verify == "always")
+        self.plans = [image.make_plan(self.layout, group) for group in range(len(self.layout.groups))]
 
-class _MemoryPaths(TierPaths):
     def room(self, chunk: Chunk, in_flight: InFlight) -> int:
         """Return how many chunks like ``chunk`` make a batch; 0 at the limit of batches in flight."""
         if in_flight.batches >= MAX_BATCHES or (chunk.kind.writes and in_flight.store_batches >= MAX_STORE_BATCHES):

@@ -29,12 +29,12 @@ from nixl_offload.engine.device_packer import make_packer
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.image import GroupPlan, host_slot
 from nixl_offload.engine.jobs import JobTable
-from nixl_offload.engine.packer import pages_of
+from nixl_offload.engine.packer import pages_of, require_agreement
 from nixl_offload.engine.records import Chunk, ChunkState, TierStatus, Waiting, WorkKind
 from nixl_offload.engine.streams import Device, Fence
 from nixl_offload.errors import FormatError, LayoutError, MoverError, TierError
 from nixl_offload.movers.base import Mover, Transfer, TransferState
-from nixl_offload.types import Outcome
+from nixl_offload.types import Outcome, Verify
 
 logger = logging.getLogger(__name__)
 
@@ -245,40 +245,69 @@ class RankMemory:
     """The share of the device's memory that vLLM keeps for itself (``gpu_memory_utilization``)."""
 
 
+@dataclass(frozen=True)
+class TierSetup:
+    """What the engines of all kinds of tiers are made from."""
+
+    table: JobTable
+    """The rank's."""
+    memory: RankMemory
+    shards: Sequence[Shard]
+    """The shards of this rank, by group of the layout."""
+    tier: int = 0
+    """The tier's position in the config."""
+    verify: Verify = "checksum"
+    """Which loads compare payload checksums: see ``LinkPaths`` and ``MemoryPaths``."""
+    keys: ChunkKeys | None = None
+    """With keys, stored chunks get a MAC and loads require one, with any ``verify``. Chunks are then packed in host
+    memory and read whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """How long a pump sleeps between polls while something is in flight."""
+
+    poll_s: float
+    slow_poll_s: float
+    """Used when nothing has moved for ``slow_after_s``, so that a hung disk does not cost a core."""
+    slow_after_s: float
+
+
 class TierPaths:
-    """State and steps that the batches of one tier share.
+    """State and steps that the batches of one tier share, and what its pump needs.
 
     A storage failure becomes the chunk's outcome; ``run`` does not raise it.
     """
 
+    thread_name: str
+    """The pump's."""
+    pauses: Pauses
+    store_limit_bytes: int
+    """Limit of waiting stores; a store beyond it is DROPPED at once."""
+    plans: Sequence[GroupPlan]
+    """By group."""
     mover: Mover | None = None
     """Makes every transfer; None for memory."""
     moves_blocks = False
     """Whether the mover can touch KV blocks, also while all groups go through staging."""
 
-    def __init__(
-        self,
-        table: JobTable,
-        memory: RankMemory,
-        plans: Sequence[GroupPlan],
-        shards: Sequence[Shard],
-        *,
-        verify_checksum: bool,
-        keys: ChunkKeys | None = None,
-    ) -> None:
-        """Parameters as for ``LinkEngine``. ``plans``: by group."""
-        self.table = table
+    def __init__(self, setup: TierSetup, *, verify_checksum: bool) -> None:
+        """``verify_checksum``: whether loads compare payload checksums. Raises LayoutError if tensors and layout
+        disagree.
+        """
+        memory = setup.memory
+        require_agreement(memory.tensors, memory.layout)
+        self.table = setup.table
+        self.tier = setup.tier
         self.layout = memory.layout
-        self.plans = plans
         self.packer = make_packer(memory.tensors, pages_of(memory.layout), memory.device)
         self.host = memory.host
-        self.namespaces = [shard.digest for shard in shards]
+        self.namespaces = [shard.digest for shard in setup.shards]
         """The namespace in headers, by group."""
         self.verify_checksum = verify_checksum
-        self.keys = keys
-        """None: chunks are not authenticated."""
+        self.keys = setup.keys
         self.stretch = Stretch()
-        self.complaints = RateLog(table.clock)
+        self.complaints = RateLog(setup.table.clock)
         self._memory = memory  # lives as long as I/O may touch it
 
     # -- what differs by tier ---------------------------------------------------------------------------------------

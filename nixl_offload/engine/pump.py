@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from nixl_offload.engine.jobs import JobTable, TierQueue
@@ -47,16 +46,6 @@ def leak(what: object) -> None:
     LEAKED.append(what)
 
 
-@dataclass(frozen=True, slots=True)
-class Pauses:
-    """How long the pump sleeps between polls while something is in flight."""
-
-    poll_s: float
-    slow_poll_s: float
-    """Used when nothing has moved for ``slow_after_s``, so that a hung disk does not cost a core."""
-    slow_after_s: float
-
-
 class TierEngine:
     """One tier on a rank. Slow work happens on its pump, which no chunk's exception ends. If the pump ends nonetheless,
     every job is FAILED. After any failure each chunk has an outcome, and so has the host slot that it fills.
@@ -66,15 +55,15 @@ class TierEngine:
     that storage does not answer in time is FAILED unless something may still write to its blocks.
     """
 
-    def __init__(self, queue: TierQueue, paths: TierPaths, *, name: str, pauses: Pauses) -> None:
+    def __init__(self, paths: TierPaths) -> None:
         """Start the pump. The engine owns what ``paths`` closes."""
-        self.queue = queue
         self.paths = paths
+        self.queue = TierQueue(paths.table, paths.tier, paths.layout, store_limit_bytes=paths.store_limit_bytes)
         self.in_flight = InFlight()
-        self._table = queue.table
-        self._clock = clock = queue.table.clock
+        self._table = paths.table
+        self._clock = clock = paths.table.clock
         self._stretch = paths.stretch
-        self._pauses = pauses
+        self._pauses = paths.pauses
         self._batches: list[Batch] = []
         self._quiet_s: float | None = None
         """See ``Mover.look``."""
@@ -84,7 +73,7 @@ class TierEngine:
         """When a pass steps all batches again."""
         self._moved_s = clock()
         self._stop_by_s: float | None = None
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._main, name=paths.thread_name, daemon=True)
         self._thread.start()
 
     def status(self) -> TierStatus:

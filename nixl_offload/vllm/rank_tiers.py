@@ -27,7 +27,7 @@ from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.config import Config, TierConfig
-from nixl_offload.engine import LinkEngine, MemoryEngine, RankEngine, TierEngine
+from nixl_offload.engine import LinkPaths, MemoryPaths, RankEngine, TierEngine, TierSetup
 from nixl_offload.engine.autotune import open_planned, plan_tier, staging_for
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.host import HostSlab
@@ -312,11 +312,12 @@ def open_tier_engine(
     shards = [Shard(number, shard_digest(place.namespace, number)) for number in memory.shards]
     if device.torch_device.type == "cuda":
         torch.cuda.set_device(device.torch_device)  # a new thread begins on the first GPU
+    keys = memory.keys if tier.is_shared else None
+    setup = TierSetup(table, memory, shards, position, config.verify, keys)
     # As vLLM's own calls: KV caches were made in inference mode, and tensors made here are written to in it.
     with torch.inference_mode(), contextlib.ExitStack() as undo:
         if tier.kind == "memory":
-            return MemoryEngine(table, memory, shards, tier=position, verify=config.verify)
-        keys = memory.keys if tier.is_shared else None
+            return TierEngine(MemoryPaths(setup))
         mover = _open_mover(tier, place, device, planned, authenticated=keys is not None)
         undo.callback(mover.close)
         link = open_link(tier, place, rank, mover)
@@ -330,17 +331,7 @@ def open_tier_engine(
             sharers=len(config.stored),
             layout=memory.layout,
         )
-        engine = LinkEngine(
-            table,
-            memory,
-            link,
-            shards,
-            tier=position,
-            staging_bytes=staging_bytes,
-            staging=side,
-            verify=config.verify,
-            keys=keys,
-        )
+        engine = TierEngine(LinkPaths(setup, link, staging_bytes=staging_bytes, staging=side))
         undo.pop_all()
     return engine
 

@@ -18,10 +18,8 @@ import torch
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.engine import Chunk, Completion, LinkEngine, make_move
+from nixl_offload.engine import Chunk, Completion, LinkPaths, MemoryPaths, TierEngine, TierSetup, make_move
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.memory_engine import MemoryEngine
-from nixl_offload.engine.pump import TierEngine
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.slab.file import SlabFile, SlabLink
@@ -129,9 +127,8 @@ class ChainRig(Chained):
         rank = {name: options.pop(name) for name in ("load_timeout_s",) if name in options}
         chain = TestedRank(3, relay_offsets=host.relay_offsets, clock=clock, **rank)
         memory, shards = rank_memory(tensors, layout, host=host), own_shards(layout)
-        engines: list[TierEngine | None] = [
-            MemoryEngine(chain, memory, shards, verify=options.get("verify", "checksum"))
-        ]
+        verify = options.pop("verify", "checksum")
+        engines: list[TierEngine | None] = [TierEngine(MemoryPaths(TierSetup(chain, memory, shards, verify=verify)))]
         for tier, (mover, wanted) in enumerate(zip(used, present, strict=True), start=1):
             if not wanted:
                 engines.append(None)
@@ -143,7 +140,8 @@ class ChainRig(Chained):
             deque(SlabFile.ensure(slab, 0, slab.rank_bytes), 0)
             slabs.append(slab)
             link, staging_bytes = SlabLink(slab, mover, clock), staging_slots * slot_bytes
-            engines.append(LinkEngine(chain, memory, link, shards, tier=tier, staging_bytes=staging_bytes, **options))
+            setup = TierSetup(chain, memory, shards, tier, verify)
+            engines.append(TierEngine(LinkPaths(setup, link, staging_bytes=staging_bytes, **options)))
         for tier, engine in enumerate(engines):
             if engine is not None:
                 chain.join(tier, engine)

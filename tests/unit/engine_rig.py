@@ -19,8 +19,9 @@ import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, PageRun, RegionSpec
 from nixl_offload.chunk.shards import Shard
-from nixl_offload.engine import Chunk, Completion, LinkEngine
+from nixl_offload.engine import Chunk, Completion, LinkPaths, TierEngine, TierSetup
 from nixl_offload.engine.host import HostSlab
+from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.paths import RankMemory
 from nixl_offload.engine.streams import Device, device_of
 from nixl_offload.movers.base import Mover, Transfer, TransferState
@@ -307,9 +308,14 @@ class Rig(Driven):
         rank = {name: options.pop(name) for name in ("clock", "load_timeout_s") if name in options}
 
         memory = rank_memory(tensors, layout, host=host, device=device)
-        places = {"memory": memory, "link": link_, "shards": own_shards(layout, namespace, shard)}
-        make = partial(LinkEngine, staging_bytes=staging_slots * largest, **places, **options)
-        engine = Alone(make, options.get("tier", 0), **rank)
+        shards = own_shards(layout, namespace, shard)
+        of_tier = {name: options.pop(name) for name in ("tier", "verify", "keys") if name in options}
+
+        def make(table: JobTable) -> TierEngine:
+            setup = TierSetup(table, memory, shards, **of_tier)
+            return TierEngine(LinkPaths(setup, link_, staging_bytes=staging_slots * largest, **options))
+
+        engine = Alone(make, of_tier.get("tier", 0), **rank)
         return cls(shape, tensors, kv, layout, slab, mover, link_, engine)
 
     @property

@@ -18,9 +18,8 @@ import torch
 from nixl_offload.catalog.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, RegionSpec
 from nixl_offload.chunk.shards import HeadCut, LayerCut, Shard, ShardPlan, cut_layers, make_plan
-from nixl_offload.engine import Completion, LinkEngine
+from nixl_offload.engine import Completion, LinkPaths, MemoryPaths, TierEngine, TierSetup
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.identity.namespace import Namespace, shard_digest
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.shared.links import TreeLink
@@ -126,12 +125,11 @@ class RankRig(Chained):
         slab_link = SlabLink(self.slab, self.movers[0], time.monotonic, neighbours=self.neighbours)
         self.chain = TestedRank(3, relay_offsets=self.host.relay_offsets)
         memory = rank_memory(tensors, self.layout, host=self.host)
-        farther = [
-            LinkEngine(self.chain, memory, link, shards, tier=tier, staging_bytes=8 * self.slot_bytes)
-            for tier, link in ((SLAB, slab_link), (TREE, tree))
-        ]
-        for tier, engine in enumerate([MemoryEngine(self.chain, memory, shards), *farther]):
-            self.chain.join(tier, engine)
+        setups = [TierSetup(self.chain, memory, shards, tier) for tier in range(3)]
+        self.chain.join(MEMORY, TierEngine(MemoryPaths(setups[MEMORY])))
+        for tier, link in ((SLAB, slab_link), (TREE, tree)):
+            paths = LinkPaths(setups[tier], link, staging_bytes=8 * self.slot_bytes)
+            self.chain.join(tier, TierEngine(paths))
         self.chunks = RankChunks(self.layout, [0], plan, rank, memory=MEMORY, shared=[TREE])
         self.chunks.take_places(SLAB, self.places)
         self.results: dict[int, Completion] = {}

@@ -1,9 +1,8 @@
-"""A memory tier for tests: KV tensors of every layout, a host slab, a ``MemoryEngine``."""
+"""A memory tier for tests: KV tensors of every layout, a host slab, an engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,8 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.engine import Completion
+from nixl_offload.engine import Completion, MemoryPaths, TierEngine, TierSetup
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.engine.streams import Device
 from tests.unit.engine_rig import NAMESPACE, SHAPES, Bytes, Driven, Shape, kv_cache, own_shards, rank_memory
 from tests.unit.rank_rig import Alone
@@ -52,8 +50,7 @@ class MemoryRig(Driven):
         rank = {name: options.pop(name) for name in ("clock", "load_timeout_s") if name in options}
         memory = rank_memory(tensors, layout, host=host, device=device)
         shards = own_shards(layout, namespace)
-        make = partial(MemoryEngine, memory=memory, shards=shards, **options)
-        engine = Alone(make, **rank)
+        engine = Alone(lambda table: TierEngine(MemoryPaths(TierSetup(table, memory, shards, **options))), **rank)
         return cls(SHAPES[shape], kv, layout, host, engine)
 
     def memory(self, slot: int) -> npt.NDArray[np.uint8]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from nixl_offload.engine import Chunk, Completion, Job, RankEngine, TierEngine, WorkKind
+from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.streams import READY, Fence
 from nixl_offload.types import Outcome
 
@@ -66,11 +67,11 @@ class TestedRank(RankEngine):
 class Alone(TestedRank):
     """A rank of one tier. Attributes that it lacks are its engine's."""
 
-    def __init__(self, make: Callable[..., TierEngine], tier: int = 0, **options: Any) -> None:
+    def __init__(self, make: Callable[[JobTable], TierEngine], tier: int = 0, **options: Any) -> None:
         super().__init__(tier + 1, **options)
         self.promotions: dict[int, tuple[Outcome, ...]] = {}
         """Outcomes of host slots, by the job that was to fill them."""
-        self.tier = make(table=self)
+        self.tier = make(self)
         self.join(tier, self.tier)
 
     def __getattr__(self, name: str) -> Any:

@@ -16,9 +16,8 @@ import pytest
 
 from nixl_offload.chunk.authentication import ChunkKeys, stated_key_id
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header
-from nixl_offload.engine import LinkEngine
+from nixl_offload.engine import LinkPaths, MemoryPaths, TierEngine, TierSetup
 from nixl_offload.engine.host import HostSlab
-from nixl_offload.engine.memory_engine import MemoryEngine
 from nixl_offload.errors import FormatError
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.slab.file import SlabLink
@@ -113,13 +112,10 @@ def chain(tmp_path: Path) -> Iterator[ChainRig]:
     slab.open()
     movers = [CopyMover(), ObjectFiles(tmp_path / "bucket")]
     links = SlabLink(slab, movers[0], rig.clock), objects()(movers[1], rig.clock)
-    engines = [
-        MemoryEngine(rig.chain, memory, shards),
-        *(
-            LinkEngine(rig.chain, memory, link, shards, tier=tier, staging_bytes=8 * slot_bytes, keys=keys)
-            for tier, link, keys in zip((FILE, BUCKET), links, (None, KEYS), strict=True)
-        ),
-    ]
+    engines = [TierEngine(MemoryPaths(TierSetup(rig.chain, memory, shards)))]
+    for tier, link, keys in zip((FILE, BUCKET), links, (None, KEYS), strict=True):
+        setup = TierSetup(rig.chain, memory, shards, tier, keys=keys)
+        engines.append(TierEngine(LinkPaths(setup, link, staging_bytes=8 * slot_bytes)))
     rig.movers += movers
     rig.host, rig.engines = host, list(engines)
     for tier, engine in enumerate(engines):

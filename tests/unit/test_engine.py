@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.engine import LinkEngine
+from nixl_offload.engine import LinkPaths, TierSetup
 from nixl_offload.errors import LayoutError
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.threaded import CopyMover
@@ -87,14 +87,9 @@ def test_direct_is_chosen_where_it_can_and_said(make: Make, caplog: pytest.LogCa
 
 def test_tensors_that_are_not_those_of_the_layout_are_refused(make: Make) -> None:
     rig = make("per_layer")
+    setup = TierSetup(rig.engine, rank_memory(rig.tensors[::-1], rig.layout), own_shards(rig.layout))
     with pytest.raises(LayoutError):
-        LinkEngine(
-            rig.engine,
-            rank_memory(rig.tensors[::-1], rig.layout),
-            SlabLink(rig.slab, CopyMover(), time.monotonic),
-            own_shards(rig.layout),
-            staging_bytes=1 << 20,
-        )
+        LinkPaths(setup, SlabLink(rig.slab, CopyMover(), time.monotonic), staging_bytes=1 << 20)
 
 
 def test_close_finishes_what_is_queued_and_leaves_no_thread(make: Make) -> None:

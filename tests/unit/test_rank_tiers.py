@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from nixl_offload.engine import TierEngine
-from nixl_offload.engine.memory_engine import MemoryEngine
+from nixl_offload.engine import MemoryPaths, TierEngine, TierSetup
 from nixl_offload.errors import MoverError, TierError
 from nixl_offload.vllm import background, rank_tiers
 from nixl_offload.vllm.background import BackgroundOpening
@@ -84,8 +83,9 @@ def test_each_kind_of_error_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog
     assert caplog.text.count("in use again") == 1
 
 
-def _memory_engine(rig: ChainRig) -> MemoryEngine:
-    return MemoryEngine(rig.chain, rank_memory(rig.tensors, rig.layout, host=rig.host), own_shards(rig.layout))
+def _memory_engine(rig: ChainRig) -> TierEngine:
+    memory = rank_memory(rig.tensors, rig.layout, host=rig.host)
+    return TierEngine(MemoryPaths(TierSetup(rig.chain, memory, own_shards(rig.layout))))
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ if WAY in os.environ:
 
     rank_tiers.plan_tier = _planned
     _least_bytes = 4096 if _way == "direct" else 1 << 62
-    rank_tiers.LinkEngine = functools.partial(link_engine.LinkEngine, direct_min_extent_bytes=_least_bytes)  # type: ignore[misc]
+    rank_tiers.LinkPaths = functools.partial(link_engine.LinkPaths, direct_min_extent_bytes=_least_bytes)  # type: ignore[misc]
 
 
 class EmulatedGpuExtension(BlocksOutermostExtension):

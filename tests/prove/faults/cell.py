@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nixl_offload.cli import verify
-from nixl_offload.engine import LinkEngine
+from nixl_offload.engine import LinkPaths
 from nixl_offload.index import State
 from nixl_offload.tiers.shared import eviction
 from nixl_offload.tiers.shared.naming import shard_name
@@ -107,7 +107,7 @@ class FaultCell:
         background.FIRST_PAUSE_S = background.LONGEST_PAUSE_S = 0.02
         eviction.LOOK_S = 0.02
         rank_tiers.WAKE_UP_S = 0.2
-        LinkEngine.__init__.__kwdefaults__["direct_min_extent_bytes"] = DIRECT_BYTES  # type: ignore[index]
+        LinkPaths.__init__.__kwdefaults__["direct_min_extent_bytes"] = DIRECT_BYTES  # type: ignore[index]
         verify._PAUSES_BESIDE_AN_ENGINE_S = (0.1, 0.2)
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, which is the point of it
         logging.getLogger("nixl_offload").addHandler(_Unexpected(self.found_dead))

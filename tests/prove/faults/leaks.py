@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from nixl_offload.engine import LinkEngine, pump
+from nixl_offload.engine import LinkPaths, pump
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slot_tier import SlotTier
 from tests.prove.clock import real_s
@@ -67,7 +67,8 @@ class Leaks:
         if not isinstance(server.serving[-1], SharedTier) or pump.LEAKED:
             return []
         for rank in server.ranks:
-            if isinstance(engine := rank.chain.by_tier.get(len(server.serving) - 1), LinkEngine):
+            engine = rank.chain.by_tier.get(len(server.serving) - 1)
+            if engine is not None and isinstance(engine.paths, LinkPaths):
                 engine.paths.link._close_stale()  # what could not be closed at once is with the next
         return [f"{path} is open" for path in self._open_below_root() if _SHARD.search(path)]
 
@@ -117,7 +118,7 @@ def _held(server: Server) -> list[str]:
             in_flight = engine.in_flight
             if in_flight.batches or in_flight.chunks or in_flight.stores or in_flight.background:
                 found.append(f"rank {rank.number}, tier {position}: {in_flight}")
-            if isinstance(engine, LinkEngine):
+            if isinstance(engine.paths, LinkPaths):
                 for pool in engine.paths.link_memory.pools.values():
                     if pool.free != pool.usable:
                         out = pool.usable - pool.free
