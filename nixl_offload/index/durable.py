@@ -175,13 +175,15 @@ class DurableIndex:
         self._changed = threading.Condition()
         """Guards the next four fields."""
         self._clear = False
-        """Whether the file must be emptied before later calls are written."""
+        """Whether all rows until now are void, and the writer does not know yet."""
         self._idle = False
         self._stopping = False
         self._abandoned = False
         # Used only by the writer, once it runs.
         self._ops: dict[int, _Op] = {}
         """By row: what is to be written."""
+        self._must_make = False
+        """Whether the file must be made anew before ``_ops`` are written."""
         self._was_there = False
         """Whether the file has been opened before."""
         self._failing = True
@@ -244,7 +246,7 @@ class DurableIndex:
             self._stopping = True
         self._wake()
         self._writer.join(timeout_s)
-        return not (self._writer.is_alive() or self._queue or self._ops or self._clear)
+        return not (self._writer.is_alive() or self._queue or self._ops or self._clear or self._must_make)
 
     def _enqueue(self, op: _Op) -> None:
         if self._stopping:
@@ -280,8 +282,8 @@ class DurableIndex:
     def _write(self) -> bool:
         """Write all queued calls. Returns False if storage fails; they are kept for the next attempt."""
         with self._changed:
-            must_clear, self._clear = self._clear, False
-            if must_clear or self._abandoned:
+            if self._clear:
+                self._clear, self._must_make = False, True
                 self._ops.clear()
             while self._queue:  # also while storage fails, so that each slot waits with one row
                 op = self._queue.popleft()
@@ -290,16 +292,14 @@ class DurableIndex:
             if self._abandoned:
                 self._ops.clear()
                 return True
-        if not (self._ops or must_clear or self._failing):
+        if not (self._ops or self._must_make or self._failing):
             return True
         try:
-            if must_clear:
+            if self._must_make:
                 self._make()
-                must_clear = False
+                self._must_make = False
             self._write_rows()
         except OSError as error:
-            with self._changed:
-                self._clear |= must_clear
             self._note_failure(tier_error(error, f"index {self._path}"))
             return False
         self._ops.clear()
