@@ -52,7 +52,7 @@ class Engine:
         self.hangs: threading.Event | None = None
         self.is_broken = False
         self.drains = False
-        self.paths = SimpleNamespace(packer=SimpleNamespace(fence=lambda: READY))
+        self.paths = SimpleNamespace(packer=SimpleNamespace(fence=lambda: READY), moves_blocks=False)
 
     def status(self) -> TierStatus:
         return TierStatus(self.queue.waiting(), "", TierAccess("copy", ("host",)))
