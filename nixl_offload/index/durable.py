@@ -342,7 +342,7 @@ class DurableIndex:
         return fd
 
     def _make(self) -> None:
-        """Put an empty file in place of the one of that name, whatever it is. Raises OSError."""
+        """Replace anything of that name by an empty index. Raises OSError."""
         files, draft = self._filesystem, draft_of(self._path)
         with contextlib.suppress(FileNotFoundError):
             files.unlink(draft)

@@ -299,7 +299,7 @@ class Mover:
         """Undo ``_register_file``. Raises MoverError."""
 
     def _shut(self) -> None:
-        """End threads and whatever else has not ended in time. Called once, by ``close``."""
+        """End threads and transfers that have not ended in time. Called once, by ``close``."""
 
     # Inside
 
