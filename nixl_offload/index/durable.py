@@ -41,6 +41,7 @@ _log = logging.getLogger(__name__)
 
 _MAGIC: Final = b"nixl-offload index 1\n"
 _DIGEST_AT: Final = 32
+_DRAFT_NAME: Final = "index.tmp"
 _ROW: Final = struct.Struct(f"<QQQQH6x{MAX_KEY_BYTES}s24x")
 """Checksum of the rest, time of the put in ns, offset, slot_bytes, length of the key, key. All zero: a free slot."""
 _COLUMNS: Final = np.dtype(
@@ -343,7 +344,7 @@ class DurableIndex:
 
     def _make(self) -> None:
         """Replace anything of that name by an empty index. Raises OSError."""
-        files, draft = self._filesystem, draft_of(self._path)
+        files, draft = self._filesystem, os.path.join(os.path.dirname(self._path), _DRAFT_NAME)
         with contextlib.suppress(FileNotFoundError):
             files.unlink(draft)
         fd = files.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -376,11 +377,6 @@ class DurableIndex:
 def max_bytes(n_slots: int) -> int:
     """Return the largest size of the index of ``n_slots`` slots of the smallest size, with its draft."""
     return PAGE_BYTES + align_up(_row_at(n_slots))
-
-
-def draft_of(path: str) -> str:
-    """Return the name under which the index at ``path`` is made."""
-    return os.path.join(os.path.dirname(path), "index.tmp")
 
 
 def _require_ours(files: Filesystem, fd: int, header: bytes = b"") -> None:
