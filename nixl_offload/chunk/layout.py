@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.chunk.header import MAX_BLOCKS_PER_CHUNK
-from nixl_offload.chunk.header import slot_bytes as format_slot_bytes
+from nixl_offload.chunk.header import MAX_BLOCKS_PER_CHUNK, slot_bytes as format_slot_bytes
 from nixl_offload.errors import LayoutError
 
 Int32Array = npt.NDArray[np.int32]

@@ -4,7 +4,7 @@ The only reader of YAML in the package: strict, each error a sentence with file 
 like credentials are never repeated in an error. Threading: pure functions but for reading the file; safe anywhere.
 """
 
-from __future__ import annotations  # noqa: I001 -- "X as X" exports X; isort would write an import for each
+from __future__ import annotations
 
 import difflib
 import functools

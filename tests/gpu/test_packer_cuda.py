@@ -9,8 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from nixl_offload.engine import device_packer, packer
-from nixl_offload.engine import host as host_module
+from nixl_offload.engine import device_packer, host as host_module, packer
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.kernels.torch_kernels import Page

@@ -18,8 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, seed, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, seed, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from nixl_offload.catalog.catalog import NOWHERE

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from nixl_offload.catalog.catalog import Catalog, LoadTicket, StoreTicket

@@ -9,8 +9,7 @@ import ctypes
 import faulthandler
 import gc
 
-from examples.demo.engine_process import EngineHost, Reply
-from examples.demo.engine_process import main as serve
+from examples.demo.engine_process import EngineHost, Reply, main as serve
 from nixl_offload.tiers.slot_tier import SlotTier
 
 

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import trustme
 
-from examples.s3_server import BUCKET, S3Server, free_port
-from examples.s3_server import RcloneServer as PlainRcloneServer
+from examples.s3_server import BUCKET, RcloneServer as PlainRcloneServer, S3Server, free_port
 
 __all__ = ["BUCKET", "MotoServer", "RcloneServer", "S3Server", "TlsRclone", "free_port", "make_certificate"]
 

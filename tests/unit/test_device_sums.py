@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from nixl_offload.chunk.header import HEADER_BYTES, lacks_checksums
-from nixl_offload.engine import device_packer, packed, packer
-from nixl_offload.engine import host as host_module
+from nixl_offload.engine import device_packer, host as host_module, packed, packer
 from nixl_offload.engine.device_packer import DevicePacker
 from nixl_offload.engine.records import WorkKind
 from nixl_offload.types import Outcome

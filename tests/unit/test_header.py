@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from nixl_offload.chunk.checksum import block_checksums, payload_checksums
 from nixl_offload.chunk.header import (

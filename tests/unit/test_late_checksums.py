@@ -27,8 +27,7 @@ from nixl_offload.chunk.header import (
     encode_headers,
     lacks_checksums,
 )
-from nixl_offload.engine import host as host_module
-from nixl_offload.engine import image as image_module
+from nixl_offload.engine import host as host_module, image as image_module
 from nixl_offload.engine.host import SlotHeaders
 from nixl_offload.types import Outcome
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig

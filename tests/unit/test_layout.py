@@ -7,8 +7,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nixl_offload.chunk.header import MAX_BLOCKS_PER_CHUNK, slot_bytes
 from nixl_offload.chunk.layout import (

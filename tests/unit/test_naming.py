@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from nixl_offload.stores.base import ObjectInfo
 from nixl_offload.tiers.shared.inspect import group_chunks

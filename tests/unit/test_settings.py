@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from nixl_offload.identity.excused import EXCUSED
 from nixl_offload.identity.namespace import Setting

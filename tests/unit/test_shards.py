@@ -9,8 +9,7 @@ from math import gcd
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from nixl_offload.chunk.shards import ONE_RANGE, LayerCut, ShardPlan, cut_layers, make_plan
 from nixl_offload.types import Key

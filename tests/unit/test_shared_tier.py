@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nixl_offload.catalog.catalog import Catalog
 from nixl_offload.errors import StoreError

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from nixl_offload.tiers.inspect import ChunkInfo, ShardInfo
 from nixl_offload.tiers.shared.sweep import GRACE_S, Ages, Sweep, make_plan

@@ -21,8 +21,7 @@ import pytest
 from nixl_offload.units import parse_size
 from tests.faults.conftest import SmallFilesystem
 from tests.prove.happenings import DAMAGES, disk_outages, lasting
-from tests.s3.proxy import Answer as Reply
-from tests.s3.proxy import Cut, Delay, Fault, FaultProxy, Flip, Hold, Reset, Stall
+from tests.s3.proxy import Answer as Reply, Cut, Delay, Fault, FaultProxy, Flip, Hold, Reset, Stall
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import (
     CHUNK_BYTES,

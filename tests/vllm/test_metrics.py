@@ -40,8 +40,7 @@ from nixl_offload.vllm.metrics import DEFINITIONS, MetricsReporter
 from nixl_offload.vllm.plugin import register
 from tests.vllm.damage import until
 from tests.vllm.harness import CHUNK_TOKENS, several
-from tests.vllm.manager_rig import Rig, config_of, key, memory_tier, request, three_tiers
-from tests.vllm.manager_rig import tree_tier as rig_tree_tier
+from tests.vllm.manager_rig import Rig, config_of, key, memory_tier, request, three_tiers, tree_tier as rig_tree_tier
 
 PREFIX = "vllm:nixl_offload_"
 Keep = Callable[[Rig], Rig]

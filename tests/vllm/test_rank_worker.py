@@ -34,8 +34,7 @@ from nixl_offload.tiers.ownership import DirectoryLock
 from nixl_offload.tiers.shared.links import TreeLink
 from nixl_offload.tiers.slab.file import SlabPlace
 from nixl_offload.types import Key, Location, Outcome
-from nixl_offload.vllm import background, rank_tiers
-from nixl_offload.vllm import worker as worker_module
+from nixl_offload.vllm import background, rank_tiers, worker as worker_module
 from nixl_offload.vllm.adapters import AdapterUse, adapter_of
 from nixl_offload.vllm.messages import RankStatus, TicketSpec
 from nixl_offload.vllm.rank_shards import leave_uncut

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from examples.demo.engine import EngineError, quick_environment
-from tests.s3.proxy import Answer as Reply
-from tests.s3.proxy import Cut, FaultProxy, Reset
+from tests.s3.proxy import Answer as Reply, Cut, FaultProxy, Reset
 from tests.s3.servers import RcloneServer
 from tests.vllm.damage import ENGINE_OPTIONS, FULL_TOKENS, chunk_prompts, hits, let_beliefs_lapse, side_by_side
 from tests.vllm.harness import ONE_CORE, Workshop
