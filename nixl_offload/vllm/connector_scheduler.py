@@ -130,20 +130,13 @@ class NixlOffloadScheduler(MendedScheduler):
     # A request arrives, and is looked up.
 
     def on_new_request(self, request: Request) -> None:
-        """As vLLM's. A request whose keys name no content is neither stored nor loaded.
-
-        Nor is a request whose id is reused within a step. vLLM takes tokens of the older request, still on their way,
-        for tokens of this one; such a token may end it while its blocks are filled.
-        """
-        before = self.state_of(request.request_id)
+        """As vLLM's. A request whose keys name no content is neither stored nor loaded."""
         super().on_new_request(request)
         state = self._state(request)
         if request.lora_request is not None:
             self._awaits_adapter(state)  # hints look at its keys
         self._waiting.add(request.request_id)
         self._refuse_worthless_keys(state)
-        if before is not None and not before.finished_signaled and self._steps > self._heard_steps:
-            notes_of(state.req_context).refuse()
         extra = request.sampling_params.extra_args if request.sampling_params is not None else None
         if extra and extra.get("diffusion_read_only"):  # vLLM ends it without computing what it has generated
             limit, prompt_tokens = state.max_offload_tokens, request.num_prompt_tokens

@@ -144,8 +144,6 @@ class MendedScheduler(OffloadingConnectorScheduler):
         """Whether anything is stored in any step."""
         self.held: dict[str, int] = {}
         """Requests that may not store yet -> the step whose outcome they wait for."""
-        self._renamed: set[str] = set()
-        """New names of ended requests whose id was reused before vLLM signalled their end."""
 
     # What vLLM's half knows.
 
@@ -278,36 +276,35 @@ class MendedScheduler(OffloadingConnectorScheduler):
     # vLLM's own methods.
 
     def on_new_request(self, request: Request) -> None:
-        """As vLLM's. An earlier request of the same id is kept under another name while it stores.
+        """As vLLM's. A request with an adapter gets keys with the adapter's content, which is not known yet.
 
-        In vLLM the new request would replace the old one, and the report of the old one's stores would end the engine.
-        A request with an adapter gets keys with the adapter's content, which is not known yet.
+        If an earlier request of the same id still stores, it is kept under another name until that ends. In vLLM the
+        report of its stores would end the engine. The new request is neither stored nor loaded: vLLM takes a late token
+        of the earlier one for its own.
         """
         before = self._req_status.pop(request.request_id, None)
-        if before is not None:
-            name = f"{request.request_id}\0{self._generate_job_id()}"
-            self._req_status[name] = before
-            for job_id in before.transfer_jobs:
-                self._jobs[job_id].req_id = name
-            if not before.finished_signaled:
-                self._renamed.add(name)
-            if request.request_id in self.held:
-                self.held[name] = self.held.pop(request.request_id)
         super().on_new_request(request)
+        state = self._req_status[request.request_id]
         if request.lora_request is not None:
-            state = self._req_status[request.request_id]
-            adapted = AdaptedRequestState(state.config, state.req, state.req_context, state.offloading_context)
-            self._req_status[request.request_id] = adapted
-            adapted.adapt(None)
+            state = AdaptedRequestState(state.config, state.req, state.req_context, state.offloading_context)
+            self._req_status[request.request_id] = state
+            state.adapt(None)
+        if before is not None:
+            notes_of(state.req_context).refuse()
+            if before.transfer_jobs:
+                before.finished_signaled = True
+                name = f"{request.request_id}\0{self._generate_job_id()}"
+                self._req_status[name] = before
+                for job_id in before.transfer_jobs:
+                    self._jobs[job_id].req_id = name
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """As vLLM's. If an id was reused, its finish signal is for the older request."""
+        """As vLLM's. If an id was reused, its finish signal is for the earlier request."""
         ended = scheduler_output.finished_req_ids
-        come_again = {name for name in ended if (state := self._req_status.get(name)) and not state.req.is_finished()}
-        if come_again or self._renamed:
+        reused = {name for name in ended if (state := self._req_status.get(name)) and not state.req.is_finished()}
+        if reused:
             scheduler_output = copy(scheduler_output)
-            scheduler_output.finished_req_ids = (ended - come_again) | self._renamed
-            self._renamed = set()
+            scheduler_output.finished_req_ids = ended - reused
         return super().build_connector_meta(scheduler_output)
 
     def reset_cache(self) -> None:
