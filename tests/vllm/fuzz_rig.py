@@ -454,10 +454,16 @@ class Fuzz:
         # vLLM may be stuck with sessions: each keeps its blocks, and the first that lacks some stops all.
         self.engine.core.abort_requests([name for name in self._live if name.startswith("s")])
         self.engine.settle()
-        for turn in ("computed", "loaded"):
+        for turn in ("computed", "loaded", "of other content")[: 3 if self._adapters else 2]:
+            if turn == "of other content":
+                ON_DISK["a"] = 3
+                self.engine.rank.load_adapters_anew()
+                self.engine.ask("reports it", [1])
+                self.engine.settle()
             self.engine.reset_prefix_cache()
             for at, document in enumerate(self._documents):
-                self.engine.ask(f"document {at} {turn}", document[: MAX_TOKENS - 100])
+                adapter = LoRARequest("a", 1, "a") if self._adapters else None
+                self.engine.ask(f"document {at} {turn}", document[: MAX_TOKENS - 100], lora_request=adapter)
                 self.engine.settle()
 
     @property
