@@ -67,24 +67,29 @@ class SharedLink(Link):
         """Files that are no longer used. One that late I/O may still touch stays open until the mover closes."""
 
     @property
+    def _is_stuck(self) -> bool:
+        """Whether so many calls hang that no more are made."""
+        return False
+
+    @property
     def trouble(self) -> str:
-        return self._stores.cause or self._loads.cause or "none"
+        return "io" if self._is_stuck else self._stores.cause or self._loads.cause or "none"
 
     def may_store(self) -> bool:
         self._close_stale()
-        return self._stores.allows(self._clock())
+        return not self._is_stuck and self._stores.allows(self._clock())
 
     def may_load(self) -> bool:
         self._close_stale()
-        return self._loads.allows(self._clock())
+        return not self._is_stuck and self._loads.allows(self._clock())
 
     @property
     def refuses(self) -> bool:
-        return not self._stores.closed
+        return self._is_stuck or not self._stores.closed
 
     @property
     def suspect(self) -> bool:
-        return not self._loads.closed
+        return self._is_stuck or not self._loads.closed
 
     def end_read(self, target: Target) -> None:
         self._close_file(target.file)
@@ -206,16 +211,8 @@ class TreeLink(SharedLink):
         """Files that a call still uses."""
 
     @property
-    def trouble(self) -> str:
-        return "io" if self._pending >= MAX_PENDING else super().trouble
-
-    @property
-    def refuses(self) -> bool:
-        return self._pending >= MAX_PENDING or super().refuses
-
-    @property
-    def suspect(self) -> bool:
-        return self._pending >= MAX_PENDING or super().suspect
+    def _is_stuck(self) -> bool:
+        return self._calls.pending + self._syncs.pending >= MAX_PENDING
 
     def connect(self) -> None:
         """Make the namespace's directory. Waits for ``BEGIN_LIMIT_S`` at most."""
@@ -226,12 +223,6 @@ class TreeLink(SharedLink):
             self._stores.failed(error.cause, str(error), self._clock())
         except TimeoutError:
             self._stores.failed("io", str(self._hung(BEGIN_LIMIT_S)), self._clock())
-
-    def may_store(self) -> bool:
-        return self._pending < MAX_PENDING and super().may_store()
-
-    def may_load(self) -> bool:
-        return self._pending < MAX_PENDING and super().may_load()
 
     def begin_write(self, key: Key, location: Location, length_bytes: int, shard: int) -> Generator[None, None, Target]:
         try:
@@ -280,10 +271,6 @@ class TreeLink(SharedLink):
         self._calls.close()
         self._syncs.close()
         super().close()
-
-    @property
-    def _pending(self) -> int:
-        return self._calls.pending + self._syncs.pending
 
     def _open(self, work: Callable[[], O]) -> Generator[None, None, tuple[FileId, O]]:
         """Open or create a file and hand it to the mover, which closes it. Raises TierError."""
