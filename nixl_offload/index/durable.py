@@ -26,6 +26,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from heapq import nsmallest
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -34,14 +35,13 @@ import numpy.typing as npt
 from nixl_offload.chunk.checksum import block_checksum
 from nixl_offload.chunk.header import MAX_KEY_BYTES
 from nixl_offload.errors import TierError
-from nixl_offload.stores.filesystem import REAL, Filesystem, tier_error
+from nixl_offload.stores.filesystem import REAL, Filesystem, replace_file, tier_error, write_all
 from nixl_offload.types import PAGE_BYTES, Key, Location, align_up
 
 _log = logging.getLogger(__name__)
 
 _MAGIC: Final = b"nixl-offload index 1\n"
 _DIGEST_AT: Final = 32
-_DRAFT_NAME: Final = "index.tmp"
 _ROW: Final = struct.Struct(f"<QQQQH6x{MAX_KEY_BYTES}s24x")
 """Checksum of the rest, time of the put in ns, offset, slot_bytes, length of the key, key. All zero: a free slot."""
 _COLUMNS: Final = np.dtype(
@@ -50,7 +50,6 @@ _COLUMNS: Final = np.dtype(
 _FREE: Final = bytes(_ROW.size)
 _READ_BYTES: Final = 2 << 20
 _ROWS_PER_PIECE: Final = 16_384
-"""They take about 20 ms."""
 _READ_FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK  # a FIFO of that name must not be waited for
 
 
@@ -87,17 +86,12 @@ class IndexReader:
         self._path = os.fspath(path)
         self._filesystem = filesystem
 
-    def pieces(self) -> Iterator[list[Row]]:
-        """Yield all rows, thousands at a time, oldest put first."""
+    def rows(self) -> Iterator[Row]:
+        """Yield all rows, oldest put first."""
         table = self._read()
         order = np.argsort(table.view(_COLUMNS)["put_ns"].ravel(), kind="stable")
-        for first in range(0, len(order), _ROWS_PER_PIECE):
-            yield list(_parse(table[order[first : first + _ROWS_PER_PIECE]]))
-
-    def rows(self) -> Iterator[Row]:
-        """Yield ``pieces`` row by row."""
-        for rows in self.pieces():
-            yield from rows
+        for first in range(0, len(order), _ROWS_PER_PIECE):  # in pieces, because each is copied
+            yield from _parse(table[order[first : first + _ROWS_PER_PIECE]])
 
     def find(self, digits: str, limit: int) -> list[Row]:
         """Return up to ``limit`` rows, in order of keys, whose keys begin with these hex digits."""
@@ -196,14 +190,14 @@ class DurableIndex:
 
     # The caller's side
 
-    def rows(self) -> Iterator[list[Row]]:
-        """Yield the rows of an earlier run, thousands at a time, oldest put first; call it before the first ``put``.
-        Storage trouble raises nothing: rows are missing then.
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows of an earlier run, oldest put first; call it before the first ``put``. Storage trouble raises
+        nothing: rows are missing then.
         """
         if self._failing:
             return
         try:
-            yield from IndexReader(self._path, self._filesystem).pieces()
+            yield from IndexReader(self._path, self._filesystem).rows()
         except TierError as error:
             _log.warning("index %s could not be read to its end: %s", self._path, error)
 
@@ -314,7 +308,7 @@ class DurableIndex:
             if self._filesystem.stat(fd).st_size > (most_bytes := _row_at(self._n_slots)):
                 self._filesystem.truncate(fd, most_bytes)
             for number, op in sorted(self._ops.items()):
-                _write_all(self._filesystem, fd, _row(op), _row_at(number))
+                write_all(self._filesystem, fd, memoryview(_row(op)), _row_at(number))
             if self._ops:
                 self._filesystem.sync(fd)
         finally:
@@ -344,22 +338,7 @@ class DurableIndex:
 
     def _make(self) -> None:
         """Replace anything of that name by an empty index. Raises OSError."""
-        files, draft = self._filesystem, os.path.join(os.path.dirname(self._path), _DRAFT_NAME)
-        with contextlib.suppress(FileNotFoundError):
-            files.unlink(draft)
-        fd = files.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            _write_all(files, fd, self._header, 0)
-            files.sync(fd)
-        finally:
-            files.close(fd)
-        files.rename(draft, self._path)
-        directory = files.open(os.path.dirname(self._path), os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with contextlib.suppress(OSError):  # some filesystems cannot sync directories
-                files.sync(directory)
-        finally:
-            files.close(directory)
+        replace_file(self._filesystem, Path(self._path), self._header)
 
     def _note_failure(self, trouble: TierError) -> None:
         self._failing = True
@@ -420,9 +399,3 @@ def _next_data(fd: int, at: int) -> int:
             return os.fstat(fd).st_size
         raise
     return max(at, found // PAGE_BYTES * PAGE_BYTES)
-
-
-def _write_all(files: Filesystem, fd: int, data: bytes, offset: int) -> None:
-    while data:
-        written = files.write(fd, memoryview(data), offset)
-        data, offset = data[written:], offset + written

@@ -25,7 +25,7 @@ from typing import Final
 
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import ObjectInfo, Store
-from nixl_offload.stores.filesystem import REAL, Filesystem, cause_of, spare_bytes, words_of
+from nixl_offload.stores.filesystem import REAL, Filesystem, cause_of, spare_bytes, words_of, write_all
 from nixl_offload.types import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -308,12 +308,10 @@ class TreeStore(TreeFiles, Store):
         return None
 
     def write(self, name: str, memory: memoryview) -> None:
-        memory, done = memory.cast("B"), 0
         draft = self.create(name, memory.nbytes)
         try:
             with self.translating(f"write {name}"):
-                while done < memory.nbytes:
-                    done += self.filesystem.write(draft.fd, memory[done:], done)
+                write_all(self.filesystem, draft.fd, memory.cast("B"))
         except BaseException:
             self.abandon(draft)
             raise

@@ -6,6 +6,7 @@ Callers take a ``Filesystem`` argument; tests pass one that fails, hangs or lies
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -140,6 +141,37 @@ def open_own(filesystem: Filesystem, path: Path) -> tuple[int, os.stat_result]:
         filesystem.close(fd)
         raise
     return fd, status
+
+
+def write_all(filesystem: Filesystem, fd: int, content: memoryview, offset: int = 0) -> None:
+    """Write ``content``, which is bytes, at ``offset``. Raises OSError; a part may be written then."""
+    done = 0
+    while done < content.nbytes:
+        done += filesystem.write(fd, content[done:], offset + done)
+
+
+def replace_file(filesystem: Filesystem, path: Path, content: bytes) -> None:
+    """Write a file anew, 0600, and sync it. Readers see the old content or the new. Raises OSError.
+
+    The draft has the suffix ``.tmp``. Anything of its name, or of the file's, is replaced.
+    """
+    draft = str(path.with_suffix(".tmp"))
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.unlink(draft)
+    fd = filesystem.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        os.fchmod(fd, 0o600)  # under any umask
+        write_all(filesystem, fd, memoryview(content))
+        filesystem.sync(fd)
+    finally:
+        filesystem.close(fd)
+    filesystem.rename(draft, str(path))
+    directory = filesystem.open(str(path.parent), os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some filesystems cannot sync directories
+            filesystem.sync(directory)
+    finally:
+        filesystem.close(directory)
 
 
 def is_directory(path: Path) -> bool:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from nixl_offload.config import MemoryConfig
-from nixl_offload.errors import ConfigError, IndexStateError
+from nixl_offload.errors import ConfigError
 from nixl_offload.index import DurableIndex, Index, State
 from nixl_offload.index.durable import Row
 from nixl_offload.tiers.base import Place, SlotStatistics, Tier, TierContext, not_arrived
@@ -72,24 +72,19 @@ class SlotTier(Tier):
             return Lookup.HIT
         return Lookup.PENDING if state is State.WRITING else Lookup.MISS
 
-    def adopt(self, pieces: Iterable[Sequence[Row]]) -> list[Location]:
+    def adopt(self, rows: Iterable[Row]) -> list[Location]:
         """Make the chunks in the durable index's rows READY. If rows conflict, the first wins.
 
         A row is a hint: a load still checks the header in the slot. Returns the places of rows that do not fit; they
         were left out.
         """
         stale: list[Location] = []
-        for rows in pieces:
-            for key, offset, slot_bytes, _ in rows:
-                location = Location(self._position, offset, slot_bytes)
-                if not self._allocator.adopt(key, offset, slot_bytes):
-                    stale.append(location)
-                    continue
-                try:
-                    self._index.insert_ready(key, location)
-                except IndexStateError:
-                    self._allocator.free(offset, slot_bytes)
-                    stale.append(location)
+        for key, offset, slot_bytes, _ in rows:
+            location = Location(self._position, offset, slot_bytes)
+            if self._index.state(key) is None and self._allocator.adopt(key, offset, slot_bytes):
+                self._index.insert_ready(key, location)
+            else:
+                stale.append(location)
         return stale
 
     def reserve(self, key: Key, slot_bytes: int, evicted: list[Key]) -> Location | None:

@@ -360,7 +360,7 @@ def open_tier(
 ) -> TierDirectory:
     config = slab_config(path, capacity_bytes, keep_free_percent=keep_free_percent)
     context = context_of(namespace_of(model=model), [64 * KIB])
-    return TierDirectory.open(config, context, index_bytes=lambda n: n)
+    return TierDirectory.open(config, context)
 
 
 def test_starting_on_a_full_disk_keeps_what_is_there(
@@ -406,7 +406,7 @@ def test_a_slab_leaves_a_share_of_the_drive_free(small_filesystem: SmallFilesyst
 def index_at(path: Path) -> tuple[DurableIndex, list[int]]:
     """Return an index, and the offsets that it held."""
     index = DurableIndex(str(path), 4096, 1 << 16, {}, batch_delay_s=0.0, retry_interval_s=0.01)
-    return index, [row.offset for piece in index.rows() for row in piece]
+    return index, [row.offset for row in index.rows()]
 
 
 def put(index: DurableIndex, number: int, timeout_s: float = WAIT_S) -> bool:

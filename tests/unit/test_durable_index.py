@@ -37,7 +37,7 @@ class Durable:
 
     def __init__(self, path: str, geometry: Mapping[str, str] = GEOMETRY, slots: int = SLOTS, **options: Any) -> None:
         self.index = DurableIndex(path, 4096, slots, geometry, **options)
-        self.found = [found[:3] for piece in self.index.rows() for found in piece]
+        self.found = [row[:3] for row in self.index.rows()]
 
     def put(self, *numbers: int) -> None:
         """Put keys at their own places."""

@@ -144,11 +144,11 @@ def _use(path: Path) -> None:
     """Open it as an engine does, put a key, and find it again at the next start."""
     at = Location(0, 1000 * 8192, 8192)
     index = DurableIndex(str(path), 8192, _SLOTS, _GEOMETRY, batch_delay_s=0.0, retry_interval_s=0.01)
-    assert all(type(row.key) is bytes and len(row.key) <= 64 for piece in index.rows() for row in piece)
+    assert all(type(row.key) is bytes and len(row.key) <= 64 for row in index.rows())
     index.put(_KEY, at)
     assert index.close(10.0), "the key is written over any file"
     index = DurableIndex(str(path), 8192, _SLOTS, _GEOMETRY, batch_delay_s=0.0)
-    assert (_KEY, at.offset, at.slot_bytes) in [row[:3] for piece in index.rows() for row in piece]
+    assert (_KEY, at.offset, at.slot_bytes) in [row[:3] for row in index.rows()]
     assert index.close(10.0)
 
 

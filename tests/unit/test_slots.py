@@ -179,9 +179,8 @@ def test_sound_rows_are_found_again_and_damaged_ones_left_out(seed: int) -> None
     sound = set(rows)
     for at in chance.sample(range(len(rows)), (0, 0, 3, 300)[seed % 4]):
         rows[at] = spoil(rows[at], rows, chance)
-    piece = chance.choice((1, 50, 1000, 100_000))
     tier = SlotTier(3, Place(bytes(32)), SlotAllocator(RANK_BYTES, CLASSES, MIB))
-    stale = tier.adopt(rows[at : at + piece] for at in range(0, len(rows), piece))
+    stale = tier.adopt(rows)
     tier.check()
     assert len(tier) + len(stale) == len(rows)
     index = tier._index

@@ -16,6 +16,7 @@ import pytest
 
 from nixl_offload.config import parse_config
 from nixl_offload.errors import ConfigError, TierError
+from nixl_offload.index.durable import max_bytes
 from nixl_offload.stores.filesystem import REAL, Filesystem, tree_bytes
 from nixl_offload.tiers.ownership import DirectoryLock, holder_of, require_apart, warn_of_others
 from nixl_offload.tiers.slab.directory import TierDirectory, remove_namespace
@@ -36,9 +37,8 @@ def open_tier(
     filesystem: Filesystem = REAL,
     **options: Any,
 ) -> TierDirectory:
-    """Open with a small index, so that small capacities suffice."""
     config, context = slab_config(path, capacity_bytes), context_of(namespace_of(model=model), slot_classes, **options)
-    return TierDirectory.open(config, context, index_bytes=lambda n: 65536 + 300 * n, filesystem=filesystem)
+    return TierDirectory.open(config, context, filesystem=filesystem)
 
 
 def fill(tier: TierDirectory, ranks: int = 1) -> None:
@@ -124,8 +124,7 @@ def test_capacity_is_a_promise(tmp_path: Path, ranks: int, capacity_bytes: int) 
     """With all slabs full, real bytes and the index's reserve stay within the capacity and use most of it."""
     tier = open_tier(tmp_path / "kv", capacity_bytes, world_size=ranks)
     fill(tier, ranks)
-    index_bytes = 65536 + 300 * ranks * (tier.rank_bytes // SLOT)
-    used_bytes = tree_bytes(tier.root) + index_bytes
+    used_bytes = tree_bytes(tier.root) + max_bytes(ranks * (tier.rank_bytes // SLOT))
     assert 0.75 * capacity_bytes < used_bytes <= capacity_bytes
     assert tier.rank_bytes % tier.extent_bytes == 0
     tier.close()

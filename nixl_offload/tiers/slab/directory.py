@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -35,7 +35,7 @@ from nixl_offload.stores.filesystem import (
     Filesystem,
     children,
     is_directory,
-    open_own,
+    replace_file,
     spare_bytes,
     tier_error,
     tree_bytes,
@@ -58,7 +58,6 @@ _SMALL_FILES_BYTES: Final = 256 << 10
 _SMALL_FILES_PER_RANK_BYTES: Final = 2 * PAGE_BYTES
 _MANIFEST_MAX_BYTES: Final = 1 << 20
 _RANK_NAME: Final = re.compile(r"rank-([0-9]{5,})\.slab")
-_DRAFT_NAME: Final = "manifest.tmp"
 _LEFTOVER: Final = re.compile(r"\.mover-probe-[a-z0-9_]{8}|(manifest|index)\.tmp")
 """Files left by an engine that was killed while it started: a rank's probe of a mover, or a draft of the manifest."""
 
@@ -88,7 +87,6 @@ class TierDirectory:
         config: SlabConfig,
         context: TierContext,
         *,
-        index_bytes: Callable[[int], int] = max_bytes,
         filesystem: Filesystem = REAL,
     ) -> TierDirectory:
         """Lock the directory, make room in it, and compute the slabs' size.
@@ -96,8 +94,7 @@ class TierDirectory:
         The capacity covers everything under the path: slabs of all ranks and data-parallel engines, indexes, other
         namespaces. While this namespace cannot have half of its share, or its minimum, other namespaces are removed,
         least recently used first. If the drive cannot hold the capacity and leave ``keep_free`` free, the capacity is
-        lowered, so that chunks are evicted before the drive is full. ``index_bytes`` returns the largest size of the
-        durable index for a number of keys.
+        lowered, so that chunks are evicted before the drive is full.
 
         Raises TierError (``locked`` by another engine; ``full`` when foreign files take the capacity; causes of the
         operating system) and ConfigError (capacity too small for this model; names the minimum).
@@ -111,7 +108,7 @@ class TierDirectory:
                 make_private_directory(root)
                 for lock in directory._locks:
                     lock.acquire(shared=lock is not directory._locks[-1])
-                directory._make_ready(config, index_bytes)
+                directory._make_ready(config)
             except OSError as error:
                 raise tier_error(error, f"cannot use the directory {root}") from error
             undo.pop_all()
@@ -145,13 +142,13 @@ class TierDirectory:
         for lock in reversed(self._locks):
             lock.release()
 
-    def _make_ready(self, config: SlabConfig, index_bytes: Callable[[int], int]) -> None:
+    def _make_ready(self, config: SlabConfig) -> None:
         """Do the work of ``open`` after locking. Raises OSError, TierError, ConfigError."""
         base, context, engines = self._base, self._context, len(self._context.dp_engines)
         slot_classes, share_bytes = context.slot_classes, config.capacity_bytes // engines
         self._kept_free = kept_free(config)
         self._remove_leftovers()
-        needed_bytes = least_bytes(context, index_bytes)
+        needed_bytes = least_bytes(context)
         if share_bytes < needed_bytes:
             raise ConfigError(
                 f"capacity {format_size(config.capacity_bytes)} of {base} is too small for this model: slots of "
@@ -175,7 +172,7 @@ class TierDirectory:
                 f"least {needed_bytes} are needed. Move them away or raise the capacity.",
                 cause="full",
             )
-        rank_bytes = _rank_bytes(context, available_bytes, index_bytes)
+        rank_bytes = _rank_bytes(context, available_bytes)
         self.extent_bytes = self._extent_bytes(rank_bytes)
         self.rank_bytes = rank_bytes // self.extent_bytes * self.extent_bytes
         make_private_directory(self.namespace_path)
@@ -264,37 +261,26 @@ class TierDirectory:
         path = self.namespace_path / MANIFEST_NAME
         text = json.dumps(manifest, indent=2, sort_keys=True) + "\n"
         if read_manifest(self.namespace_path) != json.loads(text):
-            draft = path.with_name(_DRAFT_NAME)
-            draft.unlink(missing_ok=True)
-            fd, _ = open_own(REAL, draft)
-            with open(fd, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(fd)
-            draft.replace(path)
-            directory = REAL.open(str(self.namespace_path), os.O_RDONLY)
-            with contextlib.suppress(OSError):  # some filesystems cannot sync directories
-                REAL.sync(directory)
-            REAL.close(directory)
+            replace_file(REAL, path, text.encode())
         os.utime(path)
 
 
-def least_bytes(context: TierContext, index_bytes: Callable[[int], int] = max_bytes) -> int:
+def least_bytes(context: TierContext) -> int:
     """Return the least capacity, to the MiB, with which every slot class has an extent of four slots on each rank."""
     classes = context.slot_classes
     least_rank_bytes = len(classes) * SLOTS_PER_EXTENT_MIN * classes[-1]
     available_bytes = align_up(context.world_size * least_rank_bytes, 1 << 20)
-    while _rank_bytes(context, available_bytes, index_bytes) < least_rank_bytes:
+    while _rank_bytes(context, available_bytes) < least_rank_bytes:
         available_bytes += max(1 << 20, align_up(available_bytes // 64, 1 << 20))
     return available_bytes
 
 
-def _rank_bytes(context: TierContext, available_bytes: int, index_bytes: Callable[[int], int]) -> int:
+def _rank_bytes(context: TierContext, available_bytes: int) -> int:
     """Return the share of one rank, after the index, small files and the filesystem's metadata."""
     ranks, together = context.world_size, max(context.namespace.slot_replicas.values(), default=1)
     keys = max(0, available_bytes) * together // ranks // context.slot_classes[0]
     small_files_bytes = _SMALL_FILES_BYTES + ranks * _SMALL_FILES_PER_RANK_BYTES
-    slabs_bytes = available_bytes - index_bytes(keys) - small_files_bytes
+    slabs_bytes = available_bytes - max_bytes(keys) - small_files_bytes
     return max(0, slabs_bytes * METADATA_SHARE // (METADATA_SHARE + 1) // ranks)
 
 
