@@ -45,7 +45,7 @@ from nixl_offload.movers.base import (
     TransferState,
 )
 from nixl_offload.movers.pinning import add_holder, check_pinning, remove_holder
-from nixl_offload.stores.s3 import ATTEMPTS, S3Address, ca_bundle_of
+from nixl_offload.stores.s3 import ATTEMPTS, S3Address
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def object_plugin(tier: S3Config) -> NixlPlugin:
         "resp_checksum": "required",
         "endpoint_override": address.endpoint,
         "region": address.region,
-        "ca_bundle": ca_bundle_of(tier),
+        "ca_bundle": address.ca_bundle,
     }
     return NixlPlugin(
         "obj",

@@ -24,7 +24,6 @@ from nixl_offload.stores.s3 import (
     S3Address,
     answer_error,
     hush_botocore,
-    readable_ca_bundle,
 )
 
 Rule = dict[str, Any]
@@ -57,7 +56,7 @@ class _Bucket:
     def __init__(self, tier: S3Config) -> None:
         hush_botocore()
         self.address = S3Address.of(tier)
-        bundle = readable_ca_bundle(tier)
+        self.address.require_ca_bundle()
         config = Config(
             connect_timeout=min(CONNECT_TIMEOUT_S, tier.request_timeout_s),
             read_timeout=tier.request_timeout_s,
@@ -68,7 +67,9 @@ class _Bucket:
         )
         try:
             session = boto3.session.Session(region_name=self.address.region)
-            self.client = session.client("s3", endpoint_url=self.address.endpoint, verify=bundle, config=config)
+            self.client = session.client(
+                "s3", endpoint_url=self.address.endpoint, verify=self.address.ca_bundle, config=config
+            )
         except Exception as error:
             raise self._unanswered("look for credentials", error) from error
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -37,8 +36,6 @@ from nixl_offload.stores.s3 import (
     answer_error,
     hush_botocore,
     printable,
-    readable_ca_bundle,
-    tls_context,
 )
 
 logger = logging.getLogger(__name__)
@@ -80,7 +77,7 @@ class BucketStore(Store):
         self._ask_chain_at_s = 0.0
         self._closed = False
         self._ignores_ranges = False
-        self._direct = DirectGets(timeout_s=tier.request_timeout_s, tls=partial(tls_context, tier))
+        self._direct = DirectGets(timeout_s=tier.request_timeout_s, tls=self._address.tls_context)
 
     def __repr__(self) -> str:
         return f"BucketStore({self.where})"
@@ -277,23 +274,22 @@ class BucketStore(Store):
 
     def _make(self, provider: _Provider) -> tuple[S3Store, _Provider]:
         tier, address = self._tier, self._address
-        timeout, bundle = timedelta(seconds=tier.request_timeout_s), readable_ca_bundle(tier)
+        timeout = timedelta(seconds=tier.request_timeout_s)
+        address.require_ca_bundle()
         client: Any = {
             "timeout": timeout,
             "connect_timeout": min(timeout, timedelta(seconds=CONNECT_TIMEOUT_S)),
             "allow_http": address.plain_http,
             "pool_max_idle_per_host": str(tier.connections),
         }
-        config: Any = {
-            "virtual_hosted_style_request": not address.path_style,
-        }
+        config: Any = {"virtual_hosted_style_request": not address.path_style}
         endpoint = address.endpoint if address.path_style else address.virtual_endpoint
         config |= {name: value for name, value in (("endpoint", endpoint), ("region", address.region)) if value}
         backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=2), "base": 2}
         retries: Any = {"max_retries": ATTEMPTS - 1, "retry_timeout": ATTEMPTS * timeout, "backoff": backoff}
         try:
-            if bundle is not None:
-                client["root_certificate"] = Path(bundle).read_bytes()
+            if address.ca_bundle:
+                client["root_certificate"] = Path(address.ca_bundle).read_bytes()
             store = S3Store(
                 address.bucket,
                 config=config,

@@ -58,7 +58,7 @@ def open_store(tier: S3Config) -> Store:
 
 @dataclass(frozen=True)
 class S3Address:
-    """Where a tier's objects are, with defaults filled in. Contains no credentials."""
+    """Where a tier's objects are and whom to trust, with defaults filled in. Contains no credentials."""
 
     bucket: str
     prefix: str
@@ -66,6 +66,8 @@ class S3Address:
     endpoint: str | None
     region: str | None
     path_style: bool
+    ca_bundle: str | None
+    """The file of trusted certificates; None: only the system's."""
 
     @classmethod
     def of(cls, tier: S3Config) -> S3Address:
@@ -74,8 +76,9 @@ class S3Address:
         Raises ConfigError if the endpoint found there is unusable.
         """
         prefix = "".join(f"{part}/" for part in tier.prefix.split("/") if part)
-        endpoint, region = tier.endpoint, tier.region or _variable("AWS_REGION", "AWS_DEFAULT_REGION")
-        profile = {} if endpoint and region else _profile()
+        profile, endpoint = _profile(), tier.endpoint
+        region = tier.region or _variable("AWS_REGION", "AWS_DEFAULT_REGION") or profile.get("region")
+        ca_bundle = tier.ca_bundle or _variable("AWS_CA_BUNDLE") or profile.get("ca_bundle")
         if endpoint is None:
             found = {name: _variable(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")}
             found["endpoint_url in AWS's config file"] = profile.get("endpoint_url")
@@ -84,7 +87,7 @@ class S3Address:
         path_style = endpoint is not None or "." in tier.bucket
         if tier.addressing != "auto":
             path_style = tier.addressing == "path"
-        return cls(tier.bucket, prefix, endpoint, region or profile.get("region"), path_style)
+        return cls(tier.bucket, prefix, endpoint, region, path_style, ca_bundle)
 
     @property
     def where(self) -> str:
@@ -108,6 +111,18 @@ class S3Address:
     def key(self, name: str) -> str:
         """Return the object's key in the bucket."""
         return self.prefix + name
+
+    def require_ca_bundle(self) -> None:
+        """Raise StoreError if ``ca_bundle`` cannot be read, which clients would report late and unclearly."""
+        if self.ca_bundle and not (os.path.isfile(self.ca_bundle) and os.access(self.ca_bundle, os.R_OK)):
+            raise StoreError(f"{self.where}: cannot read the CA bundle {self.ca_bundle}", cause="io")
+
+    def tls_context(self) -> ssl.SSLContext:
+        """Return a context that trusts the system's authorities and the tier's. Raises OSError."""
+        context = ssl.create_default_context()
+        if self.ca_bundle:
+            context.load_verify_locations(self.ca_bundle)
+        return context
 
 
 def _checked_endpoint(url: str, origin: str) -> str:
@@ -135,27 +150,6 @@ def _profile() -> Mapping[str, Any]:
         return {**profile, **services.get("s3", {})}
     except Exception:  # noqa: BLE001  botocore may raise anything
         return {}
-
-
-def ca_bundle_of(tier: S3Config) -> str | None:
-    """Return the file of trusted certificates, from the config, ``AWS_CA_BUNDLE`` or the profile; None if not set."""
-    return tier.ca_bundle or _variable("AWS_CA_BUNDLE") or _profile().get("ca_bundle")
-
-
-def readable_ca_bundle(tier: S3Config) -> str | None:
-    """Return the same file. Raises StoreError if it cannot be read, which clients would report late and unclearly."""
-    bundle = ca_bundle_of(tier)
-    if bundle is not None and not (os.path.isfile(bundle) and os.access(bundle, os.R_OK)):
-        raise StoreError(f"{S3Address.of(tier).where}: cannot read the CA bundle {bundle}", cause="io")
-    return bundle
-
-
-def tls_context(tier: S3Config) -> ssl.SSLContext:
-    """Return a context that trusts the system's authorities and the tier's. Raises OSError."""
-    context, bundle = ssl.create_default_context(), ca_bundle_of(tier)
-    if bundle is not None:
-        context.load_verify_locations(bundle)
-    return context
 
 
 def proxy_of(url: SplitResult) -> str | None:

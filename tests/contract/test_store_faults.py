@@ -20,7 +20,7 @@ import pytest
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import ConfigError, NotSupportedError, StoreError
 from nixl_offload.movers.nixl import object_plugin
-from nixl_offload.stores import obstore, s3
+from nixl_offload.stores import obstore
 from nixl_offload.stores.base import Store
 from nixl_offload.stores.bucket import plan_lifecycle
 from nixl_offload.stores.s3 import S3Address, open_store
@@ -380,7 +380,7 @@ def test_the_profile_has_the_endpoint_for_every_client(
     tier = S3Config.model_validate({"kind": "s3", "bucket": rclone.bucket})
     rclone.write("x/1", b"0123456789")
     assert S3Address.of(tier).where == f"s3://{rclone.bucket} at {rclone.endpoint}"
-    assert s3.ca_bundle_of(tier) == "/pems/kv.pem"
+    assert S3Address.of(tier).ca_bundle == "/pems/kv.pem"
     monkeypatch.setenv("AWS_CA_BUNDLE", certifi.where())
     with contextlib.closing(open_store(tier)) as store:
         assert read(store, "x/1", 0, 10) == b"0123456789"
