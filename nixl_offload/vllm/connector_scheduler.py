@@ -112,7 +112,7 @@ class NixlOffloadScheduler(MendedScheduler):
 
     def take_geometries(self, sent: Mapping[int, RankGeometry], *, is_start: bool) -> None:
         """Open the tiers once every rank has sent its geometry. ``is_start``: sent before the first step, which waits
-        for the tiers. Ranks do that only if no other connector is beside ours.
+        for the tiers. Ranks do that only if no other connector is beside ours. vLLM repeats it when it wakes up.
         """
         self._is_alone |= is_start and bool(sent)
         self._geometries.update(sent)

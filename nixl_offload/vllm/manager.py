@@ -145,13 +145,10 @@ class NixlOffloadManager(OffloadingManager):
     # Tiers that open, and open again for other weights.
 
     def open(self, ranks: Sequence[RankGeometry], *, waits: bool = True) -> None:
-        """Open the tiers, once. ``ranks``: the geometry of each, in order. ``waits``: before the first step.
+        """Open the tiers. ``ranks``: the geometry of each, in order. ``waits``: before the first step.
 
-        Waits and raises as ``ServingTiers.open``, and only at a start. A second call does nothing: vLLM repeats the
-        handshake when it wakes up.
+        Waits and raises as ``ServingTiers.open``, and only at a start.
         """
-        if self.serving.is_begun:
-            return
         try:
             self.serving.open(ranks, waits=waits)
         except NixlOffloadError:

@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from nixl_offload.catalog.catalog import LoadTicket, MoveTicket, StoreTicket
 from nixl_offload.chunk.authentication import ChunkKeys
 from nixl_offload.config import Config
-from nixl_offload.engine import Completion, Job, RankEngine, Work, WorkKind
+from nixl_offload.engine import Completion, Job, RankEngine, WorkKind
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.paths import RankMemory
 from nixl_offload.engine.pump import LEAKED, leak
@@ -169,7 +169,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         """
         super().handle_preemptions(kv_connector_metadata)
         if kv_connector_metadata.load_jobs:
-            self.rank_worker.fence_loads()
+            self.rank_worker.load_fence = self.rank_worker.engine.compute_fence()
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         """Submit vLLM's loads, then our moves; and open the tiers that the message names."""
@@ -177,8 +177,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         try:
             super().start_kv_transfers(metadata)
         finally:
-            if metadata.load_jobs:
-                worker.end_step()
+            worker.load_fence = None
         if isinstance(metadata, StepMetadata):
             worker.open(metadata.places, metadata.opening)
             for ticket in metadata.moves:
@@ -194,8 +193,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
         """
         received: set[str] = set()
         failed: set[str] = set()
-        worker = self.worker
-        assert worker is not None
+        worker = self.rank_worker
         if worker.has_news:
             jobs, tickets = worker.take_finished(), worker.take_tickets()
             for job in jobs:
@@ -206,7 +204,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
                         failed.add(request)
             for ticket, failures in tickets.items():
                 self._news().tickets[ticket] = TicketReport(1, failures)
-            if (jobs or tickets) and (work := worker.take_work()) is not None:
+            if (jobs or tickets) and (work := worker.engine.take_work()) is not None:
                 report = self._news()
                 report.work = work if report.work is None else report.work.merge(work)
             if status := worker.take_status():
@@ -304,7 +302,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         if self._has_layers:
             self._host = open_host(config, offloading.parallel, self.layout, self._tensors, engines, keys)
             plans = plan_tiers(config, self._tensors, self.layout)
-        self._engine = RankEngine(
+        self.engine = RankEngine(
             len(config.tiers) if self._has_layers else 0,
             relay_offsets=() if self._host is None else self._host.relay_offsets,
             load_timeout_s=config.load_timeout_s,
@@ -320,9 +318,10 @@ class NixlOffloadingWorker(OffloadingWorker):
         device = device_of(self._tensors[0] if self._tensors else torch.empty(0))  # a rank without layers has no tiers
         numbers = [number for _, number in shards.plan.shards_of(self._rank)]
         memory = RankMemory(self._tensors, self.layout, device, self._host, numbers, keys, claimed_share)
-        self._tiers = RankTiers(self._engine, config, memory, self._rank, plans)
-        self._load_fence: Fence | None = None
-        """This step's loads write after this fence. None: after all work that the model has when they are submitted.
+        self._tiers = RankTiers(self.engine, config, memory, self._rank, plans)
+        self.load_fence: Fence | None = None
+        """Loads of this step wait for this fence; later work of the model does not touch their blocks (decision 0014).
+        None: they wait for all work that the model has when they are submitted.
         """
         self._status: RankStatus | None = None
         """The last reported status."""
@@ -367,16 +366,6 @@ class NixlOffloadingWorker(OffloadingWorker):
         """
         self._tiers.wake_up()
 
-    def fence_loads(self) -> None:
-        """Set the fence for loads submitted before ``end_step``. They wait for the work now on the model's stream, not
-        for later work, which must not touch their blocks (decision 0014).
-        """
-        self._load_fence = self._engine.compute_fence()
-
-    def end_step(self) -> None:
-        """Remove the fence: it is too early for loads of the next step."""
-        self._load_fence = None
-
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Queue a store. Always True: failure is an outcome, not an exception."""
         assert isinstance(dst_spec, TicketSpec)
@@ -406,8 +395,8 @@ class NixlOffloadingWorker(OffloadingWorker):
             chunks, refused = of_no_blocks(ticket, blocks.block_ids), (Outcome.FAILED, str(error))
         if refused is None and not self.adapters.agrees(spec.adapter, self._rank):
             refused = (Outcome.DROPPED, "the LoRA adapter was replaced")
-        fence = self._load_fence if isinstance(ticket, LoadTicket) else None
-        fence = fence or self._engine.compute_fence() or READY
+        fence = self.load_fence if isinstance(ticket, LoadTicket) else None
+        fence = fence or self.engine.compute_fence() or READY
         if isinstance(ticket, StoreTicket):
             job = Job(WorkKind.STORE, chunks, len(ticket.keys), fence, job_id, ticket.ticket)
         else:
@@ -415,25 +404,21 @@ class NixlOffloadingWorker(OffloadingWorker):
             tickets = ticket.ticket, ticket.promotion_ticket
             job = Job(WorkKind.LOAD, chunks, len(ticket.keys), fence, job_id, *tickets, promoted)
         job.is_expedited, job.refused = is_expedited, refused
-        self._engine.submit(job)
+        self.engine.submit(job)
 
     def submit_moves(self, ticket: MoveTicket) -> None:
         """Queue moves after all other jobs. ``take_tickets`` reports their end."""
         self._look_s = 0.0
         self._tiers.take_opened()
         chunks = self._chunks.of_moves(ticket)
-        self._engine.submit(Job(WorkKind.WRITE_THROUGH, chunks, len(ticket.keys), READY, ticket=ticket.ticket))
+        self.engine.submit(Job(WorkKind.WRITE_THROUGH, chunks, len(ticket.keys), READY, ticket=ticket.ticket))
 
     def take_tickets(self) -> dict[int, dict[int, Outcome]]:
         """Return how promotions and write-throughs ended since the last call: ticket -> failures by position."""
-        ended = {result.job_id: _failures_of(result.outcomes) for result in self._engine.finished_tickets()}
+        ended = {result.job_id: _failures_of(result.outcomes) for result in self.engine.finished_tickets()}
         if ended:
             self._look_s = 0.0
         return ended
-
-    def take_work(self) -> Work | None:
-        """Return the transfers and failures since the last call, for metrics; None: there are none."""
-        return self._engine.take_work()
 
     def take_status(self) -> dict[int, RankStatus]:
         """Return this rank's status, by its number; empty if that has not changed since the last call.
@@ -446,8 +431,8 @@ class NixlOffloadingWorker(OffloadingWorker):
         self._look_s = now_s + (OPENING_EVERY_S if self._tiers.is_opening else STATUS_EVERY_S)
         self._tiers.take_opened()
         every = frozenset(range(len(self._config.tiers)))
-        is_open = self._engine.open_tiers if self._has_layers else every
-        status = RankStatus(is_open, self._tiers.failed, self._engine.statuses(), self._tiers.number)
+        is_open = self.engine.open_tiers if self._has_layers else every
+        status = RankStatus(is_open, self._tiers.failed, self.engine.statuses(), self._tiers.number)
         if status == self._status or not (status.open or status.failed):
             return {}
         self._status = status
@@ -455,18 +440,18 @@ class NixlOffloadingWorker(OffloadingWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         """Block until the source blocks of stores may be reused and loads have finished."""
-        self._engine.wait(job_ids)
+        self.engine.wait(job_ids)
 
     @property
     def has_news(self) -> bool:
         """Whether any ``take_`` method may have news. Quick: called after each forward pass, with cold CPU
         caches.
         """
-        return self._engine.has_jobs or time.monotonic() >= self._look_s
+        return self.engine.has_jobs or time.monotonic() >= self._look_s
 
     def take_finished(self) -> list[Completion]:
         """Return vLLM's jobs that ended since the last call, each exactly once."""
-        results = self._engine.finished()
+        results = self.engine.finished()
         if results:
             self._look_s = 0.0
         return results
@@ -479,7 +464,7 @@ class NixlOffloadingWorker(OffloadingWorker):
         """Drain within a deadline and release everything."""
         self._is_shut_down = True
         has_ended = self._tiers.close()
-        self._engine.close(self._config.drain_timeout_s)
+        self.engine.close(self._config.drain_timeout_s)
         if self._host is not None and has_ended and not LEAKED:
             self._host.close()
         elif self._host is not None:

@@ -69,7 +69,7 @@ class LateStores:
     """Keeps stores from their engine until their source blocks are about to be reused, or until they are let go."""
 
     def __init__(self, rank: FuzzedRank) -> None:
-        engine = rank.rank_worker._engine
+        engine = rank.rank_worker.engine
         self._submit, self._wait, self._rank = engine.submit, engine.wait, rank
         self.held: dict[int, tuple[Job, int]] = {}
         """By its id: a store, and which weights the model had in its step."""

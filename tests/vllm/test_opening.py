@@ -110,6 +110,7 @@ def test_a_request_waits_only_so_long(restarted: Callable[[], Matching], monkeyp
     output = asked.manager.prepare_store(asked.chunks[4:], manager_rig.request())
     assert output is not None
     assert output.keys_to_store == []
+    asked.scheduler.take_geometries({0: manager_rig.ranks()[0]}, is_start=True)  # vLLM wakes up
     hear(asked, OPEN)
     assert asked.question() == HIT
 
@@ -232,8 +233,6 @@ def test_tiers_open_once_the_weights_are_known(model: Path, tmp_path: Path, unre
     assert stored(manager, 1) == ()
     assert manager.lookup(manager_rig.key(1), manager_rig.request()) is LookupResult.MISS
     assert not list(tmp_path.glob("kv/*/index.table"))
-    manager.open(manager_rig.ranks())  # vLLM wakes up, meanwhile
-
     unread.set()
     manager_rig.wait_for_tiers(manager)
     ask(manager)

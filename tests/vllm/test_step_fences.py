@@ -118,12 +118,12 @@ def test_a_step_without_a_load_leaves_no_fence(runner: Runner, monkeypatch: pyte
     """Nor does a step whose transfers could not be started. Loads submitted between two steps wait for both."""
     worker: Any = runner.rig.worker
     runner.step(nothing).set()
-    assert worker._load_fence is None
+    assert worker.load_fence is None
     with monkeypatch.context() as patched:
         patched.setattr(worker, "submit_load", lambda *_, **__: False)
         with pytest.raises(AssertionError):
             runner.step(nothing, {5: [8, 9, 10, 11]})
-    assert worker._load_fence is None
+    assert worker.load_fence is None
     runner._gates[-1].set()
     forward = runner.step(nothing)
     worker.submit_load(6, runner.rig.to_load(0), gpu([8, 9, 10, 11], 0))
