@@ -40,7 +40,7 @@ from nixl_offload.errors import NotSupportedError
 from nixl_offload.units import format_duration
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
 from nixl_offload.vllm.identity import group_tokens, reason_to_stay_off
-from nixl_offload.vllm.kv_caches import keeps_state, offloaded_groups, retained_blocks, without_padding
+from nixl_offload.vllm.kv_caches import RankCaches, keeps_state, offloaded_groups, retained_blocks, without_padding
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import RankGeometry
 from nixl_offload.vllm.metrics import DEFINITIONS
@@ -126,17 +126,18 @@ class NixlOffloadSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return this rank's half over ``kv_caches``."""
+        caches = RankCaches(self.vllm_config, self.kv_cache_config, self.kv_caches, kv_caches)
         return NixlOffloadingWorker(
             self.config,
             self.config_file,
             [item.tensor for item in kv_caches.tensors],
-            self._cut(kv_caches) or self._leave_uncut(kv_caches),
+            self._cut(caches) or self._leave_uncut(caches),
             self.vllm_config.cache_config.gpu_memory_utilization,
             engines=len(sharing_engines(self.vllm_config.parallel_config)),
             keys=self._keys,
         )
 
-    def _cut(self, kv_caches: CanonicalKVCaches) -> RankShards | None:
+    def _cut(self, caches: RankCaches) -> RankShards | None:
         """Cut chunks into shards as the config asks; None if they cannot be cut. Logs why, but not for the default
         config on ranks without replicas.
         """
@@ -145,7 +146,7 @@ class NixlOffloadSpec(OffloadingSpec):
             return None
         rank, is_missed = self.config.parallel.rank, True
         try:
-            found = cut_chunks(self.vllm_config, self.kv_cache_config, self.kv_caches, kv_caches, wanted, blocks)
+            found = cut_chunks(caches, wanted, blocks)
             if not isinstance(found, str):
                 if rank == 0:
                     numbers = ", ".join(str(group.head_ranges * len(group.ranges)) for group in found.plan.groups)
@@ -161,14 +162,14 @@ class NixlOffloadSpec(OffloadingSpec):
             )
         return None
 
-    def _leave_uncut(self, kv_caches: CanonicalKVCaches) -> RankShards:
+    def _leave_uncut(self, caches: RankCaches) -> RankShards:
         """Have each rank store its own part. If its caches are not understood, the scheduler's half stays off."""
         digest = ""
         try:
-            digest = allocation_digest(self.vllm_config, self.kv_cache_config, self.kv_caches)
+            digest = allocation_digest(caches)
         except Exception:
             logger.exception("What lies where in the KV caches of this rank is not understood")
-        own = without_padding(kv_caches, offloaded_groups(self.kv_cache_config))
+        own = without_padding(caches.canonical, offloaded_groups(caches.config))
         return leave_uncut(own, self.config.cache.blocks_per_chunk, digest, self.config.parallel.world_size)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -39,6 +39,17 @@ _DIVIDED: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSp
 """KV of these is divided by heads among ranks. Subclasses are not meant: their layout may differ."""
 _KV_HEADS: Final = re.compile("kv_heads|key_value_heads|n_heads?_kv|multi_query_group_num|attention_groups|in_group")
 """Names in models' configs for a number of KV heads, of all layers or of some."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankCaches:
+    """One rank's KV caches, as vLLM has planned and allocated them."""
+
+    vllm: VllmConfig
+    config: KVCacheConfig
+    by_layer: Mapping[str, torch.Tensor]
+    canonical: CanonicalKVCaches
+    """The same memory in the form that vLLM hands to offloading."""
 
 
 def keeps_prefix(kv_cache_config: KVCacheConfig, groups: int) -> bool:
@@ -136,39 +147,31 @@ def without_padding(kv_caches: CanonicalKVCaches, groups: Sequence[KVCacheGroupS
     return CanonicalKVCaches(kv_caches.tensors, refs)
 
 
-def understood_pages(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
-) -> str | None:
-    """Return, as a clause, why the pages of this rank cannot be divided by KV heads; None: they can.
-
-    ``kv_caches``: by layer, as vLLM registers them.
-    """
-    tp, total = vllm_config.parallel_config.tensor_parallel_size, vllm_config.model_config.get_total_num_kv_heads()
+def understood_pages(caches: RankCaches) -> str | None:
+    """Return, as a clause, why the pages of this rank cannot be divided by KV heads; None: they can."""
+    tp, total = caches.vllm.parallel_config.tensor_parallel_size, caches.vllm.model_config.get_total_num_kv_heads()
     is_divided = False
-    for group in offloaded_groups(kv_cache_config):
+    for group in offloaded_groups(caches.config):
         for name, spec in layers_of(group):
-            why = _why_not(spec, kv_caches.get(name), kv_cache_config.num_blocks, max(1, total // tp))
+            why = _why_not(spec, caches.by_layer.get(name), caches.config.num_blocks, max(1, total // tp))
             if why is not None:
                 return f"{name}: {why}"
             is_divided |= not isinstance(spec, MLAAttentionSpec)
-    if is_divided and tp > total and not _all_layers_have(vllm_config, total):
+    if is_divided and tp > total and not _all_layers_have(caches.vllm, total):
         # A layer with more heads would be divided among ranks that hold replicas of the other layers.
         return f"it is not certain that all layers have {total} KV heads, which {tp} ranks hold as replicas"
     return None
 
 
-def layer_pages(
-    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], canonical: CanonicalKVCaches
-) -> list[dict[str, tuple[KVCacheSpec, HeadPages]]]:
+def layer_pages(caches: RankCaches) -> list[dict[str, tuple[KVCacheSpec, HeadPages]]]:
     """Return this rank's layers and where their heads lie, by offloaded group and by name, in the model's order.
 
-    ``kv_caches``: by layer; ``understood_pages`` returned None for them. ``canonical``: vLLM's view of the same memory,
-    to whose tensors the pages refer. Raises LayoutError if the two do not fit each other.
+    ``understood_pages`` has returned None. Raises LayoutError if a layer lies in none of the canonical tensors.
     """
-    regions = regions_of(canonical)
+    regions = regions_of(caches.canonical)
     return [
-        {name: (spec, _head_pages(spec, kv_caches[name], regions)) for name, spec in layers_of(group)}
-        for group in offloaded_groups(kv_cache_config)
+        {name: (spec, _head_pages(spec, caches.by_layer[name], regions)) for name, spec in layers_of(group)}
+        for group in offloaded_groups(caches.config)
     ]
 
 

@@ -14,7 +14,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -25,12 +25,8 @@ from vllm.v1.kv_cache_interface import group_kernel_blocks
 
 from nixl_offload.errors import NamespaceError
 from nixl_offload.identity.settings import collect
-from nixl_offload.vllm.kv_caches import layers_of
+from nixl_offload.vllm.kv_caches import RankCaches, layers_of
 from nixl_offload.vllm.vllm_internals import kv_scales
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _REMOTE_CODE: Final = "transformers_modules."
 """Modules of a model's own code; transformers puts the commit or a digest of the sources into the name."""
@@ -54,17 +50,15 @@ def sources_of(models: Iterable[torch.nn.Module]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def allocation_digest(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
-) -> str:
+def allocation_digest(caches: RankCaches) -> str:
     """Return a hex digest of this rank's offloaded KV caches. The number and place of blocks do not count."""
-    layers = vllm_config.compilation_config.static_forward_context
+    layers, pages = caches.vllm.compilation_config.static_forward_context, caches.by_layer
     facts: list[object] = [sorted(name for name in sys.modules if name.startswith(_REMOTE_CODE))]
-    for number in get_offloading_group_ids(kv_cache_config):
-        group = kv_cache_config.kv_cache_groups[number]
+    for number in get_offloading_group_ids(caches.config):
+        group = caches.config.kv_cache_groups[number]
         facts.append([number, str(group.role), group.is_eagle_group])
         for name, spec in layers_of(group):
-            page = group_kernel_blocks(kv_caches[name], kv_cache_config.num_blocks) if name in kv_caches else None
+            page = group_kernel_blocks(pages[name], caches.config.num_blocks) if name in pages else None
             facts.append(
                 [
                     name,

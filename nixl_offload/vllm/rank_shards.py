@@ -19,12 +19,11 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import torch
 import torch.distributed
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -37,12 +36,11 @@ from nixl_offload.chunk.shards import ONE_RANGE, LayerCut, ShardPlan, cut_layers
 from nixl_offload.config import ShardCut
 from nixl_offload.errors import LayoutError
 from nixl_offload.identity.settings import collect
-from nixl_offload.vllm.kv_caches import canonical_layout, layer_pages, regions_of, understood_pages
+from nixl_offload.vllm.kv_caches import RankCaches, canonical_layout, layer_pages, regions_of, understood_pages
 from nixl_offload.vllm.rank_identity import layer_facts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 _DRAFT: Final = "draft_model."
@@ -83,38 +81,30 @@ _Layers = list[dict[str, tuple[KVCacheSpec, HeadPages]]]
 """By group: the layers of a range, in the order of their bytes (``_in_order``)."""
 
 
-def cut_chunks(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    kv_caches: Mapping[str, torch.Tensor],
-    canonical: CanonicalKVCaches,
-    wanted: ShardCut,
-    blocks_per_chunk: int,
-) -> RankShards | str:
+def cut_chunks(caches: RankCaches, wanted: ShardCut, blocks_per_chunk: int) -> RankShards | str:
     """Return how chunks are cut, or why they are not, as a clause. The result is the same on all ranks.
 
-    ``kv_caches``: by layer, as vLLM registers them. ``canonical``: its view of the same memory. An error in this rank's
-    caches is raised after the other ranks were told; they return a clause.
+    An error in this rank's caches is raised once the other ranks know of it; they return a clause.
     """
-    cut = cut_by_config(vllm_config, wanted)
+    cut = cut_by_config(caches.vllm, wanted)
     if isinstance(cut, str):
         return cut
-    parallel = vllm_config.parallel_config
+    parallel = caches.vllm.parallel_config
     rank, tp = parallel.rank, parallel.tensor_parallel_size
     ranges: dict[int, _Layers] = {}
     failure: Exception | None = None
     own: _RankLayers | str
     try:
-        why = understood_pages(vllm_config, kv_cache_config, kv_caches)
+        why = understood_pages(caches)
         if why is None:
-            ranges = _ranges(vllm_config, kv_cache_config, kv_caches, canonical, cut)
-            total = vllm_config.model_config.get_total_num_kv_heads()
+            ranges = _ranges(caches, cut)
+            total = caches.vllm.model_config.get_total_num_kv_heads()
             own = _RankLayers(
                 tuple(
                     tuple(tuple(_heads(spec, total) for spec, _ in layers.values()) for layers in groups)
                     for groups in ranges.values()
                 ),
-                tuple(_digest(vllm_config, kv_cache_config, kv_caches, groups) for groups in ranges.values()),
+                tuple(_digest(caches, groups) for groups in ranges.values()),
             )
         else:
             own = why
@@ -146,7 +136,7 @@ def cut_chunks(
         for number in plan.ranges(rank, position):
             pages = [pages for _, pages in ranges[number][position].values()]
             groups += shard_groups(pages, group.per_rank)
-    return RankShards(plan, digest, KVLayout(regions_of(canonical), tuple(groups), blocks_per_chunk))
+    return RankShards(plan, digest, KVLayout(regions_of(caches.canonical), tuple(groups), blocks_per_chunk))
 
 
 def leave_uncut(canonical: CanonicalKVCaches, blocks_per_chunk: int, digest: str, world_size: int) -> RankShards:
@@ -222,19 +212,13 @@ def of_all_ranks(own: _RankLayers | str) -> Sequence[_RankLayers | str]:
     return [each for stage in zip(*columns, strict=True) for each in stage]
 
 
-def _ranges(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    kv_caches: Mapping[str, torch.Tensor],
-    canonical: CanonicalKVCaches,
-    cut: LayerCut,
-) -> dict[int, _Layers]:
+def _ranges(caches: RankCaches, cut: LayerCut) -> dict[int, _Layers]:
     """Return the layers of this rank by range of layers. Raises LayoutError if a layer belongs to another stage."""
-    parallel = vllm_config.parallel_config
+    parallel = caches.vllm.parallel_config
     held = cut.stages[parallel.rank // parallel.tensor_parallel_size]
-    groups = layer_pages(kv_cache_config, kv_caches, canonical)
+    groups = layer_pages(caches)
     found: dict[int, _Layers] = {number: [{} for _ in groups] for number in held}
-    total = vllm_config.model_config.get_total_num_hidden_layers() if len(cut.begins) > 1 else 0
+    total = caches.vllm.model_config.get_total_num_hidden_layers() if len(cut.begins) > 1 else 0
     for position, layers in enumerate(groups):
         for name, layer in layers.items():
             number = _range_of(name, cut, total)
@@ -279,21 +263,19 @@ def _heads(spec: KVCacheSpec, total: int) -> int:
     return 1 if isinstance(spec, MLAAttentionSpec) else total
 
 
-def _digest(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], groups: _Layers
-) -> str:
+def _digest(caches: RankCaches, groups: _Layers) -> str:
     """Return a digest of what makes shards interchangeable, over the layers of a range."""
-    modules = vllm_config.compilation_config.static_forward_context
-    total = vllm_config.model_config.get_total_num_kv_heads()
+    modules = caches.vllm.compilation_config.static_forward_context
+    total = caches.vllm.model_config.get_total_num_kv_heads()
     facts: list[object] = []
-    for number, layers in zip(get_offloading_group_ids(kv_cache_config), groups, strict=True):
-        group = kv_cache_config.kv_cache_groups[number]
+    for number, layers in zip(get_offloading_group_ids(caches.config), groups, strict=True):
+        group = caches.config.kv_cache_groups[number]
         # A stage without layers of a group knows less about it than an engine of one stage.
         facts.append([number, str(group.role), group.is_eagle_group] if layers else [number])
         for name, (spec, _) in layers.items():
-            pages = kv_caches[name]
+            pages = caches.by_layer[name]
             # With MLA a kernel may divide a block. An indexer's cache has its scales after the tokens of each part.
-            parts = pages.shape[0] // kv_cache_config.num_blocks
+            parts = pages.shape[0] // caches.config.num_blocks
             of_layer = layer_facts(modules.get(name))
             facts.append([name, *_facts(spec), _heads(spec, total), str(pages.dtype), parts, of_layer])
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.v1.kv_offload.base import CanonicalKVCaches
 
-from nixl_offload.vllm.kv_caches import understood_pages
+from nixl_offload.vllm.kv_caches import RankCaches, understood_pages
 
 
 class PoisonExtension:
@@ -43,7 +44,9 @@ class PoisonExtension:
         config = connector.connector_worker.kv_cache_config
         layers = connector.connector_worker.vllm_config.compilation_config.static_forward_context
         caches = {name: layers[name].kv_cache for group in config.kv_cache_groups for name in group.layer_names}
-        return understood_pages(connector.connector_worker.vllm_config, config, caches)
+        return understood_pages(
+            RankCaches(connector.connector_worker.vllm_config, config, caches, CanonicalKVCaches([], []))
+        )
 
     def scale_weights(self, layer: int, factor: float) -> None:
         """Replace a norm's weights in place, as a trainer's update does; powers of two are exact. Not a matrix: vLLM on

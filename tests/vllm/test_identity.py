@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 from examples.demo.model import TINY, write_model
 from nixl_offload.chunk.shards import ShardPlan, make_plan
@@ -49,6 +50,7 @@ from nixl_offload.vllm.identity import (
     reason_to_stay_off,
     with_loaded_weights,
 )
+from nixl_offload.vllm.kv_caches import RankCaches
 from nixl_offload.vllm.messages import RankGeometry
 from nixl_offload.vllm.rank_identity import allocation_digest
 from tests.families.checkpoints import write_vision
@@ -426,8 +428,8 @@ def digest(
     for name in names:
         page = torch.zeros((blocks, 2, 16, 16), dtype=dtype)
         caches[name] = page.transpose(1, 2) if transposed else page
-    context = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers or {}))
-    return allocation_digest(context, kv_cache_config, caches)  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers or {}))
+    return allocation_digest(RankCaches(context, kv_cache_config, caches, CanonicalKVCaches([], [])))
 
 
 def test_the_digest_of_a_rank_is_of_its_layers() -> None:

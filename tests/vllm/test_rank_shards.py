@@ -40,7 +40,7 @@ from nixl_offload.engine.packer import HostPacker, pages_of
 from nixl_offload.engine.streams import READY
 from nixl_offload.errors import LayoutError
 from nixl_offload.vllm import rank_shards
-from nixl_offload.vllm.kv_caches import layer_pages, regions_of, understood_pages
+from nixl_offload.vllm.kv_caches import RankCaches, layer_pages, regions_of, understood_pages
 from nixl_offload.vllm.rank_shards import RankShards, cut_by_config, cut_chunks, has_replicas
 
 Bytes = npt.NDArray[np.uint8]
@@ -117,15 +117,15 @@ class Memory:
         return found[0]
 
     def reason(self) -> str | None:
-        return understood_pages(self.vllm, self.config, self.caches)
+        return understood_pages(RankCaches(self.vllm, self.config, self.caches, CanonicalKVCaches([], [])))
 
     def cut(self, wanted: ShardCut) -> RankShards | str:
-        return cut_chunks(self.vllm, self.config, self.caches, self.canonical(), wanted, BLOCKS)
+        return cut_chunks(RankCaches(self.vllm, self.config, self.caches, self.canonical()), wanted, BLOCKS)
 
     def shards(self, counts: Sequence[int]) -> tuple[KVLayout, HostPacker]:
         assert self.reason() is None
         canonical = self.canonical()
-        pages = layer_pages(self.config, self.caches, canonical)
+        pages = layer_pages(RankCaches(self.vllm, self.config, self.caches, canonical))
         groups = [
             cut
             for of_group, count in zip(pages, counts, strict=True)
@@ -282,8 +282,10 @@ def test_kernel_blocks_within_a_block_are_not_understood() -> None:
 def test_shapes_nobody_has_looked_at() -> None:
     """Caches of several tensors, or K and V in halves of a page, as older backends had them."""
     memory = Memory(vllm_config(4), [group(full(4), "a")])
-    for pages in ([memory.caches["a"]], memory.caches["a"].unflatten(3, (2, HEAD)), None):
-        assert "not one tensor" in str(understood_pages(memory.vllm, memory.config, {"a": pages}))  # type: ignore[dict-item]
+    cache: Any = memory.caches["a"]
+    for pages in ([cache], cache.unflatten(3, (2, HEAD)), None):
+        memory.caches = {"a": pages}
+        assert "not one tensor" in str(memory.reason())
 
 
 def draft(total_heads: int) -> Any:
