@@ -12,7 +12,7 @@ import pytest
 
 from nixl_offload.catalog import moves
 from nixl_offload.catalog.catalog import MoveTicket
-from nixl_offload.tiers.shared.naming import shards_of
+from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slot_tier import MemoryTier
 from nixl_offload.types import Key, Outcome
@@ -172,8 +172,7 @@ def test_a_bucket_is_asked_first_and_then_read(make: MakeChain) -> None:
     """Chunks are found by a search as for a request, and also written to the slab, like promoted ones."""
     chain = make(bucket=True)
     for number in (1, 2):
-        for shard in shards_of(namespace_of(), key(number)):
-            chain.store_of_bucket.put(shard.name, shard.size_bytes)
+        chain.store_of_bucket.put(shard_name(namespace_of().name, key(number), 0))
     foretell(chain, 1, 2, 3)
     found: list[tuple[bytes, int]] = []
     for _ in range(2000):
@@ -213,8 +212,7 @@ def test_a_step_without_looks_left_gives_no_search_up(make: MakeChain, monkeypat
     chain = make(bucket=True, memory_slots=64)
     prompts = (range(1, 7), range(11, 17))
     for number in (*prompts[0], *prompts[1]):
-        for shard in shards_of(namespace_of(), key(number)):
-            chain.store_of_bucket.put(shard.name, shard.size_bytes)
+        chain.store_of_bucket.put(shard_name(namespace_of().name, key(number), 0))
     answers = threading.Event()
     chain.store_of_bucket.before = lambda operation, name: assert_in_time(answers)
     for numbers in prompts:

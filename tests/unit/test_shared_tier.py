@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 
 from nixl_offload.catalog.catalog import Catalog
 from nixl_offload.errors import StoreError
-from nixl_offload.tiers.shared.naming import parse_shard_name
+from nixl_offload.tiers.shared.naming import manifest_name, parse_shard_name
 from nixl_offload.tiers.shared.search import WINDOW_KEYS, Search, SearchKind
 from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome
 from tests.unit.shared_rig import SLOT, Gate, MemoryStore, Rig, answer, key_of, keys_of, namespace_of, refuse
@@ -280,6 +280,21 @@ def test_a_store_that_is_well_again_is_used_at_once_whatever_still_hangs(
     assert rig.tier.trouble == "none"
     assert caplog.text.count("disabled (timeout)") == 1
     assert rig.hits("b", keys) == 4096
+
+
+def test_a_manifest_that_is_not_written_for_ever_keeps_no_trial_back(make: MakeRig, store: MemoryStore) -> None:
+    rig, gate = make(), Gate()
+    store.before = lambda operation, name: gate(operation, name) if operation == "write" else None
+    rig.flush()
+    while ("write", manifest_name(rig.namespace.name)) not in store.calls:
+        time.sleep(0.001)
+    store.before = refuse
+    assert rig.hits("a", keys_of(100)) == 0
+    assert not rig.tier.in_use
+    store.before = answer
+    rig.ahead_s = 5.0
+    rig.wait_for(lambda: 1 if rig.tier.in_use else None)
+    gate.open()
 
 
 def test_a_search_that_nobody_waits_for_ends(make: MakeRig, store: MemoryStore) -> None:

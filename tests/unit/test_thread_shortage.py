@@ -89,12 +89,12 @@ def test_a_shared_tier_looks_when_there_are_threads_again(shortage: Shortage) ->
     store.put(key.hex())
     ended: list[object] = []
     prober = Prober(
-        store, shards_of=lambda key: [StoredShard(key.hex(), SLOT)], on_answer=ended.append, on_end=ended.append
+        store, witness_of=lambda key: StoredShard(key.hex(), SLOT), on_answer=ended.append, on_end=ended.append
     )
     with contextlib.closing(prober):
         shortage()
         prober.search(Search(SearchKind.CHAIN, [key]))
-        prober.do(lambda store: store.head("a"), lambda found, error: ended.append("a"))
+        prober.do(lambda store: store.head("a"), lambda error: ended.append("a"))
         prober.take_in(9)
         assert not ended
         shortage(refused=0)

@@ -13,7 +13,6 @@ key side by side.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from nixl_offload.identity.namespace import Namespace
@@ -69,23 +68,16 @@ def is_ours(name: str) -> bool:
     return parse_shard_name(name) is not None or parse_manifest_name(name) is not None
 
 
-def witness_shard(key: Key, shards: Sequence[int]) -> int:
-    """Return which of the chunk's ``shards`` is looked for to learn whether the chunk exists: one question, not one for
-    each shard. If another shard is missing, the load fails, and the chunk is computed and stored again.
-    """
-    return shards[int.from_bytes(key[:4], "big") % len(shards)]
+def witness_shard(namespace: Namespace, key: Key) -> StoredShard | None:
+    """Return the shard that is looked for to learn whether a chunk exists; None if there is no such KV group.
 
-
-def shards_of(namespace: Namespace, key: Key) -> Iterator[StoredShard]:
-    """Yield all shards of a whole chunk, the ``witness_shard`` first; none if there is no such KV group.
-
-    Each name costs some microseconds, and a question needs the first shard only.
+    It is one question, not one for each shard. If another shard is missing, the load fails, and the chunk is computed
+    and stored again.
     """
     group = key_group(key)
     try:
         shards = namespace.shards(group)
     except LookupError:
-        return
-    first = witness_shard(key, shards)
-    for shard in sorted(shards, key=lambda shard: shard != first):
-        yield StoredShard(shard_name(namespace.name, key, shard), namespace.shard_bytes(group, shard))
+        return None
+    shard = shards[int.from_bytes(key[:4], "big") % len(shards)]
+    return StoredShard(shard_name(namespace.name, key, shard), namespace.shard_bytes(group, shard))

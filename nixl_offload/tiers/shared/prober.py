@@ -1,9 +1,9 @@
-"""Asks a shared store which chunks exist, and does one small task at a time in it, on threads of its own.
+"""Asks a shared store which chunks exist, and does small tasks in it, on threads of its own.
 
 Threading: every public method returns at once, and only the scheduler's thread may call it, except ``expired``.
-Questions and the task have separate threads, so none waits for another, and nobody waits for a thread that hangs in the
-store. Decisions are taken under one lock, storage is asked outside it. Results pass through a queue, and
-``take_in`` makes the callbacks on the scheduler's thread.
+Questions and tasks have separate threads, and nobody waits for a thread that hangs in the store. Decisions are taken
+under one lock, storage is asked outside it. Results pass through a queue, and ``take_in`` makes the callbacks on the
+scheduler's thread.
 Ownership: the store belongs to the prober's owner.
 """
 
@@ -13,10 +13,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.base import Store
@@ -57,7 +57,7 @@ class Prober:
         self,
         store: Store,
         *,
-        shards_of: Callable[[Key], Iterable[StoredShard]],
+        witness_of: Callable[[Key], StoredShard | None],
         on_answer: Callable[[Question], None],
         on_end: Callable[[Search], None],
         ttl_s: float | None = None,
@@ -65,8 +65,8 @@ class Prober:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """``shards_of``: the first shard it returns is looked for; if it returns none, the key is absent. ``on_answer``
-        is called for every question, ``on_end`` for every search that was not cancelled. ``threads``: for questions.
+        """``witness_of``: the shard that is looked for; None: the key is absent. ``on_answer`` is called for every
+        question, ``on_end`` for every search that was not cancelled. ``threads``: for questions.
         """
         self.since_s = 0.0
         """Objects modified earlier, by the store's clock, count as absent. Set by the scheduler's thread."""
@@ -74,14 +74,14 @@ class Prober:
         """Questions that were answered or failed, since the start."""
         self.errors = 0
         self._store = store
-        self._shards_of = shards_of
+        self._witness_of = witness_of
         self._on_answer = on_answer
         self._on_end = on_end
         self._ttl_s = ttl_s
         self._clock = clock
         self._wall = wall
         self._asking = CallThreads("nixl-offload-probe", threads)
-        self._task = CallThreads("nixl-offload-probe-task", 1)
+        self._tasks = CallThreads("nixl-offload-probe-task", 2)
         self._events: deque[Callable[[], None]] = deque()
         """Callbacks for the scheduler's thread."""
         self._seconds: deque[float] = deque(maxlen=MAX_SAMPLES)
@@ -107,20 +107,15 @@ class Prober:
             search.is_over = True
             return search.known
 
-    @property
-    def has_task(self) -> bool:
-        """Whether a task has not ended."""
-        return self._task.pending > 0
-
-    def do(self, work: Callable[[Store], T], then: Callable[[T | None, StoreError | None], None]) -> None:
-        """Do ``work`` on a thread, after earlier tasks, then call ``then`` with its result or error."""
-        self._task.start(partial(self._do, work, then))
+    def do(self, work: Callable[[Store], object], then: Callable[[StoreError | None], None]) -> None:
+        """Do ``work`` on a thread, then call ``then`` with its error. Two tasks run at a time."""
+        self._tasks.start(partial(self._do, work, then))
 
     def take_in(self, limit: int) -> None:
         """Make the callbacks that are due, ``limit`` at most. Retries starting threads if earlier starts failed."""
         if not self._is_closed:
             self._asking.keep_up()
-            self._task.keep_up()
+            self._tasks.keep_up()
         for _ in range(min(limit, len(self._events))):
             self._events.popleft()()
 
@@ -142,7 +137,7 @@ class Prober:
     @property
     def is_busy(self) -> bool:
         """Whether anything is queued or running. Callbacks that are due do not count."""
-        return bool(self._asking.pending or self._task.pending)
+        return bool(self._asking.pending or self._tasks.pending)
 
     def take_seconds(self) -> list[float]:
         """Return the durations of questions since the last call; the latest ``MAX_SAMPLES`` at most."""
@@ -153,7 +148,7 @@ class Prober:
         """Start nothing more, and wait ``timeout_s`` at most for running work. Idempotent."""
         self._is_closed = True
         give_up_s = time.monotonic() + timeout_s
-        for threads in (self._asking, self._task):
+        for threads in (self._asking, self._tasks):
             threads.close(max(0.0, give_up_s - time.monotonic()))
 
     def _advance(self, search: Search) -> None:
@@ -198,15 +193,15 @@ class Prober:
                 self._advance(search)
 
     def _look(self, key: Key, store: Store) -> tuple[bool, float]:
-        witness = next(iter(self._shards_of(key)), None)
+        witness = self._witness_of(key)
         info = store.head(witness.name) if witness is not None else None
         if witness is None or info is None or self.expired(info.modified_s):
             return False, 0.0
         return info.size_bytes == witness.size_bytes, info.modified_s
 
-    def _do(self, work: Callable[[Store], Any], then: Callable[[Any, StoreError | None], None]) -> None:
+    def _do(self, work: Callable[[Store], object], then: Callable[[StoreError | None], None]) -> None:
         if not self._is_closed:
-            self._events.append(partial(then, *self._try(work)))
+            self._events.append(partial(then, self._try(work)[1]))
 
     def _try(self, work: Callable[[Store], T]) -> tuple[T | None, StoreError | None]:
         try:

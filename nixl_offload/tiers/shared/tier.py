@@ -23,7 +23,7 @@ from nixl_offload.stores.base import Store
 from nixl_offload.tiers.base import Place, SharedStatistics, Tier, not_arrived
 from nixl_offload.tiers.breaker import Breaker
 from nixl_offload.tiers.shared.eviction import Eviction
-from nixl_offload.tiers.shared.naming import manifest_name, shards_of
+from nixl_offload.tiers.shared.naming import manifest_name, witness_shard
 from nixl_offload.tiers.shared.presence import MAX_KEYS, Presence
 from nixl_offload.tiers.shared.prober import Prober, Question
 from nixl_offload.tiers.shared.search import Lookups, Search, SearchKind
@@ -90,6 +90,8 @@ class SharedTier(Tier):
         self._lookups = Lookups(lookup.timeout_s)
         self._reach = Breaker(name, flap_window_s=FLAP_WINDOW_S)
         """Whether the storage answers questions. While it is not closed, one question at a time is sent, as a trial."""
+        self._is_trying = False
+        """Whether a trial has not ended."""
         self._load_trial: str | None = None
         """The request whose load is the trial while ranks cannot load."""
         self._next_load_trial_s = 0.0
@@ -99,7 +101,7 @@ class SharedTier(Tier):
         """Requests that got a MISS for a key of which nothing was known."""
         self._prober = Prober(
             store,
-            shards_of=partial(shards_of, namespace),
+            witness_of=partial(witness_shard, namespace),
             on_answer=self._on_answer,
             on_end=self._on_search_end,
             ttl_s=ttl_s,
@@ -147,9 +149,9 @@ class SharedTier(Tier):
             self._answered(late, question.asked_s)
         if not self._reach.closed:
             self._drop_searches()
-            if not self._prober.has_task and self._reach.allows(now_s):
-                manifest = manifest_name(self._namespace.name)
-                self._prober.do(lambda store: store.head(manifest), lambda _, error: self._answered(error, None))
+            if not self._is_trying and self._reach.allows(now_s):
+                self._is_trying, manifest = True, manifest_name(self._namespace.name)
+                self._prober.do(lambda store: store.head(manifest), self._on_trial_end)
             return
         for search in self._lookups.begin_searches():
             self._prober.search(search)
@@ -293,7 +295,11 @@ class SharedTier(Tier):
             if state is State.READY and not is_fresh:
                 presence.drop(key)  # so that it is stored again when it is computed
 
-    def _on_manifest_end(self, _: object, error: StoreError | None) -> None:
+    def _on_trial_end(self, error: StoreError | None) -> None:
+        self._is_trying = False
+        self._answered(error, None)
+
+    def _on_manifest_end(self, error: StoreError | None) -> None:
         if error is not None:
             self._manifest_due_s = self._now_s + MANIFEST_RETRY_S
 
