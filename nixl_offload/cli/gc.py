@@ -30,22 +30,22 @@ from nixl_offload.cli.common import (
     plural,
     read_size,
     report_nothing_found,
+    selected,
     set_up,
     stored_tiers,
 )
 from nixl_offload.config import Config, SharedConfig, load_config
 from nixl_offload.errors import ConfigError, StoreError
-from nixl_offload.stores.base import ObjectInfo, Store
+from nixl_offload.stores.base import ObjectInfo
 from nixl_offload.stores.directory import TreeStore
-from nixl_offload.tiers.inspect import ChunkInfo, NamespaceInfo
+from nixl_offload.tiers.inspect import ChunkInfo
 from nixl_offload.tiers.kinds import open_inspector
-from nixl_offload.tiers.shared.inspect import group_chunks, list_namespaces, read_manifest
+from nixl_offload.tiers.shared.eviction import STALE_DRAFT_S
+from nixl_offload.tiers.shared.inspect import SharedInspector, group_chunks
 from nixl_offload.tiers.shared.naming import is_ours, manifest_name
 from nixl_offload.tiers.shared.sweep import GRACE_S, NOTHING, Ages, Plan, Sweep, Totals, make_plan, manifest_goes
 from nixl_offload.units import format_duration, parse_duration
 
-_STALE_DRAFT_S: Final = 3600.0
-"""Older drafts in a shared directory belong to writers that died."""
 _SPLIT_OBJECTS: Final = 10_000
 """A smaller namespace is listed as a whole, because each part costs at least one request."""
 _PARTS: Final = 256
@@ -92,15 +92,15 @@ def run(arguments: Namespace) -> int:
         said = f"--delete: down to what? Say --max-size or --older-than, or capacity or ttl in {arguments.file}"
         raise ConfigError(said)
     with closing(open_inspector(tier)) as inspector:
-        assert inspector.store is not None, "the tier is shared"
-        found = Collection(inspector.store, namespace=arguments.namespace, tenant=arguments.tenant)
+        assert isinstance(inspector, SharedInspector)
+        found = Collection(inspector, arguments)
         ages = found.count()
         plan = make_plan(ages, max_bytes=max_bytes, older_than_s=older_than_s)
         shown = {
-            "where": found.where,
+            "where": inspector.where,
             "selection": found.selection,
             "namespaces": len(found.namespaces),
-            "other_objects": found.other_objects,
+            "other_objects": inspector.other_objects,
             "total": _plain(ages.total),
             "limits": {"max_bytes": max_bytes, "older_than_s": older_than_s},
             "plan": {"delete": _plain(plan.estimate), "keep_bytes": plan.kept_bytes, "over_bytes": plan.over_bytes},
@@ -133,8 +133,8 @@ def run(arguments: Namespace) -> int:
 
 def _shared_tier(config: Config, arguments: Namespace) -> SharedConfig:
     """Return the tier to collect. Raises ConfigError unless exactly one of the selected tiers is shared."""
-    selected = stored_tiers(config, arguments)
-    shared = [tier for tier in config.shared if tier in selected]
+    tiers = stored_tiers(config, arguments)
+    shared = [tier for tier in config.shared if tier in tiers]
     kinds = [tier.kind for tier in shared]
     if len(shared) > 1:
         raise ConfigError(
@@ -177,7 +177,7 @@ def _print_outcome(outcome: Mapping[str, Any]) -> None:
     if outcome["manifests"]:
         print(f"Deleted: {plural(outcome['manifests'], 'manifest')} of namespaces that are empty.")
     if outcome["drafts"]:
-        age = format_duration(_STALE_DRAFT_S)
+        age = format_duration(STALE_DRAFT_S)
         print(f"Deleted: {plural(outcome['drafts'], 'draft')} older than {age}, of writers that died.")
 
 
@@ -199,21 +199,20 @@ class NamespaceAges(NamedTuple):
 
 
 class Collection:
-    """One run over one store. Usable once: ``count``, then ``delete``."""
+    """One run over one tier. Usable once: ``count``, then ``delete``."""
 
-    def __init__(self, store: Store, *, namespace: str | None, tenant: str | None) -> None:
-        self.where = store.where
-        self.selection = {"namespace": namespace, "tenant": tenant}
+    def __init__(self, inspector: SharedInspector, arguments: Namespace) -> None:
+        """``arguments``: as for ``selected``."""
+        self.selection = {"namespace": arguments.namespace, "tenant": arguments.tenant}
         self.namespaces: list[NamespaceAges] = []
-        self.other_objects = 0
-        """Foreign objects beside the namespaces; they are never touched."""
         self.deleted = NOTHING
         self.failed_objects = 0
         """Objects of batches that failed; some of them may be deleted nevertheless."""
         self.failures: list[str] = []
         """The first few failures, in words."""
         self.gave_up = False
-        self._store = store
+        self._inspector, self._arguments = inspector, arguments
+        self._store = inspector.store
         self._manifests = self._drafts = self._failures_in_a_row = 0
         self._progress = Progress()
         self._lock = threading.Lock()
@@ -237,10 +236,9 @@ class Collection:
 
     def count(self) -> Ages:
         """List the selected namespaces, and return all their chunks by age. Raises StoreError."""
-        wanted, tenant, total = self.selection["namespace"], self.selection["tenant"], Ages(time.time())
-        for name in [wanted] if wanted else list_namespaces(self._store, self._count_other):
-            if tenant not in (None, NamespaceInfo(name, read_manifest(self._store, name)).tenant):
-                continue
+        total = Ages(time.time())
+        for namespace in selected(self._inspector, self._arguments):
+            name = namespace.name
             found = NamespaceAges(name, self._store.head(manifest_name(name)), Ages(total.now_s))
 
             def count(chunks: Iterator[ChunkInfo], found: NamespaceAges = found) -> None:
@@ -274,7 +272,7 @@ class Collection:
                 if self.gave_up:
                     return
             if self.sweeps_drafts and isinstance(self._store, TreeStore):
-                self._drafts = self._store.remove_stale_drafts(_STALE_DRAFT_S, is_ours)
+                self._drafts = self._store.remove_stale_drafts(STALE_DRAFT_S, is_ours)
         except StoreError as error:
             self._fail(error)
         finally:
@@ -355,6 +353,3 @@ class Collection:
             self.gave_up = self.gave_up or self._failures_in_a_row >= _FAILURES_IN_A_ROW
             if len(self.failures) < _FAILURES_SHOWN:
                 self.failures.append(str(error))
-
-    def _count_other(self, info: ObjectInfo) -> None:
-        self.other_objects += 1

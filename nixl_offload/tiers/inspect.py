@@ -19,7 +19,6 @@ from nixl_offload.identity.namespace import (
     manifest_digest,
     shard_digest,
 )
-from nixl_offload.stores.base import Store
 from nixl_offload.types import Key, key_group
 
 _MAX_BYTES: Final = 1 << 52
@@ -174,8 +173,6 @@ class Inspector(ABC):
     capacity_bytes: int | None
     exclusive: ClassVar[bool] = False
     """True if one engine at a time uses the tier: it locks the directory, reuses slots and enforces the capacity."""
-    store: Store | None = None
-    """The store of a tier that servers share; None if chunks lie in slots."""
     other_objects: int = 0
     """Foreign objects, counted while ``namespaces`` and ``chunks`` run. No command touches them."""
 

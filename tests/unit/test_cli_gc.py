@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from nixl_offload.cli import gc as collection
 from nixl_offload.cli.common import about_size, moment, plural
 from nixl_offload.errors import StoreError
 from nixl_offload.stores.directory import TreeStore
+from nixl_offload.tiers.shared.inspect import SharedInspector
 from nixl_offload.tiers.shared.naming import manifest_name, shard_name
 from nixl_offload.tiers.shared.sweep import make_plan
 from tests.unit.engine_rig import until
@@ -247,7 +249,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
 
 def collect(store: MemoryStore, part: float) -> collection.Collection:
     """Delete this share of the chunks."""
-    run = collection.Collection(store, namespace=None, tenant=None)
+    inspector = SharedInspector(store, kind="s3", capacity_bytes=None)
+    run = collection.Collection(inspector, Namespace(namespace=None, tenant=None))
     ages = run.count()
     plan = make_plan(ages, max_bytes=round(ages.total.size_bytes * (1 - part)), older_than_s=None)
     run.delete(plan)
