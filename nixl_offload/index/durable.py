@@ -141,7 +141,7 @@ class DurableIndex:
         path: str,
         unit_bytes: int,
         n_slots: int,
-        geometry: Mapping[str, str],
+        geometry: Mapping[str, object],
         *,
         batch_delay_s: float = 0.05,
         retry_interval_s: float = 5.0,
@@ -150,7 +150,7 @@ class DurableIndex:
         """Start the writer of the file at ``path``, whose directory must exist. See ``rows`` for what it holds.
 
         ``unit_bytes``: the smallest slot size; offsets of slots are at least this far apart, and below ``n_slots``
-        times this. ``geometry``: the facts that give offsets their meaning.
+        times this. ``geometry``: the facts that give offsets their meaning, in types of JSON.
 
         ``batch_delay_s``: how long calls are collected into a batch; a kill -9 loses these. ``retry_interval_s``: pause
         between attempts while storage fails.

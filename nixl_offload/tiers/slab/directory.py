@@ -74,6 +74,8 @@ class TierDirectory:
         """Size of each rank's slab, in whole extents. The same for all ranks."""
         self.extent_bytes = 0
         """Size of the slab's extents. Restarts keep it while it suits the capacity."""
+        self.geometry: dict[str, object] = {}
+        """The facts that give offsets in the slabs their meaning, as in the manifest."""
         self._base = base
         self._context = context
         self._filesystem = filesystem
@@ -178,14 +180,14 @@ class TierDirectory:
         make_private_directory(self.namespace_path)
         self.namespace_path.chmod(0o700)
         self._trim()
-        slab: dict[str, object] = {
+        self.geometry = {
             "extent_bytes": self.extent_bytes,
             "slot_classes": slot_classes,
             "held": context.namespace.held(),  # commands find shards by it
         }
         if replicas := context.namespace.slot_replicas:
-            slab["replicas"] = sorted(map(list, replicas.items()))
-        self._write_manifest({**context.namespace.manifest(), "slab": slab})
+            self.geometry["replicas"] = sorted(map(list, replicas.items()))
+        self._write_manifest({**context.namespace.manifest(), "slab": self.geometry})
 
     def _remove_leftovers(self) -> None:
         """Remove leftovers, so that they do not count against the capacity. They are nobody's: the lock is held, and

@@ -7,7 +7,6 @@ Ownership: the tier's directory (and its lock) and the durable index, besides th
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,11 +71,8 @@ class SlabTier(SlotTier):
             directory = TierDirectory.open(config, context)
             undo.callback(directory.close)
             allocator = SlotAllocator(directory.rank_bytes, context.slot_classes, directory.extent_bytes, replicas)
-            geometry = {"extent_bytes": str(allocator.extent_bytes), "held": json.dumps(namespace.held())}
-            if replicas:
-                geometry["replicas"] = json.dumps(sorted(replicas.items()))
             n_slots = directory.rank_bytes * allocator.places.together // allocator.slot_classes[0]
-            durable = DurableIndex(str(directory.index_path), allocator.slot_classes[0], n_slots, geometry)
+            durable = DurableIndex(str(directory.index_path), allocator.slot_classes[0], n_slots, directory.geometry)
             undo.callback(durable.close, CLOSE_S)
             place = SlabPlace(
                 directory=str(directory.namespace_path),
