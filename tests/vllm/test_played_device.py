@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -233,8 +232,8 @@ def test_fuzzed_requests_are_answered_right(played: PlayedWorkshop, tmp_path: Pa
     assert all(counts.values()), counts
 
 
-def hold_stores() -> list[Any]:
-    """Have stores begin only when vLLM waits for them, as where storage is slow. Return those that are held back."""
+def hold_stores() -> None:
+    """Have stores begin only when vLLM waits for them, as where storage is slow."""
     from nixl_offload.vllm.worker import NixlOffloadingWorker
 
     submit, wait = NixlOffloadingWorker.submit_store, NixlOffloadingWorker.wait
@@ -250,7 +249,6 @@ def hold_stores() -> list[Any]:
         wait(worker, job_ids)
 
     NixlOffloadingWorker.submit_store, NixlOffloadingWorker.wait = hold, release
-    return held
 
 
 def preempt_while_storing(model: str, runner: str, config: dict[str, Any] | None) -> list[Any]:
@@ -292,89 +290,3 @@ def test_blocks_are_stored_before_vllm_zeroes_them(played: PlayedWorkshop, runne
     config = chain_config(MEMORY, chunk_tokens=16)
     right = played.call(preempt_while_storing, model=str(played.model()), runner=runner, config=None)
     assert played.call(preempt_while_storing, model=str(played.model()), runner=runner, config=config) == right
-
-
-def ask_again_while_storing(model: str, runner: str, config: dict[str, Any], names: list[str]) -> list[Any]:
-    """Return the answers to requests of these names, each asked as soon as the one before it has ended; then let go of
-    their stores, which were held back, and ask for the first prompt once more: all of it must be loaded.
-    """
-    os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "1"
-    held = hold_stores()
-    engine = PlayedEngine(config, model=Path(model), runner=runner)
-    prompts = random_prompts(SHAPE, [200] * len(names), seed=32)
-    answers: list[dict[str, Any]] = []
-
-    def ask(name: str, prompt: list[int]) -> None:
-        engine.add(name, prompt, max_tokens=4)
-        ended: dict[str, Any] = {}
-        while not ended:
-            ended = engine.step()
-        answers.append(ended[name])
-
-    for name, prompt in zip(names, prompts, strict=True):
-        ask(name, prompt)
-    assert held
-    for _ in range(50):
-        while held:
-            held.pop(0)()
-        engine.engine.step()
-    assert engine.settle()["idle"], "something still waits"
-    assert engine.engine.reset_prefix_cache()
-    ask("last", prompts[0])
-    assert answers[-1]["cached_tokens"] == 192
-    engine.shutdown()
-    return [[answer["tokens"], answer["logprobs"]] for answer in answers]
-
-
-@pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_a_request_id_may_come_again_while_its_stores_are_out(played: PlayedWorkshop, runner: str) -> None:
-    """The engine lives, and each request's chunks are stored under the right keys."""
-    config = chain_config(MEMORY, chunk_tokens=16)
-    arguments = {"model": str(played.model()), "runner": runner, "config": config}
-    right = played.call(ask_again_while_storing, names=["a", "b", "c"], **arguments)
-    assert right[0] == right[3]
-    assert played.call(ask_again_while_storing, names=["a", "a", "a"], **arguments) == right
-
-
-def ask_while_a_load_hangs(model: str, runner: str, config: dict[str, Any]) -> list[Any]:
-    """Return the answers to one prompt: computed; while a load of it hangs; and by that load, which goes on then."""
-    from nixl_offload.vllm.worker import NixlOffloadingWorker
-
-    held: list[Any] = []
-    submit = NixlOffloadingWorker.submit_load
-
-    def hold(worker: NixlOffloadingWorker, *job: Any, **options: Any) -> bool:
-        held.append(functools.partial(submit, worker, *job, **options))
-        return True
-
-    engine = PlayedEngine(config, model=Path(model), runner=runner)
-    [prompt] = random_prompts(SHAPE, [200], seed=33)
-    answers: dict[str, Any] = {}
-
-    def step_until(name: str) -> None:
-        while name not in answers:
-            answers.update(engine.step())
-
-    engine.add("computed", prompt, max_tokens=4)
-    step_until("computed")
-    assert engine.settle()["idle"]
-    assert engine.engine.reset_prefix_cache()
-    NixlOffloadingWorker.submit_load = hold
-    engine.add("loads", prompt, max_tokens=4)
-    while not held:
-        engine.step()
-    engine.add("shares", prompt, max_tokens=4)
-    step_until("shares")
-    assert "loads" not in answers
-    for job in held:
-        job()
-    step_until("loads")
-    assert answers["loads"]["cached_tokens"] == 192
-    engine.shutdown()
-    return [[answers[name]["tokens"], answers[name]["logprobs"]] for name in ("computed", "shares", "loads")]
-
-
-def test_a_load_that_hangs_holds_no_request_that_shares_its_prompt(played: PlayedWorkshop) -> None:
-    config = chain_config(MEMORY, chunk_tokens=16)
-    computed, shares, loads = played.call(ask_while_a_load_hangs, model=str(played.model()), runner="v2", config=config)
-    assert shares == loads == computed
