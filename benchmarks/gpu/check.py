@@ -135,7 +135,7 @@ SMOKE = "{python} -m benchmarks.gpu.smoke "
 RACE = "{python} -m benchmarks.gpu.race --dir {data} "
 
 CALL_1 = (
-    Stage("unpack", 20, "{python} benchmarks/gpu/unpack.py {kit} {scratch}/kit"),
+    Stage("unpack", 20, "{python} -m benchmarks.gpu.unpack {kit} {scratch}/kit"),
     Stage("machine", 8, "{python} benchmarks/gpu/check.py --facts {data}"),
     Stage("movers", 20, "env CUFILE_LOGGING_LEVEL=INFO {bench} movers --dir {data}"),
     Stage("tests of kernels", 40, PYTEST + KERNELS, tested),
@@ -144,7 +144,7 @@ CALL_1 = (
     Stage("vLLM with its own", 14, SMOKE + "vllm-cpu {data}/its-own", early=True),
 )
 CALL_2 = (
-    Stage("unpack", 20, "{python} benchmarks/gpu/unpack.py {kit} {scratch}/kit"),
+    Stage("unpack", 20, "{python} -m benchmarks.gpu.unpack {kit} {scratch}/kit"),
     Stage("machine", 8, "{python} benchmarks/gpu/check.py --facts {data}"),
     Stage("kernels and bus", 47, "{bench} kernels bus --dir {data} --seconds 45"),
     Stage("prefix", 45, RACE + "prefix", climbs=True, early=True),

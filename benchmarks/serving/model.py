@@ -101,12 +101,12 @@ def write_model(directory: Path, shape: Shape, pace: Pace, max_tokens: int) -> P
     )
 
 
-def write_plugin(directory: Path) -> Path:
-    """Write the plugin that teaches the model to every vLLM with ``directory`` on its ``sys.path``. Returns it."""
-    folder = directory / "nixl_offload_serving-0.dist-info"
+def write_plugin(directory: Path, name: str, entry_points: str) -> Path:
+    """Write what makes vLLM load a plugin of this repository, as if a distribution ``name`` was installed, wherever
+    ``directory`` is on ``sys.path``. ``entry_points``: the content of the file of that name. Returns ``directory``.
+    """
+    folder = directory / f"{name}-0.dist-info"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: nixl-offload-serving\nVersion: 0\n")
-    (folder / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nnixl_offload_serving = benchmarks.serving.sleeping:register\n"
-    )
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    (folder / "entry_points.txt").write_text(entry_points)
     return directory

@@ -30,6 +30,7 @@ from examples.s3_server import RcloneServer
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_LIMIT_S = 900.0
+SLEEPING_PLUGIN = "[vllm.general_plugins]\nnixl_offload_serving = benchmarks.serving.sleeping:register\n"
 _ERROR = re.compile(r"^(\([^)]*\) )?([A-Z]+ .*\] )?[\w.]*(Error|Exception)\b")
 Progress = Callable[[str], None]
 
@@ -175,7 +176,7 @@ def job_of(
             **engine_options(side, plan.room(), kv / "kv", bucket, engine_id),
         }
         job = {
-            "plugin": str(write_plugin(scratch / "plugin")),
+            "plugin": str(write_plugin(scratch / "plugin", "nixl_offload_serving", SLEEPING_PLUGIN)),
             "side": side,
             "round": number,
             "options": options,

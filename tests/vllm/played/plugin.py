@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from benchmarks.serving.model import write_plugin
+
 ROOT = Path(__file__).resolve().parents[3]
 PLAYED = "NIXL_OFFLOAD_PLAYED"
 """Environment: 1 where a process is to play the device."""
@@ -35,10 +37,7 @@ def register() -> str | None:
 
 def environment(directory: Path) -> dict[str, str]:
     """Return the environment of a process that plays the device; writes the plugin's entry point to ``directory``."""
-    info = directory / "nixl_offload_played-1.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nixl-offload-played\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(_ENTRY_POINTS)
+    write_plugin(directory, "nixl_offload_played", _ENTRY_POINTS)
     path = [str(directory), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         PLAYED: "1",
