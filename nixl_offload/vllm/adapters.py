@@ -13,12 +13,11 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from vllm.lora.request import LoRARequest
 
 from nixl_offload.vllm.rank_identity import adapter_digest
-
-if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -25,6 +27,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import resolve_mamba_align_size
 from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingManager,
@@ -33,6 +37,8 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from nixl_offload.chunk.authentication import read_key_file
 from nixl_offload.config import Config, from_extra_config, merge_extra_config
@@ -58,14 +64,6 @@ from nixl_offload.vllm.vllm_internals import (
     turn_off_loads_within_the_step,
 )
 from nixl_offload.vllm.worker import NixlConnectorWorker, NixlOffloadingWorker
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 

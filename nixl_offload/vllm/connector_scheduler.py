@@ -9,14 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
+from vllm.config import VllmConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
-from vllm.v1.kv_offload.base import OffloadingSpec
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
-from nixl_offload.vllm.adapters import AdapterTable, adapter_of
+from nixl_offload.types import Key
+from nixl_offload.vllm.adapters import AdapterName, AdapterTable, adapter_of
 from nixl_offload.vllm.hints import Hints
 from nixl_offload.vllm.identity import has_lasting_keys
 from nixl_offload.vllm.load_decision import Hit
@@ -25,19 +33,6 @@ from nixl_offload.vllm.messages import NOTHING, RankGeometry, StepMetadata, Work
 from nixl_offload.vllm.vllm_internals import resets_for_pause
 from nixl_offload.vllm.vllm_scheduler import AdaptedRequestState, Answer, MendedScheduler, Question, notes_of
 from nixl_offload.vllm.weights_check import Trust, WeightsCheck
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.kv_offload.base import OffloadKey
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
-
-    from nixl_offload.types import Key
-    from nixl_offload.vllm.adapters import AdapterName
 
 ANSWER_S: Final = 0.1
 """How long a waiting request gets the same answer, without another lookup. Other servers change shared tiers at any

@@ -15,22 +15,19 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import Annotated, Any, Final, cast
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    RequestOffloadState,
+    SchedulerOffloadConfig,
+)
+from vllm.v1.kv_offload.base import OffloadKey
+from vllm.v1.request import Request
 
+from nixl_offload.types import Key
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.vllm_scheduler import notes_of, state_like
-
-if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        RequestOffloadState,
-        SchedulerOffloadConfig,
-    )
-    from vllm.v1.kv_offload.base import OffloadKey
-    from vllm.v1.request import Request
-
-    from nixl_offload.types import Key
 
 logger = logging.getLogger(__name__)
 

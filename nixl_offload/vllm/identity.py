@@ -15,14 +15,18 @@ import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 import vllm
 import vllm.envs
+from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.request import Request
 
 from nixl_offload.chunk.authentication import SCHEME
 from nixl_offload.config import Config
@@ -39,14 +43,7 @@ from nixl_offload.identity.namespace import (
 from nixl_offload.identity.settings import DigestFile, collect, plain_text, text_setting
 from nixl_offload.identity.weights import FilesDigest, is_local
 from nixl_offload.tiers.slots import ranks_together, replicas_of_slots
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.kv_offload.config import OffloadingConfig
-    from vllm.v1.request import Request
-
-    from nixl_offload.vllm.messages import RankGeometry
+from nixl_offload.vllm.messages import RankGeometry
 
 logger = logging.getLogger(__name__)
 

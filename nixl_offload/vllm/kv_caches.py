@@ -11,14 +11,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
     KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
@@ -30,10 +34,6 @@ from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
 
 from nixl_offload.chunk.layout import GroupLayout, HeadPages, KVLayout, RegionSpec
 from nixl_offload.errors import LayoutError
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 _DIVIDED: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 """KV of these is divided by heads among ranks. Subclasses are not meant: their layout may differ."""

@@ -10,8 +10,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
@@ -43,9 +44,6 @@ from nixl_offload.vllm.messages import LoadSample, RankGeometry, RankStatus, Tic
 from nixl_offload.vllm.metrics import MetricsReporter
 from nixl_offload.vllm.serving_tiers import ServingTiers, sharing_engines
 from nixl_offload.vllm.vllm_scheduler import notes_of
-
-if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 

@@ -22,14 +22,16 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch.distributed
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
+from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 from nixl_offload.chunk.layout import GroupLayout, HeadPages, KVLayout, shard_groups
 from nixl_offload.chunk.shards import ONE_RANGE, LayerCut, ShardPlan, cut_layers, make_plan, uncut_plan
@@ -38,10 +40,6 @@ from nixl_offload.errors import LayoutError
 from nixl_offload.identity.settings import collect
 from nixl_offload.vllm.kv_caches import RankCaches, canonical_layout, layer_pages, regions_of, understood_pages
 from nixl_offload.vllm.rank_identity import layer_facts
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 _DRAFT: Final = "draft_model."
 """Prefix of a draft model's layer names that count from 0. Other drafts continue the model's numbers."""

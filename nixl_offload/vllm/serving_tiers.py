@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
 import vllm.envs
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from nixl_offload.config import Config, TierConfig
@@ -33,9 +33,6 @@ from nixl_offload.types import Key
 from nixl_offload.vllm.background import CLOSE_S, BackgroundOpening, in_background, join_all, name_of
 from nixl_offload.vllm.identity import build_namespace
 from nixl_offload.vllm.messages import RankGeometry, RankStatus
-
-if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 

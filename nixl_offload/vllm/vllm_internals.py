@@ -9,22 +9,20 @@ import gc
 import sys
 from collections.abc import Callable, MutableMapping
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.forward_context import ForwardContext
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.worker.worker_base import WorkerBase
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-    from vllm.forward_context import ForwardContext
-    from vllm.lora.request import LoRARequest
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_offload.config import OffloadingConfig
 
 # The connector.
 

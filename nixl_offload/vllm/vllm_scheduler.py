@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     GroupOffloadConfig,
     OffloadingConnectorScheduler,
     RequestOffloadState,
 )
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import (
     OffloadKey,
     ReqContext,
@@ -28,15 +32,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.request import Request
 
+from nixl_offload.vllm.adapters import AdapterUse
 from nixl_offload.vllm.load_decision import LoadNotes
-
-if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-
-    from nixl_offload.vllm.adapters import AdapterUse
 
 
 class Question(NamedTuple):
