@@ -37,6 +37,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def _offline() -> Iterator[None]:
+    """Ask no hub for models."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
 def _our_logger() -> Iterator[None]:
     """Keep our logger's lines in ``caplog``. When vLLM loads plugins in this process, ours would redirect them to
     vLLM's handlers, but not if our logger has a handler of its own.

@@ -25,7 +25,6 @@ def test_prompts_that_part_find_all_that_vllm_would(
     name: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``unit``: hits are multiples of it, as a chunk may be several blocks. Ours may find more: it evicts nothing."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(jobs, "STORE_GRACE_S", 10.0)  # nothing is dropped for a busy processor
     model, source = write_base(tmp_path / "model"), random.Random(10)
     prompts = []

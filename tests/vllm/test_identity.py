@@ -5,7 +5,6 @@ what cannot does not.
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,20 +68,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def build(models: Path) -> Iterator[Build]:
+def build(models: Path) -> Build:
     """Build vLLM's final configuration as ``vllm serve`` does, from the same arguments."""
-    before = os.environ.get("HF_HUB_OFFLINE")
-    os.environ["HF_HUB_OFFLINE"] = "1"
 
     def made(model: str = "base", **arguments: Any) -> VllmConfig:
         options = {"dtype": "float32", "skip_tokenizer_init": model == "base", "max_model_len": 512, **arguments}
         return EngineArgs(model=str(models / model), **options).create_engine_config()
 
-    yield made
-    if before is None:
-        del os.environ["HF_HUB_OFFLINE"]
-    else:
-        os.environ["HF_HUB_OFFLINE"] = before
+    return made
 
 
 def config(*tiers: dict[str, Any], **fields: Any) -> Config:

@@ -183,11 +183,8 @@ OURS, THEIRS = "NixlOffloadConnector", "OffloadingConnector"
 
 
 @pytest.mark.parametrize("order", [[OURS, THEIRS], [THEIRS, OURS]])
-def test_metrics_beside_the_connector_that_ours_descends_from(
-    order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_beside_the_connector_that_ours_descends_from(order: list[str], tmp_path: Path) -> None:
     """No start ends for names that both have, which count the other's alone; those of ours are ours."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     register()
     transfer: Any = several(*({"kv_connector": name} for name in order))
     arguments = EngineArgs(

@@ -348,7 +348,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         return open_tier_engine(*arguments)
 
     monkeypatch.setattr(rank_tiers, "open_tier_engine", opening)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with played():
         yield gate
     gate.set()

@@ -22,8 +22,7 @@ ALL, NONE = [CHUNKS * CHUNK_TOKENS] * len(PROMPTS), [0] * len(PROMPTS)
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedEngine]:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def engine(tmp_path: Path) -> Iterator[PlayedEngine]:
     connector = {"staging": "8MiB", "tiers": [memory("16MiB").tier, slab(tmp_path / "slab", "64MiB").tier]}
     config = vllm_config_of(write_base(tmp_path), ["FF"], connector)
     with played():

@@ -98,7 +98,6 @@ Start = Callable[..., Any]
 
 @pytest.fixture
 def start(tmp_path_factory: pytest.TempPathFactory, server: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> Start:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     model = write_base(tmp_path_factory.mktemp("model"))

@@ -36,9 +36,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def start(model: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts engines. Asserts at the end that no request began with wrong KV, and that none was stored."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     engines: list[FuzzedEngine] = []
 
     def started(family: Family, medium: str = "memory", **options: Any) -> FuzzedEngine:
