@@ -8,14 +8,12 @@ in tests.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import re
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from nixl_offload.hardware.mounts import LOCAL, beneath, find_mount, names, read
 from nixl_offload.types import PAGE_BYTES
@@ -24,58 +22,26 @@ PATH_VARIABLE: Final = "CUFILE_ENV_PATH_JSON"
 COMPAT_VARIABLE: Final = "CUFILE_FORCE_COMPAT_MODE"
 P2PDMA_VARIABLE: Final = "CUFILE_USE_PCIP2PDMA"
 
-_TOKEN: Final = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _MOVE: Final = "put the directory on ext4 (mounted with data=ordered) or xfs, on NVMe"
 
 
-class CufileSettings(NamedTuple):
-    """The settings that cuFile would use in this process: from the environment, else the file, else its defaults."""
-
-    path: str
-    """The file that cuFile reads, whether it exists or not."""
-    error: str | None
-    """Why the file cannot be read or parsed."""
-    force_compat: bool
-    """Whether cuFile always copies through host memory."""
-    p2pdma: bool
-    """Whether PCI P2PDMA is turned on for NVMe drives."""
-    cache_kb: int
-    """Device memory that cuFile registers for itself."""
-    pinned_kb: int
-    """The limit of registered device memory."""
+def settings_path() -> str:
+    """Return the path of the file that cuFile reads, whether it exists or not."""
+    return os.environ.get(PATH_VARIABLE) or "/etc/cufile.json"
 
 
-def read_settings(root: str = "/") -> CufileSettings:
-    """Return cuFile's settings. Values of a wrong type count as the default."""
-    named = os.environ.get(PATH_VARIABLE)
-    path, error, content = named or "/etc/cufile.json", None, dict[str, Any]()
-    try:
-        # JSON with comments: keep strings, replace comments by a blank.
-        text = Path(beneath(root, path)).read_text("utf-8")
-        content = dict(json.loads(_TOKEN.sub(lambda at: at[0] if at[0][0] == '"' else " ", text)))
-    except FileNotFoundError:
-        error = f"{PATH_VARIABLE} names {path}, which does not exist" if named else None
-    except (OSError, ValueError, TypeError, RecursionError) as exc:
-        error = f"{path} cannot be read as JSON: {exc}"
+def settings_of(name: str, root: str = "/") -> list[str]:
+    """Return the numbers or words to which cuFile's file sets ``name``, in any section; none: cuFile's default holds.
 
-    def value(default: Any, *keys: str) -> Any:
-        found: Any = content
-        for key in keys:
-            found = found.get(key) if isinstance(found, dict) else None
-        return found if type(found) is type(default) else default
+    The file is JSON with comments. A search is enough: what this module needs has one meaning in all sections.
+    """
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", read(root, settings_path()), flags=re.DOTALL)
+    return re.findall(rf'"{name}"\s*:\s*(\w+)', text)
 
-    def switch(variable: str, name: str) -> bool:
-        text = os.environ.get(variable)
-        return text.strip().lower() in {"1", "true", "yes", "on"} if text else bool(value(False, "properties", name))
 
-    return CufileSettings(
-        path,
-        error,
-        switch(COMPAT_VARIABLE, "force_compat_mode"),
-        switch(P2PDMA_VARIABLE, "use_pci_p2pdma") and value(False, "block", "nvme", "use_pci_p2pdma"),
-        value(131_072, "properties", "max_device_cache_size_kb"),
-        value(33_554_432, "properties", "max_device_pinned_mem_size_kb"),
-    )
+def _is_on(variable: str, name: str, root: str) -> bool:
+    text = os.environ.get(variable)
+    return text.strip().lower() in {"1", "true", "yes", "on"} if text else "true" in settings_of(name, root)
 
 
 class Fact(NamedTuple):
@@ -129,11 +95,11 @@ def find_driver(root: str = "/") -> Fact:
     return Fact("GPU driver", True, f"NVIDIA driver {number[1] if number else '?'}, {modules} kernel modules")
 
 
-def pins_memory(root: str, settings: CufileSettings) -> bool:
+def pins_memory(root: str = "/") -> bool:
     """Whether cuFile may pin registered device memory here, for any file. If not, it uses buffers of its own."""
-    if settings.force_compat or not find_driver(root).ok:
+    if _is_on(COMPAT_VARIABLE, "force_compat_mode", root) or not find_driver(root).ok:
         return False
-    return _has_node(root) or _p2pdma_obstacle(root, settings) is None
+    return _has_node(root) or _p2pdma_obstacle(root) is None
 
 
 def _words(facts: list[Fact]) -> str:
@@ -142,22 +108,20 @@ def _words(facts: list[Fact]) -> str:
 
 def _conditions(directory: str, root: str) -> Iterator[Fact]:
     """Yield what is known of the way between a drive and the GPU, and which of the other conditions do not hold."""
-    settings, mount = read_settings(root), tuple(_of_mount(directory, root))
+    mount = tuple(_of_mount(directory, root))
     if mount[0].ok is not None:  # some network filesystems have GPUDirect clients, and ways, of their own
-        yield _route(root, settings)
+        yield _route(root)
     yield from mount
     yield _direct_io(directory)
-    if settings.error:
-        yield Fact("cufile.json", False, settings.error, f"correct {settings.path}, or unset {PATH_VARIABLE}")
-    if settings.force_compat:
-        words = f"force_compat_mode is on (in {settings.path} or by {COMPAT_VARIABLE})"
+    if _is_on(COMPAT_VARIABLE, "force_compat_mode", root):
+        words = f"force_compat_mode is on (in {settings_path()} or by {COMPAT_VARIABLE})"
         yield Fact("cufile.json", False, words, "turn force_compat_mode off")
     if not names(root, "/run/udev/data"):
         words = "/run/udev, by which cuFile finds out what a mount is, has no data"
         yield Fact("udev", False, words, "in a container: -v /run/udev:/run/udev:ro")
 
 
-def _route(root: str, settings: CufileSettings) -> Fact:
+def _route(root: str) -> Fact:
     """Return whether bytes can go from an NVMe drive to the GPU: by nvidia-fs, or by the kernel's PCI P2PDMA."""
     version = read(root, "/proc/driver/nvidia-fs/version").partition(":")[2].strip()
     if not version:
@@ -170,7 +134,7 @@ def _route(root: str, settings: CufileSettings) -> Fact:
         fix = "install the nvme driver of DOCA or MLNX_OFED, with GDS"
     else:
         return Fact("route", True, f"nvidia-fs {version}")
-    obstacle = _p2pdma_obstacle(root, settings)
+    obstacle = _p2pdma_obstacle(root)
     if obstacle is None:
         return Fact("route", None, "PCI P2PDMA is turned on, but only cuFile knows whether it works")
     return Fact("route", False, f"{words}, and no PCI P2PDMA: {obstacle[0]}", f"{fix}; or {obstacle[1]}")
@@ -180,7 +144,7 @@ def _has_node(root: str) -> bool:
     return any(name.startswith("nvidia-fs") for name in names(root, "/dev"))
 
 
-def _p2pdma_obstacle(root: str, settings: CufileSettings) -> tuple[str, str] | None:
+def _p2pdma_obstacle(root: str) -> tuple[str, str] | None:
     """Return what prevents the kernel's PCI P2PDMA, and a fix; None if nothing is known to."""
     release = read(root, "/proc/sys/kernel/osrelease").strip()
     kernel = re.match(r"(\d+)\.(\d+)", release)
@@ -188,9 +152,11 @@ def _p2pdma_obstacle(root: str, settings: CufileSettings) -> tuple[str, str] | N
         return f"kernel {release} is older than 6.2", "boot a kernel from 6.2 on"
     if "proprietary" in find_driver(root).words:
         return "the driver has proprietary kernel modules", "install its open kernel modules"
-    if not settings.p2pdma:
-        words = f"{settings.path} does not say use_pci_p2pdma in properties and block.nvme"
-        return words, f"set it in {settings.path}: take ours, which nixl-offload configs cufile.json prints"
+    # From cuFile 1.16 on, two sections must say it. The variable stands for one of them.
+    places = settings_of("use_pci_p2pdma", root).count("true") + bool(os.environ.get(P2PDMA_VARIABLE))
+    if places < 2 or not _is_on(P2PDMA_VARIABLE, "use_pci_p2pdma", root):
+        words = f"{settings_path()} does not say use_pci_p2pdma in properties and block.nvme"
+        return words, f"set it in {settings_path()}: take ours, which nixl-offload configs cufile.json prints"
     return None
 
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from typing import Final
 
 from nixl_offload.errors import MoverError
-from nixl_offload.hardware.gds import pins_memory, read_settings
+from nixl_offload.hardware.gds import pins_memory, settings_of, settings_path
 from nixl_offload.movers.base import MemoryRegion
 from nixl_offload.units import format_size
 
@@ -44,17 +44,19 @@ def pinning_limit(name: str, size_bytes: int, registered_bytes: int = 0, *, root
     ``name``: begins the message. ``registered_bytes``: already registered. In compatibility mode nothing is pinned, so
     there is no limit.
     """
-    settings = read_settings(root)
-    if not pins_memory(root, settings):
+    if not pins_memory(root):
         return
-    limit_kb, own_kb = settings.pinned_kb, settings.cache_kb
+    limit_kb, own_kb = (
+        next((int(text) for text in settings_of(name, root) if text.isdecimal()), default_kb)
+        for name, default_kb in (("max_device_pinned_mem_size_kb", 33_554_432), ("max_device_cache_size_kb", 131_072))
+    )
     needed_kb = -(-(registered_bytes + size_bytes) // 1024) + own_kb
     if needed_kb > limit_kb:
         before = f" beside the {_words(registered_bytes)} that are" if registered_bytes else ""
         raise MoverError(
             f"{name}: cannot register {_words(size_bytes)} of device memory{before}: with {_words(own_kb << 10)} of "
             f"cuFile's own this is over max_device_pinned_mem_size_kb = {limit_kb} ({_words(limit_kb << 10)}); set it "
-            f"to {needed_kb} or more under `properties` in {settings.path}, or {_PACKED}"
+            f"to {needed_kb} or more under `properties` in {settings_path()}, or {_PACKED}"
         )
 
 
@@ -66,7 +68,7 @@ def check_pinning(name: str, region: MemoryRegion) -> None:
     if region in _HOLDERS:
         return
     pinning_limit(name, region.length_bytes, sum(other.length_bytes for other in _HOLDERS))
-    if not pins_memory("/", read_settings("/")):
+    if not pins_memory():
         return
     try:
         cufile = ctypes.CDLL(CUFILE, mode=os.RTLD_NOW | os.RTLD_NOLOAD)  # only if NIXL's plugin has loaded it
