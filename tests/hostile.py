@@ -14,16 +14,18 @@ from nixl_offload.stores.filesystem import Filesystem
 
 
 class HostileFilesystem(Filesystem):
-    """``before`` is called ahead of each call with its name and its first argument, and may raise OSError. ``open``
-    with O_CREAT has the name ``create``.
-    """
+    """Calls have the names of their methods; ``open`` with O_CREAT is ``create``, and with O_DIRECT ``direct``, too."""
 
     def __init__(self) -> None:
-        self.before: Callable[[str, object], None] = lambda call, target: None
         self.held = 0
         """Calls that hang now, or did."""
         self._hanging: frozenset[str] = frozenset()
         self._released = threading.Event()
+        self._refused: dict[tuple[str, str], int] = {}
+
+    def refuse(self, number: int, call: str, path: str = "") -> None:
+        """Fail such calls from now on, with this errno: all, or those for a path."""
+        self._refused[call, path.rstrip("/")] = number
 
     def hang(self, *calls: str) -> None:
         """Hold such calls back from now on, as a server that does not answer; those that hang already go on so."""
@@ -31,8 +33,8 @@ class HostileFilesystem(Filesystem):
         self._released.clear()
 
     def release(self) -> None:
-        """Let all go on."""
-        self._hanging = frozenset()
+        """Let all go on, and refuse nothing."""
+        self._hanging, self._refused = frozenset(), {}
         self._released.set()
 
     def __getattribute__(self, name: str) -> Any:
@@ -41,11 +43,14 @@ class HostileFilesystem(Filesystem):
 
     def _around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def met(*arguments: Any, **options: Any) -> Any:
-            called = "create" if name == "open" and arguments[1] & os.O_CREAT else name
-            if called in self._hanging:
+            flags, path = arguments[1] if name == "open" else 0, str(arguments[0]).rstrip("/")
+            names = {"create" if flags & os.O_CREAT else name} | ({"direct"} if flags & os.O_DIRECT else set())
+            if names & self._hanging:
                 self.held += 1
                 self._released.wait(60)
-            self.before(called, arguments[0])
+            for refused, number in self._refused.items():
+                if refused[0] in names and refused[1] in ("", path):
+                    raise OSError(number, os.strerror(number))
             return call(*arguments, **options)
 
         return met

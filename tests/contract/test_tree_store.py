@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -104,12 +105,7 @@ def test_drafts_in_a_directory_that_cannot_be_read_are_an_error(tmp_path: Path) 
         write(store, f"ns/{draft.parent.name}/x", b"1")
         draft.write_bytes(b"half")
         os.utime(draft, (time.time() - 7200, time.time() - 7200))
-
-    def refuse(call: str, target: object) -> None:
-        if call == "list" and str(target).rstrip("/").endswith("/mm"):
-            raise PermissionError(13, "Permission denied")
-
-    filesystem.before = refuse
+    filesystem.refuse(errno.EACCES, "list", str(tmp_path / "ns" / "mm"))
     assert cause_of(lambda: store.remove_stale_drafts(3600)) == "permission"
     assert [draft.exists() for draft in drafts] == [False, True, False]
 

@@ -145,16 +145,11 @@ def test_a_lock_on_a_full_disk_says_nothing_wrong(tmp_path: Path) -> None:
     last.release()
     filesystem = HostileFilesystem()
     lock = DirectoryLock(tmp_path / "lock", filesystem)
-
-    def refuse(call: str, target: object) -> None:
-        if call == "write":
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    filesystem.before = refuse
+    filesystem.refuse(errno.ENOSPC, "write")
     lock.acquire()
     assert (tmp_path / "lock").read_bytes() == b""
     assert is_held_by(tmp_path / "lock", lock.owner)
-    filesystem.before = lambda call, target: None
+    filesystem.release()
     lock.acquire()
     with pytest.raises(TierError, match="in use by another engine"):
         is_held_by(tmp_path / "lock", "another")
@@ -206,17 +201,17 @@ def test_reopening_keeps_every_byte_and_cuts_what_is_beyond(tmp_path: Path) -> N
             back(slab, 16 * MIB - KIB, 2 * KIB)
 
 
-class Slow(HostileFilesystem):
+class Slow(Filesystem):
     """Writes fail while ``is_full``, at once or where the file has ``room_bytes``."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.is_full, self.room_bytes = False, 0
-        self.before = self._refuse
 
-    def _refuse(self, call: str, target: object) -> None:
-        if call == "write" and self.is_full and os.fstat(int(str(target))).st_size >= self.room_bytes:
+    def write(self, fd: int, memory: memoryview | mmap.mmap, offset: int) -> int:
+        """See Filesystem."""
+        if self.is_full and os.fstat(fd).st_size >= self.room_bytes:
             raise OSError(errno.ENOSPC, "full")
+        return super().write(fd, memory, offset)
 
 
 @pytest.fixture
@@ -277,15 +272,10 @@ def test_growing_by_zeros_lets_others_go_on(slow: tuple[SlabFile, Slow], monkeyp
 def test_direct_io_is_tried_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture, refused: str) -> None:
     """A filesystem whose O_DIRECT open succeeds and whose I/O fails goes on buffered, says so once, leaves no file."""
     filesystem = HostileFilesystem()
-
-    def refuse(call: str, target: object) -> None:
-        if call == refused:
-            raise OSError(errno.EINVAL, "Invalid argument")
-
     with opened(tmp_path / "rank-00000.slab", 32 * MIB, EXTENT, filesystem=filesystem) as slab:
         if not slab.direct_io:
             pytest.skip("the filesystem of the temporary directory has no direct I/O to lose")
-        filesystem.before = refuse
+        filesystem.refuse(errno.EINVAL, refused)
         for _ in range(2):
             slab.path.unlink()
             slab.open()

@@ -161,22 +161,10 @@ def test_whose_drive_leaves_space_to_others(tmp_path: Path) -> None:
         assert share(path) == 0.1
 
 
-@pytest.fixture
-def refusing(tmp_path: Path) -> tuple[TreeStore, list[tuple[str, str]]]:
-    """A store, and which calls its filesystem refuses for which paths."""
-    filesystem, refused = HostileFilesystem(), list[tuple[str, str]]()
-
-    def refuse(call: str, target: object) -> None:
-        if (call, str(target)) in refused:
-            raise PermissionError(errno.EACCES, "Permission denied")
-
-    filesystem.before = refuse
-    return TreeStore(str(tmp_path / "kv"), filesystem), refused
-
-
-def test_files_of_others_stay_and_do_not_count(refusing: tuple[TreeStore, list[tuple[str, str]]]) -> None:
+def test_files_of_others_stay_and_do_not_count(tmp_path: Path) -> None:
     """However old and large they are. A directory that may not be listed, as lost+found, does not stop eviction."""
-    store, refused = refusing
+    hostile = HostileFilesystem()
+    store = TreeStore(str(tmp_path / "kv"), hostile)
     stranger = Path(store.where, "notes.txt")
     stranger.write_bytes(bytes(CAPACITY_BYTES))
     os.utime(stranger, (1.0, 1.0))
@@ -184,18 +172,19 @@ def test_files_of_others_stay_and_do_not_count(refusing: tuple[TreeStore, list[t
     assert shrink(store, CAPACITY_BYTES)[0] == 0
     fill(store, 64, used_s=lambda number: OLD_S + number)
     Path(store.where, "lost+found").mkdir()
-    refused += [("list", f"{store.where}/lost+found"), ("list", f"{store.where}/lost+found/")]
+    hostile.refuse(errno.EACCES, "list", f"{store.where}/lost+found")
     assert shrink(store, CAPACITY_BYTES)[0] == 64 - LEFT
     assert len(there(store)) == LEFT * RANKS + 1
     assert stranger.exists()
 
 
-def test_a_chunk_that_cannot_be_deleted_does_not_keep_others(refusing: tuple[TreeStore, list[tuple[str, str]]]) -> None:
+def test_a_chunk_that_cannot_be_deleted_does_not_keep_others(tmp_path: Path) -> None:
     """All other chunks of the plan are deleted; then the error is raised."""
-    store, refused = refusing
+    hostile = HostileFilesystem()
+    store = TreeStore(str(tmp_path / "kv"), hostile)
     chunks = fill(store, 120, used_s=lambda number: OLD_S + number)
     going = [name for chunk in chunks[: 120 - LEFT] for name in chunk]
-    refused.append(("unlink", f"{store.where}/{min(going)}"))
+    hostile.refuse(errno.EACCES, "unlink", f"{store.where}/{min(going)}")
     with pytest.raises(StoreError, match=f"cannot delete {min(going)}: Permission denied"):
         shrink(store, CAPACITY_BYTES)
     assert {*going} & there(store) == {min(going)}

@@ -79,13 +79,7 @@ def test_a_lock_counts_while_storage_does_not_say_whose_it_is(tmp_path: Path, na
     """If storage fails while the directory is checked, storing must not end until the next start."""
     filesystem = HostileFilesystem()
     tier = open_tier(tmp_path, filesystem=filesystem)
-    fails_at = tmp_path / name if name else tier.namespace_path
-
-    def fail(call: str, target: object) -> None:
-        if call == "stat" and target == str(fails_at):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    filesystem.before = fail
+    filesystem.refuse(errno.EIO, "stat", str(tmp_path / name if name else tier.namespace_path))
     with contextlib.suppress(OSError):
         assert tier.is_held()
     tier.close()
