@@ -1,8 +1,6 @@
 """The scheduler's beliefs about a shared store: which chunks are present, being written or absent, and for how long.
 
 Threading: the scheduler's thread alone. No I/O, no clock: time is passed in (monotonic seconds).
-States, pins and eviction come from ``index.Index``. A location's offset is a time here: the microsecond until which the
-belief is fresh.
 Memory: some 200 bytes per chunk remembered as present, 150 per absent one.
 """
 
@@ -20,31 +18,30 @@ _SLOT_BYTES = 1
 """All keys have one size class, so one queue orders what to forget first."""
 
 
-class Presence:
+class Presence(Index):
     """At most ``max_keys`` chunks believed present. A new one replaces the least recently used unpinned one.
 
-    A belief is *fresh* for ``present_for_s`` after the chunk was seen, or until the chunk expires. A stale READY key
-    can still be pinned; the holder must then check the store.
+    A location's offset is a time here: the microsecond until which the belief is *fresh*. That is ``present_for_s``
+    after the chunk was seen, or when the chunk expires. A stale READY key can still be pinned; the holder must then
+    check the store.
     """
+
+    __slots__ = ("_absent", "_absent_for_s", "_max_keys", "_present_for_s")
 
     def __init__(self, *, present_for_s: float, absent_for_s: float, max_keys: int) -> None:
         """``present_for_s``: no longer than chunks live."""
+        super().__init__()
         self._present_for_s = present_for_s
         self._absent_for_s = absent_for_s
         self._max_keys = max_keys
         self._absent: dict[Key, float] = {}
         """Key -> when it was found to be absent; in order of time."""
-        self._index = Index()
 
     # Questions
 
-    def state(self, key: Key) -> State | None:
-        """Return the believed state of ``key``; None: unknown or absent."""
-        return self._index.state(key)
-
     def look(self, key: Key, now_s: float) -> tuple[State | None, bool]:
         """Return ``state`` and whether the key is READY and fresh."""
-        found = self._index.find(key)
+        found = self.find(key)
         if found is None:
             return None, False
         state, until_us = found
@@ -55,7 +52,7 @@ class Presence:
 
         False, too, for a chunk that was to expire within ``present_for_s`` when it was seen.
         """
-        found = self._index.find(key)
+        found = self.find(key)
         return found is not None and (found[0] is not _READY or found[1] >= (then_s + self._present_for_s) * 1e6)
 
     def is_absent(self, key: Key, now_s: float) -> bool:
@@ -71,11 +68,11 @@ class Presence:
     def seen(self, key: Key, now_s: float, expires_s: float = math.inf) -> None:
         """Mark an existing ``key`` READY. Keys that are WRITING or EVICTING keep their state."""
         self._absent.pop(key, None)
-        state = self._index.state(key)
+        state = self.state(key)
         if state is None and self._has_room():
-            self._index.insert_ready(key, self._fresh(now_s, expires_s))
+            self.insert_ready(key, self._fresh(now_s, expires_s))
         elif state is _READY:
-            self._index.renew(key, self._fresh(now_s, expires_s))
+            self.renew(key, self._fresh(now_s, expires_s))
 
     def missed(self, key: Key, now_s: float) -> bool:
         """Mark ``key`` absent for ``absent_for_s``. True: it was READY, and is dropped."""
@@ -83,69 +80,48 @@ class Presence:
         self._absent[key] = now_s
         if len(self._absent) > MAX_ABSENT:
             del self._absent[next(iter(self._absent))]
-        return self.drop(key)
+        return self.forget(key)
 
-    def drop(self, key: Key) -> bool:
-        """Forget a READY ``key``. False: it was not READY."""
-        if self._index.state(key) is not _READY:
-            return False
-        self._index.drop(key)
-        return True
+    def forget(self, key: Key) -> bool:
+        """Drop a READY ``key``. False: it was not READY."""
+        was_ready = self.state(key) is _READY
+        if was_ready:
+            self.drop(key)
+        return was_ready
 
-    # Storing and loading, as ``Index``
+    # Storing
 
     def reserve(self, key: Key) -> bool:
         """Absent -> WRITING. False: there is no room, because all chunks are in use."""
         if not self._has_room():
             return False
-        self._index.insert_writing(key, Location(0, 0, _SLOT_BYTES))
+        self.insert_writing(key, Location(0, 0, _SLOT_BYTES))
         self._absent.pop(key, None)
         return True
 
-    def commit(self, key: Key, now_s: float, expires_s: float = math.inf) -> bool:
+    def stored(self, key: Key, now_s: float, expires_s: float) -> bool:
         """WRITING -> READY, seen now. False: it was dropped meanwhile, and is forgotten."""
-        if self._index.commit(key) is not None:
+        if self.commit(key) is not None:
             return False
-        self._index.renew(key, self._fresh(now_s, expires_s))
+        self.renew(key, self._fresh(now_s, expires_s))
         return True
 
-    def abort(self, key: Key) -> None:
-        """WRITING -> absent."""
-        self._index.abort(key)
-
-    def pin(self, key: Key) -> None:
-        """Do not forget a READY key until it is unpinned."""
-        self._index.pin(key)
-
-    def unpin(self, key: Key) -> None:
-        """Take one pin back."""
-        self._index.unpin(key)
-
-    def touch(self, key: Key) -> None:
-        """Mark as recently used; unknown keys are ignored."""
-        self._index.touch(key)
-
-    def clear(self) -> None:
+    def clear(self) -> list[Location]:
         """Forget everything. Keys in use are EVICTING until their holders release them."""
-        self._index.clear()
         self._absent.clear()
+        return super().clear()
 
     def _fresh(self, now_s: float, expires_s: float) -> Location:
         return Location(0, max(0, math.ceil(min(now_s + self._present_for_s, expires_s) * 1e6)), _SLOT_BYTES)
 
     def _has_room(self) -> bool:
         """Make room for one more key. False: all are in use."""
-        return len(self._index) < self._max_keys or self._index.evict(_SLOT_BYTES) is not None
+        return len(self) < self._max_keys or self.evict(_SLOT_BYTES) is not None
 
     # For tests
 
     def check(self) -> None:
         """Assert every invariant; for tests."""
-        self._index.check()
-        assert len(self._index) <= self._max_keys, "more keys than allowed"
+        super().check()
+        assert len(self) <= self._max_keys, "more keys than allowed"
         assert len(self._absent) <= MAX_ABSENT, "more absences than allowed"
-
-    @property
-    def held(self) -> int:
-        """How many keys are in use: being written, pinned, or EVICTING."""
-        return self._index.held

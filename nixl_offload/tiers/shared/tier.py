@@ -184,7 +184,7 @@ class SharedTier(Tier):
     def commit(self, key: Key) -> bool:
         """Make a WRITING chunk READY. False: everything was forgotten meanwhile."""
         now_s = self._clock()
-        return self._presence.commit(key, now_s, now_s + (self._ttl_s or math.inf))
+        return self._presence.stored(key, now_s, now_s + (self._ttl_s or math.inf))
 
     def abort(self, key: Key) -> None:
         self._presence.abort(key)
@@ -293,7 +293,7 @@ class SharedTier(Tier):
         for key in keys[boundary:]:
             state, is_fresh = presence.look(key, now_s)
             if state is State.READY and not is_fresh:
-                presence.drop(key)  # so that it is stored again when it is computed
+                presence.forget(key)  # so that it is stored again when it is computed
 
     def _on_trial_end(self, error: StoreError | None) -> None:
         self._is_trying = False
