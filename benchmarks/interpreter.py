@@ -6,18 +6,13 @@ Run ``python -m benchmarks.interpreter [--directory DIR] [--rounds N]``. It need
 lies on a tmpfs (``/dev/shm``), so that no drive is waited for. A chunk has 32 layers × 16 blocks with pages of 64
 bytes, 32 KiB: copying and checksumming it takes a few microseconds, and what is left is interpreter.
 
-Two figures:
+Two figures, each the median over rounds:
 
-- **interpreter**: CPU time that holds the interpreter, over a run of jobs one after the other, per chunk: that of every
-  Python thread of the process, without what lets go of the interpreter: copies between KV blocks and slots, the pump's
-  pauses and waits, and NIXL's calls that start and look at I/O. Of the caller's thread only what ``submit_*`` and
-  ``get_finished`` take; it asks every 2 ms, as steps would. Other system calls let go of it too and are counted all the
-  same: an upper bound.
-- **stretch**: CPU time of the pump between two moments in which it lets go of the interpreter, over all jobs of the
-  first figure, in microseconds: the 99th percentile and the longest. On a busy machine the longest is mostly the
-  machine.
-
-Each figure is the median over rounds.
+- **µs per chunk**: CPU time of every Python thread of the process, over a run of jobs one after the other. Of the
+  caller's thread only what ``submit_*`` and ``take_finished`` take; it asks every 2 ms, as steps would. An upper bound
+  of the time that holds the interpreter, as copies and system calls let go of it.
+- **late**: how late another thread that wakes every millisecond gets the interpreter, in microseconds: the median and
+  the 99th percentile. It includes what the kernel's timer is late.
 """
 
 from __future__ import annotations
@@ -25,12 +20,11 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,9 +40,6 @@ from vllm.v1.kv_offload.base import (
 from benchmarks import tables
 from nixl_offload.catalog.catalog import LoadTicket, StoreTicket
 from nixl_offload.config import parse_config
-from nixl_offload.engine.jobs import TierQueue
-from nixl_offload.engine.packer import HostCopy
-from nixl_offload.engine.paths import Stretch
 from nixl_offload.tiers.base import Place
 from nixl_offload.tiers.slab.file import SlabPlace
 from nixl_offload.types import Key, Location, Outcome
@@ -68,9 +59,7 @@ RUN_CHUNKS = 256
 ASK_S = 0.002
 DEADLINE_S = 60.0
 OPERATIONS = ("store", "load")
-NIXL_CALLS = ("postXferReq", "getXferStatus")
-"""These let go of the interpreter: with a switch interval of ten seconds, another thread ran within them. The call that
-makes a request (``createXferReq``) does not."""
+WAKE_S = 0.001
 
 
 class Rank:
@@ -140,78 +129,55 @@ def _until(ask: Callable[[], Sequence[Any]], trouble: str) -> Sequence[Any]:
     return found
 
 
-class Probes(ExitStack):
-    """Notes how long threads go on without letting go of the interpreter, and what they do while they have let go.
-
-    ``close`` takes the probes out.
-    """
+class Latecomer:
+    """A thread that wakes every ``WAKE_S`` and notes how late it gets the interpreter. ``close`` ends it."""
 
     def __init__(self) -> None:
-        """Watch NIXL's calls, too, if it was imported: the first import decides how much it logs."""
-        super().__init__()
-        self._without_s = 0.0
-        self._stretches_s: list[float] = []
-        self._began_s: dict[int, float] = {}
-        watched = [(Stretch, "_let_go"), (TierQueue, "sleep"), (HostCopy, "gather"), (HostCopy, "scatter")]
-        if nixl := sys.modules.get("nixl._api"):
-            watched += [(nixl.nixlBind.nixlAgent, name) for name in NIXL_CALLS]
-        for owner, name in watched:
-            self._wrap(owner, name)
+        self._late_s: list[float] = []
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
 
-    def take_us(self) -> tuple[float, float, float]:
-        """Since the last call: of all stretches the 99th percentile and the longest, and what was done without the
-        interpreter.
-        """
-        stretches_s, without_s = sorted(self._stretches_s), self._without_s
-        self._stretches_s.clear()
-        self._without_s = 0.0
-        return stretches_s[len(stretches_s) * 99 // 100] * 1e6, stretches_s[-1] * 1e6, without_s * 1e6
+    def take_us(self) -> tuple[float, float]:
+        """Return the median and the 99th percentile since the last call, in microseconds."""
+        late_s, self._late_s = sorted(self._late_s), []
+        return late_s[len(late_s) // 2] * 1e6, late_s[len(late_s) * 99 // 100] * 1e6
 
-    def _wrap(self, owner: type, name: str) -> None:
-        """Let one stretch end when this is called, and another begin when it returns."""
-        call = getattr(owner, name)
+    def close(self) -> None:
+        self._ending.set()
+        self._thread.join()
 
-        def without(*arguments: Any) -> Any:
-            thread, now_s = threading.get_ident(), time.thread_time()
-            self._stretches_s.append(now_s - self._began_s.get(thread, now_s))
-            result = call(*arguments)
-            self._began_s[thread] = time.thread_time()
-            self._without_s += self._began_s[thread] - now_s
-            return result
+    def others_cpu_s(self) -> float:
+        """Return CPU seconds of all Python threads but this one and the caller's."""
+        threads = {*threading.enumerate()} - {threading.current_thread(), self._thread}
+        idents = [thread.ident for thread in threads if thread.ident is not None]
+        return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in idents)
 
-        setattr(owner, name, without)
-        self.callback(setattr, owner, name, call)
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            due_s = time.perf_counter() + WAKE_S
+            time.sleep(WAKE_S)
+            self._late_s.append(time.perf_counter() - due_s)
 
 
-def others_cpu_s() -> float:
-    """CPU seconds of all Python threads but this one."""
-    here = threading.get_ident()
-    return sum(
-        time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-        for thread in threading.enumerate()
-        if thread.ident is not None and thread.ident != here
-    )
-
-
-def measure(rank: Rank, operation: str, rounds: int, probes: Probes) -> tuple[dict[int, list[float]], list[float]]:
-    """Return medians over rounds, in microseconds: by the size of jobs what a chunk takes of the interpreter, of the
-    caller's thread, of others, and without the interpreter; then of all stretches the 99th percentile and the longest.
+def measure(rank: Rank, operation: str, rounds: int, other: Latecomer) -> tuple[list[float], list[float]]:
+    """Return medians over rounds, in microseconds: by size of jobs the CPU time of a chunk; then how late ``other``
+    was, the median and the 99th percentile of all jobs.
     """
-    by_size: dict[int, list[float]] = {}
-    stretches_us = []
+    by_size, late_us = [], []
     for size in JOBS:
         runs = []
         for number in range(rounds + 1):
-            others_s = -others_cpu_s()
+            cpu_s = -other.others_cpu_s()
             starts = (at * size % CHUNKS for at in range(RUN_CHUNKS // size))
-            caller = sum(rank.job(operation, range(start, start + size)) for start in starts) * 1e6
-            others = (others_s + others_cpu_s()) * 1e6
-            *stretch_us, without = probes.take_us()
+            cpu_s += sum(rank.job(operation, range(start, start + size)) for start in starts)
+            cpu_s += other.others_cpu_s()
+            late = other.take_us()
             if number:  # the first warms up
-                runs.append([caller + others - without, caller, others, without])
-                stretches_us.append(stretch_us)
-        by_size[size] = [statistics.median(each) / RUN_CHUNKS for each in zip(*runs, strict=True)]
-    return by_size, [statistics.median(each) for each in zip(*stretches_us, strict=True)]
+                runs.append(cpu_s / RUN_CHUNKS * 1e6)
+                late_us.append(late)
+        by_size.append(statistics.median(runs))
+    return by_size, [statistics.median(each) for each in zip(*late_us, strict=True)]
 
 
 def main() -> None:
@@ -225,16 +191,14 @@ def main() -> None:
         with (
             tempfile.TemporaryDirectory(dir=chosen.directory) as name,
             closing(Rank(medium, Path(name))) as rank,
-            Probes() as probes,
+            closing(Latecomer()) as other,
         ):
             for operation in OPERATIONS:
-                by_size, stretches_us = measure(rank, operation, chosen.rounds, probes)
-                cells = ["{:.0f} ({:.0f} + {:.0f} - {:.0f})".format(*found) for found in by_size.values()]
-                cells += [f"{each:.0f}" for each in stretches_us]
+                by_size, late_us = measure(rank, operation, chosen.rounds, other)
+                cells = [f"{each:.0f}" for each in (*by_size, *late_us)]
                 rows.append([f"{operation}, {medium} ({rank.mover})", *cells])
-    columns = ["µs per chunk", *(f"jobs of {size}" for size in JOBS), "stretch p99", "longest"]
+    columns = ["µs per chunk", *(f"jobs of {size}" for size in JOBS), "late", "late p99"]
     print(tables.machine(), tables.table(columns, rows), sep="\n")
-    print("\nCPU time of the caller's thread + that of others - what of it lets go of the interpreter.")
 
 
 if __name__ == "__main__":
