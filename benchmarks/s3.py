@@ -16,11 +16,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -67,21 +67,10 @@ class Buffer:
         return np.array_equal(self._put, self._got)
 
 
-class Side(Protocol):
-    """A client that moves objects between host memory and a bucket. Any failure raises."""
-
-    prefix: str
-    """Its objects lie in this folder of the bucket, directly or deeper."""
-
-    def move(self, op: Op, keys: list[Key], first_row: int) -> None:
-        """Put or get an object per key, from or to the buffer's rows from ``first_row`` on."""
-
-    def close(self) -> None:
-        """Release everything."""
-
-
 class Ours:
-    """An engine with a bucket, over the buffer, whose pieces are the KV blocks of a chunk each."""
+    """An engine with a bucket, over the buffer, whose pieces are the KV blocks of a chunk each. Its objects lie in the
+    bucket's folder ``prefix``, directly or deeper.
+    """
 
     def __init__(self, kind: Literal["obj", "obstore"], server: RcloneServer, buffer: Buffer, connections: int) -> None:
         self.prefix = kind
@@ -94,6 +83,7 @@ class Ours:
         self._engine = DrivenEngine(link, [blocks], layout, staging_bytes=staging_bytes)
 
     def move(self, op: Op, keys: list[Key], first_row: int) -> None:
+        """Put or get an object per key, from or to the buffer's rows from ``first_row`` on. Any failure raises."""
         blocks = np.arange(len(keys) * BLOCKS_PER_CHUNK, dtype=np.int32) + first_row * BLOCKS_PER_CHUNK
         chunks = [
             Chunk(key, Location(0, 0, self._slot_bytes), 0, ids, 0)
@@ -106,7 +96,7 @@ class Ours:
 
 
 class PlainNixl:
-    """One agent; one handle for all objects of a call, which is the best that NIXL can be given."""
+    """The same by one agent; one handle for all objects of a call, which is the best that NIXL can be given."""
 
     def __init__(self, server: RcloneServer, buffer: Buffer, connections: int) -> None:
         from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
@@ -114,7 +104,8 @@ class PlainNixl:
         self.prefix, self._buffer = "plain", buffer
         sync = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         self._agent = nixl_agent("benchmark", nixl_agent_config(backends=[], sync_mode=sync))
-        self._agent.create_backend("OBJ", {**_connection(server), "num_threads": str(connections)})
+        address = {"bucket": server.bucket, "endpoint_override": f"127.0.0.1:{server.port}", "scheme": "http"}
+        self._agent.create_backend("OBJ", {**address, "num_threads": str(connections)})
         self._memory = self._agent.register_memory([(buffer.address, buffer.size_bytes, 0, "")], "DRAM")
         self._next_device = 1  # an object's number; NIXL takes the last of the same number
 
@@ -141,22 +132,13 @@ class PlainNixl:
         del self._agent
 
 
-def _connection(server: RcloneServer) -> dict[str, str]:
-    """What NIXL's OBJ plugin needs to reach the server, but for credentials."""
-    return {"bucket": server.bucket, "endpoint_override": f"127.0.0.1:{server.port}", "scheme": "http"}
-
-
-SIDES: dict[str, Callable[[RcloneServer, Buffer, int], Side]] = {
-    "ours, NIXL OBJ": lambda server, buffer, connections: Ours("obj", server, buffer, connections),
-    "ours, obstore": lambda server, buffer, connections: Ours("obstore", server, buffer, connections),
-    REFERENCE: PlainNixl,
-}
+SIDES = {"ours, NIXL OBJ": partial(Ours, "obj"), "ours, obstore": partial(Ours, "obstore"), REFERENCE: PlainNixl}
 
 
 class Objects:
     """One side's objects in the bucket: the ones of its last store."""
 
-    def __init__(self, side: Side, server: RcloneServer, buffer: Buffer) -> None:
+    def __init__(self, side: Ours | PlainNixl, server: RcloneServer, buffer: Buffer) -> None:
         self._side, self._server, self._buffer = side, server, buffer
         self._keys: list[Key] = []
 

@@ -13,13 +13,12 @@ import argparse
 import json
 import sys
 import tempfile
-import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 
 from benchmarks import tables
-from benchmarks.contest import Row, reason, table
+from benchmarks.contest import Row, table
 from benchmarks.gpu import kernels, ways
 from benchmarks.gpu.bench import Scene
 
@@ -43,15 +42,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="nixl-offload-gpu-", dir=chosen.dir) as scratch:
         scene = Scene.make(scratch, chosen.seconds, emulate=chosen.emulate)
         if chosen.probe:
-            return _probe(scene, chosen.probe)
+            ways.probe(scene, chosen.probe)
+            return 0
         if {"engine", "movers"} & {*chosen.parts}:
             limit_s = 60.0 if chosen.emulate else PROBE_S
             scene.unfit = ways.unfit_movers(scratch, limit_s, emulate=chosen.emulate)
         rows: list[Row] = []
         parts = [part for part in chosen.parts if part in PARTS]
         for number, part in enumerate(parts):
-            share = Scene(scene.device, scene.directory, scene.scale, scene.share(number, len(parts)), scene.unfit)
-            for row in PARTS[part](share):
+            for row in PARTS[part](replace(scene, deadline_s=scene.share(number, len(parts)))):
                 print(json.dumps(asdict(row)), flush=True)  # what is measured outlives a crash
                 rows.append(row)
     print(tables.machine(), table(rows), sep="\n")
@@ -64,16 +63,6 @@ def main() -> int:
     words = failed[0] if failed else words or f"{len(rows)} rows"
     print(json.dumps({"words": words, "wrong": failed, "unfit": scene.unfit}), flush=True)
     return int(bool(failed))
-
-
-def _probe(scene: Scene, mover: str) -> int:
-    try:
-        ways.probe(scene, mover)
-    except Exception as error:  # noqa: BLE001 - any error is the reason
-        traceback.print_exc()
-        print(reason(error))
-        return 1
-    return 0
 
 
 if __name__ == "__main__":
