@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 import struct
 import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 ARCHITECTURE = 90
@@ -28,15 +27,6 @@ FLASH_ATTENTION_LOOP = re.compile(rb"CollectiveMainloopFwdSm90ILi\d+E.*?EEELi(\d
 """The mangled name of FlashAttention 3's main loop. Its groups are the values' head size and the element type."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """The code of one source file for one architecture. ``data`` includes the header."""
-
-    kind: int
-    architecture: int
-    data: bytes
-
-
 def slim(source: Path, target: Path, *, head_dim: int | None = None, element: str | None = None) -> int:
     """Write to ``target`` what ``source`` needs on an sm_90 GPU. With ``head_dim`` and ``element``, FlashAttention's
     kernels for other head sizes and element types go too. Returns the bytes of machine code that were kept.
@@ -49,35 +39,24 @@ def slim(source: Path, target: Path, *, head_dim: int | None = None, element: st
     """
     subprocess.run(["strip", "--strip-unneeded", "-o", str(target), str(source)], check=True)
     data = bytearray(target.read_bytes())
-    containers = list(_containers(data, _section(target)))
-    if not containers:
-        raise ValueError(f"{source}: no CUDA code ({SECTION})")
-    wanted = _choice(head_dim, element)
-    kept = [[entry for entry in _entries(data, container) if wanted(entry)] for container in containers]
-    if not any(kept):
-        raise ValueError(f"{source}: nothing for sm_{ARCHITECTURE}, head size {head_dim}, element {element}")
-    dropped = (entry for container in containers for entry in _entries(data, container) if not wanted(entry))
-    filler = min(
-        (entry.data for entry in dropped if entry.kind == MACHINE_CODE), key=lambda code: (len(code), code), default=b""
-    )
-    for container, entries in zip(containers, kept, strict=True):
-        code = b"".join(entry.data for entry in entries)
+    variant = None if head_dim is None or element is None else (str(head_dim).encode(), element.encode())
+    kept: list[tuple[slice, bytes]] = []
+    dropped: list[bytes] = []
+    for container in _containers(data, *_section(target)):
+        wanted: list[bytes] = []
+        for is_ours, code in _entries(data, container):
+            # Code without a main loop of FlashAttention is never a variant of it.
+            variants = FLASH_ATTENTION_LOOP.findall(code) if variant and is_ours else []
+            (wanted if is_ours and (not variants or variant in variants) else dropped).append(code)
+        kept.append((container, b"".join(wanted)))
+    if not any(code for _, code in kept):
+        raise ValueError(f"{source}: no CUDA code for sm_{ARCHITECTURE}, head size {head_dim}, element {element}")
+    machine_code = [code for code in dropped if ENTRY_HEADER.unpack_from(code)[0] == MACHINE_CODE]
+    filler = min(machine_code, key=lambda code: (len(code), code), default=b"")
+    for container, code in kept:
         _replace(data, container, code or filler)
     target.write_bytes(data)
-    return sum(len(entry.data) for entries in kept for entry in entries)
-
-
-def _choice(head_dim: int | None, element: str | None) -> Callable[[Entry], bool]:
-    """Return the test for what is kept. Code without a main loop of FlashAttention is never a variant of it."""
-    variant = None if head_dim is None or element is None else (str(head_dim).encode(), element.encode())
-
-    def wanted(entry: Entry) -> bool:
-        if entry.kind != MACHINE_CODE or entry.architecture != ARCHITECTURE:
-            return False
-        variants = FLASH_ATTENTION_LOOP.findall(entry.data) if variant else []
-        return not variants or variant in variants
-
-    return wanted
+    return sum(len(code) for _, code in kept)
 
 
 def _section(library: Path) -> tuple[int, int]:
@@ -91,9 +70,8 @@ def _section(library: Path) -> tuple[int, int]:
     return begin, begin + length
 
 
-def _containers(data: bytearray, section: tuple[int, int]) -> Iterator[slice]:
-    """Yield where each container lies, its header included."""
-    at, end = section
+def _containers(data: bytearray, at: int, end: int) -> Iterator[slice]:
+    """Yield where each container between ``at`` and ``end`` lies, its header included."""
     while at + CONTAINER_HEADER.size <= end:
         magic, _, header_bytes, length = CONTAINER_HEADER.unpack_from(data, at)
         if magic != CONTAINER_MAGIC:
@@ -106,7 +84,8 @@ def _containers(data: bytearray, section: tuple[int, int]) -> Iterator[slice]:
         at = (stop + 7) // 8 * 8
 
 
-def _entries(data: bytearray, container: slice) -> Iterator[Entry]:
+def _entries(data: bytearray, container: slice) -> Iterator[tuple[bool, bytes]]:
+    """Yield each source file's code for one architecture, its header included, and whether it is for sm_90."""
     _, _, header_bytes, _ = CONTAINER_HEADER.unpack_from(data, container.start)
     at = container.start + header_bytes
     while at < container.stop:
@@ -115,7 +94,7 @@ def _entries(data: bytearray, container: slice) -> Iterator[Entry]:
         stop = at + header_bytes + code_bytes
         if stop > container.stop or stop == at:
             raise ValueError(f"an entry at {at} does not fit its container")
-        yield Entry(kind, architecture, bytes(data[at:stop]))
+        yield (kind, architecture) == (MACHINE_CODE, ARCHITECTURE), bytes(data[at:stop])
         at = stop
 
 
