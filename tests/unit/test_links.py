@@ -10,10 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,12 +21,11 @@ from nixl_offload.movers.base import Op
 from nixl_offload.movers.threaded import CopyMover
 from nixl_offload.tiers.shared import links as object_links
 from nixl_offload.tiers.shared.links import TreeLink
-from nixl_offload.tiers.shared.naming import shard_name
-from nixl_offload.types import Key, Location, Outcome
+from nixl_offload.types import Outcome
 from tests.contract.suites.faulty_mover import Fault, FaultKind, FaultyMover
 from tests.hostile import HostileFilesystem
 from tests.unit.engine_rig import CHUNK_BLOCKS, Clock, Rig, rigs, until
-from tests.unit.link_rig import NAMESPACE_NAME, ObjectFiles, drafts, objects, shards, tree
+from tests.unit.link_rig import ObjectFiles, drafts, objects, shards, tree
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 Make = Callable[..., Rig]
@@ -206,61 +203,51 @@ def test_a_hung_filesystem_does_not_keep_the_process_from_ending(tmp_path: Path)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_calls_that_wait_for_a_thread_are_not_overdue_while_others_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_that_wait_for_a_thread_are_not_overdue_while_others_end(tmp_path: Path) -> None:
     """A slow directory answers eight calls every four seconds. Only one that was taken up and does not end is given up,
     however many others end meanwhile.
     """
-    now_s, count = [0.0], 26
+    now_s, gates, begun = [0.0], [threading.Event() for _ in range(26)], list[int]()
     link = tree(tmp_path / "shared")(CopyMover(), lambda: now_s[0])
     assert isinstance(link, TreeLink)
-    keys = [Key(number.to_bytes(32, "big") + bytes(4)) for number in range(count)]
-    gates = {shard_name(NAMESPACE_NAME, key, 0): threading.Event() for key in keys}
-    begun: list[str] = []
     answers: dict[int, str] = {}
-    open_shard = link._files.open
 
-    def open_slowly(name: str, length_bytes: int) -> Any:
-        begun.append(name)
-        gates[name].wait(60)
-        return open_shard(name, length_bytes)
-
-    def begun_are(count: int) -> bool:
-        return len(begun) == count
+    def wait_for(number: int) -> Generator[None, None, None]:
+        """Wait as a load does for its file."""
+        call = link._calls.start(lambda: begun.append(number) or gates[number].wait(60))
+        try:
+            yield from link._answer(link._calls, call, object_links.BEGIN_LIMIT_S)
+        except TierError as error:
+            answers[number] = error.cause
+        else:
+            answers[number] = "ok"
 
     def push() -> None:
-        for number, call in enumerate(calls):
-            if number not in answers:
-                try:
-                    next(call)
-                except TierError as error:
-                    answers[number] = error.cause
+        for each in waiting:
+            next(each, None)
 
-    monkeypatch.setattr(link._files, "open", open_slowly)
-    calls = [link.begin_read(key, Location(0, 0, 4096), 4096, 0) for key in keys[:-1]]
+    waiting = [wait_for(number) for number in range(25)]
     try:
         push()
-        for taken_up, next_up in ((8, 16), (16, 24), (24, 25)):
-            until(partial(begun_are, taken_up))
+        for taken_up in (8, 16, 24):
+            until(lambda: len(begun) == taken_up)  # noqa: B023
             now_s[0] += 4.0
             push()
             assert len(answers) == taken_up - 8
-            for name in tuple(begun):
-                gates[name].set()
-            until(partial(begun_are, next_up))
+            for number in begun:
+                gates[number].set()
         until(lambda: link._calls.pending == 1)
         push()
-        assert answers == dict.fromkeys(range(24), "missing")
+        assert answers == dict.fromkeys(range(24), "ok")
         now_s[0] += 4.0
-        calls.append(link.begin_read(keys[-1], Location(0, 0, 4096), 4096, 0))
-        list(gates.values())[-1].set()
+        waiting.append(wait_for(25))
+        gates[25].set()
         push()
         until(lambda: len(begun) == 26 and link._calls.pending == 1)
         now_s[0] += 1.5
         push()
-        assert (answers[25], answers[24]) == ("missing", "io")
+        assert (answers[25], answers[24]) == ("ok", "io")
     finally:
-        for gate in gates.values():
+        for gate in gates:
             gate.set()
         link.close()
