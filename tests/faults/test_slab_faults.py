@@ -156,29 +156,21 @@ def test_a_lock_on_a_full_disk_says_nothing_wrong(tmp_path: Path) -> None:
     lock.release()
 
 
-@pytest.mark.parametrize("how", ["directory", "file", "replaced"])
-def test_a_file_that_is_gone_is_not_stored_in(tmp_path: Path, slab: SlabFile, how: str) -> None:
-    """Nobody would find what is stored there. A restored backup under the same name is another file, too."""
+@pytest.mark.parametrize("how", ["unmounted", "deleted", "replaced"])
+def test_a_file_that_is_gone_is_not_stored_in(small_filesystem: SmallFilesystem, slab: SlabFile, how: str) -> None:
+    """Nobody would find what is stored there. A restored backup under the same name is another file, too. Once the
+    drive is mounted again, it is used again.
+    """
     back(slab, 0, 64 * KIB)
-    if how == "directory":
-        (tmp_path / "kv").rename(tmp_path / "elsewhere")
-    else:
-        slab.path.unlink()
+    small_filesystem.take_away(lazily=True) if how == "unmounted" else slab.path.unlink()
     if how == "replaced":
         slab.path.write_bytes(bytes(EXTENT))
-    assert trouble(slab) == "missing"
-    assert refusal(slab, EXTENT) == "missing"
-    assert slab.path.exists() == (how == "replaced"), "it is not made anew"
-
-
-def test_an_unmounted_slab_is_used_again_once_it_is_mounted(small_filesystem: SmallFilesystem, slab: SlabFile) -> None:
-    """Meanwhile nothing is made under the empty mount point, on the system's own disk."""
-    back(slab, 0, 64 * KIB)
-    small_filesystem.take_away(lazily=True)
     assert refusal(slab, EXTENT) == trouble(slab) == "missing"
-    assert list(small_filesystem.path.iterdir()) == []
-    small_filesystem.bring_back()
-    back(slab, EXTENT, 64 * KIB)
+    assert slab.path.exists() == (how == "replaced"), "it is not made anew"
+    if how == "unmounted":
+        assert list(small_filesystem.path.iterdir()) == []
+        small_filesystem.bring_back()
+        back(slab, EXTENT, 64 * KIB)
 
 
 def test_reopening_keeps_every_byte_and_cuts_what_is_beyond(tmp_path: Path) -> None:

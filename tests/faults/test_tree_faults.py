@@ -169,13 +169,15 @@ def test_few_descriptors_slow_a_tier_down_and_do_not_put_it_out_of_use(
 
 
 def test_a_slab_goes_on_where_no_descriptor_is_left(make: Make) -> None:
-    """It needs none to store; only its look whether the file is still there does."""
+    """It needs none to store; only its look whether the file is still there does, before the file grows, too."""
     clock = Clock()
     rig = make("per_layer", clock=clock)
     assert rig.store(0, [rig.chunk(0, SOURCE)]) == (OK,)
     clock.ahead_s += 2
     with descriptors(0):
         assert rig.store(1, [rig.chunk(1, SOURCE)]) == (OK,)
+        assert rig.store(2, [rig.chunk(20, SOURCE)]) == (DROPPED,)
+    assert (rig.link.trouble, rig.link.may_store()) == ("none", True)
 
 
 # -- the filesystem -------------------------------------------------------------------------------------------------

@@ -223,24 +223,6 @@ def test_a_directory_made_anew_between_two_looks(server: Server, monkeypatch: py
     assert slab.path.stat().st_size == 4 * SLOT
 
 
-def test_a_store_without_a_descriptor_does_not_pause_the_others(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The slab works; only the process has too many open files."""
-    tier = server.tier()
-    rank = server.rank(tier)
-    where = tier.reserve(key(1), SLOT, [])
-    assert where is not None
-
-    def refuse() -> None:
-        raise TierError("too many open files", cause="files")
-
-    monkeypatch.setattr(rank.slab, "check", refuse)
-    with pytest.raises(TierError):
-        next(rank.link.begin_write(key(1), where, SLOT, 0))
-    assert (rank.link.trouble, rank.link.may_store()) == ("none", True)
-
-
 def test_chunks_are_evicted_where_others_have_filled_the_drive(server: Server) -> None:
     """The first store that the drive has no room for fails; those after it go where others' chunks were. When there is
     room again the slab grows.
