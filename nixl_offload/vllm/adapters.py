@@ -58,9 +58,7 @@ class LoadedAdapters:
         self._untold: dict[AdapterName, tuple[str | None, ...]] = {}
 
     def loaded(self, request: LoRARequest, adapter: object) -> None:
-        """Record the adapter that was loaded for ``request``, before anything changes it. Takes a few ms per 100 MB;
-        never raises.
-        """
+        """Record a loaded adapter before anything changes it. Takes a few ms per 100 MB; never raises."""
         name, digest = adapter_of(request), None
         try:
             digest = adapter_digest(adapter)

@@ -126,9 +126,7 @@ class _OpenLoad:
 
 
 class _TierSpeed:
-    """How long loads of one tier take: a line over their bytes and those queued before them, so that a tier is not
-    judged by its queue.
-    """
+    """How long loads of one tier take: a line over their bytes and the bytes queued before them."""
 
     def __init__(self) -> None:
         self.line: Final = _Line(is_level=False)

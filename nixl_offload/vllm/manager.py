@@ -102,9 +102,7 @@ def chain_options(config: Config, parallel: ParallelConfig) -> ChainOptions:
 
 
 class NixlOffloadManager(OffloadingManager):
-    """Answers vLLM from the catalog. A tier serves once it is open here and on all ranks. Until then nothing is found
-    or stored there.
-    """
+    """Answers vLLM from the catalog. A tier finds and stores nothing until it is open here and on all ranks."""
 
     def __init__(self, offloading: OffloadingConfig, config: Config, vllm_config: VllmConfig) -> None:
         """Remember what ``open`` will need; touches no storage."""
@@ -320,9 +318,7 @@ class NixlOffloadManager(OffloadingManager):
     # What vLLM asks between steps.
 
     def has_pending_work(self) -> bool:
-        """Whether an idle engine must keep stepping: while ranks open tiers, a ticket is not reported by all of them,
-        or a move waits.
-        """
+        """Whether an idle engine must keep stepping: ranks open tiers, a ticket is open, or a move waits."""
         is_busy = self.catalog.open_tickets > 0 or (self.catalog.moves.has_pending and not self.is_paused)
         return is_busy or self.serving.is_opening or (self._reopens and not self.serving.is_off)
 

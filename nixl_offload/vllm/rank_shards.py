@@ -138,9 +138,7 @@ def cut_chunks(caches: RankCaches, wanted: ShardCut, blocks_per_chunk: int) -> R
 
 
 def leave_uncut(canonical: CanonicalKVCaches, blocks_per_chunk: int, digest: str, world_size: int) -> RankShards:
-    """Return this rank's shards of chunks that are not cut: its own pages, as they lie. ``digest``: from
-    ``rank_identity``.
-    """
+    """Return this rank's shards of uncut chunks: its own pages, as they lie. ``digest``: ``allocation_digest``'s."""
     layout = canonical_layout(canonical, blocks_per_chunk)
     return RankShards(uncut_plan(world_size, len(layout.groups)), digest, layout)
 
@@ -184,9 +182,7 @@ def _cut_layers(vllm_config: VllmConfig, wanted: int | None) -> LayerCut | str:
 
 
 def kv_heads(vllm_config: VllmConfig) -> int:
-    """Return the KV heads of the model on all ranks together, by its config: 1 if KV is not divided (MLA), 0 if there
-    are none (Mamba).
-    """
+    """Return the KV heads of all ranks together, by the config: 1 for MLA, 0 if there are none (Mamba)."""
     model = vllm_config.model_config
     return 1 if model.use_mla else model.get_total_num_kv_heads() or 0
 

@@ -102,9 +102,7 @@ class ServingTiers:
 
     @property
     def is_opening(self) -> bool:
-        """Whether an engine without requests should keep stepping, to take over tiers and send their places to ranks.
-        False for a tier that hangs.
-        """
+        """Whether an idle engine should step on to take over tiers and send their places. False if one hangs."""
         now_s = time.monotonic()
         untried = not self._entries or any(e.tier is None and e.opening.error is None for e in self._entries)
         return (now_s < self._patient_until_s and not self.is_off and untried) or any(self._soon(now_s))

@@ -197,9 +197,7 @@ class MendedScheduler(OffloadingConnectorScheduler):
     # Our changes to single requests.
 
     def begin_without_hit(self, state: RequestOffloadState, computed_tokens: int) -> None:
-        """Start computing after ``computed_tokens``, although stores of the request are pending. vLLM would wait for
-        them.
-        """
+        """Start computing after ``computed_tokens``. vLLM would wait for pending stores of the request."""
         state.update_offload_keys()
         state.num_locally_computed_tokens = computed_tokens
         state.update_num_hit_chunks(computed_tokens)

@@ -112,9 +112,7 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
     # Start, sleep
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """As vLLM's. Also records this rank's geometry. If the caches are not understood, the scheduler's half stays
-        off.
-        """
+        """As vLLM's. Also records this rank's geometry. Caches that are not understood keep offloading off."""
         sources: tuple[str, ...] = ("(not known)",)
         self.spec.kv_caches = kv_caches
         super().register_kv_caches(kv_caches)
@@ -444,9 +442,7 @@ class NixlOffloadingWorker(OffloadingWorker):
 
     @property
     def has_news(self) -> bool:
-        """Whether any ``take_`` method may have news. Quick: called after each forward pass, with cold CPU
-        caches.
-        """
+        """Whether a ``take_`` method may have news. Quick: asked after each forward pass."""
         return self.engine.has_jobs or time.monotonic() >= self._look_s
 
     def take_finished(self) -> list[Completion]:
