@@ -1,11 +1,12 @@
 """Proves over running vLLMs that servers of different tensor parallelism and pipeline stages are one prefix cache: what
-one stored the others answer from, in a directory and in a bucket; that damage is found by whoever reads it; and that
-what ranks have alike is stored once.
+one stored the others answer from, in a directory and in a bucket; that damage is found by whoever reads it; that what
+ranks have alike is stored once; and that a chunk is there only if all ranks have it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -182,6 +183,39 @@ def test_a_slab_has_one_copy_of_what_two_ranks_have_alike(workshop: Workshop, st
     assert second.settle()
     assert loads_refused(second)
     are_close(answers, right)
+
+
+def test_a_chunk_is_there_only_if_both_ranks_have_it(workshop: Workshop, start: Start) -> None:
+    """Each rank stores its own heads. While rank 1 cannot store, new chunks are found on no rank; afterwards they are
+    stored again. Damage on rank 0 makes both compute. Another server, whose processes import for themselves as for a
+    user, finds what the first has stored.
+    """
+    medium = slab(workshop.scratch / "slab-rank-by-rank", "64MiB")
+    engine = start([medium.tier], 2, shards=None)
+    right = stored_whole(engine, PROMPTS)
+    own, other = sorted(medium.namespace().glob("*.slab"))
+    assert own.read_bytes() != other.read_bytes()
+    aside = other.rename(other.with_name("aside"))
+    other.mkdir()
+    time.sleep(1.1)  # a rank looks at a slab that works once a second
+    first = engine.generate(LATER)
+    assert engine.settle()
+    assert engine.reset_prefix_cache()
+    answers = engine.generate(LATER)
+    assert hits(answers) == 0, "rank 0 has stored them, rank 1 has not"
+    are_close(answers, first)
+    other.rmdir()
+    aside.rename(other)
+    are_close(stored_whole(engine, LATER), first)
+    refused = loads_refused(engine)
+    for shard in medium.stored(rank=0):
+        DAMAGES["flipped"](shard, shard, 0.5)
+    are_close(stored_whole(engine, PROMPTS), right)
+    assert loads_refused(engine) > refused
+    engine.stop()
+    again = start([medium.tier], 2, shards=None, forked=False)
+    are_close(stored_whole(again, PROMPTS), right)
+    assert again.stored_bytes() == 0
 
 
 @in_a_bucket
