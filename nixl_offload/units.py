@@ -73,6 +73,14 @@ def format_size(size_bytes: int) -> str:
     return f"{size_bytes}B"
 
 
+def short_size(size_bytes: int) -> str:
+    """Render ``size_bytes`` for people, with at most two decimals, rounded down."""
+    for name in ("GiB", "MiB", "KiB"):
+        if size_bytes >= _SIZE_UNITS[name]:
+            return f"{size_bytes * 100 // _SIZE_UNITS[name] / 100:g}{name}"
+    return f"{size_bytes}B"
+
+
 def parse_duration(value: object) -> float:
     """Return text such as "7d", "12h" or "1.5s" in seconds. Raises ValueError for anything else.
 

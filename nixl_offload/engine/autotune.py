@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
 from typing import Any, Final, NamedTuple, cast
 
@@ -198,8 +199,8 @@ def measure(
 def _trial_size(directory: str, slot_bytes: int) -> tuple[int, int]:
     """Return how many slots to move, and their size. Raises MoverError if the disk has no room for one."""
     slot_bytes = align_up(min(slot_bytes, TRIAL_BYTES))
-    space = os.statvfs(directory)
-    free_bytes = space.f_bavail * space.f_frsize if space.f_blocks else TRIAL_BYTES * FREE_SHARE
+    space = shutil.disk_usage(directory)
+    free_bytes = space.free if space.total else TRIAL_BYTES * FREE_SHARE  # some filesystems say nothing
     slots = min(TRIAL_BYTES, free_bytes // FREE_SHARE) // slot_bytes
     if not slots:
         raise MoverError(f"the disk has {free_bytes >> 20} MiB left, too little to measure with")

@@ -51,9 +51,8 @@ def _write(paths: LinkPaths, batch: Batch) -> Steps:
     yield from paths.transfer(batch, partial(_transfers, paths), claim)
 
 
-def _take_header_pages(paths: LinkPaths, batch: Batch) -> Steps:
+def _take_header_pages(paths: LinkPaths, batch: Batch) -> None:
     paths.take_slots(batch, "direct")
-    yield from ()
 
 
 def _read(paths: LinkPaths, batch: Batch) -> Steps:

@@ -39,7 +39,7 @@ from nixl_offload.hardware import machine
 from nixl_offload.hardware.machine import unbound
 from nixl_offload.movers.base import MemoryRegion
 from nixl_offload.types import PAGE_BYTES, align_up
-from nixl_offload.units import format_size
+from nixl_offload.units import format_size, short_size
 
 logger = logging.getLogger(__name__)
 
@@ -122,10 +122,10 @@ class HostSlab:
             raise
         logger.info(
             "Host memory: %s (memory tier %s, %d relay slots of %s), %s, NUMA node %s, in %.1f s",
-            _words(self.length_bytes),
-            _words(self.memory_bytes),
+            short_size(self.length_bytes),
+            short_size(self.memory_bytes),
             relay_slots,
-            _words(slot_bytes),
+            short_size(slot_bytes),
             "page-locked" if self.pinned else "pageable",
             node,
             time.monotonic() - began_s,
@@ -160,7 +160,9 @@ class HostSlab:
         try:
             area = mmap.mmap(-1, self.length_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise TierError(f"{_words(self.length_bytes)} of host memory: {error.strerror}", cause="full") from error
+            raise TierError(
+                f"{short_size(self.length_bytes)} of host memory: {error.strerror}", cause="full"
+            ) from error
         everything: npt.NDArray[np.uint8] = np.frombuffer(area, dtype=np.uint8)
         start = -everything.ctypes.data % HUGE_PAGE_BYTES
         # Children and core dumps have no use for it, and a child would make the kernel copy pages under a device.
@@ -178,7 +180,9 @@ class HostSlab:
             for ready_bytes in steps:
                 if time.monotonic() >= log_s:
                     log_s = time.monotonic() + LOG_EVERY_S
-                    logger.info("Host memory: %s of %s are ready", _words(ready_bytes), _words(self.length_bytes))
+                    logger.info(
+                        "Host memory: %s of %s are ready", short_size(ready_bytes), short_size(self.length_bytes)
+                    )
                 while self.pinned and address < end:
                     piece_end = min(end, (address // PIN_PIECE_BYTES + 1) * PIN_PIECE_BYTES)
                     if self.region.address + ready_bytes < piece_end:
@@ -206,8 +210,8 @@ class HostSlab:
             f"a capacity of {format_size(fits)}{ranks} would do" if fits > 0 else "there is no room for a memory tier"
         )
         raise TierError(
-            f"{_words(self.length_bytes)} of host memory were asked for, {_words(self.memory_bytes)} of it for the "
-            f"memory tier; {_words(available_bytes + had_bytes)} can be had, limited by {limited_by}: {advice}",
+            f"{short_size(self.length_bytes)} of host memory were asked for, {short_size(self.memory_bytes)} of it for "
+            f"the memory tier; {short_size(available_bytes + had_bytes)} can be had, limited by {limited_by}: {advice}",
             cause="full",
         )
 
@@ -338,9 +342,9 @@ def _lock(address: int, length_bytes: int) -> bool:
         )
         return False
     soft_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "none" if soft_bytes == resource.RLIM_INFINITY else _words(soft_bytes)
+    limit = "none" if soft_bytes == resource.RLIM_INFINITY else short_size(soft_bytes)
     raise TierError(
-        f"{_words(length_bytes)} of host memory could not be page-locked: {why}; RLIMIT_MEMLOCK is {limit} "
+        f"{short_size(length_bytes)} of host memory could not be page-locked: {why}; RLIMIT_MEMLOCK is {limit} "
         "(ulimit -l): a smaller capacity or a higher limit may do",
         cause="full",
     )
@@ -367,11 +371,3 @@ def _prefer_node(region: MemoryRegion, device: int | None) -> str:
         return str(node)
     except Exception as error:  # noqa: BLE001 - locality is a wish
         return f"any ({error!r})"
-
-
-def _words(size_bytes: int) -> str:
-    """For people: at most two decimals, rounded down."""
-    for unit, unit_bytes in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size_bytes >= unit_bytes:
-            return f"{size_bytes * 100 // unit_bytes / 100:g}{unit}"
-    return f"{size_bytes}B"

@@ -5,7 +5,6 @@ Threading: pure functions over slots that the caller owns; ``GroupPlan`` is writ
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -13,11 +12,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nixl_offload.chunk.header import HEADER_BYTES, MAGIC, ExpectedRows, Pages, encode_headers
+from nixl_offload.chunk.header import HEADER_BYTES, MAGIC
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine.records import Chunk, WorkKind
 from nixl_offload.engine.staging import HostSlot, MemoryT, Slot
-from nixl_offload.types import PAGE_BYTES, align_up, key_group
+from nixl_offload.movers.base import MoverLimits
+from nixl_offload.types import PAGE_BYTES, align_up
 
 Spans = Sequence[tuple[int, int]]
 """(offset, length) pairs in bytes, relative to the begin of a slot and of its location in the tier."""
@@ -38,20 +38,16 @@ class GroupPlan:
     slot_bytes: int
     num_blocks: int
     """Blocks of the KV cache; all block ids are below this."""
-    path: TransferPath
-    packed: TransferPath
+    limits: MoverLimits
+    """The mover's."""
+    path: TransferPath = "host"
+    packed: TransferPath = "host"
     """Where chunks are packed when they do not go direct. A quarantined direct load sets ``path`` to this for good; a
     late one does so until it has ended."""
-    whole_writes: bool
-    """Stores write a whole slot, with padding, in one extent."""
-    tells_short_reads: bool
-    """The mover's limit of that name."""
     late_loads: set[object] = field(default_factory=set)
     """Late or quarantined chunks; while there are any, ``path`` is not direct."""
     reads_whole: bool = False
     """Loads read whole images, because the MAC covers the image."""
-    shard: int = 0
-    """The number of the shard that the group stands for."""
     goes_singly: bool = False
     """Batches have one chunk. Set for good after a quarantine, so that the next one costs only one chunk's slot."""
     cuts: dict[tuple[int, int], Cut] = field(default_factory=dict)
@@ -61,42 +57,23 @@ class GroupPlan:
 class Cut(NamedTuple):
     """Where wanted blocks lie in a chunk's image, and which spans are moved for them."""
 
-    begin: int
-    """Byte offset of the first block in the image."""
-    end: int
     spans: Spans
     """Spans that a load reads: the header page and the pages that cover the blocks; one span if they touch."""
     store_spans: Spans
-    """Spans that a store writes: the same, or the whole slot with ``whole_writes``."""
+    """Spans that a store writes: the same, or the whole slot if the mover has ``whole_writes``."""
     padding: tuple[slice, ...]
     """Parts of ``store_spans`` around the blocks. They are zeroed, so that bytes of an earlier chunk are not stored."""
 
 
-def make_plan(
-    layout: KVLayout,
-    group: int,
-    *,
-    path: TransferPath = "host",
-    packed: TransferPath = "host",
-    whole_writes: bool = True,
-    tells_short_reads: bool = True,
-    reads_whole: bool = False,
-) -> GroupPlan:
-    """Return the plan of a group. The defaults fit a tier that holds whole images in memory.
-
-    The plan of a group without layers has no bytes; ``faults`` rejects its chunks.
-    """
+def make_plan(layout: KVLayout, group: int, limits: MoverLimits) -> GroupPlan:
+    """Return the plan of a group. That of a group without layers has no bytes; ``faults`` rejects its chunks."""
     refs, block_bytes = layout.groups[group].refs, layout.groups[group].block_bytes
     return GroupPlan(
         blocks=layout.blocks_per_chunk,
         block_bytes=block_bytes,
         slot_bytes=layout.slot_bytes(group),
         num_blocks=min((layout.tensors[run.tensor_index].num_blocks for run in refs), default=0),
-        path=path,
-        packed=packed,
-        whole_writes=whole_writes,
-        tells_short_reads=tells_short_reads,
-        reads_whole=reads_whole,
+        limits=limits,
     )
 
 
@@ -105,18 +82,13 @@ def faults(plan: GroupPlan, chunks: Sequence[Chunk]) -> list[str | None]:
     blocks nor a host slot; a location that is too small; a group without layers on this rank; a store that does not
     reach the chunk's end or names a host slot.
     """
-    found = [_fault(plan, chunk) for chunk in chunks]
-    ids = [
-        chunk.block_ids for chunk, words in zip(chunks, found, strict=True) if words is None and len(chunk.block_ids)
-    ]
-    if ids:
-        every = np.concatenate(ids).view(np.uint32)  # negative ids become the largest
-        if np.maximum.reduce(every) >= plan.num_blocks:
-            return [words or _fault_of_ids(plan, chunk) for chunk, words in zip(chunks, found, strict=True)]
-    return found
+    ids = np.concatenate([chunk.block_ids for chunk in chunks]).view(np.uint32)  # negative ids become the largest
+    ids_fit = not len(ids) or ids.max() < plan.num_blocks
+    return [_fault(plan, chunk, ids_fit=ids_fit) for chunk in chunks]
 
 
-def _fault(plan: GroupPlan, chunk: Chunk) -> str | None:
+def _fault(plan: GroupPlan, chunk: Chunk, *, ids_fit: bool) -> str | None:
+    """``ids_fit``: all block ids of the batch are known to be right."""
     count = len(chunk.block_ids)
     if not plan.block_bytes:
         return f"this rank has no layer of group {chunk.group}"
@@ -130,36 +102,11 @@ def _fault(plan: GroupPlan, chunk: Chunk) -> str | None:
             return "a store takes KV blocks: there is no host memory in it"
         if chunk.first_block + count != plan.blocks:
             return f"a store of blocks up to {chunk.first_block + count} of {plan.blocks}"
+    if count and not ids_fit:
+        lowest, highest = int(chunk.block_ids.min()), int(chunk.block_ids.max())
+        if lowest < 0 or highest >= plan.num_blocks:
+            return f"block ids {lowest} to {highest} of a KV cache of {plan.num_blocks} blocks"
     return None
-
-
-def _fault_of_ids(plan: GroupPlan, chunk: Chunk) -> str | None:
-    if not len(chunk.block_ids) or (chunk.block_ids.min() >= 0 and chunk.block_ids.max() < plan.num_blocks):
-        return None
-    lowest, highest = int(chunk.block_ids.min()), int(chunk.block_ids.max())
-    return f"block ids {lowest} to {highest} of a KV cache of {plan.num_blocks} blocks"
-
-
-def expected(namespace: bytes, plan: GroupPlan, chunks: Sequence[Chunk]) -> ExpectedRows:
-    """Return the expected header fields of chunks, whose keys all name one group."""
-    keys = [chunk.key for chunk in chunks]
-    return ExpectedRows(namespace, keys, key_group(keys[0]), plan.blocks, plan.block_bytes)
-
-
-def encode(
-    namespace: bytes, plan: GroupPlan, chunks: Sequence[Chunk], sums: Sequence[npt.NDArray[np.uint64]] | None
-) -> Pages:
-    """Return the header pages of chunks about to be stored; their blocks reach to the chunks' ends. ``sums``: each
-    chunk's block checksums; None: headers without checksums, for chunks that stay in memory.
-    """
-    firsts, table = [chunk.first_block for chunk in chunks], None
-    if sums is not None and not any(firsts):
-        table = np.concatenate(sums).reshape(len(chunks), plan.blocks)
-    elif sums is not None:
-        table = np.zeros((len(chunks), plan.blocks), dtype=np.uint64)
-        for row, (first, found) in enumerate(zip(firsts, sums, strict=True)):
-            table[row, first:] = found
-    return encode_headers(expected(namespace, plan, chunks), table, firsts, created_s=int(time.time()))
 
 
 def header_page(slot: HostSlot) -> npt.NDArray[np.uint8]:
@@ -193,13 +140,12 @@ def host_slot(chunk: Chunk) -> HostSlot:
 
 def rows(slot: Slot[MemoryT], plan: GroupPlan, chunk: Chunk) -> MemoryT:
     """Return a view of the chunk's wanted blocks in a slot, of shape (blocks, block_bytes)."""
-    at = cut(plan, chunk)
-    return slot.memory[at.begin : at.end].reshape(-1, plan.block_bytes)
+    return rows_between(slot, plan, chunk.first_block, chunk.first_block + len(chunk.block_ids))
 
 
-def valid_rows(slot: HostSlot, plan: GroupPlan, first_block: int) -> npt.NDArray[np.uint8]:
-    """Return the blocks of an image from ``first_block`` to the last, as ``rows`` does."""
-    begin, end = (HEADER_BYTES + block * plan.block_bytes for block in (first_block, plan.blocks))
+def rows_between(slot: Slot[MemoryT], plan: GroupPlan, first_block: int, end_block: int) -> MemoryT:
+    """As ``rows``, for the blocks from ``first_block`` to the one before ``end_block``."""
+    begin, end = (HEADER_BYTES + block * plan.block_bytes for block in (first_block, end_block))
     return slot.memory[begin:end].reshape(-1, plan.block_bytes)
 
 
@@ -215,12 +161,12 @@ def cut(plan: GroupPlan, chunk: Chunk) -> Cut:
     page = HEADER_BYTES + first * plan.block_bytes // PAGE_BYTES * PAGE_BYTES
     last = align_up(end)
     parts: Spans = ((0, last),) if page == HEADER_BYTES else ((0, HEADER_BYTES), (page, last - page))
-    stored = whole(plan) if plan.whole_writes else parts
+    stored = whole(plan) if plan.limits.whole_writes else parts
     moved = whole(plan) if plan.reads_whole else parts
     written_from, written = stored[-1]
     around = (max(written_from, HEADER_BYTES), begin), (end, written_from + written)
     padding = tuple(slice(a, b) for a, b in around if a < b)
-    plan.cuts[first, count] = found = Cut(begin, end, moved, stored, padding)
+    plan.cuts[first, count] = found = Cut(moved, stored, padding)
     return found
 
 

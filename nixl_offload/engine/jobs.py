@@ -119,21 +119,20 @@ class JobTable:
 
     def finished(self) -> list[Completion]:
         """Return vLLM's jobs that have ended since the last call, each exactly once over all calls."""
-        self.expire()
-        if not self._finished:
-            return []  # called in every step: a new completion can wait for the next
-        with self._lock:
-            finished, self._finished = self._finished, []
-            return finished
+        return self._taken(self._finished)
 
     def finished_tickets(self) -> list[Completion]:
         """As ``finished``, for the tickets of promotions and moves. The ticket of a store or load ends with its job."""
+        return self._taken(self._finished_tickets)
+
+    def _taken(self, completions: list[Completion]) -> list[Completion]:
         self.expire()
-        if not self._finished_tickets:
-            return []
+        if not completions:
+            return []  # called in every step: a new completion can wait for the next
         with self._lock:
-            finished, self._finished_tickets = self._finished_tickets, []
-            return finished
+            taken = completions.copy()
+            completions.clear()
+            return taken
 
     def take_work(self) -> Work | None:
         """Return the sum of the tiers' work since the last call; None if there was none."""

@@ -22,7 +22,7 @@ from nixl_offload.engine.paths import Batch, InFlight, Pauses, Phase, Steps, Tie
 from nixl_offload.engine.records import Chunk, ChunkState, TierAccess, TierStatus, Waiting, WorkKind
 from nixl_offload.engine.staging import SlotPool, Staging
 from nixl_offload.errors import LayoutError, MoverError, TierError
-from nixl_offload.movers.base import Extents, FileId, MemoryKind, Transfer, TransferState
+from nixl_offload.movers.base import FileId, MemoryKind, Transfer, TransferState
 from nixl_offload.tiers.base import Link, Target
 from nixl_offload.types import Outcome
 
@@ -115,8 +115,6 @@ class LinkPaths(TierPaths):
         )
         self.moves_blocks = bool(self.link_memory.tensors)
         self.plans = self.link_memory.plans
-        for plan, shard in zip(self.plans, setup.shards, strict=True):
-            plan.shard = shard.number
         link.connect()
         pools = [pool for path, pool in self.link_memory.pools.items() if path != "direct"]
         staged_bytes = sum(pool.slots_total * pool.slot_bytes for pool in pools)
@@ -338,7 +336,8 @@ class LinkPaths(TierPaths):
                 chunk.end(Outcome.FAILED, "given up")
 
         chunks = batch.alive
-        calls = [begin(chunk.key, chunk.location, plan.slot_bytes, plan.shard) for chunk in chunks]
+        shard = self.shards[chunks[0].group].number
+        calls = [begin(chunk.key, chunk.location, plan.slot_bytes, shard) for chunk in chunks]
         yield from self._call_link(chunks, calls, begun)
         self.stretch.pause()
 
@@ -371,18 +370,18 @@ class LinkPaths(TierPaths):
         memory = self.link_memory.host if chunks[0].host is not None or pool is None else pool.memory
         if memory is None:
             raise MoverError(f"{mover.name} cannot touch the memory that the chunk is to lie in")
-        by_file: dict[FileId, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
+        by_file: dict[FileId, list[tuple[int, int, int]]] = {}
         for chunk in chunks:
             slot, target = image.any_slot(chunk), chunk.target
             assert target is not None, "only chunks that were begun at the link are moved"
-            in_memory, in_file = by_file.setdefault(target.file, ([], []))
-            for begin, length in spans_of(chunk):
-                in_memory.append((slot.offset_bytes + begin, length))
-                in_file.append((target.offset + begin, length))
+            by_file.setdefault(target.file, []).extend(
+                (slot.offset_bytes + begin, target.offset + begin, length) for begin, length in spans_of(chunk)
+            )
         most = mover.limits.max_extents_per_transfer
-        for file, (in_memory, in_file) in by_file.items():
-            for rows in (slice(begin, begin + most) for begin in range(0, len(in_memory), most)):
-                yield mover.submit(op, memory, _extents(in_memory[rows]), file, _extents(in_file[rows]))
+        for file, rows in by_file.items():
+            for begin in range(0, len(rows), most):
+                extents = np.array(rows[begin : begin + most], dtype=np.int64)
+                yield mover.submit(op, memory, extents[:, [0, 2]], file, extents[:, [1, 2]])
 
     def _poll(self, batch: Batch) -> Steps:
         """As ``Batch.ends``, but tell the link once of each read chunk that is given up meanwhile."""
@@ -452,10 +451,6 @@ class LinkPaths(TierPaths):
             yield from self.wait_out_quarantine(batch)
         for chunk, failure in failed.items():
             chunk.end(Outcome.FAILED, failure.error, "missing" if failure.missing else "io")
-
-
-def _extents(pairs: Sequence[tuple[int, int]]) -> Extents:
-    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
 def _words(pool: SlotPool[Any]) -> str:

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from nixl_offload.chunk.layout import KVLayout
-from nixl_offload.engine import image
 from nixl_offload.engine.device_packer import DEVICE_BYTES
-from nixl_offload.engine.image import GroupPlan, TransferPath
+from nixl_offload.engine.image import TransferPath, make_plan
 from nixl_offload.engine.paths import RankMemory
 from nixl_offload.engine.staging import MIN_SLOTS, SlotPool, Staging, device_pool, host_pool
 from nixl_offload.engine.streams import Device
@@ -76,30 +75,19 @@ class LinkMemory:
         self._refusals: dict[str, str] = {}
         """By region that was tried: why the mover refused it, or an empty string."""
         limits = link.mover.limits
-        self.plans: list[GroupPlan] = []
+        self.plans = [make_plan(layout, group, limits) for group in range(len(layout.groups))]
         """By group."""
-        for group in range(len(layout.groups)):
-            if group in layout.empty_groups:
-                self.plans.append(image.make_plan(layout, group))
+        for group, plan in enumerate(self.plans):
+            if not plan.block_bytes:
                 continue
             why = "MACs are made there (authenticate)" if is_authenticated else ""
             why = why or self._why_not_direct(group, direct_min_extent_bytes)
-            path: TransferPath = "host" if why else "direct"
+            plan.path, plan.reads_whole = "host" if why else "direct", is_authenticated
             if why and packs_on_device:
                 why_not_there = self._why_not_device()
-                path = "host" if why_not_there else "device"
+                plan.path = "host" if why_not_there else "device"
                 why = why if why_not_there in {"", why} else f"{why}, and {why_not_there}"
-            logger.info("%s, KV group %d: %s%s", link.name, group, _WORDS[path], f", because {why}" if why else "")
-            self.plans.append(
-                image.make_plan(
-                    layout,
-                    group,
-                    path=path,
-                    whole_writes=limits.whole_writes,
-                    tells_short_reads=limits.tells_short_reads,
-                    reads_whole=is_authenticated,
-                )
-            )
+            logger.info("%s, KV group %d: %s%s", link.name, group, _WORDS[plan.path], f", because {why}" if why else "")
         used = [plan for plan in self.plans if plan.block_bytes]
         if any(plan.slot_bytes > limits.max_extent_bytes for plan in used):
             most = format_size(limits.max_extent_bytes)

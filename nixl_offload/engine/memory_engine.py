@@ -13,6 +13,7 @@ from nixl_offload.engine import image, packed
 from nixl_offload.engine.paths import InFlight, Pauses, Phase, TierPaths, TierSetup
 from nixl_offload.engine.records import Chunk, TierAccess, TierStatus, Waiting, WorkKind
 from nixl_offload.errors import LayoutError
+from nixl_offload.movers.base import MoverLimits
 
 STORE_BATCH_BYTES = 64 << 20
 """Most bytes that one call copies for a store; a new load waits at most for these."""
@@ -51,7 +52,7 @@ class MemoryPaths(TierPaths):
     def __init__(self, setup: TierSetup) -> None:
         """Raises LayoutError if tensors and layout disagree."""
         super().__init__(setup, verify_checksum=setup.verify == "always")
-        self.plans = [image.make_plan(self.layout, group) for group in range(len(self.layout.groups))]
+        self.plans = [image.make_plan(self.layout, group, MoverLimits()) for group in range(len(self.layout.groups))]
 
     def room(self, chunk: Chunk, in_flight: InFlight) -> int:
         """Return how many chunks like ``chunk`` make a batch; 0 at the limit of batches in flight."""

@@ -87,10 +87,9 @@ def _seal(paths: TierPaths, batch: Batch) -> Steps:
             yield
 
 
-def _may_go(paths: LinkPaths, batch: Batch) -> Steps:
+def _may_go(paths: LinkPaths, batch: Batch) -> None:
     """End chunks that the link does not take now. They have their slots already."""
     paths.may_go(batch)
-    yield from ()
 
 
 def _add_sums(paths: TierPaths, batch: Batch) -> Steps:
@@ -103,7 +102,8 @@ def _add_sums(paths: TierPaths, batch: Batch) -> Steps:
     assert host is not None, "the slots lie there"
     headers = paths.check(batch, check=host.headers.check)
     for chunk in batch.alive:
-        rows = image.valid_rows(host_slot(chunk), batch.plan, headers.first_valid_block[chunk.row])
+        first, plan = headers.first_valid_block[chunk.row], batch.plan
+        rows = image.rows_between(host_slot(chunk), plan, first, plan.blocks)
         if host.headers.complete(image.header_page(host_slot(chunk)), rows):
             summed_bytes += rows.nbytes
         if summed_bytes >= STEP_BYTES:
@@ -123,9 +123,8 @@ def _write(paths: LinkPaths, batch: Batch) -> Steps:
 # -- from a tier ----------------------------------------------------------------------------------------------------
 
 
-def _take_staging(paths: LinkPaths, batch: Batch) -> Steps:
+def _take_staging(paths: LinkPaths, batch: Batch) -> None:
     paths.take_slots(batch, batch.plan.packed)
-    yield from ()
 
 
 def _read(paths: LinkPaths, batch: Batch) -> Steps:
@@ -150,7 +149,7 @@ def _compares_sums(paths: TierPaths, plan: GroupPlan) -> bool:
     A short read leaves bytes of an earlier chunk in the slot. If the mover does not report short reads, checksums are
     compared with any ``verify``.
     """
-    return paths.keys is None and (paths.verify_checksum or not plan.tells_short_reads)
+    return paths.keys is None and (paths.verify_checksum or not plan.limits.tells_short_reads)
 
 
 def _verify_on_device(paths: TierPaths, batch: Batch) -> Steps:
@@ -234,7 +233,7 @@ def _gather_in_memory(paths: TierPaths, batch: Batch) -> Steps:
         yield from _copy_from_blocks(paths, batch)
 
 
-def _seal_in_memory(paths: TierPaths, batch: Batch) -> Steps:
+def _seal_in_memory(paths: TierPaths, batch: Batch) -> None:
     """Add the headers. All source blocks are free before the first checksum is computed."""
     if not paths.advance_or_end(batch, ChunkState.TRANSFER):
         return
@@ -246,7 +245,6 @@ def _seal_in_memory(paths: TierPaths, batch: Batch) -> Steps:
         image.header_page(host_slot(chunk))[:] = page
         image.clear_around(host_slot(chunk), batch.plan, chunk.first_block)
         chunk.end(Outcome.OK)
-    yield from ()
 
 
 def _check_in_memory(paths: TierPaths, batch: Batch) -> Steps:

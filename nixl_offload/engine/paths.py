@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from nixl_offload.chunk.authentication import ChunkKeys
-from nixl_offload.chunk.header import ExpectedRows, HeaderRows, Pages, check_headers, verify_rows
+from nixl_offload.chunk.header import ExpectedRows, HeaderRows, Pages, check_headers, encode_headers, verify_rows
 from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.chunk.shards import Shard
 from nixl_offload.engine import image
@@ -34,7 +34,7 @@ from nixl_offload.engine.records import Chunk, ChunkState, TierStatus, Waiting, 
 from nixl_offload.engine.streams import Device, Fence
 from nixl_offload.errors import FormatError, LayoutError, MoverError, TierError
 from nixl_offload.movers.base import Mover, Transfer, TransferState
-from nixl_offload.types import Outcome, Verify
+from nixl_offload.types import Outcome, Verify, key_group
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ STEP_BYTES = 4 << 20
 
 Steps = Generator[None, None, None]
 """Yields whenever it waits for a transfer or a fence."""
-Phase = Callable[[Any, "Batch"], Steps]
-"""One phase of a batch. Takes the ``TierPaths`` and the batch."""
+Phase = Callable[[Any, "Batch"], Steps | None]
+"""One phase of a batch. Takes the ``TierPaths`` and the batch. Returns None if it does not wait: it is over then."""
 
 
 @dataclass(slots=True, eq=False)
@@ -199,22 +199,24 @@ class RateLog:
         self._causes: dict[str, tuple[float, int]] = {}
         """When the next line may be logged, and how many were suppressed."""
 
-    def warning(self, cause: str, message: str, *args: object) -> None:
-        """``cause``: a short word that groups lines."""
-        self._log(logging.WARNING, cause, message, args, None)
-
     def error(self, cause: str, message: str, *args: object, exc_info: BaseException | None = None) -> None:
         """As ``warning``; with a traceback if ``exc_info`` is given."""
-        self._log(logging.ERROR, cause, message, args, exc_info)
+        self.warning(cause, message, *args, level=logging.ERROR, exc_info=exc_info)
 
     def crashed(self, error: Exception, cause: str = "") -> None:
         """Log a bug, ours or a mover's, that cost a chunk. An empty ``cause`` groups lines by the error's type."""
         cause = cause or f"crash:{type(error).__name__}"
         self.error(cause, "A chunk failed unexpectedly: %r", error, exc_info=error)
 
-    def _log(
-        self, level: int, cause: str, message: str, args: tuple[object, ...], exc_info: BaseException | None
+    def warning(
+        self,
+        cause: str,
+        message: str,
+        *args: object,
+        level: int = logging.WARNING,
+        exc_info: BaseException | None = None,
     ) -> None:
+        """``cause``: a short word that groups lines."""
         now_s = self._clock()
         next_s, held_back = self._causes.get(cause, (now_s, 0))
         if now_s < next_s:
@@ -302,8 +304,7 @@ class TierPaths:
         self.layout = memory.layout
         self.packer = make_packer(memory.tensors, pages_of(memory.layout), memory.device)
         self.host = memory.host
-        self.namespaces = [shard.digest for shard in setup.shards]
-        """The namespace in headers, by group."""
+        self.shards = setup.shards
         self.verify_checksum = verify_checksum
         self.keys = setup.keys
         self.stretch = Stretch()
@@ -343,7 +344,7 @@ class TierPaths:
         while batch.alive and batch.phase < len(batch.phases):
             fault: str | None = None
             try:
-                yield from batch.phases[batch.phase](self, batch)
+                yield from batch.phases[batch.phase](self, batch) or ()
                 batch.phase, batch.submitted_s = batch.phase + 1, None
                 continue
             except TierError as error:
@@ -420,9 +421,23 @@ class TierPaths:
     # -- headers, checksums and MACs: a chunk that fails a check is CORRUPT ------------------------------------------
 
     def encode(self, batch: Batch, sums: Sequence[npt.NDArray[np.uint64]] | None) -> Pages:
-        """Return the header pages of chunks about to be stored. ``sums``: as for ``image.encode``."""
-        chunks = batch.alive
-        return image.encode(self.namespaces[chunks[0].group], batch.plan, chunks, sums)
+        """Return the header pages of chunks about to be stored; their blocks reach to the chunks' ends. ``sums``: each
+        chunk's block checksums; None: headers without checksums, for chunks that stay in memory.
+        """
+        chunks, table = batch.alive, None
+        firsts = [chunk.first_block for chunk in chunks]
+        if sums is not None:
+            table = np.zeros((len(chunks), batch.plan.blocks), dtype=np.uint64)
+            for row, (first, found) in enumerate(zip(firsts, sums, strict=True)):
+                table[row, first:] = found
+        return encode_headers(self._expected(batch.plan, chunks), table, firsts, created_s=int(time.time()))
+
+    def _expected(self, plan: GroupPlan, chunks: Sequence[Chunk]) -> ExpectedRows:
+        """Return the header fields of chunks, whose keys all name one group."""
+        keys = [chunk.key for chunk in chunks]
+        return ExpectedRows(
+            self.shards[chunks[0].group].digest, keys, key_group(keys[0]), plan.blocks, plan.block_bytes
+        )
 
     def check(
         self,
@@ -438,7 +453,7 @@ class TierPaths:
         chunks = batch.alive
         if pages is None:
             pages = [image.header_page(host_slot(chunk)) for chunk in chunks]
-        headers = check(pages, image.expected(self.namespaces[chunks[0].group], batch.plan, chunks))
+        headers = check(pages, self._expected(batch.plan, chunks))
         for row, (chunk, first) in enumerate(zip(chunks, headers.first_valid_block, strict=True)):
             chunk.row = row
             if first > chunk.first_block and len(chunk.block_ids) and row not in headers.errors:
@@ -456,7 +471,7 @@ class TierPaths:
             return
         firsts = [headers.first_valid_block[chunk.row] if whole else chunk.first_block for chunk in chunks]
         payloads = [
-            image.valid_rows(host_slot(chunk), plan, first) if whole else image.rows(host_slot(chunk), plan, chunk)
+            image.rows_between(host_slot(chunk), plan, first, plan.blocks if whole else first + len(chunk.block_ids))
             for chunk, first in zip(chunks, firsts, strict=True)
         ]
         summed = yield from self.packer.bring(chunks[0].group, payloads)
@@ -482,7 +497,7 @@ class TierPaths:
         read_bytes = 0
         for chunk in batch.alive:
             slot = host_slot(chunk)
-            rows = image.valid_rows(slot, batch.plan, headers.first_valid_block[chunk.row])
+            rows = image.rows_between(slot, batch.plan, headers.first_valid_block[chunk.row], batch.plan.blocks)
             try:
                 self.keys.verify(image.header_page(slot), rows)
             except FormatError as error:
@@ -502,7 +517,7 @@ class TierPaths:
                 chunk.end(Outcome.CORRUPT, words, error.reason)
 
 
-def _admit(paths: TierPaths, batch: Batch) -> Steps:
+def _admit(paths: TierPaths, batch: Batch) -> None:
     """End chunks whose block ids or offsets are out of range, for later phases touch memory unchecked. Choose those
     phases.
     """
@@ -515,4 +530,3 @@ def _admit(paths: TierPaths, batch: Batch) -> Steps:
             paths.complaints.error("LayoutError", "A chunk could not be moved: %s", error)
             chunk.end(Outcome.FAILED, str(error), "layout")
     paths.stretch.pause()
-    yield from ()

@@ -195,9 +195,10 @@ class NixlObjectMover(AgentMover):
         super()._finish(transfer, error, quarantine=quarantine)
 
     def _shut(self) -> None:
-        for transfer in self._waiting:
-            self._finish(transfer, f"{self.name}: closed before it was started")
+        for transfer in (*self._waiting, *self._resting):  # nothing of them is in flight
+            self._finish(transfer, transfer.failure or f"{self.name}: closed before it was started")
         self._waiting.clear()
+        self._resting.clear()
         for _ in self._askers:
             self._unasked.put(None)
         self.store.close()

@@ -18,7 +18,7 @@ from typing import Final
 from nixl_offload.errors import MoverError
 from nixl_offload.hardware.gds import pins_memory, settings_of, settings_path
 from nixl_offload.movers.base import MemoryRegion
-from nixl_offload.units import format_size
+from nixl_offload.units import short_size
 
 CUFILE: Final = "libcufile.so.0"
 _ALREADY_REGISTERED: Final = 5023
@@ -52,11 +52,12 @@ def pinning_limit(name: str, size_bytes: int, registered_bytes: int = 0, *, root
     )
     needed_kb = -(-(registered_bytes + size_bytes) // 1024) + own_kb
     if needed_kb > limit_kb:
-        before = f" beside the {_words(registered_bytes)} that are" if registered_bytes else ""
+        before = f" beside the {short_size(registered_bytes)} that are" if registered_bytes else ""
         raise MoverError(
-            f"{name}: cannot register {_words(size_bytes)} of device memory{before}: with {_words(own_kb << 10)} of "
-            f"cuFile's own this is over max_device_pinned_mem_size_kb = {limit_kb} ({_words(limit_kb << 10)}); set it "
-            f"to {needed_kb} or more under `properties` in {settings_path()}, or {_PACKED}"
+            f"{name}: cannot register {short_size(size_bytes)} of device memory{before}: with "
+            f"{short_size(own_kb << 10)} of cuFile's own this is over max_device_pinned_mem_size_kb = {limit_kb} "
+            f"({short_size(limit_kb << 10)}); set it to {needed_kb} or more under `properties` in {settings_path()}, "
+            f"or {_PACKED}"
         )
 
 
@@ -83,8 +84,8 @@ def check_pinning(name: str, region: MemoryRegion) -> None:
         deregister(region.address)
     elif error != _ALREADY_REGISTERED:
         raise MoverError(
-            f"{name}: cuFile refuses to register {_words(region.length_bytes)} of device memory (error {error}): is "
-            "the GPU's BAR1 window large enough (nvidia-smi -q -d MEMORY)? 'Above 4G decoding' and resizable BAR in "
+            f"{name}: cuFile refuses to register {short_size(region.length_bytes)} of device memory (error {error}): "
+            "is the GPU's BAR1 window large enough (nvidia-smi -q -d MEMORY)? 'Above 4G decoding' and resizable BAR in "
             f"the BIOS enlarge it; or {_PACKED}"
         )
 
@@ -104,9 +105,3 @@ def remove_holder(region: MemoryRegion, deregister: Callable[[], None]) -> None:
     if not _HOLDERS[region]:
         del _HOLDERS[region]
         _ENDS.pop(region).close()
-
-
-def _words(size_bytes: int) -> str:
-    """Return a readable size: in whole units if exact, else in MiB, rounded up."""
-    exact = format_size(size_bytes)
-    return exact if len(exact) <= 8 else f"{-(-size_bytes // (1 << 20))}MiB"

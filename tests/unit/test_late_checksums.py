@@ -27,7 +27,7 @@ from nixl_offload.chunk.header import (
     encode_headers,
     lacks_checksums,
 )
-from nixl_offload.engine import host as host_module, image as image_module
+from nixl_offload.engine import host as host_module, paths as paths_module
 from nixl_offload.engine.host import SlotHeaders
 from nixl_offload.types import Outcome
 from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig
@@ -57,7 +57,7 @@ def test_storage_holds_what_always_writes(make: Make, shape: str, monkeypatch: p
     """Byte for byte, header and padding too, for whole chunks and for the tail that a sliding window leaves; and it is
     served from there.
     """
-    monkeypatch.setattr(image_module.time, "time", lambda: 1_700_000_000.5)
+    monkeypatch.setattr(paths_module.time, "time", lambda: 1_700_000_000.5)
     rigs = {verify: make(shape=shape, verify=verify) for verify in ("checksum", "header", "always")}
     for group in range(len(rigs["checksum"].layout.groups)):
         for number, first in ((0, 0), (1, 2)):
