@@ -112,11 +112,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.file", description=__doc__)
     parser.add_argument("--dir", help="directory on the disk to measure (default: the system's temporary)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--movers", default="posix_aio,posix_uring", help="of: " + ", ".join(FIO_ENGINES))
+    parser.add_argument("--movers", nargs="+", choices=FIO_ENGINES, default=["posix_aio", "posix_uring"])
     chosen = parser.parse_args()
-    movers = chosen.movers.split(",")
-    if unknown := set(movers) - set(FIO_ENGINES):
-        parser.error(f"unknown mover {', '.join(sorted(unknown))}; there are {', '.join(FIO_ENGINES)}")
     if shutil.which("fio") is None:
         print("fio is not installed; `apt-get install fio` brings it", file=sys.stderr)
         return 2
@@ -124,7 +121,7 @@ def main() -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="nixl-offload-bench-", dir=chosen.dir) as directory:
         for shape in SHAPES:
-            for mover in movers:
+            for mover in chosen.movers:
                 print(f"{mover}, {shape}", file=sys.stderr)
                 rows += compare(mover, shape, chosen.rounds, Path(directory))
     print(table(rows))

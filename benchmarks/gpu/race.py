@@ -112,14 +112,8 @@ async def race(job: dict[str, Any]) -> dict[str, Any]:
         f"{found['ITL p50']:.1f} ms, under load p50 {under_load['ITL p50']:.1f}, p99 {under_load['ITL p99']:.0f} ms; "
         f"started in {start_s:.0f} s"
     )
-    return {
-        "words": words,
-        "short": short,
-        "start_s": start_s,
-        "cold_ttft_s": cold_s,
-        "alone": found,
-        "busy": under_load,
-    }
+    measured = {"start_s": start_s, "cold_ttft_s": cold_s, "alone": found, "busy": under_load}
+    return {"words": words, "short": short, **measured}
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ import argparse
 import compileall
 import importlib.metadata
 import json
-import lzma
-import sys
 import tarfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -60,20 +58,15 @@ def _is_installed(name: str) -> bool:
     return True
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kit", type=Path, metavar="KIT", help="the folder that `make gpu-kit` filled")
     parser.add_argument("target", type=Path, metavar="TARGET", help="a folder that is new or empty")
     options = parser.parse_args()
     start = time.monotonic()
-    try:
-        paths = unpack(options.kit.resolve(), options.target.resolve())
-    except (OSError, EOFError, lzma.LZMAError, tarfile.TarError) as error:
-        print(f"unpack: {error}", file=sys.stderr)
-        return 1
+    paths = unpack(options.kit.resolve(), options.target.resolve())
     print(json.dumps({"words": f"{time.monotonic() - start:.0f} s", "pythonpath": [str(path) for path in paths]}))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

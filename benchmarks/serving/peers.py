@@ -28,8 +28,8 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
-class _Played(CPUOffloadingSpec):
-    """Copies by ``CopyingWorker`` where KV blocks do not lie on a CUDA device."""
+class PlayedCPUOffloadingSpec(CPUOffloadingSpec):
+    """vLLM's memory, in the file that it takes on CUDA; copies by ``CopyingWorker`` where there is no CUDA device."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if kv_caches.tensors[0].tensor.is_cuda:
@@ -46,11 +46,7 @@ class _Played(CPUOffloadingSpec):
         return self._worker
 
 
-class PlayedCPUOffloadingSpec(_Played):
-    """vLLM's memory, in the file that it takes on CUDA."""
-
-
-class PlayedTieringOffloadingSpec(_Played, TieringOffloadingSpec):
+class PlayedTieringOffloadingSpec(PlayedCPUOffloadingSpec, TieringOffloadingSpec):
     """vLLM's memory with tiers behind it."""
 
 

@@ -40,18 +40,10 @@ class Room:
     storage: int
 
 
-def needs_bucket(name: str) -> bool:
-    """Whether a side talks to an S3 server."""
-    return name.endswith("s3")
-
-
 def engine_options(
     name: str, room: Room, directory: Path, bucket: Mapping[str, Any] | None, engine_id: str
 ) -> dict[str, Any]:
-    """Return the options of vLLM's engine that make a side.
-
-    ``bucket``: the config of an s3 tier.
-    """
+    """Return the options of vLLM's engine that make a side. ``bucket``: the config of an s3 tier."""
     if name == BASE:
         return {"enable_prefix_caching": True}
     transfer: dict[str, Any] = {"kv_role": "kv_both", "engine_id": engine_id, "kv_load_failure_policy": "recompute"}

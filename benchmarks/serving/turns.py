@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.serving.model import BLOCK_TOKENS, SHAPES, Pace, Shape, write_model, write_plugin
 from benchmarks.serving.report import Run
-from benchmarks.serving.sides import CHUNK_TOKENS, Room, engine_options, needs_bucket
+from benchmarks.serving.sides import CHUNK_TOKENS, Room, engine_options
 from benchmarks.serving.workloads import Spec, longest_tokens, make, unique_tokens
 from examples.demo.engine import quick_environment
 from examples.s3_server import RcloneServer
@@ -154,7 +154,7 @@ def job_of(
             "OMP_WAIT_POLICY": "passive",  # spinning threads are a CPU backend's, not a GPU's
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
-        if needs_bucket(side):
+        if side.endswith("s3"):
             server = stack.enter_context(RcloneServer(parent=directory))
             bucket = server.tier(prefix="kv")
             environment |= server.environment

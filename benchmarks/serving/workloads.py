@@ -126,8 +126,8 @@ def unique_tokens(workload: Sequence[Session]) -> int:
 
 def longest_tokens(workload: Sequence[Session]) -> int:
     """Return the tokens of the longest prompt with its answer."""
-    longest = 0
-    for session in workload:
-        turns = session.turns if session.keeps_history else session.turns[-1:]
-        longest = max(longest, len(session.prefix) + sum(len(turn.new) + turn.answer_tokens for turn in turns))
-    return longest
+    return max(
+        len(session.prefix)
+        + sum(len(turn.new) + turn.answer_tokens for turn in session.turns[0 if session.keeps_history else -1 :])
+        for session in workload
+    )
