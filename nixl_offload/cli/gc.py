@@ -43,7 +43,7 @@ from nixl_offload.tiers.kinds import open_inspector
 from nixl_offload.tiers.shared.eviction import STALE_DRAFT_S
 from nixl_offload.tiers.shared.inspect import SharedInspector, group_chunks
 from nixl_offload.tiers.shared.naming import is_ours, manifest_name
-from nixl_offload.tiers.shared.sweep import GRACE_S, NOTHING, Ages, Plan, Sweep, Totals, make_plan, manifest_goes
+from nixl_offload.tiers.shared.sweep import GRACE_S, NOTHING, Ages, Plan, Totals, make_plan, manifest_goes
 from nixl_offload.units import format_duration, parse_duration
 
 _SPLIT_OBJECTS: Final = 10_000
@@ -265,10 +265,9 @@ class Collection:
         Failures are recorded and the rest goes on; after three in a row it gives up. After an interruption it waits for
         its unfinished requests.
         """
-        sweep = Sweep(plan)
         try:
             for found in self.namespaces:
-                self._sweep(found, sweep)
+                self._sweep(found, plan)
                 if self.gave_up:
                     return
             if self.sweeps_drafts and isinstance(self._store, TreeStore):
@@ -278,12 +277,12 @@ class Collection:
         finally:
             self._progress.clear()
 
-    def _sweep(self, found: NamespaceAges, sweep: Sweep) -> None:
+    def _sweep(self, found: NamespaceAges, plan: Plan) -> None:
         """Delete a namespace's chunks by the plan: whole chunks, about a thousand names at a time."""
 
         def takes(chunk: ChunkInfo) -> bool:
             with self._lock:
-                return sweep.takes(chunk)
+                return plan.takes(chunk)
 
         def delete(chunks: Iterator[ChunkInfo]) -> None:
             names, batch = list[str](), NOTHING

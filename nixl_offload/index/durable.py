@@ -63,15 +63,6 @@ class Row(NamedTuple):
     """When it was put, by the clock of the machine."""
 
 
-class _Op(NamedTuple):
-    """A row to write. ``key`` None: the slot is free."""
-
-    offset: int
-    key: Key | None
-    slot_bytes: int = 0
-    put_ns: int = 0
-
-
 class _NotOursError(Exception):
     """The file of that name is no index of this geometry."""
 
@@ -163,7 +154,7 @@ class DurableIndex:
         self._filesystem = filesystem
         digest = hashlib.sha256(json.dumps([unit_bytes, dict(geometry)], sort_keys=True).encode()).digest()
         self._header = (_MAGIC.ljust(_DIGEST_AT, b"\0") + digest).ljust(PAGE_BYTES, b"\0")
-        self._queue: deque[_Op] = deque()
+        self._queue: deque[Row] = deque()
         """The caller appends without a lock (a deque's append is atomic); all else holds ``_changed``."""
         self._work = threading.Event()
         self._hurry = threading.Event()
@@ -175,10 +166,10 @@ class DurableIndex:
         self._stopping = False
         self._abandoned = False
         # Used only by the writer, once it runs.
-        self._ops: dict[int, _Op] = {}
-        """By row: what is to be written."""
+        self._rows: dict[int, Row] = {}
+        """By number: what is to be written. A free slot has no key."""
         self._must_make = False
-        """Whether the file must be made anew before ``_ops`` are written."""
+        """Whether the file must be made anew before ``_rows`` are written."""
         self._was_there = False
         """Whether the file has been opened before."""
         self._failing = True
@@ -203,11 +194,11 @@ class DurableIndex:
 
     def put(self, key: Key, location: Location) -> None:
         """Record that ``key`` is at ``location``. O(1), no I/O, never raises; ignored after ``close``."""
-        self._enqueue(_Op(location.offset, key, location.slot_bytes, time.time_ns()))
+        self._enqueue(Row(key, location.offset, location.slot_bytes, time.time_ns()))
 
     def delete(self, location: Location) -> None:
         """Record that the slot at ``location`` is free. O(1), no I/O, never raises; ignored after ``close``."""
-        self._enqueue(_Op(location.offset, None))
+        self._enqueue(Row(Key(b""), location.offset, 0, 0))
 
     def clear(self) -> None:
         """Remove all rows. O(1), no I/O, never raises; ignored after ``close``."""
@@ -241,12 +232,12 @@ class DurableIndex:
             self._stopping = True
         self._wake()
         self._writer.join(timeout_s)
-        return not (self._writer.is_alive() or self._queue or self._ops or self._clear or self._must_make)
+        return not (self._writer.is_alive() or self._queue or self._rows or self._clear or self._must_make)
 
-    def _enqueue(self, op: _Op) -> None:
+    def _enqueue(self, row: Row) -> None:
         if self._stopping:
             return
-        self._queue.append(op)
+        self._queue.append(row)
         if not self._work.is_set():
             self._work.set()
 
@@ -279,15 +270,15 @@ class DurableIndex:
         with self._changed:
             if self._clear:
                 self._clear, self._must_make = False, True
-                self._ops.clear()
+                self._rows.clear()
             while self._queue:  # also while storage fails, so that each slot waits with one row
-                op = self._queue.popleft()
-                if (number := op.offset // self._unit_bytes) < self._n_slots:
-                    self._ops[number] = op
+                row = self._queue.popleft()
+                if (number := row.offset // self._unit_bytes) < self._n_slots:
+                    self._rows[number] = row
             if self._abandoned:
-                self._ops.clear()
+                self._rows.clear()
                 return True
-        if not (self._ops or self._must_make or self._failing):
+        if not (self._rows or self._must_make or self._failing):
             return True
         try:
             if self._must_make:
@@ -297,7 +288,7 @@ class DurableIndex:
         except OSError as error:
             self._note_failure(tier_error(error, f"index {self._path}"))
             return False
-        self._ops.clear()
+        self._rows.clear()
         self._note_success()
         return True
 
@@ -307,9 +298,9 @@ class DurableIndex:
         try:
             if self._filesystem.stat(fd).st_size > (most_bytes := _row_at(self._n_slots)):
                 self._filesystem.truncate(fd, most_bytes)
-            for number, op in sorted(self._ops.items()):
-                write_all(self._filesystem, fd, memoryview(_row(op)), _row_at(number))
-            if self._ops:
+            for number, row in sorted(self._rows.items()):
+                write_all(self._filesystem, fd, memoryview(_packed(row)), _row_at(number))
+            if self._rows:
                 self._filesystem.sync(fd)
         finally:
             self._filesystem.close(fd)
@@ -375,11 +366,11 @@ def _row_at(number: int) -> int:
     return PAGE_BYTES + number * _ROW.size
 
 
-def _row(op: _Op) -> bytes:
-    if op.key is None:
+def _packed(row: Row) -> bytes:
+    if not row.key:
         return _FREE
-    row = _ROW.pack(0, op.put_ns, op.offset, op.slot_bytes, len(op.key), op.key)
-    return struct.pack("<Q", block_checksum(memoryview(row)[8:])) + row[8:]
+    data = _ROW.pack(0, row.put_ns, row.offset, row.slot_bytes, len(row.key), row.key)
+    return struct.pack("<Q", block_checksum(memoryview(data)[8:])) + data[8:]
 
 
 def _parse(table: npt.NDArray[np.uint8]) -> Iterator[Row]:

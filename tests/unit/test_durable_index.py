@@ -270,7 +270,7 @@ def test_calls_that_wait_take_a_row_for_each_slot(path: str) -> None:
         durable.delete(number % slots)
         durable.index.put(key(number), Location(0, number % slots * 4096, 4096))
     until(lambda: not durable.index._queue)
-    assert len(durable.index._ops) <= slots
+    assert len(durable.index._rows) <= slots
     os.rename(directory + ".away", directory)
     durable.write()
     durable.close()

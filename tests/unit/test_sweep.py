@@ -7,7 +7,7 @@ import math
 from hypothesis import given, strategies as st
 
 from nixl_offload.tiers.inspect import ChunkInfo, ShardInfo
-from nixl_offload.tiers.shared.sweep import GRACE_S, Ages, Sweep, make_plan
+from nixl_offload.tiers.shared.sweep import GRACE_S, Ages, make_plan
 from nixl_offload.types import Key
 
 NOW_S = 1_800_000_000.0
@@ -39,8 +39,8 @@ def test_whatever_is_there_the_limits_are_kept(
     chunks: list[ChunkInfo], max_bytes: int | None, older_than_s: float | None
 ) -> None:
     """Limits hold to within one age bucket."""
-    sweep = Sweep(make_plan(counted(chunks), max_bytes=max_bytes, older_than_s=older_than_s))
-    taken = [(item, sweep.takes(item)) for item in chunks]
+    plan = make_plan(counted(chunks), max_bytes=max_bytes, older_than_s=older_than_s)
+    taken = [(item, plan.takes(item)) for item in chunks]
     gone, kept = [item for item, goes in taken if goes], [item for item, goes in taken if not goes]
     assert all(item.modified_s < NOW_S - GRACE_S for item in gone)
     old_enough = [item for item in kept if item.modified_s < NOW_S - GRACE_S]

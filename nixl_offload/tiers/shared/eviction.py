@@ -26,7 +26,7 @@ from nixl_offload.tiers.inspect import ChunkInfo
 from nixl_offload.tiers.ownership import DirectoryLock
 from nixl_offload.tiers.shared.inspect import group_chunks
 from nixl_offload.tiers.shared.naming import is_ours, manifest_name, parse_manifest_name
-from nixl_offload.tiers.shared.sweep import Ages, Sweep, make_plan
+from nixl_offload.tiers.shared.sweep import Ages, make_plan
 
 logger = logging.getLogger(__name__)
 
@@ -160,10 +160,10 @@ def shrink(
     if stopped() or ages.total.size_bytes <= limit_bytes - step_bytes:
         return 0, limit_bytes
     left_bytes = limit_bytes - 2 * step_bytes
-    sweep = Sweep(make_plan(ages, max_bytes=left_bytes, older_than_s=None, grace_s=0.0))
+    plan = make_plan(ages, max_bytes=left_bytes, older_than_s=None, grace_s=0.0)
     evicted, fault = 0, None
     for chunk in _chunks(store, stopped, latest_s):
-        if sweep.takes(chunk):
+        if plan.takes(chunk):
             evicted += 1
             try:
                 store.delete([shard.place for shard in chunk.shards])

@@ -4,7 +4,7 @@ Threading: pure, one owner; nothing here does I/O or reads a clock.
 
 A tier may hold many millions of shards, so no names are kept. A first pass over the listing counts bytes by age
 (``Ages``: at most some ten thousand numbers per namespace). ``make_plan`` turns the counts into a point in time. A
-second pass, over a new listing, asks a ``Sweep`` about every chunk. Chunks written between the passes are younger than
+second pass, over a new listing, asks the ``Plan`` about every chunk. Chunks written between the passes are younger than
 that point, and stay.
 """
 
@@ -73,22 +73,31 @@ class Ages:
         self.total = self.total.plus(*totals)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
-    """Which chunks are deleted. Made by ``make_plan``."""
+    """Which chunks of a second listing are deleted. Made by ``make_plan``; used once."""
 
     before_s: float
     """Chunks modified before this time are deleted."""
     partly_before_s: float
     """Chunks modified between ``before_s`` and this time count as equally old. They are deleted ..."""
     partly_bytes: int
-    """... until this many of their bytes are."""
+    """... until so many more of their bytes are."""
     estimate: Totals
     """The chunks that will be deleted, to within one bucket of ``Ages`` and one chunk."""
     kept_bytes: int
     """The bytes that will be left, with the same precision."""
     over_bytes: int
     """Bytes above ``max_bytes`` that stay because they are too young."""
+
+    def takes(self, chunk: ChunkInfo) -> bool:
+        """Whether to delete ``chunk``; call once per chunk."""
+        if chunk.modified_s < self.before_s:
+            return True
+        if chunk.modified_s < self.partly_before_s and self.partly_bytes > 0:
+            self.partly_bytes -= chunk.size_bytes
+            return True
+        return False
 
 
 def make_plan(ages: Ages, *, max_bytes: int | None, older_than_s: float | None, grace_s: float = GRACE_S) -> Plan:
@@ -124,20 +133,3 @@ def make_plan(ages: Ages, *, max_bytes: int | None, older_than_s: float | None, 
 def manifest_goes(ages: Ages, modified_s: float) -> bool:
     """Whether to delete a namespace's manifest: it has no shards, and is older than ``MANIFEST_MIN_AGE_S``."""
     return not ages.total.objects and modified_s < ages.now_s - MANIFEST_MIN_AGE_S
-
-
-class Sweep:
-    """Carries out a plan: says for each chunk of a second listing whether to delete it."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._partly_left_bytes = plan.partly_bytes
-
-    def takes(self, chunk: ChunkInfo) -> bool:
-        """Whether to delete ``chunk``; call once per chunk."""
-        if chunk.modified_s < self._plan.before_s:
-            return True
-        if chunk.modified_s < self._plan.partly_before_s and self._partly_left_bytes > 0:
-            self._partly_left_bytes -= chunk.size_bytes
-            return True
-        return False
