@@ -42,6 +42,7 @@ from nixl_offload.catalog.catalog import LoadTicket, StoreTicket
 from nixl_offload.config import parse_config
 from nixl_offload.tiers.base import Place
 from nixl_offload.tiers.slab.file import SlabPlace
+from nixl_offload.tiers.slots import SlotPlaces
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm.messages import TicketSpec
 from nixl_offload.vllm.rank_shards import leave_uncut
@@ -84,7 +85,8 @@ class Rank:
         (self._slot_bytes,) = self._worker.geometry().slot_bytes
         place = Place(bytes(32))
         if medium == "slab":
-            place = SlabPlace(bytes(32), str(directory), CHUNKS * self._slot_bytes, 4 * self._slot_bytes)
+            slots = SlotPlaces(CHUNKS * self._slot_bytes, 4 * self._slot_bytes)
+            place = SlabPlace(bytes(32), str(directory), slots)
         self._jobs = 0
         self._worker.open({0: place})
         (status,) = _until(self._worker.take_status, "the tiers do not open")[0].tiers

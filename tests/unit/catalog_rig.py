@@ -20,7 +20,7 @@ from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slab.file import SlabPlace
 from nixl_offload.tiers.slab.tier import SlabTier
 from nixl_offload.tiers.slot_tier import MemoryTier, SlotTier
-from nixl_offload.tiers.slots import SlotAllocator
+from nixl_offload.tiers.slots import SlotAllocator, SlotPlaces
 from nixl_offload.types import Key, Outcome
 from tests.unit.shared_rig import MemoryStore, namespace_of, options
 
@@ -90,7 +90,7 @@ class Chain:
         return MemoryTier(MEMORY, Place(b"n" * 32), self._allocator(slots))
 
     def _file(self, path: Path, slots: int) -> SlabTier:
-        place = SlabPlace(b"n" * 32, str(path), slots * SLOT, self._slot_sizes[-1])
+        place = SlabPlace(b"n" * 32, str(path), SlotPlaces(slots * SLOT, self._slot_sizes[-1]))
         durable = DurableIndex(str(path / "index.table"), self._slot_sizes[0], slots * SLOT // self._slot_sizes[0], {})
         return SlabTier(FILE, place, self._allocator(slots), durable)
 

@@ -58,10 +58,11 @@ class Stored:
         self.offsets = {number: place.offset for number, place in places.items() if place is not None}
         self.place, self.slabs = tier.place, Path(tier.place.directory)
         for rank in range(plan.ranks):
-            file = SlabFile(self.slabs / rank_file_name(rank), tier.place.rank_bytes, tier.place.extent_bytes)
+            slots = tier.place.slots
+            file = SlabFile(self.slabs / rank_file_name(rank), slots.rank_bytes, slots.extent_bytes)
             rig = RankRig(self.tree, plan, heads, rank, namespace=space, slab=file)
             if space.slot_replicas:
-                rig.chunks.take_places(SLAB, tier.place.slots)
+                rig.chunks.take_places(SLAB, slots)
             rig.offsets = self.offsets
             for number in CHUNKS:
                 rig.write(number)

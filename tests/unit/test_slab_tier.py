@@ -39,9 +39,8 @@ class Rank:
     def __init__(self, place: SlabPlace) -> None:
         self.path = Path(place.directory) / rank_file_name(0)
         self.now_s = 0.0
-        self.slab = SlabFile(
-            self.path, place.rank_bytes, place.extent_bytes, owner=place.owner, is_locked_here=place.is_locked_here()
-        )
+        sizes = place.slots.rank_bytes, place.slots.extent_bytes
+        self.slab = SlabFile(self.path, *sizes, owner=place.owner, is_locked_here=place.is_locked_here())
         self._mover = CopyMover()
         self.slab.open()
         self.link = SlabLink(self.slab, self._mover, lambda: self.now_s)
@@ -251,7 +250,7 @@ def test_chunks_are_evicted_where_others_have_filled_the_drive(server: Server) -
         rank = server.rank(tier)
         assert put(tier, rank)
         space = os.statvfs(server.path)
-        others.write_bytes(bytes(space.f_bavail * space.f_frsize - 3 * tier.place.extent_bytes))
+        others.write_bytes(bytes(space.f_bavail * space.f_frsize - 3 * tier.place.slots.extent_bytes))
         while grown := put(tier, rank):
             assert not grown[1]
         first = put(tier, rank)

@@ -33,6 +33,7 @@ from nixl_offload.tiers.base import Place
 from nixl_offload.tiers.ownership import DirectoryLock
 from nixl_offload.tiers.shared.links import TreeLink
 from nixl_offload.tiers.slab.file import SlabPlace
+from nixl_offload.tiers.slots import SlotPlaces
 from nixl_offload.types import Key, Location, Outcome
 from nixl_offload.vllm import background, rank_tiers, worker as worker_module
 from nixl_offload.vllm.adapters import AdapterUse, adapter_of
@@ -70,12 +71,8 @@ class Rig:
         shards = leave_uncut(caches, BLOCKS_PER_CHUNK, "digest", 1)
         self.worker = NixlOffloadingWorker(offloading, config, self.tensors, shards)
         (self.slot_bytes,) = self.worker.geometry().slot_bytes
-        self.place = SlabPlace(
-            directory=str(directory),
-            namespace=b"r" * 32,
-            rank_bytes=64 * self.slot_bytes,
-            extent_bytes=4 * self.slot_bytes,
-        )
+        slots = SlotPlaces(64 * self.slot_bytes, 4 * self.slot_bytes)
+        self.place = SlabPlace(b"r" * 32, str(directory), slots)
         if is_open:
             assert self.open(self.place).open
 

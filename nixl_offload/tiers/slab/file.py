@@ -15,8 +15,8 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -47,19 +47,11 @@ class SlabPlace(Place):
     """All ranks have the same geometry."""
 
     directory: str
-    rank_bytes: int
-    extent_bytes: int
-    replicas: Mapping[int, int] = field(default_factory=dict)
-    """As ``SlotPlaces.replicas``."""
+    slots: SlotPlaces
     owner: str = ""
     """The holder of the directory's lock. A rank stores nothing while another owner holds it. "": no check."""
     machine: str = ""
     """The owner's machine (``hardware.machine``); "": unknown."""
-
-    @property
-    def slots(self) -> SlotPlaces:
-        """The places of slots."""
-        return SlotPlaces(self.rank_bytes, self.extent_bytes, self.replicas)
 
     def is_locked_here(self) -> bool:
         """Whether this process runs on the owner's machine. If so, nothing may be made without the owner's lock.
@@ -260,8 +252,8 @@ def open_link(config: SlabConfig, place: SlabPlace, rank: int, mover: Mover) -> 
         for each in [rank, *place.slots.neighbours(rank)]:
             slab = SlabFile(
                 os.path.join(place.directory, rank_file_name(each)),
-                rank_bytes=place.rank_bytes,
-                extent_bytes=place.extent_bytes,
+                rank_bytes=place.slots.rank_bytes,
+                extent_bytes=place.slots.extent_bytes,
                 direct_io=config.direct_io,
                 owner=place.owner,
                 is_locked_here=place.is_locked_here(),

@@ -77,9 +77,7 @@ class SlabTier(SlotTier):
             place = SlabPlace(
                 directory=str(directory.namespace_path),
                 namespace=namespace.digest,
-                rank_bytes=allocator.rank_bytes,
-                extent_bytes=allocator.extent_bytes,
-                replicas=replicas,
+                slots=allocator.places,
                 owner=directory.owner,
                 machine=machine_token(),
             )
