@@ -130,7 +130,7 @@ rm $image; losetup -d $device
 cd {repository}; exec {bench} engine --dir {scratch}/loop --seconds 45'"""
 KERNELS = " ".join(f"tests/gpu/test_{name}_cuda.py" for name in ("kernels", "streams", "packer"))
 ENGINE = "tests/gpu/test_engine_cuda.py -k 'per_layer or large or rots or came_with'"
-REST = ("movers", "device_packer", "autotune", "tensor_digests")
+REST = ("movers", "autotune", "tensor_digests")
 SMOKE = "{python} -m benchmarks.gpu.smoke "
 RACE = "{python} -m benchmarks.gpu.race --dir {data} "
 
@@ -138,7 +138,7 @@ CALL_1 = (
     Stage("unpack", 20, "{python} -m benchmarks.gpu.unpack {kit} {scratch}/kit"),
     Stage("machine", 8, "{python} benchmarks/gpu/check.py --facts {data}"),
     Stage("movers", 20, "env CUFILE_LOGGING_LEVEL=INFO {bench} movers --dir {data}"),
-    Stage("tests of kernels", 40, PYTEST + KERNELS, tested),
+    Stage("tests of kernels", 50, PYTEST + KERNELS, tested),
     Stage("vLLM with ours", 22, SMOKE + "memory+slab {data}/ours", climbs=True, early=True),
     Stage("another, restarted", 14, SMOKE + "memory+slab {data}/ours --again", early=True),
     Stage("vLLM with its own", 14, SMOKE + "vllm-cpu {data}/its-own", early=True),
