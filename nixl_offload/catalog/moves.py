@@ -224,12 +224,15 @@ class Moves:
     def _advance(self, prefetch: _Prefetch, now_s: float, looks_left: int) -> tuple[int, bool, bool]:
         """Return how many lookups are left, whether some tier is looking, and whether all chunks are known."""
         memory, is_asking = self._tiers[self._memory], False
+        # A lookup in a tier that is out of use might be its trial, which is for a load.
+        usable = [at for at, tier in enumerate(self._tiers) if tier.in_use]
+        allowed = usable if prefetch.allowed is None else [at for at in usable if at in prefetch.allowed]
         for at in range(prefetch.next, len(prefetch.keys)):
             if not looks_left:
                 return 0, is_asking, False
             looks_left -= 1
             key, context = prefetch.keys[at], LookupContext(prefetch.request_id, prefetch.end_tokens[at])
-            answer = self._catalog.lookup(key, now_s, context, prefetch.allowed)
+            answer = self._catalog.lookup(key, now_s, context, allowed)
             if answer is Lookup.RETRY:
                 is_asking = True  # later chunks are asked about, too: a search has to know where they end
             elif answer is Lookup.MISS and prefetch.is_prefix:

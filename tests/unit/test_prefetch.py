@@ -15,7 +15,7 @@ from nixl_offload.catalog.catalog import MoveTicket
 from nixl_offload.tiers.shared.naming import shard_name
 from nixl_offload.tiers.shared.tier import SharedTier
 from nixl_offload.tiers.slot_tier import MemoryTier
-from nixl_offload.types import Key, Outcome
+from nixl_offload.types import Key, Lookup, LookupContext, Outcome
 from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
 from tests.unit.shared_rig import WAIT_S, namespace_of
 
@@ -188,6 +188,19 @@ def test_a_bucket_is_asked_first_and_then_read(make: MakeChain) -> None:
     for ticket in [*chain.open]:
         chain.report(ticket)
     assert chain.holders(1) == [MEMORY, FILE, BUCKET]
+
+
+def test_the_trial_of_a_tier_that_cannot_be_loaded_from_is_left_to_a_request(make: MakeChain) -> None:
+    chain = make(bucket=True)
+    chain.store(1)
+    chain.write_through()
+    for tier in (MEMORY, FILE):
+        chain.tiers[tier].drop(key(1))
+    chain.catalog.disable((), {BUCKET}, chain.now_s)
+    foretell(chain, 1)
+    assert bring(chain) == []
+    assert chain.catalog.lookup(key(1), chain.now_s, LookupContext("a", 16)) is Lookup.HIT
+    assert chain.catalog.lookup(key(1), chain.now_s, LookupContext("b", 16)) is Lookup.MISS
 
 
 def test_a_bucket_that_does_not_answer_holds_up_no_other(make: MakeChain) -> None:
