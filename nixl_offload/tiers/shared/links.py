@@ -47,14 +47,7 @@ class SharedLink(Link):
     """A rank's access to shards. Loads and stores have a breaker each: storage that refuses writes may be readable."""
 
     def __init__(
-        self,
-        name: str,
-        namespace_name: str,
-        mover: Mover,
-        clock: Callable[[], float],
-        *,
-        stores: Breaker,
-        loads: Breaker,
+        self, name: str, namespace_name: str, mover: Mover, clock: Callable[[], float], stores: Breaker
     ) -> None:
         """``clock``: the time for the breakers, monotonic seconds."""
         self.name = name
@@ -62,7 +55,7 @@ class SharedLink(Link):
         self._namespace = namespace_name
         self._clock = clock
         self._stores = stores
-        self._loads = loads
+        self._loads = Breaker(f"Loads from {name}", threshold=FAILURES, trial_limit_s=TRIAL_LIMIT_S)
         self._stale: list[FileId] = []
         """Files that are no longer used. One that late I/O may still touch stays open until the mover closes."""
 
@@ -126,9 +119,8 @@ class ObjectLink(SharedLink):
     def __init__(self, where: str, namespace_name: str, mover: Mover, clock: Callable[[], float]) -> None:
         """``where`` is for people, such as ``s3://bucket/prefix``, without credentials."""
         name = f"S3 tier {where}"
-        loads = Breaker(f"Loads from {name}", threshold=FAILURES, trial_limit_s=TRIAL_LIMIT_S)
         stores = Breaker(f"Stores to {name}", threshold=FAILURES, trial_limit_s=TRIAL_LIMIT_S)
-        super().__init__(name, namespace_name, mover, clock, stores=stores, loads=loads)
+        super().__init__(name, namespace_name, mover, clock, stores)
 
     def connect(self) -> None:
         """Do nothing: the first transfer shows whether the bucket works."""
@@ -198,8 +190,7 @@ class TreeLink(SharedLink):
             flap_window_s=STORE_PAUSE_S,
             effect=NOTHING_STORED,
         )
-        loads = Breaker(f"Loads from {name}", threshold=FAILURES, trial_limit_s=TRIAL_LIMIT_S)
-        super().__init__(name, namespace_name, mover, clock, stores=stores, loads=loads)
+        super().__init__(name, namespace_name, mover, clock, stores)
         touch_after_s = KEPT_TOUCH_S if is_kept else TOUCH_AFTER_S
         self._files = TreeFiles(
             root, filesystem=filesystem, direct_io=direct_io, touch_after_s=touch_after_s, kept_free=kept_free
