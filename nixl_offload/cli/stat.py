@@ -14,16 +14,7 @@ from typing import Any, Final
 
 from nixl_offload.chunk.authentication import stated_key_id
 from nixl_offload.chunk.header import HEADER_BYTES, decode_header
-from nixl_offload.cli.common import (
-    TierFailure,
-    about_size,
-    add_selection,
-    keys_of,
-    moment,
-    selected,
-    set_up,
-    visit,
-)
+from nixl_offload.cli.common import TierFailure, about_size, add_selection, keys_of, moment, selected, set_up, visit
 from nixl_offload.cli.shard import NO_KEY, ChunkChecker
 from nixl_offload.config import load_config
 from nixl_offload.errors import ConfigError, FormatError, StoreError

@@ -18,13 +18,7 @@ from botocore.exceptions import ClientError
 
 from nixl_offload.config.schema import S3Config
 from nixl_offload.errors import NotSupportedError, StoreError
-from nixl_offload.stores.s3 import (
-    ATTEMPTS,
-    CONNECT_TIMEOUT_S,
-    S3Address,
-    answer_error,
-    hush_botocore,
-)
+from nixl_offload.stores.s3 import ATTEMPTS, CONNECT_TIMEOUT_S, S3Address, answer_error, hush_botocore
 
 Rule = dict[str, Any]
 """A lifecycle rule in the format of S3's API."""

@@ -158,12 +158,7 @@ ANSWERS: dict[str, tuple[str, Raw, str, str]] = {
     "no object": ("read", error("404 Not Found", "NoSuchKey"), "missing", "NoSuchKey"),
     "past its end": ("read", error("416 Range Not Satisfiable", "InvalidRange"), "short", "ends before"),
     "broken off": ("read", BROKEN, "unreachable", "GET"),
-    "short": (
-        "read",
-        raw("206 Partial Content", b"01234", **SHORT),
-        "short",
-        "",
-    ),
+    "short": ("read", raw("206 Partial Content", b"01234", **SHORT), "short", ""),
     "short whole": ("read", raw("200 OK", b"01234", **WHOLE), "short", ""),
     "may not delete": ("delete", undeleted("AccessDenied"), "denied", ""),
     "cannot delete": ("delete", undeleted("InternalError"), "server", ""),

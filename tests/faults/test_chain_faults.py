@@ -21,13 +21,7 @@ from tests.unit.chain_rig import BUCKET, FILE, MEMORY, ChainRig, chain_rigs
 from tests.unit.engine_rig import NUM_BLOCKS, HangingSlab, RaisingMover, faulty
 from tests.unit.link_rig import Watched
 
-OK, FAILED, CORRUPT, DROPPED, TAINTED = (
-    Outcome.OK,
-    Outcome.FAILED,
-    Outcome.CORRUPT,
-    Outcome.DROPPED,
-    Outcome.TAINTED,
-)
+OK, FAILED, CORRUPT, DROPPED, TAINTED = (Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED, Outcome.TAINTED)
 Make = Callable[..., ChainRig]
 LOAD_TIMEOUT_S = 30.0
 

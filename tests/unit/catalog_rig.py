@@ -124,12 +124,7 @@ class Chain:
         assert grant.keys == tuple(keys(*numbers))
         return self.report(grant.ticket)
 
-    def load(
-        self,
-        *numbers: int,
-        failed: Mapping[int, Outcome] | None = None,
-        promoted: Outcome = Outcome.OK,
-    ) -> None:
+    def load(self, *numbers: int, failed: Mapping[int, Outcome] | None = None, promoted: Outcome = Outcome.OK) -> None:
         """Load ``numbers``, and end all their promotions with the same outcome."""
         grant = self.catalog.prepare_load(keys(*numbers), self.now_s)
         self.report(grant.ticket, failed)

@@ -46,11 +46,7 @@ SLOTS = 32
 
 
 def make_host(slot_bytes: int, *, memory_slots: int = 16, relay_slots: int = 2) -> HostSlab:
-    return HostSlab(
-        memory_bytes=memory_slots * slot_bytes,
-        relay_slots=relay_slots,
-        slot_bytes=slot_bytes,
-    )
+    return HostSlab(memory_bytes=memory_slots * slot_bytes, relay_slots=relay_slots, slot_bytes=slot_bytes)
 
 
 class Chained(Driven):

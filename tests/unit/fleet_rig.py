@@ -94,11 +94,7 @@ class RankRig(Chained):
         self.layout = KVLayout(tuple(specs), groups, CHUNK_BLOCKS)
         sizes = [self.layout.slot_bytes(at) for at in range(len(groups))]
         self.slot_bytes = sum(sizes)
-        self.host = HostSlab(
-            memory_bytes=SLOTS * self.slot_bytes,
-            relay_slots=2,
-            slot_bytes=max(sizes),
-        )
+        self.host = HostSlab(memory_bytes=SLOTS * self.slot_bytes, relay_slots=2, slot_bytes=max(sizes))
         digest = bytes(32) if namespace is None else namespace.digest
         shards = [Shard(number, shard_digest(digest, number)) for _, number in plan.shards_of(rank)]
         extent = align_up(4 * self.slot_bytes, 65536)

@@ -24,10 +24,7 @@ from nixl_offload.chunk.header import (
     encode_headers,
 )
 from nixl_offload.errors import FormatError, TierError
-from nixl_offload.identity.namespace import (
-    manifest_digest,
-    manifest_fits,
-)
+from nixl_offload.identity.namespace import manifest_digest, manifest_fits
 from nixl_offload.index.durable import DurableIndex, IndexReader
 from nixl_offload.tiers.slab.directory import MANIFEST_NAME, last_use_s, read_manifest
 from nixl_offload.types import Key, Location

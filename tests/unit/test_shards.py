@@ -92,11 +92,7 @@ def test_a_stage_holds_whole_ranges() -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "heads", "tp", "would_do"),
-    [
-        (2, 8, 4, "`shards: 8` would do"),
-        (2, 8, 16, "`shards: 8` would do"),
-        (4, 8, 3, "no number would do"),
-    ],
+    [(2, 8, 4, "`shards: 8` would do"), (2, 8, 16, "`shards: 8` would do"), (4, 8, 3, "no number would do")],
 )
 def test_there_is_no_plan_for_parts_of_shards(wanted: int, heads: int, tp: int, would_do: str) -> None:
     """If a rank would hold half a shard there is no plan; the reason names a number that works."""

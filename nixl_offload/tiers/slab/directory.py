@@ -84,13 +84,7 @@ class TierDirectory:
         self._kept_free = 0.0
 
     @classmethod
-    def open(
-        cls,
-        config: SlabConfig,
-        context: TierContext,
-        *,
-        filesystem: Filesystem = REAL,
-    ) -> TierDirectory:
+    def open(cls, config: SlabConfig, context: TierContext, *, filesystem: Filesystem = REAL) -> TierDirectory:
         """Lock the directory, make room in it, and compute the slabs' size.
 
         The capacity covers everything under the path: slabs of all ranks and data-parallel engines, indexes, other

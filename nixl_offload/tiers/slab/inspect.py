@@ -21,13 +21,7 @@ from nixl_offload.stores.directory import TreeFiles
 from nixl_offload.stores.filesystem import children, is_directory, tier_error, tree_bytes
 from nixl_offload.tiers.inspect import ChunkInfo, Inspector, NamespaceInfo, ShardInfo, printable
 from nixl_offload.tiers.ownership import holder_of, require_directory
-from nixl_offload.tiers.slab.directory import (
-    DP_NAME,
-    INDEX_NAME,
-    NAMESPACE_NAME,
-    last_use_s,
-    read_manifest,
-)
+from nixl_offload.tiers.slab.directory import DP_NAME, INDEX_NAME, NAMESPACE_NAME, last_use_s, read_manifest
 from nixl_offload.tiers.slab.file import rank_file_name
 from nixl_offload.tiers.slots import SlotPlaces
 from nixl_offload.types import key_group
