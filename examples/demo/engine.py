@@ -182,11 +182,12 @@ class Engine:
         values: dict[str, float] = self.call("metrics")["metrics"]
         return values
 
-    def labelled(self, name: str, label: str) -> dict[str, float]:
-        """Counters or gauges of one name, summed by the value of one label."""
+    def labelled(self, name: str, label: str, **having: str) -> dict[str, float]:
+        """Counters or gauges of one name that have some labels, summed by the value of one label."""
         values: dict[str, float] = {}
         for labels, value in self.call("labelled", name=name)["values"]:
-            values[labels[label]] = values.get(labels[label], 0) + value
+            if having.items() <= labels.items():
+                values[labels[label]] = values.get(labels[label], 0) + value
         return values
 
     def stored_bytes(self) -> int:

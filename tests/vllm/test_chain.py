@@ -32,6 +32,7 @@ from tests.vllm.harness import (
 PROMPTS = chunk_prompts(6, seed=801)
 ALL_TOKENS = len(PROMPTS) * FULL_TOKENS
 SOURCES = "vllm:prompt_tokens_cached_by_source"
+CHUNKS = "vllm:nixl_offload_chunks"
 SMALL = {"kind": "memory", "capacity": "8MiB"}
 """Room for 7 chunks of TINY; ``PROMPTS`` have 24."""
 LARGE = {"kind": "memory", "capacity": "64MiB"}
@@ -63,11 +64,8 @@ def stored(engine: Engine, asked: list[list[int]]) -> list[Answer]:
 
 def arrived(engine: Engine) -> dict[str, float]:
     """Return how many chunks have reached each tier, by a move or a store: a full memory is passed over."""
-    found: dict[str, float] = {}
-    for labels, value in engine.call("labelled", name="vllm:nixl_offload_chunks")["values"]:
-        if labels["operation"] in {"store", "write_through"} and labels["outcome"] == "ok":
-            found[labels["tier"]] = found.get(labels["tier"], 0) + value
-    return found
+    ways = [engine.labelled(CHUNKS, "tier", operation=way, outcome="ok") for way in ("store", "write_through")]
+    return {tier: sum(way.get(tier, 0) for way in ways) for tier in ways[0] | ways[1]}
 
 
 Start = Callable[..., Engine]

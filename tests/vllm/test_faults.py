@@ -41,6 +41,7 @@ from tests.vllm.damage import (
 )
 from tests.vllm.harness import Answer, Engine, Workshop, assert_same, chain_config
 from tests.vllm.media import LOOKING, MOVERS, REMEMBERING, Medium, bucket, slab, tree
+from tests.vllm.test_chain import CHUNKS
 
 PROMPTS = chunk_prompts(2, seed=101)
 STORED = len(PROMPTS) * PROMPT_CHUNKS
@@ -384,9 +385,7 @@ def test_memory_and_files_in_front_of_a_bucket_that_stalls(
             held.release()
 
             def arrived() -> float:
-                done = {"operation": "write_through", "outcome": "ok", "tier": "s3"}
-                counted = engine.call("labelled", name="vllm:nixl_offload_chunks")["values"]
-                return float(sum(value for labels, value in counted if done.items() <= labels.items()))
+                return engine.labelled(CHUNKS, "tier", operation="write_through", outcome="ok")["s3"]
 
             def goes_on() -> bool:
                 there = arrived()

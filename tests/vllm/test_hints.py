@@ -49,11 +49,7 @@ def carry(engine: Engine, params: Any) -> None:
 
 def chunks(engine: Engine, operation: str) -> dict[str, float]:
     """Chunks so far by outcome."""
-    found: dict[str, float] = {}
-    for labels, value in engine.call("labelled", name="vllm:nixl_offload_chunks")["values"]:
-        if labels["operation"] == operation:
-            found[labels["outcome"]] = found.get(labels["outcome"], 0) + value
-    return found
+    return engine.labelled("vllm:nixl_offload_chunks", "outcome", operation=operation)
 
 
 def retained_bytes(engine: Engine) -> float:
