@@ -202,9 +202,6 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
                         failed.add(request)
             for ticket, failures in tickets.items():
                 self._news().tickets[ticket] = TicketReport(1, failures)
-            if (jobs or tickets) and (work := worker.engine.take_work()) is not None:
-                report = self._news()
-                report.work = work if report.work is None else report.work.merge(work)
             if status := worker.take_status():
                 self._news().ranks.update(status)
         return KVConnectorTransferResults(set(), received, failed)
@@ -252,6 +249,8 @@ class NixlConnectorWorker(OffloadingConnectorWorker):
             self._news().geometries[geometry.rank] = geometry
         if self.worker is not None and (adapters := self.worker.adapters.take()):
             self._news().adapters[self.spec.config.parallel.rank] = adapters
+        if self.worker is not None and self._report is not NOTHING:
+            self._report.work = self.worker.engine.take_work()
         report, self._report = self._report, NOTHING
         return report
 
