@@ -19,6 +19,7 @@ from itertools import compress, count
 from math import gcd
 from typing import Final, Literal, NamedTuple
 
+from nixl_offload.errors import NotSupportedError
 from nixl_offload.types import Key
 
 HeadCut = Literal["distinct"] | int
@@ -149,10 +150,10 @@ def make_plan(
     has_layers: Sequence[Sequence[bool]],
     tp: int,
     layers: LayerCut = ONE_RANGE,
-) -> ShardPlan | str:
-    """Return the plan of an engine with ``tp`` ranks in each stage. If a rank would hold a part of a shard there is no
-    plan; then return the reason, as a clause.
+) -> ShardPlan:
+    """Return the plan of an engine with ``tp`` ranks in each stage.
 
+    Raises NotSupportedError, with the reason as a clause, if a rank would hold a part of a shard.
     ``heads``: by group, the KV heads of its layers on all ranks together; 1 if KV is not divided (MLA). The number of
     head ranges is reduced to its gcd with them. ``has_layers``: by group and range of layers.
     """
@@ -166,15 +167,15 @@ def make_plan(
         elif is_alike and head_ranges == total and tp % total == 0:
             held = GroupShards(head_ranges, 1, tp // head_ranges, has_ranges)
         elif wanted == "distinct":
-            return _NOT_DISTINCT.format(tp=tp, number=number)
+            raise NotSupportedError(_NOT_DISTINCT.format(tp=tp, number=number))
         else:
             works = is_alike and (total % tp == 0 or tp % total == 0)
-            return (
+            raise NotSupportedError(
                 f"`shards: {wanted}` cuts the {max(of_layers)} KV heads of group {number} into {head_ranges}, which "
                 f"tensor parallelism {tp} cannot share out; "
                 f"{f'`shards: {total}` would do' if works else 'no number would do'}"
             )
         if wanted == "distinct" and held.per_rank > 1:
-            return _NOT_DISTINCT.format(tp=tp, number=number)
+            raise NotSupportedError(_NOT_DISTINCT.format(tp=tp, number=number))
         groups.append(held)
     return ShardPlan(tuple(groups), layers)

@@ -145,18 +145,19 @@ class NixlOffloadSpec(OffloadingSpec):
         rank, is_missed = self.config.parallel.rank, True
         try:
             found = cut_chunks(caches, wanted, blocks)
-            if not isinstance(found, str):
-                if rank == 0:
-                    numbers = ", ".join(str(group.head_ranges * len(group.ranges)) for group in found.plan.groups)
-                    logger.info("Chunks are cut by KV heads and layers; shards of a chunk, by KV group: %s", numbers)
-                return found
+            if rank == 0:
+                numbers = ", ".join(str(group.head_ranges * len(group.ranges)) for group in found.plan.groups)
+                logger.info("Chunks are cut by KV heads and layers; shards of a chunk, by KV group: %s", numbers)
+            return found
+        except NotSupportedError as error:
+            why = str(error)
             is_missed = wanted.heads != "distinct" or wanted.layers is not None or has_replicas(self.vllm_config)
         except Exception:  # an unknown kind of cache is stored rank by rank
-            found = f"the KV heads in the caches of rank {rank} are not found"
+            why = f"the KV heads in the caches of rank {rank} are not found"
             logger.exception("The KV heads in the caches of this rank are not found")
         if rank == 0 and is_missed:
             logger.warning(
-                "Chunks are stored as each rank has them, and only engines of the same size share them: %s", found
+                "Chunks are stored as each rank has them, and only engines of the same size share them: %s", why
             )
         return None
 

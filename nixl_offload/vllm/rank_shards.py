@@ -36,7 +36,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches
 from nixl_offload.chunk.layout import GroupLayout, HeadPages, KVLayout, shard_groups
 from nixl_offload.chunk.shards import ONE_RANGE, LayerCut, ShardPlan, cut_layers, make_plan, uncut_plan
 from nixl_offload.config import ShardCut
-from nixl_offload.errors import LayoutError
+from nixl_offload.errors import LayoutError, NotSupportedError
 from nixl_offload.identity.settings import collect
 from nixl_offload.vllm.kv_caches import RankCaches, canonical_layout, layer_pages, regions_of, understood_pages
 from nixl_offload.vllm.rank_identity import layer_facts
@@ -79,14 +79,13 @@ _Layers = list[dict[str, tuple[KVCacheSpec, HeadPages]]]
 """By group: the layers of a range, in the order of their bytes (``_in_order``)."""
 
 
-def cut_chunks(caches: RankCaches, wanted: ShardCut, blocks_per_chunk: int) -> RankShards | str:
-    """Return how chunks are cut, or why they are not, as a clause. The result is the same on all ranks.
+def cut_chunks(caches: RankCaches, wanted: ShardCut, blocks_per_chunk: int) -> RankShards:
+    """Return how chunks are cut. The result is the same on all ranks.
 
-    An error in this rank's caches is raised once the other ranks know of it; they return a clause.
+    Raises NotSupportedError, with the reason as a clause, if they cannot be cut. Another error in this rank's caches is
+    raised once the other ranks know of it.
     """
     cut = cut_by_config(caches.vllm, wanted)
-    if isinstance(cut, str):
-        return cut
     parallel = caches.vllm.parallel_config
     rank, tp = parallel.rank, parallel.tensor_parallel_size
     ranges: dict[int, _Layers] = {}
@@ -113,20 +112,18 @@ def cut_chunks(caches: RankCaches, wanted: ShardCut, blocks_per_chunk: int) -> R
         raise failure
     all_layers = [each for each in everyone if isinstance(each, _RankLayers)]
     if len(all_layers) < len(everyone):
-        return next(each for each in everyone if isinstance(each, str))
+        raise NotSupportedError(next(each for each in everyone if isinstance(each, str)))
     if any(each.heads != all_layers[number // tp * tp].heads for number, each in enumerate(all_layers)):
-        return "ranks of one pipeline stage have other layers"
+        raise NotSupportedError("ranks of one pipeline stage have other layers")
     stages = all_layers[rank % tp :: tp]
     by_group = list(zip(*(of_range for stage in stages for of_range in stage.heads), strict=True))
     heads = [tuple(chain.from_iterable(of_ranges)) for of_ranges in by_group]
     has = [tuple(bool(of_range) for of_range in of_ranges) for of_ranges in by_group]
     plan = make_plan(wanted.heads, heads, has, tp, cut)
-    if isinstance(plan, str):
-        return plan
     for group in plan.groups:
         firsts = (all_layers[number // group.replicas * group.replicas] for number in range(len(all_layers)))
         if any(each.digests != first.digests for each, first in zip(all_layers, firsts, strict=True)):
-            return "ranks that have the same KV heads differ in what their layers' bytes mean"
+            raise NotSupportedError("ranks that have the same KV heads differ in what their layers' bytes mean")
     digests = [digest for stage in stages for digest in stage.digests]
     digest = digests[0] if len(digests) == 1 else hashlib.sha256(json.dumps(digests).encode()).hexdigest()
     groups: list[GroupLayout] = []
@@ -143,25 +140,22 @@ def leave_uncut(canonical: CanonicalKVCaches, blocks_per_chunk: int, digest: str
     return RankShards(uncut_plan(world_size, len(layout.groups)), digest, layout)
 
 
-def cut_by_config(vllm_config: VllmConfig, wanted: ShardCut) -> LayerCut | str:
-    """Return how layers are cut; or, as a clause, why vLLM's configuration does not let chunks be cut."""
+def cut_by_config(vllm_config: VllmConfig, wanted: ShardCut) -> LayerCut:
+    """Return how layers are cut. Raises NotSupportedError if vLLM's configuration does not let chunks be cut."""
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        return "context parallelism divides the tokens of a block"
+        raise NotSupportedError("context parallelism divides the tokens of a block")
     draft = getattr(speculative, "draft_parallel_config", None)
     if draft is not None and draft.tensor_parallel_size != parallel.tensor_parallel_size:
-        return "the draft model has a tensor parallelism of its own"
+        raise NotSupportedError("the draft model has a tensor parallelism of its own")
     if wanted.heads == "distinct" and not vllm_config.model_config.use_mla and not has_replicas(vllm_config):
-        return "each rank has KV heads of its own"
-    plan = make_plan(wanted.heads, [[kv_heads(vllm_config)]], [[True]], parallel.tensor_parallel_size)
-    return plan if isinstance(plan, str) else _cut_layers(vllm_config, wanted.layers)
+        raise NotSupportedError("each rank has KV heads of its own")
+    make_plan(wanted.heads, [[kv_heads(vllm_config)]], [[True]], parallel.tensor_parallel_size)  # or raises
+    return _cut_layers(vllm_config, wanted.layers)
 
 
-def _cut_layers(vllm_config: VllmConfig, wanted: int | None) -> LayerCut | str:
-    """Return how layers are cut; or why they are not, as a clause.
-
-    ``wanted``: the number of stages to cut for; None: this server's own.
-    """
+def _cut_layers(vllm_config: VllmConfig, wanted: int | None) -> LayerCut:
+    """Return how layers are cut for ``wanted`` stages; None: for this server's own. Raises NotSupportedError."""
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages == 1 and wanted in (None, 1):
         return ONE_RANGE
@@ -170,11 +164,11 @@ def _cut_layers(vllm_config: VllmConfig, wanted: int | None) -> LayerCut | str:
     try:
         asked = own if wanted is None else [get_pp_indices(layers, stage, wanted) for stage in range(wanted)]
     except ValueError as error:  # VLLM_PP_LAYER_PARTITION is for another number of stages
-        return f"vLLM does not cut {layers} layers for {wanted} pipeline stages: {error}"
+        raise NotSupportedError(f"vLLM does not cut {layers} layers for {wanted} pipeline stages: {error}") from error
     cut = cut_layers(asked, own)
     if cut is None:
         begins = ", ".join(str(begin) for begin, _ in own[1:])
-        return (
+        raise NotSupportedError(
             f"this server's pipeline stages begin at layers {begins}, and `layers: {wanted}` cuts at "
             f"{', '.join(str(begin) for begin, _ in asked[1:]) or 'none'}"
         )

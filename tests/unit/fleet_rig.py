@@ -216,9 +216,7 @@ class EngineRig:
         root.mkdir(exist_ok=True)
         cut = cut_layers(bounds(cut_for or stages), bounds(stages))
         assert cut is not None
-        plan = make_plan(wanted, [[heads]], [[True] * len(cut.begins)], tp, cut)
-        assert isinstance(plan, ShardPlan), plan
-        self.plan = plan
+        self.plan = plan = make_plan(wanted, [[heads]], [[True] * len(cut.begins)], tp, cut)
         self.ranks = [RankRig(root, plan, heads, rank, together=together) for rank in range(tp * len(stages))]
 
     def write(self, numbers: Iterable[int]) -> None:
