@@ -31,16 +31,26 @@ class SharedInspector(Inspector):
         self.capacity_bytes = capacity_bytes
 
     def namespaces(self) -> Iterator[NamespaceInfo]:
-        self.other_objects = 0
-        for name in list_namespaces(self.store, self._count_other):
-            yield NamespaceInfo(name, read_manifest(self.store, name))
+        """Yield each namespace once, listing at most one page of each."""
+        self.other_objects, after = 0, ""
+        while True:
+            found = None
+            for info in self.store.list("", start_after=after):
+                first, slash, _ = info.name.partition("/")
+                found = parse_manifest_name(manifest_name(first)) if slash else None
+                if found:
+                    break
+                self.other_objects += 1
+            if not found:
+                return
+            yield NamespaceInfo(found, read_manifest(self.store, found))
+            after = f"{found}0"  # "0" follows "/", so this sorts right after all objects of the namespace
 
     def chunks(self, namespace: NamespaceInfo) -> Iterator[ChunkInfo]:
         """Yield chunks in the order of their keys."""
 
         def count(info: ObjectInfo) -> None:
-            if parse_manifest_name(info.name) != namespace.name:
-                self._count_other(info)
+            self.other_objects += parse_manifest_name(info.name) != namespace.name
 
         return group_chunks(self.store.list(f"{namespace.name}/"), count)
 
@@ -57,9 +67,6 @@ class SharedInspector(Inspector):
 
     def close(self) -> None:
         self.store.close()
-
-    def _count_other(self, info: ObjectInfo) -> None:
-        self.other_objects += 1
 
 
 def group_chunks(
@@ -84,23 +91,6 @@ def group_chunks(
         shards.append(ShardInfo(name.shard, info.name, info.size_bytes, 0, info.modified_s))
     if current is not None:
         yield ChunkInfo(current[1], tuple(shards))
-
-
-def list_namespaces(store: Store, others: Callable[[ObjectInfo], None]) -> Iterator[str]:
-    """Yield each namespace once, listing at most one page of each; objects outside namespaces go to ``others``."""
-    after = ""
-    while True:
-        found = None
-        for info in store.list("", start_after=after):
-            first, slash, _ = info.name.partition("/")
-            found = parse_manifest_name(manifest_name(first)) if slash else None
-            if found:
-                break
-            others(info)
-        if not found:
-            return
-        yield found
-        after = f"{found}0"  # "0" follows "/", so this sorts right after all objects of the namespace
 
 
 def read_manifest(store: Store, namespace: str) -> dict[str, Any] | None:
