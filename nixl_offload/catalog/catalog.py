@@ -127,15 +127,13 @@ class Catalog:
         chain: ChainOptions | None = None,
         store_after: int = 1,
     ) -> None:
-        """Build an empty set of tickets over ``tiers``. Raises ValueError for ``store_after`` below 1.
+        """Build an empty set of tickets over ``tiers``.
 
         ``slot_bytes`` gives the slot a key needs on each rank. ``store_backlog_bytes`` bounds what is being stored at
         any time, per rank and tier: beyond it stores are dropped, never queued. ``pending_limit_s`` bounds how long a
         lookup answers PENDING for one store, and to one request, so that stuck storage cannot hold requests back.
-        ``store_after``: a chunk is stored when it is offered for the N-th time.
+        ``store_after``: a chunk is stored when it is offered for the N-th time; 1 or more.
         """
-        if store_after < 1:
-            raise ValueError(f"store_after must be 1 or more, not {store_after}")
         self.tiers = list(tiers)
         """Shared with ``moves`` and ``retention``, which see what ``join`` replaces."""
         self.slot_bytes = slot_bytes
