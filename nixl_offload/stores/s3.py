@@ -128,7 +128,7 @@ class S3Address:
 def _checked_endpoint(url: str, origin: str) -> str:
     """Return a valid ``url``; else raise ConfigError. It names ``origin``, not ``url``, which may hold a password."""
     try:
-        assert urlsplit(url).port != 0  # raises where it is above 65535
+        _ = urlsplit(url).port  # raises where it is above 65535
         return _ENDPOINT.validate_python(url)
     except ValueError:
         raise ConfigError(f"{origin} is not an endpoint; allowed: {ALLOWED['endpoint']}") from None

@@ -342,7 +342,7 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert address().where == "s3://kv-cache"
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://h:1")
     assert address(prefix="a").where == "s3://kv-cache/a at http://h:1"
-    for bad in ("http://user:SECRET@h:1", "http://h:90000", "SECRET:9000", "http://"):
+    for bad in ("http://user:SECRET@h:1", "http://h:90000", "http://h:0", "SECRET:9000", "http://"):
         monkeypatch.setenv("AWS_ENDPOINT_URL", bad)
         with pytest.raises(ConfigError, match=r"^AWS_ENDPOINT_URL .*allowed: http") as refusal:
             address()
