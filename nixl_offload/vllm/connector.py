@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import resolve_mamba_align_size
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -45,7 +46,7 @@ from nixl_offload.config import Config, from_extra_config, merge_extra_config
 from nixl_offload.errors import NotSupportedError
 from nixl_offload.units import format_duration
 from nixl_offload.vllm.connector_scheduler import NixlOffloadScheduler
-from nixl_offload.vllm.identity import group_tokens, reason_to_stay_off
+from nixl_offload.vllm.identity import reason_to_stay_off
 from nixl_offload.vllm.kv_caches import RankCaches, keeps_state, offloaded_groups, retained_blocks, without_padding
 from nixl_offload.vllm.manager import NixlOffloadManager
 from nixl_offload.vllm.messages import RankGeometry
@@ -249,7 +250,8 @@ class NixlOffloadConnector(LeanConnector):
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         extra = transfer.kv_connector_extra_config
-        tokens = group_tokens(vllm_config, kv_cache_config)
+        dcp, groups = vllm_config.parallel_config.decode_context_parallel_size, offloaded_groups(kv_cache_config)
+        tokens = [resolve_dcp_kv_block_size(group.kv_cache_spec, dcp) for group in groups]
         if extra.get("spec_name") != SPEC_NAME:  # in one process both roles share this mapping
             extra.update(merge_extra_config(extra, config))
         extra["spec_name"] = SPEC_NAME

@@ -21,10 +21,7 @@ import torch
 import vllm
 import vllm.envs
 from vllm.config import ModelConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.platforms import current_platform
-from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.request import Request
 
@@ -76,15 +73,6 @@ class ModelName(NamedTuple):
     """The commit, if it is known."""
     files: str | None
     """The file or directory whose content identifies the model; None: name and revision identify it."""
-
-
-def group_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
-    """Return tokens per block of each KV cache group that is offloaded."""
-    dcp = vllm_config.parallel_config.decode_context_parallel_size
-    return tuple(
-        resolve_dcp_kv_block_size(kv_cache_config.kv_cache_groups[group].kv_cache_spec, dcp)
-        for group in get_offloading_group_ids(kv_cache_config)
-    )
 
 
 def reason_to_stay_off(vllm_config: VllmConfig, config: Config) -> str | None:

@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches
 
-from nixl_offload.chunk.layout import GroupLayout, HeadPages, KVLayout, RegionSpec
+from nixl_offload.chunk.layout import HeadPages, RegionSpec
 from nixl_offload.errors import LayoutError
 
 _DIVIDED: Final = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
@@ -101,15 +101,6 @@ def layers_of(group: KVCacheGroupSpec) -> Iterator[tuple[str, KVCacheSpec]]:
     specs = group.kv_cache_spec
     for name in group.layer_names:
         yield name, specs.kv_cache_specs[name] if isinstance(specs, UniformTypeKVCacheSpecs) else specs
-
-
-def canonical_layout(kv_caches: CanonicalKVCaches, blocks_per_chunk: int) -> KVLayout:
-    """Describe vLLM's canonical KV caches in plain numbers."""
-    groups = tuple(
-        GroupLayout.of_pages((ref.tensor_idx, ref.page_size_bytes) for ref in refs)
-        for refs in kv_caches.group_data_refs
-    )
-    return KVLayout(regions_of(kv_caches), groups, blocks_per_chunk)
 
 
 def regions_of(kv_caches: CanonicalKVCaches) -> tuple[RegionSpec, ...]:

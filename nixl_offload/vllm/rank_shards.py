@@ -38,7 +38,7 @@ from nixl_offload.chunk.shards import ONE_RANGE, LayerCut, ShardPlan, cut_layers
 from nixl_offload.config import ShardCut
 from nixl_offload.errors import LayoutError, NotSupportedError
 from nixl_offload.identity.settings import collect
-from nixl_offload.vllm.kv_caches import RankCaches, canonical_layout, layer_pages, regions_of, understood_pages
+from nixl_offload.vllm.kv_caches import RankCaches, layer_pages, regions_of, understood_pages
 from nixl_offload.vllm.rank_identity import layer_facts
 
 _DRAFT: Final = "draft_model."
@@ -136,8 +136,10 @@ def cut_chunks(caches: RankCaches, wanted: ShardCut, blocks_per_chunk: int) -> R
 
 def leave_uncut(canonical: CanonicalKVCaches, blocks_per_chunk: int, digest: str, world_size: int) -> RankShards:
     """Return this rank's shards of uncut chunks: its own pages, as they lie. ``digest``: ``allocation_digest``'s."""
-    layout = canonical_layout(canonical, blocks_per_chunk)
-    return RankShards(uncut_plan(world_size, len(layout.groups)), digest, layout)
+    pages = ([(ref.tensor_idx, ref.page_size_bytes) for ref in refs] for refs in canonical.group_data_refs)
+    groups = tuple(map(GroupLayout.of_pages, pages))
+    layout = KVLayout(regions_of(canonical), groups, blocks_per_chunk)
+    return RankShards(uncut_plan(world_size, len(groups)), digest, layout)
 
 
 def cut_by_config(vllm_config: VllmConfig, wanted: ShardCut) -> LayerCut:
