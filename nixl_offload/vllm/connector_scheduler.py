@@ -148,8 +148,11 @@ class NixlOffloadScheduler(MendedScheduler):
         """
         self._record_progress()
         state, question = self._state(request), Question(num_computed_tokens, max_num_new_tokens)
-        if self.offload_manager.serving.is_begun and (self._awaits_weights() or self._awaits_ranks(state)):
-            return None, False
+        if self.offload_manager.serving.is_begun:
+            self._weights.look(self._prefix_cache())
+            self._weights.want(time.monotonic())
+            if self._weights.trust is Trust.ASKED or self._awaits_ranks(state):
+                return None, False  # the ranks report their weights within a step, and open their tiers within seconds
         known = notes_of(state.req_context).answer
         if known is not None and known.question == question and self._holds(known) and request.lora_request is None:
             found = known.found
@@ -160,12 +163,6 @@ class NixlOffloadScheduler(MendedScheduler):
         if found is not None:
             self.keep_where_prompts_part(state, num_computed_tokens + found)
         return found, bool(found)
-
-    def _awaits_weights(self) -> bool:
-        """Whether the ranks still have to report their weights, which takes a step."""
-        self._weights.look(self._prefix_cache())
-        self._weights.want(time.monotonic())
-        return self._weights.trust is Trust.ASKED
 
     def _awaits_ranks(self, state: RequestOffloadState) -> bool:
         """Whether the ranks still have to open a tier that may have chunks which no serving tier has."""

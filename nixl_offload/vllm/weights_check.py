@@ -92,7 +92,9 @@ class WeightsCheck:
         if not self._first:
             self.suspect()  # the digests of the start have not arrived yet
             return False
-        generation = self._generation_of(tuple(self._answers[rank] for rank in range(self._world_size)))
+        digests = tuple(self._answers[rank] for rank in range(self._world_size))
+        # A rank without a digest gets a random name, so nothing is shared.
+        generation = None if digests == self._first and None not in digests else digest_of_ranks(digests)
         if generation == self.generation:
             self.trust, self._clean_cache = Trust.SETTLED, self._seen_cache
             return False
@@ -114,7 +116,3 @@ class WeightsCheck:
             "hold blocks of the old ones",
             why,
         )
-
-    def _generation_of(self, digests: tuple[str | None, ...]) -> str | None:
-        """None: as at start. If any rank has no digest, returns a random name, so nothing is shared."""
-        return None if digests == self._first and None not in digests else digest_of_ranks(digests)
