@@ -57,19 +57,14 @@ class BackgroundOpening(Generic[T]):
         )
         """Used by the thread alone once it runs."""
         self._lock = threading.Lock()
-        """Guards the fields below."""
+        """Guards changes of the fields below."""
         self._opened: list[T] = []
         """The opened thing until it is taken; else empty."""
-        self._error: NixlOffloadError | None = None
+        self.error: NixlOffloadError | None = None
+        """Why the last trial failed; None if the thing is open or the first trial has not ended."""
         self._thread: threading.Thread | None = None
         with self._lock:
             self._start_thread()
-
-    @property
-    def error(self) -> NixlOffloadError | None:
-        """Why the last trial failed; None if the thing is open or the first trial has not ended."""
-        with self._lock:
-            return self._error
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the first trial, successful or not. Returns False if it has not ended within ``timeout_s``."""
@@ -99,7 +94,7 @@ class BackgroundOpening(Generic[T]):
             with unbound():
                 thread.start()
         except RuntimeError as error:
-            self._error = TierError(str(error), cause="thread")
+            self.error = TierError(str(error), cause="thread")
             self._breaker.failed("thread", str(error), time.monotonic())
             self._tried.set()
         else:
@@ -119,7 +114,7 @@ class BackgroundOpening(Generic[T]):
         except BaseException as error:  # noqa: BLE001 - also a panic in a library
             cause, text = getattr(error, "cause", "") or type(error).__name__, str(error).rstrip(".") or repr(error)
             with self._lock:  # a new error: the raised one's frames would keep alive what was being opened
-                self._error = ConfigError(text) if isinstance(error, ConfigError) else TierError(text, cause=cause)
+                self.error = ConfigError(text) if isinstance(error, ConfigError) else TierError(text, cause=cause)
             trace = None if isinstance(error, NixlOffloadError) else error
             self._breaker.failed(cause, text, time.monotonic(), trace)
             self._tried.set()
@@ -129,7 +124,7 @@ class BackgroundOpening(Generic[T]):
             is_late = self._closing.is_set()
             if not is_late:
                 self._opened.append(opened)
-                self._error = None
+                self.error = None
         if is_late:
             self._discard(opened)
         self._tried.set()
