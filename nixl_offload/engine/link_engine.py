@@ -18,7 +18,7 @@ import numpy as np
 from nixl_offload.engine import direct, image, packed
 from nixl_offload.engine.image import Spans, TransferPath
 from nixl_offload.engine.link_memory import HEADER_PAGES, LinkMemory
-from nixl_offload.engine.paths import Batch, InFlight, Pauses, Phase, Steps, TierPaths, TierSetup
+from nixl_offload.engine.paths import Batch, InFlight, Phase, Steps, TierPaths, TierSetup
 from nixl_offload.engine.records import Chunk, ChunkState, TierAccess, TierStatus, Waiting, WorkKind
 from nixl_offload.engine.staging import SlotPool, Staging
 from nixl_offload.errors import LayoutError, MoverError, TierError
@@ -34,7 +34,6 @@ than to describe one by one (64 KiB: 2.2 GB/s, 2 MiB: 2.7 GB/s). Not yet measure
 STORE_QUEUE_FACTOR = 4
 """Waiting stores may add up to this many times the staging memory; further ones are dropped at once."""
 POLL_S = 0.0005
-PAUSES = Pauses(poll_s=POLL_S, slow_poll_s=0.005, slow_after_s=0.25)
 """NIXL's POSIX plugin moves bytes only when polled. Polled every 1 ms, small extents run at full speed; every 5 ms, at
 a third. Polling without a pause takes half a CPU second per GB."""
 
@@ -82,7 +81,8 @@ class LinkPaths(TierPaths):
     """
 
     thread_name = "nixl-offload-pump"
-    pauses = PAUSES
+    poll_s = POLL_S
+    slow_after_s = 0.25
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nixl_offload.engine import image, packed
-from nixl_offload.engine.paths import InFlight, Pauses, Phase, TierPaths, TierSetup
+from nixl_offload.engine.paths import InFlight, Phase, TierPaths, TierSetup
 from nixl_offload.engine.records import Chunk, TierAccess, TierStatus, Waiting, WorkKind
 from nixl_offload.errors import LayoutError
 from nixl_offload.movers.base import MoverLimits
@@ -27,7 +27,7 @@ MAX_STORE_BATCHES = 4
 """Most of these that are stores."""
 STORE_QUEUE_BYTES = 1 << 30
 """Limit of waiting stores."""
-PAUSES = Pauses(poll_s=0.0002, slow_poll_s=0.002, slow_after_s=0.05)
+POLL_S = 0.0002
 """Between polls of fences. A batch takes a device one to three milliseconds. If nothing ends for longer, the batches
 wait for the fence of a running step."""
 
@@ -46,13 +46,17 @@ class MemoryPaths(TierPaths):
     """
 
     thread_name = "nixl-offload-memory"
-    pauses = PAUSES
+    poll_s = POLL_S
+    slow_after_s = 0.05
     store_limit_bytes = STORE_QUEUE_BYTES
 
     def __init__(self, setup: TierSetup) -> None:
         """Raises LayoutError if tensors and layout disagree."""
         super().__init__(setup, verify_checksum=setup.verify == "always")
-        self.plans = [image.make_plan(self.layout, group, MoverLimits()) for group in range(len(self.layout.groups))]
+        self.plans = [
+            image.make_plan(self.layout, group, MoverLimits(whole_writes=True))
+            for group in range(len(self.layout.groups))
+        ]
 
     def room(self, chunk: Chunk, in_flight: InFlight) -> int:
         """Return how many chunks like ``chunk`` make a batch; 0 at the limit of batches in flight."""

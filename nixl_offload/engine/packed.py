@@ -64,11 +64,16 @@ def _sums_of(paths: TierPaths, chunks: Sequence[Chunk], plan: GroupPlan) -> list
 
 
 def _seal(paths: TierPaths, batch: Batch) -> Steps:
-    """Add headers and zero padding. From here on only slots are read, so the KV blocks may change."""
+    """Add headers and zero padding. From here on only slots are read, so the KV blocks may change.
+
+    A store into memory ends here. Its headers have no checksums, unless a device has computed them.
+    """
     if not paths.advance_or_end(batch, ChunkState.TRANSFER):
         return
     chunks, plan = batch.alive, batch.plan
-    pages = paths.encode(batch, _sums_of(paths, chunks, plan))
+    ends_here = chunks[0].host is not None
+    is_summed = not ends_here or paths.verify_checksum or chunks[0].sums is not None
+    pages = paths.encode(batch, _sums_of(paths, chunks, plan) if is_summed else None)
     if image.is_on_device(chunks[0]):
         padding = [image.cut(plan, chunk).padding for chunk in chunks]
         slots = [any_slot(chunk).memory for chunk in chunks]
@@ -81,6 +86,8 @@ def _seal(paths: TierPaths, batch: Batch) -> Steps:
         image.header_page(slot)[:] = page if paths.keys is None else paths.keys.signed(page, rows)
         for part in image.cut(plan, chunk).padding:
             slot.memory[part] = 0
+        if ends_here:
+            chunk.end(Outcome.OK)
         signed_bytes += rows.nbytes if paths.keys is not None else 0
         if signed_bytes >= STEP_BYTES:
             signed_bytes = 0
@@ -233,20 +240,6 @@ def _gather_in_memory(paths: TierPaths, batch: Batch) -> Steps:
         yield from _copy_from_blocks(paths, batch)
 
 
-def _seal_in_memory(paths: TierPaths, batch: Batch) -> None:
-    """Add the headers. All source blocks are free before the first checksum is computed."""
-    if not paths.advance_or_end(batch, ChunkState.TRANSFER):
-        return
-    chunks = batch.alive
-    is_summed = paths.verify_checksum or chunks[0].sums is not None
-    pages = paths.encode(batch, _sums_of(paths, chunks, batch.plan) if is_summed else None)
-    for chunk, page in zip(chunks, pages, strict=True):
-        paths.stretch.pause()
-        image.header_page(host_slot(chunk))[:] = page
-        image.clear_around(host_slot(chunk), batch.plan, chunk.first_block)
-        chunk.end(Outcome.OK)
-
-
 def _check_in_memory(paths: TierPaths, batch: Batch) -> Steps:
     """Check headers, and blocks if ``verify_checksum``."""
     assert paths.host is not None, "the slots lie there"
@@ -265,5 +258,5 @@ STORE: Final[Sequence[Phase]] = (_gather, _seal, _write)
 LOAD: Final[Sequence[Phase]] = (_take_staging, _read, _verify, _scatter)
 WRITE_THROUGH: Final[Sequence[Phase]] = (_may_go, _add_sums, _write)
 FETCH: Final[Sequence[Phase]] = (_may_go, _read_whole, _verify_whole, _serve)
-MEMORY_STORE: Final[Sequence[Phase]] = (_gather_in_memory, _seal_in_memory)
+MEMORY_STORE: Final[Sequence[Phase]] = (_gather_in_memory, _seal)
 MEMORY_LOAD: Final[Sequence[Phase]] = (_check_in_memory, _scatter)

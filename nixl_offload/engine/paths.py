@@ -265,16 +265,6 @@ class TierSetup:
     memory and read whole."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pauses:
-    """How long a pump sleeps between polls while something is in flight."""
-
-    poll_s: float
-    slow_poll_s: float
-    """Used when nothing has moved for ``slow_after_s``, so that a hung disk does not cost a core."""
-    slow_after_s: float
-
-
 class TierPaths:
     """State and steps that the batches of one tier share, and what its pump needs.
 
@@ -283,7 +273,10 @@ class TierPaths:
 
     thread_name: str
     """The pump's."""
-    pauses: Pauses
+    poll_s: float
+    """How long the pump sleeps between polls while something is in flight."""
+    slow_after_s: float
+    """When nothing has moved for this time, it sleeps ``pump.SLOW`` times as long: a hung disk must not cost a core."""
     store_limit_bytes: int
     """Limit of waiting stores; a store beyond it is DROPPED at once."""
     plans: Sequence[GroupPlan]

@@ -30,6 +30,8 @@ MAX_FAILED_PASSES = 100
 """After this many failed passes in a row the pump ends and every job fails, so that no caller waits for it."""
 STUMBLE_S = 0.005
 """The pause after a failed pass."""
+SLOW = 10
+"""Factor of a pump's pauses while nothing moves."""
 CROWD = 8
 """With more batches in flight the pump sleeps twice as long between polls: a poll costs about 5 µs per batch, and half
 a millisecond matters less then."""
@@ -63,7 +65,6 @@ class TierEngine:
         self._table = paths.table
         self._clock = clock = paths.table.clock
         self._stretch = paths.stretch
-        self._pauses = paths.pauses
         self._batches: list[Batch] = []
         self._quiet_s: float | None = None
         """See ``Mover.look``."""
@@ -138,7 +139,7 @@ class TierEngine:
         if self._stop_by_s is not None:
             if not self._batches and self.queue.empty():
                 return True
-            pause_s: float | None = self._pauses.poll_s
+            pause_s: float | None = self.paths.poll_s
         else:
             pause_s = self._pause_s(now_s) if self._batches else None
         self.queue.sleep(pause_s)
@@ -146,17 +147,17 @@ class TierEngine:
         return False
 
     def _pause_s(self, now_s: float) -> float:
-        pauses = self._pauses
-        if now_s - self._moved_s >= pauses.slow_after_s:
-            return pauses.slow_poll_s
-        pause_s = pauses.poll_s if len(self._batches) <= CROWD else 2 * pauses.poll_s
+        poll_s = self.paths.poll_s
+        if now_s - self._moved_s >= self.paths.slow_after_s:
+            return SLOW * poll_s
+        pause_s = poll_s if len(self._batches) <= CROWD else 2 * poll_s
         if self._quiet_s is None:
             return pause_s
         if not self._all_wait:
             self._all_wait = all(batch.waits_for_mover for batch in self._batches)
             if not self._all_wait:
                 return pause_s
-        return max(pause_s, min(self._quiet_s, pauses.slow_poll_s))
+        return max(pause_s, min(self._quiet_s, SLOW * poll_s))
 
     def _start_queued(self) -> bool:
         """Start queued chunks as far as there is room; True if any was started."""

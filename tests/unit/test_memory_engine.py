@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -147,20 +146,6 @@ def test_always_takes_no_chunk_without_checksums(make: Make) -> None:
 
 
 # -- wait, order, pressure ------------------------------------------------------------------------------------------
-
-
-def test_wait_returns_when_the_copy_is_over_and_not_before(make: Make, device: ThreadedDevice) -> None:
-    rig = make("per_layer", device=device)
-    waiter = threading.Thread(target=rig.engine.wait, args=([0],))
-    with out_of(rig).held():
-        rig.engine.submit_store(0, [rig.chunk(0, [1, 2, 3, 4])])
-        until(lambda: bool(rig.engine._batches))
-        waiter.start()
-        time.sleep(0.05)
-        assert waiter.is_alive()
-    waiter.join(5)
-    assert not waiter.is_alive()
-    assert rig.collect(0).outcomes == (OK,)
 
 
 def test_a_store_that_wait_gave_up_keeps_its_slot_until_the_copy_is_over(make: Make, device: ThreadedDevice) -> None:
