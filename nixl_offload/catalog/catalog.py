@@ -22,6 +22,8 @@ from nixl_offload.types import Key, Location, Lookup, LookupContext, Outcome, wo
 
 TRIAL_S: Final = 10.0
 """A disabled tier gets one chunk in this time: ranks look at their storage again when they store."""
+FIRST_TRIAL_S: Final = 2.0
+"""The first one sooner: many failures are short."""
 MAX_OFFERED: Final = 1 << 18
 """Chunks whose offers are counted, some 150 bytes each. The chunk not offered for longest is forgotten first."""
 MAX_RETAINED: Final = 65_536
@@ -177,7 +179,7 @@ class Catalog:
         """Store nothing in ``positions``, tiers to which the stores of some rank fail, and load nothing from
         ``unreadable``, but for trials. All other tiers are in use again.
         """
-        self._next_trial_s = {at: self._next_trial_s.get(at, now_s + TRIAL_S) for at in positions}
+        self._next_trial_s = {at: self._next_trial_s.get(at, now_s + FIRST_TRIAL_S) for at in positions}
         for position, tier in self._numbered:
             tier.ranks_load = position not in unreadable
 

@@ -52,14 +52,15 @@ def test_a_tier_that_a_rank_has_disabled_is_passed_over_but_for_trials(make: Mak
     chain.catalog.disable({MEMORY, FILE}, (), chain.now_s)
     chain.store(1)
     assert chain.holders(1) == [BUCKET]
-    chain.now_s += 5.0
+    chain.now_s += 1.0
     chain.catalog.disable({MEMORY}, (), chain.now_s)  # reported again: the time of its trial does not change
     chain.store(2)
     assert chain.holders(2) == [FILE], "works again"
-    chain.now_s += 6.0
-    chain.store(3)
-    chain.store(4)
-    assert [chain.holders(number) for number in (3, 4)] == [[MEMORY], [FILE]], "one chunk as a trial"
+    for pause_s, trial in ((1.5, 10), (10.0, 20)):
+        chain.now_s += pause_s
+        chain.store(trial)
+        chain.store(trial + 1)
+        assert [chain.holders(number) for number in (trial, trial + 1)] == [[MEMORY], [FILE]], "one chunk as a trial"
     chain.catalog.disable((), (), chain.now_s)
     chain.store(5)
     assert chain.holders(5) == [MEMORY]
