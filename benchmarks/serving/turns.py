@@ -145,7 +145,7 @@ def job_of(
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         kv = Path(tempfile.mkdtemp(prefix="serving-kv-", dir=directory))
         stack.callback(shutil.rmtree, kv, ignore_errors=True)
-        stack.callback(_remove_shared_memory, engine_id)
+        stack.callback(remove_shared_memory, engine_id)
         bucket: dict[str, Any] | None = None
         environment = {
             **quick_environment(scratch=scratch),
@@ -186,7 +186,7 @@ def job_of(
         yield job, scratch, environment
 
 
-def _remove_shared_memory(engine_id: str) -> None:
+def remove_shared_memory(engine_id: str) -> None:
     """Remove what vLLM's tiers leave behind: files of gigabytes in memory, under the engine's name."""
     for path in glob.glob(f"/dev/shm/*{engine_id}*"):
         with contextlib.suppress(OSError):

@@ -199,18 +199,16 @@ class Killing:
         return any(is_checked for _, is_checked in reports)
 
     def _wait_until_checked(self, process: ServerProcess) -> None:
-        until_s = time.monotonic() + CHECKED_S
-        while time.monotonic() < until_s and not process.has_ended:
-            if self._take(process.hear(1.0)):
-                return
-        self._total.dead.append(f"after {self._counts['kills']} kills: {NOT_CHECKED}")
+        if not self._listen(process, CHECKED_S, until_checked=True):
+            self._total.dead.append(f"after {self._counts['kills']} kills: {NOT_CHECKED}")
 
-    def _listen(self, process: ServerProcess, seconds: float) -> None:
+    def _listen(self, process: ServerProcess, seconds: float, *, until_checked: bool = False) -> bool:
+        """Take what a server says until then, or until it ends or has checked everything. Whether it has."""
         until_s = time.monotonic() + seconds
-        while (left_s := until_s - time.monotonic()) > 0:
-            self._take(process.hear(left_s))
-            if process.has_ended:
-                time.sleep(min(0.01, left_s))
+        while (left_s := until_s - time.monotonic()) > 0 and not process.has_ended:
+            if self._take(process.hear(left_s)) and until_checked:
+                return True
+        return False
 
     def _ended(self, process: ServerProcess) -> int:
         """Wait for its end; return its exit code: 0, or the signal's number below 0."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from nixl_offload.catalog.catalog import Catalog, LoadTicket, StoreTicket
 from nixl_offload.catalog.moves import ChainOptions
 from nixl_offload.config import Config, parse_config
-from nixl_offload.engine import Chunk, Completion, TierEngine, make_move
+from nixl_offload.engine import Chunk, Completion, make_move
 from nixl_offload.engine.paths import RankMemory
 from nixl_offload.engine.streams import device_of
 from nixl_offload.errors import NixlOffloadError
@@ -95,18 +95,6 @@ def tiers_of(letters: str, root: Path, slab: str, tree: str) -> list[dict[str, A
     return [made[letter] for letter in letters]
 
 
-class Engines(TestedRank):
-    """Remembers the engines of the tiers that are open."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.by_tier: dict[int, TierEngine] = {}
-
-    def join(self, position: int, engine: TierEngine) -> None:
-        super().join(position, engine)
-        self.by_tier[position] = engine
-
-
 class Rank:
     """One rank: KV blocks, and the real engine, link and mover of each tier that ``tiers`` has opened."""
 
@@ -116,7 +104,7 @@ class Rank:
         self.slot_bytes = max(self.layout.slot_bytes(group) for group in range(len(self.layout.groups)))
         parallel: Any = SimpleNamespace(world_size=ranks, rank=number)
         self.host = open_host(config, parallel, self.layout, self.tensors)
-        self.chain = Engines(
+        self.chain = TestedRank(
             len(config.tiers),
             relay_offsets=() if self.host is None else self.host.relay_offsets,
             load_timeout_s=config.load_timeout_s,

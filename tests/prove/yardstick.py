@@ -21,6 +21,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.serving.sides import Room, engine_options
+from benchmarks.serving.turns import remove_shared_memory
 from examples.demo.engine import Answer, Engine, EngineError
 from examples.s3_server import REGION
 from tests.prove.cells import Cell, Outcome
@@ -154,7 +156,8 @@ def _ours(name: str, directory: Path, server: RcloneServer, endpoint: str) -> Si
 
 def _vllms(name: str, directory: Path, server: RcloneServer, endpoint: str) -> Side:
     region = f"yardstick-{secrets.token_hex(6)}"
-    tier: dict[str, Any] = {"type": "fs", "root_dir": str(directory)}
+    room = Room(gpu=0, memory=MEMORY_CHUNKS * CHUNK_BYTES, storage=0)
+    transfer = engine_options("vllm-fs", room, directory, None, region)["kv_transfer_config"]
     environment: Mapping[str, str] = {}
     if name == "vLLM obj":
         directory = server.directory / "vllm"
@@ -168,23 +171,8 @@ def _vllms(name: str, directory: Path, server: RcloneServer, endpoint: str) -> S
             "secret_key": server.secret_access_key,
         }
         tier = {"type": "obj", "prefix": "vllm", "store_config": store}
-    transfer = {
-        "kv_connector": "OffloadingConnector",
-        "engine_id": region,
-        "kv_connector_extra_config": {
-            "spec_name": "PlayedTieringOffloadingSpec",
-            "spec_module_path": "benchmarks.serving.peers",
-            "block_size": CHUNK_TOKENS,
-            "cpu_bytes_to_use": MEMORY_CHUNKS * CHUNK_BYTES,
-            "secondary_tiers": [tier],
-        },
-    }
-
-    def clean() -> None:
-        for left in Path("/dev/shm").glob(f"*{region}*"):
-            left.unlink(missing_ok=True)
-
-    return Side(name, transfer, partial(_files, directory), environment, clean=clean)
+        transfer["kv_connector_extra_config"]["secondary_tiers"] = [tier]
+    return Side(name, transfer, partial(_files, directory), environment, clean=partial(remove_shared_memory, region))
 
 
 def _files(base: Path) -> list[Piece]:

@@ -67,7 +67,7 @@ class Leaks:
         if not isinstance(server.serving[-1], SharedTier) or pump.LEAKED:
             return []
         for rank in server.ranks:
-            engine = rank.chain.by_tier.get(len(server.serving) - 1)
+            engine = rank.chain._engines.get(len(server.serving) - 1)
             if engine is not None and isinstance(engine.paths, LinkPaths):
                 engine.paths.link._close_stale()  # what could not be closed at once is with the next
         return [f"{path} is open" for path in self._open_below_root() if _SHARD.search(path)]
@@ -113,8 +113,7 @@ def _held(server: Server) -> list[str]:
     if any((moves.unsaved_bytes, *stored, *moves.bytes_under_way)):
         found.append(f"bytes stored {stored}, moved {moves.bytes_under_way}, unsaved {moves.unsaved_bytes}")
     for rank in server.ranks:
-        for position in rank.chain.open_tiers:
-            engine = rank.chain.by_tier[position]
+        for position, engine in rank.chain._engines.items():
             in_flight = engine.in_flight
             if in_flight.batches or in_flight.chunks or in_flight.stores or in_flight.background:
                 found.append(f"rank {rank.number}, tier {position}: {in_flight}")
