@@ -4,8 +4,8 @@ them in batches. ``finished`` returns the completions of jobs, ``finished_ticket
 
 from __future__ import annotations
 
-from nixl_offload.engine.link_engine import LinkPaths
-from nixl_offload.engine.memory_engine import MemoryPaths
+from nixl_offload.engine.link_paths import LinkPaths
+from nixl_offload.engine.memory_paths import MemoryPaths
 from nixl_offload.engine.paths import TierSetup
 from nixl_offload.engine.pump import RankEngine, TierEngine
 from nixl_offload.engine.records import Chunk, Completion, Job, Share, TierStatus, Work, WorkKind, make_move

@@ -22,7 +22,7 @@ from nixl_offload.movers.base import FileId, MemoryId, Transfer
 from nixl_offload.types import Outcome
 
 if TYPE_CHECKING:
-    from nixl_offload.engine.link_engine import LinkPaths
+    from nixl_offload.engine.link_paths import LinkPaths
 
 logger = logging.getLogger(__name__)
 

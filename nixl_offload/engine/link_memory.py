@@ -19,7 +19,7 @@ from nixl_offload.engine.paths import RankMemory
 from nixl_offload.engine.staging import MIN_SLOTS, SlotPool, Staging, device_pool, host_pool
 from nixl_offload.engine.streams import Device
 from nixl_offload.errors import MoverError
-from nixl_offload.movers.base import MemoryId, MemoryKind, MemoryRegion
+from nixl_offload.movers.base import MemoryId, MemoryRegion
 from nixl_offload.tiers.base import Link
 from nixl_offload.types import PAGE_BYTES
 from nixl_offload.units import format_size
@@ -27,7 +27,7 @@ from nixl_offload.units import format_size
 logger = logging.getLogger(__name__)
 
 HEADER_PAGES = 256
-"""One for each chunk that may be in flight: see ``link_engine``."""
+"""One for each chunk that may be in flight: see ``link_paths``."""
 SPARED_SHARE = 0.25
 """Staging may take this share of the device memory that is free and not claimed by the model. The rest is for CUDA
 graphs, libraries and neighbours."""
@@ -112,8 +112,6 @@ class LinkMemory:
         smallest = min(run.length for run in self._layout.groups[group].refs)
         if self._device.kind not in mover.memory_kinds:
             return f"{mover.name} cannot touch {self._device.kind.value}"
-        if MemoryKind.DRAM not in mover.memory_kinds:
-            return f"{mover.name} cannot touch host memory, where header pages lie"
         if limits.whole_writes:
             return f"{mover.name} writes a chunk in one piece"
         if not limits.tells_short_reads:

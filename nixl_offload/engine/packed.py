@@ -29,7 +29,7 @@ from nixl_offload.engine.records import Chunk, ChunkState
 from nixl_offload.types import Outcome
 
 if TYPE_CHECKING:
-    from nixl_offload.engine.link_engine import LinkPaths
+    from nixl_offload.engine.link_paths import LinkPaths
 
 # -- to a tier ------------------------------------------------------------------------------------------------------
 

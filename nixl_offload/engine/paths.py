@@ -1,5 +1,5 @@
 """Moves the chunks of a tier in batches, phase by phase. Steps that all tiers share are here, transfers in
-``link_engine``, and the phases in ``packed`` and ``direct``.
+``link_paths``, and the phases in ``packed`` and ``direct``.
 
 A phase works on a whole batch and ends the faulty chunks. If a failure may be any chunk's (an exception, a failed
 transfer of several), each chunk begins the phase again in a batch of its own.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from nixl_offload.engine import Chunk, direct, link_engine, make_move, pump
+from nixl_offload.engine import Chunk, direct, link_paths, make_move, pump
 from nixl_offload.engine.jobs import MOVE_QUEUE_LIMIT_S
 from nixl_offload.movers.base import Op
 from nixl_offload.movers.threaded import CopyMover
@@ -124,7 +124,7 @@ def test_a_tier_that_hangs_delays_no_other_and_holds_a_bounded_share(make: Make)
     rig.chain.submit_moves(2, relayed)
     rig.chain.submit_store(3, [rig.chunk(number, BUCKET, blocks_of(number)) for number in range(4)])
     rig.chain.submit_load(4, [rig.chunk(9, BUCKET, blocks_of(9), host=9)], promotion_ticket=4)
-    rig.until(lambda: in_flight(rig, BUCKET) == (4, link_engine.MAX_BACKGROUND))
+    rig.until(lambda: in_flight(rig, BUCKET) == (4, link_paths.MAX_BACKGROUND))
     for turn in range(5):
         job, ticket = 100 + 2 * turn, 100 + 2 * turn
         assert rig.store(job, [rig.chunk(20, FILE, blocks_of(0))]) == (OK,)
@@ -134,7 +134,7 @@ def test_a_tier_that_hangs_delays_no_other_and_holds_a_bounded_share(make: Make)
         assert rig.results[job].seconds < 10
         assert rig.results[job + 1].seconds < 10
         assert rig.settled[ticket + 1].seconds < 10
-    assert in_flight(rig, BUCKET) == (4, link_engine.MAX_BACKGROUND), "more in flight than the bound"
+    assert in_flight(rig, BUCKET) == (4, link_paths.MAX_BACKGROUND), "more in flight than the bound"
     assert not {1, 2} & rig.settled.keys()
     rig.clock.ahead_s += max(MOVE_QUEUE_LIMIT_S, LOAD_TIMEOUT_S) + 1
     assert rig.collect(4).outcomes == (FAILED,)
@@ -142,11 +142,11 @@ def test_a_tier_that_hangs_delays_no_other_and_holds_a_bounded_share(make: Make)
     assert set(relays) == {DROPPED}
     quiet(rig)
     assert 1 not in rig.settled, "a place that may still be written to was told free"
-    assert in_flight(rig, BUCKET) == (4, link_engine.MAX_BACKGROUND)
+    assert in_flight(rig, BUCKET) == (4, link_paths.MAX_BACKGROUND)
     bucket.release()
     outcomes = rig.settle(1).outcomes
-    assert outcomes.count(OK) == link_engine.MAX_BACKGROUND
-    assert outcomes.count(DROPPED) == 64 - link_engine.MAX_BACKGROUND
+    assert outcomes.count(OK) == link_paths.MAX_BACKGROUND
+    assert outcomes.count(DROPPED) == 64 - link_paths.MAX_BACKGROUND
     assert rig.collect(3).outcomes == (OK,) * 4
     assert rig.settle(4).outcomes == (FAILED,)
     # The relay slots are free again.
@@ -168,9 +168,9 @@ def test_moves_that_hang_leave_room_for_loads_and_stores_of_their_own_tier(make:
     rig.until(lambda: bool(mover.submitted))
     assert rig.load(3, [rig.chunk(20, FILE, blocks_of(1), host=15)] * 16, ticket=3) == (OK,) * 16
     if op is Op.WRITE:
-        rig.until(lambda: in_flight(rig, FILE) == (0, link_engine.MAX_BACKGROUND))
+        rig.until(lambda: in_flight(rig, FILE) == (0, link_paths.MAX_BACKGROUND))
         assert rig.store(2, [rig.chunk(21 + number, FILE, blocks_of(0)) for number in range(4)]) == (OK,) * 4
-        assert in_flight(rig, FILE) == (0, link_engine.MAX_BACKGROUND)
+        assert in_flight(rig, FILE) == (0, link_paths.MAX_BACKGROUND)
     assert 1 not in rig.settled
     mover.release()
     assert rig.settle(1).outcomes == (OK,) * 12
@@ -193,7 +193,7 @@ def test_close_while_a_tier_hangs_settles_everything(make: Make) -> None:
     rig.chain.submit_load(4, [rig.chunk(13, BUCKET, blocks_of(0), host=13)], promotion_ticket=4)
     rig.chain.submit_load(5, [rig.chunk(14, FILE, blocks_of(0), host=14)], promotion_ticket=5)
     rig.until(lambda: bucket.submitted.count(Op.READ) == 1)
-    rig.until(lambda: in_flight(rig, BUCKET) == (0, link_engine.MAX_BACKGROUND))
+    rig.until(lambda: in_flight(rig, BUCKET) == (0, link_paths.MAX_BACKGROUND))
     rig.settle(3)
     rig.settle(5)
     leaked = len(pump.LEAKED)
@@ -201,7 +201,7 @@ def test_close_while_a_tier_hangs_settles_everything(make: Make) -> None:
     rig.chain.close(0.3)
     assert time.monotonic() - began_s < 0.3 + pump.CLOSE_PATIENCE_S + 10
     rig.poll()
-    assert rig.settled[1].outcomes == (TAINTED,) * link_engine.MAX_BACKGROUND + (DROPPED,) * 4
+    assert rig.settled[1].outcomes == (TAINTED,) * link_paths.MAX_BACKGROUND + (DROPPED,) * 4
     assert set(rig.settled[2].outcomes) == {DROPPED}
     assert rig.settled[3].outcomes == (OK,)
     assert (rig.results[4].outcomes, rig.settled[4].outcomes) == ((FAILED,), (TAINTED,))

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nixl_offload.engine import link_engine
+from nixl_offload.engine import link_paths
 from nixl_offload.vllm import rank_tiers, worker
 from tests.unit.device_rig import ThreadedDevice
 from tests.vllm.blocks_outermost import BlocksOutermostExtension
@@ -40,7 +40,7 @@ if WAY in os.environ:
 
     rank_tiers.plan_tier = _planned
     _least_bytes = 4096 if _way == "direct" else 1 << 62
-    rank_tiers.LinkPaths = functools.partial(link_engine.LinkPaths, direct_min_extent_bytes=_least_bytes)  # type: ignore[misc]
+    rank_tiers.LinkPaths = functools.partial(link_paths.LinkPaths, direct_min_extent_bytes=_least_bytes)  # type: ignore[misc]
 
 
 class EmulatedGpuExtension(BlocksOutermostExtension):
