@@ -36,8 +36,8 @@ BUSY_CYCLES = 20_000_000
 LONG_CYCLES = 1_500_000_000
 """Most of a second."""
 SOURCE, TARGET = [0, 1, 2, 3], [4, 5, 6, 7]
-LARGE = Shape.layers(8, 512 << 10)
-"""Chunks of 16 MiB."""
+ALL_SHAPES = {**SHAPES, "large": Shape.layers(8, 512 << 10)}
+"""The large one has chunks of 16 MiB in pieces of 512 KiB."""
 
 Make = Callable[..., DeviceRig]
 
@@ -93,19 +93,12 @@ def flip(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize(("mover", "way"), ROUTES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_every_shape_comes_back(make: Make, shape: str, mover: str, way: Way) -> None:
     """Whole chunks and unaligned beginnings of every group, while kernels write."""
-    rig = make(mover, way, shape)
-    expected = "device" if way == "direct" and not SHAPES[shape].is_aligned else way
+    rig = make(mover, way, ALL_SHAPES[shape])
+    expected = "device" if way == "direct" and not ALL_SHAPES[shape].is_aligned else way
     assert way_of(rig) == expected
-    assert_round_trip(rig, lambda: torch.cuda._sleep(BUSY_CYCLES))
-
-
-@pytest.mark.parametrize(("mover", "way"), ROUTES)
-def test_large_chunks_come_back(make: Make, mover: str, way: Way) -> None:
-    """Pieces of 512 KiB in chunks of 16 MiB."""
-    rig = make(mover, way, LARGE, slots=12)
     assert_round_trip(rig, lambda: torch.cuda._sleep(BUSY_CYCLES))
 
 
