@@ -1,9 +1,9 @@
-"""Host memory of one rank: the memory tier's slots, and behind them those through which farther tiers hand chunks on.
+"""Host memory of one rank: the memory tier's slots, then the relay slots for moves between two farther tiers.
 
-Threading: made and closed by the thread that owns the rank; in between the owner of a slot reads and writes its view.
-Helpers bring pages in while it is made: they are inside the kernel for nearly all of that, without the interpreter.
-Ownership: one allocation, made whole at start, because a kernel that runs out of memory later kills the engine. It
-lives as long as any view of it; ``close`` only takes the page-lock off.
+Threading: the thread that owns the rank makes and closes it; the owner of a slot reads and writes its view. Helper
+threads bring pages in at the start, without the GIL.
+Ownership: one allocation, made whole at the start, because a kernel that runs out of memory later kills the engine. It
+lives as long as any view of it; ``close`` only unlocks its pages.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ PIN_PIECE_BYTES = 1 << 30
 from a device must not cross from one piece into the next: see ``device_packer``."""
 RESERVE_SHARE = 1 / 16
 RESERVE_LIMIT_BYTES = 2 << 30
-"""Of what can be had, so much is left for everything else that an engine allocates later."""
+"""Part of the available memory that is left for what the engine allocates later."""
 LOG_EVERY_S = 5.0
 STEP_BYTES = 64 << 20
-"""Brought in at once by one thread; before each step it is looked whether the memory is still there to be had."""
+"""Bytes that a thread brings in at once. Before each step the machine's free memory is checked again."""
 MAX_THREADS = 8
-"""Of one rank: some 20 GB/s and more of clearing, which ranks of one machine divide."""
+"""Of one rank. They clear 20 GB/s or more, which the ranks of a machine divide."""
 CRAWL_BYTES_PER_S = 256 << 20
-"""Huge pages that come slower than that, for one thread, are given up while somebody waits for the kernel to compact
-memory: it makes huge pages of small free pieces, which may take many times as long as small pages do."""
+"""A thread that gets huge pages slower than this takes small pages from then on, if the kernel is compacting memory:
+making huge pages of small free pieces may take many times as long."""
 CRAWL_STEPS = 3
-"""Judged by the median of so many."""
+"""The median of this many steps counts."""
 
 _MADV_POPULATE_WRITE = 23
 _MADV_NOHUGEPAGE = 15
@@ -77,7 +77,7 @@ HeaderPage = npt.NDArray[np.uint8]
 
 class HostSlab:
     """``memory_bytes`` for the memory tier, then ``relay_slots`` slots of ``slot_bytes``; page-aligned, present, and
-    page-locked where asked for. Locations of the memory tier are byte offsets into it.
+    page-locked if ``pinned``. A location of the memory tier is a byte offset in it.
     """
 
     def __init__(
@@ -93,11 +93,10 @@ class HostSlab:
     ) -> None:
         """Allocate and prefault, by several threads: 0.2 to 2 seconds per GiB on a busy virtual machine of two cores.
 
-        ``pinned`` needs CUDA and makes copies asynchronous; ``device`` says whose NUMA node is preferred then. The
-        attribute says whether it is.
-        ``sharers``: ranks that a configured ``capacity`` is divided by, for the words of an error. ``keys``: as for
-        ``SlotHeaders``. Raises TierError with cause ``full`` when the machine or a control group cannot give that
-        much, or cannot lock it; everything is given back then.
+        ``pinned`` needs CUDA and makes copies asynchronous; the attribute is False if CUDA cannot lock memory here.
+        ``device``: the GPU whose NUMA node is preferred. ``sharers``: ranks that divide a configured ``capacity``, for
+        error messages. ``keys``: as for ``SlotHeaders``. Raises TierError with cause ``full`` if the machine or a
+        control group does not have that much, or cannot lock it; nothing stays allocated then.
         """
         self.memory_bytes = align_up(memory_bytes)
         slot_bytes = align_up(slot_bytes)
@@ -132,9 +131,9 @@ class HostSlab:
         )
 
     def slot(self, offset: int, slot_bytes: int) -> HostSlot:
-        """Return a view of a slot, which belongs to no pool; its ``offset_bytes`` is its place in ``region``.
+        """Return a view of a slot, which belongs to no pool; its ``offset_bytes`` counts from the begin of ``region``.
 
-        Raises LayoutError when it does not lie inside the slab, is not page-aligned, or the slab is closed.
+        Raises LayoutError if it is outside the slab or not page-aligned, or if the slab is closed.
         """
         memory = self._memory
         if memory is None:
@@ -144,7 +143,7 @@ class HostSlab:
         return Slot(-1, offset, memory[offset : offset + slot_bytes])
 
     def close(self) -> None:
-        """Take the page-lock off and let go of the memory; it goes when the last view goes. Idempotent.
+        """Unlock the pages and drop the memory, which is freed with its last view. Idempotent.
 
         No copy between it and a device may be in flight.
         """
@@ -156,7 +155,7 @@ class HostSlab:
                 logger.warning("Host memory at %#x could not be unlocked: CUDA error %d", address, code)
 
     def _map(self) -> npt.NDArray[np.uint8]:
-        """Reserve addresses, the first at a huge page's begin; nothing is touched yet."""
+        """Reserve addresses, aligned to a huge page; no page is touched yet."""
         try:
             area = mmap.mmap(-1, self.length_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -172,7 +171,7 @@ class HostSlab:
         return everything[start : start + self.length_bytes]
 
     def _fill(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Bring everything in, and lock piece after piece meanwhile. Raises TierError."""
+        """Bring all pages in, and lock each piece as soon as it is present. Raises TierError."""
         address, end = self.region.address, self.region.address + self.length_bytes
         log_s = time.monotonic() + LOG_EVERY_S
         threads = min(MAX_THREADS, max(2, len(os.sched_getaffinity(0)) // max(1, self._sharers)))
@@ -193,10 +192,10 @@ class HostSlab:
                         address = piece_end
 
     def _require_room(self, wanted_bytes: int) -> None:
-        """Raise TierError unless ``wanted_bytes`` can still be had, with something left for others.
+        """Raise TierError unless ``wanted_bytes`` are still available, beside a reserve.
 
-        Asked again and again: the other ranks of this machine fill theirs at the same time. What helpers are at
-        does not count; it was looked for when they began it.
+        Checked before each step, because other ranks of this machine take memory at the same time. Steps that have
+        begun were checked before.
         """
         available_bytes, limited_by = machine.room()
         usable_bytes = available_bytes - min(int(available_bytes * RESERVE_SHARE), RESERVE_LIMIT_BYTES)
@@ -263,10 +262,10 @@ class SlotHeaders:
 
 
 def populate(memory: npt.NDArray[np.uint8], threads: int, before: Callable[[int], None]) -> Generator[int, None, None]:
-    """Make ``memory`` present; yields, step after step, how many bytes from its begin are.
+    """Make ``memory`` present. Yields after each step how many bytes from its begin are present.
 
-    ``before``: called ahead of each step with the bytes that no step was begun for; what it raises comes out. Raises
-    TierError with cause ``full`` when the kernel refuses. Close the iterator: it returns when no helper is at work.
+    ``before`` is called before each step with the bytes that are left; its exceptions are raised here. Raises TierError
+    with cause ``full`` if the kernel refuses. The caller closes the iterator, which waits for the helper threads.
     """
     total_bytes, rates, are_huge = len(memory), deque[float](maxlen=CRAWL_STEPS), True
     stalls = machine.compaction_stalls()
@@ -288,7 +287,7 @@ def populate(memory: npt.NDArray[np.uint8], threads: int, before: Callable[[int]
                         statistics.median(rates) / 2**30,
                         (total_bytes - begin) / 2**30,
                     )
-                    # A kernel that has no huge pages refuses, and that is well.
+                    # a kernel without huge pages refuses: no harm
                     _LIBC.madvise(memory[begin:].ctypes.data, align_up(total_bytes - begin), _MADV_NOHUGEPAGE)
             try:
                 step = pool.submit(_bring_in, memory[begin:end])
@@ -322,9 +321,10 @@ def _cudart() -> Any:
 
 
 def _lock(address: int, length_bytes: int) -> bool:
-    """Page-lock for every CUDA context of the process. False, with a warning, where CUDA never does. Raises TierError.
+    """Page-lock for all CUDA contexts of the process. Returns False, with a warning, if CUDA cannot lock memory here.
+    Raises TierError.
 
-    Copies of pageable memory keep the order of their stream. Those to it hold the calling thread.
+    Copies from and to pageable memory keep the order of their stream; those to it block the calling thread.
     """
     try:
         code = int(_cudart().cudaHostRegister(address, length_bytes, _REGISTER_PORTABLE))
@@ -351,8 +351,8 @@ def _lock(address: int, length_bytes: int) -> bool:
 
 
 def _prefer_node(region: MemoryRegion, device: int | None) -> str:
-    """Ask for pages on the NUMA node of a GPU, or of the caller's core, wherever its helpers run. Returns the node, or
-    what stood against it; never fails.
+    """Ask for pages on the NUMA node of a GPU, or of the caller's core. Returns the node, or why none is preferred.
+    Never raises.
     """
     try:
         if device is not None:
