@@ -50,7 +50,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         device = device_of(torch.empty(0, device="cuda"))
         opened = FaultyMover(opened_mover(mover, tmp_path))  # without faults: it counts
         try:
-            rig = DeviceRig.over(device, lambda work: work(), tmp_path, opened, shape, way, **options)
+            rig = DeviceRig(device, lambda work: work(), tmp_path, opened, shape, way, **options)
         except BaseException:
             opened.close()
             raise

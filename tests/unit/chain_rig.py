@@ -6,18 +6,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from nixl_offload.chunk.checksum import block_checksums
 from nixl_offload.chunk.header import HEADER_BYTES
-from nixl_offload.chunk.layout import KVLayout
 from nixl_offload.engine import Chunk, Completion, LinkPaths, MemoryPaths, TierEngine, TierSetup, make_move
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.movers.base import Mover
@@ -29,11 +26,9 @@ from tests.unit.engine_rig import (
     CHUNK_BLOCKS,
     DEADLINE_S,
     NAMESPACE,
-    SHAPES,
     Clock,
     Driven,
     Shape,
-    kv_cache,
     opened,
     own_shards,
     rank_memory,
@@ -81,26 +76,11 @@ class Chained(Driven):
         self.host.close()
 
 
-@dataclass
 class ChainRig(Chained):
-    """Built by ``make``. ``engines`` by tier."""
+    """Memory and two slabs. ``engines`` by tier."""
 
-    shape: Shape
-    tensors: list[torch.Tensor]
-    kv: list[npt.NDArray[np.uint8]]
-    layout: KVLayout
-    clock: Clock
-    host: HostSlab
-    movers: list[Mover]
-    slabs: list[SlabFile]
-    engines: list[TierEngine | None]
-    chain: TestedRank
-    results: dict[int, Completion] = field(default_factory=dict)
-    settled: dict[int, Completion] = field(default_factory=dict)
-
-    @classmethod
-    def make(
-        cls,
+    def __init__(
+        self,
         directory: Path,
         *movers: Mover,
         shape: str | Shape = "per_layer",
@@ -109,39 +89,37 @@ class ChainRig(Chained):
         staging_slots: int = 8,
         present: Sequence[bool] = (True, True),
         slab_class: type[SlabFile] = SlabFile,
+        verify: str = "checksum",
         **options: Any,
-    ) -> ChainRig:
+    ) -> None:
         """``movers``: by farther tier, if not a plain one. ``present``: which farther tiers exist."""
-        shape = SHAPES[shape] if isinstance(shape, str) else shape
-        tensors, kv, layout = kv_cache(shape, seed)
-        slot_bytes = max(layout.slot_bytes(group) for group in range(len(layout.groups)))
-        clock, host = Clock(), make_host(slot_bytes, relay_slots=relay_slots)
-        used = [*movers, *(CopyMover() for _ in present[len(movers) :])]
-        if shape.direct:
+        super().__init__(shape, seed)
+        self.settled = {}
+        self.clock, self.host = Clock(), make_host(self.slot_bytes, relay_slots=relay_slots)
+        self.movers = [*movers, *(CopyMover() for _ in present[len(movers) :])]
+        if self.shape.direct:
             options.setdefault("direct_min_extent_bytes", 4096)
-        slabs: list[SlabFile] = []
         rank = {name: options.pop(name) for name in ("load_timeout_s",) if name in options}
-        chain = TestedRank(3, relay_offsets=host.relay_offsets, clock=clock, **rank)
-        memory, shards = rank_memory(tensors, layout, host=host), own_shards(layout)
-        verify = options.pop("verify", "checksum")
-        engines: list[TierEngine | None] = [TierEngine(MemoryPaths(TierSetup(chain, memory, shards, verify=verify)))]
-        for tier, (mover, wanted) in enumerate(zip(used, present, strict=True), start=1):
+        self.chain = TestedRank(3, relay_offsets=self.host.relay_offsets, clock=self.clock, **rank)
+        memory, shards = rank_memory(self.tensors, self.layout, host=self.host), own_shards(self.layout)
+        setups = [TierSetup(self.chain, memory, shards, tier, verify) for tier in range(3)]
+        self.slabs: list[SlabFile] = []
+        self.engines: list[TierEngine | None] = [TierEngine(MemoryPaths(setups[MEMORY]))]
+        for tier, (mover, wanted) in enumerate(zip(self.movers, present, strict=True), start=1):
             if not wanted:
-                engines.append(None)
+                self.engines.append(None)
                 continue
-            extent = align_up(slot_bytes * 4, 65536)
+            extent = align_up(self.slot_bytes * 4, 65536)
             slab = slab_class(directory / f"tier{tier}" / "rank.slab", extent * SLOTS // 4, extent, direct_io=True)
             slab.open()
             # Unwritten bytes read as zeros, not as the end of the file.
             deque(SlabFile.ensure(slab, 0, slab.rank_bytes), 0)
-            slabs.append(slab)
-            link, staging_bytes = SlabLink(slab, mover, clock), staging_slots * slot_bytes
-            setup = TierSetup(chain, memory, shards, tier, verify)
-            engines.append(TierEngine(LinkPaths(setup, link, staging_bytes=staging_bytes, **options)))
-        for tier, engine in enumerate(engines):
+            self.slabs.append(slab)
+            link, staging_bytes = SlabLink(slab, mover, self.clock), staging_slots * self.slot_bytes
+            self.engines.append(TierEngine(LinkPaths(setups[tier], link, staging_bytes=staging_bytes, **options)))
+        for tier, engine in enumerate(self.engines):
             if engine is not None:
-                chain.join(tier, engine)
-        return cls(shape, tensors, kv, layout, clock, host, used, slabs, engines, chain)
+                self.chain.join(tier, engine)
 
     def at(self, tier: int, slot: int) -> Location:
         """Slots of one size class, so that chunks of any group fit."""
@@ -217,5 +195,5 @@ class ChainRig(Chained):
 
 def chain_rigs(tmp_path: Path) -> Iterator[Callable[..., ChainRig]]:
     """A fixture."""
-    with opened(partial(ChainRig.make, tmp_path)) as make:
+    with opened(partial(ChainRig, tmp_path)) as make:
         yield make

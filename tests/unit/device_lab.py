@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,43 +60,34 @@ class DeviceCopyMover(CopyMover):
         return memory
 
 
-@dataclass
 class DeviceRig(Rig):
-    """Built by ``over``. ``kv`` is what KV memory must hold once the model is idle and no load is under way."""
+    """``kv`` is what KV memory must hold once the model is idle and no load is under way."""
 
-    device: Device = field(init=False)
-    model: Callable[[Callable[[], None]], object] = field(init=False)
-    """Queues work on the compute stream."""
-    slots: int = field(init=False)
-    _rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(11))
-    _kept: list[torch.Tensor] = field(default_factory=list)
-    _uploads: Any = None
-
-    @classmethod
-    def over(
-        cls,
+    def __init__(
+        self,
         device: Device,
         model: Callable[[Callable[[], None]], object],
         directory: Path,
         mover: Mover,
         shape: str | Shape = "per_layer_pages",
         way: Way = "device",
+        *,
+        slots: int = 16,
         **options: Any,
-    ) -> Self:
-        """``options``: see ``Rig.make``."""
-        shape = SHAPES[shape] if isinstance(shape, str) else shape
+    ) -> None:
+        """``model`` queues work on the compute stream. ``options``: see ``Rig``."""
         chosen: dict[str, Any] = {
-            "cache": options.pop("cache", None) or blank(shape, device),
-            "slots": 16,
             "direct_min_extent_bytes": 0 if way == "direct" else NEVER_DIRECT,
             "staging": "host" if way == "host" else "device",
         }
-        chosen |= options
-        rig = cls.make(directory, shape, mover, device=device, **chosen)
-        rig.device, rig.model, rig.slots = device, model, chosen["slots"]
-        if device.torch_device.type != "cpu":
-            rig._uploads = torch.cuda.Stream(device.torch_device)
-        return rig
+        if "cache" not in options:
+            chosen["cache"] = blank(SHAPES[shape] if isinstance(shape, str) else shape, device)
+        super().__init__(directory, shape, mover, device=device, slots=slots, **chosen | options)
+        self.device, self.model, self.slots = device, model, slots
+        self._rng = np.random.default_rng(11)
+        self._kept: list[torch.Tensor] = []
+        is_emulated = device.torch_device.type == "cpu"
+        self._uploads: Any = None if is_emulated else torch.cuda.Stream(device.torch_device)
 
     # -- the model --------------------------------------------------------------------------------------------------
 
@@ -218,9 +208,9 @@ def open_lab(directory: Path) -> Iterator[Lab]:
     def make(
         mover: Mover | None = None, shape: str | Shape = "per_layer_pages", way: Way = "device", **options: Any
     ) -> DeviceRig:
-        """Make a rig that owns ``mover``; None: one that takes any memory. ``options``: see ``DeviceRig.over``."""
+        """Make a rig that owns ``mover``; None: one that takes any memory. ``options``: see ``DeviceRig``."""
         run = device.compute.run
-        return DeviceRig.over(device, run, directory, mover or DeviceCopyMover(), shape, way, **options)
+        return DeviceRig(device, run, directory, mover or DeviceCopyMover(), shape, way, **options)
 
     with ThreadedDevice() as device, opened(make) as build:
         try:

@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ import torch
 
 from nixl_offload.chunk.layout import GroupLayout, KVLayout, PageRun, RegionSpec
 from nixl_offload.chunk.shards import Shard
-from nixl_offload.engine import Chunk, Completion, LinkPaths, TierEngine, TierSetup
+from nixl_offload.engine import Chunk, Completion, LinkPaths, MemoryPaths, TierEngine, TierSetup
 from nixl_offload.engine.host import HostSlab
 from nixl_offload.engine.jobs import JobTable
 from nixl_offload.engine.paths import RankMemory
@@ -182,23 +182,27 @@ def rank_memory(
 
 
 class Driven:
-    """The base of rigs of one engine: a KV cache, a tier's slots, and jobs to wait for."""
+    """The base of rigs: a KV cache, slots of tiers, and jobs to wait for."""
 
-    shape: Shape
-    kv: list[Bytes]
-    """What each tensor holds or must hold, of shape (NUM_BLOCKS, page)."""
-    layout: KVLayout
     engine: Any
-    results: dict[int, Completion]
+
+    def __init__(
+        self,
+        shape: str | Shape,
+        seed: int = 1,
+        cache: tuple[list[torch.Tensor], list[Bytes], KVLayout] | None = None,
+    ) -> None:
+        """``cache``: instead of a new ``kv_cache``."""
+        self.shape = SHAPES[shape] if isinstance(shape, str) else shape
+        self.tensors, self.kv, self.layout = cache or kv_cache(self.shape, seed)
+        """``kv``: what each tensor holds or must hold, of shape (NUM_BLOCKS, page)."""
+        self.slot_bytes = max(self.layout.slot_bytes(group) for group in range(len(self.layout.groups)))
+        """Slots have one size, so that chunks of any group fit."""
+        self.results: dict[int, Completion] = {}
 
     def close(self) -> None:
         """Close the engine, and all that is the rig's."""
         raise NotImplementedError
-
-    @property
-    def slot_bytes(self) -> int:
-        """Slots have one size, so that chunks of any group fit."""
-        return max(self.layout.slot_bytes(group) for group in range(len(self.layout.groups)))
 
     def key(self, number: int, group: int = 0) -> Key:
         return Key(number.to_bytes(32, "little") + group.to_bytes(4, "big"))
@@ -258,23 +262,24 @@ class Driven:
 RigT = TypeVar("RigT", bound=Driven)
 
 
-@dataclass
+def _alone(memory: RankMemory, shards: list[Shard], paths: Callable[..., Any], options: dict[str, Any]) -> Alone:
+    """A rank of one tier with these paths. ``options``: the rank's, the tier's, and those of ``paths``."""
+    rank = {name: options.pop(name) for name in ("clock", "load_timeout_s") if name in options}
+    tier = {name: options.pop(name) for name in ("tier", "verify", "keys") if name in options}
+
+    def make(table: JobTable) -> TierEngine:
+        return TierEngine(paths(TierSetup(table, memory, shards, **tier), **options))
+
+    return Alone(make, tier.get("tier", 0), **rank)
+
+
 class Rig(Driven):
-    """Built by ``make``. ``kv`` are views of the tensors."""
+    """A rank of one tier: a slab, or what ``link`` reaches. ``kv`` are views of the tensors."""
 
-    shape: Shape
-    tensors: list[torch.Tensor]
-    kv: list[Bytes]
-    layout: KVLayout
-    slab: SlabFile | None
-    mover: Mover
-    link: Link
     engine: Alone
-    results: dict[int, Completion] = field(default_factory=dict)
 
-    @classmethod
-    def make(
-        cls,
+    def __init__(
+        self,
         directory: Path,
         shape: str | Shape = "per_layer",
         mover: Mover | None = None,
@@ -291,42 +296,60 @@ class Rig(Driven):
         host: HostSlab | None = None,
         device: Device | None = None,
         **options: Any,
-    ) -> Self:
-        """``cache``: instead of a new ``kv_cache``. ``options`` are the engine's, or the rank's."""
-        shape = SHAPES[shape] if isinstance(shape, str) else shape
-        tensors, kv, layout = cache or kv_cache(shape, seed)
-        largest = max(layout.slot_bytes(group) for group in range(len(shape.groups)))
+    ) -> None:
+        """``options`` are the engine's, or the rank's."""
+        super().__init__(shape, seed, cache)
         if slab is None and link is None:
-            extent = align_up(largest * 4, 65536)
+            extent = align_up(self.slot_bytes * 4, 65536)
             slab = SlabFile(directory / "kv" / "rank.slab", extent * -(-slots // 4), extent, direct_io=direct_io)
             slab.open()
-        if shape.direct:
+        if self.shape.direct:
             options.setdefault("direct_min_extent_bytes", 4096)
-        mover = mover or CopyMover()
+        self.slab: SlabFile | None = slab
+        self.mover = mover or CopyMover()
+        self.movers = (self.mover,)
         clock = options.get("clock", time.monotonic)
-        link_ = link(mover, clock) if link is not None else SlabLink(slab, mover, clock)
-        rank = {name: options.pop(name) for name in ("clock", "load_timeout_s") if name in options}
-
-        memory = rank_memory(tensors, layout, host=host, device=device)
-        shards = own_shards(layout, namespace, shard)
-        of_tier = {name: options.pop(name) for name in ("tier", "verify", "keys") if name in options}
-
-        def make(table: JobTable) -> TierEngine:
-            setup = TierSetup(table, memory, shards, **of_tier)
-            return TierEngine(LinkPaths(setup, link_, staging_bytes=staging_slots * largest, **options))
-
-        engine = Alone(make, of_tier.get("tier", 0), **rank)
-        return cls(shape, tensors, kv, layout, slab, mover, link_, engine)
-
-    @property
-    def movers(self) -> Sequence[Mover]:
-        return (self.mover,)
+        self.link = link(self.mover, clock) if link is not None else SlabLink(slab, self.mover, clock)
+        memory = rank_memory(self.tensors, self.layout, host=host, device=device)
+        options["staging_bytes"] = staging_slots * self.slot_bytes
+        paths = partial(LinkPaths, link=self.link)
+        self.engine = _alone(memory, own_shards(self.layout, namespace, shard), paths, options)
 
     def close(self) -> None:
         self.engine.close()
         self.mover.close()
         if self.slab is not None:
             self.slab.close()
+
+
+class MemoryRig(Driven):
+    """A rank of a memory tier alone. ``host``: the slab of an earlier rig, with its chunks."""
+
+    engine: Alone
+
+    def __init__(
+        self,
+        shape: str = "per_layer",
+        *,
+        slots: int = 16,
+        namespace: bytes = NAMESPACE,
+        host: HostSlab | None = None,
+        device: Device | None = None,
+        cache: tuple[list[torch.Tensor], list[Bytes], KVLayout] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(shape, cache=cache)
+        self.host = host or HostSlab(memory_bytes=slots * self.slot_bytes, relay_slots=1, slot_bytes=self.slot_bytes)
+        memory = rank_memory(self.tensors, self.layout, host=self.host, device=device)
+        self.engine = _alone(memory, own_shards(self.layout, namespace), MemoryPaths, options)
+
+    def memory(self, slot: int) -> Bytes:
+        """The bytes of a slot."""
+        return self.host.slot(slot * self.slot_bytes, self.slot_bytes).memory
+
+    def close(self) -> None:
+        self.engine.close(1.0)
+        self.host.close()
 
 
 def until(condition: Any, timeout_s: float = DEADLINE_S) -> None:
@@ -358,5 +381,5 @@ def opened(make: Callable[..., RigT]) -> Iterator[Callable[..., RigT]]:
 
 def rigs(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     """A fixture."""
-    with opened(partial(Rig.make, tmp_path)) as make:
+    with opened(partial(Rig, tmp_path)) as make:
         yield make

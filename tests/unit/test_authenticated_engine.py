@@ -35,7 +35,7 @@ Make = Callable[..., Rig]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    with opened(partial(Rig.make, tmp_path, keys=KEYS)) as build:
+    with opened(partial(Rig, tmp_path, keys=KEYS)) as build:
         yield build
 
 
@@ -101,7 +101,7 @@ def test_on_a_device_chunks_go_through_host_memory(
 @pytest.fixture
 def chain(tmp_path: Path) -> Iterator[ChainRig]:
     """Memory, a slab without MACs, and objects with some."""
-    rig = ChainRig.make(tmp_path, present=(True, False))
+    rig = ChainRig(tmp_path, present=(True, False))
     rig.host.close()
     slot_bytes = rig.slot_bytes
     host = HostSlab(memory_bytes=16 * slot_bytes, relay_slots=2, slot_bytes=slot_bytes, keys=KEYS)

@@ -31,7 +31,7 @@ CHUNKS = 10
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    with opened(partial(Rig.make, tmp_path, staging_slots=64)) as build:
+    with opened(partial(Rig, tmp_path, staging_slots=64)) as build:
         yield build
 
 

@@ -213,7 +213,7 @@ def test_files_and_objects_of_their_own(tmp_path: Path, kind: str) -> None:
     link = objects() if kind == "objects" else tree(tmp_path / "t")
     root = tmp_path / ("o" if kind == "objects" else "t")
     host = make_host(1 << 16)
-    rig = Rig.make(tmp_path, "per_layer", mover, link=link, host=host)
+    rig = Rig(tmp_path, "per_layer", mover, link=link, host=host)
     try:
         assert rig.store(1, [rig.chunk(0, [1, 2, 3, 4])]) == (OK,)
         wanted = rig.bytes_of([1, 2, 3, 4])

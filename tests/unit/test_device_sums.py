@@ -21,8 +21,7 @@ from nixl_offload.engine.records import WorkKind
 from nixl_offload.types import Outcome
 from tests.unit.device_lab import DeviceRig, blank, open_lab
 from tests.unit.device_rig import at_once
-from tests.unit.engine_rig import SHAPES, until
-from tests.unit.memory_rig import MemoryRig
+from tests.unit.engine_rig import SHAPES, MemoryRig, until
 
 OK, FAILED, CORRUPT = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT
 FLIP = HEADER_BYTES + 4321
@@ -34,7 +33,7 @@ def opened(directory: Path, shape: str = "per_layer_pages", **options: Any) -> I
     """A slab on disk, whose chunks go through host memory, and a memory tier, over one device's KV blocks."""
     with open_lab(directory) as lab:
         cache, verify = blank(SHAPES[shape], lab.device), options.get("verify", "checksum")
-        memory = MemoryRig.make(shape, cache=cache, device=lab.device, verify=verify)
+        memory = MemoryRig(shape, cache=cache, device=lab.device, verify=verify)
         try:
             yield lab.make(None, shape, "host", host=memory.host, cache=cache, **options), memory
         finally:

@@ -29,7 +29,7 @@ STAGE: Final = Shape(((4096, 4096),) * 2, (whole((0, 4096), (1, 4096)), whole())
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[ChainRig]:
-    made = ChainRig.make(tmp_path, shape=STAGE)
+    made = ChainRig(tmp_path, shape=STAGE)
     yield made
     made.close()
 
@@ -103,7 +103,7 @@ def test_promotions_and_moves_of_both_groups_end_well_and_touch_one(rig: ChainRi
 def test_an_engine_on_a_device_leaves_the_group_out(tmp_path: Path, staging: str) -> None:
     """The group has no kernels and no staging. If a chunk of it comes nevertheless, it fails before any header."""
     with ThreadedDevice() as device:
-        rig = Rig.make(tmp_path, shape=STAGE, device=device, staging=staging)
+        rig = Rig(tmp_path, shape=STAGE, device=device, staging=staging)
         wanted = rig.bytes_of(range(4))
         assert rig.store(1, [rig.chunk(0, range(4))]) == (OK,)
         rig.wipe()

@@ -69,7 +69,7 @@ class Servers:
         is_tree = self._kind == "shared_dir"
         link = tree(place) if is_tree else objects()
         mover = CopyMover() if is_tree else ObjectFiles(place)
-        rig = Rig.make(place, self._shape, mover, link=link, keys=keys, seed=number, **options)
+        rig = Rig(place, self._shape, mover, link=link, keys=keys, seed=number, **options)
         self._places[id(rig)] = place
         return self._stack.enter_context(closing(rig))
 

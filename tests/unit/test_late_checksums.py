@@ -40,7 +40,7 @@ Sums = list[npt.NDArray[np.uint64]]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    with opened(lambda *movers, **options: ChainRig.make(Path(mkdtemp(dir=tmp_path)), *movers, **options)) as make:
+    with opened(lambda *movers, **options: ChainRig(Path(mkdtemp(dir=tmp_path)), *movers, **options)) as make:
         yield make
 
 

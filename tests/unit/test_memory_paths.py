@@ -25,8 +25,7 @@ from nixl_offload.errors import FormatError
 from nixl_offload.types import Outcome
 from tests.headers import Expected, check_header
 from tests.unit.device_rig import ThreadedDevice, ThreadedStream
-from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, opened, until
-from tests.unit.memory_rig import MemoryRig
+from tests.unit.engine_rig import CHUNK_BLOCKS, NAMESPACE, NUM_BLOCKS, SHAPES, MemoryRig, opened, until
 from tests.unit.rank_rig import causes_of
 
 OK, FAILED, CORRUPT, DROPPED, TAINTED = (
@@ -41,7 +40,7 @@ Make = Callable[..., MemoryRig]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    with opened(MemoryRig.make) as make:
+    with opened(MemoryRig) as make:
         yield make
 
 

@@ -92,7 +92,7 @@ def _memory_engine(rig: ChainRig) -> TierEngine:
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ChainRig]:
     """A rank without open tiers. Its waits are short until ``monkeypatch.undo``."""
     monkeypatch.setattr(rank_tiers, "CLOSE_S", 0.05)
-    rig = ChainRig.make(tmp_path, present=(False, False))
+    rig = ChainRig(tmp_path, present=(False, False))
     rig.chain.detach_all()[MEMORY].close(0.0)
     yield rig
     rig.close()

@@ -20,9 +20,8 @@ from nixl_offload.errors import MoverError
 from nixl_offload.movers.base import Mover
 from nixl_offload.movers.select import make_mover
 from nixl_offload.types import Outcome
-from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, Rig, opened
+from tests.unit.engine_rig import CHUNK_BLOCKS, NUM_BLOCKS, SHAPES, MemoryRig, Rig, opened
 from tests.unit.link_rig import shards, tree
-from tests.unit.memory_rig import MemoryRig
 
 OK, FAILED, CORRUPT, DROPPED = Outcome.OK, Outcome.FAILED, Outcome.CORRUPT, Outcome.DROPPED
 KEYS = ChunkKeys([os.urandom(32)])
@@ -51,10 +50,10 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def build(medium: str, shape: str, **options: Any) -> AnyRig:
         kind, _, how = medium.partition(", ")
         if kind == "memory":
-            return MemoryRig.make(shape, **({"verify": "always"} if how else {}), **options)
+            return MemoryRig(shape, **({"verify": "always"} if how else {}), **options)
         options |= {"link": tree(tmp_path / "tree")} if "tree" in kind else {}
         options |= {"keys": KEYS} if "signed" in kind else {}
-        return Rig.make(tmp_path, shape, real_mover(how), **options)
+        return Rig(tmp_path, shape, real_mover(how), **options)
 
     with opened(build) as make:
         yield make

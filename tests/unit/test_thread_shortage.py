@@ -107,7 +107,7 @@ def test_a_shared_tier_looks_when_there_are_threads_again(shortage: Shortage) ->
 
 
 def test_a_chain_closes_without_more_threads(tmp_path: Path, shortage: Shortage) -> None:
-    rig = ChainRig.make(tmp_path)
+    rig = ChainRig(tmp_path)
     rig.put(FILE, 1)
     assert rig.load(1, [rig.chunk(1, FILE, range(4))])
     shortage()
@@ -116,7 +116,7 @@ def test_a_chain_closes_without_more_threads(tmp_path: Path, shortage: Shortage)
 
 
 def test_tiers_that_are_parted_with_are_closed_without_more_threads(tmp_path: Path, shortage: Shortage) -> None:
-    rig = ChainRig.make(tmp_path)
+    rig = ChainRig(tmp_path)
     named: Any = SimpleNamespace(tiers=[SimpleNamespace(kind="memory", where="")])
     tiers = RankTiers(rig.chain, named, SimpleNamespace(), 0, [None])  # type: ignore[arg-type]
     shortage()
