@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Final, Literal, NamedTuple
 
@@ -26,12 +25,6 @@ FIRST_TRIAL_S: Final = 2.0
 """The first one sooner: many failures are short."""
 MAX_OFFERED: Final = 1 << 18
 """Chunks whose offers are counted, some 150 bytes each. The chunk not offered for longest is forgotten first."""
-MAX_RETAINED: Final = 65_536
-"""Chunks whose retention is remembered."""
-MAX_EXPIRED: Final = 256
-"""Most chunks whose retention ends in one step: about a millisecond."""
-RETAINED_SHARE: Final = 0.5
-"""The largest share of a tier's slots that is retained. The rest is left for all other chunks."""
 NOWHERE: Final = Location(tier=-1, offset=-1, slot_bytes=0)
 """The location of a chunk that is gone. Ranks report FAILED for it, and the request recomputes."""
 NOBODY: Final = LookupContext("")
@@ -137,7 +130,7 @@ class Catalog:
         ``store_after``: a chunk is stored when it is offered for the N-th time; 1 or more.
         """
         self.tiers = list(tiers)
-        """Shared with ``moves`` and ``retention``, which see what ``join`` replaces."""
+        """Shared with ``moves``, which sees what ``join`` replaces."""
         self.slot_bytes = slot_bytes
         self.chain: Final = ChainOptions() if chain is None else chain
         self.is_chain: Final = len(self.tiers) > 1
@@ -150,7 +143,6 @@ class Catalog:
         self.counts: Counter[tuple[str | int, ...]] = Counter()
         """Counts chunks not stored or moved, by the name of a metric, then its labels; an int is a tier's position."""
         self.moves: Final = Moves(self)
-        self.retention: Final = Retention(self)
         self.changes: list[Change] = []
         """The changes that ``take_changes`` would return."""
         self._tickets: dict[int, _OpenTicket] = {}
@@ -234,8 +226,7 @@ class Catalog:
         return found
 
     def flush(self, now_s: float) -> None:
-        """A step is scheduled: end expired retention, and let tiers look for chunks that lookups have asked about."""
-        self.retention.expire(now_s)
+        """A step is scheduled: let tiers look for chunks that lookups have asked about."""
         for tier in self.tiers:
             tier.flush(now_s)
 
@@ -330,14 +321,6 @@ class Catalog:
             tickets.append(MoveTicket(number, keys, sources, targets))
         return tickets
 
-    def drop(self, keys: Iterable[Key]) -> None:
-        """Drop chunks from memory and slabs, in this order: pass a prefix end first. Shared tiers keep them."""
-        for key in keys:
-            self.retention.end(key)
-            for position, tier in self._numbered:
-                if tier.drop(key):
-                    self.removed(position, (key,))
-
     # What has ended
 
     def report(self, ticket: int, ranks: int, failures: Mapping[int, Outcome], now_s: float) -> Settled | None:
@@ -379,7 +362,6 @@ class Catalog:
         ``take_changes`` does not list the forgotten chunks: there may be millions, and the caller knows.
         """
         self.moves.clear()
-        self.retention.clear()
         self._offers.clear()
         for tier in self.tiers:
             tier.clear()
@@ -389,9 +371,7 @@ class Catalog:
 
     def removed(self, tier: int, keys: Iterable[Key]) -> None:
         """Record that a tier has given up loadable chunks. For the parts of the catalog."""
-        keys = tuple(keys)
-        self._note_change(tier, keys, removed=True)
-        self.retention.dropped(tier, keys)
+        self._note_change(tier, tuple(keys), removed=True)
 
     def take_changes(self) -> list[Change]:
         """Return which chunks became loadable, or ceased to be, since the last call, in the order of events."""
@@ -540,89 +520,6 @@ class Catalog:
                 self.moves.settled(move, outcome.value if outcome else "ok" if is_ready else "gone", now_s)
         for position, key in reversed(ready):
             self._note_change(position, (key,), removed=False)
-            self.retention.stored(position, key)
             if record.kind != "write_through" and self.is_chain:
                 # A chunk promoted from a bucket to memory goes on to the tiers between them, too.
                 self.moves.offer(key, self._states(key, record.doubtful), now_s)
-
-
-class Retention:
-    """Chunks that hints keep from eviction until a time, as far as there is room.
-
-    A retained chunk has one pin in each tier with slots. The pin is taken back when the time has come, when the chunk
-    is dropped there, and at a reset. Chunks beyond a tier's share, or ``MAX_RETAINED``, are not retained.
-    """
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._tiers = catalog.tiers
-        self._slot_bytes = catalog.slot_bytes
-        self._until_s: dict[Key, float] = {}
-        self._ends: list[tuple[float, int, Key]] = []
-        """A heap of end times. Among chunks with equal times, the one retained last comes first. An entry is stale if
-        ``_until_s`` has another time, or none, for its chunk."""
-        self._numbers = count(0, -1)
-        self._pinned: tuple[set[Key], ...] = tuple(set() for _ in self._tiers)
-        self.bytes_by_tier: Final = [0] * len(self._tiers)
-        """Bytes per rank that are retained."""
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._until_s
-
-    def retain(self, keys: Iterable[Key], seconds: float, now_s: float) -> None:
-        """Retain chunks for this time, where they are now and where they are stored later. A later call replaces an
-        earlier one; 0 ends retention.
-        """
-        until_s = now_s + seconds
-        for key in keys:
-            if until_s <= now_s:
-                self.end(key)
-            elif key in self._until_s or len(self._until_s) < MAX_RETAINED:
-                if self._until_s.get(key) != until_s:
-                    self._until_s[key] = until_s
-                    heappush(self._ends, (until_s, next(self._numbers), key))
-                for position in range(len(self._tiers)):
-                    self.stored(position, key)
-        if len(self._ends) > 2 * len(self._until_s) + 1024:
-            self._ends = [end for end in self._ends if self._until_s.get(end[2]) == end[0]]
-            heapify(self._ends)
-
-    def stored(self, position: int, key: Key) -> None:
-        """A chunk may have come to a tier: pin it if it is to be retained."""
-        if key not in self._until_s or key in self._pinned[position]:
-            return
-        tier, slot_bytes = self._tiers[position], self._slot_bytes(key)
-        if not isinstance(tier, SlotTier) or tier.state(key) is not _READY:
-            return
-        if self.bytes_by_tier[position] + slot_bytes <= tier.capacity_bytes * RETAINED_SHARE:
-            tier.pin(key)
-            self._pinned[position].add(key)
-            self.bytes_by_tier[position] += slot_bytes
-
-    def dropped(self, position: int, keys: Iterable[Key]) -> None:
-        """A tier has dropped chunks: nothing is left there to retain."""
-        for key in keys:
-            if key in self._pinned[position]:
-                self._pinned[position].remove(key)
-                self.bytes_by_tier[position] -= self._slot_bytes(key)
-                self._tiers[position].unpin(key)
-
-    def expire(self, now_s: float) -> None:
-        """End the retention of chunks whose time has passed, ``MAX_EXPIRED`` at most. A prefix loses its end first."""
-        left = MAX_EXPIRED
-        while left and self._ends and self._ends[0][0] <= now_s:
-            until_s, _, key = heappop(self._ends)
-            if self._until_s.get(key) == until_s:
-                self.end(key)
-                left -= 1
-
-    def end(self, key: Key) -> None:
-        """Retain a chunk no longer."""
-        self._until_s.pop(key, None)
-        for position in range(len(self._tiers)):
-            self.dropped(position, (key,))
-
-    def clear(self) -> None:
-        """End all retention."""
-        for key in list(self._until_s):
-            self.end(key)
-        self._ends.clear()

@@ -179,13 +179,6 @@ class Tier:
         """Called when a load has been settled (unpinned): drop the chunks that failed, and return them."""
         return []
 
-    def drop(self, key: Key) -> bool:
-        """Drop a chunk that nobody is expected to ask for again. A tier that other servers read keeps it.
-
-        True: it could be loaded until now.
-        """
-        return False
-
     def clear(self) -> None:
         """Drop every chunk. The cost does not grow with their number."""
 

@@ -129,13 +129,11 @@ class SlotTier(Tier):
     def touch(self, key: Key) -> None:
         self._index.touch(key)
 
-    def drop(self, key: Key) -> bool:
-        """Never serve this chunk again. True: it could be loaded until now."""
-        state = self._index.state(key)
-        if self._durable is not None and state is not None:
+    def drop(self, key: Key) -> None:
+        """Never serve this chunk again."""
+        if self._durable is not None and self._index.state(key) is not None:
             self._durable.delete(self._index.location(key))
         self._free(self._index.drop(key))
-        return state is State.READY
 
     def loaded(self, keys: Sequence[Key], failed: Mapping[Key, Outcome], now_s: float) -> list[Key]:
         """Drop the chunks of a load that did not arrive or are damaged. Returns the dropped ones."""

@@ -390,7 +390,6 @@ class NixlOffloadScheduler(MendedScheduler):
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """As vLLM's."""
         self._waiting.discard(request.request_id)
-        self._hints.finished(request.request_id, self.state_of(request.request_id))
         return super().request_finished(request)
 
     def has_pending_push_work(self) -> bool:

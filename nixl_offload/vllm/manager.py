@@ -310,11 +310,6 @@ class NixlOffloadManager(OffloadingManager):
                 logger.debug("%s of %d chunks: %s", settled.kind, len(settled.keys), dict(outcomes))
         return lost
 
-    def drop(self, keys: Iterable[OffloadKey]) -> None:
-        """Give up chunks, in their order: see ``Catalog.drop``."""
-        self.catalog.drop(cast("Iterable[Key]", keys))
-        self._changed()
-
     # What vLLM asks between steps.
 
     def has_pending_work(self) -> bool:

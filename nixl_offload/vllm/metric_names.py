@@ -79,13 +79,10 @@ write_through_failures | counter | tier cause | chunks |
     before), refused (the tier took nothing for 30 s) or overflow (too many waited). Of memory: the last three, for
     chunks of prefetches. | Why the farther tier lacks chunks
 hints | counter | hint result | hints |
-    Hints that came with requests: prefetch, retain, store or drop, taken; any, bad (not understood and ignored; the log
-    has the first) or refused (too many chunks at a time). Of prefetches that were taken, by KV cache group, those that
-    ended early: late (nothing was found for 30 s) or overflow (too many wait). | Does the router send what is meant?
-    bad above 0: see the log
-retained_bytes | gauge | tier | bytes per rank |
-    Bytes in memory and slabs that a hint keeps from eviction; half of capacity_bytes at most. | At half of
-    capacity_bytes: more is not retained
+    Hints that came with requests: prefetch or store, taken; any, bad (not understood and ignored; the log has the
+    first) or refused (too many tokens at a time). Of prefetches that were taken, by KV cache group, those that ended
+    early: late (nothing was found for 30 s) or overflow (too many wait). | Does the router send what is meant? bad
+    above 0: see the log
 probes | counter | tier | questions |
     Lookups of single chunks in a bucket or shared directory. | What a bucket bills as HEAD requests
 probe_errors | counter | tier | questions |

@@ -181,7 +181,6 @@ class MetricsReporter:
                 self._show("used_bytes", statistics.used_bytes, kind)
                 self._show("capacity_bytes", statistics.capacity_bytes, kind)
                 self._show("retired_bytes", statistics.retired_bytes, kind)
-                self._show("retained_bytes", catalog.retention.bytes_by_tier[position], kind)
             elif statistics is not None:
                 self._count("probes", statistics.probes, kind)
                 self._count("probe_errors", statistics.probe_errors, kind)

@@ -1,22 +1,19 @@
 """The catalog's decisions over the tiers' real books.
 
 Proves: a chunk is served only after every rank stored it; one rank's failure drops it; a failed load drops it too; no
-location is handed out twice while a ticket is open, resets included; stores are shed, never queued; what is retained is
-not evicted before its time, within a tier's share; what is dropped is gone.
+location is handed out twice while a ticket is open, resets included; stores are shed, never queued.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from nixl_offload.catalog import catalog
 from nixl_offload.catalog.catalog import Change
 from nixl_offload.types import Lookup, LookupContext, Outcome
-from tests.unit.catalog_rig import BUCKET, FILE, MEMORY, SLOT, Chain, MakeChain, chains, key, keys
+from tests.unit.catalog_rig import MEMORY, Chain, MakeChain, chains, key, keys
 
 HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
 
@@ -30,7 +27,6 @@ def make(tmp_path: Path) -> Iterator[MakeChain]:
 def _at_rest(chain: Chain) -> None:
     chain.now_s += 100_000.0
     chain.come_to_rest()
-    assert not any(chain.catalog.retention.bytes_by_tier)
 
 
 @pytest.fixture
@@ -112,7 +108,7 @@ def test_a_chunk_on_its_way_out_leaves_room_to_the_others(alone: Chain) -> None:
     """A chunk dropped during a load is stored again when the load has ended. Chunks after it need not wait."""
     alone.store(0)
     load = alone.catalog.prepare_load(keys(0), alone.now_s)
-    alone.catalog.drop(keys(0))
+    alone.tiers[MEMORY].drop(key(0))
     store = alone.reserve(0, 1)
     assert store is not None
     assert store.keys == (key(1),)
@@ -142,97 +138,3 @@ def test_a_request_does_not_wait_for_one_store_after_another(alone: Chain) -> No
     assert alone.reserve(7) is not None
     alone.catalog.forget_request("a")
     assert alone.catalog.lookup(key(7), alone.now_s, request) is PENDING
-
-
-# What hints retain and drop
-
-
-def retain(chain: Chain, seconds: float, *numbers: int) -> None:
-    chain.catalog.retention.retain(keys(*numbers), seconds, chain.now_s)
-
-
-def fill(chain: Chain, *numbers: int) -> None:
-    """Store chunks one by one, each written through at once."""
-    for number in numbers:
-        chain.store(number)
-        chain.write_through()
-
-
-def test_half_of_a_tier_is_left_for_others(make: MakeChain) -> None:
-    chain = make(memory_slots=4)
-    fill(chain, 1, 2, 3)
-    retain(chain, 60.0, 1, 2, 3)
-    assert chain.catalog.retention.bytes_by_tier == [2 * SLOT, 3 * SLOT]
-    fill(chain, *range(10, 14))
-    assert [MEMORY in chain.holders(number) for number in (1, 2, 3)] == [True, True, False]
-    assert MEMORY in chain.holders(13)
-    chain.catalog.clear()
-    assert not any(chain.catalog.retention.bytes_by_tier)
-
-
-def test_the_last_word_counts(make: MakeChain) -> None:
-    chain = make(memory_slots=4)
-    fill(chain, 1)
-    for seconds in (0.0, 60.0, 600.0):
-        retain(chain, seconds, 1)
-    chain.now_s += 60.0
-    fill(chain, *range(10, 20))
-    assert MEMORY in chain.holders(1)
-    retain(chain, 0.0, 1)
-    assert not any(chain.catalog.retention.bytes_by_tier)
-    fill(chain, *range(20, 30))
-    assert MEMORY not in chain.holders(1)
-
-
-def test_a_step_ends_only_so_many(make: MakeChain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of a whole prompt comes at once. Its end goes first, however many steps that takes. Nor are more chunks
-    remembered than the limit allows.
-    """
-    monkeypatch.setattr(catalog, "MAX_EXPIRED", 2)
-    monkeypatch.setattr(catalog, "MAX_RETAINED", 5)
-    chain = make(memory_slots=16)
-    fill(chain, 1, 2, 3, 4, 5)
-    retain(chain, 60.0, 1, 2, 3, 4, 5, 6)
-    chain.now_s += 60.0
-    retained = []
-    for _ in range(3):
-        chain.begin()
-        retained.append([number for number in range(1, 7) if key(number) in chain.catalog.retention])
-    assert retained == [[1, 2, 3], [1], []]
-
-
-def test_being_renewed_for_ever_costs_no_memory(alone: Chain) -> None:
-    mine = key(1)
-    references = sys.getrefcount(mine)
-    for number in range(10_000):
-        alone.catalog.retention.retain([mine], 60.0 + number, alone.now_s)
-    assert sys.getrefcount(mine) - references < 2_000
-
-
-def test_damage_frees_what_is_retained(alone: Chain) -> None:
-    """Otherwise the chunk could not be stored again before its retention ends."""
-    alone.store(1)
-    retain(alone, 60.0, 1)
-    alone.load(1, failed={0: Outcome.CORRUPT})
-    assert alone.tiers[MEMORY].state(key(1)) is None
-    assert alone.catalog.retention.bytes_by_tier == [0]
-    alone.store(1)
-    assert alone.catalog.retention.bytes_by_tier == [SLOT], "and it is retained again"
-
-
-def test_what_is_dropped_is_gone_from_memory_and_slab_but_not_from_a_bucket(make: MakeChain) -> None:
-    """Chunks in use then go when their ticket ends."""
-    chain = make(bucket=True)
-    fill(chain, 1, 2)
-    retain(chain, 60.0, 2)
-    chain.catalog.take_changes()
-    load, store = chain.catalog.prepare_load(keys(1), chain.now_s), chain.reserve(4)
-    assert store is not None
-    chain.catalog.drop(keys(4, 3, 2, 1))
-    chain.report(load.ticket)
-    chain.report(store.ticket)
-    assert [chain.holders(number) for number in (1, 2, 4)] == [[BUCKET], [BUCKET], []]
-    assert chain.catalog.take_changes() == [
-        Change(tier, keys(number), removed=True) for number in (2, 1) for tier in (MEMORY, FILE)
-    ]
-    assert not any(chain.catalog.retention.bytes_by_tier)

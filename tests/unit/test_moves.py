@@ -514,22 +514,10 @@ def test_no_pin_is_left_whatever_happens(make: MakeChain, seed: int) -> None:
             chain.catalog.touch(keys(*some))
             chain.catalog.flush(chain.now_s)
         else:
-            _hint(chain, chance, some)
+            is_prefix = chance.random() < 0.5
+            chain.catalog.moves.prefetch(keys(*some), range(len(some)), chain.now_s, is_prefix=is_prefix, groups=1)
         assert 0 <= chain.catalog.moves.unsaved_bytes <= chain.catalog.chain.unsaved_limit_bytes
-        assert all(taken >= 0 for taken in chain.catalog.retention.bytes_by_tier)
         chain.check()
-
-
-def _hint(chain: Chain, chance: random.Random, numbers: list[int]) -> None:
-    what = chance.random()
-    if what < 0.6:
-        chain.catalog.moves.prefetch(
-            keys(*numbers), range(len(numbers)), chain.now_s, is_prefix=chance.random() < 0.5, groups=1
-        )
-    elif what < 0.9:
-        chain.catalog.retention.retain(keys(*numbers), chance.choice([0.0, 10.0, 60.0]), chain.now_s)
-    else:
-        chain.catalog.drop(keys(*numbers))
 
 
 def test_what_a_request_computes_without_an_answer_stays_out_of_that_tier(make: MakeChain) -> None:
@@ -608,7 +596,6 @@ def test_a_chunk_that_is_gone_is_held_by_nobody(make: MakeChain) -> None:
         assert chain.catalog.reserve([mine], chain.now_s) is not None
         assert chain.catalog.lookup(mine, chain.now_s, request) is Lookup.PENDING
         chain.report(max(chain.catalog._tickets))
-        chain.catalog.retention.retain([mine], 1.0, chain.now_s)
         chain.report(chain.catalog.prepare_load([mine], chain.now_s).ticket)
         chain.now_s += 1.0
         chain.begin()

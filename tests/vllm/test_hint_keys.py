@@ -19,7 +19,7 @@ from nixl_offload.index import State
 from nixl_offload.types import Key
 from nixl_offload.vllm import hints
 from nixl_offload.vllm.adapters import AdapterUse, adapter_of
-from nixl_offload.vllm.hints import MAX_RETAIN_S, MAX_TOKENS, BadHintError, Hint, hint_of
+from nixl_offload.vllm.hints import MAX_TOKENS, BadHintError, Hint, hint_of
 from tests.vllm import manager_rig
 from tests.vllm.manager_rig import BLOCK_TOKENS, BLOCKS_PER_CHUNK, CHUNK_TOKENS, Rig, request_of
 
@@ -56,9 +56,6 @@ class Hinted(Rig):
             self.scheduler._hints.step()
             steps += 1
         return steps
-
-    def retained(self) -> set[bytes]:
-        return {key for key in keys_of() if Key(key) in self.manager.catalog.retention}
 
     def counted(self) -> dict[tuple[str, ...], float]:
         stats = self.manager.get_stats()
@@ -103,24 +100,6 @@ def test_another_salt_finds_nothing(half: Hinted) -> None:
     assert half.moves() == []
 
 
-def test_a_hint_about_many_chunks_takes_many_steps(half: Hinted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step is held up by more than its part; a prefix is dropped from its end."""
-    monkeypatch.setattr(hints, "CHUNKS_PER_STEP", 2)
-    keys = keys_of()
-    half.put_on_the_slab(keys)
-    retained, left = [], []
-    half.send({"retain_s": 60})
-    while half.scheduler._hints.has_pending:
-        half.scheduler._hints.step()
-        retained.append([at for at, key in enumerate(keys) if key in half.retained()])
-    assert retained == [[0, 1], [0, 1, 2]]
-    half.send({"drop_from": 0})
-    while half.scheduler._hints.has_pending:
-        half.scheduler._hints.step()
-        left.append([at for at, key in enumerate(keys) if half.manager.is_known(key)])
-    assert left == [[0], []]
-
-
 @pytest.mark.parametrize(
     ("limit", "most", "bad"), [("MAX_PROMPTS", 2, ["no token"]), ("MAX_WAITING_TOKENS", 2 * len(TOKENS) + 1, [-5])]
 )
@@ -138,56 +117,18 @@ def test_too_many_prompts_at_a_time_are_refused(
     assert (found["prefetch", "taken"], found["any", "refused"], found["any", "bad"]) == (5 - refused, refused, 1)
 
 
-def test_too_many_chunks_at_a_time_are_refused(half: Hinted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that end faster than their chunks are retained leave no queue that grows for ever. What is to be done at
-    an end waits for it.
-    """
-    monkeypatch.setattr(hints, "MAX_WAITING_CHUNKS", 2 * CHUNKS + 1)
-
-    def end(name: str) -> None:
-        own = half.arrive(name, TOKENS, params={"nixl_offload": {"retain_s": 60}})
-        half.scheduler.request_finished(own)
-
-    end("first")
-    assert half.scheduler.has_pending_push_work(), "an idle engine steps on"
-    for number in range(3):
-        end(f"own {number}")
-    half.carry_out()
-    end("later")
-    half.carry_out()
-    assert half.retained() == set(keys_of())
-    found = half.counted()
-    assert (found["retain", "taken"], found["any", "refused"]) == (5, 2)
-
-
 def test_a_reset_ends_what_hints_have_asked_for(half: Hinted) -> None:
-    """Otherwise pending hints would retain chunks again afterwards."""
-    own = half.arrive("own", TOKENS, params={"nixl_offload": {"retain_s": 60}})
-    half.send({"retain_s": 60})
-    assert half.scheduler._hints.has_pending
+    half.send({"prefetch": True})
     half.scheduler.reset_cache()
-    half.scheduler.request_finished(own)
     assert not half.scheduler._hints.has_pending
 
 
-def test_a_request_that_waits_for_room_hears_that_its_chunks_were_dropped(half: Hinted) -> None:
-    """It is told the same in every step as long as nothing changes, and would load what is gone."""
-    half.put_on_the_slab(keys_of())
-    half.arrive("waits", TOKENS)
-    assert half.ask("waits") == (CHUNKS * CHUNK_TOKENS, True)
-    half.send({"drop_from": CHUNK_TOKENS})
-    half.carry_out()
-    assert half.ask("waits") == (CHUNK_TOKENS, True)
-
-
 def test_every_field() -> None:
-    raw = {"token_ids": [1, 2], "prefetch": True, "retain_s": 60, "store": False}
+    raw = {"token_ids": [1, 2], "prefetch": True, "store": False}
     hint = hint_of({"do_remote_decode": True, "nixl_offload": raw})
-    assert hint == Hint(token_ids=[1, 2], prefetch=True, retain_s=60, store=False)
-    assert hint.names == ["prefetch", "retain", "store"]
-    assert Hint(drop_from=7).names == ["drop"]
+    assert hint == Hint(token_ids=[1, 2], prefetch=True, store=False)
+    assert hint.names == ["prefetch", "store"]
     assert hint_of({"nixl_offload": {}}) == Hint()
-    assert hint_of({"nixl_offload": {"drop_from": 5, "retain_s": 0}}) == Hint(retain_s=0, drop_from=5), "both say drop"
 
 
 @pytest.mark.parametrize(
@@ -204,18 +145,6 @@ def test_every_field() -> None:
         ({"prefetch": 1}, ".prefetch"),
         ({"prefetch": None}, ".prefetch"),
         ({"store": "no"}, ".store"),
-        ({"retain_s": -1}, ".retain_s"),
-        ({"retain_s": True}, ".retain_s"),
-        ({"retain_s": float("nan")}, ".retain_s"),
-        ({"retain_s": float("inf")}, ".retain_s"),
-        ({"retain_s": 10**400}, ".retain_s"),
-        ({"retain_s": MAX_RETAIN_S + 1}, ".retain_s"),
-        ({"retain_s": "60"}, ".retain_s"),
-        ({"drop_from": -1}, ".drop_from"),
-        ({"drop_from": True}, ".drop_from"),
-        ({"drop_from": 1.5}, ".drop_from"),
-        ({"drop_from": 0, "retain_s": 5}, ".drop_from"),
-        ({"drop_from": 0, "prefetch": True}, ".drop_from"),
     ],
 )
 def test_bad_hints_are_named_with_what_would_be_right(raw: Any, where: str) -> None:

@@ -1,5 +1,5 @@
-"""Hints in a running vLLM: a prompt's chunks are read into memory before it comes, verified; retained while others come
-and go; not stored; dropped. Answers are those of a vLLM without us throughout.
+"""Hints in a running vLLM: a prompt's chunks are read into memory before it comes, verified; a request is not stored.
+Answers are those of a vLLM without us.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tests.vllm.test_chain import from_where
 FULL_TOKENS = 2 * MAX_BATCHED_TOKENS
 CHUNKS = FULL_TOKENS // CHUNK_TOKENS
 MEMORY = {"kind": "memory", "capacity": "10MiB"}
-"""Room for 9 chunks of TINY; half of it for one prefetch, and for what is retained."""
+"""Room for 9 chunks of TINY; half of it for one prefetch."""
 OTHERS = 3
 """So many prompts take all of memory."""
-KEPT, DAMAGED, DROPPED, *OTHER_PROMPTS = prompts(3 + 40, steps=2, seed=2601)
+KEPT, DAMAGED, UNSTORED, *OTHER_PROMPTS = prompts(3 + 40, steps=2, seed=2601)
 
 
 def hint(**fields: Any) -> dict[str, Any]:
@@ -52,19 +52,13 @@ def chunks(engine: Engine, operation: str) -> dict[str, float]:
     return engine.labelled("vllm:nixl_offload_chunks", "outcome", operation=operation)
 
 
-def retained_bytes(engine: Engine) -> float:
-    """In memory; metrics are told with a step, and at most every quarter of a second."""
-    engine.generate([[2]], max_tokens=1)
-    return engine.labelled("vllm:nixl_offload_retained_bytes", "tier").get("memory", 0.0)
-
-
 class Scene:
     """An engine with memory and a slab, what a vLLM without us answers, and prompts nobody has asked yet."""
 
     def __init__(self, shape: ModelShape, workshop: Workshop) -> None:
         with workshop.start_engine(shape) as engine:
             self.right = dict(
-                zip(["kept", "damaged", "dropped"], engine.generate([KEPT, DAMAGED, DROPPED]), strict=True)
+                zip(["kept", "damaged", "unstored"], engine.generate([KEPT, DAMAGED, UNSTORED]), strict=True)
             )
         self.has_windows = shape.sliding_window is not None
         self.slab = workshop.scratch / f"slab-{self.has_windows}"
@@ -123,38 +117,11 @@ def test_a_prefetch_of_what_is_damaged_brings_nothing(scene: Scene) -> None:
     assert answer.same_as(scene.right["damaged"])
 
 
-def test_what_is_retained_stays_in_memory_until_it_is_released(scene: Scene) -> None:
-    """Asked for with the request itself, for all of its chunks; ended by token ids."""
-    engine = scene.engine
-    assert engine.reset_prefix_cache(connector=True)
-    engine.generate([KEPT], transfer_params=hint(retain_s=3600))
-    until(lambda: retained_bytes(engine) > 0, "the gauge says so")
-    for _ in range(2):
-        scene.push_out()
-    answer, came = scene.ask(KEPT)
-    assert came == {"host": FULL_TOKENS}
-    assert answer.same_as(scene.right["kept"])
-    carry(engine, hint(retain_s=0, token_ids=KEPT))
-    until(lambda: retained_bytes(engine) == 0, "and that it is over")
-
-
-def test_what_is_dropped_is_computed_and_what_is_kept_before_it_is_not(scene: Scene) -> None:
-    engine = scene.engine
-    engine.generate([DROPPED])
-    assert engine.settle()
-    carry(engine, hint(drop_from=2 * CHUNK_TOKENS, token_ids=DROPPED))
-    assert engine.reset_prefix_cache()
-    [answer] = engine.generate([DROPPED], transfer_params=hint(drop_from=0))
-    # Of a window's group only what lies before the end of a prompt was stored.
-    assert answer.external_hit_tokens == (0 if scene.has_windows else 2 * CHUNK_TOKENS)
-    assert answer.same_as(scene.right["dropped"])
-    assert engine.settle()
-    assert engine.reset_prefix_cache()
-    [answer] = engine.generate([DROPPED], transfer_params=hint(store=False))
-    assert answer.external_hit_tokens == 0, "it was dropped when its request had ended, and not stored"
-    assert engine.settle()
-    answer, came = scene.ask(DROPPED)
-    assert came == {}, "and not stored this time"
-    assert answer.same_as(scene.right["dropped"])
-    answer, came = scene.ask(DROPPED)
-    assert came == {"host": FULL_TOKENS}
+def test_what_is_not_to_be_stored_is_computed_again(scene: Scene) -> None:
+    for hinted, then in ((hint(store=False), {}), (None, {"host": FULL_TOKENS})):
+        scene.engine.generate([UNSTORED], transfer_params=hinted)
+        assert scene.engine.settle()
+        answer, came = scene.ask(UNSTORED)
+        assert came == then
+        assert answer.same_as(scene.right["unstored"])
+        assert scene.engine.reset_prefix_cache(connector=not then)

@@ -7,7 +7,6 @@ those that what was done must give, by tier; on a real engine names show up, of 
 from __future__ import annotations
 
 import functools
-import time
 from collections import Counter as Tally
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +31,7 @@ from examples.demo.model import TINY, write_model
 from nixl_offload.catalog.catalog import Catalog
 from nixl_offload.engine.records import Act, Failure, TierAccess, TierStatus, Waiting, Work
 from nixl_offload.tiers.base import Tier
-from nixl_offload.types import Key, Outcome
+from nixl_offload.types import Outcome
 from nixl_offload.vllm.connector import NixlOffloadConnector
 from nixl_offload.vllm.load_decision import Hit, LoadNotes, Part
 from nixl_offload.vllm.messages import RankStatus, WorkerReport
@@ -106,8 +105,7 @@ def test_every_metric_is_told_by_something(tmp_path: Path, keep: Keep) -> None:
     moves = rig.moves()
     rig.report(moves[0].ticket)
     rig.report(moves[1].ticket, {0: Outcome.DROPPED})
-    rig.manager.catalog.retention.retain([Key(key(3))], 60.0, time.monotonic())
-    rig.manager.metrics.add("hints", 1, "retain", "taken")
+    rig.manager.metrics.add("hints", 1, "prefetch", "taken")
     rig.manager.decider.tokens_to_load(Hit((0,), 0, CHUNK_TOKENS, CHUNK_TOKENS, {}), LoadNotes(), 0.0)
     rig.manager.metrics.looked_up(CHUNK_TOKENS, [Part(0, CHUNK_TOKENS, 4096)], CHUNK_TOKENS)
     rig.offer(*range(10, 16))
